@@ -25,6 +25,7 @@ from mcore_bridge.commands.options import (
     Strict,
     Tp,
     Vp,
+    build_options,
     dtype_of,
     one_of,
     path,
@@ -110,23 +111,18 @@ def verify_command(
     with running(context) as answer:
         from mcore_bridge.commands.report import progress, render
         from mcore_bridge.commands.verify.verify import verify
-        from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 
-        dims = ParallelDims(tp=tp, pp=pp, vp=vp, cp=cp, ep=ep, etp=etp, sp=sp, layout=layout)
-        with progress(Console(stderr=True), dims.smallest_world) as on_event:
+        one_of("device", device, ("cpu", "cuda"))
+        options = build_options(context)
+        with progress(Console(stderr=True), options.dims.smallest_world) as on_event:
             verdict = verify(
                 folder,
-                dims,
-                device=one_of("device", device, ("cpu", "cuda")),
-                backend=backend,
-                model=model,
+                options,
                 dtype=dtype_of(dtype),
                 against=against,
                 num_tokens=0 if no_logits else tokens,
-                num_mtp_layers=mtp,
                 save=save,
                 adapter=adapter,
-                strict_config=strict_config,
                 on_event=on_event,
             )
         answer(lambda: render(verdict), lambda: as_json.of_verdict(verdict))

@@ -90,13 +90,11 @@ def _read(config: str | os.PathLike[str] | PretrainedConfig) -> PretrainedConfig
 
 
 def _with_layers(hf: PretrainedConfig, num_layers: int) -> PretrainedConfig:
-    from mcore_bridge.config.mesh.parallel_dims import ParallelDims
     from mcore_bridge.factory.blueprint import make_blueprint
+    from mcore_bridge.factory.build_options import BuildOptions
 
-    blueprint = make_blueprint(
-        hf, dims=ParallelDims(), dtype=torch.float32, device="cpu", overrides={"num_layers": num_layers}
-    )
-    return blueprint.provenance.config
+    options = BuildOptions(dtype=torch.float32, device="cpu", overrides={"num_layers": num_layers})
+    return make_blueprint(hf, options).provenance.config
 
 
 def _random_model(hf: PretrainedConfig, dtype: torch.dtype, seed: int) -> PreTrainedModel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,8 @@ from mcore_bridge.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
+
+    from mcore_bridge.factory.build_options import BuildOptions
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -57,6 +60,18 @@ def one_of(option: str, value: str, choices: tuple[str, ...]) -> str:
     if value not in choices:
         raise ConfigError(f"--{option} must be one of {', '.join(choices)}, found {value!r}")
     return value
+
+
+def build_options(context: typer.Context) -> BuildOptions:
+    """The options of a command that say what is built. An option that it lacks has its default."""
+    from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+    from mcore_bridge.factory.build_options import BuildOptions
+
+    given = context.params
+    sizes = {field.name: given[field.name] for field in fields(ParallelDims) if field.name in given}
+    others = {name: given[name] for name in ("device", "backend", "strict_config", "vision", "model") if name in given}
+    overrides = {"mtp_num_layers": given["mtp"] or None}
+    return BuildOptions(dims=ParallelDims(**sizes), overrides=overrides, **others)
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:

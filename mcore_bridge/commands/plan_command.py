@@ -25,6 +25,7 @@ from mcore_bridge.commands.options import (
     Tp,
     Vision,
     Vp,
+    build_options,
     dtype_of,
     finite,
     path,
@@ -100,20 +101,9 @@ def plan_command(
             return
         from mcore_bridge.commands.plan.picture import write_svg
         from mcore_bridge.commands.plan.tables import plan, render
-        from mcore_bridge.config.mesh.parallel_dims import ParallelDims
         from mcore_bridge.weights.plan.target import engine_ranks
 
-        dims = ParallelDims(tp=tp, pp=pp, vp=vp, cp=cp, ep=ep, etp=etp, sp=sp, layout=layout)
-        mesh_plan = plan(
-            folder,
-            dims,
-            dtype=dtype_of(dtype),
-            world_size=world,
-            num_mtp_layers=mtp,
-            strict_config=strict_config,
-            vision=vision,
-            model=model,
-        )
+        mesh_plan = plan(folder, build_options(context), dtype=dtype_of(dtype), world_size=world)
         sizes = engine_tp or 1, engine_pp or 1, engine_ep or 1
         asked = engine_tp or engine_pp or engine_ep
         engine = engine_ranks(tp=sizes[0], pp=sizes[1], ep=sizes[2]) if asked else ()
@@ -142,14 +132,12 @@ def _suggest(
         search = suggest(
             folder,
             gpus,
+            build_options(context),
             gpu_bytes=gpu_bytes,
             given={axis: options[axis] for axis in AXES if axis in given},
             batch=batch,
             dtype=dtype_of(options["dtype"]),
             bandwidth=options["bandwidth"],
-            strict_config=options["strict_config"],
-            vision=options["vision"],
-            model=options["model"],
             on_plan=lambda number, dims: status.update(f"planning suggestion {number + 1}: {dims}"),
         )
     reasons = {in_options(reason, options_of(context)): meshes for reason, meshes in search.refused.items()}

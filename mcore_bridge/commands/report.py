@@ -122,7 +122,7 @@ def _kind(verdict: Verdict) -> str:
 
 def _mesh(verdict: Verdict) -> str:
     config = verdict.blueprint.config
-    return verdict.task.dims.describe(world_size=len(verdict.findings), num_layers=config.num_layers)
+    return verdict.task.options.dims.describe(world_size=len(verdict.findings), num_layers=config.num_layers)
 
 
 def _seconds(verdict: Verdict) -> str:

@@ -23,6 +23,7 @@ from mcore_bridge.config.mtp import held_mtp_layers
 from mcore_bridge.config.unread import require_no_unread, unread_fields, without_unread
 from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory import layer_specs
+from mcore_bridge.factory.build_options import BuildOptions, Overrides
 from mcore_bridge.factory.hybrid import check_model, require_hybrid
 from mcore_bridge.factory.modules.backend import Backend, choose_backend, kernels_of
 from mcore_bridge.factory.modules.deepstack import count_features, require_layers
@@ -37,32 +38,37 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from transformers import PretrainedConfig
 
-Overrides = Mapping[str, object]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Blueprint:
-    """Everything that ``build_model`` needs. In ``dims`` an explicit layout has replaced "balanced".
+    """Everything that ``build_model`` needs.
 
+    ``options`` are the caller's; an explicit layout has replaced "balanced" in ``dims``, and ``backend`` is chosen.
     ``unread`` are fields of the HF config that change nothing (``config.unread``).
-    ``origin`` is a copy of the caller's HF config, without overrides. ``overrides`` are those of the caller.
+    ``origin`` is a copy of the caller's HF config, without overrides.
     ``initial`` are the values of ``config`` when it was made, by which later changes are detected.
-    ``model`` is "gpt" or "hybrid", for the two model classes of megatron-core.
     """
 
     origin: PretrainedConfig
     provenance: Provenance
     architecture: Architecture
-    dims: ParallelDims
-    dtype: torch.dtype
+    options: BuildOptions
     device: torch.device
     backend: Backend
     config: TransformerConfig
     gpt_arguments: Mapping[str, object]
-    overrides: Overrides
     initial: Mapping[str, object]
     unread: tuple[str, ...]
-    model: str = "gpt"
+
+    @property
+    def dims(self) -> ParallelDims:
+        """The mesh, with an explicit layout."""
+        return self.options.dims
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of parameters."""
+        return self.options.dtype
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -115,27 +121,17 @@ class Blueprint:
         return f"{dtype} on {self.device}, backend {self.backend}, head {self.provenance.head}"
 
 
-def make_blueprint(
-    hf: str | os.PathLike[str] | PretrainedConfig | Provenance,
-    *,
-    dims: ParallelDims,
-    dtype: torch.dtype,
-    device: torch.device | str | None = None,
-    backend: str = "auto",
-    head: str = "lm",
-    overrides: Overrides | None = None,
-    strict_config: bool = False,
-    vision: str = "carried",
-    model: str = "gpt",
-) -> Blueprint:
-    """Decides and checks everything about a model. Arguments and errors: see ``build_model``.
+def make_blueprint(hf: str | os.PathLike[str] | PretrainedConfig | Provenance, options: BuildOptions) -> Blueprint:
+    """Decides and checks everything about a model. Options and errors: see ``build_model``.
 
     A provenance with this head, in place of ``hf``, saves the reading of the folder: for many meshes of one model. If
     it has a tower, that is the one of this ``vision`` and ``dtype``, and none is built to learn its tensors.
     """
+    dims, dtype, head, vision = options.dims, options.dtype, options.head, options.vision
     check_head(head)
-    check_model(model)
-    _require_types(dims, overrides)
+    check_model(options.model)
+    _require_types(dims, options.overrides)
+    overrides = dict(options.overrides or {})
     provenance = hf if isinstance(hf, Provenance) else provenance_of(hf, head=head)
     origin = provenance.hf
     architecture = architecture_of(origin)
@@ -144,14 +140,14 @@ def make_blueprint(
     require_tower((whole := provenance.whole), vision)
     if whole is not None:
         read_by.append((whole.config, whole.composite.fields))
-    if strict_config:
+    if options.strict_config:
         require_no_unread(read_by)
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device {str(device)!r} needs a GPU, and torch.cuda.is_available() is False: use 'cpu'")
-    chosen = choose_backend(backend, device=device)
-    mtp = count_mtp(overrides or {}, head=head)
-    changed = effective(origin, architecture.fields, tp=dims.tp, overrides=overrides or {})
+    chosen = choose_backend(options.backend, device=device)
+    mtp = count_mtp(overrides, head=head)
+    changed = effective(origin, architecture.fields, tp=dims.tp, overrides=overrides)
     provenance = provenance.with_overridden(changed.fields)
     hf = provenance.hf
     if whole is not None and vision != "carried" and not provenance.tower:
@@ -166,23 +162,20 @@ def make_blueprint(
     gpt_arguments = transformer.to_gpt_arguments(hf, table, dims=dims, overrides=chosen_fields)
     if head != "lm":
         gpt_arguments["share_embeddings_and_output_weights"] = False
-    if model == "hybrid":
+    if options.model == "hybrid":
         positions = gpt_arguments["position_embedding_type"]
         require_hybrid(architecture, config, positions=positions, vision=vision)
     return Blueprint(
         origin=origin,
         provenance=provenance,
         architecture=architecture,
-        dims=dims,
-        dtype=dtype,
+        options=replace(options, dims=dims, overrides=overrides),
         device=device,
         backend=chosen,
         config=config,
         gpt_arguments=gpt_arguments,
-        overrides=dict(overrides or {}),
         initial=dict(vars(config)),
         unread=tuple(name for own, table in read_by for name in unread_fields(own, table)),
-        model=model,
     )
 
 
@@ -209,14 +202,14 @@ def _require_release(architecture: Architecture, hf: PretrainedConfig) -> None:
     release.require(architecture.model_type)
 
 
-def _interleaved(dims: ParallelDims, overrides: Overrides | None) -> Overrides:
+def _interleaved(dims: ParallelDims, overrides: Overrides) -> Overrides:
     """Overrides with our defaults for virtual stages.
 
     At pp=2 the next rank is also the previous one. Batched messages of the two directions could then be swapped.
     """
     if dims.vp == 1:
-        return overrides or {}
-    chosen = {"overlap_p2p_comm": True, "batch_p2p_comm": False, **(overrides or {})}
+        return overrides
+    chosen = {"overlap_p2p_comm": True, "batch_p2p_comm": False, **overrides}
     if dims.pp == 2 and not chosen["overlap_p2p_comm"]:
         raise MeshError(
             "overlap_p2p_comm must be True at pp=2 with vp > 1, found False: megatron-core would swap messages. Remove "

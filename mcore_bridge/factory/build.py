@@ -21,7 +21,8 @@ from mcore_bridge.config.mesh.pipeline import Stage
 from mcore_bridge.config.mesh.process_groups import building_groups, differing
 from mcore_bridge.config.unread import notes_on
 from mcore_bridge.errors import ConfigError, MeshError
-from mcore_bridge.factory.blueprint import Blueprint, Overrides, make_blueprint
+from mcore_bridge.factory.blueprint import Blueprint, make_blueprint
+from mcore_bridge.factory.build_options import BuildOptions, Overrides
 from mcore_bridge.factory.chunk import build_chunk, building
 from mcore_bridge.factory.freeze import freeze_parameters, require_patterns
 from mcore_bridge.factory.reconcile import reconcile
@@ -107,8 +108,7 @@ def build_model(
             seed=(seed, WHOLE),
             on_chunk=(on_chunk, FUNCTION.or_none()),
         )
-        blueprint = make_blueprint(
-            hf,
+        options = BuildOptions(
             dims=dims or _mesh(),
             dtype=dtype,
             device=device,
@@ -119,6 +119,7 @@ def build_model(
             vision=vision,
             model=model,
         )
+        blueprint = make_blueprint(hf, options)
         return blueprint, _source(hf, load_weights, blueprint.device)
 
     chunks = build(prepare, freeze=freeze, seed=seed)
@@ -167,10 +168,10 @@ def _shared(blueprint: Blueprint, source: Source | None) -> Shared:
         "dtype": blueprint.dtype,
         "backend": blueprint.backend,
         "head": blueprint.provenance.head,
-        "overrides": sorted(blueprint.overrides.items()),
+        "overrides": sorted((blueprint.options.overrides or {}).items()),
         "load_weights": described_source(source),
         "vision": blueprint.provenance.vision,
-        "model": blueprint.model,
+        "model": blueprint.options.model,
     }
 
 

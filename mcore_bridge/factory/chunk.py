@@ -64,7 +64,7 @@ def build_chunk(blueprint: Blueprint, stage: Stage, *, seed: int) -> GPTModel:
     groups = ProcessGroupCollection.use_mpu_process_groups()
     without_tie = copy.copy(groups)
     without_tie.embd = None
-    construct = build_hybrid if blueprint.model == "hybrid" else _build_gpt
+    construct = build_hybrid if blueprint.options.model == "hybrid" else _build_gpt
     try:
         with _fitting_tables(blueprint.config):
             model = construct(blueprint, stage, groups if blueprint.config.perform_initialization else without_tie)

@@ -9,7 +9,8 @@ import torch
 
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.errors import MeshError
-from mcore_bridge.factory.blueprint import Overrides, make_blueprint
+from mcore_bridge.factory.blueprint import make_blueprint
+from mcore_bridge.factory.build_options import BuildOptions, Overrides
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -43,9 +44,9 @@ def to_transformer_config(
         >>> config.num_layers, config.num_query_groups, config.tensor_model_parallel_size
         (4, 4, 2)
     """
-    return make_blueprint(
-        hf, dims=dims or ParallelDims(), dtype=dtype, overrides=overrides, strict_config=strict_config
-    ).config
+    mesh = dims or ParallelDims()
+    options = BuildOptions(dims=mesh, dtype=dtype, overrides=overrides, strict_config=strict_config)
+    return make_blueprint(hf, options).config
 
 
 def to_gpt_arguments(
@@ -66,8 +67,8 @@ def to_gpt_arguments(
         >>> arguments["vocab_size"], arguments["position_embedding_type"]
         (96, 'rope')
     """
-    blueprint = make_blueprint(hf, dims=dims or ParallelDims(), dtype=torch.bfloat16, head=head, overrides=overrides)
-    return dict(blueprint.gpt_arguments)
+    options = BuildOptions(dims=dims or ParallelDims(), head=head, overrides=overrides)
+    return dict(make_blueprint(hf, options).gpt_arguments)
 
 
 def to_layer_spec(
@@ -97,7 +98,8 @@ def to_layer_spec(
         >>> len(spec.layer_specs)                         # of the four layers
         2
     """
-    blueprint = make_blueprint(hf, dims=dims or ParallelDims(), dtype=dtype, backend=backend, overrides=overrides)
+    options = BuildOptions(dims=dims or ParallelDims(), dtype=dtype, backend=backend, overrides=overrides)
+    blueprint = make_blueprint(hf, options)
     for stage in blueprint.stages:
         if (stage.pp_rank, stage.vp_stage) == (pp_rank, vp_stage or 0):
             return blueprint.block_spec(stage.layers)

@@ -7,57 +7,38 @@ same config object. Attributes that neither megatron-core nor we know stay as th
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 from mcore_bridge.config.overrides import gpt_argument_names
-from mcore_bridge.factory.blueprint import Blueprint, Overrides, make_blueprint
-
-if TYPE_CHECKING:
-    import torch
-
-    from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+from mcore_bridge.factory.blueprint import Blueprint, make_blueprint
+from mcore_bridge.factory.build_options import Overrides
 
 _SPECS = frozenset({"transformer_layer_spec", "mtp_block_spec"})
 
 
-def reconcile(
-    blueprint: Blueprint,
-    *,
-    dims: ParallelDims | None = None,
-    dtype: torch.dtype | None = None,
-    head: str | None = None,
-    overrides: Overrides | None = None,
-    vision: str | None = None,
-    model: str | None = None,
-) -> Blueprint:
+def reconcile(blueprint: Blueprint, *, overrides: Overrides | None = None, **changed: Any) -> Blueprint:
     """The blueprint for the changed config. It keeps the same config object.
 
     Args:
         blueprint: from ``make_blueprint``, or from here.
-        dims, dtype, head, vision, model: new ones. None: those of the blueprint.
         overrides: the changes of the config. None: all that ``changes_of`` finds.
+        changed: other build options. None: those of the blueprint.
 
     Raises:
         ConfigError, MeshError: as for ``make_blueprint``.
     """
-    known = blueprint.provenance
     changes = changes_of(blueprint) if overrides is None else overrides
-    dims, dtype, head = dims or blueprint.dims, dtype or blueprint.dtype, head or known.head
-    vision, model = vision or known.vision, model or blueprint.model
-    before = (blueprint.dims, blueprint.dtype, known.head, known.vision, blueprint.model)
-    if not changes and (dims, dtype, head, vision, model) == before:
+    options = replace(blueprint.options, **{name: value for name, value in changed.items() if value is not None})
+    if not changes and options == blueprint.options:
         return blueprint
-    settled = make_blueprint(
-        blueprint.source,
-        dims=dims,
-        dtype=dtype,
+    options = replace(
+        options,
         device=blueprint.device,
         backend=blueprint.backend,
-        head=head,
-        overrides={**blueprint.overrides, **changes},
-        vision=vision,
-        model=model,
+        overrides={**(options.overrides or {}), **changes},
+        strict_config=False,
     )
+    settled = make_blueprint(blueprint.source, options)
     held = vars(blueprint.config)
     held.update(vars(settled.config))
     held.update({name: value for name, value in settled.gpt_arguments.items() if name in held})

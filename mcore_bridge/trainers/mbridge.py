@@ -17,6 +17,7 @@ from mcore_bridge.architecture import text_config
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.factory.blueprint import Blueprint, make_blueprint
 from mcore_bridge.factory.build import build
+from mcore_bridge.factory.build_options import BuildOptions
 from mcore_bridge.trainers.loading import load_folder
 from mcore_bridge.trainers.settings import require_same_model, settle_same, split, with_mtp_layers
 from mcore_bridge.trainers.wrap import ddp_config_of, freeze_routers, require_value_head, wrap
@@ -188,9 +189,8 @@ class Bridge:
         vision, model = str(settings.pop("vision", "carried")), str(settings.pop("model", "gpt"))
         dims, overrides = split({**schedule, "overlap_p2p_comm": mesh.vp > 1, **settings}, mesh)
         overrides = require_same_model(self.hf_config, overrides, dtype=self.dtype)
-        blueprint = make_blueprint(
-            self.hf_config, dims=dims, dtype=self.dtype, overrides=overrides, vision=vision, model=model
-        )
+        options = BuildOptions(dims=dims, dtype=self.dtype, overrides=overrides, vision=vision, model=model)
+        blueprint = make_blueprint(self.hf_config, options)
         vars(blueprint.config).update(for_routers)
         return blueprint
 

@@ -6,13 +6,12 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-import torch
 from torch import Tensor, nn
 
 from mcore_bridge.architecture import read_hf
-from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.blueprint import make_blueprint
+from mcore_bridge.factory.build_options import BuildOptions
 from mcore_bridge.trainers.loading import load_folder
 from mcore_bridge.trainers.wrap import ddp_config_of, freeze_routers
 from mcore_bridge.weights.adapters import adapters_of, iter_peft_adapters, save_hf_adapters
@@ -118,7 +117,7 @@ class AutoBridge:
         """
         from mcore_bridge.trainers.provider import Provider
 
-        blueprint = make_blueprint(self.folder, dims=ParallelDims(), dtype=torch.bfloat16)
+        blueprint = make_blueprint(self.folder, BuildOptions())
         source: Source | None = (hf_path or self.folder) if load_weights else None
         return Provider.of(blueprint, source)
 

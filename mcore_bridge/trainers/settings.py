@@ -13,6 +13,7 @@ from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.tables.moe import MTP_COUNTS, layers_of
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.blueprint import Blueprint, make_blueprint
+from mcore_bridge.factory.build_options import BuildOptions
 from mcore_bridge.factory.reconcile import changes_of, reconcile
 from mcore_bridge.rules.names import TOWER
 from mcore_bridge.weights.provenance import HF
@@ -84,12 +85,12 @@ def require_same_model(hf: HF, overrides: Mapping[str, object], **build: Any) ->
 
     Args:
         hf: the config, or its folder.
-        build: dtype, device, backend and head, as for ``make_blueprint``.
+        build: dtype, device, backend and head, as for ``build_model``.
 
     Raises:
         ConfigError: naming all overrides that do.
     """
-    blueprint = make_blueprint(hf, dims=ParallelDims(), **build)
+    blueprint = make_blueprint(hf, BuildOptions(**build))
     own = {**vars(blueprint.config), **blueprint.gpt_arguments}
     asked = {**own, **overrides}
     for name in ("kv_channels", "num_query_groups"):
@@ -117,12 +118,11 @@ def settle_same(blueprint: Blueprint, *, overrides: Mapping[str, object] | None 
     Raises:
         ConfigError, MeshError: as ``reconcile`` and ``require_same_model``.
     """
-    dtype, head = (changed.get(name) for name in ("dtype", "head"))
-    own = {"dtype": dtype or blueprint.dtype, "head": head or blueprint.provenance.head}
-    placed = {"device": blueprint.device, "backend": blueprint.backend}
+    options = blueprint.options
+    dtype, head = (changed.get(name) or getattr(options, name) for name in ("dtype", "head"))
+    build = {"dtype": dtype, "head": head, "device": blueprint.device, "backend": blueprint.backend}
     changes = changes_of(blueprint) if overrides is None else overrides
-    hf = blueprint.source
-    checked = require_same_model(hf, {**blueprint.overrides, **changes}, **own, **placed)
+    checked = require_same_model(blueprint.source, {**(options.overrides or {}), **changes}, **build)
     return reconcile(blueprint, overrides={name: checked[name] for name in changes}, **changed)
 
 

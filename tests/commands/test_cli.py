@@ -30,6 +30,7 @@ from mcore_bridge.commands.verify.logits import Comparison
 from mcore_bridge.commands.verify.rank import Finding
 from mcore_bridge.commands.verify.verify import TOLERANCE, Verdict, _crossing, differences, widest
 from mcore_bridge.factory import chunk
+from mcore_bridge.factory.build_options import BuildOptions
 from mcore_bridge.factory.hybrid import RELEASE
 from mcore_bridge.factory.hybrid_chunk import build_hybrid
 from mcore_bridge.launch.processes import RankError, run_ranks
@@ -427,7 +428,7 @@ def test_a_picture_that_cannot_be_written(tmp_path: Path) -> None:
 def test_plan_counts_what_transformers_counts(model_type: str, dims: ParallelDims, tmp_path: Path) -> None:
     hf = tiny.config(model_type)
     hf.save_pretrained(tmp_path)
-    found = plan(tmp_path, dims, dtype=torch.float32, world_size=None)
+    found = plan(tmp_path, BuildOptions(dims=dims), dtype=torch.float32)
     expected = {name: tuple(p.shape) for name, p in tiny.random_model(hf).named_parameters()}
     assert {spec.name: spec.shape for spec in found.export.tensors()} == expected
     layers = [int(cell.name) for chunks in found.ranks for c in chunks for cell in c.cells if cell.name.isdigit()]
@@ -454,7 +455,7 @@ def test_plan_imports_no_compiler(llama_70b: Path) -> None:
 
 
 def test_plan_leaves_no_process_group(llama_70b: Path) -> None:
-    plan(llama_70b, ParallelDims(tp=2), dtype=None, world_size=None)
+    plan(llama_70b, BuildOptions(dims=ParallelDims(tp=2)))
     assert not torch.distributed.is_initialized()
 
 

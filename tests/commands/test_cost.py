@@ -13,6 +13,7 @@ from mcore_bridge.commands.plan import mesh_plan
 from mcore_bridge.commands.plan.cost import cost_of
 from mcore_bridge.commands.plan.mesh_plan import MeshPlan, plan_mesh
 from mcore_bridge.factory.blueprint import make_blueprint
+from mcore_bridge.factory.build_options import BuildOptions
 from mcore_bridge.weights.plan.alignment import aligned
 from mcore_bridge.weights.plan.all_to_all import plan_targets
 from mcore_bridge.weights.plan.budget import MEMORY, MESSAGES_IN_FLIGHT, SLAB
@@ -29,7 +30,7 @@ from tests.zoo import cases
 
 
 def planned(num_layers: int, dims: ParallelDims) -> MeshPlan:
-    blueprint = make_blueprint(sparse(num_layers), dims=dims, dtype=torch.bfloat16, device="meta")
+    blueprint = make_blueprint(sparse(num_layers), BuildOptions(dims=dims, dtype=torch.bfloat16, device="meta"))
     return plan_mesh(blueprint, world_size=dims.smallest_world)
 
 
@@ -92,7 +93,9 @@ def test_stages_take_turns_where_memory_asks_for_it(
         sizes = {**sizes, "num_hidden_layers": 48}
     hf = tiny("llama", **sizes, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
     dims = ParallelDims(tp=tp, pp=pp, vp=vp)
-    plan_mesh(make_blueprint(hf, dims=dims, dtype=torch.bfloat16, device="meta"), world_size=dims.smallest_world)
+    plan_mesh(
+        make_blueprint(hf, BuildOptions(dims=dims, dtype=torch.bfloat16, device="meta")), world_size=dims.smallest_world
+    )
     for bucket_bytes, plan in found.items():
         largest = max(output.num_bytes for output in plan.payload.outputs)
         allowed = 3 * bucket_bytes + largest if bucket_bytes else max(MEMORY, largest * 3 // 2)
@@ -109,7 +112,7 @@ def test_messages_are_large_but_beside_an_embedding_that_takes_most_of_the_memor
     """An embedding of 1.6 GB once made all of them small, of which there were 328, and yet took 2.4 GB."""
     hf = tiny("llama", **QWEN3_32B, num_attention_heads=64, num_key_value_heads=8, head_dim=128)
     plan = plan_mesh(
-        make_blueprint(hf, dims=dims, dtype=torch.bfloat16, device="meta"), world_size=dims.smallest_world
+        make_blueprint(hf, BuildOptions(dims=dims, dtype=torch.bfloat16, device="meta")), world_size=dims.smallest_world
     ).export
     assert peak_bytes(plan) < 1.001 * MEMORY
     sent = sum(map(sum, (message.widths for message in plan.messages)))
@@ -133,7 +136,9 @@ WIDE = {"num_experts": 96, "moe_intermediate_size": 1536, "hidden_size": 7168, "
 def test_experts_go_in_shifts_where_memory_asks_for_it(dims: ParallelDims, world_size: int) -> None:
     """As many ranks as there are experts, and each with one on its way, would take 6 GB."""
     hf = sparse(4, **WIDE, mlp_only_layers=[], num_attention_heads=32, num_key_value_heads=8)
-    plan = plan_mesh(make_blueprint(hf, dims=dims, dtype=torch.bfloat16, device="meta"), world_size=world_size).export
+    plan = plan_mesh(
+        make_blueprint(hf, BuildOptions(dims=dims, dtype=torch.bfloat16, device="meta")), world_size=world_size
+    ).export
     assert peak_bytes(plan) < 1.001 * MEMORY
     sent = sum(map(sum, (message.widths for message in plan.messages)))
     assert sent < 1.03 * sum(output.num_bytes for output in plan.payload.outputs)
@@ -143,7 +148,7 @@ def test_headers_of_many_ranks_are_few_moves() -> None:
     """One for each rank took 90 KB of a GPU for every message among 1024, and as long to work out."""
     hf = sparse(2, num_experts=256, mlp_only_layers=[])
     plan = plan_mesh(
-        make_blueprint(hf, dims=ParallelDims(ep=256), dtype=torch.bfloat16, device="meta"), world_size=256
+        make_blueprint(hf, BuildOptions(dims=ParallelDims(ep=256), dtype=torch.bfloat16, device="meta")), world_size=256
     ).export
     program = Program([plan], 100)
     headers = len(program.names) + HEADERS
@@ -187,7 +192,9 @@ def taken_by(
         asked.extend(arguments)
 
     monkeypatch.setattr(mesh_plan, "plan_export", plan_nothing)
-    plan_mesh(make_blueprint(hf, dims=dims, dtype=torch.bfloat16, device="meta"), world_size=dims.smallest_world)
+    plan_mesh(
+        make_blueprint(hf, BuildOptions(dims=dims, dtype=torch.bfloat16, device="meta")), world_size=dims.smallest_world
+    )
     num_ranks = len(asked[-1])
     targets = [engine[rank % len(engine)] for rank in range(num_ranks)]
     feeds = plan_targets(*asked, targets, bucket_bytes=bucket_bytes)
@@ -225,7 +232,7 @@ def test_predicted_seconds_are_those_that_were_measured(model: str, dims: Parall
     model_type, sizes = ("qwen3", QWEN3_8B) if model == "dense" else ("qwen3_moe", {**QWEN3_8B, **sizes})
     key_value_heads = 8 if model == "dense" else 4
     hf = tiny(model_type, **sizes, num_attention_heads=32, num_key_value_heads=key_value_heads, head_dim=128)
-    found = plan_mesh(make_blueprint(hf, dims=dims, dtype=torch.bfloat16, device="meta"), world_size=4)
+    found = plan_mesh(make_blueprint(hf, BuildOptions(dims=dims, dtype=torch.bfloat16, device="meta")), world_size=4)
     assert abs(cost_of(found.export).seconds / MEASURED[model, dims] - 1) < 0.15
 
 
@@ -346,7 +353,7 @@ def meshes() -> list[Any]:
 
 @pytest.mark.parametrize(("hf", "dims"), meshes())
 def test_stages_that_are_not_built_hold_what_they_would(hf: Any, dims: ParallelDims, monkeypatch: Any) -> None:
-    blueprint = make_blueprint(hf, dims=dims, dtype=torch.bfloat16, device="meta")
+    blueprint = make_blueprint(hf, BuildOptions(dims=dims, dtype=torch.bfloat16, device="meta"))
     world_size = dims.smallest_world
     planned = plan_mesh(blueprint, world_size=world_size)
     monkeypatch.setattr(mesh_plan._Layers, "chunk", lambda self, stage: None)
@@ -360,7 +367,7 @@ def test_the_ends_are_built_and_what_has_other_layers(dense: list[int], num_buil
     build = mesh_plan._build
     monkeypatch.setattr(mesh_plan, "_build", lambda blueprint: builds.append(blueprint) or build(blueprint))
     blueprint = make_blueprint(
-        sparse(16, mlp_only_layers=dense), dims=ParallelDims(pp=4), dtype=torch.bfloat16, device="meta"
+        sparse(16, mlp_only_layers=dense), BuildOptions(dims=ParallelDims(pp=4), dtype=torch.bfloat16, device="meta")
     )
     plan_mesh(blueprint, world_size=4)
     assert len(builds) == num_builds

@@ -13,6 +13,7 @@ from mcore_bridge.commands.plan.engine_cost import feed
 from mcore_bridge.commands.plan.mesh_plan import MeshPlan, plan_mesh
 from mcore_bridge.errors import TargetError
 from mcore_bridge.factory.blueprint import make_blueprint
+from mcore_bridge.factory.build_options import BuildOptions
 from mcore_bridge.weights.plan.budget import MESSAGES_IN_FLIGHT
 from mcore_bridge.weights.plan.stream import HEADER
 from tests.support import fake_mesh
@@ -28,7 +29,7 @@ CASES = [
 
 
 def trainer(dims: ParallelDims, world_size: int | None = None) -> MeshPlan:
-    blueprint = make_blueprint(sparse(4), dims=dims, dtype=torch.bfloat16, device="meta")
+    blueprint = make_blueprint(sparse(4), BuildOptions(dims=dims, dtype=torch.bfloat16, device="meta"))
     return plan_mesh(blueprint, world_size=world_size or dims.smallest_world)
 
 

@@ -12,6 +12,7 @@ from mcore_bridge.commands.plan.mesh_plan import plan_mesh
 from mcore_bridge.commands.plan.replicas import replicas
 from mcore_bridge.commands.plan.tables import plan
 from mcore_bridge.factory.blueprint import make_blueprint
+from mcore_bridge.factory.build_options import BuildOptions
 from mcore_bridge.weights.bound import bind
 from mcore_bridge.weights.transfer.collectives import Group
 from tests.support import fake_mesh
@@ -84,7 +85,7 @@ def test_where_neither_kind_of_axes_lies_in_the_other_all_ranks_export_together(
 def test_plans_are_those_of_the_real_models(dims, tmp_path):
     HF.save_pretrained(tmp_path)
     held = fake_mesh.build_everywhere(HF, dims, lambda chunks: None, dtype=torch.bfloat16)
-    found = plan(tmp_path, dims, dtype=torch.bfloat16, world_size=None)
+    found = plan(tmp_path, BuildOptions(dims=dims), dtype=torch.bfloat16)
     assert found.export == fake_mesh.plan_of(held, bucket_bytes=None)
 
 
@@ -101,7 +102,7 @@ def test_a_balanced_pipeline_counts_experts_as_ranks_hold_them():
     )
     for ep, bound in ((1, 1.3), (8, 1.3), (32, 1.3)):
         blueprint = make_blueprint(
-            hf, dims=ParallelDims(pp=3, ep=ep, layout="balanced"), dtype=torch.bfloat16, device="meta"
+            hf, BuildOptions(dims=ParallelDims(pp=3, ep=ep, layout="balanced"), dtype=torch.bfloat16, device="meta")
         )
         planned = plan_mesh(blueprint, world_size=math.lcm(3, 3 * ep))
         totals = [sum(chunk.num_bytes for chunk in chunks) for chunks in planned.ranks]

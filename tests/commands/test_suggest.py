@@ -13,6 +13,7 @@ from mcore_bridge.commands.plan.activations import kept_by_layers
 from mcore_bridge.commands.plan.asked import Batch
 from mcore_bridge.commands.plan.suggest import Suggestion, suggest
 from mcore_bridge.config import hf
+from mcore_bridge.factory.build_options import BuildOptions
 from mcore_bridge.launch.fake_rank import rank_of
 from tests import zoo
 from tests.support import composites
@@ -23,7 +24,7 @@ BATCH = Batch(sequence=128, micro_batch=2)
 
 
 def found(folder: Path, num_gpus: int, gpu_bytes: float, **given: int) -> Any:
-    return suggest(folder, num_gpus, gpu_bytes=gpu_bytes, given=given, batch=BATCH, count=100)
+    return suggest(folder, num_gpus, BuildOptions(), gpu_bytes=gpu_bytes, given=given, batch=BATCH, count=100)
 
 
 def test_suggestions_build_fit_and_come_in_order(tmp_path: Path) -> None:
@@ -87,7 +88,7 @@ def test_memory_grows_as_it_must(tmp_path: Path) -> None:
 
     def memory(batch: Batch, **given: int) -> Any:
         sizes = {"tp": 1, "pp": 1, "cp": 1, **given}
-        return suggest(tmp_path, 4, gpu_bytes=1e9, given=sizes, batch=batch).suggestions[0].memory
+        return suggest(tmp_path, 4, BuildOptions(), gpu_bytes=1e9, given=sizes, batch=batch).suggestions[0].memory
 
     one, four = memory(BATCH), memory(Batch(sequence=512, micro_batch=2))
     assert (four.activations, four.logits) == (4 * one.activations, 4 * one.logits)
@@ -125,7 +126,9 @@ def test_each_part_of_the_memory_is_cut_by_the_axes_that_cut_it(name: str, axis:
     def memory(num_gpus: int, **sizes: int) -> list[int]:
         whole = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "etp": 1}
         batch = Batch(sequence=4096, micro_batch=2)
-        (suggestion,) = suggest(tmp_path, num_gpus, gpu_bytes=1e12, given={**whole, **sizes}, batch=batch).suggestions
+        (suggestion,) = suggest(
+            tmp_path, num_gpus, BuildOptions(), gpu_bytes=1e12, given={**whole, **sizes}, batch=batch
+        ).suggestions
         return [getattr(suggestion.memory, part) for part in PARTS]
 
     mesh, times, laws = LAWS[axis]

@@ -17,6 +17,7 @@ from mcore_bridge.config.effective import decided_by
 from mcore_bridge.config.tables.derived import GELU_TANH
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.blueprint import Blueprint, make_blueprint
+from mcore_bridge.factory.build_options import BuildOptions
 from mcore_bridge.trainers.settings import require_same_model, split
 from mcore_bridge.weights.model_tensors import held_tensors
 from tests import zoo
@@ -91,7 +92,9 @@ def problems(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
 
 
 def drawn(hf: Any, overrides: dict[str, Any] | None = None) -> Blueprint:
-    return make_blueprint(hf, dims=ONE, dtype=torch.float32, device="cpu", backend="torch", overrides=overrides)
+    return make_blueprint(
+        hf, BuildOptions(dims=ONE, dtype=torch.float32, device="cpu", backend="torch", overrides=overrides)
+    )
 
 
 def said(blueprint: Blueprint, free: set[str]) -> dict[str, Any]:
@@ -285,6 +288,6 @@ def test_layers_with_experts_that_are_overridden_are_all_listed():
     hf = zoo.cases()["qwen3_moe"].hf
     frequencies = [1, 0] * (hf.num_hidden_layers // 2)
     overrides = {"moe_layer_freq": frequencies}
-    changed = make_blueprint(hf, dims=mb.ParallelDims(), dtype=torch.float32, overrides=overrides).hf
+    changed = make_blueprint(hf, BuildOptions(dims=mb.ParallelDims(), dtype=torch.float32, overrides=overrides)).hf
     assert changed.decoder_sparse_step == 1
     assert changed.mlp_only_layers == [layer for layer, sparse in enumerate(frequencies) if not sparse]

@@ -17,6 +17,7 @@ from mcore_bridge.config.rope_spelling import merged, speaks_rope_parameters, sp
 from mcore_bridge.config.transformer import to_gpt_arguments, to_transformer_config
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.blueprint import make_blueprint
+from mcore_bridge.factory.build_options import BuildOptions
 from tests.support.families import FAMILIES, ROPES, Json, built, family, rope_of, spelling_4, spelling_5, write
 from tests.zoo import cases
 
@@ -242,7 +243,7 @@ def test_queries_grow_with_their_place_where_the_rope_says_how() -> None:
 def test_an_overridden_base_is_said_in_all_spellings() -> None:
     """transformers 4 gives GPT-NeoX fields of its own for it."""
     hf = make_blueprint(
-        cases()["gpt_neox"].hf, dims=ParallelDims(), dtype=torch.float32, overrides={"rotary_base": 5e4}
+        cases()["gpt_neox"].hf, BuildOptions(dims=ParallelDims(), dtype=torch.float32, overrides={"rotary_base": 5e4})
     ).hf
     for said in (getattr(hf, "rope_parameters", None) or {}, {"rope_theta": getattr(hf, "rotary_emb_base", 5e4)}):
         assert said.get("rope_theta", 5e4) == 5e4

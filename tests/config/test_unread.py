@@ -20,6 +20,7 @@ from mcore_bridge.config.hf import read_config
 from mcore_bridge.config.tables import BASE
 from mcore_bridge.config.unread import notes_on, unread_fields
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.factory.build_options import BuildOptions
 from tests import zoo
 from tests.support.families import family, write
 
@@ -155,11 +156,11 @@ def test_unread_fields_are_accepted_named_and_refused_when_strict(
     assert (level, warned) == (logging.INFO, logging.WARNING)
     assert all(name in line for name in names)
     assert "vLLM" in engines
-    drawn = plan(folder, mb.ParallelDims(), dtype=None, world_size=None)
+    drawn = plan(folder, BuildOptions())
     assert line in render(drawn).renderables
     for call in (
         lambda: mb.to_transformer_config(folder, strict_config=True),
-        lambda: plan(folder, mb.ParallelDims(), dtype=None, world_size=None, strict_config=True),
+        lambda: plan(folder, BuildOptions(strict_config=True)),
     ):
         with pytest.raises(ConfigError, match=r"dual_chunk_attention_config=.*unk_token_id=0, use_qk_norm=True"):
             call()

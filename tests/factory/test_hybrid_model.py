@@ -10,6 +10,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from mcore_bridge import ParallelDims, build_model, forward, load_hf_weights, manifest, save_hf_checkpoint
 from mcore_bridge.errors import ConfigError, MappingError
 from mcore_bridge.factory.blueprint import make_blueprint
+from mcore_bridge.factory.build_options import BuildOptions
 from mcore_bridge.factory.hybrid import RELEASE, require_hybrid
 from mcore_bridge.factory.hybrid_chunk import pattern_of
 from mcore_bridge.factory.reconcile import reconcile
@@ -137,9 +138,9 @@ def test_each_half_of_a_layer_has_the_number_of_the_layer():
         held_tensors([chunk, *other])
     dims = ParallelDims(pp=2, vp=2)
     hf = zoo.cases()["deepseek_v3"].hf
-    pattern = pattern_of(make_blueprint(hf, dims=dims, dtype=torch.bfloat16, model="hybrid"))
+    pattern = pattern_of(make_blueprint(hf, BuildOptions(dims=dims, dtype=torch.bfloat16, model="hybrid")))
     assert pattern == "+-|+E|+E|+E"
-    changed = make_blueprint(CASES["qwen3"], dims=ParallelDims(), dtype=torch.float32, model="hybrid")
+    changed = make_blueprint(CASES["qwen3"], BuildOptions(dims=ParallelDims(), dtype=torch.float32, model="hybrid"))
     changed.config.attention_dropout = 0.25
     assert reconcile(changed).model == "hybrid"
     assert canonical("decoder.final_norm.weight", Numbering(())) == "decoder.final_layernorm.weight"
@@ -164,14 +165,14 @@ def test_refused(name):
     if "mtp_num_layers" in overrides:
         hf.num_nextn_predict_layers, dims = 1, ParallelDims(pp=3, layout="Ettt|tm|L")
     with pytest.raises(ConfigError, match=reason):
-        make_blueprint(hf, dims=dims, dtype=torch.float32, model="hybrid", overrides=overrides)
+        make_blueprint(hf, BuildOptions(dims=dims, dtype=torch.float32, model="hybrid", overrides=overrides))
 
 
 @needs_it
 def test_the_page_says_which_families_are_refused():
     refused, known = set(), set()
     for each in zoo.cases().values():
-        gpt = make_blueprint(each.hf, dims=ParallelDims(), dtype=torch.float32)
+        gpt = make_blueprint(each.hf, BuildOptions(dims=ParallelDims(), dtype=torch.float32))
         known.add(family := gpt.architecture.model_type)
         try:
             require_hybrid(gpt.architecture, gpt.config, positions="rope", vision="carried")
@@ -184,10 +185,10 @@ def test_the_page_says_which_families_are_refused():
 def test_only_known_classes_of_a_release_that_has_them():
     build = {"dims": ParallelDims(), "dtype": torch.float32}
     with pytest.raises(ConfigError, match="model must be one of gpt, hybrid, found 'mamba'"):
-        make_blueprint(CASES["qwen3"], **build, model="mamba")
+        make_blueprint(CASES["qwen3"], BuildOptions(**build, model="mamba"))
     if not RELEASE.is_installed:
         with pytest.raises(ConfigError, match=r"model=\"hybrid\" needs megatron-core 0\.19 or later, found 0\.16"):
-            make_blueprint(CASES["qwen3"], **build, model="hybrid")
+            make_blueprint(CASES["qwen3"], BuildOptions(**build, model="hybrid"))
 
 
 MTP = {"qwen3_next": 1, "deepseek_v3": 1, "nemotron_h-narrow-experts": 2}

@@ -9,6 +9,7 @@ import mcore_bridge as mb
 from mcore_bridge import ParallelDims
 from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
 from mcore_bridge.factory.blueprint import make_blueprint
+from mcore_bridge.factory.build_options import BuildOptions
 from mcore_bridge.factory.mtp import REPEATED
 from mcore_bridge.weights.load import load_hf_weights
 from tests import zoo
@@ -101,14 +102,15 @@ def test_built_and_not_in_the_file_they_are_drawn_and_reported(sizes):
 def test_more_than_have_names_are_refused(name, count):
     hf = mtp_checkpoints.config(name) if count > 1 else zoo.cases()[name].hf
     with pytest.raises(ConfigError, match=rf"mtp_num_layers must be at most {count - 1}, found {count}"):
-        make_blueprint(hf, dims=ParallelDims(), dtype=torch.float32, overrides={"mtp_num_layers": count})
+        make_blueprint(hf, BuildOptions(dims=ParallelDims(), dtype=torch.float32, overrides={"mtp_num_layers": count}))
 
 
 @pytest.mark.parametrize("wanted", ["1", 1.0, True, -1])
 def test_a_number_that_is_none_is_refused(wanted):
     with pytest.raises(ConfigError, match="mtp_num_layers must be a whole number of at least 0, or None"):
         make_blueprint(
-            zoo.cases()["llama"].hf, dims=ParallelDims(), dtype=torch.float32, overrides={"mtp_num_layers": wanted}
+            zoo.cases()["llama"].hf,
+            BuildOptions(dims=ParallelDims(), dtype=torch.float32, overrides={"mtp_num_layers": wanted}),
         )
 
 
@@ -118,14 +120,14 @@ def test_like_a_layer_without_experts_they_are_refused_where_files_have_some(nam
     asked = {"dims": ParallelDims(pp=2, layout="E|tmL"), "dtype": torch.float32}
     overrides = {"mtp_num_layers": 1, "num_layers": 1}
     with pytest.raises(ConfigError, match=r"like the last layer, which has no experts here.*keep more layers"):
-        make_blueprint(mtp_checkpoints.config(name), **asked, overrides=overrides)
+        make_blueprint(mtp_checkpoints.config(name), BuildOptions(**asked, overrides=overrides))
 
 
 def test_like_a_layer_that_attends_linearly_they_are_refused():
     hf = zoo.cases()["qwen3_next"].hf
     hf.layer_types = ["full_attention", *["linear_attention"] * 3]
     with pytest.raises(MeshError, match="has linear attention"):
-        make_blueprint(hf, dims=ParallelDims(), dtype=torch.float32, overrides={"mtp_num_layers": 1})
+        make_blueprint(hf, BuildOptions(dims=ParallelDims(), dtype=torch.float32, overrides={"mtp_num_layers": 1}))
 
 
 FLAT = mtp_checkpoints.HALVES[0]
@@ -144,9 +146,9 @@ def test_of_kinds_that_nobody_has_they_are_refused(reason):
     for name, kinds in KINDS[reason].items():
         setattr(hf, name, kinds)
     asked = {"dims": ParallelDims(), "dtype": torch.float32}
-    make_blueprint(hf, **asked)
+    make_blueprint(hf, BuildOptions(**asked))
     with pytest.raises(ConfigError, match=reason):
-        make_blueprint(hf, **asked, overrides={"mtp_num_layers": 1})
+        make_blueprint(hf, BuildOptions(**asked, overrides={"mtp_num_layers": 1}))
 
 
 @with_halves
@@ -163,16 +165,18 @@ def test_one_layer_is_repeated_if_the_release_can():
     overrides = {"mtp_num_layers": 2, "mtp_use_repeated_layer": True}
     if not REPEATED.is_installed:
         with pytest.raises(ConfigError, match=r"mtp_use_repeated_layer needs megatron-core 0\.19 or later"):
-            make_blueprint(mtp_checkpoints.config("glm4_moe"), **asked, overrides=overrides)
+            make_blueprint(mtp_checkpoints.config("glm4_moe"), BuildOptions(**asked, overrides=overrides))
         return
-    held = make_blueprint(mtp_checkpoints.config("glm4_moe"), **asked, overrides=overrides)
+    held = make_blueprint(mtp_checkpoints.config("glm4_moe"), BuildOptions(**asked, overrides=overrides))
     assert len(held.mtp_block_spec(held.stages[-1]).layer_specs) == 1
     with pytest.raises(
         ConfigError, match=r"mtp_hybrid_override_pattern must be '\*E', as the HF config says, found 'M'"
     ):
-        make_blueprint(mtp_checkpoints.config("glm4_moe"), **asked, overrides={"mtp_hybrid_override_pattern": "M"})
+        make_blueprint(
+            mtp_checkpoints.config("glm4_moe"), BuildOptions(**asked, overrides={"mtp_hybrid_override_pattern": "M"})
+        )
     with pytest.raises(ConfigError, match="or repeat one layer by mtp_use_repeated_layer"):
-        make_blueprint(mtp_checkpoints.config("glm4_moe"), **asked, overrides={"mtp_num_layers": 2})
+        make_blueprint(mtp_checkpoints.config("glm4_moe"), BuildOptions(**asked, overrides={"mtp_num_layers": 2}))
 
 
 def trained(folder, meshes):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import mcore_bridge as mb
 from mcore_bridge.factory.blueprint import Blueprint, make_blueprint
+from mcore_bridge.factory.build_options import BuildOptions
 from mcore_bridge.factory.reconcile import changes_of, reconcile
 from tests.support.strategies import tiny
 
@@ -29,7 +30,7 @@ CHANGES: dict[str, list[object]] = {
 
 
 def blueprint_of(hf: Any = HF, **overrides: object) -> Blueprint:
-    return make_blueprint(hf, dims=mb.ParallelDims(tp=2), dtype=torch.bfloat16, overrides=overrides)
+    return make_blueprint(hf, BuildOptions(dims=mb.ParallelDims(tp=2), dtype=torch.bfloat16, overrides=overrides))
 
 
 def values(blueprint: Blueprint) -> dict[str, object]:

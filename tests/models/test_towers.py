@@ -19,6 +19,7 @@ from mcore_bridge.convert.api import convert
 from mcore_bridge.convert.hf_to_torch import rank_files
 from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
 from mcore_bridge.factory.blueprint import make_blueprint
+from mcore_bridge.factory.build_options import BuildOptions
 from mcore_bridge.factory.param_count import count_params
 from mcore_bridge.launch.fake_rank import rank_of
 from tests.support import composites as tiny
@@ -105,7 +106,7 @@ def test_a_published_index_has_the_names_of_the_tower_and_no_others(record: dict
     """Of models of their publishers' sizes; ``others`` are all names of the index that are not the text's."""
     (tmp_path / "config.json").write_text(json.dumps(record["config"]))
     published = expand(record["others"])
-    blueprint = make_blueprint(tmp_path, dims=ONE, dtype=torch.bfloat16, device="meta", vision="train")
+    blueprint = make_blueprint(tmp_path, BuildOptions(dims=ONE, dtype=torch.bfloat16, device="meta", vision="train"))
     mapping = blueprint.provenance.mapping(tied=True)
     names = [mapping.bind(f"vision.{spec.name}").hf[0] for spec in blueprint.provenance.tower]
     assert sorted(names) == sorted(published)
@@ -160,7 +161,7 @@ def test_a_plan_and_a_balanced_layout_count_the_tower_on_the_first_stage(name: s
     """Whole for each tensor-parallel rank; a frozen one needs neither gradients nor an optimizer."""
     tiny.written(name, tmp_path)
     dims = mb.ParallelDims(tp=2, pp=2, layout="balanced")
-    plans = {vision: plan(tmp_path, dims, dtype=torch.float32, world_size=None, vision=vision) for vision in VISIONS}
+    plans = {vision: plan(tmp_path, BuildOptions(dims=dims, vision=vision), dtype=torch.float32) for vision in VISIONS}
     text, seeing = plans["carried"], plans["train"]
     (tower,) = (cell for chunks in seeing.ranks for chunk in chunks for cell in chunk.cells if cell.name == "tower")
     assert tower.num_parameters == seeing.blueprint.counts.tower
@@ -182,11 +183,11 @@ def test_the_layers_that_take_features_of_the_tower_are_on_the_first_stage() -> 
     hf.vision_config.depth, hf.vision_config.deepstack_visual_indexes = 3, [0, 1, 2]
     for layout, vision in (("Et|tttL", "carried"), ("Ettt|tL", "train"), ("balanced", "train")):
         dims = mb.ParallelDims(pp=2, layout=layout)
-        blueprint = make_blueprint(hf, dims=dims, dtype=torch.float32, device="meta", vision=vision)
+        blueprint = make_blueprint(hf, BuildOptions(dims=dims, dtype=torch.float32, device="meta", vision=vision))
         assert blueprint.dims.layout == layout.replace("balanced", "Ettt|tL")
     for asked in (mb.ParallelDims(pp=2), mb.ParallelDims(pp=4, layout="balanced", vp=2)):
         with pytest.raises(MeshError, match=r"first pipeline stage must have at least 3 layers.* use fewer stages"):
-            make_blueprint(hf, dims=asked, dtype=torch.float32, device="meta", vision="frozen")
+            make_blueprint(hf, BuildOptions(dims=asked, dtype=torch.float32, device="meta", vision="frozen"))
 
 
 @pytest.mark.skipif("kimi_k25" not in towers.NAMES, reason="the installed transformers is too old")
@@ -224,4 +225,4 @@ def test_a_tower_that_cannot_be_built_is_refused(
     hf = tiny.TEXTS["qwen3"] if name == "qwen3" else tiny.config(name)
     monkeypatch.setattr("transformers.__version__", release)
     with pytest.raises(ConfigError, match=re.escape(message)):
-        make_blueprint(hf, dims=ONE, dtype=torch.float32, vision=vision)
+        make_blueprint(hf, BuildOptions(dims=ONE, dtype=torch.float32, vision=vision))

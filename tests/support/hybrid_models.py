@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 from mcore_bridge import ParallelDims
 from mcore_bridge.factory.blueprint import make_blueprint
 from mcore_bridge.factory.build import own_stages
+from mcore_bridge.factory.build_options import BuildOptions
 from mcore_bridge.factory.chunk import building
 from mcore_bridge.factory.hybrid_chunk import pattern_of, stack_spec
 from mcore_bridge.factory.modules.mamba import mamba_spec
@@ -43,7 +44,7 @@ def built_elsewhere(
     from megatron.core.transformer import ModuleSpec
 
     asked: dict[str, Any] = {"dims": dims, "dtype": torch.float32, "device": device, "backend": "torch"}
-    blueprint = make_blueprint(hf, **asked, model="hybrid", overrides=overrides)
+    blueprint = make_blueprint(hf, BuildOptions(**asked, model="hybrid", overrides=overrides))
     pattern = pattern or pattern_of(blueprint)
     (stage,) = own_stages(blueprint)
     every = ParallelDims().stages(blueprint.config.num_layers)[0]

@@ -16,6 +16,7 @@ from mcore_bridge.architecture import architectures, composites, refusals
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.blueprint import make_blueprint
+from mcore_bridge.factory.build_options import BuildOptions
 from mcore_bridge.factory.param_count import count_params
 from mcore_bridge.weights.files.decoded import quantization_in
 
@@ -79,7 +80,9 @@ def outcome_of(record: Published, folder: Path) -> dict[str, Any]:
     there are any. One that does not is ``refused``, with what ``obstacles_of_family`` or else ``obstacles`` says.
     """
     try:
-        blueprint = make_blueprint(record.write(folder), dims=ParallelDims(), dtype=torch.bfloat16, device="meta")
+        blueprint = make_blueprint(
+            record.write(folder), BuildOptions(dims=ParallelDims(), dtype=torch.bfloat16, device="meta")
+        )
         quantization_in(folder)
     except ConfigError as error:
         return {"refused": obstacles_of_family(record.config["model_type"]) or obstacles(str(error))}

@@ -7,6 +7,7 @@ import torch
 
 from mcore_bridge import BridgeError, ParallelDims
 from mcore_bridge.factory.blueprint import make_blueprint
+from mcore_bridge.factory.build_options import BuildOptions
 from mcore_bridge.trainers.settings import require_same_model, split
 from tests import zoo
 from tests.support.settings_of_trainers import BECOMES, ENGINE, SIIRL
@@ -62,13 +63,13 @@ def test_a_setting_becomes_what_the_page_says(key: str) -> None:
     dims, overrides = split(settings, MESH)
     if key in NEEDS_TE:
         with pytest.raises(BridgeError, match="megatron-core refuses this configuration"):
-            make_blueprint(hf, dims=dims, dtype=torch.bfloat16, overrides=overrides)
+            make_blueprint(hf, BuildOptions(dims=dims, dtype=torch.bfloat16, overrides=overrides))
         return
     if BECOMES[key] == "refused":
         with pytest.raises(BridgeError, match=f"found {key!r}"):
-            make_blueprint(hf, dims=dims, dtype=torch.bfloat16, overrides=overrides)
+            make_blueprint(hf, BuildOptions(dims=dims, dtype=torch.bfloat16, overrides=overrides))
         return
-    config = make_blueprint(hf, dims=dims, dtype=torch.bfloat16, overrides=overrides).config
+    config = make_blueprint(hf, BuildOptions(dims=dims, dtype=torch.bfloat16, overrides=overrides)).config
     found = getattr(config, key)
     assert getattr(found, "name", found) == value or str(found) == str(value)
     if BECOMES[key] == "has":  # of the mesh, which build_model compares with parallel_state
@@ -78,7 +79,9 @@ def test_a_setting_becomes_what_the_page_says(key: str) -> None:
 @pytest.mark.parametrize("key", sorted(ITS_OWN))
 def test_another_model_is_refused(key: str) -> None:
     with pytest.raises(BridgeError, match=f"{key} must be False|{key}=True, where it is False"):
-        make_blueprint(zoo.cases()["qwen3_moe"].hf, dims=MESH, dtype=torch.bfloat16, overrides={key: True})
+        make_blueprint(
+            zoo.cases()["qwen3_moe"].hf, BuildOptions(dims=MESH, dtype=torch.bfloat16, overrides={key: True})
+        )
 
 
 def test_the_page_has_what_was_seen_in_the_wild() -> None:

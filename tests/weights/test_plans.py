@@ -15,6 +15,7 @@ from mcore_bridge import EngineRank, ParallelDims, engine_ranks
 from mcore_bridge.commands.plan.mesh_plan import plan_mesh
 from mcore_bridge.errors import MappingError
 from mcore_bridge.factory.blueprint import make_blueprint
+from mcore_bridge.factory.build_options import BuildOptions
 from mcore_bridge.weights.plan.all_to_all import plan_targets
 from mcore_bridge.weights.plan.gather import plan_export
 from mcore_bridge.weights.plan.memory import peak_bytes
@@ -109,7 +110,7 @@ PLANS: dict[Case, tuple[int, int, int, int]] = {
 
 @functools.cache
 def replica(model: str, mesh: str) -> Any:
-    blueprint = make_blueprint(MODELS[model], dims=MESHES[mesh], dtype=torch.bfloat16, device="meta")
+    blueprint = make_blueprint(MODELS[model], BuildOptions(dims=MESHES[mesh], dtype=torch.bfloat16, device="meta"))
     return plan_mesh(blueprint, world_size=MESHES[mesh].smallest_world).replica
 
 

@@ -25,6 +25,7 @@ from mcore_bridge.convert.api import convert
 from mcore_bridge.convert.rank_files.folder import iter_mg_weights
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.factory.blueprint import make_blueprint
+from mcore_bridge.factory.build_options import BuildOptions
 from mcore_bridge.rules.mapping import matches, pattern_of
 from mcore_bridge.trainers.rlinf.convertor import convert_hf_to_mg
 from mcore_bridge.weights.files.hf_folder import Checkpoint
@@ -162,14 +163,14 @@ def test_a_head_alone_is_there_once_and_compared_with_nothing():
 @pytest.mark.skipif(not ties_any_head(), reason="transformers 5 looks at the head")
 def test_with_transformers_4_a_tied_model_leaves_out_any_head(folders, caplog):
     with caplog.at_level(logging.WARNING, logger="mcore_bridge"):
-        assert make_blueprint(folders["differs"], dims=ONE, dtype=torch.float32).hf.tie_word_embeddings
+        assert make_blueprint(folders["differs"], BuildOptions(dims=ONE, dtype=torch.float32)).hf.tie_word_embeddings
     assert [each.ignored for each in on_every_rank(lambda: folders["differs"])] == [(HEAD,)] * 4
     assert all("1 tensors missing" in each for each in on_every_rank(lambda: folders["alone"])[::3])
 
 
 def counts(folder: Path) -> tuple[Any, ...]:
     """What is planned for a folder of many layers: parameters, tensors of an export, and where the pipeline is cut."""
-    found = plan(folder, mb.ParallelDims(pp=2, layout="balanced"), dtype=None, world_size=None)
+    found = plan(folder, BuildOptions(dims=mb.ParallelDims(pp=2, layout="balanced")))
     return found.blueprint.dims.layout, [(spec.name, spec.shape) for spec in found.export.tensors()]
 
 
@@ -226,7 +227,9 @@ def test_a_save_that_keeps_a_config_says_in_it_what_the_head_is(folders, tmp_pat
 @pytest.mark.parametrize("kind", LOADED)
 def test_verify_holds_a_folder_against_itself(kind, folders, tmp_path, monkeypatch):
     monkeypatch.setattr("mcore_bridge.commands.verify.verify.run_ranks", ranks_in_pool)
-    found = verify(folders[kind], ONE, num_tokens=4, save=tmp_path / "saved", on_event=quiet)
+    found = verify(
+        folders[kind], BuildOptions(dims=ONE, device="cpu"), num_tokens=4, save=tmp_path / "saved", on_event=quiet
+    )
     assert found.is_good
     assert len(found.exported) == len(exported(kind))
     assert found.ignored == ((HEAD,) if HEAD in {*files(kind)} - {*exported(kind)} and kind != "alone" else ())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -203,18 +203,9 @@ def _build(blueprint: Blueprint) -> list[BoundModel]:
     """The chunks of this rank."""
     from mcore_bridge.factory.build import build_model
 
-    models = build_model(
-        blueprint.provenance.config,
-        dims=blueprint.dims,
-        dtype=blueprint.dtype,
-        device=blueprint.device,
-        backend=blueprint.backend,
-        head=blueprint.provenance.head,
-        overrides={"mtp_num_layers": blueprint.config.mtp_num_layers},
-        load_weights=False,
-        vision=blueprint.provenance.vision,
-        model=blueprint.model,
-    )
+    overrides = {"mtp_num_layers": blueprint.config.mtp_num_layers}
+    options = replace(blueprint.options, overrides=overrides, strict_config=False)
+    models = build_model(blueprint.provenance.config, load_weights=False, **vars(options))
     return list(map(bind, models))
 
 

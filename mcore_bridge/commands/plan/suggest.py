@@ -7,7 +7,7 @@ parameters. The best are then planned in full: their parameters are those of the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
     from mcore_bridge.factory.blueprint import Blueprint
+    from mcore_bridge.factory.build_options import BuildOptions
 
 AXES = ("tp", "pp", "cp", "ep", "etp")
 """The axes that are searched; context parallelism stays 1 unless its size is given."""
@@ -95,14 +96,12 @@ def meshes(num_gpus: int, config: TransformerConfig, given: Mapping[str, int]) -
 def suggest(
     folder: Path,
     num_gpus: int,
+    options: BuildOptions,
     *,
     gpu_bytes: float,
     given: Mapping[str, int],
     batch: Batch,
     dtype: torch.dtype | None = None,
-    strict_config: bool = False,
-    vision: str = "carried",
-    model: str = "gpt",
     count: int = 5,
     bandwidth: float = BANDWIDTH,
     on_plan: Callable[[int, ParallelDims], object] = lambda number, dims: None,
@@ -115,11 +114,11 @@ def suggest(
     Args:
         folder: with a config.json.
         num_gpus: ranks of the whole job.
+        options: of the build. Mesh, device and head are replaced.
         gpu_bytes: what a GPU may hold.
         given: sizes that are not searched, by axis.
         batch: what one step computes at a time.
         dtype: of the parameters. None: that of the config, or bfloat16.
-        strict_config, vision, model: as for ``build_model``.
         count: the number of suggestions at most.
         bandwidth: GB/s that a rank receives in an export.
         on_plan: called before a mesh is planned in full, with the number of suggestions so far.
@@ -132,10 +131,10 @@ def suggest(
     provenance = provenance_of(folder, head=None)
 
     def made(dims: ParallelDims) -> Blueprint:
-        return blueprint_of(provenance, dims, dtype=dtype, strict_config=strict_config, vision=vision, model=model)
+        return blueprint_of(provenance, replace(options, dims=dims), dtype=dtype)
 
     single = made(ParallelDims())
-    provenance = provenance.seeing(vision, single.provenance.tower)  # which is the same on all meshes
+    provenance = provenance.seeing(options.vision, single.provenance.tower)  # which is the same on all meshes
     candidates, refused = _candidates(made, meshes(num_gpus, single.config, given))
     if not candidates and not refused:
         sizes = ", ".join(f"{axis}={size}" for axis, size in given.items())

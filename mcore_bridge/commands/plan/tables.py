@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,62 +17,36 @@ from mcore_bridge.commands.plan.asked import BANDWIDTH
 from mcore_bridge.commands.plan.cost import cost_of
 from mcore_bridge.commands.plan.engine_cost import feed
 from mcore_bridge.commands.plan.mesh_plan import Chunk, MeshPlan, plan_mesh
-from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.unread import notes_on
 from mcore_bridge.weights.dtypes import dtype_name
 from mcore_bridge.weights.plan.target import EngineRank
 from mcore_bridge.weights.provenance import Provenance, provenance_of
 
 if TYPE_CHECKING:
+    from mcore_bridge.config.mesh.parallel_dims import ParallelDims
     from mcore_bridge.factory.blueprint import Blueprint
+    from mcore_bridge.factory.build_options import BuildOptions
 
 
 def plan(
-    folder: Path,
-    dims: ParallelDims,
-    *,
-    dtype: torch.dtype | None,
-    world_size: int | None,
-    num_mtp_layers: int = 0,
-    strict_config: bool = False,
-    vision: str = "carried",
-    model: str = "gpt",
+    folder: Path, options: BuildOptions, *, dtype: torch.dtype | None = None, world_size: int | None = None
 ) -> MeshPlan:
     """Plans a mesh for a model, from its config alone.
 
     Args:
         folder: with a config.json.
-        dims: the mesh; the layout may be "balanced".
+        options: of the build; the layout may be "balanced". Device and head are replaced.
         dtype: of the parameters. None: that of the config, or bfloat16.
         world_size: of the job. None: the smallest world of the mesh.
-        num_mtp_layers: the number of MTP layers.
-        strict_config, vision, model: as for ``build_model``.
 
     Raises:
         BridgeError: the config, the mesh or the world size do not fit each other.
     """
-    blueprint = blueprint_of(
-        provenance_of(folder, head=None),
-        dims,
-        dtype=dtype,
-        num_mtp_layers=num_mtp_layers,
-        strict_config=strict_config,
-        vision=vision,
-        model=model,
-    )
-    return plan_mesh(blueprint, world_size=world_size or dims.smallest_world)
+    blueprint = blueprint_of(provenance_of(folder, head=None), options, dtype=dtype)
+    return plan_mesh(blueprint, world_size=world_size or options.dims.smallest_world)
 
 
-def blueprint_of(
-    provenance: Provenance,
-    dims: ParallelDims,
-    *,
-    dtype: torch.dtype | None,
-    num_mtp_layers: int = 0,
-    strict_config: bool = False,
-    vision: str = "carried",
-    model: str = "gpt",
-) -> Blueprint:
+def blueprint_of(provenance: Provenance, options: BuildOptions, *, dtype: torch.dtype | None) -> Blueprint:
     """The blueprint of a model on the meta device. Other arguments and errors: see ``plan``.
 
     Args:
@@ -81,17 +56,7 @@ def blueprint_of(
 
     published = getattr(provenance.config, "dtype", None)
     dtype = dtype or (published if isinstance(published, torch.dtype) else torch.bfloat16)
-    return make_blueprint(
-        provenance,
-        dims=dims,
-        dtype=dtype,
-        device="meta",
-        overrides={"mtp_num_layers": num_mtp_layers or None},
-        strict_config=strict_config,
-        vision=vision,
-        model=model,
-        head=provenance.head,
-    )
+    return make_blueprint(provenance, replace(options, dtype=dtype, device="meta", head=provenance.head))
 
 
 def render(mesh_plan: MeshPlan, engine: Sequence[EngineRank] = (), *, bandwidth: float = BANDWIDTH) -> Group:

@@ -27,6 +27,7 @@ from mcore_bridge.commands.verify.free_memory import USABLE, shortage
 from mcore_bridge.commands.verify.images import Shown, shown
 from mcore_bridge.config.hf import is_borrowed
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+from mcore_bridge.factory.build_options import BuildOptions
 from mcore_bridge.launch.worker import Report
 from mcore_bridge.weights.adapters import load_adapters
 from mcore_bridge.weights.transfer.collectives import Group
@@ -61,16 +62,11 @@ class Comparison:
 def compare_logits(
     chunks: list[GPTModel],
     folder: Path,
+    options: BuildOptions,
     *,
-    dims: ParallelDims,
-    device: str,
-    backend: str,
     num_tokens: int,
     num_parameters: int,
-    vision: str = "carried",
     adapter: Path | None = None,
-    model: str = "gpt",
-    head: str = "lm",
     report: Report,
 ) -> tuple[Comparison | None, str]:
     """Compares the logits of the mesh with those of transformers. All ranks call it together.
@@ -78,16 +74,17 @@ def compare_logits(
     Args:
         chunks: the chunks of this rank in fp32; if empty, they are built here.
         folder: of the checkpoint.
+        options: of the build in fp32. With a tower, the first sequence has an image. Without a head, hidden states are
+            compared in place of logits.
         num_tokens: the length of a sequence, which is rounded up to a multiple that the mesh can split.
         num_parameters: those of the whole model, to check whether it fits into memory.
-        vision: as for ``build_model``. With a tower, the first sequence has an image.
         adapter: a PEFT folder, whose adapters the chunks have, or get here. The reference is then that of ``peft``.
-        model, head: as for ``build_model``. Without a head, hidden states are compared in place of logits.
 
     Returns:
         The comparison on rank 0 (None on others). If memory is short, or there is no reference, None and why.
     """
     gc.collect()
+    dims, device, head = options.dims, str(options.device), options.head
     lack = (
         _lack_of_reference(folder)
         or _lack_of_peft(adapter)
@@ -100,16 +97,7 @@ def compare_logits(
         if not chunks:
             from mcore_bridge.factory.build import build_model
 
-            chunks = build_model(
-                folder,
-                dims=dims,
-                dtype=torch.float32,
-                device=device,
-                backend=backend,
-                vision=vision,
-                model=model,
-                head=head,
-            )
+            chunks = build_model(folder, **vars(options))
         adapter = adapter and _adapted(chunks, adapter, Path(scratch))
         mapping = chunks[0].bridge.mapping(tied=chunks[0].share_embeddings_and_output_weights)
         alike = alike_in(folder, mapping)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.commands.verify.logits import Comparison, compare_logits
-from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+from mcore_bridge.config.mtp import held_mtp_layers
+from mcore_bridge.factory.build_options import BuildOptions
 from mcore_bridge.launch.worker import Report
 from mcore_bridge.weights.adapters import adapters_of, iter_hf_adapters
 from mcore_bridge.weights.dtypes import Dtypes, wanted_dtype
@@ -40,36 +41,25 @@ class Task:
     """The options of ``verify``, the same on every rank.
 
     Attributes:
-        dims: the mesh; an explicit layout has replaced "balanced".
-        dtype: of the model.
+        options: of the build. Logits are computed without MTP layers.
         crossing: the dtype of each exported HF tensor.
         against: the folder whose files the export must equal; usually ``folder``.
         names: the tensors in ``against`` that the export must yield.
         num_tokens: the length of the sequences for logits; 0: no logits.
         save: a folder to write and to read back.
-        num_mtp_layers: the number of MTP layers to build, load and export. Logits are computed without them.
-        vision: whether a composite's tower is built, as for ``build_model``.
         adapter: a PEFT folder, whose adapters are added in fp32.
-        model, head: the class of megatron-core and the head, as for ``build_model``.
         sources: the folders that are read, as they were before.
     """
 
     folder: Path
-    dims: ParallelDims
-    dtype: torch.dtype
+    options: BuildOptions
     crossing: Dtypes
-    device: str
-    backend: str
     against: Path
     names: tuple[str, ...]
     num_tokens: int
     save: Path | None
-    num_mtp_layers: int = 0
-    vision: str = "carried"
     adapter: Path | None = None
-    model: str = "gpt"
     sources: Sources = field(default_factory=Sources)
-    head: str = "lm"
 
 
 @dataclass(slots=True)
@@ -130,7 +120,7 @@ class Watched(Checkpoint):
 
 def check_rank(task: Task, report: Report) -> Finding:
     """Runs all checks on one rank."""
-    task.dims.initialize(device=task.device)
+    task.options.dims.initialize(device=str(task.options.device))
     report("start", 1, 1)
     finding = Finding()
     chunks = _build(task, finding, report)
@@ -146,20 +136,15 @@ def check_rank(task: Task, report: Report) -> Finding:
             save_hf_checkpoint(chunks, task.save, dtype=task.crossing, merged=False)
         finding.saved = _share(Watched(task.save, report, "read back"), task.names, None)
     if task.num_tokens:
-        if task.dtype != torch.float32 or task.num_mtp_layers:
+        if task.options.dtype != torch.float32 or held_mtp_layers(vars(chunks[0].config)):
             chunks = []  # frees memory for those in fp32
         finding.logits, finding.skipped = compare_logits(
             chunks,
             task.folder,
-            dims=task.dims.without_mtp(),
-            device=task.device,
-            backend=task.backend,
+            replace(task.options, dims=task.options.dims.without_mtp(), dtype=torch.float32, overrides=None),
             num_tokens=task.num_tokens,
             num_parameters=sum(spec.numel for spec in finding.exported),
-            vision=task.vision,
             adapter=task.adapter,
-            model=task.model,
-            head=task.head,
             report=report,
         )
     return finding
@@ -172,18 +157,7 @@ def _build(task: Task, finding: Finding, report: Report) -> list[GPTModel]:
     torch.distributed.barrier()
     start = time.perf_counter()
     source = Watched(task.folder, report)
-    chunks = build_model(
-        task.folder,
-        dims=task.dims,
-        dtype=task.dtype,
-        device=task.device,
-        backend=task.backend,
-        head=task.head,
-        overrides={"mtp_num_layers": task.num_mtp_layers or None},
-        load_weights=source,
-        vision=task.vision,
-        model=task.model,
-    )
+    chunks = build_model(task.folder, load_weights=source, **vars(task.options))
     if task.adapter is not None:
         add_adapters(chunks, task.adapter, dtype=torch.float32)
     torch.distributed.barrier()
@@ -205,7 +179,7 @@ def _export(chunks: list[GPTModel], task: Task, finding: Finding, report: Report
     plain = (spec for spec in finding.exported if spec.dtype.is_floating_point)
     if task.adapter is not None:
         finding.adapters = _adapters(chunks, task.adapter)
-    finding.widened = tuple(spec.name for spec in plain if own[spec.name] not in (spec.dtype, task.dtype))
+    finding.widened = tuple(spec.name for spec in plain if own[spec.name] not in (spec.dtype, task.options.dtype))
 
 
 def _adapters(chunks: list[GPTModel], folder: Path) -> dict[str, bool]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,8 +12,9 @@ import torch
 from mcore_bridge.commands import text
 from mcore_bridge.commands.verify.rank import Finding, Task, check_rank
 from mcore_bridge.config.given_path import given_path
-from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+from mcore_bridge.config.mtp import held_mtp_layers
 from mcore_bridge.errors import CheckpointError, ConfigError
+from mcore_bridge.factory.build_options import BuildOptions
 from mcore_bridge.launch.processes import OnEvent, run_ranks
 from mcore_bridge.rules.mapping import WeightMapping
 from mcore_bridge.rules.names import mtp_layer_of
@@ -107,37 +108,28 @@ def differences(expected: Manifest, actual: list[Manifest]) -> tuple[str, ...]:
 
 def verify(
     folder: Path,
-    dims: ParallelDims,
+    options: BuildOptions,
     *,
-    device: str = "cpu",
-    backend: str = "auto",
     dtype: torch.dtype | None = None,
     against: Path | None = None,
     num_tokens: int = 32,
     save: Path | None = None,
-    num_mtp_layers: int = 0,
-    strict_config: bool = False,
     adapter: Path | None = None,
-    model: str = "gpt",
     on_event: OnEvent,
 ) -> Verdict:
     """Check everything that needs no processes, then start the ranks and collect their results.
 
     Args:
         folder: of a checkpoint.
-        dims: the mesh. Its smallest world is started.
-        device: "cpu" or "cuda".
-        backend: "te", "torch" or "auto".
+        options: of the build, on "cpu" or "cuda". The smallest world of the mesh is started. Head and dtype are
+            replaced. A composite has its tower if that can be built here, but none for a "hybrid" model.
         dtype: of the model and the export. None: that of the checkpoint. If it has several, the model has the widest,
             and each tensor is exported in its own.
         against: another folder to compare the export with.
         num_tokens: the length of the sequences for logits; 0: no logits.
         save: a folder to write with ``save_hf_checkpoint`` and to compare too. It must be none of the others.
-        num_mtp_layers: the number of MTP layers to build. Tensors of others are ignored.
-        strict_config: as for ``build_model``.
         adapter: a PEFT folder. Its adapters are added to the model and exported again, logits are compared with those
             of ``peft``, and a composite has no tower.
-        model: as for ``build_model``. With "hybrid", a composite has no tower.
         on_event: called with the reports of ranks.
 
     Raises:
@@ -150,45 +142,26 @@ def verify(
         sources.require_apart(save := target_of(save))
     checkpoint = opened_folder(Checkpoint(folder))
     dtypes = {tensor.dtype for tensor in checkpoint.values() if tensor.is_floating_point()}
-    built_in = dtype or widest(dtypes)
-    overrides = {"mtp_num_layers": num_mtp_layers or None}
-    head = head_of(folder)
-    vision = "carried" if adapter is not None or model == "hybrid" else _vision(folder)
-    blueprint = make_blueprint(
-        folder,
-        dims=dims,
-        dtype=built_in,
-        device=device,
-        backend=backend,
-        head=head,
-        overrides=overrides,
-        strict_config=strict_config,
-        vision=vision,
-        model=model,
-    )
+    vision = "carried" if adapter is not None or options.model == "hybrid" else _vision(folder)
+    options = replace(options, dtype=dtype or widest(dtypes), head=head_of(folder), vision=vision)
+    blueprint = make_blueprint(folder, options)
     tied = bool(blueprint.gpt_arguments["share_embeddings_and_output_weights"])
-    mapping = blueprint.provenance.mapping(tied=tied, mtp=num_mtp_layers)
+    mapping = blueprint.provenance.mapping(tied=tied, mtp=held_mtp_layers(vars(blueprint.config)))
     renamed(checkpoint, mapping)
     names = tuple(name for name in checkpoint if _is_exported(mapping, name))
     task = Task(
         folder=folder,
-        dims=blueprint.dims,
-        dtype=built_in,
+        options=replace(blueprint.options, device=options.device or "cpu"),
         crossing=_crossing(checkpoint, names, dtype, dtypes),
-        device=device,
-        backend=backend,
         against=against or folder,
         names=names,
         num_tokens=num_tokens,
         save=save,
-        num_mtp_layers=num_mtp_layers,
-        vision=vision,
         adapter=adapter,
-        model=model,
         sources=sources,
-        head=head,
     )
-    findings = run_ranks(check_rank, task, world_size=dims.smallest_world, device=device, on_event=on_event)
+    world_size, device = options.dims.smallest_world, str(task.options.device)
+    findings = run_ranks(check_rank, task, world_size=world_size, device=device, on_event=on_event)
     sources.require_unchanged()
     kept = set(names)
     others = [name for name in checkpoint if name not in kept]

@@ -12,6 +12,7 @@ from mcore_bridge.architecture import read_hf, text_config
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.blueprint import Blueprint, make_blueprint
+from mcore_bridge.factory.build_options import BuildOptions
 from mcore_bridge.factory.modules.backend import choose_backend
 from mcore_bridge.trainers.rlinf.checkpoint import checkpoint_of, config_of, hf_folder_of
 from mcore_bridge.trainers.rlinf.model_keys import FROM_HF, IGNORED, KERNELS, MODEL_TYPES, dtype_of, to_mcore
@@ -46,16 +47,17 @@ class Actor:
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         backend = choose_backend(self.backend, device=device)
         kernels: Set[str] = KERNELS if backend == "torch" else set()
-        return make_blueprint(
-            self.hf,
+        overrides = {name: value for name, value in self.overrides.items() if name not in kernels}
+        options = BuildOptions(
             dims=self.dims,
             dtype=self.dtype,
             device=device,
             backend=backend,
             head=head,
+            overrides=overrides,
             model=model,
-            overrides={name: value for name, value in self.overrides.items() if name not in kernels},
         )
+        return make_blueprint(self.hf, options)
 
 
 def read_actor(
