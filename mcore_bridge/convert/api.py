@@ -35,9 +35,9 @@ from mcore_bridge.weights.files.atomic_folder import CONVERSION, Update, commit,
 from mcore_bridge.weights.files.file_shards import MAX_SHARD_BYTES, require_positive
 from mcore_bridge.weights.files.folder_lock import PREFIX
 from mcore_bridge.weights.files.hf_folder import shard_names, weight_files
-from mcore_bridge.weights.files.peft_config import CONFIG as ADAPTER_CONFIG
 from mcore_bridge.weights.files.sidecars import NOTES, config_folders, first_with_config
 from mcore_bridge.weights.files.sources import Sources
+from mcore_bridge.weights.peft.peft_config import CONFIG as ADAPTER_CONFIG
 
 DIST_FILE_BYTES = 512 << 20
 """Size limit of a file of ``torch_dist``: torch keeps all that it writes to a file in memory until the end."""

@@ -30,7 +30,7 @@ from mcore_bridge.weights.files.decoded import Folder, opened_folder
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.merging import with_product
 from mcore_bridge.weights.orientation import out_major
-from mcore_bridge.weights.peft_folder import PeftFolder, open_peft, require_shapes
+from mcore_bridge.weights.peft.peft_folder import PeftFolder, open_peft, require_shapes
 from mcore_bridge.weights.plan.inventory import ParamEntry
 from mcore_bridge.weights.provenance import Provenance, head_of
 

@@ -33,7 +33,7 @@ from mcore_bridge.weights.dist_checkpoint.adapter_shards import sharded_state_di
 from mcore_bridge.weights.files.hf_folder import content_of
 from mcore_bridge.weights.model_tensors import note_built, numbering_of
 from mcore_bridge.weights.own_folder import note_source
-from mcore_bridge.weights.peft_folder import PeftFolder
+from mcore_bridge.weights.peft.peft_folder import PeftFolder
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel

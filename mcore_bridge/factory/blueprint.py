@@ -26,10 +26,10 @@ from mcore_bridge.factory import layer_specs
 from mcore_bridge.factory.build_options import BuildOptions, Overrides
 from mcore_bridge.factory.hybrid import check_model, require_hybrid
 from mcore_bridge.factory.modules.backend import Backend, choose_backend, kernels_of
-from mcore_bridge.factory.modules.deepstack import count_features, require_layers
 from mcore_bridge.factory.mtp import count_mtp, inner_spec, mtp_block_spec, require_mtp
 from mcore_bridge.factory.param_count import ParamCounts, count_params, resolve_layout
-from mcore_bridge.factory.tower import require_tower, tower_specs
+from mcore_bridge.factory.vision.deepstack import count_features, require_layers
+from mcore_bridge.factory.vision.tower import require_tower, tower_specs
 from mcore_bridge.rules.heads import check_head
 from mcore_bridge.weights.provenance import Provenance, provenance_of
 

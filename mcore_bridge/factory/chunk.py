@@ -12,10 +12,10 @@ from torch import nn
 
 from mcore_bridge.batches.padded_rows import take_padded_rows
 from mcore_bridge.errors import ConfigError, MeshError
-from mcore_bridge.factory.hybrid_chunk import build_hybrid
+from mcore_bridge.factory.hybrid_model.hybrid_chunk import build_hybrid
 from mcore_bridge.factory.modules.heads import bias_output_layer, hide_padding, initialise_head, replace_output_layer
 from mcore_bridge.factory.mtp import initialise_mtp
-from mcore_bridge.factory.tower import build_tower
+from mcore_bridge.factory.vision.tower import build_tower
 from mcore_bridge.weights.model_tensors import note_built
 from mcore_bridge.weights.transfer.copier import compiling
 
@@ -148,7 +148,7 @@ def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
 
 def _give_sight(chunk: GPTModel, blueprint: Blueprint, seed: int) -> None:
     """Gives the first stage a tower. Later stages compute positions as transformers does, without one."""
-    from mcore_bridge.factory.seeing import see
+    from mcore_bridge.factory.vision.image_hook import see
 
     whole = blueprint.provenance.whole
     assert whole is not None

@@ -54,7 +54,7 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend)
     from mcore_bridge.factory.modules.chunks import adapt_chunks
     from mcore_bridge.factory.modules.delta import adapt_attention
     from mcore_bridge.factory.modules.experts import adapt_experts
-    from mcore_bridge.factory.modules.halves import adapt_halves
+    from mcore_bridge.factory.modules.half_layers import adapt_halves
     from mcore_bridge.factory.modules.layer_rope import adapt_layer_rope
     from mcore_bridge.factory.modules.narrow_experts import adapt_narrow_experts
     from mcore_bridge.factory.modules.norms import (

@@ -25,8 +25,8 @@ from mcore_bridge.rules.mapping import Rules
 from mcore_bridge.weights.adapters import load_adapters
 from mcore_bridge.weights.bound import provenance_on
 from mcore_bridge.weights.dist_checkpoint.api import load_checkpoint
-from mcore_bridge.weights.files.peft_config import CONFIG
 from mcore_bridge.weights.model_tensors import held_tensors
+from mcore_bridge.weights.peft.peft_config import CONFIG
 
 if TYPE_CHECKING:
     from mcore_bridge.trainers.provider import Hook

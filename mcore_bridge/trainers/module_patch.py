@@ -15,27 +15,33 @@ from mcore_bridge.errors import ConfigError
 logger = logging.getLogger("mcore_bridge")
 
 
+Home = str | Mapping[str, str]
+"""Our module in the place of a trainer's, or our modules by the names that they replace."""
+
+
 class StandInModule(ModuleType):
-    """A module with the names of one of ours, which is imported when the first name is used.
+    """A module with names of ours. Our module is imported when the first such name is used.
 
     So the driver of a trainer needs no megatron-core, and modules that must be imported before megatron-core can be.
+    If only some names are replaced, the others are the trainer's own.
     """
 
-    def __init__(self, name: str, home: str) -> None:
+    def __init__(self, name: str, home: Home) -> None:
         super().__init__(name, f"{home}, in the place of {name}.")
         self.__home = home
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # for tools that inspect all modules
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(self.__home), name)
+        home = self.__home if isinstance(self.__home, str) else self.__home.get(name)
+        return getattr(original(self.__name__) if home is None else importlib.import_module(home), name)
 
 
-def replace_modules(homes: Mapping[str, str]) -> None:
+def replace_modules(homes: Mapping[str, Home]) -> None:
     """Replace modules by stand-ins for ours.
 
     Args:
-        homes: the names of the trainer's modules, and those of our modules.
+        homes: the names of the trainer's modules, and where their names are with us.
 
     Raises:
         ConfigError: one of the trainer's modules is imported already. Then none is replaced.
@@ -66,10 +72,3 @@ def original(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def attribute_of_original(module: str, name: str) -> Any:
-    """An attribute of the trainer's own ``module``, for the ``__getattr__`` of ours; names of Python itself raise."""
-    if name.startswith("__"):
-        raise AttributeError(f"the module in the place of {module!r} has no attribute {name!r}")
-    return getattr(original(module), name)

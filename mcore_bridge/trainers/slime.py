@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mcore_bridge.errors import ConfigError, ExportError
 from mcore_bridge.factory.gpt_inputs import to_transformer_config
-from mcore_bridge.factory.tower import tower_specs
+from mcore_bridge.factory.vision.tower import tower_specs
 from mcore_bridge.rules.adapters import is_adapter
 from mcore_bridge.rules.layout import Axes
 from mcore_bridge.rules.mapping import WeightMapping

@@ -27,7 +27,13 @@ from mcore_bridge.weights.export import converted
 from mcore_bridge.weights.files.atomic_folder import commit, target_of, updating_by_all
 from mcore_bridge.weights.files.file_shards import FileShard, require_positive
 from mcore_bridge.weights.files.hf_folder import content_of
-from mcore_bridge.weights.files.peft_config import (
+from mcore_bridge.weights.files.sources import Sources
+from mcore_bridge.weights.files.staging import SLOT_BYTES
+from mcore_bridge.weights.load import load_bound
+from mcore_bridge.weights.load_state import LoadReport
+from mcore_bridge.weights.manifest import Manifest, ManifestEntry
+from mcore_bridge.weights.own_folder import is_source, note_source, require_held
+from mcore_bridge.weights.peft.peft_config import (
     CONFIG,
     STACKS,
     WEIGHTS,
@@ -35,13 +41,7 @@ from mcore_bridge.weights.files.peft_config import (
     portable_config,
     shortest_ends,
 )
-from mcore_bridge.weights.files.sources import Sources
-from mcore_bridge.weights.files.staging import SLOT_BYTES
-from mcore_bridge.weights.load import load_bound
-from mcore_bridge.weights.load_state import LoadReport
-from mcore_bridge.weights.manifest import Manifest, ManifestEntry
-from mcore_bridge.weights.own_folder import is_source, note_source, require_held
-from mcore_bridge.weights.peft_folder import PeftFolder, memory_prefixes, open_peft, stored_dtypes
+from mcore_bridge.weights.peft.peft_folder import PeftFolder, memory_prefixes, open_peft, stored_dtypes
 from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.provenance import Provenance
 from mcore_bridge.weights.save import BUCKET_SLOTS, open_files, write_pairs

@@ -32,7 +32,7 @@ from mcore_bridge.commands.verify.verify import TOLERANCE, Verdict, _crossing, d
 from mcore_bridge.factory import chunk
 from mcore_bridge.factory.build_options import BuildOptions
 from mcore_bridge.factory.hybrid import RELEASE
-from mcore_bridge.factory.hybrid_chunk import build_hybrid
+from mcore_bridge.factory.hybrid_model.hybrid_chunk import build_hybrid
 from mcore_bridge.launch.processes import RankError, run_ranks
 from mcore_bridge.rules.mapping import Rule
 from mcore_bridge.weights.dtypes import wanted_dtype

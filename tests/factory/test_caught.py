@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_bridge.factory.modules.caught import Caught, called
+from mcore_bridge.factory.vision.text_stub import Caught, called
 from tests.support import seeing, towers
 
 PLAIN: dict[str, Any] = {"inputs_embeds": (1, "s", "h")}

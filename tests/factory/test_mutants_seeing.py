@@ -13,8 +13,8 @@ from torch import Tensor
 
 import mcore_bridge as mb
 from mcore_bridge.errors import BatchError
-from mcore_bridge.factory import seeing as hook
-from mcore_bridge.factory.modules.deepstack import Carried
+from mcore_bridge.factory.vision import image_hook as hook
+from mcore_bridge.factory.vision.deepstack import Carried
 from mcore_bridge.launch.fake_rank import rank_of
 from tests.support import composites, pool, seeing
 from tests.support.bounds import ONE

@@ -2,8 +2,9 @@
 
 CODE = (
     *("rules/*.py", "batches/*.py", "weights/*.py", "config/*.py", "factory/*.py", "launch/*.py", "convert/**/*.py"),
-    *(f"weights/{folder}/*.py" for folder in ("plan", "transfer", "files", "dist_checkpoint", "ipc")),
-    *("config/tables/*.py", "config/mesh/*.py", "factory/modules/*.py", "architecture.py", "composite.py"),
+    *(f"weights/{folder}/*.py" for folder in ("plan", "transfer", "files", "dist_checkpoint", "ipc", "peft")),
+    *(f"factory/{folder}/*.py" for folder in ("modules", "modules/mamba", "vision", "hybrid_model")),
+    *("config/tables/*.py", "config/mesh/*.py", "architecture.py", "composite.py"),
 )
 """Files of ``mcore_bridge`` from which mutants are drawn."""
 

@@ -15,8 +15,8 @@ from mcore_bridge.rules.layout import TRANSPOSED, Chain
 from mcore_bridge.rules.mapping import axes_of, pattern_of
 from mcore_bridge.rules.trace import trace
 from mcore_bridge.weights.bound import axes_of_config
-from mcore_bridge.weights.files.peft_config import STACKS, PeftNames
 from mcore_bridge.weights.orientation import Turned, out_major
+from mcore_bridge.weights.peft.peft_config import STACKS, PeftNames
 from tests import zoo
 from tests.support.strategies import random_state
 from tests.support.twins import TWINS

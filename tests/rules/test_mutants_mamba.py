@@ -7,7 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
-from mcore_bridge.factory.modules import mamba, mamba_kernels, mamba_scan
+from mcore_bridge.factory.modules.mamba import mamba_kernels, mamba_scan
+from mcore_bridge.factory.modules.mamba import mamba_mixer as mamba
 from mcore_bridge.rules.layout import COLUMN, REPLICATED, Concat, Layout, Split
 from tests import zoo
 from tests.support import mutants, pool

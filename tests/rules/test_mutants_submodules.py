@@ -13,7 +13,7 @@ from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory import chunk
 from mcore_bridge.factory.modules import norms, parallel, residuals, scales, torch_modules
 from mcore_bridge.factory.modules.heads import output_weight
-from mcore_bridge.trainers.verl_kernels import linear_cross_entropy
+from mcore_bridge.trainers.verl.kernels import linear_cross_entropy
 from tests import zoo
 from tests.support import pool
 from tests.support.bounds import BOUND, ONE

@@ -19,9 +19,9 @@ from mcore_bridge.rules.adapters import base_name
 from mcore_bridge.weights.adapters import iter_hf_adapters, load_adapters, save_hf_adapters
 from mcore_bridge.weights.bound import bind
 from mcore_bridge.weights.files import foreign_patterns
-from mcore_bridge.weights.files.peft_config import PeftNames
 from mcore_bridge.weights.load import load_hf_weights
-from mcore_bridge.weights.peft_folder import open_peft
+from mcore_bridge.weights.peft.peft_config import PeftNames
+from mcore_bridge.weights.peft.peft_folder import open_peft
 from mcore_bridge.weights.plan.target import EngineRank
 from mcore_bridge.weights.provenance import provenance_of
 from tests import zoo

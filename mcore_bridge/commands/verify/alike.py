@@ -25,11 +25,11 @@ from mcore_bridge.rules.mapping import WeightMapping
 from mcore_bridge.weights.bound import Models
 from mcore_bridge.weights.files.decoded import Folder, opened_folder
 from mcore_bridge.weights.files.hf_folder import Checkpoint
-from mcore_bridge.weights.files.peft_config import CONFIG, WEIGHTS, PeftNames
-from mcore_bridge.weights.files.peft_read import PeftConfig
 from mcore_bridge.weights.files.positional_io import array_of
 from mcore_bridge.weights.files.safetensors import SafetensorsFile
 from mcore_bridge.weights.load import overwrite
+from mcore_bridge.weights.peft.peft_config import CONFIG, WEIGHTS, PeftNames
+from mcore_bridge.weights.peft.peft_read import PeftConfig
 from mcore_bridge.weights.ties import renamed
 from mcore_bridge.weights.transfer.collectives import Group
 

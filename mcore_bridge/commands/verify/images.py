@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_bridge.batches.images import no_placeholder, placeholders
-from mcore_bridge.factory.modules.fitting import features_in
+from mcore_bridge.factory.vision.check_features import features_in
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel

@@ -26,7 +26,7 @@ from mcore_bridge.weights.files.decoded import Folder, opened_folder
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.files.sources import Sources
 from mcore_bridge.weights.manifest import Manifest, ManifestEntry, digest, manifest
-from mcore_bridge.weights.peft_folder import open_peft
+from mcore_bridge.weights.peft.peft_folder import open_peft
 from mcore_bridge.weights.save import save_hf_checkpoint
 from mcore_bridge.weights.ties import renamed
 from mcore_bridge.weights.transfer.collectives import Group

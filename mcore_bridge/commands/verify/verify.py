@@ -174,7 +174,7 @@ def verify(
 
 def _vision(folder: Path) -> str:
     """ "frozen" if the folder is of a composite whose tower can be built here, else "carried"."""
-    from mcore_bridge.factory.tower import require_tower
+    from mcore_bridge.factory.vision.tower import require_tower
 
     try:
         require_tower(provenance_of(folder).whole, "frozen")

@@ -27,11 +27,11 @@ def adapt_halves(layer: Any, config: TransformerConfig, number: int, backend: Ba
     if kinds is None:
         return
     if {"M", "*"} <= set(kinds[number]):
-        from mcore_bridge.factory.modules.beside import adapt_beside
+        from mcore_bridge.factory.modules.attention_and_mixer import adapt_beside
 
         adapt_beside(layer, config, backend)
     elif "M" in kinds[number]:
-        from mcore_bridge.factory.modules.mamba import mamba_spec
+        from mcore_bridge.factory.modules.mamba.mamba_mixer import mamba_spec
 
         layer.self_attention = mamba_spec(backend)
     if FIRST.isdisjoint(kinds[number]):

@@ -67,7 +67,7 @@ def stack_spec(blueprint: Blueprint, stage: Stage) -> Any:
     from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from mcore_bridge.factory.modules.hybrid_stack import HalvesStack
+    from mcore_bridge.factory.hybrid_model.hybrid_stack import HalvesStack
 
     letters = letters_of(blueprint.config)
     keys = HalfKeys(letters)
@@ -87,8 +87,8 @@ def _half_spec(spec: Any, kind: str, **params: Any) -> Any:
     """The spec of one half of a layer, from that of the layer, which it changes."""
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from mcore_bridge.factory.modules.halves import remove_first, remove_second
-    from mcore_bridge.factory.modules.hybrid_stack import half_of
+    from mcore_bridge.factory.hybrid_model.hybrid_stack import half_of
+    from mcore_bridge.factory.modules.half_layers import remove_first, remove_second
 
     (remove_first if kind in SECOND else remove_second)(spec.submodules)
     return ModuleSpec(half_of(spec.module), {**spec.params, **params}, spec.submodules)
@@ -96,7 +96,7 @@ def _half_spec(spec: Any, kind: str, **params: Any) -> Any:
 
 def _mtp_spec(blueprint: Blueprint, held: int) -> Any:
     """The spec of MTP layers, with those of the halves of the layer within. MLPs are told so here."""
-    from mcore_bridge.factory.modules.hybrid_mtp import HalvesMtpLayer
+    from mcore_bridge.factory.hybrid_model.hybrid_mtp import HalvesMtpLayer
 
     letters = inner_letters(blueprint.config)
     params = {kind: {"is_mtp_layer": True} if kind in SECOND else {} for kind in letters}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mcore_bridge.composite import TRANSFORMERS
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.modules.joined import join_qkv
+from mcore_bridge.factory.vision.fused_qkv import join_qkv
 from mcore_bridge.rules.spec import TensorSpec
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def build_tower(whole: Whole, *, dtype: torch.dtype, device: torch.device, initi
     from accelerate import init_empty_weights
     from transformers import AutoModel
 
-    from mcore_bridge.factory.modules.caught import Caught
+    from mcore_bridge.factory.vision.text_stub import Caught
 
     config = copy.deepcopy(whole.config)
     if hasattr(config, "quantization_config"):

@@ -8,7 +8,7 @@ from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, cat, nn
 
 from mcore_bridge.factory.modules.backend import Backend, mixed, norm_of, submodules_of
-from mcore_bridge.factory.modules.mamba import mamba_spec
+from mcore_bridge.factory.modules.mamba.mamba_mixer import mamba_spec
 from mcore_bridge.factory.modules.residuals import multiplied
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ from mcore_bridge.rules.adapters import adapter_rules, base_name
 from mcore_bridge.rules.mapping import Dialect, Prefixes, WeightMapping, pattern_of, respelled_name
 from mcore_bridge.rules.names import TOWER, layer_of
 from mcore_bridge.rules.trace import Shape
-from mcore_bridge.weights.files.peft_config import CONFIG, WEIGHTS, PeftNames
-from mcore_bridge.weights.files.peft_read import PeftConfig, refused_in, unreadable_in
 from mcore_bridge.weights.files.safetensors import SafetensorsFile
+from mcore_bridge.weights.peft.peft_config import CONFIG, WEIGHTS, PeftNames
+from mcore_bridge.weights.peft.peft_read import PeftConfig, refused_in, unreadable_in
 from mcore_bridge.weights.provenance import Provenance
 
 _TEXT = "model."

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (the usual name)
 
 from mcore_bridge.factory.modules.fallback import say
-from mcore_bridge.factory.modules.mamba_scan import scan
+from mcore_bridge.factory.modules.mamba.mamba_scan import scan
 
 _CHUNK = 128
 """Tokens that the kernel computes together, as in megatron-core's mixer; the result does not depend on it."""

@@ -4,12 +4,12 @@ What an output layer does beside multiplying is done here, or refused. The kerne
 have equally many rows, and number the labels of each rank accordingly.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.trainers.module_patch import attribute_of_original, original
+from mcore_bridge.trainers.module_patch import original
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -23,10 +23,6 @@ _OF_LOGITS = {
     "output_bias": "adds a bias to them",
 }
 """Attributes of an output layer's weight, each with what such a model does to logits."""
-
-
-def __getattr__(name: str) -> Any:
-    return attribute_of_original(_NAME, name)
 
 
 def linear_cross_entropy(

@@ -19,8 +19,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (the usual name)
 
-from mcore_bridge.factory.modules.mamba_kernels import Operations, operations_for
-from mcore_bridge.factory.modules.mamba_keys import sharded_mixer
+from mcore_bridge.factory.modules.mamba.mamba_kernels import Operations, operations_for
+from mcore_bridge.factory.modules.mamba.mamba_keys import sharded_mixer
 from mcore_bridge.factory.modules.mixer import Mixer
 from mcore_bridge.factory.modules.torch_modules import gather_text, own_text, placement
 

@@ -1,13 +1,23 @@
-"""Refuses verl's functions from before it had bridges; all else of ``verl.models.mcore.registry`` stays as it is."""
+"""Functions in the place of verl's own: what it adds for adapters, and those from before it had bridges, refused."""
 
 from typing import Any, NoReturn
 
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.trainers.module_patch import attribute_of_original
+from mcore_bridge.trainers.adapters import Peft, create_peft
 
 
-def __getattr__(name: str) -> Any:
-    return attribute_of_original("verl.models.mcore.registry", name)
+def get_peft_cls(model_config: Any, bridge: object, provider: object, dtype: Any = None) -> Peft | None:
+    """What verl adds to the model when it is built; None without adapters.
+
+    Raises:
+        ConfigError: ``model_config.lora`` asks for what adapters here are not, or the bridge is mbridge's.
+    """
+    lora = getattr(model_config, "lora", {})
+    if lora.get("rank", 0) <= 0:
+        return None
+    if provider is None:
+        raise ConfigError("adapters need vanilla_mbridge=False: mbridge has no calls for them")
+    return create_peft(lora, dtype)
 
 
 def hf_to_mcore_config(*arguments: object, **keywords: object) -> NoReturn:

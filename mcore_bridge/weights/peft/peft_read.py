@@ -10,7 +10,7 @@ from mcore_bridge.config.fields import is_number
 from mcore_bridge.config.sizes import is_count
 from mcore_bridge.errors import shown
 from mcore_bridge.weights.files.foreign_patterns import Comparisons, problem_of
-from mcore_bridge.weights.files.peft_config import STACKS
+from mcore_bridge.weights.peft.peft_config import STACKS
 
 _READ = frozenset(
     {

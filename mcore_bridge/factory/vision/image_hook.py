@@ -2,7 +2,7 @@
 
 ``forward`` keeps its signature, so that trainers may look at it and replace it. The hook takes the inputs of images
 out of the call. On the first stage it adds the embeddings of text and images (``decoder_input``), and on every stage
-the positions of tokens. All of it comes from transformers' own composite (``modules/caught.py``).
+the positions of tokens. All of it comes from transformers' own composite (``text_stub.py``).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from mcore_bridge.batches.images import (
 from mcore_bridge.batches.padded_rows import OF_OTHER_PARTS, as_own_tokens, inputs_by_name, without_images
 from mcore_bridge.batches.whole_rows import WholeRows, whole_rows
 from mcore_bridge.errors import BatchError
-from mcore_bridge.factory.modules.caught import Caught, Embed, called
-from mcore_bridge.factory.modules.deepstack import carried, take_features
-from mcore_bridge.factory.modules.fitting import fitting, misfit
-from mcore_bridge.factory.modules.in_turn import InTurn, gather_parameters, in_turn
-from mcore_bridge.factory.modules.masks import masks_of, take_masks
-from mcore_bridge.factory.modules.mrope import MultimodalRotary, take_positions, text_positions
-from mcore_bridge.factory.modules.rows_apart import WITH_NUMBER, take_rows_apart
+from mcore_bridge.factory.vision.check_features import fitting, misfit
+from mcore_bridge.factory.vision.deepstack import carried, take_features
+from mcore_bridge.factory.vision.gradient_order import InTurn, gather_parameters, in_turn
+from mcore_bridge.factory.vision.image_masks import masks_of, take_masks
+from mcore_bridge.factory.vision.mrope import MultimodalRotary, take_positions, text_positions
+from mcore_bridge.factory.vision.positions_per_row import WITH_NUMBER, take_rows_apart
+from mcore_bridge.factory.vision.text_stub import Caught, Embed, called
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel

@@ -1,0 +1,30 @@
+"""Import this to make verl build, load, export and save with mcore_bridge in this process, with either of its bridges.
+
+verl imports it in every process before it looks for a bridge, if the environment variable
+``VERL_USE_EXTERNAL_MODULES`` names it. Installing both packages changes nothing. There is no entry point on purpose:
+verl would load it unasked, and would not show its failure.
+"""
+
+from mcore_bridge.trainers.module_patch import replace_modules
+
+_ADAPTERS = "mcore_bridge.trainers.adapters"
+_BRIDGE = "mcore_bridge.trainers.megatron_bridge"
+_KERNELS = "mcore_bridge.trainers.verl.kernels"
+_OURS = "mcore_bridge.trainers.verl.replaced"
+
+replace_modules(
+    {
+        "verl.models.mcore.mbridge": "mcore_bridge.trainers.mbridge",
+        "verl.models.mcore.bridge": _BRIDGE,
+        "verl.models.mcore.registry": dict.fromkeys(
+            ("hf_to_mcore_config", "init_mcore_model", "get_mcore_weight_converter"), _OURS
+        ),
+        "verl.workers.config.megatron_peft": {"get_peft_cls": _OURS},
+        "verl.utils.kernel.linear_cross_entropy": {"linear_cross_entropy": _KERNELS},
+        "megatron.bridge.training.utils.config_utils": {"create_ddp_config": _BRIDGE},
+        "megatron.bridge.training.checkpointing": {"apply_peft_adapter_filter_to_state_dict": _ADAPTERS},
+        "megatron.bridge.peft.utils": dict.fromkeys(
+            ("create_peft", "create_peft_hook", "load_peft_adapter_checkpoint"), _ADAPTERS
+        ),
+    }
+)

@@ -1,0 +1,1 @@
+"""Folders of adapters as peft writes them: their config, their tensors, and their names."""
