@@ -14,8 +14,8 @@ from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.mtp import inner_config
 from mcore_bridge.config.tables.derived import layers_but_full
 from mcore_bridge.config.tables.derived_hybrid import SECOND
-from mcore_bridge.config.tables.derived_sparse import shares_selection
 from mcore_bridge.config.tables.moe import layers_of
+from mcore_bridge.config.tables.sparse_attention import shares_selection
 from mcore_bridge.config.transformer import to_transformer_config
 from mcore_bridge.rules.spec import TensorSpec
 

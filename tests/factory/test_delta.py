@@ -12,7 +12,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from mcore_bridge import ParallelDims, build_model, to_layer_spec, to_transformer_config
 from mcore_bridge.config.mesh.divisibility import DELTA_CONTEXT
-from mcore_bridge.config.tables.derived_delta import LINEAR_LAYERS
+from mcore_bridge.config.tables.linear_attention import LINEAR_LAYERS
 from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory.modules.delta import (
     CHUNK,

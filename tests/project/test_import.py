@@ -1,20 +1,15 @@
 """Importing the library costs next to nothing and changes nothing; its own modules import each other one way."""
 
-import ast
 import functools
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import mcore_bridge
-
-ROOT = Path(__file__).parent.parent.parent
-PACKAGE = ROOT / "mcore_bridge"
-MODULES = sorted(PACKAGE.rglob("*.py"))
+from tests.support.house import MODULES, PACKAGE, ROOT, import_graph, imports, module_of
 
 ORDER = """
 errors <- arguments cpu machine plugins <- rules config <- composite <- architecture <- weights models <- batches
@@ -134,43 +129,6 @@ def test_importing_needs_neither_transformer_engine_nor_a_gpu() -> None:
 
 
 # the source -----------------------------------------------------------------------------------------------------------
-
-
-def imports(path: Path, *, types: bool = False) -> Iterator[str]:
-    """The modules and names that a file imports, at any depth; those for type checkers alone only with ``types``."""
-    waiting: list[ast.AST] = [ast.parse(path.read_text())]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and not types:
-            waiting.extend(node.orelse)
-            continue
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: imports are absolute"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        waiting.extend(ast.iter_child_nodes(node))
-
-
-def module_of(path: Path) -> str:
-    """A file of ours without the package, such as ``weights/load``; a folder stands for its ``__init__``."""
-    return path.relative_to(PACKAGE.parent).with_suffix("").as_posix().removesuffix("/__init__").partition("/")[2]
-
-
-@functools.cache
-def import_graph() -> dict[str, set[str]]:
-    """What each module of ours imports of ours, in any way. The package itself only looks names up, and is left out."""
-    modules = {module_of(path): path for path in MODULES}
-
-    def owner(imported: str) -> str:
-        name = imported.removeprefix("mcore_bridge").lstrip(".").replace(".", "/")
-        return name if name in modules else name.rpartition("/")[0]
-
-    return {
-        module: {owner(name) for name in imports(path, types=True) if name.startswith("mcore_bridge.")} - {module, ""}
-        for module, path in modules.items()
-        if module
-    }
 
 
 def folders(graph: dict[str, set[str]], depth: int) -> dict[str, set[str]]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from mcore_bridge.config.megatron_release import Release, installed
-from mcore_bridge.config.tables.derived_sparse import shares_selection
+from mcore_bridge.config.tables.sparse_attention import shares_selection
 from mcore_bridge.errors import MeshError
 
 if TYPE_CHECKING:

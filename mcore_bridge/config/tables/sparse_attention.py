@@ -1,9 +1,13 @@
-"""Entries of config tables for sparse attention: which layers have an indexer, and which share a selection of tokens.
+"""The config table of sparse attention, whose indexer selects tokens for each query, and its entries.
 
-In megatron-core the layers up to ``offset`` (counted from 1) have one, and then every ``freq``-th layer has.
+In megatron-core the layers up to ``offset`` (counted from 1) have an indexer, and then every ``freq``-th layer has.
 """
 
-from mcore_bridge.config.fields import Derive, Hf, Mcore, count
+from mcore_bridge.config.fields import Const, Derive, Field, Hf, Ignore, Map, Mcore, Preset, Require, count
+from mcore_bridge.config.megatron_release import Release
+from mcore_bridge.config.tables import LATENT, but
+from mcore_bridge.config.tables.moe import MLP_TYPES
+from mcore_bridge.config.tables.moe_counted import COUNTED, SIGMOID_GROUPED
 from mcore_bridge.errors import ConfigError
 
 _KINDS = ("full", "shared")
@@ -81,3 +85,31 @@ _NOT_PERIODIC = "`indexer_types` that are not periodic behind the first shared l
 _NOT_INDEXED = "`layer_types` but `indexed_attention`: the indexer is in every layer"
 SHARING = Derive(("indexer_types", *_SCHEDULE), _sharing, _sharing_back, (_NOT_PERIODIC,))
 ALL_INDEXED = Derive(("layer_types",), _indexed, lambda mcore: {}, (_NOT_INDEXED,))
+
+
+SPARSE_RELEASE = Release(
+    "0.19.2",
+    "earlier releases have no sparse attention in the layer specs of GPT models. Their indexer computes only in bf16, "
+    "with a CUDA kernel of fast_hadamard_transform and another epsilon",
+)
+SPARSE: tuple[Field, ...] = (
+    *but(
+        LATENT,
+        Const("qk_layernorm", True),  # here it decides whether latents have norms
+        Require("attention_dropout", (0.0, 0), "megatron-core's sparse attention drops nothing"),
+        Const("attention_dropout", 0.0),
+    ),
+    *(*COUNTED, *SIGMOID_GROUPED, MLP_TYPES, ALL_INDEXED),
+    Ignore("transformers makes it qk_rope_head_dim, whatever it says", ("head_dim",)),
+    Require("moe_layer_freq", (1, None), "transformers reads mlp_layer_types instead"),
+    Const("experimental_attention_variant", "dsa"),
+    Map("index_n_heads", "dsa_indexer_n_heads"),
+    Map("index_head_dim", "dsa_indexer_head_dim"),
+    Map("index_topk", "dsa_indexer_topk"),
+    Const("dsa_indexer_scoring_relu", True),
+    Const("dsa_indexer_k_norm_epsilon", 1e-6),
+    Preset("dsa_indexer_rotate_activation", False),  # orthogonal: it changes scores by rounding only
+    Preset("dsa_indexer_loss_coeff", 0.0),  # the indexer's own loss is the trainer's
+    Preset("cp_comm_type", "allgather"),  # this attention supports no other
+)
+"""Latent attention with an indexer in each layer, and sigmoid-routed experts behind dense layers."""
