@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.plan import DEEPSEEK
-from mcore_bridge.convert.parameters import specs_of
+from mcore_bridge.convert.assemble import specs_of
 from mcore_bridge.convert.reference_model import whole_model
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.files.file_shards import MAX_SHARD_BYTES

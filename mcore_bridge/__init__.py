@@ -24,20 +24,17 @@ if TYPE_CHECKING:
     from mcore_bridge.config.mesh.parallel_dims import ParallelDims as ParallelDims
     from mcore_bridge.cpu import enable_cpu as enable_cpu
     from mcore_bridge.errors import BridgeError as BridgeError
-    from mcore_bridge.factory.adapters import add_adapters as add_adapters
+    from mcore_bridge.factory.add_adapters import add_adapters as add_adapters
     from mcore_bridge.factory.build import build_model as build_model
     from mcore_bridge.factory.gpt_inputs import to_gpt_arguments as to_gpt_arguments
     from mcore_bridge.factory.gpt_inputs import to_layer_spec as to_layer_spec
     from mcore_bridge.factory.gpt_inputs import to_transformer_config as to_transformer_config
     from mcore_bridge.factory.reference import without_adapters as without_adapters
     from mcore_bridge.rules.adapters import Adapters as Adapters
-    from mcore_bridge.weights.adapters import iter_hf_adapters as iter_hf_adapters
-    from mcore_bridge.weights.adapters import load_adapters as load_adapters
-    from mcore_bridge.weights.adapters import save_hf_adapters as save_hf_adapters
     from mcore_bridge.weights.bound import adopt as adopt
-    from mcore_bridge.weights.dist_checkpoint.api import CheckpointReport as CheckpointReport
-    from mcore_bridge.weights.dist_checkpoint.api import load_checkpoint as load_checkpoint
-    from mcore_bridge.weights.dist_checkpoint.api import save_checkpoint as save_checkpoint
+    from mcore_bridge.weights.dist_checkpoint.checkpoint import CheckpointReport as CheckpointReport
+    from mcore_bridge.weights.dist_checkpoint.checkpoint import load_checkpoint as load_checkpoint
+    from mcore_bridge.weights.dist_checkpoint.checkpoint import save_checkpoint as save_checkpoint
     from mcore_bridge.weights.export import iter_hf_weights as iter_hf_weights
     from mcore_bridge.weights.export import to_hf_state_dict as to_hf_state_dict
     from mcore_bridge.weights.ipc.buckets import plan_buckets as plan_buckets
@@ -49,6 +46,9 @@ if TYPE_CHECKING:
     from mcore_bridge.weights.local_slices import iter_hf_pieces as iter_hf_pieces
     from mcore_bridge.weights.manifest import Manifest as Manifest
     from mcore_bridge.weights.manifest import manifest as manifest
+    from mcore_bridge.weights.peft.hf_adapters import iter_hf_adapters as iter_hf_adapters
+    from mcore_bridge.weights.peft.hf_adapters import load_adapters as load_adapters
+    from mcore_bridge.weights.peft.hf_adapters import save_hf_adapters as save_hf_adapters
     from mcore_bridge.weights.plan.engine_map import EngineMap as EngineMap
     from mcore_bridge.weights.plan.target import EngineRank as EngineRank
     from mcore_bridge.weights.plan.target import engine_ranks as engine_ranks
@@ -67,9 +67,9 @@ _HOMES = {
     "iter_hf_pieces": "weights.local_slices",
     "save_hf_checkpoint": "weights.save",
     "manifest": "weights.manifest",
-    "save_checkpoint": "weights.dist_checkpoint.api",
-    "load_checkpoint": "weights.dist_checkpoint.api",
-    "CheckpointReport": "weights.dist_checkpoint.api",
+    "save_checkpoint": "weights.dist_checkpoint.checkpoint",
+    "load_checkpoint": "weights.dist_checkpoint.checkpoint",
+    "CheckpointReport": "weights.dist_checkpoint.checkpoint",
     "engine_ranks": "weights.plan.target",
     "EngineRank": "weights.plan.target",
     "plan_buckets": "weights.ipc.buckets",
@@ -87,11 +87,11 @@ _HOMES = {
     "to_gpt_arguments": "factory.gpt_inputs",
     "to_layer_spec": "factory.gpt_inputs",
     "mapping": "weights.provenance",
-    "add_adapters": "factory.adapters",
+    "add_adapters": "factory.add_adapters",
     "Adapters": "rules.adapters",
-    "iter_hf_adapters": "weights.adapters",
-    "save_hf_adapters": "weights.adapters",
-    "load_adapters": "weights.adapters",
+    "iter_hf_adapters": "weights.peft.hf_adapters",
+    "save_hf_adapters": "weights.peft.hf_adapters",
+    "load_adapters": "weights.peft.hf_adapters",
     "without_adapters": "factory.reference",
     "Architecture": "architecture",
     "register": "architecture",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from mcore_bridge.config.fields import Field, Hf, to_mcore
 from mcore_bridge.config.rope_spelling import speaks_rope_parameters
-from mcore_bridge.config.unread import without_unread
+from mcore_bridge.config.unread_fields import without_unread
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.rules.mapping import Prefixes, respelled_name
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mcore_bridge.batches.collectives import reduce_sum
+from mcore_bridge.batches.text_collectives import reduce_sum
 from mcore_bridge.weights.bound import chunks_of
 
 

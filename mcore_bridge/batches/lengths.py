@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from mcore_bridge.batches.collectives import reduce_max, reduce_sum
+from mcore_bridge.batches.text_collectives import reduce_max, reduce_sum
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mcore_bridge.batches.collectives import gather
 from mcore_bridge.batches.lengths import packed_lengths
 from mcore_bridge.batches.packing import PackedSequences
 from mcore_bridge.batches.padded_rows import lay_out_packed, lay_out_rows
+from mcore_bridge.batches.text_collectives import gather
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

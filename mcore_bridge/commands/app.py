@@ -31,7 +31,7 @@ from mcore_bridge.commands.options import (
     path,
 )
 from mcore_bridge.commands.plan_command import plan_command
-from mcore_bridge.commands.running import Commands, running, uncompiled
+from mcore_bridge.commands.run_command import Commands, running, uncompiled
 
 app = typer.Typer(
     name="mcore-bridge",
@@ -193,7 +193,7 @@ def convert_command(
     with running(context) as answer, uncompiled():
         from mcore_bridge.commands.report import progress, render_conversion
         from mcore_bridge.config.mesh.parallel_dims import ParallelDims
-        from mcore_bridge.convert.api import convert
+        from mcore_bridge.convert.convert import convert
         from mcore_bridge.convert.hf_to_torch import rank_files
 
         dims = ParallelDims(tp=tp, pp=pp, vp=vp, ep=ep, etp=etp, layout=layout)
@@ -239,7 +239,7 @@ def merge_command(
     """
     with running(context) as answer, uncompiled():
         from mcore_bridge.commands.report import progress, render_conversion
-        from mcore_bridge.convert.api import merge
+        from mcore_bridge.convert.convert import merge
 
         with progress(Console(stderr=True), processes) as on_event:
             merged = merge(base, adapter, target, num_processes=processes, on_event=on_event)

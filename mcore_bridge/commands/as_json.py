@@ -11,24 +11,24 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_bridge.commands.plan.asked import BANDWIDTH
+from mcore_bridge.commands.plan.batch import BANDWIDTH
 
 if TYPE_CHECKING:
     from mcore_bridge.commands.doctor import Line
     from mcore_bridge.commands.draw import Drawn
-    from mcore_bridge.commands.plan.asked import Batch
+    from mcore_bridge.commands.plan.batch import Batch
     from mcore_bridge.commands.plan.mesh_plan import Chunk, MeshPlan
     from mcore_bridge.commands.plan.suggest import Search
     from mcore_bridge.commands.verify.verify import Verdict
     from mcore_bridge.config.mesh.parallel_dims import ParallelDims
-    from mcore_bridge.convert.api import Converted
+    from mcore_bridge.convert.convert import Converted
     from mcore_bridge.weights.plan.target import EngineRank
 
 
 def of_verdict(verdict: Verdict) -> dict[str, Any]:
     """The object of ``verify``."""
     from mcore_bridge.commands.verify.verify import TOLERANCE
-    from mcore_bridge.config.unread import notes_on
+    from mcore_bridge.config.unread_fields import notes_on
     from mcore_bridge.weights.dtypes import dtype_name
 
     blueprint, findings, task = verdict.blueprint, verdict.findings, verdict.task
@@ -72,7 +72,7 @@ def of_plan(mesh_plan: MeshPlan, engine: Sequence[EngineRank], *, bandwidth: flo
     """The object of ``plan`` for one mesh."""
     from mcore_bridge.commands.plan.cost import cost_of
     from mcore_bridge.commands.plan.engine_cost import feed
-    from mcore_bridge.config.unread import notes_on
+    from mcore_bridge.config.unread_fields import notes_on
     from mcore_bridge.weights.dtypes import dtype_name
 
     blueprint = mesh_plan.blueprint

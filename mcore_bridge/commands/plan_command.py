@@ -30,8 +30,8 @@ from mcore_bridge.commands.options import (
     finite,
     path,
 )
-from mcore_bridge.commands.plan.asked import BANDWIDTH, Batch
-from mcore_bridge.commands.running import Answer, in_options, options_of, running, uncompiled
+from mcore_bridge.commands.plan.batch import BANDWIDTH, Batch
+from mcore_bridge.commands.run_command import Answer, in_options, options_of, running, uncompiled
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.weights.gc_paused import uncollected
 

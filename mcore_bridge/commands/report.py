@@ -14,13 +14,13 @@ from rich.table import Table
 from mcore_bridge.architecture import architecture_of
 from mcore_bridge.commands import text
 from mcore_bridge.commands.verify.verify import TOLERANCE, Verdict, held_specs
-from mcore_bridge.config.unread import notes_on, unread_fields
+from mcore_bridge.config.unread_fields import notes_on, unread_fields
 from mcore_bridge.convert.conversion import ModelConversion
 from mcore_bridge.launch.processes import OnEvent
 
 if TYPE_CHECKING:
     from mcore_bridge.commands.draw import Drawn
-    from mcore_bridge.convert.api import Converted
+    from mcore_bridge.convert.convert import Converted
 
 _SHOWN = 5  # names of tensors that differ
 

@@ -27,7 +27,7 @@ from mcore_bridge.config.overrides import (
     require_vocab,
 )
 from mcore_bridge.config.rope import Rope
-from mcore_bridge.config.unread import without_unread
+from mcore_bridge.config.unread_fields import without_unread
 from mcore_bridge.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import torch
 
-from mcore_bridge.convert.parameters import check_source, parts_of
+from mcore_bridge.convert.assemble import check_source, parts_of
 from mcore_bridge.convert.reference_model import WholeModel, whole_model
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.files.decoded import opened_folder

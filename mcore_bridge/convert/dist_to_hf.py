@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_bridge.convert.assemble import HFSlice, disassemble
 from mcore_bridge.convert.conversion import units_of, widespread
-from mcore_bridge.convert.parameters import HFSlice, disassemble
 from mcore_bridge.convert.reference_model import whole_model
 from mcore_bridge.convert.to_hf import ToHF, stored_as
 from mcore_bridge.errors import CheckpointError

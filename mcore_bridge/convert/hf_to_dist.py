@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mcore_bridge.convert.assemble import assemble
 from mcore_bridge.convert.conversion import ModelConversion, Progress, read_source, units_of
-from mcore_bridge.convert.parameters import assemble
 from mcore_bridge.weights.dist_checkpoint.files import LocatedParam, file_name, finish, plan_files, write_file
 from mcore_bridge.weights.dist_checkpoint.folder import HEADS, dist_files
 from mcore_bridge.weights.files.decoded import Folder

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+from mcore_bridge.convert.assemble import specs_of
 from mcore_bridge.convert.conversion import ModelConversion, Progress, read_source
-from mcore_bridge.convert.parameters import specs_of
 from mcore_bridge.convert.rank_files.file import NAME, RELEASE, write_rank_file
-from mcore_bridge.convert.rank_files.layout import FileLayout, RankFile, Style
+from mcore_bridge.convert.rank_files.file_layout import FileLayout, RankFile, Style
 from mcore_bridge.errors import MeshError
 from mcore_bridge.factory.param_count import resolve_layout
 from mcore_bridge.weights.dist_checkpoint.folder import TRACKER

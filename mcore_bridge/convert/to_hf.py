@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mcore_bridge.convert.assemble import HFSlice, parts_of, specs_of
 from mcore_bridge.convert.conversion import ModelConversion, Progress
-from mcore_bridge.convert.parameters import HFSlice, parts_of, specs_of
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.carried import Carried, Mtp, carried_of

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mcore_bridge.convert.assemble import HFSlice, disassemble, specs_of
 from mcore_bridge.convert.conversion import units_of, widespread
-from mcore_bridge.convert.parameters import HFSlice, disassemble, specs_of
-from mcore_bridge.convert.rank_files.folder import RankFolder
+from mcore_bridge.convert.rank_files.rank_folder import RankFolder
 from mcore_bridge.convert.reference_model import whole_model
 from mcore_bridge.convert.to_hf import ToHF, stored_as
 from mcore_bridge.errors import CheckpointError

@@ -15,18 +15,18 @@ import torch
 
 from mcore_bridge.architecture import Architecture, architecture_of
 from mcore_bridge.config import transformer
-from mcore_bridge.config.effective import effective
+from mcore_bridge.config.apply_overrides import effective
 from mcore_bridge.config.fields import to_mcore
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.mesh.pipeline import Stage
 from mcore_bridge.config.mtp import held_mtp_layers
-from mcore_bridge.config.unread import require_no_unread, unread_fields, without_unread
+from mcore_bridge.config.unread_fields import require_no_unread, unread_fields, without_unread
 from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory import layer_specs
 from mcore_bridge.factory.build_options import BuildOptions, Overrides
-from mcore_bridge.factory.hybrid import check_model, require_hybrid
+from mcore_bridge.factory.hybrid_support import check_model, require_hybrid
 from mcore_bridge.factory.modules.backend import Backend, choose_backend, kernels_of
-from mcore_bridge.factory.mtp import count_mtp, inner_spec, mtp_block_spec, require_mtp
+from mcore_bridge.factory.mtp_specs import count_mtp, inner_spec, mtp_block_spec, require_mtp
 from mcore_bridge.factory.param_count import ParamCounts, count_params, resolve_layout
 from mcore_bridge.factory.vision.deepstack import count_features, require_layers
 from mcore_bridge.factory.vision.tower import require_tower, tower_specs
@@ -44,7 +44,7 @@ class Blueprint:
     """Everything that ``build_model`` needs.
 
     ``options`` are the caller's; an explicit layout has replaced "balanced" in ``dims``, and ``backend`` is chosen.
-    ``unread`` are fields of the HF config that change nothing (``config.unread``).
+    ``unread`` are fields of the HF config that change nothing (``config.unread_fields``).
     ``origin`` is a copy of the caller's HF config, without overrides.
     ``initial`` are the values of ``config`` when it was made, by which later changes are detected.
     """

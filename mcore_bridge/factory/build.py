@@ -19,7 +19,7 @@ from mcore_bridge.config.mesh.alike import Shared, agreed
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.mesh.pipeline import Stage
 from mcore_bridge.config.mesh.process_groups import building_groups, differing
-from mcore_bridge.config.unread import notes_on
+from mcore_bridge.config.unread_fields import notes_on
 from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory.blueprint import Blueprint, make_blueprint
 from mcore_bridge.factory.build_options import BuildOptions, Overrides

@@ -13,8 +13,13 @@ from torch import nn
 from mcore_bridge.batches.padded_rows import take_padded_rows
 from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory.hybrid_model.hybrid_chunk import build_hybrid
-from mcore_bridge.factory.modules.heads import bias_output_layer, hide_padding, initialise_head, replace_output_layer
-from mcore_bridge.factory.mtp import initialise_mtp
+from mcore_bridge.factory.modules.output_layers import (
+    bias_output_layer,
+    hide_padding,
+    initialise_head,
+    replace_output_layer,
+)
+from mcore_bridge.factory.mtp_specs import initialise_mtp
 from mcore_bridge.factory.vision.tower import build_tower
 from mcore_bridge.weights.model_tensors import note_built
 from mcore_bridge.weights.transfer.copier import compiling
@@ -120,7 +125,7 @@ def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
     """Puts in place what mcore cannot build (rope, dropout, scales, small heads), and sets the provenance."""
     from mcore_bridge.factory.modules.layer_rope import both_ropes
     from mcore_bridge.factory.modules.rotary import replace_rotary, take_lengths
-    from mcore_bridge.factory.modules.scales import cap_logits, scale_embedding, scale_logits
+    from mcore_bridge.factory.modules.scale_hooks import cap_logits, scale_embedding, scale_logits
     from mcore_bridge.factory.param_attributes import mark_cut, mark_experts
 
     bias_output_layer(chunk)

@@ -63,7 +63,7 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend)
         adapt_query_key_norms,
         adapt_unit_norms,
     )
-    from mcore_bridge.factory.modules.parallel import adapt_parallel
+    from mcore_bridge.factory.modules.parallel_blocks import adapt_parallel
     from mcore_bridge.factory.modules.residuals import adapt_residuals
     from mcore_bridge.factory.modules.scores import adapt_scores
     from mcore_bridge.factory.modules.torch_modules import always_biased

@@ -14,16 +14,16 @@ from mcore_bridge.factory.blueprint import make_blueprint
 from mcore_bridge.factory.build_options import BuildOptions
 from mcore_bridge.trainers.loading import load_folder
 from mcore_bridge.trainers.wrap import ddp_config_of, freeze_routers
-from mcore_bridge.weights.adapters import adapters_of, iter_peft_adapters, save_hf_adapters
 from mcore_bridge.weights.bound import chunks_of
 from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.load import Source
+from mcore_bridge.weights.peft.hf_adapters import adapters_of, iter_peft_adapters, save_hf_adapters
 from mcore_bridge.weights.save import save_hf_checkpoint
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallelConfig
 
-    from mcore_bridge.trainers.adapters import Peft
+    from mcore_bridge.trainers.peft_functions import Peft
     from mcore_bridge.trainers.provider import Provider, ValueHead
 
 __all__ = ["AutoBridge", "create_ddp_config", "freeze_moe_router", "make_value_model"]

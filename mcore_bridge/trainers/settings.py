@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from mcore_bridge.architecture import architecture_of
-from mcore_bridge.config.effective import OF_SOME, same
+from mcore_bridge.config.apply_overrides import OF_SOME, same
 from mcore_bridge.config.fields import Preset
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.tables.moe import MTP_COUNTS, layers_of

@@ -22,7 +22,7 @@ from mcore_bridge.rules.mapping import Dialect, Rules
 from mcore_bridge.weights.bound import BoundModel, Models, bind, chunks_of, provenance_on
 from mcore_bridge.weights.dtypes import Dtypes
 from mcore_bridge.weights.gc_paused import uncollected
-from mcore_bridge.weights.halves import whole_config
+from mcore_bridge.weights.hf_layers import whole_config
 from mcore_bridge.weights.param_sync import gather_pending, heard_by_replicas, require_gatherable
 from mcore_bridge.weights.plan.all_to_all import plan_targets
 from mcore_bridge.weights.plan.engine_map import EngineMap

@@ -21,7 +21,7 @@ from mcore_bridge.rules.names import TOWER, expert_of, kind_of, layer_of, mtp_la
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.rules.trace import Trace, trace
 from mcore_bridge.weights.dtypes import Dtypes, problem_of, unmatched
-from mcore_bridge.weights.halves import is_hybrid, learn_layers, whole_config, whole_layers
+from mcore_bridge.weights.hf_layers import is_hybrid, learn_layers, whole_config, whole_layers
 from mcore_bridge.weights.merging import merges_of
 from mcore_bridge.weights.model_tensors import held_tensors, numbering_of, require_as_built, unwrap
 from mcore_bridge.weights.plan.inventory import Inventory

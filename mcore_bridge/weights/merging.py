@@ -26,7 +26,7 @@ _LOW = (1 << 29) - 1
 """The bits of a fraction in fp64 that one in fp32 has not."""
 
 
-class Adapter(Protocol):
+class Factors(Protocol):
     """What a merge reads of an adapter: ``scale * rows @ A``, where each row of B has its place among the parts."""
 
     chosen: Tensor
@@ -51,7 +51,7 @@ def merges_of(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Merge]]:
 
 
 @torch.no_grad()
-def merged_weight(adapter: Adapter, weight: Tensor) -> Tensor:
+def merged_weight(adapter: Factors, weight: Tensor) -> Tensor:
     """A new tensor with the weight and the product of its adapter, in the dtype and on the device of the weight."""
     first, second = adapter.linear_in.weight, adapter.linear_out.weight
     check_storage({"linear_in of an adapter": first, "linear_out of an adapter": second})

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mcore_bridge.errors import MappingError
 from mcore_bridge.rules.names import Numbering, canonical
 from mcore_bridge.rules.trace import Shape
-from mcore_bridge.weights.halves import layers_of_chunk
+from mcore_bridge.weights.hf_layers import layers_of_chunk
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel

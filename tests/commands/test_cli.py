@@ -27,12 +27,12 @@ from mcore_bridge import architecture as architecture_module
 from mcore_bridge.commands import doctor, report, text
 from mcore_bridge.commands.plan.tables import plan
 from mcore_bridge.commands.verify.logits import Comparison
-from mcore_bridge.commands.verify.rank import Finding
+from mcore_bridge.commands.verify.rank import RankResult
 from mcore_bridge.commands.verify.verify import TOLERANCE, Verdict, _crossing, differences, widest
 from mcore_bridge.factory import chunk
 from mcore_bridge.factory.build_options import BuildOptions
-from mcore_bridge.factory.hybrid import RELEASE
 from mcore_bridge.factory.hybrid_model.hybrid_chunk import build_hybrid
+from mcore_bridge.factory.hybrid_support import RELEASE
 from mcore_bridge.launch.processes import RankError, run_ranks
 from mcore_bridge.rules.mapping import Rule
 from mcore_bridge.weights.dtypes import wanted_dtype
@@ -267,7 +267,7 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
 def _verdict(*, relative: float = 0.0, different: bool = False) -> Verdict:
     spec = Manifest.from_json('[{"name": "a", "shape": [2], "dtype": "float32", "sha256": "0"}]').tensors[0]
     other = replace(spec, sha256="1") if different else spec
-    finding = Finding(exported=Manifest((other,)), expected=(spec,), logits=Comparison(relative, 1.0, 10))
+    finding = RankResult(exported=Manifest((other,)), expected=(spec,), logits=Comparison(relative, 1.0, 10))
     task: Any = type("Task", (), {"save": None})
     nothing: Any = None
     return Verdict(nothing, task, (finding,), ())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mcore_bridge.commands import as_json
-from mcore_bridge.commands.running import in_options
+from mcore_bridge.commands.run_command import in_options
 from tests import zoo
 from tests.support import tiny
 from tests.support.command import run

@@ -10,7 +10,7 @@ import torch
 
 import mcore_bridge as mb
 from mcore_bridge.commands.plan.activations import kept_by_layers
-from mcore_bridge.commands.plan.asked import Batch
+from mcore_bridge.commands.plan.batch import Batch
 from mcore_bridge.commands.plan.suggest import Suggestion, suggest
 from mcore_bridge.config import hf
 from mcore_bridge.factory.build_options import BuildOptions

@@ -13,7 +13,7 @@ from torch.nn.functional import gelu, relu, silu
 
 import mcore_bridge as mb
 from mcore_bridge import BridgeError, ParallelDims
-from mcore_bridge.config.effective import decided_by
+from mcore_bridge.config.apply_overrides import decided_by
 from mcore_bridge.config.tables.derived import GELU_TANH
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.blueprint import Blueprint, make_blueprint

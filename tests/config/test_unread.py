@@ -18,7 +18,7 @@ from mcore_bridge.config.fields import claimed_by
 from mcore_bridge.config.fields_read import fields_read
 from mcore_bridge.config.hf import read_config
 from mcore_bridge.config.tables import BASE
-from mcore_bridge.config.unread import notes_on, unread_fields
+from mcore_bridge.config.unread_fields import notes_on, unread_fields
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.build_options import BuildOptions
 from tests import zoo

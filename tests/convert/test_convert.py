@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import mcore_bridge as mb
 from mcore_bridge import ParallelDims
 from mcore_bridge.commands.app import app
-from mcore_bridge.convert.api import convert
+from mcore_bridge.convert.convert import convert
 from mcore_bridge.convert.reference_model import whole_model
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.dist_checkpoint.folder import TorchDistFolder, find_checkpoint

@@ -16,11 +16,11 @@ import mcore_bridge as mb
 from mcore_bridge import ParallelDims
 from mcore_bridge.architecture import read_hf
 from mcore_bridge.commands.app import app
-from mcore_bridge.convert.api import convert
+from mcore_bridge.convert.assemble import specs_of
+from mcore_bridge.convert.convert import convert
 from mcore_bridge.convert.hf_to_torch import rank_files
-from mcore_bridge.convert.parameters import specs_of
 from mcore_bridge.convert.rank_files.file import NAME, read_rank_file
-from mcore_bridge.convert.rank_files.layout import FileLayout, Style
+from mcore_bridge.convert.rank_files.file_layout import FileLayout, Style
 from mcore_bridge.convert.reference_model import whole_model
 from mcore_bridge.errors import CheckpointError, MeshError
 from mcore_bridge.launch.fake_rank import rank_of

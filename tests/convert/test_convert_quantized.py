@@ -11,8 +11,8 @@ import torch
 from typer.testing import CliRunner
 
 from mcore_bridge.commands.app import app
-from mcore_bridge.convert.api import convert
-from mcore_bridge.convert.rank_files.folder import iter_mg_weights
+from mcore_bridge.convert.convert import convert
+from mcore_bridge.convert.rank_files.rank_folder import iter_mg_weights
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.trainers.rlinf.convertor import convert_hf_to_mg
 from mcore_bridge.weights.files.hf_folder import Checkpoint

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mcore_bridge.convert.api import merge
+from mcore_bridge.convert.convert import merge
 from mcore_bridge.errors import BridgeError
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from tests import zoo

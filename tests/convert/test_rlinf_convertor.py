@@ -12,14 +12,14 @@ from safetensors.torch import load_file, save_file
 
 import mcore_bridge as mb
 from mcore_bridge.convert.rank_files.file import NAME
-from mcore_bridge.convert.rank_files.folder import iter_mg_weights
+from mcore_bridge.convert.rank_files.rank_folder import iter_mg_weights
 from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
 from mcore_bridge.launch.fake_rank import rank_of
 from mcore_bridge.rules.names import Numbering, canonical
 from mcore_bridge.trainers.rlinf.__main__ import main as run_script
 from mcore_bridge.trainers.rlinf.cached_folder import FINGERPRINT
-from mcore_bridge.trainers.rlinf.conversion import Conversion, read_conversion
 from mcore_bridge.trainers.rlinf.convertor import convert_hf_to_mg, hf_to_middle_file, middle_file_to_mg
+from mcore_bridge.trainers.rlinf.convertor_settings import ConvertorSettings, read_conversion
 from tests.support.rlinf_files import PLAIN, asked, name_of_this_rank, source
 from tests.support.rlinf_models import LATENT, SPARSE, TIED
 from tests.support.strategies import tiny
@@ -280,7 +280,7 @@ def test_a_checkpoint_that_lacks_a_file_is_named(tmp_path):
     path.unlink()
     with pytest.raises(CheckpointError, match=r"not whole.*its files hold 96 rows of a vocabulary of 192"):
         list(iter_mg_weights(tmp_path / "mg", folder))
-    assert Conversion(load_path="", save_path="").te_ln_add_extra_state == "tensor_pickle_none"
+    assert ConvertorSettings(load_path="", save_path="").te_ln_add_extra_state == "tensor_pickle_none"
 
 
 def test_its_scripts_write_the_same_files(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mcore_bridge import ParallelDims, build_model
-from mcore_bridge.factory.adapters import add_adapters
+from mcore_bridge.factory.add_adapters import add_adapters
 from mcore_bridge.factory.modules import adapter
 from mcore_bridge.factory.modules.adapter import GroupedAdapter
 from mcore_bridge.factory.reference import without_adapters

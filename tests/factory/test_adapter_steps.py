@@ -7,9 +7,9 @@ import torch
 from megatron.core.transformer.module import Float16Module
 
 from mcore_bridge import ParallelDims, build_model
-from mcore_bridge.factory.adapters import add_adapters
-from mcore_bridge.weights.adapters import iter_hf_adapters
+from mcore_bridge.factory.add_adapters import add_adapters
 from mcore_bridge.weights.bound import bind
+from mcore_bridge.weights.peft.hf_adapters import iter_hf_adapters
 from tests import zoo
 from tests.support import pool, stepping, tiny
 from tests.support.peft_models import ALPHA, EXPERTS, RANK, batch, entries, expected, fill, held

@@ -5,8 +5,8 @@ import torch
 
 from mcore_bridge import ParallelDims, build_model, to_hf_state_dict
 from mcore_bridge.errors import BridgeError, ConfigError
-from mcore_bridge.factory.adapters import add_adapters
-from mcore_bridge.weights.adapters import iter_hf_adapters
+from mcore_bridge.factory.add_adapters import add_adapters
+from mcore_bridge.weights.peft.hf_adapters import iter_hf_adapters
 from tests import zoo
 from tests.support import experts, mtp_checkpoints, pool, stepping, tiny
 from tests.support.fake_mesh import rank_of

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModel
 
 import mcore_bridge as mb
-from mcore_bridge.convert.api import convert
+from mcore_bridge.convert.convert import convert
 from mcore_bridge.errors import CheckpointError
 from tests.support import fake_mesh, pool, stepping
 from tests.support.command import run

@@ -10,7 +10,7 @@ from mcore_bridge import ParallelDims
 from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
 from mcore_bridge.factory.blueprint import make_blueprint
 from mcore_bridge.factory.build_options import BuildOptions
-from mcore_bridge.factory.mtp import REPEATED
+from mcore_bridge.factory.mtp_specs import REPEATED
 from mcore_bridge.weights.load import load_hf_weights
 from tests import zoo
 from tests.support import fake_mesh, mtp_checkpoints, pool, stepping

@@ -14,7 +14,7 @@ from torch import Tensor
 import mcore_bridge as mb
 from mcore_bridge.errors import BatchError
 from mcore_bridge.factory.vision import image_hook as hook
-from mcore_bridge.factory.vision.deepstack import Carried
+from mcore_bridge.factory.vision.deepstack import LayerFeatures
 from mcore_bridge.launch.fake_rank import rank_of
 from tests.support import composites, pool, seeing
 from tests.support.bounds import ONE
@@ -98,8 +98,8 @@ def own_slice(chunk: Any, own: Tensor) -> Tensor:
     return own.transpose(0, 1).chunk(2)[rank].contiguous()
 
 
-def of_constants(hidden: Tensor, features: Sequence[Tensor]) -> tuple[Tensor, Carried]:
-    return hidden, Carried([feature.detach() for feature in features])
+def of_constants(hidden: Tensor, features: Sequence[Tensor]) -> tuple[Tensor, LayerFeatures]:
+    return hidden, LayerFeatures([feature.detach() for feature in features])
 
 
 GRADIENTS: dict[str, tuple[str, Any]] = {

@@ -7,7 +7,7 @@ import torch
 
 import mcore_bridge as mb
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.adapters import add_adapters
+from mcore_bridge.factory.add_adapters import add_adapters
 from tests import zoo
 from tests.support import pool, stepping, tiny
 from tests.support.peft_models import held

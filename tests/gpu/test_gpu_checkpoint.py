@@ -5,7 +5,7 @@ import torch
 
 import mcore_bridge as mb
 from mcore_bridge import ParallelDims
-from mcore_bridge.convert.api import convert
+from mcore_bridge.convert.convert import convert
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from tests.support.conversions import assert_exact, quiet
 from tests.support.strategies import random_state, save, tiny

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mcore_bridge import ParallelDims
-from mcore_bridge.convert.api import convert
+from mcore_bridge.convert.convert import convert
 from mcore_bridge.convert.hf_to_torch import rank_files
 from tests.support.conversions import quiet, small
 

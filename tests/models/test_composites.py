@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import mcore_bridge as mb
 from mcore_bridge.architecture import architecture_of
 from mcore_bridge.config.hf import read_config
-from mcore_bridge.convert.api import convert
+from mcore_bridge.convert.convert import convert
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.launch.fake_rank import rank_of
 from mcore_bridge.rules.mapping import respelled_name

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import mcore_bridge as mb
-from mcore_bridge.factory.mtp import REPEATED
+from mcore_bridge.factory.mtp_specs import REPEATED
 from tests import zoo
 from tests.support import mtp_checkpoints, pool, stepping, tiny
 from tests.support.bounds import BOUND

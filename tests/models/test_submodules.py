@@ -8,7 +8,7 @@ import mcore_bridge as mb
 from mcore_bridge.architecture import architecture_of, read_hf
 from mcore_bridge.config.transformer import to_gpt_arguments, to_hf_config, to_transformer_config
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.modules.parallel import adapt_parallel
+from mcore_bridge.factory.modules.parallel_blocks import adapt_parallel
 from tests import zoo
 from tests.support import pool
 from tests.support.families import built

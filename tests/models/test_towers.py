@@ -15,7 +15,7 @@ import mcore_bridge as mb
 from mcore_bridge.commands.plan.tables import layers_of, plan
 from mcore_bridge.commands.plan.training_memory import counted_sizes, rank_sizes
 from mcore_bridge.config.hf import read_config
-from mcore_bridge.convert.api import convert
+from mcore_bridge.convert.convert import convert
 from mcore_bridge.convert.hf_to_torch import rank_files
 from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
 from mcore_bridge.factory.blueprint import make_blueprint

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_bridge.convert.api import convert
+from mcore_bridge.convert.convert import convert
 from tests.support import seeing, towers
 from tests.support.strategies import random_state, save, tiny
 from tests.support.torchrun import forked, torchrun

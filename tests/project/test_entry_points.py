@@ -16,14 +16,14 @@ import torch
 
 import mcore_bridge as mb
 from mcore_bridge.commands.app import app
-from mcore_bridge.convert import api
+from mcore_bridge.convert import convert as api
 from mcore_bridge.convert.hf_to_torch import rank_files
-from mcore_bridge.convert.rank_files.folder import iter_mg_weights
+from mcore_bridge.convert.rank_files.rank_folder import iter_mg_weights
 from mcore_bridge.errors import BridgeError
 from mcore_bridge.launch.fake_rank import rank_of
 from mcore_bridge.trainers.rlinf import convertor
 from mcore_bridge.trainers.rlinf.__main__ import SCRIPTS
-from mcore_bridge.trainers.rlinf.conversion import Conversion
+from mcore_bridge.trainers.rlinf.convertor_settings import ConvertorSettings
 from mcore_bridge.weights import save as saving
 from mcore_bridge.weights.files.folder_lock import PREFIX
 from mcore_bridge.weights.files.hf_folder import Checkpoint
@@ -332,7 +332,7 @@ def verify_what_changes(place: Place) -> None:
 
 
 def middle(place: Place) -> Path:
-    convertor.hf_to_middle_file(Conversion(load_path=str(place.hf), save_path=str(place.out)))
+    convertor.hf_to_middle_file(ConvertorSettings(load_path=str(place.hf), save_path=str(place.out)))
     return place.out
 
 
@@ -498,11 +498,15 @@ TABLE: dict[str, dict[str, Cell] | str] = {
         lambda source, target: convertor.convert_hf_to_mg(source, {"save_path": target}), lambda place: place.hf
     ),
     "convert_hf_to_middle_file": rlinf(
-        lambda source, target: SCRIPTS["convert_hf_to_middle_file"](Conversion(load_path=source, save_path=target)),
+        lambda source, target: SCRIPTS["convert_hf_to_middle_file"](
+            ConvertorSettings(load_path=source, save_path=target)
+        ),
         lambda place: place.hf,
     ),
     "convert_middle_file_to_mg": rlinf(
-        lambda source, target: SCRIPTS["convert_middle_file_to_mg"](Conversion(load_path=source, save_path=target)),
+        lambda source, target: SCRIPTS["convert_middle_file_to_mg"](
+            ConvertorSettings(load_path=source, save_path=target)
+        ),
         middle,
     ),
 }

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mcore_bridge as mb
-from mcore_bridge.convert.api import convert
+from mcore_bridge.convert.convert import convert
 from mcore_bridge.convert.hf_to_torch import rank_files
 from mcore_bridge.errors import BridgeError
 from mcore_bridge.weights.dist_checkpoint.folder import TRACKER

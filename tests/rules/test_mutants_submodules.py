@@ -12,7 +12,7 @@ import mcore_bridge as mb
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory import chunk
 from mcore_bridge.factory.modules import norms, parallel, residuals, scales, torch_modules
-from mcore_bridge.factory.modules.heads import output_weight
+from mcore_bridge.factory.modules.output_layers import output_weight
 from mcore_bridge.trainers.verl.kernels import linear_cross_entropy
 from tests import zoo
 from tests.support import pool

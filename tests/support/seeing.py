@@ -376,8 +376,8 @@ def calls(folder: Path, sizes: dict[str, Any], batch: Any) -> dict[str, Tensor]:
 
     Of families that number tokens of images otherwise than text, with positions of the caller too, right and "swapped".
     """
-    from mcore_bridge.batches.collectives import gather
     from mcore_bridge.batches.padded_rows import lay_out_rows
+    from mcore_bridge.batches.text_collectives import gather
 
     ids, mask, images, _ = batch
     dims = mb.ParallelDims(**sizes)

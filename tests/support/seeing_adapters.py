@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import mcore_bridge as mb
-from mcore_bridge.weights.adapters import adapters_of
+from mcore_bridge.weights.peft.hf_adapters import adapters_of
 from tests.support import seeing, stepping
 from tests.support.peft_models import ALPHA, RANK, fill, held
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from mcore_bridge import ParallelDims, to_transformer_config
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.hybrid import RELEASE
+from mcore_bridge.factory.hybrid_support import RELEASE
 from mcore_bridge.launch.fake_rank import rank_of
 from mcore_bridge.trainers import mbridge, megatron_bridge
 from mcore_bridge.trainers.rlinf import ReshardFunctions, model_provider

@@ -125,7 +125,7 @@ def test_adapters_are_ours_where_megatron_bridge_is_asked_for_them(site):
     )
     found = python(script, site, VERL_USE_EXTERNAL_MODULES="mcore_bridge.trainers.verl")
     assert found.stdout.startswith("None\nNone\nPeft(dim=8, alpha=32, kind='shared'"), found.stderr
-    assert found.stdout.endswith("mcore_bridge.trainers.adapters mcore_bridge.trainers.adapters\n")
+    assert found.stdout.endswith("mcore_bridge.trainers.peft_functions mcore_bridge.trainers.peft_functions\n")
 
 
 def test_verl_without_a_bridge_is_refused_and_what_is_beside_it_stays(site):

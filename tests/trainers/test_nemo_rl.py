@@ -9,7 +9,7 @@ import torch
 import mcore_bridge as mb
 from mcore_bridge import ParallelDims
 from mcore_bridge.errors import ConfigError, ExportError, MappingError
-from mcore_bridge.factory.adapters import add_adapters
+from mcore_bridge.factory.add_adapters import add_adapters
 from mcore_bridge.trainers.nemo_rl import local_params
 from mcore_bridge.weights.model_tensors import held_tensors
 from tests.support import fake_mesh

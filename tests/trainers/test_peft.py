@@ -8,7 +8,7 @@ import torch
 from mcore_bridge import ParallelDims, build_model, iter_hf_weights
 from mcore_bridge.errors import BridgeError, ConfigError
 from mcore_bridge.trainers import mbridge
-from mcore_bridge.trainers.adapters import apply_peft_adapter_filter_to_state_dict, create_peft
+from mcore_bridge.trainers.peft_functions import apply_peft_adapter_filter_to_state_dict, create_peft
 from mcore_bridge.trainers.rlinf import MegatronCoreWeightReshard
 from mcore_bridge.trainers.rlinf.functions import ReshardFunctions
 from mcore_bridge.trainers.verl.replaced import get_peft_cls

@@ -9,13 +9,13 @@ import torch
 import mcore_bridge as mb
 from mcore_bridge import ParallelDims
 from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
-from mcore_bridge.factory.hybrid import RELEASE
+from mcore_bridge.factory.hybrid_support import RELEASE
 from mcore_bridge.launch.fake_rank import rank_of
 from mcore_bridge.trainers.rlinf import model_keys
 from mcore_bridge.trainers.rlinf.actor import BACKENDS, read_actor
 from mcore_bridge.trainers.rlinf.checkpoint import checkpoint_of, convertor_block
 from mcore_bridge.trainers.rlinf.convertor import convert_hf_to_mg
-from mcore_bridge.trainers.rlinf.provider import model_provider
+from mcore_bridge.trainers.rlinf.model_provider import model_provider
 from mcore_bridge.weights.dist_checkpoint.folder import TRACKER
 from mcore_bridge.weights.model_tensors import held_tensors
 from tests.support.rlinf_blocks import block, filled_in

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_bridge.factory.hybrid import RELEASE
+from mcore_bridge.factory.hybrid_support import RELEASE
 from tests.support import composites, pool, seeing
 from tests.workers import rlinf_images
 

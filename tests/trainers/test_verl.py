@@ -14,10 +14,10 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from mcore_bridge import ParallelDims
-from mcore_bridge.convert.api import convert
+from mcore_bridge.convert.convert import convert
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.hybrid import RELEASE
-from mcore_bridge.trainers.adapters import KEYS, create_peft
+from mcore_bridge.factory.hybrid_support import RELEASE
+from mcore_bridge.trainers.peft_functions import KEYS, create_peft
 from tests import zoo
 from tests.support import composites, pool, seeing, stepping, tiny, towers
 from tests.support.conversions import quiet

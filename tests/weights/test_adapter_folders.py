@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from mcore_bridge import ParallelDims, build_model
 from mcore_bridge.errors import BridgeError, CheckpointError, ConfigError, MappingError
-from mcore_bridge.factory.adapters import add_adapters
+from mcore_bridge.factory.add_adapters import add_adapters
 from mcore_bridge.launch.fake_rank import rank_of
 from mcore_bridge.rules.adapters import base_name
-from mcore_bridge.weights.adapters import iter_hf_adapters, load_adapters, save_hf_adapters
 from mcore_bridge.weights.bound import bind
 from mcore_bridge.weights.files import foreign_patterns
 from mcore_bridge.weights.load import load_hf_weights
+from mcore_bridge.weights.peft.hf_adapters import iter_hf_adapters, load_adapters, save_hf_adapters
 from mcore_bridge.weights.peft.peft_config import PeftNames
 from mcore_bridge.weights.peft.peft_folder import open_peft
 from mcore_bridge.weights.plan.target import EngineRank

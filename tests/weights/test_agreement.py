@@ -9,7 +9,7 @@ import torch.distributed as dist
 import mcore_bridge as mb
 from mcore_bridge import EngineRank, ParallelDims
 from mcore_bridge.errors import ExportError
-from mcore_bridge.factory.adapters import add_adapters
+from mcore_bridge.factory.add_adapters import add_adapters
 from mcore_bridge.weights import agreement
 from mcore_bridge.weights.agreement import agree_on_plan, open_export
 from mcore_bridge.weights.manifest import digest

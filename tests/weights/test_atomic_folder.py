@@ -24,7 +24,7 @@ from megatron.core import parallel_state
 from transformers import AutoConfig
 
 import mcore_bridge as mb
-from mcore_bridge.convert.api import convert
+from mcore_bridge.convert.convert import convert
 from mcore_bridge.errors import BridgeError, CheckpointError
 from mcore_bridge.machine import start_time
 from mcore_bridge.weights.files import atomic_folder, folder_lock

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 
 import mcore_bridge as mb
 from mcore_bridge import ParallelDims
-from mcore_bridge.convert.api import convert
+from mcore_bridge.convert.convert import convert
 from mcore_bridge.errors import CheckpointError, ConfigError
-from mcore_bridge.factory.adapters import add_adapters
+from mcore_bridge.factory.add_adapters import add_adapters
 from mcore_bridge.launch.fake_rank import rank_of
 from mcore_bridge.rules.adapters import LINEAR
 from mcore_bridge.weights.bound import bind

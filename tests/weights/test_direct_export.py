@@ -14,7 +14,7 @@ import torch.distributed as dist
 import mcore_bridge as mb
 from mcore_bridge import ParallelDims
 from mcore_bridge.errors import BridgeError, LostRankError, TransferError
-from mcore_bridge.factory.adapters import add_adapters
+from mcore_bridge.factory.add_adapters import add_adapters
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights import direct_export
 from mcore_bridge.weights.agreement import agree_on_plan

@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 import mcore_bridge as mb
-from mcore_bridge.convert.api import convert
+from mcore_bridge.convert.convert import convert
 from mcore_bridge.errors import BridgeError, CheckpointError
 from mcore_bridge.weights.files.hf_folder import INDEX, SINGLE, Checkpoint
 from mcore_bridge.weights.load import load_hf_weights

@@ -15,7 +15,7 @@ from hypothesis import event, given, settings
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from mcore_bridge.convert.api import convert
+from mcore_bridge.convert.convert import convert
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.files.safetensors import SafetensorsFile

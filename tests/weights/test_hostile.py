@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 
 import mcore_bridge as mb
 from mcore_bridge.architecture import read_hf
-from mcore_bridge.convert.api import convert
+from mcore_bridge.convert.convert import convert
 from mcore_bridge.convert.hf_to_torch import rank_files
 from mcore_bridge.convert.rank_files.file import NAME
 from mcore_bridge.errors import BridgeError, CheckpointError, TransferError, printable

@@ -8,20 +8,20 @@ import torch
 import mcore_bridge as mb
 from mcore_bridge import ParallelDims
 from mcore_bridge.architecture import read_hf
-from mcore_bridge.convert.api import convert
+from mcore_bridge.convert.convert import convert
 from mcore_bridge.errors import ConfigError, MappingError
-from mcore_bridge.factory.adapters import add_adapters
-from mcore_bridge.factory.hybrid import RELEASE
+from mcore_bridge.factory.add_adapters import add_adapters
+from mcore_bridge.factory.hybrid_support import RELEASE
 from mcore_bridge.launch.fake_rank import rank_of
-from mcore_bridge.rules.half_keys import HalfKeys
+from mcore_bridge.rules.hybrid_keys import HalfKeys
 from mcore_bridge.rules.names import Numbering, canonical, plain_key
-from mcore_bridge.weights.adapters import iter_hf_adapters
 from mcore_bridge.weights.bound import bind, provenance_on
 from mcore_bridge.weights.dist_checkpoint.compare import leaves_of, sharded_states
 from mcore_bridge.weights.dist_checkpoint.folder import CONTENT, TorchDistFolder
 from mcore_bridge.weights.dist_checkpoint.model_class import respell
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.model_tensors import held_tensors
+from mcore_bridge.weights.peft.hf_adapters import iter_hf_adapters
 from tests import zoo
 from tests.support import mtp_checkpoints, pool, stepping, tiny
 from tests.support.hybrid_models import built_elsewhere

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import mcore_bridge as mb
 from mcore_bridge.errors import BridgeError, ExportError
-from mcore_bridge.factory.adapters import add_adapters
+from mcore_bridge.factory.add_adapters import add_adapters
 from mcore_bridge.trainers.megatron_bridge import AutoBridge
 from mcore_bridge.weights import merging
 from mcore_bridge.weights.manifest import digest

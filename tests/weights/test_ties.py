@@ -21,8 +21,8 @@ from mcore_bridge.architecture import architectures
 from mcore_bridge.commands.plan.tables import plan
 from mcore_bridge.commands.verify.logits import forward
 from mcore_bridge.commands.verify.verify import verify
-from mcore_bridge.convert.api import convert
-from mcore_bridge.convert.rank_files.folder import iter_mg_weights
+from mcore_bridge.convert.convert import convert
+from mcore_bridge.convert.rank_files.rank_folder import iter_mg_weights
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.factory.blueprint import make_blueprint
 from mcore_bridge.factory.build_options import BuildOptions

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from operator import mul
 
-from mcore_bridge.commands.plan.asked import BANDWIDTH
+from mcore_bridge.commands.plan.batch import BANDWIDTH
 from mcore_bridge.weights.plan.export_plan import ExportPlan
 from mcore_bridge.weights.plan.memory import peak_bytes
 

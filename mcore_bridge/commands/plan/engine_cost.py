@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mcore_bridge.commands import text
-from mcore_bridge.commands.plan.asked import BANDWIDTH
+from mcore_bridge.commands.plan.batch import BANDWIDTH
 from mcore_bridge.commands.plan.mesh_plan import MeshPlan
 from mcore_bridge.commands.plan.replicas import members
 from mcore_bridge.errors import TargetError

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mcore_bridge.commands.plan.asked import BANDWIDTH, Batch
+from mcore_bridge.commands.plan.batch import BANDWIDTH, Batch
 from mcore_bridge.commands.plan.cost import cost_of
 from mcore_bridge.commands.plan.mesh_plan import MeshPlan, plan_mesh
 from mcore_bridge.commands.plan.tables import blueprint_of

@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.table import Table
 
 from mcore_bridge.commands import text
-from mcore_bridge.commands.plan.asked import Batch
+from mcore_bridge.commands.plan.batch import Batch
 from mcore_bridge.commands.plan.suggest import Search, Suggestion
 from mcore_bridge.commands.plan.training_memory import TrainingMemory
 from mcore_bridge.commands.svg import Picture, write

@@ -21,15 +21,15 @@ from torch import Tensor
 
 from mcore_bridge.architecture import composite_of, read_hf
 from mcore_bridge.batches.images import BLOCKS, TYPES, token_types
-from mcore_bridge.commands.verify.alike import Alike, alike_in, told_apart
+from mcore_bridge.commands.verify.constant_weights import Alike, alike_in, told_apart
 from mcore_bridge.commands.verify.dequantized import dequantizing, why_no_reference
 from mcore_bridge.commands.verify.free_memory import USABLE, shortage
-from mcore_bridge.commands.verify.images import Shown, shown
+from mcore_bridge.commands.verify.random_image import Shown, shown
 from mcore_bridge.config.hf import is_borrowed
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.factory.build_options import BuildOptions
 from mcore_bridge.launch.worker import Report
-from mcore_bridge.weights.adapters import load_adapters
+from mcore_bridge.weights.peft.hf_adapters import load_adapters
 from mcore_bridge.weights.transfer.collectives import Group
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def compare_logits(
 
 def _adapted(chunks: list[GPTModel], adapter: Path, scratch: Path) -> Path:
     """Give the chunks an adapter of which each tensor shows where it lies, and return its folder."""
-    from mcore_bridge.factory.adapters import add_adapters
+    from mcore_bridge.factory.add_adapters import add_adapters
 
     if not hasattr(chunks[0], "bridge_adapters"):
         add_adapters(chunks, adapter, dtype=torch.float32)

@@ -19,13 +19,13 @@ from mcore_bridge.commands.verify.logits import Comparison, compare_logits
 from mcore_bridge.config.mtp import held_mtp_layers
 from mcore_bridge.factory.build_options import BuildOptions
 from mcore_bridge.launch.worker import Report
-from mcore_bridge.weights.adapters import adapters_of, iter_hf_adapters
 from mcore_bridge.weights.dtypes import Dtypes, wanted_dtype
 from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.files.decoded import Folder, opened_folder
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.files.sources import Sources
 from mcore_bridge.weights.manifest import Manifest, ManifestEntry, digest, manifest
+from mcore_bridge.weights.peft.hf_adapters import adapters_of, iter_hf_adapters
 from mcore_bridge.weights.peft.peft_folder import open_peft
 from mcore_bridge.weights.save import save_hf_checkpoint
 from mcore_bridge.weights.ties import renamed
@@ -63,7 +63,7 @@ class Task:
 
 
 @dataclass(slots=True)
-class Finding:
+class RankResult:
     """The results of one rank.
 
     Attributes:
@@ -118,11 +118,11 @@ class Watched(Checkpoint):
             self._report(self._phase, index + 1, len(names))
 
 
-def check_rank(task: Task, report: Report) -> Finding:
+def check_rank(task: Task, report: Report) -> RankResult:
     """Runs all checks on one rank."""
     task.options.dims.initialize(device=str(task.options.device))
     report("start", 1, 1)
-    finding = Finding()
+    finding = RankResult()
     chunks = _build(task, finding, report)
     finding.held = sum(parameter.nbytes for chunk in chunks for parameter in chunk.parameters())
     _export(chunks, task, finding, report)
@@ -150,8 +150,8 @@ def check_rank(task: Task, report: Report) -> Finding:
     return finding
 
 
-def _build(task: Task, finding: Finding, report: Report) -> list[GPTModel]:
-    from mcore_bridge.factory.adapters import add_adapters
+def _build(task: Task, finding: RankResult, report: Report) -> list[GPTModel]:
+    from mcore_bridge.factory.add_adapters import add_adapters
     from mcore_bridge.factory.build import build_model
 
     torch.distributed.barrier()
@@ -166,7 +166,7 @@ def _build(task: Task, finding: Finding, report: Report) -> list[GPTModel]:
     return chunks
 
 
-def _export(chunks: list[GPTModel], task: Task, finding: Finding, report: Report) -> None:
+def _export(chunks: list[GPTModel], task: Task, finding: RankResult, report: Report) -> None:
     """Exports once as a trainer does, to measure the time; and once for the digests, which take longer."""
     total = len(task.names)
     with finding.timed("export"):

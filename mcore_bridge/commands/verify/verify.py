@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mcore_bridge.commands import text
-from mcore_bridge.commands.verify.rank import Finding, Task, check_rank
+from mcore_bridge.commands.verify.rank import RankResult, Task, check_rank
 from mcore_bridge.config.given_path import given_path
 from mcore_bridge.config.mtp import held_mtp_layers
 from mcore_bridge.errors import CheckpointError, ConfigError
@@ -46,7 +46,7 @@ class Verdict:
 
     blueprint: Blueprint
     task: Task
-    findings: tuple[Finding, ...]
+    findings: tuple[RankResult, ...]
     ignored: tuple[str, ...]
     """Names in the files that no parameter uses, and no save copies."""
     initialised: tuple[str, ...] = ()

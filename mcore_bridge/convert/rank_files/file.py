@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mcore_bridge.convert.parameters import Source
-from mcore_bridge.convert.rank_files.layout import FileLayout, RankFile
+from mcore_bridge.convert.assemble import Source
+from mcore_bridge.convert.rank_files.file_layout import FileLayout, RankFile
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.dist_checkpoint.extra_state import SUFFIX, fillers
 from mcore_bridge.weights.dist_checkpoint.folder import VERSION

@@ -11,7 +11,7 @@ from itertools import count, islice
 
 from torch import Tensor
 
-from mcore_bridge.convert.rank_files.layout import RankFile
+from mcore_bridge.convert.rank_files.file_layout import RankFile
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.names import EMBEDDING, Numbering, canonical, layer_of, mtp_layer_of
 

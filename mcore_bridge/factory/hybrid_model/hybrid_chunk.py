@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from mcore_bridge.config.hybrid_layers import letters_of
 from mcore_bridge.config.mtp import inner_letters
 from mcore_bridge.config.tables.derived_hybrid import SECOND
-from mcore_bridge.factory.mtp import mtp_block_spec
-from mcore_bridge.rules.half_keys import HalfKeys
+from mcore_bridge.factory.mtp_specs import mtp_block_spec
+from mcore_bridge.rules.hybrid_keys import HalfKeys
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection

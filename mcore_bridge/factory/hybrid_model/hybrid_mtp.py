@@ -10,7 +10,7 @@ from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
 from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
-from mcore_bridge.rules.half_keys import HalfKeys
+from mcore_bridge.rules.hybrid_keys import HalfKeys
 
 _HALF = re.compile(r"(mtp\.layers\.\d+\.)mtp_model_layer\.layers\.\d+\.")
 

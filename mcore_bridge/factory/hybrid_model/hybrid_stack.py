@@ -15,7 +15,7 @@ from megatron.core.models.hybrid.hybrid_block import HybridStack
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, scatter_to_sequence_parallel_region
 from torch import Tensor, nn
 
-from mcore_bridge.rules.half_keys import HalfKeys
+from mcore_bridge.rules.hybrid_keys import HalfKeys
 
 
 class HalvesStack(HybridStack):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
+class LayerFeatures:
     """What a microbatch brings to each layer, in the place of ``attention_bias``.
 
     Attributes:
@@ -58,7 +58,7 @@ class Deepstacked(nn.Module):
     """A transformer layer behind which a feature of the tower is added, if a microbatch carries one."""
 
     def forward(self, *args: Any, attention_bias: Any = None, **kwargs: Any) -> Any:
-        if not isinstance(attention_bias, Carried):
+        if not isinstance(attention_bias, LayerFeatures):
             return super().forward(*args, attention_bias=attention_bias, **kwargs)
         hidden, *rest = super().forward(*args, attention_bias=None, **kwargs)
         index = int(self.layer_number) - 1  # type: ignore[arg-type]
@@ -66,7 +66,7 @@ class Deepstacked(nn.Module):
         return hidden + features[index] if index < len(features) else hidden, *rest
 
 
-def carried(hidden: Tensor, features: Sequence[Tensor]) -> tuple[Tensor, Carried]:
+def carried(hidden: Tensor, features: Sequence[Tensor]) -> tuple[Tensor, LayerFeatures]:
     """``hidden`` itself, and its features for the layers. Gradients of features arrive with that of ``hidden``.
 
     A layer that is recomputed runs its backward apart. If it just captured a feature, it would run the backward of the
@@ -77,10 +77,10 @@ def carried(hidden: Tensor, features: Sequence[Tensor]) -> tuple[Tensor, Carried
         features: of the same shape.
     """
     if not torch.is_grad_enabled() or not any(feature.requires_grad for feature in features):
-        return hidden, Carried(features)
+        return hidden, LayerFeatures(features)
     leaves = [feature.detach().requires_grad_() for feature in features]
     output: Tensor = _Port.apply(hidden, leaves, *features)
-    return output, Carried(leaves)
+    return output, LayerFeatures(leaves)
 
 
 class _Port(torch.autograd.Function):

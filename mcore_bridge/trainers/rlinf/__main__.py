@@ -8,8 +8,8 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
-from mcore_bridge.trainers.rlinf.conversion import Conversion
 from mcore_bridge.trainers.rlinf.convertor import hf_to_middle_file, middle_file_to_mg
+from mcore_bridge.trainers.rlinf.convertor_settings import ConvertorSettings
 from mcore_bridge.weights.dist_checkpoint.extra_state import EXTRA_STATES
 
 SCRIPTS = {"convert_hf_to_middle_file": hf_to_middle_file, "convert_middle_file_to_mg": middle_file_to_mg}
@@ -48,11 +48,11 @@ def _truth(text: str) -> bool:
     return text.lower() in ("true", "1")
 
 
-def _conversion(asked: Namespace) -> Conversion:
-    fields = {name: value for name, value in vars(asked).items() if name in Conversion.__dataclass_fields__}
+def _conversion(asked: Namespace) -> ConvertorSettings:
+    fields = {name: value for name, value in vars(asked).items() if name in ConvertorSettings.__dataclass_fields__}
     if fields.get("pp_stages") is not None:
         fields["pp_stages"] = tuple(fields["pp_stages"])
-    return Conversion(**fields)
+    return ConvertorSettings(**fields)
 
 
 if __name__ == "__main__":

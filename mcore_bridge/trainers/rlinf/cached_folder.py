@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.trainers.rlinf.conversion import Conversion
+from mcore_bridge.trainers.rlinf.convertor_settings import ConvertorSettings
 from mcore_bridge.weights.files.atomic_folder import commit, target_of, updating
 from mcore_bridge.weights.files.folder_lock import PREFIX
 from mcore_bridge.weights.files.positional_io import read_bounded
@@ -25,7 +25,7 @@ FINGERPRINT = "mcore_bridge.json"
 Fingerprint = dict[str, Any]
 
 
-def _fingerprint(source: Path, conversion: Conversion | None) -> Fingerprint:
+def _fingerprint(source: Path, conversion: ConvertorSettings | None) -> Fingerprint:
     """All that a folder depends on: the files of the source, and the settings other than paths.
 
     Files are identified by name, size and time of change, and the config by its content.
@@ -40,7 +40,7 @@ def _fingerprint(source: Path, conversion: Conversion | None) -> Fingerprint:
 
 @contextmanager
 def made_once(
-    target: str | os.PathLike[str], source: Path, conversion: Conversion | None = None
+    target: str | os.PathLike[str], source: Path, conversion: ConvertorSettings | None = None
 ) -> Iterator[Path | None]:
     """Yield a folder to fill, which becomes ``target``; None if ``target`` has been made from ``source`` already.
 

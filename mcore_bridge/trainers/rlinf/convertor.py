@@ -16,10 +16,10 @@ from mcore_bridge.config.given_path import given_path
 from mcore_bridge.config.hf import find_folder
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.convert.rank_files.file import NAME, RELEASE, write_rank_file
-from mcore_bridge.convert.rank_files.layout import FileLayout
+from mcore_bridge.convert.rank_files.file_layout import FileLayout
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.trainers.rlinf.cached_folder import made_once
-from mcore_bridge.trainers.rlinf.conversion import Conversion, as_conversion, read_conversion
+from mcore_bridge.trainers.rlinf.convertor_settings import ConvertorSettings, as_conversion, read_conversion
 from mcore_bridge.trainers.rlinf.middle_files import MiddleFiles, write_middle
 from mcore_bridge.weights.dist_checkpoint.folder import TRACKER
 from mcore_bridge.weights.files.decoded import Folder
@@ -56,7 +56,7 @@ def hf_to_middle_file(convert_config: Any) -> None:
     """Do only the first stage: write a file of safetensors for each layer, with Megatron's names, for any mesh.
 
     Args:
-        convert_config: a ``Conversion``, or RLinf's ``ConvertorConfig``.
+        convert_config: a ``ConvertorSettings``, or RLinf's ``ConvertorConfig``.
 
     Raises:
         CheckpointError: as for ``convert_hf_to_mg``.
@@ -66,7 +66,7 @@ def hf_to_middle_file(convert_config: Any) -> None:
     with made_once(conversion.save_path, folder) as staging:
         if staging is not None:
             source = _opened(folder)
-            layout = FileLayout(folder, Conversion(load_path="", save_path="").dims, _specs_of(source))
+            layout = FileLayout(folder, ConvertorSettings(load_path="", save_path="").dims, _specs_of(source))
             write_middle(layout, source, staging)
             _copy_rest(folder, layout, staging)
 
@@ -75,7 +75,7 @@ def middle_file_to_mg(convert_config: Any) -> None:
     """Do only the second stage: from the files of the first one in ``load_path`` to those of a mesh in ``save_path``.
 
     Args:
-        convert_config: a ``Conversion``, or RLinf's ``ConvertorConfig``.
+        convert_config: a ``ConvertorSettings``, or RLinf's ``ConvertorConfig``.
 
     Raises:
         CheckpointError: as for ``convert_hf_to_mg``, or if both paths are one folder.
@@ -87,7 +87,7 @@ def middle_file_to_mg(convert_config: Any) -> None:
             _write(MiddleFiles(folder), folder, conversion, staging)
 
 
-def _write(source: Folder | MiddleFiles, folder: Path, conversion: Conversion, staging: Path) -> None:
+def _write(source: Folder | MiddleFiles, folder: Path, conversion: ConvertorSettings, staging: Path) -> None:
     layout = FileLayout(folder, conversion.dims, _specs_of(source), conversion.style)
     for file in layout.files():
         path = staging / RELEASE / file.name / NAME

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import MeshError
-from mcore_bridge.trainers.rlinf.parameters import Parameter, Parameters
+from mcore_bridge.trainers.rlinf.parameter_rules import Parameter, Parameters
 from mcore_bridge.weights.provenance import HF
 from mcore_bridge.weights.transfer.collectives import Group
 

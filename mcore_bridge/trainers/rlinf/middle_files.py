@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
-from mcore_bridge.convert.parameters import Source
-from mcore_bridge.convert.rank_files.layout import FileLayout
+from mcore_bridge.convert.assemble import Source
+from mcore_bridge.convert.rank_files.file_layout import FileLayout
 from mcore_bridge.rules.mapping import Binding, axes_of, unstacked
 from mcore_bridge.rules.names import layer_of
 from mcore_bridge.rules.spec import TensorSpec

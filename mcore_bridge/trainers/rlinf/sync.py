@@ -91,7 +91,7 @@ class Sync:
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class ReshardBucket:
     """A round of a sync, by its number. Its content is known when it is gathered."""
 
     sync: Sync = field(repr=False)

@@ -10,10 +10,10 @@ from torch import Tensor
 from mcore_bridge.errors import BridgeError, ExportError
 from mcore_bridge.trainers.rlinf.engine import Destination, Engine
 from mcore_bridge.trainers.rlinf.shares import TensorSlice, slices_of
-from mcore_bridge.trainers.rlinf.sync import Bucket, FullBucket, Sync
+from mcore_bridge.trainers.rlinf.sync import FullBucket, ReshardBucket, Sync
 from mcore_bridge.weights.agreement import Export
 from mcore_bridge.weights.bound import Models, chunks_of, provenance_on
-from mcore_bridge.weights.halves import whole_config
+from mcore_bridge.weights.hf_layers import whole_config
 from mcore_bridge.weights.model_tensors import held_tensors
 from mcore_bridge.weights.plan.export_plan import ExportPlan
 from mcore_bridge.weights.plan.target import EngineRank, Target
@@ -51,7 +51,7 @@ class MegatronCoreWeightReshard:
     def set_tp_gather_is_identity(self, tp_gather_is_identity: bool) -> None:
         """Do nothing: what a rank holds itself never travels."""
 
-    def divide_model_to_bucket(self, model: Models) -> list[Bucket]:
+    def divide_model_to_bucket(self, model: Models) -> list[ReshardBucket]:
         """Begin a sync. All ranks of the replica call it together.
 
         Returns:
@@ -67,7 +67,7 @@ class MegatronCoreWeightReshard:
 
     def gather_and_reshard_model(
         self,
-        bucket_weight: Bucket | Models,
+        bucket_weight: ReshardBucket | Models,
         dst_tp_rank: int | None = None,
         dst_ep_rank: int | None = None,
         dst_lm_head_rank: int | None = None,
@@ -91,10 +91,10 @@ class MegatronCoreWeightReshard:
                 that of the first one.
             TargetError: on every rank, when the model cannot be cut for the destination of any rank.
         """
-        bucket = bucket_weight if isinstance(bucket_weight, Bucket) else self._begin(bucket_weight, 1)[0]
+        bucket = bucket_weight if isinstance(bucket_weight, ReshardBucket) else self._begin(bucket_weight, 1)[0]
         return self._gathered(bucket, Destination(dst_tp_rank, dst_ep_rank, dst_lm_head_rank, dst_shared_rank))
 
-    def gather_full_model(self, bucket_weight: Bucket) -> FullBucket:
+    def gather_full_model(self, bucket_weight: ReshardBucket) -> FullBucket:
         """Gather a bucket of whole tensors, to cut for any number of destinations.
 
         Raises:
@@ -146,10 +146,10 @@ class MegatronCoreWeightReshard:
             known[target] = slices_of(target, bound.mapping, bound.axes, num_layers, plan.payload.entries)
         return known[target]
 
-    def _begin(self, models: Models, num_buckets: int) -> list[Bucket]:
+    def _begin(self, models: Models, num_buckets: int) -> list[ReshardBucket]:
         self._end()
         self._sync = Sync(models, num_buckets, self._engine.bucket_bytes, self._hf, self._head, self._merged)
-        return [Bucket(self._sync, number) for number in range(num_buckets)]
+        return [ReshardBucket(self._sync, number) for number in range(num_buckets)]
 
     def _end(self) -> None:
         """End the last sync: other ranks may still wait for what this rank has of it."""
@@ -157,7 +157,7 @@ class MegatronCoreWeightReshard:
             self._sync.close()
             self._sync = None
 
-    def _gathered(self, bucket: Bucket, destination: Destination | None) -> dict[str, Tensor]:
+    def _gathered(self, bucket: ReshardBucket, destination: Destination | None) -> dict[str, Tensor]:
         """Gather the next bucket, for a destination or whole."""
         try:
             if bucket.sync is not self._sync:

@@ -7,7 +7,7 @@ verl would load it unasked, and would not show its failure.
 
 from mcore_bridge.trainers.module_patch import replace_modules
 
-_ADAPTERS = "mcore_bridge.trainers.adapters"
+_ADAPTERS = "mcore_bridge.trainers.peft_functions"
 _BRIDGE = "mcore_bridge.trainers.megatron_bridge"
 _KERNELS = "mcore_bridge.trainers.verl.kernels"
 _OURS = "mcore_bridge.trainers.verl.replaced"

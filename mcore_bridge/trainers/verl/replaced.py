@@ -3,7 +3,7 @@
 from typing import Any, NoReturn
 
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.trainers.adapters import Peft, create_peft
+from mcore_bridge.trainers.peft_functions import Peft, create_peft
 
 
 def get_peft_cls(model_config: Any, bridge: object, provider: object, dtype: Any = None) -> Peft | None:

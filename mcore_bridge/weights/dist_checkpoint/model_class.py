@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_bridge.config.hybrid_layers import letters_of
 from mcore_bridge.config.mtp import inner_letters
-from mcore_bridge.rules.half_keys import HalfKeys
-from mcore_bridge.weights.halves import is_hybrid, whole_config
+from mcore_bridge.rules.hybrid_keys import HalfKeys
+from mcore_bridge.weights.hf_layers import is_hybrid, whole_config
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel

@@ -18,7 +18,7 @@ from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.mtp import inner_letters
 from mcore_bridge.config.transformer import to_transformer_config
 from mcore_bridge.errors import MappingError
-from mcore_bridge.rules.half_keys import HalfKeys
+from mcore_bridge.rules.hybrid_keys import HalfKeys
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel

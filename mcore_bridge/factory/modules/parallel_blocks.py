@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def adapt_parallel(layer: Any, config: TransformerConfig, backend: Backend) -> None:
-    """Puts two norms that share a ``Memory`` into a layer, if attention and MLP are side by side.
+    """Puts two norms that share a ``SharedInput`` into a layer, if attention and MLP are side by side.
 
     Args:
         layer: the submodules of a layer, changed in place. No other layer may share them.
@@ -39,12 +39,12 @@ def adapt_parallel(layer: Any, config: TransformerConfig, backend: Backend) -> N
         layer.self_attention.submodules.linear_qkv = TEColumnParallelLinear
         if not hasattr(submodules_of(layer.mlp), "router"):
             submodules_of(layer.mlp).linear_fc1 = TEColumnParallelLinear
-    memory, norm = Memory(), norm_of(backend, config)
+    memory, norm = SharedInput(), norm_of(backend, config)
     layer.input_layernorm = memory.of_output(norm) if norms == 1 else memory.of_input(norm)
     layer.pre_mlp_layernorm = memory.recalled() if norms == 1 else memory.recalling(norm)
 
 
-class Memory:
+class SharedInput:
     """Carries a tensor from the first norm of a layer to its second. Between two forwards it is empty."""
 
     def __init__(self) -> None:

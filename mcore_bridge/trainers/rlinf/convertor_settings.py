@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
-from mcore_bridge.convert.rank_files.layout import Style
+from mcore_bridge.convert.rank_files.file_layout import Style
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.weights.dist_checkpoint.extra_state import EXTRA_STATES, ExtraState
 
@@ -28,7 +28,7 @@ _UNUSED = ("model", "model_type", "hf_model_path", "use_gpu_num", "use_gpu_index
 
 
 @dataclass(frozen=True, kw_only=True)
-class Conversion:
+class ConvertorSettings:
     """One conversion. Its attributes are those of RLinf's ``ConvertorConfig`` that decide what is written.
 
     Attributes:
@@ -82,7 +82,7 @@ class Conversion:
         return Style(self.te_ln_linear_qkv, self.grouped_gemm == "te", self.te_ln_add_extra_state)
 
 
-def read_conversion(hf_ckpt_path: str, ckpt_cfg: Mapping[str, Any]) -> Conversion:
+def read_conversion(hf_ckpt_path: str, ckpt_cfg: Mapping[str, Any]) -> ConvertorSettings:
     """Read the block ``ckpt_convertor`` (first called ``ckpt``).
 
     Raises:
@@ -98,16 +98,16 @@ def read_conversion(hf_ckpt_path: str, ckpt_cfg: Mapping[str, Any]) -> Conversio
     fields = {name: value for name, value in named.items() if value is not None or name in may_be_none}
     if fields.get("pp_stages") is not None:
         fields["pp_stages"] = tuple(fields["pp_stages"])
-    return Conversion(load_path=str(hf_ckpt_path), **fields)
+    return ConvertorSettings(load_path=str(hf_ckpt_path), **fields)
 
 
-def as_conversion(config: Any) -> Conversion:
-    """Convert RLinf's ``ConvertorConfig`` to a ``Conversion``; a ``Conversion`` is returned unchanged."""
-    if isinstance(config, Conversion):
+def as_conversion(config: Any) -> ConvertorSettings:
+    """Convert RLinf's ``ConvertorConfig`` to a ``ConvertorSettings``; a ``ConvertorSettings`` is returned unchanged."""
+    if isinstance(config, ConvertorSettings):
         return config
     if getattr(config, "schedular", "1f1b") != "1f1b":
         raise ConfigError(f"schedular must be '1f1b', found {config.schedular!r}: we have no such pipeline stages")
-    names = Conversion.__dataclass_fields__
+    names = ConvertorSettings.__dataclass_fields__
     fields = {name: getattr(config, name) for name in names if hasattr(config, name)}
     stages = fields.get("pp_stages")
-    return Conversion(**{**fields, "pp_stages": None if stages is None else tuple(stages)})
+    return ConvertorSettings(**{**fields, "pp_stages": None if stages is None else tuple(stages)})

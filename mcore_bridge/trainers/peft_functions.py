@@ -18,14 +18,14 @@ from torch import nn
 from mcore_bridge.config.fields import is_number
 from mcore_bridge.config.sizes import is_count
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.adapters import Init, add_adapters
+from mcore_bridge.factory.add_adapters import Init, add_adapters
 from mcore_bridge.factory.reference import without_adapters
 from mcore_bridge.rules.adapters import Sharing, is_adapter
 from mcore_bridge.rules.mapping import Rules
-from mcore_bridge.weights.adapters import load_adapters
 from mcore_bridge.weights.bound import provenance_on
-from mcore_bridge.weights.dist_checkpoint.api import load_checkpoint
+from mcore_bridge.weights.dist_checkpoint.checkpoint import load_checkpoint
 from mcore_bridge.weights.model_tensors import held_tensors
+from mcore_bridge.weights.peft.hf_adapters import load_adapters
 from mcore_bridge.weights.peft.peft_config import CONFIG
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.mesh.pipeline import Stage
-from mcore_bridge.convert.parameters import Source, assemble_shard
+from mcore_bridge.convert.assemble import Source, assemble_shard
 from mcore_bridge.convert.rank_files.local_names import fused_norm, local_expert
 from mcore_bridge.errors import CheckpointError, MeshError
 from mcore_bridge.factory.gpt_inputs import to_gpt_arguments, to_transformer_config

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from mcore_bridge.factory.modules.heads import output_weight
+from mcore_bridge.factory.modules.output_layers import output_weight
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel

@@ -39,7 +39,7 @@ from mcore_bridge.weights.files.atomic_folder import commit, require_files, targ
 from mcore_bridge.weights.files.hf_folder import shard_names
 from mcore_bridge.weights.files.sidecars import NOTES, copy_companions
 from mcore_bridge.weights.files.sources import Sources
-from mcore_bridge.weights.halves import whole_config
+from mcore_bridge.weights.hf_layers import whole_config
 from mcore_bridge.weights.model_tensors import held_tensors, require_as_built
 from mcore_bridge.weights.own_folder import is_source, note_source, require_held
 from mcore_bridge.weights.param_sync import gather_pending, require_gatherable

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from mcore_bridge.config.given_path import given_path
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
-from mcore_bridge.convert.parameters import disassemble
+from mcore_bridge.convert.assemble import disassemble
 from mcore_bridge.convert.rank_files.file import NAME, read_rank_file
+from mcore_bridge.convert.rank_files.file_layout import RankFile
 from mcore_bridge.convert.rank_files.infer_mesh import Named, files_of, named
-from mcore_bridge.convert.rank_files.layout import RankFile
 from mcore_bridge.errors import CheckpointError, MappingError, MeshError
 from mcore_bridge.factory.gpt_inputs import to_transformer_config
 from mcore_bridge.rules.names import EMBEDDING, count_mtp_layers
