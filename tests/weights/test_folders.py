@@ -48,6 +48,7 @@ STRICTER = {
     r"expected a \*\.safetensors file in the same folder for each tensor": "it follows any path",
     r"promises \d+ tensors that its files lack": "it finds a tensor in another file than the index says",
     r"which cannot hold all its values": "it casts",
+    r"is float8_\w+ and has no scale": "it takes codes without a scale for values",
     r"unexpected \['(embed_tokens|layers|norm)\.": "it takes names without the prefix of the base model too",
     r"model\.safetensors(\.index\.json)? is a (folder|device), expected a file": "it looks for other weights",
     r"cannot open .*model\.safetensors(\.index\.json)?: No such file": "the same for a link to nothing",
