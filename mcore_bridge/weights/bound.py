@@ -156,6 +156,23 @@ def chunks_of(models: Models) -> tuple[GPTModel, ...]:
     return chunks
 
 
+def all_chunks_of(models: Models) -> tuple[GPTModel, ...]:
+    """The ``GPTModel`` of each chunk, for what needs all chunks of this rank in the order in which they run.
+
+    Raises:
+        MappingError: as ``chunks_of``; or a chunk is absent, comes twice, or is in another place.
+    """
+    chunks = chunks_of(models)
+    stages = [getattr(chunk, "vp_stage", None) or 0 for chunk in chunks]
+    count = chunks[0].config.virtual_pipeline_model_parallel_size or 1
+    if stages != [*range(count)]:
+        raise MappingError(
+            f"models must be the chunks of the {count} virtual stages of this rank, in their order, found those of the "
+            f"stages {stages}: pass all that build_model has returned"
+        )
+    return chunks
+
+
 def provenance_on(models: Models, hf: HF | None = None, head: str = "lm") -> Provenance:
     """The provenance of models: from ``hf`` and ``head``, or as ``build_model`` has left it on them.
 
