@@ -203,6 +203,7 @@ def load_checkpoint(
         chunks, provenance = all_chunks_of(models), provenance_on(models, hf, head)
         _require_ready(chunks, part, optimizer)
         checkpoint = TorchDistFolder.open(folder)
+        sources = Sources.of(checkpoint.path)  # which is read several times
         with without_code():
             written = dist_checkpointing.load_content_metadata(str(checkpoint.path))
         numbered = {"non_homogeneous_layers": True, "dp_cp_group": chunks[0].pg_collection.dp_cp}
@@ -227,6 +228,7 @@ def load_checkpoint(
             state["optimizer"] = optimizer.sharded_state_dict(_parts(state), is_loading=True, metadata=metadata)
     with raise_on_all(world, f"{checkpoint.path} was not read, or in part"), without_code():
         loaded = dist_checkpointing.load(state, str(checkpoint.path))
+        sources.require_unchanged()
     for name, chunk in zip(chunk_names(chunks), chunks, strict=True):
         chunk.load_state_dict(loaded.pop(name, {}), strict=False)  # megatron-core drops the name of an empty stage
     if optimizer is not None:
