@@ -18,7 +18,7 @@ from mcore_bridge.batches.gradients import finishing_gradients
 from mcore_bridge.batches.image_rows import images_of_rows
 from mcore_bridge.batches.images import Images, SeenImages, num_positions
 from mcore_bridge.batches.logprobs import require_temperature, vocab_parallel
-from mcore_bridge.batches.microbatches import agreed_micro_batches, balances_experts, micro_batches
+from mcore_bridge.batches.microbatches import agreed_micro_batches, balances_experts, micro_batches, shared_by_stages
 from mcore_bridge.batches.packing import PackedSequences, unpack_sequences
 from mcore_bridge.batches.refusals import (
     require_batch,
@@ -31,7 +31,7 @@ from mcore_bridge.batches.text_collectives import broadcast_from_last, gather, r
 from mcore_bridge.config.mesh.alike import Shared
 from mcore_bridge.config.mesh.lost_ranks import naming_lost_ranks
 from mcore_bridge.errors import BatchError
-from mcore_bridge.weights.bound import Models, chunks_of, provenance_on
+from mcore_bridge.weights.bound import Models, all_chunks_of, chunks_of, provenance_on
 from mcore_bridge.weights.peft.hf_adapters import adapters_in_use
 from mcore_bridge.weights.provenance import HF, Provenance, identity
 
@@ -140,6 +140,7 @@ def forward(
             multiple_of=(multiple_of, COUNT.or_none()),
             loss=(loss, FUNCTION.or_none()),
         )
+        all_chunks_of(models)
         require_runnable(chunk, packed=packed, learns=learns)
         divisor = require_temperature(temperature)
         provenance = provenance_on(models, hf, head)
@@ -165,6 +166,7 @@ def forward(
             "head": provenance.head,
             "training": chunk.training,
             "adapters": adapters_in_use(models),
+            **shared_by_stages(chunks, learns=learns),
         }
         batch = chunk, input_ids, mask, size, len(chunks)
         return partial(micro_batches, *batch, packed=packed, multiple_of=multiple_of), shared
@@ -287,7 +289,8 @@ class _Run:
         batch, (_, seq) = self._rows[-1].stop, self._micro_batches[0].shape
         count = {"lm": 2, "value": 1, "none": self._hf.hidden_size}.get(self._head, self._hf.num_labels)
         device = self._micro_batches[0].input_ids.device
-        whole = torch.cat([*outputs], 1)[:, :batch] if outputs else torch.empty(count, batch, seq, device=device)
+        empty = torch.empty(count, batch, seq, dtype=torch.float32, device=device)  # whatever torch's default is
+        whole = torch.cat([*outputs], 1)[:, :batch] if outputs else empty
         return self._outputs(broadcast_from_last(whole.contiguous(), self._groups.pp))
 
     def _outputs(self, stacked: Tensor) -> TokenOutputs:

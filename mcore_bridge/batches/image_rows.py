@@ -60,7 +60,8 @@ def images_of_rows(
     if readable is None:
         return rows, torch.zeros_like(mask)
     types = feature_types(config, input_ids, token_types_of(rows, (mask.size(0), mask.size(1)), mask.device))
-    if problems := [*_misfits(rows, _tokens_by_row(types, mask), readable)]:
+    tokens, in_tiles = _tokens_by_row(types, mask), getattr(config, "image_grid_pinpoints", None) is not None
+    if problems := [*_misfits(rows, tokens, readable, in_tiles=in_tiles)]:
         raise BatchError("images must fit their rows, found " + "; ".join(problems))
     return rows, types > 0
 
@@ -71,15 +72,18 @@ def _tokens_by_row(types: Tensor, mask: Tensor) -> list[list[int]]:
     return counts
 
 
-def _misfits(rows: Rows, tokens: Sequence[Sequence[int]], readable: frozenset[str]) -> Iterator[str]:
+def _misfits(rows: Rows, tokens: Sequence[Sequence[int]], readable: frozenset[str], *, in_tiles: bool) -> Iterator[str]:
     for row, (inputs, counts) in enumerate(zip(rows, tokens, strict=True)):
         for kind, count in enumerate(counts):
-            if problem := _misfit(inputs, kind, count, readable):
+            if problem := _misfit(inputs, kind, count, readable, in_tiles=in_tiles):
                 yield f"in row {row}: {problem}"
 
 
-def _misfit(inputs: Mapping[str, Tensor], kind: int, count: int, readable: frozenset[str]) -> str:
-    """What is wrong with the images of a row, or with its videos; "" if nothing is."""
+def _misfit(inputs: Mapping[str, Tensor], kind: int, count: int, readable: frozenset[str], *, in_tiles: bool) -> str:
+    """What is wrong with the images of a row, or with its videos; "" if nothing is.
+
+    Pixels of tiles ``[tiles, channels, height, width]`` may have several entries for an image.
+    """
     what, grid_name = _KINDS[kind], _GRIDS[kind]
     pixels = next((inputs[name] for name in inputs if _is_pixels(name) and kind_of(name) == kind), None)
     if pixels is None:
@@ -96,7 +100,10 @@ def _misfit(inputs: Mapping[str, Tensor], kind: int, count: int, readable: froze
             f"{what}"
         )
     if grid_name not in readable:
-        return ""
+        sizes = None if kind or (in_tiles and pixels.dim() == 4) else inputs.get("image_sizes")
+        if sizes is None or len(sizes) == len(pixels):
+            return ""
+        return f"{len(pixels)} images, where image_sizes has {len(sizes)}: give each row its own images"
     grid = inputs.get(grid_name)
     if problem := _wrong_grid(grid, kind):
         return problem

@@ -130,13 +130,13 @@ class _LogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         first = group.rank() * logits.size(-1)
         ctx.num_valid, ctx.temperature = max(min(logits.size(-1), vocab_size - first), 0), temperature
-        peak = torch.full(labels.shape, -torch.inf, device=logits.device)
+        peak = torch.full(labels.shape, -torch.inf, dtype=torch.float32, device=logits.device)
         for at, part in _chunks(ctx, logits):
             peak[at] = part.amax(-1)
         peak = reduce_max(peak, group)
         own = (labels >= first) & (labels < first + ctx.num_valid)
         column = torch.where(own, labels - first, 0)
-        sums = torch.zeros(3, len(labels), device=logits.device)
+        sums = torch.zeros(3, len(labels), dtype=torch.float32, device=logits.device)
         for at, part in _chunks(ctx, logits):
             shifted = part.sub_(peak[at, None])
             sums[2, at] = shifted.gather(1, column[at, None])[:, 0] * own[at]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mcore_bridge.batches.packing import PackedSequences, pack_sequences, rounded_up
-from mcore_bridge.config.mesh.alike import Shared, problem_of_ranks, replica_groups
+from mcore_bridge.config.mesh.alike import Content, Shared, digest_of, problem_of_ranks, replica_groups
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.errors import BatchError
+from mcore_bridge.weights.model_tensors import unwrap
 from mcore_bridge.weights.transfer.collectives import Group
 
 if TYPE_CHECKING:
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
 
 _OF_EXPERTS = ("loss", "training", "adapters")
 """What replicas that share experts must have alike too: these compute the tokens of all of them, and go back or not."""
+_OF_STAGE = ("requires_grad",)
+"""What the ranks of a stage must have alike. Another stage has other parameters."""
 _ADVICE = "deal batches out by parallel_state.get_data_parallel_rank(), not by the rank in the job"
 
 
@@ -78,10 +83,16 @@ def agreed_micro_batches(chunk: GPTModel, checked: Checked, *, learns: bool) -> 
             _require_tokens(chunk, batches)
     except Exception as error:  # any, even out of memory: other ranks may wait for this rank's experts
         problem = error
-    problem = problem_of_ranks(replica_groups(chunk.pg_collection), problem, shared, BatchError, _ADVICE)
+    groups = chunk.pg_collection
+    of_replica = {name: value for name, value in shared.items() if name not in _OF_STAGE}
+    problem = problem_of_ranks(replica_groups(groups), problem, of_replica, BatchError, _ADVICE)
+    if learns and problem is None:  # a backward communicates where a parameter learns
+        given = {name: shared[name] for name in _OF_STAGE}
+        problem = problem_of_ranks([groups.tp, groups.cp], None, given, BatchError, "freeze the same on each")
+        problem = problem_of_ranks([groups.pp], problem, {}, BatchError)
     if chunk.config.num_moe_experts:
         given = {name: shared.get(name) for name in _OF_EXPERTS}
-        problem = problem_of_ranks([chunk.pg_collection.tp_ep], problem, given, BatchError)
+        problem = problem_of_ranks([groups.tp_ep], problem, given, BatchError)
     if problem is not None:
         raise problem
     longest = _longest(chunk, batches)
@@ -114,6 +125,23 @@ def _longest(chunk: GPTModel, batches: Sequence[PackedSequences]) -> int:
             f"a microbatch, found {-least} to {rows}; set micro_batch_size, or pass packed=True"
         )
     return int(longest) if _assumes_equal_lengths(chunk) else own
+
+
+def shared_by_stages(chunks: Sequence[nn.Module], *, learns: bool) -> Shared:
+    """What the parameters of ranks must have alike, to send to each other what others wait for.
+
+    Args:
+        chunks: of this rank, wrapped or not.
+        learns: whether a backward follows.
+    """
+    bare = [unwrap(chunk) for chunk in chunks]
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in chain.from_iterable(chunk.decoder.parameters() for chunk in bare):
+        sizes[parameter.dtype] += parameter.numel()
+    dtype = max(sizes, key=sizes.__getitem__, default=bare[0].config.params_dtype)  # a stage may have no layers
+    flags = [parameter.requires_grad for chunk in bare for parameter in chunk.parameters()]
+    trained = Content(f"{sum(flags)} of {len(flags)} parameters", digest_of(bytes(flags)))
+    return {"dtype": dtype, **({"requires_grad": trained} if learns else {})}
 
 
 def balances_experts(config: TransformerConfig) -> bool:

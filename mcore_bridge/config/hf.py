@@ -107,6 +107,8 @@ def _completed(hf: "PretrainedConfig") -> "PretrainedConfig":
 def find_folder(source: str | os.PathLike[str]) -> Path:
     """The folder of a checkpoint: ``source`` itself, or its snapshot in the local hub cache.
 
+    The path is absolute, because models remember it, and a trainer may change its working folder.
+
     Raises:
         ConfigError: ``source`` is empty, or neither a folder nor a repository in that cache.
     """
@@ -114,9 +116,9 @@ def find_folder(source: str | os.PathLike[str]) -> Path:
     from huggingface_hub.errors import HFValidationError
 
     folder = given_path(source, ConfigError).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists():
+    if os.path.isdir(folder):  # unlike pathlib, these take names that are too long
+        return folder.absolute()
+    if os.path.exists(folder):
         raise ConfigError(f"A checkpoint must be a folder with a {_CONFIG}, found the file {folder}. Give its folder.")
     try:
         cached = try_to_load_from_cache(str(source), _CONFIG)

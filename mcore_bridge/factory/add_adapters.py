@@ -6,7 +6,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -27,13 +27,14 @@ from mcore_bridge.rules.layout import REPLICATED
 from mcore_bridge.rules.mapping import Binding, Dialect, WeightMapping, axes_of, pattern_of
 from mcore_bridge.rules.names import canonical
 from mcore_bridge.rules.trace import Trace, moved_dim, trace
-from mcore_bridge.weights.bound import BoundModel, Models, bind, chunks_of, modules_of
+from mcore_bridge.weights.bound import BoundModel, Models, all_chunks_of, bind, chunks_of, modules_of
 from mcore_bridge.weights.dist_checkpoint.adapter_shards import sharded_state_dict
 from mcore_bridge.weights.files.hf_folder import content_of
 from mcore_bridge.weights.model_tensors import note_built, numbering_of
 from mcore_bridge.weights.own_folder import note_source
 from mcore_bridge.weights.peft.hf_adapters import load_peft, open_peft_for
 from mcore_bridge.weights.peft.peft_folder import PeftFolder
+from mcore_bridge.weights.transfer.collectives import Group
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -109,7 +110,8 @@ def add_adapters(
     """
     chunks = chunks_of(models)
 
-    def checked() -> tuple[tuple[Adapters, list[Place], dict[str, Adapter]], Shared]:
+    def checked() -> tuple[tuple[Adapters, list[Place], dict[str, Adapter], Mapping[str, bool]], Shared]:
+        all_chunks_of(models)
         asked: dict[str, Any] = {"rank": rank, "alpha": alpha, "targets": targets, "dialect": dialect}
         _require_fitting(chunks, models, folder, kind, init, **asked)
         given = None if folder is None else open_peft_for(models, folder)
@@ -120,7 +122,6 @@ def add_adapters(
         places = [place for chunk in chunks for place in _places(chunk, mapping)]
         names = frozenset(factor_name(name, end) for name, *_ in places for end in FACTORS)
         made = Adapters(asked["rank"], asked["alpha"], mapping, names, kind)
-        _require_held(bound, targeted, names)
         _require_known(places)
         draw = partial(_drawn, seed, init)
         adapters = {name: _made(bound, made, name, getattr(linear, own), dtype, draw) for name, linear, own in places}
@@ -131,9 +132,11 @@ def add_adapters(
             load_peft(replace(bound, mapping=mapping, tensors=factors), made, given, dtype)
         content = None if folder is None else content_of(folder)
         shared = {**asked, "alpha": float(made.alpha), "targets": sorted(targeted), "folder": content}
-        return (made, places, adapters), {**shared, "kind": kind, "dtype": dtype, "init": init, "seed": seed}
+        shared |= {"kind": kind, "dtype": dtype, "init": init, "seed": seed}
+        return (made, places, adapters, _held_here(bound, targeted, names)), shared
 
-    made, places, adapters = agreed(replica_groups(chunks[0].pg_collection), checked, ConfigError)
+    made, places, adapters, held = agreed(replica_groups(chunks[0].pg_collection), checked, ConfigError)
+    _require_held(Group(chunks[0].pg_collection.pp), held)
     for chunk in chunks:
         chunk.requires_grad_(False)
         _let_recompute(chunk)
@@ -269,11 +272,17 @@ def _require_fitting(
         raise ConfigError("these models cannot have adapters: " + "; ".join(problems))
 
 
-def _require_held(bound: BoundModel, targets: Sequence[str], names: Collection[str]) -> None:
-    """Raise if no layer is a target although a rule is: rules are those of a family. Only a single stage can know."""
+def _held_here(bound: BoundModel, targets: Iterable[str], names: Collection[str]) -> dict[str, bool]:
+    """Whether this rank has a layer of each target, in an order that all ranks have."""
     held = set(map(pattern_of, names))
-    absent = [name for name in targets if held.isdisjoint(r.mcore for r in adapter_rules(bound.mapping.rules, [name]))]
-    if absent and bound.chunks[0].pg_collection.pp.size() == 1:
+    rules = {name: adapter_rules(bound.mapping.rules, [name]) for name in sorted(targets)}
+    return {name: not held.isdisjoint(rule.mcore for rule in of_target) for name, of_target in rules.items()}
+
+
+def _require_held(stages: Group, held: Mapping[str, bool]) -> None:
+    """Raise, on all stages, if no layer of any stage is a target although a rule is: rules are those of a family."""
+    absent = [name for name, somewhere in zip(held, stages.most([*held.values()]), strict=True) if not somewhere]
+    if absent and (stages.size == 1 or not stages.is_fake):
         raise ConfigError(f"targets must name layers that the model has, found {absent}: leave them out")
 
 

@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +21,7 @@ from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.mesh.pipeline import Stage
 from mcore_bridge.config.mesh.process_groups import building_groups, differing
 from mcore_bridge.config.unread_fields import notes_on
-from mcore_bridge.errors import ConfigError, MeshError
+from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
 from mcore_bridge.factory.blueprint import Blueprint, make_blueprint
 from mcore_bridge.factory.build_options import BuildOptions, Overrides
 from mcore_bridge.factory.chunk import build_chunk, building
@@ -134,7 +135,8 @@ def build(
 ) -> list[GPTModel]:
     """Builds this rank's chunks from a blueprint. They share its config object.
 
-    All ranks of a replica, and those that share experts, first compare what they are about to build.
+    All ranks of a replica, and those that share experts, first compare what they are about to build. If one of them
+    cannot load its weights, all raise.
 
     Args:
         prepare: makes the blueprint. Later changes of its config are checked like overrides. The second value is the
@@ -142,22 +144,34 @@ def build(
         freeze, seed: see ``build_model``, as for the errors.
     """
 
-    def checked() -> tuple[tuple[Blueprint, Source | None], Shared]:
+    def checked() -> tuple[tuple[Blueprint, Source | None, object], Shared]:
         require_patterns(freeze)
         blueprint, source = prepare()
         blueprint = reconcile(blueprint)
         _require_mesh(blueprint, _mesh())
-        return (blueprint, source), {**_shared(blueprint, source), "freeze": [*freeze], "seed": seed}
+        shared = {**_shared(blueprint, source), "freeze": [*freeze], "seed": seed}
+        return (blueprint, source, shared["load_weights"]), shared
 
-    blueprint, source = agreed(building_groups(), checked, ConfigError)
+    blueprint, source, described = agreed(building_groups(), checked, ConfigError)
     stages = own_stages(blueprint)
     with building(blueprint, seed=seed, initialise=source is None):
         chunks = [build_chunk(blueprint, stage, seed=seed) for stage in stages]
     freeze_parameters(chunks, freeze)
     if source is not None:
-        load_hf_weights(chunks, source, dtype=blueprint.dtype)
+        agreed(building_groups(), partial(_load, chunks, source, described, blueprint.dtype), CheckpointError)
     _log(blueprint, chunks)
     return chunks
+
+
+def _load(chunks: Sequence[GPTModel], source: Source, described: object, dtype: torch.dtype) -> tuple[None, Shared]:
+    """Load weights, from a source that is still what ranks have compared: each of them opens it by itself."""
+    load_hf_weights(chunks, source, dtype=dtype)
+    if (now := described_source(source)) != described:
+        raise CheckpointError(
+            f"the weights were changed while they were read, from {described} to {now}: wait for the process that "
+            "writes there, and build again"
+        )
+    return None, {}
 
 
 def _shared(blueprint: Blueprint, source: Source | None) -> Shared:

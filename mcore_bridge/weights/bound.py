@@ -188,6 +188,23 @@ def _described(chunks: tuple[GPTModel, ...], hf: HF, head: str) -> Provenance:
     return given if kept is None else given.with_overridden(kept.overridden).seeing(kept.vision, kept.tower)
 
 
+def all_chunks_of(models: Models) -> tuple[GPTModel, ...]:
+    """The ``GPTModel`` of each chunk, for what needs all chunks of this rank in the order in which they run.
+
+    Raises:
+        MappingError: as ``chunks_of``; or a chunk is absent, comes twice, or is in another place.
+    """
+    chunks = chunks_of(models)
+    stages = [getattr(chunk, "vp_stage", None) or 0 for chunk in chunks]
+    count = chunks[0].config.virtual_pipeline_model_parallel_size or 1
+    if stages != [*range(count)]:
+        raise MappingError(
+            f"models must be the chunks of the {count} virtual stages of this rank, in their order, found those of the "
+            f"stages {stages}: pass all that build_model has returned"
+        )
+    return chunks
+
+
 def provenance_on(models: Models, hf: HF | None = None, head: str = "lm") -> Provenance:
     """The provenance of models: from ``hf`` and ``head``, or as ``build_model`` or ``adopt`` has left it on them.
 

@@ -173,6 +173,10 @@ def _stored(source: Source, provenance: Provenance) -> Mapping[str, Stored] | It
         return opened_folder(source)
     quantization = read_quantization(getattr(provenance.hf, "quantization_config", None))
     if isinstance(source, Mapping):
+        if foreign := [name for name in source if not isinstance(name, str)]:
+            raise CheckpointError(
+                f"the source must be by HF names, found {shown(foreign[0])} among its names: leave it out"
+            )
         return decoded_mapping(source, quantization)
     if not isinstance(source, Iterable):
         raise CheckpointError(
@@ -214,6 +218,9 @@ def _write_all(
             pairs: Iterator[tuple[str, Stored]] = source.pairs(names)
             copies = ((name, copy) for name, tensor in pairs for copy in load.slices(name, tensor, files(name)))
             read(((copy, files(name)[0]) for name, copy in copies), staging)
+        source.require_unchanged()
         return
     for name in names:
-        load.write(name, source[name])
+        tensor = source[name]  # a mapping may make it anew
+        load.check(name, tensor)
+        load.write(name, tensor)

@@ -98,12 +98,14 @@ class Manifest:
     def from_folder(cls, folder: str | os.PathLike[str], *, digests: bool = False) -> Manifest:
         """The manifest of a folder of safetensors. With ``digests``, every byte is read."""
         checkpoint = Checkpoint(folder)
-        return cls(
+        made = cls(
             tuple(
                 ManifestEntry(name, tuple(tensor.shape), tensor.dtype, digest(tensor) if digests else None)
                 for name, tensor in checkpoint.pairs(checkpoint)
             )
         )
+        checkpoint.require_unchanged()
+        return made
 
 
 def _entry(row: dict[str, Any]) -> ManifestEntry:

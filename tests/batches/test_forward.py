@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -566,6 +567,15 @@ def other_calls(dims):
         for chunk in chunks:
             chunk.eval()
         mb.forward(chunks, ids.where(mask != 0, 999 if is_last else 0), mask, micro_batch_size=1)
+        parameter = next(chunks[0].decoder.layers[0].parameters()).requires_grad_(not is_last)
+        differs = "expected the same requires_grad on every rank, found .* of .* parameters"
+        with pytest.raises(BatchError, match=differs):
+            mb.forward(chunks, ids, mask, micro_batch_size=1, loss=lambda out, rows: out.log_probs.sum())
+        parameter.requires_grad_()
+        for chunk in chunks:
+            chunk.to(torch.bfloat16 if is_last else torch.float32)
+        with pytest.raises(BatchError, match=r"expected the same dtype on every rank, found .*dtype=torch\.bfloat16"):
+            mb.forward(chunks, ids, mask, micro_batch_size=1)
         return said
 
 
@@ -579,6 +589,54 @@ def test_ranks_of_a_replica_that_call_with_other_arguments_all_raise(dims):
         for said in others:
             heard = f"refuses its own, rank {len(others)} of the job: " if own != words else ""
             assert re.search(heard + own, said[place]), said[place]
+
+
+def under_other_defaults():
+    """Whether outputs of two stages are the same whatever torch's default dtype is."""
+    dims = mb.ParallelDims(pp=2)
+    with stepping.mesh(dims):
+        chunks = mb.build_model(HF, dims=dims, dtype=torch.float32, device="cpu", load_weights=random_state(HF))
+        ids, mask = batch_of(HF)
+        expected, found = mb.forward(chunks, ids, mask).log_probs, []
+        for dtype in (torch.bfloat16, torch.float64):
+            torch.set_default_dtype(dtype)
+            try:
+                found.append(mb.forward(chunks, ids, mask).log_probs)
+            finally:
+                torch.set_default_dtype(torch.float32)
+        return [(other.dtype, torch.equal(other, expected)) for other in found]
+
+
+def test_outputs_do_not_depend_on_torchs_default_dtype():
+    assert pool.run(2, under_other_defaults, timeout=60) == [[(torch.float32, True)] * 2] * 2
+
+
+def other_chunks(folder):
+    """How calls end to which the last rank, or every rank, gives other chunks than it has, in the order of calls."""
+    dims, said = mb.ParallelDims(pp=2, vp=2), []
+    with stepping.mesh(dims):
+        chunks = mb.build_model(HF, dims=dims, dtype=torch.float32, device="cpu", load_weights=random_state(HF))
+        ids = batch_of(HF)[0]
+        for others in (chunks[:1], chunks[::-1], chunks[1:] * 2):
+            for models in (others, others if dist.get_rank() else chunks):
+                for call in (
+                    partial(mb.forward, models, ids),
+                    partial(mb.save_checkpoint, models, folder),
+                    partial(mb.load_checkpoint, models, folder),
+                    partial(mb.add_adapters, models, rank=1, alpha=1, targets=["q_proj"]),
+                ):
+                    with pytest.raises(BridgeError) as caught:
+                        call()
+                    said.append(str(caught.value))
+        mb.forward(chunks, ids)
+    return said
+
+
+def test_chunks_that_are_absent_or_in_another_order_are_refused_on_all_ranks(tmp_path):
+    """A schedule would wait forever, and a checkpoint would lack layers."""
+    for found in pool.run(2, other_chunks, str(tmp_path / "out"), timeout=60):
+        for text in found:
+            assert re.search(r"models must be the chunks of the 2 .* found .* \[(0|1, 0|1, 1)\]: pass", text), text
 
 
 def test_what_does_not_fit_is_refused():

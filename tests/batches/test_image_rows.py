@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import mcore_bridge as mb
-from mcore_bridge.batches.image_rows import _dealt
+from mcore_bridge.batches.image_rows import _dealt, images_of_rows
 from mcore_bridge.batches.images import joined, token_types
 from mcore_bridge.errors import BatchError
 from mcore_bridge.launch.fake_rank import rank_of
@@ -98,6 +98,18 @@ def test_images_that_do_not_fit_their_row_are_named_on_every_rank(sizes: dict[st
         for words, message in zip(WRONG, said, strict=True):
             with pytest.raises(BatchError, match=words):
                 raise BatchError(message)
+
+
+@pytest.mark.parametrize("name", ["mistral3", "llava_onevision"])
+def test_a_row_has_one_size_for_each_image(name: str) -> None:
+    """With one image too many, the later rows of a microbatch would get the images before theirs."""
+    folder, (ids, mask, images, _), _ = seeing.case(name)
+    twice = _with(images, 0, pixel_values=torch.cat([images[0]["pixel_values"]] * 2))
+    config = seeing.reference(folder).config
+    readable = frozenset(("pixel_values", "image_sizes", "pixel_values_videos"))
+    images_of_rows(images, ids, mask.bool(), config, readable)
+    with pytest.raises(BatchError, match="in row 0: 4 images, where image_sizes has 2: give each row its own"):
+        images_of_rows(twice, ids, mask.bool(), config, readable)
 
 
 def other_images(folder: Path, batch: Any, sizes: dict[str, int]) -> list[str]:

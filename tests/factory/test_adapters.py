@@ -140,3 +140,19 @@ def test_what_has_no_adapters_is_named():
             r".*rate must be 0.*overlap must be off",
         ):
             add_adapters(chunks, rank=2.5, alpha=float("nan"), targets="q_proj")
+
+
+def of_no_layer():
+    """What two stages say to a target that other models of the family have, and whether all is frozen."""
+    dims = ParallelDims(pp=2)
+    with stepping.mesh(dims):
+        chunks = build_model(zoo.cases()["deepseek_v3-dense"].hf, dims=dims, device="cpu", load_weights=False)
+        with pytest.raises(ConfigError) as caught:
+            add_adapters(chunks, rank=1, alpha=1, targets=["q_proj", "o_proj"])
+        return str(caught.value), all(parameter.requires_grad for parameter in chunks[0].parameters())
+
+
+def test_a_target_that_no_stage_has_is_refused_on_all_of_them():
+    for text, learns in pool.run(2, of_no_layer):
+        assert "targets must name layers that the model has, found ['q_proj']" in text
+        assert learns

@@ -5,6 +5,7 @@ one.
 """
 
 import contextlib
+import pkgutil
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -133,6 +134,22 @@ def not_a_writer(*calls: Callable[[Place, Any], object], changed: Cell = "") -> 
     nothing = "it writes no folder"
     reads_once = "it opens each file once, so that a later save cannot mix with it"
     return dict(zip(CHECKS, (empty(*calls), nothing, changed or reads_once, nothing, nothing), strict=True))
+
+
+def changed_while(name: str, folder: str, call: Callable[[Place], object]) -> Cell:
+    """The call, during which a file of ``folder`` is written to when the function ``name`` begins to read."""
+
+    def attempt(place: Place) -> None:
+        touch, read = place.changing(getattr(place, folder)), pkgutil.resolve_name(name)
+
+        def reading(*arguments: Any, **options: Any) -> Any:
+            touch()
+            return read(*arguments, **options)
+
+        with mock.patch(name, reading), place.refuses("was changed while it was read"):
+            call(place)
+
+    return attempt
 
 
 def saves(*paths: Callable[[Place, Any], object], own: Cell, changed: Cell, notes: Cell, lost: Cell) -> dict[str, Cell]:
@@ -377,11 +394,14 @@ NO_SOURCE = "it copies nothing but small files from another folder"
 TABLE: dict[str, dict[str, Cell] | str] = {
     # public functions
     "build_model": not_a_writer(
-        lambda place, path: mb.build_model(path, dims=ONE), lambda place, path: place.models(load_weights=path)
+        lambda place, path: mb.build_model(path, dims=ONE),
+        lambda place, path: place.models(load_weights=path),
+        changed=changed_while("mcore_bridge.weights.load.read", "hf", lambda place: place.models()),
     ),
     "load_hf_weights": not_a_writer(
         lambda place, path: mb.load_hf_weights(place.models(), path),
         lambda place, path: mb.load_hf_weights(place.models(), place.hf, hf=path),
+        changed=changed_while("mcore_bridge.weights.load.read", "hf", loaded_later),
     ),
     "save_hf_checkpoint": saves(
         lambda place, path: mb.save_hf_checkpoint(place.models(), path),
@@ -397,8 +417,14 @@ TABLE: dict[str, dict[str, Cell] | str] = {
         notes=peft_notes,
         lost=peft_lost_bits,
     ),
-    "load_adapters": not_a_writer(lambda place, path: mb.load_adapters(place.with_adapters(), path)),
-    "add_adapters": not_a_writer(lambda place, path: mb.add_adapters(place.models(), path)),
+    "load_adapters": not_a_writer(
+        lambda place, path: mb.load_adapters(place.with_adapters(), path),
+        changed=changed_while("mcore_bridge.weights.peft.hf_adapters.load_bound", "peft", with_loaded_adapters),
+    ),
+    "add_adapters": not_a_writer(
+        lambda place, path: mb.add_adapters(place.models(), path),
+        changed=changed_while("mcore_bridge.weights.peft.hf_adapters.load_bound", "peft", Place.with_adapters),
+    ),
     "save_checkpoint": saves(
         lambda place, path: mb.save_checkpoint(place.models(), path),
         own=dist_over_its_source,
@@ -406,7 +432,14 @@ TABLE: dict[str, dict[str, Cell] | str] = {
         notes=dist_notes,
         lost=dist_lost_bits,
     ),
-    "load_checkpoint": not_a_writer(lambda place, path: mb.load_checkpoint(place.models(), path)),
+    "load_checkpoint": not_a_writer(
+        lambda place, path: mb.load_checkpoint(place.models(), path),
+        changed=changed_while(
+            "megatron.core.dist_checkpointing.load",
+            "dist",
+            lambda place: mb.load_checkpoint(place.models(), place.dist),
+        ),
+    ),
     "mapping": not_a_writer(lambda place, path: mb.mapping(path)),
     "adopt": not_a_writer(lambda place, path: mb.adopt(place.models(), path)),
     "to_transformer_config": not_a_writer(lambda place, path: mb.to_transformer_config(path)),
@@ -416,7 +449,12 @@ TABLE: dict[str, dict[str, Cell] | str] = {
     "to_hf_state_dict": not_a_writer(lambda place, path: mb.to_hf_state_dict(place.models(), hf=path)),
     "iter_hf_pieces": not_a_writer(lambda place, path: next(mb.iter_hf_pieces(place.models(), hf=path))),
     "manifest": not_a_writer(lambda place, path: mb.manifest(place.models(), hf=path)),
-    "Manifest": not_a_writer(lambda place, path: mb.Manifest.from_folder(path)),
+    "Manifest": not_a_writer(
+        lambda place, path: mb.Manifest.from_folder(path),
+        changed=changed_while(
+            "mcore_bridge.weights.manifest.digest", "hf", lambda place: mb.Manifest.from_folder(place.hf, digests=True)
+        ),
+    ),
     "EngineMap": not_a_writer(
         lambda place, path: mb.EngineMap.load(path), lambda place, path: mb.EngineMap((), (), (), ()).save(path)
     ),

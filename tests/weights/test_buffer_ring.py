@@ -187,14 +187,18 @@ def test_the_sender_waits_only_when_no_slot_is_free():
         (lambda t: dict(reversed(t.items())), "found .'layers.2.weight'"),
         (lambda t: dict(list(t.items())[:2]), "found no further tensor"),
         (lambda t: {**t, "extra": t["layers.0.weight"]}, "ends before extra"),
+        (lambda t: {**t, "layers.1.weight": t["layers.1.weight"].to("meta")}, "on meta"),
     ],
-    ids=["dtype", "shape", "order", "missing", "extra"],
+    ids=["dtype", "shape", "order", "missing", "extra", "meta"],
 )
 def test_a_tensor_that_the_plan_does_not_have_next_is_refused(change, message):
     tensors = random_tensors([(torch.float32, (3,)), (torch.float32, (4,)), (torch.float32, (5,))])
     ring, _ = ring_and_receiver(tensors)
     with pytest.raises(TransferError, match=message):
         list(ring.fill(change(tensors).items(), acknowledged=lambda: None))
+    ring.restart()
+    with pytest.raises(TransferError, match="must have a name and a tensor each, found"):
+        list(ring.fill(tensors, acknowledged=lambda: None))
 
 
 def closed_pairs(tensors, closed):
@@ -259,6 +263,7 @@ def test_a_plan_that_does_not_fit_its_slots_is_refused():
     refused("from byte 12 on", first, replace(second, offset=0))
     refused("a multiple of 256", first, replace(second, offset=260))
     refused("layers.0.weight is in the plan twice", first, replace(second, name=first.name))
+    refused("found another one: send ring.plan", first, replace(second, name="other"))
     refused("expected 2 slots of 512 bytes, found slots of .512.", handles=handles[:1])
     refused("expected 2 slots of 256 bytes, found", first, plan=replace(plan, slot_bytes=256))
     with pytest.raises(TransferError, match="expected bucket 0 in slot 0, found number 1"):
@@ -266,8 +271,11 @@ def test_a_plan_that_does_not_fit_its_slots_is_refused():
 
 
 def test_a_buffer_that_is_gone_is_not_made_again():
-    ring, _ = ring_and_receiver(random_tensors([(torch.float32, (3,))]))
+    ring, receiver = ring_and_receiver(random_tensors([(torch.float32, (3,))]))
     handles = ring.handles()
+    receiver.close()
+    with pytest.raises(TransferError, match="found one that was closed"), receiver.open(0):
+        pass
     ring.close()
     with pytest.raises(TransferError, match="found None; the sender may have ended"):
         Receiver(ring.plan, handles)

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -223,7 +224,10 @@ def families():
         memory = engine.share()
         mapped = mb.map_engine(specs_of(state), lambda e=engine: e.tensors, engine.load)
         assert not mapped.map.uncovered
-        writer = DirectWriter(mapped.map, mapped.share(list(mb.manifest(models))))
+        handles = mapped.share(list(mb.manifest(models)))
+        with pytest.raises(TransferError, match="expected handles of an engine with this map"):
+            DirectWriter(replace(mapped.map, copies=mapped.map.copies[1:]), handles)
+        writer = DirectWriter(mapped.map, handles)
         memory.fill_(0xFF)
         export_into(models, writer)
         mapped.complete()

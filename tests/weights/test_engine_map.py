@@ -3,6 +3,7 @@
 import re
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -377,10 +378,16 @@ def test_only_a_round_that_was_announced_and_has_all_tensors_is_completed(ring):
         refused(unannounced, engine.complete)
         assert engine.state.weights == "half"
     engine._disproof = ""
+    (name, tensor), *others = pairs
+    for wrong in (tensor[:-1], tensor.double(), tensor.flatten()):
+        engine.begin(SPECS)
+        refused(f"{name} came as torch.* expected torch", partial(engine.copy_group, 0, [(name, wrong), *others]))
+    refused("other came as .* expected no such tensor", lambda: engine.copy_group(0, [("other", tensor)]))
     engine.begin(SPECS)
-    engine.copy_group(0, pairs)
+    engine.copy_group(0, [(name, tensor.mT.contiguous().mT) for name, tensor in pairs if tensor.dim() > 1])
+    engine.copy_group(1, [(name, tensor) for name, tensor in pairs if tensor.dim() < 2])
     engine.complete()
-    assert engine.require_whole() == 3
+    assert engine.require_whole() == 6
     assert differing(model.held(), loaded(weights(0))) == []
 
 

@@ -228,8 +228,8 @@ def cut(draw: Any, path: Path) -> None:
 
 
 def flip(draw: Any, path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[draw(st.integers(0, max(0, min(len(data), 300) - 1)))] = draw(st.integers(0, 255))
+    data = bytearray(path.read_bytes()) or bytearray(1)
+    data[draw(st.integers(0, min(len(data), 300) - 1))] = draw(st.integers(0, 255))
     path.write_bytes(data)
 
 

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import threading
+from collections import Counter, UserDict
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from mcore_bridge.weights.files.hf_folder import Checkpoint, names_in
 from mcore_bridge.weights.load import load_hf_weights
 from mcore_bridge.weights.manifest import Manifest
 from mcore_bridge.weights.provenance import provenance_of
-from tests.support import fake_mesh, memory, pool
+from tests.support import fake_mesh, memory, pool, stepping
+from tests.support.failing_ranks import only_on_1
 from tests.support.strategies import random_state, tiny
 
 HF = tiny("qwen3", vocab_size=97, num_hidden_layers=2)
@@ -160,9 +162,26 @@ def test_a_wider_parameter_holds_every_value(state):
     assert report.cast["lm_head.weight"] == "bfloat16 -> float32"
 
 
+class MadeAnew(UserDict):
+    """A mapping whose second answer for a name is another tensor."""
+
+    def __init__(self, state, change):
+        super().__init__(state)
+        self.change, self.asked = change, Counter()
+
+    def __getitem__(self, name):
+        self.asked[name] += 1
+        tensor = super().__getitem__(name)
+        return self.change(tensor) if name == NORM and self.asked[name] > 1 else tensor
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
+        (lambda state: MadeAnew(state, lambda tensor: tensor[:1]), r"model\.norm\.weight has shape \(1,\)"),
+        (lambda state: MadeAnew(state, torch.Tensor.double), r"model\.norm\.weight is float64 and .* float32"),
+        (lambda state: {**state, None: state[NORM]}, "must be by HF names, found None among its names"),
+        (lambda state: f"/tmp/{'n' * 300}", "must be an existing folder or a repository"),
         (lambda state: 7, "expected a folder, a mapping of HF names to tensors, or an iterable of such pairs, found 7"),
         (lambda state: {**state, NORM: 7}, "model.norm.weight must be a dense torch.Tensor .*, found int: convert it"),
         (lambda state: {**state, NORM: state[NORM].to("meta")}, "found torch.strided on meta: convert it"),
@@ -171,8 +190,24 @@ def test_a_wider_parameter_holds_every_value(state):
     ],
 )
 def test_what_holds_no_values_is_no_source(state, source, message):
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises((CheckpointError, ConfigError), match=message):
         loaded(source(state))
+
+
+def builds_that_fail(folder):
+    """How builds end of which rank 1 cannot load, and what all ranks have then done together."""
+    dims, said = mb.ParallelDims(tp=2), []
+    with stepping.mesh(dims):
+        for name in ("mcore_bridge.factory.build.load_hf_weights", "mcore_bridge.weights.load.read"):
+            with only_on_1(name), pytest.raises((CheckpointError, RuntimeError)) as caught:
+                mb.build_model(folder, dims=dims, device="cpu", dtype=torch.float32)
+            said.append(str(caught.value))
+    return said
+
+
+def test_all_ranks_raise_where_one_cannot_load_what_it_builds(folder):
+    for found in pool.run(2, builds_that_fail, str(folder), timeout=60):
+        assert all("out of memory" in text for text in found)
 
 
 def test_models_are_chunks_that_are_given_once(state):

@@ -22,6 +22,7 @@ from mcore_bridge.weights.files.hf_folder import Checkpoint
 from tests.support import fake_mesh, memory, pool
 from tests.support.limits import limited
 from tests.support.strategies import random_state, tiny
+from tests.support.strategies import save as save_state
 
 HF = tiny("qwen3", vocab_size=97, architectures=["Qwen3ForCausalLM"])
 
@@ -267,3 +268,19 @@ def test_a_file_is_never_held_in_memory(tmp_path):
     (path,) = (tmp_path / "out").glob("*.safetensors")
     assert path.stat().st_size > 10 * 8000 * 384 * 4
     assert added <= path.stat().st_size // 2
+
+
+def test_a_relative_folder_is_known_after_the_working_folder_has_changed(tmp_path, monkeypatch):
+    """Trainers change it, as hydra does for each run."""
+    source = tmp_path / "source"
+    source.mkdir()
+    save_state(random_state(HF), HF, source)
+    (source / "tokenizer.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    with fake_mesh.rank_of(mb.ParallelDims(), 0, 1):
+        models = mb.build_model("source", dims=mb.ParallelDims(), dtype=torch.bfloat16, device="cpu")
+        monkeypatch.chdir(source)
+        with pytest.raises(CheckpointError, match="a folder that these models came from, and would lose bits"):
+            mb.save_hf_checkpoint(models, source)
+        mb.save_hf_checkpoint(models, tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").exists()

@@ -18,7 +18,7 @@ import torch
 
 from mcore_bridge.arguments import MAPPING, require
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.weights.bound import Models, chunks_of, provenance_on
+from mcore_bridge.weights.bound import Models, all_chunks_of, provenance_on
 from mcore_bridge.weights.dist_checkpoint.adapter_shards import (
     ADAPTERS,
     Part,
@@ -117,7 +117,7 @@ def save_checkpoint(
 
     world = Group(None)
     with raise_on_all(world, f"{folder} was not written, and is as it was"):
-        target, chunks, provenance = target_of(folder), chunks_of(models), provenance_on(models, hf, head)
+        target, chunks, provenance = target_of(folder), all_chunks_of(models), provenance_on(models, hf, head)
         _require_ready(chunks, part, optimizer)
         require_as_built(chunks, held_tensors(chunks))
         require(CheckpointError, common=(common, MAPPING.or_none()))
@@ -200,9 +200,10 @@ def load_checkpoint(
 
     world = Group(None)
     with raise_on_all(world, f"{folder} was not read, and the models are as they were"):
-        chunks, provenance = chunks_of(models), provenance_on(models, hf, head)
+        chunks, provenance = all_chunks_of(models), provenance_on(models, hf, head)
         _require_ready(chunks, part, optimizer)
         checkpoint = TorchDistFolder.open(folder)
+        sources = Sources.of(checkpoint.path)  # which is read several times
         with without_code():
             written = dist_checkpointing.load_content_metadata(str(checkpoint.path))
         numbered = {"non_homogeneous_layers": True, "dp_cp_group": chunks[0].pg_collection.dp_cp}
@@ -227,6 +228,7 @@ def load_checkpoint(
             state["optimizer"] = optimizer.sharded_state_dict(_parts(state), is_loading=True, metadata=metadata)
     with raise_on_all(world, f"{checkpoint.path} was not read, or in part"), without_code():
         loaded = dist_checkpointing.load(state, str(checkpoint.path))
+        sources.require_unchanged()
     for name, chunk in zip(chunk_names(chunks), chunks, strict=True):
         chunk.load_state_dict(loaded.pop(name, {}), strict=False)  # megatron-core drops the name of an empty stage
     if optimizer is not None:

@@ -80,6 +80,10 @@ class DecodedCheckpoint(Decoded):
         """See ``Checkpoint.turn``. These tensors are plain ones."""
         self._checkpoint.turn(names)
 
+    def require_unchanged(self) -> None:
+        """See ``Checkpoint.require_unchanged``."""
+        self._checkpoint.require_unchanged()
+
     def release(self, name: str) -> None:
         """Give back the memory of pages that were read for ``name``."""
         for own in self.own_names(name):

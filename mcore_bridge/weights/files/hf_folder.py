@@ -170,6 +170,11 @@ class Checkpoint(Mapping[str, Tensor]):
         file = self._where[new] = self._where.pop(old)
         file.entries[new] = file.entries.pop(old)
 
+    def require_unchanged(self) -> None:
+        """Raise ``CheckpointError`` if a file was written to since it was opened. A new file at its path is another."""
+        for file in self._files.values():
+            file.require_unchanged()
+
     def release(self, name: str) -> None:
         """Free the memory of pages that were read for ``name``; they stay in the page cache."""
         self._where[name].release(name)

@@ -87,6 +87,7 @@ class SafetensorsFile:
         self._file = OpenFile(path, READ, open_file(path))
         weakref.finalize(self, self._file.close)
         with self._file.descriptor() as fd:
+            self._stamp = _stamp(fd)
             opened = f"/dev/fd/{fd}"  # the path may have become that of another file
             opened, size = opened if os.path.exists(opened) else str(path), os.fstat(fd).st_size
             self._require_whole(opened, size)
@@ -182,10 +183,32 @@ class SafetensorsFile:
         except (OSError, EOFError) as error:
             raise CheckpointError(f"cannot read {self.path}: {error}; copy it again") from None
 
+    def require_unchanged(self) -> None:
+        """Raise if the file was written to since it was opened, so that what was read may be of both versions.
+
+        Raises:
+            CheckpointError: naming the file.
+        """
+        try:
+            with self._file.descriptor() as fd:
+                now: object = _stamp(fd)
+        except OSError:  # it was closed for want of room, and is gone
+            now = None
+        if now != self._stamp:
+            raise CheckpointError(
+                f"{self.path} was changed while it was read: wait for the program that writes to it, and read it again"
+            )
+
     def release(self, name: str) -> None:
         """Free the memory of pages that were read for ``name``; they stay in the page cache."""
         entry = self.entries[name]
         free_pages(self._map.ctypes.data + entry.start, entry.stop - entry.start)
+
+
+def _stamp(fd: int) -> tuple[int, int]:
+    """Size and time of the last write. A save that puts another file at the path leaves them as they are."""
+    status = os.fstat(fd)
+    return status.st_size, status.st_mtime_ns
 
 
 def _entry(value: Any, base: int) -> _Entry:

@@ -6,6 +6,7 @@ so later they exchange only numbers of buckets. This module needs only torch: an
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
@@ -61,6 +62,13 @@ class BucketPlan:
     buckets: tuple[Bucket, ...]
     target: str = ""
     """The digest of the engine map whose slices are sent; empty for whole HF tensors."""
+
+    def digest(self) -> str:
+        """What is equal for equal plans, in every process."""
+        pieces = (piece for bucket in self.buckets for piece in bucket.pieces)
+        entries = [(piece.name, piece.dtype, tuple(piece.shape), piece.offset) for piece in pieces]
+        whole = (self.num_slots, self.slot_bytes, [len(bucket.pieces) for bucket in self.buckets], entries, self.target)
+        return hashlib.sha256(repr(whole).encode()).hexdigest()
 
 
 _GROUPS = Kind("groups of names", lambda value: all(map(ITERABLE.is_good, value)))  # type: ignore[call-overload]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import TransferError
-from mcore_bridge.weights.ipc.engine_copies import EngineCopies
+from mcore_bridge.weights.ipc.engine_copies import EngineCopies, require_expected
 from mcore_bridge.weights.ipc.shared_memory import Handle, open_shared
 from mcore_bridge.weights.plan.engine_map import EngineMap
 from mcore_bridge.weights.plan.runs import runs_within
@@ -34,11 +34,13 @@ class DirectWriter:
         group_bytes: bytes of HF tensors that are copied at once.
 
     Raises:
-        TransferError: when this process cannot open the engine's memory.
+        TransferError: when this process cannot open the engine's memory, or the engine has another map.
     """
 
     def __init__(self, engine_map: EngineMap, handles: Sequence[Handle], *, group_bytes: int = GROUP_BYTES) -> None:
         self.map, self._group_bytes = engine_map, group_bytes
+        if {*(handle.digest for handle in handles)} != {engine_map.digest}:
+            raise TransferError("expected handles of an engine with this map, found others: take them of that engine")
         self._mark, *tensors = map(open_shared, handles)
         self.memory = Buffers(tensors)
         """The engine's tensors in the order of its map, uint8 [bytes] each."""
@@ -53,15 +55,12 @@ class DirectWriter:
             TransferError: when tensors of the map have not come, or come otherwise. The engine's weights are then half
                 old and half new.
         """
-        expected = {spec.name: (tuple(spec.shape), spec.dtype) for spec in self.map.sources}
+        expected = {spec.name: spec for spec in self.map.sources}
         contiguous = ((name, tensor.contiguous()) for name, tensor in pairs)
         for number, group in enumerate(runs_within(contiguous, lambda pair: pair[1].nbytes, self._group_bytes)):
             for name, tensor in group:
-                if expected.pop(name, None) != (tuple(tensor.shape), tensor.dtype):
-                    raise TransferError(
-                        f"{name} of shape {tuple(tensor.shape)} and {tensor.dtype} is not what the engine's map was "
-                        "made for, or comes twice; make the map from the manifest of these tensors"
-                    )
+                require_expected([(name, tensor)], expected)
+                del expected[name]
             self._copy(number, group)
         if expected:
             raise TransferError(f"{len(expected)} tensors never came, such as {next(iter(expected))}")

@@ -8,6 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from mcore_bridge.errors import TransferError
+from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.ipc.engine_tensors import octets
 from mcore_bridge.weights.plan.boxes import BoxCopy
 from mcore_bridge.weights.plan.engine_map import SliceCopy, SliceFill
@@ -108,6 +110,19 @@ class EngineCopies:
             near.append(source)
             far.append(strided(target, words[1], copy.box, "target"))
         return far, near
+
+
+def require_expected(pairs: Iterable[tuple[str, Tensor]], expected: Mapping[str, TensorSpec]) -> None:
+    """Raise ``TransferError`` for a tensor that is not as a round, or an engine's map, expects it."""
+    for name, tensor in pairs:
+        spec = expected.get(name)
+        if spec is None or (tuple(spec.shape), spec.dtype) != (tuple(tensor.shape), tensor.dtype) or tensor.is_meta:
+            wanted = "no such tensor" if spec is None else f"{spec.dtype} {tuple(spec.shape)}"
+            actual = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+            raise TransferError(
+                f"{name} came as {actual}, expected {wanted}, or it comes twice; make the map and the plan from the "
+                "manifest of these tensors"
+            )
 
 
 def strided(memory: Tensor, dtype: torch.dtype, box: BoxCopy, side: str) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.ipc.buckets import Bucket, BucketPlan
-from mcore_bridge.weights.ipc.engine_copies import EngineCopies
+from mcore_bridge.weights.ipc.engine_copies import EngineCopies, require_expected
 from mcore_bridge.weights.ipc.engine_memory import EngineMemory
 from mcore_bridge.weights.ipc.engine_proof import prove
 from mcore_bridge.weights.ipc.engine_tensors import Source
@@ -76,7 +76,7 @@ class MappedEngine:
         self._load, self._verify_every, self._disproof = load, verify_every, disproof
         self._plan: BucketPlan | Sequence[TensorSpec] | None = None
         self._sent, self._unlike = engine_map, ""
-        self._names: frozenset[str] = frozenset()
+        self._expected: dict[str, TensorSpec] = {}
         self._left: set[str] | None = None
         """The HF tensors of the round that have not come yet; None between rounds."""
         self._shared: Buffers | None = None
@@ -119,7 +119,7 @@ class MappedEngine:
             raise TransferError(f"{reason}. The loader takes whole HF tensors, so send these instead of slices")
         if reason and reason != self.reason:
             logger.warning("the round goes by the engine's loader: %s", reason)
-        self.reason, self._left = reason, set(self._names)
+        self.reason, self._left = reason, set(self._expected)
         self._num_rounds += 1
 
     def _expect(self, plan: BucketPlan | Sequence[TensorSpec]) -> None:
@@ -140,7 +140,7 @@ class MappedEngine:
                 f"{target[:16]}; export with target= this engine's map"
             )
         self._plan, self._sent, self._unlike = plan, sent, unlike
-        self._names = frozenset(spec.name for spec in specs)
+        self._expected = {spec.name: spec for spec in specs}
         self._copies, self._groups = {}, {}
 
     def _checked(self) -> str:
@@ -185,7 +185,7 @@ class MappedEngine:
         if self._memory.buffers is not self._shared:
             parts = tuple(map(share_part, self._memory.buffers.tensors))
             self._mark = allocate(8, device).zero_()
-            handles = (share(self._mark), *parts)
+            handles = tuple(replace(handle, digest=self.map.digest) for handle in (share(self._mark), *parts))
         self._shared, self.state = self._memory.buffers, EngineState("half", None)
         self._left = set()  # the mark says when all have come
         self._due = int(self._mark.view(torch.int64).item()) + 1
@@ -234,11 +234,14 @@ class MappedEngine:
 
         Args:
             number: counts the buckets of a round from 0 on. A round whose buckets have the same tensors is cheaper.
-            pairs: contiguous, on the engine's device; they are read when this returns.
+            pairs: on the engine's device; they are read when this returns.
 
         Raises:
-            TransferError: when no round was announced.
+            TransferError: when no round was announced, or one with other tensors.
         """
+        if self._left is not None:
+            require_expected(pairs, self._expected)
+        pairs = [(name, tensor.contiguous()) for name, tensor in pairs]
         self._come(name for name, _ in pairs)
         if not self.reason and number == 0:
             self._memory.fill()
@@ -268,8 +271,8 @@ class MappedEngine:
             raise TransferError(_NO_ROUND)
         if self._left:
             raise TransferError(
-                f"{len(self._left)} of {len(self._names)} tensors of the round never came, such as {min(self._left)}; "
-                "send them, or call break_off() and send a whole round again"
+                f"{len(self._left)} of {len(self._expected)} tensors of the round never came, such as "
+                f"{min(self._left)}; send them, or call break_off() and send a whole round again"
             )
         loading, self._loading = self._loading, None
         if loading is not None:

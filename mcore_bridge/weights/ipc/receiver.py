@@ -48,6 +48,10 @@ class Receiver:
         sizes = [slot.numel() for slot in self._slots]
         if sizes != [plan.slot_bytes] * plan.num_slots:
             raise TransferError(f"expected {plan.num_slots} slots of {plan.slot_bytes} bytes, found slots of {sizes}")
+        if {*(handle.digest for handle in handles)} != {plan.digest()}:
+            raise TransferError(
+                "expected the plan of the ring that the handles are of, found another one: send ring.plan with them"
+            )
         self._next = 0
         self._engine: MappedEngine | None = None
 
@@ -86,6 +90,8 @@ class Receiver:
         self._read(number, slot)
 
     def _due(self, number: int) -> tuple[Bucket, Tensor]:
+        if not self._slots:
+            raise TransferError("expected a receiver that is open, found one that was closed: make another")
         if number != self._next or not 0 <= number < len(self.plan.buckets):
             due = self._next if self._next < len(self.plan.buckets) else "finish()"
             raise TransferError(

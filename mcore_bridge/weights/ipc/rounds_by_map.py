@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights.ipc.engine_copies import require_expected
 from mcore_bridge.weights.ipc.engine_tensors import Source
 from mcore_bridge.weights.ipc.fed_loader import Loader
 from mcore_bridge.weights.ipc.map_engine import map_engine
@@ -53,18 +54,14 @@ class RoundsByMap:
                 anything is copied, when the engine cannot be mapped.
         """
         bucket = [(name, tensor.contiguous()) for name, tensor in pairs]
-        specs = [TensorSpec.of(name, tensor) for name, tensor in bucket]
         if self._is_first:
-            self._specs.update((spec.name, spec) for spec in specs)
+            self._specs.update((name, TensorSpec.of(name, tensor)) for name, tensor in bucket)
             return False
         engine = self._begun() if not self._number else self.engine
         assert engine is not None
-        for spec in specs:
-            if self._due.pop(spec.name, None) != spec:
-                raise TransferError(
-                    f"{spec.name} of shape {spec.shape} and {spec.dtype} comes twice, or not as in the first round; "
-                    "send the tensors of that round, once each, or make another RoundsByMap"
-                )
+        for name, tensor in bucket:
+            require_expected([(name, tensor)], self._due)
+            del self._due[name]
         engine.copy_group(self._number, bucket)
         self._number += 1
         return True

@@ -10,12 +10,13 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from mcore_bridge.arguments import DEVICE, require
-from mcore_bridge.errors import TransferError
+from mcore_bridge.errors import TransferError, shown
 from mcore_bridge.weights.ipc.buckets import Bucket, BucketPlan
 from mcore_bridge.weights.ipc.shared_memory import Handle, allocate, share
 from mcore_bridge.weights.transfer.copier import WORDS, indexed
@@ -52,7 +53,8 @@ class BufferRing:
 
     def handles(self) -> tuple[Handle, ...]:
         """A handle for each slot, for one consumer. Every consumer needs handles of its own, and opens each once."""
-        return tuple(map(share, self._slots))
+        digest = self.plan.digest()
+        return tuple(replace(share(slot), digest=digest) for slot in self._slots)
 
     def slot(self, bucket: Bucket) -> Tensor:
         """The memory in which ``bucket`` lies, uint8 [slot_bytes], for channels of other projects."""
@@ -125,13 +127,16 @@ class BufferRing:
     def _write(self, bucket: Bucket, tensors: Iterator[Pair]) -> None:
         near, far, waiting = [], [], 0
         for piece, place in zip(bucket.pieces, self._places(bucket), strict=True):
-            name, tensor = next(tensors, (None, None))
+            pair = next(tensors, (None, None))
+            if not (isinstance(pair, tuple | list) and len(pair) == 2):
+                raise TransferError(f"pairs must have a name and a tensor each, found {shown(pair)}: pass items()")
+            name, tensor = pair
             actual = None if tensor is None else (name, tensor.dtype, tuple(tensor.shape))
             expected = (piece.name, piece.dtype, piece.shape)
-            if tensor is None or actual != expected:
+            if tensor is None or actual != expected or tensor.is_meta:
+                shown_pair = "no further tensor" if tensor is None else f"({name!r}, {shown(tensor)})"
                 raise TransferError(
-                    f"expected {expected}, found {actual or 'no further tensor'}; make the plan from the manifest of "
-                    "these tensors"
+                    f"expected {expected}, found {shown_pair}; make the plan from the manifest of these tensors"
                 )
             near.append(tensor.detach().view(place.dtype))
             far.append(place)

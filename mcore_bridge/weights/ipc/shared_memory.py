@@ -35,6 +35,8 @@ class Handle:
     args: tuple[Any, ...]
     gpu: str | None
     """The UUID of the GPU that has the memory."""
+    digest: str = ""
+    """The digest of the plan or the engine map by which the memory is written; empty for other memory."""
 
 
 def allocate(num_bytes: int, device: torch.device) -> Tensor:

@@ -220,6 +220,7 @@ def load_peft(bound: BoundModel, made: Adapters, given: PeftFolder, dtype: Dtype
     """Copy the adapters of an open folder into the tensors of adapters that are bound."""
     scale = made.alpha / made.rank
     report = load_bound(bound, _without_further(given.at(made.rank, scale), made), dtype)
+    given.file.require_unchanged()
     folded = {name: f"times {factor:.6g}" for name, factor in given.factors(scale).items()}
     return replace(report, cast={**report.cast, **folded})
 

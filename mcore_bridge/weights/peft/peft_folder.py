@@ -43,6 +43,7 @@ class PeftFolder:
         tensors: by HF name; those of experts in one tensor are ``[experts, ...]``. They are views of the file.
         ranks, scales: of each module, by HF name.
         dialect: how the experts are held; None if none have adapters.
+        file: of the tensors.
     """
 
     config: PeftConfig
@@ -50,6 +51,7 @@ class PeftFolder:
     ranks: Mapping[str, int]
     scales: Mapping[str, float]
     dialect: Dialect | None
+    file: SafetensorsFile
 
     @property
     def rank(self) -> int:
@@ -119,7 +121,8 @@ def open_peft(
     if problems:
         raise _refused(path, problems)
     ranks = {new: config.rank_of(old) for old, new in spelled.items()}
-    return PeftFolder(config, tensors, ranks, {new: config.scale_of(old) for old, new in spelled.items()}, dialect)
+    scales = {new: config.scale_of(old) for old, new in spelled.items()}
+    return PeftFolder(config, tensors, ranks, scales, dialect, file)
 
 
 def _at(name: str, tensor: Tensor, rank: int, factor: float) -> Tensor:
