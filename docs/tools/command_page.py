@@ -108,8 +108,6 @@ mcore-bridge doctor                                           # what is installe
 
 JSON = """## For scripts
 
-Errors name arguments as Python does: `tp=2` is the option `--tp 2`, and `mtp_num_layers` is `--mtp`.
-
 With `--json` a command prints one object on one line, and nothing else to stdout: progress and errors go to stderr.
 After an error the object is `{"error": "..."}`. The exit code is then 1, or 2 where an option, an argument or a command
 is wrong. Bytes are whole numbers, names are those of the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,7 +31,7 @@ from mcore_bridge.commands.options import (
     path,
 )
 from mcore_bridge.commands.plan.batch import BANDWIDTH, Batch
-from mcore_bridge.commands.run_command import Answer, running, uncompiled
+from mcore_bridge.commands.run_command import Answer, in_options, options_of, running, uncompiled
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.weights.gc_paused import uncollected
 
@@ -139,6 +140,8 @@ def _suggest(
             bandwidth=options["bandwidth"],
             on_plan=lambda number, dims: status.update(f"planning suggestion {number + 1}: {dims}"),
         )
+    reasons = {in_options(reason, options_of(context)): meshes for reason, meshes in search.refused.items()}
+    search = replace(search, refused=reasons)
     answer(
         lambda: suggest_report.render(search, num_gpus=gpus, gpu_bytes=gpu_bytes, batch=batch),
         lambda: as_json.of_search(search, num_gpus=gpus, gpu_bytes=gpu_bytes, batch=batch),

@@ -1,4 +1,4 @@
-"""What surrounds every command: the answer goes to stdout, and an error becomes one message on stderr."""
+"""What surrounds every command: the answer goes to stdout, and an error becomes one message in the command's words."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import contextlib
 import json
 import logging
 import os
+import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,21 @@ from rich.console import Console, RenderableType
 from typer.core import TyperGroup
 
 from mcore_bridge.config.given_path import given_path
-from mcore_bridge.errors import BridgeError, describe
+from mcore_bridge.errors import BridgeError, TargetError, describe
 
 Answer = Callable[[Callable[[], RenderableType], Callable[[], Mapping[str, Any]]], None]
 """Prints what a command has found: the report of the first function, or the object of the second for ``--json``."""
+
+_AXES = frozenset({"tp", "pp", "vp", "cp", "ep", "etp", "sp"})
+_OPTION_OF = {"mtp_num_layers": "mtp", "expert_tensor_parallel_size": "etp"}
+"""Names of Python that no option has, with that of the option."""
+_PHRASES = (
+    (r"\bChange the override\b", "Change --mtp"),
+    (r"; where experts lie across data parallel engines, .*", ""),  # only Python makes other ranks of an engine
+    (r", or strict=False to have them reported", ""),
+    (r" Path\(''\) equals .*", ""),  # the shell tells them apart
+    (r" To train its text model .* alone\.", ""),  # only Python can take another config than that of the folder
+)
 
 _JSON = "mcore_bridge.json"
 
@@ -82,7 +94,7 @@ def running(context: typer.Context) -> Iterator[Answer]:
     except typer.Exit:
         raise
     except Exception as error:
-        message = describe(error)
+        message = in_options(describe(error), options_of(context), of_engine=isinstance(error, TargetError))
         typer.secho(f"error: {message}", fg="red", err=True)
         if context.params.get("debug"):
             typer.echo(getattr(error, "details", "") or traceback.format_exc(), err=True)
@@ -106,3 +118,35 @@ def uncompiled() -> Iterator[None]:
     finally:
         if given is None:
             del os.environ[name]
+
+
+def options_of(context: typer.Context) -> list[str]:
+    """The names of a command's options, as parameters of Python."""
+    return [str(option.name) for option in context.command.params if option.param_type_name == "option"]
+
+
+def in_options(message: str, parameters: Collection[str], *, of_engine: bool = False) -> str:
+    """A message of the library with the options of a command in the place of Python's arguments.
+
+    Args:
+        message: as the library says it.
+        parameters: names of the command's options. Other names stay as they are.
+        of_engine: whether sizes are those of an engine.
+
+    Example:
+        >>> in_options('tp=3 must divide 8: use layout="balanced" or sp=True', ["tp", "layout", "sp"])
+        '--tp 3 must divide 8: use --layout balanced or --sp'
+    """
+    for pattern, words in _PHRASES:
+        message = re.sub(pattern, words, message)
+    options = {name: name for name in parameters} | {name: to for name, to in _OPTION_OF.items() if to in parameters}
+    for name, parameter in options.items():
+        option = "--" + ("engine-" * (of_engine and name in _AXES)) + parameter.replace("_", "-")
+        is_word = name not in _AXES | _OPTION_OF.keys()  # then only its place shows that an argument is meant
+        bare = r"(?= must | needs | [\"'])" if is_word else r"\b(?![-_(=])"
+        start = rf"(?<![-\w./\"']){name}"  # not in a word, a path or a quotation, and no option yet
+        message = re.sub(rf"\b(?:pass|set) {name}=False\b", f"leave out {option}", message)
+        message = re.sub(rf"{start}=True\b", option, message)
+        message = re.sub(rf"{start}=([\"']?)([\w.]+)\1", rf"{option} \2", message)
+        message = re.sub(f"{start}{bare}", option, message)
+    return message

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from mcore_bridge.commands import as_json
+from mcore_bridge.commands.run_command import in_options
 from tests import zoo
 from tests.support import tiny
 from tests.support.command import run
@@ -76,7 +77,9 @@ def test_an_error_is_an_object_too(tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert f"error: {json.loads(result.stdout)['error']}\n" == result.stderr
     refused = json.loads(run("plan", tmp_path, "--gpus", 2, "--ep", 2, "--json").stdout)["refused"]
-    assert [each["reason"] for each in refused] == ["ep=2 needs a model with experts, but this one has none: use ep=1"]
+    assert [each["reason"] for each in refused] == [
+        "--ep 2 needs a model with experts, but this one has none: use --ep 1"
+    ]
 
 
 @pytest.mark.parametrize("command", ["verify", "plan", "convert", "merge", "draw", "doctor", "verfy", "--nothing"])
@@ -101,3 +104,21 @@ WRONG = {
 
 def test_a_logit_that_is_no_number_is_null() -> None:
     assert [as_json._finite(value) for value in (float("nan"), float("inf"), 0.5)] == [None, None, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("3 ranks are not a multiple of tp=2 * cp=1", "3 ranks are not a multiple of --tp 2 * --cp 1"),
+        ("'tp=3' in /a/tp=3/x and tp_rank=1 stay", "'tp=3' in /a/tp=3/x and tp_rank=1 stay"),
+        ("--tp stays; a layout is split", "--tp stays; a layout is split"),
+        ("layout 'Et' must; set sp=True", "--layout 'Et' must; set --sp"),
+        ("strict_config=True is: pass strict_config=False, or", "--strict-config is: leave out --strict-config, or"),
+        ("vp=2 is no option here", "vp=2 is no option here"),
+    ],
+)
+def test_messages_have_the_words_of_the_command(message: str, expected: str) -> None:
+    assert in_options(message, ["tp", "cp", "sp", "layout", "strict_config"]) == expected
+    assert in_options("expected ep to divide tp=2", ["tp", "ep"], of_engine=True) == (
+        "expected --engine-ep to divide --engine-tp 2"
+    )
