@@ -25,8 +25,9 @@ from mcore_bridge.factory.blueprint import Blueprint, Overrides, make_blueprint
 from mcore_bridge.factory.chunk import build_chunk, building
 from mcore_bridge.factory.freeze import freeze_parameters, require_patterns
 from mcore_bridge.factory.reconcile import reconcile
-from mcore_bridge.weights.load import Source, described_source, load_hf_weights
+from mcore_bridge.weights.load import described_source, load_hf_weights
 from mcore_bridge.weights.provenance import identity
+from mcore_bridge.weights.source.source import HFWeights
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -44,7 +45,7 @@ def build_model(
     backend: str = "auto",
     head: str = "lm",
     overrides: Overrides | None = None,
-    load_weights: bool | Source = True,
+    load_weights: bool | HFWeights = True,
     freeze: Sequence[str] = (),
     on_chunk: Callable[[GPTModel, int], None] | None = None,
     seed: int = 0,
@@ -100,7 +101,7 @@ def build_model(
         ['GPTModel']
     """
 
-    def prepare() -> tuple[Blueprint, Source | None]:
+    def prepare() -> tuple[Blueprint, HFWeights | None]:
         require(
             ConfigError,
             device=(device, DEVICE.or_none()),
@@ -129,7 +130,7 @@ def build_model(
 
 
 def build(
-    prepare: Callable[[], tuple[Blueprint, Source | None]], *, freeze: Sequence[str] = (), seed: int = 0
+    prepare: Callable[[], tuple[Blueprint, HFWeights | None]], *, freeze: Sequence[str] = (), seed: int = 0
 ) -> list[GPTModel]:
     """Builds this rank's chunks from a blueprint. They share its config object.
 
@@ -141,7 +142,7 @@ def build(
         freeze, seed: see ``build_model``, as for the errors.
     """
 
-    def checked() -> tuple[tuple[Blueprint, Source | None], Shared]:
+    def checked() -> tuple[tuple[Blueprint, HFWeights | None], Shared]:
         require_patterns(freeze)
         blueprint, source = prepare()
         blueprint = reconcile(blueprint)
@@ -159,7 +160,7 @@ def build(
     return chunks
 
 
-def _shared(blueprint: Blueprint, source: Source | None) -> Shared:
+def _shared(blueprint: Blueprint, source: HFWeights | None) -> Shared:
     """What ranks must have alike of a blueprint, by the names of arguments of ``build_model``."""
     return {
         "hf": identity(replace(blueprint.provenance, hf=blueprint.origin)),
@@ -201,8 +202,8 @@ def _require_mesh(blueprint: Blueprint, mesh: ParallelDims) -> None:
 
 
 def _source(
-    hf: str | os.PathLike[str] | PretrainedConfig, load_weights: bool | Source, device: torch.device
-) -> Source | None:
+    hf: str | os.PathLike[str] | PretrainedConfig, load_weights: bool | HFWeights, device: torch.device
+) -> HFWeights | None:
     if load_weights is False:
         return None
     if device.type == "meta":

@@ -34,10 +34,10 @@ from mcore_bridge.rules.mapping import (
 from mcore_bridge.rules.names import EMBEDDING, TOWER, mtp_layer_of
 from mcore_bridge.rules.scheme import plain_names
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.base_names import prefix_of
 from mcore_bridge.weights.dtypes import dtype_name
 from mcore_bridge.weights.files.hf_folder import names_in
-from mcore_bridge.weights.ties import is_tied, ties_any_head
+from mcore_bridge.weights.source.conventions import prefix_of
+from mcore_bridge.weights.source.tied_tensors import is_tied, ties_any_head
 
 if TYPE_CHECKING:
     import torch
