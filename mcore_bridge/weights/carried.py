@@ -16,7 +16,6 @@ from torch import Tensor
 
 from mcore_bridge.architecture import read_hf, text_config
 from mcore_bridge.errors import CheckpointError, ConfigError
-from mcore_bridge.rules.scheme import plain_names
 from mcore_bridge.weights.files.hf_folder import names_in
 from mcore_bridge.weights.files.sources import Sources
 from mcore_bridge.weights.manifest import ManifestEntry
@@ -81,7 +80,7 @@ def carried_of(provenance: Provenance, mapping: WeightMapping, *, mtp: Mtp = "ca
     if mtp not in get_args(Mtp):
         raise ConfigError(f"mtp must be {' or '.join(map(repr, get_args(Mtp)))}, found {mtp!r}")
     _require_folder(provenance.folder)
-    names = tuple(plain_names(names_in(provenance.folder))) if provenance.folder else ()
+    names = names_in(provenance.folder) if provenance.folder else ()
     _require_other_parts(provenance, names)
     if provenance.folder is None or not any(map(mapping.is_carried, names)):
         return Carried()

@@ -18,6 +18,7 @@ from torch import Tensor
 from mcore_bridge.config.given_path import given_path
 from mcore_bridge.config.mesh.alike import Content, digest_of
 from mcore_bridge.errors import CheckpointError
+from mcore_bridge.rules.scheme import plain_names
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.files.positional_io import read_bounded
 from mcore_bridge.weights.files.safetensors import DTYPES, SafetensorsFile
@@ -154,11 +155,9 @@ class Checkpoint(Mapping[str, Tensor]):
 
 
 def names_in(folder: str | os.PathLike[str]) -> tuple[str, ...]:
-    """The names of all tensors of an HF folder, from its index if there is one; empty if it has no weights."""
-    index = _read_index(Path(folder))
-    if index is not None or not shard_names(Path(folder)):
-        return tuple(index or ())
-    return tuple(Checkpoint(folder))
+    """The plain names of all tensors of an HF folder, by its index if there is one; empty if it has no weights."""
+    names: Iterable[str] = _read_index(Path(folder)) or ()
+    return tuple(plain_names(names or (Checkpoint(folder) if shard_names(Path(folder)) else ())))
 
 
 def weight_files(folder: Path) -> list[str]:
