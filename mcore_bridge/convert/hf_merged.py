@@ -72,7 +72,7 @@ class ToMerged(ToPlain):
         config = to_transformer_config(source)
         vocab = model.provenance.hf.vocab_size
         specs = tuple(TensorSpec.of(name, tensor) for name, tensor in base.items())
-        stored = base.for_model(model.mapping)
+        view = base.for_model(model.mapping)
         made = cls(
             source=source,
             staging=staging,
@@ -83,9 +83,9 @@ class ToMerged(ToPlain):
             provenance=model.provenance,
             axes=axes_of_config(config, vocab=vocab, padded_vocab=vocab),
             places={},
-            turned=frozenset(each.names[0] for each in map(stored.stored, stored) if each.is_transposed),
+            turned=frozenset(entry.names[0] for entry in map(view.stored, view) if entry.is_transposed),
         )
-        return replace(made, places=_places(made, model, stored))
+        return replace(made, places=_places(made, model, view))
 
     @property
     def options(self) -> object:

@@ -38,6 +38,9 @@ _COMPANIONS = ("_scale_inv", "_scale_2", "_global_scale", "_scale", "_shape", "_
 """Suffixes that scales and other companions of codes add to the name of a weight."""
 _BESIDE = (".scale", ".qscale_weight")
 """Suffixes of companions that replace ``.weight``."""
+_PARTS = (*_COMPANIONS, *_BESIDE, *_UNUSED, "_blocks", "_packed")
+_PART_DTYPES = (*_CODES, torch.uint8)
+"""Suffixes and dtypes of all tensors that may be parts of encoded weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +149,7 @@ def is_unused(name: str) -> bool:
 
 def is_part(spec: TensorSpec) -> bool:
     """Whether a tensor may be a part of an encoded weight, and cannot be used without its companions."""
-    ends = (*_COMPANIONS, *_BESIDE, *_UNUSED, "_blocks", "_packed")
-    return spec.name.endswith(ends) or spec.dtype in (*_CODES, torch.uint8)
+    return spec.name.endswith(_PARTS) or spec.dtype in _PART_DTYPES
 
 
 def _is_companion(spec: TensorSpec) -> bool:

@@ -53,7 +53,7 @@ class Source(Mapping[str, Weight]):
         scheme = scheme or Scheme()
         self._tensors = tensors
         self._table = {
-            name: Stored(held.parts, held) if (held := scheme.held.get(name)) else Stored((name,))
+            name: Stored(encoding.parts, encoding) if (encoding := scheme.held.get(name)) else Stored((name,))
             for name in scheme.plain(tensors)
         }
         self.unused = scheme.unused
@@ -64,9 +64,10 @@ class Source(Mapping[str, Weight]):
     def for_model(self, mapping: WeightMapping) -> Self:
         """The same source by the names, and in the orientation, of a model's rules."""
         new, names = copy.copy(self), model_names(self, mapping)
-        new._table = {names.get(name, name): stored for name, stored in self._table.items()}
-        for name in transposed_in(new, stacks_of(mapping)):
-            new._table[name] = new._table[name]._replace(is_transposed=True)
+        if names:
+            new._table = {names.get(name, name): stored for name, stored in self._table.items()}
+        transposed = transposed_in(new, stacks_of(mapping))
+        new._table = new._table | {name: new._table[name]._replace(is_transposed=True) for name in transposed}
         return new
 
     def __getitem__(self, name: str) -> Weight:
@@ -101,10 +102,10 @@ class Source(Mapping[str, Weight]):
 
     def files(self, name: str) -> tuple[SafetensorsFile, ...]:
         """The file of a tensor or, if it is encoded, the file of each part; empty if the source has no files."""
-        return tuple(self._files[own] for own in self._table[name].names) if self._files else ()
+        return tuple(map(self._files.__getitem__, self._table[name].names)) if self._files else ()
 
     def read(self, name: str, part: Tensor) -> Tensor:
-        """A part of a plain tensor. One of a file is read by position, into new memory.
+        """A part of a plain tensor. If the tensor is in a file, it is read by position, into new memory.
 
         The file may become shorter meanwhile, and to touch a map of what is gone would end the process.
         """
@@ -116,8 +117,8 @@ class Source(Mapping[str, Weight]):
 
     def release(self, name: str) -> None:
         """Free the memory of pages that were read for ``name``; they stay in the page cache."""
-        for own, file in zip(self._table[name].names, self.files(name), strict=False):
-            file.release(own)
+        for own in self._table[name].names if self._files else ():
+            self._files[own].release(own)
 
     def pairs(self, names: Iterable[str]) -> Iterator[tuple[str, Weight]]:
         """Yield ``(name, tensor)`` for each of ``names``. The next one frees the memory of the one before."""
