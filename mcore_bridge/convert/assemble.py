@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.rules.encoded import Encoded, EncodedSlice
+from mcore_bridge.rules.encoded import Encoded, EncodedSlice, Weight
 from mcore_bridge.rules.mapping import WeightMapping, unstacked
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.rules.trace import Shape, Trace
 from mcore_bridge.weights.dtypes import dtype_name, is_exact
-from mcore_bridge.weights.files.decoded import Folder, Stored
 from mcore_bridge.weights.plan.inventory import ParamEntry
-from mcore_bridge.weights.ties import require_equal
+from mcore_bridge.weights.source.source import Source
+from mcore_bridge.weights.source.tied_tensors import require_equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +54,22 @@ def specs_of(entries: Iterable[ParamEntry]) -> Iterator[TensorSpec]:
         yield from (TensorSpec(name, first.shape, entry.held.dtype) for name in entry.copies)
 
 
-class Source(Protocol):
+class HFTensors(Protocol):
     """HF tensors by name, whose memory can be freed."""
 
-    def __getitem__(self, name: str, /) -> Stored: ...
+    def __getitem__(self, name: str, /) -> Weight: ...
 
     def release(self, name: str) -> None:
         """Free the memory of what was read for ``name``."""
 
 
-def assemble(entry: ParamEntry, source: Source, device: str = "cpu") -> Tensor:
+def assemble(entry: ParamEntry, source: HFTensors, device: str = "cpu") -> Tensor:
     """Assemble a whole parameter from HF tensors."""
     return assemble_shard(entry.trace, 0, entry.hf, source, entry.held.dtype, device)
 
 
 def assemble_shard(
-    traced: Trace, number: int, hf: Sequence[str], source: Source, dtype: torch.dtype, device: str = "cpu"
+    traced: Trace, number: int, hf: Sequence[str], source: HFTensors, dtype: torch.dtype, device: str = "cpu"
 ) -> Tensor:
     """Assemble one shard of a parameter, on the CPU, from its HF tensors. Padding is zero.
 
@@ -85,7 +85,7 @@ def assemble_shard(
     return shard
 
 
-def _hf_tensor(source: Source, hf: str) -> Tensor | Encoded | EncodedSlice:
+def _hf_tensor(source: HFTensors, hf: str) -> Tensor | Encoded | EncodedSlice:
     """The tensor for an HF name of a rule; for the name of an expert in a stack, that expert's slice.
 
     ``to`` decodes an encoded one.
@@ -110,7 +110,7 @@ def disassemble(
 
 def check_source(
     entries: Iterable[ParamEntry],
-    source: Folder,
+    source: Source,
     mapping: WeightMapping,
     *,
     dtype: torch.dtype | None,
@@ -144,7 +144,7 @@ def check_source(
     return tuple(unused)
 
 
-def _check(name: str, tensor: Stored, spec: TensorSpec, dtype: torch.dtype | None) -> None:
+def _check(name: str, tensor: Weight, spec: TensorSpec, dtype: torch.dtype | None) -> None:
     if tuple(tensor.shape) != spec.shape:
         raise CheckpointError(f"{name} has shape {tuple(tensor.shape)}, the config takes {spec.shape}")
     if isinstance(tensor, Tensor) and not is_exact(tensor.dtype, spec.dtype) and dtype is None:

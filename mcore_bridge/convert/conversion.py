@@ -15,13 +15,11 @@ import torch
 from mcore_bridge.convert.assemble import check_source, parts_of
 from mcore_bridge.convert.reference_model import WholeModel, whole_model
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.files.decoded import opened_folder
-from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.files.sidecars import copy_companions
 from mcore_bridge.weights.plan.inventory import ParamEntry
 from mcore_bridge.weights.plan.runs import runs_within
 from mcore_bridge.weights.provenance import config_in, head_of
-from mcore_bridge.weights.ties import renamed
+from mcore_bridge.weights.source.source import open_folder
 
 Unit = tuple[int, ...]
 """The numbers of the parameters that are in one file."""
@@ -154,18 +152,17 @@ def read_source(
     Raises:
         CheckpointError: the folder does not fit its config.
     """
-    checkpoint = opened_folder(Checkpoint(source))
-    own = widespread((tensor.dtype, tensor.nbytes) for tensor in checkpoint.values())
+    stored = open_folder(source)
+    own = widespread((tensor.dtype, tensor.nbytes) for tensor in stored.values())
     model = whole_model(
         hf,
         dtype=dtype or own,
         num_mtp_layers=num_mtp_layers,
-        names=checkpoint,
+        names=stored,
         vision=vision,
-        head=head_of(hf, checkpoint),
+        head=head_of(hf, stored),
     )
-    renamed(checkpoint, model.mapping)
-    return model, check_source(model.entries, checkpoint, model.mapping, dtype=dtype)
+    return model, check_source(model.entries, stored.for_model(model.mapping), model.mapping, dtype=dtype)
 
 
 def widespread(sizes: Iterable[tuple[torch.dtype, int]]) -> torch.dtype:

@@ -24,15 +24,12 @@ from mcore_bridge.rules.layout import Axes
 from mcore_bridge.rules.mapping import Binding, WeightMapping, axes_of, pattern_of, unstacked
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.rules.trace import Shape, trace
-from mcore_bridge.weights.base_names import base_names
 from mcore_bridge.weights.bound import axes_of_config
-from mcore_bridge.weights.files.decoded import Folder, opened_folder
-from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.merging import with_product
-from mcore_bridge.weights.orientation import out_major
 from mcore_bridge.weights.peft.peft_folder import PeftFolder, open_peft, require_shapes
 from mcore_bridge.weights.plan.inventory import ParamEntry
 from mcore_bridge.weights.provenance import Provenance, head_of
+from mcore_bridge.weights.source.source import Source, open_folder
 
 Matrix = tuple[str, int | None]
 """A tensor of the files, or one expert of one that stacks experts."""
@@ -65,16 +62,17 @@ class ToMerged(ToPlain):
             CheckpointError: the base has encoded weights, or lacks one that has an adapter; or the adapter cannot be
                 read, or does not fit. All problems are named.
         """
-        checkpoint = Checkpoint(source)
-        if opened_folder(checkpoint) is not checkpoint:
+        base = open_folder(source)
+        if base.is_encoded:
             raise CheckpointError(
                 f"{source} has quantized weights, expected plain ones: convert it with --to hf first, and merge that"
             )
-        own = widespread((tensor.dtype, tensor.nbytes) for tensor in checkpoint.values())
-        model = whole_model(source, dtype=own, names=checkpoint, head=head_of(source))
+        own = widespread((tensor.dtype, tensor.nbytes) for tensor in base.values())
+        model = whole_model(source, dtype=own, names=base, head=head_of(source))
         config = to_transformer_config(source)
         vocab = model.provenance.hf.vocab_size
-        specs = tuple(TensorSpec.of(name, tensor) for name, tensor in checkpoint.items())
+        specs = tuple(TensorSpec.of(name, tensor) for name, tensor in base.items())
+        view = base.for_model(model.mapping)
         made = cls(
             source=source,
             staging=staging,
@@ -85,9 +83,9 @@ class ToMerged(ToPlain):
             provenance=model.provenance,
             axes=axes_of_config(config, vocab=vocab, padded_vocab=vocab),
             places={},
-            turned=out_major(checkpoint, model.mapping),
+            turned=frozenset(entry.names[0] for entry in map(view.stored, view) if entry.is_transposed),
         )
-        return replace(made, places=_places(made, model, checkpoint))
+        return replace(made, places=_places(made, model, view))
 
     @property
     def options(self) -> object:
@@ -108,17 +106,13 @@ class ToMerged(ToPlain):
         rules = self.provenance.mapping(tied=False, dialect=self.given.dialect).rules
         return WeightMapping(adapter_rules(rules, self.given.targets))
 
-    @cached_property
-    def _checkpoint(self) -> Folder:
-        return Checkpoint(self.source)
-
     def _pieces(self, spec: TensorSpec) -> Iterator[Tensor]:
         """The elements of a tensor in order, some at a time: flat and on the CPU."""
         stacked = [index for name, index in self.places if name == spec.name]
         if not stacked:
             yield from super()._pieces(spec)
             return
-        tensor = self._checkpoint[spec.name]
+        tensor = self._stored[spec.name]
         assert isinstance(tensor, Tensor)
         for index in [None] if None in stacked else range(len(tensor)):
             place = self.places.get((spec.name, index))
@@ -128,7 +122,7 @@ class ToMerged(ToPlain):
                 left, right = right.mT, left.mT
             rows = max(PIECE_ELEMENTS // matrix.shape[1], 1)
             for start in range(0, len(matrix), rows):
-                held = self._read(spec.name, matrix[start : start + rows])
+                held = self._stored.read(spec.name, matrix[start : start + rows])
                 if left is not None and right is not None:
                     held = with_product(held, left[start : start + rows], right, self.given.alpha / self.given.rank)
                 yield held.flatten()
@@ -189,8 +183,7 @@ class ToMerged(ToPlain):
         return (first, second) if present else None
 
 
-def _places(made: ToMerged, model: WholeModel, checkpoint: Checkpoint) -> dict[Matrix, tuple[ParamEntry, int]]:
-    in_files = {own: name for name, own in base_names(checkpoint, model.mapping).items()}
+def _places(made: ToMerged, model: WholeModel, base: Source) -> dict[Matrix, tuple[ParamEntry, int]]:
     places: dict[Matrix, tuple[ParamEntry, int]] = {}
     shapes: dict[str, Shape] = {}
     for entry in model.entries:
@@ -198,8 +191,10 @@ def _places(made: ToMerged, model: WholeModel, checkpoint: Checkpoint) -> dict[M
             shapes |= made.shapes(entry)
             for part, hf in enumerate(entry.hf):
                 name, index = unstacked(hf)
-                places[in_files.get(name, name), index] = entry, part
-    if absent := sorted({name for name, _ in places} - set(checkpoint)):
+                in_file = base.stored(name).names[0] if name in base else name
+                places[in_file, index] = entry, part
+    files = {own for name in base for own in base.stored(name).names}
+    if absent := sorted({name for name, _ in places} - files):
         raise CheckpointError(
             f"{made.source} lacks {len(absent)} tensors that have adapters, such as {absent[:4]}: expected the base "
             "that the adapter was trained on"

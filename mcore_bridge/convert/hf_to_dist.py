@@ -15,8 +15,7 @@ from mcore_bridge.convert.assemble import assemble
 from mcore_bridge.convert.conversion import ModelConversion, Progress, read_source, units_of
 from mcore_bridge.weights.dist_checkpoint.files import LocatedParam, file_name, finish, plan_files, write_file
 from mcore_bridge.weights.dist_checkpoint.folder import HEADS, dist_files
-from mcore_bridge.weights.files.decoded import Folder
-from mcore_bridge.weights.ties import opened
+from mcore_bridge.weights.source.source import Source, open_folder
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -79,8 +78,8 @@ class ToDist(ModelConversion):
         finish(self.staging, len(self.names), metadata)
 
     @cached_property
-    def _checkpoint(self) -> Folder:
-        return opened(self.source, self.model.mapping)
+    def _checkpoint(self) -> Source:
+        return open_folder(self.source, self.model.mapping)
 
     @cached_property
     def _plans(self) -> tuple[list[SavePlan], Metadata]:

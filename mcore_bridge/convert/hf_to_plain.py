@@ -18,12 +18,11 @@ from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.encoded import Encoded
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.dtypes import dtype_name, wanted_dtype
-from mcore_bridge.weights.files.decoded import DecodedCheckpoint, Folder, opened_folder, unused_in
 from mcore_bridge.weights.files.file_shards import shard_names_of
-from mcore_bridge.weights.files.hf_folder import HEADS, Checkpoint, weight_files, write_index
-from mcore_bridge.weights.files.positional_io import array_of
+from mcore_bridge.weights.files.hf_folder import HEADS, weight_files, write_index
 from mcore_bridge.weights.files.safetensors import SafetensorsWriter
 from mcore_bridge.weights.files.sidecars import copy_companions, forget_quantization
+from mcore_bridge.weights.source.source import Source, open_folder
 
 _CONFIG = "config.json"
 _OTHERS = ("*.json", "LICENSE*", "*.md")
@@ -46,17 +45,16 @@ class ToPlain(Conversion):
         Raises:
             CheckpointError: the folder has no encoded weights, or such that cannot be decoded.
         """
-        checkpoint = opened_folder(Checkpoint(source))
-        if not isinstance(checkpoint, DecodedCheckpoint):
+        stored = open_folder(source)
+        if not stored.is_encoded:
             raise CheckpointError(f"{source} has no quantized weights, expected some: it is a folder of plain tensors")
         decoded = dtype or _dtype_of(_fields(source))
         specs = tuple(
             TensorSpec(name, tuple(t.shape), decoded if isinstance(t, Encoded) else wanted_dtype(name, t.dtype, dtype))
-            for name, t in checkpoint.items()
+            for name, t in stored.items()
         )
         units = units_of_tensors(specs, file_bytes)
-        unused = tuple(unused_in(checkpoint))
-        return cls(source=source, staging=staging, units=units, ignored=unused, specs=specs, dtype=dtype)
+        return cls(source=source, staging=staging, units=units, ignored=stored.unused, specs=specs, dtype=dtype)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -87,7 +85,7 @@ class ToPlain(Conversion):
                 for piece in self._pieces(spec):
                     writer.write(spec.name, start, piece)
                     start += piece.nbytes
-                self._checkpoint.release(spec.name)
+                self._stored.release(spec.name)
                 progress(spec.num_bytes)
 
     def replaced(self, target: Path) -> Iterable[str]:
@@ -111,24 +109,18 @@ class ToPlain(Conversion):
         return [self.specs[tensor] for tensor in self.units[number]]
 
     @cached_property
-    def _checkpoint(self) -> Folder:
-        return opened_folder(Checkpoint(self.source))
+    def _stored(self) -> Source:
+        return open_folder(self.source)
 
     def _pieces(self, spec: TensorSpec) -> Iterator[Tensor]:
         """The elements of a tensor in order, some at a time: flat and on the CPU."""
-        tensor = self._checkpoint[spec.name]
+        tensor = self._stored[spec.name]
         if isinstance(tensor, Encoded):
             for rows in tensor.in_order(PIECE_ELEMENTS):
                 yield rows.to(spec.dtype, self.device).cpu().flatten()
             return
         for view in tensor.flatten().split(PIECE_ELEMENTS):
-            yield self._read(spec.name, view).to(spec.dtype)
-
-    def _read(self, name: str, view: Tensor) -> Tensor:
-        """A contiguous part of a plain tensor, in new memory."""
-        held = torch.empty(view.shape, dtype=view.dtype)
-        self._checkpoint.files_of(name)[0].read([view], array_of(held))
-        return held
+            yield self._stored.read(spec.name, view).to(spec.dtype)
 
 
 def _fields(folder: Path) -> dict[str, Any]:

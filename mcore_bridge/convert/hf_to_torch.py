@@ -18,8 +18,7 @@ from mcore_bridge.convert.rank_files.file_layout import FileLayout, RankFile, St
 from mcore_bridge.errors import MeshError
 from mcore_bridge.factory.param_count import resolve_layout
 from mcore_bridge.weights.dist_checkpoint.folder import TRACKER
-from mcore_bridge.weights.files.decoded import Folder
-from mcore_bridge.weights.ties import opened
+from mcore_bridge.weights.source.source import Source, open_folder
 
 _STYLES = {"te": Style(grouped=True), "torch": Style(fused_norms=False, extra_state=None)}
 """The names of parameters with the modules of each backend."""
@@ -100,5 +99,5 @@ class ToTorch(ModelConversion):
         return tuple(self.layout.files())
 
     @cached_property
-    def _checkpoint(self) -> Folder:
-        return opened(self.source, self.model.mapping)
+    def _checkpoint(self) -> Source:
+        return open_folder(self.source, self.model.mapping)

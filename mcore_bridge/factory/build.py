@@ -27,8 +27,9 @@ from mcore_bridge.factory.build_options import BuildOptions, Overrides
 from mcore_bridge.factory.chunk import build_chunk, building
 from mcore_bridge.factory.freeze import freeze_parameters, require_patterns
 from mcore_bridge.factory.reconcile import reconcile
-from mcore_bridge.weights.load import Source, described_source, load_hf_weights
+from mcore_bridge.weights.load import described_source, load_hf_weights
 from mcore_bridge.weights.provenance import identity
+from mcore_bridge.weights.source.source import HFWeights
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -46,7 +47,7 @@ def build_model(
     backend: str = "auto",
     head: str = "lm",
     overrides: Overrides | None = None,
-    load_weights: bool | Source = True,
+    load_weights: bool | HFWeights = True,
     freeze: Sequence[str] = (),
     on_chunk: Callable[[GPTModel, int], None] | None = None,
     seed: int = 0,
@@ -102,7 +103,7 @@ def build_model(
         ['GPTModel']
     """
 
-    def prepare() -> tuple[Blueprint, Source | None]:
+    def prepare() -> tuple[Blueprint, HFWeights | None]:
         require(
             ConfigError,
             device=(device, DEVICE.or_none()),
@@ -131,7 +132,7 @@ def build_model(
 
 
 def build(
-    prepare: Callable[[], tuple[Blueprint, Source | None]], *, freeze: Sequence[str] = (), seed: int = 0
+    prepare: Callable[[], tuple[Blueprint, HFWeights | None]], *, freeze: Sequence[str] = (), seed: int = 0
 ) -> list[GPTModel]:
     """Builds this rank's chunks from a blueprint. They share its config object.
 
@@ -144,7 +145,7 @@ def build(
         freeze, seed: see ``build_model``, as for the errors.
     """
 
-    def checked() -> tuple[tuple[Blueprint, Source | None, object], Shared]:
+    def checked() -> tuple[tuple[Blueprint, HFWeights | None, object], Shared]:
         require_patterns(freeze)
         blueprint, source = prepare()
         blueprint = reconcile(blueprint)
@@ -163,7 +164,7 @@ def build(
     return chunks
 
 
-def _load(chunks: Sequence[GPTModel], source: Source, described: object, dtype: torch.dtype) -> tuple[None, Shared]:
+def _load(chunks: Sequence[GPTModel], source: HFWeights, described: object, dtype: torch.dtype) -> tuple[None, Shared]:
     """Load weights, from a source that is still what ranks have compared: each of them opens it by itself."""
     load_hf_weights(chunks, source, dtype=dtype)
     if (now := described_source(source)) != described:
@@ -174,7 +175,7 @@ def _load(chunks: Sequence[GPTModel], source: Source, described: object, dtype: 
     return None, {}
 
 
-def _shared(blueprint: Blueprint, source: Source | None) -> Shared:
+def _shared(blueprint: Blueprint, source: HFWeights | None) -> Shared:
     """What ranks must have alike of a blueprint, by the names of arguments of ``build_model``."""
     return {
         "hf": identity(replace(blueprint.provenance, hf=blueprint.origin)),
@@ -216,8 +217,8 @@ def _require_mesh(blueprint: Blueprint, mesh: ParallelDims) -> None:
 
 
 def _source(
-    hf: str | os.PathLike[str] | PretrainedConfig, load_weights: bool | Source, device: torch.device
-) -> Source | None:
+    hf: str | os.PathLike[str] | PretrainedConfig, load_weights: bool | HFWeights, device: torch.device
+) -> HFWeights | None:
     if load_weights is False:
         return None
     if device.type == "meta":

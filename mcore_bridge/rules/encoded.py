@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from operator import itemgetter
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -98,6 +99,10 @@ class Encoded:
     def is_floating_point(self) -> bool:
         """True, as for every weight."""
         return True
+
+
+Weight: TypeAlias = Tensor | Encoded
+"""An HF tensor: plain, or to be decoded."""
 
 
 @dataclass(frozen=True)

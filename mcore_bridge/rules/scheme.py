@@ -38,11 +38,14 @@ _COMPANIONS = ("_scale_inv", "_scale_2", "_global_scale", "_scale", "_shape", "_
 """Suffixes that scales and other companions of codes add to the name of a weight."""
 _BESIDE = (".scale", ".qscale_weight")
 """Suffixes of companions that replace ``.weight``."""
+_PARTS = (*_COMPANIONS, *_BESIDE, *_UNUSED, "_blocks", "_packed")
+_PART_DTYPES = (*_CODES, torch.uint8)
+"""Suffixes and dtypes of all tensors that may be parts of encoded weights."""
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """How a checkpoint holds one plain tensor: its codec and shape, and the names of its parts.
+class Encoding:
+    """How a checkpoint encodes one plain tensor: its codec and shape, and the names of its parts.
 
     ``order`` says which dim of the plain tensor each dim of the codes is. ``shape_tensor`` is the name of a tensor that
     holds the shape once more.
@@ -71,7 +74,7 @@ class Held:
 class Scheme:
     """The encoded tensors of a checkpoint, by plain name; and the names that no weight needs."""
 
-    held: Mapping[str, Held] = field(default_factory=dict)
+    held: Mapping[str, Encoding] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
 
     def plain(self, names: Iterable[str]) -> Iterator[str]:
@@ -91,7 +94,7 @@ def scheme_of(specs: Mapping[str, TensorSpec], block: tuple[int, int] | None = N
     Raises:
         CheckpointError: tensors do not fit together; the message names all of them.
     """
-    held: dict[str, Held] = {}
+    held: dict[str, Encoding] = {}
     problems: dict[str, str] = {}
     for name in specs:
         try:
@@ -146,8 +149,7 @@ def is_unused(name: str) -> bool:
 
 def is_part(spec: TensorSpec) -> bool:
     """Whether a tensor may be a part of an encoded weight, and cannot be used without its companions."""
-    ends = (*_COMPANIONS, *_BESIDE, *_UNUSED, "_blocks", "_packed")
-    return spec.name.endswith(ends) or spec.dtype in (*_CODES, torch.uint8)
+    return spec.name.endswith(_PARTS) or spec.dtype in _PART_DTYPES
 
 
 def _is_companion(spec: TensorSpec) -> bool:
@@ -170,7 +172,7 @@ class _ProblemError(Exception):
 Specs = Mapping[str, TensorSpec]
 
 
-def _held(name: str, specs: Specs, block: tuple[int, int]) -> tuple[str, Held] | None:
+def _held(name: str, specs: Specs, block: tuple[int, int]) -> tuple[str, Encoding] | None:
     """The plain name of an encoded tensor and how it is held, if ``name`` is the name of its codes."""
     spec = specs[name]
     if name.endswith("_blocks") and spec.dtype == torch.uint8:
@@ -184,7 +186,7 @@ def _held(name: str, specs: Specs, block: tuple[int, int]) -> tuple[str, Held] |
     return None
 
 
-def _mxfp4(name: str, spec: TensorSpec, specs: Specs) -> tuple[str, Held]:
+def _mxfp4(name: str, spec: TensorSpec, specs: Specs) -> tuple[str, Encoding]:
     """gpt-oss: codes are [experts, out, in / 32, 16], and plain files have [experts, in, out]."""
     scales = _companion(f"{name}_scales", specs)
     if len(spec.shape) != 4:
@@ -192,11 +194,11 @@ def _mxfp4(name: str, spec: TensorSpec, specs: Specs) -> tuple[str, Held]:
     experts, rows, groups, num_bytes = spec.shape
     size = num_bytes * PER_BYTE["mxfp4"]
     _require(scales, (experts, rows, groups), (torch.uint8,))
-    held = Held(Codec("mxfp4", (1, 1, size)), (experts, groups * size, rows), (0, 2, 1), spec.name, scales.name)
+    held = Encoding(Codec("mxfp4", (1, 1, size)), (experts, groups * size, rows), (0, 2, 1), spec.name, scales.name)
     return name, held
 
 
-def _packed(name: str, spec: TensorSpec, specs: Specs) -> tuple[str, Held]:
+def _packed(name: str, spec: TensorSpec, specs: Specs) -> tuple[str, Encoding]:
     """compressed-tensors: int4 in words of 32 bits, or NVFP4 in bytes with an overall scale."""
     scales = _companion(f"{name}_scale", specs)
     if spec.dtype == torch.int32:
@@ -204,20 +206,20 @@ def _packed(name: str, spec: TensorSpec, specs: Specs) -> tuple[str, Held]:
         _require(scales, (rows, columns // group), _FLOATS)
         shape = f"{name}_shape" if f"{name}_shape" in specs else None
         codec = Codec("int4", (1, group), scales.dtype)
-        return name, Held(codec, (rows, columns), (0, 1), spec.name, scales.name, None, shape)
+        return name, Encoding(codec, (rows, columns), (0, 1), spec.name, scales.name, None, shape)
     if spec.dtype != torch.uint8:
         raise _ProblemError(f"is {spec.dtype}, expected int32 (int4) or uint8 (NVFP4)")
     return name, _nvfp4(spec, scales, _companion(f"{name}_global_scale", specs))
 
 
-def _modelopt(spec: TensorSpec, specs: Specs) -> Held:
+def _modelopt(spec: TensorSpec, specs: Specs) -> Encoding:
     """ModelOpt's NVFP4: bytes under the plain name, a scale for every 16 numbers, and an overall scale."""
     if spec.dtype != torch.uint8:
         raise _ProblemError(f"is {spec.dtype} with scales, expected uint8 (NVFP4)")
     return _nvfp4(spec, _companion(f"{spec.name}_scale", specs), _companion(f"{spec.name}_scale_2", specs))
 
 
-def _nvfp4(spec: TensorSpec, scales: TensorSpec, overall: TensorSpec) -> Held:
+def _nvfp4(spec: TensorSpec, scales: TensorSpec, overall: TensorSpec) -> Encoding:
     rows, columns, group = _groups(spec, scales, "nvfp4", PER_BYTE["nvfp4"])
     _require(scales, (rows, columns // group), (_FP8,))
     if math.prod(overall.shape) != 1 or overall.dtype not in _FLOATS:
@@ -226,7 +228,7 @@ def _nvfp4(spec: TensorSpec, scales: TensorSpec, overall: TensorSpec) -> Held:
         codec = Codec("nvfp4", (1, group), torch.bfloat16, "divides")
     else:
         codec = Codec("nvfp4", (1, group), None, "multiplies")
-    return Held(codec, (rows, columns), (0, 1), spec.name, scales.name, overall.name)
+    return Encoding(codec, (rows, columns), (0, 1), spec.name, scales.name, overall.name)
 
 
 def _groups(spec: TensorSpec, scales: TensorSpec, kind: Kind, per: int) -> tuple[int, int, int]:
@@ -242,7 +244,7 @@ def _groups(spec: TensorSpec, scales: TensorSpec, kind: Kind, per: int) -> tuple
     return rows, columns, group
 
 
-def _float8(spec: TensorSpec, specs: Specs, block: tuple[int, int]) -> Held:
+def _float8(spec: TensorSpec, specs: Specs, block: tuple[int, int]) -> Encoding:
     name, shape = spec.name, spec.shape
     if spec.dtype != _FP8:
         raise _ProblemError(f"is {spec.dtype}, whose codes are not read: expected float8_e4m3fn")
@@ -264,7 +266,8 @@ def _float8(spec: TensorSpec, specs: Specs, block: tuple[int, int]) -> Held:
         )
     # What transformers does: compressed-tensors' own code computes in the dtype of scales, but not for experts.
     rounded = scales.dtype if scales_name.endswith("weight_scale") and ".experts." not in name else None
-    return Held(Codec("fp8", (*(1 for _ in outer), *own), rounded), shape, tuple(range(len(shape))), name, scales_name)
+    codec = Codec("fp8", (*(1 for _ in outer), *own), rounded)
+    return Encoding(codec, shape, tuple(range(len(shape))), name, scales_name)
 
 
 def _scales_of(name: str) -> tuple[str, ...]:

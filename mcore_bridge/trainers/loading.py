@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.rules.scheme import plain_names
 from mcore_bridge.weights.bound import chunks_of
 from mcore_bridge.weights.files.hf_folder import Checkpoint, names_in
 from mcore_bridge.weights.load import load_hf_weights, note_folder
@@ -43,7 +42,7 @@ def load_folder(
         _check_head(provenance.folder or folder, provenance.lm_head, may_draw_head)
     report = load_hf_weights(models, folder, hf=folder, head=provenance.head, dtype=dtype)
     held = provenance.folder or str(folder)
-    note_folder(chunks, held, tuple(plain_names(names_in(held))))
+    note_folder(chunks, held, names_in(held))
     return report
 
 

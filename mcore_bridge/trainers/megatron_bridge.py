@@ -16,9 +16,9 @@ from mcore_bridge.trainers.loading import load_folder
 from mcore_bridge.trainers.wrap import ddp_config_of, freeze_routers
 from mcore_bridge.weights.bound import chunks_of
 from mcore_bridge.weights.export import iter_hf_weights
-from mcore_bridge.weights.load import Source
 from mcore_bridge.weights.peft.hf_adapters import adapters_of, iter_peft_adapters, save_hf_adapters
 from mcore_bridge.weights.save import save_hf_checkpoint
+from mcore_bridge.weights.source.source import HFWeights
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallelConfig
@@ -118,7 +118,7 @@ class AutoBridge:
         from mcore_bridge.trainers.provider import Provider
 
         blueprint = make_blueprint(self.folder, BuildOptions())
-        source: Source | None = (hf_path or self.folder) if load_weights else None
+        source: HFWeights | None = (hf_path or self.folder) if load_weights else None
         return Provider.of(blueprint, source)
 
     def load_hf_weights(

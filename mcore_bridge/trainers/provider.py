@@ -24,7 +24,7 @@ from mcore_bridge.factory.build import build
 from mcore_bridge.factory.reconcile import changes_of
 from mcore_bridge.trainers.settings import parts_to_freeze, settle_same, split, with_mtp_layers
 from mcore_bridge.trainers.wrap import ddp_config_of, require_value_head, wrap
-from mcore_bridge.weights.load import Source
+from mcore_bridge.weights.source.source import HFWeights
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallelConfig
@@ -57,11 +57,11 @@ class Provider(TransformerConfig):
     freeze_vision_projection: bool = False
 
     _blueprint: Blueprint
-    _source: Source | None
+    _source: HFWeights | None
     _hooks: list[Hook]
 
     @classmethod
-    def of(cls, blueprint: Blueprint, source: Source | None) -> Provider:
+    def of(cls, blueprint: Blueprint, source: HFWeights | None) -> Provider:
         """Make a provider that replaces the config of ``blueprint``, and loads its model from ``source``."""
         latent = isinstance(blueprint.config, MLATransformerConfig)
         provider: Provider = object.__new__(LatentProvider if latent else Provider)

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from mcore_bridge.architecture import read_hf, text_config
 from mcore_bridge.errors import CheckpointError, ConfigError
-from mcore_bridge.rules.scheme import plain_names
-from mcore_bridge.weights.files.decoded import opened_folder
-from mcore_bridge.weights.files.hf_folder import Checkpoint, names_in
+from mcore_bridge.weights.files.hf_folder import names_in
 from mcore_bridge.weights.files.sources import Sources
 from mcore_bridge.weights.manifest import ManifestEntry
+from mcore_bridge.weights.source.source import open_folder
 
 if TYPE_CHECKING:
     from mcore_bridge.rules.mapping import WeightMapping
@@ -51,10 +50,10 @@ class Carried:
     sources: Sources = field(default_factory=Sources)
 
     def pairs(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """``(name, tensor)`` for each of ``names``, decoded if needed; see ``Checkpoint.pairs``."""
+        """``(name, tensor)`` for each of ``names``, decoded if needed; see ``Source.pairs``."""
         if self.folder is not None:
-            for name, tensor in opened_folder(Checkpoint(self.folder)).pairs(names):
-                yield name, tensor if isinstance(tensor, Tensor) else tensor.to(tensor.dtype)
+            for name, tensor in open_folder(self.folder).pairs(names):
+                yield name, tensor.to(tensor.dtype)
 
     @property
     def note(self) -> str:
@@ -81,7 +80,7 @@ def carried_of(provenance: Provenance, mapping: WeightMapping, *, mtp: Mtp = "ca
     if mtp not in get_args(Mtp):
         raise ConfigError(f"mtp must be {' or '.join(map(repr, get_args(Mtp)))}, found {mtp!r}")
     _require_folder(provenance.folder)
-    names = tuple(plain_names(names_in(provenance.folder))) if provenance.folder else ()
+    names = names_in(provenance.folder) if provenance.folder else ()
     _require_other_parts(provenance, names)
     if provenance.folder is None or not any(map(mapping.is_carried, names)):
         return Carried()
@@ -89,7 +88,7 @@ def carried_of(provenance: Provenance, mapping: WeightMapping, *, mtp: Mtp = "ca
     left_out = mapping.is_unbuilt_mtp if mtp == "dropped" or _differs(provenance) else lambda name: False
     specs = tuple(
         ManifestEntry(name, tuple(tensor.shape), tensor.dtype)
-        for name, tensor in opened_folder(Checkpoint(provenance.folder)).items()
+        for name, tensor in open_folder(provenance.folder).items()
         if mapping.is_carried(name) and not left_out(name)
     )
     in_mtp = tuple(spec.name for spec in specs if mapping.is_unbuilt_mtp(spec.name))

@@ -6,9 +6,8 @@ source must belong to another pipeline stage, or be on the architecture's list o
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,44 +15,33 @@ from torch import Tensor
 
 from mcore_bridge.config.hf import find_folder
 from mcore_bridge.config.mesh.alike import Content
-from mcore_bridge.config.quantization import read_quantization
-from mcore_bridge.errors import CheckpointError, shown
 from mcore_bridge.rules.dialects import dialect_of
+from mcore_bridge.rules.encoded import Weight
 from mcore_bridge.rules.mapping import Dialect
-from mcore_bridge.weights.base_names import with_prefix
 from mcore_bridge.weights.bound import BoundModel, Models, bind, provenance_on
 from mcore_bridge.weights.dtypes import Dtypes
-from mcore_bridge.weights.files.decoded import (
-    Decoded,
-    DecodedCheckpoint,
-    DecodedPairs,
-    Stored,
-    decoded_mapping,
-    opened_folder,
-    unused_in,
-)
 from mcore_bridge.weights.files.file_shards import require_positive
-from mcore_bridge.weights.files.hf_folder import Checkpoint, content_of
+from mcore_bridge.weights.files.hf_folder import content_of
 from mcore_bridge.weights.files.slice_reader import read
 from mcore_bridge.weights.files.staging import SLOT_BYTES, Staging
 from mcore_bridge.weights.gc_paused import uncollected
 from mcore_bridge.weights.load_state import Load, LoadReport
-from mcore_bridge.weights.orientation import turned
 from mcore_bridge.weights.own_folder import note_source
-from mcore_bridge.weights.provenance import HF, Provenance
-from mcore_bridge.weights.ties import renamed, require_equal
+from mcore_bridge.weights.provenance import HF
+from mcore_bridge.weights.source.conventions import model_names
+from mcore_bridge.weights.source.pairs import Pairs
+from mcore_bridge.weights.source.source import HFWeights, Source, open_source
+from mcore_bridge.weights.source.tied_tensors import require_equal
 from mcore_bridge.weights.transfer.copier import compiling
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
-Source = str | os.PathLike[str] | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
-
 
 @torch.no_grad()
 def load_hf_weights(
     models: Models,
-    source: Source,
+    source: HFWeights,
     *,
     hf: HF | None = None,
     head: str = "lm",
@@ -90,39 +78,28 @@ def load_hf_weights(
     """
     require_positive(slot_bytes=slot_bytes)
     provenance = provenance_on(models, hf, head)
-    with uncollected() if isinstance(source, str | os.PathLike | Mapping) else contextlib.nullcontext():
-        return _load_from(source, models, provenance, dtype, dialect, strict=strict, slot_bytes=slot_bytes)
-
-
-def _load_from(
-    source: Source,
-    models: Models,
-    provenance: Provenance,
-    dtype: Dtypes,
-    dialect: Dialect | None,
-    *,
-    strict: bool,
-    slot_bytes: int,
-) -> LoadReport:
-    stored = _stored(source, provenance)
-    if isinstance(stored, Mapping):
-        provenance = provenance.spelled_as(stored)
-    if dialect is None and isinstance(stored, Mapping):
-        dialect = dialect_of(stored, provenance.rules)
-    load = Load(bind(models, provenance, dialect=dialect, merged=False), dtype)
-    if isinstance(stored, Checkpoint | DecodedCheckpoint):
-        note_source(models, stored.folder)
-        _note_parts(load.bound, stored)
-    device = next(
-        (tensor.device for tensor in load.bound.tensors.values()), torch.device("cpu")
-    )  # a stage may be empty
-    with compiling(device):  # the kernel, for which the first export would wait
-        _write_all(load, stored, strict=strict, slot_bytes=slot_bytes)
+    with uncollected():
+        opened = open_source(source, getattr(provenance.hf, "quantization_config", None))
+    if isinstance(opened, Pairs):
+        load = Load(bind(models, provenance, dialect=dialect, merged=False), dtype)
+        with compiling(load.device):  # the kernel, for which the first export would wait
+            _write_pairs(load, opened, strict=strict)
+        return load.report()
+    with uncollected():
+        provenance = provenance.spelled_as(opened)
+        if dialect is None:
+            dialect = dialect_of(opened, provenance.rules)
+        load = Load(bind(models, provenance, dialect=dialect, merged=False), dtype)
+        if opened.folder is not None:
+            note_source(models, opened.folder)
+            _note_parts(load.bound, str(opened.folder), opened)
+        with compiling(load.device):
+            _write_source(load, opened, strict=strict, slot_bytes=slot_bytes)
     return load.report()
 
 
 @torch.no_grad()
-def overwrite(models: Models, tensors: Mapping[str, Tensor], names: Iterable[str]) -> None:
+def overwrite(models: Models, tensors: Mapping[str, Weight], names: Iterable[str]) -> None:
     """Copy some HF tensors over those of models that are loaded.
 
     Args:
@@ -140,18 +117,18 @@ def overwrite(models: Models, tensors: Mapping[str, Tensor], names: Iterable[str
 def load_bound(bound: BoundModel, source: Mapping[str, Tensor], dtype: Dtypes) -> LoadReport:
     """Copy HF tensors into those tensors of this rank that are bound. What is missing or unexpected raises."""
     load = Load(bound, dtype)
-    _write_all(load, source, strict=True, slot_bytes=SLOT_BYTES)
+    _write_source(load, Source(source), strict=True, slot_bytes=SLOT_BYTES)
     return load.report()
 
 
-def _note_parts(bound: BoundModel, stored: Checkpoint | DecodedCheckpoint) -> None:
+def _note_parts(bound: BoundModel, folder: str, names: Collection[str]) -> None:
     """Have chunks know a folder with parts that are not built, since a save copies these."""
     own = [chunk for chunk in bound.chunks if getattr(chunk, "bridge", None)]
-    has_parts = any(map(bound.mapping.is_carried, stored))
-    note_folder([chunk for chunk in own if chunk.bridge.whole or has_parts], str(stored.folder), stored)
+    has_parts = any(map(bound.mapping.is_carried, names))
+    note_folder([chunk for chunk in own if chunk.bridge.whole or has_parts], folder, names)
 
 
-def described_source(source: Source | None) -> Content | str | None:
+def described_source(source: HFWeights | None) -> Content | str | None:
     """A source for ranks to compare: a folder by its content. Each rank may have tensors of its own stage alone."""
     if source is None:
         return None
@@ -165,62 +142,30 @@ def note_folder(chunks: Iterable[GPTModel], folder: str, names: Collection[str])
             chunk.bridge = chunk.bridge.loaded_from(folder, names)
 
 
-def _stored(source: Source, provenance: Provenance) -> Mapping[str, Stored] | Iterable[tuple[str, Stored]]:
-    """The source by plain names. The config of a folder describes its encoded weights, or else that of the model."""
-    if isinstance(source, str | os.PathLike):
-        source = Checkpoint(find_folder(source))
-    if isinstance(source, Checkpoint):
-        return opened_folder(source)
-    quantization = read_quantization(getattr(provenance.hf, "quantization_config", None))
-    if isinstance(source, Mapping):
-        if foreign := [name for name in source if not isinstance(name, str)]:
-            raise CheckpointError(
-                f"the source must be by HF names, found {shown(foreign[0])} among its names: leave it out"
-            )
-        return decoded_mapping(source, quantization)
-    if not isinstance(source, Iterable):
-        raise CheckpointError(
-            f"expected a folder, a mapping of HF names to tensors, or an iterable of such pairs, found {shown(source)}"
-        )
-    return DecodedPairs(_pairs(source), quantization)
-
-
-def _pairs(source: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    for pair in source:
-        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
-            raise CheckpointError(f"the source must yield pairs of an HF name and a tensor, found {shown(pair)}")
-        yield pair
-
-
-def _write_all(
-    load: Load, source: Mapping[str, Stored] | Iterable[tuple[str, Stored]], *, strict: bool, slot_bytes: int
-) -> None:
-    """Write all tensors of a source. Folders and mappings are checked before the first write."""
-    mapping = load.bound.mapping
-    if not isinstance(source, Mapping):
-        for name, tensor in turned(with_prefix(source, mapping), mapping):
-            load.check(name, tensor)
-            load.write(name, tensor)
-        load.check_names(renamed(load.seen, mapping), strict)
-        load.ignored += unused_in(source)
-        return
-    source = renamed(source, mapping)
-    load.check_names(source, strict)
-    require_equal(source, mapping)
-    load.ignored += unused_in(source)
+def _write_source(load: Load, source: Source, *, strict: bool, slot_bytes: int) -> None:
+    """Write all tensors of a source, which is checked before the first write."""
+    source = source.for_model(load.bound.mapping)
+    load.check_names(source, source.unused, strict)
+    require_equal(source, load.bound.mapping)
     names = [name for name in source if name in load.uses]
-    described = source.described if isinstance(source, Decoded) else source.__getitem__
     for name in names:
-        load.check(name, described(name))
-    if isinstance(source, Checkpoint | DecodedCheckpoint):
-        files = source.files_of
-        with Staging(slot_bytes) as staging:
-            pairs: Iterator[tuple[str, Stored]] = source.pairs(names)
-            copies = ((name, copy) for name, tensor in pairs for copy in load.slices(name, tensor, files(name)))
-            read(((copy, files(name)[0]) for name, copy in copies), staging)
-        source.require_unchanged()
+        load.check(name, source.described(name))
+    pairs = source.pairs(names)
+    if source.folder is None:
+        for name, tensor in pairs:
+            load.check(name, tensor)  # again, since a mapping may make it anew
+            load.write(name, tensor)
         return
-    for name in names:
-        tensor = source[name]  # a mapping may make it anew
+    copies = (copy for name, tensor in pairs for copy in load.slices(name, tensor, source.files(name)))
+    with Staging(slot_bytes) as staging:
+        read(copies, staging)
+    source.require_unchanged()
+
+
+def _write_pairs(load: Load, source: Pairs, *, strict: bool) -> None:
+    mapping = load.bound.mapping
+    for name, tensor in source.for_model(mapping):
         load.check(name, tensor)
         load.write(name, tensor)
+    new = model_names(load.seen, mapping)
+    load.check_names((new.get(name, name) for name in load.seen), source.unused, strict)

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.rules.encoded import Encoded, EncodedSlice
+from mcore_bridge.rules.encoded import Encoded, EncodedSlice, Weight
 from mcore_bridge.rules.mapping import unstacked
 from mcore_bridge.rules.names import expert_of, kind_of, mtp_layer_of
-from mcore_bridge.rules.scheme import Held
+from mcore_bridge.rules.scheme import Encoding
 from mcore_bridge.rules.trace import Copy, Shape
 from mcore_bridge.weights.bound import BoundModel
 from mcore_bridge.weights.dtypes import Dtypes, dtype_name, is_exact, wanted_dtype
-from mcore_bridge.weights.files.decoded import Stored
 from mcore_bridge.weights.files.encoded_copy import EncodedCopy
 from mcore_bridge.weights.files.safetensors import SafetensorsFile
 from mcore_bridge.weights.files.slice_reader import AnyCopy, SliceCopy
-from mcore_bridge.weights.ties import differing
+from mcore_bridge.weights.source.tied_tensors import differing
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +66,9 @@ class _Use:
     index: int | None
     """The index along dim 0 of the HF tensor that is used, of shape ``shape``; None uses the whole tensor."""
 
-    def of(self, hf_tensor: Tensor) -> Tensor:
-        """The part of the HF tensor that goes into the parameter."""
-        return hf_tensor if self.index is None else hf_tensor[self.index]
+    def part(self, copy: Copy, hf_tensor: Tensor) -> Tensor:
+        """The part of an HF tensor, or of its coordinates, that one copy uses."""
+        return copy.of_part(hf_tensor if self.index is None else hf_tensor[self.index])
 
 
 class Load:
@@ -84,16 +83,18 @@ class Load:
         """The first name under which each HF tensor arrived, by its main name."""
         self._cuts: dict[object, EncodedSlice] = {}
         self.cast: dict[str, str] = {}
-        self.ignored: list[str] = []
-        self.carried: list[str] = []
-        self.initialised: list[str] = []
-        self.missing: tuple[str, ...] = ()
-        self.unexpected: tuple[str, ...] = ()
         self.num_bytes = 0
+        self._names = LoadReport(0, 0)
+        """What ``check_names`` has found."""
         if problem := bound.problem_of(dtype):
             raise CheckpointError(problem)
         for mcore in bound.tensors:
             self._use(mcore)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the tensors that are filled; a stage may have none."""
+        return next((tensor.device for tensor in self.bound.tensors.values()), torch.device("cpu"))
 
     def _use(self, mcore: str) -> None:
         tensor = self.bound.tensors[mcore]
@@ -109,26 +110,31 @@ class Load:
             whole, index = unstacked(name)
             self.uses.setdefault(whole, []).append(_Use(mcore, tensor, shape, copies, padding, index))
 
-    def check_names(self, names: Iterable[str], strict: bool) -> None:
-        """Check that this rank misses no tensor, and that some rank uses each tensor of the source."""
+    def check_names(self, names: Iterable[str], unused: Iterable[str], strict: bool) -> None:
+        """Check that this rank misses no tensor, and that some rank uses each tensor of the source.
+
+        Args:
+            names: of the source's tensors.
+            unused: of what no weight needs beside them.
+        """
         names = dict.fromkeys(names)
         present = {mtp_layer_of(use.mcore) for name in names if name in self.uses for use in self.uses[name]}
         absent = [name for name in self.uses if name not in names]
-        self.initialised = [name for name in absent if self._is_initialised(name, present)]
-        missing = [name for name in absent if name not in self.initialised]
+        initialised = tuple(name for name in absent if self._is_initialised(name, present))
+        missing = tuple(name for name in absent if name not in initialised)
         others = self._not_elsewhere(name for name in names if name not in self.uses)
         mapping = self.bound.mapping
-        self.ignored = [name for name in others if mapping.is_unused(name)]
-        self.carried = [name for name in self.ignored if mapping.is_carried(name)]
-        unexpected = [name for name in others if not mapping.is_unused(name)]
-        self.missing, self.unexpected = tuple(missing), tuple(unexpected)
+        ignored = tuple(filter(mapping.is_unused, others))
+        carried = tuple(filter(mapping.is_carried, ignored))
+        unexpected = tuple(name for name in others if not mapping.is_unused(name))
+        self._names = LoadReport(0, 0, initialised, (*ignored, *unused), carried, {}, missing, unexpected)
         if strict and (missing or unexpected):
             advice = "Use the checkpoint of this config, or strict=False to have them reported"
             if any(use.mcore.startswith("output_layer.") for name in missing for use in self.uses[name]):
                 advice += '. A checkpoint without a head, as of an embedding model, is built with head="none"'
             raise CheckpointError(
-                f"the source does not fit the model: {len(missing)} tensors missing {missing[:8]}, {len(unexpected)} "
-                f"unexpected {unexpected[:8]}. {advice}"
+                f"the source does not fit the model: {len(missing)} tensors missing {[*missing[:8]]}, "
+                f"{len(unexpected)} unexpected {[*unexpected[:8]]}. {advice}"
             )
 
     def _not_elsewhere(self, names: Iterable[str]) -> list[str]:
@@ -148,43 +154,38 @@ class Load:
         layers = {mtp_layer_of(use.mcore) for use in self.uses[name]}
         return self.bound.mapping.is_optional(name) or (None not in layers and layers.isdisjoint(present))
 
-    def check(self, name: str, tensor: Stored | Held) -> None:
-        """Compare kind, shape and dtype of an HF tensor with every parameter that it goes to."""
-        if isinstance(tensor, Encoded | Held):
-            self._check_encoded(name, tensor)
-            return
-        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
+    def check(self, name: str, tensor: Weight | Encoding) -> None:
+        """Compare kind, shape and dtype of an HF tensor with every parameter that it goes to.
+
+        An encoded one has no dtype: it is decoded into the dtype of any parameter.
+        """
+        is_encoded = isinstance(tensor, Encoded | Encoding)
+        if not is_encoded and (not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta):
             kind = f"{tensor.layout} on {tensor.device}" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise CheckpointError(
                 f"{name} must be a dense torch.Tensor that holds its values, found {kind}: convert it"
             )
         for use in self._uses_of(name):
-            self._check_shape(name, tensor, use)
+            shape = use.shape if use.index is None else (self.bound.axes["experts"], *use.shape)
+            if tuple(tensor.shape) != shape:
+                raise CheckpointError(
+                    f"{name} has shape {tuple(tensor.shape)}, but {use.mcore} of shape {tuple(use.tensor.shape)} at "
+                    f"tp={self.bound.axes['tp']} takes {shape}; is this the checkpoint of this config?"
+                )
+            held = dtype_name(use.tensor.dtype)
+            if isinstance(tensor, Encoded | Encoding):
+                self.cast.setdefault(name, f"{tensor.codec} -> {held}")
+                continue
             crossing = self._crossing(name, tensor.dtype, use)
             if not is_exact(crossing, use.tensor.dtype):
-                held = dtype_name(use.tensor.dtype)
                 raise CheckpointError(
                     f"{name} is {dtype_name(crossing)} and {use.mcore} {held}, which cannot hold all its values; pass "
                     f"dtype=torch.{held} to cast, or build the model in another dtype"
                 )
             if use.tensor.dtype != tensor.dtype:
-                self.cast.setdefault(name, f"{dtype_name(tensor.dtype)} -> {dtype_name(use.tensor.dtype)}")
+                self.cast.setdefault(name, f"{dtype_name(tensor.dtype)} -> {held}")
 
-    def _check_encoded(self, name: str, tensor: Encoded | Held) -> None:
-        """Compare the shape of an encoded tensor with every parameter; it is decoded into the dtype of any of them."""
-        for use in self._uses_of(name):
-            self._check_shape(name, tensor, use)
-            self.cast.setdefault(name, f"{tensor.codec} -> {dtype_name(use.tensor.dtype)}")
-
-    def _check_shape(self, name: str, tensor: Stored | Held, use: _Use) -> None:
-        shape = use.shape if use.index is None else (self.bound.axes["experts"], *use.shape)
-        if tuple(tensor.shape) != shape:
-            raise CheckpointError(
-                f"{name} has shape {tuple(tensor.shape)}, but {use.mcore} of shape {tuple(use.tensor.shape)} at "
-                f"tp={self.bound.axes['tp']} takes {shape}; is this the checkpoint of this config?"
-            )
-
-    def write(self, name: str, tensor: Stored) -> None:
+    def write(self, name: str, tensor: Weight) -> None:
         """Copy this rank's slices of one HF tensor. If they have come under another name, compare them instead."""
         original = self.bound.mapping.twins.get(name, name)
         first = self.first.setdefault(original, name)
@@ -194,7 +195,7 @@ class Load:
             elif not slice_copy.is_in_place():
                 raise differing(self.bound.mapping, [(name, first) if name != original else (first, name)])
 
-    def slices(self, name: str, tensor: Stored, files: tuple[SafetensorsFile, ...] = ()) -> Iterator[AnyCopy]:
+    def slices(self, name: str, tensor: Weight, files: tuple[SafetensorsFile, ...] = ()) -> Iterator[AnyCopy]:
         """Set padding to zero, and yield the copies of one HF tensor, which has been checked.
 
         Args:
@@ -213,15 +214,15 @@ class Load:
                     self.num_bytes += encoded.nbytes
                     yield EncodedCopy.of(encoded, target, files)
                     continue
-                source = _slice(use, copy, tensor)
+                source = use.part(copy, tensor)
                 self.num_bytes += source.nbytes
-                yield SliceCopy(source, target, self._crossing(name, tensor.dtype, use))
+                yield SliceCopy(source, target, self._crossing(name, tensor.dtype, use), files)
 
     def _cut(self, weight: Encoded, use: _Use, copy: Copy) -> EncodedSlice:
         """The slice of an encoded weight that one copy uses. Equal copies of weights of one shape have equal slices."""
         key = (copy, use.index, weight.shape, weight.order)
         if key not in self._cuts:
-            self._cuts[key] = weight.cut(partial(_slice, use, copy))
+            self._cuts[key] = weight.cut(partial(use.part, copy))
         return self._cuts[key].of(weight)
 
     def _uses_of(self, name: str) -> list[_Use]:
@@ -235,18 +236,4 @@ class Load:
     def report(self) -> LoadReport:
         """The report of a finished load."""
         read = tuple(name for name in self.uses if name in self.first or name in self.seen)
-        return LoadReport(
-            len(read),
-            self.num_bytes,
-            tuple(self.initialised),
-            tuple(self.ignored),
-            tuple(self.carried),
-            self.cast,
-            self.missing,
-            self.unexpected,
-        )
-
-
-def _slice(use: _Use, copy: Copy, tensor: Tensor) -> Tensor:
-    """The part of an HF tensor, or of its coordinates, that one copy uses."""
-    return copy.of_part(use.of(tensor))
+        return replace(self._names, num_tensors=len(read), num_bytes=self.num_bytes, cast=self.cast)

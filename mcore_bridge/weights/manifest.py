@@ -97,15 +97,13 @@ class Manifest:
     @classmethod
     def from_folder(cls, folder: str | os.PathLike[str], *, digests: bool = False) -> Manifest:
         """The manifest of a folder of safetensors. With ``digests``, every byte is read."""
-        checkpoint = Checkpoint(folder)
-        made = cls(
-            tuple(
-                ManifestEntry(name, tuple(tensor.shape), tensor.dtype, digest(tensor) if digests else None)
-                for name, tensor in checkpoint.pairs(checkpoint)
-            )
-        )
+        checkpoint, entries = Checkpoint(folder), []
+        for name, tensor in checkpoint.items():
+            sha256 = digest(tensor) if digests else None
+            entries.append(ManifestEntry(name, tuple(tensor.shape), tensor.dtype, sha256))
+            checkpoint.files[name].release(name)
         checkpoint.require_unchanged()
-        return made
+        return cls(tuple(entries))
 
 
 def _entry(row: dict[str, Any]) -> ManifestEntry:

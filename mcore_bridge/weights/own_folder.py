@@ -16,8 +16,8 @@ from torch import Tensor
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.bound import Models, chunks_of
 from mcore_bridge.weights.dtypes import dtype_name, is_exact
-from mcore_bridge.weights.files.decoded import opened_folder
-from mcore_bridge.weights.files.hf_folder import Checkpoint, shard_names
+from mcore_bridge.weights.files.hf_folder import shard_names
+from mcore_bridge.weights.source.source import open_folder
 
 _NOTE = "bridge_sources"
 """The attribute of a chunk that lists the folders from which weights were loaded."""
@@ -42,8 +42,7 @@ def plain_dtypes(folder: Path) -> dict[str, torch.dtype]:
     """The dtype of each tensor of an HF folder. Encoded weights are left out, since a load decodes them."""
     if not shard_names(folder):
         return {}
-    stored = opened_folder(Checkpoint(folder))
-    return {name: tensor.dtype for name, tensor in stored.items() if isinstance(tensor, Tensor)}
+    return {name: tensor.dtype for name, tensor in open_folder(folder).items() if isinstance(tensor, Tensor)}
 
 
 def require_held(target: Path, stored: Mapping[str, torch.dtype], written: Mapping[str, torch.dtype]) -> None:

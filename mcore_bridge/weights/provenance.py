@@ -32,12 +32,11 @@ from mcore_bridge.rules.mapping import (
     top_names,
 )
 from mcore_bridge.rules.names import EMBEDDING, TOWER, mtp_layer_of
-from mcore_bridge.rules.scheme import plain_names
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.base_names import prefix_of
 from mcore_bridge.weights.dtypes import dtype_name
 from mcore_bridge.weights.files.hf_folder import names_in
-from mcore_bridge.weights.ties import is_tied, ties_any_head
+from mcore_bridge.weights.source.conventions import prefix_of
+from mcore_bridge.weights.source.tied_tensors import is_tied, ties_any_head
 
 if TYPE_CHECKING:
     import torch
@@ -95,7 +94,7 @@ class Provenance:
         """A copy that has this tower, whose tensors it names as its folder does."""
         if not tower:
             return self
-        names = tuple(plain_names(names_in(self.folder))) if self.folder else ()
+        names = names_in(self.folder) if self.folder else ()
         return replace(self, vision=vision, tower=tower).spelled_as(names)
 
     def with_overridden(self, fields: Mapping[str, object]) -> Provenance:
@@ -237,7 +236,7 @@ def provenance_of(hf: HF, *, head: str | None = "lm") -> Provenance:
     """
     config = read_hf(hf)
     folder = os.fspath(find_folder(hf)) if isinstance(hf, str | os.PathLike) else None
-    names = tuple(plain_names(names_in(folder))) if folder else ()
+    names = names_in(folder) if folder else ()
     whole = None
     if (composite := composite_of(config)) is not None:
         whole, config = Whole(composite, config, composite.spelling), text_of(config, composite)
@@ -273,7 +272,7 @@ def head_of(hf: HF, names: Iterable[str] = ()) -> str:
 
 def _head_in(provenance: Provenance, names: Collection[str]) -> str:
     heads = {name for rule in lm_head_of(provenance.rules, provenance.spelling) for name in rule.hf}
-    has_head = any(name in heads or name.startswith("output_layer.") for name in plain_names(names))
+    has_head = any(name in heads or name.startswith("output_layer.") for name in names)
     return "lm" if has_head or not names or provenance.hf.tie_word_embeddings else "none"
 
 

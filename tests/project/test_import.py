@@ -15,7 +15,7 @@ ORDER = """
 errors <- arguments cpu machine plugins <- rules config <- composite <- architecture <- weights models <- batches
 <- factory <- launch <- convert <- trainers commands <- cli
 """
-INSIDE = {"config": "tables <- mesh", "weights": "plan <- transfer <- ipc <- files <- dist_checkpoint"}
+INSIDE = {"config": "tables <- mesh", "weights": "plan <- transfer <- ipc <- files <- source <- dist_checkpoint"}
 """A module imports only what stands further left, or what is in its own folder; so do the folders in a folder."""
 
 DISTRIBUTED = {

@@ -15,8 +15,8 @@ from mcore_bridge.rules.layout import TRANSPOSED, Chain
 from mcore_bridge.rules.mapping import axes_of, pattern_of
 from mcore_bridge.rules.trace import trace
 from mcore_bridge.weights.bound import axes_of_config
-from mcore_bridge.weights.orientation import Turned, out_major
 from mcore_bridge.weights.peft.peft_config import STACKS, PeftNames
+from mcore_bridge.weights.source.source import Source
 from tests import zoo
 from tests.support.strategies import random_state
 from tests.support.twins import TWINS
@@ -65,7 +65,7 @@ def parts_of(rule, state):
 def test_the_layout_of_a_product_is_that_of_its_factors(name):
     hf = zoo.cases()[name].hf
     state, rules, seen = random_state(hf), mapping(hf).rules, 0
-    state = Turned(state, out_major(state, mapping(hf)))
+    state = Source(state).for_model(mapping(hf))
     sizes = axes_of_config(to_transformer_config(hf), vocab=hf.vocab_size, padded_vocab=hf.vocab_size)
     for tp in (1, 2):
         for rule, first, second in adaptable(rules):

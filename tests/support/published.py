@@ -18,7 +18,7 @@ from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.blueprint import make_blueprint
 from mcore_bridge.factory.build_options import BuildOptions
 from mcore_bridge.factory.param_count import count_params
-from mcore_bridge.weights.files.decoded import quantization_in
+from mcore_bridge.weights.source.encoded_weights import quantization_in
 
 FOLDER = Path(__file__).parent.parent / "data" / "published"
 

@@ -12,10 +12,9 @@ from compressed_tensors.quantization import QuantizationConfig
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from mcore_bridge.config.quantization import read_quantization
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules import codec, encoded, scheme
-from mcore_bridge.weights.files.decoded import DecodedPairs, decoded_mapping
+from mcore_bridge.weights.source.source import open_source
 from tests import zoo
 from tests.support import quantized
 from tests.support.quantized import Format, deepseek, mxfp4
@@ -46,7 +45,7 @@ def _by_transformers(parts: dict[str, Tensor]) -> Tensor:
 
 
 def plain_of(files: Mapping[str, Tensor], note: dict[str, Any] | None = None) -> Any:
-    return decoded_mapping(files, read_quantization(note))
+    return open_source(files, note)
 
 
 def test_all_codes_and_scales_of_fp8_and_mxfp4() -> None:
@@ -163,12 +162,12 @@ def test_scales_of_stacked_experts_may_have_any_shape_of_a_matrix(shape: tuple[i
             each = scales.reshape(*outer, down, across).repeat_interleave(8, -2).repeat_interleave(8, -1)
             spread = each[..., :rows, :columns]
         files = {"x.weight": codes, "x.weight_scale_inv": scales}
-        found = decoded_mapping(files, None if form in ([rows], [rows, 1], [1], []) else EIGHTS)["x.weight"]
+        found = open_source(files, None if form in ([rows], [rows, 1], [1], []) else EIGHTS)["x.weight"]
         assert torch.equal(found.to(torch.float32), codes.float() * spread), form
         assert torch.equal(found[-1].to(torch.float32), codes[-1].float() * spread.expand(shape)[-1]), form
 
 
-EIGHTS = read_quantization({"quant_method": "fp8", "weight_block_size": [8, 8]})
+EIGHTS = {"quant_method": "fp8", "weight_block_size": [8, 8]}
 
 
 def test_slices_of_codes_have_even_steps() -> None:
@@ -198,7 +197,7 @@ def test_a_shape_beside_codes_is_theirs_and_parts_come_once() -> None:
         with pytest.raises(
             CheckpointError, match=r"x\.weight(_scale_inv)? came twice; every HF tensor must come exactly"
         ):
-            list(DecodedPairs(twice, read_quantization(NOTE)))
+            list(open_source(twice, NOTE))
 
 
 @pytest.mark.parametrize(
@@ -266,7 +265,7 @@ def test_what_cannot_be_decoded_raises(files: Mapping[str, Tensor], message: str
     with pytest.raises(CheckpointError, match=message):
         plain_of(files, NOTE)
     with pytest.raises(CheckpointError, match=message):
-        list(DecodedPairs(files.items(), read_quantization(NOTE)))
+        list(open_source(iter(files.items()), NOTE))
 
 
 def test_all_obstacles_are_named_at_once() -> None:
@@ -278,8 +277,7 @@ def test_all_obstacles_are_named_at_once() -> None:
 def test_plain_tensors_with_like_names_stay_as_they_are() -> None:
     """Whatever they are called, without codes beside them."""
     plain = {"a.k_scale": torch.ones(2), "a.scale": torch.ones(2), "a.weight": torch.ones(2, 2)}
-    assert plain_of(plain) is plain
-    assert dict(DecodedPairs(plain.items(), None)) == plain
+    assert dict(plain_of(plain)) == dict(open_source(iter(plain.items()))) == plain
 
 
 # planted mistakes -----------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from mcore_bridge.weights.files.hf_folder import Checkpoint, names_in
 from mcore_bridge.weights.load import load_hf_weights
 from mcore_bridge.weights.manifest import Manifest
 from mcore_bridge.weights.provenance import provenance_of
+from mcore_bridge.weights.source.source import open_source
 from tests.support import fake_mesh, memory, pool, stepping
 from tests.support.failing_ranks import only_on_1
 from tests.support.strategies import random_state, tiny
@@ -445,11 +446,11 @@ def test_tensors_larger_than_a_slot_come_in_pieces(folder, state, dims, slot_byt
 
 @pytest.mark.parametrize("slot_bytes", [100, 1 << 20])
 def test_a_file_that_became_shorter_raises_and_leaves_no_thread(folder, slot_bytes):
-    checkpoint = Checkpoint(folder)
+    source = open_source(folder)
     path = folder / "model-00002-of-00003.safetensors"
     os.truncate(path, path.stat().st_size // 2)
     with pytest.raises(CheckpointError, match=r"model-00002-of-00003\.safetensors has \d+ bytes, and had"):
-        loaded(checkpoint, slot_bytes=slot_bytes)
+        loaded(source, slot_bytes=slot_bytes)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("staging")]
 
 

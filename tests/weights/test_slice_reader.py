@@ -135,7 +135,7 @@ def test_what_is_put_into_place_at_once_is_of_one_dtype_on_either_side(tmp_path)
     targets = [
         torch.empty(12, dtype=dtype)[::2] for dtype in dtypes
     ]  # with gaps, so that nothing is read straight there
-    slices = [(SliceCopy(view, target, view.dtype), file) for view, target in zip(views, targets, strict=True)]
+    slices = [SliceCopy(view, target, view.dtype, (file,)) for view, target in zip(views, targets, strict=True)]
     found = list(_batches([*slices, *slices[3:]], num_bytes=1 << 10))
     assert [len(pieces) for _, pieces in found] == [1, 1, 1, 2]
 

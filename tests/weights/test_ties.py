@@ -31,7 +31,8 @@ from mcore_bridge.trainers.rlinf.convertor import convert_hf_to_mg
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.load import load_hf_weights
 from mcore_bridge.weights.provenance import provenance_of
-from mcore_bridge.weights.ties import are_equal, renamed, ties_any_head
+from mcore_bridge.weights.source.source import Source
+from mcore_bridge.weights.source.tied_tensors import are_equal, ties_any_head
 from tests import zoo
 from tests.support import fake_mesh, mtp_checkpoints, pool
 from tests.support.command import ranks_in_pool
@@ -153,7 +154,7 @@ def test_a_head_alone_is_there_once_and_compared_with_nothing():
     """A NaN in it equals nothing, itself included."""
     state = files("alone")
     state[HEAD][0, 0] = torch.nan
-    found = renamed(state, provenance_of(HF).mapping(tied=True))
+    found = Source(state).for_model(provenance_of(HF).mapping(tied=True))
     assert HEAD not in found
     assert len([*found]) == len(found) == len(state)
     with fake_mesh.rank_of(ONE, 0, 1):
@@ -236,7 +237,7 @@ def test_verify_holds_a_folder_against_itself(kind, folders, tmp_path, monkeypat
 
 
 def test_tensors_are_compared_in_pieces_up_to_the_first_that_differs(tmp_path, monkeypatch):
-    monkeypatch.setattr("mcore_bridge.weights.ties._PIECE_BYTES", 64)
+    monkeypatch.setattr("mcore_bridge.weights.source.tied_tensors._PIECE_BYTES", 64)
     whole = torch.arange(40.0).view(10, 4)
     last, first = whole.clone(), whole.clone()
     last[-1, -1], first[0, 0] = -1, -1
@@ -244,11 +245,11 @@ def test_tensors_are_compared_in_pieces_up_to_the_first_that_differs(tmp_path, m
     state = {name: tensor.clone() for name, tensor in state.items()}
     save_file(state, tmp_path / "model.safetensors")
     checkpoint = Checkpoint(tmp_path)
-    file, read = checkpoint.file_of("whole"), []
+    file, read = checkpoint.files["whole"], []
     monkeypatch.setattr(file, "read", lambda *each: (read.append(each), type(file).read(file, *each))[1])
     for other, num_reads in (("same", 10), ("last", 10), ("first", 2), ("short", 0)):
-        for source in (state, checkpoint, checkpoint):
-            assert are_equal(source, "whole", other) == (other == "same")
+        for tensors in (state, checkpoint, checkpoint):
+            assert are_equal(Source(tensors), "whole", other) == (other == "same")
         assert len(read) == num_reads, "a process compares the tensors of files once"
         read.clear()
 

@@ -21,16 +21,16 @@ from torch import Tensor
 from mcore_bridge.commands.random_values import is_flat, varied
 from mcore_bridge.config.hf import read_json
 from mcore_bridge.rules.adapters import base_name
+from mcore_bridge.rules.encoded import Encoded
 from mcore_bridge.rules.mapping import WeightMapping
 from mcore_bridge.weights.bound import Models
-from mcore_bridge.weights.files.decoded import Folder, opened_folder
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.files.positional_io import array_of
 from mcore_bridge.weights.files.safetensors import SafetensorsFile
 from mcore_bridge.weights.load import overwrite
 from mcore_bridge.weights.peft.peft_config import CONFIG, WEIGHTS, PeftNames
 from mcore_bridge.weights.peft.peft_read import PeftConfig
-from mcore_bridge.weights.ties import renamed
+from mcore_bridge.weights.source.source import Source, open_folder
 from mcore_bridge.weights.transfer.collectives import Group
 
 _Signature = tuple[str, bool, bool, tuple[object, ...]]
@@ -56,7 +56,7 @@ class Alike:
 
     def write(self, models: Models, folder: Path, mapping: WeightMapping) -> None:
         """Give the changed values to this rank's chunks, which hold the others."""
-        overwrite(models, renamed(self.tensors(folder), mapping), dict.fromkeys(self.keys.values()))
+        overwrite(models, Source(self.tensors(folder)).for_model(mapping), dict.fromkeys(self.keys.values()))
 
 
 def alike_in(folder: Path, mapping: WeightMapping) -> Alike:
@@ -66,35 +66,30 @@ def alike_in(folder: Path, mapping: WeightMapping) -> Alike:
         folder: of the checkpoint.
         mapping: of the model whose logits are compared. Tensors that it does not use are left out.
     """
-    world, checkpoint = Group(None), opened_folder(Checkpoint(folder))
-    own_names = renamed({name: name for name in checkpoint}, mapping)
-    main_names = {own: mapping.twins.get(name, name) for name, own in own_names.items()}
-    used = [own for own, name in main_names.items() if mapping.consumers(name) and own_names.get(name) == own]
-    mine = [*_signatures(checkpoint, used[world.rank :: world.size])]
+    world, source = Group(None), open_folder(folder, mapping)
+    main_names = {name: mapping.twins.get(name, name) for name in source}
+    used = [name for name, main in main_names.items() if name == main and mapping.consumers(name)]
+    mine = [*_signatures(source, used[world.rank :: world.size])]
     signatures = [signature for share in world.all_gather_object(mine) for signature in share]
     counts = Counter(checksum for *_, checksums in signatures for checksum in checksums)
     alike = [
-        (own, is_encoded)
-        for own, is_encoded, flat, checksums in signatures
+        (name, is_encoded)
+        for name, is_encoded, flat, checksums in signatures
         if flat or any(counts[checksum] > 1 for checksum in checksums)
     ]
-    changed = {main_names[own] for own, is_encoded in alike if not is_encoded}
-    keys = {own: name for own, name in main_names.items() if name in changed}
-    return Alike(keys, tuple(own for own, is_encoded in alike if is_encoded))
+    changed = {name for name, is_encoded in alike if not is_encoded}
+    keys = {source.stored(name).names[0]: main for name, main in main_names.items() if main in changed}
+    return Alike(keys, tuple(name for name, is_encoded in alike if is_encoded))
 
 
-def _signatures(checkpoint: Folder, names: Sequence[str]) -> Iterator[_Signature]:
+def _signatures(source: Source, names: Sequence[str]) -> Iterator[_Signature]:
     """Those of some tensors. A stack of experts counts as the tensors in it."""
-    files = Checkpoint(checkpoint.folder)
-    for name in names:
-        own = (name,) if isinstance(checkpoint, Checkpoint) else checkpoint.own_names(name)
-        tensors = [files[part] for part in own]
+    for name, weight in source.pairs(names):
+        is_encoded = isinstance(weight, Encoded)
+        tensors = weight.parts if isinstance(weight, Encoded) else (weight,)
         parts = [entry for tensor in tensors for entry in (tensor.unbind() if tensor.dim() > 2 else [tensor])]
-        is_encoded = own != (name,)
-        if is_encoded or files[name].is_floating_point():
+        if weight.is_floating_point():
             yield name, is_encoded, not is_encoded and any(map(is_flat, parts)), tuple(map(_checksum, parts))
-        for part in own:
-            files.release(part)
 
 
 def _checksum(tensor: Tensor) -> object:

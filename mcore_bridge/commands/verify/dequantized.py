@@ -7,9 +7,9 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from mcore_bridge.rules.scheme import Held
-from mcore_bridge.weights.files.decoded import DecodedCheckpoint, opened_folder, quantization_in
-from mcore_bridge.weights.files.hf_folder import Checkpoint
+from mcore_bridge.rules.scheme import Encoding
+from mcore_bridge.weights.source.encoded_weights import quantization_in
+from mcore_bridge.weights.source.source import open_folder
 
 _CONFIGS = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config", "compressed-tensors": "CompressedTensorsConfig"}
 """By method, the class of transformers that takes ``dequantize=True``."""
@@ -26,9 +26,8 @@ def dequantizing(folder: Path) -> dict[str, Any]:
 
 def why_no_reference(folder: Path) -> str:
     """Why transformers has no right logits of a folder, the same on every rank; empty where it has."""
-    checkpoint = opened_folder(Checkpoint(folder))
-    quantization = quantization_in(folder)
-    if quantization is None or not isinstance(checkpoint, DecodedCheckpoint):
+    source, quantization = open_folder(folder), quantization_in(folder)
+    if quantization is None or not source.is_encoded:
         return ""
     transformers = importlib.import_module("transformers")
     if quantization.method not in _CONFIGS:
@@ -37,13 +36,13 @@ def why_no_reference(folder: Path) -> str:
         return "transformers needs the package compressed-tensors for these weights"
     if quantization.method != "mxfp4" and transformers.__version__.startswith("4."):
         return f"transformers {transformers.__version__} does not dequantize these weights without a GPU"
-    edges = [name for name, held in checkpoint.scheme.held.items() if _has_edges(held)]
+    edges = [name for name in source if (held := source.stored(name).encoding) and _has_edges(held)]
     if edges and quantization.method == "fp8":
         return f"transformers decodes blocks at an edge otherwise, as those of {edges[0]} (docs/guide/quantized.md)"
     return ""
 
 
-def _has_edges(held: Held) -> bool:
+def _has_edges(held: Encoding) -> bool:
     """Whether there is a block that a weight ends in."""
     sizes = [held.shape[dim] for dim in held.order]
     return any(size % block and size > block for size, block in zip(sizes, held.codec.block, strict=True))

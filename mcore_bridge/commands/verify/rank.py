@@ -10,30 +10,33 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import torch
-from torch import Tensor
 
 from mcore_bridge.commands.verify.logits import Comparison, compare_logits
 from mcore_bridge.config.mtp import held_mtp_layers
 from mcore_bridge.factory.build_options import BuildOptions
 from mcore_bridge.launch.worker import Report
+from mcore_bridge.rules.encoded import Weight
+from mcore_bridge.rules.mapping import WeightMapping
 from mcore_bridge.weights.dtypes import Dtypes, wanted_dtype
 from mcore_bridge.weights.export import iter_hf_weights
-from mcore_bridge.weights.files.decoded import Folder, opened_folder
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.files.sources import Sources
 from mcore_bridge.weights.manifest import Manifest, ManifestEntry, digest, manifest
 from mcore_bridge.weights.peft.hf_adapters import adapters_of, iter_hf_adapters
 from mcore_bridge.weights.peft.peft_folder import open_peft
 from mcore_bridge.weights.save import save_hf_checkpoint
-from mcore_bridge.weights.ties import renamed
+from mcore_bridge.weights.source.encoded_weights import scheme_in
+from mcore_bridge.weights.source.source import Source, open_folder
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.failures import raise_on_all
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
+
+_Pair = TypeVar("_Pair")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,25 +100,29 @@ class RankResult:
         self.seconds[phase] = time.perf_counter() - start
 
 
-class Watched(Checkpoint):
-    """A checkpoint that reports the progress of reading, and remembers when a load has asked for its names."""
+class Watched(Source):
+    """The tensors of a folder. It reports the progress of reading, and remembers when a load has begun."""
 
-    def __init__(self, folder: Path, report: Report, phase: str = "load") -> None:
-        super().__init__(folder)
+    def __init__(self, folder: Path, report: Report) -> None:
+        checkpoint = Checkpoint(folder)
+        super().__init__(checkpoint, scheme_in(checkpoint))
         self._report = report
-        self._phase = phase
         self.started = 0.0
 
-    def __iter__(self) -> Iterator[str]:
-        self.started = self.started or time.perf_counter()
-        return super().__iter__()
+    def for_model(self, mapping: WeightMapping) -> Self:
+        """See ``Source.for_model``."""
+        self.started = time.perf_counter()
+        return super().for_model(mapping)
 
-    def pairs(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """See ``Checkpoint.pairs``."""
-        names = list(names)
-        for index, pair in enumerate(super().pairs(names)):
-            yield pair
-            self._report(self._phase, index + 1, len(names))
+    def pairs(self, names: Iterable[str]) -> Iterator[tuple[str, Weight]]:
+        """See ``Source.pairs``."""
+        return _reported(super().pairs(names := list(names)), len(names), self._report, "load")
+
+
+def _reported(pairs: Iterable[_Pair], total: int, report: Report, phase: str) -> Iterator[_Pair]:
+    for index, pair in enumerate(pairs):
+        yield pair
+        report(phase, index + 1, total)
 
 
 def check_rank(task: Task, report: Report) -> RankResult:
@@ -126,15 +133,14 @@ def check_rank(task: Task, report: Report) -> RankResult:
     chunks = _build(task, finding, report)
     finding.held = sum(parameter.nbytes for chunk in chunks for parameter in chunk.parameters())
     _export(chunks, task, finding, report)
-    expected = opened_folder(Watched(task.against, report, "compare"))
-    renamed(expected, chunks[0].bridge.mapping(tied=chunks[0].share_embeddings_and_output_weights))
-    finding.expected = _share(expected, task.names, task.crossing)
+    mapping = chunks[0].bridge.mapping(tied=chunks[0].share_embeddings_and_output_weights)
+    finding.expected = _share(open_folder(task.against, mapping), task, task.crossing, report, "compare")
     if task.save is not None:
         with raise_on_all(Group(None)):
             task.sources.require_unchanged()
         with finding.timed("save"):
             save_hf_checkpoint(chunks, task.save, dtype=task.crossing, merged=False)
-        finding.saved = _share(Watched(task.save, report, "read back"), task.names, None)
+        finding.saved = _share(open_folder(task.save), task, None, report, "read back")
     if task.num_tokens:
         if task.options.dtype != torch.float32 or held_mtp_layers(vars(chunks[0].config)):
             chunks = []  # frees memory for those in fp32
@@ -193,11 +199,12 @@ def _adapters(chunks: list[GPTModel], folder: Path) -> dict[str, bool]:
     return same
 
 
-def _share(checkpoint: Folder, names: tuple[str, ...], crossing: Dtypes) -> tuple[ManifestEntry, ...]:
-    """Specs and digests of this rank's part of ``names``, read from ``checkpoint`` and cast to the export's dtypes."""
+def _share(source: Source, task: Task, crossing: Dtypes, report: Report, phase: str) -> tuple[ManifestEntry, ...]:
+    """Specs and digests of this rank's part of the task's tensors, read from a folder and cast as an export casts."""
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    names = [name for name in task.names if name in source][rank::world_size]
     specs = []
-    for name, tensor in checkpoint.pairs([name for name in names if name in checkpoint][rank::world_size]):
+    for name, tensor in _reported(source.pairs(names), len(names), report, phase):
         wanted = tensor.to(wanted_dtype(name, tensor.dtype, crossing))
         specs.append(ManifestEntry(name, tuple(wanted.shape), wanted.dtype, digest(wanted)))
     return tuple(specs)

@@ -20,12 +20,10 @@ from mcore_bridge.rules.mapping import WeightMapping
 from mcore_bridge.rules.names import mtp_layer_of
 from mcore_bridge.weights.dtypes import Dtypes, dtype_name
 from mcore_bridge.weights.files.atomic_folder import target_of
-from mcore_bridge.weights.files.decoded import Folder, opened_folder
-from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.files.sources import Sources
 from mcore_bridge.weights.manifest import Manifest
 from mcore_bridge.weights.provenance import head_of, provenance_of
-from mcore_bridge.weights.ties import renamed
+from mcore_bridge.weights.source.source import Source, open_folder
 
 if TYPE_CHECKING:
     from mcore_bridge.factory.blueprint import Blueprint
@@ -140,14 +138,14 @@ def verify(
     sources = Sources.of(*(given_path(path) for path in (folder, against, adapter) if path is not None))
     if save is not None:
         sources.require_apart(save := target_of(save))
-    checkpoint = opened_folder(Checkpoint(folder))
+    checkpoint = open_folder(folder)
     dtypes = {tensor.dtype for tensor in checkpoint.values() if tensor.is_floating_point()}
     vision = "carried" if adapter is not None or options.model == "hybrid" else _vision(folder)
     options = replace(options, dtype=dtype or widest(dtypes), head=head_of(folder), vision=vision)
     blueprint = make_blueprint(folder, options)
     tied = bool(blueprint.gpt_arguments["share_embeddings_and_output_weights"])
     mapping = blueprint.provenance.mapping(tied=tied, mtp=held_mtp_layers(vars(blueprint.config)))
-    renamed(checkpoint, mapping)
+    checkpoint = checkpoint.for_model(mapping)
     names = tuple(name for name in checkpoint if _is_exported(mapping, name))
     task = Task(
         folder=folder,
@@ -208,7 +206,7 @@ def widest(dtypes: set[torch.dtype]) -> torch.dtype:
 
 
 def _crossing(
-    checkpoint: Folder, names: tuple[str, ...], dtype: torch.dtype | None, dtypes: set[torch.dtype]
+    checkpoint: Source, names: tuple[str, ...], dtype: torch.dtype | None, dtypes: set[torch.dtype]
 ) -> Dtypes:
     """The dtype of all exported tensors; if a checkpoint has several, the dtype of each tensor."""
     if dtype is not None or len(dtypes) == 1:

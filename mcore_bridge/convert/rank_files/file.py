@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mcore_bridge.convert.assemble import Source
+from mcore_bridge.convert.assemble import HFTensors
 from mcore_bridge.convert.rank_files.file_layout import FileLayout, RankFile
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.dist_checkpoint.extra_state import SUFFIX, fillers
@@ -26,7 +26,7 @@ def write_rank_file(
     path: Path,
     layout: FileLayout,
     file: RankFile,
-    source: Source,
+    source: HFTensors,
     device: str = "cpu",
     progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.mesh.pipeline import Stage
-from mcore_bridge.convert.assemble import Source, assemble_shard
+from mcore_bridge.convert.assemble import HFTensors, assemble_shard
 from mcore_bridge.convert.rank_files.local_names import fused_norm, local_expert
 from mcore_bridge.errors import CheckpointError, MeshError
 from mcore_bridge.factory.gpt_inputs import to_gpt_arguments, to_transformer_config
@@ -232,7 +232,7 @@ class FileLayout:
         """The dtype of a parameter, which is that of its HF tensors."""
         return self.specs[_whole(self.bindings[mcore].hf[0])].dtype
 
-    def shard(self, mcore: str, number: int, source: Source, device: str = "cpu") -> Tensor:
+    def shard(self, mcore: str, number: int, source: HFTensors, device: str = "cpu") -> Tensor:
         """Assemble one shard of a parameter from HF tensors."""
         hf = self.bindings[mcore].hf
         return assemble_shard(self.trace(mcore), number, hf, source, self.dtype(mcore), device)

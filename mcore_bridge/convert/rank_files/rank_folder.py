@@ -25,7 +25,8 @@ from mcore_bridge.weights.dist_checkpoint.folder import latest_in
 from mcore_bridge.weights.files.torch_save import release
 from mcore_bridge.weights.plan.inventory import Inventory, ParamEntry, merge_inventories
 from mcore_bridge.weights.provenance import HF, head_of, provenance_of
-from mcore_bridge.weights.ties import are_equal
+from mcore_bridge.weights.source.source import Source
+from mcore_bridge.weights.source.tied_tensors import are_equal
 
 _HEAD = "output_layer.weight"
 
@@ -142,7 +143,7 @@ def _require_tied(files: Sequence[RankFile], tensors: Sequence[Named], vocab: in
             continue
         pair = {EMBEDDING: embeddings[file.tp_rank], _HEAD: held[_HEAD]}
         rows = max(0, vocab - file.tp_rank * len(held[_HEAD]))  # the rest is padding
-        if not are_equal({name: tensor[:rows] for name, tensor in pair.items()}, *pair):
+        if not are_equal(Source({name: tensor[:rows] for name, tensor in pair.items()}), *pair):
             raise CheckpointError(
                 f"{_HEAD} of {file.name} differs from the embedding, and the HF config says tie_word_embeddings=True: "
                 "set it to False there, as this model has a head of its own"

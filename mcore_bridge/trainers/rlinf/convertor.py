@@ -22,9 +22,8 @@ from mcore_bridge.trainers.rlinf.cached_folder import made_once
 from mcore_bridge.trainers.rlinf.convertor_settings import ConvertorSettings, as_conversion, read_conversion
 from mcore_bridge.trainers.rlinf.middle_files import MiddleFiles, write_middle
 from mcore_bridge.weights.dist_checkpoint.folder import TRACKER
-from mcore_bridge.weights.files.decoded import Folder
 from mcore_bridge.weights.files.sidecars import copy_companions, forget_quantization
-from mcore_bridge.weights.ties import opened
+from mcore_bridge.weights.source.source import Source, open_folder
 
 _OTHERS = ("*.json", "*.py", "*.md", "LICENSE")
 """Further files that RLinf copies."""
@@ -87,7 +86,7 @@ def middle_file_to_mg(convert_config: Any) -> None:
             _write(MiddleFiles(folder), folder, conversion, staging)
 
 
-def _write(source: Folder | MiddleFiles, folder: Path, conversion: ConvertorSettings, staging: Path) -> None:
+def _write(source: Source | MiddleFiles, folder: Path, conversion: ConvertorSettings, staging: Path) -> None:
     layout = FileLayout(folder, conversion.dims, _specs_of(source), conversion.style)
     for file in layout.files():
         path = staging / RELEASE / file.name / NAME
@@ -107,11 +106,11 @@ def _copy_rest(folder: Path, layout: FileLayout, staging: Path) -> None:
         config.write_text(json.dumps({**json.loads(config.read_text()), "tie_word_embeddings": tied}, indent=2) + "\n")
 
 
-def _opened(folder: Path) -> Folder:
-    return opened(folder, FileLayout(folder, ParallelDims(), {}).mapping)
+def _opened(folder: Path) -> Source:
+    return open_folder(folder, FileLayout(folder, ParallelDims(), {}).mapping)
 
 
-def _specs_of(source: Folder | MiddleFiles) -> Mapping[str, TensorSpec]:
+def _specs_of(source: Source | MiddleFiles) -> Mapping[str, TensorSpec]:
     if isinstance(source, MiddleFiles):
         return source.specs
     return {name: TensorSpec.of(name, tensor) for name, tensor in source.items()}

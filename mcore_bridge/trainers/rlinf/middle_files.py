@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
-from mcore_bridge.convert.assemble import Source
+from mcore_bridge.convert.assemble import HFTensors
 from mcore_bridge.convert.rank_files.file_layout import FileLayout
 from mcore_bridge.rules.mapping import Binding, axes_of, unstacked
 from mcore_bridge.rules.names import layer_of
@@ -21,7 +21,7 @@ from mcore_bridge.weights.files.hf_folder import Checkpoint
 PRE, POST = "pre", "post"
 
 
-def write_middle(layout: FileLayout, source: Source, folder: Path) -> None:
+def write_middle(layout: FileLayout, source: HFTensors, folder: Path) -> None:
     """Write a file for each layer from ``0.safetensors`` on, and ``pre`` and ``post``, with one in memory at a time.
 
     Args:
@@ -80,7 +80,7 @@ class MiddleFiles(Mapping[str, Tensor]):
     def release(self, name: str) -> None:
         """Free the memory of pages that were read for ``name``."""
         for mcore, _ in self._parts[name].values():
-            self._files.release(mcore)
+            self._files.files[mcore].release(mcore)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parts)

@@ -13,8 +13,9 @@ from mcore_bridge.factory.build import own_stages
 from mcore_bridge.factory.chunk import build_chunk, building
 from mcore_bridge.trainers.rlinf.actor import read_actor
 from mcore_bridge.trainers.rlinf.checkpoint import checkpoint_of, hf_folder_of, require_loads
-from mcore_bridge.weights.load import Source, load_hf_weights
+from mcore_bridge.weights.load import load_hf_weights
 from mcore_bridge.weights.provenance import HF
+from mcore_bridge.weights.source.source import HFWeights
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -25,7 +26,7 @@ def model_provider(
     *,
     hf: HF | None = None,
     overrides: Mapping[str, object] | None = None,
-    load_weights: bool | Source | None = None,
+    load_weights: bool | HFWeights | None = None,
     device: Any = None,
     seed: int = 0,
     model: str = "gpt",
@@ -54,7 +55,7 @@ def model_provider(
     read = read_actor(actor, hf=hf, overrides=overrides)
     head = "value" if actor.get("use_critic_model") else "lm"
     checkpoint = checkpoint_of(actor) if load_weights is None else None
-    source: Source | None = None
+    source: HFWeights | None = None
     if load_weights is not False and checkpoint is None:
         source = read.hf if load_weights is None or load_weights is True else load_weights
         _require_last(actor)

@@ -1,7 +1,7 @@
 """A folder of safetensors as a lazy mapping: each tensor is a view of a mapped file.
 
 Files are mapped once. The pages of a tensor are freed when its reader moves on, so reading a checkpoint of any size
-keeps one tensor resident. A load reads the files by position instead (``file_of``). All processes of a node share the
+keeps one tensor resident. A load reads the files by position instead. All processes of a node share the
 page cache.
 """
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from mcore_bridge.config.given_path import given_path
 from mcore_bridge.config.mesh.alike import Content, digest_of
 from mcore_bridge.errors import CheckpointError
+from mcore_bridge.rules.scheme import plain_names
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.files.positional_io import read_bounded
 from mcore_bridge.weights.files.safetensors import DTYPES, SafetensorsFile
@@ -55,7 +56,10 @@ def content_of(folder: str | os.PathLike[str]) -> Content:
 
 
 class Checkpoint(Mapping[str, Tensor]):
-    """All tensors of an HF folder by name, with an index or without.
+    """All tensors of an HF folder by name, with an index or without, as its files store them.
+
+    Attributes:
+        files: the file of each tensor.
 
     Raises:
         CheckpointError: the folder is missing, or a file of it is missing, damaged or contradicts the index.
@@ -89,10 +93,9 @@ class Checkpoint(Mapping[str, Tensor]):
         )
 
     def _open(self) -> None:
-        self._turned: frozenset[str] = frozenset()
         self._index = _read_index(self.folder)
         self._files = {name: SafetensorsFile(self.folder / name) for name in self._file_names()}
-        self._where = self._locate()
+        self.files = self._locate()
         self._check_index()
 
     def _file_names(self) -> list[str]:
@@ -133,65 +136,33 @@ class Checkpoint(Mapping[str, Tensor]):
             )
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor = self._where[name].tensor(name)
-        return tensor.mT if name in self._turned else tensor
-
-    def turn(self, names: Iterable[str]) -> None:
-        """Swap the last two dims of these tensors. They become views that are not contiguous."""
-        self._turned = self._turned.union(names)
+        return self.files[name].tensor(name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._where
+        return name in self.files
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._where)
+        return iter(self.files)
 
     def __len__(self) -> int:
-        return len(self._where)
-
-    def file_of(self, name: str) -> SafetensorsFile:
-        """The file that holds the tensor ``name``."""
-        return self._where[name]
-
-    def files_of(self, name: str) -> tuple[SafetensorsFile, ...]:
-        """The file that holds the tensor ``name``, as a tuple. A ``DecodedCheckpoint`` may need several files."""
-        return (self._where[name],)
+        return len(self.files)
 
     def spec(self, name: str) -> TensorSpec | None:
         """Name, shape and dtype of a tensor by the header of its file; None if torch lacks the dtype."""
-        entry = self._where[name].entries[name]
-        dtype, shape = DTYPES.get(entry.dtype), entry.shape
-        if name in self._turned:
-            shape = (*shape[:-2], shape[-1], shape[-2])
-        return TensorSpec(name, shape, dtype) if dtype is not None else None
-
-    def rename(self, old: str, new: str) -> None:
-        """Give the tensor ``old`` the name ``new``."""
-        file = self._where[new] = self._where.pop(old)
-        file.entries[new] = file.entries.pop(old)
+        entry = self.files[name].entries[name]
+        dtype = DTYPES.get(entry.dtype)
+        return TensorSpec(name, entry.shape, dtype) if dtype is not None else None
 
     def require_unchanged(self) -> None:
         """Raise ``CheckpointError`` if a file was written to since it was opened. A new file at its path is another."""
         for file in self._files.values():
             file.require_unchanged()
 
-    def release(self, name: str) -> None:
-        """Free the memory of pages that were read for ``name``; they stay in the page cache."""
-        self._where[name].release(name)
-
-    def pairs(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield ``(name, tensor)`` for each of ``names``. The next one frees the memory of the one before."""
-        for name in names:
-            yield name, self[name]
-            self.release(name)
-
 
 def names_in(folder: str | os.PathLike[str]) -> tuple[str, ...]:
-    """The names of all tensors of an HF folder, from its index if there is one; empty if it has no weights."""
-    index = _read_index(Path(folder))
-    if index is not None or not shard_names(Path(folder)):
-        return tuple(index or ())
-    return tuple(Checkpoint(folder))
+    """The plain names of all tensors of an HF folder, by its index if there is one; empty if it has no weights."""
+    names: Iterable[str] = _read_index(Path(folder)) or ()
+    return tuple(plain_names(names or (Checkpoint(folder) if shard_names(Path(folder)) else ())))
 
 
 def weight_files(folder: Path) -> list[str]:

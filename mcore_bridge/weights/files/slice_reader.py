@@ -6,7 +6,7 @@ Slices of encoded weights go the same way, and are decoded where they arrive (``
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, islice
 from typing import TypeAlias
@@ -26,11 +26,16 @@ _COMPARED = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class SliceCopy:
-    """A copy of ``source`` to ``target``, a view of the same shape, with a cast to ``crossing`` in between."""
+    """A copy of ``source`` to ``target``, a view of the same shape, with a cast to ``crossing`` in between.
+
+    Attributes:
+        files: the file of the source; empty if the source is in memory.
+    """
 
     source: Tensor
     target: Tensor
     crossing: torch.dtype
+    files: tuple[SafetensorsFile, ...] = ()
 
     def run(self) -> None:
         """Copy from memory."""
@@ -50,7 +55,7 @@ class SliceCopy:
             yield from self._split(num_bytes)
             return
         dims = sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
-        yield from SliceCopy(self.source.permute(dims), self.target.permute(dims), self.crossing)._split(num_bytes)
+        yield from replace(self, source=self.source.permute(dims), target=self.target.permute(dims))._split(num_bytes)
 
     def _split(self, num_bytes: int) -> Iterator[SliceCopy]:
         if self.source.nbytes <= num_bytes or self.source.numel() == 1:
@@ -59,7 +64,7 @@ class SliceCopy:
         dim = next(dim for dim, size in enumerate(self.source.shape) if size > 1)
         size = max(1, num_bytes * self.source.shape[dim] // self.source.nbytes)
         for source, target in zip(self.source.split(size, dim), self.target.split(size, dim), strict=True):
-            yield from SliceCopy(source, target, self.crossing)._split(num_bytes)
+            yield from SliceCopy(source, target, self.crossing, self.files)._split(num_bytes)
 
     @property
     def num_bytes(self) -> int:
@@ -84,7 +89,7 @@ AHEAD = 64
 """Batches that are planned before threads begin to read them, because the threads need the GIL between two reads."""
 
 
-def read(slices: Iterable[tuple[AnyCopy, SafetensorsFile]], staging: Staging) -> None:
+def read(slices: Iterable[AnyCopy], staging: Staging) -> None:
     """Have threads read the sources of ``slices`` from their files. All targets are filled when ``staging`` exits."""
     batches = _batches(slices, staging.slot_bytes)
     while portion := list(islice(batches, AHEAD)):
@@ -105,11 +110,11 @@ def _submit(file: SafetensorsFile, pieces: Sequence[SliceCopy], staging: Staging
     staging.submit(slot, partial(file.read, sources, array_of(memory)), partial(_put, pieces, memory, slot))
 
 
-def _batches(slices: Iterable[tuple[AnyCopy, SafetensorsFile]], num_bytes: int) -> Iterator[_Batch]:
+def _batches(slices: Iterable[AnyCopy], num_bytes: int) -> Iterator[_Batch]:
     """Join small pieces into batches: handing one to a thread costs more than reading it."""
-    pieces = ((file, piece) for slice_copy, file in slices for piece in slice_copy.pieces(num_bytes))
-    for (file, *_), alike in groupby(pieces, lambda pair: (pair[0], *pair[1].kind)):
-        for batch in runs_within((piece for _, piece in alike), lambda piece: piece.num_bytes, num_bytes):
+    pieces = (piece for slice_copy in slices for piece in slice_copy.pieces(num_bytes))
+    for (file, *_), alike in groupby(pieces, lambda piece: (piece.files[0], *piece.kind)):
+        for batch in runs_within(alike, lambda piece: piece.num_bytes, num_bytes):
             yield file, batch
 
 

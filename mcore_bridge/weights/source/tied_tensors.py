@@ -11,8 +11,8 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,16 +20,10 @@ from torch import Tensor
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.encoded import Encoded
 from mcore_bridge.rules.heads import HEAD
-from mcore_bridge.weights.base_names import base_names
-from mcore_bridge.weights.files.decoded import Decoded, DecodedCheckpoint, Folder, Stored, opened_folder
-from mcore_bridge.weights.files.hf_folder import Checkpoint
-from mcore_bridge.weights.files.positional_io import array_of
-from mcore_bridge.weights.orientation import Turned, out_major
+from mcore_bridge.weights.source.source import Source, open_folder
 
 if TYPE_CHECKING:
     from mcore_bridge.rules.mapping import WeightMapping
-
-Value = TypeVar("Value")
 
 _PIECE_BYTES = 4 << 20
 _known: dict[tuple[object, ...], bool] = {}
@@ -48,7 +42,7 @@ def is_tied(folder: str, names: Iterable[str], embedding: str, lm_head: str = HE
     Raises:
         CheckpointError: both tensors exist, and their files cannot be read.
     """
-    if not {lm_head, embedding} <= {*names} or are_equal(opened_folder(Checkpoint(folder)), embedding, lm_head):
+    if not {lm_head, embedding} <= {*names} or are_equal(open_folder(folder), embedding, lm_head):
         return True
     warning = f"{lm_head} of {folder} differs from {embedding}, though its config says tie_word_embeddings=True"
     if ties_any_head():
@@ -72,34 +66,27 @@ def _warn(message: str) -> None:
     logger.warning(message)
 
 
-def are_equal(source: Mapping[str, Stored], one: str, other: str) -> bool:
+def are_equal(source: Source, one: str, other: str) -> bool:
     """Whether two tensors have the same shape and values, in the sense of ``torch.equal``, whatever their dtypes.
 
     They are read in pieces, up to the first that differs. A process compares tensors in files once. Equal tensors of
     1 GB take about a second if the page cache has both.
     """
-    if not isinstance(source, Checkpoint | DecodedCheckpoint):
-        return _compare(source, one, other)
-    key = (one, other, *_state(source, one), *_state(source, other))
-    if key not in _known:
-        _known[key] = _compare(source, one, other)
+    files = (*source.files(one), *source.files(other))
+    key = (one, other, *(_identity(str(file.path)) for file in files))
+    if not files or key not in _known:
+        is_same = tuple(source[one].shape) == tuple(source[other].shape) and all(
+            _same(left, right) for left, right in zip(_pieces(source, one), _pieces(source, other), strict=True)
+        )
+        if not files:
+            return is_same
+        _known[key] = is_same
     return _known[key]
-
-
-def _state(source: Folder, name: str) -> tuple[object, ...]:
-    return tuple(_identity(str(file.path)) for file in source.files_of(name))
 
 
 def _identity(path: str) -> tuple[object, ...]:
     status = os.stat(path)
     return path, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-
-
-def _compare(source: Mapping[str, Stored], one: str, other: str) -> bool:
-    if tuple(source[one].shape) != tuple(source[other].shape):
-        return False
-    pieces = zip(_pieces(source, one), _pieces(source, other), strict=True)
-    return all(_same(left, right) for left, right in pieces)
 
 
 def _same(left: Tensor, right: Tensor) -> bool:
@@ -108,7 +95,7 @@ def _same(left: Tensor, right: Tensor) -> bool:
     return torch.equal(left, right.to(left.device))
 
 
-def _pieces(source: Mapping[str, Stored], name: str) -> Iterator[Tensor]:
+def _pieces(source: Source, name: str) -> Iterator[Tensor]:
     """Yield a tensor in pieces of some rows. Their number depends on the shape only, so that two tensors match."""
     tensor = source[name]
     if not isinstance(tensor, Encoded):
@@ -117,18 +104,10 @@ def _pieces(source: Mapping[str, Stored], name: str) -> Iterator[Tensor]:
     num_rows = max(1, _PIECE_BYTES // max(1, row))
     for start in range(0, tensor.shape[0], num_rows):
         piece = tensor[start : start + num_rows]
-        if not isinstance(piece, Tensor):
-            yield piece.to(torch.bfloat16)
-        elif isinstance(source, Checkpoint | DecodedCheckpoint):
-            # Read by position, as a load does: a file may become shorter meanwhile.
-            held = torch.empty(piece.shape, dtype=piece.dtype)
-            source.files_of(name)[0].read([piece], array_of(held))
-            yield held
-        else:
-            yield piece
+        yield source.read(name, piece) if isinstance(piece, Tensor) else piece.to(torch.bfloat16)
 
 
-def require_equal(source: Mapping[str, Stored], mapping: WeightMapping) -> None:
+def require_equal(source: Source, mapping: WeightMapping) -> None:
     """Check that a tensor under further names has the same values as under its main name.
 
     Raises:
@@ -156,47 +135,3 @@ def differing(mapping: WeightMapping, pairs: Sequence[tuple[str, str]]) -> Check
             "these names out of the source"
         )
     return CheckpointError(f"{differences}, and the model has one parameter for both; {'; '.join(advice)}")
-
-
-def renamed(source: Mapping[str, Value], mapping: WeightMapping) -> Mapping[str, Value]:
-    """Give a tied embedding its own name in ``source``, if the source has it only under the name of the head.
-
-    Names of a base model get their prefix: see ``base_names``. Stacks of experts get the orientation of published
-    files: see ``out_major``. A ``Checkpoint`` or ``Decoded`` is changed in place and returned; another mapping is
-    wrapped.
-    """
-    spare = {name: own for name, own in mapping.spare.items() if name in source and own not in source}
-    names = spare | base_names(source, mapping)
-    if isinstance(source, Checkpoint | Decoded):
-        for name, own in names.items():
-            source.rename(name, own)
-    elif names:
-        source = _Renamed(source, names)
-    if turned := out_major(source, mapping):
-        if isinstance(source, Checkpoint | DecodedCheckpoint):
-            source.turn(turned)
-        else:
-            source = Turned(source, turned)
-    return source
-
-
-def opened(folder: str | os.PathLike[str], mapping: WeightMapping) -> Folder:
-    """Open the checkpoint of a folder, with encoded weights as plain ones, and a tied embedding by its own name."""
-    checkpoint = opened_folder(Checkpoint(folder))
-    renamed(checkpoint, mapping)
-    return checkpoint
-
-
-class _Renamed(Mapping[str, Value]):
-    def __init__(self, source: Mapping[str, Value], names: Mapping[str, str]) -> None:
-        """``names`` has new ones by old ones."""
-        self._source, self._own = source, {names.get(name, name): name for name in source}
-
-    def __getitem__(self, name: str) -> Value:
-        return self._source[self._own[name]]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._own)
-
-    def __len__(self) -> int:
-        return len(self._source)

@@ -1,0 +1,108 @@
+"""The encoded weights of a source: what its tensors and its config say of them, and how one is opened."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mcore_bridge.config.quantization import Grain, Quantization, read_quantization
+from mcore_bridge.errors import CheckpointError
+from mcore_bridge.rules.encoded import Encoded
+from mcore_bridge.rules.scheme import Encoding, Scheme, is_part, scheme_of, unreadable
+from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights.files.hf_folder import Checkpoint
+from mcore_bridge.weights.files.positional_io import read_bounded
+from mcore_bridge.weights.files.sidecars import MODELOPT
+
+_NOTE = "quantization_config"
+_NOTE_BYTES = 100_000_000
+"""More than any config has."""
+
+
+def scheme_in(checkpoint: Checkpoint) -> Scheme:
+    """The scheme of a folder's tensors; see ``scheme_within`` and ``quantization_in`` for the errors."""
+    specs = {name: spec for name in checkpoint if (spec := checkpoint.spec(name)) is not None}
+    if not any(map(is_part, specs.values())):
+        return Scheme()
+    return scheme_within(specs, quantization_in(checkpoint.folder))
+
+
+def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
+    """The specs of a mapping's tensors. Other values are left out."""
+    return {name: TensorSpec.of(name, tensor) for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+
+
+def quantization_in(folder: Path) -> Quantization | None:
+    """The quantization that the configs of a folder describe; None if there is none.
+
+    Raises:
+        ConfigError: the format is not supported.
+        CheckpointError: ``hf_quant_config.json`` is no file, or no JSON.
+    """
+    try:
+        note = _note_in(_json_of(folder / "config.json"))
+    except CheckpointError:  # code that needs a config raises elsewhere
+        note = None
+    if note is None and os.path.lexists(folder / MODELOPT):
+        note = _json_of(folder / MODELOPT)
+    return read_quantization(note)
+
+
+def _json_of(path: Path) -> object:
+    try:
+        return json.loads(read_bounded(path, _NOTE_BYTES))
+    except (RecursionError, ValueError) as error:
+        raise CheckpointError(f"{path} must be JSON, but is not: {error}; copy it again") from None
+
+
+def _note_in(fields: object) -> object:
+    """The note on quantization in a config; of a composite, the text config may have it."""
+    text = fields.get("text_config") if isinstance(fields, dict) else None
+    parts = [part for part in (fields, text) if isinstance(part, dict)]
+    return next((part[_NOTE] for part in parts if part.get(_NOTE) is not None), None)
+
+
+def scheme_within(specs: Mapping[str, TensorSpec], quantization: Quantization | None) -> Scheme:
+    """The scheme of these tensors, which must agree with the config.
+
+    Raises:
+        CheckpointError: tensors do not fit together, or differ from the config; the message names all of them.
+    """
+    scheme = scheme_of(specs, quantization.block if quantization is not None else None)
+    if quantization is not None:
+        wrong = [f"{name} is {held.codec}" for name, held in scheme.held.items() if not _allows(quantization, held)]
+        if wrong:
+            said = ", ".join(f"{kind} by {grain}" for kind, grain in sorted(quantization.allowed, key=str))
+            said = said or "nothing of weights"
+            raise unreadable([f"quantization_config says {said}, found others: {', '.join(wrong[:5])}"])
+    return scheme
+
+
+def _allows(quantization: Quantization, held: Encoding) -> bool:
+    """Whether the config allows the encoding. For a small weight, blocks are equal if both cover it whole."""
+    stored = tuple(held.shape[dim] for dim in held.order)[-2:]
+    sizes: dict[Grain, tuple[int, ...]] = {"tensor": stored, "row": (1, stored[1])}
+    block = tuple(map(min, held.codec.block[-2:], stored))
+    return any(
+        kind == held.codec.kind and tuple(map(min, sizes.get(grain, grain), stored)) == block
+        for kind, grain in quantization.allowed
+    )
+
+
+def encoded(name: str, held: Encoding, source: Mapping[str, Tensor]) -> Encoded:
+    """The weight with its tensors, in the shapes that its codec expects."""
+    codes, scales, *overall = (source[part] for part in held.parts)
+    shape = held.shape if held.shape_tensor is None else tuple(source[held.shape_tensor].tolist())
+    if shape != held.shape:
+        raise unreadable([f"{held.shape_tensor} is {shape}, while there are codes for {held.shape}"])
+    if held.codec.kind == "mxfp4":
+        codes = codes.flatten(2)
+    stored = (held.shape[dim] for dim in held.order)
+    scales = scales.reshape([-(-size // block) for size, block in zip(stored, held.codec.block, strict=True)])
+    codes = codes if codes.dtype == torch.uint8 else codes.view(torch.uint8)
+    return Encoded(name, held.codec, held.shape, held.order, codes, scales, overall[0].view(1) if overall else None)

@@ -1,0 +1,178 @@
+"""A folder or a mapping of HF tensors, with a table that says how each plain tensor is stored.
+
+The table is made before a weight is read. Nothing is renamed in place: a model's view of a source is another table.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Self, TypeAlias, Union
+
+import torch
+from torch import Tensor
+
+from mcore_bridge.config.hf import find_folder
+from mcore_bridge.config.quantization import read_quantization
+from mcore_bridge.errors import CheckpointError, shown
+from mcore_bridge.rules.encoded import Weight
+from mcore_bridge.rules.mapping import WeightMapping
+from mcore_bridge.rules.scheme import Encoding, Scheme
+from mcore_bridge.weights.files.hf_folder import Checkpoint
+from mcore_bridge.weights.files.positional_io import array_of
+from mcore_bridge.weights.files.safetensors import SafetensorsFile
+from mcore_bridge.weights.source.conventions import model_names, stacks_of, transposed_in
+from mcore_bridge.weights.source.encoded_weights import encoded, scheme_in, scheme_within, specs_of
+from mcore_bridge.weights.source.pairs import Pairs
+
+
+class Stored(NamedTuple):
+    """How a source stores one plain tensor.
+
+    Attributes:
+        names: its name in the source or, if it is encoded, the names of its parts.
+        encoding: the codec and the shapes of an encoded weight; None for a plain tensor.
+        is_transposed: whether the last two dims are stored the other way round than the model's rules say.
+    """
+
+    names: tuple[str, ...]
+    encoding: Encoding | None = None
+    is_transposed: bool = False
+
+
+class Source(Mapping[str, Weight]):
+    """HF tensors by their plain names. Encoded ones are ``Encoded``.
+
+    Args:
+        tensors: all that is stored.
+        scheme: which of it is encoded.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], scheme: Scheme | None = None) -> None:
+        scheme = scheme or Scheme()
+        self._tensors = tensors
+        self._table = {
+            name: Stored(encoding.parts, encoding) if (encoding := scheme.held.get(name)) else Stored((name,))
+            for name in scheme.plain(tensors)
+        }
+        self.unused = scheme.unused
+        """The names of tensors that no weight needs, such as scales of activations."""
+        self.folder = tensors.folder if isinstance(tensors, Checkpoint) else None
+        self._files = tensors.files if isinstance(tensors, Checkpoint) else {}
+
+    def for_model(self, mapping: WeightMapping) -> Self:
+        """The same source by the names, and in the orientation, of a model's rules."""
+        new, names = copy.copy(self), model_names(self, mapping)
+        if names:
+            new._table = {names.get(name, name): stored for name, stored in self._table.items()}
+        transposed = transposed_in(new, stacks_of(mapping))
+        new._table = new._table | {name: new._table[name]._replace(is_transposed=True) for name in transposed}
+        return new
+
+    def __getitem__(self, name: str) -> Weight:
+        names, encoding, is_transposed = self._table[name]
+        if encoding is not None:
+            return encoded(name, encoding, self._tensors)
+        tensor = self._tensors[names[0]]
+        return tensor.mT if is_transposed else tensor
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._table
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._table)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def stored(self, name: str) -> Stored:
+        """How the source stores a tensor."""
+        return self._table[name]
+
+    def described(self, name: str) -> Weight | Encoding:
+        """What a check of shapes needs. Most encoded tensors are not opened for it."""
+        encoding = self._table[name].encoding
+        return self[name] if encoding is None or encoding.shape_tensor is not None else encoding
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether any weight is encoded."""
+        return any(stored.encoding for stored in self._table.values())
+
+    def files(self, name: str) -> tuple[SafetensorsFile, ...]:
+        """The file of a tensor or, if it is encoded, the file of each part; empty if the source has no files."""
+        return tuple(map(self._files.__getitem__, self._table[name].names)) if self._files else ()
+
+    def read(self, name: str, part: Tensor) -> Tensor:
+        """A part of a plain tensor. If the tensor is in a file, it is read by position, into new memory.
+
+        The file may become shorter meanwhile, and to touch a map of what is gone would end the process.
+        """
+        if not (files := self.files(name)):
+            return part
+        held = torch.empty(part.shape, dtype=part.dtype)
+        files[0].read([part], array_of(held))
+        return held
+
+    def release(self, name: str) -> None:
+        """Free the memory of pages that were read for ``name``; they stay in the page cache."""
+        for own in self._table[name].names if self._files else ():
+            self._files[own].release(own)
+
+    def require_unchanged(self) -> None:
+        """Raise ``CheckpointError`` if a file was written to since it was opened."""
+        if isinstance(self._tensors, Checkpoint):
+            self._tensors.require_unchanged()
+
+    def pairs(self, names: Iterable[str]) -> Iterator[tuple[str, Weight]]:
+        """Yield ``(name, tensor)`` for each of ``names``. The next one frees the memory of the one before."""
+        for name in names:
+            yield name, self[name]
+            self.release(name)
+
+
+def open_folder(folder: str | os.PathLike[str], mapping: WeightMapping | None = None) -> Source:
+    """The tensors of a folder: with ``mapping`` as a model has them, else by the names in the folder.
+
+    Raises:
+        CheckpointError: the folder cannot be read; or encoded weights cannot be decoded, or differ from the config.
+        ConfigError: the config names a format that is not supported.
+    """
+    checkpoint = Checkpoint(folder)
+    source = Source(checkpoint, scheme_in(checkpoint))
+    return source if mapping is None else source.for_model(mapping)
+
+
+HFWeights: TypeAlias = Union[str, "os.PathLike[str]", Mapping[str, Tensor], Source, Iterable[tuple[str, Tensor]]]
+"""What weights are loaded from: a folder or its hub name, HF names with their tensors, or pairs of both."""
+
+
+def open_source(weights: HFWeights, note: object = None) -> Source | Pairs:
+    """Open HF weights, whatever they come from. Only pairs cannot be looked at before they come.
+
+    Args:
+        weights: see ``HFWeights``.
+        note: what a config says of quantization. A folder has a config of its own, which counts instead.
+
+    Raises:
+        CheckpointError: ``weights`` is something else; or as for ``open_folder``.
+        ConfigError: the name stands for no folder, or the config names a format that is not supported.
+    """
+    if isinstance(weights, Source):
+        return weights
+    if isinstance(weights, str | os.PathLike):
+        return open_folder(find_folder(weights))
+    quantization = read_quantization(note)
+    if isinstance(weights, Mapping):
+        tensors: Mapping[str, Any] = weights
+        if foreign := [name for name in tensors if not isinstance(name, str)]:
+            raise CheckpointError(
+                f"the source must be by HF names, found {shown(foreign[0])} among its names: leave it out"
+            )
+        return Source(tensors, scheme_within(specs_of(tensors), quantization))
+    if isinstance(weights, Iterable):
+        return Pairs(weights, quantization)
+    raise CheckpointError(
+        f"expected a folder, a mapping of HF names to tensors, or an iterable of such pairs, found {shown(weights)}"
+    )
