@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
-from mcore_bridge.rules.mapping import embedding_rules
+from mcore_bridge.rules.mapping import embedding_names
 
 if TYPE_CHECKING:
     from mcore_bridge.rules.mapping import WeightMapping
@@ -38,12 +38,8 @@ def prefix_of(embedding: str) -> str:
 
 
 def _prefix(mapping: WeightMapping) -> str:
-    return next(filter(None, map(prefix_of, _embeddings(mapping))), "")
-
-
-def _embeddings(mapping: WeightMapping) -> Iterator[str]:
-    return (rule.hf[0] for rule in embedding_rules(mapping.rules))
+    return next(filter(None, map(prefix_of, embedding_names(mapping.rules))), "")
 
 
 def _has_bare_embedding(names: Container[str], prefix: str, mapping: WeightMapping) -> bool:
-    return any(name not in names and name.removeprefix(prefix) in names for name in _embeddings(mapping))
+    return any(name not in names and name.removeprefix(prefix) in names for name in embedding_names(mapping.rules))
