@@ -20,6 +20,7 @@ from mcore_bridge.convert.api import convert
 from mcore_bridge.convert.hf_to_torch import rank_files
 from mcore_bridge.convert.parameters import specs_of
 from mcore_bridge.convert.rank_files.file import NAME, read_rank_file
+from mcore_bridge.convert.rank_files.folder import iter_mg_weights
 from mcore_bridge.convert.rank_files.layout import FileLayout, Style
 from mcore_bridge.convert.reference_model import whole_model
 from mcore_bridge.errors import BridgeError, CheckpointError, MeshError
@@ -169,6 +170,22 @@ def test_dtypes_are_cast_where_that_is_asked_for(tmp_path):
     assert_exact(tmp_path / "wide", wide)
     convert(tmp_path / "files", tmp_path / "narrow", dtype=torch.bfloat16, on_event=quiet)
     assert_exact(tmp_path / "narrow", Checkpoint(source))
+
+
+def test_a_dtype_that_a_model_keeps_as_it_is_must_hold_what_is_stored(tmp_path):
+    """The bias of a router stays fp32 in a model, whatever its weights are cast to."""
+    hf = zoo.cases()["deepseek_v3"].hf
+    source = written(random_state(hf, dtype=torch.bfloat16), hf, tmp_path / "hf")
+    convert(source, tmp_path / "files", rank_files=files("torch"), on_event=quiet)
+    (path,) = (tmp_path / "files").rglob(NAME)
+    held = torch.load(path, weights_only=True)
+    model = {name: each.double() if name.endswith("expert_bias") else each for name, each in held["model"].items()}
+    torch.save({"model": model}, path)
+    with pytest.raises(CheckpointError, match=r"expert_bias is float64, and float32 in a model.*leave out --dtype"):
+        convert(tmp_path / "files", tmp_path / "narrow", dtype=torch.bfloat16, on_event=quiet)
+    convert(tmp_path / "files", tmp_path / "back", on_event=quiet)
+    kept = {name for name, tensor in Checkpoint(tmp_path / "back").items() if tensor.dtype == torch.float64}
+    assert len(kept) == sum(name.endswith("expert_bias") for name in model) > 0
 
 
 # the work -------------------------------------------------------------------------------------------------------------
@@ -325,6 +342,8 @@ def test_what_does_not_fit_is_named(tmp_path):
         config.save_pretrained(tmp_path / "other")
         with pytest.raises(CheckpointError, match=message):
             convert(tmp_path / "files", target, hf=tmp_path / "other", on_event=quiet)
+    with pytest.raises(CheckpointError, match=r"hf has no mp_rank_\*/model_optim_rng.pt, nor has the iteration"):
+        next(iter_mg_weights(source))
     with pytest.raises(CheckpointError, match="need an HF folder as source"):
         convert(tmp_path / "files", target, rank_files=files(), on_event=quiet)
     for wanted, options, message in (
