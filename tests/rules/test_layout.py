@@ -137,6 +137,12 @@ def test_a_shape_that_does_not_fit_raises_with_shape_and_axes(layout, shape):
         trace(layout, shape, axes)
 
 
+def test_a_layout_that_loses_elements_is_refused():
+    """A vocabulary that is longer than its padded size."""
+    with pytest.raises(MappingError, match="does not give back every element of its part 0 exactly once"):
+        trace(VOCAB, (4, 2), {"tp": 2, "vocab": 10, "padded_vocab": 8})
+
+
 def test_a_layout_moves_elements_along_one_dim():
     with pytest.raises(MappingError, match=r"moves elements along dims \[0, 1\]; express it as a layout along one dim"):
         moved_dim(COLUMN >> Rearrange("tp n (g m)", "tp n g m"))

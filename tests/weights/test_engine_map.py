@@ -533,6 +533,19 @@ def test_a_copy_from_a_tensor_that_the_map_does_not_list_is_a_problem():
     assert one.problems()[0].endswith("is out of bounds")
 
 
+@pytest.mark.parametrize(
+    ("first", "start", "then", "message"),
+    [
+        (Dim(3, 1, 4), 0, Dim(2, 6, 1), r"strides \[1, 4, 6\] do not divide one another"),
+        (Dim(6, 1, 1), 0, Dim(2, 4, 1), "a dim ends within a digit"),
+        (Dim(2, 1, 1), 3, Dim(2, 4, 1), "a range of a digit goes into the next"),
+    ],
+)
+def test_two_copies_whose_composition_is_no_box_are_not_joined(first, start, then, message):
+    with pytest.raises(ValueError, match=message):
+        BoxCopy(0, 0, (then,)).after(BoxCopy(0, start, (first,)))
+
+
 def test_a_box_has_no_dims_of_one_element():
     assert merged([Dim(1, 5, 7), Dim(3, 2, 1)]) == (Dim(3, 2, 1),)
 
