@@ -84,7 +84,8 @@ def whole_rows(inputs: dict[str, Any], group: ProcessGroup) -> WholeRows:
         in_text = layout.places[0] if cp == 1 else lay_out_packed(rows, shown, params, 1, 0).places[0]
     if not given_whole:
         rows = spread(gather(ids, group), layout)
-        shown = shown if shown is None or shown.shape == rows.shape else spread(gather(shown, group), layout)
+        if params is None and shown is not None:
+            shown = spread(gather(shown, group), layout)
     shown = torch.ones_like(rows, dtype=torch.bool) if shown is None else shown
     return WholeRows(rows, shown, in_text, layout, group, given_whole)
 

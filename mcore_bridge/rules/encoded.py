@@ -172,7 +172,7 @@ class EncodedSlice:
 
     @property
     def geometry(self) -> tuple[object, ...]:
-        """A key that is equal for slices whose parts have equal shapes, and are decoded with the same indices."""
+        """A key that is equal for slices of one codec whose parts have equal shapes and are decoded alike."""
         return _geometry(self.weight.codec, self.ranges)
 
     def decode(self, parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
@@ -235,7 +235,7 @@ def _indices(codec: Codec, ranges: tuple[range, ...]) -> tuple[tuple[slice, ...]
 @lru_cache(maxsize=4096)
 def _geometry(codec: Codec, ranges: tuple[range, ...]) -> tuple[object, ...]:
     cells = map(math.lcm, *_cells(codec, len(ranges)))
-    return codec, *((run.start % cell, len(run), run.step) for run, cell in zip(ranges, cells, strict=True))
+    return tuple((run.start % cell, len(run), run.step) for run, cell in zip(ranges, cells, strict=True))
 
 
 def _run(numbers: Tensor) -> tuple[range, int | None]:

@@ -101,6 +101,11 @@ def embedding_rules(rules: Rules) -> Rules:
     return tuple(rule for rule in rules if rule.mcore == EMBEDDING and not rule.copy)
 
 
+def embedding_names(rules: Rules) -> tuple[str, ...]:
+    """The HF names of the embedding, without its copies."""
+    return tuple(name for rule in embedding_rules(rules) for name in rule.hf)
+
+
 def top_names(rules: Rules) -> tuple[str, ...]:
     """The first words of all HF names, each with its dot: what the names of this model begin with."""
     return tuple(sorted({f"{name.partition('.')[0]}." for rule in rules for name in rule.hf}))

@@ -25,7 +25,7 @@ from mcore_bridge.rules.mapping import (
     Rule,
     Rules,
     WeightMapping,
-    embedding_rules,
+    embedding_names,
     pattern_of,
     respelled,
     respelled_name,
@@ -113,7 +113,7 @@ class Provenance:
     def spelled_as(self, names: Iterable[str]) -> Provenance:
         """A copy whose rules spell the names of a text model, and of the tower of its composite, as ``names`` do."""
         names, plain = frozenset(names), architecture_of(self.hf).rules(self.hf)
-        embedding = next((rule.hf[0] for rule in embedding_rules(plain)), "")
+        embedding = next(iter(embedding_names(plain)), "")
         if self.whole is None:
             prefixes = IN_MODEL if respelled_name(embedding, IN_MODEL) in names - {embedding} else ()
             bare = ((prefix_of(embedding), ""),)
@@ -254,7 +254,7 @@ def provenance_of(hf: HF, *, head: str | None = "lm") -> Provenance:
     if head is None:
         provenance = replace(provenance, head=_head_in(provenance, names)).spelled_as(names)
     if folder and provenance.head == "lm" and config.tie_word_embeddings:
-        embeddings = [rule.hf[0] for rule in embedding_rules(provenance.rules)]
+        embeddings = embedding_names(provenance.rules)
         config.tie_word_embeddings = all(is_tied(folder, names, name, provenance.lm_head) for name in embeddings)
     return replace(provenance, dialect=dialect_of(names, provenance.rules) or architecture.dialect)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import mcore_bridge as mb
-from mcore_bridge.batches.image_rows import _dealt, images_of_rows
+from mcore_bridge.batches.image_rows import _dealt, _parted, _parts, images_of_rows
 from mcore_bridge.batches.images import joined, token_types
 from mcore_bridge.errors import BatchError
 from mcore_bridge.launch.fake_rank import rank_of
@@ -169,6 +169,19 @@ def test_one_mapping_of_a_processor_is_parted_by_rows_on_a_pipeline() -> None:
     for of_rows, whole, typed in pool.run(2, two_forms, folder, batch, PP):
         assert torch.equal(of_rows, whole)
         assert torch.equal(of_rows, typed)
+
+
+def test_a_mapping_for_all_rows_has_the_shape_of_the_batch() -> None:
+    ids = torch.zeros(2, 3, dtype=torch.int64)
+    for inputs, message in (
+        ({"token_type_ids": torch.zeros(2, 4)}, r"of a batch must be \[2, 3\], found \(2, 4\)"),
+        ({"position_ids": torch.zeros(3, 2, 4)}, r"of a batch must be \[n, 2, 3\], found \(3, 2, 4\)"),
+        ({"position_ids": torch.zeros(2, 3)}, r"of a batch must be \[n, 2, 3\], found \(2, 3\)"),
+    ):
+        with pytest.raises(BatchError, match=message):
+            _parted(inputs, ids, ids == 0, None)
+    with pytest.raises(BatchError, match=r"numbers of shape \(1, 3\) as image_grid_thw: pass \[number of images, 3\]"):
+        _parts({"pixel_values": torch.ones(4, 2), "image_grid_thw": torch.zeros(1, 3)}, [1, 0], ids == 0, 0)
 
 
 def test_images_are_dealt_in_proportion_to_their_tokens() -> None:

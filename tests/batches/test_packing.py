@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 import mcore_bridge as mb
 from mcore_bridge.batches import logprobs
+from mcore_bridge.batches.padded_rows import lay_out_packed, lay_out_rows
 from mcore_bridge.errors import BatchError
 from tests.support import pool
 
@@ -106,6 +108,25 @@ def test_what_does_not_fit_is_refused():
     assert all(f"{name} must be" in str(caught.value) for name in ("input_ids", *wrong))
     with pytest.raises(BatchError, match="dims must be a ParallelDims, or None, found 2"):
         mb.pack_sequences(torch.ones(2, 3, dtype=torch.long), dims=2)
+    with pytest.raises(BatchError, match=r"with at least one token, found \(2, 0\)"):
+        mb.pack_sequences(torch.ones(2, 0, dtype=torch.long))
+
+
+def test_padded_rows_that_do_not_fit_context_parallelism_or_their_parameters_are_refused():
+    """As trainers give them, with parameters that they have made."""
+    ids, starts = torch.ones(2, 8, dtype=torch.long), torch.tensor([0, 8, 16])
+    params = SimpleNamespace(cu_seqlens_q=starts, cu_seqlens_q_padded=None)
+    assert lay_out_packed(ids, ids == 1, params, 2, 1).input_ids.shape == (1, 8)
+    for change, message in (
+        ({"cp_partition_mode": "contiguous"}, "must be 'zigzag' at cp=2, found 'contiguous'"),
+        ({"cu_seqlens_q": starts[:2]}, r"each of 2 rows with \[8, 8\] tokens, a multiple of 4, found \[8\]"),
+        ({"cu_seqlens_q_padded": starts // 2}, r"a multiple of 4, found \[4, 4\]"),
+        ({"cu_seqlens_q_padded": starts + torch.tensor([0, 2, 4])}, r"a multiple of 4, found \[10, 10\]"),
+    ):
+        with pytest.raises(BatchError, match=message):
+            lay_out_packed(ids, ids == 1, SimpleNamespace(**{**vars(params), **change}), 2, 0)
+    with pytest.raises(BatchError, match="must have a multiple of 4 tokens at cp=2, found 6: pad them"):
+        lay_out_rows(ids[:, :6], 2, 0)
 
 
 # log-probabilities over a cut vocabulary ------------------------------------------------------------------------------

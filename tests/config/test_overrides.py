@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -188,19 +189,34 @@ def test_what_is_saved_loads_again_and_computes_the_same(tmp_path: Path) -> None
         assert {each: config[each] for each in fields} == fields
 
 
-@pytest.mark.parametrize(
-    ("name", "overrides", "messages"),
-    [
-        ("llama", {"qk_layernorm": True, "add_qkv_bias": True}, ["qk_layernorm=True, where it is False", "add_qkv"]),
-        ("llama", {"softmax_scale": 0.5, "layernorm_epsilon": 0.5}, ["found softmax_scale=0.5, where it is None. R"]),
-        ("qwen3", {"num_attention_heads": 5}, ["num_attention_heads=5", "must be a multiple of num_key_value_heads"]),
-        ("llama", {"num_layers": "2"}, ["num_layers='2', where it is 4"]),
-        ("qwen3", {"window_size": 7, "window_attn_skip_freq": 0}, ["window_attn_skip_freq must be a positive"]),
-        ("qwen3", {"layernorm_epsilon": float("nan")}, ["layernorm_epsilon=nan, where it is 1e-06"]),
-        ("qwen2_moe", {"moe_shared_expert_intermediate_size": "x"}, ["moe_shared_expert_intermediate_size='x'"]),
-        ("deepseek_v3", {"moe_layer_freq": [0, 1, 0, 1]}, ["moe_layer_freq must have dense layers first"]),
-    ],
-)
+NOT_SAID: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("llama", {"qk_layernorm": True, "add_qkv_bias": True}, ["qk_layernorm=True, where it is False", "add_qkv"]),
+    ("llama", {"softmax_scale": 0.5, "layernorm_epsilon": 0.5}, ["found softmax_scale=0.5, where it is None. R"]),
+    ("qwen3", {"num_attention_heads": 5}, ["num_attention_heads=5", "must be a multiple of num_key_value_heads"]),
+    ("llama", {"num_layers": "2"}, ["num_layers='2', where it is 4"]),
+    ("qwen3", {"window_size": 7, "window_attn_skip_freq": 0}, ["window_attn_skip_freq must be a positive"]),
+    ("qwen3", {"layernorm_epsilon": float("nan")}, ["layernorm_epsilon=nan, where it is 1e-06"]),
+    ("qwen2_moe", {"moe_shared_expert_intermediate_size": "x"}, ["moe_shared_expert_intermediate_size='x'"]),
+    ("deepseek_v3", {"moe_layer_freq": [0, 1, 0, 1]}, ["moe_layer_freq must have dense layers first"]),
+    ("deepseek_v3", {"moe_shared_expert_intermediate_size": 7}, ["=7 must be a multiple of 32, as HF counts"]),
+    ("deepseek_v3", {"num_query_groups": 1}, ["num_query_groups must be num_attention_heads=8, found 1"]),
+    ("gemma2", {"softmax_scale": "x"}, ["softmax_scale must be a number, found 'x'"]),
+    ("gpt_oss", {"activation_func": torch.tanh}, ["activation_func must be megatron-core's quick_gelu, found"]),
+    ("granitemoehybrid", {"ffn_hidden_size": 8}, ["ffn_hidden_size must be moe_ffn_hidden_size"]),
+    ("llama", {"activation_func": torch.tanh}, ["activation_func must be one that HF has a name for (["]),
+    ("llama4", {"moe_shared_expert_intermediate_size": 8}, ["HF has one intermediate_size for all"]),
+    ("llama4", {"qk_layernorm": True}, ["qk_layernorm must be False, found True: these norms have no weights"]),
+    ("mistral-window", {"window_attn_skip_freq": 2}, ["window_attn_skip_freq must be None, found 2"]),
+    ("qwen2_moe", {"window_size": (4, 0)}, ["window_size must be None, found (4, 0)"]),
+    ("cohere2_moe", {"moe_shared_expert_intermediate_size": 7}, ["=7 must be a multiple of"]),
+    ("cohere2_moe", {"no_rope_freq": [1, 1, 1, 1]}, ["no_rope_freq must be [0, 0, 0, 1]: here just the layers"]),
+    ("falcon_h1", {"softmax_scale": "x"}, ["softmax_scale must be a number, found 'x'"]),
+    ("nemotron_h", {"moe_layer_freq": [0, 0, 0, 0]}, ["moe_layer_freq must be [0, 1, 0, 0], as layers_block"]),
+]
+"""Cases, overrides, and what is said of them."""
+
+
+@pytest.mark.parametrize(("name", "overrides", "messages"), zoo.params(NOT_SAID, itemgetter(0)))
 def test_what_no_hf_config_can_say_is_named(name: str, overrides: dict[str, Any], messages: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         drawn(zoo.cases()[name].hf, overrides)

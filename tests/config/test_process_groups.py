@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+from mcore_bridge.config.mesh.process_groups import _rank_and_world_size
 from mcore_bridge.errors import MeshError
 from tests.support import pool
 from tests.support.gpus import free_port
@@ -138,8 +139,9 @@ def test_two_gpus_meet_over_nccl() -> None:
 
 
 def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
+    assert _rank_and_world_size() == (0, 1)
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(MeshError, match=r"WORLD_SIZE, MASTER_ADDR, MASTER_PORT missing"):
         ParallelDims().initialize(device="cpu")

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ import mcore_bridge as mb
 from mcore_bridge import ParallelDims
 from mcore_bridge.commands.app import app
 from mcore_bridge.convert.convert import convert
-from mcore_bridge.convert.reference_model import whole_model
+from mcore_bridge.convert.reference_model import _placed, whole_model
 from mcore_bridge.errors import CheckpointError
+from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.dist_checkpoint.folder import TorchDistFolder, find_checkpoint
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from tests import zoo
@@ -316,17 +318,19 @@ def test_what_does_not_fit_is_named(tmp_path):
     source = small(tmp_path / "hf")
     convert(source, tmp_path / "dist", on_event=quiet)
     config = json.loads((source / "config.json").read_text())
-    for change, message in (
-        ({"num_hidden_layers": 3}, r"unexpected.*decoder\.layers\.3\."),
-        ({"num_hidden_layers": 5}, r"missing.*decoder\.layers\.4\."),
-        ({"hidden_size": 56}, r"has shape .*, the config takes"),
-        ({"vocab_size": 98}, r"has shape \(97, 48\), the config takes \(98, 48\)"),
+    for change, message, of_hf in (
+        ({"num_hidden_layers": 3}, r"unexpected.*decoder\.layers\.3\.", r"unexpected \['model\.layers\.3\."),
+        ({"num_hidden_layers": 5}, r"missing.*decoder\.layers\.4\.", r"missing \['model\.layers\.4\."),
+        ({"hidden_size": 56}, r"has shape .*, the config takes", r"model\..* has shape .*, the config takes"),
+        ({"vocab_size": 98}, *[r"has shape \(97, 48\), the config takes \(98, 48\)"] * 2),
     ):
         other = tmp_path / "other"
         other.mkdir(exist_ok=True)
         (other / "config.json").write_text(json.dumps({**config, **change}))
         with pytest.raises(CheckpointError, match=message):
             convert(tmp_path / "dist", tmp_path / "back", hf=other, on_event=quiet)
+        with pytest.raises(CheckpointError, match=of_hf):
+            convert(source, tmp_path / "back", hf=other, on_event=quiet)
     state = dict(Checkpoint(source))
     state["model.norm.weight"] = state["model.norm.weight"].float()
     mixed = written(state, mb_config(source), tmp_path / "mixed")
@@ -337,6 +341,23 @@ def test_what_does_not_fit_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="both source and target"):
         convert(source, source, on_event=quiet)
     assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (lambda numbers: numbers.flip(0), "w has rows of a parameter in another order"),
+        (lambda numbers: numbers[:2], "does not say where all of w goes"),
+    ],
+)
+def test_what_a_later_megatron_core_may_split_otherwise_is_refused(part, message):
+    def build(key, numbers, *others):
+        return {"w": SimpleNamespace(key="w", data=part(numbers), global_shape=(4, 2), global_offset=(0, 0))}
+
+    spec, tensor = TensorSpec("w", (4, 2), torch.float32), torch.zeros(4, 2)
+    sharded = SimpleNamespace(key="w", build_fn=build, replica_id=0)
+    with pytest.raises(CheckpointError, match=message):
+        _placed(0, SimpleNamespace(held=spec), {"w": tensor}, {id(tensor): sharded})
 
 
 def test_a_folder_that_is_not_whole_is_not_taken_for_one(tmp_path):

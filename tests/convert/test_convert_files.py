@@ -21,8 +21,9 @@ from mcore_bridge.convert.convert import convert
 from mcore_bridge.convert.hf_to_torch import rank_files
 from mcore_bridge.convert.rank_files.file import NAME, read_rank_file
 from mcore_bridge.convert.rank_files.file_layout import FileLayout, Style
+from mcore_bridge.convert.rank_files.rank_folder import iter_mg_weights
 from mcore_bridge.convert.reference_model import whole_model
-from mcore_bridge.errors import CheckpointError, MeshError
+from mcore_bridge.errors import BridgeError, CheckpointError, MeshError
 from mcore_bridge.launch.fake_rank import rank_of
 from mcore_bridge.trainers.rlinf import convert_hf_to_mg
 from mcore_bridge.weights.files.hf_folder import Checkpoint
@@ -169,6 +170,22 @@ def test_dtypes_are_cast_where_that_is_asked_for(tmp_path):
     assert_exact(tmp_path / "wide", wide)
     convert(tmp_path / "files", tmp_path / "narrow", dtype=torch.bfloat16, on_event=quiet)
     assert_exact(tmp_path / "narrow", Checkpoint(source))
+
+
+def test_a_dtype_that_a_model_keeps_as_it_is_must_hold_what_is_stored(tmp_path):
+    """The bias of a router stays fp32 in a model, whatever its weights are cast to."""
+    hf = zoo.cases()["deepseek_v3"].hf
+    source = written(random_state(hf, dtype=torch.bfloat16), hf, tmp_path / "hf")
+    convert(source, tmp_path / "files", rank_files=files("torch"), on_event=quiet)
+    (path,) = (tmp_path / "files").rglob(NAME)
+    held = torch.load(path, weights_only=True)
+    model = {name: each.double() if name.endswith("expert_bias") else each for name, each in held["model"].items()}
+    torch.save({"model": model}, path)
+    with pytest.raises(CheckpointError, match=r"expert_bias is float64, and float32 in a model.*leave out --dtype"):
+        convert(tmp_path / "files", tmp_path / "narrow", dtype=torch.bfloat16, on_event=quiet)
+    convert(tmp_path / "files", tmp_path / "back", on_event=quiet)
+    kept = {name for name, tensor in Checkpoint(tmp_path / "back").items() if tensor.dtype == torch.float64}
+    assert len(kept) == sum(name.endswith("expert_bias") for name in model) > 0
 
 
 # the work -------------------------------------------------------------------------------------------------------------
@@ -318,20 +335,29 @@ def test_what_does_not_fit_is_named(tmp_path):
         ({"vocab_size": 99}, r"hold 98 rows of a vocabulary of 99"),
         ({"num_experts": 2}, r"holds more than 1 experts in a layer"),
         ({"num_experts": 8}, r"no rank of the group holds the experts"),
+        ({"tie_word_embeddings": True}, r"output_layer\.weight of .* differs from the embedding.*set it to False"),
     ):
         config = mb_config(source)
         config.update(change)
         config.save_pretrained(tmp_path / "other")
         with pytest.raises(CheckpointError, match=message):
             convert(tmp_path / "files", target, hf=tmp_path / "other", on_event=quiet)
+    with pytest.raises(CheckpointError, match=r"hf has no mp_rank_\*/model_optim_rng.pt, nor has the iteration"):
+        next(iter_mg_weights(source))
     with pytest.raises(CheckpointError, match="need an HF folder as source"):
         convert(tmp_path / "files", target, rank_files=files(), on_event=quiet)
-    with pytest.raises(CheckpointError, match="leave out --mtp"):
-        convert(source, target, rank_files=files(), num_mtp_layers=1, on_event=quiet)
+    for wanted, options, message in (
+        (files(), {"num_mtp_layers": 1}, "leave out --mtp"),
+        (files(), {"vision": "train"}, "only torch_dist can have a tower, found vision='train'"),
+        (files(), {"num_processes": 0}, "expected processes of at least 1 and GPUs of at least 0, found 0 and 0"),
+        (files(), {"num_gpus": -1}, "expected processes of at least 1 and GPUs of at least 0, found 1 and -1"),
+        (files(tp=3), {}, "tp=3"),
+        (files(tp=2, ep=1, etp=4), {}, "expected expert_tensor_parallel_size to divide tp=2, found 4"),
+    ):
+        with pytest.raises(BridgeError, match=message):
+            convert(source, target, rank_files=wanted, on_event=quiet, **options)
     with pytest.raises(MeshError, match="torch_dist loads at any mesh, found TP2"):
         rank_files("torch_dist", ParallelDims(tp=2), "te")
-    with pytest.raises(MeshError):
-        convert(source, target, rank_files=files(tp=3), on_event=quiet)
     assert not target.exists()
 
 
@@ -343,26 +369,36 @@ def test_a_folder_that_is_not_whole_is_not_taken_for_one(tmp_path):
     for place, kind in ((source, "hf"), (tmp_path / "files", "torch")):
         with pytest.raises(CheckpointError, match=f"holds a checkpoint of kind {kind}, whose config.json one of kind"):
             convert(other, place, on_event=quiet)
-    path = release / "mp_rank_01_002" / NAME
-    kept = path.read_bytes()
-    held = torch.load(path, weights_only=True)
-    for name, message in (
-        (
-            "decoder.layers.0.mlp.router.weight",
-            r"it lacks parameters for .*'model\.layers\.2\.mlp\.gate\.weight'\]",
-        ),
-        ("decoder.layers.0.mlp.experts.linear_fc2.weight3", r"no rank of the group holds the experts \[3\]"),
+    first, path = (release / f"mp_rank_{rank}_002" / NAME for rank in ("00", "01"))
+    kept, other_rank = path.read_bytes(), torch.load(first, weights_only=True)["model"]
+    layer = "decoder.layers.0."
+
+    def lacking(start: str) -> dict[str, torch.Tensor]:
+        return {key: tensor for key, tensor in other_rank.items() if not key.startswith(start)}
+
+    no_router, no_expert = lacking(f"{layer}mlp.router."), lacking(f"{layer}mlp.experts.linear_fc2.weight3")
+    renumbered = {key.replace(layer, "decoder.layers.7."): tensor for key, tensor in other_rank.items()}
+    for one, two, message in (
+        (no_router, no_router, r"it lacks parameters for .*'model\.layers\.2\.mlp\.gate\.weight'\]"),
+        (no_expert, no_expert, r"no rank of the group holds the experts \[3\]"),
+        (other_rank, lacking(layer), "mp_rank_01_002 holds 0 layers in model, other files of its stage do not"),
+        (other_rank, renumbered, "expected layers numbered from 0 on, found 1 of them up to 7"),
     ):
-        model = {key: tensor for key, tensor in held["model"].items() if key != name}
-        torch.save({"model": model}, path)
-        torch.save({"model": model}, release / "mp_rank_00_002" / NAME)
+        torch.save({"model": one}, first)
+        torch.save({"model": two}, path)
         with pytest.raises(CheckpointError, match=message):
             convert(tmp_path / "files", target, on_event=quiet)
     path.write_bytes(kept[: len(kept) // 2])
     with pytest.raises(CheckpointError, match=r"cannot read .*mp_rank_01_002.*copy it again"):
         convert(tmp_path / "files", target, on_event=quiet)
     path.unlink()
-    (release / "mp_rank_00_002" / NAME).unlink()
+    first.unlink()
     with pytest.raises(CheckpointError, match=r"no file for pp_rank \[2\]"):
+        convert(tmp_path / "files", target, on_event=quiet)
+    path.parent.rename(release / "mp_rank_1")
+    first.parent.rename(release / "mp_rank_0")
+    for number in (0, 1):
+        torch.save({"model": other_rank}, release / f"mp_rank_{number}" / NAME)
+    with pytest.raises(CheckpointError, match="names of files to have the form mp_rank_00_000_000, found mp_rank_0"):
         convert(tmp_path / "files", target, on_event=quiet)
     assert not target.exists()

@@ -10,7 +10,7 @@ from mcore_bridge.convert.convert import merge
 from mcore_bridge.errors import BridgeError
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from tests import zoo
-from tests.support import experts, tiny
+from tests.support import experts, quantized, tiny
 from tests.support.command import run
 from tests.support.peft_merges import merged as merged_by_peft
 from tests.support.peft_models import EXPERTS
@@ -107,3 +107,5 @@ def test_what_does_not_fit_is_named(tmp_path):
     refused(r"lacks \['model.layers.0.mlp.up_proj.lora_B.weight'\]: save it again")
     config.write_text(json.dumps({**json.loads(config.read_text()), "use_dora": True}))
     refused("use_dora")
+    quantized.write(hf, quantized.deepseek((8, 8), torch.bfloat16), tmp_path / "fp8", dtype=torch.bfloat16)
+    refused(r"fp8 has quantized weights, expected plain ones: convert it with --to hf first", "fp8")

@@ -100,7 +100,10 @@ def lines_since(commit: str) -> dict[str, set[int]]:
 
 
 def tests_for(mutant: Mutant, tree: Path, record: dict[str, Any]) -> list[str]:
-    """The tests that reach a mutant, quickest first, but behind others that differ more from those before them."""
+    """The tests that reach a mutant, quickest first, but behind others that differ more from those before them.
+
+    If none does, those of its file.
+    """
     lines, is_run_at_import = statement_at(ast.parse((tree / mutant.file).read_text()), mutant.line)
     reached = record["reached"].get(mutant.file, [])
     first, further = {name for each, names in reached if not each.isdisjoint(lines) for name in names}, set[str]()
@@ -108,6 +111,8 @@ def tests_for(mutant: Mutant, tree: Path, record: dict[str, Any]) -> list[str]:
         patterns = next((tests for files, tests in OF_TABLES.items() if fnmatch.fnmatch(mutant.file, files)), ())
         first.update(name for each in patterns for name in fnmatch.filter(record["seconds"], f"tests/*/{each}"))
         further = further.union(*(names for _, names in reached)) - first
+    if not (first | further) - {""}:  # it may run in processes that a test starts by itself
+        first = set(fnmatch.filter(record["seconds"], f"tests/*/test_{Path(mutant.file).stem}.py::*"))
     seconds, seen, found = record["seconds"], Counter[str](), []
     for name in sorted((first | further) - {""}, key=lambda name: (seconds[name], name)):
         function, _, parameters = name.partition("[")

@@ -19,7 +19,7 @@ from mcore_bridge.rules.layout import (
     Replicate,
     Resize,
 )
-from mcore_bridge.rules.trace import _runs, line_starts, trace
+from mcore_bridge.rules.trace import _runs, line_starts, moved_dim, trace
 
 NAMED = {"COLUMN": COLUMN, "ROW": ROW, "REPLICATED": REPLICATED, "VOCAB": VOCAB, "GATED_UP": GATED_UP, "QKV": QKV}
 PADDED = Resize("vocab", "padded_vocab")
@@ -135,6 +135,17 @@ def test_a_shape_that_does_not_fit_raises_with_shape_and_axes(layout, shape):
     axes = {"tp": 2, "groups": 2, "heads_per_group": 2, "vocab": 13, "padded_vocab": 16}
     with pytest.raises(MappingError, match=str(shape[0])):
         trace(layout, shape, axes)
+
+
+def test_a_layout_that_loses_elements_is_refused():
+    """A vocabulary that is longer than its padded size."""
+    with pytest.raises(MappingError, match="does not give back every element of its part 0 exactly once"):
+        trace(VOCAB, (4, 2), {"tp": 2, "vocab": 10, "padded_vocab": 8})
+
+
+def test_a_layout_moves_elements_along_one_dim():
+    with pytest.raises(MappingError, match=r"moves elements along dims \[0, 1\]; express it as a layout along one dim"):
+        moved_dim(COLUMN >> Rearrange("tp n (g m)", "tp n g m"))
 
 
 def test_layouts_do_no_arithmetic():

@@ -378,6 +378,7 @@ def calls(folder: Path, sizes: dict[str, Any], batch: Any) -> dict[str, Tensor]:
     """
     from mcore_bridge.batches.padded_rows import lay_out_rows
     from mcore_bridge.batches.text_collectives import gather
+    from mcore_bridge.batches.whole_rows import placed
 
     ids, mask, images, _ = batch
     dims = mb.ParallelDims(**sizes)
@@ -388,12 +389,14 @@ def calls(folder: Path, sizes: dict[str, Any], batch: Any) -> dict[str, Tensor]:
         seq = -(-ids.size(1) // 4) * 4  # what context parallelism needs
         wide, shown = (torch.nn.functional.pad(each, (0, seq - ids.size(1))) for each in (ids, mask.bool()))
         rows = lay_out_rows(wide, dims.cp, groups.cp.rank())
+        own = {"attention_mask": placed(shown, rows.places[groups.cp.rank()]), "position_ids": rows.position_ids}
         params = {"packed_seq_params": packed.packed_seq_params}
         seen = joined(images)
         whole = {"input_ids": ids, "attention_mask": mask.bool(), **params}
         forms = {
             "verl, packed": (packed, whole),
             "verl, rows": (rows, {"input_ids": wide, "attention_mask": shown}),
+            "own rows": (rows, {"input_ids": rows.input_ids, **own}),
             "slime": (packed, {"input_ids": packed.input_ids, "attention_mask": None, **params}),
         }
         given = {}

@@ -16,6 +16,7 @@ import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from mcore_bridge.convert.convert import convert
 from mcore_bridge.errors import BridgeError, CheckpointError
 from mcore_bridge.machine import start_time
 from mcore_bridge.weights.files import atomic_folder, folder_lock
+from mcore_bridge.weights.files.atomic_folder import require_files
 from mcore_bridge.weights.files.folder_lock import LOCK, STALE, Writer
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.files.sources import Sources
@@ -347,6 +349,8 @@ def test_a_working_folder_stays_under_those_who_stand_in_it(tmp_path, models, di
     (tmp_path / "file").write_text("mine")
     with pytest.raises(CheckpointError, match="found the file"):
         save(models["a"], tmp_path / "file")
+    with pytest.raises(CheckpointError, match=r"cannot write to .*/file/in: .*Not a directory.*; it is as it was"):
+        save(models["a"], tmp_path / "file" / "in")
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -433,6 +437,13 @@ def test_a_conversion_to_a_disk_that_is_full_says_what_to_do(tmp_path, convertib
 # several ranks --------------------------------------------------------------------------------------------------------
 
 
+def lost(folder, names):
+    """A file that a rank has written is not there when all are looked for."""
+    names = [*names]
+    (folder / names[0]).unlink()
+    require_files(folder, names)
+
+
 def differing(folder, rank, what):
     """What a save of two ranks raises where one of them differs from the other."""
     mb.ParallelDims(tp=2).initialize(device="cpu")
@@ -442,15 +453,18 @@ def differing(folder, rank, what):
         folder = "" if what == "empty" else f"{folder}-of-another" if "folder" in what else folder
         changes = {"dtype": {"dtype": torch.bfloat16}, "size": {"max_shard_bytes": 0}, "wrong": {"dtype": "bf16"}}
         options = changes.get(what, {})
-    if what in ("dist", "dist folder"):
-        save, options = mb.save_checkpoint, {"common": {"iteration": 1} if dist.get_rank() == rank else None}
-        options = {} if "folder" in what else options
+    if "dist" in what:
+        save = mb.save_checkpoint
+        options = {"common": {"iteration": 1} if dist.get_rank() == rank else None} if what == "dist" else {}
 
     def act():
         try:
             if what == "mount" and dist.get_rank() == rank:
                 with own_mounts(threads=True) as (tmpfs, _):
                     assert not tmpfs(folder)
+                    save(models, folder, **options)
+            elif "lost" in what:
+                with mock.patch(f"{save.__module__}.require_files", lost):  # rank 0 alone calls it
                     save(models, folder, **options)
             else:
                 save(models, folder, **options)
@@ -474,6 +488,8 @@ def differing(folder, rank, what):
         ("folder", "rank OTHER of the group: expected the folder .* that rank 0 has made"),
         ("dist", "expected the same common on every rank"),
         ("dist folder", "rank OTHER of the group: expected the folder .* that rank 0 has made"),
+        ("lost", "rank 0 of the group: 1 files that other ranks wrote are not in .*, such as model-"),
+        ("dist lost", "rank 0 of the group: 1 files that other ranks wrote are not in .*, such as __"),
         pytest.param("mount", "rank OTHER of the group: expected the folder .* that rank 0", marks=needs_mounts),
     ],
 )

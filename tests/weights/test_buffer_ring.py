@@ -220,6 +220,8 @@ def test_a_round_that_breaks_off_closes_the_export_and_must_be_given_up():
     with pytest.raises(TransferError, match=r"\[0\] were never acknowledged; call restart"):
         next(ring.fill(closed_pairs(tensors, closed), acknowledged=lambda: None))
     assert closed == [True, True]  # it was begun, too: other ranks of the export wait for that
+    with pytest.raises(TransferError, match="expected in_flight=1 or more, found 0"):
+        next(ring.fill(tensors.items(), acknowledged=lambda: None, in_flight=0))
     with pytest.raises(TransferError, match="tensors never came"):
         receiver.finish()
     with pytest.raises(TransferError, match=r"expected bucket 1 of .*, found bucket 0"), receiver.open(0):

@@ -19,7 +19,7 @@ from mcore_bridge.launch.fake_rank import rank_of
 from mcore_bridge.rules.adapters import LINEAR
 from mcore_bridge.weights.bound import bind
 from mcore_bridge.weights.dist_checkpoint.compare import leaves_of, sharded_states
-from mcore_bridge.weights.dist_checkpoint.folder import TorchDistFolder
+from mcore_bridge.weights.dist_checkpoint.folder import TorchDistFolder, by_plain_key
 from mcore_bridge.weights.dist_checkpoint.optimizer_chain import fit_chain
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from tests import zoo
@@ -345,6 +345,16 @@ def test_what_does_not_fit_is_named(folder, tmp_path):
 def test_bits_are_lost_only_where_that_is_asked_for(folder, tmp_path):
     convert(folder, tmp_path / "dist", dtype=torch.float32, on_event=lambda *event: None)
     pool.run(1, refuse_dtypes, tmp_path / "dist")
+
+
+def test_a_folder_with_two_spellings_of_a_parameter_is_refused():
+    """Backends fuse norms into linear layers, or do not: one of the two would be passed over."""
+    norms = ("decoder.layers.0.input_layernorm.weight", "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight")
+    assert [*by_plain_key(norms[:1])] == [*by_plain_key(norms[1:])]
+    with pytest.raises(
+        CheckpointError, match=r"input_layernorm.* are the same parameter; the checkpoint must have one"
+    ):
+        by_plain_key(norms)
 
 
 def test_a_chain_of_optimizers_takes_what_one_of_another_length_has_saved():

@@ -200,6 +200,13 @@ def test_a_shape_beside_codes_is_theirs_and_parts_come_once() -> None:
             list(open_source(twice, NOTE))
 
 
+def test_blocks_of_another_size_than_the_config_says_are_refused_though_there_are_fewer_rows() -> None:
+    """Blocks lie along columns, which are the last dim of codes but not of the weight."""
+    files = {"x_blocks": torch.zeros(2, 8, 4, 8), "x_scales": torch.zeros(2, 8, 4)}
+    with pytest.raises(CheckpointError, match=r"says mxfp4 by \(1, 32\), found others: x is mxfp4"):
+        open_source({name: each.byte() for name, each in files.items()}, {"quant_method": "mxfp4"})
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [

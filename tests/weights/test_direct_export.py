@@ -20,10 +20,13 @@ from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights import direct_export
 from mcore_bridge.weights.agreement import agree_on_plan
 from mcore_bridge.weights.direct_export import export_into
+from mcore_bridge.weights.engine_program import _after
 from mcore_bridge.weights.ipc.direct_writer import DirectWriter
 from mcore_bridge.weights.ipc.mapped_engine import EngineState
 from mcore_bridge.weights.model_tensors import held_tensors
 from mcore_bridge.weights.plan import all_to_all
+from mcore_bridge.weights.plan.boxes import BoxCopy
+from mcore_bridge.weights.transfer.byte_copy import ByteCopy
 from mcore_bridge.weights.transfer.executor import run_messages
 from tests.support import pool
 from tests.support.stand_in import Sizes, connected, held_bits, loaded, serve_all
@@ -154,6 +157,16 @@ def served(folder, engines):
 def test_engines_with_torch_alone_are_fed_from_a_mesh_by_their_maps(dims, tmp_path):
     with served(tmp_path, ENGINES) as addresses:
         pool.run(4, feed, addresses, dims)
+
+
+def test_copies_of_parts_of_elements_are_not_composed():
+    """The HF tensor is made then, and copied from there."""
+    whole = ByteCopy(0, 0, 1, 0, rows=2, cols=3, item=4, source_row=12, source_col=4, target_row=12, target_col=4)
+    box = BoxCopy.of(0, (6,), (1,), 0, (1,))
+    assert sum(each.num_bytes() for each in _after(box, whole)) == 24
+    for change in ({"target_start": 2}, {"source_row": 14}, {"target_col": 6}):
+        with pytest.raises(ValueError, match="bytes that are no whole elements"):
+            list(_after(box, whole._replace(**change)))
 
 
 def feed_until_killed(rank, addresses, folder):

@@ -15,12 +15,14 @@ from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.ipc.buckets import plan_buckets
 from mcore_bridge.weights.ipc.checksum import checksums
+from mcore_bridge.weights.ipc.direct_writer import DirectWriter
 from mcore_bridge.weights.ipc.mapped_engine import MappedEngine
-from mcore_bridge.weights.ipc.probe import drawn_values
+from mcore_bridge.weights.ipc.probe import Numbering, drawn_values
 from mcore_bridge.weights.ipc.receiver import Receiver
 from mcore_bridge.weights.ipc.recorder import Recorder
 from mcore_bridge.weights.ipc.rounds_by_map import RoundsByMap
 from mcore_bridge.weights.ipc.sender import BufferRing
+from mcore_bridge.weights.ipc.shared_memory import allocate, share
 from mcore_bridge.weights.manifest import Manifest, ManifestEntry
 from mcore_bridge.weights.plan.boxes import BoxCopy, Dim, merged
 from mcore_bridge.weights.plan.engine_map import EngineMap, EngineTensor, SliceCopy
@@ -331,6 +333,8 @@ def test_an_engine_knows_whether_its_weights_are_whole(ring):
         assert (engine.state.weights, engine.state.version) == ("new", 1)
         broken_off = ring.fill(weights(1).items(), acknowledged=lambda: None)
         receiver.copy_into(next(broken_off).number, engine)
+        with pytest.raises(TransferError, match="this engine has not had the buckets before; begin a round"):
+            receiver.copy_into(next(broken_off).number, MappedEngine(engine.map, model, model.load))
         with pytest.raises(TransferError, match="never came"):
             receiver.finish()
         with pytest.raises(TransferError, match="half old and half new"):
@@ -354,8 +358,16 @@ def test_an_engine_knows_whether_its_weights_are_whole(ring):
 
 
 def test_only_a_round_that_was_announced_and_has_all_tensors_is_completed(ring):
-    model = StandIn()
-    engine = mb.map_engine(ring.plan, model, model.load)
+    model, seen = StandIn(), []
+
+    def load(pairs):
+        try:
+            model.load(pairs)
+        except TransferError as error:
+            seen.append(str(error))
+            raise
+
+    engine = mb.map_engine(ring.plan, model, load)
     first = ring.plan.buckets[0]
     slot = torch.zeros(ring.plan.slot_bytes, dtype=torch.uint8)
     pairs = list(weights(0).items())
@@ -377,6 +389,7 @@ def test_only_a_round_that_was_announced_and_has_all_tensors_is_completed(ring):
         engine.break_off()
         refused(unannounced, engine.complete)
         assert engine.state.weights == "half"
+    assert seen == ["the round broke off before all tensors had come"], "a loader must not take it for the end"
     engine._disproof = ""
     (name, tensor), *others = pairs
     for wrong in (tensor[:-1], tensor.double(), tensor.flatten()):
@@ -389,6 +402,36 @@ def test_only_a_round_that_was_announced_and_has_all_tensors_is_completed(ring):
     engine.complete()
     assert engine.require_whole() == 6
     assert differing(model.held(), loaded(weights(0))) == []
+
+
+def test_memory_is_shared_where_other_processes_can_open_it_and_the_map_can_be_used():
+    model, computes = StandIn(), StandIn(adds=True)
+    engine = mb.map_engine(SPECS, model, model.load)
+    with pytest.raises(TransferError, match="no other process can open; send buckets through a ring"):
+        engine.share()
+    lost(model)
+    with pytest.raises(TransferError, match=r"prepared is missing.* Send buckets: copy_into gives them to the engine"):
+        engine.share()
+    with pytest.raises(TransferError, match=r"norm'.* are written by the engine's loader alone; send buckets"):
+        mb.map_engine(SPECS, computes, computes.load).share()
+
+
+def test_a_writer_takes_each_tensor_of_its_map_once():
+    model = StandIn()
+    engine = mb.map_engine(SPECS, model, model.load)
+    engine.begin(SPECS)
+    sizes = (8, *(part.numel() for part in engine._memory.buffers.tensors))
+    memory = [allocate(size, CPU) for size in sizes]
+    writer, pairs = DirectWriter(engine.map, [*map(share, memory)]), list(weights(0).items())
+    (name, last), mark = pairs[-1], memory[0].clone()
+    for wrong, message in (
+        ([*pairs, pairs[0]], f"{pairs[0][0]} of shape .* made for, or comes twice; make the map"),
+        ([*pairs[:-1], (name, last.double())], f"{name} of shape .* and torch.float64 is not what the engine's map"),
+        (pairs[:-1], f"1 tensors never came, such as {name}"),
+    ):
+        with pytest.raises(TransferError, match=message):
+            writer.write(wrong)
+        assert torch.equal(memory[0], mark), "it would say that all are there"
 
 
 def test_a_loader_that_takes_nothing_makes_no_engine(ring):
@@ -428,11 +471,15 @@ def test_groups_of_slices_are_copied_as_slices():
         if slices.is_used(name):
             sent[name] = tensor
     assert sum(map(torch.numel, sent.values())) < 0.7 * sum(map(torch.numel, weights(3).values()))
-    engine.begin([TensorSpec.of(name, tensor) for name, tensor in sent.items()])
+    specs_sent = [TensorSpec.of(name, tensor) for name, tensor in sent.items()]
+    engine.begin(specs_sent)
     for number, bucket in enumerate(buckets_of(sent)):
         engine.copy_group(number, bucket)
     engine.complete()
     assert differing(model.held(), loaded(weights(3), 2, 1)) == []
+    lost(model)
+    with pytest.raises(TransferError, match=r"prepared is missing.* The loader takes whole HF tensors, so send these"):
+        engine.begin(specs_sent)
 
 
 def test_another_plan_goes_by_the_loader_unless_tensors_are_missing(ring):
@@ -481,11 +528,29 @@ def test_a_file_that_was_changed_is_refused(tmp_path):
         mb.EngineMap.load(path)
 
 
+def test_an_engine_of_a_dtype_that_torch_cannot_cast_is_named():
+    with pytest.raises(TransferError, match=r"no digits can be read off torch\.bits8, of torch\.bfloat16"):
+        Numbering(SPECS).digits(torch.empty(3, dtype=torch.bits8), torch.bfloat16)
+
+
 def test_a_copy_from_a_tensor_that_the_map_does_not_list_is_a_problem():
     tensor = EngineTensor("bias", (1,), (1,), torch.float32)
     one = EngineMap("an engine", (), (tensor,), (SliceCopy("no.such", "bias", BoxCopy(0, 0, ())),))
     assert one.problems()[0].startswith("no.such to bias:")
     assert one.problems()[0].endswith("is out of bounds")
+
+
+@pytest.mark.parametrize(
+    ("first", "start", "then", "message"),
+    [
+        (Dim(3, 1, 4), 0, Dim(2, 6, 1), r"strides \[1, 4, 6\] do not divide one another"),
+        (Dim(6, 1, 1), 0, Dim(2, 4, 1), "a dim ends within a digit"),
+        (Dim(2, 1, 1), 3, Dim(2, 4, 1), "a range of a digit goes into the next"),
+    ],
+)
+def test_two_copies_whose_composition_is_no_box_are_not_joined(first, start, then, message):
+    with pytest.raises(ValueError, match=message):
+        BoxCopy(0, 0, (then,)).after(BoxCopy(0, start, (first,)))
 
 
 def test_a_box_has_no_dims_of_one_element():

@@ -4,6 +4,7 @@ import contextlib
 import os
 import pickle
 import re
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -12,7 +13,9 @@ import torch.distributed as dist
 
 import mcore_bridge as mb
 from mcore_bridge.errors import BridgeError, ExportError
+from mcore_bridge.rules.mapping import respelled
 from mcore_bridge.weights import agreement
+from mcore_bridge.weights.bound import provenance_on
 from mcore_bridge.weights.plan.all_to_all import plan_targets
 from mcore_bridge.weights.plan.gather import assemble_plan
 from mcore_bridge.weights.plan.stream import cut
@@ -79,7 +82,9 @@ def plan_otherwise_on_1(name, result, dims, targets):
     target = targets[dist.get_rank() % len(targets)]
     here = mock.patch(name, result) if dist.get_rank() == 1 else contextlib.nullcontext()
     with here, mock.patch.object(Windows, "send") as send:
-        with pytest.raises(Exception, match=r"plans that do not fit together|out of memory") as refused:
+        with pytest.raises(
+            Exception, match=r"plans that do not fit together|out of memory|by different rules"
+        ) as refused:
             mb.to_hf_state_dict(models, target=target, bucket_bytes=1 << 16)
         send.assert_not_called()
     assert_exact(mb.to_hf_state_dict(models, bucket_bytes=1 << 16), state)
@@ -104,6 +109,11 @@ def for_each_other(*arguments, **named):
     return plan_targets(*others, [targets[place ^ 1] for place in range(len(targets))], **named)
 
 
+def of_other_names(*arguments):
+    provenance = provenance_on(*arguments)
+    return replace(provenance, rules=respelled(provenance.rules, (("model.", "language_model."),)))
+
+
 def unable(*arguments, **named):
     raise RuntimeError("out of memory")
 
@@ -126,6 +136,7 @@ def unable(*arguments, **named):
             mb.ParallelDims(tp=2, pp=2),
             ["everything"],
         ),
+        ("mcore_bridge.weights.agreement.provenance_on", of_other_names, mb.ParallelDims(tp=4), ["everything"]),
         ("mcore_bridge.weights.agreement.plan_export", unable, mb.ParallelDims(tp=2, pp=2), ["everything"]),
     ],
 )

@@ -6,6 +6,7 @@ import re
 import shutil
 import threading
 from collections import Counter, UserDict
+from dataclasses import replace
 
 import pytest
 import torch
@@ -229,6 +230,12 @@ def test_models_are_chunks_that_are_given_once(state):
                 bind(models, provenance_of(HF))
         with pytest.raises(ConfigError, match=r"dialect must be 'split' .*, 'fused' or None, found 'both'"):
             bind([chunk], dialect="both")
+        own = provenance_of(HF)
+        norm = "decoder.final_layernorm.weight"
+        rules = tuple(replace(rule, hf=(*rule.hf, "b")) if rule.mcore == norm else rule for rule in own.rules)
+        bound = bind([chunk], replace(own, rules=rules))
+        with pytest.raises(MappingError, match=rf"{norm}: the layout has 1 parts, and the rule names .*, 'b'\]; make"):
+            bound.trace(bound.mapping.bind(norm))
 
 
 def test_meta_models_cannot_be_loaded():

@@ -7,7 +7,8 @@ import mcore_bridge as mb
 from mcore_bridge import EngineRank, ParallelDims
 from mcore_bridge.errors import TargetError, TransferError
 from mcore_bridge.weights.ipc.engine_memory import EngineMemory
-from mcore_bridge.weights.plan.map_slices import MapSlices
+from mcore_bridge.weights.plan.boxes import BoxCopy, Dim
+from mcore_bridge.weights.plan.map_slices import MapSlices, _read
 from tests.support import fake_mesh
 from tests.support.strategies import random_state
 from tests.support.target_models import ENGINES, FAMILIES, Slices, assert_gets, expected, held_by, ranks_of, specs_of
@@ -87,6 +88,12 @@ def test_each_of_many_tensors_of_one_shape_is_cut_as_it_is_used():
             slices.narrowed(specs_of({**sent, **other}))
     with pytest.raises(TransferError, match="last rows: expected it, found none"):
         slices.narrowed(specs_of({name: tensor for name, tensor in sent.items() if name != "last rows"}))
+
+
+def test_a_copy_that_goes_on_in_the_next_row_reads_all_rows():
+    """Of four rows of five: one could say which, but nothing needs it."""
+    for first, rows in ((1, [0]), (6, [1]), (2, [0, 1, 2, 3]), (8, [0, 1, 2, 3])):
+        assert _read([BoxCopy(first, 0, (Dim(4, 1, 1),))], (4, 5), 0).tolist() == rows
 
 
 def test_a_map_of_other_tensors_is_no_target():

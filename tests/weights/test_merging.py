@@ -2,6 +2,7 @@
 
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,6 +16,7 @@ from mcore_bridge.trainers.megatron_bridge import AutoBridge
 from mcore_bridge.weights import merging
 from mcore_bridge.weights.manifest import digest
 from mcore_bridge.weights.model_tensors import held_tensors
+from mcore_bridge.weights.transfer.endpoints import Sources
 from tests import zoo
 from tests.support import experts, pool, stepping, tiny
 from tests.support.fake_mesh import rank_of
@@ -187,3 +189,19 @@ def test_sums_are_rounded_once(dtype):
     ):  # fmt: skip
         for sign in (1, -1):
             assert merging._rounded(one * sign * start, dtype).double() == sign * rounded, (dtype, start)
+
+
+def test_a_merged_weight_is_dropped_where_no_message_soon_has_a_part_of_it():
+    made, own = [], {name: torch.ones(2) for name in "ab"}
+
+    def merge(tensor):
+        merged = tensor + 1
+        made.append(weakref.ref(merged))
+        return merged
+
+    sources = Sources(SimpleNamespace(names=("a", "b"), idle_after={2: {0}}), own, dict.fromkeys(own, merge))
+    for message in range(3):
+        assert [float(tensor[0]) for tensor in sources.read_by(SimpleNamespace(held=(0, 1))).tensors] == [2, 2]
+        sources.passed(message)
+    assert [merged() is None for merged in made] == [True, False]
+    assert [float(tensor[0]) for tensor in sources.read_by(SimpleNamespace(held=(1,))).tensors] == [1, 2]

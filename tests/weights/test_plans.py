@@ -16,6 +16,7 @@ from mcore_bridge.commands.plan.mesh_plan import plan_mesh
 from mcore_bridge.errors import MappingError
 from mcore_bridge.factory.blueprint import make_blueprint
 from mcore_bridge.factory.build_options import BuildOptions
+from mcore_bridge.rules.mapping import WeightMapping
 from mcore_bridge.weights.plan.all_to_all import plan_targets
 from mcore_bridge.weights.plan.gather import plan_export
 from mcore_bridge.weights.plan.memory import peak_bytes
@@ -161,6 +162,13 @@ def test_groups_without_all_of_a_model_are_refused() -> None:
     held = replica("small tied", "TP4")
     with pytest.raises(MappingError, match=r"hold the layers \[0, 1, 2, 3, 4, 5\], expected 0 to 6"):
         plan_export(held.mapping, held.axes, held.num_layers + 1, held.inventories, bucket_bytes=None)
+
+
+def test_two_parameters_for_one_tensor_are_refused() -> None:
+    held, norm, name = replica("small tied", "TP4"), "decoder.final_layernorm.weight", "model.embed_tokens.weight"
+    rules = tuple(replace(rule, hf=(name,)) if rule.mcore == norm else rule for rule in held.mapping.rules)
+    with pytest.raises(MappingError, match=f"{name} has two sources, .* and .*; fix the rules"):
+        plan_export(WeightMapping(rules), held.axes, held.num_layers, held.inventories, bucket_bytes=None)
 
 
 if __name__ == "__main__":

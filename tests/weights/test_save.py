@@ -18,7 +18,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import mcore_bridge as mb
 from mcore_bridge.errors import BridgeError, CheckpointError
+from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.files.hf_folder import Checkpoint
+from mcore_bridge.weights.save import write_pairs
 from tests.support import fake_mesh, memory, pool
 from tests.support.limits import limited
 from tests.support.strategies import random_state, tiny
@@ -125,6 +127,18 @@ def test_a_value_head_saves_as_a_classifier_that_transformers_loads(tmp_path, al
     assert model.score.weight.shape == (1, HF.hidden_size)
     again = mb.build_model(tmp_path / "critic", dims=mb.ParallelDims(), dtype=torch.float32, device="cpu", head="value")
     assert torch.equal(again[0].output_layer.weight, model.score.weight)
+
+
+def test_what_comes_must_be_what_was_announced():
+    """Headers are written first, so a file has no place for more bytes than they say."""
+    spec = TensorSpec("w", (2,), torch.float32)
+    for pairs, message in (
+        ([("w", torch.ones(3))], r"w came as torch\.float32 \(3,\), the manifest has .*: change no model while it is"),
+        ([("w", torch.ones(2).bfloat16())], r"w came as torch\.bfloat16 \(2,\), the manifest has"),
+        ([("b", torch.ones(2))], r"the export lacks 1 tensors of its manifest: \['w'\]"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            write_pairs((pair for pair in pairs), {"w": (None, spec)}, 1000)
 
 
 def fail_to_write(folder, rank):

@@ -9,19 +9,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 
 from torch import Tensor
 
 from mcore_bridge.rules.layout import upright
-from mcore_bridge.rules.mapping import WeightMapping, embedding_rules, pattern_of
+from mcore_bridge.rules.mapping import WeightMapping, embedding_names, pattern_of
 
 
 def model_names(names: Collection[str], mapping: WeightMapping) -> dict[str, str]:
     """The new names of tensors by those that a source has. Names that stay as they are, are left out."""
     prefix = prefix_in(mapping)
     tied = {name: own for name, own in mapping.spare.items() if name in names and own not in names}
-    if not prefix or all(name in names or name.removeprefix(prefix) not in names for name in _embeddings(mapping)):
+    if not prefix or all(
+        name in names or name.removeprefix(prefix) not in names for name in embedding_names(mapping.rules)
+    ):
         return tied
     new = {name: f"{prefix}{name}" for name in names if mapping.consumers(f"{prefix}{name}")}
     return tied | {name: own for name, own in new.items() if own not in names}
@@ -29,16 +31,12 @@ def model_names(names: Collection[str], mapping: WeightMapping) -> dict[str, str
 
 def prefix_in(mapping: WeightMapping) -> str:
     """The prefix that a model without its head lacks; empty if there is none."""
-    return next(filter(None, map(prefix_of, _embeddings(mapping))), "")
+    return next(filter(None, map(prefix_of, embedding_names(mapping.rules))), "")
 
 
 def prefix_of(embedding: str) -> str:
     """The first word of an embedding's name, with its dot; empty if it has one word before its last."""
     return f"{embedding.partition('.')[0]}." if embedding.count(".") > 1 else ""
-
-
-def _embeddings(mapping: WeightMapping) -> Iterator[str]:
-    return (rule.hf[0] for rule in embedding_rules(mapping.rules))
 
 
 def stacks_of(mapping: WeightMapping) -> dict[str, bool]:
