@@ -39,7 +39,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Deselect the tiers that nobody asked for. Where files run beside each other, mix two kinds of them."""
+    """Deselect the tiers that nobody asked for. In the whole suite, mix files with and without processes."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         _mix(items)
     asked = config.getoption("-m")
@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _mix(items):
-    """Files that run in the pool come evenly among the others: those that must wait for it would follow each other."""
+    """Spread the files that run in the pool evenly among the others, since they wait for each other."""
     files = list(dict.fromkeys(item.module for item in items))
     kinds = [[file for file in files if hasattr(file, "pool") is in_pool] for in_pool in (True, False)]
     places = {file: (number + 0.5) / len(kind) for kind in kinds for number, file in enumerate(kind)}
@@ -59,14 +59,14 @@ def _mix(items):
 
 
 def pytest_collection_finish():
-    """Leave modules and collected tests out of every later search for garbage: it took an eighth of the whole time."""
+    """Later searches for garbage leave out modules and tests: to walk them took an eighth of the whole time."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _without_what_other_files_have_imported():
-    """Nor what was imported since."""
+def _frozen():
+    """The searches leave out what a file has imported, too, once its tests have run."""
     yield
     gc.collect()
     gc.freeze()

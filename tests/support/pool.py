@@ -56,8 +56,8 @@ def run(world_size: int, function: Callable[..., Any], *args: Any, timeout: floa
 
 
 def started(function: Callable[..., Any], arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """New processes that nothing is set up in, for tests that end them: each is forked from one that imported torch."""
-    _grow(1)  # so that the server of its processes is there, which has imported everything
+    """New processes without a process group, one for each tuple of arguments; each is forked from the pool's server."""
+    _grow(1)  # so that the server is there, which has imported everything
     processes = [_context.Process(target=function, args=each) for each in arguments]
     for process in processes:
         process.start()
@@ -66,9 +66,9 @@ def started(function: Callable[..., Any], arguments: Iterable[tuple[Any, ...]]) 
 
 @contextlib.contextmanager
 def _in_turn(world_size: int) -> Iterator[None]:
-    """Of pytest-xdist's jobs, one of two ranks at a time and a larger one: with more, collectives would wait long.
+    """Among the workers of pytest-xdist, one job of two ranks and one larger job run at a time.
 
-    A single rank waits for nobody, so that nobody waits for it.
+    More processes would make collectives wait long. A job of one rank has no collectives, so it starts at once.
     """
     name = os.environ.get("PYTEST_XDIST_TESTRUNUID")
     if name is None or world_size == 1:
