@@ -28,6 +28,8 @@ CONSTRAINTS := $(CURDIR)/constraints/py$(shell $(PYTHON) -c 'import sys; print("
 QUICK       := tests/rules tests/config tests/factory/test_param_count.py \
                $(addprefix tests/weights/test_,roundtrip.py plans.py codecs.py headers.py) \
                --ignore-glob='*mutants*' --ignore=tests/config/test_lost_ranks.py --ignore=tests/config/test_unread.py
+# Files in the order of tests/conftest.py: xdist's own leaves those with few and long tests to the end.
+DIST        := --dist loadscope --no-loadscope-reorder
 DEMO        := demo/qwen3
 REAL        := demo/smollm2
 export PIP_CONSTRAINT := $(CONSTRAINTS)
@@ -44,10 +46,10 @@ demo-real: $(VENV)/.real $(REAL)/config.json
 	$(BIN)/torchrun --nproc-per-node 2 examples/grpo.py --pp 2 --device cpu --model $(REAL) --steps 5 --lr 1e-5
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadscope $(PYTEST)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) $(DIST) $(PYTEST)
 
 quick: $(VENV)/.test
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadscope $(QUICK) $(PYTEST)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) $(DIST) $(QUICK) $(PYTEST)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import Progress
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from typer.testing import Result
 
 from mcore_bridge import BridgeError, Manifest, ParallelDims
 from mcore_bridge import architecture as architecture_module
@@ -348,11 +349,13 @@ def test_ranks_return_and_report() -> None:
     assert sorted(events) == [(0, "work", 1, 2), (1, "work", 1, 2)]
 
 
-@pytest.mark.parametrize(("leaver", "said"), [(1, "rank 1 of 3: KeyError"), (-1, "rank 1 of 3: died of SIGKILL")])
-def test_a_rank_that_leaves_ends_the_others(leaver: int, said: str) -> None:
+@pytest.mark.parametrize(
+    ("leaver", "world_size", "said"), [(1, 2, "rank 1 of 2: KeyError"), (-1, 3, "rank 1 of 3: died of SIGKILL")]
+)
+def test_a_rank_that_leaves_ends_the_others(leaver: int, world_size: int, said: str) -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match=said):
-        run_ranks(_wait_for_all, leaver, world_size=3, device="cpu", on_event=lambda *event: None)
+        run_ranks(_wait_for_all, leaver, world_size=world_size, device="cpu", on_event=lambda *event: None)
     assert time.monotonic() - start < 120  # not the half hour of a process group
 
 
@@ -475,29 +478,28 @@ def _installed(folder: Path, name: str, *, by_top_level: bool) -> Path:
     return folder
 
 
-def _doctor(path: Path) -> subprocess.CompletedProcess[str]:
-    here = str(Path(__file__).parent.parent.parent)
-    return subprocess.run(
-        [sys.executable, "-m", "mcore_bridge.cli", "doctor"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([here, str(path)]), "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-    )
+def _doctor(path: Path, monkeypatch: pytest.MonkeyPatch) -> Result:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(path)])
+    monkeypatch.setenv("COLUMNS", "200")
+    return run("doctor")
 
 
 @pytest.mark.parametrize("by_top_level", [True, False])
-def test_doctor_names_a_distribution_with_our_import_name(tmp_path: Path, by_top_level: bool) -> None:
-    finished = _doctor(_installed(tmp_path, "mcore-bridge", by_top_level=by_top_level))
-    assert finished.returncode == 1, finished.stdout
+def test_doctor_names_a_distribution_with_our_import_name(
+    tmp_path: Path, by_top_level: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished = _doctor(_installed(tmp_path, "mcore-bridge", by_top_level=by_top_level), monkeypatch)
+    assert finished.exit_code == 1, finished.stdout
     said = " ".join(finished.stdout.split())
     assert "name clash mcore-bridge 1.6.5" in said
     assert "pip uninstall mcore-bridge mcore-hf" in said
     assert "not ready: name clash: " in said
 
 
-def test_doctor_finds_nothing_wrong_here(tmp_path: Path) -> None:
-    finished = _doctor(_installed(tmp_path, "mcore-hf", by_top_level=False))  # ours, under whatever spelling
-    assert finished.returncode == 0, finished.stdout
+def test_doctor_finds_nothing_wrong_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = _installed(tmp_path, "mcore-hf", by_top_level=False)  # under whatever spelling
+    finished = _doctor(ours, monkeypatch)
+    assert finished.exit_code == 0, finished.stdout
     for name in ("python", "torch", "megatron-core", "transformers", "GPUs"):
         assert name in finished.stdout
     assert finished.stdout.splitlines()[-1] == "ready"

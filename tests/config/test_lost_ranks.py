@@ -71,11 +71,7 @@ def written(folder):
     ids=["one sees it and tells", "nobody sees it"],
 )
 def test_survivors_say_who_was_lost_as_far_as_they_can_know(tmp_path, machines, seconds, words):
-    pool._grow(1)  # so that the server of its processes is there, which has imported everything
-    arguments = [(rank, str(tmp_path), machines, seconds) for rank in range(3)]
-    processes = [pool._context.Process(target=survive, args=each) for each in arguments]
-    for process in processes:
-        process.start()
+    processes = pool.started(survive, [(rank, str(tmp_path), machines, seconds) for rank in range(3)])
     for process in processes:
         process.join(120)
     assert [process.exitcode for process in processes] == [0, -signal.SIGKILL, 0]

@@ -4,6 +4,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,56 +18,62 @@ from mcore_bridge.errors import MeshError
 from tests.support import pool
 from tests.support.gpus import free_port
 
-SCRIPT = """
-import json, os, sys
-from datetime import timedelta
-import torch
-import torch.distributed as dist
-from mcore_bridge.config.mesh.parallel_dims import ParallelDims
-from mcore_bridge.errors import MeshError
 
-def refusal(action):
-    try:
-        action()
-    except MeshError as error:
-        return str(error)
+def meet(file: str, fields: dict[str, Any], wrong: dict[str, Any], environment: dict[str, str]) -> None:
+    """Runs in a process that has no process group: what this mesh says of itself, and what others are told."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state as state
 
-fields, wrong = json.loads(sys.argv[1]), json.loads(sys.argv[2])
-dims = ParallelDims(**fields)
-found = {
-    "before": refusal(ParallelDims.from_mcore),
-    "world": refusal(ParallelDims(**wrong).initialize),
-    "untouched": not dist.is_initialized(),
-    "device": refusal(lambda: dims.initialize(device="cuda")),
-    "name": refusal(lambda: dims.initialize(device="tpu")),
-    "timeout": refusal(lambda: dims.initialize(device="cpu", timeout=30)),
-}
-dims.initialize(device="cpu", timeout=timedelta(minutes=7))
-group = dist.group.WORLD
-dims.initialize()  # the same again: nothing happens
-from megatron.core import parallel_state as state
-found |= {
-    "same": ParallelDims.from_mcore(sp=dims.sp) == dims and dist.group.WORLD is group,
-    "backend": dist.get_backend(),
-    "other": refusal(ParallelDims(cp=dims.dp(dist.get_world_size()) + 1).initialize),
-    "rank": [dist.get_rank(), state.get_tensor_model_parallel_rank(), state.get_pipeline_model_parallel_rank()],
-    "data": [state.get_data_parallel_world_size(), state.get_expert_data_parallel_world_size()],
-    "vp": state.get_virtual_pipeline_model_parallel_world_size(),
-    "timeouts": [
-        each._get_backend(torch.device("cpu")).options._timeout / timedelta(minutes=1)
-        for each in (group, state.get_pipeline_model_parallel_group(), state.get_expert_model_parallel_group())
-    ],
-}
-print("FOUND", json.dumps(found), flush=True)
-dist.barrier()
-dist.destroy_process_group()
-"""
+    def refusal(action: Callable[[], object]) -> str | None:
+        try:
+            action()
+        except MeshError as error:
+            return str(error)
+        return None
+
+    os.environ.update(environment)
+    dims = ParallelDims(**fields)
+    found = {
+        "before": refusal(ParallelDims.from_mcore),
+        "world": refusal(ParallelDims(**wrong).initialize),
+        "untouched": not dist.is_initialized(),
+        "device": refusal(lambda: dims.initialize(device="cuda")),
+        "name": refusal(lambda: dims.initialize(device="tpu")),
+        "timeout": refusal(lambda: dims.initialize(device="cpu", timeout=30)),  # type: ignore[arg-type]
+    }
+    dims.initialize(device="cpu", timeout=timedelta(minutes=7))
+    group = dist.group.WORLD
+    dims.initialize()  # the same again: nothing happens
+    found |= {
+        "same": ParallelDims.from_mcore(sp=dims.sp) == dims and dist.group.WORLD is group,
+        "backend": dist.get_backend(),
+        "other": refusal(ParallelDims(cp=dims.dp(dist.get_world_size()) + 1).initialize),
+        "rank": [dist.get_rank(), state.get_tensor_model_parallel_rank(), state.get_pipeline_model_parallel_rank()],
+        "data": [state.get_data_parallel_world_size(), state.get_expert_data_parallel_world_size()],
+        "vp": state.get_virtual_pipeline_model_parallel_world_size(),
+        "timeouts": [
+            each._get_backend(torch.device("cpu")).options._timeout / timedelta(minutes=1)
+            for each in (group, state.get_pipeline_model_parallel_group(), state.get_expert_model_parallel_group())
+        ],
+    }
+    Path(file).write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
-def _start(script: str, fields: dict[str, Any], wrong: dict[str, Any], **environment: str) -> "subprocess.Popen[str]":
+def met(folder: Path, fields: dict[str, Any], wrong: dict[str, Any], ranks: list[dict[str, str]]) -> list[Any]:
+    files = [folder / str(rank) for rank in range(len(ranks))]
+    processes = pool.started(meet, [(str(file), fields, wrong, rank) for file, rank in zip(files, ranks, strict=True)])
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0] * len(ranks)
+    return [json.loads(file.read_text()) for file in files]
+
+
+def _start(script: str, fields: dict[str, Any], **environment: str) -> "subprocess.Popen[str]":
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", script, json.dumps(fields), json.dumps(wrong)],
+        [sys.executable, "-W", "ignore", "-c", script, json.dumps(fields)],
         env={**clean, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -79,8 +88,8 @@ def _finish(process: "subprocess.Popen[str]") -> dict[str, Any]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks what a machine without GPU answers")
-def test_a_single_process_needs_no_environment() -> None:
-    found = _finish(_start(SCRIPT, {}, {"tp": 2}))
+def test_a_single_process_needs_no_environment(tmp_path: Path) -> None:
+    (found,) = met(tmp_path, {}, {"tp": 2}, [{}])
     assert "parallel_state is not initialized" in found["before"]
     assert found["world"].startswith("1 ranks are not a multiple of tp=2")
     assert found["untouched"]
@@ -92,11 +101,10 @@ def test_a_single_process_needs_no_environment() -> None:
     assert "already initialized with other sizes, as (its own, requested): {'cp': (1, 2)}" in found["other"]
 
 
-def test_two_processes_meet_as_torchrun_says() -> None:
+def test_two_processes_meet_as_torchrun_says(tmp_path: Path) -> None:
     environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    fields = {"pp": 2, "vp": 3}
-    processes = [_start(SCRIPT, fields, {"tp": 3}, RANK=str(rank), **environment) for rank in range(2)]
-    found = [_finish(process) for process in processes]
+    ranks = [{"RANK": str(rank), **environment} for rank in range(2)]
+    found = met(tmp_path, {"pp": 2, "vp": 3}, {"tp": 3}, ranks)
     assert all(f["same"] and f["untouched"] for f in found)
     assert [f["rank"] for f in found] == [[0, 0, 0], [1, 0, 1]]
     assert [f["data"] for f in found] == [[1, 1], [1, 1]]
@@ -133,7 +141,7 @@ def test_two_gpus_meet_over_nccl() -> None:
     environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
     fields = {"tp": 2, "sp": True}
-    processes = [_start(GPU_SCRIPT, fields, {}, **environment, **rank) for rank in ranks]
+    processes = [_start(GPU_SCRIPT, fields, **environment, **rank) for rank in ranks]
     wanted = {"same": True, "backend": "nccl", "sum": 2.0, "seeded": True}
     assert [_finish(p) for p in processes] == [{**wanted, "device": rank} for rank in range(2)]
 
@@ -258,6 +266,6 @@ else:
 
 def test_a_process_ends_well_while_a_thread_of_gloo_is_at_work() -> None:
     """Python ended the thread otherwise, and C++ the process: "terminate called without an active exception"."""
-    finished = _start(ENDING, {}, {}, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
+    finished = _start(ENDING, {}, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
     _, error = finished.communicate(timeout=120)
     assert finished.returncode == 0, error[-3000:]

@@ -88,7 +88,7 @@ def checkpoint(tmp_path_factory):
     """The folder, and transformers' loss and gradients."""
     folder = str(tmp_path_factory.mktemp("delta"))
     model = reference_model(HF, folder)
-    _, loss, grads = tiny.reference(model, tiny.tokens(4, seq_len=LENGTH))
+    _, loss, grads = tiny.reference(model, tiny.tokens(2, seq_len=LENGTH))
     return folder, loss, grads
 
 
@@ -98,7 +98,7 @@ def steps(folder, meshes):
     for sizes in meshes:
         dims = ParallelDims(**sizes)
         with stepping.mesh(dims):
-            found.append(stepping.train(folder, dims, tiny.tokens(4, seq_len=LENGTH), micro_batch_size=1))
+            found.append(stepping.train(folder, dims, tiny.tokens(2, seq_len=LENGTH), micro_batch_size=1))
     return found
 
 

@@ -81,7 +81,7 @@ def checkpoints(tmp_path_factory):
     for name, hf in CASES.items():
         folder = str(tiny.random_checkpoint(hf, tmp_path_factory.mktemp("hybrid")))
         model = tiny.random_model(hf)
-        _, loss, grads = tiny.reference(model, tiny.tokens(4, seq_len=LENGTH))
+        _, loss, grads = tiny.reference(model, tiny.tokens(2, seq_len=LENGTH))
         found[name] = folder, loss, on_disk(model, grads)
     return found
 
@@ -94,7 +94,7 @@ def steps(folders, meshes):
         possible = [name for name in folders if dims.ep == dims.etp == 1 or name in SPARSE]
         for name in possible if len(meshes) == 1 else possible[number % 2 :: 2]:
             with stepping.mesh(dims):
-                step = stepping.train(folders[name], dims, tiny.tokens(4, seq_len=LENGTH))
+                step = stepping.train(folders[name], dims, tiny.tokens(2, seq_len=LENGTH))
                 found.append((f"{name} on {sizes}", name, step))
     return found
 

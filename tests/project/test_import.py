@@ -52,29 +52,30 @@ def snapshot():
                 seen.update({f"{name}.{key}.{attribute}": held for attribute, held in list(vars(value).items())})
     return seen
 
-before_modules, before = set(sys.modules), snapshot()
-import mcore_bridge
-{action}
-after = snapshot()
-new = sorted(name for name in set(sys.modules) - before_modules)
 nothing = object()
-changed = sorted(n for n in {{*before, *after}} if before.get(n, nothing) is not after.get(n, nothing))
-print(json.dumps({{"new": new, "changed": changed, "watched": len(before),
-                  "cuda": torch.cuda.is_initialized(), "group": torch.distributed.is_initialized()}}))
+for action in json.loads(sys.argv[1]):
+    before_modules, before = set(sys.modules), snapshot()
+    exec(action)
+    after = snapshot()
+    new = sorted(name for name in set(sys.modules) - before_modules)
+    changed = sorted(n for n in {*before, *after} if before.get(n, nothing) is not after.get(n, nothing))
+    print("FOUND", json.dumps({"new": new, "changed": changed, "watched": len(before),
+                               "cuda": torch.cuda.is_initialized(), "group": torch.distributed.is_initialized()}))
 """
+IMPORT = "import mcore_bridge"
+USE_ALL = "for name in mcore_bridge.__all__: getattr(mcore_bridge, name)"
+PLANTED = "megatron.core.parallel_state.get_tensor_model_parallel_rank = None; torch.nn.Linear.forward = None"
 
 
 @functools.cache
-def watch(action: str = "") -> dict[str, list[str] | int | bool]:
-    """What ``import mcore_bridge`` and then ``action`` do in a fresh process that has imported the libraries."""
-    script = WATCH.replace("{action}", action).replace("{{", "{").replace("}}", "}")
-    finished = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, cwd=ROOT)
+def watched() -> dict[str, dict[str, list[str] | int | bool]]:
+    """What each action does, one after the other in a fresh process that has imported the libraries."""
+    actions = [IMPORT, USE_ALL, PLANTED]
+    command = [sys.executable, "-W", "ignore", "-c", WATCH, json.dumps(actions)]
+    finished = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert finished.returncode == 0, finished.stderr
-    found: dict[str, list[str] | int | bool] = json.loads(finished.stdout.splitlines()[-1])
-    return found
-
-
-USE_ALL = "for name in mcore_bridge.__all__: getattr(mcore_bridge, name)"
+    found = [json.loads(line[6:]) for line in finished.stdout.splitlines() if line.startswith("FOUND ")]
+    return dict(zip(actions, found, strict=True))
 
 
 def foreign(modules: object) -> list[str]:
@@ -85,13 +86,13 @@ def foreign(modules: object) -> list[str]:
 
 
 def test_importing_brings_no_other_module() -> None:
-    found = watch()
+    found = watched()[IMPORT]
     assert foreign(found["new"]) == []
     assert found["new"] == ["mcore_bridge"]
 
 
 def test_importing_changes_nothing() -> None:
-    found = watch()
+    found = watched()[IMPORT]
     assert isinstance(found["watched"], int)
     assert found["watched"] > 10_000
     assert found["changed"] == []
@@ -100,14 +101,13 @@ def test_importing_changes_nothing() -> None:
 
 
 def test_using_every_name_changes_nothing_and_brings_little() -> None:
-    found = watch(USE_ALL)
+    found = watched()[USE_ALL]
     assert {name.partition(".")[0] for name in foreign(found["new"])} <= {"safetensors", "einops"}
     assert found["changed"] == []
 
 
 def test_a_change_would_be_seen() -> None:
-    planted = "megatron.core.parallel_state.get_tensor_model_parallel_rank = None; torch.nn.Linear.forward = None"
-    changed = watch(planted)["changed"]
+    changed = watched()[PLANTED]["changed"]
     assert isinstance(changed, list)
     assert "megatron.core.parallel_state.get_tensor_model_parallel_rank" in changed
     assert "torch.nn.Linear.forward" in changed

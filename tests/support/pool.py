@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,18 +51,31 @@ def run(world_size: int, function: Callable[..., Any], *args: Any, timeout: floa
         args: picklable.
         timeout: seconds for all ranks together.
     """
-    with _alone():
+    with _in_turn(world_size):
         return _run(world_size, function, args, timeout)
 
 
+def started(function: Callable[..., Any], arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """New processes without a process group, one for each tuple of arguments; each is forked from the pool's server."""
+    _grow(1)  # so that the server is there, which has imported everything
+    processes = [_context.Process(target=function, args=each) for each in arguments]
+    for process in processes:
+        process.start()
+    return processes
+
+
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """One job of pytest-xdist at a time: two pools have more processes than cores, and collectives would wait long."""
+def _in_turn(world_size: int) -> Iterator[None]:
+    """Among the workers of pytest-xdist, one job of two ranks and one larger job run at a time.
+
+    More processes would make collectives wait long. A job of one rank has no collectives, so it starts at once.
+    """
     name = os.environ.get("PYTEST_XDIST_TESTRUNUID")
-    if name is None:
+    if name is None or world_size == 1:
         yield
         return
-    with (Path(tempfile.gettempdir()) / f"pool-{name}.lock").open("w") as file:
+    size = "pair" if world_size == 2 else "many"
+    with (Path(tempfile.gettempdir()) / f"pool-{name}-{size}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

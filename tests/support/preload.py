@@ -1,10 +1,17 @@
 """Imported once by the server that the workers of ``pool.py`` are forked from."""
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import peft  # noqa: F401
+import pytest  # noqa: F401
 from megatron.core.models.gpt import GPTModel  # noqa: F401
 from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM  # noqa: F401
 
 import mcore_bridge  # noqa: F401
+from tests.support import seeing, stepping  # noqa: F401
+
+gc.collect()
+gc.freeze()  # no worker looks through it again, and all share its memory

@@ -28,7 +28,8 @@ def mesh(dims: ParallelDims, device: str = "cpu") -> Iterator[None]:
     """``parallel_state`` of ``dims`` inside the worker's process group, and nothing of it afterwards."""
     from megatron.core import parallel_state
 
-    leave_mesh()
+    if parallel_state.model_parallel_is_initialized():
+        leave_mesh()
     dims.initialize(device=device)
     try:
         yield

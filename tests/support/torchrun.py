@@ -23,12 +23,9 @@ def torchrun(script: Path, num_ranks: int, *arguments: str) -> "subprocess.Compl
 
 def forked(script: Path, num_ranks: int, *arguments: str, seconds: float = 120) -> tuple[list[int | None], str]:
     """How the processes of ``script`` ended, and what they wrote. Each is forked from one that has imported torch."""
-    pool._grow(1)  # so that the server of its processes is there, which has imported everything
     port, logs = free_port(), [script.parent / f"{script.stem}-{rank}.log" for rank in range(num_ranks)]
     every = [(str(script), arguments, rank, num_ranks, port, str(log)) for rank, log in enumerate(logs)]
-    processes = [pool._context.Process(target=_run_forked, args=one) for one in every]
-    for process in processes:
-        process.start()
+    processes = pool.started(_run_forked, every)
     for process in processes:
         process.join(seconds)
     for process in processes:

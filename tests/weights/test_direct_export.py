@@ -199,13 +199,8 @@ def feed_until_killed(rank, addresses, folder):
 
 
 def test_a_trainer_that_is_killed_amid_a_sync_leaves_engines_that_know_it_and_take_another(tmp_path):
-    pool._grow(1)  # so that the server of its processes is there, which has imported everything
     with served(tmp_path, ENGINES[:2]) as addresses:
-        ranks = [
-            pool._context.Process(target=feed_until_killed, args=(rank, addresses, str(tmp_path))) for rank in (0, 1)
-        ]
-        for process in ranks:
-            process.start()
+        ranks = pool.started(feed_until_killed, [(rank, addresses, str(tmp_path)) for rank in (0, 1)])
         for process in ranks:
             process.join(120)
         assert [process.exitcode for process in ranks] == [0, -signal.SIGKILL]
