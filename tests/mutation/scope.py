@@ -2,7 +2,7 @@
 
 CODE = (
     *("rules/*.py", "batches/*.py", "weights/*.py", "config/*.py", "factory/*.py", "launch/*.py", "convert/**/*.py"),
-    *(f"weights/{folder}/*.py" for folder in ("plan", "transfer", "files", "dist_checkpoint", "ipc")),
+    *(f"weights/{folder}/*.py" for folder in ("plan", "transfer", "files", "dist_checkpoint", "ipc", "engine")),
     *("config/tables/*.py", "config/mesh/*.py", "factory/modules/*.py", "architecture.py", "composite.py"),
 )
 """Files of ``mcore_bridge`` from which mutants are drawn."""

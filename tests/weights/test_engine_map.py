@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 import mcore_bridge as mb
 from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights.engine.mapped_engine import MappedEngine
+from mcore_bridge.weights.engine.prove import checksums, drawn_values
+from mcore_bridge.weights.engine.recorder import Recorder
+from mcore_bridge.weights.engine.rounds_by_map import RoundsByMap
 from mcore_bridge.weights.ipc.buckets import plan_buckets
-from mcore_bridge.weights.ipc.checksum import checksums
-from mcore_bridge.weights.ipc.mapped_engine import MappedEngine
-from mcore_bridge.weights.ipc.probe import drawn_values
 from mcore_bridge.weights.ipc.receiver import Receiver
-from mcore_bridge.weights.ipc.recorder import Recorder
-from mcore_bridge.weights.ipc.rounds_by_map import RoundsByMap
 from mcore_bridge.weights.ipc.sender import BufferRing
 from mcore_bridge.weights.manifest import Manifest, ManifestEntry
 from mcore_bridge.weights.plan.boxes import BoxCopy, Dim, merged
@@ -118,10 +117,10 @@ def test_a_checksum_sees_every_bit_and_every_place():
         changed[2 * number][place], changed[2 * number + 1][place] = 1, 128
     both = octets.clone()
     both[[7, 15]] = 128  # the highest bits of two words
-    sums = checksums([octets, *changed, both, octets.clone(), octets[8:]])
+    sums = [*checksums(dict(enumerate([octets, *changed, both, octets.clone(), octets[8:]]))).values()]
     assert len(set(sums)) == 2 * len(places) + 3
     odd = torch.zeros(len(octets) + 1, dtype=torch.uint8)[1:]
-    assert checksums([odd]) == [sums[0]] == [sums[-2]]
+    assert checksums({"odd": odd})["odd"] == sums[0] == sums[-2]
 
 
 # maps -----------------------------------------------------------------------------------------------------------------
@@ -357,6 +356,7 @@ def test_only_a_round_that_was_announced_and_has_all_tensors_is_completed(ring):
     engine = mb.map_engine(ring.plan, model, model.load)
     first = ring.plan.buckets[0]
     slot = torch.zeros(ring.plan.slot_bytes, dtype=torch.uint8)
+    of_first = [(piece.name, piece.view(slot)) for piece in first.pieces]
     pairs = list(weights(0).items())
 
     def refused(message, *calls):
@@ -366,11 +366,11 @@ def test_only_a_round_that_was_announced_and_has_all_tensors_is_completed(ring):
             assert engine.state.version is None
 
     unannounced = "expected a round that was announced"
-    refused(unannounced, engine.complete, lambda: engine.copy(first, slot), lambda: engine.copy_group(0, pairs))
+    refused(unannounced, engine.complete, lambda: engine.write(pairs))
     for reason in ("", "a loader takes this round"):
         engine._disproof = reason
         engine.begin(ring.plan)
-        engine.copy(first, slot)
+        engine.write(of_first)
         left = len(SPECS) - len(first.pieces)
         refused(f"{left} of {len(SPECS)} tensors of the round never came, such as model", engine.complete)
         engine.break_off()
@@ -378,7 +378,7 @@ def test_only_a_round_that_was_announced_and_has_all_tensors_is_completed(ring):
         assert engine.state.weights == "half"
     engine._disproof = ""
     engine.begin(SPECS)
-    engine.copy_group(0, pairs)
+    engine.write(pairs)
     engine.complete()
     assert engine.require_whole() == 3
     assert differing(model.held(), loaded(weights(0))) == []
@@ -404,8 +404,8 @@ def test_a_second_ring_and_other_groups_are_copied_by_their_own_places(ring):
             assert differing(model.held(), loaded(weights(seed))) == []
     for seed, size in enumerate([7, 11, 7, len(SPECS)]):
         engine.begin(SPECS)
-        for number, bucket in enumerate(buckets_of(weights(seed), size)):
-            engine.copy_group(number, bucket)
+        for bucket in buckets_of(weights(seed), size):
+            engine.write(bucket)
         engine.complete()
         assert differing(model.held(), loaded(weights(seed))) == []
 
@@ -422,8 +422,8 @@ def test_groups_of_slices_are_copied_as_slices():
             sent[name] = tensor
     assert sum(map(torch.numel, sent.values())) < 0.7 * sum(map(torch.numel, weights(3).values()))
     engine.begin([TensorSpec.of(name, tensor) for name, tensor in sent.items()])
-    for number, bucket in enumerate(buckets_of(sent)):
-        engine.copy_group(number, bucket)
+    for bucket in buckets_of(sent):
+        engine.write(bucket)
     engine.complete()
     assert differing(model.held(), loaded(weights(3), 2, 1)) == []
 

@@ -9,7 +9,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Dim(NamedTuple):
@@ -45,6 +48,22 @@ class BoxCopy:
     ) -> BoxCopy:
         """The copy between two strided views of one shape."""
         return cls(source, target, merged(map(Dim, sizes, source_strides, target_strides)))
+
+    @classmethod
+    def place_of(cls, tensor: Tensor) -> BoxCopy:
+        """The elements of a tensor in its storage, as the targets of a copy of one element."""
+        return cls.of(0, tensor.shape, (0,) * tensor.dim(), int(tensor.storage_offset()), tensor.stride())
+
+    def source_in(self, memory: Tensor) -> Tensor:
+        """The elements that it reads, as a view of a memory [elements]."""
+        return self._view(memory, self.source, [dim.source for dim in self.dims])
+
+    def target_in(self, memory: Tensor) -> Tensor:
+        """The elements that it writes, as a view of a memory [elements]."""
+        return self._view(memory, self.target, [dim.target for dim in self.dims])
+
+    def _view(self, memory: Tensor, start: int, strides: Sequence[int]) -> Tensor:
+        return memory.as_strided([dim.size for dim in self.dims], strides, memory.storage_offset() + start)
 
     @property
     def num_elements(self) -> int:
