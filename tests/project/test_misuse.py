@@ -135,6 +135,7 @@ NOT_TRIED = {"forward", "log_probs", "pack_sequences", "unpack_sequences", "Toke
 """Batches have tests of their own."""
 DATA = {"BridgeError", "LoadReport", "CheckpointReport", "Adapters", "Manifest", "EngineMap", "Architecture"}
 """What we make, and callers read, or whose fields an architecture's author writes."""
+MARK = allocate(8, torch.device("cpu"))
 EMPTY_MAP = mb.EngineMap("", (), (), ())
 WRONG = (None, [], [3], {}, 7, -1, 0, 2.5, float("nan"), float("inf"), 10**30, "", "none", b"x", object())
 
@@ -142,7 +143,7 @@ WRONG = (None, [], [3], {}, 7, -1, 0, 2.5, float("nan"), float("inf"), 10**30, "
 def good(models, folder, source):
     """Arguments by which each public callable can be called; what is not here has none that it needs."""
     plan = mb.plan_buckets(mb.manifest(models), num_slots=2)
-    handles = [share(allocate(8, torch.device("cpu")))]
+    handles = [share(MARK)]
     return {
         "build_model": {"hf": HF, "device": "cpu", "load_weights": False},
         "load_hf_weights": {"models": models, "source": source},

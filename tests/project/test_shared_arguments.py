@@ -121,7 +121,8 @@ def _usual(name: str, folders: dict[str, str], models: dict[str, Any]) -> tuple[
         function = getattr(mb, name)
         return lambda **given: [*function(**given)], {"models": adapted, "hf": HF, "merged": False}, of_all
     if name == "export_into":
-        writer = mb.EngineWriter(mb.EngineMap("", (), (), ()), [share(allocate(8, torch.device("cpu")))])
+        mark = allocate(8, torch.device("cpu"))
+        writer = mb.EngineWriter(mb.EngineMap("", (), (), ()), [share(mark)])
         return mb.export_into, {"models": adapted, "writer": writer, "hf": HF, "merged": False}, of_all
     if name == "forward":
         usual = {"models": plain, "input_ids": ids, "hf": HF}

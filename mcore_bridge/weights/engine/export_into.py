@@ -22,6 +22,7 @@ from mcore_bridge.weights.plan.engine_map import EngineMap, SliceCopy
 from mcore_bridge.weights.plan.export_plan import Message
 from mcore_bridge.weights.plan.map_slices import MapSlices
 from mcore_bridge.weights.plan.payload import OutputTensor
+from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.provenance import HF
 from mcore_bridge.weights.transfer.byte_copy import ByteCopy, stacked
 from mcore_bridge.weights.transfer.copier import Buffers
@@ -70,9 +71,10 @@ def export_into(
         True
     """
     problem = problem_of(writer=(writer, _WRITER))
-    target = "nothing" if problem else writer.map
+    target: Target = "nothing" if problem else writer.map
     options: Options = {"dialect": dialect, "bucket_bytes": bucket_bytes, "target": target, "merged": merged}
-    export = open_export(models, hf, head, **options, problem=problem)
+    options["problem"] = problem
+    export = open_export(models, hf, head, **options)
 
     def into(program: Program, device: torch.device) -> Ends:
         kept = writer.program

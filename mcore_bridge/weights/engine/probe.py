@@ -5,7 +5,7 @@ so there are as many loads as digits. A digit has to survive a copy of bits, and
 one or back. So a digit of a float is the bits of a finite bfloat16, counted from 0 on. In float16 it is a whole number
 below 2048. In 8 bits it is the bits of a finite float.
 
-The numbers in a tensor become slices, whatever their order: elements become runs with one step, runs become rows of a
+The numbers in a tensor become slices, whatever their order. Elements become runs with one step, runs become rows of a
 rectangle, and so on, as long as fewer are left.
 """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, zip_longest
 from typing import Literal
@@ -266,15 +266,9 @@ def _box(entry: ParamEntry, piece: WindowSlice, copy: Copy, start: int, source: 
     last = min(piece.first + piece.count, offset + near.shape[0]) - offset
     if first >= last:
         return None
-    near, far = near[first:last], far[first:last]
+    box = BoxCopy.between(near[first:last], far[first:last])
     before = {"held": 0, "sent": piece.first * entry.row_bytes // entry.held.dtype.itemsize, "part": 0}
-    return BoxCopy.of(
-        int(near.storage_offset()) - before[source],
-        near.shape,
-        near.stride(),
-        int(far.storage_offset()) - before[target],
-        far.stride(),
-    )
+    return replace(box, source=box.source - before[source], target=box.target - before[target])
 
 
 def _view(entry: ParamEntry, copy: Copy, start: int, side: Side) -> Tensor:
