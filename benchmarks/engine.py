@@ -40,8 +40,6 @@ from common import config_of, most, parsed, report, set_up
 
 import mcore_bridge as mb
 from mcore_bridge.errors import TransferError
-from mcore_bridge.weights.direct_export import export_into
-from mcore_bridge.weights.ipc.direct_writer import DirectWriter
 
 HERE = Path(__file__).parent
 
@@ -178,7 +176,7 @@ class Case:
         self.device = "cpu" if arguments.device == "cpu" else f"cuda:{torch.cuda.current_device()}"
         plan = mb.plan_buckets(self.manifest, slot_bytes=self._slot_bytes())
         self.ring = mb.BufferRing(plan, self.device)
-        self.writer: DirectWriter | None = None
+        self.writer: mb.EngineWriter | None = None
         self.report(
             "model",
             gb=round(self.manifest.num_bytes / 1e9, 3),
@@ -251,14 +249,14 @@ class Case:
 
     def sync_shards(self) -> None:
         """A round without HF tensors."""
-        export_into(self.models, self.opened())
+        mb.export_into(self.models, self.opened())
         self.engine("complete")
 
-    def opened(self) -> DirectWriter:
+    def opened(self) -> mb.EngineWriter:
         """The engine's memory, for one round."""
         engine_map, handles = self.engine("share", None if self.writer else list(self.manifest))
         if engine_map is not None:
-            self.writer = DirectWriter(engine_map, handles)
+            self.writer = mb.EngineWriter(engine_map, handles)
         assert self.writer is not None
         return self.writer
 

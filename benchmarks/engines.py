@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import mcore_bridge as mb
-from mcore_bridge.weights.ipc.checksum import checksums
-from mcore_bridge.weights.ipc.map_engine import map_engine
+from mcore_bridge.weights.engine.prove import checksums
 
 Pairs = Iterable[tuple[str, Tensor]]
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -51,7 +50,7 @@ class Worker:
         """Make the map, or prove a kept one; how long it took."""
         self.synchronize()
         start = time.perf_counter()
-        self.engine = map_engine(self.receiver.plan, self.model, self.whole, kept=kept)
+        self.engine = mb.map_engine(self.receiver.plan, self.model, self.whole, kept=kept)
         self.synchronize()
         seconds, found = time.perf_counter() - start, self.engine.map
         return {
@@ -111,8 +110,7 @@ class Worker:
 
     def digests(self) -> dict[str, int]:
         """Of every parameter."""
-        held = dict(self.model.named_parameters())
-        return dict(zip(held, checksums(held.values()), strict=True))
+        return checksums(dict(self.model.named_parameters()))
 
     def raw_copy(self, repeats: int) -> list[float]:
         """Seconds to copy the bytes of all parameters once, from and to memory of this GPU or CPU, 1 GiB at a time."""

@@ -35,10 +35,12 @@ if TYPE_CHECKING:
     from mcore_bridge.weights.dist_checkpoint.checkpoint import CheckpointReport as CheckpointReport
     from mcore_bridge.weights.dist_checkpoint.checkpoint import load_checkpoint as load_checkpoint
     from mcore_bridge.weights.dist_checkpoint.checkpoint import save_checkpoint as save_checkpoint
+    from mcore_bridge.weights.engine.export_into import export_into as export_into
+    from mcore_bridge.weights.engine.map_engine import map_engine as map_engine
+    from mcore_bridge.weights.engine.writer import EngineWriter as EngineWriter
     from mcore_bridge.weights.export import iter_hf_weights as iter_hf_weights
     from mcore_bridge.weights.export import to_hf_state_dict as to_hf_state_dict
     from mcore_bridge.weights.ipc.buckets import plan_buckets as plan_buckets
-    from mcore_bridge.weights.ipc.map_engine import map_engine as map_engine
     from mcore_bridge.weights.ipc.receiver import Receiver as Receiver
     from mcore_bridge.weights.ipc.sender import BufferRing as BufferRing
     from mcore_bridge.weights.load import load_hf_weights as load_hf_weights
@@ -75,8 +77,10 @@ _HOMES = {
     "plan_buckets": "weights.ipc.buckets",
     "BufferRing": "weights.ipc.sender",
     "Receiver": "weights.ipc.receiver",
-    "map_engine": "weights.ipc.map_engine",
+    "map_engine": "weights.engine.map_engine",
     "EngineMap": "weights.plan.engine_map",
+    "export_into": "weights.engine.export_into",
+    "EngineWriter": "weights.engine.writer",
     "forward": "batches.forward",
     "TokenOutputs": "batches.forward",
     "log_probs": "batches.logprobs",

@@ -2,7 +2,10 @@
 
 CODE = (
     *("rules/*.py", "batches/*.py", "weights/*.py", "config/*.py", "factory/*.py", "launch/*.py", "convert/**/*.py"),
-    *(f"weights/{folder}/*.py" for folder in ("plan", "transfer", "files", "dist_checkpoint", "ipc", "peft", "source")),
+    *(
+        f"weights/{folder}/*.py"
+        for folder in ("plan", "transfer", "files", "dist_checkpoint", "ipc", "engine", "peft", "source")
+    ),
     *(f"factory/{folder}/*.py" for folder in ("modules", "modules/mamba", "vision", "hybrid_model")),
     *("config/tables/*.py", "config/mesh/*.py", "architecture.py", "composite.py"),
 )

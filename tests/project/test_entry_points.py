@@ -458,13 +458,14 @@ TABLE: dict[str, dict[str, Cell] | str] = {
     "EngineMap": not_a_writer(
         lambda place, path: mb.EngineMap.load(path), lambda place, path: mb.EngineMap((), (), (), ()).save(path)
     ),
+    "export_into": not_a_writer(lambda place, path: mb.export_into(place.models(), None, hf=path)),
     "map_engine": "it takes an engine's process, and paths of none",
     **dict.fromkeys(
         [
             *("ParallelDims", "CheckpointReport", "engine_ranks", "EngineRank", "plan_buckets", "BufferRing"),
             *("Receiver", "forward", "TokenOutputs", "log_probs", "pack_sequences", "unpack_sequences"),
             *("PackedSequences", "Adapters", "iter_hf_adapters", "without_adapters", "Architecture", "register"),
-            *("LoadReport", "BridgeError", "enable_cpu"),
+            *("LoadReport", "BridgeError", "enable_cpu", "EngineWriter"),
         ],
         NO_PATH,
     ),

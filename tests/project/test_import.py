@@ -15,7 +15,10 @@ ORDER = """
 errors <- arguments cpu machine plugins <- rules config <- composite <- architecture <- weights models <- batches
 <- factory <- launch <- convert <- trainers commands <- cli
 """
-INSIDE = {"config": "tables <- mesh", "weights": "plan <- transfer <- ipc <- files <- source <- dist_checkpoint"}
+INSIDE = {
+    "config": "tables <- mesh",
+    "weights": "plan <- transfer <- ipc <- engine <- files <- source <- dist_checkpoint",
+}
 """A module imports only what stands further left, or what is in its own folder; so do the folders in a folder."""
 
 DISTRIBUTED = {
@@ -199,16 +202,20 @@ def test_rooms_that_others_read_alone_import_little() -> None:
     for room, allowed in {
         "rules": {"errors"},
         "weights/ipc": {
-            *("errors", "arguments", "rules/fused_loads", "rules/spec", "weights/plan/alignment", "weights/plan/boxes"),
-            *("weights/plan/engine_map", "weights/plan/map_slices", "weights/plan/runs"),
-            *("weights/transfer/byte_copy", "weights/transfer/copier", "weights/transfer/rectangles"),
+            *("errors", "arguments", "rules/fused_loads", "rules/spec"),
+            *("weights/plan/alignment", "weights/transfer/copier"),
+        },
+        "weights/engine": {
+            *("errors", "arguments", "rules/spec", "weights/ipc", "weights/plan/boxes", "weights/plan/engine_map"),
+            *("weights/plan/map_slices", "weights/plan/runs", "weights/transfer/byte_copy", "weights/transfer/copier"),
         },
         "models": {"architecture", "composite", "config", "rules"},
     }.items():
         inside = {name for name in graph if f"{name}/".startswith(f"{room}/")}
-        for name in sorted(inside):
+        for name in sorted(inside - {"weights/engine/export_into"}):  # which runs where the trainer is
             for target in graph[name] - inside:
-                assert target in allowed or target.split("/")[0] in allowed, f"{name} imports {target}"
+                above = ("/".join(target.split("/")[:depth]) for depth in (1, 2, 3))
+                assert not allowed.isdisjoint(above), f"{name} imports {target}"
 
 
 def test_no_test_imports_from_a_test() -> None:

@@ -12,6 +12,7 @@ from mcore_bridge.convert.convert import convert
 from mcore_bridge.convert.hf_to_torch import rank_files
 from mcore_bridge.errors import BridgeError
 from mcore_bridge.weights.dist_checkpoint.folder import TRACKER
+from mcore_bridge.weights.ipc.shared_memory import allocate, share
 from tests.support import fake_mesh
 from tests.support.strategies import random_state, tiny
 from tests.support.strategies import save as save_state
@@ -134,12 +135,15 @@ NOT_TRIED = {"forward", "log_probs", "pack_sequences", "unpack_sequences", "Toke
 """Batches have tests of their own."""
 DATA = {"BridgeError", "LoadReport", "CheckpointReport", "Adapters", "Manifest", "EngineMap", "Architecture"}
 """What we make, and callers read, or whose fields an architecture's author writes."""
+MARK = allocate(8, torch.device("cpu"))
+EMPTY_MAP = mb.EngineMap("", (), (), ())
 WRONG = (None, [], [3], {}, 7, -1, 0, 2.5, float("nan"), float("inf"), 10**30, "", "none", b"x", object())
 
 
 def good(models, folder, source):
     """Arguments by which each public callable can be called; what is not here has none that it needs."""
     plan = mb.plan_buckets(mb.manifest(models), num_slots=2)
+    handles = [share(MARK)]
     return {
         "build_model": {"hf": HF, "device": "cpu", "load_weights": False},
         "adopt": {"models": models, "hf": HF},
@@ -153,6 +157,8 @@ def good(models, folder, source):
         "plan_buckets": {"manifest": mb.manifest(models)},
         "BufferRing": {"plan": plan},
         "Receiver": {"plan": plan, "handles": []},
+        "EngineWriter": {"engine_map": EMPTY_MAP, "handles": handles},
+        "export_into": {"models": models, "writer": mb.EngineWriter(EMPTY_MAP, handles)},
         "map_engine": {"plan": plan, "source": torch.nn.Linear(2, 2), "load": print},
         "mapping": {"hf": HF},
         "to_transformer_config": {"hf": HF},

@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 
 import mcore_bridge as mb
 from mcore_bridge.errors import BridgeError
+from mcore_bridge.weights.ipc.shared_memory import allocate, share
 from tests.support import pool, stepping
 from tests.support.strategies import random_state, tiny
 from tests.support.strategies import save as save_state
@@ -47,6 +48,10 @@ TABLE: dict[str, dict[str, str]] = {
     "log_probs": {"logits": OWN, "group": OWN, **dict.fromkeys(("labels", "vocab_size", "temperature"), COMPARED)},
     "iter_hf_weights": {**_EXPORT, "copy": AS_RECEIVED},
     "to_hf_state_dict": _EXPORT,
+    "export_into": {
+        "writer": AS_RECEIVED,
+        **{name: reason for name, reason in _EXPORT.items() if name not in ("dtype", "device", "target")},
+    },
     "manifest": {**{name: reason for name, reason in _EXPORT.items() if name != "device"}, "digests": COMPARED},
     "save_hf_checkpoint": {
         **_FOLDER,
@@ -117,6 +122,10 @@ def _usual(name: str, folders: dict[str, str], models: dict[str, Any]) -> tuple[
     if name in ("iter_hf_weights", "to_hf_state_dict", "manifest"):
         function = getattr(mb, name)
         return lambda **given: [*function(**given)], {"models": adapted, "hf": HF, "merged": False}, of_all
+    if name == "export_into":
+        mark = allocate(8, torch.device("cpu"))
+        writer = mb.EngineWriter(mb.EngineMap("", (), (), ()), [share(mark)])
+        return mb.export_into, {"models": adapted, "writer": writer, "hf": HF, "merged": False}, of_all
     if name == "forward":
         usual = {"models": plain, "input_ids": ids, "hf": HF}
         of_call = {"temperature": 0.5, "packed": False, "multiple_of": 4, "micro_batch_size": 1}

@@ -11,7 +11,9 @@ from torch import nn
 import mcore_bridge as mb
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory import chunk
-from mcore_bridge.factory.modules import norms, parallel, residuals, scales, torch_modules
+from mcore_bridge.factory.modules import norms, residuals, torch_modules
+from mcore_bridge.factory.modules import parallel_blocks as parallel
+from mcore_bridge.factory.modules import scale_hooks as scales
 from mcore_bridge.factory.modules.output_layers import output_weight
 from mcore_bridge.trainers.verl.kernels import linear_cross_entropy
 from tests import zoo

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import mcore_bridge as mb
-from mcore_bridge.weights.ipc.engine_tensors import all_tensors
+from mcore_bridge.weights.engine.engine_tensors import all_tensors
 from tests.support.fusions import smallest_buckets
 
 LOOKED_AT = (1, 2, 5)

@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 
-from mcore_bridge.weights.ipc.probe import drawn_values
+from mcore_bridge.weights.engine.prove import drawn_values
 from tests.support import pool
 from tests.support.mapped import differences
 from tests.support.stand_in import Sizes, StandIn, differing, loaded, specs

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mcore_bridge.trainers.rlinf import actor, conversion, model_keys
+from mcore_bridge.trainers.rlinf import actor, convertor_settings, model_keys
 from tests.workers.rlinf_worker import PAGE
 
 OWN = Path(__file__).parent / "rlinf"
@@ -41,7 +41,7 @@ def unknown_in(role: Mapping[str, Any]) -> set[str]:
         "": rows_of("actor") | READ | {"optim", "lr_sched", "tokenizer", "megatron"},
         "model": TRANSLATED | {field.name for field in fields(TransformerConfig)},
         **{name: rows_of(name) for name in ("optim", "lr_sched", "tokenizer", "megatron")},
-        "ckpt_convertor": {*conversion._ASKED, *conversion._UNUSED},
+        "ckpt_convertor": {*convertor_settings._ASKED, *convertor_settings._UNUSED},
     }
     blocks = {"": role, **role, "ckpt_convertor": megatron.get("ckpt_convertor") or {}}
     return {f"{name}.{key}" for name in known for key in (blocks.get(name) or {}) if key not in known[name]}

@@ -13,16 +13,12 @@ import torch
 import torch.distributed as dist
 
 import mcore_bridge as mb
-from mcore_bridge import ParallelDims
+from mcore_bridge import EngineWriter, ParallelDims, export_into
 from mcore_bridge.errors import BridgeError, LostRankError, TransferError
 from mcore_bridge.factory.add_adapters import add_adapters
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights import direct_export
 from mcore_bridge.weights.agreement import agree_on_plan
-from mcore_bridge.weights.direct_export import export_into
-from mcore_bridge.weights.engine_program import _after
-from mcore_bridge.weights.ipc.direct_writer import DirectWriter
-from mcore_bridge.weights.ipc.mapped_engine import EngineState
+from mcore_bridge.weights.engine.mapped_engine import EngineState
 from mcore_bridge.weights.model_tensors import held_tensors
 from mcore_bridge.weights.plan import all_to_all
 from mcore_bridge.weights.plan.boxes import BoxCopy
@@ -104,12 +100,12 @@ def feed(addresses, dims):
                 engine.pipe.send(("bucket", bucket.number))
             engine("finish")
             assert check(expected) == seed + 1
-        writer = DirectWriter(engine_map, engine("share"))
+        writer = EngineWriter(engine_map, engine("share"))
         for seed in range(3, 8):
             expected = load(seed)
             if seed > 3 and (handles := engine("share")):
                 assert seed == 6
-                writer = DirectWriter(engine_map, handles)
+                writer = EngineWriter(engine_map, handles)
             options = {"bucket_bytes": (None, 1 << 12)[seed % 2]}
             export_into(models, writer, **options)
             assert writer.program.of is agree_on_plan(models, None, "lm", target=engine_map, **options).program
@@ -163,10 +159,10 @@ def test_copies_of_parts_of_elements_are_not_composed():
     """The HF tensor is made then, and copied from there."""
     whole = ByteCopy(0, 0, 1, 0, rows=2, cols=3, item=4, source_row=12, source_col=4, target_row=12, target_col=4)
     box = BoxCopy.of(0, (6,), (1,), 0, (1,))
-    assert sum(each.num_bytes() for each in _after(box, whole)) == 24
+    assert sum(each.num_bytes() for each in whole.then(box)) == 24
     for change in ({"target_start": 2}, {"source_row": 14}, {"target_col": 6}):
         with pytest.raises(ValueError, match="bytes that are no whole elements"):
-            list(_after(box, whole._replace(**change)))
+            list(whole._replace(**change).then(box))
 
 
 def feed_until_killed(rank, addresses, folder):
@@ -179,7 +175,7 @@ def feed_until_killed(rank, addresses, folder):
     hf, engine = tiny("qwen3_moe", **HF), Engine(addresses[rank])
     models = mb.build_model(hf, dims=dims, dtype=torch.bfloat16, device="cpu", load_weights=False)
     engine.pipe.send([TensorSpec(spec.name, spec.shape, spec.dtype) for spec in mb.manifest(models)])
-    writer = DirectWriter(engine.answer(), engine("share"))
+    writer = EngineWriter(engine.answer(), engine("share"))
     mb.load_hf_weights(models, random_state(hf, seed=0, dtype=torch.bfloat16))
     export_into(models, writer, bucket_bytes=2048)
     engine("complete")
@@ -192,7 +188,10 @@ def feed_until_killed(rank, addresses, folder):
                 os.kill(os.getpid(), signal.SIGKILL)
             yield pairs
 
-    with mock.patch.object(direct_export, "run_messages", messages), pytest.raises(LostRankError, match="1 "):
+    with (
+        mock.patch("mcore_bridge.weights.engine.export_into.run_messages", messages),
+        pytest.raises(LostRankError, match="1 "),
+    ):
         export_into(models, writer, bucket_bytes=2048)
     with pytest.raises(TransferError, match="expected the sender's mark 2, found 1: the sender did not end this round"):
         engine("complete")
@@ -212,7 +211,7 @@ def test_a_trainer_that_is_killed_amid_a_sync_leaves_engines_that_know_it_and_ta
             assert all(held != held_bits(loaded(pairs, *arguments)) for pairs in (old, new))
             with pytest.raises(TransferError, match="half old and half new"):
                 engine("sample")
-            writer = DirectWriter(engine("map"), engine("share"))
+            writer = EngineWriter(engine("map"), engine("share"))
             writer.write(new.items())
             engine("complete")
             assert engine("held")[::2] == (held_bits(loaded(new, *arguments)), EngineState("new", engine("sample")))
@@ -234,8 +233,8 @@ def families():
         assert not mapped.map.uncovered
         handles = mapped.share(list(mb.manifest(models)))
         with pytest.raises(TransferError, match="expected handles of an engine with this map"):
-            DirectWriter(replace(mapped.map, copies=mapped.map.copies[1:]), handles)
-        writer = DirectWriter(mapped.map, handles)
+            EngineWriter(replace(mapped.map, copies=mapped.map.copies[1:]), handles)
+        writer = EngineWriter(mapped.map, handles)
         memory.fill_(0xFF)
         export_into(models, writer)
         mapped.complete()

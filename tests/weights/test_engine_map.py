@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 import mcore_bridge as mb
 from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights.engine.mapped_engine import MappedEngine
+from mcore_bridge.weights.engine.probe import Numbering
+from mcore_bridge.weights.engine.prove import checksums, drawn_values
+from mcore_bridge.weights.engine.recorder import Recorder
+from mcore_bridge.weights.engine.rounds_by_map import RoundsByMap
 from mcore_bridge.weights.ipc.buckets import plan_buckets
-from mcore_bridge.weights.ipc.checksum import checksums
-from mcore_bridge.weights.ipc.direct_writer import DirectWriter
-from mcore_bridge.weights.ipc.mapped_engine import MappedEngine
-from mcore_bridge.weights.ipc.probe import Numbering, drawn_values
 from mcore_bridge.weights.ipc.receiver import Receiver
-from mcore_bridge.weights.ipc.recorder import Recorder
-from mcore_bridge.weights.ipc.rounds_by_map import RoundsByMap
 from mcore_bridge.weights.ipc.sender import BufferRing
 from mcore_bridge.weights.ipc.shared_memory import allocate, share
 from mcore_bridge.weights.manifest import Manifest, ManifestEntry
@@ -121,10 +120,10 @@ def test_a_checksum_sees_every_bit_and_every_place():
         changed[2 * number][place], changed[2 * number + 1][place] = 1, 128
     both = octets.clone()
     both[[7, 15]] = 128  # the highest bits of two words
-    sums = checksums([octets, *changed, both, octets.clone(), octets[8:]])
+    sums = [*checksums(dict(enumerate([octets, *changed, both, octets.clone(), octets[8:]]))).values()]
     assert len(set(sums)) == 2 * len(places) + 3
     odd = torch.zeros(len(octets) + 1, dtype=torch.uint8)[1:]
-    assert checksums([odd]) == [sums[0]] == [sums[-2]]
+    assert checksums({"odd": odd})["odd"] == sums[0] == sums[-2]
 
 
 # maps -----------------------------------------------------------------------------------------------------------------
@@ -370,6 +369,7 @@ def test_only_a_round_that_was_announced_and_has_all_tensors_is_completed(ring):
     engine = mb.map_engine(ring.plan, model, load)
     first = ring.plan.buckets[0]
     slot = torch.zeros(ring.plan.slot_bytes, dtype=torch.uint8)
+    of_first = [(piece.name, piece.view(slot)) for piece in first.pieces]
     pairs = list(weights(0).items())
 
     def refused(message, *calls):
@@ -379,11 +379,11 @@ def test_only_a_round_that_was_announced_and_has_all_tensors_is_completed(ring):
             assert engine.state.version is None
 
     unannounced = "expected a round that was announced"
-    refused(unannounced, engine.complete, lambda: engine.copy(first, slot), lambda: engine.copy_group(0, pairs))
+    refused(unannounced, engine.complete, lambda: engine.write(pairs))
     for reason in ("", "a loader takes this round"):
         engine._disproof = reason
         engine.begin(ring.plan)
-        engine.copy(first, slot)
+        engine.write(of_first)
         left = len(SPECS) - len(first.pieces)
         refused(f"{left} of {len(SPECS)} tensors of the round never came, such as model", engine.complete)
         engine.break_off()
@@ -397,8 +397,8 @@ def test_only_a_round_that_was_announced_and_has_all_tensors_is_completed(ring):
         refused(f"{name} came as torch.* expected torch", partial(engine.copy_group, 0, [(name, wrong), *others]))
     refused("other came as .* expected no such tensor", lambda: engine.copy_group(0, [("other", tensor)]))
     engine.begin(SPECS)
-    engine.copy_group(0, [(name, tensor.mT.contiguous().mT) for name, tensor in pairs if tensor.dim() > 1])
-    engine.copy_group(1, [(name, tensor) for name, tensor in pairs if tensor.dim() < 2])
+    engine.write([(name, tensor.mT.contiguous().mT) for name, tensor in pairs if tensor.dim() > 1])
+    engine.write([(name, tensor) for name, tensor in pairs if tensor.dim() < 2])
     engine.complete()
     assert engine.require_whole() == 6
     assert differing(model.held(), loaded(weights(0))) == []
@@ -422,11 +422,12 @@ def test_a_writer_takes_each_tensor_of_its_map_once():
     engine.begin(SPECS)
     sizes = (8, *(part.numel() for part in engine._memory.buffers.tensors))
     memory = [allocate(size, CPU) for size in sizes]
-    writer, pairs = DirectWriter(engine.map, [*map(share, memory)]), list(weights(0).items())
+    handles = [replace(share(part), digest=engine.map.digest) for part in memory]
+    writer, pairs = mb.EngineWriter(engine.map, handles), list(weights(0).items())
     (name, last), mark = pairs[-1], memory[0].clone()
     for wrong, message in (
-        ([*pairs, pairs[0]], f"{pairs[0][0]} of shape .* made for, or comes twice; make the map"),
-        ([*pairs[:-1], (name, last.double())], f"{name} of shape .* and torch.float64 is not what the engine's map"),
+        ([*pairs, pairs[0]], f"{pairs[0][0]} came as .* expected no such tensor, or it comes twice; make the map"),
+        ([*pairs[:-1], (name, last.double())], f"{name} came as torch.float64 .* expected torch"),
         (pairs[:-1], f"1 tensors never came, such as {name}"),
     ):
         with pytest.raises(TransferError, match=message):
@@ -454,8 +455,8 @@ def test_a_second_ring_and_other_groups_are_copied_by_their_own_places(ring):
             assert differing(model.held(), loaded(weights(seed))) == []
     for seed, size in enumerate([7, 11, 7, len(SPECS)]):
         engine.begin(SPECS)
-        for number, bucket in enumerate(buckets_of(weights(seed), size)):
-            engine.copy_group(number, bucket)
+        for bucket in buckets_of(weights(seed), size):
+            engine.write(bucket)
         engine.complete()
         assert differing(model.held(), loaded(weights(seed))) == []
 
@@ -473,8 +474,8 @@ def test_groups_of_slices_are_copied_as_slices():
     assert sum(map(torch.numel, sent.values())) < 0.7 * sum(map(torch.numel, weights(3).values()))
     specs_sent = [TensorSpec.of(name, tensor) for name, tensor in sent.items()]
     engine.begin(specs_sent)
-    for number, bucket in enumerate(buckets_of(sent)):
-        engine.copy_group(number, bucket)
+    for bucket in buckets_of(sent):
+        engine.write(bucket)
     engine.complete()
     assert differing(model.held(), loaded(weights(3), 2, 1)) == []
     lost(model)

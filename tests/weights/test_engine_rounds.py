@@ -9,9 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 import mcore_bridge as mb
 from mcore_bridge.errors import TransferError
+from mcore_bridge.weights.engine.prove import drawn_values
 from mcore_bridge.weights.ipc.buckets import plan_buckets
-from mcore_bridge.weights.ipc.direct_writer import DirectWriter
-from mcore_bridge.weights.ipc.probe import drawn_values
 from tests.support.stand_in import Sizes, StandIn, differing, in_shared_memory, loaded, specs
 
 SPECS = specs(Sizes(layers=1, experts=2))
@@ -87,7 +86,7 @@ class Rounds(RuleBasedStateMachine):
             if number == breaks_at:
                 self.refused(self.engine.complete)
                 return
-            self.engine.copy_group(number, [(name, tensor.clone()) for name, tensor in pairs[first : first + size]])
+            self.engine.write([(name, tensor.clone()) for name, tensor in pairs[first : first + size]])
         self.ended(seed, self.engine.complete)
 
     @rule(seed=SEEDS, ends=st.booleans(), moves=st.booleans())
@@ -98,7 +97,7 @@ class Rounds(RuleBasedStateMachine):
             self.memory.append(in_shared_memory(self.model))
             handles = self.engine.share()
         if handles is not None:
-            self.writer = DirectWriter(self.engine.map, handles)
+            self.writer = mb.EngineWriter(self.engine.map, handles)
         if moves:
             self.memory.append(in_shared_memory(self.model))
         if ends:

@@ -6,7 +6,7 @@ import torch
 import mcore_bridge as mb
 from mcore_bridge import EngineRank, ParallelDims
 from mcore_bridge.errors import TargetError, TransferError
-from mcore_bridge.weights.ipc.engine_memory import EngineMemory
+from mcore_bridge.weights.engine.engine_tensors import EngineMemory
 from mcore_bridge.weights.plan.boxes import BoxCopy, Dim
 from mcore_bridge.weights.plan.map_slices import MapSlices, _read
 from tests.support import fake_mesh

@@ -1,1 +1,1 @@
-"""Tensors handed to the process of an engine, and copied into its own. All of it needs torch and numpy alone."""
+"""A ring of buffers from which the process of an engine reads HF tensors. All of it needs torch alone."""

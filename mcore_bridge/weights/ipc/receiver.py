@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,12 +12,30 @@ from torch import Tensor
 from mcore_bridge.arguments import instance_of, list_of, require
 from mcore_bridge.errors import TransferError
 from mcore_bridge.weights.ipc.buckets import Bucket, BucketPlan
-from mcore_bridge.weights.ipc.mapped_engine import MappedEngine
 from mcore_bridge.weights.ipc.shared_memory import Handle, open_shared
 from mcore_bridge.weights.plan.alignment import ALIGNMENT
 
 _PLAN = instance_of("the plan of a BufferRing", BucketPlan)
 _HANDLES = list_of("what BufferRing.handles returned", Handle)
+
+
+Pairs = list[tuple[str, Tensor]]
+
+
+class Engine(Protocol):
+    """What takes the HF tensors of a round into the tensors of an engine, such as a ``MappedEngine``."""
+
+    def begin(self, plan: BucketPlan) -> None:
+        """Announce a round of all HF tensors of ``plan``."""
+
+    def write(self, pairs: Pairs, *, stay: bool = False) -> None:
+        """Write some of them before this returns; ``stay`` if later rounds bring this very list, in the same memory."""
+
+    def complete(self, version: int | None = None) -> None:
+        """All of them have come."""
+
+    def break_off(self) -> None:
+        """Forget a round that did not end."""
 
 
 class Receiver:
@@ -52,11 +71,12 @@ class Receiver:
             raise TransferError(
                 "expected the plan of the ring that the handles are of, found another one: send ring.plan with them"
             )
+        self._views: dict[int, Pairs] = {}
         self._next = 0
-        self._engine: MappedEngine | None = None
+        self._engine: Engine | None = None
 
     @contextmanager
-    def open(self, number: int) -> Iterator[list[tuple[str, Tensor]]]:
+    def open(self, number: int) -> Iterator[Pairs]:
         """Yield the tensors of bucket ``number``, as views of its slot. They may be overwritten when the block ends.
 
         The block ends after all that it has queued on the current stream. Then acknowledge the bucket.
@@ -65,11 +85,11 @@ class Receiver:
             TransferError: when another bucket is due.
         """
         bucket, slot = self._due(number)
-        yield [(piece.name, piece.view(slot)) for piece in bucket.pieces]
+        yield _pairs(bucket, slot)
         self._read(number, slot)
 
     @torch.no_grad()
-    def copy_into(self, number: int, engine: MappedEngine) -> None:
+    def copy_into(self, number: int, engine: Engine) -> None:
         """Copy bucket ``number`` into the tensors of an engine by its map: no loader, and nothing for each tensor.
 
         When this returns the slot may be overwritten, as after ``open``. ``engine.state`` is ``"half"`` from the first
@@ -86,7 +106,9 @@ class Receiver:
         elif engine is not self._engine:
             raise TransferError("this engine has not had the buckets before; begin a round with bucket 0")
         self._engine = engine
-        engine.copy(bucket, slot)
+        if number not in self._views:
+            self._views[number] = _pairs(bucket, slot)
+        engine.write(self._views[number], stay=True)
         self._read(number, slot)
 
     def _due(self, number: int) -> tuple[Bucket, Tensor]:
@@ -132,6 +154,11 @@ class Receiver:
     def close(self) -> None:
         """Close the slots. No views of them may be left. The sender frees the memory afterwards."""
         self._slots.clear()
+        self._views.clear()
+
+
+def _pairs(bucket: Bucket, slot: Tensor) -> Pairs:
+    return [(piece.name, piece.view(slot)) for piece in bucket.pieces]
 
 
 def _check(plan: BucketPlan) -> None:

@@ -9,7 +9,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Dim(NamedTuple):
@@ -45,6 +48,28 @@ class BoxCopy:
     ) -> BoxCopy:
         """The copy between two strided views of one shape."""
         return cls(source, target, merged(map(Dim, sizes, source_strides, target_strides)))
+
+    @classmethod
+    def between(cls, source: Tensor, target: Tensor) -> BoxCopy:
+        """The copy between two views of one shape, whose dims stay in their order."""
+        dims = _joined(map(Dim, source.shape, source.stride(), target.stride()))
+        return cls(int(source.storage_offset()), int(target.storage_offset()), dims)
+
+    @classmethod
+    def place_of(cls, tensor: Tensor) -> BoxCopy:
+        """The elements of a tensor in its storage, as the targets of a copy of one element."""
+        return cls.of(0, tensor.shape, (0,) * tensor.dim(), int(tensor.storage_offset()), tensor.stride())
+
+    def source_in(self, memory: Tensor) -> Tensor:
+        """The elements that it reads, as a view of a memory [elements]."""
+        return self._view(memory, self.source, [dim.source for dim in self.dims])
+
+    def target_in(self, memory: Tensor) -> Tensor:
+        """The elements that it writes, as a view of a memory [elements]."""
+        return self._view(memory, self.target, [dim.target for dim in self.dims])
+
+    def _view(self, memory: Tensor, start: int, strides: Sequence[int]) -> Tensor:
+        return memory.as_strided([dim.size for dim in self.dims], strides, memory.storage_offset() + start)
 
     @property
     def num_elements(self) -> int:
@@ -107,12 +132,16 @@ def are_apart(boxes: Iterable[BoxCopy]) -> bool:
 
 def merged(dims: Iterable[Dim]) -> tuple[Dim, ...]:
     """The dims sorted by their strides in the target; neighbours that are one run on both sides are joined."""
+    return _joined(sorted(dims, key=lambda dim: (-dim.target, -dim.source)))
+
+
+def _joined(dims: Iterable[Dim]) -> tuple[Dim, ...]:
     joined: list[Dim] = []
-    for dim in sorted((dim for dim in dims if dim.size != 1), key=lambda dim: (-dim.target, -dim.source)):
+    for dim in dims:
         last = joined[-1] if joined else None
         if last and (last.source, last.target) == (dim.size * dim.source, dim.size * dim.target):
             joined[-1] = Dim(last.size * dim.size, dim.source, dim.target)
-        else:
+        elif dim.size != 1:
             joined.append(dim)
     return tuple(joined)
 

@@ -259,10 +259,10 @@ def _count(
         return sum(box.num_elements for box in (*copies, *fills)), False
     count = torch.zeros(tensor.span, dtype=torch.uint8, device=device)
     for box in copies:
-        count.as_strided([dim.size for dim in box.dims], [dim.target for dim in box.dims], box.target).add_(1)
+        box.target_in(count).add_(1)
     is_twice = bool((count > 1).any())
     for box in fills:
-        count.as_strided([dim.size for dim in box.dims], [dim.target for dim in box.dims], box.target).fill_(1)
+        box.target_in(count).fill_(1)
     return int(count.count_nonzero()), is_twice
 
 

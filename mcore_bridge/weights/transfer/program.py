@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, zip_longest
+from typing import Literal
 
+import torch
+from torch import Tensor
+
+from mcore_bridge.rules.trace import Copy
+from mcore_bridge.weights.plan.boxes import BoxCopy
 from mcore_bridge.weights.plan.budget import MESSAGES_IN_FLIGHT
 from mcore_bridge.weights.plan.export_plan import ExportPlan
 from mcore_bridge.weights.plan.inventory import ParamEntry
 from mcore_bridge.weights.plan.payload import OutputTensor
 from mcore_bridge.weights.plan.stream import HEADER, WindowSlice
-from mcore_bridge.weights.transfer.byte_copy import ByteCopy
+from mcore_bridge.weights.transfer.byte_copy import ByteCopy, stacked
 from mcore_bridge.weights.transfer.copier import CopyTable
-from mcore_bridge.weights.transfer.rectangles import stacked
-from mcore_bridge.weights.transfer.strided import Side, byte_copies_of
 from mcore_bridge.weights.transfer.window_order import Lineup, lineup
 
 WINDOWS, HEADER_SENT, HEADERS, OWN_WINDOWS, OUTPUTS = range(5)
@@ -23,6 +27,10 @@ WINDOWS, HEADER_SENT, HEADERS, OWN_WINDOWS, OUTPUTS = range(5)
 
 They are the windows that have arrived, this rank's header, the headers of all ranks, this rank's windows of the next
 message, and then outputs."""
+
+
+Side = Literal["held", "sent", "part"]
+"""One of three buffers: the tensor that a rank holds, what travels of it, or a part, which is an HF tensor."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -240,6 +248,33 @@ class Program:
             by_part: list[list[ByteCopy]] = [[] for _ in (entry.hf if target == "part" else ("all",))]
             for copy, start in entry.copies_of(piece.shard):
                 part = copy.part if target == "part" else 0
-                by_part[part] += byte_copies_of(entry, piece, copy, start, source, target)
+                box = _box(entry, piece, copy, start, source, target)
+                by_part[part] += ByteCopy.of(box, entry.held.dtype.itemsize) if box else ()
             self._known[key] = [stacked(byte_copies) for byte_copies in by_part]
         return self._known[key]
+
+
+def _box(entry: ParamEntry, piece: WindowSlice, copy: Copy, start: int, source: Side, target: Side) -> BoxCopy | None:
+    """What ``copy`` has in the rows of ``piece``, in elements of the two sides; None if it has nothing there.
+
+    Args:
+        start: where ``copy`` begins in what travels, along its dim.
+    """
+    offset = start if copy.dim == 0 else 0  # row 0 of the views is this row of what travels
+    near, far = (_view(entry, copy, start, side) for side in (source, target))
+    first = max(piece.first, offset) - offset
+    last = min(piece.first + piece.count, offset + near.shape[0]) - offset
+    if first >= last:
+        return None
+    box = BoxCopy.between(near[first:last], far[first:last])
+    before = {"held": 0, "sent": piece.first * entry.row_bytes // entry.held.dtype.itemsize, "part": 0}
+    return replace(box, source=box.source - before[source], target=box.target - before[target])
+
+
+def _view(entry: ParamEntry, copy: Copy, start: int, side: Side) -> Tensor:
+    """The elements of ``copy`` on one side, as a view without storage."""
+    if side == "held":
+        return copy.of_shard(torch.empty(entry.held.shape, device="meta"))
+    if side == "sent":
+        return torch.empty(entry.sent, device="meta").narrow(copy.dim, start, copy.size)
+    return copy.of_part(torch.empty(entry.trace.part_shapes[copy.part], device="meta"))

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mcore_bridge.weights.ipc.pieces import Memory, Piece, Write, pieces_of
+from mcore_bridge.weights.engine.traced_storage import Piece, TracedStorage, Write, pieces_of
 from mcore_bridge.weights.plan.boxes import BoxCopy
 from mcore_bridge.weights.transfer.copier import WORDS
 
@@ -36,7 +36,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._memories: dict[tuple[int, int], Memory] = {}
+        self._memories: dict[tuple[int, int], TracedStorage] = {}
         self._is_paused = False
 
     @classmethod
@@ -50,7 +50,7 @@ class Recorder(TorchDispatchMode):
                 name, tensor = next(pairs, (None, None))
             if name is None or tensor is None:
                 return
-            self._memories[_address(tensor)] = Memory(hf=name, names=frozenset((name,)))
+            self._memories[_address(tensor)] = TracedStorage(hf=name, names=frozenset((name,)))
             yield name, tensor
 
     def names_in(self, tensor: Tensor) -> frozenset[str]:
@@ -58,8 +58,7 @@ class Recorder(TorchDispatchMode):
         memory = self._memories.get(_address(tensor))
         if memory is None or memory.hf is not None or not tensor.numel():
             return memory.names if memory else frozenset()
-        item, zeros = tensor.element_size(), (0,) * tensor.dim()
-        own = BoxCopy.of(0, tensor.shape, zeros, int(tensor.storage_offset()), tensor.stride())
+        item, own = tensor.element_size(), BoxCopy.place_of(tensor)
         start, end = own.target * item, own.target_end * item
         inside = [w for w in memory.writes if w.box.target * w.item < end and w.box.target_end * w.item > start]
         return frozenset[str]().union(*(w.origin.names if w.origin else w.names for w in inside))
@@ -68,7 +67,7 @@ class Recorder(TorchDispatchMode):
         """The pieces that were written into ``tensor``, in order; boxes count from its first element."""
         memory = self._memories.get(_address(tensor))
         start, item = int(tensor.storage_offset()), tensor.element_size()
-        end = BoxCopy.of(0, tensor.shape, (0,) * tensor.dim(), start, tensor.stride()).target_end
+        end = BoxCopy.place_of(tensor).target_end
         pieces = pieces_of(memory, len(memory.writes), item) if memory and tensor.numel() else ()
         return [
             piece._replace(box=BoxCopy(piece.box.source, piece.box.target - start, piece.box.dims))
@@ -120,25 +119,23 @@ class Recorder(TorchDispatchMode):
             if argument.name in kwargs and argument.alias_info is not None and argument.alias_info.is_write:
                 self._write(kwargs[argument.name], names=names)
 
-    def _memory(self, tensor: Tensor) -> Memory:
+    def _memory(self, tensor: Tensor) -> TracedStorage:
         address = _address(tensor)
-        return Memory() if address == _NOWHERE else self._memories.setdefault(address, Memory())
+        return TracedStorage() if address == _NOWHERE else self._memories.setdefault(address, TracedStorage())
 
-    def _written(self, tensor: Tensor) -> Memory:
+    def _written(self, tensor: Tensor) -> TracedStorage:
         """The memory that is about to be written; an HF tensor then becomes memory that holds it."""
         memory = self._memory(tensor)
         if memory.hf is not None:
             item = tensor.element_size()
             whole = BoxCopy.of(0, (tensor.untyped_storage().nbytes() // item,), (1,), 0, (1,))
-            changed = Memory(writes=[Write(whole, item, memory, 0, item)], names=memory.names)
+            changed = TracedStorage(writes=[Write(whole, item, memory, 0, item)], names=memory.names)
             memory = self._memories[_address(tensor)] = changed
         return memory
 
     def _write(self, target: Tensor, *, bits: int | None = None, names: frozenset[str] = frozenset()) -> None:
         memory = self._written(target)
-        zeros = (0,) * target.dim()
-        box = BoxCopy.of(0, target.shape, zeros, int(target.storage_offset()), target.stride())
-        memory.writes.append(Write(box, target.element_size(), bits=bits, names=names))
+        memory.writes.append(Write(BoxCopy.place_of(target), target.element_size(), bits=bits, names=names))
         memory.names |= names
 
     def _copy(self, target: Tensor, source: Tensor) -> None:

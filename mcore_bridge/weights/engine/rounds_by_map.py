@@ -8,11 +8,11 @@ from torch import Tensor
 
 from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.ipc.engine_copies import require_expected
-from mcore_bridge.weights.ipc.engine_tensors import Source
-from mcore_bridge.weights.ipc.fed_loader import Loader
-from mcore_bridge.weights.ipc.map_engine import map_engine
-from mcore_bridge.weights.ipc.mapped_engine import MappedEngine
+from mcore_bridge.weights.engine.engine_tensors import Source
+from mcore_bridge.weights.engine.group_copies import require_expected
+from mcore_bridge.weights.engine.loader_thread import Loader
+from mcore_bridge.weights.engine.map_engine import map_engine
+from mcore_bridge.weights.engine.mapped_engine import MappedEngine
 
 
 class RoundsByMap:
@@ -40,7 +40,7 @@ class RoundsByMap:
         self._source, self._load, self._name, self._verify_every = source, load, engine, verify_every
         self._specs: dict[str, TensorSpec] = {}
         self._due: dict[str, TensorSpec] = {}
-        self._number = 0
+        self._has_begun = False
         self._is_first = True
 
     def take(self, pairs: Iterable[tuple[str, Tensor]]) -> bool:
@@ -57,13 +57,13 @@ class RoundsByMap:
         if self._is_first:
             self._specs.update((name, TensorSpec.of(name, tensor)) for name, tensor in bucket)
             return False
-        engine = self._begun() if not self._number else self.engine
+        engine = self.engine if self._has_begun else self._begun()
         assert engine is not None
         for name, tensor in bucket:
             require_expected([(name, tensor)], self._due)
             del self._due[name]
-        engine.copy_group(self._number, bucket)
-        self._number += 1
+        engine.write(bucket)
+        self._has_begun = True
         return True
 
     def _begun(self) -> MappedEngine:
@@ -88,17 +88,17 @@ class RoundsByMap:
         if self._is_first:
             self._is_first = not self._specs
             return False
-        if self.engine is None or not self._number or self._due:
+        if self.engine is None or not self._has_begun or self._due:
             missing = self._due or self._specs
             raise TransferError(
                 f"{len(missing)} tensors never came, such as {next(iter(missing))}; send a whole round again"
             )
-        self._number = 0
+        self._has_begun = False
         self.engine.complete(version)
         return True
 
     def restart(self) -> None:
         """Expect a whole round, after one that broke off."""
-        self._number, self._due = 0, {}
+        self._has_begun, self._due = False, {}
         if self.engine is not None:
             self.engine.break_off()

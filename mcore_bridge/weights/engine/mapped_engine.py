@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.ipc.buckets import Bucket, BucketPlan
-from mcore_bridge.weights.ipc.engine_copies import EngineCopies, require_expected
-from mcore_bridge.weights.ipc.engine_memory import EngineMemory
-from mcore_bridge.weights.ipc.engine_proof import prove
-from mcore_bridge.weights.ipc.engine_tensors import Source
-from mcore_bridge.weights.ipc.fed_loader import FedLoader, Loader
+from mcore_bridge.weights.engine.engine_tensors import EngineMemory, Source
+from mcore_bridge.weights.engine.group_copies import MapCopies, Pair, require_expected
+from mcore_bridge.weights.engine.loader_thread import Loader, LoaderThread
+from mcore_bridge.weights.engine.prove import disagreement
+from mcore_bridge.weights.ipc.buckets import BucketPlan
 from mcore_bridge.weights.ipc.shared_memory import Handle, allocate, share, share_part
 from mcore_bridge.weights.plan.engine_map import EngineMap
 from mcore_bridge.weights.plan.map_slices import MapSlices
@@ -27,6 +25,7 @@ logger = logging.getLogger(__name__)
 _NO_ROUND = (
     "expected a round that was announced, found none: call begin() or share() first, and again after break_off()"
 )
+_CHANGED = "The engine no longer loads as when the map was made: use its loader, and make another map"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +80,9 @@ class MappedEngine:
         """The HF tensors of the round that have not come yet; None between rounds."""
         self._shared: Buffers | None = None
         self._mark, self._due = torch.zeros(8, dtype=torch.uint8), 0
-        self._copies: dict[int, EngineCopies] = {}
-        self._groups: dict[int, tuple[tuple[str, ...], EngineCopies]] = {}
-        self._loading: FedLoader | None = None
+        self._copies = MapCopies(engine_map)
+        self._is_filled = False
+        self._loading: LoaderThread | None = None
         self._num_rounds = 0
 
     def require_whole(self) -> int:
@@ -119,7 +118,7 @@ class MappedEngine:
             raise TransferError(f"{reason}. The loader takes whole HF tensors, so send these instead of slices")
         if reason and reason != self.reason:
             logger.warning("the round goes by the engine's loader: %s", reason)
-        self.reason, self._left = reason, set(self._expected)
+        self.reason, self._left, self._is_filled = reason, set(self._expected), False
         self._num_rounds += 1
 
     def _expect(self, plan: BucketPlan | Sequence[TensorSpec]) -> None:
@@ -141,7 +140,7 @@ class MappedEngine:
             )
         self._plan, self._sent, self._unlike = plan, sent, unlike
         self._expected = {spec.name: spec for spec in specs}
-        self._copies, self._groups = {}, {}
+        self._copies = MapCopies(sent)
 
     def _checked(self) -> str:
         """Why the map cannot be used in this round; empty if it can."""
@@ -154,13 +153,14 @@ class MappedEngine:
         if self._verify_every and self._num_rounds and self._num_rounds % self._verify_every == 0:
             self.state = EngineState("half", None)
             try:
-                prove(self._memory, self._load, self._num_rounds)
+                wrong = disagreement(self._memory, self._load, self.map.sources, 2 * self._num_rounds)
+                self._disproof = wrong and f"the engine's loader and its map {wrong}. {_CHANGED}"
             except TransferError as error:
                 self._disproof = str(error)
         return self._disproof
 
     def share(self, tensors: Sequence[TensorSpec] | None = None) -> tuple[Handle, ...] | None:
-        """Announce a round in which the sender writes into the engine's tensors itself, with a ``DirectWriter``.
+        """Announce a round in which the sender writes into the engine's tensors itself, with an ``EngineWriter``.
 
         From here on the weights count as half old and half new, until ``complete``.
 
@@ -189,76 +189,43 @@ class MappedEngine:
         self._shared, self.state = self._memory.buffers, EngineState("half", None)
         self._left = set()  # the mark says when all have come
         self._due = int(self._mark.view(torch.int64).item()) + 1
-        self._memory.fill()
+        self._fill()
         _synchronize(device)
         return handles
 
-    def copy(self, bucket: Bucket, slot: Tensor) -> None:
-        """Put what a slot holds of ``bucket`` into the engine's tensors, on the current stream.
+    def write(self, pairs: Sequence[Pair], *, stay: bool = False) -> None:
+        """Put HF tensors of the round into the engine's tensors. They may be overwritten when this returns.
 
-        Raises:
-            TransferError: when no round was announced.
-        """
-        self._come(piece.name for piece in bucket.pieces)
-        rest = [piece for piece in bucket.pieces if self.reason or piece.name in self.map.by_loader]
-        if not self.reason:
-            self._copy(bucket, slot)
-        if rest:
-            self._feed((piece.name, piece.view(slot)) for piece in rest)
-
-    def _come(self, names: Iterable[str]) -> None:
-        """HF tensors of the round have come; they are about to be written."""
-        if self._left is None:
-            raise TransferError(_NO_ROUND)
-        self.state = EngineState("half", None)
-        self._left.difference_update(names)
-
-    def _copy(self, bucket: Bucket, slot: Tensor) -> None:
-        if bucket.number == 0:
-            self._memory.fill()
-        if bucket.number not in self._copies:
-            entries = [
-                (copy, piece.offset, piece.dtype)
-                for piece in bucket.pieces
-                for copy in self._sent.by_hf.get(piece.name, ())
-            ]
-            self._copies[bucket.number] = EngineCopies(entries, self.map.dtypes, self.map.places)
-        self._copies[bucket.number].run(slot, self._memory.buffers)
-
-    def _feed(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
-        self._loading = self._loading or FedLoader(self._load, self._memory.device)
-        self._loading.give(pairs)
-
-    def copy_group(self, number: int, pairs: Sequence[tuple[str, Tensor]]) -> None:
-        """Put HF tensors that lie apart into the engine's tensors: those of bucket ``number`` of a round.
+        A round whose calls bring the same tensors as those of the round before is cheaper.
 
         Args:
-            number: counts the buckets of a round from 0 on. A round whose buckets have the same tensors is cheaper.
-            pairs: on the engine's device; they are read when this returns.
+            pairs: an HF name and a tensor each.
+            stay: whether later rounds bring this very list, with tensors in the same memory, such as views of a slot.
+                They are then contiguous, and of the plan of the round.
 
         Raises:
             TransferError: when no round was announced, or one with other tensors.
         """
-        if self._left is not None:
+        if self._left is None:
+            raise TransferError(_NO_ROUND)
+        if not stay:
             require_expected(pairs, self._expected)
-        pairs = [(name, tensor.contiguous()) for name, tensor in pairs]
-        self._come(name for name, _ in pairs)
-        if not self.reason and number == 0:
-            self._memory.fill()
-        if not self.reason and pairs:
-            names = tuple(name for name, _ in pairs)
-            if self._groups.get(number, ((), None))[0] != names:
-                entries = [
-                    (copy, place, tensor.dtype)
-                    for place, (name, tensor) in enumerate(pairs)
-                    for copy in self._sent.by_hf.get(name, ())
-                ]
-                self._groups[number] = (names, EngineCopies(entries, self.map.dtypes, self.map.places, apart=True))
-            self._groups[number][1].run_apart([tensor for _, tensor in pairs], self._memory.buffers)
+            pairs = [(name, tensor.contiguous()) for name, tensor in pairs]
+        self.state = EngineState("half", None)
+        self._left.difference_update(name for name, _ in pairs)
+        if not self.reason:
+            if not self._is_filled:
+                self._fill()
+            self._copies.run(pairs, self._memory.buffers, stay=stay)
         rest = [pair for pair in pairs if self.reason or pair[0] in self.map.by_loader]
         if rest:
-            self._feed(rest)
+            self._loading = self._loading or LoaderThread(self._load, self._memory.device)
+            self._loading.send(rest)
         _synchronize(self._memory.device)
+
+    def _fill(self) -> None:
+        self._memory.fill()
+        self._is_filled = True
 
     def complete(self, version: int | None = None) -> None:
         """All tensors of a round have come: the weights are those of ``version``, or of the next one.
@@ -287,7 +254,7 @@ class MappedEngine:
         if mark != self._due:
             raise TransferError(
                 f"expected the sender's mark {self._due}, found {mark}: the sender did not end this round, or it wrote "
-                "to addresses that the engine has left. Make its DirectWriter of the last handles of share()"
+                "to addresses that the engine has left. Make its EngineWriter of the last handles of share()"
             )
         self._due, self._left = 0, None
         self.state = EngineState("new", self._num_rounds if version is None else version)

@@ -6,30 +6,93 @@ loader. The map then has to bring back every bit of the first set over the secon
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from mcore_bridge.arguments import FUNCTION, LEAST_0, Kind, instance_of, list_of, require
+from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.ipc.checksum import checksums
-from mcore_bridge.weights.ipc.engine_memory import EngineMemory
-from mcore_bridge.weights.ipc.engine_proof import differing
-from mcore_bridge.weights.ipc.engine_tensors import Source, all_tensors, described, hosts, tensors_named
-from mcore_bridge.weights.ipc.fed_loader import Loader
-from mcore_bridge.weights.ipc.pieces import Piece
-from mcore_bridge.weights.ipc.probe import Numbering, drawn_values
-from mcore_bridge.weights.ipc.read_off import Numbers, read_off
-from mcore_bridge.weights.ipc.recorder import Recorder
+from mcore_bridge.weights.engine.engine_tensors import EngineMemory, Source, all_tensors, described, hosts
+from mcore_bridge.weights.engine.loader_thread import Loader
+from mcore_bridge.weights.engine.mapped_engine import MappedEngine, specs_of
+from mcore_bridge.weights.engine.probe import MOST_SLICES, Numbering, probe
+from mcore_bridge.weights.engine.prove import checksums, differing, drawn_values, prove_kept
+from mcore_bridge.weights.engine.recorder import Recorder
+from mcore_bridge.weights.engine.traced_storage import Piece
+from mcore_bridge.weights.ipc.buckets import BucketPlan
 from mcore_bridge.weights.plan.boxes import are_apart
 from mcore_bridge.weights.plan.engine_map import EngineMap, EngineTensor, SliceCopy, SliceFill, Uncovered
-from mcore_bridge.weights.transfer.copier import WORDS
 
-_MOST_SLICES = 1 << 16
-"""Slices of one tensor; what is read off as more is left to the loader."""
+logger = logging.getLogger(__name__)
+_SPECS = list_of("a plan, or specs such as those of a manifest", TensorSpec)
+
+
+def map_engine(
+    plan: BucketPlan | Iterable[TensorSpec],
+    source: Source,
+    load: Loader,
+    *,
+    engine: str = "",
+    kept: EngineMap | None = None,
+    verify_every: int = 0,
+) -> MappedEngine:
+    """Find the slices of HF tensors that make up each tensor of an engine, and prove the result.
+
+    The engine's loader runs twice, or once for a kept map. It runs two or three times more if it writes tensors other
+    than by torch's copies, such as by a kernel. If it computes some, it runs up to five times more. The engine's
+    weights are lost: a whole round must follow.
+
+    Args:
+        plan: the HF tensors that will come: ``Receiver.plan``, or specs such as those of a ``Manifest``.
+        source: the engine's model, or a function that returns its tensors by name. Each round looks them up again.
+        load: the engine's own loader, called with pairs of an HF name and a tensor. It must include the engine's work
+            after loading.
+        engine: a line that identifies engine, release, model, and this rank's place in the engine's mesh. A kept map
+            must have the same line.
+        kept: an earlier map, such as ``EngineMap.load(path)``. One run of the loader proves it. If it does not fit this
+            engine, the log says why, and a map is made as if there were none.
+        verify_every: prove the map again before every so many rounds, by two runs of the loader; 0 is never.
+
+    Example:
+        >>> head = torch.nn.Linear(48, 96, bias=False)                # an engine, and its loader
+        >>> def load_weights(pairs):
+        ...     for name, tensor in pairs:
+        ...         if name == "lm_head.weight":
+        ...             head.weight.data.copy_(tensor)
+        >>> plan = mb.plan_buckets(mb.manifest(models))
+        >>> engine = mb.map_engine(plan, head, load_weights, engine="example, tp 0 of 1")
+        >>> len(engine.map.tensors), engine.map.uncovered             # then receiver.copy_into(number, engine)
+        (1, ())
+    """
+    require(
+        TransferError,
+        plan=(plan, instance_of("a plan, or specs such as those of a manifest", BucketPlan, Iterable)),
+        source=(source, Kind("a module, or a function that returns tensors by name", callable)),
+        load=(load, FUNCTION),
+        engine=(engine, instance_of("a line of text", str)),
+        kept=(kept, instance_of("an EngineMap", EngineMap).or_none()),
+        verify_every=(verify_every, LEAST_0),
+    )
+    specs = specs_of(plan) if isinstance(plan, BucketPlan) else tuple(plan)
+    require(TransferError, plan=(specs, _SPECS))
+    if kept is not None:
+        try:
+            prove_kept(EngineMemory(kept, source), load, specs, engine)
+            return MappedEngine(kept, source, load, verify_every=verify_every)
+        except TransferError as error:
+            logger.warning("%s. It is made anew now", error)
+    search = MapSearch(specs, source, load, engine)
+    made, disproof = search.make(), ""
+    for entry in made.uncovered:
+        logger.warning("%s goes by the engine's loader in every round: %s", entry.tensor, entry.reason)
+    if made.uncovered and (wrong := differing(EngineMemory(made, source), load, 0, search.reference)):
+        # such as a loader that makes all parameters of a layer anew, also those for which it was given nothing
+        disproof = f"{len(wrong)} tensors are wrong if the loader takes only what the map leaves, such as {wrong[0]}"
+    return MappedEngine(made, source, load, verify_every=verify_every, disproof=disproof)
 
 
 @dataclass
@@ -44,7 +107,7 @@ class _Tensor:
     reason: str = "its loader computes it"
 
 
-class Finding:
+class MapSearch:
     """An engine while its map is made."""
 
     def __init__(self, specs: Sequence[TensorSpec], source: Source, load: Loader, engine: str) -> None:
@@ -79,7 +142,7 @@ class Finding:
         The first values are those of the proof: what the recorder takes for a constant has to be one for these too.
         """
         self._load(drawn_values(self._specs, 0, self._device))
-        first = _sums({name: tensor for name, tensor in all_tensors(self._source).items() if not tensor.is_meta})
+        first = checksums({name: tensor for name, tensor in all_tensors(self._source).items() if not tensor.is_meta})
         recorder = Recorder()
         with recorder:
             self._load(recorder.watched(drawn_values(self._specs, 1, self._device)))
@@ -87,7 +150,7 @@ class Finding:
         inside = hosts(held)
         seen = {name: recorder.names_in(tensor) for name, tensor in held.items() if name not in inside}
         unseen = {name: held[name] for name, names in seen.items() if not (names or held[name].is_meta)}
-        changed = {name for name, total in _sums(unseen).items() if total != first.get(name)}
+        changed = {name for name, total in checksums(unseen).items() if total != first.get(name)}
         for name, names in seen.items():
             if held[name].is_meta:
                 continue
@@ -127,66 +190,21 @@ class Finding:
         return wrong
 
     def _probe(self, names: Sequence[str], numbered: frozenset[str]) -> None:
-        """Load numbers in place of weights, digit by digit, and read off where they went.
-
-        Args:
-            names: the engine's tensors.
-            numbered: the HF tensors that are numbered; others are zero.
-        """
-        if not all(self._tensors[name].hf for name in names):
+        """Explain the engine's tensors ``names`` by probing with these HF tensors."""
+        known = {name: self._tensors[name] for name in names}
+        if not all(tensor.hf for tensor in known.values()):
             numbered = frozenset(self._by_name)
-        numbering = Numbering([spec for spec in self._specs if spec.name in numbered])
-        numbers = {name: torch.zeros(0, dtype=torch.int64) for name in names}
-        bits: dict[str, Tensor] = {}
-        for place in range(numbering.num_digits):
-            self._load(self._numbers(numbering, place))
-            for name, tensor in tensors_named(self._source, names).items():
-                flat = _in_memory_order(tensor)
-                digits = numbering.digits(flat, self._source_dtype(name, tensor)).cpu()
-                raw = flat.view(WORDS[tensor.element_size()]).cpu()
-                if not place:
-                    numbers[name], bits[name] = torch.zeros_like(digits), raw
-                scaled = numbers[name] + digits * numbering.base**place
-                numbers[name] = torch.where((digits < 0) | (numbers[name] < 0), -1, scaled)
-                bits[name] = torch.where(bits[name] == raw, raw.to(torch.int64), _DIFFERENT)
-        for name in names:
-            self._read(name, numbering, numbers[name].numpy(), bits[name].numpy())
-
-    def _numbers(self, numbering: Numbering, place: int) -> Iterator[tuple[str, Tensor]]:
-        """All HF tensors, the numbered ones with their digits. Those that nothing is to be read off are zero."""
-        digits = numbering.values(place, self._device)
-        numbered = {spec.name for spec in numbering.specs}
-        for spec in self._specs:
-            if spec.name in numbered:
-                yield next(digits)
-            else:
-                yield spec.name, torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
-
-    def _source_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
-        dtypes = {self._by_name[hf].dtype for hf in self._tensors[name].hf}
-        return dtypes.pop() if len(dtypes) == 1 else tensor.dtype
-
-    def _read(self, name: str, numbering: Numbering, numbers: Numbers, bits: Numbers) -> None:
-        """Turn the numbers that a tensor holds into slices, where every element is of an HF tensor or a constant."""
-        known = self._tensors[name]
-        places = _memory_places(known.described)
-        owners = np.searchsorted(np.array(numbering.starts), numbers, side="right") - 1
-        is_number = (numbers > 0) & (owners < len(numbering.specs))
-        if (~is_number & (bits == _DIFFERENT)).any():
-            return
-        copies = []
-        inside = numbers[is_number] - np.array(numbering.starts)[owners[is_number]]
-        for owner, box in read_off(inside, places[is_number], owners[is_number]):
-            spec = numbering.specs[owner]
-            copies.append(SliceCopy(spec.name, name, box, spec.dtype != known.described.dtype))
-            if len(copies) > _MOST_SLICES:
-                known.reason = f"it is made of more than {_MOST_SLICES} slices"
-                return
-        constant = bits[~is_number] % (1 << 8 * known.described.dtype.itemsize)
-        zeros = np.zeros(len(constant), np.int64)
-        fills = [SliceFill(name, box, bits) for bits, box in read_off(zeros, places[~is_number], constant)]
-        known.copies, known.fills = copies, fills
-        known.hf |= {copy.hf for copy in copies}
+        dtypes = {}
+        for name, tensor in known.items():
+            of_hf = {self._by_name[hf].dtype for hf in tensor.hf}
+            dtypes[name] = of_hf.pop() if len(of_hf) == 1 else tensor.described.dtype
+        numbering = Numbering(self._specs, numbered)
+        for name, copies, fills in probe(numbering, self._load, self._source, dtypes, self._device):
+            if len(copies) > MOST_SLICES:
+                known[name].reason = f"it is made of more than {MOST_SLICES} slices"
+                continue
+            known[name].copies, known[name].fills = copies, fills
+            known[name].hf |= {copy.hf for copy in copies}
 
     def _map(self) -> EngineMap:
         tensors = self._tensors.values()
@@ -209,10 +227,6 @@ class Finding:
         return tuple(spec.name for spec in self._specs if not names or spec.name in names)
 
 
-_DIFFERENT = 1 << 62
-"""Stands for bits that changed from one digit to another."""
-
-
 def _visible(pieces: Sequence[Piece], span: int, device: torch.device) -> tuple[Sequence[Piece], int] | None:
     """The pieces of which something is left at the end, and how many elements they write.
 
@@ -224,8 +238,7 @@ def _visible(pieces: Sequence[Piece], span: int, device: torch.device) -> tuple[
     painted = torch.zeros(span, dtype=torch.bool, device=device)
     visible = []
     for piece in reversed(pieces):  # the last write into an element decides its value
-        dims = piece.box.dims
-        place = painted.as_strided([dim.size for dim in dims], [dim.target for dim in dims], piece.box.target)
+        place = piece.box.target_in(painted)
         num_painted = int(place.sum())
         if num_painted == piece.box.num_elements:
             continue
@@ -234,22 +247,3 @@ def _visible(pieces: Sequence[Piece], span: int, device: torch.device) -> tuple[
         place.fill_(True)
         visible.append(piece)
     return visible[::-1], int(painted.sum())
-
-
-def _sums(tensors: dict[str, Tensor]) -> dict[str, int]:
-    return dict(zip(tensors, checksums(tensors.values()), strict=True))
-
-
-def _in_memory_order(tensor: Tensor) -> Tensor:
-    """The elements by their places in memory, [elements]."""
-    strides = tensor.stride()
-    order = sorted(range(tensor.dim()), key=lambda dim: strides[dim], reverse=True)
-    return tensor.detach().permute(order).reshape(-1)
-
-
-def _memory_places(tensor: EngineTensor) -> Numbers:
-    """The places of the elements in memory, counted from the first, in the order of ``_in_memory_order``."""
-    places = np.zeros(1, np.int64)
-    for size, stride in sorted([*zip(tensor.shape, tensor.strides, strict=True)], key=itemgetter(1), reverse=True):
-        places = (places[:, None] + np.arange(size, dtype=np.int64) * stride).reshape(-1)
-    return places

@@ -5,28 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
 
+from mcore_bridge.arguments import COUNT, instance_of, list_of, require
 from mcore_bridge.errors import TransferError
-from mcore_bridge.weights.ipc.engine_copies import EngineCopies, require_expected
+from mcore_bridge.weights.engine.group_copies import MapCopies, Pair, require_expected
 from mcore_bridge.weights.ipc.shared_memory import Handle, open_shared
 from mcore_bridge.weights.plan.engine_map import EngineMap
 from mcore_bridge.weights.plan.runs import runs_within
 from mcore_bridge.weights.transfer.copier import Buffers
 
-Pair = tuple[str, Tensor]
 GROUP_BYTES = 1 << 30
 """HF tensors that one kernel copies, and that are in memory until then."""
 
 
-class DirectWriter:
+class EngineWriter:
     """Writes into the memory of one rank of an engine on the same machine. May be used for any number of rounds.
 
     The engine's GPU may be another one than the current device, which writes over the link between the two.
 
     The engine announces a round with ``MappedEngine.share`` and ends it with ``MappedEngine.complete``. In between it
-    must compute nothing. ``export_into`` of ``mcore_bridge.weights.direct_export`` writes shards of megatron-core,
-    ``write`` HF tensors.
+    must compute nothing. ``export_into`` writes shards of megatron-core, ``write`` HF tensors.
 
     Args:
         engine_map: the engine's map.
@@ -34,10 +32,32 @@ class DirectWriter:
         group_bytes: bytes of HF tensors that are copied at once.
 
     Raises:
-        TransferError: when this process cannot open the engine's memory, or the engine has another map.
+        TransferError: when the handles are those of another map, or this process cannot open their memory.
+
+    Example:
+        >>> head = torch.nn.Linear(48, 96, bias=False)                # an engine, and its loader
+        >>> head.weight.data = torch.from_file("head", shared=True, size=96 * 48).view(96, 48)  # a GPU needs no file
+        >>> load_weights = lambda pairs: head.weight.data.copy_(dict(pairs)["lm_head.weight"])
+        >>> engine = mb.map_engine(mb.manifest(models), head, load_weights)
+        >>> writer = mb.EngineWriter(engine.map, engine.share())      # in the trainer's process
+        >>> writer.write(mb.iter_hf_weights(models))
+        >>> engine.complete()                                         # in the engine's process
+        >>> torch.equal(head.weight, mb.to_hf_state_dict(models)["lm_head.weight"])
+        True
     """
 
     def __init__(self, engine_map: EngineMap, handles: Sequence[Handle], *, group_bytes: int = GROUP_BYTES) -> None:
+        require(
+            TransferError,
+            engine_map=(engine_map, instance_of("an EngineMap", EngineMap)),
+            handles=(handles, list_of("what MappedEngine.share returned", Handle)),
+            group_bytes=(group_bytes, COUNT),
+        )
+        if len(handles) != 1 + len(engine_map.tensors):
+            raise TransferError(
+                f"expected a handle for a mark and for each of the map's {len(engine_map.tensors)} tensors, found "
+                f"{len(handles)}; pass the map and the handles of one engine"
+            )
         self.map, self._group_bytes = engine_map, group_bytes
         if {*(handle.digest for handle in handles)} != {engine_map.digest}:
             raise TransferError("expected handles of an engine with this map, found others: take them of that engine")
@@ -46,7 +66,7 @@ class DirectWriter:
         """The engine's tensors in the order of its map, uint8 [bytes] each."""
         self.program: object = None
         """What ``export_into`` keeps between rounds."""
-        self._groups: dict[int, tuple[tuple[str, ...], EngineCopies]] = {}
+        self._copies = MapCopies(engine_map)
 
     def write(self, pairs: Iterable[Pair]) -> None:
         """Write all HF tensors, as ``iter_hf_weights`` yields them; when this returns, the GPU has done so.
@@ -57,16 +77,16 @@ class DirectWriter:
         """
         expected = {spec.name: spec for spec in self.map.sources}
         contiguous = ((name, tensor.contiguous()) for name, tensor in pairs)
-        for number, group in enumerate(runs_within(contiguous, lambda pair: pair[1].nbytes, self._group_bytes)):
+        for group in runs_within(contiguous, lambda pair: pair[1].nbytes, self._group_bytes):
             for name, tensor in group:
                 require_expected([(name, tensor)], expected)
                 del expected[name]
-            self._copy(number, group)
+            self._copies.run(group, self.memory)
         if expected:
             raise TransferError(f"{len(expected)} tensors never came, such as {next(iter(expected))}")
-        self.finish()
+        self.complete()
 
-    def finish(self) -> None:
+    def complete(self) -> None:
         """Wait until everything is written, and leave a mark, by which the engine knows where this was."""
         self._mark.view(torch.int64).add_(1)
         if self._mark.is_cuda:
@@ -75,19 +95,4 @@ class DirectWriter:
     def close(self) -> None:
         """Let go of the engine's memory."""
         self.memory, self._mark, self.program = Buffers([]), torch.zeros(8, dtype=torch.uint8), None
-        self._groups.clear()
-
-    def _copy(self, number: int, group: Sequence[Pair]) -> None:
-        names = tuple(name for name, _ in group)
-        known = self._groups.get(number)
-        if known is None or known[0] != names:
-            entries = [
-                (copy, place, tensor.dtype)
-                for place, (name, tensor) in enumerate(group)
-                for copy in self.map.by_hf.get(name, ())
-            ]
-            known = self._groups[number] = (
-                names,
-                EngineCopies(entries, self.map.dtypes, self.map.places, apart=True),
-            )
-        known[1].run_apart([tensor for _, tensor in group], self.memory)
+        self._copies = MapCopies(self.map)

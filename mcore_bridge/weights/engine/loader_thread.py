@@ -21,7 +21,7 @@ Loader = Callable[[Iterator[Pair]], object]
 """The engine's own loader with all that it does afterwards. It takes pairs of an HF name and a tensor."""
 
 
-class FedLoader:
+class LoaderThread:
     """One call of a loader.
 
     Args:
@@ -31,7 +31,7 @@ class FedLoader:
 
     def __init__(self, load: Loader, device: torch.device) -> None:
         self._load, self._device = load, device
-        self._given: SimpleQueue[list[Pair] | None] = SimpleQueue()
+        self._sent: SimpleQueue[list[Pair] | None] = SimpleQueue()
         self._asks = Semaphore(0)
         self._failure: Exception | None = None
         self._is_broken_off = self._has_ended = False
@@ -41,14 +41,14 @@ class FedLoader:
         self._thread.start()
         self._asks.acquire()
 
-    def give(self, pairs: Iterable[Pair]) -> None:
+    def send(self, pairs: Iterable[Pair]) -> None:
         """Have the loader take tensors. It gets copies on the engine's device, which it may keep.
 
         Raises:
             Exception: what the loader raises.
         """
         if not self._has_ended:
-            self._given.put([(name, tensor.to(self._device, copy=True)) for name, tensor in pairs])
+            self._sent.put([(name, tensor.to(self._device, copy=True)) for name, tensor in pairs])
             self._asks.acquire()
         self._raise()
 
@@ -58,14 +58,14 @@ class FedLoader:
         Raises:
             Exception: what the loader raises.
         """
-        self._given.put(None)
+        self._sent.put(None)
         self._thread.join()
         self._raise()
 
     def break_off(self) -> None:
         """End the call by an error in the loader, after a round that broke off."""
         self._is_broken_off = True
-        self._given.put(None)
+        self._sent.put(None)
         self._thread.join()
 
     def _raise(self) -> None:
@@ -91,7 +91,7 @@ class FedLoader:
     def _pairs(self) -> Iterator[Pair]:
         while True:
             self._asks.release()
-            pairs = self._given.get()
+            pairs = self._sent.get()
             if self._is_broken_off:
                 raise TransferError("the round broke off before all tensors had come")
             if pairs is None:

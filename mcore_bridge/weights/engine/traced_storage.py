@@ -26,7 +26,7 @@ class Piece(NamedTuple):
 
 
 @dataclass
-class Memory:
+class TracedStorage:
     """One storage: the HF tensor that it is, or what was written into it, in order."""
 
     hf: str | None = None
@@ -42,7 +42,7 @@ class Write(NamedTuple):
 
     box: BoxCopy
     item: int
-    origin: Memory | None = None
+    origin: TracedStorage | None = None
     num_writes: int = 0
     origin_item: int = 0
     bits: int | None = None
@@ -50,7 +50,7 @@ class Write(NamedTuple):
     names: frozenset[str] = frozenset()
 
 
-def pieces_of(memory: Memory, num_writes: int, item: int) -> Iterator[Piece]:
+def pieces_of(memory: TracedStorage, num_writes: int, item: int) -> Iterator[Piece]:
     """The pieces of ``memory`` after its first ``num_writes`` writes, in elements of ``item`` bytes."""
     for write in memory.writes[:num_writes]:
         if write.item != item:
@@ -64,7 +64,7 @@ def pieces_of(memory: Memory, num_writes: int, item: int) -> Iterator[Piece]:
             yield from _through(write, write.origin)
 
 
-def _through(write: Write, origin: Memory) -> Iterator[Piece]:
+def _through(write: Write, origin: TracedStorage) -> Iterator[Piece]:
     """The pieces that ``origin`` had when ``write`` read it."""
     end = write.box.source_end
     for piece in pieces_of(origin, write.num_writes, write.origin_item):

@@ -1,4 +1,4 @@
-"""A program whose outputs are an engine's own tensors: shards become slices of them, with no HF tensor in between.
+"""mcore to an engine's own memory: the shards of all ranks become its tensors, by its map, and no HF tensor is made.
 
 The copies from shards to HF tensors are composed with those of the engine's map. An HF tensor is still made if the map
 casts it, or if the composition of the two is not a few boxes. It is then copied from there.
@@ -12,17 +12,82 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from mcore_bridge.weights.ipc.engine_copies import EngineCopies
-from mcore_bridge.weights.ipc.engine_tensors import octets
-from mcore_bridge.weights.plan.boxes import BoxCopy
+from mcore_bridge.arguments import instance_of, problem_of
+from mcore_bridge.rules.mapping import Dialect
+from mcore_bridge.weights.agreement import Options, open_export
+from mcore_bridge.weights.bound import Models
+from mcore_bridge.weights.engine.group_copies import GroupCopies
+from mcore_bridge.weights.engine.writer import EngineWriter
 from mcore_bridge.weights.plan.engine_map import EngineMap, SliceCopy
 from mcore_bridge.weights.plan.export_plan import Message
+from mcore_bridge.weights.plan.map_slices import MapSlices
 from mcore_bridge.weights.plan.payload import OutputTensor
-from mcore_bridge.weights.transfer.byte_copy import ByteCopy
+from mcore_bridge.weights.plan.target import Target
+from mcore_bridge.weights.provenance import HF
+from mcore_bridge.weights.transfer.byte_copy import ByteCopy, stacked
 from mcore_bridge.weights.transfer.copier import Buffers
 from mcore_bridge.weights.transfer.endpoints import Outputs
+from mcore_bridge.weights.transfer.executor import Ends, run_messages
 from mcore_bridge.weights.transfer.program import Program, Step
-from mcore_bridge.weights.transfer.rectangles import rectangles, stacked
+
+_WRITER = instance_of("an EngineWriter", EngineWriter)
+
+
+def export_into(
+    models: Models,
+    writer: EngineWriter,
+    *,
+    hf: HF | None = None,
+    head: str = "lm",
+    dialect: Dialect | None = None,
+    bucket_bytes: int | None = None,
+    merged: bool | None = None,
+) -> None:
+    """Write the weights of a model into an engine's memory. When this returns, the device has done so.
+
+    It is an export with the engine's map as this rank's target, so all ranks of the replica take part. Those without an
+    engine run ``iter_hf_weights(models, target="nothing")`` to its end. Only what the engine's rank uses travels.
+
+    The engine announces a round with ``MappedEngine.share`` and ends it with ``MappedEngine.complete``. An HF tensor is
+    made only where the map casts it.
+
+    Args:
+        models, hf, head, dialect, bucket_bytes, merged: as for ``iter_hf_weights``.
+        writer: the memory of the engine's rank, which this process has opened.
+
+    Raises:
+        ExportError, MappingError, TargetError: as ``iter_hf_weights``. The engine's weights may then be half old and
+            half new.
+
+    Example:
+        >>> head = torch.nn.Linear(48, 96, bias=False)                # an engine, and its loader
+        >>> head.weight.data = torch.from_file("head", shared=True, size=96 * 48).view(96, 48)  # a GPU needs no file
+        >>> load_weights = lambda pairs: head.weight.data.copy_(dict(pairs)["lm_head.weight"])
+        >>> engine = mb.map_engine(mb.manifest(models), head, load_weights)
+        >>> writer = mb.EngineWriter(engine.map, engine.share())      # in the trainer's process
+        >>> mb.export_into(models, writer)
+        >>> engine.complete()                                         # in the engine's process
+        >>> torch.equal(head.weight, mb.to_hf_state_dict(models)["lm_head.weight"])
+        True
+    """
+    problem = problem_of(writer=(writer, _WRITER))
+    target: Target = "nothing" if problem else writer.map
+    options: Options = {"dialect": dialect, "bucket_bytes": bucket_bytes, "target": target, "merged": merged}
+    options["problem"] = problem
+    export = open_export(models, hf, head, **options)
+
+    def into(program: Program, device: torch.device) -> Ends:
+        kept = writer.program
+        if not isinstance(kept, EngineProgram) or kept.of is not program:
+            kept = EngineProgram(program, MapSlices(writer.map).narrowed(program.plan.tensors()))
+            writer.program = kept
+        return kept, EngineOutputs(kept, writer.memory, device)
+
+    bound = export.bound
+    for pairs in run_messages(export.program, export.group, bound.tensors, merges=bound.merges, into=into):
+        for _ in pairs:
+            pass
+    writer.complete()
 
 
 class EngineProgram(Program):
@@ -73,40 +138,12 @@ class EngineProgram(Program):
                 for byte_copy in byte_copies:
                     for copy in self.copies[output]:
                         target = self.first + self.map.places[copy.tensor]
-                        written.setdefault(target, []).extend(_after(copy.box, byte_copy))
+                        written.setdefault(target, []).extend(byte_copy.then(copy.box))
             except ValueError:
                 self.made.add(output)
         if len(self.made) > made:
             return None
         return {output: stacked(byte_copies) for output, byte_copies in written.items()}
-
-
-def _after(box: BoxCopy, first: ByteCopy) -> Iterator[ByteCopy]:
-    """The copies of bytes that do both: ``first`` into an HF tensor, and ``box`` from there."""
-    item = first.item
-    (near, far) = ((first.source_row, first.source_col), (first.target_row, first.target_col))
-    if any(number % item for number in (*near, *far, first.target_start)):
-        raise ValueError("bytes that are no whole elements")
-    both = box.after(
-        BoxCopy.of(
-            0,
-            (first.rows, first.cols),
-            [distance // item for distance in near],
-            first.target_start // item,
-            [distance // item for distance in far],
-        )
-    )
-    if both is None:
-        return
-    for byte_copy in rectangles(
-        [dim.size for dim in both.dims],
-        [dim.source * item for dim in both.dims],
-        [dim.target * item for dim in both.dims],
-        first.source_start + both.source * item,
-        both.target * item,
-        item,
-    ):
-        yield byte_copy._replace(source=first.source)
 
 
 class EngineOutputs(Outputs):
@@ -134,10 +171,7 @@ class EngineOutputs(Outputs):
 
     def closed(self, message: Message) -> Iterator[tuple[str, Tensor]]:
         """Copy the HF tensors that are complete with a message into the engine's; yield none."""
-        for number in message.done:
-            tensor = self._open.pop(number, None)
-            if tensor is not None:
-                entries = [(copy, 0, tensor.dtype) for copy in self._program.copies[number]]
-                engine_map = self._program.map
-                EngineCopies(entries, engine_map.dtypes, engine_map.places).run_once(octets(tensor), self._memory)
+        made = [(self._outputs[number], self._open.pop(number)) for number in message.done if number in self._open]
+        group = [(name, tensor) for output, tensor in made for name in (output.name, *output.copies)]
+        GroupCopies(self._program.map, group).run(group, self._memory, by_kernel=False)
         yield from ()

@@ -1,0 +1,190 @@
+"""The tensors of an engine by their names: parameters, buffers, and tensors in other attributes of its modules.
+
+Their addresses are not kept. An engine that sleeps, wakes or loads anew may have moved its tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+
+from mcore_bridge.errors import TransferError
+from mcore_bridge.weights.engine.group_copies import GroupCopies, Pair, fill, octets
+from mcore_bridge.weights.plan.engine_map import EngineMap, EngineTensor
+from mcore_bridge.weights.transfer.copier import Buffers
+
+Tensors = Mapping[str, Tensor]
+Source = nn.Module | Callable[[], Tensors]
+"""An engine's model, or a function that returns its tensors by name as they are now."""
+
+
+def all_tensors(source: Source) -> dict[str, Tensor]:
+    """Every tensor of the engine: first its parameters and buffers, then attributes of its modules."""
+    if not isinstance(source, nn.Module):
+        return dict(source())
+    modules = dict(source.named_modules())
+    tensors = {}
+    for held in ("_parameters", "_buffers", "__dict__"):
+        for prefix, module in modules.items():
+            for name, value in vars(module).items() if held == "__dict__" else getattr(module, held).items():
+                if isinstance(value, Tensor):
+                    tensors[f"{prefix}.{name}" if prefix else name] = value
+    return tensors
+
+
+def tensors_named(source: Source, names: Iterable[str]) -> dict[str, Tensor]:
+    """The engine's tensors with these names, without the names that it lacks."""
+    if not isinstance(source, nn.Module):
+        held = source()
+        return {name: held[name] for name in names if name in held}
+    tensors = {}
+    for name in names:
+        owner: object = source
+        for part in name.split("."):
+            owner = getattr(owner, part, None)
+        if isinstance(owner, Tensor):
+            tensors[name] = owner
+    return tensors
+
+
+def plainly() -> AbstractContextManager[None]:
+    """Within it, a subclass of Tensor is asked as any tensor: those of vLLM answer several times more slowly."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def described(name: str, tensor: Tensor) -> EngineTensor:
+    """Shape, strides and dtype of ``tensor``."""
+    return EngineTensor(name, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
+
+def hosts(tensors: Tensors) -> dict[str, tuple[str, int]]:
+    """The names whose memory lies within that of another tensor, which is the host.
+
+    If two tensors have the same memory, the first is the host of the second.
+
+    Returns:
+        For each such name: the name of its host, and the place of its first element there.
+    """
+    by_storage: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        if tensor.numel() and not tensor.is_meta:
+            by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
+    inside = {}
+    for names in by_storage.values():
+        if len(names) == 1:
+            continue
+        spans = {name: _span(tensors[name]) for name in names}
+        chosen: list[str] = []
+        for name in sorted(names, key=lambda name: spans[name][0] - spans[name][1]):  # the largest first
+            start, end = spans[name]
+            item = tensors[name].element_size()
+            for host in chosen:
+                first, last = spans[host]
+                if first <= start and end <= last and item == tensors[host].element_size():
+                    inside[name] = (host, (start - first) // item)
+                    break
+            else:
+                chosen.append(name)
+    return inside
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    item = tensor.element_size()
+    start = int(tensor.storage_offset()) * item
+    return start, start + described("", tensor).span * item
+
+
+class EngineMemory:
+    """The tensors of one rank of an engine as bytes, for a map. Addresses are looked up by ``find``, never assumed.
+
+    Args:
+        engine_map: the map, whose names are looked for.
+        source: the engine's model, or a function that returns its tensors by name.
+    """
+
+    def __init__(self, engine_map: EngineMap, source: Source) -> None:
+        self.map, self._source = engine_map, source
+        self._found: Buffers | None = None
+
+    @property
+    def buffers(self) -> Buffers:
+        """The engine's tensors in the order of the map, uint8 [bytes] each. The same object while none has moved."""
+        assert self._found is not None, "find() comes first"
+        return self._found
+
+    def find(self) -> None:
+        """Look for the engine's tensors by their names, and compare them with the map.
+
+        Raises:
+            TransferError: when one is missing or lies otherwise in its memory; all of them are named.
+        """
+        names = [*self.map.places]
+        with plainly():
+            held = tensors_named(self._source, [*names, *(alias[0] for alias in self.map.aliases)])
+            wrong = [*self._changed(held), *self._separated(held)]
+            if wrong:
+                raise TransferError(
+                    f"the engine is not the one that its map was made for: {'; '.join(wrong)}; make another map, and "
+                    "use the engine's loader until then"
+                )
+            addresses = [held[name].data_ptr() for name in names]
+            if self._found is None or addresses != self._found.addresses.tolist():
+                self._found = Buffers([octets(held[name]) for name in names])
+
+    def _changed(self, held: dict[str, Tensor]) -> Iterator[str]:
+        for tensor in self.map.tensors:
+            if tensor.name not in held:
+                yield f"{tensor.name} is missing"
+            elif (now := described(tensor.name, held[tensor.name])) != tensor:
+                yield f"{tensor.name}: expected {_geometry(tensor)}, found {_geometry(now)}"
+            elif held[tensor.name].numel() and not held[tensor.name].data_ptr():
+                yield f"{tensor.name} has no memory"
+
+    def _separated(self, held: dict[str, Tensor]) -> Iterator[str]:
+        inside = hosts(held)
+        for name, tensor, start in self.map.aliases:
+            if inside.get(name) != (tensor, start):
+                yield f"{name}: expected memory of {tensor} from element {start} on, found {inside.get(name, 'other')}"
+        for name in inside.keys() - {alias[0] for alias in self.map.aliases}:
+            yield f"{name}: expected memory of its own, found that of {inside[name][0]}"
+
+    def has_moved(self) -> bool:
+        """Whether a tensor has another address than ``find`` saw; checked quickly, as it ends every round."""
+        with plainly():
+            held = tensors_named(self._source, self.map.places)
+            addresses = [tensor.data_ptr() for tensor in held.values()]
+        return self._found is None or addresses != self._found.addresses.tolist()
+
+    def fill(self) -> None:
+        """Write the map's constants, such as padding. They come before any copy."""
+        fill(self.map, self.buffers)
+
+    def copy(self, pairs: Iterable[Pair]) -> Iterator[Pair]:
+        """Copy HF tensors, contiguous and on the engine's device, by the map; yield those that the loader needs too."""
+        self.fill()
+        for pair in pairs:
+            GroupCopies(self.map, [pair]).run([pair], self.buffers, by_kernel=False)
+            if pair[0] in self.map.by_loader:
+                yield pair
+
+    def invert(self) -> None:
+        """Change every bit."""
+        for memory in self.buffers.tensors:
+            memory.bitwise_not_()
+
+    def held(self) -> dict[str, Tensor]:
+        """The tensors that the map names, as they are now."""
+        return tensors_named(self._source, self.map.places)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the engine's tensors are."""
+        held = tensors_named(self._source, [tensor.name for tensor in self.map.tensors[:1]])
+        return next((tensor.device for tensor in held.values()), torch.device("cpu"))
+
+
+def _geometry(tensor: object) -> str:
+    return ", ".join(f"{field} {getattr(tensor, field)}" for field in ("shape", "strides", "dtype"))

@@ -1,0 +1,151 @@
+"""The copies of an engine map out of a group of HF tensors: made once into lists or a table, then run at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mcore_bridge.errors import TransferError
+from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights.plan.engine_map import EngineMap, EngineTensor
+from mcore_bridge.weights.transfer.byte_copy import ByteCopy, stacked
+from mcore_bridge.weights.transfer.copier import WORDS, Buffers, CopyTable, has_triton
+
+Pair = tuple[str, Tensor]
+
+
+def require_expected(pairs: Iterable[Pair], expected: Mapping[str, TensorSpec]) -> None:
+    """Raise ``TransferError`` for a tensor that is not as a round, or an engine's map, expects it."""
+    for name, tensor in pairs:
+        spec = expected.get(name)
+        if spec is None or (tuple(spec.shape), spec.dtype) != (tuple(tensor.shape), tensor.dtype) or tensor.is_meta:
+            wanted = "no such tensor" if spec is None else f"{spec.dtype} {tuple(spec.shape)}"
+            actual = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+            raise TransferError(
+                f"{name} came as {actual}, expected {wanted}, or it comes twice; make the map and the plan from the "
+                "manifest of these tensors"
+            )
+
+
+class _Ready(NamedTuple):
+    """What one run needs: buffers for the kernel if there is work for it, and views for all other copies."""
+
+    group: Sequence[Pair]
+    targets: Buffers
+    by_kernel: Buffers | None
+    far: list[Tensor]
+    near: list[Tensor]
+
+
+class GroupCopies:
+    """The copies out of one group of HF tensors.
+
+    Args:
+        engine_map: the map, whose HF tensors these are.
+        group: pairs of a name and a tensor like those that will be copied.
+    """
+
+    def __init__(self, engine_map: EngineMap, group: Sequence[Pair]) -> None:
+        self._map, self._names = engine_map, [name for name, _ in group]
+        entries = [  # a copy, and the number of its HF tensor in the group, with its dtype
+            (copy, number, tensor.dtype)
+            for number, (name, tensor) in enumerate(group)
+            for copy in engine_map.by_hf.get(name, ())
+        ]
+        self._casts = [entry for entry in entries if entry[0].casts]
+        self._moved = [entry for entry in entries if not entry[0].casts]
+        self._ready: _Ready | None = None
+
+    def fits(self, group: Sequence[Pair]) -> bool:
+        """Whether these are the copies of ``group``."""
+        is_last = self._ready is not None and self._ready.group is group
+        return is_last or self._names == [name for name, _ in group]
+
+    def run(self, group: Sequence[Pair], targets: Buffers, *, by_kernel: bool = True, stay: bool = False) -> None:
+        """Copy on the current stream, without waiting: on a GPU by one kernel and one more call for casts.
+
+        Args:
+            group: the HF tensors, contiguous.
+            targets: the memory of the engine's tensors in the order of the map, uint8 [bytes] each.
+            by_kernel: False copies without the kernel, whose table is not worth its making for one time.
+            stay: whether this very list comes again, with tensors in the same memory.
+        """
+        ready = self._ready
+        if ready is None or ready.group is not group or ready.targets is not targets:
+            ready = self._prepared(group, targets, by_kernel)
+            self._ready = ready if stay else None
+        if ready.by_kernel:
+            self._table.run(ready.by_kernel, Buffers([]), group[0][1].device)
+        if ready.far:
+            torch._foreach_copy_(ready.far, ready.near)
+
+    def _prepared(self, group: Sequence[Pair], targets: Buffers, by_kernel: bool) -> _Ready:
+        sources = [tensor.detach() for _, tensor in group]
+        by_kernel = by_kernel and bool(self._moved) and sources[0].is_cuda and targets.on_gpu and has_triton()
+        buffers = Buffers([*targets.tensors, *sources]) if by_kernel else None
+        near, far = [], []
+        for copy, number, dtype in self._casts if by_kernel else [*self._moved, *self._casts]:
+            memory = targets.tensors[self._map.places[copy.tensor]]
+            words = (dtype, self._map.dtypes[copy.tensor]) if copy.casts else (WORDS[dtype.itemsize],) * 2
+            near.append(copy.box.source_in(sources[number].view(words[0])))
+            far.append(copy.box.target_in(_elements(memory, words[1])))
+        return _Ready(group, targets, buffers, far, near)
+
+    @cached_property
+    def _table(self) -> CopyTable:
+        places = self._map.places
+        moves = (
+            ByteCopy.of(copy.box, dtype.itemsize, source=len(places) + number, target=places[copy.tensor])
+            for copy, number, dtype in self._moved
+        )
+        return CopyTable(stacked(chain.from_iterable(moves)))
+
+
+class MapCopies:
+    """The copies of a map, group by group. What is made for a group is kept for a later one of the same HF tensors."""
+
+    def __init__(self, engine_map: EngineMap) -> None:
+        self._map = engine_map
+        self._groups: dict[str, GroupCopies] = {}
+
+    def run(self, group: Sequence[Pair], targets: Buffers, *, stay: bool = False) -> None:
+        """As ``GroupCopies.run``."""
+        if not group:
+            return
+        copies = self._groups.get(group[0][0])
+        if copies is None or not copies.fits(group):
+            copies = self._groups[group[0][0]] = GroupCopies(self._map, group)
+        copies.run(group, targets, stay=stay)
+
+
+def octets(tensor: Tensor) -> Tensor:
+    """The memory of ``tensor`` from its first element to its last, uint8 [bytes]."""
+    item = tensor.element_size()
+    num_bytes = EngineTensor("", tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype).span * item
+    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return empty.set_(tensor.untyped_storage(), tensor.storage_offset() * item, (num_bytes,), (1,))
+
+
+def _elements(memory: Tensor, dtype: torch.dtype) -> Tensor:
+    """All whole elements of a memory (uint8 [bytes])."""
+    return memory[: memory.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+
+
+def fill(engine_map: EngineMap, targets: Buffers) -> None:
+    """Write the constants of a map into the memory of an engine's tensors (uint8 [bytes] each)."""
+    zeros = []
+    for entry in engine_map.fills:
+        item = engine_map.dtypes[entry.tensor].itemsize
+        view = entry.box.target_in(_elements(targets.tensors[engine_map.places[entry.tensor]], WORDS[item]))
+        if entry.bits:
+            half = 1 << (8 * item - 1)
+            view.fill_(entry.bits if item == 1 or entry.bits < half else entry.bits - 2 * half)
+        else:
+            zeros.append(view)
+    if zeros:
+        torch._foreach_zero_(zeros)
