@@ -541,6 +541,24 @@ def test_a_file_that_was_changed_is_refused(tmp_path):
         mb.EngineMap.load(path)
 
 
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *(torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2),
+        *(torch.uint8, torch.int8, torch.int32, torch.int64),
+    ],
+    ids=str,
+)
+def test_the_digits_of_running_numbers_come_back_from_any_dtype(dtype):
+    numbering, found = Numbering([TensorSpec("a", (20, 25), dtype)]), torch.zeros(20, 25, dtype=torch.int64)
+    for place in range(numbering.num_digits):
+        ((_, tensor),) = numbering.values(place, CPU)
+        assert tensor.dtype == dtype
+        found += numbering.digits(tensor, dtype) * numbering.base**place
+    assert found.flatten().tolist() == [*range(1, 501)]
+    assert (numbering.digits(torch.full((2,), -3.0).to(dtype), dtype) < 0).all() or not dtype.is_signed
+
+
 def test_an_engine_of_a_dtype_that_torch_cannot_cast_is_named():
     with pytest.raises(TransferError, match=r"no digits can be read off torch\.bits8, of torch\.bfloat16"):
         Numbering(SPECS).digits(torch.empty(3, dtype=torch.bits8), torch.bfloat16)
