@@ -16,6 +16,7 @@ import torch.distributed as dist
 import mcore_bridge as mb
 from mcore_bridge.config.mesh import lost_ranks
 from mcore_bridge.errors import CheckpointError, ExportError
+from mcore_bridge.machine import start_time, this_machine
 from mcore_bridge.weights.transfer import collectives
 from tests.support import pool
 from tests.support.exports import built
@@ -78,6 +79,19 @@ def test_survivors_say_who_was_lost_as_far_as_they_can_know(tmp_path, machines, 
     found = written(tmp_path)
     assert len(found) == 2 * len(CALLS)
     assert all(re.search(words.format(pid=processes[1].pid), line) for line in found), found
+
+
+def noted():
+    """Runs in each worker: what is known of the processes of the job, and its own."""
+    lost_ranks.note_process()
+    lost_ranks.note_process()
+    dist.barrier()
+    return lost_ranks._Notes().of(this_machine()), f"{dist.get_rank()} {os.getpid()} {start_time(os.getpid())}"
+
+
+def test_each_process_writes_once_that_it_is_there():
+    found = pool.run(2, noted)
+    assert all(sorted(notes) == [own for _, own in found] for notes, _ in found)
 
 
 def test_what_breaks_elsewhere_is_left_as_it_is():

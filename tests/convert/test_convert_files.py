@@ -27,7 +27,7 @@ from mcore_bridge.errors import BridgeError, CheckpointError, MeshError
 from mcore_bridge.launch.fake_rank import rank_of
 from mcore_bridge.trainers.rlinf import convert_hf_to_mg
 from mcore_bridge.weights.files.hf_folder import Checkpoint
-from mcore_bridge.weights.files.torch_save import read_torch_file
+from mcore_bridge.weights.files.torch_save import read_torch_file, write_torch_file
 from tests import zoo
 from tests.support import memory, mtp_checkpoints
 from tests.support.conversions import StoppedError, assert_exact, mb_config, quiet, small, stop_half_way, written
@@ -317,6 +317,11 @@ def test_what_is_no_state_of_a_chunk_is_told_apart(tmp_path):
         torch.save({"model0": state}, path)
         with pytest.raises(CheckpointError, match=message):
             read_rank_file(path)
+    torch.save([weight], path)
+    with pytest.raises(CheckpointError, match="must hold a dict, found list: is it a checkpoint"):
+        read_torch_file(path)
+    with pytest.raises(CheckpointError, match="has 24 bytes for a tensor of 32"):
+        write_torch_file(path, {"w": torch.empty_like(weight)}, [torch.arange(4)])
 
 
 # refusals -------------------------------------------------------------------------------------------------------------

@@ -276,6 +276,9 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path, monkeypatch):
     without = {own: tensor for own, tensor in tensors.items() if own != name}
     attempt(tmp_path, without, r"1 tensors missing \['model.layers.1.self_attn.q_proj.lora_A.weight")
     attempt(tmp_path, {**without, name: torch.ones(2, 3)}, r"q_proj.lora_A.weight has shape \(2, 3\)")
+    attempt(
+        tmp_path, {**without, name: torch.ones(2, 3, 1)}, r"q_proj.lora_A.weight of shape \(2, 3, 1\) is no factor: e"
+    )
     attempt(tmp_path, {**without, name: tensors[name].double()}, "cannot hold all its values")
     attempt(tmp_path, tensors, "targets without tensors, such as .*v_proj", target_modules=["q_proj", "v_proj"])
     attempt(tmp_path, tensors, "the config has no target for model.layers.0", target_modules="k_proj")
@@ -302,6 +305,11 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path, monkeypatch):
     write(tmp_path, {"r": 2, "target_modules": ["o_proj"]}, {f"{name}.lora_A.weight": torch.ones(2, 2)})
     with pytest.raises(BridgeError, match=f"{name} is in an MTP layer"):
         open_peft(tmp_path, provenance_of(hf), num_layers=hf.num_hidden_layers, num_experts=8)
+    (tmp_path / "more" / "adapter_model.safetensors").unlink()
+    with pytest.raises(
+        BridgeError, match=r"expected adapter_model.safetensors in .*more, found none: save the adapter"
+    ):
+        open_peft(tmp_path / "more", provenance_of(experts.HF), num_layers=2, num_experts=8)
     (tmp_path / "adapter_config.json").unlink()
     with pytest.raises(BridgeError, match=r"name one of the adapters in it: \['more'\]"):
         open_peft(tmp_path, provenance_of(experts.HF), num_layers=2, num_experts=8)

@@ -554,6 +554,14 @@ def test_a_folder_that_changes_while_it_is_opened_is_opened_again(fits, inode, t
     assert len(attempts) == 2
 
 
+def test_a_folder_that_changes_all_the_time_is_not_opened(tmp_path, monkeypatch):
+    hf = tiny("llama")
+    save_state(random_state(hf), hf, tmp_path)
+    monkeypatch.setattr(Checkpoint, "_open", lambda checkpoint: os.utime(tmp_path / "model.safetensors"))
+    with pytest.raises(CheckpointError, match="was changed 5 times while it was opened: wait for the process that"):
+        Checkpoint(tmp_path)
+
+
 def test_a_working_folder_that_somebody_else_removes_is_no_problem(tmp_path, monkeypatch):
     """All is in place by then."""
     settle = atomic_folder._settle

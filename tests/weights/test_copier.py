@@ -69,6 +69,12 @@ def test_moves_are_made_as_they_say(moves):
     check(moves, "cpu")
 
 
+def test_the_gpus_of_buffers_are_what_the_caller_knows_or_those_of_the_tensors():
+    tensors = [torch.empty(1)]
+    assert Buffers(tensors).gpus == frozenset()
+    assert Buffers(tensors, frozenset({1})).gpus == {1}
+
+
 def test_only_moves_in_order_are_dense():
     move = ByteCopy(0, 64, 2, 0, 4, 8, 2, 16, 2, 16, 2)
     assert move.is_dense()

@@ -112,6 +112,26 @@ def test_a_recorder_follows_copies_through_other_memory():
     assert all(piece.is_computed and piece.names == {"a"} for piece in computed)
 
 
+def test_a_loader_may_write_into_what_it_was_given():
+    """A row that it zeros is a constant from then on; the other rows are those of the HF tensor, without a cast."""
+    parameter, given = torch.zeros(3, 2), torch.rand(3, 2)
+    recorder, value = Recorder(), given.clone()
+    with recorder:
+        for _, tensor in recorder.watched(iter([("a", value)])):
+            tensor[1].zero_()
+            parameter.copy_(tensor)
+    found, (before, *pieces) = torch.ones(3, 2), recorder.traced(parameter)
+    assert before.is_computed, "what nobody writes would be"
+    for piece in pieces:
+        assert not piece.casts
+        assert not piece.is_computed
+        sizes, near, far = zip(*piece.box.dims, strict=True)
+        source = torch.zeros(6) if piece.hf is None else given
+        found.as_strided(sizes, far, piece.box.target).copy_(source.as_strided(sizes, near, piece.box.source))
+    assert torch.equal(found, parameter)
+    assert torch.equal(parameter[::2], given[::2])
+
+
 def test_a_checksum_sees_every_bit_and_every_place():
     octets = torch.zeros(3 * (1 << 19) + 8 * 5 + 7, dtype=torch.uint8)
     places = [0, 7, 8, (1 << 19) - 1, 1 << 19, (1 << 20) + 9, (3 << 19) + 3, len(octets) - 7, len(octets) - 1]
@@ -527,6 +547,24 @@ def test_a_file_that_was_changed_is_refused(tmp_path):
     path.write_text(text.replace("engine map 1", "engine map 9"))
     with pytest.raises(TransferError, match="map 9"):
         mb.EngineMap.load(path)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *(torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2),
+        *(torch.uint8, torch.int8, torch.int32, torch.int64),
+    ],
+    ids=str,
+)
+def test_the_digits_of_running_numbers_come_back_from_any_dtype(dtype):
+    numbering, found = Numbering([TensorSpec("a", (20, 25), dtype)]), torch.zeros(20, 25, dtype=torch.int64)
+    for place in range(numbering.num_digits):
+        ((_, tensor),) = numbering.values(place, CPU)
+        assert tensor.dtype == dtype
+        found += numbering.digits(tensor, dtype) * numbering.base**place
+    assert found.flatten().tolist() == [*range(1, 501)]
+    assert (numbering.digits(torch.full((2,), -3.0).to(dtype), dtype) < 0).all() or not dtype.is_signed
 
 
 def test_an_engine_of_a_dtype_that_torch_cannot_cast_is_named():

@@ -16,10 +16,12 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 import mcore_bridge as mb
 from mcore_bridge.errors import CheckpointError, ConfigError, MappingError
+from mcore_bridge.rules.layout import ROW
 from mcore_bridge.weights.bound import bind
 from mcore_bridge.weights.files.hf_folder import Checkpoint, names_in
 from mcore_bridge.weights.load import load_hf_weights
 from mcore_bridge.weights.manifest import Manifest
+from mcore_bridge.weights.model_tensors import held_tensors
 from mcore_bridge.weights.provenance import provenance_of
 from mcore_bridge.weights.source.source import open_source
 from tests.support import fake_mesh, memory, pool, stepping
@@ -212,6 +214,22 @@ def test_all_ranks_raise_where_one_cannot_load_what_it_builds(folder):
         assert all("out of memory" in text for text in found)
 
 
+def test_a_model_holds_what_it_saves_as_it_is_now():
+    """Names are kept between calls, as long as the modules have the same."""
+    with fake_mesh.rank_of(ONE, 0, 1):
+        (chunk,) = mb.build_model(HF, dims=ONE, load_weights=False, device="cpu", dtype=torch.float32)
+    built, inner = held_tensors([chunk]).keys(), chunk.decoder.layers[0].mlp
+    inner.register_buffer("scratch", torch.zeros(1), persistent=False)
+    inner.register_buffer("kept", torch.zeros(1))
+    for kept in (inner.kept, torch.ones(2)):
+        inner.kept = kept
+        held = held_tensors([chunk])
+        assert held.keys() - built == {"decoder.layers.0.mlp.kept"}
+        assert held["decoder.layers.0.mlp.kept"] is kept
+    inner.kept = None
+    assert held_tensors([chunk]).keys() == built
+
+
 def test_models_are_chunks_that_are_given_once(state):
     """Whatever is asked of them."""
     with fake_mesh.rank_of(ONE, 0, 1):
@@ -235,6 +253,12 @@ def test_models_are_chunks_that_are_given_once(state):
         rules = tuple(replace(rule, hf=(*rule.hf, "b")) if rule.mcore == norm else rule for rule in own.rules)
         bound = bind([chunk], replace(own, rules=rules))
         with pytest.raises(MappingError, match=rf"{norm}: the layout has 1 parts, and the rule names .*, 'b'\]; make"):
+            bound.trace(bound.mapping.bind(norm))
+        rules = tuple(replace(rule, layout=ROW) if rule.mcore == norm else rule for rule in own.rules)
+        bound = bind([chunk], replace(own, rules=rules))
+        with pytest.raises(
+            MappingError, match=rf"{norm} does not fit its rule for \['model\.norm\.weight'\]: shards of"
+        ):
             bound.trace(bound.mapping.bind(norm))
 
 
