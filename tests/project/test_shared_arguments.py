@@ -1,6 +1,7 @@
 """Each argument of a call that all ranks make is compared between them, or may differ for a reason that stands here."""
 
 import inspect
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,8 @@ def _usual(name: str, folders: dict[str, str], models: dict[str, Any]) -> tuple[
         return lambda **given: [*function(**given)], {"models": adapted, "hf": HF, "merged": False}, of_all
     if name == "export_into":
         mark = allocate(8, torch.device("cpu"))
-        writer = mb.EngineWriter(mb.EngineMap("", (), (), ()), [share(mark)])
+        engine_map = mb.EngineMap("", (), (), ())
+        writer = mb.EngineWriter(engine_map, [replace(share(mark), digest=engine_map.digest)])
         return mb.export_into, {"models": adapted, "writer": writer, "hf": HF, "merged": False}, of_all
     if name == "forward":
         usual = {"models": plain, "input_ids": ids, "hf": HF}

@@ -414,8 +414,8 @@ def test_only_a_round_that_was_announced_and_has_all_tensors_is_completed(ring):
     (name, tensor), *others = pairs
     for wrong in (tensor[:-1], tensor.double(), tensor.flatten()):
         engine.begin(SPECS)
-        refused(f"{name} came as torch.* expected torch", partial(engine.copy_group, 0, [(name, wrong), *others]))
-    refused("other came as .* expected no such tensor", lambda: engine.copy_group(0, [("other", tensor)]))
+        refused(f"{name} came as torch.* expected torch", partial(engine.write, [(name, wrong), *others]))
+    refused("other came as .* expected no such tensor", lambda: engine.write([("other", tensor)]))
     engine.begin(SPECS)
     engine.write([(name, tensor.mT.contiguous().mT) for name, tensor in pairs if tensor.dim() > 1])
     engine.write([(name, tensor) for name, tensor in pairs if tensor.dim() < 2])
@@ -558,7 +558,7 @@ def test_a_file_that_was_changed_is_refused(tmp_path):
     ids=str,
 )
 def test_the_digits_of_running_numbers_come_back_from_any_dtype(dtype):
-    numbering, found = Numbering([TensorSpec("a", (20, 25), dtype)]), torch.zeros(20, 25, dtype=torch.int64)
+    numbering, found = Numbering([TensorSpec("a", (20, 25), dtype)], "a"), torch.zeros(20, 25, dtype=torch.int64)
     for place in range(numbering.num_digits):
         ((_, tensor),) = numbering.values(place, CPU)
         assert tensor.dtype == dtype
@@ -569,7 +569,7 @@ def test_the_digits_of_running_numbers_come_back_from_any_dtype(dtype):
 
 def test_an_engine_of_a_dtype_that_torch_cannot_cast_is_named():
     with pytest.raises(TransferError, match=r"no digits can be read off torch\.bits8, of torch\.bfloat16"):
-        Numbering(SPECS).digits(torch.empty(3, dtype=torch.bits8), torch.bfloat16)
+        Numbering(SPECS, ()).digits(torch.empty(3, dtype=torch.bits8), torch.bfloat16)
 
 
 def test_a_copy_from_a_tensor_that_the_map_does_not_list_is_a_problem():
