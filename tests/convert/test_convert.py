@@ -143,9 +143,12 @@ FUSED = {
 def test_norms_are_spelled_as_the_specs_of_transformer_engine_do(name, tmp_path):
     """megatron-core 0.16.1 and 0.19.2, gpt_layer_specs.py and experimental_attention_variant_module_specs.py."""
     zoo.cases()[name].hf.save_pretrained(tmp_path)
-    placed = whole_model(tmp_path, dtype=torch.bfloat16).placed
-    keys = {place.key for each in placed for place in each.chunks}
+    model = whole_model(tmp_path, dtype=torch.bfloat16)
+    keys = {place.key for each in model.placed for place in each.chunks}
     assert {f"decoder.layers.0.{key}" for key in FUSED[name]} <= keys
+    states = {key.partition("/")[0] for key in model.objects}
+    assert "decoder.final_layernorm._extra_state" in states, "TransformerEngine's norms ask for it"
+    assert not any("router" in key or key.startswith(("embedding", "output_layer")) for key in states)
 
 
 def test_experts_are_read_as_their_own_folder_has_them_whatever_the_folder_of_the_config_has(tmp_path):

@@ -133,7 +133,7 @@ def test_a_part_of_a_frozen_tower_is_trained_and_each_tensor_is_accounted_for(tm
             parameter.requires_grad for name, parameter in chunk.named_parameters() if not name.startswith("vision.")
         )
         for parameter in chunk.vision.parameters():
-            assert not parameter.tensor_model_parallel
+            assert (parameter.tensor_model_parallel, parameter.partition_dim) == (False, -1)
             assert parameter.average_gradients_across_tp_domain
             assert parameter.dtype == torch.bfloat16
         frequencies = [buffer.clone() for buffer in chunk.vision.buffers()]

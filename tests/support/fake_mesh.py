@@ -44,7 +44,9 @@ def replica(dims: ParallelDims) -> list[int]:
         return dist.get_process_group_ranks(group.group)
 
 
-def build_everywhere(hf: Any, dims: ParallelDims, load: Callable[[list[Any]], Any], **arguments: Any) -> list[Any]:
+def build_everywhere(
+    hf: Any, dims: ParallelDims, load: Callable[[list[Any]], Any], dialect: str | None = None, **arguments: Any
+) -> list[Any]:
     """What every rank of a replica holds after ``load(chunks)``, by rank of the model-parallel group.
 
     Of a model to which that has added adapters, these alone.
@@ -58,7 +60,9 @@ def build_everywhere(hf: Any, dims: ParallelDims, load: Callable[[list[Any]], An
                     for tensor in held_tensors([chunk]).values():
                         tensor.fill_(float("nan"))
             load(chunks)
-            bound.append(with_inventory(bind(chunks, adapters=getattr(chunks[0], "bridge_adapters", None))))
+            bound.append(
+                with_inventory(bind(chunks, dialect=dialect, adapters=getattr(chunks[0], "bridge_adapters", None)))
+            )
     return bound
 
 

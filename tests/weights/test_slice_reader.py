@@ -15,6 +15,7 @@ from safetensors.torch import _SIZE, load_file, save_file
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.files import positional_io
+from mcore_bridge.weights.files.positional_io import _is_dense
 from mcore_bridge.weights.files.safetensors import DTYPES, SafetensorsFile, SafetensorsWriter, array_of
 from mcore_bridge.weights.files.slice_reader import SliceCopy, _batches
 
@@ -199,3 +200,13 @@ def test_pieces_come_in_the_order_of_their_source():
     for one, other in ((source, target.t()), (source.t(), target)):
         offsets = [piece.source.storage_offset() for piece in SliceCopy(one, other, torch.int64).pieces(8 * 8)]
         assert offsets == [0, 8, 16, 24, 32, 40]
+
+
+def test_rows_without_gaps_are_read_at_once():
+    for shape, strides, is_dense in (
+        ((2, 3), (12, 4), True),
+        ((1, 3), (99, 4), True),
+        ((2, 3), (16, 4), False),
+        ((3, 2), (4, 12), False),
+    ):
+        assert _is_dense(shape, strides, 4) == is_dense
