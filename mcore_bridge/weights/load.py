@@ -6,6 +6,7 @@ source must belong to another pipeline stage, or be on the architecture's list o
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
@@ -78,21 +79,19 @@ def load_hf_weights(
     """
     require_positive(slot_bytes=slot_bytes)
     provenance = provenance_on(models, hf, head)
-    with uncollected():
+    with contextlib.ExitStack() as paused:
+        paused.enter_context(uncollected())
         opened = open_source(source, getattr(provenance.hf, "quantization_config", None))
-    if isinstance(opened, Pairs):
-        load = Load(bind(models, provenance, dialect=dialect, merged=False), dtype)
-        with compiling(load.device):  # the kernel, for which the first export would wait
-            _write_pairs(load, opened, strict=strict)
-        return load.report()
-    with uncollected():
+        if isinstance(opened, Pairs):
+            paused.close()  # what makes the pairs may leave circles behind
+            load = Load(bind(models, provenance, dialect=dialect, merged=False), dtype)
+            with compiling(load.device):  # the kernel, for which the first export would wait
+                _write_pairs(load, opened, strict=strict)
+            return load.report()
         provenance = provenance.spelled_as(opened)
-        if dialect is None:
-            dialect = dialect_of(opened, provenance.rules)
+        dialect = dialect_of(opened, provenance.rules) if dialect is None else dialect
         load = Load(bind(models, provenance, dialect=dialect, merged=False), dtype)
-        if opened.folder is not None:
-            note_source(models, opened.folder)
-            _note_parts(load.bound, str(opened.folder), opened)
+        _note_folder(models, load.bound, opened)
         with compiling(load.device):
             _write_source(load, opened, strict=strict, slot_bytes=slot_bytes)
     return load.report()
@@ -121,11 +120,13 @@ def load_bound(bound: BoundModel, source: Mapping[str, Tensor], dtype: Dtypes) -
     return load.report()
 
 
-def _note_parts(bound: BoundModel, folder: str, names: Collection[str]) -> None:
-    """Have chunks know a folder with parts that are not built, since a save copies these."""
-    own = [chunk for chunk in bound.chunks if getattr(chunk, "bridge", None)]
-    has_parts = any(map(bound.mapping.is_carried, names))
-    note_folder([chunk for chunk in own if chunk.bridge.whole or has_parts], folder, names)
+def _note_folder(models: Models, bound: BoundModel, source: Source) -> None:
+    """Have chunks know a folder that they are loaded from, above all one with parts that a save copies."""
+    if source.folder is not None:
+        note_source(models, source.folder)
+        own = [chunk for chunk in bound.chunks if getattr(chunk, "bridge", None)]
+        has_parts = any(map(bound.mapping.is_carried, source))
+        note_folder([chunk for chunk in own if chunk.bridge.whole or has_parts], str(source.folder), source)
 
 
 def described_source(source: HFWeights | None) -> Content | str | None:

@@ -159,8 +159,8 @@ class Load:
 
         An encoded one has no dtype: it is decoded into the dtype of any parameter.
         """
-        is_encoded = isinstance(tensor, Encoded | Encoding)
-        if not is_encoded and (not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta):
+        is_dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta
+        if not is_dense and not isinstance(tensor, Encoded | Encoding):
             kind = f"{tensor.layout} on {tensor.device}" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise CheckpointError(
                 f"{name} must be a dense torch.Tensor that holds its values, found {kind}: convert it"
@@ -172,18 +172,18 @@ class Load:
                     f"{name} has shape {tuple(tensor.shape)}, but {use.mcore} of shape {tuple(use.tensor.shape)} at "
                     f"tp={self.bound.axes['tp']} takes {shape}; is this the checkpoint of this config?"
                 )
-            held = dtype_name(use.tensor.dtype)
-            if isinstance(tensor, Encoded | Encoding):
-                self.cast.setdefault(name, f"{tensor.codec} -> {held}")
+            if not isinstance(tensor, Tensor):
+                self.cast.setdefault(name, f"{tensor.codec} -> {dtype_name(use.tensor.dtype)}")
                 continue
             crossing = self._crossing(name, tensor.dtype, use)
             if not is_exact(crossing, use.tensor.dtype):
+                held = dtype_name(use.tensor.dtype)
                 raise CheckpointError(
                     f"{name} is {dtype_name(crossing)} and {use.mcore} {held}, which cannot hold all its values; pass "
                     f"dtype=torch.{held} to cast, or build the model in another dtype"
                 )
             if use.tensor.dtype != tensor.dtype:
-                self.cast.setdefault(name, f"{dtype_name(tensor.dtype)} -> {held}")
+                self.cast.setdefault(name, f"{dtype_name(tensor.dtype)} -> {dtype_name(use.tensor.dtype)}")
 
     def write(self, name: str, tensor: Weight) -> None:
         """Copy this rank's slices of one HF tensor. If they have come under another name, compare them instead."""

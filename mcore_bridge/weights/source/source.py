@@ -52,10 +52,8 @@ class Source(Mapping[str, Weight]):
     def __init__(self, tensors: Mapping[str, Tensor], scheme: Scheme | None = None) -> None:
         scheme = scheme or Scheme()
         self._tensors = tensors
-        self._table = {
-            name: Stored(encoding.parts, encoding) if (encoding := scheme.held.get(name)) else Stored((name,))
-            for name in scheme.plain(tensors)
-        }
+        plain = {name: Stored((name,)) for name in scheme.plain(tensors)}
+        self._table = plain | {name: Stored(held.parts, held) for name, held in scheme.held.items()}
         self.unused = scheme.unused
         """The names of tensors that no weight needs, such as scales of activations."""
         self.folder = tensors.folder if isinstance(tensors, Checkpoint) else None
