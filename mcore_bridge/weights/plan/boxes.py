@@ -50,12 +50,6 @@ class BoxCopy:
         return cls(source, target, merged(map(Dim, sizes, source_strides, target_strides)))
 
     @classmethod
-    def between(cls, source: Tensor, target: Tensor) -> BoxCopy:
-        """The copy between two views of one shape, whose dims stay in their order."""
-        dims = _joined(map(Dim, source.shape, source.stride(), target.stride()))
-        return cls(int(source.storage_offset()), int(target.storage_offset()), dims)
-
-    @classmethod
     def place_of(cls, tensor: Tensor) -> BoxCopy:
         """The elements of a tensor in its storage, as the targets of a copy of one element."""
         return cls.of(0, tensor.shape, (0,) * tensor.dim(), int(tensor.storage_offset()), tensor.stride())
@@ -132,18 +126,19 @@ def are_apart(boxes: Iterable[BoxCopy]) -> bool:
 
 def merged(dims: Iterable[Dim]) -> tuple[Dim, ...]:
     """The dims sorted by their strides in the target; neighbours that are one run on both sides are joined."""
-    return _joined(sorted(dims, key=lambda dim: (-dim.target, -dim.source)))
+    outermost_first = sorted(dims, key=lambda dim: (-dim.target, -dim.source))
+    return joined(outermost_first)
 
 
-def _joined(dims: Iterable[Dim]) -> tuple[Dim, ...]:
-    joined: list[Dim] = []
-    for dim in dims:
-        last = joined[-1] if joined else None
-        if last and (last.source, last.target) == (dim.size * dim.source, dim.size * dim.target):
-            joined[-1] = Dim(last.size * dim.size, dim.source, dim.target)
-        elif dim.size != 1:
-            joined.append(dim)
-    return tuple(joined)
+def joined(dims: Iterable[tuple[int, int, int]]) -> tuple[Dim, ...]:
+    """The dims in their order; neighbours that are one run on both sides are joined."""
+    runs: list[Dim] = []
+    for size, source, target in dims:
+        if runs and runs[-1][1:] == (size * source, size * target):
+            runs[-1] = Dim(runs[-1].size * size, source, target)
+        elif size != 1:
+            runs.append(Dim(size, source, target))
+    return tuple(runs)
 
 
 class _Digit(NamedTuple):

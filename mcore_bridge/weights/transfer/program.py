@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, zip_longest
 from typing import Literal
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.rules.trace import Copy
-from mcore_bridge.weights.plan.boxes import BoxCopy
+from mcore_bridge.weights.plan.boxes import BoxCopy, joined
 from mcore_bridge.weights.plan.budget import MESSAGES_IN_FLIGHT
 from mcore_bridge.weights.plan.export_plan import ExportPlan
 from mcore_bridge.weights.plan.inventory import ParamEntry
@@ -266,9 +266,14 @@ def _box(entry: ParamEntry, piece: WindowSlice, copy: Copy, start: int, source: 
     last = min(piece.first + piece.count, offset + near.shape[0]) - offset
     if first >= last:
         return None
-    box = BoxCopy.between(near[first:last], far[first:last])
-    before = {"held": 0, "sent": piece.first * entry.row_bytes // entry.held.dtype.itemsize, "part": 0}
-    return replace(box, source=box.source - before[source], target=box.target - before[target])
+    sizes, item = (last - first, *near.shape[1:]), entry.held.dtype.itemsize
+    (near_row, *_), (far_row, *_) = strides = near.stride(), far.stride()
+    before = {"held": 0, "sent": piece.first * entry.row_bytes // item, "part": 0}
+    return BoxCopy(
+        int(near.storage_offset()) + first * near_row - before[source],
+        int(far.storage_offset()) + first * far_row - before[target],
+        joined(zip(sizes, *strides, strict=True)),
+    )
 
 
 def _view(entry: ParamEntry, copy: Copy, start: int, side: Side) -> Tensor:
