@@ -16,7 +16,7 @@ from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.weights.files.atomic_folder import commit, target_of, updating
 from mcore_bridge.weights.files.hf_folder import HEADS, foreign_weights
 from mcore_bridge.weights.files.sidecars import NOTES
-from mcore_bridge.weights.files.sources import Sources
+from mcore_bridge.weights.files.sources import SourceFolders
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -72,7 +72,7 @@ def draw(
     with updating(target) as update:
         model.save_pretrained(update.new, max_shard_size=max_shard_bytes)
         names = tuple(sorted(path.name for path in update.new.iterdir()))
-        commit(update, Sources(), NOTES, HEADS)
+        commit(update, SourceFolders(), NOTES, HEADS)
     sizes = {tensor.data_ptr(): (tensor.numel(), tensor.nbytes) for tensor in state.values()}
     numels, nbytes = (sum(of_kind) for of_kind in zip(*sizes.values(), strict=True))
     return Drawn(target, numels, len(sizes), nbytes, names)

@@ -36,7 +36,7 @@ from mcore_bridge.weights.files.file_shards import MAX_SHARD_BYTES, require_posi
 from mcore_bridge.weights.files.folder_lock import PREFIX
 from mcore_bridge.weights.files.hf_folder import shard_names, weight_files
 from mcore_bridge.weights.files.sidecars import NOTES, config_folders, first_with_config
-from mcore_bridge.weights.files.sources import Sources
+from mcore_bridge.weights.files.sources import SourceFolders
 from mcore_bridge.weights.peft.peft_config import CONFIG as ADAPTER_CONFIG
 
 DIST_FILE_BYTES = 512 << 20
@@ -130,7 +130,7 @@ def convert(
     _require_processes(num_processes, num_gpus)
     checkpoint = source if plain or shard_names(source) else _find(source, rank_files)
     hf = given_path(hf) if hf is not None else source if plain else _config_of(source, checkpoint)
-    sources = Sources.of(source, checkpoint, configs=[hf])
+    sources = SourceFolders.of(source, checkpoint, configs=[hf])
     sources.require_apart(target)
     staging = Update(target, target / f"{PREFIX}{CONVERSION}").new
     if plain:
@@ -177,7 +177,7 @@ def merge(
     """
     require_positive(file_bytes=file_bytes)
     base, adapter, target = given_path(base), given_path(adapter), target_of(target)
-    sources = Sources.of(base, adapter)
+    sources = SourceFolders.of(base, adapter)
     sources.require_apart(target)
     _require_processes(num_processes, 0)
     staging = Update(target, target / f"{PREFIX}{CONVERSION}").new
@@ -186,7 +186,7 @@ def merge(
 
 
 def _run(
-    conversion: Conversion, sources: Sources, target: Path, num_processes: int, num_gpus: int, on_event: OnEvent
+    conversion: Conversion, sources: SourceFolders, target: Path, num_processes: int, num_gpus: int, on_event: OnEvent
 ) -> Converted:
     """Write the files that an earlier run has not written, and put all of them into the target."""
     device = "cuda" if num_gpus else "cpu"

@@ -12,12 +12,12 @@ from mcore_bridge.config.megatron_release import installed
 from mcore_bridge.convert.conversion import Conversion
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.files.positional_io import read_bounded
-from mcore_bridge.weights.files.sources import Sources
+from mcore_bridge.weights.files.sources import SourceFolders
 
 _PLAN = "plan.json"
 
 
-def resume(conversion: Conversion, sources: Sources) -> frozenset[int]:
+def resume(conversion: Conversion, sources: SourceFolders) -> frozenset[int]:
     """The files that an earlier run of the same conversion wrote, by number. Files of other conversions are removed."""
     plan = conversion.staging.with_name(_PLAN)
     own = json.dumps(_identity(conversion, sources)).encode()
@@ -37,7 +37,7 @@ def _holds(path: Path, data: bytes) -> bool:
         return False
 
 
-def _identity(conversion: Conversion, sources: Sources) -> object:
+def _identity(conversion: Conversion, sources: SourceFolders) -> object:
     """A value that is equal for conversions that write the same files.
 
     It is made of the sources as they were before the plan was made, the plan, the config, and releases.

@@ -17,7 +17,7 @@ from torch import Tensor
 from mcore_bridge.architecture import read_hf, text_config
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.weights.files.hf_folder import names_in
-from mcore_bridge.weights.files.sources import Sources
+from mcore_bridge.weights.files.sources import SourceFolders
 from mcore_bridge.weights.manifest import ManifestEntry
 from mcore_bridge.weights.source.source import open_folder
 
@@ -47,7 +47,7 @@ class Carried:
     specs: tuple[ManifestEntry, ...] = ()
     folder: str | None = None
     mtp: tuple[str, ...] = ()
-    sources: Sources = field(default_factory=Sources)
+    sources: SourceFolders = field(default_factory=SourceFolders)
 
     def pairs(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """``(name, tensor)`` for each of ``names``, decoded if needed; see ``Source.pairs``."""
@@ -84,7 +84,7 @@ def carried_of(provenance: Provenance, mapping: WeightMapping, *, mtp: Mtp = "ca
     _require_other_parts(provenance, names)
     if provenance.folder is None or not any(map(mapping.is_carried, names)):
         return Carried()
-    sources = Sources.of(provenance.folder)
+    sources = SourceFolders.of(provenance.folder)
     left_out = mapping.is_unbuilt_mtp if mtp == "dropped" or _differs(provenance) else lambda name: False
     specs = tuple(
         ManifestEntry(name, tuple(tensor.shape), tensor.dtype)

@@ -19,7 +19,7 @@ from mcore_bridge.weights.bound import BoundModel
 from mcore_bridge.weights.dtypes import Dtypes, dtype_name, is_exact, wanted_dtype
 from mcore_bridge.weights.files.encoded_copy import EncodedCopy
 from mcore_bridge.weights.files.safetensors import SafetensorsFile
-from mcore_bridge.weights.files.slice_reader import AnyCopy, SliceCopy
+from mcore_bridge.weights.files.slice_reader import AnyCopy, FileCopy
 from mcore_bridge.weights.source.tied_tensors import differing
 
 
@@ -216,7 +216,7 @@ class Load:
                     continue
                 source = use.part(copy, tensor)
                 self.num_bytes += source.nbytes
-                yield SliceCopy(source, target, self._crossing(name, tensor.dtype, use), files)
+                yield FileCopy(source, target, self._crossing(name, tensor.dtype, use), files)
 
     def _cut(self, weight: Encoded, use: _Use, copy: Copy) -> EncodedSlice:
         """The slice of an encoded weight that one copy uses. Equal copies of weights of one shape have equal slices."""

@@ -33,7 +33,7 @@ DISTRIBUTED = {
     "weights/transfer/collectives.py",
 }
 """The files that touch torch.distributed."""
-FILES = {f"weights/dist_checkpoint/{name}.py" for name in ("writer", "folder", "files", "metadata")}
+FILES = {f"weights/dist_checkpoint/{name}.py" for name in ("dist_writer", "folder", "files", "metadata")}
 """They know of ``torch.distributed.checkpoint`` alone, by which torch calls the format of files."""
 
 WATCH = """

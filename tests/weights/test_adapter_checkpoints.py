@@ -16,8 +16,8 @@ from mcore_bridge.errors import CheckpointError
 from mcore_bridge.factory.add_adapters import add_adapters
 from mcore_bridge.rules.adapters import is_adapter
 from mcore_bridge.trainers.peft_functions import create_peft, load_peft_adapter_checkpoint
+from mcore_bridge.weights.dist_checkpoint.dist_writer import InThisProcess
 from mcore_bridge.weights.dist_checkpoint.folder import TorchDistFolder
-from mcore_bridge.weights.dist_checkpoint.writer import InThisProcess
 from mcore_bridge.weights.model_tensors import held_tensors
 from mcore_bridge.weights.peft.hf_adapters import iter_hf_adapters
 from tests.support import pool, stepping

@@ -32,7 +32,7 @@ from mcore_bridge.weights.files import atomic_folder, folder_lock
 from mcore_bridge.weights.files.atomic_folder import require_files
 from mcore_bridge.weights.files.folder_lock import LOCK, STALE, Writer
 from mcore_bridge.weights.files.hf_folder import Checkpoint
-from mcore_bridge.weights.files.sources import Sources
+from mcore_bridge.weights.files.sources import SourceFolders
 from tests.support import fake_mesh, pool
 from tests.support.strategies import random_state, tiny
 from tests.support.strategies import save as save_state
@@ -573,5 +573,5 @@ def test_a_working_folder_that_somebody_else_removes_is_no_problem(tmp_path, mon
     monkeypatch.setattr(atomic_folder, "_settle", settle_and_remove)
     with atomic_folder.updating(tmp_path) as update:
         (update.new / "weights").write_text("new")
-        atomic_folder.commit(update, Sources())
+        atomic_folder.commit(update, SourceFolders())
     assert (tmp_path / "weights").read_text() == "new"

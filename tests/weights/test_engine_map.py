@@ -14,7 +14,7 @@ import mcore_bridge as mb
 from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.engine.mapped_engine import MappedEngine
-from mcore_bridge.weights.engine.probe import Numbering
+from mcore_bridge.weights.engine.probe import RunningNumbers
 from mcore_bridge.weights.engine.prove import checksums, drawn_values
 from mcore_bridge.weights.engine.recorder import Recorder
 from mcore_bridge.weights.engine.rounds_by_map import RoundsByMap
@@ -558,7 +558,7 @@ def test_a_file_that_was_changed_is_refused(tmp_path):
     ids=str,
 )
 def test_the_digits_of_running_numbers_come_back_from_any_dtype(dtype):
-    numbering, found = Numbering([TensorSpec("a", (20, 25), dtype)], "a"), torch.zeros(20, 25, dtype=torch.int64)
+    numbering, found = RunningNumbers([TensorSpec("a", (20, 25), dtype)], "a"), torch.zeros(20, 25, dtype=torch.int64)
     for place in range(numbering.num_digits):
         ((_, tensor),) = numbering.values(place, CPU)
         assert tensor.dtype == dtype
@@ -569,7 +569,7 @@ def test_the_digits_of_running_numbers_come_back_from_any_dtype(dtype):
 
 def test_an_engine_of_a_dtype_that_torch_cannot_cast_is_named():
     with pytest.raises(TransferError, match=r"no digits can be read off torch\.bits8, of torch\.bfloat16"):
-        Numbering(SPECS, ()).digits(torch.empty(3, dtype=torch.bits8), torch.bfloat16)
+        RunningNumbers(SPECS, ()).digits(torch.empty(3, dtype=torch.bits8), torch.bfloat16)
 
 
 def test_a_copy_from_a_tensor_that_the_map_does_not_list_is_a_problem():

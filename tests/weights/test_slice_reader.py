@@ -17,7 +17,7 @@ from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.files import positional_io
 from mcore_bridge.weights.files.positional_io import _is_dense
 from mcore_bridge.weights.files.safetensors import DTYPES, SafetensorsFile, SafetensorsWriter, array_of
-from mcore_bridge.weights.files.slice_reader import SliceCopy, _batches
+from mcore_bridge.weights.files.slice_reader import FileCopy, _batches
 
 
 @st.composite
@@ -46,7 +46,7 @@ def test_pieces_of_any_slice_are_read_from_any_place(tmp_path_factory, drawn, dt
     expected, view = (tensor[index].permute(order) for tensor in (whole, file.tensor("whole")))
     found = torch.zeros_like(expected)
     with small_blocks(50):
-        for piece in SliceCopy(view, found, dtype).pieces(num_bytes):
+        for piece in FileCopy(view, found, dtype).pieces(num_bytes):
             arrived = torch.zeros(piece.source.shape, dtype=dtype)
             assert arrived.nbytes <= max(num_bytes, dtype.itemsize)
             file.read([piece.source], array_of(arrived))
@@ -136,7 +136,7 @@ def test_what_is_put_into_place_at_once_is_of_one_dtype_on_either_side(tmp_path)
     targets = [
         torch.empty(12, dtype=dtype)[::2] for dtype in dtypes
     ]  # with gaps, so that nothing is read straight there
-    slices = [SliceCopy(view, target, view.dtype, (file,)) for view, target in zip(views, targets, strict=True)]
+    slices = [FileCopy(view, target, view.dtype, (file,)) for view, target in zip(views, targets, strict=True)]
     found = list(_batches([*slices, *slices[3:]], num_bytes=1 << 10))
     assert [len(pieces) for _, pieces in found] == [1, 1, 1, 2]
 
@@ -198,7 +198,7 @@ def test_pieces_come_in_the_order_of_their_source():
     """A file is read from its beginning to its end, also where the target has other dims first."""
     source, target = torch.arange(48).view(6, 8), torch.empty(8, 6, dtype=torch.int64)
     for one, other in ((source, target.t()), (source.t(), target)):
-        offsets = [piece.source.storage_offset() for piece in SliceCopy(one, other, torch.int64).pieces(8 * 8)]
+        offsets = [piece.source.storage_offset() for piece in FileCopy(one, other, torch.int64).pieces(8 * 8)]
         assert offsets == [0, 8, 16, 24, 32, 40]
 
 

@@ -23,7 +23,7 @@ from mcore_bridge.rules.mapping import WeightMapping
 from mcore_bridge.weights.dtypes import Dtypes, wanted_dtype
 from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.files.hf_folder import Checkpoint
-from mcore_bridge.weights.files.sources import Sources
+from mcore_bridge.weights.files.sources import SourceFolders
 from mcore_bridge.weights.manifest import Manifest, ManifestEntry, digest, manifest
 from mcore_bridge.weights.peft.hf_adapters import adapters_of, iter_hf_adapters
 from mcore_bridge.weights.peft.peft_folder import open_peft
@@ -62,7 +62,7 @@ class Task:
     num_tokens: int
     save: Path | None
     adapter: Path | None = None
-    sources: Sources = field(default_factory=Sources)
+    sources: SourceFolders = field(default_factory=SourceFolders)
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from mcore_bridge.rules.mapping import WeightMapping
 from mcore_bridge.rules.names import mtp_layer_of
 from mcore_bridge.weights.dtypes import Dtypes, dtype_name
 from mcore_bridge.weights.files.atomic_folder import target_of
-from mcore_bridge.weights.files.sources import Sources
+from mcore_bridge.weights.files.sources import SourceFolders
 from mcore_bridge.weights.manifest import Manifest
 from mcore_bridge.weights.provenance import head_of, provenance_of
 from mcore_bridge.weights.source.source import Source, open_folder
@@ -135,7 +135,7 @@ def verify(
     """
     from mcore_bridge.factory.blueprint import make_blueprint
 
-    sources = Sources.of(*(given_path(path) for path in (folder, against, adapter) if path is not None))
+    sources = SourceFolders.of(*(given_path(path) for path in (folder, against, adapter) if path is not None))
     if save is not None:
         sources.require_apart(save := target_of(save))
     checkpoint = open_folder(folder)

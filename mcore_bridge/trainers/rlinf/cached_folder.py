@@ -17,7 +17,7 @@ from mcore_bridge.trainers.rlinf.convertor_settings import ConvertorSettings
 from mcore_bridge.weights.files.atomic_folder import commit, target_of, updating
 from mcore_bridge.weights.files.folder_lock import PREFIX
 from mcore_bridge.weights.files.positional_io import read_bounded
-from mcore_bridge.weights.files.sources import Sources
+from mcore_bridge.weights.files.sources import SourceFolders
 from mcore_bridge.weights.files.strict_json import parse
 
 _RECORD_BYTES = 100_000_000
@@ -49,7 +49,7 @@ def made_once(
     Raises:
         CheckpointError: ``target`` is ``source``, or was made from something else; or ``source`` was changed meanwhile.
     """
-    folder, sources = target_of(target), Sources.of(source)
+    folder, sources = target_of(target), SourceFolders.of(source)
     sources.require_apart(folder)
     wanted = _fingerprint(source, conversion)
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -38,7 +38,7 @@ from mcore_bridge.weights.dist_checkpoint.optimizer_chain import fit_chain
 from mcore_bridge.weights.files.atomic_folder import commit, require_files, target_of, updating_by_all
 from mcore_bridge.weights.files.hf_folder import shard_names
 from mcore_bridge.weights.files.sidecars import NOTES, copy_companions
-from mcore_bridge.weights.files.sources import Sources
+from mcore_bridge.weights.files.sources import SourceFolders
 from mcore_bridge.weights.hf_layers import whole_config
 from mcore_bridge.weights.model_tensors import held_tensors, require_as_built
 from mcore_bridge.weights.own_folder import is_source, note_source, require_held
@@ -113,7 +113,7 @@ def save_checkpoint(
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
-    from mcore_bridge.weights.dist_checkpoint.writer import InThisProcess
+    from mcore_bridge.weights.dist_checkpoint.dist_writer import InThisProcess
 
     world = Group(None)
     with raise_on_all(world, f"{folder} was not written, and is as it was"):
@@ -154,7 +154,7 @@ def save_checkpoint(
                 config_in(provenance, _dtype_of(chunks), tied=tied).save_pretrained(update.new)
                 copy_companions(provenance.folder, update.new)
                 notes = () if shard_names(target) else NOTES  # those of weights of HF that stay
-                commit(update, Sources(), (*dist_files(target), *notes), HEADS)
+                commit(update, SourceFolders(), (*dist_files(target), *notes), HEADS)
     with raise_on_all(world, f"{target} was written"):
         if world.rank == 0:
             track(target)
@@ -203,7 +203,7 @@ def load_checkpoint(
         chunks, provenance = all_chunks_of(models), provenance_on(models, hf, head)
         _require_ready(chunks, part, optimizer)
         checkpoint = TorchDistFolder.open(folder)
-        sources = Sources.of(checkpoint.path)  # which is read several times
+        sources = SourceFolders.of(checkpoint.path)  # which is read several times
         with without_code():
             written = dist_checkpointing.load_content_metadata(str(checkpoint.path))
         numbered = {"non_homogeneous_layers": True, "dp_cp_group": chunks[0].pg_collection.dp_cp}

@@ -19,7 +19,7 @@ from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.engine.engine_tensors import EngineMemory, Source, all_tensors, described, hosts
 from mcore_bridge.weights.engine.loader_thread import Loader
 from mcore_bridge.weights.engine.mapped_engine import MappedEngine, specs_of
-from mcore_bridge.weights.engine.probe import MOST_SLICES, Numbering, probe
+from mcore_bridge.weights.engine.probe import MOST_SLICES, RunningNumbers, probe
 from mcore_bridge.weights.engine.prove import checksums, differing, drawn_values, prove_kept
 from mcore_bridge.weights.engine.recorder import Recorder
 from mcore_bridge.weights.engine.traced_storage import Piece
@@ -198,7 +198,7 @@ class MapSearch:
         for name, tensor in known.items():
             of_hf = {self._by_name[hf].dtype for hf in tensor.hf}
             dtypes[name] = of_hf.pop() if len(of_hf) == 1 else tensor.described.dtype
-        numbering = Numbering(self._specs, numbered)
+        numbering = RunningNumbers(self._specs, numbered)
         for name, copies, fills in probe(numbering, self._load, self._source, dtypes, self._device):
             if len(copies) > MOST_SLICES:
                 known[name].reason = f"it is made of more than {MOST_SLICES} slices"

@@ -53,7 +53,7 @@ MOST_SLICES = 1 << 16
 
 
 def probe(
-    numbering: Numbering, load: Loader, source: Source, dtypes: Mapping[str, torch.dtype], device: torch.device
+    numbering: RunningNumbers, load: Loader, source: Source, dtypes: Mapping[str, torch.dtype], device: torch.device
 ) -> Iterator[tuple[str, list[SliceCopy], list[SliceFill]]]:
     """Load digits in place of weights, and yield the slices of each tensor whose elements all are numbers or constants.
 
@@ -83,7 +83,7 @@ def probe(
 
 
 def _slices(
-    tensor: EngineTensor, numbering: Numbering, numbers: Numbers, bits: Numbers
+    tensor: EngineTensor, numbering: RunningNumbers, numbers: Numbers, bits: Numbers
 ) -> tuple[list[SliceCopy], list[SliceFill]] | None:
     places, starts = _memory_places(tensor), np.array(numbering.starts)
     owners = np.searchsorted(starts, numbers, side="right") - 1
@@ -100,7 +100,7 @@ def _slices(
     return copies, [SliceFill(tensor.name, box, bits) for bits, box in boxes]
 
 
-class Numbering:
+class RunningNumbers:
     """The running numbers of the elements of HF tensors, and their digits.
 
     Args:

@@ -26,7 +26,7 @@ from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.files.folder_lock import PREFIX, Writer, locked, require_held
 from mcore_bridge.weights.files.leftovers import NEW, OLD, read_commit, require_own
 from mcore_bridge.weights.files.replaceable import require_replaceable
-from mcore_bridge.weights.files.sources import Sources
+from mcore_bridge.weights.files.sources import SourceFolders
 from mcore_bridge.weights.transfer.failures import raise_on_all
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def updating_by_all(world: Group, target: Path) -> Iterator[Update]:
         yield update
 
 
-def commit(update: Update, sources: Sources, replaced: Iterable[str] = (), first: Iterable[str] = ()) -> None:
+def commit(update: Update, sources: SourceFolders, replaced: Iterable[str] = (), first: Iterable[str] = ()) -> None:
     """Put all new files into the target at once. They replace files of the same names, and those in ``replaced``.
 
     On a file system without symbolic links, files change one after the other. Those in ``first`` are removed before all

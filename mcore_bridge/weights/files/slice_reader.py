@@ -21,11 +21,11 @@ from mcore_bridge.weights.files.staging import Slot, Staging
 from mcore_bridge.weights.plan.runs import runs_within
 
 _COMPARED = 4 << 20
-"""Bytes that ``SliceCopy.is_in_place`` compares at once."""
+"""Bytes that ``FileCopy.is_in_place`` compares at once."""
 
 
 @dataclass(frozen=True, slots=True)
-class SliceCopy:
+class FileCopy:
     """A copy of ``source`` to ``target``, a view of the same shape, with a cast to ``crossing`` in between.
 
     Attributes:
@@ -48,7 +48,7 @@ class SliceCopy:
             for piece in self.pieces(_COMPARED)
         )
 
-    def pieces(self, num_bytes: int) -> Iterator[SliceCopy]:
+    def pieces(self, num_bytes: int) -> Iterator[FileCopy]:
         """Split the copy into pieces of at most ``num_bytes`` (or one element), with dims in the source's order."""
         strides = self.source.stride()
         if list(strides) == sorted(strides, reverse=True):
@@ -57,14 +57,14 @@ class SliceCopy:
         dims = sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
         yield from replace(self, source=self.source.permute(dims), target=self.target.permute(dims))._split(num_bytes)
 
-    def _split(self, num_bytes: int) -> Iterator[SliceCopy]:
+    def _split(self, num_bytes: int) -> Iterator[FileCopy]:
         if self.source.nbytes <= num_bytes or self.source.numel() == 1:
             yield self
             return
         dim = next(dim for dim, size in enumerate(self.source.shape) if size > 1)
         size = max(1, num_bytes * self.source.shape[dim] // self.source.nbytes)
         for source, target in zip(self.source.split(size, dim), self.target.split(size, dim), strict=True):
-            yield from SliceCopy(source, target, self.crossing, self.files)._split(num_bytes)
+            yield from FileCopy(source, target, self.crossing, self.files)._split(num_bytes)
 
     @property
     def num_bytes(self) -> int:
@@ -82,7 +82,7 @@ class SliceCopy:
         return self.target.is_cpu and self.target.dtype == self.source.dtype and self.target.is_contiguous()
 
 
-AnyCopy: TypeAlias = SliceCopy | EncodedCopy
+AnyCopy: TypeAlias = FileCopy | EncodedCopy
 _Batch: TypeAlias = tuple[SafetensorsFile, list[AnyCopy]]
 """Pieces of a file that fit into one slot. They have one dtype and one device, so that one tensor holds them."""
 AHEAD = 64
@@ -97,10 +97,10 @@ def read(slices: Iterable[AnyCopy], staging: Staging) -> None:
             if encoded := [piece for piece in pieces if isinstance(piece, EncodedCopy)]:
                 submit(encoded, staging)
             else:
-                _submit(file, [piece for piece in pieces if isinstance(piece, SliceCopy)], staging)
+                _submit(file, [piece for piece in pieces if isinstance(piece, FileCopy)], staging)
 
 
-def _submit(file: SafetensorsFile, pieces: Sequence[SliceCopy], staging: Staging) -> None:
+def _submit(file: SafetensorsFile, pieces: Sequence[FileCopy], staging: Staging) -> None:
     slot = staging.take()
     first, sources = pieces[0], [piece.source for piece in pieces]
     if first.is_direct:
@@ -123,7 +123,7 @@ def _fill(file: SafetensorsFile, sources: Sequence[Tensor], targets: Sequence[Ar
         file.read([source], target)
 
 
-def _put(pieces: Sequence[SliceCopy], memory: Tensor, slot: Slot) -> None:
+def _put(pieces: Sequence[FileCopy], memory: Tensor, slot: Slot) -> None:
     """Copy the memory of a slot to the device at once, and from there to the targets, with casts and transposes."""
     targets = [piece.target for piece in pieces]
     arrived = memory.to(targets[0].device, non_blocking=True).to(pieces[0].crossing)

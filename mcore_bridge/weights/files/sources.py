@@ -23,7 +23,7 @@ State = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Sources:
+class SourceFolders:
     """The folders that a writer reads. Make it before any of them is opened.
 
     Attributes:
@@ -35,7 +35,7 @@ class Sources:
     kept: tuple[Path, ...] = ()
 
     @classmethod
-    def of(cls, *folders: str | os.PathLike[str], configs: Iterable[str | os.PathLike[str]] = ()) -> Sources:
+    def of(cls, *folders: str | os.PathLike[str], configs: Iterable[str | os.PathLike[str]] = ()) -> SourceFolders:
         """Take the state of folders.
 
         Args:

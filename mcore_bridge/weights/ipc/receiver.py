@@ -22,7 +22,7 @@ _HANDLES = list_of("what BufferRing.handles returned", Handle)
 Pairs = list[tuple[str, Tensor]]
 
 
-class Engine(Protocol):
+class EngineInput(Protocol):
     """What takes the HF tensors of a round into the tensors of an engine, such as a ``MappedEngine``."""
 
     def begin(self, plan: BucketPlan) -> None:
@@ -73,7 +73,7 @@ class Receiver:
             )
         self._views: dict[int, Pairs] = {}
         self._next = 0
-        self._engine: Engine | None = None
+        self._engine: EngineInput | None = None
 
     @contextmanager
     def open(self, number: int) -> Iterator[Pairs]:
@@ -89,7 +89,7 @@ class Receiver:
         self._read(number, slot)
 
     @torch.no_grad()
-    def copy_into(self, number: int, engine: Engine) -> None:
+    def copy_into(self, number: int, engine: EngineInput) -> None:
         """Copy bucket ``number`` into the tensors of an engine by its map: no loader, and nothing for each tensor.
 
         When this returns the slot may be overwritten, as after ``open``. ``engine.state`` is ``"half"`` from the first

@@ -27,7 +27,7 @@ from mcore_bridge.weights.export import converted
 from mcore_bridge.weights.files.atomic_folder import commit, target_of, updating_by_all
 from mcore_bridge.weights.files.file_shards import FileShard, require_positive
 from mcore_bridge.weights.files.hf_folder import content_of
-from mcore_bridge.weights.files.sources import Sources
+from mcore_bridge.weights.files.sources import SourceFolders
 from mcore_bridge.weights.files.staging import SLOT_BYTES
 from mcore_bridge.weights.load import load_bound
 from mcore_bridge.weights.load_state import LoadReport
@@ -164,7 +164,7 @@ def save_hf_adapters(
                 (update.new / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         with together():
             if world.rank == 0:
-                commit(update, Sources(), _OF_PEFT, (CONFIG,))
+                commit(update, SourceFolders(), _OF_PEFT, (CONFIG,))
     return Manifest(specs)
 
 
