@@ -49,6 +49,14 @@ def test_files_that_are_named_exist(page: str) -> None:
         assert (ROOT / name).exists() or (ROOT / "mcore_bridge" / name).exists(), name
 
 
+def test_the_glossary_has_each_attribute_that_we_put_on_chunks() -> None:
+    package = "\n".join(path.read_text() for path in (ROOT / "mcore_bridge").rglob("*.py"))
+    _, table = (ROOT / "docs/internals/glossary.md").read_text().split("| attribute | what it is |")
+    assert {*re.findall(r"(?m)^\| `(\w+)` \|", table)} == {
+        *re.findall(r"\b(?:chunk|held)\.(bridge\w*|vision) = ", package)
+    }
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_python_blocks_parse_and_use_public_names(page: str) -> None:
     for block in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL):
