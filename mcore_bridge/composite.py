@@ -72,7 +72,9 @@ class Composite:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """The composite of a text config: its declaration, its config, and the prefixes of its text and its tower in files.
+    """The composite (model of images and text) that a text config was taken from.
+
+    It has the composite's own config, and the prefixes that its files put before names of the text and of the tower.
 
     ``tower`` has prefixes of names in memory, each with what files have in its place. The first one that fits counts.
     """

@@ -35,5 +35,5 @@ def tied_lm_head(rules: Rules) -> Rules:
 
 
 def redundant_head(rules: Rules, lm_head: str = HEAD) -> Rules:
-    """Rules for an embedding under the name of a head: some files have it so, beside or instead of its own name."""
+    """Rules for a tied embedding that a file stores as ``lm_head.weight``, instead of its own name or too."""
     return tuple(replace(rule, hf=(lm_head,), exported=False, copy=True) for rule in embedding_rules(rules))

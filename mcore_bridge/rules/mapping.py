@@ -36,7 +36,8 @@ class Rule:
         layout: from the HF tensors to the shards.
         offset: added to the first number of the mcore name to get that of the HF names. HF numbers MTP layers after
             those of the decoder.
-        stride: by which that number is multiplied first, where HF numbers the halves of MTP layers through.
+        stride: HF layer = mcore layer * stride + offset. It is 2 if HF counts attention and MLP of an MTP layer as two
+            layers, else 1.
         exported: False where another parameter already yields the HF tensor, as with a tied output layer.
         axis: the mesh axis that the layout calls ``tp``; ``etp`` for routed experts.
         copy: the HF names are second names of a tensor that another rule has. A source must hold the same values under

@@ -89,7 +89,7 @@ def require_as_built(models: Sequence[nn.Module], held: Mapping[str, Tensor]) ->
 
 
 def _require_own_memory(held: Mapping[str, Tensor]) -> None:
-    """Raise ``MappingError`` for a tensor without values of its own, such as a quantized one, or one that FSDP cuts."""
+    """Raise ``MappingError`` for a parameter whose data is in other tensors, such as a quantized or FSDP-cut one."""
     for name, tensor in held.items():
         if type(tensor) not in _PLAIN and tensor.untyped_storage().nbytes() and not tensor.data_ptr():
             raise MappingError(

@@ -1,4 +1,4 @@
-"""Lets a chunk see: a hook before its ``forward`` that turns images into what megatron-core's decoder takes.
+"""Adds images to a chunk: a forward pre-hook runs the vision tower, and sets token embeddings and positions.
 
 ``forward`` keeps its signature, so that trainers may look at it and replace it. The hook takes the inputs of images
 out of the call. On the first stage it adds the embeddings of text and images (``decoder_input``), and on every stage
