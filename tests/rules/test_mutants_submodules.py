@@ -23,12 +23,12 @@ from tests.support.parity import reference_of, worst_differences
 from tests.support.stepping import leave_mesh
 
 
-def of_what_it_is_given(self: parallel.Memory, norm: type) -> type:
+def of_what_it_is_given(self: parallel.SharedInput, norm: type) -> type:
     """The second norm, of the residual with what attention has added."""
     return norm
 
 
-def given_on(self: parallel.Memory) -> type:
+def given_on(self: parallel.SharedInput) -> type:
     """No second norm: the MLP reads the residual itself."""
 
     class Identity(nn.Identity):
@@ -80,8 +80,8 @@ MUTANTS: dict[str, tuple[str, Any, str, Any]] = {
     "bias without the multiplier": ("granite", residuals, "multiplied", bias_behind),
     "logits not divided": ("granite", scales, "scale_logits", nothing),
     "experts summed, not averaged": ("cohere2_moe", residuals, "multiplied", plain),
-    "second norm forgotten": ("cohere2", parallel.Memory, "recalled", given_on),
-    "second norm of the sum": ("gpt_neox", parallel.Memory, "recalling", of_what_it_is_given),
+    "second norm forgotten": ("cohere2", parallel.SharedInput, "recalled", given_on),
+    "second norm of the sum": ("gpt_neox", parallel.SharedInput, "recalling", of_what_it_is_given),
     "mean not subtracted": ("cohere", torch_modules.Norm, "forward", around_nothing),
     "no norm behind the experts": ("axk1", norms, "_norm_output", unnormed),
     "bias of the head not added": ("phi", chunk, "hide_padding", without_bias),
