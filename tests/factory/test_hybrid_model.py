@@ -142,7 +142,7 @@ def test_each_half_of_a_layer_has_the_number_of_the_layer():
     assert pattern == "+-|+E|+E|+E"
     changed = make_blueprint(CASES["qwen3"], BuildOptions(dims=ParallelDims(), dtype=torch.float32, model="hybrid"))
     changed.config.attention_dropout = 0.25
-    assert reconcile(changed).model == "hybrid"
+    assert reconcile(changed).options.model == "hybrid"
     assert canonical("decoder.final_norm.weight", Numbering(())) == "decoder.final_layernorm.weight"
 
 
