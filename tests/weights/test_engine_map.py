@@ -357,6 +357,18 @@ def test_what_an_engine_does_after_loading_is_proven_again(ring, caplog):
         assert engine.reason in caplog.text
 
 
+def test_a_map_is_proven_again_before_every_so_many_rounds(ring):
+    model = StandIn()
+    engine = mb.map_engine(SPECS, model, model.load, verify_every=2)
+    proven = []
+    with closing(Receiver(ring.plan, ring.handles())) as receiver:
+        for seed in range(5):
+            before = model.num_loads
+            send(ring, receiver, engine, weights(seed))
+            proven.append(model.num_loads > before)
+    assert proven == [False, False, True, False, True]
+
+
 def test_an_engine_knows_whether_its_weights_are_whole(ring):
     model = StandIn()
     engine = mb.map_engine(ring.plan, model, model.load)
