@@ -1,6 +1,8 @@
 """``model="hybrid"`` has the bits of ``model="gpt"``: losses, gradients, steps, exports and initial values."""
 
+import copy
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -136,14 +138,25 @@ def test_each_half_of_a_layer_has_the_number_of_the_layer():
     assert chunk.decoder.final_layernorm is chunk.decoder.final_norm
     with pytest.raises(MappingError, match="in two of the 2 chunks"):
         held_tensors([chunk, *other])
-    dims = ParallelDims(pp=2, vp=2)
-    hf = zoo.cases()["deepseek_v3"].hf
-    pattern = pattern_of(make_blueprint(hf, BuildOptions(dims=dims, dtype=torch.bfloat16, model="hybrid")))
-    assert pattern == "+-|+E|+E|+E"
     changed = make_blueprint(CASES["qwen3"], BuildOptions(dims=ParallelDims(), dtype=torch.float32, model="hybrid"))
     changed.config.attention_dropout = 0.25
     assert reconcile(changed).options.model == "hybrid"
     assert canonical("decoder.final_norm.weight", Numbering(())) == "decoder.final_layernorm.weight"
+
+
+def test_a_pattern_has_the_halves_of_all_layers_by_stage():
+    """It is made of a config, so that it can be seen without a release that has the class."""
+    sparse = copy.deepcopy(zoo.cases()["deepseek_v3"].hf)
+    sparse.num_nextn_predict_layers = 2
+    options = BuildOptions(dims=ParallelDims(pp=2, vp=2), dtype=torch.bfloat16)
+    for hf, predictions, expected in (
+        (CASES["qwen3"], 0, "*-|*-|*-|*-"),
+        (sparse, 0, "+-|+E|+E|+E"),
+        (sparse, 2, "+-|+E|+E|+E/+E/+E"),
+    ):
+        blueprint = make_blueprint(hf, replace(options, overrides={"mtp_num_layers": predictions or None}))
+        require_hybrid(blueprint.architecture, blueprint.config, positions="rope", vision="carried")
+        assert pattern_of(blueprint) == expected
 
 
 REASONS = {

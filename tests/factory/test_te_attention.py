@@ -11,6 +11,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.factory.modules.backend import choose_backend
 from mcore_bridge.factory.modules.fallback import say
 from mcore_bridge.factory.modules.norms import adapt_query_key_norms
 from mcore_bridge.factory.modules.scores import ScoresCoreAttention, adapt_scores
@@ -34,6 +35,13 @@ LEVELS = {
 }
 NEIGHBOURS, RING = ({"hierarchical_context_parallel_sizes": sizes} for sizes in ([4, 1], [1, 4]))
 LATENT = {"multi_latent_attention": True, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_models_on_gpus_have_it_where_it_is_installed(is_installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mcore_bridge.factory.modules.backend.has_transformer_engine", lambda: is_installed)
+    chosen = [choose_backend("auto", device=torch.device(device)) for device in ("cuda", "cpu")]
+    assert chosen == ["te" if is_installed else "torch", "torch"]
 
 
 @pytest.mark.parametrize(

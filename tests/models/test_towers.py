@@ -21,6 +21,7 @@ from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
 from mcore_bridge.factory.blueprint import make_blueprint
 from mcore_bridge.factory.build_options import BuildOptions
 from mcore_bridge.factory.param_count import count_params
+from mcore_bridge.factory.vision.tower import build_tower
 from mcore_bridge.launch.fake_rank import rank_of
 from tests.support import composites as tiny
 from tests.support import pool, seeing, towers
@@ -141,6 +142,8 @@ def test_a_part_of_a_frozen_tower_is_trained_and_each_tensor_is_accounted_for(tm
         chunk.half().bfloat16()  # as megatron-core's Float16Module does
         assert all(map(torch.equal, chunk.vision.buffers(), frequencies))
         assert {parameter.dtype for parameter in chunk.parameters()} == {torch.bfloat16}
+        meta = build_tower(chunk.bridge.whole, dtype=torch.bfloat16, device=torch.device("meta"))
+        assert all(tensor.is_meta for tensor in (*meta.parameters(), *meta.buffers()))
         counts = count_params(chunk.bridge.hf, tower=chunk.bridge.tower)
         assert counts.total == sum(parameter.numel() for parameter in chunk.parameters())
         name = "model.visual.blocks.0.attn.qkv.weight"

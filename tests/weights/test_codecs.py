@@ -14,6 +14,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules import codec, encoded, scheme
+from mcore_bridge.weights.files.encoded_copy import EncodedCopy
 from mcore_bridge.weights.source.source import open_source
 from tests import zoo
 from tests.support import quantized
@@ -386,3 +387,5 @@ def test_pieces_of_stacked_experts_are_as_small_as_they_are_asked_for() -> None:
     whole = encoded.Encoded("experts", codec.Codec("fp8", (1, 4, 8)), (3, 4, 8), (0, 1, 2), codes, torch.ones(3, 1, 1))
     assert [math.prod(piece.shape) for piece in whole.in_order(16)] == [16] * 6
     assert [math.prod(piece.shape) for piece in whole.in_order(4)] == [8] * 12  # a row is not cut
+    whole_copy = EncodedCopy.of(whole.cut(lambda each: each), torch.empty(3, 4, 8))
+    assert [math.prod(piece.source.shape) for piece in whole_copy.pieces(1)] == [1] * 96  # no slot is too small

@@ -15,7 +15,7 @@ from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.engine.mapped_engine import MappedEngine
 from mcore_bridge.weights.engine.probe import RunningNumbers
-from mcore_bridge.weights.engine.prove import checksums, drawn_values
+from mcore_bridge.weights.engine.prove import _PATTERNS, checksums, drawn_values
 from mcore_bridge.weights.engine.recorder import Recorder
 from mcore_bridge.weights.engine.rounds_by_map import RoundsByMap
 from mcore_bridge.weights.ipc.buckets import plan_buckets
@@ -134,7 +134,8 @@ def test_a_loader_may_write_into_what_it_was_given():
 
 def test_a_checksum_sees_every_bit_and_every_place():
     octets = torch.zeros(3 * (1 << 19) + 8 * 5 + 7, dtype=torch.uint8)
-    places = [0, 7, 8, (1 << 19) - 1, 1 << 19, (1 << 20) + 9, (3 << 19) + 3, len(octets) - 7, len(octets) - 1]
+    places = [0, 7, 8, (1 << 19) - 64, (1 << 19) - 1, 1 << 19, (1 << 20) + 9, (3 << 19) + 3]
+    places += [len(octets) - 7, len(octets) - 1]  # octets at the end are mixed with what the end of a row is mixed with
     changed = [octets.clone() for _ in range(2 * len(places))]
     for number, place in enumerate(places):
         changed[2 * number][place], changed[2 * number + 1][place] = 1, 128
@@ -144,6 +145,19 @@ def test_a_checksum_sees_every_bit_and_every_place():
     assert len(set(sums)) == 2 * len(places) + 3
     odd = torch.zeros(len(octets) + 1, dtype=torch.uint8)[1:]
     assert checksums({"odd": odd})["odd"] == sums[0] == sums[-2]
+
+
+@pytest.mark.parametrize("dtype", [*_PATTERNS, torch.int8, torch.int64], ids=str)
+def test_drawn_values_have_every_bit_that_a_copy_may_lose(dtype):
+    """Floats are between 1/8 and 2 in size, and of either sign; of other dtypes, all bits are drawn."""
+    ((_, drawn),) = drawn_values([TensorSpec("a", (4096,), dtype)], 1, CPU)
+    assert drawn.dtype == dtype
+    values = drawn.double()
+    if dtype.is_floating_point:
+        assert 1 / 8 <= values.abs().min() < values.abs().max() <= 2
+        assert (values < 0).any() or dtype == torch.float8_e8m0fnu  # which has no sign
+    else:
+        assert len(values.unique()) > (1 if dtype == torch.bool else 250)
 
 
 # maps -----------------------------------------------------------------------------------------------------------------
@@ -341,6 +355,18 @@ def test_what_an_engine_does_after_loading_is_proven_again(ring, caplog):
             assert differing(model.held(), other.held()) == []
         assert re.search(r"disagree on 2 tensors, such as layers\.0\.w13", engine.reason)
         assert engine.reason in caplog.text
+
+
+def test_a_map_is_proven_again_before_every_so_many_rounds(ring):
+    model = StandIn()
+    engine = mb.map_engine(SPECS, model, model.load, verify_every=2)
+    proven = []
+    with closing(Receiver(ring.plan, ring.handles())) as receiver:
+        for seed in range(5):
+            before = model.num_loads
+            send(ring, receiver, engine, weights(seed))
+            proven.append(model.num_loads > before)
+    assert proven == [False, False, True, False, True]
 
 
 def test_an_engine_knows_whether_its_weights_are_whole(ring):
@@ -636,6 +662,8 @@ def test_buckets_of_another_transport_go_by_a_map_from_the_second_round_on(optio
     with pytest.raises(TransferError, match="half old and half new"):
         rounds.engine.require_whole()
     rounds.restart()
+    with pytest.raises(TransferError, match=f"{len(SPECS)} tensors never came, such as {SPECS[0].name}"):
+        rounds.finish()  # no bucket has come
     assert take_round(rounds, model, weights(6))
     assert differing(model.held(), loaded(weights(6), 2, 1, **options)) == []
     assert options or model.num_loads == loads

@@ -15,7 +15,10 @@ import mcore_bridge as mb
 from mcore_bridge import ParallelDims
 from mcore_bridge.errors import ExportError
 from mcore_bridge.weights.agreement import agree_on_plan
+from mcore_bridge.weights.plan import export_plan
 from mcore_bridge.weights.plan import memory as footprint
+from mcore_bridge.weights.plan.budget import SLAB
+from mcore_bridge.weights.plan.payload import OutputTensor
 from mcore_bridge.weights.transfer.windows import Memory
 from tests.support import pool
 from tests.support.exports import assert_exact, built
@@ -141,3 +144,11 @@ def test_memory_for_further_messages_is_that_of_their_size():
     rooms = [1, 1, 4, 4]
     assert footprint._message_bytes(rooms, 0) == 1 + footprint.MESSAGES_IN_FLIGHT * 4
     assert footprint._message_bytes(rooms, 2) == 4 + 4
+
+
+def test_a_consumer_holds_a_large_tensor_or_two_allocations_of_small_ones():
+    """Small ones of a message share allocations, so that one of them that is held keeps others."""
+    small, large = (OutputTensor("a", (num_bytes,), torch.uint8) for num_bytes in (SLAB // 2, SLAB // 2 + 1))
+    assert export_plan._kept_by_consumer([small] * 3) == 3 * small.num_bytes
+    assert export_plan._kept_by_consumer([large, *[small] * 5]) == 2 * SLAB
+    assert export_plan._kept_by_consumer([small, large]) == large.num_bytes

@@ -35,6 +35,7 @@ _STRETCH = 1 << 16
 """Words of 8 bytes that are taken from those that were drawn at once."""
 _TOGETHER = 64 << 20
 """Bytes that are drawn at once, since it costs time to leave the modes of torch in which a loader runs."""
+_LOWEST = -1 << 63
 _ALL = {size: (1 << 8 * size) - 1 for size in (1, 2, 4, 8)}
 _ROW = 1 << 16  # words of 8 bytes that are mixed with one pattern; on a CPU they stay in its cache
 _ROWS = {"cpu": 1}  # rows that are in memory several times over; elsewhere more, for fewer kernels
@@ -139,14 +140,14 @@ def _drawn(spec: TensorSpec, seed: int, device: torch.device) -> Tensor:
     mix = Random(f"{seed} {spec.name}")
     for start in range(0, len(words), size):
         stretch, first = words[start : start + size], mix.randrange(size)
-        torch.bitwise_xor(numbers[first : first + len(stretch)], mix.getrandbits(63) & drawn, out=stretch)
+        torch.bitwise_xor(numbers[first : first + len(stretch)], (mix.getrandbits(64) + _LOWEST) & drawn, out=stretch)
     return words.view(torch.uint8)[: spec.num_bytes].view(spec.dtype).view(spec.shape)
 
 
 @cache
 def _numbers(device: torch.device, count: int, drawn: int, fixed: int) -> Tensor:
     generator = torch.Generator(device).manual_seed(1)
-    words = torch.empty(count, dtype=torch.int64, device=device).random_(generator=generator)
+    words = torch.empty(count, dtype=torch.int64, device=device).random_(_LOWEST, None, generator=generator)
     return words.bitwise_and_(drawn).bitwise_or_(fixed)
 
 
