@@ -217,6 +217,7 @@ def _process_group(rank: int, world_size: int, store: str) -> Iterator[None]:
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=timeout
     )
+    dist.barrier()  # a rank that leaves at once would close its connections while others still make theirs
     try:
         yield
     finally:
