@@ -32,6 +32,13 @@ def require_expected(pairs: Iterable[Pair], expected: Mapping[str, TensorSpec]) 
             )
 
 
+def take_expected(pairs: Iterable[Pair], due: dict[str, TensorSpec]) -> None:
+    """Take tensors that have come out of ``due``. Raise as ``require_expected``, also for one that comes twice."""
+    for name, tensor in pairs:
+        require_expected([(name, tensor)], due)
+        del due[name]
+
+
 class _Ready(NamedTuple):
     """What one run needs: buffers for the kernel if there is work for it, and views for all other copies."""
 

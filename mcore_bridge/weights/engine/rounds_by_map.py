@@ -9,7 +9,7 @@ from torch import Tensor
 from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.engine.engine_tensors import Source
-from mcore_bridge.weights.engine.group_copies import require_expected
+from mcore_bridge.weights.engine.group_copies import take_expected
 from mcore_bridge.weights.engine.loader_thread import Loader
 from mcore_bridge.weights.engine.map_engine import map_engine
 from mcore_bridge.weights.engine.mapped_engine import MappedEngine
@@ -59,9 +59,7 @@ class RoundsByMap:
             return False
         engine = self.engine if self._has_begun else self._begun()
         assert engine is not None
-        for name, tensor in bucket:
-            require_expected([(name, tensor)], self._due)
-            del self._due[name]
+        take_expected(bucket, self._due)
         engine.write(bucket)
         self._has_begun = True
         return True

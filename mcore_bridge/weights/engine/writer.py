@@ -8,7 +8,7 @@ import torch
 
 from mcore_bridge.arguments import COUNT, instance_of, list_of, require
 from mcore_bridge.errors import TransferError
-from mcore_bridge.weights.engine.group_copies import MapCopies, Pair, require_expected
+from mcore_bridge.weights.engine.group_copies import MapCopies, Pair, take_expected
 from mcore_bridge.weights.ipc.shared_memory import Handle, open_shared
 from mcore_bridge.weights.plan.engine_map import EngineMap
 from mcore_bridge.weights.plan.runs import runs_within
@@ -78,9 +78,7 @@ class EngineWriter:
         expected = {spec.name: spec for spec in self.map.sources}
         contiguous = ((name, tensor.contiguous()) for name, tensor in pairs)
         for group in runs_within(contiguous, lambda pair: pair[1].nbytes, self._group_bytes):
-            for name, tensor in group:
-                require_expected([(name, tensor)], expected)
-                del expected[name]
+            take_expected(group, expected)
             self._copies.run(group, self.memory)
         if expected:
             raise TransferError(f"{len(expected)} tensors never came, such as {next(iter(expected))}")
