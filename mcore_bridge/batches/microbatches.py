@@ -139,9 +139,11 @@ def shared_by_stages(chunks: Sequence[nn.Module], *, learns: bool) -> Shared:
     for parameter in chain.from_iterable(chunk.decoder.parameters() for chunk in bare):
         sizes[parameter.dtype] += parameter.numel()
     dtype = max(sizes, key=sizes.__getitem__, default=bare[0].config.params_dtype)  # a stage may have no layers
+    if not learns:
+        return {"dtype": dtype}
     flags = [parameter.requires_grad for chunk in bare for parameter in chunk.parameters()]
     trained = Content(f"{sum(flags)} of {len(flags)} parameters", digest_of(bytes(flags)))
-    return {"dtype": dtype, **({"requires_grad": trained} if learns else {})}
+    return {"dtype": dtype, "requires_grad": trained}
 
 
 def balances_experts(config: TransformerConfig) -> bool:

@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 class Blueprint:
     """Everything that ``build_model`` needs.
 
-    ``options`` are the caller's; an explicit layout has replaced "balanced" in ``dims``, and ``backend`` is chosen.
+    ``options`` are the caller's, but an explicit layout has replaced "balanced" in ``dims``. ``device`` and ``backend``
+    have no "auto" left.
     ``unread`` are fields of the HF config that change nothing (``config.unread_fields``).
     ``origin`` is a copy of the caller's HF config, without overrides.
     ``initial`` are the values of ``config`` when it was made, by which later changes are detected.

@@ -174,6 +174,7 @@ def adopt(models: Models, hf: HF, *, head: str = "lm") -> None:
         >>> mb.adopt(models, "path/of/Qwen3-8B")          # built by a trainer of one's own
         >>> state = mb.to_hf_state_dict(models)
     """
+    check_head(head)
     chunks = chunks_of(models)
     provenance = _described(chunks, hf, head)
     for chunk in chunks:
@@ -182,7 +183,6 @@ def adopt(models: Models, hf: HF, *, head: str = "lm") -> None:
 
 def _described(chunks: tuple[GPTModel, ...], hf: HF, head: str) -> Provenance:
     """The provenance by ``hf``. Overrides and the tower of ``build_model`` count, too."""
-    check_head(head)
     given, kept = provenance_of(hf, head=head), getattr(chunks[0], "bridge", None)
     learn_layers(chunks, given)
     return given if kept is None else given.with_overridden(kept.overridden).seeing(kept.vision, kept.tower)
