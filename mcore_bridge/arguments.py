@@ -1,11 +1,16 @@
-"""Checks of arguments that only callers from Python can get wrong: their kinds, in an error of ours."""
+"""Checks of arguments that only callers from Python can get wrong: their kinds, in an error of ours.
+
+Paths that callers give. An empty one is never the working folder, as it is for pathlib.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
-from mcore_bridge.errors import BridgeError, shown
+from mcore_bridge.errors import BridgeError, CheckpointError, shown
 
 
 class Kind(NamedTuple):
@@ -96,3 +101,29 @@ DEVICE = Kind('a torch.device, or its name such as "cpu" or "cuda:0"', _is_devic
 FUNCTION = Kind("a function", callable)
 MAPPING = instance_of("a mapping", Mapping)
 ITERABLE = Kind("an iterable", lambda value: isinstance(value, Iterable) and not isinstance(value, str | bytes))
+
+
+def given_path(path: str | os.PathLike[str], kind: type[BridgeError] = CheckpointError) -> Path:
+    """The path of a folder or file that a caller has given. Every function and command calls this first.
+
+    ``Path("")`` is what an unset variable becomes, and equals ``Path(".")``. So both are refused, and ``"."`` becomes
+    the absolute path of the working folder.
+
+    Args:
+        path: what was given.
+        kind: the error to raise.
+
+    Raises:
+        BridgeError: it is empty, no path, or holds a null byte.
+    """
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(text, str):
+        raise kind(f"expected a path, found {shown(path)}: pass a string or a pathlib.Path")
+    if not text or (not isinstance(path, str) and Path(path) == Path()):
+        raise kind(
+            "expected a path, found an empty string: is a variable not set? Path('') equals Path('.'), so "
+            "pass Path.cwd() for the working folder"
+        )
+    if "\0" in text:
+        raise kind(f"expected a path, found a null byte in {shown(text)}: correct it")
+    return Path.cwd() if Path(text) == Path() else Path(text)

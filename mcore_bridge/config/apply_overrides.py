@@ -17,8 +17,8 @@ from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.overrides import config_class
 from mcore_bridge.config.rope import Rope
 from mcore_bridge.config.tables.derived import comparable, layers_but_full
-from mcore_bridge.config.tables.derived_rope import layers_without_rope
 from mcore_bridge.config.tables.moe import layers_of
+from mcore_bridge.config.tables.ropes import layers_without_rope
 from mcore_bridge.config.transformer import settings_of
 from mcore_bridge.errors import ConfigError
 

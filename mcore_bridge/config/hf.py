@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mcore_bridge import plugins
-from mcore_bridge.config.given_path import given_path
+from mcore_bridge.arguments import given_path
 from mcore_bridge.config.rope_spelling import respelled, speaks_rope_parameters
 from mcore_bridge.errors import ConfigError, shown
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from mcore_bridge.architecture import architecture_of
-from mcore_bridge.config.given_path import given_path
+from mcore_bridge.arguments import given_path
 from mcore_bridge.config.unread_fields import require_no_unread
 from mcore_bridge.convert.conversion import Conversion, ModelConversion
 from mcore_bridge.convert.dist_to_hf import FromDist

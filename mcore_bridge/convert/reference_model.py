@@ -15,8 +15,8 @@ import torch
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.launch.fake_rank import rank_of
-from mcore_bridge.rules.dialects import dialect_of
 from mcore_bridge.rules.mapping import WeightMapping
+from mcore_bridge.rules.variants import dialect_of
 from mcore_bridge.weights.bound import bind
 from mcore_bridge.weights.dist_checkpoint.compare import sharded_states
 from mcore_bridge.weights.dist_checkpoint.extra_state import with_extra_states

@@ -303,7 +303,7 @@ def _known() -> set[type]:
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
     from mcore_bridge.factory.modules.experts import ExpertRowParallelLinear
-    from mcore_bridge.factory.modules.latent_modules import ReplicatedLinear
+    from mcore_bridge.factory.modules.latent import ReplicatedLinear
     from mcore_bridge.factory.modules.torch_modules import always_biased
 
     known = {ColumnParallelLinear, RowParallelLinear, ExpertRowParallelLinear, ReplicatedLinear}

@@ -1,4 +1,6 @@
-"""Blueprints: everything that is decided about a model before it is built.
+"""What a model is built with besides its HF config: mesh, dtype, device, modules, head and overrides.
+
+Blueprints: everything that is decided about a model before it is built.
 
 Making a blueprint checks config, mesh, backend and head against each other. It needs no process group. Until the model
 is built, a trainer may change the blueprint's config in place (``reconcile.py``).
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,26 +19,43 @@ from mcore_bridge.architecture import Architecture, architecture_of
 from mcore_bridge.config import transformer
 from mcore_bridge.config.apply_overrides import effective
 from mcore_bridge.config.fields import to_mcore
+from mcore_bridge.config.layer_kinds import held_mtp_layers
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.mesh.pipeline import Stage
-from mcore_bridge.config.mtp import held_mtp_layers
 from mcore_bridge.config.unread_fields import require_no_unread, unread_fields, without_unread
 from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory import layer_specs
-from mcore_bridge.factory.build_options import BuildOptions, Overrides
 from mcore_bridge.factory.hybrid_support import check_model, require_hybrid
 from mcore_bridge.factory.modules.backend import Backend, choose_backend, kernels_of
 from mcore_bridge.factory.mtp_specs import count_mtp, inner_spec, mtp_block_spec, require_mtp
 from mcore_bridge.factory.param_count import ParamCounts, count_params, resolve_layout
 from mcore_bridge.factory.vision.deepstack import count_features, require_layers
 from mcore_bridge.factory.vision.tower import require_tower, tower_specs
-from mcore_bridge.rules.heads import check_head
+from mcore_bridge.rules.variants import check_head
 from mcore_bridge.weights.provenance import Provenance, provenance_of
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from transformers import PretrainedConfig
+
+
+Overrides = Mapping[str, object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions:
+    """Arguments of ``build_model`` by their names, with their defaults. Only a blueprint checks their values."""
+
+    dims: ParallelDims = field(default_factory=ParallelDims)
+    dtype: torch.dtype = torch.bfloat16
+    device: torch.device | str | None = None
+    backend: str = "auto"
+    head: str = "lm"
+    overrides: Overrides | None = None
+    strict_config: bool = False
+    vision: str = "carried"
+    model: str = "gpt"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,8 +22,7 @@ from mcore_bridge.config.mesh.pipeline import Stage
 from mcore_bridge.config.mesh.process_groups import building_groups, differing
 from mcore_bridge.config.unread_fields import notes_on
 from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
-from mcore_bridge.factory.blueprint import Blueprint, make_blueprint
-from mcore_bridge.factory.build_options import BuildOptions, Overrides
+from mcore_bridge.factory.blueprint import Blueprint, BuildOptions, Overrides, make_blueprint
 from mcore_bridge.factory.chunk import build_chunk, building
 from mcore_bridge.factory.freeze import freeze_parameters, require_patterns
 from mcore_bridge.factory.reconcile import reconcile

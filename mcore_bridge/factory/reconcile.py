@@ -10,8 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from mcore_bridge.config.overrides import gpt_argument_names
-from mcore_bridge.factory.blueprint import Blueprint, make_blueprint
-from mcore_bridge.factory.build_options import Overrides
+from mcore_bridge.factory.blueprint import Blueprint, Overrides, make_blueprint
 
 _SPECS = frozenset({"transformer_layer_spec", "mtp_block_spec"})
 

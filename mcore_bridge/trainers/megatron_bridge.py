@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from mcore_bridge.architecture import read_hf
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.blueprint import make_blueprint
-from mcore_bridge.factory.build_options import BuildOptions
+from mcore_bridge.factory.blueprint import BuildOptions, make_blueprint
 from mcore_bridge.trainers.loading import load_folder
 from mcore_bridge.trainers.wrap import ddp_config_of, freeze_routers
 from mcore_bridge.weights.bound import chunks_of

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from mcore_bridge.arguments import instance_of, require
-from mcore_bridge.config.mtp import held_mtp_layers
+from mcore_bridge.config.layer_kinds import held_mtp_layers
 from mcore_bridge.errors import ConfigError, MappingError
 from mcore_bridge.rules.adapters import Adapters, is_adapter
-from mcore_bridge.rules.heads import check_head
 from mcore_bridge.rules.layout import Axes
 from mcore_bridge.rules.mapping import Binding, Dialect, WeightMapping, axes_of
 from mcore_bridge.rules.names import TOWER, expert_of, kind_of, layer_of, mtp_layer_of
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.rules.trace import Trace, trace
+from mcore_bridge.rules.variants import check_head
 from mcore_bridge.weights.dtypes import Dtypes, problem_of, unmatched
 from mcore_bridge.weights.hf_layers import is_hybrid, learn_layers, whole_config, whole_layers
 from mcore_bridge.weights.merging import merges_of

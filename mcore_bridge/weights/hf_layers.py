@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from mcore_bridge.architecture import architecture_of
-from mcore_bridge.config.hybrid_layers import letters_of
+from mcore_bridge.config.layer_kinds import inner_letters, letters_of
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
-from mcore_bridge.config.mtp import inner_letters
 from mcore_bridge.config.transformer import to_transformer_config
 from mcore_bridge.errors import MappingError
 from mcore_bridge.rules.hybrid_keys import HalfKeys

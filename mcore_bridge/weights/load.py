@@ -16,9 +16,9 @@ from torch import Tensor
 
 from mcore_bridge.config.hf import find_folder
 from mcore_bridge.config.mesh.alike import Content
-from mcore_bridge.rules.dialects import dialect_of
 from mcore_bridge.rules.encoded import Weight
 from mcore_bridge.rules.mapping import Dialect
+from mcore_bridge.rules.variants import dialect_of
 from mcore_bridge.weights.bound import BoundModel, Models, bind, provenance_on
 from mcore_bridge.weights.dtypes import Dtypes
 from mcore_bridge.weights.files.file_shards import require_positive

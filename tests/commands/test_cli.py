@@ -31,8 +31,8 @@ from mcore_bridge.commands.verify.logits import Comparison
 from mcore_bridge.commands.verify.rank import RankResult
 from mcore_bridge.commands.verify.verify import TOLERANCE, Verdict, _crossing, differences, widest
 from mcore_bridge.factory import chunk
-from mcore_bridge.factory.build_options import BuildOptions
-from mcore_bridge.factory.hybrid_model.hybrid_chunk import build_hybrid
+from mcore_bridge.factory.blueprint import BuildOptions
+from mcore_bridge.factory.hybrid_model import build_hybrid
 from mcore_bridge.factory.hybrid_support import RELEASE
 from mcore_bridge.launch.processes import RankError, run_ranks
 from mcore_bridge.rules.mapping import Rule

@@ -12,8 +12,7 @@ from mcore_bridge import EngineRank, ParallelDims, engine_ranks
 from mcore_bridge.commands.plan import mesh_plan
 from mcore_bridge.commands.plan.cost import cost_of
 from mcore_bridge.commands.plan.mesh_plan import MeshPlan, plan_mesh
-from mcore_bridge.factory.blueprint import make_blueprint
-from mcore_bridge.factory.build_options import BuildOptions
+from mcore_bridge.factory.blueprint import BuildOptions, make_blueprint
 from mcore_bridge.weights.plan.alignment import aligned
 from mcore_bridge.weights.plan.all_to_all import plan_targets
 from mcore_bridge.weights.plan.budget import MEMORY, MESSAGES_IN_FLIGHT, SLAB

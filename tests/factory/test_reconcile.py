@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mcore_bridge as mb
-from mcore_bridge.factory.blueprint import Blueprint, make_blueprint
-from mcore_bridge.factory.build_options import BuildOptions
+from mcore_bridge.factory.blueprint import Blueprint, BuildOptions, make_blueprint
 from mcore_bridge.factory.reconcile import changes_of, reconcile
 from tests.support.strategies import tiny
 

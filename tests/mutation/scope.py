@@ -6,8 +6,9 @@ CODE = (
         f"weights/{folder}/*.py"
         for folder in ("plan", "transfer", "files", "dist_checkpoint", "ipc", "engine", "peft", "source")
     ),
-    *(f"factory/{folder}/*.py" for folder in ("modules", "modules/mamba", "vision", "hybrid_model")),
+    *("factory/modules/*.py", "factory/vision/*.py"),
     *("config/tables/*.py", "config/mesh/*.py", "architecture.py", "composite.py"),
+    *(f"models/{family}.py" for family in ("cohere2_moe", "ernie4_5_moe", "llama4_text", "nemotron_h")),
 )
 """Files of ``mcore_bridge`` from which mutants are drawn."""
 

@@ -202,7 +202,7 @@ def test_rooms_that_others_read_alone_import_little() -> None:
     for room, allowed in {
         "rules": {"errors"},
         "weights/ipc": {
-            *("errors", "arguments", "rules/fused_loads", "rules/spec"),
+            *("errors", "arguments", "rules/names", "rules/spec"),
             *("weights/plan/alignment", "weights/transfer/copier"),
         },
         "weights/engine": {

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from mcore_bridge.config.layer_kinds import SECOND
 from mcore_bridge.config.tables.derived import layers_but_full
-from mcore_bridge.config.tables.derived_hybrid import SECOND
 from mcore_bridge.config.tables.moe import layers_of
 
 _ROUTER = 4  # elements per expert: logits and probabilities in fp32

@@ -24,8 +24,7 @@ from mcore_bridge.weights.provenance import Provenance, provenance_of
 
 if TYPE_CHECKING:
     from mcore_bridge.config.mesh.parallel_dims import ParallelDims
-    from mcore_bridge.factory.blueprint import Blueprint
-    from mcore_bridge.factory.build_options import BuildOptions
+    from mcore_bridge.factory.blueprint import Blueprint, BuildOptions
 
 
 def plan(

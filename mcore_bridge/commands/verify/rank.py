@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Self, TypeVar
 import torch
 
 from mcore_bridge.commands.verify.logits import Comparison, compare_logits
-from mcore_bridge.config.mtp import held_mtp_layers
-from mcore_bridge.factory.build_options import BuildOptions
+from mcore_bridge.config.layer_kinds import held_mtp_layers
+from mcore_bridge.factory.blueprint import BuildOptions
 from mcore_bridge.launch.worker import Report
 from mcore_bridge.rules.encoded import Weight
 from mcore_bridge.rules.mapping import WeightMapping

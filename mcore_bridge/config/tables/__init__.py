@@ -3,9 +3,8 @@
 They name the fields of transformers 4.57 and of 5 together. A name that the installed release lacks has no effect.
 """
 
-from mcore_bridge.config.fields import Const, Field, Ignore, Map, Preset, Require
-from mcore_bridge.config.tables import derived, derived_latent, derived_rope, layer_ropes, scales
-from mcore_bridge.config.tables.quantized import QUANTIZATION
+from mcore_bridge.config.fields import Const, Derive, Field, Hf, Ignore, Map, Mcore, Preset, Require
+from mcore_bridge.config.tables import derived, derived_latent, ropes, scales
 
 EMBEDDING_DROPOUT = "embedding_dropout"
 
@@ -78,7 +77,7 @@ DECODER_ONLY = tuple(
 )
 PLAIN = (
     Require("pruned_heads", ({}, None), "megatron-core gives each layer the same heads"),
-    QUANTIZATION,
+    derived.QUANTIZATION,
     Require("is_causal", (True, None), "megatron-core's GPTModel is causal"),
     Require("use_mrope", (False, None), "only multimodal models rotate by several position ids"),
     Require("rope_interleaved", (False, None), "transformers rotates halves, not neighbours"),
@@ -108,7 +107,7 @@ GEOMETRY: tuple[Field, ...] = (
     Map("rms_norm_eps", "layernorm_epsilon"),
     Map("initializer_range", "init_method_std"),
     Map("attention_dropout", "attention_dropout", default=0.0),
-    *(derived.HEADS, derived.VOCAB, derived.ACTIVATION, derived_rope.ROPE),
+    *(derived.HEADS, derived.VOCAB, derived.ACTIVATION, ropes.ROPE),
 )
 MATHS: tuple[Field, ...] = (
     Const("normalization", "RMSNorm"),
@@ -163,7 +162,7 @@ PLAIN_MLP: tuple[Field, ...] = (Const("gated_linear_unit", False),)
 INTERLEAVED: tuple[Field, ...] = (Const("rotary_interleaved", True),)
 _PATTERN = Ignore("transformers has made layer_types of it", ("sliding_window_pattern", "_sliding_window_pattern"))
 WINDOW_PATTERN: tuple[Field, ...] = (derived.WINDOWS, _PATTERN)
-WINDOW_OR_NOPE: tuple[Field, ...] = (layer_ropes.WINDOW_OR_NOPE, _PATTERN)
+WINDOW_OR_NOPE: tuple[Field, ...] = (ropes.WINDOW_OR_NOPE, _PATTERN)
 
 QK_PLAIN: tuple[Field, ...] = (Const("qk_layernorm", False),)
 QK_NORMED: tuple[Field, ...] = (Const("qk_layernorm", True),)
@@ -231,3 +230,31 @@ LATENT: tuple[Field, ...] = (
 )
 """A decoder with multi-latent attention: low-rank keys and values, in some models queries too; heads rotate in part.
 In transformers the norms of latents have an epsilon of their own. The architecture adds tables of experts."""
+
+
+# Tables of families whose attention and MLP stand side by side.
+
+
+def _parallel(hf: Hf) -> dict[str, object]:
+    return {"parallel_norms": 2 if hf.get("use_parallel_residual") else None}
+
+
+def _parallel_back(mcore: Mcore) -> dict[str, object]:
+    return {"use_parallel_residual": mcore["parallel_norms"] is not None}
+
+
+ONE_NORM: tuple[Field, ...] = (Const("parallel_norms", 1),)
+"""Attention and MLP read the same norm of the layer's input."""
+PARALLEL_OR_NOT = Derive(("use_parallel_residual",), _parallel, _parallel_back)
+"""Either attention and MLP each read a norm of the layer's input, or the MLP comes after attention as usual."""
+NORM_UNBIASED: tuple[Field, ...] = (*layer_norm("layer_norm_eps"), Const("norm_bias", False), *ONE_NORM)
+"""``ONE_NORM`` for a LayerNorm without a bias."""
+SCALED_LOGITS: tuple[Field, ...] = (Map("logit_scale", "logit_scale"),)
+BIAS_EVERYWHERE: tuple[Field, ...] = (
+    *(Const("add_bias_linear", True), Const("add_qkv_bias", True), Const("attention_output_bias", True)),
+)
+OWN_HEAD: tuple[Field, ...] = (
+    Const("share_embeddings_and_output_weights", False),
+    Require("tie_word_embeddings", (False,), "nobody has written a tied head with another name, or with a bias"),
+)
+"""For an LM head with another name than ``lm_head.weight``, or with a bias."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch.nn.functional as F  # noqa: N812  (the usual name)
 
 from mcore_bridge.config.fields import Derive, Hf, Mcore, count, per_layer
+from mcore_bridge.config.quantization import read_quantization
 from mcore_bridge.config.rope import head_dim
 from mcore_bridge.errors import ConfigError, shown
 
@@ -231,3 +232,20 @@ SWITCHED       = Derive(
     (_OTHER_LAYERS, _DISAGREED),
 )
 # fmt: on
+
+
+def _accept(hf: Hf) -> dict[str, object]:
+    read_quantization(hf.get("quantization_config"))
+    return {}
+
+
+QUANTIZATION = Derive(
+    ("quantization_config",),
+    _accept,
+    lambda mcore: {},
+    refuses=(
+        "`quant_method` but fp8, mxfp4, compressed-tensors and modelopt: load the release in bf16, or write one",
+        "formats of compressed-tensors and ModelOpt that [quantized.md](../guide/quantized.md) does not list: the same",
+    ),
+)
+"""The field of an HF config about quantized weights. It changes how files are read, and does not change the model."""

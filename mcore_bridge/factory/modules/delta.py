@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (the usual name)
 
 from mcore_bridge.config.megatron_release import Release
-from mcore_bridge.factory.modules.fallback import say
+from mcore_bridge.factory.modules.backend import say
 from mcore_bridge.factory.modules.mixer import Mixer
 from mcore_bridge.factory.modules.torch_modules import gather_text, own_text, placement
 

@@ -18,8 +18,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor, nn
 
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.modules.backend import Backend, is_unrotated, norm_of, submodules_of, with_module
-from mcore_bridge.factory.modules.fallback import say
+from mcore_bridge.factory.modules.backend import Backend, is_unrotated, norm_of, say, submodules_of, with_module
 from mcore_bridge.factory.modules.torch_modules import Norm, sharded_tensors
 
 if TYPE_CHECKING:

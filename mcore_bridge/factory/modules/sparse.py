@@ -10,7 +10,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.modules.fallback import say
+from mcore_bridge.factory.modules.backend import say
 
 if TYPE_CHECKING:
     from mcore_bridge.factory.modules.backend import Backend

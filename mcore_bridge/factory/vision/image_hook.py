@@ -34,8 +34,13 @@ from mcore_bridge.factory.vision.check_features import fitting, misfit
 from mcore_bridge.factory.vision.deepstack import carried, take_features
 from mcore_bridge.factory.vision.gradient_order import InTurn, gather_parameters, in_turn
 from mcore_bridge.factory.vision.image_masks import masks_of, take_masks
-from mcore_bridge.factory.vision.mrope import MultimodalRotary, take_positions, text_positions
-from mcore_bridge.factory.vision.positions_per_row import WITH_NUMBER, take_rows_apart
+from mcore_bridge.factory.vision.mrope import (
+    WITH_NUMBER,
+    MultimodalRotary,
+    take_positions,
+    take_rows_apart,
+    text_positions,
+)
 from mcore_bridge.factory.vision.text_stub import Caught, Embed, called
 
 if TYPE_CHECKING:

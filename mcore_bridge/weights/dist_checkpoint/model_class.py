@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from mcore_bridge.config.hybrid_layers import letters_of
-from mcore_bridge.config.mtp import inner_letters
+from mcore_bridge.config.layer_kinds import inner_letters, letters_of
 from mcore_bridge.rules.hybrid_keys import HalfKeys
 from mcore_bridge.weights.hf_layers import is_hybrid, whole_config
 

@@ -2,6 +2,8 @@
 
 The kernels take packed sequences in one call. They are used if both packages are installed and the numbers are halves:
 in fp32 Triton's products are TF32, which torch's are not.
+
+The recurrence of Mamba-2 in plain torch, a chunk of tokens at a time.
 """
 
 from __future__ import annotations
@@ -15,8 +17,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (the usual name)
 
-from mcore_bridge.factory.modules.fallback import say
-from mcore_bridge.factory.modules.mamba.mamba_scan import scan
+from mcore_bridge.factory.modules.backend import say
 
 _CHUNK = 128
 """Tokens that the kernel computes together, as in megatron-core's mixer; the result does not depend on it."""
@@ -117,3 +118,46 @@ def _scan_by_kernel(
 
 TORCH = Operations(_convolve_in_torch, _scan_in_torch, packs=False)
 KERNELS = Operations(_convolve_by_kernel, _scan_by_kernel, packs=True)
+
+
+CHUNK = 64
+"""Tokens that are computed together; the result does not depend on it."""
+
+
+def scan(x: Tensor, steps: Tensor, decay: Tensor, into: Tensor, out_of: Tensor, skip: Tensor) -> Tensor:
+    """The state of each head decays at each token, and learns its input.
+
+    ``S[t] = exp(steps[t] * decay) S[t-1] + into[t] (x) steps[t] x[t]``, and the output is
+    ``S[t]^T out_of[t] + skip * x[t]``. All is in fp32.
+
+    Args:
+        x: ``[b, s, heads, dim]``.
+        steps: ``[b, s, heads]``, positive.
+        decay: ``[heads]``, negative.
+        into: ``[b, s, groups, state]``, called B; the heads of a group share it.
+        out_of: ``[b, s, groups, state]``, called C.
+        skip: ``[heads]``, called D.
+
+    Returns:
+        ``[b, s, heads, dim]`` in fp32.
+    """
+    groups, heads = into.size(2), x.size(2)
+    values, steps = (rearrange(part.float(), "b s (g r) ... -> b g r s ...", g=groups) for part in (x, steps))
+    keys, queries = (rearrange(part.float(), "b s g n -> b g 1 s n") for part in (into, out_of))
+    rate = decay.float().view(groups, heads // groups, 1)
+    state = values.new_zeros(*values.shape[:3], keys.size(-1), values.size(-1))
+    outputs = []
+    for v, d, k, q in zip(*(part.split(CHUNK, dim=3) for part in (values, steps, keys, queries)), strict=True):
+        since = (d * rate).cumsum(-1)  # log of the decay since the start of the chunk
+        between = (since[..., :, None] - since[..., None, :]).masked_fill(_ahead(since), float("-inf")).exp()
+        learned = v * d[..., None]
+        outputs.append(((q @ k.mT) * between) @ learned + since.exp()[..., None] * (q @ state))
+        left = (since[..., -1:] - since).exp()[..., None]
+        state = since[..., -1:, None].exp() * state + (left * k).mT @ learned
+    output = rearrange(torch.cat(outputs, dim=3), "b g r s d -> b s (g r) d")
+    return output + skip.float()[:, None] * x.float()
+
+
+def _ahead(since: Tensor) -> Tensor:
+    size = since.size(-1)
+    return torch.ones(size, size, dtype=torch.bool, device=since.device).triu(1)

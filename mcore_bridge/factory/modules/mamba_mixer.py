@@ -2,6 +2,8 @@
 
 It has the parameters of megatron-core's ``MambaMixer``, cut and saved in the same way, and computes in the order of
 transformers. As megatron-core's kernel and as engines do, it does not clamp time steps.
+
+The tensors of a Mamba-2 mixer in checkpoints of megatron-core: z, x, B, C and dt are cut each by itself.
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ from einops import rearrange
 from megatron.core.tensor_parallel import all_gather_last_dim_from_tensor_parallel_region, get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (the usual name)
 
-from mcore_bridge.factory.modules.mamba.mamba_kernels import Operations, operations_for
-from mcore_bridge.factory.modules.mamba.mamba_keys import sharded_mixer
+from mcore_bridge.factory.modules.mamba_kernels import Operations, operations_for
 from mcore_bridge.factory.modules.mixer import Mixer
 from mcore_bridge.factory.modules.torch_modules import gather_text, own_text, placement
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import TransformerConfig
+
 
 _FIRST_STEPS = (0.001, 0.1)
 """The time steps that initial biases give lie between these, as in megatron-core."""
@@ -180,3 +183,41 @@ class TorchMamba(Mixer, MegatronModule):
     ) -> dict[str, Any]:
         """Its tensors for a checkpoint of megatron-core, under the keys of ``MambaMixer``."""
         return sharded_mixer(self, self.sections, prefix, sharded_offsets, metadata)
+
+
+try:
+    from megatron.core.ssm.utils import _split_tensor_factory
+except ImportError:  # megatron-core 0.16
+    from megatron.core.ssm.gated_delta_net import _split_tensor_factory
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import nn
+
+_OWN = ("A_log", "D", "dt_bias", "conv1d.weight", "conv1d.bias", "norm.weight")
+
+
+def sharded_mixer(
+    mixer: nn.Module, sections: Mapping[str, int], prefix: str, sharded_offsets: tuple[Any, ...], metadata: Any
+) -> dict[str, Any]:
+    """The ``sharded_state_dict`` of a mixer, with the keys of megatron-core's ``MambaMixer``.
+
+    Args:
+        mixer: the module, with its linear layers as ``in_proj`` and ``out_proj``.
+        sections: the rows that this rank has of z, x, B, C and dt, in this order.
+        prefix: of all keys.
+        sharded_offsets: as megatron-core passes them.
+        metadata: as megatron-core passes them.
+    """
+    parameters = dict(mixer.named_parameters())
+    own = {name: parameters[name] for name in _OWN if name in parameters}
+    tensors: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, dict.fromkeys(own, 0), sharded_offsets)
+    for name in ("in_proj", "out_proj"):
+        linear = getattr(mixer, name)
+        tensors |= sharded_state_dict_default(linear, f"{prefix}{name}.", sharded_offsets, metadata)
+    parts = {"in_proj.weight": tuple(sections)} | dict.fromkeys(("conv1d.weight", "conv1d.bias"), tuple("xBC"))
+    for name, names in parts.items():
+        rows = [sections[part] for part in names]
+        tensors[prefix + name] = _split_tensor_factory(tensors[prefix + name], rows, list(names), 0)
+    return tensors

@@ -3,16 +3,21 @@
 megatron-core counts halves, and GPTModel, HF and our rules count layers. ``layer_number`` is that of a layer here. So
 both halves of a layer have its canonical names, and modules that differ between layers read their own number from the
 config. In checkpoints, keys have megatron-core's numbers.
+
+An MTP layer of megatron-core's ``HybridModel``, around the two halves of a layer of ours.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.core.models.hybrid.hybrid_block import HybridStack
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, scatter_to_sequence_parallel_region
+from megatron.core.transformer import ModuleSpec
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from torch import Tensor, nn
 
 from mcore_bridge.rules.hybrid_keys import HalfKeys
@@ -86,3 +91,47 @@ def half_of(layer: type) -> type:
 
     HalfLayer.__name__ = HalfLayer.__qualname__ = f"Half{layer.__name__}"
     return HalfLayer
+
+
+_HALF = re.compile(r"(mtp\.layers\.\d+\.)mtp_model_layer\.layers\.\d+\.")
+
+
+class HalvesMtpLayer(MultiTokenPredictionLayer):
+    """megatron-core's MTP layer, whose halves have specs of their own, and the number of the MTP layer.
+
+    megatron-core takes the specs of the decoder's layers, of which a stage may not have all kinds.
+
+    Args:
+        config, submodules, layer_number, arguments: those of megatron-core's layer.
+        halves: the specs of both halves, by their fields in ``HybridStackSubmodules``.
+        keys: the names of both halves in checkpoints.
+        hybrid_submodules: those of the decoder, which are not used.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        submodules: Any,
+        layer_number: int = 1,
+        *,
+        halves: Mapping[str, Any],
+        keys: HalfKeys,
+        hybrid_submodules: Any = None,
+        **arguments: Any,
+    ) -> None:
+        numbers = (layer_number - 1,) * len(halves)
+        own = {
+            slot: ModuleSpec(spec.module, {**spec.params, "numbers": numbers}, spec.submodules)
+            for slot, spec in halves.items()
+        }
+        super().__init__(config, submodules, layer_number, hybrid_submodules=HybridStackSubmodules(**own), **arguments)
+        self.keys = keys
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The shards of all parameters, under the keys that megatron-core's own MTP layer gives them."""
+        state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        for sharded in state.values():  # both halves have the number of the MTP layer now
+            sharded.key = self.keys.mtp_to_hybrid(_HALF.sub(r"\1transformer_layer.", sharded.key))
+        return state

@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from mcore_bridge.config.hybrid_layers import letters_of
-from mcore_bridge.config.mtp import inner_letters
-from mcore_bridge.config.tables.derived_hybrid import SECOND
+from mcore_bridge.config.layer_kinds import SECOND, inner_letters, letters_of
 from mcore_bridge.factory.mtp_specs import mtp_block_spec
 from mcore_bridge.rules.hybrid_keys import HalfKeys
 
@@ -67,7 +65,7 @@ def stack_spec(blueprint: Blueprint, stage: Stage) -> Any:
     from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from mcore_bridge.factory.hybrid_model.hybrid_stack import HalvesStack
+    from mcore_bridge.factory.modules.hybrid_stack import HalvesStack
 
     letters = letters_of(blueprint.config)
     keys = HalfKeys(letters)
@@ -87,8 +85,8 @@ def _half_spec(spec: Any, kind: str, **params: Any) -> Any:
     """The spec of one half of a layer, from that of the layer, which it changes."""
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from mcore_bridge.factory.hybrid_model.hybrid_stack import half_of
     from mcore_bridge.factory.modules.half_layers import remove_first, remove_second
+    from mcore_bridge.factory.modules.hybrid_stack import half_of
 
     (remove_first if kind in SECOND else remove_second)(spec.submodules)
     return ModuleSpec(half_of(spec.module), {**spec.params, **params}, spec.submodules)
@@ -96,7 +94,7 @@ def _half_spec(spec: Any, kind: str, **params: Any) -> Any:
 
 def _mtp_spec(blueprint: Blueprint, held: int) -> Any:
     """The spec of MTP layers, with those of the halves of the layer within. MLPs are told so here."""
-    from mcore_bridge.factory.hybrid_model.hybrid_mtp import HalvesMtpLayer
+    from mcore_bridge.factory.modules.hybrid_stack import HalvesMtpLayer
 
     letters = inner_letters(blueprint.config)
     params = {kind: {"is_mtp_layer": True} if kind in SECOND else {} for kind in letters}
