@@ -21,8 +21,8 @@ from mcore_bridge.weights.bound import bind
 from mcore_bridge.weights.dist_checkpoint.compare import sharded_states
 from mcore_bridge.weights.dist_checkpoint.extra_state import with_extra_states
 from mcore_bridge.weights.dist_checkpoint.files import ChunkLocation, LocatedParam
+from mcore_bridge.weights.dist_checkpoint.fit_state import respell
 from mcore_bridge.weights.dist_checkpoint.folder import CONTENT
-from mcore_bridge.weights.dist_checkpoint.model_class import respell
 from mcore_bridge.weights.plan.inventory import ParamEntry, merge_inventories
 from mcore_bridge.weights.provenance import Provenance
 

@@ -18,11 +18,10 @@ from mcore_bridge.config.mesh.alike import Shared, difference, sendable
 from mcore_bridge.config.sizes import is_count
 from mcore_bridge.errors import ExportError, describe
 from mcore_bridge.rules.adapters import Adapters
+from mcore_bridge.rules.dtypes import Dtypes
 from mcore_bridge.rules.mapping import Dialect, Rules
-from mcore_bridge.weights.bound import BoundModel, Models, bind, chunks_of, provenance_on
-from mcore_bridge.weights.dtypes import Dtypes
-from mcore_bridge.weights.gc_paused import uncollected
-from mcore_bridge.weights.hf_layers import whole_config
+from mcore_bridge.weights.bound import BoundModel, bind, provenance_on, uncollected
+from mcore_bridge.weights.chunks import Models, chunks_of, whole_config
 from mcore_bridge.weights.param_sync import gather_pending, heard_by_replicas, require_gatherable
 from mcore_bridge.weights.plan.all_to_all import plan_targets
 from mcore_bridge.weights.plan.engine_map import EngineMap

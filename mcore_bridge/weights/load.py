@@ -16,16 +16,16 @@ from torch import Tensor
 
 from mcore_bridge.config.hf import find_folder
 from mcore_bridge.config.mesh.alike import Content
+from mcore_bridge.rules.dtypes import Dtypes
 from mcore_bridge.rules.encoded import Weight
 from mcore_bridge.rules.mapping import Dialect
 from mcore_bridge.rules.variants import dialect_of
-from mcore_bridge.weights.bound import BoundModel, Models, bind, provenance_on
-from mcore_bridge.weights.dtypes import Dtypes
+from mcore_bridge.weights.bound import BoundModel, bind, provenance_on, uncollected
+from mcore_bridge.weights.chunks import Models
 from mcore_bridge.weights.files.file_shards import require_positive
 from mcore_bridge.weights.files.hf_folder import content_of
 from mcore_bridge.weights.files.slice_reader import read
 from mcore_bridge.weights.files.staging import SLOT_BYTES, Staging
-from mcore_bridge.weights.gc_paused import uncollected
 from mcore_bridge.weights.load_state import Load, LoadReport
 from mcore_bridge.weights.own_folder import note_source
 from mcore_bridge.weights.provenance import HF

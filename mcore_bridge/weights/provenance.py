@@ -16,6 +16,7 @@ from mcore_bridge.config.hf import find_folder, with_fields
 from mcore_bridge.config.mesh.alike import Content, digest_of
 from mcore_bridge.config.tables.moe import MTP_COUNTS
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.rules.dtypes import dtype_name
 from mcore_bridge.rules.layout import REPLICATED
 from mcore_bridge.rules.mapping import (
     Dialect,
@@ -41,7 +42,6 @@ from mcore_bridge.rules.variants import (
     redundant_head,
     tied_lm_head,
 )
-from mcore_bridge.weights.dtypes import dtype_name
 from mcore_bridge.weights.files.hf_folder import names_in
 from mcore_bridge.weights.source.conventions import prefix_of
 from mcore_bridge.weights.source.tied_tensors import is_tied, ties_any_head

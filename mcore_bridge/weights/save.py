@@ -16,11 +16,12 @@ from torch import Tensor
 
 from mcore_bridge.architecture import read_hf
 from mcore_bridge.errors import CheckpointError
+from mcore_bridge.rules.dtypes import Dtypes
 from mcore_bridge.rules.mapping import Dialect
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.bound import Models, chunks_of, mapping_of, provenance_on
+from mcore_bridge.weights.bound import mapping_of, provenance_on
 from mcore_bridge.weights.carried import Carried, Mtp, carried_of
-from mcore_bridge.weights.dtypes import Dtypes
+from mcore_bridge.weights.chunks import Models, chunks_of
 from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.files.atomic_folder import commit, require_files, target_of, updating_by_all
 from mcore_bridge.weights.files.file_shards import MAX_SHARD_BYTES, FileShard, assign_files, require_positive
@@ -106,7 +107,7 @@ def save_hf_checkpoint(
         with together():
             specs = manifest(models, hf=hf, **given, bucket_bytes=bucket_bytes)
             carried = carried_of(provenance, mapping_of(chunks_of(models)[0], provenance), mtp=mtp)
-            specs = Manifest((*specs.tensors, *carried.specs))
+            specs = specs.with_tensors(carried.specs)
             if world.rank == 0 and is_source(models, target):
                 require_held(target, plain_dtypes(target), {spec.name: spec.dtype for spec in specs})
         require_alike(world, {"number of tensors to copy from the folder of the model": len(carried.specs)})

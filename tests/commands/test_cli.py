@@ -35,8 +35,8 @@ from mcore_bridge.factory.blueprint import BuildOptions
 from mcore_bridge.factory.hybrid_model import build_hybrid
 from mcore_bridge.factory.hybrid_support import RELEASE
 from mcore_bridge.launch.processes import RankError, run_ranks
+from mcore_bridge.rules.dtypes import wanted_dtype
 from mcore_bridge.rules.mapping import Rule
-from mcore_bridge.weights.dtypes import wanted_dtype
 from tests.support import command, composites, seeing, tiny, towers
 from tests.support.command import quietly, refused, run
 

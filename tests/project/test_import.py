@@ -203,11 +203,11 @@ def test_rooms_that_others_read_alone_import_little() -> None:
         "rules": {"errors"},
         "weights/ipc": {
             *("errors", "arguments", "rules/names", "rules/spec"),
-            *("weights/plan/alignment", "weights/transfer/copier"),
+            "weights/transfer/copier",
         },
         "weights/engine": {
             *("errors", "arguments", "rules/spec", "weights/ipc", "weights/plan/boxes", "weights/plan/engine_map"),
-            *("weights/plan/map_slices", "weights/plan/runs", "weights/transfer/byte_copy", "weights/transfer/copier"),
+            *("weights/plan/map_slices", "weights/transfer/copier"),
         },
         "models": {"architecture", "composite", "config", "rules"},
     }.items():

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 import mcore_bridge as mb
 from mcore_bridge.errors import TransferError
+from mcore_bridge.rules.spec import ALIGNMENT
 from mcore_bridge.weights.ipc.buckets import BucketPlan, plan_buckets
 from mcore_bridge.weights.ipc.receiver import Receiver
 from mcore_bridge.weights.ipc.sender import BufferRing
 from mcore_bridge.weights.manifest import digest
-from mcore_bridge.weights.plan.alignment import ALIGNMENT
 from tests.support import pool
 from tests.support.engine import FINISH, answer, engine, manifest_of, send_round
 from tests.support.strategies import random_state, tiny

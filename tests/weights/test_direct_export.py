@@ -21,8 +21,7 @@ from mcore_bridge.weights.agreement import agree_on_plan
 from mcore_bridge.weights.engine.mapped_engine import EngineState
 from mcore_bridge.weights.model_tensors import held_tensors
 from mcore_bridge.weights.plan import all_to_all
-from mcore_bridge.weights.plan.boxes import BoxCopy
-from mcore_bridge.weights.transfer.byte_copy import ByteCopy
+from mcore_bridge.weights.plan.boxes import BoxCopy, ByteCopy
 from mcore_bridge.weights.transfer.executor import run_messages
 from tests.support import pool
 from tests.support.stand_in import Sizes, connected, held_bits, loaded, serve_all

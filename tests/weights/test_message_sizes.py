@@ -16,8 +16,7 @@ from mcore_bridge import ParallelDims
 from mcore_bridge.errors import ExportError
 from mcore_bridge.weights.agreement import agree_on_plan
 from mcore_bridge.weights.plan import export_plan
-from mcore_bridge.weights.plan import memory as footprint
-from mcore_bridge.weights.plan.budget import SLAB
+from mcore_bridge.weights.plan.export_plan import SLAB
 from mcore_bridge.weights.plan.payload import OutputTensor
 from mcore_bridge.weights.transfer.windows import Memory
 from tests.support import pool
@@ -91,7 +90,7 @@ def export_in_two_sizes(model, dims):
     with scaled_down():
         plan = agree_on_plan(models, None, "lm").program.plan
         rooms = [message.room for message in plan.messages]
-        expected = Counted.limit = max(footprint._message_bytes(rooms, number) for number in range(len(rooms)))
+        expected = Counted.limit = max(export_plan._message_bytes(rooms, number) for number in range(len(rooms)))
         assert_exact(mb.to_hf_state_dict(models), state)
         most, Counted.limit = Counted.most, math.inf
         assert_exact({name: tensor.clone() for name, tensor in mb.iter_hf_weights(models, copy=False)}, state)
@@ -100,7 +99,7 @@ def export_in_two_sizes(model, dims):
                 if number == 5 * (1 + dist.get_rank()):
                     break
         assert_exact(mb.to_hf_state_dict(models), state)
-        counted = footprint.peak_bytes(plan)
+        counted = export_plan.peak_bytes(plan)
     largest = max(output.num_bytes for output in plan.payload.outputs)
     return rooms, counted, largest, most, expected
 
@@ -142,8 +141,8 @@ def test_a_rank_without_memory_for_other_messages_leaves_nobody_waiting(after):
 def test_memory_for_further_messages_is_that_of_their_size():
     """Two small messages have memory when the size changes; those in flight after them get memory of their own."""
     rooms = [1, 1, 4, 4]
-    assert footprint._message_bytes(rooms, 0) == 1 + footprint.MESSAGES_IN_FLIGHT * 4
-    assert footprint._message_bytes(rooms, 2) == 4 + 4
+    assert export_plan._message_bytes(rooms, 0) == 1 + export_plan.MESSAGES_IN_FLIGHT * 4
+    assert export_plan._message_bytes(rooms, 2) == 4 + 4
 
 
 def test_a_consumer_holds_a_large_tensor_or_two_allocations_of_small_ones():

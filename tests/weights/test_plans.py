@@ -17,8 +17,8 @@ from mcore_bridge.errors import MappingError
 from mcore_bridge.factory.blueprint import BuildOptions, make_blueprint
 from mcore_bridge.rules.mapping import WeightMapping
 from mcore_bridge.weights.plan.all_to_all import plan_targets
+from mcore_bridge.weights.plan.export_plan import peak_bytes
 from mcore_bridge.weights.plan.gather import plan_export
-from mcore_bridge.weights.plan.memory import peak_bytes
 from mcore_bridge.weights.transfer.program import Program
 from tests.support.strategies import tiny
 

@@ -18,7 +18,7 @@ from mcore_bridge.commands.plan.cost import cost_of
 from mcore_bridge.commands.plan.engine_cost import feed
 from mcore_bridge.commands.plan.mesh_plan import Chunk, MeshPlan, plan_mesh
 from mcore_bridge.config.unread_fields import notes_on
-from mcore_bridge.weights.dtypes import dtype_name
+from mcore_bridge.rules.dtypes import dtype_name
 from mcore_bridge.weights.plan.target import EngineRank
 from mcore_bridge.weights.provenance import Provenance, provenance_of
 

@@ -23,7 +23,7 @@ from mcore_bridge.config.hf import read_json
 from mcore_bridge.rules.adapters import base_name
 from mcore_bridge.rules.encoded import Encoded
 from mcore_bridge.rules.mapping import WeightMapping
-from mcore_bridge.weights.bound import Models
+from mcore_bridge.weights.chunks import Models
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.files.positional_io import array_of
 from mcore_bridge.weights.files.safetensors import SafetensorsFile

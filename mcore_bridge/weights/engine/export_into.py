@@ -15,16 +15,16 @@ from torch import Tensor
 from mcore_bridge.arguments import instance_of, problem_of
 from mcore_bridge.rules.mapping import Dialect
 from mcore_bridge.weights.agreement import Options, open_export
-from mcore_bridge.weights.bound import Models
+from mcore_bridge.weights.chunks import Models
 from mcore_bridge.weights.engine.group_copies import GroupCopies
 from mcore_bridge.weights.engine.writer import EngineWriter
+from mcore_bridge.weights.plan.boxes import ByteCopy, stacked
 from mcore_bridge.weights.plan.engine_map import EngineMap, SliceCopy
 from mcore_bridge.weights.plan.export_plan import Message
 from mcore_bridge.weights.plan.map_slices import MapSlices
 from mcore_bridge.weights.plan.payload import OutputTensor
 from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.provenance import HF
-from mcore_bridge.weights.transfer.byte_copy import ByteCopy, stacked
 from mcore_bridge.weights.transfer.copier import Buffers
 from mcore_bridge.weights.transfer.endpoints import Outputs
 from mcore_bridge.weights.transfer.executor import Ends, run_messages

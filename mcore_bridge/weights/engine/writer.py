@@ -8,10 +8,10 @@ import torch
 
 from mcore_bridge.arguments import COUNT, instance_of, list_of, require
 from mcore_bridge.errors import TransferError
+from mcore_bridge.rules.spec import runs_within
 from mcore_bridge.weights.engine.group_copies import MapCopies, Pair, take_expected
 from mcore_bridge.weights.ipc.shared_memory import Handle, open_shared
 from mcore_bridge.weights.plan.engine_map import EngineMap
-from mcore_bridge.weights.plan.runs import runs_within
 from mcore_bridge.weights.transfer.copier import Buffers
 
 GROUP_BYTES = 1 << 30

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from mcore_bridge.config.sizes import is_count
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.plan.runs import runs_within
+from mcore_bridge.rules.spec import TensorSpec, runs_within
 
 MAX_SHARD_BYTES = 5 << 30
 MIN_SHARD_BYTES = 256 << 20

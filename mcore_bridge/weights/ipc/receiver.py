@@ -11,9 +11,9 @@ from torch import Tensor
 
 from mcore_bridge.arguments import instance_of, list_of, require
 from mcore_bridge.errors import TransferError
+from mcore_bridge.rules.spec import ALIGNMENT
 from mcore_bridge.weights.ipc.buckets import Bucket, BucketPlan
 from mcore_bridge.weights.ipc.shared_memory import Handle, open_shared
-from mcore_bridge.weights.plan.alignment import ALIGNMENT
 
 _PLAN = instance_of("the plan of a BufferRing", BucketPlan)
 _HANDLES = list_of("what BufferRing.handles returned", Handle)

@@ -18,11 +18,12 @@ from mcore_bridge.arguments import DEVICE
 from mcore_bridge.config.mesh.alike import Shared, agreed, replica_groups
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.rules.adapters import Adapters, base_name
+from mcore_bridge.rules.dtypes import Dtypes, has_same_bits, wanted_dtype
 from mcore_bridge.rules.mapping import pattern_of
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.agreement import agree_on_plan, open_export
-from mcore_bridge.weights.bound import BoundModel, Models, bind, chunks_of, provenance_on
-from mcore_bridge.weights.dtypes import Dtypes, has_same_bits, wanted_dtype
+from mcore_bridge.weights.bound import BoundModel, bind, provenance_on
+from mcore_bridge.weights.chunks import Models, chunks_of
 from mcore_bridge.weights.export import converted
 from mcore_bridge.weights.files.atomic_folder import commit, target_of, updating_by_all
 from mcore_bridge.weights.files.file_shards import FileShard, require_positive

@@ -1,4 +1,4 @@
-"""Which layers of HF the layers of a chunk are. Those of a ``HybridModel`` are halves of them.
+"""The chunks of this rank, and which layers of HF their layers are. Those of a ``HybridModel`` are halves of them.
 
 If we built it, each half has the number of its layer. Another trainer's ``HybridModel`` counts halves. Only the HF
 config says which of these are one layer, since models with layers of one half have equal patterns.
@@ -7,23 +7,86 @@ config says which of these are one layer, since models with layers of one half h
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from mcore_bridge.architecture import architecture_of
+from mcore_bridge.arguments import instance_of, require
 from mcore_bridge.config.layer_kinds import inner_letters, letters_of
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.transformer import to_transformer_config
 from mcore_bridge.errors import MappingError
 from mcore_bridge.rules.hybrid_keys import HalfKeys
+from mcore_bridge.rules.names import Numbering
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer import TransformerConfig
+    from transformers import PretrainedConfig
 
-    from mcore_bridge.weights.provenance import Provenance
+
+Models = Sequence[nn.Module] | nn.Module
+"""This rank's chunks, one per virtual pipeline stage, wrapped (DDP, Float16Module, ...) or not."""
+
+
+_MODELS = instance_of("this rank's chunks, which build_model returns", nn.Module, Iterable)
+
+
+def modules_of(models: Models) -> list[nn.Module]:
+    """The chunks as they were given, with their wrappers.
+
+    Raises:
+        MappingError: ``models`` is neither a module nor a list.
+    """
+    require(MappingError, models=(models, _MODELS))
+    return [models] if isinstance(models, nn.Module) else [*models]
+
+
+def chunks_of(models: Models) -> tuple[GPTModel, ...]:
+    """The ``GPTModel`` of each chunk, without wrappers.
+
+    Raises:
+        MappingError: when there are none, or they are no ``GPTModel``.
+    """
+    chunks = tuple(map(unwrap, modules_of(models)))
+    if not chunks:
+        raise MappingError("no models given; expected this rank's chunks, one per virtual pipeline stage")
+    return chunks
+
+
+def all_chunks_of(models: Models) -> tuple[GPTModel, ...]:
+    """The ``GPTModel`` of each chunk, for what needs all chunks of this rank in the order in which they run.
+
+    Raises:
+        MappingError: as ``chunks_of``; or a chunk is absent, comes twice, or is in another place.
+    """
+    chunks = chunks_of(models)
+    stages = [getattr(chunk, "vp_stage", None) or 0 for chunk in chunks]
+    count = chunks[0].config.virtual_pipeline_model_parallel_size or 1
+    if stages != [*range(count)]:
+        raise MappingError(
+            f"models must be the chunks of the {count} virtual stages of this rank, in their order, found those of the "
+            f"stages {stages}: pass all that build_model has returned"
+        )
+    return chunks
+
+
+def unwrap(model: nn.Module) -> GPTModel:
+    """The ``GPTModel`` inside wrappers that keep their model as ``module`` (DDP, Float16Module, ...)."""
+    bare: Any = model
+    while not hasattr(bare, "decoder"):
+        inner = getattr(bare, "module", None)
+        if not isinstance(inner, nn.Module):
+            inside = "" if bare is model else f" around {type(bare).__name__}"
+            raise MappingError(
+                "expected a GPTModel or HybridModel, or a wrapper with one at .module, found "
+                f"{type(model).__name__}{inside}: pass what build_model has returned"
+            )
+        bare = inner
+    return bare
 
 
 def is_hybrid(chunk: GPTModel) -> bool:
@@ -31,7 +94,7 @@ def is_hybrid(chunk: GPTModel) -> bool:
     return hasattr(chunk, "hybrid_layer_pattern")
 
 
-def learn_layers(chunks: Iterable[GPTModel], provenance: Provenance) -> None:
+def learn_layers(chunks: Iterable[GPTModel], hf: PretrainedConfig) -> None:
     """Have each ``HybridModel`` that another trainer built know the config of its whole layers.
 
     Raises:
@@ -42,8 +105,8 @@ def learn_layers(chunks: Iterable[GPTModel], provenance: Provenance) -> None:
         dims = ParallelDims(
             tp=own.tensor_model_parallel_size, etp=own.expert_tensor_parallel_size, sp=own.sequence_parallel
         )
-        table = architecture_of(provenance.hf).fields
-        chunk.bridge_whole = to_transformer_config(provenance.hf, table, dims=dims, dtype=torch.float32)
+        table = architecture_of(hf).fields
+        chunk.bridge_whole = to_transformer_config(hf, table, dims=dims, dtype=torch.float32)
         expected = "".join(letters_of(chunk.bridge_whole))
         built, *mtp = chunk.hybrid_layer_pattern.replace("|", "").split("/")
         if built != expected:
@@ -102,3 +165,12 @@ def _counts_halves(chunk: GPTModel) -> bool:
 
 def _halves(chunk: GPTModel) -> HalfKeys:
     return HalfKeys(letters_of(whole_config(chunk)))
+
+
+def numbering_of(chunk: GPTModel) -> Numbering:
+    """The global numbers of a chunk's layers and experts, read from its modules."""
+    indices = (getattr(module, "local_expert_indices", None) for module in chunk.modules())
+    experts = next((tuple(numbers) for numbers in indices if numbers is not None), ())
+    mtp = getattr(chunk, "mtp", None)
+    layers = layers_of_chunk(chunk)
+    return Numbering(layers, experts, tuple(layer.layer_number - 1 for layer in mtp.layers) if mtp is not None else ())
