@@ -31,7 +31,7 @@ from mcore_bridge.config.mesh.alike import Shared
 from mcore_bridge.config.mesh.lost_ranks import naming_lost_ranks
 from mcore_bridge.errors import BatchError
 from mcore_bridge.weights.bound import provenance_on
-from mcore_bridge.weights.chunks import Models, all_chunks_of, chunks_of
+from mcore_bridge.weights.model_chunks import Models, all_chunks_of, chunks_of
 from mcore_bridge.weights.peft.hf_adapters import adapters_in_use
 from mcore_bridge.weights.provenance import HF, Provenance, identity
 

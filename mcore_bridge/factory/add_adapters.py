@@ -28,9 +28,9 @@ from mcore_bridge.rules.mapping import Binding, Dialect, WeightMapping, axes_of,
 from mcore_bridge.rules.names import canonical
 from mcore_bridge.rules.trace import Trace, moved_dim, trace
 from mcore_bridge.weights.bound import BoundModel, bind
-from mcore_bridge.weights.chunks import Models, all_chunks_of, chunks_of, modules_of, numbering_of
 from mcore_bridge.weights.dist_checkpoint.adapter_shards import sharded_state_dict
 from mcore_bridge.weights.files.hf_folder import content_of
+from mcore_bridge.weights.model_chunks import Models, all_chunks_of, chunks_of, modules_of, numbering_of
 from mcore_bridge.weights.model_tensors import note_built
 from mcore_bridge.weights.own_folder import note_source
 from mcore_bridge.weights.peft.hf_adapters import load_peft, open_peft_for

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.weights.chunks import chunks_of
 from mcore_bridge.weights.files.hf_folder import Checkpoint, names_in
 from mcore_bridge.weights.load import load_hf_weights, note_folder
 from mcore_bridge.weights.load_state import LoadReport
+from mcore_bridge.weights.model_chunks import chunks_of
 from mcore_bridge.weights.provenance import provenance_of
 
 _HEAD = "score.weight"

@@ -21,7 +21,7 @@ from mcore_bridge.rules.adapters import Adapters
 from mcore_bridge.rules.dtypes import Dtypes
 from mcore_bridge.rules.mapping import Dialect, Rules
 from mcore_bridge.weights.bound import BoundModel, bind, provenance_on, uncollected
-from mcore_bridge.weights.chunks import Models, chunks_of, whole_config
+from mcore_bridge.weights.model_chunks import Models, chunks_of, whole_config
 from mcore_bridge.weights.param_sync import gather_pending, heard_by_replicas, require_gatherable
 from mcore_bridge.weights.plan.all_to_all import plan_targets
 from mcore_bridge.weights.plan.engine_map import EngineMap

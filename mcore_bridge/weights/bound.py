@@ -22,7 +22,8 @@ from mcore_bridge.rules.names import TOWER, expert_of, kind_of, layer_of, mtp_la
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.rules.trace import Trace, trace
 from mcore_bridge.rules.variants import check_head
-from mcore_bridge.weights.chunks import (
+from mcore_bridge.weights.merging import merges_of
+from mcore_bridge.weights.model_chunks import (
     Models,
     chunks_of,
     is_hybrid,
@@ -31,7 +32,6 @@ from mcore_bridge.weights.chunks import (
     whole_config,
     whole_layers,
 )
-from mcore_bridge.weights.merging import merges_of
 from mcore_bridge.weights.model_tensors import held_tensors, require_as_built
 from mcore_bridge.weights.plan.inventory import Inventory
 from mcore_bridge.weights.provenance import HF, Provenance, provenance_of

@@ -22,7 +22,7 @@ from mcore_bridge.rules.mapping import Dialect, unstacked
 from mcore_bridge.rules.trace import Copy, Shape
 from mcore_bridge.weights.agreement import open_export
 from mcore_bridge.weights.bound import BoundModel, bind, provenance_on
-from mcore_bridge.weights.chunks import Models
+from mcore_bridge.weights.model_chunks import Models
 from mcore_bridge.weights.param_sync import require_gathered
 from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.provenance import HF

@@ -21,12 +21,12 @@ from mcore_bridge.rules.encoded import Weight
 from mcore_bridge.rules.mapping import Dialect
 from mcore_bridge.rules.variants import dialect_of
 from mcore_bridge.weights.bound import BoundModel, bind, provenance_on, uncollected
-from mcore_bridge.weights.chunks import Models
 from mcore_bridge.weights.files.file_shards import require_positive
 from mcore_bridge.weights.files.hf_folder import content_of
 from mcore_bridge.weights.files.slice_reader import read
 from mcore_bridge.weights.files.staging import SLOT_BYTES, Staging
 from mcore_bridge.weights.load_state import Load, LoadReport
+from mcore_bridge.weights.model_chunks import Models
 from mcore_bridge.weights.own_folder import note_source
 from mcore_bridge.weights.provenance import HF
 from mcore_bridge.weights.source.conventions import model_names

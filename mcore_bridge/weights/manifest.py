@@ -22,10 +22,10 @@ from mcore_bridge.rules.dtypes import Dtypes, dtype_name, wanted_dtype
 from mcore_bridge.rules.mapping import Dialect
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.agreement import agree_on_plan
-from mcore_bridge.weights.chunks import Models
 from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.files.positional_io import array_of
+from mcore_bridge.weights.model_chunks import Models
 from mcore_bridge.weights.plan.engine_map import EngineMap
 from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.provenance import HF

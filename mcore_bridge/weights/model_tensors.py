@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mcore_bridge.errors import MappingError
 from mcore_bridge.rules.names import canonical
 from mcore_bridge.rules.trace import Shape
-from mcore_bridge.weights.chunks import numbering_of, unwrap
+from mcore_bridge.weights.model_chunks import numbering_of, unwrap
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel

@@ -21,7 +21,6 @@ from mcore_bridge.rules.mapping import Dialect
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.bound import mapping_of, provenance_on
 from mcore_bridge.weights.carried import Carried, Mtp, carried_of
-from mcore_bridge.weights.chunks import Models, chunks_of
 from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.files.atomic_folder import commit, require_files, target_of, updating_by_all
 from mcore_bridge.weights.files.file_shards import MAX_SHARD_BYTES, FileShard, assign_files, require_positive
@@ -30,6 +29,7 @@ from mcore_bridge.weights.files.safetensors import SafetensorsWriter
 from mcore_bridge.weights.files.sidecars import NOTES, copy_companions
 from mcore_bridge.weights.files.staging import SLOT_BYTES, Staging
 from mcore_bridge.weights.manifest import Manifest, manifest
+from mcore_bridge.weights.model_chunks import Models, chunks_of
 from mcore_bridge.weights.own_folder import is_source, plain_dtypes, require_held
 from mcore_bridge.weights.provenance import HF, Provenance, config_in, head_of, identity
 from mcore_bridge.weights.transfer.collectives import Group

@@ -15,10 +15,10 @@ from mcore_bridge.convert.rank_files.file import NAME, read_rank_file
 from mcore_bridge.convert.rank_files.file_layout import chunk_of, folder_of
 from mcore_bridge.convert.rank_files.rank_folder import find_rank_files
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.weights.chunks import is_hybrid
 from mcore_bridge.weights.dist_checkpoint.extra_state import SUFFIX
 from mcore_bridge.weights.dist_checkpoint.folder import TRACKER, latest_in
 from mcore_bridge.weights.files.sidecars import config_folders, first_with_config
+from mcore_bridge.weights.model_chunks import is_hybrid
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel

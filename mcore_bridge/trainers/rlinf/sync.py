@@ -14,7 +14,7 @@ from mcore_bridge.errors import ExportError, describe
 from mcore_bridge.trainers.rlinf.engine import Destination
 from mcore_bridge.trainers.rlinf.rounds import run_rounds
 from mcore_bridge.weights.agreement import Export, open_export
-from mcore_bridge.weights.chunks import Models
+from mcore_bridge.weights.model_chunks import Models
 from mcore_bridge.weights.plan.export_plan import MESSAGES_IN_FLIGHT
 from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.provenance import HF

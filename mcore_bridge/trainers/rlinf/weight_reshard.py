@@ -13,7 +13,7 @@ from mcore_bridge.trainers.rlinf.shares import TensorSlice, slices_of
 from mcore_bridge.trainers.rlinf.sync import FullBucket, ReshardBucket, Sync
 from mcore_bridge.weights.agreement import Export
 from mcore_bridge.weights.bound import provenance_on
-from mcore_bridge.weights.chunks import Models, chunks_of, whole_config
+from mcore_bridge.weights.model_chunks import Models, chunks_of, whole_config
 from mcore_bridge.weights.model_tensors import held_tensors
 from mcore_bridge.weights.plan.export_plan import ExportPlan
 from mcore_bridge.weights.plan.target import EngineRank, Target

@@ -19,7 +19,6 @@ import torch
 from mcore_bridge.arguments import MAPPING, require
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.bound import provenance_on
-from mcore_bridge.weights.chunks import Models, all_chunks_of, whole_config
 from mcore_bridge.weights.dist_checkpoint.adapter_shards import (
     ADAPTERS,
     Part,
@@ -38,6 +37,7 @@ from mcore_bridge.weights.files.atomic_folder import commit, require_files, targ
 from mcore_bridge.weights.files.hf_folder import shard_names
 from mcore_bridge.weights.files.sidecars import NOTES, copy_companions
 from mcore_bridge.weights.files.sources import SourceFolders
+from mcore_bridge.weights.model_chunks import Models, all_chunks_of, whole_config
 from mcore_bridge.weights.model_tensors import held_tensors, require_as_built
 from mcore_bridge.weights.own_folder import is_source, note_source, require_held
 from mcore_bridge.weights.param_sync import gather_pending, require_gatherable

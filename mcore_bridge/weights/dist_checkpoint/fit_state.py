@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_bridge.config.layer_kinds import inner_letters, letters_of
 from mcore_bridge.rules.hybrid_keys import HalfKeys
-from mcore_bridge.weights.chunks import is_hybrid, whole_config
 from mcore_bridge.weights.dist_checkpoint.folder import in_layer_stack
+from mcore_bridge.weights.model_chunks import is_hybrid, whole_config
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel

@@ -15,9 +15,9 @@ from torch import Tensor
 from mcore_bridge.arguments import instance_of, problem_of
 from mcore_bridge.rules.mapping import Dialect
 from mcore_bridge.weights.agreement import Options, open_export
-from mcore_bridge.weights.chunks import Models
 from mcore_bridge.weights.engine.group_copies import GroupCopies
 from mcore_bridge.weights.engine.writer import EngineWriter
+from mcore_bridge.weights.model_chunks import Models
 from mcore_bridge.weights.plan.boxes import ByteCopy, stacked
 from mcore_bridge.weights.plan.engine_map import EngineMap, SliceCopy
 from mcore_bridge.weights.plan.export_plan import Message
