@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from mcore_bridge.errors import BridgeError, CheckpointError, shown
 
@@ -47,6 +47,11 @@ def problem_of(**given: tuple[object, Kind]) -> str:
     """What ``require`` would raise, or an empty string."""
     wrong = [(name, *pair) for name, pair in given.items() if not pair[1].is_good(pair[0])]
     return "; ".join(f"{name} must be {kind.words}, found {shown(value)}" for name, value, kind in wrong)
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Whether ``value`` is a whole number of at least 1. A ``bool`` is not a number here."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _is_whole(value: object) -> bool:

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from mcore_bridge.arguments import NAMES
+from mcore_bridge.arguments import NAMES, is_count
 from mcore_bridge.config.fields import is_number
 from mcore_bridge.config.mesh.alike import Shared, agreed, replica_groups
-from mcore_bridge.config.sizes import is_count
 from mcore_bridge.errors import CheckpointError, ConfigError, shown
 from mcore_bridge.factory.modules.backend import has_transformer_engine
 from mcore_bridge.rules.adapters import FACTORS, Adapters, Sharing, adapter_rules, factor_name, rows_of_parts

@@ -1,9 +1,14 @@
-"""What a model is built with besides its HF config: mesh, dtype, device, modules, head and overrides.
-
-Blueprints: everything that is decided about a model before it is built.
+"""Blueprints: everything that is decided about a model before it is built.
 
 Making a blueprint checks config, mesh, backend and head against each other. It needs no process group. Until the model
-is built, a trainer may change the blueprint's config in place (``reconcile.py``).
+is built, a trainer may change the blueprint's config in place (``reconcile``).
+
+What a model is built with besides its HF config: mesh, dtype, device, modules, head and overrides.
+
+Reconciles a blueprint with its config, which trainers change in place before they build.
+
+A changed field is treated like an override: it passes the same checks, and values that follow from it are set on the
+same config object. Attributes that neither megatron-core nor we know stay as they are.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from mcore_bridge.config.fields import to_mcore
 from mcore_bridge.config.layer_kinds import held_mtp_layers
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.mesh.pipeline import Stage
+from mcore_bridge.config.overrides import gpt_argument_names
 from mcore_bridge.config.unread_fields import require_no_unread, unread_fields, without_unread
 from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory import layer_specs
@@ -236,3 +242,47 @@ def _interleaved(dims: ParallelDims, overrides: Overrides) -> Overrides:
             "the override"
         )
     return chosen
+
+
+_SPECS = frozenset({"transformer_layer_spec", "mtp_block_spec"})
+
+
+def reconcile(blueprint: Blueprint, *, overrides: Overrides | None = None, **changed: Any) -> Blueprint:
+    """The blueprint for the changed config. It keeps the same config object.
+
+    Args:
+        blueprint: from ``make_blueprint``, or from here.
+        overrides: the changes of the config. None: all that ``changes_of`` finds.
+        changed: other build options. None: those of the blueprint.
+
+    Raises:
+        ConfigError, MeshError: as for ``make_blueprint``.
+    """
+    changes = changes_of(blueprint) if overrides is None else overrides
+    options = replace(blueprint.options, **{name: value for name, value in changed.items() if value is not None})
+    if not changes and options == blueprint.options:
+        return blueprint
+    options = replace(
+        options,
+        device=blueprint.device,
+        backend=blueprint.backend,
+        overrides={**(options.overrides or {}), **changes},
+        strict_config=False,
+    )
+    settled = make_blueprint(blueprint.source, options)
+    held = vars(blueprint.config)
+    held.update(vars(settled.config))
+    held.update({name: value for name, value in settled.gpt_arguments.items() if name in held})
+    return replace(settled, config=blueprint.config)
+
+
+def changes_of(blueprint: Blueprint) -> dict[str, object]:
+    """Values that were set on the config after it was made: fields, ``GPTModel`` arguments, our attributes, specs."""
+    before = {**blueprint.initial, **blueprint.gpt_arguments}
+    names = before.keys() | gpt_argument_names() | _SPECS
+    now = {name: value for name, value in vars(blueprint.config).items() if name in names}
+    return {name: value for name, value in now.items() if name not in before or _differ(value, before[name])}
+
+
+def _differ(value: object, before: object) -> bool:
+    return value is not before and value != before

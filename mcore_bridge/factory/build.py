@@ -22,10 +22,9 @@ from mcore_bridge.config.mesh.pipeline import Stage
 from mcore_bridge.config.mesh.process_groups import building_groups, differing
 from mcore_bridge.config.unread_fields import notes_on
 from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
-from mcore_bridge.factory.blueprint import Blueprint, BuildOptions, Overrides, make_blueprint
+from mcore_bridge.factory.blueprint import Blueprint, BuildOptions, Overrides, make_blueprint, reconcile
 from mcore_bridge.factory.chunk import build_chunk, building
 from mcore_bridge.factory.freeze import freeze_parameters, require_patterns
-from mcore_bridge.factory.reconcile import reconcile
 from mcore_bridge.weights.load import described_source, load_hf_weights
 from mcore_bridge.weights.provenance import identity
 from mcore_bridge.weights.source.source import HFWeights

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from mcore_bridge.batches.padded_rows import take_padded_rows
+from mcore_bridge.batches.rows import take_padded_rows
 from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory.hybrid_model import build_hybrid
 from mcore_bridge.factory.modules.output_layers import (
@@ -127,8 +127,8 @@ def _build_gpt(blueprint: Blueprint, stage: Stage, groups: ProcessGroupCollectio
 def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
     """Puts in place what mcore cannot build (rope, dropout, scales, small heads), and sets the provenance."""
     from mcore_bridge.factory.modules.layer_rope import both_ropes
+    from mcore_bridge.factory.modules.multipliers import cap_logits, scale_embedding, scale_logits
     from mcore_bridge.factory.modules.rotary import replace_rotary, take_lengths
-    from mcore_bridge.factory.modules.scale_hooks import cap_logits, scale_embedding, scale_logits
 
     bias_output_layer(chunk)
     mark_cut(chunk)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.modules.backend import Backend, has_transformer_engine, norm_of, submodules_of
-from mcore_bridge.factory.modules.sparse import adapt_sparse
 from mcore_bridge.factory.modules.te_attention import adapt_kernel
 from mcore_bridge.factory.modules.temperature import adapt_query_temperature
 from mcore_bridge.rules.names import INDEXER, fused_norms
@@ -58,8 +57,9 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend)
     from mcore_bridge.factory.modules.delta import adapt_attention
     from mcore_bridge.factory.modules.experts import adapt_experts, adapt_narrow_experts
     from mcore_bridge.factory.modules.half_layers import adapt_halves
-    from mcore_bridge.factory.modules.latent import adapt_latent
+    from mcore_bridge.factory.modules.latent import adapt_latent, adapt_sparse
     from mcore_bridge.factory.modules.layer_rope import adapt_layer_rope
+    from mcore_bridge.factory.modules.multipliers import adapt_residuals
     from mcore_bridge.factory.modules.norms import (
         adapt_expert_norm,
         adapt_norm_placement,
@@ -67,7 +67,6 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend)
         adapt_unit_norms,
     )
     from mcore_bridge.factory.modules.parallel_blocks import adapt_parallel
-    from mcore_bridge.factory.modules.residuals import adapt_residuals
     from mcore_bridge.factory.modules.scores import adapt_scores
     from mcore_bridge.factory.modules.torch_modules import always_biased
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mcore_bridge.config.layer_kinds import MTP_KINDS, held_mtp_layers, inner_config, inner_letters
-from mcore_bridge.config.megatron_release import Release
 from mcore_bridge.config.tables.moe import layers_of
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.modules.backend import Backend, norm_of
+from mcore_bridge.installed import Release
 from mcore_bridge.weights.model_tensors import held_tensors
 
 if TYPE_CHECKING:

@@ -8,12 +8,14 @@
 So an HF name has one mcore name.
 
 HF tensors that engines fuse within one load call. They must be given to an engine together.
+
+The inverse: the names that canonical names have in a ``GPTModel``.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 # fmt: off
@@ -178,3 +180,20 @@ def fused_module(name: str) -> str | None:
     """
     match = _FUSED.fullmatch(name)
     return match[1] if match else None
+
+
+def fused_norm(name: str, fused: Mapping[str, str]) -> str | None:
+    """The name of a norm that TransformerEngine fuses; None of any other parameter.
+
+    Args:
+        fused: the ``fused_norms`` of its layer.
+    """
+    norm, dot, kind = name.rpartition(".")
+    linear = fused.get(norm + dot)
+    return None if linear is None else f"{linear}{kind}"
+
+
+def local_expert(name: str, expert: int, local: int, *, grouped: bool) -> str:
+    """The name of the parameter of a routed expert, by its number on this rank."""
+    before, _, after = name.partition(f".experts.{expert}.")
+    return f"{before}.experts.{after}{local}" if grouped else f"{before}.experts.local_experts.{local}.{after}"

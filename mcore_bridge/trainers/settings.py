@@ -12,8 +12,7 @@ from mcore_bridge.config.fields import Preset
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.tables.moe import MTP_COUNTS, layers_of
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.blueprint import Blueprint, BuildOptions, make_blueprint
-from mcore_bridge.factory.reconcile import changes_of, reconcile
+from mcore_bridge.factory.blueprint import Blueprint, BuildOptions, changes_of, make_blueprint, reconcile
 from mcore_bridge.rules.names import TOWER
 from mcore_bridge.weights.provenance import HF
 

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypedDict, Unpack
 
 from torch import nn
 
-from mcore_bridge.arguments import instance_of, require
+from mcore_bridge.arguments import instance_of, is_count, require
 from mcore_bridge.config.mesh.alike import Shared, difference, sendable
-from mcore_bridge.config.sizes import is_count
 from mcore_bridge.errors import ExportError, describe
 from mcore_bridge.rules.adapters import Adapters
 from mcore_bridge.rules.dtypes import Dtypes

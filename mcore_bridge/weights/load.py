@@ -19,7 +19,7 @@ from mcore_bridge.config.mesh.alike import Content
 from mcore_bridge.rules.dtypes import Dtypes
 from mcore_bridge.rules.encoded import Weight
 from mcore_bridge.rules.mapping import Dialect
-from mcore_bridge.rules.variants import dialect_of
+from mcore_bridge.rules.variants import dialect_of, model_names
 from mcore_bridge.weights.bound import BoundModel, bind, provenance_on, uncollected
 from mcore_bridge.weights.files.file_shards import require_positive
 from mcore_bridge.weights.files.hf_folder import content_of
@@ -29,9 +29,7 @@ from mcore_bridge.weights.load_state import Load, LoadReport
 from mcore_bridge.weights.model_chunks import Models
 from mcore_bridge.weights.own_folder import note_source
 from mcore_bridge.weights.provenance import HF
-from mcore_bridge.weights.source.conventions import model_names
-from mcore_bridge.weights.source.pairs import Pairs
-from mcore_bridge.weights.source.source import HFWeights, Source, open_source
+from mcore_bridge.weights.source.source import HFWeights, Pairs, Source, open_source
 from mcore_bridge.weights.source.tied_tensors import require_equal
 from mcore_bridge.weights.transfer.copier import compiling
 

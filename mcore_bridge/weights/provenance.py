@@ -39,11 +39,11 @@ from mcore_bridge.rules.variants import (
     dialect_of,
     fused,
     lm_head_of,
+    prefix_of,
     redundant_head,
     tied_lm_head,
 )
 from mcore_bridge.weights.files.hf_folder import names_in
-from mcore_bridge.weights.source.conventions import prefix_of
 from mcore_bridge.weights.source.tied_tensors import is_tied, ties_any_head
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mcore_bridge as mb
-from mcore_bridge.factory.blueprint import Blueprint, BuildOptions, make_blueprint
-from mcore_bridge.factory.reconcile import changes_of, reconcile
+from mcore_bridge.factory.blueprint import Blueprint, BuildOptions, changes_of, make_blueprint, reconcile
 from tests.support.strategies import tiny
 
 HF = tiny("qwen3", use_sliding_window=True, sliding_window=8, max_window_layers=2)

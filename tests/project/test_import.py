@@ -12,7 +12,7 @@ import mcore_bridge
 from tests.support.house import MODULES, PACKAGE, ROOT, import_graph, imports, module_of
 
 ORDER = """
-errors <- arguments cpu machine plugins <- rules config <- composite <- architecture <- weights models <- batches
+errors <- arguments cpu installed machine <- rules config <- composite <- architecture <- weights models <- batches
 <- factory <- launch <- convert <- trainers commands <- cli
 """
 INSIDE = {

@@ -12,7 +12,7 @@ import mcore_bridge as mb
 from mcore_bridge.config.rope import Rope
 from mcore_bridge.config.tables.ropes import AlphaRope
 from mcore_bridge.factory.modules import layer_rope, norms, scores
-from mcore_bridge.factory.modules import scale_hooks as scales
+from mcore_bridge.factory.modules import multipliers as scales
 from tests import zoo
 from tests.support import pool, stepping, tiny
 from tests.support.bounds import BOUND

@@ -5,8 +5,7 @@ from hypothesis import strategies as st
 
 from mcore_bridge import ParallelDims
 from mcore_bridge.weights.transfer import collectives
-from mcore_bridge.weights.transfer.collectives import Group
-from mcore_bridge.weights.transfer.window_order import lineup
+from mcore_bridge.weights.transfer.collectives import Group, lineup
 from mcore_bridge.weights.transfer.windows import Memory, Windows
 from tests.support import pool
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from math import lcm, prod
 
+from mcore_bridge.arguments import is_count
 from mcore_bridge.config.mesh import process_groups
 from mcore_bridge.config.mesh.pipeline import (
     BALANCED,
@@ -22,7 +23,6 @@ from mcore_bridge.config.mesh.pipeline import (
     stages_of,
 )
 from mcore_bridge.config.overrides import DIM_OF
-from mcore_bridge.config.sizes import is_count
 from mcore_bridge.errors import MeshError
 
 _SIZES = ("tp", "pp", "vp", "cp", "ep", "etp")

@@ -27,8 +27,14 @@ from mcore_bridge.batches.images import (
     num_positions,
     token_types,
 )
-from mcore_bridge.batches.padded_rows import OF_OTHER_PARTS, as_own_tokens, inputs_by_name, without_images
-from mcore_bridge.batches.whole_rows import WholeRows, whole_rows
+from mcore_bridge.batches.rows import (
+    OF_OTHER_PARTS,
+    WholeRows,
+    as_own_tokens,
+    inputs_by_name,
+    whole_rows,
+    without_images,
+)
 from mcore_bridge.errors import BatchError
 from mcore_bridge.factory.vision.check_features import fitting, misfit
 from mcore_bridge.factory.vision.deepstack import carried, take_features

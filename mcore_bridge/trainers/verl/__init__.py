@@ -9,8 +9,8 @@ from mcore_bridge.trainers.module_patch import replace_modules
 
 _ADAPTERS = "mcore_bridge.trainers.peft_functions"
 _BRIDGE = "mcore_bridge.trainers.megatron_bridge"
-_KERNELS = "mcore_bridge.trainers.verl.kernels"
-_OURS = "mcore_bridge.trainers.verl.replaced"
+_KERNELS = "mcore_bridge.trainers.verl.replacements"
+_OURS = "mcore_bridge.trainers.verl.replacements"
 
 replace_modules(
     {

@@ -1,4 +1,6 @@
-"""Sharded state dicts for folders in which one tensor stacks all layers, along a leading dim.
+"""Fits the states in a checkpoint to a model of the other class, to another mesh, or to layers one by one.
+
+Sharded state dicts for folders in which one tensor stacks all layers, along a leading dim.
 
 On request megatron-core makes them for dense models. Here they are made for any model, from those of single layers.
 

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from mcore_bridge.config.sizes import is_count
+from mcore_bridge.arguments import is_count
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.spec import TensorSpec, runs_within
 

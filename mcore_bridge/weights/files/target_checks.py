@@ -1,4 +1,6 @@
-"""What a dead writer has left in a target, read as if anybody had put it there.
+"""Checks of a target folder: what a dead writer has left in it, and whether its files can be replaced.
+
+What a dead writer has left in a target, read as if anybody had put it there.
 
 A folder that was copied, unpacked or shared may hold such a home as well. Its names and links must not lead a save to
 files outside of the target.

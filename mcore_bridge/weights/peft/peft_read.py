@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mcore_bridge.arguments import is_count
 from mcore_bridge.config.fields import is_number
-from mcore_bridge.config.sizes import is_count
 from mcore_bridge.errors import shown
 from mcore_bridge.weights.files.foreign_patterns import Comparisons, problem_of
 from mcore_bridge.weights.peft.peft_config import STACKS

@@ -1,6 +1,6 @@
 """Copies between strided boxes of elements in two memories, and their composition: one copy after another.
 
-Offsets and strides count elements. This module needs the standard library alone.
+Offsets and strides count elements.
 
 One strided copy of bytes between two buffers: a row of the table that a kernel runs.
 

@@ -17,8 +17,8 @@ from mcore_bridge.weights.plan.export_plan import MESSAGES_IN_FLIGHT, ExportPlan
 from mcore_bridge.weights.plan.inventory import ParamEntry
 from mcore_bridge.weights.plan.payload import OutputTensor
 from mcore_bridge.weights.plan.stream import HEADER, WindowSlice
+from mcore_bridge.weights.transfer.collectives import Lineup, lineup
 from mcore_bridge.weights.transfer.copier import CopyTable
-from mcore_bridge.weights.transfer.window_order import Lineup, lineup
 
 WINDOWS, HEADER_SENT, HEADERS, OWN_WINDOWS, OUTPUTS = range(5)
 """Buffers of a step; their numbers follow those of the tensors that this rank holds.

@@ -1,18 +1,22 @@
-"""verl's fused kernels (``use_fused_kernels``), which use the weight of an output layer and not its logits.
+"""Functions in the place of verl's own: what it adds for adapters, and those from before it had bridges, refused.
+
+verl's fused kernels (``use_fused_kernels``), which use the weight of an output layer and not its logits.
 
 What an output layer does beside multiplying is done here, or refused. The kernels assume that all tensor-parallel ranks
 have equally many rows, and number the labels of each rank accordingly.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.trainers.module_patch import original
+from mcore_bridge.trainers.peft_functions import Peft, create_peft
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
 
 _NAME = "verl.utils.kernel.linear_cross_entropy"
 _SPLIT = 1024
@@ -72,3 +76,40 @@ def _check(weight: Tensor, vocab_size: int, size: int) -> None:
             f"as on the others, found {last} and {rows} of {vocab_size} tokens. Set use_fused_kernels=False or another "
             "tensor_model_parallel_size"
         )
+
+
+def get_peft_cls(model_config: Any, bridge: object, provider: object, dtype: Any = None) -> Peft | None:
+    """What verl adds to the model when it is built; None without adapters.
+
+    Raises:
+        ConfigError: ``model_config.lora`` asks for what adapters here are not, or the bridge is mbridge's.
+    """
+    lora = getattr(model_config, "lora", {})
+    if lora.get("rank", 0) <= 0:
+        return None
+    if provider is None:
+        raise ConfigError("adapters need vanilla_mbridge=False: mbridge has no calls for them")
+    return create_peft(lora, dtype)
+
+
+def hf_to_mcore_config(*arguments: object, **keywords: object) -> NoReturn:
+    """Raise ``ConfigError``: use verl's bridges."""
+    _refuse("hf_to_mcore_config")
+
+
+def init_mcore_model(*arguments: object, **keywords: object) -> NoReturn:
+    """Raise ``ConfigError``: use verl's bridges."""
+    _refuse("init_mcore_model")
+
+
+def get_mcore_weight_converter(*arguments: object, **keywords: object) -> NoReturn:
+    """Raise ``ConfigError``: use verl's bridges."""
+    _refuse("get_mcore_weight_converter")
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ConfigError(
+        f"verl's {name} is not served by mcore_bridge: it belongs to training with use_mbridge=False, which verl had "
+        "up to 0.7.1, and to its commands converter_hf_to_mcore.py and model_merger (backend megatron). Train with "
+        "use_mbridge=True; for the commands use `mcore-bridge convert`, or unset VERL_USE_EXTERNAL_MODULES"
+    )
