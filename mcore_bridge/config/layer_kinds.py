@@ -1,4 +1,4 @@
-"""The layers of a model as megatron-core's ``HybridModel`` counts them: a letter for each half of a layer.
+"""Kinds of layers: which have experts or full attention, and the letters by which a ``HybridModel`` counts halves.
 
 Layers for multi-token prediction (MTP): how many a model holds, and of which kind they are.
 """
@@ -9,8 +9,7 @@ import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from mcore_bridge.config.tables.derived import layers_but_full
-from mcore_bridge.config.tables.moe import layers_of
+from mcore_bridge.config.fields import Mcore, per_layer
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -20,6 +19,18 @@ FIRST, SECOND = frozenset("M*"), frozenset("-E")
 """Kinds of the first half of a layer (mixer, attention) and of its second half (MLP, experts)."""
 MTP_KINDS = ("*", "*-", "*E")
 """What an MTP layer may consist of, if the config says it: attention, and an MLP or experts behind it."""
+MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+"""Fields for the number of MTP layers. A family has one of them, or none."""
+
+
+def layers_of(mcore: Mcore) -> list[int]:
+    """1 for each layer with experts, from ``moe_layer_freq``, which is a list or a number."""
+    return per_layer(mcore, "moe_layer_freq", unset=True, rule=lambda layer, n: layer % n == 0)
+
+
+def layers_but_full(mcore: Mcore, freq: str, *, unset: int) -> list[int]:
+    """1 for each layer without full attention. ``freq`` holds a list of these, or n if every n-th layer is full."""
+    return per_layer(mcore, freq, unset=bool(unset), rule=lambda layer, n: (layer + 1) % n != 0)
 
 
 def held_mtp_layers(settings: Mapping[str, Any]) -> int:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mcore_bridge.config.layer_kinds import MTP_KINDS, held_mtp_layers, inner_config, inner_letters
-from mcore_bridge.config.tables.moe import layers_of
+from mcore_bridge.config.layer_kinds import MTP_KINDS, held_mtp_layers, inner_config, inner_letters, layers_of
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.modules.backend import Backend, norm_of
 from mcore_bridge.installed import Release

@@ -5,6 +5,7 @@ Entries for Command A with experts: norm, sizes of MLPs, choice and sum of exper
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Const, Derive, Hf, Ignore, Mcore, Require, count
+from mcore_bridge.config.layer_kinds import layers_of
 from mcore_bridge.config.tables import (
     BIAS_ATTENTION,
     DECODER,
@@ -16,7 +17,7 @@ from mcore_bridge.config.tables import (
     derived,
     without,
 )
-from mcore_bridge.config.tables.moe import MLP_TYPES, ROUTED, layers_of
+from mcore_bridge.config.tables.moe import MLP_TYPES, ROUTED
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.models.blocks import GQA, MOE, O_BIAS, QKV_BIAS, SHARED, SWIGLU, decoder
 from mcore_bridge.models.blocks import ONE_NORM as NORM_RULES

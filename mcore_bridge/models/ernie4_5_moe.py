@@ -5,8 +5,9 @@ Tables of experts as in ERNIE: in every n-th layer of a range, with softmax scor
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Const, Derive, Field, Hf, Map, Mcore, Preset, Require, count
+from mcore_bridge.config.layer_kinds import layers_of
 from mcore_bridge.config.tables import BIAS_NONE, but, unread
-from mcore_bridge.config.tables.moe import MTP_NEVER, ROUTED, layers_of, shared_experts
+from mcore_bridge.config.tables.moe import MTP_NEVER, ROUTED, shared_experts
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.models.blocks import GQA, MOE, NORMS, SHARED, SWIGLU, decoder
 from mcore_bridge.models.ernie4_5 import ERNIE

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Const, Derive, Field, Hf, Ignore, Map, Mcore, Require, count
+from mcore_bridge.config.layer_kinds import layers_of
 from mcore_bridge.config.tables import BIAS_NONE, DECODER, PLAIN_MLP, QK_PLAIN, WINDOW_NEVER, but, derived, unread
 from mcore_bridge.config.tables.mixers import TIME_STEPS, kept_kinds
-from mcore_bridge.config.tables.moe import MTP_ON_REQUEST, ROUTED, SCALED, layers_of
+from mcore_bridge.config.tables.moe import MTP_ON_REQUEST, ROUTED, SCALED
 from mcore_bridge.config.tables.moe_counted import SIGMOID_GROUPED
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.models.blocks import MAMBA

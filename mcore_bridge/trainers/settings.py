@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from mcore_bridge.architecture import architecture_of
 from mcore_bridge.config.apply_overrides import OF_SOME, same
 from mcore_bridge.config.fields import Preset
+from mcore_bridge.config.layer_kinds import MTP_COUNTS, layers_of
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
-from mcore_bridge.config.tables.moe import MTP_COUNTS, layers_of
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.blueprint import Blueprint, BuildOptions, changes_of, make_blueprint, reconcile
 from mcore_bridge.rules.names import TOWER

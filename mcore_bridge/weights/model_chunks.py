@@ -6,18 +6,18 @@ config says which of these are one layer, since models with layers of one half h
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from mcore_bridge.architecture import architecture_of
 from mcore_bridge.arguments import instance_of, require
+from mcore_bridge.config.fields import to_mcore
 from mcore_bridge.config.layer_kinds import inner_letters, letters_of
-from mcore_bridge.config.mesh.parallel_dims import ParallelDims
-from mcore_bridge.config.transformer import to_transformer_config
+from mcore_bridge.config.unread_fields import without_unread
 from mcore_bridge.errors import MappingError
 from mcore_bridge.rules.hybrid_keys import HalfKeys
 from mcore_bridge.rules.names import Numbering
@@ -101,12 +101,9 @@ def learn_layers(chunks: Iterable[GPTModel], hf: PretrainedConfig) -> None:
         MappingError: it has other layers than the HF config says.
     """
     for chunk in filter(_counts_halves, chunks):
-        own = chunk.config
-        dims = ParallelDims(
-            tp=own.tensor_model_parallel_size, etp=own.expert_tensor_parallel_size, sp=own.sequence_parallel
-        )
         table = architecture_of(hf).fields
-        chunk.bridge_whole = to_transformer_config(hf, table, dims=dims, dtype=torch.float32)
+        chunk.bridge_whole = copy.copy(chunk.config)
+        vars(chunk.bridge_whole).update(to_mcore(table, without_unread(hf, table)))
         expected = "".join(letters_of(chunk.bridge_whole))
         built, *mtp = chunk.hybrid_layer_pattern.replace("|", "").split("/")
         if built != expected:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Union
 from mcore_bridge.architecture import architecture_of, composite_of, read_hf
 from mcore_bridge.composite import IN_MODEL, Whole, spelling_in, text_of
 from mcore_bridge.config.hf import find_folder, with_fields
+from mcore_bridge.config.layer_kinds import MTP_COUNTS
 from mcore_bridge.config.mesh.alike import Content, digest_of
-from mcore_bridge.config.tables.moe import MTP_COUNTS
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.rules.dtypes import dtype_name
 from mcore_bridge.rules.layout import REPLICATED

@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import torch.nn.functional as F  # noqa: N812  (the usual name)
 
-from mcore_bridge.config.fields import Derive, Hf, Mcore, count, per_layer
+from mcore_bridge.config.fields import Derive, Hf, Mcore, count
+from mcore_bridge.config.layer_kinds import layers_but_full
 from mcore_bridge.config.quantization import read_quantization
 from mcore_bridge.config.rope import head_dim
 from mcore_bridge.errors import ConfigError, shown
@@ -180,11 +181,6 @@ def _windows_back(mcore: Mcore) -> dict[str, object]:
     window = _hf_window(mcore["window_size"]) if any(slides) else None
     kinds = ["sliding_attention" if window and slide else "full_attention" for slide in slides]
     return {"sliding_window": window, "layer_types": kinds}
-
-
-def layers_but_full(mcore: Mcore, freq: str, *, unset: int) -> list[int]:
-    """1 for each layer without full attention. ``freq`` holds a list of these, or n if every n-th layer is full."""
-    return per_layer(mcore, freq, unset=bool(unset), rule=lambda layer, n: (layer + 1) % n != 0)
 
 
 def _windows_switched(hf: Hf) -> dict[str, object]:
