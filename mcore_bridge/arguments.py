@@ -97,7 +97,7 @@ def _place(device: object) -> str:
 
 
 WHOLE = Kind("a whole number", _is_whole)
-COUNT = Kind("a whole number of at least 1", lambda value: _is_whole(value) and value >= 1)  # type: ignore[operator]
+COUNT = Kind("a whole number of at least 1", lambda value: is_count(value) and _is_whole(value))
 LEAST_0 = Kind("a whole number of at least 0", lambda value: _is_whole(value) and value >= 0)  # type: ignore[operator]
 FLAG = instance_of("True or False", bool)
 COUNTS = Kind("a list of whole numbers", lambda value: _is_list_of(value, _is_whole))

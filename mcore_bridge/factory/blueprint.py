@@ -97,6 +97,11 @@ class Blueprint:
         return self.options.dtype
 
     @property
+    def overrides(self) -> Overrides:
+        """The overrides, by name; empty if there are none."""
+        return self.options.overrides or {}
+
+    @property
     def stages(self) -> tuple[Stage, ...]:
         """All pipeline stages in execution order."""
         return self.dims.stages(self.config.num_layers)
@@ -266,7 +271,7 @@ def reconcile(blueprint: Blueprint, *, overrides: Overrides | None = None, **cha
         options,
         device=blueprint.device,
         backend=blueprint.backend,
-        overrides={**(options.overrides or {}), **changes},
+        overrides={**blueprint.overrides, **changes},
         strict_config=False,
     )
     settled = make_blueprint(blueprint.source, options)

@@ -181,7 +181,7 @@ def _shared(blueprint: Blueprint, source: HFWeights | None) -> Shared:
         "dtype": blueprint.dtype,
         "backend": blueprint.backend,
         "head": blueprint.provenance.head,
-        "overrides": sorted((blueprint.options.overrides or {}).items()),
+        "overrides": sorted(blueprint.overrides.items()),
         "load_weights": described_source(source),
         "vision": blueprint.provenance.vision,
         "model": blueprint.options.model,

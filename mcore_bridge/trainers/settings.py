@@ -120,7 +120,7 @@ def settle_same(blueprint: Blueprint, *, overrides: Mapping[str, object] | None 
     dtype, head = (changed.get(name) or getattr(options, name) for name in ("dtype", "head"))
     build = {"dtype": dtype, "head": head, "device": blueprint.device, "backend": blueprint.backend}
     changes = changes_of(blueprint) if overrides is None else overrides
-    checked = require_same_model(blueprint.source, {**(options.overrides or {}), **changes}, **build)
+    checked = require_same_model(blueprint.source, {**blueprint.overrides, **changes}, **build)
     return reconcile(blueprint, overrides={name: checked[name] for name in changes}, **changed)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypedDict, Unpack
 
 from torch import nn
 
-from mcore_bridge.arguments import instance_of, is_count, require
+from mcore_bridge.arguments import COUNT, instance_of, require
 from mcore_bridge.config.mesh.alike import Shared, difference, sendable
 from mcore_bridge.errors import ExportError, describe
 from mcore_bridge.rules.adapters import Adapters
@@ -125,9 +125,7 @@ def agree_on_plan(
     bound, error = None, problem
     given: dict[str, object] = {"bucket_bytes": bucket_bytes, "merged": merged, **shared}
     try:
-        if bucket_bytes is not None and not is_count(bucket_bytes):
-            raise ExportError(f"bucket_bytes must be a number of bytes above 0, or None, found {bucket_bytes!r}")
-        require(ExportError, target=(target, _TARGET))
+        require(ExportError, bucket_bytes=(bucket_bytes, COUNT.or_none()), target=(target, _TARGET))
         provenance = provenance_on(models, hf, head)
         bound = bind(models, provenance, dialect=dialect, merged=merged, adapters=adapters)
         given |= {"head": provenance.head, "dialect": dialect or provenance.dialect}

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.architecture import read_hf
+from mcore_bridge.arguments import COUNT, require
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.dtypes import Dtypes
 from mcore_bridge.rules.mapping import Dialect
@@ -23,7 +24,7 @@ from mcore_bridge.weights.bound import mapping_of, provenance_on
 from mcore_bridge.weights.carried import Carried, Mtp, carried_of
 from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.files.atomic_folder import commit, require_files, target_of, updating_by_all
-from mcore_bridge.weights.files.file_shards import MAX_SHARD_BYTES, FileShard, assign_files, require_positive
+from mcore_bridge.weights.files.file_shards import MAX_SHARD_BYTES, FileShard, assign_files
 from mcore_bridge.weights.files.hf_folder import HEADS, weight_files, write_index
 from mcore_bridge.weights.files.safetensors import SafetensorsWriter
 from mcore_bridge.weights.files.sidecars import NOTES, copy_companions
@@ -97,7 +98,7 @@ def save_hf_checkpoint(
     world = Group(None)
     with raise_on_all(world, f"{folder} was not written, and is as it was"):
         target, provenance = target_of(folder), provenance_on(models, hf, head)
-        require_positive(max_shard_bytes=max_shard_bytes, slot_bytes=slot_bytes)
+        require(CheckpointError, max_shard_bytes=(max_shard_bytes, COUNT), slot_bytes=(slot_bytes, COUNT))
     given: dict[str, Any] = {"dtype": dtype, "dialect": dialect, "head": head, "merged": merged}
     sizes = {"max_shard_bytes": max_shard_bytes, "slot_bytes": slot_bytes}
     require_alike(world, {"hf": identity(provenance), **given, "keep": keep, **sizes, "mtp": mtp})

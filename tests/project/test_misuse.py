@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import mcore_bridge as mb
+from mcore_bridge.arguments import COUNT, require
 from mcore_bridge.convert.convert import convert
 from mcore_bridge.convert.hf_to_torch import rank_files
 from mcore_bridge.errors import BridgeError
@@ -251,3 +252,10 @@ def test_the_files_of_another_mesh_do_not_stay_behind(tmp_path, source):
     assert os.listdir(tmp_path / "files" / "release") == ["mp_rank_00"]
     convert(tmp_path / "files", tmp_path / "back", on_event=quiet)
     assert_same(tmp_path / "back", source)
+
+
+@pytest.mark.parametrize("size", [0, -1, True, 1.5, "5GB", 2**63])
+def test_a_size_that_is_no_count_is_refused(size: object) -> None:
+    require(BridgeError, slot_bytes=(1, COUNT))
+    with pytest.raises(BridgeError, match="slot_bytes must be a whole number of at least 1, found"):
+        require(BridgeError, slot_bytes=(size, COUNT))
