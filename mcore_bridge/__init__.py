@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from mcore_bridge.weights.dist_checkpoint.checkpoint import CheckpointReport as CheckpointReport
     from mcore_bridge.weights.dist_checkpoint.checkpoint import load_checkpoint as load_checkpoint
     from mcore_bridge.weights.dist_checkpoint.checkpoint import save_checkpoint as save_checkpoint
-    from mcore_bridge.weights.engine.export_into import export_into as export_into
     from mcore_bridge.weights.engine.map_engine import map_engine as map_engine
     from mcore_bridge.weights.engine.writer import EngineWriter as EngineWriter
+    from mcore_bridge.weights.engine.writer import export_into as export_into
     from mcore_bridge.weights.export import iter_hf_pieces as iter_hf_pieces
     from mcore_bridge.weights.export import iter_hf_weights as iter_hf_weights
     from mcore_bridge.weights.export import to_hf_state_dict as to_hf_state_dict
@@ -79,7 +79,7 @@ _HOMES = {
     "Receiver": "weights.ipc.receiver",
     "map_engine": "weights.engine.map_engine",
     "EngineMap": "weights.plan.engine_map",
-    "export_into": "weights.engine.export_into",
+    "export_into": "weights.engine.writer",
     "EngineWriter": "weights.engine.writer",
     "forward": "batches.forward",
     "TokenOutputs": "batches.forward",

@@ -188,7 +188,7 @@ def feed_until_killed(rank, addresses, folder):
             yield pairs
 
     with (
-        mock.patch("mcore_bridge.weights.engine.export_into.run_messages", messages),
+        mock.patch("mcore_bridge.weights.engine.writer.run_messages", messages),
         pytest.raises(LostRankError, match="1 "),
     ):
         export_into(models, writer, bucket_bytes=2048)
