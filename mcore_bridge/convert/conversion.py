@@ -1,15 +1,9 @@
-"""The common base of all conversions: which parameters go to which file.
-
-What an interrupted conversion has left: its files are kept if it would write the same ones again.
-"""
+"""The common base of all conversions: which parameters go to which file."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
-import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
@@ -18,15 +12,10 @@ from typing import ClassVar
 
 import torch
 
-from mcore_bridge import __version__
 from mcore_bridge.convert.assemble import check_source, parts_of
 from mcore_bridge.convert.reference_model import WholeModel, whole_model
-from mcore_bridge.errors import CheckpointError
-from mcore_bridge.installed import megatron_release
 from mcore_bridge.rules.spec import TensorSpec, runs_within
-from mcore_bridge.weights.files.positional_io import read_bounded
 from mcore_bridge.weights.files.sidecars import copy_companions
-from mcore_bridge.weights.files.sources import SourceFolders
 from mcore_bridge.weights.plan.inventory import ParamEntry
 from mcore_bridge.weights.provenance import config_in, head_of
 from mcore_bridge.weights.source.source import open_folder
@@ -198,44 +187,3 @@ def units_of(entries: Sequence[ParamEntry], file_bytes: int) -> Iterator[Unit]:
     alike = groupby(range(len(entries)), lambda number: parts_of(entries[number])[0].name)
     for run in runs_within((tuple(numbers) for _, numbers in alike), size, file_bytes):
         yield tuple(chain.from_iterable(run))
-
-
-_PLAN = "plan.json"
-
-
-def resume(conversion: Conversion, sources: SourceFolders) -> frozenset[int]:
-    """The files that an earlier run of the same conversion wrote, by number. Files of other conversions are removed."""
-    plan = conversion.staging.with_name(_PLAN)
-    own = json.dumps(_identity(conversion, sources)).encode()
-    if not _holds(plan, own):
-        for path in conversion.staging.iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        plan.write_bytes(own)
-    there = {str(path.relative_to(conversion.staging)) for path in conversion.staging.rglob("*")}
-    return frozenset(number for number, name in enumerate(conversion.names) if name in there)
-
-
-def _holds(path: Path, data: bytes) -> bool:
-    """Whether a file has just these bytes."""
-    try:
-        return read_bounded(path, len(data)) == data
-    except (CheckpointError, ValueError):
-        return False
-
-
-def _identity(conversion: Conversion, sources: SourceFolders) -> object:
-    """A value that is equal for conversions that write the same files.
-
-    It is made of the sources as they were before the plan was made, the plan, the config, and releases.
-    """
-    plan = hashlib.sha256()
-    for part in conversion.contents:
-        plan.update(repr(part).encode())
-    return [
-        conversion.kind,
-        sources.as_json(),
-        list(map(list, conversion.units)),
-        plan.hexdigest(),
-        conversion.options,
-        [__version__, megatron_release()],
-    ]

@@ -17,13 +17,14 @@ import torch
 from mcore_bridge.architecture import architecture_of
 from mcore_bridge.arguments import COUNT, given_path, require
 from mcore_bridge.config.unread_fields import require_no_unread
-from mcore_bridge.convert.conversion import Conversion, ModelConversion, resume
+from mcore_bridge.convert.conversion import Conversion, ModelConversion
 from mcore_bridge.convert.dist_to_hf import FromDist
 from mcore_bridge.convert.hf_merged import ToMerged
 from mcore_bridge.convert.hf_to_dist import ToDist
 from mcore_bridge.convert.hf_to_plain import ToPlain
 from mcore_bridge.convert.hf_to_torch import RankFiles, ToTorch
 from mcore_bridge.convert.rank_files.rank_folder import find_rank_files
+from mcore_bridge.convert.resume import resume
 from mcore_bridge.convert.torch_to_hf import FromTorch
 from mcore_bridge.errors import CheckpointError, MeshError
 from mcore_bridge.launch.processes import OnEvent, run_ranks

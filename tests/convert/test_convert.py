@@ -228,7 +228,7 @@ def test_what_was_left_of_another_config_or_release_is_not_used(back, tmp_path, 
     first, target = tmp_path / ("dist" if back else "hf"), tmp_path / "target"
 
     for config, release in ((tmp_path / "other", mb.__version__), (source, "another")):
-        monkeypatch.setattr("mcore_bridge.convert.conversion.__version__", release)
+        monkeypatch.setattr("mcore_bridge.convert.resume.__version__", release)
         with pytest.raises(StoppedError):
             convert(first, target, hf=config, file_bytes=20_000, on_event=stop_half_way)
         monkeypatch.undo()
