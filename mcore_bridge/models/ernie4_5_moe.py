@@ -1,7 +1,4 @@
-"""ERNIE 4.5 (experts): ernie4_5 with routed experts (softmax scores and a bias) and shared ones in some layers.
-
-Tables of experts as in ERNIE: in every n-th layer of a range, with softmax scores and a bias.
-"""
+"""ERNIE 4.5 (experts): ernie4_5 with routed experts (softmax scores and a bias) and shared ones in some layers."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Const, Derive, Field, Hf, Map, Mcore, Preset, Require, count
@@ -13,6 +10,8 @@ from mcore_bridge.models.blocks import GQA, MOE, NORMS, SHARED, SWIGLU, decoder
 from mcore_bridge.models.ernie4_5 import ERNIE
 from mcore_bridge.rules.layout import ONE_ROW
 from mcore_bridge.rules.mapping import table
+
+# Tables of experts as in ERNIE: in every n-th layer of a range, with softmax scores and a bias.
 
 
 def _interval(hf: Hf) -> dict[str, object]:

@@ -1,7 +1,4 @@
-"""Llama 4, the text model: attention in chunks, layers without a rope, one routed expert whose input is scaled.
-
-Tables of Llama 4: attention in chunks, queries in layers without rope, layers and scores of experts.
-"""
+"""Llama 4, the text model: attention in chunks, layers without a rope, one routed expert whose input is scaled."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Const, Derive, Field, Hf, Ignore, Map, Mcore, Preset, Require, count
@@ -14,6 +11,7 @@ from mcore_bridge.models.blocks import GATED_MLP, GQA, NORMS, O_BIAS, QKV_BIAS, 
 from mcore_bridge.rules.layout import REPLICATED
 from mcore_bridge.rules.mapping import experts, table, under
 
+# Tables of Llama 4: attention in chunks, queries in layers without rope, layers and scores of experts.
 _KINDS = ("full_attention", "chunked_attention")
 _UNWEIGHTED = "after_rope_unweighted"
 

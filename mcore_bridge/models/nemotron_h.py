@@ -1,7 +1,4 @@
-"""Nemotron-H, Nemotron Nano 2 and Nemotron 3: each layer is a Mamba-2 mixer, an attention, an MLP or experts.
-
-The config table of Nemotron-H: layers of one half each, Mamba-2 mixers, and no rope.
-"""
+"""Nemotron-H, Nemotron Nano 2 and Nemotron 3: each layer is a Mamba-2 mixer, an attention, an MLP or experts."""
 
 from typing import TYPE_CHECKING
 
@@ -21,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
+# The config table of Nemotron-H: layers of one half each, Mamba-2 mixers, and no rope.
 _KINDS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
 """The kinds of layers in HF, each with what ``layer_kinds`` calls it, as in megatron-core's hybrid models."""
 _NAMES = {kind: name for name, kind in _KINDS.items()}

@@ -2,18 +2,8 @@
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Const, Map
-from mcore_bridge.config.tables import (
-    BIAS_EVERYWHERE,
-    DENSE,
-    ONE_NORM,
-    OWN_HEAD,
-    PLAIN_MLP,
-    WINDOW_NONE,
-    but,
-    dropout,
-    layer_norm,
-    unread,
-)
+from mcore_bridge.config.tables import DENSE, PLAIN_MLP, WINDOW_NONE, but, dropout, layer_norm, unread
+from mcore_bridge.config.tables.parallel import BIAS_EVERYWHERE, ONE_NORM, OWN_HEAD
 from mcore_bridge.config.tables.ropes import rope
 from mcore_bridge.models.blocks import EMBEDDING, QKV_BIAS, mlp
 from mcore_bridge.models.blocks import ONE_NORM as NORM

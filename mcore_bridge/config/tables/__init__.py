@@ -3,7 +3,7 @@
 They name the fields of transformers 4.57 and of 5 together. A name that the installed release lacks has no effect.
 """
 
-from mcore_bridge.config.fields import Const, Derive, Field, Hf, Ignore, Map, Mcore, Preset, Require
+from mcore_bridge.config.fields import Const, Field, Ignore, Map, Preset, Require
 from mcore_bridge.config.tables import derived, derived_latent, ropes, scales
 
 EMBEDDING_DROPOUT = "embedding_dropout"
@@ -230,31 +230,3 @@ LATENT: tuple[Field, ...] = (
 )
 """A decoder with multi-latent attention: low-rank keys and values, in some models queries too; heads rotate in part.
 In transformers the norms of latents have an epsilon of their own. The architecture adds tables of experts."""
-
-
-# Tables of families whose attention and MLP stand side by side.
-
-
-def _parallel(hf: Hf) -> dict[str, object]:
-    return {"parallel_norms": 2 if hf.get("use_parallel_residual") else None}
-
-
-def _parallel_back(mcore: Mcore) -> dict[str, object]:
-    return {"use_parallel_residual": mcore["parallel_norms"] is not None}
-
-
-ONE_NORM: tuple[Field, ...] = (Const("parallel_norms", 1),)
-"""Attention and MLP read the same norm of the layer's input."""
-PARALLEL_OR_NOT = Derive(("use_parallel_residual",), _parallel, _parallel_back)
-"""Either attention and MLP each read a norm of the layer's input, or the MLP comes after attention as usual."""
-NORM_UNBIASED: tuple[Field, ...] = (*layer_norm("layer_norm_eps"), Const("norm_bias", False), *ONE_NORM)
-"""``ONE_NORM`` for a LayerNorm without a bias."""
-SCALED_LOGITS: tuple[Field, ...] = (Map("logit_scale", "logit_scale"),)
-BIAS_EVERYWHERE: tuple[Field, ...] = (
-    *(Const("add_bias_linear", True), Const("add_qkv_bias", True), Const("attention_output_bias", True)),
-)
-OWN_HEAD: tuple[Field, ...] = (
-    Const("share_embeddings_and_output_weights", False),
-    Require("tie_word_embeddings", (False,), "nobody has written a tied head with another name, or with a bias"),
-)
-"""For an LM head with another name than ``lm_head.weight``, or with a bias."""
