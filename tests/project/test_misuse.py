@@ -3,7 +3,6 @@
 import contextlib
 import inspect
 import os
-from dataclasses import replace
 
 import pytest
 import torch
@@ -145,7 +144,7 @@ WRONG = (None, [], [3], {}, 7, -1, 0, 2.5, float("nan"), float("inf"), 10**30, "
 def good(models, folder, source):
     """Arguments by which each public callable can be called; what is not here has none that it needs."""
     plan = mb.plan_buckets(mb.manifest(models), num_slots=2)
-    handles = [replace(share(MARK), digest=EMPTY_MAP.digest)]
+    handles = [share(MARK, EMPTY_MAP.digest)]
     return {
         "build_model": {"hf": HF, "device": "cpu", "load_weights": False},
         "adopt": {"models": models, "hf": HF},

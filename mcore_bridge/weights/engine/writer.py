@@ -20,7 +20,7 @@ from mcore_bridge.rules.mapping import Dialect
 from mcore_bridge.rules.spec import runs_within
 from mcore_bridge.weights.agreement import Options, open_export
 from mcore_bridge.weights.engine.group_copies import GroupCopies, MapCopies, Pair, take_expected
-from mcore_bridge.weights.ipc.shared_memory import Handle, open_shared
+from mcore_bridge.weights.ipc.shared_memory import Handle, open_all
 from mcore_bridge.weights.model_chunks import Models
 from mcore_bridge.weights.plan.boxes import ByteCopy, stacked
 from mcore_bridge.weights.plan.engine_map import EngineMap, SliceCopy
@@ -79,9 +79,8 @@ class EngineWriter:
                 f"{len(handles)}; pass the map and the handles of one engine"
             )
         self.map, self._group_bytes = engine_map, group_bytes
-        if {*(handle.digest for handle in handles)} != {engine_map.digest}:
-            raise TransferError("expected handles of an engine with this map, found others: take them of that engine")
-        self._mark, *tensors = map(open_shared, handles)
+        other = "expected handles of an engine with this map, found others: take them of that engine"
+        self._mark, *tensors = open_all(handles, engine_map.digest, other)
         self.memory = Buffers(tensors)
         """The engine's tensors in the order of its map, uint8 [bytes] each."""
         self.program: object = None
