@@ -1,4 +1,4 @@
-"""Kinds of layers: which have experts or full attention, and the letters by which a ``HybridModel`` counts halves.
+"""Kinds of layers: which have experts, full attention or a rope, and their letters in a ``HybridModel``.
 
 Layers for multi-token prediction (MTP): how many a model holds, and of which kind they are.
 """
@@ -31,6 +31,16 @@ def layers_of(mcore: Mcore) -> list[int]:
 def layers_but_full(mcore: Mcore, freq: str, *, unset: int) -> list[int]:
     """1 for each layer without full attention. ``freq`` holds a list of these, or n if every n-th layer is full."""
     return per_layer(mcore, freq, unset=bool(unset), rule=lambda layer, n: (layer + 1) % n != 0)
+
+
+def layers_without_rope(mcore: Mcore) -> list[int]:
+    """1 for each layer without rope. ``no_rope_freq`` holds a list of these, or n if every n-th layer has none."""
+    return per_layer(mcore, "no_rope_freq", unset=False, rule=lambda layer, n: (layer + 1) % n == 0)
+
+
+def shares_selection(layer: int, *, freq: int, offset: int) -> bool:
+    """Whether ``layer`` (counted from 0) has no indexer, and uses the selection of an earlier layer."""
+    return max(layer + 1 - max(offset, 1), 0) % freq != 0
 
 
 def held_mtp_layers(settings: Mapping[str, Any]) -> int:

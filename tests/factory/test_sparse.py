@@ -10,7 +10,8 @@ from transformers import CONFIG_MAPPING
 import mcore_bridge as mb
 from mcore_bridge import installed
 from mcore_bridge.architecture import architecture_of, read_hf
-from mcore_bridge.config.tables.sparse_attention import SHARING, shares_selection
+from mcore_bridge.config.layer_kinds import shares_selection
+from mcore_bridge.config.tables.sparse_attention import SHARING
 from mcore_bridge.config.transformer import to_gpt_arguments, to_hf_config, to_transformer_config
 from mcore_bridge.errors import ConfigError, MeshError
 from tests import zoo

@@ -17,7 +17,7 @@ from tests.support.house import MODULES, PACKAGE, import_graph, module_of
 REACHED = {
     "load_hf_weights": 49,
     "iter_hf_weights": 65,
-    "build_model": 110,
+    "build_model": 108,
     "save_hf_checkpoint": 75,
     "add_adapters": 63,
     "forward": 54,

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mcore_bridge.config.fields import Derive, Hf, Mcore, count, is_number, per_layer
+from mcore_bridge.config.fields import Derive, Hf, Mcore, count, is_number
+from mcore_bridge.config.layer_kinds import layers_without_rope
 from mcore_bridge.config.rope import Rope, head_dim, rope_from
 from mcore_bridge.config.rope_spelling import (
     FULL,
@@ -88,11 +89,6 @@ def _no_rope(hf: Hf) -> dict[str, object]:
 
 def _no_rope_back(mcore: Mcore) -> dict[str, object]:
     return {"no_rope_layers": [1 - layer for layer in layers_without_rope(mcore)]}
-
-
-def layers_without_rope(mcore: Mcore) -> list[int]:
-    """1 for each layer without rope. ``no_rope_freq`` holds a list of these, or n if every n-th layer has none."""
-    return per_layer(mcore, "no_rope_freq", unset=False, rule=lambda layer, n: (layer + 1) % n == 0)
 
 
 def _rotary_dim(hf: Hf) -> dict[str, object]:
