@@ -53,10 +53,7 @@ def _is_linear(config: TransformerConfig, number: int) -> bool:
 
 def _delta_spec(config: TransformerConfig, backend: str) -> ModuleSpec:
     if backend == "te":
-        from megatron.core.extensions.transformer_engine import (
-            TELayerNormColumnParallelLinear,
-            TERowParallelLinear,
-        )
+        from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TERowParallelLinear
 
         linears = {"in_proj": TELayerNormColumnParallelLinear, "out_proj": TERowParallelLinear}
     else:

@@ -140,9 +140,7 @@ def adapt_sparse(layer: Any, config: Any, backend: Backend) -> None:
     if backend == "te":
         say("TransformerEngine has no sparse attention: megatron-core computes it in torch")
     from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.experimental_attention_variant.absorbed_mla import (
-        AbsorbedMLASelfAttentionSubmodules,
-    )
+    from megatron.core.transformer.experimental_attention_variant.absorbed_mla import AbsorbedMLASelfAttentionSubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     from mcore_bridge.factory.modules.sparse_modules import SparseLatentAttention

@@ -10,10 +10,7 @@ import functools
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-)
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor, nn
 

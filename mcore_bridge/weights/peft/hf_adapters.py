@@ -34,14 +34,7 @@ from mcore_bridge.weights.load_state import LoadReport
 from mcore_bridge.weights.manifest import Manifest, ManifestEntry
 from mcore_bridge.weights.model_chunks import Models, chunks_of
 from mcore_bridge.weights.own_folder import is_source, note_source, require_held
-from mcore_bridge.weights.peft.peft_config import (
-    CONFIG,
-    STACKS,
-    WEIGHTS,
-    PeftNames,
-    portable_config,
-    shortest_ends,
-)
+from mcore_bridge.weights.peft.peft_config import CONFIG, STACKS, WEIGHTS, PeftNames, portable_config, shortest_ends
 from mcore_bridge.weights.peft.peft_folder import PeftFolder, memory_prefixes, open_peft, stored_dtypes
 from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.provenance import Provenance
