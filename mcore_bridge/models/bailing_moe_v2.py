@@ -4,9 +4,9 @@ from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Field, Map, Require
 from mcore_bridge.config.tables import DECODER, WINDOW_NONE, but, published, unread
 from mcore_bridge.config.tables.derived import biases
+from mcore_bridge.config.tables.derived_rope import ROTARY_DIM, rope
 from mcore_bridge.config.tables.moe import DENSE_FIRST, ROUTED, SCALED, SIGMOID, shared_experts
 from mcore_bridge.config.tables.moe_counted import GIVEN_GROUPS
-from mcore_bridge.config.tables.ropes import ROTARY_DIM, rope
 from mcore_bridge.models.blocks import MOE, NORMS, SHARED, SWIGLU, decoder
 from mcore_bridge.rules.layout import FUSED_QKV, REPLICATED, ROW, VOCAB
 from mcore_bridge.rules.mapping import table, under

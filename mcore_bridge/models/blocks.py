@@ -1,11 +1,10 @@
-"""Shared tables of weight rules. Each block of a transformer is one table: mcore names, HF names, and layouts.""" ""
+"""Shared tables of weight rules. Each block of a transformer is one table: mcore names, HF names, and layouts."""
 
 from typing import TYPE_CHECKING
 
 from mcore_bridge.config import fields
 from mcore_bridge.rules.layout import COLUMN, FUSED_GATED_UP, FUSED_QKV, GATED_UP, QKV, REPLICATED, ROW, VOCAB
 from mcore_bridge.rules.mapping import Rule, Rules, experts, numbered, table, under
-from mcore_bridge.rules.mixer_layouts import DELTA, DELTA_CONV, DELTA_HEAD, GATED_QKV, MAMBA_CONV, MAMBA_IN
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -142,48 +141,3 @@ def mlp(up: str, down: str) -> Rules:
 def decoder(*layer: Rules, embedding: Rules = EMBEDDING) -> Rules:
     """A decoder without its head: embedding, the rules ``layer`` for every layer, final norm."""
     return (*embedding, *under("decoder.layers.*", "model.layers.*", *layer), *FINAL_NORM)
-
-
-# Shared tables of linear attention (the gated delta rule), and of full attention with an output gate.
-# fmt: off
-GATED_GQA     = table(("self_attention.linear_qkv.weight",    "self_attn.{q,k,v}_proj.weight",   GATED_QKV),
-                      ("self_attention.linear_qkv.bias",      "self_attn.{q,k,v}_proj.bias",     GATED_QKV),
-                      ("self_attention.linear_proj.weight",   "self_attn.o_proj.weight",         ROW))
-DELTA_NET     = under("self_attention", "linear_attn", table(
-                      ("conv1d.weight",                       "conv1d.weight",                   DELTA_CONV),
-                      ("A_log",                               "A_log",                           COLUMN),
-                      ("dt_bias",                             "dt_bias",                         COLUMN),
-                      ("out_norm.weight",                     "norm.weight",                     REPLICATED),
-                      ("out_proj.weight",                     "out_proj.weight",                 ROW)))
-DELTA_IN      = under("self_attention", "linear_attn", table(
-                      ("in_proj.weight",                      "in_proj_{qkv,z,b,a}.weight",      DELTA)))
-DELTA_IN_HEAD = under("self_attention", "linear_attn", table(
-                      ("in_proj.weight",                      "in_proj_{qkvz,ba}.weight",        DELTA_HEAD)))
-DELTA_LAYER   = (*NORMS, *GATED_GQA, *O_BIAS, *QK_NORM, *DELTA_NET)
-# fmt: on
-"""A layer without its MLP, and without the input projection of linear attention."""
-
-# Shared tables of Mamba-2 mixers, which stand in the place of attention.
-# fmt: off
-MAMBA = table(("in_proj.weight",  "in_proj.weight",  MAMBA_IN),
-              ("conv1d.weight",   "conv1d.weight",   MAMBA_CONV),
-              ("conv1d.bias",     "conv1d.bias",     MAMBA_CONV),
-              ("A_log",           "A_log",           COLUMN),
-              ("D",               "D",               COLUMN),
-              ("dt_bias",         "dt_bias",         COLUMN),
-              ("norm.weight",     "norm.weight",     COLUMN),
-              ("out_proj.weight", "out_proj.weight", ROW))
-# fmt: on
-"""The rules of a mixer, without the names of its places."""
-
-# Shared tables of latent attention with an indexer. Every TP rank holds the indexer whole.
-# fmt: off
-INDEXER      = under("self_attention.core_attention.indexer", "self_attn.indexer", table(
-                     ("linear_wq_b.weight",         "wq_b.weight",         REPLICATED),
-                     ("linear_wk.weight",           "wk.weight",           REPLICATED),
-                     ("k_norm.weight",              "k_norm.weight",       REPLICATED),
-                     ("k_norm.bias",                "k_norm.bias",         REPLICATED),
-                     ("linear_weights_proj.weight", "weights_proj.weight", REPLICATED)))
-SPARSE_LAYER = (*NORMS, *MLA, *INDEXER, *MOE_BIASED)
-# fmt: on
-"""A layer without its dense MLP. Layers that share a selection have no indexer."""

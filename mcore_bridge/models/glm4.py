@@ -3,7 +3,7 @@
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.tables import DENSE, INTERLEAVED, NORM_SANDWICH, QK_PLAIN, WINDOW_NONE, but
 from mcore_bridge.config.tables.derived import biases
-from mcore_bridge.config.tables.ropes import rope
+from mcore_bridge.config.tables.derived_rope import rope
 from mcore_bridge.models.blocks import FUSED_GLU, GQA, NORMS, QKV_BIAS, decoder, norms_behind
 
 ROPE = rope(own=("partial_rotary_factor",))

@@ -4,8 +4,8 @@ from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Map
 from mcore_bridge.config.tables import DECODER, WINDOW_NONE, but
 from mcore_bridge.config.tables.derived import biases
+from mcore_bridge.config.tables.derived_rope import rope
 from mcore_bridge.config.tables.moe import DENSE_FIRST, GROUPS, MTP_ON_REQUEST, ROUTED, SCALED, SIGMOID, shared_experts
-from mcore_bridge.config.tables.ropes import rope
 from mcore_bridge.models.blocks import GQA, MOE_BIASED, NORMS, QK_NORM, QKV_BIAS, SWIGLU, decoder, mtp_behind
 
 LAYER = (NORMS, GQA, QKV_BIAS, QK_NORM, MOE_BIASED)

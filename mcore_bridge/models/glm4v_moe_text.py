@@ -5,8 +5,8 @@ from mcore_bridge.config.fields import Require
 from mcore_bridge.config.rope_spelling import MULTIMODAL
 from mcore_bridge.config.tables import DECODER, QK_PLAIN, WINDOW_NONE, but
 from mcore_bridge.config.tables.derived import biases
+from mcore_bridge.config.tables.derived_rope import rope
 from mcore_bridge.config.tables.moe import DENSE_FIRST, GROUPS, MTP_NEVER, ROUTED, SCALED, SIGMOID, shared_experts
-from mcore_bridge.config.tables.ropes import rope
 from mcore_bridge.models.blocks import GQA, MOE_BIASED, NORMS, QKV_BIAS, SWIGLU, decoder
 
 ROPE = rope(own=("partial_rotary_factor", *MULTIMODAL))

@@ -5,7 +5,7 @@ from dataclasses import replace
 from mcore_bridge.config.fields import Require
 from mcore_bridge.config.rope_spelling import MULTIMODAL
 from mcore_bridge.config.tables import BIAS_QKV, DENSE, INTERLEAVED, NORM_SANDWICH, QK_PLAIN, WINDOW_NONE, but
-from mcore_bridge.config.tables.ropes import rope
+from mcore_bridge.config.tables.derived_rope import rope
 from mcore_bridge.models import glm4
 
 ROPE = rope(own=("partial_rotary_factor", *MULTIMODAL))

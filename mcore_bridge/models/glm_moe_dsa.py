@@ -3,7 +3,8 @@
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Const, Ignore, Require
 from mcore_bridge.config.tables.sparse_attention import SHARING, SPARSE, SPARSE_RELEASE
-from mcore_bridge.models.blocks import SPARSE_LAYER, SWIGLU, decoder, mtp_behind
+from mcore_bridge.models.blocks import SWIGLU, decoder, mtp_behind
+from mcore_bridge.models.blocks_sparse import SPARSE_LAYER
 
 ARCHITECTURE = Architecture(
     model_type="glm_moe_dsa",

@@ -6,7 +6,8 @@ from mcore_bridge.config.tables import BIAS_ATTENTION, DECODER, QK_PLAIN, WINDOW
 from mcore_bridge.config.tables.mixers import LAYERS, MIXER, POSITIONS, SIZES
 from mcore_bridge.config.tables.moe import ROUTED, SOFTMAX_NORMALISED
 from mcore_bridge.config.tables.scales import MULTIPLIERS
-from mcore_bridge.models.blocks import GQA, MAMBA, NORMS, O_BIAS, QKV_BIAS, decoder
+from mcore_bridge.models.blocks import GQA, NORMS, O_BIAS, QKV_BIAS, decoder
+from mcore_bridge.models.blocks_mamba import MAMBA
 from mcore_bridge.models.granitemoe import ARCHITECTURE as OF_EXPERTS
 from mcore_bridge.models.granitemoe import MOE
 from mcore_bridge.models.granitemoeshared import MLP, SHARED

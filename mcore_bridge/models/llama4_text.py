@@ -4,8 +4,8 @@ from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Const, Derive, Field, Hf, Ignore, Map, Mcore, Preset, Require, count
 from mcore_bridge.config.layer_kinds import layers_of
 from mcore_bridge.config.tables import BIAS_ATTENTION, DECODER, INTERLEAVED, WINDOW_NEVER, but
+from mcore_bridge.config.tables.derived_rope import NO_ROPE, rope
 from mcore_bridge.config.tables.moe import ROUTED, one_size
-from mcore_bridge.config.tables.ropes import NO_ROPE, rope
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.models.blocks import GATED_MLP, GQA, NORMS, O_BIAS, QKV_BIAS, decoder
 from mcore_bridge.rules.layout import REPLICATED

@@ -3,8 +3,8 @@
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Const
 from mcore_bridge.config.tables import BIAS_NONE, DECODER, QK_NORMED_TOGETHER, WINDOW_NONE, but, unread
+from mcore_bridge.config.tables.derived_rope import rope
 from mcore_bridge.config.tables.moe import MTP_NEVER, NO_SHARED, ONE_SIZE, ROUTED, SIGMOID
-from mcore_bridge.config.tables.ropes import rope
 from mcore_bridge.models.blocks import GQA, NORMS, QK_NORM, W123, W123_BIAS, W123_STACKS, decoder
 
 ROPE = rope(own=("partial_rotary_factor",))

@@ -2,7 +2,7 @@
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.tables import BIAS_NONE, DENSE, QK_PLAIN, WINDOW_ALL, but
-from mcore_bridge.config.tables.ropes import rope
+from mcore_bridge.config.tables.derived_rope import rope
 from mcore_bridge.models.blocks import GQA, NORMS, SWIGLU, decoder
 
 ROPE = rope(types=("yarn",), own=("llama_4_scaling_beta", "max_position_embeddings"))

@@ -3,7 +3,7 @@
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Const, Ignore
 from mcore_bridge.config.tables import BIAS_ANY, DENSE, PLAIN_MLP, QK_PLAIN, WINDOW_NONE, but, layer_norm, unread
-from mcore_bridge.config.tables.ropes import rope
+from mcore_bridge.config.tables.derived_rope import rope
 from mcore_bridge.models.blocks import FINAL_BIAS, GQA, NORM_BIAS, NORMS, O_BIAS, QKV_BIAS, decoder, mlp
 
 ROPE = rope(types=("default",), own=("partial_rotary_factor",))

@@ -10,7 +10,7 @@ from mcore_bridge.config.tables.mixers import TIME_STEPS, kept_kinds
 from mcore_bridge.config.tables.moe import MTP_ON_REQUEST, ROUTED, SCALED
 from mcore_bridge.config.tables.moe_counted import SIGMOID_GROUPED
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.models.blocks import MAMBA
+from mcore_bridge.models.blocks_mamba import MAMBA
 from mcore_bridge.rules.layout import COLUMN, QKV, REPLICATED, ROW, VOCAB
 from mcore_bridge.rules.mapping import Rules, experts, numbered, table, under
 

@@ -3,7 +3,7 @@
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Require
 from mcore_bridge.config.tables import BIAS_NONE, DENSE, QK_PLAIN, WINDOW_ALL, but, dropout, unread
-from mcore_bridge.config.tables.ropes import rope
+from mcore_bridge.config.tables.derived_rope import rope
 from mcore_bridge.models.blocks import FUSED_GLU, FUSED_GQA, NORMS, decoder
 
 ROPE = rope(types=("default", "longrope"), own=("partial_rotary_factor",))

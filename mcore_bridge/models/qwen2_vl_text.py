@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from mcore_bridge.config.tables import but
-from mcore_bridge.config.tables.ropes import MULTIMODAL_ROPE
+from mcore_bridge.config.tables.derived_rope import MULTIMODAL_ROPE
 from mcore_bridge.models import qwen2
 
 ARCHITECTURE = replace(

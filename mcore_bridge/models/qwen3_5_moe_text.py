@@ -5,7 +5,8 @@ from mcore_bridge.config.fields import Ignore
 from mcore_bridge.config.tables import DECODER, but
 from mcore_bridge.config.tables.linear_attention import DELTA, NO_MIXED_MLP
 from mcore_bridge.config.tables.moe import EXPERT_SIZE, ROUTED, SHARED_BY_GATE, SOFTMAX_NORMALISED
-from mcore_bridge.models.blocks import DELTA_IN, DELTA_LAYER, MOE, SHARED_GATED, decoder, mtp_beside
+from mcore_bridge.models.blocks import MOE, SHARED_GATED, decoder, mtp_beside
+from mcore_bridge.models.blocks_delta import DELTA_IN, DELTA_LAYER
 
 NO_DENSE = Ignore("no layer has a dense MLP", ("intermediate_size",))
 LAYER = (DELTA_LAYER, MOE, SHARED_GATED)

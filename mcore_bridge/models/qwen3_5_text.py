@@ -3,7 +3,8 @@
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.tables import DENSE, but
 from mcore_bridge.config.tables.linear_attention import DELTA, NO_MIXED_MLP
-from mcore_bridge.models.blocks import DELTA_IN, DELTA_LAYER, SWIGLU, decoder, mtp_beside
+from mcore_bridge.models.blocks import SWIGLU, decoder, mtp_beside
+from mcore_bridge.models.blocks_delta import DELTA_IN, DELTA_LAYER
 
 ARCHITECTURE = Architecture(
     model_type="qwen3_5_text",

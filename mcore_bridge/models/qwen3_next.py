@@ -4,7 +4,8 @@ from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.tables import DECODER, but
 from mcore_bridge.config.tables.linear_attention import DELTA
 from mcore_bridge.config.tables.moe import EXPERT_SIZE, ROUTED, SHARED_BY_GATE, SOFTMAX_BY_CONFIG, SPARSE_STEP
-from mcore_bridge.models.blocks import DELTA_IN_HEAD, DELTA_LAYER, MOE, SHARED_GATED, SWIGLU, decoder, mtp_beside
+from mcore_bridge.models.blocks import MOE, SHARED_GATED, SWIGLU, decoder, mtp_beside
+from mcore_bridge.models.blocks_delta import DELTA_IN_HEAD, DELTA_LAYER
 
 LAYER = (DELTA_LAYER, MOE, SHARED_GATED)
 ARCHITECTURE = Architecture(

@@ -3,8 +3,8 @@
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Require
 from mcore_bridge.config.tables import BIAS_ATTENTION, DECODER, QK_NORMED, WINDOW_NONE, but
+from mcore_bridge.config.tables.derived_rope import MULTIMODAL_ROPE
 from mcore_bridge.config.tables.moe import EXPERT_SIZE, NO_SHARED, ROUTED, SOFTMAX_NORMALISED, SPARSE_STEP
-from mcore_bridge.config.tables.ropes import MULTIMODAL_ROPE
 from mcore_bridge.models.blocks import GQA, NORMS, O_BIAS, QK_NORM, QKV_BIAS, ROUTER, SWIGLU, decoder
 from mcore_bridge.rules.layout import FUSED_GATED_UP, ROW, TRANSPOSED
 from mcore_bridge.rules.mapping import experts, table

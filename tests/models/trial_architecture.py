@@ -4,7 +4,7 @@ from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Require
 from mcore_bridge.config.tables import DENSE, QK_PLAIN, WINDOW_NONE, but, layer_norm
 from mcore_bridge.config.tables.derived import biases
-from mcore_bridge.config.tables.ropes import rope
+from mcore_bridge.config.tables.derived_rope import rope
 from mcore_bridge.models.blocks import FINAL_BIAS, GQA, NORM_BIAS, NORMS, QKV_BIAS, SWIGLU, decoder
 
 ARCHITECTURE = Architecture(

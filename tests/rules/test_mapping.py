@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_bridge.errors import MappingError
-from mcore_bridge.models.blocks import GQA, INDEXER, MLA, NORMS, O_BIAS, QK_NORM, QKV_BIAS, SWIGLU, SWIGLU_BIAS, decoder
+from mcore_bridge.models.blocks import GQA, MLA, NORMS, O_BIAS, QK_NORM, QKV_BIAS, SWIGLU, SWIGLU_BIAS, decoder
+from mcore_bridge.models.blocks_sparse import INDEXER
 from mcore_bridge.rules.layout import REPLICATED
 from mcore_bridge.rules.mapping import WeightMapping, numbered, table, under
 from mcore_bridge.rules.names import Numbering, canonical, fused_norms, plain_key

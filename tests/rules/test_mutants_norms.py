@@ -10,7 +10,7 @@ import torch
 
 import mcore_bridge as mb
 from mcore_bridge.config.rope import Rope
-from mcore_bridge.config.tables.ropes import AlphaRope
+from mcore_bridge.config.tables.derived_rope import AlphaRope
 from mcore_bridge.factory.modules import layer_rope, norms, scores
 from mcore_bridge.factory.modules import multipliers as scales
 from tests import zoo

@@ -4,7 +4,7 @@ They name the fields of transformers 4.57 and of 5 together. A name that the ins
 """
 
 from mcore_bridge.config.fields import Const, Field, Ignore, Map, Preset, Require
-from mcore_bridge.config.tables import derived, derived_latent, ropes, scales
+from mcore_bridge.config.tables import derived, derived_latent, derived_rope, scales
 
 EMBEDDING_DROPOUT = "embedding_dropout"
 
@@ -107,7 +107,7 @@ GEOMETRY: tuple[Field, ...] = (
     Map("rms_norm_eps", "layernorm_epsilon"),
     Map("initializer_range", "init_method_std"),
     Map("attention_dropout", "attention_dropout", default=0.0),
-    *(derived.HEADS, derived.VOCAB, derived.ACTIVATION, ropes.ROPE),
+    *(derived.HEADS, derived.VOCAB, derived.ACTIVATION, derived_rope.ROPE),
 )
 MATHS: tuple[Field, ...] = (
     Const("normalization", "RMSNorm"),
@@ -162,7 +162,7 @@ PLAIN_MLP: tuple[Field, ...] = (Const("gated_linear_unit", False),)
 INTERLEAVED: tuple[Field, ...] = (Const("rotary_interleaved", True),)
 _PATTERN = Ignore("transformers has made layer_types of it", ("sliding_window_pattern", "_sliding_window_pattern"))
 WINDOW_PATTERN: tuple[Field, ...] = (derived.WINDOWS, _PATTERN)
-WINDOW_OR_NOPE: tuple[Field, ...] = (ropes.WINDOW_OR_NOPE, _PATTERN)
+WINDOW_OR_NOPE: tuple[Field, ...] = (derived_rope.WINDOW_OR_NOPE, _PATTERN)
 
 QK_PLAIN: tuple[Field, ...] = (Const("qk_layernorm", False),)
 QK_NORMED: tuple[Field, ...] = (Const("qk_layernorm", True),)

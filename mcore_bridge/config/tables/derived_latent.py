@@ -4,7 +4,7 @@ In these models, transformers calls the size of the rotated part ``head_dim``.
 """
 
 from mcore_bridge.config.fields import Derive, Hf, Mcore, count
-from mcore_bridge.config.tables.ropes import rope
+from mcore_bridge.config.tables.derived_rope import rope
 from mcore_bridge.errors import ConfigError
 
 _SIZES = {  # HF field: mcore name

@@ -2,7 +2,7 @@
 
 from mcore_bridge.config.fields import Derive, Field, Hf, Ignore, Map, Mcore, Require, count
 from mcore_bridge.config.rope_spelling import speaks_rope_parameters
-from mcore_bridge.config.tables.ropes import ROPE
+from mcore_bridge.config.tables.derived_rope import ROPE
 from mcore_bridge.errors import ConfigError
 
 _KINDS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*"}

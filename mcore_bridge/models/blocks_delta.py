@@ -1,0 +1,24 @@
+"""Shared tables of linear attention (the gated delta rule), and of full attention with an output gate."""
+
+from mcore_bridge.models.blocks import NORMS, O_BIAS, QK_NORM
+from mcore_bridge.rules.layout import COLUMN, REPLICATED, ROW
+from mcore_bridge.rules.mapping import table, under
+from mcore_bridge.rules.mixer_layouts import DELTA, DELTA_CONV, DELTA_HEAD, GATED_QKV
+
+# fmt: off
+GATED_GQA     = table(("self_attention.linear_qkv.weight",    "self_attn.{q,k,v}_proj.weight",   GATED_QKV),
+                      ("self_attention.linear_qkv.bias",      "self_attn.{q,k,v}_proj.bias",     GATED_QKV),
+                      ("self_attention.linear_proj.weight",   "self_attn.o_proj.weight",         ROW))
+DELTA_NET     = under("self_attention", "linear_attn", table(
+                      ("conv1d.weight",                       "conv1d.weight",                   DELTA_CONV),
+                      ("A_log",                               "A_log",                           COLUMN),
+                      ("dt_bias",                             "dt_bias",                         COLUMN),
+                      ("out_norm.weight",                     "norm.weight",                     REPLICATED),
+                      ("out_proj.weight",                     "out_proj.weight",                 ROW)))
+DELTA_IN      = under("self_attention", "linear_attn", table(
+                      ("in_proj.weight",                      "in_proj_{qkv,z,b,a}.weight",      DELTA)))
+DELTA_IN_HEAD = under("self_attention", "linear_attn", table(
+                      ("in_proj.weight",                      "in_proj_{qkvz,ba}.weight",        DELTA_HEAD)))
+DELTA_LAYER   = (*NORMS, *GATED_GQA, *O_BIAS, *QK_NORM, *DELTA_NET)
+# fmt: on
+"""A layer without its MLP, and without the input projection of linear attention."""

@@ -1,0 +1,16 @@
+"""Shared tables of latent attention with an indexer. Every TP rank holds the indexer whole."""
+
+from mcore_bridge.models.blocks import MLA, MOE_BIASED, NORMS
+from mcore_bridge.rules.layout import REPLICATED
+from mcore_bridge.rules.mapping import table, under
+
+# fmt: off
+INDEXER      = under("self_attention.core_attention.indexer", "self_attn.indexer", table(
+                     ("linear_wq_b.weight",         "wq_b.weight",         REPLICATED),
+                     ("linear_wk.weight",           "wk.weight",           REPLICATED),
+                     ("k_norm.weight",              "k_norm.weight",       REPLICATED),
+                     ("k_norm.bias",                "k_norm.bias",         REPLICATED),
+                     ("linear_weights_proj.weight", "weights_proj.weight", REPLICATED)))
+SPARSE_LAYER = (*NORMS, *MLA, *INDEXER, *MOE_BIASED)
+# fmt: on
+"""A layer without its dense MLP. Layers that share a selection have no indexer."""
