@@ -9,7 +9,6 @@ from mcore_bridge.rules.mapping import Rule, Rules, experts, numbered, table, un
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-
 # fmt: off
 EMBEDDING   = table(("embedding.word_embeddings.weight",    "model.embed_tokens.weight",       VOCAB))
 FINAL_NORM  = table(("decoder.final_layernorm.weight",      "model.norm.weight",               REPLICATED))
