@@ -16,10 +16,11 @@ from torch import nn
 from mcore_bridge.arguments import COUNT, instance_of, require
 from mcore_bridge.config.mesh.alike import Shared, difference, sendable
 from mcore_bridge.errors import ExportError, describe
+from mcore_bridge.machine import uncollected
 from mcore_bridge.rules.adapters import Adapters
 from mcore_bridge.rules.dtypes import Dtypes
 from mcore_bridge.rules.mapping import Dialect, Rules
-from mcore_bridge.weights.bound import BoundModel, bind, provenance_on, uncollected
+from mcore_bridge.weights.bound import BoundModel, bind, provenance_on
 from mcore_bridge.weights.model_chunks import Models, chunks_of, whole_config
 from mcore_bridge.weights.param_sync import gather_pending, heard_by_replicas, require_gatherable
 from mcore_bridge.weights.plan.all_to_all import plan_targets

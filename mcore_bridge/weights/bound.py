@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import gcd
@@ -284,18 +282,3 @@ def _mamba_axes(config: TransformerConfig) -> dict[str, int]:
     sizes = {"mamba_inner": heads * config.mamba_head_dim, "mamba_state": config.mamba_state_dim, "mamba_heads": heads}
     unit = gcd(*sizes.values())  # several ranks may share a group
     return {name: size // unit for name, size in sizes.items()}
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Pause the garbage collector in the block, if it is on.
-
-    It takes a third of the time if very many objects are made and kept.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -18,11 +18,12 @@ from mcore_bridge.arguments import COUNT, require
 from mcore_bridge.config.hf import find_folder
 from mcore_bridge.config.mesh.alike import Content
 from mcore_bridge.errors import CheckpointError
+from mcore_bridge.machine import uncollected
 from mcore_bridge.rules.dtypes import Dtypes
 from mcore_bridge.rules.encoded import Weight
 from mcore_bridge.rules.mapping import Dialect
 from mcore_bridge.rules.variants import dialect_of, model_names
-from mcore_bridge.weights.bound import BoundModel, bind, provenance_on, uncollected
+from mcore_bridge.weights.bound import BoundModel, bind, provenance_on
 from mcore_bridge.weights.files.hf_folder import content_of
 from mcore_bridge.weights.files.slice_reader import read
 from mcore_bridge.weights.files.staging import SLOT_BYTES, Staging
