@@ -69,7 +69,7 @@ CALLS = {
         lambda models, folder: mb.save_hf_checkpoint(models, f"{folder}\0"),
         "expected a path, found a null byte",
     ),
-    "bytes": (lambda models, folder: mb.save_hf_checkpoint(models, folder, slot_bytes=1e9), "slot_bytes=1000000000"),
+    "bytes": (lambda models, folder: mb.save_hf_checkpoint(models, folder, slot_bytes=1e9), "slot_bytes must be"),
     "size": (lambda models, folder: mb.EngineRank(tp="2"), r"expected sizes of at least 1, found \{'tp': '2'\}"),
     "sizes": (lambda models, folder: mb.engine_ranks(tp="2"), "expected sizes of at least 1"),
     "target": (lambda models, folder: list(mb.iter_hf_weights(models, target="all")), "expected target=.* found 'all'"),
