@@ -1,7 +1,7 @@
 """The registry. An architecture is a config table and weight rules; it is looked up by the ``model_type`` of HF.
 
 Ours are the files of ``models/`` that define ``ARCHITECTURE``, so a new architecture is one new file. Other packages
-call ``register``, or declare entry points, which are read once a ``model_type`` is unknown (``plugins.py``).
+call ``register``, or declare entry points, which are read once a ``model_type`` is unknown (``installed.py``).
 
 A file of ``models/`` may also define ``COMPOSITES``, whose text is one of the architectures, and ``REFUSALS``: families
 that we refuse, with the reason. A package that can build one of them may register it.
@@ -15,13 +15,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mcore_bridge import plugins
 from mcore_bridge.arguments import instance_of, require
 from mcore_bridge.composite import TRANSFORMERS, Composite, text_of
 from mcore_bridge.config.fields import Field
 from mcore_bridge.config.hf import nearest, read_config
-from mcore_bridge.config.megatron_release import Release
 from mcore_bridge.errors import ConfigError, shown
+from mcore_bridge.installed import GROUP, Release, plugins
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -172,7 +171,7 @@ def architecture_of(hf: "PretrainedConfig | str") -> Architecture:
         raise ConfigError(
             f"The model_type must be a registered architecture, found {model_type!r}."
             f"{nearest(model_type, {*_REGISTRY, *_COMPOSITES})} Register an architecture for it, or install a package "
-            f"with an entry point of the group {plugins.GROUP!r}.{_text_inside(hf)}"
+            f"with an entry point of the group {GROUP!r}.{_text_inside(hf)}"
         )
     return _REGISTRY[model_type]
 
@@ -219,7 +218,7 @@ def _load_ours() -> None:
 
 
 def _load_theirs() -> None:
-    for name, offer in plugins.load():
+    for name, offer in plugins():
         for architecture in (offer,) if isinstance(offer, Architecture) else offer:
             if not isinstance(architecture, Architecture):
                 raise ConfigError(

@@ -14,7 +14,7 @@ from mcore_bridge.commands import report
 from mcore_bridge.commands.plan import tables
 from mcore_bridge.commands.verify.verify import verify
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
-from mcore_bridge.factory.build_options import BuildOptions
+from mcore_bridge.factory.blueprint import BuildOptions
 
 PICTURE = Path(__file__).parent.parent / "images" / "terminal.svg"
 COLUMNS = 108

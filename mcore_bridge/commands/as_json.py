@@ -29,7 +29,7 @@ def of_verdict(verdict: Verdict) -> dict[str, Any]:
     """The object of ``verify``."""
     from mcore_bridge.commands.verify.verify import TOLERANCE
     from mcore_bridge.config.unread_fields import notes_on
-    from mcore_bridge.weights.dtypes import dtype_name
+    from mcore_bridge.rules.dtypes import dtype_name
 
     blueprint, findings, task = verdict.blueprint, verdict.findings, verdict.task
     comparison = findings[0].logits
@@ -73,7 +73,7 @@ def of_plan(mesh_plan: MeshPlan, engine: Sequence[EngineRank], *, bandwidth: flo
     from mcore_bridge.commands.plan.cost import cost_of
     from mcore_bridge.commands.plan.engine_cost import feed
     from mcore_bridge.config.unread_fields import notes_on
-    from mcore_bridge.weights.dtypes import dtype_name
+    from mcore_bridge.rules.dtypes import dtype_name
 
     blueprint = mesh_plan.blueprint
     return {

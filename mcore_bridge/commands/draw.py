@@ -90,8 +90,7 @@ def _read(config: str | os.PathLike[str] | PretrainedConfig) -> PretrainedConfig
 
 
 def _with_layers(hf: PretrainedConfig, num_layers: int) -> PretrainedConfig:
-    from mcore_bridge.factory.blueprint import make_blueprint
-    from mcore_bridge.factory.build_options import BuildOptions
+    from mcore_bridge.factory.blueprint import BuildOptions, make_blueprint
 
     options = BuildOptions(dtype=torch.float32, device="cpu", overrides={"num_layers": num_layers})
     return make_blueprint(hf, options).provenance.config

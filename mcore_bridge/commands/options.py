@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mcore_bridge.config.given_path import given_path
+from mcore_bridge.arguments import given_path
 from mcore_bridge.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
-    from mcore_bridge.factory.build_options import BuildOptions
+    from mcore_bridge.factory.blueprint import BuildOptions
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -65,7 +65,7 @@ def one_of(option: str, value: str, choices: tuple[str, ...]) -> str:
 def build_options(context: typer.Context) -> BuildOptions:
     """The options of a command that say what is built. An option that it lacks has its default."""
     from mcore_bridge.config.mesh.parallel_dims import ParallelDims
-    from mcore_bridge.factory.build_options import BuildOptions
+    from mcore_bridge.factory.blueprint import BuildOptions
 
     given = context.params
     sizes = {field.name: given[field.name] for field in fields(ParallelDims) if field.name in given}

@@ -33,7 +33,7 @@ from mcore_bridge.commands.options import (
 from mcore_bridge.commands.plan.batch import BANDWIDTH, Batch
 from mcore_bridge.commands.run_command import Answer, in_options, options_of, running, uncompiled
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.weights.gc_paused import uncollected
+from mcore_bridge.machine import uncollected
 
 _OF_ONE_MESH = {"vp", "layout", "sp", "mtp", "world", "engine_tp", "engine_pp", "engine_ep"}
 

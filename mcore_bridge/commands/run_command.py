@@ -18,7 +18,7 @@ import typer
 from rich.console import Console, RenderableType
 from typer.core import TyperGroup
 
-from mcore_bridge.config.given_path import given_path
+from mcore_bridge.arguments import given_path
 from mcore_bridge.errors import BridgeError, TargetError, describe
 
 Answer = Callable[[Callable[[], RenderableType], Callable[[], Mapping[str, Any]]], None]

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING
 
 from mcore_bridge.config.fields import Const, Field, Hf, Map, Mcore, Preset, to_mcore
 from mcore_bridge.config.hf import special_float, with_fields
+from mcore_bridge.config.layer_kinds import layers_but_full, layers_of, layers_without_rope
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.overrides import config_class
 from mcore_bridge.config.rope import Rope
-from mcore_bridge.config.tables.derived import comparable, layers_but_full
-from mcore_bridge.config.tables.derived_rope import layers_without_rope
-from mcore_bridge.config.tables.moe import layers_of
+from mcore_bridge.config.tables.derived import comparable
 from mcore_bridge.config.transformer import settings_of
 from mcore_bridge.errors import ConfigError
 

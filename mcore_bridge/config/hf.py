@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mcore_bridge import plugins
-from mcore_bridge.config.given_path import given_path
+from mcore_bridge.arguments import given_path
 from mcore_bridge.config.rope_spelling import respelled, speaks_rope_parameters
 from mcore_bridge.errors import ConfigError, shown
+from mcore_bridge.installed import plugins
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -208,7 +208,7 @@ def _config_class(
     if not isinstance(model_type, str) or not model_type:
         raise ConfigError(f"{folder / _CONFIG} must name a model_type, found {model_type!r}. Add it, as HF spells it.")
     if model_type not in CONFIG_MAPPING:
-        list(plugins.load())  # loading an entry point may register a config class with transformers
+        list(plugins())  # loading an entry point may register a config class with transformers
     if model_type not in CONFIG_MAPPING and model_type in reads_as:
         return _borrowed(model_type, reads_as[model_type])
     if model_type not in CONFIG_MAPPING and model_type in refused:

@@ -15,9 +15,9 @@ from torch import Tensor
 from mcore_bridge.config.hf import read_json
 from mcore_bridge.convert.conversion import Conversion, Progress, units_of_tensors
 from mcore_bridge.errors import CheckpointError
+from mcore_bridge.rules.dtypes import dtype_name, wanted_dtype
 from mcore_bridge.rules.encoded import Encoded
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.dtypes import dtype_name, wanted_dtype
 from mcore_bridge.weights.files.file_shards import shard_names_of
 from mcore_bridge.weights.files.hf_folder import HEADS, weight_files, write_index
 from mcore_bridge.weights.files.safetensors import SafetensorsWriter

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mcore_bridge.config.megatron_release import Release
-from mcore_bridge.config.mtp import KINDS, held_mtp_layers, inner_config, inner_letters
-from mcore_bridge.config.tables.moe import layers_of
+from mcore_bridge.config.layer_kinds import MTP_KINDS, held_mtp_layers, inner_config, inner_letters, layers_of
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.modules.backend import Backend, norm_of
+from mcore_bridge.installed import Release
 from mcore_bridge.weights.model_tensors import held_tensors
 
 if TYPE_CHECKING:
@@ -51,9 +50,9 @@ def count_mtp(overrides: Mapping[str, object], *, head: str) -> tuple[int, int]:
 def require_mtp(provenance: Provenance, config: TransformerConfig) -> None:
     """Raises ``ConfigError`` if the model would have MTP layers that nobody knows how to build, or to name."""
     wanted, kinds = held_mtp_layers(vars(config)), getattr(config, "mtp_kinds", None)
-    if wanted and kinds not in (None, *KINDS):
+    if wanted and kinds not in (None, *MTP_KINDS):
         raise ConfigError(
-            f"mtp_layers_block_type must be one of {', '.join(map(repr, KINDS))}, found {kinds!r}, where * is "
+            f"mtp_layers_block_type must be one of {', '.join(map(repr, MTP_KINDS))}, found {kinds!r}, where * is "
             "attention, - an MLP, E experts and M a Mamba-2 mixer. No published model has others: remove mtp_num_layers"
         )
     if wanted and kinds is not None and "E" in kinds and config.num_moe_experts is None:

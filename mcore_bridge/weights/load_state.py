@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import CheckpointError
+from mcore_bridge.rules.dtypes import Dtypes, dtype_name, is_exact, wanted_dtype
 from mcore_bridge.rules.encoded import Encoded, EncodedSlice, Weight
 from mcore_bridge.rules.mapping import unstacked
 from mcore_bridge.rules.names import expert_of, kind_of, mtp_layer_of
 from mcore_bridge.rules.scheme import Encoding
 from mcore_bridge.rules.trace import Copy, Shape
 from mcore_bridge.weights.bound import BoundModel
-from mcore_bridge.weights.dtypes import Dtypes, dtype_name, is_exact, wanted_dtype
 from mcore_bridge.weights.files.encoded_copy import EncodedCopy
 from mcore_bridge.weights.files.safetensors import SafetensorsFile
 from mcore_bridge.weights.files.slice_reader import AnyCopy, FileCopy

@@ -31,12 +31,12 @@ from mcore_bridge.commands.verify.logits import Comparison
 from mcore_bridge.commands.verify.rank import RankResult
 from mcore_bridge.commands.verify.verify import TOLERANCE, Verdict, _crossing, differences, widest
 from mcore_bridge.factory import chunk
-from mcore_bridge.factory.build_options import BuildOptions
-from mcore_bridge.factory.hybrid_model.hybrid_chunk import build_hybrid
+from mcore_bridge.factory.blueprint import BuildOptions
+from mcore_bridge.factory.hybrid_model import build_hybrid
 from mcore_bridge.factory.hybrid_support import RELEASE
 from mcore_bridge.launch.processes import RankError, run_ranks
+from mcore_bridge.rules.dtypes import wanted_dtype
 from mcore_bridge.rules.mapping import Rule
-from mcore_bridge.weights.dtypes import wanted_dtype
 from tests.support import command, composites, seeing, tiny, towers
 from tests.support.command import quietly, refused, run
 

@@ -12,9 +12,8 @@ from mcore_bridge.commands.app import app
 from mcore_bridge.commands.plan.engine_cost import feed
 from mcore_bridge.commands.plan.mesh_plan import MeshPlan, plan_mesh
 from mcore_bridge.errors import TargetError
-from mcore_bridge.factory.blueprint import make_blueprint
-from mcore_bridge.factory.build_options import BuildOptions
-from mcore_bridge.weights.plan.budget import MESSAGES_IN_FLIGHT
+from mcore_bridge.factory.blueprint import BuildOptions, make_blueprint
+from mcore_bridge.weights.plan.export_plan import MESSAGES_IN_FLIGHT
 from mcore_bridge.weights.plan.stream import HEADER
 from tests.support import fake_mesh
 from tests.support.sparse_models import sparse

@@ -13,7 +13,7 @@ from mcore_bridge.commands.plan.activations import kept_by_layers
 from mcore_bridge.commands.plan.batch import Batch
 from mcore_bridge.commands.plan.suggest import Suggestion, suggest
 from mcore_bridge.config import hf
-from mcore_bridge.factory.build_options import BuildOptions
+from mcore_bridge.factory.blueprint import BuildOptions
 from mcore_bridge.launch.fake_rank import rank_of
 from tests import zoo
 from tests.support import composites

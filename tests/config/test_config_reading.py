@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, LlamaConfig
 
-from mcore_bridge import plugins
 from mcore_bridge.config.hf import read_config
 from mcore_bridge.errors import ConfigError
 from tests.support.families import FAMILIES, ROPES, Json, built, family, read, rope_of, spelling_4, spelling_5, write
@@ -188,7 +187,7 @@ def test_a_plugin_may_bring_the_class_of_a_config(tmp_path: Path, monkeypatch: p
         model_type = "of_a_plugin"
 
     monkeypatch.setattr(CONFIG_MAPPING, "_extra_content", dict(CONFIG_MAPPING._extra_content))
-    monkeypatch.setattr(plugins, "load", lambda: iter([AutoConfig.register("of_a_plugin", OfAPlugin)]))
+    monkeypatch.setattr("mcore_bridge.config.hf.plugins", lambda: iter([AutoConfig.register("of_a_plugin", OfAPlugin)]))
     assert type(read({**family("llama"), "model_type": "of_a_plugin"}, tmp_path)) is OfAPlugin
 
 

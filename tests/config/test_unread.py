@@ -20,7 +20,7 @@ from mcore_bridge.config.hf import read_config
 from mcore_bridge.config.tables import BASE
 from mcore_bridge.config.unread_fields import notes_on, unread_fields
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.build_options import BuildOptions
+from mcore_bridge.factory.blueprint import BuildOptions
 from tests import zoo
 from tests.support.families import family, write
 

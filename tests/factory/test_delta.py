@@ -251,7 +251,7 @@ def test_megatrons_own_takes_its_place_from_the_release_on_that_packs_for_it(mon
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name == "fla" else find_spec(name))
     for release, module in (("0.16.1", TorchGatedDeltaNet), ("0.19.2", GatedDeltaNet)):
-        monkeypatch.setattr("mcore_bridge.config.megatron_release.installed", lambda release=release: release)
+        monkeypatch.setattr("mcore_bridge.installed.megatron_release", lambda release=release: release)
         assert _delta_spec(to_transformer_config(HF), "te").module is module
     monkeypatch.undo()
     assert _delta_spec(to_transformer_config(HF), "torch").module is TorchGatedDeltaNet

@@ -13,7 +13,7 @@ from mcore_bridge import ParallelDims, build_model, forward, to_layer_spec, to_t
 from mcore_bridge.config.mesh.divisibility import check_model
 from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory.modules import mixer
-from mcore_bridge.factory.modules.mamba.mamba_scan import CHUNK, scan
+from mcore_bridge.factory.modules.mamba_kernels import CHUNK, scan
 from mcore_bridge.rules.names import Numbering, canonical
 from tests import zoo
 from tests.support import pool, stepping, tiny

@@ -11,9 +11,9 @@ import mcore_bridge as mb
 from mcore_bridge import ParallelDims
 from mcore_bridge.architecture import architecture_of
 from mcore_bridge.config.tables.moe import MLP_TYPES
-from mcore_bridge.config.tables.moe_interval import INTERVAL
 from mcore_bridge.config.transformer import to_gpt_arguments, to_hf_config, to_transformer_config
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.models.ernie4_5_moe import INTERVAL
 from tests import zoo
 from tests.support import pool, stepping, tiny
 from tests.support.bounds import BOUND, EXPERT_MESHES, ONE

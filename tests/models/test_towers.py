@@ -18,8 +18,7 @@ from mcore_bridge.config.hf import read_config
 from mcore_bridge.convert.convert import convert
 from mcore_bridge.convert.hf_to_torch import rank_files
 from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
-from mcore_bridge.factory.blueprint import make_blueprint
-from mcore_bridge.factory.build_options import BuildOptions
+from mcore_bridge.factory.blueprint import BuildOptions, make_blueprint
 from mcore_bridge.factory.param_count import count_params
 from mcore_bridge.factory.vision.tower import build_tower
 from mcore_bridge.launch.fake_rank import rank_of

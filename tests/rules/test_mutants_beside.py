@@ -5,8 +5,8 @@ from unittest import mock
 
 from torch import cat
 
-from mcore_bridge.factory.modules import attention_and_mixer as beside
-from mcore_bridge.factory.modules.mamba import mamba_mixer as mamba
+from mcore_bridge.factory.modules import half_layers as beside
+from mcore_bridge.factory.modules import mamba_mixer as mamba
 from tests import zoo
 from tests.support import mutants, pool
 from tests.support.bounds import BOUND, TWO

@@ -11,7 +11,7 @@ import torch
 from mcore_bridge import ParallelDims
 from mcore_bridge.factory.modules import delta as modules
 from mcore_bridge.rules.layout import COLUMN, GROUPS, REPLICATED, Concat, Leading, Split
-from mcore_bridge.rules.layout_delta import DELTA, DELTA_CONV, DELTA_HEAD, KEY_HEADS, Q_AND_GATE
+from mcore_bridge.rules.mixer_layouts import DELTA, DELTA_CONV, DELTA_HEAD, KEY_HEADS, Q_AND_GATE
 from tests.support import mutants, pool, stepping, tiny
 from tests.support.bounds import BOUND, FOUR
 from tests.support.mutants import DEALT_ROW, exchange, laid_out, of

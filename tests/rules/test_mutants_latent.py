@@ -8,7 +8,7 @@ import pytest
 
 from mcore_bridge import ParallelDims
 from mcore_bridge.config.rope import Rope
-from mcore_bridge.factory.modules.latent_modules import LatentAttention, LatentNorm
+from mcore_bridge.factory.modules.latent import LatentAttention, LatentNorm
 from mcore_bridge.factory.modules.rotary import LatentRotaryEmbedding
 from mcore_bridge.rules.layout import COLUMN, REPLICATED, Rearrange
 from tests import zoo

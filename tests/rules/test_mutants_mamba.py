@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
-from mcore_bridge.factory.modules.mamba import mamba_kernels, mamba_scan
-from mcore_bridge.factory.modules.mamba import mamba_mixer as mamba
+from mcore_bridge.factory.modules import mamba_kernels
+from mcore_bridge.factory.modules import mamba_mixer as mamba
 from mcore_bridge.rules.layout import COLUMN, REPLICATED, Concat, Layout, Split
 from tests import zoo
 from tests.support import mutants, pool
@@ -87,7 +87,7 @@ def test_the_true_rules_survive(found):
     assert {at["none"] for at in found.values()} == {"survives"}
 
 
-_norm, _ahead, _scan = mamba.GroupNorm.forward, mamba_scan._ahead, mamba_kernels.scan
+_norm, _ahead, _scan = mamba.GroupNorm.forward, mamba_kernels._ahead, mamba_kernels.scan
 
 
 def ungrouped(self, hidden, gate):
@@ -100,7 +100,7 @@ MISTAKES = {
     "no gate": lambda: mock.patch.object(
         mamba.GroupNorm, "forward", lambda self, hidden, gate: _norm(self, hidden, torch.ones_like(gate))
     ),
-    "a token sees the next": lambda: mock.patch.object(mamba_scan, "_ahead", lambda since: _ahead(since).triu(2)),
+    "a token sees the next": lambda: mock.patch.object(mamba_kernels, "_ahead", lambda since: _ahead(since).triu(2)),
     "B for C": lambda: mock.patch.object(
         mamba_kernels, "scan", lambda x, steps, decay, into, out_of, skip: _scan(x, steps, decay, out_of, into, skip)
     ),

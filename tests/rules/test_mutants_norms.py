@@ -10,9 +10,9 @@ import torch
 
 import mcore_bridge as mb
 from mcore_bridge.config.rope import Rope
-from mcore_bridge.config.tables.alpha_rope import AlphaRope
+from mcore_bridge.config.tables.derived_rope import AlphaRope
 from mcore_bridge.factory.modules import layer_rope, norms, scores
-from mcore_bridge.factory.modules import scale_hooks as scales
+from mcore_bridge.factory.modules import multipliers as scales
 from tests import zoo
 from tests.support import pool, stepping, tiny
 from tests.support.bounds import BOUND

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from mcore_bridge.factory.modules.latent_modules import LatentNorm
+from mcore_bridge.factory.modules.latent import LatentNorm
 from mcore_bridge.rules.layout import COLUMN
 from tests import zoo
 from tests.support import mutants, pool

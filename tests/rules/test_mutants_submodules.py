@@ -11,11 +11,10 @@ from torch import nn
 import mcore_bridge as mb
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory import chunk
-from mcore_bridge.factory.modules import norms, residuals, torch_modules
+from mcore_bridge.factory.modules import multipliers, norms, torch_modules
 from mcore_bridge.factory.modules import parallel_blocks as parallel
-from mcore_bridge.factory.modules import scale_hooks as scales
 from mcore_bridge.factory.modules.output_layers import output_weight
-from mcore_bridge.trainers.verl.kernels import linear_cross_entropy
+from mcore_bridge.trainers.verl.replacements import linear_cross_entropy
 from tests import zoo
 from tests.support import pool
 from tests.support.bounds import BOUND, ONE
@@ -75,11 +74,11 @@ def unnormed(module: Any, inputs: object, outputs: Any) -> Any:
 
 MUTANTS: dict[str, tuple[str, Any, str, Any]] = {
     # mistake: the case that shows it, and what is put in place of which attribute
-    "residuals without their multiplier": ("granite", residuals, "multiplied", plain),
-    "mixers without the multiplier": ("granitemoehybrid-no-experts", residuals, "multiplied", plain),
-    "bias without the multiplier": ("granite", residuals, "multiplied", bias_behind),
-    "logits not divided": ("granite", scales, "scale_logits", nothing),
-    "experts summed, not averaged": ("cohere2_moe", residuals, "multiplied", plain),
+    "residuals without their multiplier": ("granite", multipliers, "multiplied", plain),
+    "mixers without the multiplier": ("granitemoehybrid-no-experts", multipliers, "multiplied", plain),
+    "bias without the multiplier": ("granite", multipliers, "multiplied", bias_behind),
+    "logits not divided": ("granite", multipliers, "scale_logits", nothing),
+    "experts summed, not averaged": ("cohere2_moe", multipliers, "multiplied", plain),
     "second norm forgotten": ("cohere2", parallel.SharedInput, "recalled", given_on),
     "second norm of the sum": ("gpt_neox", parallel.SharedInput, "recalling", of_what_it_is_given),
     "mean not subtracted": ("cohere", torch_modules.Norm, "forward", around_nothing),

@@ -19,8 +19,8 @@ from mcore_bridge.launch.fake_rank import rank_of
 from mcore_bridge.rules.adapters import LINEAR
 from mcore_bridge.weights.bound import bind
 from mcore_bridge.weights.dist_checkpoint.compare import leaves_of, sharded_states
+from mcore_bridge.weights.dist_checkpoint.fit_state import fit_chain
 from mcore_bridge.weights.dist_checkpoint.folder import TorchDistFolder, by_plain_key
-from mcore_bridge.weights.dist_checkpoint.optimizer_chain import fit_chain
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from tests import zoo
 from tests.support import pool, stepping

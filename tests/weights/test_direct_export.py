@@ -21,8 +21,7 @@ from mcore_bridge.weights.agreement import agree_on_plan
 from mcore_bridge.weights.engine.mapped_engine import EngineState
 from mcore_bridge.weights.model_tensors import held_tensors
 from mcore_bridge.weights.plan import all_to_all
-from mcore_bridge.weights.plan.boxes import BoxCopy
-from mcore_bridge.weights.transfer.byte_copy import ByteCopy
+from mcore_bridge.weights.plan.boxes import BoxCopy, ByteCopy
 from mcore_bridge.weights.transfer.executor import run_messages
 from tests.support import pool
 from tests.support.stand_in import Sizes, connected, held_bits, loaded, serve_all
@@ -189,7 +188,7 @@ def feed_until_killed(rank, addresses, folder):
             yield pairs
 
     with (
-        mock.patch("mcore_bridge.weights.engine.export_into.run_messages", messages),
+        mock.patch("mcore_bridge.weights.engine.writer.run_messages", messages),
         pytest.raises(LostRankError, match="1 "),
     ):
         export_into(models, writer, bucket_bytes=2048)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import mcore_bridge as mb
 from mcore_bridge import EngineRank, ParallelDims, engine_ranks
 from mcore_bridge.errors import ExportError, TargetError
-from mcore_bridge.trainers.rlinf.shares import slices_of
+from mcore_bridge.trainers.rlinf.weight_reshard import slices_of
 from mcore_bridge.weights.manifest import digest
 from mcore_bridge.weights.plan.engine_slices import _runs
 from mcore_bridge.weights.plan.inventory import merge_inventories

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from operator import mul
 
 from mcore_bridge.commands.plan.batch import BANDWIDTH
-from mcore_bridge.weights.plan.export_plan import ExportPlan
-from mcore_bridge.weights.plan.memory import peak_bytes
+from mcore_bridge.weights.plan.export_plan import ExportPlan, peak_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from mcore_bridge.commands.plan.mesh_plan import MeshPlan
 from mcore_bridge.commands.plan.replicas import members
 from mcore_bridge.errors import TargetError
 from mcore_bridge.weights.plan.all_to_all import plan_targets
-from mcore_bridge.weights.plan.budget import MESSAGES_IN_FLIGHT
+from mcore_bridge.weights.plan.export_plan import MESSAGES_IN_FLIGHT
 from mcore_bridge.weights.plan.target import EngineRank
 from mcore_bridge.weights.transfer.program import Program
 

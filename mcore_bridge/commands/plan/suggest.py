@@ -31,8 +31,7 @@ from mcore_bridge.weights.provenance import provenance_of
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
-    from mcore_bridge.factory.blueprint import Blueprint
-    from mcore_bridge.factory.build_options import BuildOptions
+    from mcore_bridge.factory.blueprint import Blueprint, BuildOptions
 
 AXES = ("tp", "pp", "cp", "ep", "etp")
 """The axes that are searched; context parallelism stays 1 unless its size is given."""

@@ -18,14 +18,13 @@ from mcore_bridge.commands.plan.cost import cost_of
 from mcore_bridge.commands.plan.engine_cost import feed
 from mcore_bridge.commands.plan.mesh_plan import Chunk, MeshPlan, plan_mesh
 from mcore_bridge.config.unread_fields import notes_on
-from mcore_bridge.weights.dtypes import dtype_name
+from mcore_bridge.rules.dtypes import dtype_name
 from mcore_bridge.weights.plan.target import EngineRank
 from mcore_bridge.weights.provenance import Provenance, provenance_of
 
 if TYPE_CHECKING:
     from mcore_bridge.config.mesh.parallel_dims import ParallelDims
-    from mcore_bridge.factory.blueprint import Blueprint
-    from mcore_bridge.factory.build_options import BuildOptions
+    from mcore_bridge.factory.blueprint import Blueprint, BuildOptions
 
 
 def plan(

@@ -23,11 +23,11 @@ from mcore_bridge.config.hf import read_json
 from mcore_bridge.rules.adapters import base_name
 from mcore_bridge.rules.encoded import Encoded
 from mcore_bridge.rules.mapping import WeightMapping
-from mcore_bridge.weights.bound import Models
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.files.positional_io import array_of
 from mcore_bridge.weights.files.safetensors import SafetensorsFile
 from mcore_bridge.weights.load import overwrite
+from mcore_bridge.weights.model_chunks import Models
 from mcore_bridge.weights.peft.peft_config import CONFIG, WEIGHTS, PeftNames
 from mcore_bridge.weights.peft.peft_read import PeftConfig
 from mcore_bridge.weights.source.source import Source, open_folder

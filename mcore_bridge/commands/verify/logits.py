@@ -27,7 +27,7 @@ from mcore_bridge.commands.verify.free_memory import USABLE, shortage
 from mcore_bridge.commands.verify.random_image import Shown, shown
 from mcore_bridge.config.hf import is_borrowed
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
-from mcore_bridge.factory.build_options import BuildOptions
+from mcore_bridge.factory.blueprint import BuildOptions
 from mcore_bridge.launch.worker import Report
 from mcore_bridge.weights.peft.hf_adapters import load_adapters
 from mcore_bridge.weights.transfer.collectives import Group

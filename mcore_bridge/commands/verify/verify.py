@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mcore_bridge.arguments import given_path
 from mcore_bridge.commands import text
 from mcore_bridge.commands.verify.rank import RankResult, Task, check_rank
-from mcore_bridge.config.given_path import given_path
-from mcore_bridge.config.mtp import held_mtp_layers
+from mcore_bridge.config.layer_kinds import held_mtp_layers
 from mcore_bridge.errors import CheckpointError, ConfigError
-from mcore_bridge.factory.build_options import BuildOptions
+from mcore_bridge.factory.blueprint import BuildOptions
 from mcore_bridge.launch.processes import OnEvent, run_ranks
+from mcore_bridge.rules.dtypes import Dtypes, dtype_name
 from mcore_bridge.rules.mapping import WeightMapping
 from mcore_bridge.rules.names import mtp_layer_of
-from mcore_bridge.weights.dtypes import Dtypes, dtype_name
 from mcore_bridge.weights.files.atomic_folder import target_of
 from mcore_bridge.weights.files.sources import SourceFolders
 from mcore_bridge.weights.manifest import Manifest

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from mcore_bridge.config.megatron_release import Release, installed
-from mcore_bridge.config.tables.sparse_attention import shares_selection
+from mcore_bridge.config.layer_kinds import shares_selection
 from mcore_bridge.errors import MeshError
+from mcore_bridge.installed import Release, megatron_release
 
 if TYPE_CHECKING:
     from mcore_bridge.config.mesh.parallel_dims import ParallelDims
@@ -110,7 +110,7 @@ def _check_linear_heads(dims: ParallelDims, settings: Mapping[str, object]) -> N
     if dims.cp > 1 and not DELTA_CONTEXT.is_installed:
         raise MeshError(
             f"cp={dims.cp} with linear attention needs megatron-core {DELTA_CONTEXT.version} or later, found "
-            f"{installed()}: {DELTA_CONTEXT.reason}. Use cp=1, or install it"
+            f"{megatron_release()}: {DELTA_CONTEXT.reason}. Use cp=1, or install it"
         )
 
 

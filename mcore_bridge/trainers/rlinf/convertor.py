@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_bridge.architecture import read_hf
-from mcore_bridge.config.given_path import given_path
+from mcore_bridge.arguments import given_path
 from mcore_bridge.config.hf import find_folder
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.convert.rank_files.file import NAME, RELEASE, write_rank_file

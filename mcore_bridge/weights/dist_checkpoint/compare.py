@@ -9,10 +9,10 @@ import torch
 
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.adapters import is_adapter
+from mcore_bridge.rules.dtypes import dtype_name, is_exact
 from mcore_bridge.rules.names import plain_key
 from mcore_bridge.weights.dist_checkpoint.adapter_shards import Part, is_in
 from mcore_bridge.weights.dist_checkpoint.folder import TorchDistFolder
-from mcore_bridge.weights.dtypes import dtype_name, is_exact
 from mcore_bridge.weights.model_tensors import held_tensors
 from mcore_bridge.weights.transfer.collectives import Group
 

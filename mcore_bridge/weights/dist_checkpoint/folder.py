@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_bridge.config.given_path import given_path
+from mcore_bridge.arguments import given_path
 from mcore_bridge.config.mesh.alike import Content, digest_of
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.names import TOWER, plain_key

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mcore_bridge.config.given_path import given_path
+from mcore_bridge.arguments import given_path
 from mcore_bridge.config.mesh.alike import Content, digest_of
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.scheme import plain_names

@@ -2,10 +2,14 @@
 
 Files are read and not mapped. So a file that has become shorter is an error and no signal, and the kernel reads ahead
 what is not in the page cache. All processes of a node share that cache.
+
+Files as memory. A map keeps no descriptor, so that there may be more maps than files that a process may open.
 """
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import stat
 from collections.abc import Iterable
@@ -14,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from mcore_bridge.errors import CheckpointError
@@ -21,6 +26,7 @@ from mcore_bridge.weights.files.open_files import FULL, too_many, with_room
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
 
 Array: TypeAlias = "NDArray[Any]"
 
@@ -179,3 +185,30 @@ def array_of(tensor: Tensor) -> Array:
     """A contiguous CPU tensor as an array of integers of the same size: numpy lacks some of torch's dtypes."""
     assert tensor.is_contiguous()
     return np.asarray(_Memory(tensor)) if tensor.numel() else np.empty(tensor.shape, f"<i{tensor.itemsize}")
+
+
+_libc = ctypes.CDLL(None)
+
+
+def mapped(path: str, num_bytes: int) -> Array:
+    """The first bytes of a file, uint8. Writes to them stay in this process.
+
+    Args:
+        path: of the file, which may be that of a descriptor that the caller uses.
+
+    Raises:
+        RuntimeError: the file cannot be mapped.
+    """
+    storage: Any = with_room(lambda: torch.UntypedStorage.from_file(path, False, num_bytes), held=1, is_full=_is_full)
+    array: Array = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+    return array
+
+
+def free_pages(address: int, num_bytes: int) -> None:
+    """Free the memory of pages of a map that were read; they stay in the page cache."""
+    start = address // mmap.PAGESIZE * mmap.PAGESIZE
+    _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(address + num_bytes - start), mmap.MADV_DONTNEED)
+
+
+def _is_full(error: Exception) -> bool:
+    return isinstance(error, RuntimeError) and any(f"({number})" in str(error) for number in FULL)

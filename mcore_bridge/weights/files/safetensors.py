@@ -22,12 +22,13 @@ from torch import Tensor
 
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.files.mapped import free_pages, mapped
 from mcore_bridge.weights.files.open_files import OpenFile, too_many, with_room
 from mcore_bridge.weights.files.positional_io import (
     READ,
     Array,
     array_of,
+    free_pages,
+    mapped,
     open_file,
     read_array,
     read_scattered,

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from mcore_bridge.arguments import COUNT, ITERABLE, Kind, require
 from mcore_bridge.errors import TransferError
-from mcore_bridge.rules.fused_loads import fused_module
-from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.plan.alignment import ALIGNMENT, aligned
+from mcore_bridge.rules.names import fused_module
+from mcore_bridge.rules.spec import ALIGNMENT, TensorSpec, aligned
 
 SLOT_BYTES = 512 << 20
 

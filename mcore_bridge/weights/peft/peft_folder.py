@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mcore_bridge.arguments import given_path
 from mcore_bridge.composite import IN_MODEL, SPELLINGS
-from mcore_bridge.config.given_path import given_path
 from mcore_bridge.config.hf import read_json
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.rules.adapters import adapter_rules, base_name

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from mcore_bridge.config.given_path import given_path
+from mcore_bridge.arguments import given_path
 from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.plan.boxes import BoxCopy, Dim, are_apart

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mcore_bridge.arguments import COUNTS, NAMES, Kind, require
-from mcore_bridge.config.sizes import is_count
+from mcore_bridge.arguments import COUNTS, NAMES, Kind, is_count, require
 from mcore_bridge.errors import TargetError
 from mcore_bridge.rules.mapping import matches
 from mcore_bridge.weights.plan.engine_map import EngineMap

@@ -1,1 +1,0 @@
-"""Builds chunks that are a ``HybridModel`` of megatron-core, whose layers are halves of ours."""
