@@ -8,6 +8,7 @@ import gc
 import multiprocessing
 import queue
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -47,6 +48,10 @@ def meet(dims: ParallelDims) -> None:
         dims.initialize(device="cpu")
 
 
+_left: list[Any] = []
+"""Groups of meshes that were left, as long as anybody may still hold them."""
+
+
 def leave_mesh() -> None:
     """Destroy megatron-core's groups, which it only forgets: threads of gloo would go on waking up for each of them."""
     from megatron.core import parallel_state
@@ -55,10 +60,29 @@ def leave_mesh() -> None:
     parallel_state.destroy_model_parallel()
     for ddp in [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]:
         ddp.__dict__.clear()  # hooks of autograd hold it, in a cycle that no collector sees, and it held the model
-    for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
-        dist.destroy_process_group(group)
+    groups = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    _left.extend(groups)
+    while groups:
+        dist.destroy_process_group(groups.pop())
     forget_metrics()
     gc.collect()  # chunks hold groups, and themselves by cycles
+    _end_groups()
+
+
+def _end_groups() -> None:
+    """End the groups that nobody else holds, all at once: the end of each waits 10 ms for a thread of gloo."""
+    alone: list[Any] = []
+    held: list[Any] = []
+    while _left:
+        group = _left.pop()
+        (alone if sys.getrefcount(group) == 2 else held).append(group)  # of the variable and the argument
+        del group
+    _left.extend(held)
+    threads = [threading.Thread(target=lambda: alone.pop() and None) for _ in alone]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 LOSS_HELPERS = {
