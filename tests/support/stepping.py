@@ -9,19 +9,16 @@ import multiprocessing
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from mcore_bridge import ParallelDims, build_model, to_hf_state_dict
 from mcore_bridge.cpu import _TorchOnCpu
 from mcore_bridge.errors import MeshError
-from tests.support import tiny
-from tests.support.strategies import on_disk
 
 
 @contextlib.contextmanager
@@ -103,27 +100,6 @@ def forget_metrics() -> None:
         logging.destroy_moe_metrics_tracker()
     elif moe := sys.modules.get("megatron.core.transformer.moe.moe_utils"):
         moe.get_moe_layer_wise_logging_tracker().clear()  # megatron-core before 0.19
-
-
-def train_cases(
-    folders: dict[str, str], meshes: Sequence[dict[str, Any]], names_on: Callable[[int, ParallelDims], Iterable[str]]
-) -> list[tuple[str, str, dict[str, Any]]]:
-    """Runs in each worker: a label, the name and a step of each case that ``names_on`` chooses for a mesh."""
-    steps = []
-    for number, sizes in enumerate(meshes):
-        dims = ParallelDims(**sizes)
-        with mesh(dims):
-            for name in names_on(number, dims):
-                step = train(folders[name], dims, tiny.tokens(8), micro_batch_size=4)
-                steps.append((f"{name} on {sizes}", name, step))
-    return steps
-
-
-def reference(hf: PretrainedConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients of transformers for the batch of ``train_cases``, under the names on disk."""
-    model = tiny.random_model(hf)
-    _, loss, grads = tiny.reference(model, tiny.tokens(8))
-    return loss, on_disk(model, grads)
 
 
 def train(
