@@ -81,6 +81,8 @@ _HOMES = {
     "EngineMap": "weights.plan.engine_map",
     "export_into": "weights.engine.export_into",
     "EngineWriter": "weights.engine.writer",
+    "WeightSync": "sync.weight_sync",
+    "SyncReport": "sync.weight_sync",
     "forward": "batches.forward",
     "TokenOutputs": "batches.forward",
     "log_probs": "batches.logprobs",
