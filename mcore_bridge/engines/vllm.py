@@ -56,7 +56,17 @@ def worker_of(model: nn.Module, config: Any, model_config: Any, device: torch.de
     told = hashlib.sha256(f"{fields} {model_config.dtype} {model_config.quantization} {mesh}".encode()).hexdigest()
     name = f"vllm {vllm.__version__}, {type(model).__name__} {told[:12]}, worker {first + rank} of {size}"
     loader = partial(_reload, model, model_config, device)
-    return EngineWorker(model, loader, name=name, rank=first + rank, size=size)
+    return EngineWorker(model, loader, name=name, rank=first + rank, size=size, hidden=_hidden_weights(device))
+
+
+def _hidden_weights(device: torch.device) -> str:
+    """Why vLLM's weights are not all in torch's tensors; empty if they are."""
+    if device.type == "cpu":
+        from vllm import _custom_ops
+
+        if getattr(_custom_ops, "_supports_onednn", False):
+            return "vLLM packs weights of linear layers for the kernels of oneDNN on CPUs, where no map reaches them"
+    return ""
 
 
 def _is_one_engine(parallel: Any) -> bool:

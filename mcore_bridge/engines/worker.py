@@ -95,6 +95,8 @@ class EngineWorker:
         load: the engine's own loader with all that it does afterwards, as for ``map_engine``.
         name: engine, release, model and place in the engine's mesh, in one line.
         rank, size: the worker's number among all workers of this engine, and how many there are.
+        hidden: why a map would miss some weights, such as those that a kernel keeps outside of torch's tensors. Then
+            the loader takes all weights in each round. Empty for most engines.
 
     Example:
         >>> model = torch.nn.Linear(48, 96, bias=False)
@@ -103,7 +105,9 @@ class EngineWorker:
         >>> # worker.receive(info)                        at each round, with what the trainer's call carries
     """
 
-    def __init__(self, source: Source, load: Loader, *, name: str, rank: int = 0, size: int = 1) -> None:
+    def __init__(
+        self, source: Source, load: Loader, *, name: str, rank: int = 0, size: int = 1, hidden: str = ""
+    ) -> None:
         require(
             TransferError,
             name=(name, instance_of("a line of text", str)),
@@ -111,7 +115,7 @@ class EngineWorker:
             size=(size, COUNT),
         )
         self._source, self._load = source, load
-        self._name, self._rank, self._size = name, rank, size
+        self._name, self._rank, self._size, self._hidden = name, rank, size, hidden
         self._control: Connection | None = None
         self._data: Connection | None = None
         self._address: Address | None = None
@@ -209,6 +213,8 @@ class EngineWorker:
 
     def ask_map(self, specs: Sequence[TensorSpec]) -> EngineMap:
         """Make a map for these HF tensors, or prove one that was kept."""
+        if self._hidden:
+            raise TransferError(self._hidden)
         path = _cache() / f"{hashlib.sha256(repr((self._name, *specs)).encode()).hexdigest()}.map"
         kept = None
         if path.exists():
