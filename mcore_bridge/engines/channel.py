@@ -86,7 +86,7 @@ def own_host() -> str:
     return "127.0.0.1"
 
 
-class Line:
+class WorkerLine:
     """Questions to one worker of an engine, and its answers.
 
     Args:

@@ -53,8 +53,8 @@ def worker_of(model: nn.Module, config: Any, model_config: Any, device: torch.de
     size = parallel.world_size * (parallel.data_parallel_size if _is_one_engine(parallel) else 1)
     mesh = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size, bool(parallel.enable_expert_parallel))
     fields = repr(sorted(model_config.hf_config.to_dict().items(), key=str))
-    told = hashlib.sha256(f"{fields} {model_config.dtype} {model_config.quantization} {mesh}".encode()).hexdigest()
-    name = f"vllm {vllm.__version__}, {type(model).__name__} {told[:12]}, worker {first + rank} of {size}"
+    digest = hashlib.sha256(f"{fields} {model_config.dtype} {model_config.quantization} {mesh}".encode()).hexdigest()
+    name = f"vllm {vllm.__version__}, {type(model).__name__} {digest[:12]}, worker {first + rank} of {size}"
     loader = partial(_reload, model, model_config, device)
     return EngineWorker(model, loader, name=name, rank=first + rank, size=size, hidden=_hidden_weights(device))
 

@@ -165,18 +165,23 @@ class EngineWorker:
     def _take_part(self, control: Connection, identity: Identity, seconds: float) -> str:
         """Do what the trainer asks until the round ends; what went wrong in it, or an empty string."""
         while True:
-            ready = wait([control, *filter(None, [self._data])], seconds)
+            ready: list[Any] = wait([control, *filter(None, [self._data])], seconds)
             if not ready:
                 self.close()
                 raise TransferError(f"expected the trainer to go on within {seconds:.0f} s, found that it did not")
-            if self._data in ready:
-                method, arguments = self._data.recv()
-                self._data.send(self._answer(method, arguments))
+            if control not in ready:
+                try:
+                    method, arguments = ready[0].recv()
+                except (OSError, EOFError):  # the trainer no longer serves this worker as it did
+                    self._part()
+                else:
+                    ready[0].send(self._answer(method, arguments))
                 continue
             kind, value = control.recv()
             if kind == "end":
                 return str(value)
             if value is not None:
+                self._part()
                 self._data = value.dial()
                 self._data.send(identity.place)
 

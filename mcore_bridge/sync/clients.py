@@ -24,10 +24,9 @@ def call_of(engine: object) -> Call:
     """The function for a client.
 
     Args:
-        engine: an ``LLM`` of vLLM; one of vLLM's clients, which have the methods ``start_weight_update``,
-            ``update_weights`` and ``finish_weight_update``; the address of a vLLM server, such as
-            ``"http://node7:8000"``; a ``multiprocessing`` connection, on whose other side a process calls
-            ``EngineWorker.receive`` and answers with None or an exception; or a function of ``info``.
+        engine: an ``LLM`` of vLLM, or one of vLLM's clients, which have the method ``update_weights``. Or the address
+            of a vLLM server, such as ``"http://node7:8000"``. Or a ``multiprocessing`` connection: the process behind
+            it calls ``EngineWorker.receive``, and answers with None or an exception. Or a function of ``info``.
 
     Raises:
         TransferError: for anything else.

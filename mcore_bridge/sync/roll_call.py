@@ -54,7 +54,9 @@ class RollCall:
         self.calls, self._listener, self._seconds = calls, listener, seconds
         self.places: Sequence[Place] = ()
         """Of all trainer ranks."""
-        self._pipes: dict[Connection, Identity | None] = {}
+        self._pipes: set[Connection] = set()
+        self._in_round: dict[Connection, Identity] = {}
+        """The workers that wait for the end of this round."""
         self._served: dict[tuple[int, int], int] = {}
         self._threads: dict[int, _Calling] = {}
 
@@ -83,35 +85,35 @@ class RollCall:
     def _hear(self, ready: Any, here: Mapping[int, dict[int, _Here]]) -> None:
         if ready is self._listener.socket:
             if (pipe := self._listener.accept(_PAUSE)) is not None:
-                self._pipes[pipe] = None
+                self._pipes.add(pipe)
             return
         try:
             identity, is_connected = ready.recv()
         except (OSError, EOFError):
-            del self._pipes[ready]
+            self._pipes.remove(ready)
             ready.close()
             return
         if identity.engine in here:
-            self._pipes[ready] = identity
+            self._in_round[ready] = identity
             here[identity.engine][identity.rank] = identity, ready, is_connected
 
     def _assigned(self, present: Sequence[_Here]) -> list[Served]:
         """Each worker keeps its trainer rank. A new one gets the nearest rank, of those the one with the fewest."""
-        for identity, _, is_connected in present:
-            if not is_connected:
-                self._served.pop(identity.place, None)
+        known = {identity.place for identity, _, is_connected in present if is_connected} & self._served.keys()
+        self._served = {place: self._served[place] for place in known}
         load = Counter(self._served.values())
         served = []
-        for identity, pipe, is_connected in present:
-            if not is_connected:
+        for identity, pipe, _ in present:
+            is_new = identity.place not in known
+            if is_new:
                 distances = [_distance(identity, place) for place in self.places]
                 ranks = range(len(distances))
                 self._served[identity.place] = min(ranks, key=lambda rank: (distances[rank], load[rank], rank))
                 load[self._served[identity.place]] += 1
             rank = self._served[identity.place]
-            served.append(Served(identity, rank, not is_connected))
+            served.append(Served(identity, rank, is_new))
             with suppress(OSError):  # its trainer rank will find that it has ended
-                pipe.send(("serve", None if is_connected else self.places[rank].address))
+                pipe.send(("serve", self.places[rank].address if is_new else None))
         return served
 
     def end(self, everywhere: str, problems: Mapping[int, str]) -> dict[int, str]:
@@ -121,12 +123,10 @@ class RollCall:
             everywhere: what went wrong for all engines; empty if nothing did.
             problems: for each engine that failed what went wrong.
         """
-        for pipe, identity in list(self._pipes.items()):
-            if identity is not None:
-                try:
-                    pipe.send(("end", problems.get(identity.engine, everywhere)))
-                except OSError:
-                    del self._pipes[pipe]
+        for pipe, identity in self._in_round.items():
+            with suppress(OSError):  # it has ended
+                pipe.send(("end", problems.get(identity.engine, everywhere)))
+        self._in_round.clear()
         failed = {}
         for number, thread in self._threads.items():
             thread.join(_PAUSE if everywhere or number in problems else self._seconds)

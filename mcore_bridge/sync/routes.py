@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from mcore_bridge.engines.channel import Line
+from mcore_bridge.engines.channel import WorkerLine
 from mcore_bridge.engines.pair import TRAINER, ProcessPair, make_store
 from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import TensorSpec
@@ -56,7 +56,7 @@ class Route(NoRoute):
     """
 
     def __init__(
-        self, line: Line, device: torch.device, allowed: tuple[Transport, ...], is_near: bool, host: str
+        self, line: WorkerLine, device: torch.device, allowed: tuple[Transport, ...], is_near: bool, host: str
     ) -> None:
         self.line, self._device, self._host = line, device, host
         self._allowed = allowed if is_near else tuple(way for way in allowed if way == "network")

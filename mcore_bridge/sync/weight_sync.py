@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from mcore_bridge.arguments import Kind, instance_of, problem_of
-from mcore_bridge.engines.channel import Line, Listener, own_host
+from mcore_bridge.engines.channel import Listener, WorkerLine, own_host
 from mcore_bridge.engines.worker import Identity
 from mcore_bridge.errors import BridgeError, TransferError, describe, grouped_by_rank
 from mcore_bridge.machine import this_machine
@@ -80,9 +82,9 @@ class WeightSync:
 
     Args:
         models: this rank's chunks, wrapped or not.
-        engines: one client or a list, on rank 0; other ranks may pass nothing. A client is an ``LLM`` of vLLM, one of
-            vLLM's clients for weight transfer, the address of a vLLM server, a connection to a process that calls
-            ``EngineWorker.receive``, or a function of ``info`` that has all workers of an engine call it.
+        engines: one client or a list, on rank 0; other ranks may pass nothing. A client is an ``LLM`` of vLLM, or one
+            of vLLM's clients for weight transfer, or the address of a vLLM server. It may also be a connection to a
+            process that calls ``EngineWorker.receive``, or a function of ``info`` that has all workers call it.
         transport: the only way to use, for a test or a measurement; None chooses for each worker.
         loads: whether engines take weights by their own loaders, without a map.
         address: the number under which engines reach this rank's machine; None finds it.
@@ -93,9 +95,10 @@ class WeightSync:
         TransferError: on every rank, when an argument is wrong on one.
 
     Example:
+        >>> from mcore_bridge.engines import EngineWorker
         >>> model = torch.nn.Linear(48, 96, bias=False)               # an engine with one worker, in this process
         >>> load = lambda pairs: model.weight.data.copy_(dict(pairs)["lm_head.weight"])
-        >>> worker = mb.engines.EngineWorker(model, load, name="example, worker 0 of 1")
+        >>> worker = EngineWorker(model, load, name="example, worker 0 of 1")
         >>> with mb.WeightSync(models, worker.receive) as sync:
         ...     report = sync()
         >>> report.version, report.workers[0].transport
@@ -165,7 +168,7 @@ class WeightSync:
         listed = list(engines) if isinstance(engines, list | tuple) else [engines]
         calls = {}
         for engine in listed:
-            known = [number for number, client in enumerate(self._clients) if client is engine]
+            known = [number for number, client in enumerate(self._clients) if client == engine]
             calls[known[0] if known else len(self._clients)] = call_of(engine)
             self._clients += [] if known else [engine]
         self._roll_call.calls = calls
@@ -187,21 +190,22 @@ class WeightSync:
         roster, absent = self._called(version)
         mine = [served for served in roster if served.trainer == self._group.rank]
         self._close_all({*self._routes} - {served.worker.place for served in mine if not served.is_new})
-        rows = max(([each.trainer for each in roster].count(rank) for rank in range(self._group.size)), default=0)
+        rows = max(Counter(served.trainer for served in roster).values(), default=0)
         reports, failure = [], None
         try:
-            if any(each.is_new for each in roster):
+            if any(served.is_new for served in roster):
                 self._raise(_problem_of(lambda: self._connect(mine)))
             for row in range(rows):
-                is_new = any(each.is_new for rank in range(self._group.size) for each in _row(roster, rank, row))
-                served = _row(mine, self._group.rank, row)
-                reports += self._send(served[0].worker if served else None, is_new, version, start)
+                in_row = [_row(roster, rank, row) for rank in range(self._group.size)]
+                is_new = any(served.is_new for served in chain.from_iterable(in_row))
+                worker = next((served.worker for served in in_row[self._group.rank]), None)
+                reports += self._send(worker, is_new, version, start)
         except Exception as error:
             failure = error
         problem = "" if failure is None else describe(failure)
         gathered = self._group.all_gather_object((tuple(reports), problem))
-        each = (report for part, _ in gathered for report in part)
-        workers = tuple(sorted(each, key=lambda report: (report.engine, report.rank)))
+        parts = chain.from_iterable(part for part, _ in gathered)
+        workers = tuple(sorted(parts, key=lambda report: (report.engine, report.rank)))
         absent = {**self._ended(workers, [text for _, text in gathered], absent), **absent}
         if failure is not None:
             raise failure
@@ -238,7 +242,7 @@ class WeightSync:
             if pipe is None:
                 continue
             worker = due.pop(pipe.recv())
-            line = Line(pipe, worker.name, self._seconds)
+            line = WorkerLine(pipe, worker.name, self._seconds)
             is_near = worker.machine == this_machine() != ""
             self._routes[worker.place] = Route(line, self._device, self._allowed, is_near, self._host)
 
@@ -270,8 +274,8 @@ class WeightSync:
         if self._roll_call is not None:
             everywhere = next((text for text in problems if text), "")
             answer = self._roll_call.end(everywhere, {**absent, **failed})
-        found = self._group.all_gather_object(answer)[0]
-        return {number: text for number, text in found.items() if number not in failed}
+        by_engine = self._group.all_gather_object(answer)[0]
+        return {number: text for number, text in by_engine.items() if number not in failed}
 
     def _raise(self, problem: str) -> None:
         """Raise on all ranks if one of them has a problem."""
@@ -306,7 +310,7 @@ class WeightSync:
 
 def _row(served: Sequence[Served], rank: int, row: int) -> list[Served]:
     """The worker that a rank serves in this row, in a list of at most one."""
-    return [each for each in served if each.trainer == rank][row : row + 1]
+    return [entry for entry in served if entry.trainer == rank][row : row + 1]
 
 
 def _problem_of(action: Any) -> str:

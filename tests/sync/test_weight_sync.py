@@ -10,10 +10,9 @@ import torch.distributed as dist
 import mcore_bridge as mb
 from mcore_bridge.errors import TransferError
 from tests.support import pool
-from tests.support.stand_in import held_bits, loaded
+from tests.support.stand_in import HF_FIELDS, held_bits, loaded
 from tests.support.strategies import random_state, tiny
 from tests.support.sync_engine import Client, serve
-from tests.weights.test_direct_export import HF
 
 TP1, TP2, PP2 = [(1, 0)], [(2, 0), (2, 1)], [(1, 0, 2, 0), (1, 0, 2, 1)]
 MESHES = {
@@ -27,7 +26,7 @@ class Trainer:
 
     def __init__(self, dims):
         dims.initialize(device="cpu")
-        self.hf = tiny("qwen3_moe", **HF)
+        self.hf = tiny("qwen3_moe", **HF_FIELDS)
         self.models = mb.build_model(self.hf, dims=dims, dtype=torch.bfloat16, device="cpu", load_weights=False)
         self.is_lead = dist.get_rank() == 0
 
