@@ -59,6 +59,7 @@ IMAGES = """
 input_ids, attention_mask, (inputs, _) = torch.load("images.pt")
 loss = lambda outputs, rows: outputs.log_probs.mean()
 """
+SYNC = "engines, num_steps, train = [], 2, print\n"
 PAGES = {
     "README.md": ([TOKENS + ENGINE], (4,)),
     "docs/index.md": ([ENGINE], (4,)),
@@ -69,7 +70,7 @@ PAGES = {
     "docs/internals/design.md": (["from mcore_bridge.rules.layout import Concat, GROUPS, Rearrange", "", ""], (1, 2)),
     "docs/guide/embedding.md": (["", TOKENS + ACTOR], (1, 2)),
     "docs/guide/load.md": (["", ""], (2,)),
-    "docs/guide/sync.md": ([MODELS + ENGINE], (2,)),
+    "docs/guide/sync.md": ([MODELS + SYNC, "", ENGINE], (1,)),
     "docs/reference/api.md": ([""], (1,)),
     "docs/guide/handing_on.md": ([""], (1, 2)),
     "docs/trainers/rlinf.md": ([MODELS + RLINF], (1, 2)),
@@ -78,6 +79,7 @@ PAGES = {
 }
 """What stands before each block in place of what a reader has already; and numbers of processes."""
 NOT_HERE = {
+    ("docs/guide/sync.md", 1): "its engines are real ones",
     ("docs/guide/handing_on.md", 1): "its engine is another process, as in tests/weights/test_direct_export.py",
     ("docs/guide/adapters.md", 3): "it multiplies large matrices in fp64, for figures alone",
     ("docs/trainers/sglang.md", 0): "SGLang is not installed",

@@ -10,7 +10,7 @@ from tests.support.house import MODULES, PACKAGE, ROOT, import_graph, imports, m
 
 ORDER = """
 errors <- arguments cpu installed machine <- rules config <- composite <- architecture <- weights models <- batches
-<- factory <- launch <- convert <- trainers commands <- cli
+<- factory <- engines <- sync <- launch <- convert <- trainers commands <- cli
 """
 INSIDE = {
     "config": "tables <- mesh",
@@ -25,6 +25,7 @@ DISTRIBUTED = {
     "config/mesh/lost_ranks.py",
     "config/mesh/process_groups.py",
     "convert/convert.py",
+    "engines/pair.py",
     "launch/fake_rank.py",
     "launch/worker.py",
     "weights/transfer/collectives.py",

@@ -41,6 +41,12 @@ class Bucket:
     slot: int
     pieces: tuple[BucketEntry, ...]
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the slot that the tensors take, gaps included."""
+        last = self.pieces[-1]
+        return last.offset + aligned(last.num_bytes)
+
     def columns(self) -> dict[str, list[object]]:
         """The entries as plain lists, for other receivers: names, dtypes as ``"bfloat16"``, shapes, bytes."""
         return {

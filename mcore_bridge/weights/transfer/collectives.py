@@ -142,6 +142,16 @@ class Group:
         return dist.get_backend(self.group) == "fake"
 
     @classmethod
+    def of_trainer(cls) -> Group:
+        """All ranks of the job, by gloo: a group of its own beside those that carry weights. ``close`` ends it."""
+        return cls(dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None)
+
+    def close(self) -> None:
+        """End a group that ``of_trainer`` has made."""
+        if self.group is not dist.group.WORLD:
+            dist.destroy_process_group(self.group)
+
+    @classmethod
     def of_replica(cls, groups: ProcessGroupCollection) -> Group:
         """The smallest group with a whole model: dense parameters lie within ``mp``, experts within ``tp_ep_pp``.
 
