@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
-    "EngineWorker": "engines.worker",
+    "EngineWorker": "engines.engine_worker",
     "map_engine": "weights.engine.map_engine",
     "MappedEngine": "weights.engine.mapped_engine",
     "EngineMap": "weights.plan.engine_map",

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from mcore_bridge.engines.worker import EngineWorker
+from mcore_bridge.engines.engine_worker import EngineWorker
 
 LOAD = "mcore_bridge.engines.sglang.load"
 """The ``load_format``, which SGLang's ``custom_weight_loader`` must list."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mcore_bridge.engines.worker import EngineWorker
+from mcore_bridge.engines.engine_worker import EngineWorker
 from mcore_bridge.errors import TransferError
 
 BACKEND = "mcore_bridge"

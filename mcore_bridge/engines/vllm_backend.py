@@ -11,8 +11,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from mcore_bridge.engines.engine_worker import EngineWorker
 from mcore_bridge.engines.vllm import worker_of
-from mcore_bridge.engines.worker import EngineWorker
 
 
 @dataclass

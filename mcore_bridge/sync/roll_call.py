@@ -12,7 +12,7 @@ from threading import Thread
 from typing import Any
 
 from mcore_bridge.engines.channel import Address, Listener
-from mcore_bridge.engines.worker import Identity, Invitation
+from mcore_bridge.engines.engine_worker import Identity, Invitation
 from mcore_bridge.errors import describe
 from mcore_bridge.sync.clients import Call
 

@@ -11,13 +11,12 @@ from mcore_bridge.engines.channel import WorkerLine
 from mcore_bridge.engines.pair import TRAINER, ProcessPair, make_store
 from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.bound import Models
-from mcore_bridge.weights.engine.export_into import export_into
-from mcore_bridge.weights.engine.writer import EngineWriter
+from mcore_bridge.weights.engine.writer import EngineWriter, export_into
 from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.ipc.buckets import plan_buckets
 from mcore_bridge.weights.ipc.sender import BufferRing
 from mcore_bridge.weights.manifest import Manifest
+from mcore_bridge.weights.model_chunks import Models
 from mcore_bridge.weights.plan.engine_map import EngineMap
 from mcore_bridge.weights.plan.target import Target
 

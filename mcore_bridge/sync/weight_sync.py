@@ -14,15 +14,15 @@ import torch
 
 from mcore_bridge.arguments import Kind, instance_of, problem_of
 from mcore_bridge.engines.channel import Listener, WorkerLine, own_host
-from mcore_bridge.engines.worker import Identity
+from mcore_bridge.engines.engine_worker import Identity
 from mcore_bridge.errors import BridgeError, TransferError, describe, grouped_by_rank
 from mcore_bridge.machine import this_machine
 from mcore_bridge.rules.mapping import Dialect
 from mcore_bridge.sync.clients import call_of
 from mcore_bridge.sync.roll_call import Place, RollCall, Served
 from mcore_bridge.sync.routes import WAYS, NoRoute, Route, Transport
-from mcore_bridge.weights.bound import Models, modules_of
 from mcore_bridge.weights.manifest import manifest
+from mcore_bridge.weights.model_chunks import Models, modules_of
 from mcore_bridge.weights.transfer.collectives import Group
 
 _SECONDS = Kind("a number of seconds above 0", lambda value: isinstance(value, int | float) and value > 0)

@@ -20,7 +20,7 @@ def serve(address, arguments, options, rank, size):
     loader = load_into_files if options.get("shared") else load
     worker = EngineWorker(model, loader, name=f"stand-in {arguments} {options}", rank=rank, size=size)
     if options.get("elsewhere"):
-        import mcore_bridge.engines.worker as module
+        import mcore_bridge.engines.engine_worker as module
 
         module.this_machine = lambda: "another machine"
     real, messages_left = worker._answer, []
