@@ -88,7 +88,7 @@ KEYS = {
         "lines": "`name`, `state`, `advice`, and `is_problem` if nothing works before it is followed",
     },
 }
-"""By command, the keys of the object that ``--json`` prints, and what they say (``commands/as_json.py``)."""
+"""By command, the keys of the object that ``--json`` prints, and what they say."""
 
 HEAD = """# Command line
 

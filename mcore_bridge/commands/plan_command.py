@@ -9,8 +9,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from mcore_bridge.commands import as_json
 from mcore_bridge.commands.options import (
+    BANDWIDTH,
+    Batch,
     Cp,
     Debug,
     Ep,
@@ -30,7 +31,6 @@ from mcore_bridge.commands.options import (
     finite,
     path,
 )
-from mcore_bridge.commands.plan.batch import BANDWIDTH, Batch
 from mcore_bridge.commands.run_command import Answer, in_options, options_of, running, uncompiled
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.weights.gc_paused import uncollected
@@ -99,20 +99,18 @@ def plan_command(
         if gpus is not None:
             _suggest(context, answer, folder, gpus, Batch(sequence, micro_batch, recompute), picture)
             return
-        from mcore_bridge.commands.plan.picture import write_svg
-        from mcore_bridge.commands.plan.tables import plan, render
+        from mcore_bridge.commands.plan.picture import draw
+        from mcore_bridge.commands.plan.tables import Planned, plan, render
         from mcore_bridge.weights.plan.target import engine_ranks
 
         mesh_plan = plan(folder, build_options(context), dtype=dtype_of(dtype), world_size=world)
         sizes = engine_tp or 1, engine_pp or 1, engine_ep or 1
         asked = engine_tp or engine_pp or engine_ep
         engine = engine_ranks(tp=sizes[0], pp=sizes[1], ep=sizes[2]) if asked else ()
-        answer(
-            lambda: render(mesh_plan, engine, bandwidth=bandwidth),
-            lambda: as_json.of_plan(mesh_plan, engine, bandwidth=bandwidth),
-        )
+        planned = Planned.of(mesh_plan, engine, bandwidth=bandwidth)
         if picture is not None:
-            write_svg(mesh_plan, picture)
+            draw(planned, picture)
+        answer(planned, render)
 
 
 def _suggest(
@@ -127,26 +125,22 @@ def _suggest(
         named = ", ".join(f"--{name.replace('_', '-')}" for name in others)
         raise ConfigError(f"--gpus searches meshes, so it cannot be used with {named}: leave one of them out")
     options: dict[str, Any] = context.params
-    gpu_bytes = options["gpu_memory"] * 1e9
     with Console(stderr=True, highlight=False).status("checking meshes") as status:
         search = suggest(
             folder,
             gpus,
             build_options(context),
-            gpu_bytes=gpu_bytes,
+            gpu_bytes=options["gpu_memory"] * 1e9,
             given={axis: options[axis] for axis in AXES if axis in given},
             batch=batch,
             dtype=dtype_of(options["dtype"]),
             bandwidth=options["bandwidth"],
             on_plan=lambda number, dims: status.update(f"planning suggestion {number + 1}: {dims}"),
         )
-    reasons = {in_options(reason, options_of(context)): meshes for reason, meshes in search.refused.items()}
-    search = replace(search, refused=reasons)
-    answer(
-        lambda: suggest_report.render(search, num_gpus=gpus, gpu_bytes=gpu_bytes, batch=batch),
-        lambda: as_json.of_search(search, num_gpus=gpus, gpu_bytes=gpu_bytes, batch=batch),
-    )
+    options_here = options_of(context)
+    refused = tuple(replace(refused, reason=in_options(refused.reason, options_here)) for refused in search.refused)
     if picture is not None:
-        suggest_report.draw(search, picture, num_gpus=gpus, gpu_bytes=gpu_bytes)
+        suggest_report.draw(search, picture)
+    answer(replace(search, refused=refused), suggest_report.render)
     if not search.suggestions:
         raise typer.Exit(1)

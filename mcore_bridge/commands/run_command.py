@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,12 @@ import typer
 from rich.console import Console, RenderableType
 from typer.core import TyperGroup
 
+from mcore_bridge.commands.options import MESH
 from mcore_bridge.config.given_path import given_path
 from mcore_bridge.errors import BridgeError, TargetError, describe
 
-Answer = Callable[[Callable[[], RenderableType], Callable[[], Mapping[str, Any]]], None]
-"""Prints what a command has found: the report of the first function, or the object of the second for ``--json``."""
+Answer = Callable[[Any, Callable[[Any], RenderableType]], None]
+"""Prints what a command has found: the report that the function makes of it, or its ``plain`` form for ``--json``."""
 
 _AXES = frozenset({"tp", "pp", "vp", "cp", "ep", "etp", "sp"})
 _OPTION_OF = {"mtp_num_layers": "mtp", "expert_tensor_parallel_size": "etp"}
@@ -78,11 +81,11 @@ def running(context: typer.Context) -> Iterator[Answer]:
     level = root.level
     root.setLevel(logging.ERROR)
 
-    def answer(report: Callable[[], RenderableType], object_of: Callable[[], Mapping[str, Any]]) -> None:
+    def answer(found: Any, report: Callable[[Any], RenderableType]) -> None:
         if as_json:
-            print(json.dumps(object_of(), allow_nan=False), file=stdout)
+            print(json.dumps(plain(found), allow_nan=False), file=stdout)
         else:
-            Console(highlight=False).print(report())
+            Console(highlight=False).print(report(found))
 
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr if as_json else stdout):
@@ -105,6 +108,28 @@ def running(context: typer.Context) -> Iterator[Answer]:
         raise typer.Exit(1) from None
     finally:
         root.setLevel(level)
+
+
+def plain(value: Any) -> Any:
+    """What JSON has of an answer.
+
+    A dataclass is an object of its fields and properties. Fields that ``repr`` hides are for the report alone. A mesh
+    has the sizes for which there are options. A number that is not finite is null; paths and dtypes are text.
+    """
+    from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+
+    if isinstance(value, ParallelDims):
+        return {name: getattr(value, name) for name in MESH}
+    if is_dataclass(value):
+        computed = [name for name, member in vars(type(value)).items() if isinstance(member, property)]
+        return {name: plain(getattr(value, name)) for name in (*(f.name for f in fields(value) if f.repr), *computed)}
+    if isinstance(value, Mapping):
+        return {name: plain(entry) for name, entry in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if value is None or isinstance(value, str | int | float):
+        return value
+    return list(map(plain, value)) if isinstance(value, Sequence) else str(value).removeprefix("torch.")
 
 
 @contextlib.contextmanager

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import mcore_bridge as mb
+from mcore_bridge.commands.options import Batch
 from mcore_bridge.commands.plan.activations import kept_by_layers
-from mcore_bridge.commands.plan.batch import Batch
 from mcore_bridge.commands.plan.suggest import Suggestion, suggest
 from mcore_bridge.config import hf
 from mcore_bridge.factory.build_options import BuildOptions
@@ -33,11 +33,12 @@ def test_suggestions_build_fit_and_come_in_order(tmp_path: Path) -> None:
     search = found(tmp_path, 4, 1e9)
     assert search.suggestions
     assert not search.too_large
-    assert {"TP1", "TP2 SP", "PP2", "TP2 EP2 ETP2 SP"} <= {str(suggestion.dims) for suggestion in search.suggestions}
+    assert {"TP1", "TP2 SP", "PP2", "TP2 EP2 ETP2 SP"} <= {str(suggestion.mesh) for suggestion in search.suggestions}
     assert all(
-        "num_attention_heads" in why or "num_key_value_heads" in why or "layers" in why for why in search.refused
+        any(word in refused.reason for word in ("num_attention_heads", "num_key_value_heads", "layers"))
+        for refused in search.refused
     )
-    sizes = [suggestion.dims.model_size for suggestion in search.suggestions]
+    sizes = [suggestion.mesh.model_size for suggestion in search.suggestions]
     assert sizes == sorted(sizes)
     for suggestion in search.suggestions:
         assert_a_rank_holds_it(suggestion, tmp_path)
@@ -45,7 +46,7 @@ def test_suggestions_build_fit_and_come_in_order(tmp_path: Path) -> None:
     fewer = found(tmp_path, 4, limit)
     assert all(suggestion.memory.total <= limit for suggestion in fewer.suggestions)
     assert len(fewer.suggestions) + len(fewer.too_large) == len(sizes)
-    assert {suggestion.dims.ep for suggestion in found(tmp_path, 4, 1e9, ep=2).suggestions} == {2}
+    assert {suggestion.mesh.ep for suggestion in found(tmp_path, 4, 1e9, ep=2).suggestions} == {2}
 
 
 def test_a_folder_is_read_once_and_a_composite_is_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,14 +63,14 @@ def test_a_folder_is_read_once_and_a_composite_is_its_text(tmp_path: Path, monke
     whole.text_config.save_pretrained(tmp_path / "text")
     searches = [found(tmp_path / name, 4, 1e9) for name in ("whole", "text")]
     assert reads == [tmp_path / "whole" / "config.json", tmp_path / "text" / "config.json"]
-    ours, text = [[(each.dims, each.memory) for each in search.suggestions] for search in searches]
+    ours, text = [[(each.mesh, each.memory) for each in search.suggestions] for search in searches]
     assert ours == text
     assert len(ours) > 5
 
 
 def assert_a_rank_holds_it(suggestion: Suggestion, folder: Path) -> None:
     """Parameters, gradients and Adam's state of the rank that holds most, summed over the model that is built."""
-    dims, totals = suggestion.dims, []
+    dims, totals = suggestion.mesh, []
     for pp_rank in range(dims.pp):
         with rank_of(dims, pp_rank * (4 // dims.pp), 4):
             (model,) = mb.build_model(folder, dims=dims, dtype=torch.bfloat16, device="meta", load_weights=False)

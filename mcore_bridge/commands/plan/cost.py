@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from operator import mul
 
-from mcore_bridge.commands.plan.batch import BANDWIDTH
+from mcore_bridge.commands.options import BANDWIDTH
 from mcore_bridge.weights.plan.export_plan import ExportPlan
 from mcore_bridge.weights.plan.memory import peak_bytes
 
@@ -15,8 +15,8 @@ class Cost:
     """The cost of one export, on the rank with the highest cost.
 
     Attributes:
-        num_ranks: the number of ranks that export together.
-        num_messages: the number of collectives, or of pairs if they go by stages (``transfer/window_order.py``). Small
+        ranks: the number of ranks that export together.
+        messages: the number of collectives, or of pairs if they go by stages (``transfer/window_order.py``). Small
             all-reduces are not counted: three per export, and one for each change of the size of messages.
         sent: bytes of a rank's own windows. Windows of one message are all as wide as the fullest.
         weights: bytes of weights in ``sent``, on the rank with most of them.
@@ -25,8 +25,8 @@ class Cost:
         seconds: the time to receive the bytes at a given bandwidth, and nothing else.
     """
 
-    num_ranks: int
-    num_messages: int
+    ranks: int
+    messages: int
     sent: int
     weights: int
     received: int
@@ -48,8 +48,8 @@ def cost_of(plan: ExportPlan, *, bandwidth: float = BANDWIDTH) -> Cost:
     weights = max(sum(run.rows * run.times * row_bytes[run.entry] for run in stream) for stream in plan.streams)
     received = sum(totals) - min(totals)
     return Cost(
-        num_ranks=num_ranks,
-        num_messages=len(plan.messages) if num_ranks > 1 else 0,
+        ranks=num_ranks,
+        messages=len(plan.messages) if num_ranks > 1 else 0,
         sent=sent,
         weights=weights if num_ranks > 1 else 0,
         received=received,

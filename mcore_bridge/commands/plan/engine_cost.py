@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mcore_bridge.commands import text
-from mcore_bridge.commands.plan.batch import BANDWIDTH
+from mcore_bridge.commands.options import BANDWIDTH
 from mcore_bridge.commands.plan.mesh_plan import MeshPlan
 from mcore_bridge.commands.plan.replicas import members
 from mcore_bridge.errors import TargetError
@@ -21,14 +21,14 @@ class Feeding:
     """The cost of feeding engines from the first model replica of a trainer.
 
     Attributes:
-        num_messages: the number of all-to-alls.
+        messages: the number of all-to-alls.
         received, sent: bytes of weights, on the rank that receives most from others and on the one that sends most.
         total: bytes of weights that travel between all ranks.
         memory: bytes beside the model and the yielded tensors, on the rank that receives most.
         seconds: the time to receive or send the bytes at a given bandwidth, and nothing else.
     """
 
-    num_messages: int
+    messages: int
     received: int
     sent: int
     total: int

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from mcore_bridge.commands.plan.activations import kept_by_layers, kept_by_output, kept_by_recomputation
 
 if TYPE_CHECKING:
-    from mcore_bridge.commands.plan.batch import Batch
+    from mcore_bridge.commands.options import Batch
     from mcore_bridge.commands.plan.mesh_plan import Chunk, MeshPlan
     from mcore_bridge.config.mesh.parallel_dims import ParallelDims
     from mcore_bridge.config.mesh.pipeline import Stage
