@@ -51,13 +51,13 @@ def test_suggestions_build_fit_and_come_in_order(tmp_path: Path) -> None:
 
 def test_a_folder_is_read_once_and_a_composite_is_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[Path] = []
-    read_json = hf.read_json
+    read_fields = hf.read_fields
 
     def counted(path: Path, *hook: Any) -> Any:
         reads.append(path)
-        return read_json(path, *hook)
+        return read_fields(path, *hook)
 
-    monkeypatch.setattr(hf, "read_json", counted)
+    monkeypatch.setattr(hf, "read_fields", counted)
     whole = composites.config("qwen3_vl_moe")
     whole.save_pretrained(tmp_path / "whole")
     whole.text_config.save_pretrained(tmp_path / "text")

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from mcore_bridge.weights.files.open_files import FULL, with_room
+from mcore_bridge.foreign_files import FULL
+from mcore_bridge.weights.files.open_files import with_room
 from mcore_bridge.weights.files.positional_io import Array
 
 _libc = ctypes.CDLL(None)
