@@ -30,13 +30,6 @@ Answer = Callable[[Any, Callable[[Any], RenderableType]], None]
 _AXES = frozenset({"tp", "pp", "vp", "cp", "ep", "etp", "sp"})
 _OPTION_OF = {"mtp_num_layers": "mtp", "expert_tensor_parallel_size": "etp"}
 """Names of Python that no option has, with that of the option."""
-_PHRASES = (
-    (r"\bChange the override\b", "Change --mtp"),
-    (r"; where experts lie across data parallel engines, .*", ""),  # only Python makes other ranks of an engine
-    (r", or strict=False to have them reported", ""),
-    (r" Path\(''\) equals .*", ""),  # the shell tells them apart
-    (r" To train its text model .* alone\.", ""),  # only Python can take another config than that of the folder
-)
 
 _JSON = "mcore_bridge.json"
 
@@ -153,6 +146,8 @@ def options_of(context: typer.Context) -> list[str]:
 def in_options(message: str, parameters: Collection[str], *, of_engine: bool = False) -> str:
     """A message of the library with the options of a command in the place of Python's arguments.
 
+    Only names change. What a command has no option for is no part of a message, but of ``BridgeError.in_python``.
+
     Args:
         message: as the library says it.
         parameters: names of the command's options. Other names stay as they are.
@@ -162,8 +157,6 @@ def in_options(message: str, parameters: Collection[str], *, of_engine: bool = F
         >>> in_options('tp=3 must divide 8: use layout="balanced" or sp=True', ["tp", "layout", "sp"])
         '--tp 3 must divide 8: use --layout balanced or --sp'
     """
-    for pattern, words in _PHRASES:
-        message = re.sub(pattern, words, message)
     options = {name: name for name in parameters} | {name: to for name, to in _OPTION_OF.items() if to in parameters}
     for name, parameter in options.items():
         option = "--" + ("engine-" * (of_engine and name in _AXES)) + parameter.replace("_", "-")

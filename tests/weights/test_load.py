@@ -137,6 +137,10 @@ def test_not_strict_reports_what_strict_raises(state):
     with fake_mesh.rank_of(ONE, 0, 1):
         chunks = mb.build_model(HF, dims=ONE, load_weights=False, device="cpu", dtype=torch.float32)
         report = load_hf_weights(chunks, surplus, strict=False)
+        with pytest.raises(CheckpointError, match=r"1 tensors missing .*, 1 unexpected ") as error:
+            load_hf_weights(chunks, surplus)
+    assert "strict" not in str(error.value)  # which a command shows, and has no such option
+    assert error.value.__notes__ == ["load_hf_weights(strict=False) reports them instead"]
     assert report.missing == ("model.norm.weight",)
     assert report.unexpected == ("visual.weight",)
 
