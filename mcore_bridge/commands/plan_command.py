@@ -35,7 +35,7 @@ from mcore_bridge.commands.run_command import Answer, in_options, options_of, ru
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.weights.gc_paused import uncollected
 
-_OF_ONE_MESH = {"vp", "layout", "sp", "mtp", "world", "engine_tp", "engine_pp", "engine_ep"}
+_OF_ONE_MESH = {"vp", "layout", "sp", "mtp", "world", "engine_tp", "engine_pp", "engine_ep", "picture"}
 
 
 def plan_command(
@@ -97,7 +97,7 @@ def plan_command(
     """
     with running(context) as answer, uncollected(), uncompiled():
         if gpus is not None:
-            _suggest(context, answer, folder, gpus, Batch(sequence, micro_batch, recompute), picture)
+            _suggest(context, answer, folder, gpus, Batch(sequence, micro_batch, recompute))
             return
         from mcore_bridge.commands.plan.picture import draw
         from mcore_bridge.commands.plan.tables import Planned, plan, render
@@ -113,9 +113,7 @@ def plan_command(
         answer(planned, render)
 
 
-def _suggest(
-    context: typer.Context, answer: Answer, folder: Path, gpus: int, batch: Batch, picture: Path | None
-) -> None:
+def _suggest(context: typer.Context, answer: Answer, folder: Path, gpus: int, batch: Batch) -> None:
     from mcore_bridge.commands.plan import suggest_report
     from mcore_bridge.commands.plan.suggest import AXES, suggest
 
@@ -139,8 +137,6 @@ def _suggest(
         )
     options_here = options_of(context)
     refused = tuple(replace(refused, reason=in_options(refused.reason, options_here)) for refused in search.refused)
-    if picture is not None:
-        suggest_report.draw(search, picture)
     answer(replace(search, refused=refused), suggest_report.render)
     if not search.suggestions:
         raise typer.Exit(1)

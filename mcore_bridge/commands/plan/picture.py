@@ -12,7 +12,8 @@ from pathlib import Path
 from mcore_bridge.commands import text
 from mcore_bridge.commands.plan.mesh_plan import Cell, Chunk, MeshPlan
 from mcore_bridge.commands.plan.tables import Planned, title
-from mcore_bridge.commands.svg import Picture, write
+from mcore_bridge.commands.svg import Picture
+from mcore_bridge.errors import CheckpointError
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 84, 130, 72, 56  # margins
 _WIDTH = 960  # of the widest row
@@ -40,7 +41,13 @@ def draw(planned: Planned, path: Path) -> None:
     for pp_rank, chunks in enumerate(plan.ranks):
         _draw_row(picture, plan, pp_rank, chunks, scale)
     picture.text(_LEFT, bottom + 36, "bytes of parameters on one rank", fill="#777")
-    write(picture, path)
+    try:
+        path.write_text(str(picture), encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(
+            f"--picture must be a file that can be written, found {path}: {error.strerror}. Make its folder, or choose "
+            "another one that you may write to"
+        ) from error
 
 
 def _short(line: str) -> str:

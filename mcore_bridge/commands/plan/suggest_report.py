@@ -1,9 +1,6 @@
-"""What ``plan --gpus`` prints and draws: suggested meshes with the memory of their fullest rank."""
+"""What ``plan --gpus`` prints: suggested meshes with the memory of their fullest rank."""
 
 from __future__ import annotations
-
-from dataclasses import fields
-from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group
@@ -12,15 +9,16 @@ from rich.table import Table
 from mcore_bridge.commands import text
 from mcore_bridge.commands.options import Batch
 from mcore_bridge.commands.plan.suggest import Search, Suggestion
-from mcore_bridge.commands.plan.training_memory import TrainingMemory
-from mcore_bridge.commands.svg import Picture, write
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 
-PARTS = tuple(field.name for field in fields(TrainingMemory))
-_COLORS = dict(zip(PARTS, ("#2a6fb0", "#6aa5d8", "#b8d4ec", "#e59f4c", "#f3d2a8"), strict=True))
-_SHORT = dict(zip(PARTS, ("params", "grads", "Adam", "activ.", "logits"), strict=True))
+_PARTS = {
+    "parameters": "params",
+    "gradients": "grads",
+    "optimizer": "Adam",
+    "activations": "activ.",
+    "logits": "logits",
+}
 _SHOWN = 3  # meshes of one reason
-_LEFT, _TOP, _WIDTH, _ROW, _GAP = 170, 84, 700, 26, 10
 
 
 def render(search: Search) -> Group:
@@ -35,45 +33,13 @@ def render(search: Search) -> Group:
     return Group(_title(search), *([table] if search.suggestions else []), *_others(search))
 
 
-def draw(search: Search, path: Path) -> None:
-    """Draw a bar for each suggestion to an SVG file: the memory of its fullest rank, beside that of a GPU.
-
-    Raises:
-        CheckpointError: it cannot be written there.
-    """
-    height = _TOP + len(search.suggestions) * (_ROW + _GAP) + 30
-    picture = Picture(_LEFT + _WIDTH + 110, height)
-    picture.text(20, 28, _title(search), font_size=15, font_weight="bold")
-    for number, name in enumerate(PARTS):
-        picture.rect(_LEFT + 120 * number, 46, 12, 12, fill=_COLORS[name])
-        picture.text(_LEFT + 120 * number + 18, 56, name)
-    scale = _WIDTH / search.gpu_bytes
-    for number, suggestion in enumerate(search.suggestions):
-        _draw_bar(picture, suggestion, _TOP + number * (_ROW + _GAP), scale)
-    picture.line(_LEFT + _WIDTH, _TOP - 8, _LEFT + _WIDTH, height - 24, stroke="#c33")
-    picture.text(
-        _LEFT + _WIDTH, height - 8, f"{text.num_bytes(search.gpu_bytes)}, a GPU", text_anchor="middle", fill="#c33"
-    )
-    write(picture, path)
-
-
-def _draw_bar(picture: Picture, suggestion: Suggestion, y: float, scale: float) -> None:
-    x: float = _LEFT
-    picture.text(_LEFT - 10, y + _ROW / 2 + 4, str(suggestion.mesh), text_anchor="end")
-    for name in PARTS:
-        part = getattr(suggestion.memory, name)
-        picture.rect(x, y, part * scale, _ROW, title=f"{name}: {text.num_bytes(part)}", fill=_COLORS[name])
-        x += part * scale
-    picture.text(x + 6, y + _ROW / 2 + 4, text.num_bytes(suggestion.memory.total), fill="#555")
-
-
 def _row(suggestion: Suggestion, has_experts: bool) -> dict[str, str]:
     memory = suggestion.memory
     return {
         "mesh": str(suggestion.mesh),
         "DP": str(suggestion.dp),
         **({"EDP": str(suggestion.edp)} if has_experts else {}),
-        **{_SHORT[name]: _gigabytes(getattr(memory, name)) for name in PARTS},
+        **{short: _gigabytes(getattr(memory, name)) for name, short in _PARTS.items()},
         "sum": _gigabytes(memory.total),
         "export": f"{suggestion.export_seconds:.3g} s",
     }
