@@ -34,7 +34,14 @@ _OPTIONAL = {"transformer-engine": 'backend "te" on GPUs', "triton": "megatron-c
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of the report. ``advice`` says what to do; with ``is_problem`` nothing works before that."""
+    """One line of the report.
+
+    Attributes:
+        name: what was looked at.
+        state: what was found.
+        advice: what to do; it may be empty.
+        is_problem: whether nothing works before the advice is followed.
+    """
 
     name: str
     state: str
@@ -44,7 +51,11 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What was found."""
+    """What was found.
+
+    Attributes:
+        lines: of the report.
+    """
 
     lines: tuple[Line, ...]
 

@@ -27,7 +27,15 @@ _NOTE = "quantization_config"
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What was written: the numbers of parameters, tensors and bytes, and the names of files."""
+    """What was written.
+
+    Attributes:
+        target: the folder.
+        parameters: of the whole model.
+        tensors: how many there are.
+        bytes: of all tensors.
+        files: names in the target.
+    """
 
     target: Path
     parameters: int

@@ -114,8 +114,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, ParallelDims):
         return {name: getattr(value, name) for name in MESH}
     if is_dataclass(value):
-        computed = [name for name, member in vars(type(value)).items() if isinstance(member, property)]
-        return {name: plain(getattr(value, name)) for name in (*(f.name for f in fields(value) if f.repr), *computed)}
+        return {name: plain(getattr(value, name)) for name in keys_of(type(value))}
     if isinstance(value, Mapping):
         return {name: plain(entry) for name, entry in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
@@ -123,6 +122,12 @@ def plain(value: Any) -> Any:
     if value is None or isinstance(value, str | int | float):
         return value
     return list(map(plain, value)) if isinstance(value, Sequence) else str(value).removeprefix("torch.")
+
+
+def keys_of(answer: type) -> list[str]:
+    """The keys that JSON has of a dataclass. docs/tools/command_page.py takes what they say from its docstring."""
+    computed = [name for name, member in vars(answer).items() if isinstance(member, property)]
+    return computed + [field.name for field in fields(answer) if field.repr]
 
 
 @contextlib.contextmanager

@@ -17,9 +17,11 @@ class Written:
     """A folder and what is in it.
 
     Attributes:
+        target: the folder.
+        kind: its format.
         parameters: their number, or that of tensors that no model was made of.
-        bytes: bytes of these.
-        files: the names of files.
+        bytes: of all tensors.
+        files: names in the target.
         kept: how many of the files an earlier run had written.
         carried: HF names in the target of parts that no model was built of.
         unused: HF names of the source that nothing uses.

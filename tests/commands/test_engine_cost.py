@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from mcore_bridge import EngineRank, ParallelDims, engine_ranks
 from mcore_bridge.commands.app import app
-from mcore_bridge.commands.plan.engine_cost import feed
+from mcore_bridge.commands.plan.cost import feed
 from mcore_bridge.commands.plan.mesh_plan import MeshPlan, plan_mesh
 from mcore_bridge.errors import TargetError
 from mcore_bridge.factory.blueprint import make_blueprint

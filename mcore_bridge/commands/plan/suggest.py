@@ -42,7 +42,15 @@ NODE = 8
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """A mesh that fits: its data parallel sizes, the memory of its fullest rank, and the seconds of an export."""
+    """A mesh that fits.
+
+    Attributes:
+        mesh: as of ``verify``.
+        dp: data parallel size.
+        edp: data parallel size of the experts.
+        memory: bytes of the fullest rank.
+        export_seconds: as of ``plan``.
+    """
 
     mesh: ParallelDims
     dp: int
@@ -53,7 +61,12 @@ class Suggestion:
 
 @dataclass(frozen=True, slots=True)
 class TooLarge:
-    """A mesh that needs more memory than a GPU has, and bytes of its fullest rank."""
+    """A mesh that needs more memory than a GPU has.
+
+    Attributes:
+        mesh: as of ``verify``.
+        bytes: of the fullest rank.
+    """
 
     mesh: ParallelDims
     bytes: int
@@ -61,7 +74,12 @@ class TooLarge:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The meshes that are refused for one reason."""
+    """The meshes that are refused for one reason.
+
+    Attributes:
+        reason: the message of the error.
+        meshes: each as of ``verify``.
+    """
 
     reason: str
     meshes: tuple[ParallelDims, ...]
@@ -77,6 +95,7 @@ class Search:
         batch: what one step computes at a time.
         suggestions: meshes that fit, best first.
         too_large: meshes that do not fit, least first.
+        refused: meshes that cannot be built, by reason.
         has_experts: whether the model has routed experts.
     """
 

@@ -13,8 +13,7 @@ from rich.table import Table
 
 from mcore_bridge.commands import text
 from mcore_bridge.commands.options import BANDWIDTH
-from mcore_bridge.commands.plan.cost import Cost, cost_of
-from mcore_bridge.commands.plan.engine_cost import Feeding, feed
+from mcore_bridge.commands.plan.cost import Cost, Feeding, cost_of, feed
 from mcore_bridge.commands.plan.mesh_plan import Chunk, MeshPlan, plan_mesh
 from mcore_bridge.config.unread_fields import notes_on
 from mcore_bridge.weights.dtypes import dtype_name
@@ -60,7 +59,20 @@ def blueprint_of(provenance: Provenance, options: BuildOptions, *, dtype: torch.
 
 @dataclass(frozen=True, slots=True)
 class StageRow:
-    """What one rank holds of a stage: layers and other parts, and their parameters and bytes."""
+    """What one rank holds of a stage.
+
+    Attributes:
+        pp: the pipeline rank.
+        vp: the virtual stage.
+        layers: their global numbers.
+        tower: whether the rank has a composite's models of images.
+        embedding: whether it has the embedding.
+        mtp: how many MTP layers it has.
+        output: whether it has the output layer.
+        parameters: how many it has.
+        bytes: of all tensors.
+        expert_bytes: of routed experts.
+    """
 
     pp: int
     vp: int
@@ -100,10 +112,14 @@ class Planned:
     """What a mesh would hold and send.
 
     Attributes:
+        model_type: of the text.
         tower: whether a composite's models of images are planned.
+        mesh: as of ``verify``.
         ranks: of the whole job.
+        dtype: of the parameters.
         parameters: of the whole model.
         stages: by pipeline rank, and then by virtual stage.
+        export: the cost of an export for the rank with the highest cost.
         engine: the cost of feeding engines. None: nobody asked for it.
         notes: on fields of the config that change nothing.
         engine_ranks: all ranks of one engine.

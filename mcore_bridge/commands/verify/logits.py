@@ -40,11 +40,17 @@ TF32 (10 bits of mantissa), which the tolerance also covers.
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The largest difference of two logits, the largest logit (``scale``), and the numbers of logits and of images.
+    """Our logits beside those of a reference.
 
-    If the batch has no images although the model has a tower, ``missing`` says why. ``varied`` are tensors that both
-    sides had with other values, since those of the files cannot show where they lie. ``untold`` are encoded ones, with
-    their own values.
+    Attributes:
+        difference: the largest difference of two logits.
+        scale: the largest logit.
+        count: the number of logits.
+        images: the number of images in the batch.
+        missing: why there is no image, although the model has a tower.
+        varied: names of tensors that are flat or equal, so that both sides had random changes.
+        untold: names of encoded tensors that are flat or equal. They had no changes.
+        tolerance: what ``relative`` may be.
     """
 
     difference: float
@@ -58,7 +64,7 @@ class Comparison:
 
     @property
     def relative(self) -> float:
-        """The difference divided by the scale; NaN if one of them is NaN."""
+        """The difference divided by the largest logit; NaN if one of them is NaN."""
         return self.difference / self.scale if self.scale else self.difference
 
     def agree(self) -> bool:

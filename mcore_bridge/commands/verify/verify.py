@@ -39,8 +39,12 @@ class Verdict:
     """What all ranks have found. Names are those of HF tensors.
 
     Attributes:
+        folder: the checkpoint.
+        model_type: of its config.
         tower: whether a composite's models of images are built.
+        mesh: sizes by axis, ``sp``, and the ``layout`` or None.
         ranks: processes that were started.
+        dtype: of the model.
         parameters: of the whole model.
         tensors: the number of tensors that were compared.
         bytes: bytes of the tensors that were exported.
@@ -50,6 +54,7 @@ class Verdict:
         saved_different: names whose bits differ between the files and the saved folder. None: nothing was saved.
         adapter_different: names of the adapter's tensors whose bits differ between the PEFT folder and the export on
             any rank. None: there is no adapter.
+        logits: the comparison with transformers, or with ``peft``. None: it was left out.
         logits_left_out: why there is no comparison of logits. None: there is one.
         carried: names of a composite's other parts, which a save copies.
         unused: names in the files that no parameter uses, and no save copies.
