@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -158,30 +158,19 @@ def verify(
     world_size, device = options.dims.smallest_world, str(task.options.device)
     findings = run_ranks(check_rank, task, world_size=world_size, device=device, on_event=on_event)
     sources.require_unchanged()
-    absent = (spec.name for spec in findings[0].exported if spec.name not in checkpoint)
-    drawn = {name for name in absent if _is_of_mtp(mapping, name)}
-    others = [name for name in checkpoint if name not in set(names)]
-    return _verdict(blueprint, task, findings, drawn, mapping, others)
+    return _verdict(blueprint, task, findings, checkpoint, mapping)
 
 
 def _verdict(
-    blueprint: Blueprint,
-    task: Task,
-    findings: Sequence[RankResult],
-    drawn: Collection[str],
-    mapping: WeightMapping,
-    others: Sequence[str],
+    blueprint: Blueprint, task: Task, findings: Sequence[RankResult], checkpoint: Source, mapping: WeightMapping
 ) -> Verdict:
-    """The results of all ranks as one.
-
-    Args:
-        drawn: names of exported tensors that the files lack.
-        others: names in the files that are not exported.
-    """
+    """The results of all ranks as one."""
     first, exported = findings[0], findings[0].exported
     expected = Manifest(tuple(spec for finding in findings for spec in finding.expected))
     saved = Manifest(tuple(spec for finding in findings for spec in finding.saved))
-    wanted = Manifest((*expected, *(spec for spec in exported if spec.name in drawn)))
+    drawn = [spec for spec in exported if spec.name not in checkpoint and _is_of_mtp(mapping, spec.name)]
+    exported_names = set(task.names)
+    others = [name for name in checkpoint if name not in exported_names]
     adapters = {name for finding in findings for name, is_same in finding.adapters.items() if not is_same}
     return Verdict(
         folder=task.folder,
@@ -195,14 +184,14 @@ def _verdict(
         bytes=exported.num_bytes,
         rank_bytes=max(finding.held for finding in findings),
         seconds={phase: max(finding.seconds[phase] for finding in findings) for phase in first.seconds},
-        different=differences(wanted, [finding.exported for finding in findings]),
+        different=differences(Manifest((*expected, *drawn)), [finding.exported for finding in findings]),
         saved_different=None if task.save is None else differences(expected, [saved]),
         adapter_different=None if task.adapter is None else tuple(sorted(adapters)),
         logits=first.logits,
         logits_left_out=None if first.logits is not None else first.skipped or "as asked",
         carried=tuple(filter(mapping.is_carried, others)),
         unused=tuple(name for name in others if not mapping.is_carried(name)),
-        drawn=tuple(spec.name for spec in exported if spec.name in drawn),
+        drawn=tuple(spec.name for spec in drawn),
         notes=tuple(note for _, note in notes_on(blueprint.unread)),
         blueprint=blueprint,
         task=task,
