@@ -74,11 +74,11 @@ def running(context: typer.Context) -> Iterator[Answer]:
     level = root.level
     root.setLevel(logging.ERROR)
 
-    def answer(found: Any, report: Callable[[Any], RenderableType]) -> None:
+    def answer(value: Any, report: Callable[[Any], RenderableType]) -> None:
         if as_json:
-            print(json.dumps(plain(found), allow_nan=False), file=stdout)
+            print(json.dumps(plain(value), allow_nan=False), file=stdout)
         else:
-            Console(highlight=False).print(report(found))
+            Console(highlight=False).print(report(value))
 
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr if as_json else stdout):

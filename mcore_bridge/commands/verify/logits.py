@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mcore_bridge.commands.verify.constant_weights import alike_in, told_apart
 from mcore_bridge.commands.verify.random_image import shown
-from mcore_bridge.commands.verify.reference import reference_logits, shortage, why_no_reference
+from mcore_bridge.commands.verify.transformers_logits import reference_logits, shortage, why_no_reference
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.factory.build_options import BuildOptions
 from mcore_bridge.launch.worker import Report
