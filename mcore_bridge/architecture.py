@@ -161,7 +161,7 @@ def architecture_of(hf: "PretrainedConfig | str") -> Architecture:
     if model_type not in _REGISTRY:
         _load_theirs()
     if model_type not in _REGISTRY and model_type in _REFUSED:
-        raise ConfigError(f"{_refused(model_type)}{_text_inside(hf)}")
+        raise ConfigError(_refused(model_type), in_python=_text_inside(hf))
     if model_type in _COMPOSITES:
         raise ConfigError(
             f"The model_type must be that of a text here, found {model_type!r}, which joins a text to models of images "
@@ -171,7 +171,8 @@ def architecture_of(hf: "PretrainedConfig | str") -> Architecture:
         raise ConfigError(
             f"The model_type must be a registered architecture, found {model_type!r}."
             f"{nearest(model_type, {*_REGISTRY, *_COMPOSITES})} Register an architecture for it, or install a package "
-            f"with an entry point of the group {GROUP!r}.{_text_inside(hf)}"
+            f"with an entry point of the group {GROUP!r}.",
+            in_python=_text_inside(hf),
         )
     return _REGISTRY[model_type]
 
@@ -199,7 +200,7 @@ def _text_inside(hf: "PretrainedConfig | str") -> str:
     if text not in _REGISTRY:
         return ""
     return (
-        f" To train its text model ({text!r}) alone, pass its text_config as the HF config. Pass its "
+        f"To train its text model ({text!r}) alone, pass its text_config as the HF config. Pass its "
         "tensors as load_weights: pairs of name and tensor, with the names of a checkpoint of the text model alone."
     )
 

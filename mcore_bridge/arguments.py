@@ -126,8 +126,8 @@ def given_path(path: str | os.PathLike[str], kind: type[BridgeError] = Checkpoin
         raise kind(f"expected a path, found {shown(path)}: pass a string or a pathlib.Path")
     if not text or (not isinstance(path, str) and Path(path) == Path()):
         raise kind(
-            "expected a path, found an empty string: is a variable not set? Path('') equals Path('.'), so "
-            "pass Path.cwd() for the working folder"
+            "expected a path, found an empty string: is a variable not set?",
+            in_python="Path('') equals Path('.'): pass Path.cwd() for the working folder",
         )
     if "\0" in text:
         raise kind(f"expected a path, found a null byte in {shown(text)}: correct it")

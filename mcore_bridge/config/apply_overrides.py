@@ -6,7 +6,6 @@ or raises. Other overrides are free: no HF config says such values.
 """
 
 import dataclasses
-import json
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,6 +19,7 @@ from mcore_bridge.config.rope import Rope
 from mcore_bridge.config.tables.derived import comparable
 from mcore_bridge.config.transformer import settings_of
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.foreign_files import parse
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -153,7 +153,7 @@ class _Writing:
         """Values that do not come back: from ``hf`` with these fields, or from the file that transformers writes."""
         try:
             hf = with_fields(hf, fields)
-            reread = type(hf).from_dict(json.loads(hf.to_json_string(), object_hook=special_float))
+            reread = type(hf).from_dict(parse(hf.to_json_string().encode(), finite=False, hook=special_float))
             now, later = to_mcore(table, hf.to_dict()), to_mcore(table, reread.to_dict())
         except Exception as error:  # a config class may raise any type
             return [f"{self._say(self.wanted)} ({_cause(error)})"]

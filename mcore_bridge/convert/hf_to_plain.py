@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_bridge.config.hf import read_json
+from mcore_bridge.config.hf import read_fields
 from mcore_bridge.convert.conversion import Conversion, Progress, units_of_tensors
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.dtypes import dtype_name, wanted_dtype
@@ -124,7 +124,7 @@ class ToPlain(Conversion):
 
 
 def _fields(folder: Path) -> dict[str, Any]:
-    fields: dict[str, Any] = read_json(folder / _CONFIG)
+    fields: dict[str, Any] = read_fields(folder / _CONFIG)
     return fields
 
 

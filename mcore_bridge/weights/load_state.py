@@ -129,12 +129,13 @@ class Load:
         unexpected = tuple(name for name in others if not mapping.is_unused(name))
         self._names = LoadReport(0, 0, initialised, (*ignored, *unused), carried, {}, missing, unexpected)
         if strict and (missing or unexpected):
-            advice = "Use the checkpoint of this config, or strict=False to have them reported"
+            advice = "Use the checkpoint of this config"
             if any(use.mcore.startswith("output_layer.") for name in missing for use in self.uses[name]):
                 advice += '. A checkpoint without a head, as of an embedding model, is built with head="none"'
             raise CheckpointError(
                 f"the source does not fit the model: {len(missing)} tensors missing {[*missing[:8]]}, "
-                f"{len(unexpected)} unexpected {[*unexpected[:8]]}. {advice}"
+                f"{len(unexpected)} unexpected {[*unexpected[:8]]}. {advice}",
+                in_python="load_hf_weights(strict=False) reports them instead",
             )
 
     def _not_elsewhere(self, names: Iterable[str]) -> list[str]:

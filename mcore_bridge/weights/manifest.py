@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import ExportError, TransferError
+from mcore_bridge.foreign_files import parse
 from mcore_bridge.rules.dtypes import Dtypes, dtype_name, wanted_dtype
 from mcore_bridge.rules.mapping import Dialect
 from mcore_bridge.rules.spec import TensorSpec
@@ -89,11 +90,11 @@ class Manifest:
             TransferError: it is something else.
         """
         try:
-            rows = json.loads(text)
+            rows = parse(text.encode())
             if not isinstance(rows, list):
                 raise ValueError("no list")
             return cls(tuple(map(_entry, rows)))
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
             raise TransferError(
                 f"expected JSON that Manifest.to_json has written, found other text ({error!r:.200}); write it again"
             ) from None

@@ -1,5 +1,6 @@
 """Importing the library costs next to nothing and changes nothing; its own modules import each other one way."""
 
+import ast
 import functools
 import json
 import subprocess
@@ -9,8 +10,8 @@ import mcore_bridge
 from tests.support.house import MODULES, PACKAGE, ROOT, import_graph, imports, module_of
 
 ORDER = """
-errors <- arguments cpu installed machine <- rules config <- composite <- architecture <- weights models <- batches
-<- factory <- engines <- sync <- launch <- convert <- trainers commands <- cli
+errors <- arguments cpu foreign_files installed machine <- rules config <- composite <- architecture <- weights models
+<- batches <- factory <- engines <- sync <- launch <- convert <- trainers commands <- cli
 """
 INSIDE = {
     "config": "tables <- mesh",
@@ -245,6 +246,19 @@ def test_only_few_modules_know_of_processes() -> None:
                 found.setdefault(kind, set()).add(str(path.relative_to(PACKAGE)))
     assert found["processes"] == DISTRIBUTED
     assert found["files"] == FILES
+
+
+def test_one_module_reads_json() -> None:
+    """So every file that another program wrote is bounded, no FIFO, and refused if its readers may differ."""
+    calls = [
+        (module_of(path), ast.unparse(node))
+        for path in MODULES
+        if "json" in (text := path.read_text())
+        for node in ast.walk(ast.parse(text))
+        if (isinstance(node, ast.Attribute) and ast.unparse(node) in ("json.load", "json.loads"))
+        or (isinstance(node, ast.ImportFrom) and node.module == "json")
+    ]
+    assert calls == [("foreign_files", "json.loads")]
 
 
 def test_sources_are_ascii_and_name_no_place_of_a_machine() -> None:

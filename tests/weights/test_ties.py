@@ -230,9 +230,9 @@ def test_verify_holds_a_folder_against_itself(kind, folders, tmp_path, monkeypat
     found = verify(
         folders[kind], BuildOptions(dims=ONE, device="cpu"), num_tokens=4, save=tmp_path / "saved", on_event=quiet
     )
-    assert found.is_good
+    assert found.good
     assert len(found.exported) == len(exported(kind))
-    assert found.ignored == ((HEAD,) if HEAD in {*files(kind)} - {*exported(kind)} and kind != "alone" else ())
+    assert found.unused == ((HEAD,) if HEAD in {*files(kind)} - {*exported(kind)} and kind != "alone" else ())
 
 
 def test_tensors_are_compared_in_pieces_up_to_the_first_that_differs(tmp_path, monkeypatch):

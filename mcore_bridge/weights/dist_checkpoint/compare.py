@@ -108,8 +108,9 @@ class Check:
         if strict and (lacking or unexpected):
             raise CheckpointError(
                 f"{self.folder.path} does not fit the model: {len(lacking)} tensors missing {list(lacking[:8])}, "
-                f"{len(unexpected)} unexpected {list(unexpected[:8])}. Use the checkpoint of this config, or "
-                f"strict=False to have them reported{_HINT if has_adapters else ''}"
+                f"{len(unexpected)} unexpected {list(unexpected[:8])}. Use the checkpoint of this config"
+                f"{_HINT if has_adapters else ''}",
+                in_python="load_checkpoint(strict=False) reports them instead",
             )
         return lacking, unexpected
 

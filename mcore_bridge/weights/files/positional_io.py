@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import stat
 from collections.abc import Iterable
 from operator import itemgetter
 from pathlib import Path
@@ -21,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcore_bridge.errors import CheckpointError
-from mcore_bridge.weights.files.open_files import FULL, too_many, with_room
+from mcore_bridge.foreign_files import FULL, open_regular, too_many
+from mcore_bridge.weights.files.open_files import with_room
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -31,57 +30,19 @@ if TYPE_CHECKING:
 Array: TypeAlias = "NDArray[Any]"
 
 BLOCK_BYTES = 1 << 18  # bytes of an array with gaps that are read at once; they should stay in a core's cache
-_KINDS = {
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFDIR: "a folder",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
 _MOST_BUFFERS = 1024  # of one call, as POSIX's IOV_MAX is on Linux
-READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # what is opened may have become a FIFO, which would block
-_POINTER = b"version https://git-lfs"
 
 
 def open_file(path: Path) -> int:
-    """Open a file for reading and return its descriptor. Links are followed: the hub's cache consists of links.
+    """``open_regular``, which closes other files of ours if too many are open.
 
     Raises:
         CheckpointError: the file cannot be opened, is a FIFO or the like, or git-lfs has not fetched it.
     """
     try:
-        kind = _KINDS.get(stat.S_IFMT(os.stat(path).st_mode))
-        if kind is not None:
-            raise CheckpointError(f"{path} is {kind}, expected a file: replace it by the file, or remove it")
-        fd = with_room(lambda: os.open(path, READ))
-    except OSError as error:
-        if error.errno in FULL:
-            raise too_many(path) from None
-        raise CheckpointError(f"cannot open {path}: {error.strerror}; make it a file that you may read") from None
-    problem = ""
-    try:
-        if os.pread(fd, len(_POINTER), 0) == _POINTER:
-            problem = f"{path} is a pointer of git-lfs, expected the file itself: run `git lfs pull` in its folder"
-    except OSError as error:
-        problem = f"cannot read {path}: {error.strerror}; copy it again"
-    if problem:
-        os.close(fd)
-        raise CheckpointError(problem)
-    return fd
-
-
-def read_bounded(path: Path, num_bytes: int) -> bytes:
-    """All of a small file; see ``open_file``.
-
-    Raises:
-        ValueError: it has more than ``num_bytes``.
-    """
-    with open(open_file(path), "rb") as file:
-        is_larger = os.fstat(file.fileno()).st_size > num_bytes  # a hole of terabytes is not read to learn that
-        data = b"" if is_larger else file.read(num_bytes + 1)
-    if is_larger or len(data) > num_bytes:
-        raise ValueError(f"more than {num_bytes} bytes")
-    return data
+        return with_room(lambda: open_regular(path))
+    except OSError:
+        raise too_many(path) from None
 
 
 def read_array(fd: int, offset: int, out: Array, strides: tuple[int, ...]) -> None:

@@ -18,13 +18,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.weights.files.positional_io import read_bounded
-from mcore_bridge.weights.files.strict_json import parse
+from mcore_bridge.foreign_files import read_bounded, read_json
 
 NEW, OLD = "new", "old"
 """The two sets of files in a home, to one of which its ``live`` leads."""
-_NAMES_BYTES = 100_000_000
-"""More than the names of a checkpoint take."""
 
 
 def read_commit(target: Path, live: Path, names_file: Path) -> tuple[str, list[str]]:
@@ -38,7 +35,7 @@ def read_commit(target: Path, live: Path, names_file: Path) -> tuple[str, list[s
         side = os.readlink(live) if live.is_symlink() else read_bounded(live, len(NEW)).decode()
         if side not in (NEW, OLD):
             raise ValueError(f"{live.name} leads to {side!r}")
-        names = parse(read_bounded(names_file, _NAMES_BYTES))
+        names = read_json(names_file)
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise ValueError(f"{names_file.name} is no list of names")
         outside = [name for name in names if not (_is_inside(target, name) and _is_inside(home / side, name))]
