@@ -11,10 +11,11 @@ one of them. A sync lasts from the call on the trainer until the engine has answ
 checks, copies and answers in it; caches are reset, and both devices are synchronised. There is one warm-up, then the
 median and the worst of rank 0 are published.
 
-``plain`` is the engine's loader alone, and ``whole`` its loader with what it does after loading, which is the layerwise
-reload of vLLM. ``map`` copies out of the ring by the map. ``direct`` writes HF tensors straight into the engine's parameters, and ``shards`` megatron-core's shards, with no HF
-tensor between. ``sync`` is a ``WeightSync``, which chooses by itself, and once more with each of ``--transports``.
-Checksums of every parameter are compared after each way.
+``plain`` is the engine's loader alone, and ``whole`` its loader with what it does after loading, which is the
+layerwise reload of vLLM. ``map`` copies out of the ring by the map. ``direct`` writes HF tensors straight into the
+engine's parameters, and ``shards`` megatron-core's shards, with no HF tensor between. ``sync`` is a ``WeightSync``,
+which chooses by itself, and once more with each of ``--transports``. Checksums of every parameter are compared after
+each way.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_bridge.engines.engine_worker import EngineWorker
+from mcore_bridge.foreign_files import parse
 
 LOAD = "mcore_bridge.engines.sglang.load"
 """The ``load_format``, which SGLang's ``custom_weight_loader`` must list."""
@@ -46,7 +47,7 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     worker = _workers.get(model)
     if worker is None:
         worker = _workers[model] = _worker_of(model)
-    worker.receive(json.loads(bytes(message.cpu().numpy())))
+    worker.receive(parse(bytes(message.cpu().numpy())))
 
 
 def _worker_of(model: nn.Module) -> EngineWorker:

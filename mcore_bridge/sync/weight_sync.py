@@ -7,12 +7,13 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from threading import TIMEOUT_MAX
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from mcore_bridge.arguments import Kind, instance_of, problem_of
+from mcore_bridge.arguments import LEAST_0, Kind, instance_of, problem_of, require
 from mcore_bridge.engines.channel import Listener, WorkerLine, own_host
 from mcore_bridge.engines.engine_worker import Identity
 from mcore_bridge.errors import BridgeError, TransferError, describe, grouped_by_rank
@@ -25,7 +26,11 @@ from mcore_bridge.weights.manifest import manifest
 from mcore_bridge.weights.model_chunks import Models, modules_of
 from mcore_bridge.weights.transfer.collectives import Group
 
-_SECONDS = Kind("a number of seconds above 0", lambda value: isinstance(value, int | float) and value > 0)
+_SECONDS = Kind(
+    f"a number of seconds above 0 and up to {TIMEOUT_MAX:.0f}",
+    lambda value: isinstance(value, int | float) and 0 < value <= TIMEOUT_MAX,
+)
+_HOST = Kind("a name or number of this machine", lambda value: isinstance(value, str) and value != "")
 _TRANSPORT = Kind(f"one of {', '.join(WAYS)}, or None", lambda value: value is None or value in WAYS)
 
 
@@ -130,11 +135,12 @@ class WeightSync:
         problem = problem_of(
             transport=(transport, _TRANSPORT),
             loads=(loads, instance_of("True or False", bool)),
-            address=(address, instance_of("a name or number of this machine", str).or_none()),
+            address=(address, _HOST.or_none()),
             timeout=(timeout, _SECONDS),
         )
         self._clients: list[object] = []
         try:
+            modules_of(models)
             if problem:
                 raise TransferError(problem)
             self._host = address or own_host()
@@ -177,7 +183,7 @@ class WeightSync:
         """Send all weights to all engines. All ranks of the trainer call this together.
 
         Args:
-            version: a number for these weights, which the engines report; None counts rounds.
+            version: a number for these weights, which the engines report; None counts rounds. That of rank 0 counts.
 
         Raises:
             TransferError: on every rank, when an engine did not get all weights. The message names engine, worker and
@@ -186,8 +192,7 @@ class WeightSync:
             ExportError, MappingError: as ``iter_hf_weights``.
         """
         start = time.perf_counter()
-        version = self.version + 1 if version is None else version
-        roster, absent = self._called(version)
+        version, roster, absent = self._called(version)
         mine = [served for served in roster if served.trainer == self._group.rank]
         self._close_all({*self._routes} - {served.worker.place for served in mine if not served.is_new})
         rows = max(Counter(served.trainer for served in roster).values(), default=0)
@@ -221,12 +226,20 @@ class WeightSync:
         self.version = version
         return SyncReport(version, time.perf_counter() - start, workers)
 
-    def _called(self, version: int) -> tuple[list[Served], dict[int, str]]:
-        """The workers of all engines that have come, and why engines did not."""
-        answer = None if self._roll_call is None else self._roll_call.begin(version)
-        roster = self._group.all_gather_object(answer)[0]
-        assert roster is not None
-        return roster
+    def _called(self, version: int | None) -> tuple[int, list[Served], dict[int, str]]:
+        """The version of the round, the workers of all engines that have come, and why engines did not."""
+        answer: tuple[int, list[Served], dict[int, str]] | str = ""
+        if self._roll_call is not None:
+            try:
+                require(TransferError, version=(version, LEAST_0.or_none()))
+                number = self.version + 1 if version is None else version
+                answer = (number, *self._roll_call.begin(number))
+            except Exception as error:  # other ranks wait for it
+                answer = describe(error)
+        answer = self._group.all_gather_object(answer)[0]
+        if isinstance(answer, str):
+            raise TransferError(answer)
+        return answer
 
     def _connect(self, mine: Sequence[Served]) -> None:
         """Accept the workers that are new on this rank."""

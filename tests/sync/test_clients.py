@@ -167,6 +167,9 @@ def refused():
             with pytest.raises(TransferError, match="expected rank 0 to name the engines, found rank 1"):
                 sync.set_engines(())
         sync()
+        with pytest.raises(TransferError, match="version must be a whole number of at least 0"):
+            sync("latest" if rank == 0 else 7)
+        assert sync(4 if rank == 0 else 9).version == sync.version == 4
     return found
 
 
