@@ -62,7 +62,7 @@ CHUNKED: tuple[Field, ...] = (
         ("layer_types", "attention_chunk_size"),
         _chunks,
         _chunks_back,
-        (f"`layer_types` but {' and '.join(f'`{kind}`' for kind in _KINDS)}: transformers computes no other",),
+        (f"`layer_types` other than {' and '.join(f'`{kind}`' for kind in _KINDS)}: transformers computes no other",),
     ),
     NO_ROPE,
     Ignore("transformers has made no_rope_layers of it", ("no_rope_layer_interval",)),

@@ -94,9 +94,9 @@ def _turned_back(mcore: Mcore) -> dict[str, object]:
 NORM     = Derive(("rms_norm_eps", "layer_norm_eps"), _norm, _norm_back)
 SIZES    = Derive(("intermediate_size", "prefix_dense_intermediate_size", "num_shared_experts"), _sizes, _sizes_back)
 COMBINED = Derive(("shared_expert_combination_strategy",), _combined, _combined_back, (
-    "`shared_expert_combination_strategy` but `sum` and `average`: transformers computes no other",))
+    "`shared_expert_combination_strategy` other than `sum` and `average`: transformers computes no other",))
 SELECTED = Derive(("expert_selection_fn", "norm_topk_prob"), _selected, _selected_back, (
-    "`expert_selection_fn` but `softmax` and `sigmoid`: transformers computes no other",
+    "`expert_selection_fn` other than `softmax` and `sigmoid`: transformers computes no other",
     "sigmoid scores of several experts that are not normalised, or of one that is: megatron-core normalises several",))
 TURNED   = Derive(derived.WINDOWS.names, _turned, _turned_back, derived.WINDOWS.refuses)
 # fmt: on

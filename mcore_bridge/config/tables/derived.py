@@ -211,7 +211,7 @@ def _hf_window(window: object) -> int | None:
     return int(window[0]) + 1
 
 
-_OTHER_LAYERS = "`layer_types` but `full_attention` and `sliding_attention`: the window is all that layers differ by"
+_OTHER_LAYERS = "`layer_types` other than `full_attention` and `sliding_attention`: layers differ only by the window"
 _DISAGREED = "`use_sliding_window=False` with sliding layers: the attention kernels of transformers disagree about them"
 # fmt: off
 ACTIVATION     = activation("hidden_act")
@@ -222,9 +222,9 @@ ATTENTION_BIAS = biases("attention_bias", "attention_bias", None)
 WINDOW         = Derive(("sliding_window",), _window, _window_back)
 WINDOW_IF_USED = Derive(("sliding_window", "use_sliding_window"), _window_if_used, _switched(_window_back))
 FULL_LAYERS    = Derive(("layer_types",), _full_layers, lambda mcore: {}, (
-    "`layer_types` but `full_attention`: no layer of this family slides",))
+    "`layer_types` other than `full_attention`: no layer of this family slides",))
 NO_WINDOWS     = Derive(("layer_types",), _no_windows, _no_windows_back, (
-    "`layer_types` but `full_attention`: versions of transformers disagree on which layers of this model slide",))
+    "`layer_types` other than `full_attention`: releases of transformers disagree on which layers slide",))
 WINDOWS        = Derive(("sliding_window", "layer_types"), _windows, _windows_back, (_OTHER_LAYERS,))
 SWITCHED       = Derive(
     ("sliding_window", "layer_types", "use_sliding_window"), _windows_switched, _switched(_windows_back),

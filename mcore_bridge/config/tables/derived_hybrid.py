@@ -85,16 +85,19 @@ LAYERS = Derive(
     ("layers_block_type", "n_routed_experts", "moe_intermediate_size", "num_hidden_layers"),
     _layers,
     _layers_back,
-    ("`layers_block_type` but `linear_attention`, `full_attention`, `mlp` and `moe`: transformers has no other",),
+    ("`layers_block_type` other than `linear_attention`, `full_attention`, `mlp` and `moe`: transformers has no more",),
 )
 TIME_STEPS = Derive(
     ("time_step_limit",),
     _time_steps,
     lambda mcore: {},
-    ("`time_step_limit` but `[0, Infinity]`: neither megatron-core's kernel nor engines clamp time steps",),
+    ("`time_step_limit` other than `[0, Infinity]`: neither megatron-core's kernel nor engines clamp time steps",),
 )
 HEAD_DIM = Derive(
-    ("attention_head_dim",), _head_dim, lambda mcore: {}, ("`attention_head_dim` but `head_dim`: only that is read",)
+    ("attention_head_dim",),
+    _head_dim,
+    lambda mcore: {},
+    ("`attention_head_dim` other than `head_dim`: only `head_dim` is read",),
 )
 MTP_LAYERS = Derive(("mtp_layers_block_type",), _mtp_layers, lambda mcore: {})
 NARROW = Derive(("moe_latent_size",), _narrow, lambda mcore: {"moe_latent_size": mcore["expert_latent_size"]})

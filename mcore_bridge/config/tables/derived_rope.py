@@ -42,7 +42,7 @@ def rope(types: tuple[str, ...] = ROPE_TYPES, own: tuple[str, ...] = ()) -> Deri
     possible = (name for name in _OWN if "yarn" in types or name not in _OF_YARN)
     unread = ", ".join(f"`{name}`" for name in possible if name not in own)
     refuses = (
-        f"rope types but {known}: transformers computes no other in this family, or we do not reproduce it",
+        f"rope types other than {known}: transformers computes no other in this family, or we do not reproduce it",
         f"{unread} of a rope: the modelling code does not reproduce it",
     )
     return Derive((*names, *at_the_top), forward, backward, refuses[: 2 if unread else 1])
@@ -92,6 +92,6 @@ ROTARY_ROPE = Derive(
 )
 MULTIMODAL_ROPE = rope(own=MULTIMODAL)
 """That of a text which has images beside it elsewhere: its three positions are one."""
-_TWO_DIMS = "`rotary_dim` but what `partial_rotary_factor` says: published code reads only the factor"
+_TWO_DIMS = "`rotary_dim` other than what `partial_rotary_factor` says: published code reads only the factor"
 ROTARY_DIM = Derive(("rotary_dim",), _rotary_dim, lambda mcore: {}, (_TWO_DIMS,))
 NO_ROPE = Derive(("no_rope_layers",), _no_rope, _no_rope_back)

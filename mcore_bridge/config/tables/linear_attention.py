@@ -33,8 +33,8 @@ def _linear_back(mcore: Mcore) -> dict[str, object]:
 
 
 _REFUSED = (
-    "`layer_types` but `full_attention` and `linear_attention`: the kind of attention is all that layers differ by",
-    "`hidden_act` but SiLU where layers attend linearly: transformers 4.57 and 5 disagree on the convolution otherwise",
+    "`layer_types` other than `full_attention` and `linear_attention`: layers differ only by their attention",
+    "`hidden_act` other than SiLU in layers of linear attention: transformers 4.57 and 5 disagree on the convolution",
 )
 LINEAR_LAYERS = Derive(("layer_types",), _linear, _linear_back, _REFUSED)
 

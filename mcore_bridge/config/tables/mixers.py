@@ -85,7 +85,7 @@ LAYERS = Derive(
     ("layer_types", "num_hidden_layers"),
     _layers,
     _layers_back,
-    ("`layer_types` but `linear_attention` and `full_attention`: transformers has no other",),
+    ("`layer_types` other than `linear_attention` and `full_attention`: transformers has no other",),
 )
 SIZES = Derive(
     ("num_local_experts", "num_experts_per_tok", "intermediate_size", "shared_intermediate_size"), _sizes, _sizes_back

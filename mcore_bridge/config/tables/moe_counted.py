@@ -46,7 +46,7 @@ def _given_groups(hf: Hf) -> dict[str, object]:
 
 GIVEN_GROUPS = Derive(GROUPS.names, _given_groups, groups_back, GROUPS.refuses)
 _REFUSED = (
-    "`topk_method` but `greedy` and `group_limited_greedy`: transformers computes no other",
+    "`topk_method` other than `greedy` and `group_limited_greedy`: transformers computes no other",
     "`group_limited_greedy` unless `num_experts_per_tok` is below twice `topk_group`: HF ranks a group by its best "
     "expert, megatron-core by as many as it takes from each (moe_utils.py, group_limited_topk)",
 )

@@ -14,7 +14,7 @@ QUANTIZATION = Derive(
     _accept,
     lambda mcore: {},
     refuses=(
-        "`quant_method` but fp8, mxfp4, compressed-tensors and modelopt: load the release in bf16, or write one",
+        "`quant_method` other than fp8, mxfp4, compressed-tensors and modelopt: load the release in bf16, or write one",
         "formats of compressed-tensors and ModelOpt that [quantized.md](../guide/quantized.md) does not list: the same",
     ),
 )

@@ -82,7 +82,7 @@ def _indexed(hf: Hf) -> dict[str, object]:
 
 
 _NOT_PERIODIC = "`indexer_types` that are not periodic behind the first shared layer: megatron-core shares by a period"
-_NOT_INDEXED = "`layer_types` but `indexed_attention`: the indexer is in every layer"
+_NOT_INDEXED = "`layer_types` other than `indexed_attention`: the indexer is in every layer"
 SHARING = Derive(("indexer_types", *_SCHEDULE), _sharing, _sharing_back, (_NOT_PERIODIC,))
 ALL_INDEXED = Derive(("layer_types",), _indexed, lambda mcore: {}, (_NOT_INDEXED,))
 

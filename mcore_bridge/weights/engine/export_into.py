@@ -1,7 +1,7 @@
-"""mcore to an engine's own memory: the shards of all ranks become its tensors, by its map, and no HF tensor is made.
+"""mcore to an engine's memory: copy the shards of all ranks into its tensors by its map, without HF tensors.
 
-The copies from shards to HF tensors are composed with those of the engine's map. An HF tensor is still made if the map
-casts it, or if the composition of the two is not a few boxes. It is then copied from there.
+The copies from shards to HF tensors are composed with those of the engine's map. An HF tensor is still made in two
+cases: if the map casts it, or if the composed copies are not a few boxes.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def export_into(
     bucket_bytes: int | None = None,
     merged: bool | None = None,
 ) -> None:
-    """Write the weights of a model into an engine's memory. When this returns, the device has done so.
+    """Write the weights of a model into an engine's memory. When this returns, the device has written them.
 
-    It is an export with the engine's map as this rank's target, so all ranks of the replica take part. Those without an
-    engine run ``iter_hf_weights(models, target="nothing")`` to its end. Only what the engine's rank uses travels.
+    This is an export with the engine's map as this rank's target, so all ranks of the replica take part. Ranks without
+    an engine run ``iter_hf_weights(models, target="nothing")`` to its end. Only what the engine's rank uses travels.
 
     The engine announces a round with ``MappedEngine.share`` and ends it with ``MappedEngine.complete``. An HF tensor is
-    made only where the map casts it.
+    made only if the map casts it.
 
     Args:
         models, hf, head, dialect, bucket_bytes, merged: as for ``iter_hf_weights``.
@@ -91,7 +91,7 @@ def export_into(
 
 
 class EngineProgram(Program):
-    """The steps of a rank whose outputs are tensors of an engine. All are computed when it is made.
+    """The steps of a rank whose outputs are tensors of an engine. The constructor computes all of them.
 
     Args:
         program: the steps whose outputs are HF tensors.
@@ -106,16 +106,16 @@ class EngineProgram(Program):
             tuple(copy for name in (output.name, *output.copies) for copy in engine_map.by_hf.get(name, ()))
             for output in outputs
         )
-        """The map's copies out of each HF tensor."""
+        """The map's copies from each HF tensor."""
         self.made = {number for number, copies in enumerate(self.copies) if any(copy.casts for copy in copies)}
-        """The outputs that are HF tensors all the same."""
+        """The numbers of outputs that are HF tensors and not tensors of the engine."""
         self._composed = [self._compose(message.number) for message in self.plan.messages]
         while any(composed is None for composed in self._composed):
             self._composed = [self._compose(message.number) for message in self.plan.messages]
 
     @cached_property
     def first(self) -> int:
-        """The number of the engine's first tensor among the outputs; those before it are HF tensors."""
+        """The number of the engine's first tensor among the outputs. The outputs before it are HF tensors."""
         return len(self.plan.payload.outputs)
 
     def _written(self, arrived: int) -> dict[int, list[ByteCopy]]:
@@ -127,7 +127,7 @@ class EngineProgram(Program):
         return super()._alike([number for number in outputs if number < self.first])
 
     def _compose(self, number: int) -> dict[int, list[ByteCopy]] | None:
-        """The copies of a message into the engine's tensors; None if one more HF tensor has to be made."""
+        """The copies of a message into the engine's tensors; None if another HF tensor has to be made."""
         written: dict[int, list[ByteCopy]] = {}
         made = len(self.made)
         for output, byte_copies in super()._written(number).items():
@@ -147,7 +147,7 @@ class EngineProgram(Program):
 
 
 class EngineOutputs(Outputs):
-    """The tensors of an engine, and the few HF tensors that are made on the way to them.
+    """The tensors of an engine, and the few HF tensors from which some of them are copied.
 
     Args:
         memory: the engine's tensors in the order of its map, uint8 [bytes] each.
@@ -170,7 +170,7 @@ class EngineOutputs(Outputs):
             step.copies.run(Buffers([*held.tensors, *others], self._gpus | held.gpus), Buffers([]), device)
 
     def closed(self, message: Message) -> Iterator[tuple[str, Tensor]]:
-        """Copy the HF tensors that are complete with a message into the engine's; yield none."""
+        """Copy the HF tensors that a message completes into the engine's tensors. Nothing is yielded."""
         made = [(self._outputs[number], self._open.pop(number)) for number in message.done if number in self._open]
         group = [(name, tensor) for output, tensor in made for name in (output.name, *output.copies)]
         GroupCopies(self._program.map, group).run(group, self._memory, by_kernel=False)

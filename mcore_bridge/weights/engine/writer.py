@@ -1,4 +1,4 @@
-"""The sender's side without a ring: the memory of an engine's process, opened here, and written by the engine's map."""
+"""The sender's side without a ring: open the memory of an engine's process, and write it by the engine's map."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from mcore_bridge.weights.plan.runs import runs_within
 from mcore_bridge.weights.transfer.copier import Buffers
 
 GROUP_BYTES = 1 << 30
-"""HF tensors that one kernel copies, and that are in memory until then."""
+"""Bytes of HF tensors that one kernel copies. They are kept in memory until then."""
 
 
 class EngineWriter:
-    """Writes into the memory of one rank of an engine on the same machine. May be used for any number of rounds.
+    """Writes into the memory of one rank of an engine on the same machine. It works for any number of rounds.
 
-    The engine's GPU may be another one than the current device, which writes over the link between the two.
+    The engine's GPU may differ from the current device, which then writes over the link between the two.
 
-    The engine announces a round with ``MappedEngine.share`` and ends it with ``MappedEngine.complete``. In between it
-    must compute nothing. ``export_into`` writes shards of megatron-core, ``write`` HF tensors.
+    The engine announces a round with ``MappedEngine.share`` and ends it with ``MappedEngine.complete``. Between these
+    calls the engine must not compute. ``export_into`` writes shards of megatron-core, ``write`` HF tensors.
 
     Args:
         engine_map: the engine's map.
-        handles: what ``share`` returned. If it returns others later, make another writer of them.
+        handles: the result of ``share``. If ``share`` returns new handles later, make another writer from them.
         group_bytes: bytes of HF tensors that are copied at once.
 
     Raises:
-        TransferError: when the handles are those of another map, or this process cannot open their memory.
+        TransferError: when the handles belong to another map, or this process cannot open their memory.
 
     Example:
         >>> head = torch.nn.Linear(48, 96, bias=False)                # an engine, and its loader
@@ -60,7 +60,10 @@ class EngineWriter:
             )
         self.map, self._group_bytes = engine_map, group_bytes
         if {*(handle.digest for handle in handles)} != {engine_map.digest}:
-            raise TransferError("expected handles of an engine with this map, found others: take them of that engine")
+            raise TransferError(
+                "expected handles of an engine with this map, found handles of another map: pass the "
+                "handles of this engine"
+            )
         self._mark, *tensors = map(open_shared, handles)
         self.memory = Buffers(tensors)
         """The engine's tensors in the order of its map, uint8 [bytes] each."""
@@ -69,11 +72,11 @@ class EngineWriter:
         self._copies = MapCopies(engine_map)
 
     def write(self, pairs: Iterable[Pair]) -> None:
-        """Write all HF tensors, as ``iter_hf_weights`` yields them; when this returns, the GPU has done so.
+        """Write all HF tensors, as ``iter_hf_weights`` yields them. When this returns, the GPU has written them.
 
         Raises:
-            TransferError: when tensors of the map have not come, or come otherwise. The engine's weights are then half
-                old and half new.
+            TransferError: when a tensor of the map has not come, or came with another shape or dtype. The engine's
+                weights are then half old and half new.
         """
         expected = {spec.name: spec for spec in self.map.sources}
         contiguous = ((name, tensor.contiguous()) for name, tensor in pairs)
@@ -85,12 +88,13 @@ class EngineWriter:
         self.complete()
 
     def complete(self) -> None:
-        """Wait until everything is written, and leave a mark, by which the engine knows where this was."""
+        """Wait until everything is written, then set the mark. By the mark the engine detects writes to old addresses.
+        """
         self._mark.view(torch.int64).add_(1)
         if self._mark.is_cuda:
             torch.cuda.current_stream(self._mark.device).synchronize()
 
     def close(self) -> None:
-        """Let go of the engine's memory."""
+        """Close the engine's memory."""
         self.memory, self._mark, self.program = Buffers([]), torch.zeros(8, dtype=torch.uint8), None
         self._copies = MapCopies(self.map)

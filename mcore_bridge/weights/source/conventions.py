@@ -1,10 +1,10 @@
-"""Conventions in which the files of a model differ, though its rules know one: names, and the orientation of experts.
+"""Names and orientations of experts that differ between files of one model, while its rules have only one form.
 
 - Models without their head, such as embedding models, are saved without the prefix: `layers.0.` instead of
-  `model.layers.0.`. transformers adds the prefix where it reads such a file into a model with a head.
+  `model.layers.0.`. transformers adds the prefix when it reads such a file into a model with a head.
 - A tied embedding may be stored under the name of the head alone.
 - Published files of Qwen3-VL with experts have stacks [experts, in, out], and transformers 5 writes [experts, out, in]
-  under the same names. It reads both by their shapes, and so do we.
+  under these names. It distinguishes the two by their shapes, and so do we.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mcore_bridge.rules.mapping import WeightMapping, embedding_names, pattern_o
 
 
 def model_names(names: Collection[str], mapping: WeightMapping) -> dict[str, str]:
-    """The new names of tensors by those that a source has. Names that stay as they are, are left out."""
+    """The new name of each tensor by its name in the source. Names that do not change are left out."""
     prefix = prefix_in(mapping)
     tied = {name: own for name, own in mapping.spare.items() if name in names and own not in names}
     if not prefix or all(
@@ -30,7 +30,7 @@ def model_names(names: Collection[str], mapping: WeightMapping) -> dict[str, str
 
 
 def prefix_in(mapping: WeightMapping) -> str:
-    """The prefix that a model without its head lacks; empty if there is none."""
+    """The prefix that the names of a model without its head lack; empty if they lack none."""
     return next(filter(None, map(prefix_of, embedding_names(mapping.rules))), "")
 
 
@@ -40,7 +40,7 @@ def prefix_of(embedding: str) -> str:
 
 
 def stacks_of(mapping: WeightMapping) -> dict[str, bool]:
-    """For the name of each kind of stack that the rules transpose, whether it is the first of its layer."""
+    """The names of stacks of experts that the rules transpose, each with whether it is the first of its layer."""
     return {
         rule.hf[0].removesuffix("[*]"): rule.mcore.endswith("linear_fc1.weight")
         for rule in mapping.rules
@@ -51,8 +51,8 @@ def stacks_of(mapping: WeightMapping) -> dict[str, bool]:
 def transposed_in(tensors: Mapping[str, object], stacks: Mapping[str, bool]) -> list[str]:
     """The names of stacks [experts, out, in] among ``tensors``, for which the rules say [experts, in, out].
 
-    The two stacks of a layer decide together, since one of them may be square. In [experts, out, in] the
-    middle dim of one is twice the last dim of the other.
+    The two stacks of a layer are compared, since one of them may be square. In [experts, out, in] the middle dim of
+    gate and up is twice the last dim of down.
 
     Args:
         stacks: what ``stacks_of`` returned.

@@ -1,4 +1,4 @@
-"""HF tensors that come one after the other. What belongs together waits until all of it has come."""
+"""HF tensors that arrive one after the other. A part is kept until all parts that belong to it have arrived."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from mcore_bridge.weights.source.encoded_weights import encoded, scheme_within, 
 class Pairs(Iterable[tuple[str, Weight]]):
     """Pairs of HF names and tensors.
 
-    Parts of an encoded weight wait for each other, and so do the two stacks of experts of a layer.
+    The parts of an encoded weight are kept until all have arrived. This also holds for the two stacks of experts of a
+    layer.
 
     Attributes:
-        unused: once all have come, the names of tensors that no weight needs, such as scales of activations.
+        unused: after the last pair, the names of tensors that no weight needs, such as scales of activations.
     """
 
     def __init__(self, pairs: Iterable[tuple[str, Tensor]], quantization: Quantization | None) -> None:
@@ -34,8 +35,8 @@ class Pairs(Iterable[tuple[str, Weight]]):
         """Yield plain names and tensors, by the names, and in the orientation, of a model's rules.
 
         Raises:
-            CheckpointError: something else comes than pairs, or a tensor comes twice. At the end: parts of encoded
-                weights are incomplete; the message names them.
+            CheckpointError: an item is no pair, or a tensor comes twice. At the end: parts of encoded weights are
+                incomplete; the message names them.
         """
         prefix, stacks = prefix_in(mapping), stacks_of(mapping)
         layers: dict[str, dict[str, Tensor]] = {}
@@ -91,7 +92,8 @@ class Pairs(Iterable[tuple[str, Weight]]):
             yield pair
 
     def _complete(self, group: Mapping[str, Tensor]) -> list[tuple[str, Encoding]]:
-        """The encoded weight of ``group``, if all its parts have come. The stored shape of int4 is one of them."""
+        """The encoded weight of ``group``; None until all its parts have come. The stored shape of int4 is a part, too.
+        """
         try:
             held = scheme_within(specs_of(group), self._quantization).held
         except CheckpointError:  # incomplete, or wrong, which raises at the end
