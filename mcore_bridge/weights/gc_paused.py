@@ -1,4 +1,4 @@
-"""A pause of Python's garbage collector, which takes a third of the time if very many objects are made and kept."""
+"""A pause of Python's garbage collector. It takes a third of the time if very many objects are made and kept."""
 
 import contextlib
 import gc

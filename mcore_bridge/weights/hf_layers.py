@@ -1,7 +1,8 @@
-"""Which layers of HF the layers of a chunk are. Those of a ``HybridModel`` are halves of them.
+"""The HF layer of each layer of a chunk. The layers of a ``HybridModel`` are halves of HF layers.
 
-If we built it, each half has the number of its layer. Another trainer's ``HybridModel`` counts halves. Only the HF
-config says which of these are one layer, since models with layers of one half have equal patterns.
+If ``build_model`` built the ``HybridModel``, each half has the number of its HF layer. In another trainer's
+``HybridModel`` the numbers count halves. Then the HF config is needed: without it, a layer with two halves looks like
+two layers with one half.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ def is_hybrid(chunk: GPTModel) -> bool:
 
 
 def learn_layers(chunks: Iterable[GPTModel], provenance: Provenance) -> None:
-    """Have each ``HybridModel`` that another trainer built know the config of its whole layers.
+    """Store on each ``HybridModel`` of another trainer the config of its whole layers.
 
     Raises:
-        MappingError: it has other layers than the HF config says.
+        MappingError: it has other layers than the HF config describes.
     """
     for chunk in filter(_counts_halves, chunks):
         own = chunk.config
@@ -49,14 +50,14 @@ def learn_layers(chunks: Iterable[GPTModel], provenance: Provenance) -> None:
         built, *mtp = chunk.hybrid_layer_pattern.replace("|", "").split("/")
         if built != expected:
             raise MappingError(
-                f"the HybridModel must have the layers {expected!r}, as the HF config says, found {built!r}: pass the "
-                "hf= that it was built for"
+                f"the HybridModel must have the layers {expected!r}, as the HF config says, found {built!r}: pass "
+                "the hf= for which it was built"
             )
         within = inner_letters(chunk.bridge_whole)
         if {*mtp} - {within}:
             raise MappingError(
                 f"the HybridModel must have MTP layers of {within!r}, as the HF config says, found {'/'.join(mtp)!r}: "
-                "pass the config that it was built for"
+                "pass the config for which it was built"
             )
 
 
@@ -64,7 +65,7 @@ def whole_config(chunk: GPTModel) -> TransformerConfig:
     """The config of a chunk whose layers are those of HF.
 
     Raises:
-        MappingError: another trainer built the chunk, a ``HybridModel``, and nobody has passed its HF config.
+        MappingError: the chunk is a ``HybridModel`` of another trainer, and ``adopt`` was not called.
     """
     if not _counts_halves(chunk):
         return chunk.config
@@ -88,7 +89,7 @@ def layers_of_chunk(chunk: GPTModel) -> tuple[int, ...]:
 
 
 def whole_layers(chunks: Iterable[GPTModel]) -> frozenset[int]:
-    """The layers of HF of which these chunks have all halves: pipelines of other trainers may cut between them."""
+    """The HF layers of which these chunks have all halves: pipelines of other trainers may cut between halves."""
     chunks = tuple(chunks)
     held = Counter(layer for chunk in chunks for layer in layers_of_chunk(chunk))
     if not _counts_halves(chunks[0]):

@@ -22,7 +22,7 @@ class LocalSlice:
     """A slice of the HF tensor ``name`` of ``shape``: ``whole[index] == tensor``.
 
     ``tensor`` is a view of the live parameter, in the orientation of HF. It changes with the parameter, is not always
-    contiguous, and is only to be read. If an adapter is merged into it, it is a view of a new tensor.
+    contiguous, and must not be written. With a merged adapter, ``tensor`` is a view of a new tensor.
     """
 
     name: str
@@ -41,10 +41,10 @@ class SliceOrigin:
     mcore: str
     copy: Copy
     is_stacked: bool
-    """Whether the HF tensor has a leading dim for experts, which the part lacks."""
+    """Whether the HF tensor has a leading dim for experts, which the slice lacks."""
 
     def of(self, parameter: Tensor) -> Tensor:
-        """The part as a view of the parameter, in the orientation of HF."""
+        """The slice as a view of the parameter, in the orientation of HF."""
         held = self.copy.of_shard(parameter.detach())
         part = held if self.copy.view is None else (~self.copy.view)((held,), {})[0]
         return part[None] if self.is_stacked else part
@@ -60,19 +60,19 @@ def iter_hf_pieces(
 ) -> Iterator[LocalSlice]:
     """Yield the slices of HF tensors that this rank holds. Nothing is copied and nothing communicates.
 
-    The slices of all ranks of a model replica make up every HF tensor. If several ranks hold a slice, each yields it.
-    A parameter comes in as few slices as its layout allows: one, or one for each group of heads that q, k and v share.
+    The slices of all ranks of a model replica make up every HF tensor. If several ranks hold a slice, each rank yields
+    it. A parameter gives as few slices as its layout allows: one, or one for each group of heads that q, k and v share.
 
     Args:
         models: this rank's chunks, wrapped or not.
         hf, head: deprecated; call ``adopt`` once for models that ``build_model`` did not make.
         dialect: how HF names the experts, as for ``iter_hf_weights``.
-        merged: whether the adapters of models that have some are merged, as for ``iter_hf_weights``.
+        merged: whether adapters are merged, as for ``iter_hf_weights``.
 
     Raises:
         MappingError: when the provenance of models is unknown, or a parameter has no rule.
-        ExportError: when a parameter has no storage. With ``overlap_param_gather`` also when a step of the optimizer
-            may have left parameters for the next forward to gather, and before the first forward.
+        ExportError: when a parameter has no storage. With ``overlap_param_gather``, also before the first forward, and
+            when the next forward may still have to gather parameters.
 
     Example:
         >>> for piece in mb.iter_hf_pieces(models):
@@ -93,7 +93,7 @@ def origins_of(bound: BoundModel) -> Iterator[SliceOrigin]:
     """Yield the origins of all slices that a rank holds, parameter by parameter."""
     for mcore in bound.tensors:
         binding = bound.mapping.bind(mcore)
-        if not binding.exported:  # another parameter is the same HF tensor
+        if not binding.exported:  # another parameter has this HF tensor
             continue
         traced = bound.trace(binding)
         for copy in traced.to_mcore:

@@ -116,7 +116,7 @@ def save_checkpoint(
     from mcore_bridge.weights.dist_checkpoint.dist_writer import InThisProcess
 
     world = Group(None)
-    with raise_on_all(world, f"{folder} was not written, and is as it was"):
+    with raise_on_all(world, f"{folder} was not changed"):
         target, chunks, provenance = target_of(folder), all_chunks_of(models), provenance_on(models, hf, head)
         _require_ready(chunks, part, optimizer)
         require_as_built(chunks, held_tensors(chunks))
@@ -125,7 +125,7 @@ def save_checkpoint(
     named = {"hf": identity(provenance), "head": head, "part": part, "optimizer": type(optimizer)}
     require_alike(world, {**named, "common": sorted(common or ())})
     require_equal(world, common or {})
-    together = partial(raise_on_all, world, f"{target} was not written, and is as it was")
+    together = partial(raise_on_all, world, f"{target} was not changed")
     with updating_by_all(world, target) as update:
         with together():
             require_gatherable(models, Group.of_replica(chunks[0].pg_collection))

@@ -181,8 +181,7 @@ class MapSearch:
         return piece.casts and piece.hf is not None and self._by_name[piece.hf].dtype != tensor.dtype
 
     def _give_up_unproven(self) -> list[str]:
-        """Copy the first random values by the map so far. Drop the slices of tensors that differ; return their names.
-        """
+        """Copy the first random values by the map. Drop the slices of tensors that differ; return their names."""
         wrong = differing(EngineMemory(self._map(), self._source), None, 0, self.reference)
         for name in wrong:
             tensor = self._tensors[name]

@@ -88,8 +88,7 @@ class EngineWriter:
         self.complete()
 
     def complete(self) -> None:
-        """Wait until everything is written, then set the mark. By the mark the engine detects writes to old addresses.
-        """
+        """Wait until everything is written, then set the mark, by which the engine detects writes to old addresses."""
         self._mark.view(torch.int64).add_(1)
         if self._mark.is_cuda:
             torch.cuda.current_stream(self._mark.device).synchronize()

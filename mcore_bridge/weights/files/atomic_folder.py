@@ -109,7 +109,7 @@ def updating_by_all(world: Group, target: Path) -> Iterator[Update]:
     Raises:
         CheckpointError: on every rank, as ``updating`` does, or if a rank does not see the files of rank 0.
     """
-    failed, update = f"{target} was not written, and is as it was", Update(target, target)
+    failed, update = f"{target} was not changed", Update(target, target)
     with ExitStack() as stack:
         with raise_on_all(world, failed):
             if world.rank == 0:

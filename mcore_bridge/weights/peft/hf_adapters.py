@@ -139,11 +139,11 @@ def save_hf_adapters(
         (16, 'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight')
     """
     made, provenance, world = adapters_of(models), provenance_on(models), Group(None)
-    with raise_on_all(world, f"{folder} was not written, and is as it was"):
+    with raise_on_all(world, f"{folder} was not changed"):
         target = target_of(folder)
         require_positive(slot_bytes=slot_bytes)
     require_alike(world, {"dtype": dtype, "slot_bytes": slot_bytes})
-    together = partial(raise_on_all, world, f"{target} was not written, and is as it was")
+    together = partial(raise_on_all, world, f"{target} was not changed")
     bucket_bytes = BUCKET_SLOTS * slot_bytes
     with updating_by_all(world, target) as update, ExitStack() as stack:
         with together():

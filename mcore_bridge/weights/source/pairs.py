@@ -92,8 +92,7 @@ class Pairs(Iterable[tuple[str, Weight]]):
             yield pair
 
     def _complete(self, group: Mapping[str, Tensor]) -> list[tuple[str, Encoding]]:
-        """The encoded weight of ``group``; None until all its parts have come. The stored shape of int4 is a part, too.
-        """
+        """The encoded weight of ``group``; None until all parts have come. The stored shape of int4 is a part, too."""
         try:
             held = scheme_within(specs_of(group), self._quantization).held
         except CheckpointError:  # incomplete, or wrong, which raises at the end
