@@ -33,8 +33,7 @@ def problem_of(dtypes: object) -> str:
     wrong = [value for value in values if not isinstance(value, torch.dtype) or not value.is_floating_point]
     if dtypes is None or not wrong:
         return ""
-    return "dtype must be a floating torch.dtype, a dict from name patterns to such dtypes, or None, found "
-    f"{wrong[0]!r}"
+    return f"dtype must be a floating torch.dtype, a dict of such by name patterns, or None, found {wrong[0]!r}"
 
 
 def unmatched(dtypes: Dtypes, names: Iterable[str]) -> list[str]:

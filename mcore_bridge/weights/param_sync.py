@@ -90,8 +90,7 @@ def _problem(ddp: DistributedDataParallel) -> str:
     hint = "call start_param_sync(force_sync=True) of each model right after the step, and before it is offloaded"
     for bucket in (bucket for group in _groups(ddp) for bucket in group.buckets):
         if bucket.param_data is None:
-            return "this optimizer gathers parameters into the memory of gradients, which an export must not "
-            f"change: {hint}"
+            return f"this optimizer gathers parameters where gradients are, which an export must not change: {hint}"
         own = bucket.param_data.untyped_storage().data_ptr()
         if not own or any(parameter.untyped_storage().data_ptr() != own for parameter in bucket.params):
             return f"parameters were moved before replicas had gathered the changes of a step: {hint}"

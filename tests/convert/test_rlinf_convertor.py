@@ -228,7 +228,7 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(torch, "save", full)
-        with pytest.raises(CheckpointError, match=r"cannot write to .*no space left.*it is as it was"):
+        with pytest.raises(CheckpointError, match=r"cannot write to .*no space left.*it was not changed"):
             convert_hf_to_mg(folder, asked(tmp_path / "mg", tp=2))
     assert sorted(path.name for path in tmp_path.iterdir()) == [".mg.lock", "hf"]
     convert_hf_to_mg(folder, asked(tmp_path / "mg", tp=2))

@@ -349,7 +349,7 @@ def test_a_working_folder_stays_under_those_who_stand_in_it(tmp_path, models, di
     (tmp_path / "file").write_text("mine")
     with pytest.raises(CheckpointError, match="found the file"):
         save(models["a"], tmp_path / "file")
-    with pytest.raises(CheckpointError, match=r"cannot write to .*/file/in: .*Not a directory.*; it is as it was"):
+    with pytest.raises(CheckpointError, match=r"cannot write to .*/file/in: .*Not a directory.*; it was not changed"):
         save(models["a"], tmp_path / "file" / "in")
     assert (tmp_path / "file").read_text() == "mine"
 

@@ -44,7 +44,7 @@ _BASES = {
 }
 """How many values a digit has. For integers there are 128, or 2 ** 15 if they have two bytes or more."""
 _DIFFERENT = 1 << 62
-"""Marks an element whose bits are no digit of the load."""
+"""Marks an element whose bits differed between two loads, so it is no constant."""
 _SAMPLE = 100_000
 
 

@@ -1,8 +1,8 @@
-"""Regular expressions out of files, which may come from anybody: they cannot keep a process busy.
+"""Regular expressions from files of unknown origin, with a time limit.
 
-``re`` decides whether a pattern is one, and the package ``regex`` runs it, since it stops after a time. The two agree
-on all patterns but those that are refused here. All other patterns that we take are those of ``fnmatch``, whose time
-grows only with the lengths of pattern and name.
+``re`` decides whether a pattern is valid. The package ``regex`` runs it, since it supports a time limit. The two
+packages agree on all patterns, except for patterns that are refused here. Elsewhere we only accept ``fnmatch``
+patterns, whose time grows only with the lengths of pattern and name.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ SECONDS = 5.0
 """Time for all comparisons of one file. A good pattern needs a few microseconds for a name."""
 _LENGTH = 10_000
 _REPEATS = 10_000
-"""The largest product of the counts in a pattern: ``regex`` writes out what is repeated."""
+"""The largest product of the counts in a pattern, since ``regex`` expands repetitions."""
 _COUNT = re.compile(r"\{(\d*),?(\d*)\}")
 _ONLY_REGEX = re.compile(r"(?<!\\)\{(?!\d+(?:,\d*)?\}|,\d+\})|\[:")
-"""Errors that are allowed, and classes of POSIX: characters to ``re``, but not to ``regex``."""
+"""Syntax for fuzzy matching and for POSIX classes, which ``re`` reads as plain characters, but ``regex`` does not."""
 
 
 def problem_of(pattern: str) -> str:
-    """Why a pattern is not run, or an empty string."""
+    """The reason why a pattern is refused, or an empty string."""
     if len(pattern) > _LENGTH:
         return f"it has more than {_LENGTH} characters"
     try:
@@ -53,8 +53,8 @@ class Comparisons:
         """Whether a pattern matches the whole of a name, as by ``re.fullmatch``.
 
         Args:
-            pattern: one of which ``problem_of`` says nothing.
-            name: of a module or a tensor.
+            pattern: a pattern without a ``problem_of``.
+            name: the name of a module or a tensor.
 
         Raises:
             CheckpointError: the comparisons of this file take too long.

@@ -1,7 +1,7 @@
-"""What a dead writer has left in a target, read as if anybody had put it there.
+"""Read the files of a dead writer in a target, without trust in them.
 
-A folder that was copied, unpacked or shared may hold such a home as well. Its names and links must not lead a save to
-files outside of the target.
+A folder that was copied, unpacked or shared may contain such a home, too. Its names and links must not make a save
+write outside of the target.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from mcore_bridge.weights.files.positional_io import read_bounded
 from mcore_bridge.weights.files.strict_json import parse
 
 NEW, OLD = "new", "old"
-"""The two sets of files in a home, to one of which its ``live`` leads."""
+"""The two sets of files in a home. ``live`` points to one of them."""
 _NAMES_BYTES = 100_000_000
-"""More than the names of a checkpoint take."""
+"""More bytes than the names of a checkpoint take."""
 
 
 def read_commit(target: Path, live: Path, names_file: Path) -> tuple[str, list[str]]:
-    """The set of files to which ``live`` leads, and the names of all files that change.
+    """The set of files to which ``live`` points, and the names of all files that change.
 
     Raises:
-        CheckpointError: no commit has left this, as a name leads out of the target. Nothing was touched.
+        CheckpointError: these files cannot be from a commit, for example because a name is outside of the target.
+            Nothing was changed.
     """
     home = live.parent
     try:
@@ -39,13 +40,13 @@ def read_commit(target: Path, live: Path, names_file: Path) -> tuple[str, list[s
             raise ValueError(f"{len(outside)} names lead out of it, such as {outside[0]!r}")
     except (CheckpointError, OSError, ValueError) as error:
         raise CheckpointError(
-            f"expected in {home} what a save has left, found another thing: {error}; remove that folder"
+            f"expected in {home} the files of an interrupted save, found others: {error}; remove that folder"
         ) from None
     return side, names
 
 
 def _is_inside(folder: Path, name: str) -> bool:
-    """Whether ``name`` is that of a file in ``folder``, whatever links there are."""
+    """Whether ``name`` is a file in ``folder``, with links resolved."""
     path = folder / name
     return (
         "\0" not in name
@@ -56,9 +57,9 @@ def _is_inside(folder: Path, name: str) -> bool:
 
 
 def require_own(home: Path) -> None:
-    """Remove from the home of an interrupted conversion what no conversion leaves.
+    """Remove entries from the home of an interrupted conversion that cannot be from a conversion.
 
-    A link, or a second name of a file, would lead writes elsewhere, and a FIFO would block them.
+    Through a link or a hard link, writes would change other files. A FIFO would block them.
 
     Raises:
         CheckpointError: the home itself is a link.

@@ -1,4 +1,4 @@
-"""Files as memory. A map keeps no descriptor, so that there may be more maps than files that a process may open."""
+"""Memory maps of files. A map keeps no descriptor, so there may be more maps than the limit of open files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def mapped(path: str, num_bytes: int) -> Array:
     """The first bytes of a file, uint8. Writes to them stay in this process.
 
     Args:
-        path: of the file, which may be that of a descriptor that the caller uses.
+        path: the path of the file, or of an open descriptor of the caller.
 
     Raises:
         RuntimeError: the file cannot be mapped.

@@ -1,7 +1,7 @@
-"""Reads and writes at offsets of open files. Threads may do so in parallel: they share no position and release the GIL.
+"""Read and write at offsets of open files. Threads may do this in parallel: they share no position and release the GIL.
 
-Files are read and not mapped. So a file that has become shorter is an error and no signal, and the kernel reads ahead
-what is not in the page cache. All processes of a node share that cache.
+Files are read and not mapped. So a file that has become shorter raises an error instead of a signal, and the kernel
+reads ahead. All processes of a node share that cache.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = "NDArray[Any]"
 
-BLOCK_BYTES = 1 << 18  # bytes of an array with gaps that are read at once; they should stay in a core's cache
+BLOCK_BYTES = 1 << 18  # bytes of an array with gaps that are read at once; they should fit into a core's cache
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFDIR: "a folder",
@@ -32,8 +32,8 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
-_MOST_BUFFERS = 1024  # of one call, as POSIX's IOV_MAX is on Linux
-READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # what is opened may have become a FIFO, which would block
+_MOST_BUFFERS = 1024  # the limit of one call, IOV_MAX on Linux
+READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # the path may have become a FIFO, which would block
 _POINTER = b"version https://git-lfs"
 
 
@@ -46,7 +46,7 @@ def open_file(path: Path) -> int:
     try:
         kind = _KINDS.get(stat.S_IFMT(os.stat(path).st_mode))
         if kind is not None:
-            raise CheckpointError(f"{path} is {kind}, expected a file: replace it by the file, or remove it")
+            raise CheckpointError(f"{path} is {kind}, expected a file: replace it by a file, or remove it")
         fd = with_room(lambda: os.open(path, READ))
     except OSError as error:
         if error.errno in FULL:
@@ -71,7 +71,8 @@ def read_bounded(path: Path, num_bytes: int) -> bytes:
         ValueError: it has more than ``num_bytes``.
     """
     with open(open_file(path), "rb") as file:
-        is_larger = os.fstat(file.fileno()).st_size > num_bytes  # a hole of terabytes is not read to learn that
+        # a sparse file of terabytes is not read to find this out
+        is_larger = os.fstat(file.fileno()).st_size > num_bytes
         data = b"" if is_larger else file.read(num_bytes + 1)
     if is_larger or len(data) > num_bytes:
         raise ValueError(f"more than {num_bytes} bytes")
@@ -81,7 +82,7 @@ def read_bounded(path: Path, num_bytes: int) -> bytes:
 def read_array(fd: int, offset: int, out: Array, strides: tuple[int, ...]) -> None:
     """Read a strided array from a file.
 
-    Small gaps are read with the array, because a call costs more than they do.
+    Small gaps are read with the array, because a second call costs more.
 
     Args:
         offset: the byte of the file at which the array begins.
@@ -108,7 +109,7 @@ def read_array(fd: int, offset: int, out: Array, strides: tuple[int, ...]) -> No
 
 
 def read_scattered(fd: int, parts: Iterable[tuple[int, memoryview]]) -> None:
-    """Read parts of a file into buffers; neighbours in the file go by one call, which costs more than a small part.
+    """Read parts of a file into buffers. One call reads adjacent parts, since a call costs more than a small part.
 
     Args:
         parts: the byte of the file at which each begins, and its buffer of bytes.
@@ -140,7 +141,7 @@ def _read(fd: int, offset: int, out: Array) -> None:
 
 
 def _read_into(fd: int, offset: int, buffers: list[memoryview]) -> None:
-    """Read consecutive bytes of a file into buffers, of which the list is used up."""
+    """Read consecutive bytes of a file into buffers. The list of buffers is emptied."""
     while left := sum(map(len, buffers)):
         read = os.preadv(fd, buffers, offset)
         if not read:
@@ -163,10 +164,10 @@ def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -
 
 
 class _Memory:
-    """A tensor's memory in numpy's interface. After ``Tensor.numpy``, a trainer could not resize the tensor."""
+    """A tensor's memory in numpy's array interface. (``Tensor.numpy`` would forbid a trainer to resize the tensor.)"""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor  # it must live as long as the array
+        self._tensor = tensor  # the tensor must live as long as the array
         self.__array_interface__ = {
             "version": 3,
             "typestr": f"<i{tensor.itemsize}",
@@ -176,6 +177,6 @@ class _Memory:
 
 
 def array_of(tensor: Tensor) -> Array:
-    """A contiguous CPU tensor as an array of integers of the same size: numpy lacks some of torch's dtypes."""
+    """A contiguous CPU tensor as an array of integers of equal size, since numpy lacks some of torch's dtypes."""
     assert tensor.is_contiguous()
     return np.asarray(_Memory(tensor)) if tensor.numel() else np.empty(tensor.shape, f"<i{tensor.itemsize}")

@@ -1,4 +1,4 @@
-"""Whether files of a folder can be replaced by renames: neither folders nor mount points can."""
+"""Check whether files of a folder can be replaced by renames: folders and mount points cannot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mcore_bridge.errors import CheckpointError
 
 
 def require_replaceable(target: Path, names: Iterable[str]) -> None:
-    """Raise if a file of the target cannot be replaced by a rename, before any file is."""
+    """Raise if a file of the target cannot be replaced by a rename, before any file is replaced."""
     mounts, device = _mount_points(), target.stat().st_dev
     problems = []
     for name in names:
@@ -31,7 +31,7 @@ def require_replaceable(target: Path, names: Iterable[str]) -> None:
 
 
 def _mount_points() -> frozenset[str]:
-    """The paths at which file systems are mounted, as far as the system lists them."""
+    """The paths of mount points, as far as the system lists them."""
     with suppress(OSError):
         paths = (line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines())
         return frozenset(re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), path) for path in paths)

@@ -1,7 +1,7 @@
 """Alignment of tensors that lie one behind the other in a window or a buffer."""
 
 ALIGNMENT = 256
-"""Bytes: a multiple of every itemsize, so that tensors can be viewed in place, and of what a GPU reads at once."""
+"""Bytes: a multiple of every itemsize, so that tensors can be viewed in place, and of the widest read of a GPU."""
 
 
 def aligned(num_bytes: int) -> int:

@@ -1,4 +1,4 @@
-"""Slices of parameters for a target that is an engine map: what that rank of the engine uses, and nothing else."""
+"""Slices of parameters for a target that is an engine map: only the parts that this rank of the engine uses."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from mcore_bridge.weights.plan.payload import Payload
 
 
 def wanted_by_map(target: EngineMap, entries: Sequence[ParamEntry]) -> Iterator[ParamEntry]:
-    """Yield what a rank of an engine uses of ``entries``, in their order, and an entry for each shard.
+    """Yield the parts of ``entries`` that a rank of an engine uses, in their order, with one entry for each shard.
 
-    An HF tensor is cut along the dim along which megatron-core cuts it. One that stacks experts is cut along these too.
+    An HF tensor is cut along the dim along which megatron-core cuts it. A stack of experts is also cut along the
+    experts.
 
     Raises:
         TargetError: when the map was made for HF tensors of other names or shapes.
@@ -52,11 +53,11 @@ def _check(target: EngineMap, entries: Sequence[ParamEntry]) -> None:
 
 
 def _cut(slices: MapSlices, entry: ParamEntry) -> tuple[ParamEntry, list[Indices]] | None:
-    """An entry with the names that are used, and the indices of each part that are; None if there are none."""
+    """An entry with the used names and the used indices of each part; None if nothing is used."""
     names = [name for name in (unstacked(entry.hf[0])[0], *entry.copies) if slices.is_used(name)]
     if not names and not any(slices.is_used(unstacked(name)[0]) for name in entry.hf[1:]):
         return None
-    if len(names) > 1:  # one tensor is written under several names, so all of it is sent
+    if len(names) > 1:  # the tensor is written under several names, so all of it is sent
         others = tuple(name for name in names if name in entry.copies and name != names[0])
         first = entry.hf[0] if names[0] not in entry.copies else names[0]
         entry = replace(entry, hf=(first, *entry.hf[1:]), copies=others)
@@ -77,7 +78,7 @@ def _whole(entry: ParamEntry) -> list[Indices]:
 
 
 def _of_stack(slices: MapSlices, entry: ParamEntry) -> tuple[ParamEntry, list[Indices]] | None:
-    """The same for parts of HF tensors that stack experts: those of this rank are numbered anew."""
+    """Like ``_cut`` for parts of stacked experts: the experts of this rank get new numbers."""
     pairs = [unstacked(name) for name in entry.hf]
     taken = [slices.taken(name, (0, dim + 1)) for (name, _), dim in zip(pairs, dims_of(entry.trace), strict=True)]
     experts = [of_part[0].tolist() for of_part in taken]

@@ -19,8 +19,8 @@ def peak_bytes(plan: ExportPlan) -> int:
 def _message_bytes(rooms: Sequence[int], number: int) -> int:
     """Bytes of memory for messages while message ``number`` is unpacked.
 
-    This message and the next have memory. The messages after them may have another size. Memory for all messages in
-    flight is then allocated at once, beside that of the messages that are still to be unpacked.
+    This message and the next have memory. If the messages after them have another size, memory for all messages in
+    flight is allocated at once, while the messages that are not unpacked still have theirs.
     """
     if number + 1 == len(rooms):
         return sum(rooms[-MESSAGES_IN_FLIGHT:])

@@ -14,12 +14,12 @@ FEW = 4
 
 
 class Span(NamedTuple):
-    """From which byte to which of what each rank sends messages are small."""
+    """The range of bytes of each rank's stream in which messages are small."""
 
     start: int
     end: int
     starts: dict[int, int]
-    """The start on ranks whose own large entry begins a little later."""
+    """The start on ranks whose large entry begins a little later."""
 
 
 class Sizes(NamedTuple):
@@ -45,10 +45,10 @@ def large_entries(keys: Sequence[object], sizes: Mapping[object, int]) -> frozen
 
 
 def sized(phases: Iterable[RangesByRank], row_bytes: Sequence[int], sizes: Sizes) -> Iterator[tuple[int, RangesByRank]]:
-    """Yield what ranks send at the same time, cut where the size of messages changes, with that size.
+    """Yield the ranges that ranks send together with one size of messages, and this size.
 
-    A large entry begins a message, so that those before it are complete. Messages in flight when its last row arrives
-    are small, too, and so is what follows while a consumer holds the tensor.
+    A large entry begins a new message, so that the entries before it are complete. Messages in flight when its last row
+    arrives are small, too. Messages stay small while a consumer holds the tensor.
     """
     behind = 0  # messages that must still be small
     for phase in phases:
@@ -83,8 +83,8 @@ def _spans(
     Args:
         first: bytes of small messages at the beginning.
         behind: bytes of small messages after a large entry.
-        least: bytes between two spans; two that are nearer are joined.
-        near: bytes that a rank may be ahead of others.
+        least: bytes between two spans; nearer spans are joined.
+        near: bytes that a rank may be ahead of other ranks.
     """
     spans = [Span(0, first, dict.fromkeys(phase, 0))] if first else []
     for start, end, rank in sorted(_large_ranges(phase, row_bytes, large)):
@@ -101,7 +101,7 @@ def _spans(
 def _large_ranges(
     phase: RangesByRank, row_bytes: Sequence[int], large: frozenset[int]
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield first byte, last byte and rank for each large entry in what a rank sends."""
+    """Yield first byte, last byte and rank for each large entry in the stream of a rank."""
     sent: Counter[int] = Counter()
     for rank, ranges in phase.items():
         for part in ranges if large else ():

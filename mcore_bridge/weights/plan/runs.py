@@ -1,4 +1,4 @@
-"""Runs of neighbours that are handled together, as many as fit into a number of bytes."""
+"""Runs of consecutive items that fit together into a number of bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Item = TypeVar("Item")
 
 
 def runs_within(items: Iterable[Item], size: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
-    """Yield runs of neighbours whose sizes are at most ``limit`` together, unless one alone has more.
+    """Yield runs of consecutive items with at most ``limit`` bytes together, unless a single item has more.
 
     >>> list(runs_within([3, 2, 4, 9], int, 5))
     [[3, 2], [4], [9]]

@@ -1,4 +1,4 @@
-"""What a receiver takes of the parameters of a model, for each kind of target."""
+"""The parts of a model's parameters that a receiver gets, for each kind of target."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from mcore_bridge.weights.plan.target import EngineRank, Target
 def wanted_by(
     target: Target, mapping: WeightMapping, axes: Axes, num_layers: int, entries: Sequence[ParamEntry]
 ) -> Sequence[ParamEntry]:
-    """Select what ``target`` takes of ``entries``, in the same order. An engine's rank gets an entry for each shard.
+    """Select the parts of ``entries`` for ``target``, in their order. An engine's rank has an entry for each shard.
 
     Raises:
-        TargetError: when the model cannot be cut as the target says, or it is no target.
+        TargetError: when the model cannot be cut for the target, or ``target`` is no target.
     """
     if isinstance(target, EngineRank):
         return tuple(Slicer(target, mapping, axes, num_layers).slices(entries))

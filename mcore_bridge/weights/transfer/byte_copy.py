@@ -1,7 +1,7 @@
 """One strided copy of bytes between two buffers: a row of the table that a kernel runs.
 
-It copies ``rows`` times ``cols`` elements of ``item`` bytes. In both buffers it begins at some byte, and its rows and
-columns have some distance in bytes. Every ``BoxCopy`` is one of these, or a few. An engine's process imports this
+It copies ``rows`` times ``cols`` elements of ``item`` bytes. For each buffer, it has a first byte, and the distances of
+rows and of columns in bytes. Every ``BoxCopy`` equals one or a few of these copies. An engine's process imports this
 module, which needs numpy only.
 """
 
@@ -56,10 +56,10 @@ class ByteCopy(NamedTuple):
             )
 
     def then(self, box: BoxCopy) -> Iterator[ByteCopy]:
-        """The copies that do both: this copy, and ``box`` out of what this copy writes.
+        """The composition: this copy, followed by ``box``, which reads what this copy writes.
 
         Raises:
-            ValueError: when these are not a few boxes, or this function cannot tell.
+            ValueError: when the result is not a few boxes, or this function cannot decide.
         """
         item = self.item
         near, far = (self.source_row, self.source_col), (self.target_row, self.target_col)
@@ -91,7 +91,7 @@ def stacked(byte_copies: Iterable[ByteCopy]) -> list[ByteCopy]:
 
 
 def _with_row(joined: ByteCopy, byte_copy: ByteCopy) -> ByteCopy | None:
-    """Add the one row of ``byte_copy`` below the rows of ``joined``; None if it does not lie there."""
+    """Add the single row of ``byte_copy`` below the rows of ``joined``; None if it is not the next row."""
     if byte_copy.rows != 1 or (byte_copy.cols, byte_copy.item) != (joined.cols, joined.item):
         return None
     if (byte_copy.source, byte_copy.target) != (joined.source, joined.target):

@@ -1,9 +1,9 @@
-"""Where the windows of ranks lie in a message: one behind the other, or column by column.
+"""The order of the windows of ranks in a message: one behind the other, or column by column.
 
 If all windows have one width, one collective among all ranks carries them. Widths differ if stages send one after the
 other. NCCL then makes a broadcast for each rank, and each broadcast takes time on every rank. So among many ranks such
-windows travel in two steps. First they go within columns, the ranks with one place in each stage; then whole columns go
-within stages.
+windows travel in two steps: first within columns (the ranks at one position in each stage), then whole columns within
+stages.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def lineup(widths: tuple[int, ...], num_stages: int) -> Lineup:
 
     Args:
         widths: bytes of the window of each rank. All stages have equally many ranks, and these are consecutive.
-        num_stages: 1 if windows must lie one behind the other, whatever their widths.
+        num_stages: 1 if windows must lie one behind the other, for any widths.
     """
     columns: tuple[int, ...] = ()
     if num_stages == 1 or len({*widths}) == 1:
