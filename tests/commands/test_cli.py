@@ -219,7 +219,7 @@ def remove_the_config(folder: Path) -> None:
         (truncate, "truncated"),
         (remove_a_shard, "names files that are missing"),
         (remove_a_tensor, "missing ['model.norm.weight']"),
-        (change_a_size, "is this the checkpoint of this config?"),
+        (change_a_size, "load the checkpoint of this config"),
         (unknown_architecture, "'xglm'. Nearest names"),
         (unknown_activation, "hidden_act must be one of"),
         (remove_the_config, "config.json"),

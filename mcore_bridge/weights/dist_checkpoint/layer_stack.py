@@ -1,6 +1,7 @@
 """Sharded state dicts for folders in which one tensor stacks all layers, along a leading dim.
 
-On request megatron-core makes them for dense models. Here they are made for any model, from those of single layers.
+On request megatron-core makes such state dicts for dense models. This module makes them for any model, from entries of
+single layers.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def _in_stack(sharded: Any, layer: int, num_layers: int) -> Any:
             shape = offset = ()
         return replace(sharded, global_shape=(num_layers, *shape), global_offset=(layer, *offset))
 
-    def build(*arguments: Any) -> Any:  # for the parameter, or for an optimizer's state of it
+    def build(*arguments: Any) -> Any:  # for the parameter, or for its state in an optimizer
         return dict_list_map_inplace(lambda part: _in_stack(part, layer, num_layers), sharded.build_fn(*arguments))
 
     return replace(sharded, build_fn=build)

@@ -18,7 +18,7 @@ _DECODER = "decoder."
 
 
 def translation(config: TransformerConfig, *, own: bool, other: bool) -> Callable[[str], str]:
-    """What gives a key of one class its spelling in another; ``own`` and ``other`` say which are ``HybridModel``."""
+    """A function that translates keys of one class to another; ``own``, ``other``: whether it is ``HybridModel``."""
     if own == other:
         return lambda key: key
     keys, mtp = HalfKeys(letters_of(config)), HalfKeys((inner_letters(config),))
@@ -27,12 +27,12 @@ def translation(config: TransformerConfig, *, own: bool, other: bool) -> Callabl
 
 
 def respell(state: Mapping[str, Mapping[str, Any]], chunk: GPTModel, *, hybrid: bool) -> None:
-    """Give the entries of sharded state dicts the keys of ``HybridModel``, or those of ``GPTModel``, in place.
+    """Change the keys of sharded state dicts to the keys of ``HybridModel`` or of ``GPTModel``, in place.
 
     Args:
         state: of all chunks, from ``compare.sharded_states``.
         chunk: one of them.
-        hybrid: whether the keys are to be those of ``HybridModel``.
+        hybrid: whether to use the keys of ``HybridModel``.
     """
     spelled = translation(whole_config(chunk), own=is_hybrid(chunk), other=hybrid)
     for entries in state.values():

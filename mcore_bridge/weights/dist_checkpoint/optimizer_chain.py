@@ -1,8 +1,8 @@
-"""Optimizer states for another mesh, on which experts do or do not have an optimizer of their own.
+"""Convert optimizer states between meshes with and without a separate optimizer for experts.
 
-If different ranks sum the gradients of experts, megatron-core chains one optimizer for experts behind that of all else.
-This depends on the mesh. States of parameters go by the names of parameters, and fit any chain. States of groups of
-parameters (step, learning rate) go by the place in the chain that was saved, which must have the same length.
+If other ranks sum the gradients of experts than of other parameters, megatron-core chains two optimizers: the second is
+for experts. This depends on the mesh. States of parameters have names as keys, and fit any chain. States of parameter
+groups (step, learning rate) have positions in the saved chain as keys, and fit only a chain of equal length.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ _EXPERTS = "is_expert_parallel"
 
 
 def fit_chain(state: Mapping[Any, Any], length: int) -> Mapping[Any, Any]:
-    """Convert the loaded state of an optimizer to that of a chain of ``length`` optimizers.
+    """Convert the loaded state of an optimizer to the state of a chain of ``length`` optimizers.
 
     Args:
-        state: what was saved, merged with the tensors that the chain has requested. Keys are names for one optimizer,
-            and places in the chain for several.
+        state: the saved state, merged with the tensors that the chain has requested. For one optimizer the keys are
+            names; for several they are positions in the chain.
         length: the number of optimizers.
     """
     places = sorted(key for key in state if isinstance(key, int))
@@ -33,6 +33,6 @@ def fit_chain(state: Mapping[Any, Any], length: int) -> Mapping[Any, Any]:
 
 
 def _for_either(saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The groups of all optimizers, each as a group of experts and of all else. The saved ones come last and win."""
+    """The groups of all optimizers, each once for experts and once for other parameters. Saved groups win."""
     groups = [group for state in saved for group in state["optimizer"]["param_groups"]]
     return [*({**group, _EXPERTS: not group[_EXPERTS]} for group in groups), *groups]

@@ -1,5 +1,4 @@
-"""JSON of files that other programs write. No key may occur twice in an object, so that all readers get equal values.
-"""
+"""JSON of files that other programs write. No object may have a key twice, so that all readers get equal values."""
 
 from __future__ import annotations
 
