@@ -1,4 +1,4 @@
-"""Texts that tell tensors of a batch apart, which ranks compare in place of the tensors."""
+"""Digests of the tensors of a batch, which ranks compare in place of the tensors."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from torch import Tensor
 
 _MIXING, _POSITIVE = 0x9E3779B97F4A7C1, 2**62 - 1
 _AT_ONCE = 1 << 22
-"""Numbers of eight bytes that are mixed at once: 32 MB, beside which there are two such tensors more."""
+"""Numbers of eight bytes that are mixed at once: 32 MB, and two temporary tensors of this size."""
 
 
 def digest_of_tokens(input_ids: Tensor, mask: Tensor) -> str:
-    """Text that tells batches apart by their tokens and where these are, whatever stands in the padding."""
+    """A digest of the tokens of a batch and their positions. The values at padding do not count."""
     return digest((input_ids + 1).where(mask, 0))
 
 
 def digest(values: Tensor) -> str:
-    """Text that tells tensors apart by their dtype, shape and bits, wherever they are."""
+    """A digest of a tensor's dtype, shape and bits, equal on every device."""
     flat = values.detach().contiguous().flatten().view(torch.uint8)
     flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).view(torch.int64)
     total = 0

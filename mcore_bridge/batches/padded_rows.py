@@ -1,7 +1,7 @@
-"""Gives the text of a composite the batches that trainers make for models of images.
+"""Let the text model of a composite take the batches that trainers make for models of images.
 
-If the HF config of a model has a ``vision_config``, verl hands it the padded rows of all context-parallel ranks. Such a
-model packs and cuts them behind its embedding. Text alone is packed and cut in front of it.
+If the HF config of a model has a ``vision_config``, verl passes it the padded rows of all context-parallel ranks. A
+model of images packs and cuts them after its embedding. A text model packs and cuts them before.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 OF_OTHER_PARTS = (
     *("pixel_", "image_", "video_", "audio_", "second_per_grid", "input_features", "feature_", "batch_num_images"),
 )
-"""How the names of inputs begin that transformers' processors make of images, video and sound."""
+"""Prefixes of the names of inputs that transformers' processors make of images, video and sound."""
 
 
 def take_padded_rows(chunk: GPTModel) -> None:
-    """Have a chunk take padded rows too, by a hook, so that its ``forward`` stays what trainers look at and replace.
+    """Let a chunk take padded rows too, by a hook, so that trainers can still inspect and replace its ``forward``.
 
-    * ``input_ids`` and ``attention_mask`` ``[batch, seq]`` with ``packed_seq_params`` become this rank's
-      ``[1, tokens]``, without a mask. The parameters say how many tokens each sequence has with its padding.
+    * ``input_ids`` and ``attention_mask`` ``[batch, seq]`` with ``packed_seq_params`` become this rank's ``[1,
+      tokens]``, without a mask. The parameters have the number of tokens of each sequence with its padding.
     * Without them and without ``position_ids``, ``[batch, seq]`` becomes this rank's ``[batch, seq / cp]``, both.
 
-    Any other call stays as it is. It raises ``BatchError`` for inputs of images, video or sound, and for rows that do
-    not fit their parameters.
+    Any other call is not changed. The hook raises ``BatchError`` for inputs of images, video or sound, and for rows
+    that do not fit their parameters.
     """
     chunk.register_forward_pre_hook(_as_text, with_kwargs=True)
 
@@ -51,7 +51,7 @@ def _as_text(chunk: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
 
 
 def as_own_tokens(chunk: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """The inputs of a chunk by name, where padded rows have become the tokens of this rank."""
+    """The inputs of a chunk by name, with padded rows replaced by the tokens of this rank."""
     ids, mask, params = (inputs.get(name) for name in ("input_ids", "attention_mask", "packed_seq_params"))
     if not isinstance(ids, Tensor) or mask is None or mask.shape != ids.shape:
         return inputs
@@ -74,24 +74,24 @@ def inputs_by_name(chunk: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 @functools.cache
 def _argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
-    """The arguments of a model's ``forward``, in order. They are asked for in every call of it."""
+    """The names of the arguments of a model's ``forward``, in order. Cached, since every call needs them."""
     return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def without_images(inputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The inputs that are not of images, video or sound; and those that are, unless they are None or of no image."""
+    """The inputs of text; and the inputs of images, video or sound that are not None and not empty."""
     others = {name: value for name, value in inputs.items() if name.startswith(OF_OTHER_PARTS)}
     text = {name: value for name, value in inputs.items() if name not in others}
     return text, {name: value for name, value in others.items() if value is not None and not is_empty(value)}
 
 
 def is_empty(value: Any) -> bool:
-    """Whether an input is of no image at all, as a processor makes it of an empty list."""
+    """Whether an input has no image, such as the result of a processor for an empty list."""
     return isinstance(value, Tensor | list | tuple) and len(value) == 0
 
 
 def lay_out_packed(ids: Tensor, mask: Tensor, params: Any, cp: int, rank: int) -> PackedSequences:
-    """The tokens of one context-parallel rank in one row, as ``packed_seq_params`` deals them."""
+    """The tokens of one context-parallel rank in one row, in the order of ``packed_seq_params``."""
     mode = getattr(params, "cp_partition_mode", "zigzag")
     if cp > 1 and mode != "zigzag":
         raise BatchError(f"cp_partition_mode must be 'zigzag' at cp={cp}, found {mode!r}: use verl's default layout")
@@ -110,5 +110,7 @@ def lay_out_rows(ids: Tensor, cp: int, rank: int) -> PackedSequences:
     """The tokens of one context-parallel rank, padding included."""
     rows, seq = ids.shape
     if cp > 1 and seq % (2 * cp):
-        raise BatchError(f"padded rows must have a multiple of {2 * cp} tokens at cp={cp}, found {seq}: pad them to it")
+        raise BatchError(
+            f"padded rows must have a multiple of {2 * cp} tokens at cp={cp}, found {seq}: pad them to this multiple"
+        )
     return lay_out(ids, torch.ones_like(ids, dtype=torch.bool), [seq] * rows, [seq] * rows, rows, cp, rank)

@@ -37,11 +37,11 @@ def reduce_sum(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     return value
 
 
-@naming_lost_ranks("gathering what context-parallel ranks computed")
+@naming_lost_ranks("gathering outputs of context-parallel ranks")
 def gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The tensors of all ranks, as ``[ranks, *own.shape]``.
 
-    Each rank keeps only the gradient of its own tensor, so all ranks must compute the same thing from the result.
+    Each rank keeps only the gradient of its own tensor, so all ranks must compute equal values from the result.
     """
     if group.size() == 1:
         return own[None]
@@ -64,7 +64,7 @@ class _Gather(torch.autograd.Function):
 
 @naming_lost_ranks("receiving outputs of the last pipeline stage")
 def broadcast_from_last(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Copies the tensor of the last rank of ``group`` to all its ranks, in place."""
+    """Copy the tensor of the last rank of ``group`` to all its ranks, in place."""
     if group.size() > 1:
         dist.broadcast(value, dist.get_global_rank(group, group.size() - 1), group=group)
     return value

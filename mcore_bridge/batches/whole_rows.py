@@ -1,6 +1,6 @@
-"""The whole rows of a microbatch, in whatever form a rank has got it, and the way from rows to the rank's tokens.
+"""The whole rows of a microbatch, from any form of its tokens, and the way from rows to the rank's tokens.
 
-Models of images need whole rows: an image may lie on two context-parallel ranks, and positions follow from all tokens
+Models of images need whole rows: an image may lie on two context-parallel ranks, and positions depend on all tokens
 before.
 """
 
@@ -28,8 +28,8 @@ class WholeRows:
     Attributes:
         input_ids: int64 ``[batch, seq]``.
         mask: bool ``[batch, seq]``: False at padding.
-        in_text: int64 ``[rows, tokens]``: places in the flattened rows; -1 for padding. For packed sequences, of all
-            tokens in the order of the text; otherwise of those of this rank.
+        in_text: int64 ``[rows, tokens]``: indices into the flattened rows; -1 for padding. For packed sequences it
+            covers all tokens in the order of the text, otherwise the tokens of this rank.
         layout: where the tokens of each context-parallel rank are.
         group: the context-parallel group.
         given_whole: whether the caller gave whole rows, and not this rank's tokens.
@@ -43,15 +43,15 @@ class WholeRows:
     given_whole: bool
 
     def own(self, values: Tensor) -> Tensor:
-        """Of values ``[batch, seq, ...]``, those of this rank's tokens: ``[rows, tokens, ...]``, zero at padding."""
+        """From values ``[batch, seq, ...]``, select this rank's tokens: ``[rows, tokens, ...]``, zero at padding."""
         return placed(values, self.layout.places[self.group.rank()])
 
     def ordered(self, values: Tensor) -> Tensor:
-        """Of values ``[batch, seq, ...]``, those at ``in_text``."""
+        """Select from values ``[batch, seq, ...]`` the values at ``in_text``."""
         return placed(values, self.in_text)
 
     def whole(self, values: Tensor) -> Tensor:
-        """Values ``[batch, seq, ...]`` of what a caller gives beside its tokens: for whole rows, or for its own."""
+        """Further inputs as values ``[batch, seq, ...]``: a caller passes them for whole rows, or for its tokens."""
         if self.given_whole or values.shape[:2] == self.mask.shape:
             return values
         return spread(gather(values, self.group), self.layout)
@@ -61,8 +61,8 @@ def whole_rows(inputs: dict[str, Any], group: ProcessGroup) -> WholeRows:
     """The whole rows of a call. Every context-parallel rank calls it together.
 
     Args:
-        inputs: those of the model by name. With ``packed_seq_params``, padded rows and their mask, or the tokens of
-            this rank in one row. Without them, rows: whole at ``cp=1``, or if they have a mask and no positions.
+        inputs: the inputs of the model by name. With ``packed_seq_params``, padded rows and their mask, or the tokens
+            of this rank in one row. Without them, rows: whole at ``cp=1``, or if they have a mask and no positions.
         group: the context-parallel group.
 
     Raises:
@@ -91,14 +91,15 @@ def whole_rows(inputs: dict[str, Any], group: ProcessGroup) -> WholeRows:
 
 
 def _empty(params: Any, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows for packed sequences: ids of zero ``[batch, longest]``, and where there are tokens."""
-    lengths = torch.tensor(packed_lengths(params).tokens, device=device).clamp(min=1)  # transformers wants a token
+    """Empty rows for packed sequences: ids of zero ``[batch, longest]``, and the mask of their tokens."""
+    # transformers needs at least one token
+    lengths = torch.tensor(packed_lengths(params).tokens, device=device).clamp(min=1)
     mask = torch.arange(int(lengths.max()), device=device) < lengths[:, None]
     return torch.zeros_like(mask, dtype=torch.int64), mask
 
 
 def placed(values: Tensor, places: Tensor) -> Tensor:
-    """Values ``[batch, seq, ...]`` at ``places`` in the flattened rows; zero where the place is -1."""
+    """Values ``[batch, seq, ...]`` at ``places`` in the flattened rows; zero if the place is -1."""
     flat = values.flatten(0, 1)[places.clamp(min=0)]
     is_padding = (places < 0).view(*places.shape, *[1] * (flat.dim() - places.dim()))
     return flat.masked_fill(is_padding, 0)

@@ -10,7 +10,7 @@ from mcore_bridge.rules.mapping import Dialect, Rule, Rules, pattern_of
 
 
 def dialect_of(names: Iterable[str], rules: Rules) -> Dialect | None:
-    """The dialect of ``names``; None if they have no routed experts, or if both dialects name them alike."""
+    """The dialect of ``names``; None without routed experts, or if both dialects have the same names."""
     split, whole = (
         {name for rule in dialect if rule.axis == "etp" for name in rule.hf} for dialect in (rules, fused(rules))
     )
@@ -22,10 +22,10 @@ def dialect_of(names: Iterable[str], rules: Rules) -> Dialect | None:
 
 
 def fused(rules: Rules) -> Rules:
-    """The same rules with the routed experts of a layer in one tensor: ``gate_up_proj`` and ``down_proj``.
+    """The rules for files with the routed experts of a layer in one tensor: ``gate_up_proj`` and ``down_proj``.
 
     Their shape is [experts, out, in], as in transformers 5 and some published checkpoints, or [experts, in, out] if the
-    rules are ``turned``. Rules that are fused already stay as they are.
+    rules are ``turned``. Rules that are already fused do not change.
     """
     return tuple(_fuse(rule) if rule.axis == "etp" and ".experts.*." in rule.hf[0] else rule for rule in rules)
 
@@ -33,7 +33,7 @@ def fused(rules: Rules) -> Rules:
 def _fuse(rule: Rule) -> Rule:
     before = rule.hf[0].partition(".experts.*.")[0]
     name, _, kind = rule.mcore.removeprefix(f"{rule.mcore.partition('.experts.')[0]}.experts.*.").rpartition(".")
-    first = "up_proj" if rule.hf[0].endswith(".up_proj.weight") else "gate_up_proj"  # with a gate, that comes first
+    first = "up_proj" if rule.hf[0].endswith(".up_proj.weight") else "gate_up_proj"  # a gate comes first
     whole = {"linear_fc1": first, "linear_fc2": "down_proj"}[name] + ("_bias" if kind == "bias" else "")
     layout = rule.layout if len(rule.hf) == 1 else Split(0, (1,) * len(rule.hf)) >> rule.layout
     return replace(rule, hf=(f"{before}.experts.{whole}[*]",), layout=TRANSPOSED >> layout if rule.turned else layout)

@@ -1,4 +1,4 @@
-"""HF tensors that engines fuse within one load call. They must be given to an engine together."""
+"""HF tensors that engines fuse within one load call. An engine must get them together."""
 
 from __future__ import annotations
 

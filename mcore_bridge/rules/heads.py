@@ -1,4 +1,4 @@
-"""Rules of output layers: heads of their own, heads that are the embedding, and those that give scores."""
+"""Rules of output layers: separate LM heads, heads that are tied to the embedding, and score heads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_head(head: object) -> None:
 
 
 def lm_head_of(rules: Rules, spelling: Prefixes = ()) -> Rules:
-    """The rules of an output layer that is no embedding: those among ``rules``, else ``LM_HEAD`` in this spelling."""
+    """The rules of an untied output layer: its rules in ``rules``, else ``LM_HEAD`` in this spelling."""
     own = tuple(rule for rule in rules if rule.mcore.startswith("output_layer.") and not rule.copy)
     return own or respelled(LM_HEAD, spelling)
 
@@ -35,5 +35,5 @@ def tied_lm_head(rules: Rules) -> Rules:
 
 
 def redundant_head(rules: Rules, lm_head: str = HEAD) -> Rules:
-    """Rules for a tied embedding that a file stores as ``lm_head.weight``, instead of its own name or too."""
+    """Rules for a tied embedding that a file stores as ``lm_head.weight``, alone or in addition."""
     return tuple(replace(rule, hf=(lm_head,), exported=False, copy=True) for rule in embedding_rules(rules))

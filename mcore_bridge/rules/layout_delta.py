@@ -1,11 +1,11 @@
 """The layouts of linear attention by the gated delta rule, and of full attention with an output gate.
 
-The rows of linear attention are dealt out equally to its key heads. An axis says how many rows belong to one key head:
+The rows of linear attention are divided equally among its key heads. An axis has the number of rows of one key head:
 
 * ``key``: of queries, or of keys;
 * ``value``: of values, or of gates;
 * ``value_heads``: of beta or alpha, which have one number per value head;
-* ``qkv``, ``qkvz``, ``ba``: of what a checkpoint joins in one tensor.
+* ``qkv``, ``qkvz``, ``ba``: of tensors that a checkpoint joins.
 
 megatron-core joins queries, keys, values, gates, beta and alpha, after each of them is cut.
 """

@@ -1,14 +1,14 @@
 """The layouts of a Mamba-2 mixer, whose heads share B and C in groups.
 
-The rows of its projections are dealt out equally to its groups, and with more ranks than groups to the ranks of each.
-An axis says how many rows belong to an equal part of a group:
+The rows of its projections are divided equally among its groups; with more ranks than groups, among the ranks of a
+group. An axis has the number of rows of such a part:
 
 * ``mamba_inner``: of the gate z, or of the input x;
 * ``mamba_state``: of B, or of C;
 * ``mamba_heads``: of the time steps, which have one number per head.
 
-A checkpoint joins z, x, B, C and the time steps in this order; the convolution has x, B and C. So has megatron-core,
-after each of them is cut.
+A checkpoint joins z, x, B, C and the time steps in this order; the convolution has x, B and C. megatron-core uses this
+order, too, after each of them is cut.
 """
 
 from mcore_bridge.rules.layout import COLUMN, Concat, Split

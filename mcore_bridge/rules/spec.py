@@ -11,7 +11,7 @@ import torch
 
 
 class Shaped(Protocol):
-    """A tensor, or what stands for one."""
+    """A tensor, or an object with its shape and dtype."""
 
     @property
     def shape(self) -> Sequence[int]:
