@@ -17,8 +17,9 @@ from mcore_bridge.batches.whole_rows import placed
 from mcore_bridge.errors import BatchError
 
 Images = Sequence[Mapping[str, Any] | None] | Mapping[str, Any]
-"""For each row of a batch the inputs of its images by the names of transformers, and None for a row of text. Or one
-mapping for the whole batch, as processors make it."""
+"""For each row of a batch, the inputs of its images by transformers' names, or None for a row of text. Or one mapping
+for the whole batch, as processors make it.
+"""
 Rows = Sequence[Mapping[str, Tensor]]
 """The inputs of each row as tensors; empty for a row of text."""
 TYPES = "mm_token_type_ids"
@@ -113,7 +114,7 @@ def require_images(images: Sequence[Mapping[str, Any] | None], num_rows: int, re
         row = next(row for row, inputs in enumerate(images) if inputs)
         raise BatchError(
             f"a model that takes images must be built with vision='train' or 'frozen', found images in row {row} "
-            "without a tower (vision='carried'): leave them out, or build the model with its tower"
+            "without a tower (vision='carried'): leave them out, or build it so"
         )
     for row, inputs in enumerate(images):
         require_names(inputs or {}, readable or frozenset(), f"row {row}")

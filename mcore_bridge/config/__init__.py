@@ -1,2 +1,3 @@
-"""HF configs in, ``TransformerConfig`` and ``ParallelDims`` out. It imports ``errors``, ``cpu`` and ``plugins``;
-``mesh/process_groups.py`` and ``mesh/lost_ranks.py`` alone know of processes."""
+"""From HF configs to ``TransformerConfig`` and ``ParallelDims``. It imports ``errors``, ``cpu`` and ``plugins``. Only
+``mesh/process_groups.py`` and ``mesh/lost_ranks.py`` use processes.
+"""

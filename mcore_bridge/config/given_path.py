@@ -1,4 +1,4 @@
-"""Paths that callers give. An empty one is never the working folder, as it is for pathlib."""
+"""Paths that callers pass. Unlike in pathlib, an empty path does not mean the working folder."""
 
 import os
 from pathlib import Path
@@ -7,13 +7,13 @@ from mcore_bridge.errors import BridgeError, CheckpointError, shown
 
 
 def given_path(path: str | os.PathLike[str], kind: type[BridgeError] = CheckpointError) -> Path:
-    """The path of a folder or file that a caller has given. Every function and command calls this first.
+    """The path of a folder or file from a caller. Every function and command calls this first.
 
-    ``Path("")`` is what an unset variable becomes, and equals ``Path(".")``. So both are refused, and ``"."`` becomes
+    An unset variable often becomes ``Path("")``, which equals ``Path(".")``. So both are refused, and ``"."`` becomes
     the absolute path of the working folder.
 
     Args:
-        path: what was given.
+        path: the argument of the caller.
         kind: the error to raise.
 
     Raises:

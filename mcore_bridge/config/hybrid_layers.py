@@ -1,4 +1,4 @@
-"""The layers of a model as megatron-core's ``HybridModel`` counts them: a letter for each half of a layer."""
+"""The layers of a model in the notation of megatron-core's ``HybridModel``: a letter for each half of a layer."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Layers for multi-token prediction (MTP): how many a model holds, and of which kind they are."""
+"""Layers for multi-token prediction (MTP): their number in a model, and their kinds."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
 KINDS = ("*", "*-", "*E")
-"""What an MTP layer may consist of, if the config says it: attention, and an MLP or experts behind it."""
+"""The possible parts of an MTP layer, if the config lists them: attention, optionally followed by an MLP or experts."""
 
 
 def held_mtp_layers(settings: Mapping[str, Any]) -> int:
-    """The MTP layers that a model holds. One that is repeated has the weights of all its predictions.
+    """The number of MTP layers that a model holds. A repeated layer holds one set of weights for all its predictions.
 
     Args:
         settings: ``TransformerConfig`` fields by name, or overrides of them.
@@ -26,7 +26,7 @@ def held_mtp_layers(settings: Mapping[str, Any]) -> int:
 
 
 def inner_config(config: TransformerConfig) -> TransformerConfig:
-    """A config whose last layer is of the kind that the layers within MTP layers are."""
+    """A config whose last layer has the kind of the layers within MTP layers."""
     kinds = getattr(config, "mtp_kinds", None)
     if kinds is None:
         return config  # they are like the last layer of the decoder

@@ -1,4 +1,4 @@
-"""Sizes of a model, which are checked where a config is read: torch's own errors about them name no field."""
+"""Checks of the sizes of a model when a config is read, since torch's errors about sizes name no field."""
 
 from collections.abc import Iterator, Mapping
 from typing import TypeGuard
@@ -18,7 +18,7 @@ SIZES = frozenset(
         "linear_conv_kernel_dim",
     }
 )
-"""The mcore names that are sizes or counts of something that a model with the name has."""
+"""The mcore names that are sizes or counts. If a model has the name, it must be positive."""
 
 
 def is_count(value: object) -> TypeGuard[int]:
@@ -27,7 +27,7 @@ def is_count(value: object) -> TypeGuard[int]:
 
 
 def size_problems(hf: Mapping[str, object], names: tuple[str, ...], mcore: Mapping[str, object]) -> Iterator[str]:
-    """What is wrong with the sizes that one entry of a table has made of the HF fields ``names``."""
+    """Faults of the sizes that one entry of a table has made from the HF fields ``names``."""
     for name in sorted(SIZES & mcore.keys()):
         value = mcore[name]
         if value is not None and not (is_count(value) and value <= LARGEST):

@@ -209,7 +209,7 @@ NOT_SAID: list[tuple[str, dict[str, Any], list[str]]] = [
     ("mistral-window", {"window_attn_skip_freq": 2}, ["window_attn_skip_freq must be None, found 2"]),
     ("qwen2_moe", {"window_size": (4, 0)}, ["window_size must be None, found (4, 0)"]),
     ("cohere2_moe", {"moe_shared_expert_intermediate_size": 7}, ["=7 must be a multiple of"]),
-    ("cohere2_moe", {"no_rope_freq": [1, 1, 1, 1]}, ["no_rope_freq must be [0, 0, 0, 1]: here just the layers"]),
+    ("cohere2_moe", {"no_rope_freq": [1, 1, 1, 1]}, ["no_rope_freq must be [0, 0, 0, 1]: here only layers"]),
     ("falcon_h1", {"softmax_scale": "x"}, ["softmax_scale must be a number, found 'x'"]),
     ("nemotron_h", {"moe_layer_freq": [0, 0, 0, 0]}, ["moe_layer_freq must be [0, 1, 0, 0], as layers_block"]),
 ]

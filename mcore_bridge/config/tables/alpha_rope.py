@@ -1,6 +1,7 @@
 """A rope whose base is multiplied once by a power of ``alpha``. HunYuan calls it dynamic, but no length changes it.
 
-transformers 4 forgets the ``alpha`` beyond ``max_position_embeddings`` tokens, and 5 does not; here it always counts.
+transformers 4 ignores ``alpha`` beyond ``max_position_embeddings`` tokens, and transformers 5 does not; here it always
+counts.
 """
 
 import math
@@ -48,7 +49,7 @@ class AlphaRope(Rope):
 
 
 def alpha_rope(own: tuple[str, ...] = ()) -> Derive:
-    """Like ``derived_rope.rope``, for a family whose dynamic rope may have an alpha. ``own`` is as there."""
+    """Like ``derived_rope.rope`` (also for ``own``), for a family whose dynamic rope may have an alpha."""
     plain, known = rope(own=own), (*_KEYS, *_UNREAD, *own)
 
     def forward(hf: Hf) -> dict[str, object]:

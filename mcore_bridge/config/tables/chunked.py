@@ -86,4 +86,4 @@ ON_INPUT: tuple[Field, ...] = (
     Const("moe_shared_expert_gate", False),
     Preset("moe_router_dtype", "fp32"),
 )
-"""One routed expert for a token, whose input is multiplied by a sigmoid in fp32, and a shared expert of its size."""
+"""One routed expert for a token, whose input is multiplied by a sigmoid in fp32, and a shared expert of equal size."""

@@ -18,7 +18,7 @@ def _norm_back(mcore: Mcore) -> dict[str, object]:
 
 
 def _sizes(hf: Hf) -> dict[str, object]:
-    """Sizes of MLPs. Routed and shared experts have ``intermediate_size``; dense MLPs may have a size of their own."""
+    """Sizes of MLPs. Routed and shared experts have ``intermediate_size``; dense MLPs may have a separate size."""
     size, shared = count(hf, "intermediate_size"), hf.get("num_shared_experts") or 0
     assert isinstance(shared, int)
     dense = hf.get("prefix_dense_intermediate_size")
@@ -58,8 +58,9 @@ def _selected(hf: Hf) -> dict[str, object]:
         raise ConfigError(f"expert_selection_fn must be 'softmax' or 'sigmoid', found {how!r}.")
     if how == "sigmoid" and hf.get("norm_topk_prob") is not several:
         raise ConfigError(
-            f"norm_topk_prob must be {several} with sigmoid scores, found {hf.get('norm_topk_prob')!r}: megatron-core "
-            "lets the weights of several experts add up to one, and leaves that of a single one as it is."
+            f"norm_topk_prob must be {several} with sigmoid scores, found {hf.get('norm_topk_prob')!r}: "
+            "megatron-core normalises the weights of several experts, and does not change the weight of a single "
+            "expert."
         )
     return {"moe_router_score_function": how}
 
@@ -84,7 +85,7 @@ def _turned_back(mcore: Mcore) -> dict[str, object]:
     expected = _turned({**fields, "num_hidden_layers": mcore["num_layers"], "mlp_layer_types": mlps})["no_rope_freq"]
     if mcore["no_rope_freq"] != expected:
         raise ConfigError(
-            f"no_rope_freq must be {expected}: here just the layers with experts and without a window are not rotated; "
+            f"no_rope_freq must be {expected}: here only layers with experts and without a window have no rope; "
             f"found {mcore['no_rope_freq']!r}. Remove the override."
         )
     return fields

@@ -14,7 +14,7 @@ GELU_TANH = functools.partial(F.gelu, approximate="tanh")
 
 @functools.cache
 def _activations() -> dict[str, Callable[..., object]]:
-    """Activation functions by their names in HF. The first name of a function is the one that is written back."""
+    """Activation functions by their names in HF. The first name of a function is written back."""
     from megatron.core.activations import squared_relu
 
     named = {"silu": F.silu, "swish": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": GELU_TANH, "gelu_new": GELU_TANH}
@@ -33,7 +33,7 @@ def activation(field: str, *unread: str) -> Derive:
     def backward(mcore: Mcore) -> dict[str, object]:
         return {field: _activation_name(mcore["activation_func"])}
 
-    others = "any but SiLU, GELU (exact, or by tanh), ReLU and its square: no other is known to be the same in both"
+    others = "any but SiLU, GELU (exact, or by tanh), ReLU and its square: only these are tested to be equal in both"
     return Derive((field, *unread), forward, backward, (f"`{field}`, {others}",))
 
 
@@ -47,7 +47,7 @@ def _activation_name(activation: object) -> str:
 
 
 def comparable(value: object) -> object:
-    """A form of ``value`` that compares well: partials of the same call are equal in it, and lists are tuples."""
+    """A comparable form of ``value``: partials of one call become equal, and lists become tuples."""
     if isinstance(value, functools.partial):
         return (value.func, value.args, tuple(value.keywords.items()))
     return tuple(value) if isinstance(value, list) else value
@@ -108,7 +108,7 @@ def biases(attention: str, output: str | None, mlp: str | None) -> Derive:
         said = {name: value for name, value in pairs if name is not None}
         if any(value != said.get(str(name), False) for name, value in pairs) or (in_mlp and not all(has_bias)):
             raise ConfigError(
-                f"Biases must be ones that the HF fields {' and '.join(names)} can say, found add_qkv_bias="
+                f"Biases must be expressible by the HF fields {' and '.join(names)}, found add_qkv_bias="
                 f"{has_bias[0]}, attention_output_bias={has_bias[1]}, add_bias_linear={in_mlp}. Remove the override."
             )
         return said
@@ -197,7 +197,7 @@ def _windows_switched(hf: Hf) -> dict[str, object]:
 
 
 def _mcore_window(hf: Hf) -> tuple[int, int]:
-    """The window of mcore, which counts tokens to the left and right. HF counts the token itself too."""
+    """The window of mcore, which counts tokens to the left and right. HF also counts the token itself."""
     return (count(hf, "sliding_window") - 1, 0)
 
 

@@ -5,7 +5,7 @@ from mcore_bridge.config.tables.moe import layers_of
 from mcore_bridge.errors import ConfigError
 
 _KINDS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
-"""The kinds of layers in HF, each with what ``layer_kinds`` calls it, as in megatron-core's hybrid models."""
+"""The kinds of layers in HF, each with its letter in ``layer_kinds``, as in megatron-core's hybrid models."""
 FIRST, SECOND = frozenset("M*"), frozenset("-E")
 """Kinds of the first half of a layer (mixer, attention) and of its second half (MLP, experts)."""
 _NAMES = {kind: name for name, kind in _KINDS.items()}
@@ -52,7 +52,7 @@ def _layers_back(mcore: Mcore) -> dict[str, object]:
 def _time_steps(hf: Hf) -> dict[str, object]:
     limits = hf.get("time_step_limit", (0.0, float("inf")))
     low, high = limits if isinstance(limits, list | tuple) and len(limits) == 2 else (None, None)
-    if low != 0 or not isinstance(high, float) or not high > 1e30:  # also 1e308, as some configs say infinity
+    if low != 0 or not isinstance(high, float) or not high > 1e30:  # also 1e308, which some configs have for infinity
         raise ConfigError(
             f"time_step_limit must be [0, Infinity], found {limits!r}: megatron-core's kernel, vLLM and SGLang do not "
             "clamp time steps. Set it to that if the model may be trained and served so."

@@ -49,7 +49,7 @@ def rope(types: tuple[str, ...] = ROPE_TYPES, own: tuple[str, ...] = ()) -> Deri
 
 
 def _rotary_back(mcore: Mcore) -> dict[str, object]:
-    """In the spelling of transformers 4 too, whose GPT-NeoX makes the other fields of these two at every reading."""
+    """Also with the names of transformers 4, whose GPT-NeoX derives the other fields from these two at every read."""
     fields = _PARTIAL.backward(mcore)
     if "rope_theta" not in fields:
         return fields
@@ -91,7 +91,7 @@ ROTARY_ROPE = Derive(
     (*_PARTIAL.names, "rotary_pct", "rotary_emb_base"), _PARTIAL.forward, _rotary_back, _PARTIAL.refuses
 )
 MULTIMODAL_ROPE = rope(own=MULTIMODAL)
-"""That of a text which has images beside it elsewhere: its three positions are one."""
-_TWO_DIMS = "`rotary_dim` other than what `partial_rotary_factor` says: published code reads only the factor"
+"""The rope of the text of a composite: without images, its three positions are equal."""
+_TWO_DIMS = "`rotary_dim` other than the value from `partial_rotary_factor`: published code reads only the factor"
 ROTARY_DIM = Derive(("rotary_dim",), _rotary_dim, lambda mcore: {}, (_TWO_DIMS,))
 NO_ROPE = Derive(("no_rope_layers",), _no_rope, _no_rope_back)

@@ -1,4 +1,4 @@
-"""Entries of config tables for models with different ropes in different layers, or with a rope in some only."""
+"""Entries of config tables for models with different ropes in different layers, or with a rope in only some layers."""
 
 from mcore_bridge.config.fields import Derive, Hf, Mcore
 from mcore_bridge.config.rope import Rope
@@ -61,8 +61,8 @@ def _window_or_nope_back(mcore: Mcore) -> dict[str, object]:
     expected = _unrotated(mcore)
     if mcore["no_rope_freq"] != expected:
         raise ConfigError(
-            f"no_rope_freq must be {expected}, found {mcore['no_rope_freq']!r}: in this architecture a layer has no "
-            "rope if it has no window and others have one. Remove the override."
+            f"no_rope_freq must be {expected}, found {mcore['no_rope_freq']!r}: in this architecture a layer without "
+            "a window has no rope if other layers have a window. Remove the override."
         )
     return derived.WINDOWS.backward(mcore)
 
@@ -73,7 +73,7 @@ def _unrotated(mcore: Mcore) -> list[int] | None:
 
 
 _TWO_BASES = "another `rope_theta` for layers that slide: transformers 4 has one for this model"
-_NOWHERE = "`sliding_window` where no layer slides: transformers would rotate nowhere"
+_NOWHERE = "`sliding_window` where no layer slides: transformers would not rotate any layer"
 _NAMES = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor")
 # fmt: off
 LAYER_ROPES          = Derive(_NAMES, _ropes, _ropes_back, ROPE.refuses)

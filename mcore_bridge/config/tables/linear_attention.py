@@ -50,14 +50,14 @@ DELTA: tuple[Field, ...] = (
     rope(own=("partial_rotary_factor", *MULTIMODAL)),
     Const("layernorm_zero_centered_gamma", True),  # of all norms but that of linear attention
     Const("attention_output_gate", True),
-    Require("attn_output_gate", (True,), "full attention has an output gate in transformers, whatever this says"),
+    Require("attn_output_gate", (True,), "full attention always has an output gate in transformers"),
     Require("output_gate_type", ("swish",), "linear attention has a gate of silu (swish) in transformers"),
     Ignore("transformers has made layer_types of it", ("full_attention_interval",)),
-    Ignore("it tells inference engines how to keep a state, which training always has in fp32", ("mamba_ssm_dtype",)),
+    Ignore("it only affects inference engines; in training the state is always in fp32", ("mamba_ssm_dtype",)),
     MTP_ON_REQUEST,
     Require("mtp_use_dedicated_embeddings", (False, None), "MTP layers of GPTModel share the embedding"),
 )
-"""Linear attention in some layers, full attention with an output gate in the others."""
+"""Linear attention in some layers, full attention with an output gate in the other layers."""
 NO_MIXED_MLP = Require(
     "mlp_only_layers", ([], None), "transformers gives each layer of this family the same kind of MLP"
 )

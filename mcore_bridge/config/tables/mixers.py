@@ -7,14 +7,14 @@ from mcore_bridge.config.tables.derived_rope import ROPE
 from mcore_bridge.errors import ConfigError
 
 _KINDS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*"}
-"""What ``layer_kinds`` calls the first half of a layer, by its name in transformers 4 or 5."""
+"""The letter of the first half of a layer in ``layer_kinds``, by its name in transformers 4 or 5."""
 
 MIXER: tuple[Field, ...] = (
     *(Map("mamba_n_heads", "mamba_num_heads"), Map("mamba_d_head", "mamba_head_dim")),
     *(Map("mamba_d_state", "mamba_state_dim"), Map("mamba_d_conv", "mamba_conv_kernel"), TIME_STEPS),
     Require("mamba_conv_bias", (True,), "megatron-core's checkpoints have this bias"),
     Require("mamba_proj_bias", (False,), "megatron-core's mixer has no bias in its projections"),
-    Ignore("transformers requires what the number of heads and their size say", ("mamba_expand",)),
+    Ignore("transformers requires the number of heads times their size", ("mamba_expand",)),
     Ignore("the result does not depend on it", ("mamba_chunk_size",)),
 )
 """The sizes of mixers. The architecture adds the number of groups."""
@@ -41,7 +41,7 @@ def _layers_back(mcore: Mcore) -> dict[str, object]:
 
 
 def _sizes(hf: Hf) -> dict[str, object]:
-    """Without experts, what is otherwise the shared expert is the MLP."""
+    """In a model without experts, the fields of the shared expert describe the MLP."""
     own, shared = count(hf, "intermediate_size"), count(hf, "shared_intermediate_size")
     experts = count(hf, "num_local_experts") if _sparse(hf) else None
     return {

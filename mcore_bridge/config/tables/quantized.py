@@ -15,6 +15,7 @@ QUANTIZATION = Derive(
     lambda mcore: {},
     refuses=(
         "`quant_method` other than fp8, mxfp4, compressed-tensors and modelopt: load the release in bf16, or write one",
-        "formats of compressed-tensors and ModelOpt that [quantized.md](../guide/quantized.md) does not list: the same",
+        "formats of compressed-tensors and ModelOpt that [quantized.md](../guide/quantized.md) does not list: load "
+        "the release in bf16, or write one",
     ),
 )
