@@ -273,7 +273,7 @@ def _spell(fields: dict[str, object]) -> dict[str, object]:
 
 
 def _translated(hf: "PretrainedConfig") -> "PretrainedConfig":
-    """``hf`` with the names of transformers 4.57 for rope, if it is installed: it does not read the names of release 5."""
+    """``hf`` with the names of transformers 4.57 for rope, if it is installed: it does not read names of release 5."""
     if speaks_rope_parameters() or not getattr(hf, "rope_parameters", None):
         return hf
     fields = respelled(hf.to_dict())

@@ -1,4 +1,4 @@
-"""What a model is built with besides its HF config: mesh, dtype, device, modules, head and overrides."""
+"""The options of a build beside the HF config: mesh, dtype, device, modules, head and overrides."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Overrides = Mapping[str, object]
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """Arguments of ``build_model`` by their names, with their defaults. Only a blueprint checks their values."""
+    """Arguments of ``build_model`` by their names, with their defaults. ``make_blueprint`` checks their values."""
 
     dims: ParallelDims = field(default_factory=ParallelDims)
     dtype: torch.dtype = torch.bfloat16

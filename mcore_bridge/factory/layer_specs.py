@@ -1,4 +1,4 @@
-"""Layer specs: mcore's own block spec of a backend, with our ``modules`` as submodules where mcore's do not work."""
+"""Layer specs: mcore's block spec of a backend, with our ``modules`` in place of submodules that do not work."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def block_spec(config: TransformerConfig, layers: range, *, backend: Backend) ->
     plain = copy.copy(config)
     plain.experimental_attention_variant = None  # 0.19 refuses it here; adapt_attention reads it
     specs = get_gpt_decoder_layer_specs(plain, backend == "te", config.normalization)
-    own = [copy.deepcopy(specs[layer]) for layer in layers]  # mcore has one object for equal layers
+    own = [copy.deepcopy(specs[layer]) for layer in layers]  # mcore uses one object for equal layers
     for number, spec in zip(layers, own, strict=True):
         _adapt(spec.submodules, config, number, backend)
     return TransformerBlockSubmodules(layer_specs=own, layer_norm=norm_of(backend, config))

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from mcore_bridge.weights.provenance import Provenance
 
 _DENSE = "mtp.layers.*.transformer_layer.mlp.linear_fc1.weight"
-"""What has a rule if the layer within an MTP layer may have an MLP in place of experts."""
-REPEATED = Release("0.19", "earlier releases have a layer of its own for each prediction")
+"""The name of a weight. It has a rule if the layer within an MTP layer may have an MLP in place of experts."""
+REPEATED = Release("0.19", "earlier releases have a separate layer for each prediction")
 
 
 def count_mtp(overrides: Mapping[str, object], *, head: str) -> tuple[int, int]:
@@ -49,7 +49,7 @@ def count_mtp(overrides: Mapping[str, object], *, head: str) -> tuple[int, int]:
 
 
 def require_mtp(provenance: Provenance, config: TransformerConfig) -> None:
-    """Raises ``ConfigError`` if the model would have MTP layers that nobody knows how to build, or to name."""
+    """Raise ``ConfigError`` if the model would have MTP layers that we cannot build, or that have no names."""
     wanted, kinds = held_mtp_layers(vars(config)), getattr(config, "mtp_kinds", None)
     if wanted and kinds not in (None, *KINDS):
         raise ConfigError(
@@ -59,13 +59,14 @@ def require_mtp(provenance: Provenance, config: TransformerConfig) -> None:
     if wanted and kinds is not None and "E" in kinds and config.num_moe_experts is None:
         raise ConfigError(
             f"mtp_num_layers must be 0 or None, found {wanted}: mtp_layers_block_type has experts, and no layer of the "
-            "decoder has any. No published model is so: remove the override"
+            "decoder has any. There is no such published model: remove the override"
         )
     names = {rule.mcore for rule in provenance.rules}
     if wanted and kinds is None and config.num_moe_experts and not layers_of(vars(config))[-1] and _DENSE not in names:
         raise ConfigError(
             f"mtp_num_layers must be 0 or None, found {wanted}: megatron-core builds MTP layers like the last layer, "
-            f"which has no experts here, and those of {provenance.hf.model_type} have some. Remove the override, or "
+            f"which has no experts here, but MTP layers of {provenance.hf.model_type} have experts. Remove the "
+            "override, or "
             "keep more layers"
         )
     pattern = getattr(config, "mtp_hybrid_override_pattern", None)
@@ -85,7 +86,7 @@ def require_mtp(provenance: Provenance, config: TransformerConfig) -> None:
 
 
 def inner_spec(config: TransformerConfig, layer_spec: Callable[..., Any], *, backend: Backend) -> Any:
-    """The spec of the layer within an MTP layer, from a function that makes those of decoder layers."""
+    """The spec of the layer within an MTP layer, from a function that makes specs of decoder layers."""
     own = inner_config(config)
     return layer_spec(own, range(own.num_layers - 1, own.num_layers), backend=backend).layer_specs[0]
 

@@ -1,4 +1,4 @@
-"""Attributes of parameters that megatron-core's optimizer reads, set where megatron-core 0.16 does not set them."""
+"""Set attributes of parameters for megatron-core's optimizer that megatron-core 0.16 does not always set."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def mark_cut(chunk: GPTModel) -> None:
-    """Mark the parameters that tensor parallelism cuts. Without it, the norm of gradients counts only the first rank.
+    """Mark the parameters that tensor parallelism cuts: otherwise the norm of gradients counts only the first rank.
 
     megatron-core 0.16.1 marks them only while it draws initial values, which a loaded model skips; 0.19.2 always does.
     All experts are marked: if etp is smaller than tp, tensor-parallel ranks hold different ones.
@@ -19,7 +19,7 @@ def mark_cut(chunk: GPTModel) -> None:
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
     for name, module in chunk.named_modules():
-        # TransformerEngine marks whole parameters too. Overlapped shared experts look whole and are not.
+        # TransformerEngine also marks whole parameters. Overlapped shared experts look whole, but are cut.
         if getattr(module, "parallel_mode", "") is None and ".shared_experts." not in name:
             for parameter in module.parameters(recurse=False):
                 parameter.tensor_model_parallel, parameter.partition_dim = False, -1
@@ -44,7 +44,7 @@ def mark_experts(chunk: GPTModel) -> None:
     """Mark whether gradients of experts are summed over the data-parallel ranks of experts, or over all of them.
 
     megatron-core 0.16.1 marks them only for ep > 1. But if etp is smaller than tp, tensor-parallel ranks run different
-    tokens through the same experts, and nobody would sum these gradients. 0.19.2 marks them then too.
+    tokens through one set of experts, and these gradients would not be summed. 0.19.2 also marks them in this case.
     """
     config = chunk.config
     apart = config.expert_model_parallel_size > 1

@@ -1,7 +1,7 @@
 """Reconciles a blueprint with its config, which trainers change in place before they build.
 
 A changed field is treated like an override: it passes the same checks, and values that follow from it are set on the
-same config object. Attributes that neither megatron-core nor we know stay as they are.
+same config object. Attributes that neither megatron-core nor this library uses do not change.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _SPECS = frozenset({"transformer_layer_spec", "mtp_block_spec"})
 
 
 def reconcile(blueprint: Blueprint, *, overrides: Overrides | None = None, **changed: Any) -> Blueprint:
-    """The blueprint for the changed config. It keeps the same config object.
+    """The blueprint for the changed config. It keeps the config object.
 
     Args:
-        blueprint: from ``make_blueprint``, or from here.
-        overrides: the changes of the config. None: all that ``changes_of`` finds.
-        changed: other build options. None: those of the blueprint.
+        blueprint: from ``make_blueprint``, or from this function.
+        overrides: the changes of the config. None: the result of ``changes_of``.
+        changed: other build options. None: the options of the blueprint.
 
     Raises:
         ConfigError, MeshError: as for ``make_blueprint``.

@@ -497,7 +497,7 @@ def test_ranks_that_differ_raise_on_all_and_leave_nothing(tmp_path, what, messag
     for rank in (0, 1):
         (tmp_path / "out").mkdir(exist_ok=True)
         found = pool.run(2, differing, str(tmp_path / "out"), rank, what, timeout=60)
-        assert len({each.rpartition("as it was")[2] for each in found}) == 1
+        assert len({each.rpartition("was not changed")[2] for each in found}) == 1
         expected = message.replace("RANK", str(rank)).replace("OTHER", "1")
         assert re.search(expected, found[0]), found[0]
         assert list(tmp_path.rglob("*")) == [tmp_path / "out"]

@@ -1,4 +1,4 @@
-"""An MTP layer of megatron-core's ``HybridModel``, around the two halves of a layer of ours."""
+"""An MTP layer of megatron-core's ``HybridModel``, around the two halves of a layer."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _HALF = re.compile(r"(mtp\.layers\.\d+\.)mtp_model_layer\.layers\.\d+\.")
 
 
 class HalvesMtpLayer(MultiTokenPredictionLayer):
-    """megatron-core's MTP layer, whose halves have specs of their own, and the number of the MTP layer.
+    """megatron-core's MTP layer, with separate specs for its halves, which have the number of the MTP layer.
 
-    megatron-core takes the specs of the decoder's layers, of which a stage may not have all kinds.
+    megatron-core uses the specs of the decoder's layers, but a stage may not have all kinds.
 
     Args:
-        config, submodules, layer_number, arguments: those of megatron-core's layer.
+        config, submodules, layer_number, arguments: as for megatron-core's layer.
         halves: the specs of both halves, by their fields in ``HybridStackSubmodules``.
         keys: the names of both halves in checkpoints.
-        hybrid_submodules: those of the decoder, which are not used.
+        hybrid_submodules: the submodules of the decoder, which are not used.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class HalvesMtpLayer(MultiTokenPredictionLayer):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The shards of all parameters, under the keys that megatron-core's own MTP layer gives them."""
+        """The shards of all parameters, under the keys of megatron-core's own MTP layer."""
         state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         for sharded in state.values():  # both halves have the number of the MTP layer now
             sharded.key = self.keys.mtp_to_hybrid(_HALF.sub(r"\1transformer_layer.", sharded.key))

@@ -1,8 +1,8 @@
-"""The layers of megatron-core's ``HybridModel``, each one half of a layer of ours, with the numbers of the latter.
+"""The layers of megatron-core's ``HybridModel``: each is half of a layer, and has the number of the whole layer.
 
-megatron-core counts halves, and GPTModel, HF and our rules count layers. ``layer_number`` is that of a layer here. So
-both halves of a layer have its canonical names, and modules that differ between layers read their own number from the
-config. In checkpoints, keys have megatron-core's numbers.
+megatron-core counts halves, and GPTModel, HF and our rules count layers. Here ``layer_number`` is the number of the
+whole layer. So both halves have the canonical names of the layer, and modules that differ between layers find the
+values of their layer in the config. In checkpoints, keys have megatron-core's numbers.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from mcore_bridge.rules.hybrid_keys import HalfKeys
 
 
 class HalvesStack(HybridStack):
-    """megatron-core's stack with the final norm of a backend, where its own is always TransformerEngine's.
+    """megatron-core's stack, with the final norm of our backend. (megatron-core always uses TransformerEngine's.)
 
     Args:
-        places, arguments: those of megatron-core's stack.
+        places, arguments: as for megatron-core's stack.
         norm: the class of the final norm.
         keys: the names of its layers in checkpoints.
     """
@@ -36,13 +36,13 @@ class HalvesStack(HybridStack):
 
     @property
     def final_layernorm(self) -> nn.Module | None:
-        """The final norm under the name that it has in a ``GPTModel``; None where it is in another stage."""
+        """The final norm under its name in a ``GPTModel``; None if it is in another stage."""
         return getattr(self, "final_norm", None)
 
     def forward(self, hidden_states: Any, *places: Any, padding_mask: Tensor | None = None, **arguments: Any) -> Any:
-        """megatron-core's, with what ``GPTModel`` does for sequence parallelism and this class leaves out.
+        """megatron-core's forward, with the steps for sequence parallelism that ``GPTModel`` has and this class lacks.
 
-        Each rank has tokens of its own. So it has its own part of the mask of padding, and its own dropout.
+        Each rank has other tokens. So it needs its part of the mask of padding, and its own dropout.
         """
         if not self.config.sequence_parallel:
             return super().forward(hidden_states, *places, padding_mask=padding_mask, **arguments)
@@ -55,7 +55,7 @@ class HalvesStack(HybridStack):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The shards of all parameters, under the keys that megatron-core's own ``HybridModel`` gives them."""
+        """The shards of all parameters, under the keys of megatron-core's own ``HybridModel``."""
         state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         for sharded in state.values():
             sharded.key = prefix + self.keys.to_hybrid(sharded.key.removeprefix(prefix))
@@ -64,9 +64,9 @@ class HalvesStack(HybridStack):
 
 @functools.cache
 def half_of(layer: type) -> type:
-    """A subclass of ``layer`` that translates the number that megatron-core gives it.
+    """A subclass of ``layer`` that translates megatron-core's number of the layer.
 
-    Its argument ``numbers`` has for each layer of megatron-core the number of its layer in the whole model, from 0.
+    Its argument ``numbers`` has, for each layer of megatron-core, the number of its whole layer in the model, from 0.
     """
 
     class HalfLayer(layer):
@@ -78,7 +78,7 @@ def half_of(layer: type) -> type:
             *,
             numbers: Sequence[int],
             add_layer_offset: bool = False,
-            pp_layer_offset: int = 0,  # counts halves, and inference subtracts it from the number of a layer
+            pp_layer_offset: int = 0,  # inference subtracts this count of halves from the number of a layer
             **arguments: Any,
         ) -> None:
             own = numbers[layer_number - 1] + 1

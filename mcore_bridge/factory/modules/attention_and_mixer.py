@@ -23,9 +23,9 @@ def adapt_beside(layer: Any, config: TransformerConfig, backend: Backend) -> Non
     Args:
         layer: the submodules of a layer with attention and a dense MLP, changed in place.
         config: its ``side_multipliers`` has the multipliers.
-        backend: that of the layer's modules.
+        backend: the backend of the layer's modules.
     """
-    if backend == "te":  # attention and mixer share a norm, so it is in neither
+    if backend == "te":  # attention and mixer share a norm, so neither module contains it
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
 
         layer.self_attention.submodules.linear_qkv = TEColumnParallelLinear
@@ -38,7 +38,7 @@ def adapt_beside(layer: Any, config: TransformerConfig, backend: Backend) -> Non
 
 
 def multipliers_of(config: Any) -> SideMultipliers:
-    """Those of a model that has mixers beside its attention."""
+    """The multipliers of a model that has mixers beside its attention."""
     multipliers: SideMultipliers = config.side_multipliers
     return multipliers
 

@@ -20,7 +20,7 @@ def adapt_keys(layer: Any, config: TransformerConfig) -> None:
     """Make ``sharded_state_dict`` use the keys of megatron-core's own TransformerEngine specs for norms.
 
     These specs fuse a norm into the linear layer that follows. Our specs may keep it separate, so without this a
-    checkpoint would fit only one backend. megatron-core's local specs do the same, but only for a dense GPT.
+    checkpoint would fit only one backend. megatron-core's local specs use these keys, too, but only for a dense GPT.
 
     Args:
         layer: the submodules of a layer, with all its modules in place. It is changed in place.

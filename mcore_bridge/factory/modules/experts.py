@@ -29,8 +29,8 @@ class BiasedRouter(TopKRouter):
 
     It also corrects an error of mcore: with a padding mask, its counting of tokens per expert fails (0.16.1 to 0.19.2).
 
-    mcore asks the ``RouterReplay`` of a layer, if there is one, for the experts and weights of each token. We replace
-    that object's method and call the original first. So everything else, replay included, stays mcore's.
+    mcore asks the ``RouterReplay`` of a layer, if there is one, for the experts and weights of each token. We replace a
+    method of this object, which first calls the original method. So all other behaviour, also replay, is mcore's.
     """
 
     def __init__(self, config: TransformerConfig, *arguments: Any, **named: Any) -> None:

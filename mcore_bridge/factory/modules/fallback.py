@@ -12,6 +12,6 @@ logger = logging.getLogger("mcore_bridge")
 
 @functools.cache
 def say(message: str) -> None:
-    """Logs the warning once, on rank 0."""
+    """Log the warning once, on rank 0."""
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         logger.warning(message)

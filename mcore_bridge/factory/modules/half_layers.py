@@ -20,8 +20,8 @@ def adapt_halves(layer: Any, config: TransformerConfig, number: int, backend: Ba
     Args:
         layer: the submodules of the layer, changed in place.
         config: its ``layer_kinds`` has the kind of each layer; without it, layers stay unchanged.
-        number: that of the layer in the whole model.
-        backend: that of the layer's modules.
+        number: the number of the layer in the whole model.
+        backend: the backend of the layer's modules.
     """
     kinds = getattr(config, "layer_kinds", None)
     if kinds is None:
@@ -41,7 +41,7 @@ def adapt_halves(layer: Any, config: TransformerConfig, number: int, backend: Ba
 
 
 def remove_first(layer: Any) -> None:
-    """Removes attention, or what stands in its place, from the submodules of a layer, with its norm."""
+    """Remove attention, or the mixer in its place, from the submodules of a layer, with its norm."""
     layer.self_attention, layer.self_attn_bda, layer.input_layernorm = IdentityOp, IdentityFuncOp, IdentityOp
 
 

@@ -1,4 +1,4 @@
-"""Multi-latent attention as transformers computes it, on either backend. mcore's own class does the attention.
+"""Multi-latent attention as in transformers, on either backend. mcore's class computes the attention.
 
 Three things differ from mcore. The norms of latents have their own epsilon. Every TP rank holds the down projections
 whole. The part of the keys that all heads share gets the gradients of all heads.

@@ -23,9 +23,10 @@ class LatentNorm(Norm):
 
 
 class _LikeColumns(type):
-    """The class of a class that is equal to ``ColumnParallelLinear``.
+    """A metaclass whose classes compare equal to ``ColumnParallelLinear``.
 
-    mcore's latent attention looks up the class of a down projection in a list of its own, and builds what it finds.
+    mcore's latent attention looks up the class of a down projection in a fixed list, and builds the entry that it
+    finds.
     """
 
     def __eq__(cls, other: object) -> bool:
@@ -40,17 +41,17 @@ class ReplicatedLinear(nn.Module, metaclass=_LikeColumns):
     mcore's own spec in torch cuts down projections, which needs a ``tp`` that divides the sizes of latents.
     """
 
-    # mcore passes further arguments, which ask for what this one is.
+    # mcore passes further arguments that describe this kind of layer.
     def __init__(self, input_size: int, output_size: int, config: MLATransformerConfig, **arguments: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(output_size, input_size, **placement(config)))
-        # finalize_model_grads sums the gradients of parameters with this mark over TP.
+        # finalize_model_grads sums the gradients of parameters with this attribute over TP.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         if config.perform_initialization:
             config.init_method(self.weight)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
-        """The output, and None for the bias, as mcore's linear layers return them."""
+        """The output, and None for the bias, like mcore's linear layers."""
         return nn.functional.linear(hidden, self.weight), None
 
 

@@ -1,6 +1,6 @@
-"""Routed experts that are narrower than the model: one projection before all of them, and one behind their sum.
+"""Routed experts that are narrower than the model: one projection before all of them, and one after their sum.
 
-megatron-core has such projections with TransformerEngine alone (``moe_latent_size``). These are plain linear layers.
+megatron-core has such projections only with TransformerEngine (``moe_latent_size``). These are plain linear layers.
 Every TP rank has them whole; the router and shared experts read the wide input.
 """
 
@@ -71,6 +71,6 @@ def _linear(config: Any, inputs: int, outputs: int, initialise: Any) -> nn.Linea
     linear = nn.Linear(inputs, outputs, bias=False, **placement(config))
     if config.perform_initialization:
         initialise(linear.weight)
-    # With SP each TP rank has some tokens; finalize_model_grads sums the gradients of parameters with this mark.
+    # With SP each TP rank has some tokens; finalize_model_grads sums the gradients of parameters with this attribute.
     linear.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return linear

@@ -1,7 +1,7 @@
 """Attention and MLP side by side: both read the input of the layer. Usually the MLP reads the output of attention.
 
 megatron-core's layer computes first attention, then the MLP. Here the norm before the MLP ignores its input and returns
-a norm of the layer's input. All else is megatron-core's own, as are the sums of residuals.
+a norm of the layer's input. All other code, also the sums of residuals, is megatron-core's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def adapt_parallel(layer: Any, config: TransformerConfig, backend: Backend) -> N
         return
     if config.recompute_granularity == "selective" and "layernorm" in (config.recompute_modules or ()):
         raise ConfigError(
-            "recompute_modules must be without 'layernorm' where attention and MLP are side by side. The MLP reads the "
+            "recompute_modules must be without 'layernorm' if attention and MLP are side by side. The MLP reads the "
             "output of the first norm, which recomputation would discard. Remove 'layernorm'."
         )
     if backend == "te":  # its usual linear layers have a norm inside
@@ -91,7 +91,7 @@ class SharedInput:
 
 def _hooked(norm: type, hook: Any) -> type:
     class Hooked:
-        """``norm`` with a hook; its constructor returns it, as that of megatron-core's ``TENorm`` does."""
+        """``norm`` with a hook. The constructor returns the norm, like megatron-core's ``TENorm``."""
 
         def __new__(cls, **arguments: Any) -> Any:
             module = norm(**arguments)

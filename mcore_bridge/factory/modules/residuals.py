@@ -22,7 +22,7 @@ def adapt_residuals(layer: Any, config: TransformerConfig) -> None:
 
     Args:
         layer: the submodules of a layer, changed in place.
-        config: its ``residual_multiplier`` is for attention and MLP, its ``expert_multiplier`` for experts alone.
+        config: its ``residual_multiplier`` is for attention and MLP, its ``expert_multiplier`` only for experts.
     """
     multiplier, of_experts = (getattr(config, f"{name}_multiplier", None) for name in ("residual", "expert"))
     if multiplier is not None:

@@ -72,6 +72,6 @@ def _require_no_recompute(config: Any) -> None:
     if recomputed and config.dsa_indexer_topk_freq > 1:
         raise ConfigError(
             "attention must not be recomputed in a model whose layers share selections, found recompute_granularity="
-            f"{granularity!r}, recompute_modules={config.recompute_modules}: megatron-core no longer has the selection "
-            "then. Recompute other modules."
+            f"{granularity!r}, recompute_modules={config.recompute_modules}: megatron-core no longer has the "
+            "selection in the recompute. Recompute other modules."
         )

@@ -1,7 +1,7 @@
-"""Queries, keys and values of a tower in one weight, as published files have them.
+"""Queries, keys and values of a tower in one weight, as in published files.
 
-transformers has three layers in its place. It also orders the rows of each head in another way, since it rotates halves
-of a head where the published code rotates neighbours.
+transformers has three layers instead. It also orders the rows of each head differently, since it rotates halves of a
+head, while the published code rotates neighbours.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class JoinedPart(nn.Module):
     """A layer whose weight and bias are the rows of one third of a joined layer.
 
     Args:
-        joined: has the parameters.
-        index: of the third.
-        num_heads: of heads whose neighbours are rotated; None if nothing is.
+        joined: the layer with the parameters.
+        index: the index of the third.
+        num_heads: the number of heads, if neighbours in them are rotated; else None.
     """
 
     def __init__(self, joined: nn.Linear, index: int, num_heads: int | None) -> None:
@@ -50,7 +50,7 @@ class JoinedPart(nn.Module):
 
 
 def join_qkv(tower: nn.Module, name: str) -> None:
-    """Replace the queries, keys and values of each attention by parts of one layer, which gets this name."""
+    """Replace the query, key and value layers of each attention by parts of one layer, named ``name``."""
     attentions: list[Any] = [module for module in tower.modules() if all(hasattr(module, part) for part in _NAMES)]
     for attention in attentions:
         size = attention.q_proj.in_features

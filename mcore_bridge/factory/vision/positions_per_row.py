@@ -1,7 +1,7 @@
 """Positions of each row by itself, for a composite that numbers images over all rows of a batch.
 
-HunYuan's fourth position is the number of an image in its sequence. transformers goes on counting from row to row, so
-that a row would depend on the rows before it in its microbatch.
+HunYuan's fourth position is the number of an image in its sequence. transformers continues this count from row to row,
+so a row would depend on earlier rows of its microbatch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _by_row(
     attention_mask: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """As transformers, with the same arguments: ``[n, b, s]``, and by how much positions lag ``[b, 1]``."""
+    """Like transformers' function: positions ``[n, b, s]``, and the offset of later positions ``[b, 1]``."""
     shown = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     is_image = (mm_token_type_ids == 1) & (shown != 0)
     begins = is_image & ~torch.nn.functional.pad(is_image, (1, 0))[:, :-1]

@@ -1,4 +1,4 @@
-"""The tensors of a Mamba-2 mixer in checkpoints of megatron-core: z, x, B, C and dt are cut each by itself."""
+"""The tensors of a Mamba-2 mixer in checkpoints of megatron-core: z, x, B, C and dt are cut separately."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def sharded_mixer(
 
     Args:
         mixer: the module, with its linear layers as ``in_proj`` and ``out_proj``.
-        sections: the rows that this rank has of z, x, B, C and dt, in this order.
-        prefix: of all keys.
+        sections: this rank's numbers of rows of z, x, B, C and dt, in this order.
+        prefix: the prefix of all keys.
         sharded_offsets: as megatron-core passes them.
         metadata: as megatron-core passes them.
     """

@@ -11,7 +11,7 @@ CHUNK = 64
 
 
 def scan(x: Tensor, steps: Tensor, decay: Tensor, into: Tensor, out_of: Tensor, skip: Tensor) -> Tensor:
-    """The state of each head decays at each token, and learns its input.
+    """The state of each head decays at each token, and its input is added.
 
     ``S[t] = exp(steps[t] * decay) S[t-1] + into[t] (x) steps[t] x[t]``, and the output is
     ``S[t]^T out_of[t] + skip * x[t]``. All is in fp32.
