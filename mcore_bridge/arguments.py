@@ -1,4 +1,4 @@
-"""Checks of arguments that only callers from Python can get wrong: their kinds, in an error of ours."""
+"""Checks of the types of arguments from Python callers, which raise errors of this library."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mcore_bridge.errors import BridgeError, shown
 
 
 class Kind(NamedTuple):
-    """A kind of arguments: what it is in words, and whether a value is one."""
+    """A kind of arguments: its description, and a function that checks a value."""
 
     words: str
     is_good: Callable[[object], bool]
@@ -30,7 +30,7 @@ def list_of(words: str, *types: type) -> Kind:
 
 
 def require(error: type[BridgeError], **given: tuple[object, Kind]) -> None:
-    """Raise ``error`` unless each value is of its kind. All that are not are named.
+    """Raise ``error`` unless each value is of its kind. The message names all wrong values.
 
     >>> require(BridgeError, num_slots=(2, COUNT), seed=(0, WHOLE))
     """
@@ -39,7 +39,7 @@ def require(error: type[BridgeError], **given: tuple[object, Kind]) -> None:
 
 
 def problem_of(**given: tuple[object, Kind]) -> str:
-    """What ``require`` would raise, or an empty string."""
+    """The message that ``require`` would raise, or an empty string."""
     wrong = [(name, *pair) for name, pair in given.items() if not pair[1].is_good(pair[0])]
     return "; ".join(f"{name} must be {kind.words}, found {shown(value)}" for name, value, kind in wrong)
 

@@ -1,4 +1,4 @@
-"""Processes of this machine: which can see each other, and which are alive, read from Linux's ``/proc``."""
+"""Processes of this machine: whether they see each other's ids, and whether they are alive, from Linux's ``/proc``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def this_machine() -> str:
-    """An identity that is equal for processes that can see each other by number: boot and pid namespace.
+    """An identity that is equal for processes with one boot and one pid namespace, which see each other's ids.
 
     It is empty if the system does not provide it.
     """
@@ -28,5 +28,5 @@ def start_time(pid: int) -> str:
 
 
 def is_alive(pid: int, started: str) -> bool:
-    """Whether the process ``pid`` still runs. ``started`` is what ``start_time`` returned for it before."""
+    """Whether the process ``pid`` still runs. ``started`` is an earlier result of ``start_time`` for it."""
     return start_time(pid) == started

@@ -17,7 +17,7 @@ def load() -> Iterator[tuple[str, Any]]:
     """Yield name and value of every entry point. They are not cached, because ``sys.path`` may change later.
 
     Raises:
-        ConfigError: an entry point does not load. The message names it and its error.
+        ConfigError: an entry point does not load. The message names the entry point and its error.
     """
     for entry_point in entry_points(group=GROUP):
         try:

@@ -12,7 +12,7 @@ from mcore_bridge.models.blocks import ONE_NORM as NORM_RULES
 ROUTER = (Const("moe_router_enable_expert_bias", False), Const("moe_router_pre_softmax", False))
 OWN = (
     Const("moe_shared_expert_gate", False),
-    Require("prefix_dense_sliding_window_pattern", (1,), "dense layers would have no rope, which nobody has written"),
+    Require("prefix_dense_sliding_window_pattern", (1,), "dense layers would have no rope; nobody has written this"),
     Ignore("transformers has made layer_types of it", ("sliding_window_pattern",)),
 )
 ARCHITECTURE = Architecture(

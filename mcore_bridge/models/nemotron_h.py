@@ -46,10 +46,10 @@ def norms(hf: "PretrainedConfig") -> Rules:
 
 
 def mtp(hf: "PretrainedConfig") -> Rules:
-    """MTP layers, whose halves HF numbers through: those of layer 1, of two halves, are ``mtp.layers.2`` and ``3``."""
+    """MTP layers. HF numbers halves: layer 1, if it has two halves, is ``mtp.layers.2`` and ``mtp.layers.3``."""
     halves, count = len(hf.mtp_layers_block_type or ()), hf.num_nextn_predict_layers or 0
     rules: list[Rules] = []
-    for half in range(halves if halves <= len(_SLOTS) else 0):  # others are refused, if they are asked for
+    for half in range(halves if halves <= len(_SLOTS) else 0):  # other kinds are refused, if they are requested
         norm, mixer = _SLOTS[half]
         inner = (*table((norm, "norm.weight", REPLICATED)), *mixer)
         own = under("mtp.layers.*.transformer_layer", "mtp.layers.*", inner)
@@ -63,7 +63,7 @@ ARCHITECTURE = Architecture(
     model_type="nemotron_h",
     fields=FIELDS,
     rules=lambda hf: (*AROUND, *norms(hf), *under("decoder.layers.*", "backbone.layers.*", MIXERS), *mtp(hf)),
-    # Layers that the config does not count, or of other kinds than we build.
+    # Layers that the config does not count, or of kinds that we do not build.
     mtp=lambda hf: ("mtp.*",),
     renamed_in_memory=(("backbone.", "model."),),
 )

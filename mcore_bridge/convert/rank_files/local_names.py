@@ -1,4 +1,4 @@
-"""The names that canonical names have in a ``GPTModel``: the inverse of ``rules/names.py``."""
+"""Translate canonical names to names in a ``GPTModel``: the inverse of ``rules/names.py``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 def fused_norm(name: str, fused: Mapping[str, str]) -> str | None:
-    """The name of a norm that TransformerEngine fuses; None of any other parameter.
+    """The name of a norm that TransformerEngine fuses; None for any other parameter.
 
     Args:
         fused: the ``fused_norms`` of its layer.

@@ -80,7 +80,7 @@ def _lacking() -> str:
 
 
 class GatedSelfAttention(SelfAttention):
-    """mcore's attention with an output gate. It corrects mcore 0.16, which keeps too many gates if ``tp`` cuts a group."""
+    """mcore's attention with an output gate. mcore 0.16 keeps too many gates if ``tp`` cuts a group."""
 
     def get_query_key_value_tensors(self, *arguments: Any, **keywords: Any) -> Any:
         """Query, key, value, and the gates of exactly these queries."""
