@@ -1,16 +1,16 @@
-"""Refuses a ``HybridModel`` where a trainer hands over one parameter at a time: its layers are halves of ours."""
+"""Refuse a ``HybridModel`` if a trainer passes one parameter at a time, since its layers are halves of layers."""
 
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.rules.names import FINAL_NORM, layer_of
 
 
 def require_whole_layers(name: str, num_layers: int, instead: str) -> None:
-    """Raise ``ConfigError`` for a name that only a ``HybridModel`` has. Its other names are those of other layers.
+    """Raise ``ConfigError`` for a name that only a ``HybridModel`` has. Its other names could belong to other layers.
 
     Args:
-        name: that of a parameter, without wrappers.
+        name: the name of a parameter, without wrappers.
         num_layers: the number of layers in HF.
-        instead: what exports such a model.
+        instead: a function that exports such a model.
     """
     if FINAL_NORM.match(name) or (layer_of(name) or 0) >= num_layers:
         raise ConfigError(

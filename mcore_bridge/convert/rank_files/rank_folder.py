@@ -77,8 +77,7 @@ class RankFolder:
 
 
 def find_rank_files(folder: Path) -> Path | None:
-    """Find the folder with ``mp_rank_*``: this folder, or the one that its tracker file names; None if there is none.
-    """
+    """Find the folder with ``mp_rank_*``: this folder, or the one that its tracker file names; None without either."""
     return next((path for path in (folder, *latest_in(folder)) if any(path.glob(f"mp_rank_*/{NAME}"))), None)
 
 

@@ -1,4 +1,4 @@
-"""Exports in rounds, which all ranks do together, for trainers that transfer weights in a given number of steps."""
+"""Exports in rounds, in which all ranks take part, for trainers that transfer weights in a given number of steps."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mcore_bridge.weights.transfer.executor import run_messages
 
 
 def run_rounds(export: Export, num_rounds: int) -> Generator[dict[str, Tensor], None, None]:
-    """Export in ``num_rounds`` rounds, and yield after each what it completes.
+    """Export in ``num_rounds`` rounds, and after each yield the tensors that it completes.
 
-    A round has the same messages on all ranks. A rank may get nothing in a round. Between rounds no rank waits for
-    another, and the next two messages travel. A rank that closes the generator goes on sending what others still need.
-    Tensors belong to the caller.
+    A round has equal messages on all ranks. A rank may get nothing in a round. Between rounds no rank waits for
+    another, and the next two messages travel. A rank that closes the generator goes on sending what other ranks still
+    need. Tensors belong to the caller.
 
     Args:
-        num_rounds: the number of rounds, the same on every rank. If there are fewer messages, some rounds are empty.
+        num_rounds: the number of rounds, equal on every rank. If there are fewer messages, some rounds are empty.
 
     Raises:
         ExportError: on every rank of the group, when any of them fails.
@@ -31,4 +31,4 @@ def run_rounds(export: Export, num_rounds: int) -> Generator[dict[str, Tensor], 
     with closing(run_messages(export.program, export.group, bound.tensors, merges=bound.merges)) as messages:
         for start, end in pairwise(ends):
             yield dict(chain.from_iterable(islice(messages, end - start)))
-        yield dict(chain.from_iterable(messages))  # up to their end, where failures of other ranks show
+        yield dict(chain.from_iterable(messages))  # up to the end, where failures of other ranks are reported

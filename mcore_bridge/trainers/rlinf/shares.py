@@ -50,7 +50,7 @@ def slices_of(
         entries: all parameters of the model, whole.
 
     Raises:
-        TargetError: when the model cannot be cut so.
+        TargetError: when the model cannot be cut for the target.
     """
     slicer = Slicer(target, mapping, axes, num_layers)
     experts = target.experts(axes["experts"])

@@ -1,6 +1,6 @@
 """One pass over the weights of a model, in the buckets that RLinf gathers one by one.
 
-A bucket is a round of one export. Its messages follow from the plan, and are the same on every rank.
+A bucket is a round of one export. Its messages follow from the plan, and are equal on every rank.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ class Sync:
 
         Args:
             number: the number of the bucket.
-            destination: where this rank's weights go; None gathers whole tensors.
+            destination: the destination of this rank's weights; None gathers whole tensors.
             target_at: a function that returns the target for a destination.
 
         Raises:
-            ExportError: it is not the next bucket, its destination is not that of the first one, or any rank failed.
+            ExportError: it is not the next bucket, its destination differs from the first bucket's, or any rank failed.
         """
         if number != self.num_done:
-            raise ExportError(f"expected bucket {self.num_done}, found {number}; gather each once, in order")
+            raise ExportError(f"expected bucket {self.num_done}, found {number}; gather each bucket once, in order")
         if self.rounds is None:
             self.rounds = self._begun(destination, target_at)
         if destination != self.destination:
             raise ExportError(
                 f"expected the destination of the first bucket, {self.destination}, found {destination}; for several "
-                "use gather_full_model, and narrow_to_target for each"
+                "destinations use gather_full_model, and narrow_to_target for each"
             )
         self.num_done += 1
         return next(self.rounds)
@@ -76,7 +76,7 @@ class Sync:
         try:
             if destination is not None:
                 target = target_at(self.models, destination)
-        except Exception as error:  # other ranks are about to wait for this one
+        except Exception as error:  # other ranks are about to wait for this rank
             problem = describe(error)
         self.destination = destination
         self.export = open_export(
@@ -92,7 +92,7 @@ class Sync:
 
 @dataclass(frozen=True, slots=True)
 class ReshardBucket:
-    """A round of a sync, by its number. Its content is known when it is gathered."""
+    """A round of a sync, by its number. It has no content before it is gathered."""
 
     sync: Sync = field(repr=False)
     number: int

@@ -1,4 +1,4 @@
-"""Functions in the place of verl's own: what it adds for adapters, and those from before it had bridges, refused."""
+"""Replacements of verl's functions: the one for adapters, and older functions without a bridge, which are refused."""
 
 from typing import Any, NoReturn
 
@@ -7,16 +7,16 @@ from mcore_bridge.trainers.peft_functions import Peft, create_peft
 
 
 def get_peft_cls(model_config: Any, bridge: object, provider: object, dtype: Any = None) -> Peft | None:
-    """What verl adds to the model when it is built; None without adapters.
+    """The adapters that verl adds to the model when it is built; None without adapters.
 
     Raises:
-        ConfigError: ``model_config.lora`` asks for what adapters here are not, or the bridge is mbridge's.
+        ConfigError: ``model_config.lora`` has unsupported settings, or the bridge is mbridge's.
     """
     lora = getattr(model_config, "lora", {})
     if lora.get("rank", 0) <= 0:
         return None
     if provider is None:
-        raise ConfigError("adapters need vanilla_mbridge=False: mbridge has no calls for them")
+        raise ConfigError("adapters need vanilla_mbridge=False: mbridge has no functions for adapters")
     return create_peft(lora, dtype)
 
 
@@ -37,7 +37,7 @@ def get_mcore_weight_converter(*arguments: object, **keywords: object) -> NoRetu
 
 def _refuse(name: str) -> NoReturn:
     raise ConfigError(
-        f"verl's {name} is not served by mcore_bridge: it belongs to training with use_mbridge=False, which verl had "
-        "up to 0.7.1, and to its commands converter_hf_to_mcore.py and model_merger (backend megatron). Train with "
+        f"verl's {name} is not served by mcore_bridge: it belongs to training with use_mbridge=False (verl up to "
+        "0.7.1), and to verl's commands converter_hf_to_mcore.py and model_merger (backend megatron). Train with "
         "use_mbridge=True; for the commands use `mcore-bridge convert`, or unset VERL_USE_EXTERNAL_MODULES"
     )
