@@ -156,9 +156,7 @@ class Bridge:
     def export_weights(
         self, models: Sequence[nn.Module], *, merged: bool | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield every HF tensor, whole, on every rank, like ``iter_hf_weights``. Nothing runs before the first
-        ``next``.
-        """
+        """Yield every HF tensor, whole, on every rank, like ``iter_hf_weights``."""
         return iter_hf_weights(models, merged=merged)
 
     def save_weights(

@@ -1,4 +1,4 @@
-"""What engines fuse within one load call, by HF names: written down once more, apart from the library's own rules."""
+"""Tensors that engines fuse within one load call, by HF names: a second list, independent of the library's."""
 
 import re
 from collections.abc import Iterable

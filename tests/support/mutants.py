@@ -1,4 +1,4 @@
-"""Rules with a mistake in them, and what becomes of each."""
+"""Rules with a planted mistake, and how each mistake is detected."""
 
 import contextlib
 from dataclasses import dataclass, replace
@@ -141,7 +141,7 @@ def mutated(name: str):
 
 
 def fate(name: str, hf, tp: int, reference, *, sp: bool = False) -> str:
-    """What kills a mutant on this mesh: an error's text, "bits", "logits", or nothing. The mesh stays for the next."""
+    """How a mutant is detected on this mesh: by an error's text, "bits", "logits", or not. The mesh is kept."""
     dims = mb.ParallelDims(tp=tp, sp=sp)
     with mutated(name):
         try:

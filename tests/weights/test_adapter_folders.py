@@ -1,4 +1,4 @@
-"""Adapters as PEFT folders: what ``peft`` writes and what we write are the same bits, on each mesh."""
+"""Adapters as PEFT folders: ``peft`` and this library write equal bits, on each mesh."""
 
 import json
 import re
@@ -134,7 +134,7 @@ def write(folder, config, tensors):
 
 
 def check_round_trip(hf, dims, targets, rank, folder, *, stacks=0, kind="own"):
-    """On every rank of a mesh: from PEFT, and back the same bits under the same names."""
+    """On every rank of a mesh: read a folder of PEFT, and write equal bits under equal names."""
     tensors, made = folder_of(random_state(hf), targets, folder, rank, stacks=stacks, kind=kind), []
     held = fake_mesh.build_everywhere(
         hf, dims, lambda chunks: made.append(add_adapters(chunks, folder, kind=kind)), dtype=torch.float32
@@ -176,7 +176,7 @@ def test_a_stage_may_have_no_adapter_but_not_all(tmp_path):
 
 
 def ours(hf, folder):
-    """What a model on one rank has of an adapter, as a PEFT folder beside it."""
+    """The adapter of a model on one rank, as a PEFT folder."""
     dims, made = ParallelDims(), []
     held = fake_mesh.build_everywhere(
         hf, dims, lambda chunks: made.append(add_adapters(chunks, folder)), dtype=torch.float32
@@ -221,11 +221,11 @@ REFUSED = {
     "layers_to_transform": 0,
     "field_of_tomorrow": 1,
 }
-"""What a config may have beside an adapter that fits."""
+"""Further fields of a config whose adapter still fits."""
 
 
 def attempt(folder, tensors, message, kind="own", **config):
-    """What adding a folder raises, and that it changes nothing."""
+    """The error when a folder is added; checks that nothing changed."""
     write(folder, {"r": 2, "target_modules": ["q_proj"], **config}, tensors)
     dims = ParallelDims()
     with rank_of(dims, 0, 1):

@@ -23,7 +23,7 @@ DIMS = ParallelDims(tp=2, ep=2, sp=True)
 
 
 def calls():
-    """What this rank asks for in each of several exports."""
+    """The targets of this rank in several exports."""
     rank = dist.get_rank()
     return [
         {},

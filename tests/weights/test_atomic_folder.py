@@ -1,4 +1,4 @@
-"""What happens to a folder that is saved to: nothing of others is lost, and readers find the old files or the new ones.
+"""Saves to a folder: no other file is lost, and readers find either all old files or all new ones.
 
 Savers here are processes forked from this one, which has torch imported: they are killed, stopped and started at will.
 """
@@ -89,7 +89,7 @@ def models(alone):
 
 @pytest.fixture(scope="module")
 def digests(models, tmp_path_factory):
-    """What each model's folder holds."""
+    """The content of each model's folder."""
     found = {}
     for name, each in models.items():
         folder = tmp_path_factory.mktemp("sample") / "out"
@@ -109,7 +109,7 @@ def whose(folder, digests):
 
 
 def forked(act):
-    """Run ``act`` in a child, which writes what it raises of ours to a pipe. Return its number, and the pipe."""
+    """Run ``act`` in a child, which writes its error to a pipe. Return the id of the child, and the pipe."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -445,7 +445,7 @@ def lost(folder, names):
 
 
 def differing(folder, rank, what):
-    """What a save of two ranks raises where one of them differs from the other."""
+    """The errors of a save of two ranks that differ from each other."""
     mb.ParallelDims(tp=2).initialize(device="cpu")
     models = mb.build_model(HF["a"], dims=mb.ParallelDims(tp=2), dtype=torch.float32, device="cpu", load_weights=False)
     options, save = {}, mb.save_hf_checkpoint
@@ -523,7 +523,7 @@ def test_a_reader_is_not_disturbed_by_what_a_save_has_put_there(tmp_path, models
 
 
 def test_a_stale_lock_that_another_process_took_first_is_no_problem(tmp_path, monkeypatch):
-    """It is gone between the look at it and the attempt to move it."""
+    """The file disappears between the check and the move."""
     dead = Writer(pid=0, started="never")
     monkeypatch.setattr(folder_lock, "_holder", lambda *_, **__: dead)
     folder_lock._take_over(tmp_path, Writer())

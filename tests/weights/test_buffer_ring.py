@@ -385,7 +385,7 @@ def test_an_engine_that_dies_or_refuses_ends_the_round_and_another_may_follow():
 
 
 def export_to_an_engine_that_fails_on_rank_0():
-    """What each rank went on to read, while rank 0 had nobody to read from its slots after the second bucket."""
+    """The tensors that each rank still read, while rank 0 had no reader of its slots after the second bucket."""
     hf = tiny("qwen3", vocab_size=97)
     dims = mb.ParallelDims(tp=2, sp=True)
     dims.initialize(device="cpu")

@@ -1,4 +1,4 @@
-"""Parts of a checkpoint that are not built: a save copies them as they are, or its config says that they are gone."""
+"""Parts of a checkpoint that are not built: a save copies them unchanged, or its config has 0 of them."""
 
 import json
 import logging

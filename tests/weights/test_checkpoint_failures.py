@@ -1,4 +1,4 @@
-"""A checkpoint that one rank cannot write or read fails on all of them, with what is the matter, and leaves nothing."""
+"""A checkpoint that one rank cannot write or read fails on all ranks, with the reason, and leaves nothing."""
 
 import contextlib
 import os

@@ -219,7 +219,7 @@ def test_a_trainer_that_is_killed_amid_a_sync_leaves_engines_that_know_it_and_ta
 
 
 def families():
-    """Each family goes into an engine beside each rank, from what the rank holds and from what travels."""
+    """Each family goes into an engine beside each rank, from the rank's own shards and from windows."""
     rank = dist.get_rank()
     for family, hf in FAMILIES.items():
         dims = ParallelDims(tp=2, sp=True)

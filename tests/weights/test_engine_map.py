@@ -1,4 +1,4 @@
-"""An engine's tensors written by a map of its loader: how maps are made, what they say, and what they refuse."""
+"""An engine's tensors written by a map of its loader: how maps are made, what they contain, and what they refuse."""
 
 import re
 from contextlib import closing
@@ -490,7 +490,7 @@ def test_a_loader_that_takes_nothing_makes_no_engine(ring):
 
 
 def test_a_second_ring_and_other_groups_are_copied_by_their_own_places(ring):
-    """What an engine keeps of the buckets of a round is not used for buckets of other sizes."""
+    """Copies that an engine caches for the buckets of a round are not used for buckets of other sizes."""
     model = StandIn()
     engine = mb.map_engine(ring.plan, model, model.load)
     other = plan_buckets(SPECS, slot_bytes=3 * SLOT_BYTES)

@@ -199,7 +199,7 @@ def test_what_holds_no_values_is_no_source(state, source, message):
 
 
 def builds_that_fail(folder):
-    """How builds end of which rank 1 cannot load, and what all ranks have then done together."""
+    """The errors of builds in which rank 1 cannot load, and the common operations of all ranks until then."""
     dims, said = mb.ParallelDims(tp=2), []
     with stepping.mesh(dims):
         for name in ("mcore_bridge.factory.build.load_hf_weights", "mcore_bridge.weights.load.read"):

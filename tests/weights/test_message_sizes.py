@@ -107,7 +107,7 @@ def export_in_two_sizes(model, dims):
 
 @pytest.mark.parametrize(("model", "dims"), CASES, ids=str)
 def test_most_messages_are_large(model, dims):
-    """What arrives is the same, also lent, and to those who do not stop at the same time; and memory is as counted."""
+    """Equal tensors arrive, also with lent views, and on ranks that stop at different times; memory is as computed."""
     for rooms, counted, largest, most, expected in pool.run(4, export_in_two_sizes, model, dims):
         small, large = sorted(set(rooms))
         assert 1.3 * small < large

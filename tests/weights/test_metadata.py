@@ -1,4 +1,4 @@
-"""The metadata of a checkpoint of megatron-core: what its pickle may name, and each thing in it that would do harm."""
+"""The metadata of a checkpoint of megatron-core: the names that its pickle may contain, and every harmful content."""
 
 import importlib
 import os
