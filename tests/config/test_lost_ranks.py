@@ -68,7 +68,7 @@ def written(folder):
 
 @pytest.mark.parametrize(
     ("machines", "seconds", "words"),
-    [("aab", 30.0, r"these have ended: 1 \(process {pid} on "), ("abc", 0.1, "Its number is unknown")],
+    [("aab", 30.0, r"these ranks of the job have ended: 1 \(process {pid} on "), ("abc", 0.1, "Its number is unknown")],
     ids=["one sees it and tells", "nobody sees it"],
 )
 def test_survivors_say_who_was_lost_as_far_as_they_can_know(tmp_path, machines, seconds, words):

@@ -310,7 +310,9 @@ def test_folders_with_nothing_to_convert_say_what_was_expected(tmp_path):
     with pytest.raises(CheckpointError, match=r"a config\.json, but neither \*\.safetensors nor .*save_pretrained"):
         convert(older, tmp_path / "back", on_event=quiet)
     source = small(tmp_path / "hf")
-    with pytest.raises(CheckpointError, match="hf is a folder of HF, not of megatron-core: load it by load_hf_weights"):
+    with pytest.raises(
+        CheckpointError, match="hf is an HF folder, not a checkpoint of megatron-core: load it by load_hf_weights"
+    ):
         find_checkpoint(source)
     for source in (tmp_path / "mistyped", older / "config.json"):
         with pytest.raises(CheckpointError, match=f"{source.name} is no folder: expected an HF folder, or"):

@@ -114,7 +114,7 @@ def drawn(folder, meshes):
             add_adapters(chunks, rank=2, alpha=1, targets=DENSE)
             with pytest.raises(ConfigError, match="one set is supported"):
                 add_adapters(chunks, rank=2, alpha=1, targets=DENSE)
-            with pytest.raises(BridgeError, match="would pass for the trained model"):
+            with pytest.raises(BridgeError, match="could be mistaken for the trained model"):
                 to_hf_state_dict(chunks)
             layer = chunks[0].decoder.layers[1].self_attention
             found.append([linear.adapter.linear_in.weight.detach() for linear in (layer.linear_qkv, layer.linear_proj)])

@@ -162,10 +162,13 @@ def test_a_pattern_has_the_halves_of_all_layers_by_stage():
 REASONS = {
     "qwen3-bias-window": ({}, r"differ in windows"),
     "smollm3": ({}, "differ in ropes"),
-    "cohere2": ({}, r"MLP reads what .*; its attention layers differ in ropes, windows, .* Use model=\"gpt\""),
+    "cohere2": (
+        {},
+        r"MLP and attention read the same input.*; its attention layers differ in ropes, windows, .* Use model=\"gpt\"",
+    ),
     "deepseek_v3": (
         {"mla_down_proj_fusion": True, "mtp_num_layers": 1},
-        "MTP layers in the stage of the loss alone.*; HybridModel exchanges modules for mla_down_proj_fusion",
+        "MTP layers only in the stage of the loss.*; HybridModel exchanges modules for mla_down_proj_fusion",
     ),
 }
 

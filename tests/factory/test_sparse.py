@@ -92,7 +92,7 @@ REFUSED = {
     "layer_types must be 'indexed_attention'": {"layer_types": ["indexed_attention"] * 3 + ["full_attention"]},
     "indexer_types must name one of": {"indexer_types": ["shared", "full", "full", "full"]},
     "indexer_types must repeat": {"indexer_types": ["full", "shared", "full", "full"]},
-    "must say the same of each layer": {"indexer_types": ["full", "shared", "full", "shared"], "index_topk_freq": 4},
+    "must agree for each layer": {"indexer_types": ["full", "shared", "full", "shared"], "index_topk_freq": 4},
     "indexer_rope_interleave must be True": {"indexer_rope_interleave": False},
     "moe_layer_freq must be 1": {"moe_layer_freq": 2},
     "first_k_dense_replace=1 and mlp_layer_types": {"mlp_layer_types": ["sparse"] * 4},

@@ -197,7 +197,7 @@ def test_the_provider_builds_and_loads_each_chunk_alone():
                 found = held_tensors([hybrid(c.pre_process, c.post_process, vp_stage=i) for i, c in enumerate(wanted)])
                 assert all(torch.equal(found.pop(name), tensor) for name, tensor in held_tensors(wanted).items())
                 assert not found
-            with pytest.raises(MeshError, match="split the pipeline alike"):
+            with pytest.raises(MeshError, match="split the pipeline in the same way"):
                 provider(rank > 1, rank < 2, vp_stage=0)
             with pytest.raises(MeshError, match="expected vp_stage below 2, found 2"):
                 provider(False, False, config=object(), vp_stage=2, pg_collection=None, unknown=1)

@@ -208,7 +208,7 @@ def say_no(dims: ParallelDims, folder: str) -> None:
     with pytest.raises(ConfigError, match="the mesh decides it"):
         bridge.get_model()
     bridge = mbridge.AutoBridge.from_config(hf)
-    with pytest.raises(ConfigError, match="another model than the HF config says: layernorm_epsilon="):
+    with pytest.raises(ConfigError, match="contradict the HF config: layernorm_epsilon="):
         bridge.set_extra_args(layernorm_epsilon=0.5)
     bridge = mbridge.AutoBridge.from_config(hf)
     bridge.config.softmax_scale = 1.0
@@ -235,7 +235,7 @@ def say_no(dims: ParallelDims, folder: str) -> None:
         quantized.finalize()
     with pytest.raises(ConfigError, match="allowed_mismatched_params may only name"):
         theirs.load_hf_weights([model], folder, allowed_mismatched_params=["*.bias"])
-    with pytest.raises(ConfigError, match="conversion_tasks must be those"):
+    with pytest.raises(ConfigError, match="conversion_tasks must come from get_conversion_tasks"):
         theirs.export_hf_weights([model], conversion_tasks=[])  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="delta_sharded"):
         list(theirs.get_conversion_tasks([model]))
@@ -378,7 +378,7 @@ OTHERWISE = {  # of what RLinf builds for every model, what these are not
 def test_a_model_that_rlinfs_config_does_not_describe_is_refused(name, tmp_path):
     provider, hf = provider_of(name, tmp_path)
     become_rlinfs(provider, rlinf_config(hf, ParallelDims()))
-    with pytest.raises(ConfigError, match="another model than the HF config says") as caught:
+    with pytest.raises(ConfigError, match="contradict the HF config") as caught:
         provider.finalize()
     assert [part for part in OTHERWISE[name] if part not in str(caught.value)] == []
 

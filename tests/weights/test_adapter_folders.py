@@ -262,7 +262,7 @@ def test_models_without_these_adapters_are_refused(tmp_path):
         with pytest.raises(ConfigError, match="models must have adapters, found none: call add_adapters first"):
             load_adapters(chunks, tmp_path)
         made = add_adapters(chunks, rank=3, alpha=3, targets=["q_proj"])
-        with pytest.raises(CheckpointError, match=r"has rank 2, the models 3: add adapters of that rank, or give the"):
+        with pytest.raises(CheckpointError, match=r"has rank 2, the models 3: add adapters of that rank, or pass the"):
             load_adapters(chunks, tmp_path)
         with pytest.raises(MappingError, match=r"the chunks must have 2 more adapters, such as .*: pass all"):
             bind(chunks[:1], adapters=made)

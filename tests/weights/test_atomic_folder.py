@@ -431,7 +431,7 @@ def test_a_conversion_to_a_disk_that_is_full_says_what_to_do(tmp_path, convertib
             converting(convertible, target)
 
     message = outcome(*forked(act))
-    assert re.search("cannot write to .*No space left on device; solve that and run the same command again", message)
+    assert re.search("cannot write to .*No space left on device; solve this and run the command again", message)
 
 
 # several ranks --------------------------------------------------------------------------------------------------------

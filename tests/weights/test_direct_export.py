@@ -129,7 +129,7 @@ def feed(addresses, dims):
         engine("move")
         engine("share")
         export_into(models, writer, merged=False)  # by stale addresses
-        with pytest.raises(TransferError, match=r"expected the sender's mark 1, found 0.*wrote to addresses"):
+        with pytest.raises(TransferError, match=r"expected the sender's mark 1, found 0.*wrote to old addresses"):
             engine("complete")
         with pytest.raises(TransferError, match="half old and half new"):
             engine("sample")

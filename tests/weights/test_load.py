@@ -184,7 +184,7 @@ class MadeAnew(UserDict):
     [
         (lambda state: MadeAnew(state, lambda tensor: tensor[:1]), r"model\.norm\.weight has shape \(1,\)"),
         (lambda state: MadeAnew(state, torch.Tensor.double), r"model\.norm\.weight is float64 and .* float32"),
-        (lambda state: {**state, None: state[NORM]}, "must be by HF names, found None among its names"),
+        (lambda state: {**state, None: state[NORM]}, "must have HF names as keys, found None"),
         (lambda state: f"/tmp/{'n' * 300}", "must be an existing folder or a repository"),
         (lambda state: 7, "expected a folder, a mapping of HF names to tensors, or an iterable of such pairs, found 7"),
         (lambda state: {**state, NORM: 7}, "model.norm.weight must be a dense torch.Tensor .*, found int: convert it"),
@@ -333,10 +333,16 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7\n"
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (truncate, rf"{SECOND} has \d+ bytes and is no whole file .*not fully covered\): it is damaged or truncated"),
-        (truncate_header, rf"{SECOND} has 20 bytes and is no whole file .*invalid header length\)"),
-        (scramble, r"model-00001-of-00003\.safetensors has \d+ bytes and is no whole file .*invalid UTF-8"),
-        (write(SECOND, b""), rf"{SECOND} has 0 bytes and is no whole file .*header too small"),
+        (
+            truncate,
+            rf"{SECOND} has \d+ bytes and is no complete safetensors file.*not fully covered\): it is damaged",
+        ),
+        (truncate_header, rf"{SECOND} has 20 bytes and is no complete safetensors file.*invalid header length\)"),
+        (
+            scramble,
+            r"model-00001-of-00003\.safetensors has \d+ bytes and is no complete safetensors file.*invalid UTF-8",
+        ),
+        (write(SECOND, b""), rf"{SECOND} has 0 bytes and is no complete safetensors file.*header too small"),
         (write(SECOND, POINTER), rf"{SECOND} is a pointer of git-lfs, .* run `git lfs pull`"),
         (write(INDEX, POINTER), rf"{INDEX} is a pointer of git-lfs"),
         (put(SECOND, os.mkfifo), rf"{SECOND} is a FIFO, expected a file"),
@@ -350,7 +356,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7\n"
         (write(INDEX, b"{"), rf"{INDEX} is damaged: expected JSON with an object weight_map"),
         (write(INDEX, b"[]"), rf"{INDEX} is damaged: expected JSON with an object weight_map"),
         (write(INDEX, b'{"weight_map": []}'), rf"{INDEX} is damaged: expected JSON with an object weight_map"),
-        (write(INDEX, b'{"weight_map": {"\xff": "a"}}'), rf"{INDEX} is damaged: .*byte 17 is not of UTF-8"),
+        (write(INDEX, b'{"weight_map": {"\xff": "a"}}'), rf"{INDEX} is damaged: .*byte 17 is not UTF-8"),
         (write(INDEX, b"[" * 100_000), rf"{INDEX} is damaged: .*nested too deep"),
         (write(INDEX, b'{"weight_map": {"a": "b", "a": "b"}}'), rf"{INDEX} is damaged: .*found 1 twice: \['a'\]"),
         (lambda folder: os.truncate(folder / INDEX, 1 << 30), rf"{INDEX} is damaged: .*more than 100000000 bytes"),

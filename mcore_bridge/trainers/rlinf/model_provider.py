@@ -76,7 +76,7 @@ def model_provider(
         if (stage.embedding, stage.loss) != (pre_process, post_process):
             raise MeshError(
                 f"{stage} has embedding={stage.embedding} and loss={stage.loss}, found pre_process={pre_process} and "
-                f"post_process={post_process}: split the pipeline equally in both"
+                f"post_process={post_process}: split the pipeline in the same way in both"
             )
         with building(blueprint, seed=seed, initialise=source is None):
             chunk = build_chunk(blueprint, stage, seed=seed)
