@@ -1,4 +1,4 @@
-"""The command as users run it: what is right passes, what is off gives exit code 1 and one message that says why."""
+"""Run the command as users do: correct input passes; wrong input gives exit code 1 and one message with the reason."""
 
 import json
 import os

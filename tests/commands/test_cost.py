@@ -1,4 +1,4 @@
-"""What ``plan`` says of an export is what a program does; and planning costs parameters, not bytes or messages."""
+"""``plan`` predicts exactly what an export does; planning time grows with parameters, not with bytes or messages."""
 
 import sys
 from collections.abc import Iterator, Sequence

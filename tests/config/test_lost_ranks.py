@@ -1,4 +1,4 @@
-"""A rank that is killed: the others say which one it was, at once, whatever they were at."""
+"""If a rank is killed, the other ranks report its number at once, whatever they are doing."""
 
 import datetime
 import inspect
@@ -61,7 +61,7 @@ def survive(rank, folder, machines, seconds):
 
 
 def written(folder):
-    """What survivors have written by now."""
+    """The lines that the surviving ranks have written until now."""
     paths = [path for path in (Path(folder, "0"), Path(folder, "2")) if path.exists()]
     return [line for path in paths for line in path.read_text().splitlines()]
 

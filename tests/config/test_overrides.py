@@ -1,4 +1,4 @@
-"""Overrides of what HF configs say come back in the config that is saved, or raise; those of trainers are all taken."""
+"""Overrides of HF configs are in the saved config, or raise; all overrides of trainers' examples are accepted."""
 
 import json
 import tempfile

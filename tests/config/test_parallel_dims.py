@@ -1,4 +1,4 @@
-"""Sizes of the mesh: what follows from them, and what is refused before anything is built."""
+"""Sizes of the mesh: derived values, and sizes that are refused before a model is built."""
 
 from typing import Any
 

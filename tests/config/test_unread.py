@@ -1,4 +1,4 @@
-"""Fields that no code of transformers reads are accepted and named; a recorder says what that code reads."""
+"""Fields that no code of transformers reads are accepted and named; a recorder finds the fields that are read."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""HF folders to checkpoints of megatron-core and back: the same bits, whoever wrote them, and however often."""
+"""Converting HF folders to megatron-core checkpoints and back keeps all bits, for any writer and number of times."""
 
 import json
 import os
@@ -69,7 +69,7 @@ def test_layers_for_multi_token_prediction_come_back_when_they_are_asked_for(nam
 
 
 def read_and_write(sources: list[Path], converted: list[Path], folders: list[Path]) -> None:
-    """megatron-core loads what was converted, with no help of ours, and writes it as its trainers do."""
+    """megatron-core alone loads the converted checkpoint, and writes it as its trainers do."""
     from megatron.core import dist_checkpointing
 
     stepping.let_megatron_save()

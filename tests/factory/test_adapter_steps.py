@@ -26,7 +26,7 @@ MESHES: dict[int, list[dict[str, Any]]] = {
 
 
 def steps(folder, meshes, targets, dialect, values):
-    """Runs in each worker: for each mesh the loss, the norm, the adapters after a step, and the shards of this rank."""
+    """Run in each worker: for each mesh the loss, the norm, the adapters after a step, and this rank's shards."""
     found = []
     for sizes in meshes:
         dims = ParallelDims(**sizes)

@@ -143,7 +143,7 @@ def test_what_has_no_adapters_is_named():
 
 
 def of_no_layer():
-    """What two stages say to a target that other models of the family have, and whether all is frozen."""
+    """The errors of two stages for a target that only other models of the family have; and whether all is frozen."""
     dims = ParallelDims(pp=2)
     with stepping.mesh(dims):
         chunks = build_model(zoo.cases()["deepseek_v3-dense"].hf, dims=dims, device="cpu", load_weights=False)

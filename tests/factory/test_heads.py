@@ -1,4 +1,4 @@
-"""Models without a head, as embedding models are published: hidden states as in transformers, and the same files."""
+"""Models without a head, such as embedding models: hidden states as in transformers, and the same files."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def token_ids() -> Tensor:
 
 
 def hidden_on(folder: str, saved: str) -> list[tuple[Tensor, Tensor]]:
-    """The hidden states of this rank on each mesh, packed and in rows; and what is saved of the last."""
+    """The hidden states of this rank on each mesh, packed and in rows; and the saved files of the last mesh."""
     found = []
     for dims in MESHES:
         with stepping.mesh(dims):

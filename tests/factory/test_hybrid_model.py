@@ -76,7 +76,7 @@ def steps(folders, meshes):
 
 
 def unequal(one, other):
-    """What differs between two steps."""
+    """The differences between two steps."""
     assert (one["loss"] is None) == (other["loss"] is None)
     if one["loss"] is not None and not torch.equal(one["loss"], other["loss"]):
         yield "loss"
@@ -116,7 +116,7 @@ def surfaces(folder, target):
 
 @needs_it
 def test_both_classes_have_one_surface(folders, tmp_path):
-    """Initial values of one seed, frozen names, saved folders, log-probs and router losses beside padding."""
+    """Initial values from one seed, frozen names, saved folders, log-probs, and router losses of rows with padding."""
     for one, other in pool.run(2, surfaces, folders["qwen3_moe"], str(tmp_path)):
         assert (one[0], other[0]) == ("GPTModel", "HybridModel")
         assert other[2] == one[2] != set()

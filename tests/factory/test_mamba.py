@@ -87,7 +87,7 @@ def checkpoints(tmp_path_factory):
 
 
 def steps(folders, meshes):
-    """Runs in each worker: a step on each mesh, of half of the cases in turn; those without experts if none are cut."""
+    """Run in each worker: a step on each mesh, of every second case; with EP or ETP only of cases with experts."""
     found = []
     for number, sizes in enumerate(meshes):
         dims = ParallelDims(**sizes)
@@ -116,7 +116,7 @@ HELD = (".embeddings.", ".0.mixer.in_proj.", ".3.mixer.in_proj.", ".1.mixer.down
 
 
 def critic_step(folder):
-    """Runs in each worker: a step of a critic, of which some is frozen."""
+    """Run in each worker: a step of a critic with frozen parameters."""
     dims = ParallelDims(tp=2, sp=True, pp=2)
     with stepping.mesh(dims):
         with pytest.raises(ConfigError, match=r"decoder\.layers\.3\.mlp"):  # on no stage: layer 3 is a mixer alone
@@ -171,7 +171,7 @@ PACKS = [({"cp": 2}, {}, "always"), ({"pp": 2}, {}, "in one stage"), ({"tp": 2, 
 
 
 def mistaken(when):
-    """States of packed sequences run into each other: always, in the last stage, or only in what is computed again."""
+    """Let states of packed sequences leak into the next sequence: always, in the last stage, or only in recompute."""
     right = mixer.packed_lengths
 
     def wrong(*args):

@@ -24,7 +24,7 @@ RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "r
 ROWS: dict[str, Any] = {"packed": False}
 BARE: dict[str, Any] = {"bare": True}
 ALIGNER: dict[str, Any] = {"vision": "frozen", "freeze": ["*", "!vision.visual.*merger*"]}
-"""What connects images to the text is trained, and nothing else."""
+"""Only the connection of images to the text is trained."""
 CASES: dict[str, list[Any]] = {
     "qwen3_5": [(SP, {}), (TP, ROWS), (DP, {"overlap": True}), ({**PP, "vp": 2}, {})],
     "qwen3_5_moe": [(EP, BARE)],
@@ -158,7 +158,7 @@ def test_arrays_lists_and_inputs_of_no_image_are_taken_as_processors_make_them(n
 
 
 def test_a_sampled_token_with_the_id_of_an_image_is_text_if_the_row_says_so() -> None:
-    """Its embedding is made that of another token, which must then give the same."""
+    """The embedding of the token is set to another token's embedding, and both tokens must then give equal results."""
     folder, (ids, mask, images, _), _ = case("qwen3_5")
     token, other = 5, 20
     types = (ids == token) * 1 + (ids == 6) * 2
@@ -181,7 +181,7 @@ def test_a_sampled_token_with_the_id_of_an_image_is_text_if_the_row_says_so() ->
 
 
 def test_a_tower_may_have_another_dtype_than_the_text_and_recompute_its_layers(tmp_path: Path) -> None:
-    """A saved folder has both dtypes. Rows end up where those of a text and a tower in bf16 are, or nearer."""
+    """A saved folder has both dtypes. The error of rows is at most the error of a text and a tower in bf16."""
     folder, (ids, mask, images, wanted), (_, gradients) = case("qwen3_vl")
     shown, runs = wanted != 0, []
     with rank_of(ONE, 0, 1):

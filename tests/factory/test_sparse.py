@@ -180,7 +180,7 @@ def test_only_a_loss_of_its_own_trains_the_indexer(coefficient):
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa-shared"])
 @pytest.mark.parametrize("sizes", [{}, {"tp": 2, "sp": True, "ep": 2, "pp": 2}], ids=str)
 def test_mtp_layers_go_round(name, sizes):
-    """They have an indexer, also where the last layer of the decoder shares the selection of the one before."""
+    """They have an indexer, even if the last layer of the decoder shares the selection of the layer before it."""
     fields = {**zoo.cases()[name].fields, "num_nextn_predict_layers": 1}
     hf = zoo.Case(zoo.cases()[name].model_type, fields).hf
     state = mtp_checkpoints.published(hf)

@@ -1,4 +1,4 @@
-"""Which attention stands in where TransformerEngine has none; what it has itself is tried on GPUs."""
+"""The replacement for attention that TransformerEngine lacks; attention of TransformerEngine is tested on GPUs."""
 
 import logging
 from collections.abc import Callable

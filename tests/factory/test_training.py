@@ -87,7 +87,7 @@ def test_tied_embeddings_stay_tied_after_an_optimizer_step(checkpoints):
 
 
 def recomputed(folder: str, options: list[dict[str, Any]]) -> list[Any]:
-    """Runs in each worker: gradients with dropout, of the same seeds, for each way to recompute."""
+    """Run in each worker: gradients with dropout from equal seeds, for each kind of recompute."""
     found = []
     dims = ParallelDims(tp=2, sp=False)
     for overrides in options:

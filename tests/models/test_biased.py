@@ -1,4 +1,4 @@
-"""A bias for softmax scores: on every mesh, in training, with what mcore's router has besides; configs; its bits."""
+"""A bias for softmax scores: on every mesh, in training, with other options of mcore's router; configs; its bits."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -91,7 +91,7 @@ def test_every_mesh_trains_as_transformers_does(folder: str, expected: Any, worl
 
 
 def balanced(folder: str) -> Any:
-    """Runs in each worker: the bias after a step of a trainer that balances experts by it."""
+    """Run in each worker: the bias after a step of a trainer that balances experts with it."""
     dims = ParallelDims(ep=2)
     with stepping.mesh(dims):
         step = stepping.train(folder, dims, tiny.tokens(8), overrides={"moe_router_bias_update_rate": 0.25})

@@ -1,4 +1,4 @@
-"""What is refused, by name or by value, raises the reason that the documentation gives; the code named there exists."""
+"""Each refused name or value raises the documented reason, and the code that the documentation names exists."""
 
 import dataclasses
 import importlib
@@ -207,7 +207,7 @@ def example_of(text: str, hf: dict[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def fields_of(model_type: str) -> dict[str, Any]:
-    """The HF fields of a model that is known to be exact."""
+    """The HF fields of a model that other tests show to be exact."""
     if model_type.startswith("bailing"):
         return bailing.TINY["grouped"]
     owner = architecture_of(model_type).reads_as or model_type

@@ -1,4 +1,4 @@
-"""Planted mistakes in experts: in their rules, in the order of gate and up, in sinks, in what the router does."""
+"""Planted mistakes in experts: in their rules, in the order of gate and up, in sinks, in the router."""
 
 import contextlib
 import re
@@ -126,7 +126,7 @@ def test_killed_modules():
 
 
 def test_killed_local_expert_numbers():
-    """The load itself cannot see it, as every rank finds all that it asks for; the export finds experts missing."""
+    """The load cannot detect it, since every rank finds all tensors that it reads; the export misses experts."""
     for message in pool.run(2, exported_with_local_numbers, random_state(SHARED)):
         assert "no rank of the group holds the experts [2, 3]" in message
 

@@ -1,6 +1,6 @@
-"""SGLang takes our stream, family by family: it holds then, bit for bit, what it reads from files of transformers.
+"""SGLang loads our stream, family by family, and then has the bits that it reads from files of transformers.
 
-Runs where SGLang is installed: docs/trainers/sglang.md says how.
+SGLang must be installed, as in docs/trainers/sglang.md.
 """
 
 from __future__ import annotations
@@ -199,11 +199,11 @@ def mapped(name: str, out: str, ep: bool) -> Mapped:
 
 
 WHOLE = {"gemma3_text": ("model.embed_tokens.weight",)}
-"""What SGLang keeps whole."""
+"""Tensors that SGLang does not split."""
 CUT = dict.fromkeys(("cohere-normed-heads", "minimax_m2"), ("q_norm", "k_norm"))
 """What it cuts, and megatron-core does not: norms over all heads."""
 CHANGED = ("gemma", "gpt_oss", "gpt_oss-uneven", "nemotron_h")
-"""Families of which SGLang transposes tensors, adds to them, or takes powers of them, as it reads them."""
+"""Families whose tensors SGLang transposes, adds to, or raises to powers on load."""
 
 
 def slices(name: str, out: str) -> tuple[int, int, int]:

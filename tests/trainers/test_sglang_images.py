@@ -1,6 +1,6 @@
-"""SGLang takes models with their towers: it holds then, bit for bit, what it reads from files of transformers.
+"""SGLang loads models with their towers, and then has the bits that it reads from files of transformers.
 
-Runs where SGLang and torchvision are installed: docs/trainers/sglang.md says how.
+SGLang and torchvision must be installed, as in docs/trainers/sglang.md.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ BY_TRANSFORMERS = (
     *("exaone4_5", "got_ocr2", "internvl", "llava_next", "llava_next_video", "llava_onevision", "video_llava"),
     "vipllava",
 )
-"""Families without a class in SGLang, which then wraps that of transformers."""
+"""Families without a class in SGLang, which then wraps the class of transformers."""
 NOT_READ = {
     "glm46v": "Unsupported TP style 'colwise_gather_output' for Transformers backend",
     "hunyuan_vl": "No module or parameter named 'model.vit'",

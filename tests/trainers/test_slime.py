@@ -31,7 +31,7 @@ def parameters(hf, state, **overrides):
 
 
 def union(args, params):
-    """The tensors of all calls, of which none gives what another gave."""
+    """The tensors of all calls, each of which comes from one call only."""
     found = {}
     for name, param in params.items():
         given = convert_to_hf(args, "any", name, param)

@@ -40,7 +40,7 @@ VALUES: dict[str, Any] = {
     "fp8": "e4m3",
     "fp8_recipe": "tensorwise",
 }
-"""What is tried; True for all others."""
+"""The tested values; True for all other settings."""
 BESIDE: dict[str, dict[str, Any]] = {
     "moe_enable_deepep": {"moe_token_dispatcher_type": "flex"},
     **dict.fromkeys(FULL, FULL),

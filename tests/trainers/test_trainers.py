@@ -1,4 +1,4 @@
-"""What trainers rely on, asked of both surfaces through the calls that verl makes: build, train, sync, save, resume."""
+"""Behaviour that trainers need, for both interfaces, through verl's calls: build, train, sync, save, resume."""
 
 import json
 from pathlib import Path
@@ -128,7 +128,7 @@ def test_an_actor_and_its_critic(face, tied, tmp_path):
 
 
 def experts(dims: ParallelDims, face: str, folder: str) -> dict[str, Any]:
-    """Runs in a worker: the stream, what it says of weights that have changed since, and what is frozen."""
+    """Run in a worker: the stream, the stream after weights have changed, and the frozen names."""
     hf = read_hf(folder)
     truth = {name: tensor for name, tensor in read(folder).items() if not mtp_checkpoints.is_mtp(hf, name)}
     role = build_role(face, folder, dims)
@@ -160,7 +160,7 @@ def experts(dims: ParallelDims, face: str, folder: str) -> dict[str, Any]:
 
 
 def offload(models: list[Any]) -> None:
-    """What verl does while its rollout has the GPU: all parameters leave their storage, and come to another one."""
+    """As verl while its rollout uses the GPU: all parameters leave their storage, and later get another one."""
     for model in models:
         for parameter in model.parameters():
             left, parameter.data = parameter.data, parameter.data.clone()

@@ -36,7 +36,7 @@ ATTENTION = {"attention_backend": "auto"}
 
 
 def run(home, num_ranks, vanilla, **settings):
-    """What the test says at its end."""
+    """The output at the end of the test."""
     from verl.workers.config import McoreEngineConfig
 
     from tests.workers.verl_life import with_tokenizer

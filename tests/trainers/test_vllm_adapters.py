@@ -1,4 +1,4 @@
-"""vLLM serves adapters of ours in turn, and says what peft and the trainer's model say.
+"""vLLM serves our adapters in turn; its log-probs equal the log-probs of peft and of the trainer's model.
 
 Its base never changes: one adapter replaces another, as after a step. They come from folders, or from memory by verl's
 sender and worker. Runs where a vLLM is installed that was built for CPUs: docs/trainers/vllm.md.
