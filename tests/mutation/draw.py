@@ -1,4 +1,4 @@
-"""Mutants: cosmic-ray's operators say where each of them can be applied, and a seed draws from these places."""
+"""Mutants: cosmic-ray's operators list the places where each can be applied, and a seed draws from these places."""
 
 import ast
 import random

@@ -72,7 +72,7 @@ MINISTRAL_ROPE = {**YARN, "llama_4_scaling_beta": 0.4, "max_position_embeddings"
 
 
 def configs() -> dict[str, Any]:
-    """HF configs by family; transformers must have all of them."""
+    """HF configs by family; transformers must support all of the families."""
     return {
         **DENSE,
         **SPARSE,

@@ -1,4 +1,4 @@
-"""vLLM in a process of its own, which serves adapters from folders, and from memory where verl's class is in it."""
+"""vLLM in a separate process, which serves adapters from folders, and from memory if verl's class is installed."""
 
 import os
 import sys
