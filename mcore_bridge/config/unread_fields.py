@@ -45,7 +45,7 @@ def unread_fields(hf: "PretrainedConfig", table: tuple[Field, ...]) -> tuple[str
 
 
 def without_unread(hf: "PretrainedConfig", table: tuple[Field, ...]) -> dict[str, object]:
-    """The fields of ``hf`` without those of ``unread_fields``."""
+    """The fields of ``hf`` without the fields in ``unread_fields``."""
     unread = unread_fields(hf, table)
     return {name: value for name, value in hf.to_dict().items() if name not in unread}
 

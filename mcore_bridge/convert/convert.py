@@ -160,7 +160,7 @@ def merge(
     """Write an HF folder with the weights of ``base``, into which the adapters of a PEFT folder are merged.
 
     Sums are in fp64 and rounded once to the dtype of each weight: the bits of an export with ``merged=True``. All other
-    tensors and files are those of the base. A process holds a piece of a tensor at a time.
+    tensors and files come from the base. A process holds a piece of a tensor at a time.
 
     Args:
         base: an HF folder of plain tensors, of a supported family.

@@ -104,7 +104,7 @@ def _norm(config: Any, size: int) -> int:
 
 
 def _norms(config: Any) -> int:
-    """The norms of a layer, without those of queries, keys and latents."""
+    """The norms of a layer, without the norms of queries, keys and latents."""
     count = 4 if getattr(config, "norm_placement", "pre") == "sandwich" else 2
     return _norm(config, config.hidden_size) * (getattr(config, "parallel_norms", None) or count)
 

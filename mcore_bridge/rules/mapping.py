@@ -166,7 +166,7 @@ class WeightMapping:
     text: tuple[str, ...] = ()
     """For a composite: the prefixes of its text's tensors. All other tensors are carried: no parameter uses them."""
     carried: tuple[str, ...] = ()
-    """Prefixes among those of ``text`` that are carried too."""
+    """Prefixes in ``text`` that are carried too."""
     num_mtp_layers: int = 0
     """How many MTP layers the model has. A checkpoint may have more MTP layers, which are not built."""
     mtp: tuple[str, ...] = ()

@@ -1,1 +1,3 @@
-"""Interfaces for trainers: those of other bridges, implemented with this library. It imports all but ``commands``."""
+"""Interfaces for trainers: the interfaces of other bridges, implemented with this library. It imports all but
+``commands``.
+"""

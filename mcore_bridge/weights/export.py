@@ -60,9 +60,9 @@ def iter_hf_weights(
         target: what this rank gets; other ranks may choose differently. "everything"; "nothing", so that it only sends;
             or an ``EngineRank``, to get only its slices (``mb.engine_ranks`` makes all ranks of an engine). With an
             ``EngineMap``, this rank gets the slices that the map copies, and no other HF tensor.
-        copy: False yields tensors that arrive whole, such as those of most experts, as views of received memory. A view
-            is valid until the next step of the iterator, and must not be written. This takes less memory, but delays
-            the next message.
+        copy: False yields tensors that arrive whole, such as most experts, as views of received memory. A view is valid
+            until the next step of the iterator, and must not be written. This takes less memory, but delays the next
+            message.
         merged: required for models with adapters. True yields weights with merged adapters, summed in fp64 and rounded
             once. False yields the base alone. The models do not change. A rank holds only a few merged shards at a
             time.

@@ -62,7 +62,7 @@ def learn_layers(chunks: Iterable[GPTModel], provenance: Provenance) -> None:
 
 
 def whole_config(chunk: GPTModel) -> TransformerConfig:
-    """The config of a chunk whose layers are those of HF.
+    """The config of a chunk, counting layers as HF does, and not halves of layers.
 
     Raises:
         MappingError: the chunk is a ``HybridModel`` of another trainer, and ``adopt`` was not called.

@@ -100,7 +100,7 @@ def load_hf_weights(
 
 @torch.no_grad()
 def overwrite(models: Models, tensors: Mapping[str, Weight], names: Iterable[str]) -> None:
-    """Copy some HF tensors over those of models that are loaded.
+    """Overwrite some parameters of loaded models with HF tensors.
 
     Args:
         models: this rank's chunks, as ``build_model`` has made them.

@@ -68,7 +68,7 @@ def require_as_built(models: Sequence[nn.Module], held: Mapping[str, Tensor]) ->
     Otherwise the file would lack a tensor on all ranks alike, which no comparison of ranks can detect.
 
     Args:
-        held: what ``held_tensors`` says of the models.
+        held: the result of ``held_tensors`` for the models.
 
     Raises:
         MappingError: naming these tensors. Models that other code has built are not checked.

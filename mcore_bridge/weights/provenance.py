@@ -228,7 +228,7 @@ def provenance_of(hf: HF, *, head: str | None = "lm") -> Provenance:
 
     Args:
         hf: a folder, a hub name in the local cache, or a ``PretrainedConfig``.
-        head: None is that of ``head_of``.
+        head: None means the head that ``head_of`` returns.
 
     Raises:
         ConfigError: when ``hf`` is no config, or no architecture is registered for it.

@@ -12,7 +12,7 @@ _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
 def kept_kinds(mcore: Mcore, name: str) -> tuple[str, ...]:
-    """The kinds of the first ``num_layers`` layers, of those that the HF field ``name`` has. It must have as many."""
+    """The kinds of the first ``num_layers`` layers. Raise if the HF field ``name`` has fewer."""
     num_layers, kinds = count(mcore, "num_layers"), mcore["layer_kinds"]
     assert isinstance(kinds, tuple)
     if num_layers > len(kinds):

@@ -48,7 +48,7 @@ DELTA: tuple[Field, ...] = (
     *(Map(name, name) for name in _SIZES),
     *(*BIAS_ATTENTION, *WINDOW_NEVER, *QK_NORMED),
     rope(own=("partial_rotary_factor", *MULTIMODAL)),
-    Const("layernorm_zero_centered_gamma", True),  # of all norms but that of linear attention
+    Const("layernorm_zero_centered_gamma", True),  # of all norms except the norm of linear attention
     Const("attention_output_gate", True),
     Require("attn_output_gate", (True,), "full attention always has an output gate in transformers"),
     Require("output_gate_type", ("swish",), "linear attention has a gate of silu (swish) in transformers"),

@@ -46,7 +46,7 @@ class BiasedRouter(TopKRouter):
         self.router_replay.get_replay_topk = functools.partial(self._chosen, self.router_replay.get_replay_topk)
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Counts tokens per expert from ``[tokens, experts]``, without those of the mask ``[tokens]``."""
+        """Counts tokens per expert from ``[tokens, experts]``, without the tokens of the mask ``[tokens]``."""
         super()._apply_expert_bias(routing_map, None if padding_mask is None else padding_mask[:, None])
 
     def _chosen(

@@ -32,7 +32,7 @@ def adapt_norm_placement(layer: Any, config: TransformerConfig, backend: Backend
     Args:
         layer: the submodules of a layer, changed in place.
         config: its ``norm_placement`` is "pre" (the default; mcore's own), "post" or "sandwich".
-        backend: that of the layer's modules.
+        backend: the backend of the layer's modules.
     """
     placement = getattr(config, "norm_placement", "pre")
     if placement == "pre":
@@ -64,7 +64,7 @@ def adapt_query_key_norms(layer: Any, config: TransformerConfig, backend: Backen
             together), "each_head" (own weights in each head) or "after_rope" (each head, after rotation).
             ``qk_layernorm`` must be set: by it mcore sums the
             gradients of ``q_layernorm`` and ``k_layernorm`` over the TP ranks.
-        backend: that of the layer's modules.
+        backend: the backend of the layer's modules.
     """
     kind, attention = getattr(config, "qk_norm_kind", "head"), layer.self_attention.submodules
     if kind == "all_heads":
@@ -84,7 +84,7 @@ def adapt_unit_norms(layer: Any, config: TransformerConfig, number: int) -> None
     Args:
         layer: the submodules of the layer, changed in place.
         config: its ``qk_norm_kind`` is "after_rope_unweighted".
-        number: that of the layer in the whole model.
+        number: the number of the layer in the whole model.
     """
     if getattr(config, "qk_norm_kind", "head") == "after_rope_unweighted" and not is_unrotated(config, number):
         attention = layer.self_attention.submodules
@@ -97,7 +97,7 @@ def adapt_expert_norm(layer: Any, config: TransformerConfig, backend: Backend) -
     Args:
         layer: the submodules of a layer, changed in place. A layer with a dense MLP stays unchanged.
         config: the config of the model.
-        backend: that of the layer's modules.
+        backend: the backend of the layer's modules.
     """
     if getattr(config, "expert_norm", False) and _has_experts(layer):
         _norm_experts(layer, norm_of(backend, config))
@@ -141,8 +141,8 @@ def _norm_output(module: Any, inputs: object, outputs: tuple[Tensor, Tensor | No
 class AllHeadsNorm(Norm):
     """RMSNorm over all heads together, as the submodule that mcore has for a norm of each head.
 
-    Every TP rank holds the weights of all heads, and uses those of its own. The gradient is zero for other heads. So
-    the sum over ranks, which mcore computes for parameters with these names, is the whole gradient.
+    Every TP rank holds the weights of all heads, and uses the weights of its heads. The gradient is zero for other
+    heads. So the sum over ranks, which mcore computes for parameters with these names, is the whole gradient.
     """
 
     heads: ClassVar[str]

@@ -23,7 +23,7 @@ def adapt_parallel(layer: Any, config: TransformerConfig, backend: Backend) -> N
     Args:
         layer: the submodules of a layer, changed in place. No other layer may share them.
         config: its ``parallel_norms`` is 1 (attention and MLP read one norm), 2 (a norm each), or not set.
-        backend: that of the layer's modules.
+        backend: the backend of the layer's modules.
     """
     norms = getattr(config, "parallel_norms", None)
     if norms is None:

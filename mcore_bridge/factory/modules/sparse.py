@@ -65,7 +65,7 @@ def _core(latent: Any, backend: Backend) -> Any:
 def _require_no_recompute(config: Any) -> None:
     """Raises ``ConfigError`` if attention is recomputed and layers share selections.
 
-    mcore keeps only the selections of the latest forward, so those of another microbatch would be used.
+    mcore keeps only the selections of the latest forward, so selections of another microbatch would be used.
     """
     granularity = config.recompute_granularity
     recomputed = granularity == "full" or (granularity == "selective" and "core_attn" in config.recompute_modules)

@@ -49,7 +49,7 @@ def description(adapters: Adapters) -> dict[str, Any]:
 
 
 def require_same(saved: Mapping[str, Any] | None, adapters: Adapters) -> None:
-    """Raise ``CheckpointError`` if a checkpoint describes other adapters than those of the model.
+    """Raise ``CheckpointError`` if a checkpoint describes other adapters than the model has.
 
     Args:
         saved: the description in the checkpoint; None if there is none.

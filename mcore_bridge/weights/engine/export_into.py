@@ -1,6 +1,6 @@
 """mcore to an engine's memory: copy the shards of all ranks into its tensors by its map, without HF tensors.
 
-The copies from shards to HF tensors are composed with those of the engine's map. An HF tensor is still made in two
+The copies from shards to HF tensors are composed with the copies of the engine's map. An HF tensor is still made in two
 cases: if the map casts it, or if the composed copies are not a few boxes.
 """
 

@@ -249,7 +249,7 @@ _NOTES: dict[Any, _Note] = {
 _IN_PLACE = {_ATEN.copy_, _ATEN._foreach_copy_, _ATEN.fill_, _ATEN.zero_}
 """Operations that return their argument, and no new memory."""
 _NOWHERE = (0, 0)
-"""The memory of tensors that have none, such as those of the meta device."""
+"""The address of tensors without memory, such as tensors on the meta device."""
 _LIFTED = {_ATEN.lift, _ATEN.lift_fresh}
 """Operations on a tensor that Python has just made from numbers."""
 _EMPTY = {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided}

@@ -168,7 +168,7 @@ def names_in(folder: str | os.PathLike[str]) -> tuple[str, ...]:
 def weight_files(folder: Path) -> list[str]:
     """The names of the files of a checkpoint's weights, its index included. Some of them may be missing.
 
-    Other ``*.safetensors``, such as those of an adapter, do not belong to the checkpoint: its index does not name them.
+    Other ``*.safetensors``, such as files of an adapter, do not belong to the checkpoint: its index does not name them.
     """
     try:
         listed = {Path(name).name for name in (_read_index(folder) or {}).values()}

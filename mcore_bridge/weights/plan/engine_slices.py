@@ -146,7 +146,7 @@ def sliced_shards(traced: Trace, taken: Sequence[Indices]) -> dict[int, tuple[Tr
         for offset, size, first, step in _runs(positions[copy.part][copy.part_start : stop : copy.part_step]):
             part = replace(copy, part_start=first, part_step=step, shard_start=copy.shard_start + offset, size=size)
             by_shard.setdefault(copy.shard, []).append(part)
-    if not by_shard:  # an empty slice, such as that of a small vocabulary on the last rank
+    if not by_shard:  # an empty slice, such as the last rank's slice of a small vocabulary
         by_shard[0] = []
     sliced = {}
     for shard, copies in sorted(by_shard.items()):

@@ -23,7 +23,7 @@ from mcore_bridge.weights.transfer.copier import CopyTable
 from mcore_bridge.weights.transfer.window_order import Lineup, lineup
 
 WINDOWS, HEADER_SENT, HEADERS, OWN_WINDOWS, OUTPUTS = range(5)
-"""Buffers of a step; their numbers follow those of the tensors that this rank holds.
+"""Buffers of a step; their numbers follow the numbers of the tensors that this rank holds.
 
 In this order: the arrived windows, this rank's header, the headers of all ranks, this rank's windows of the next
 message, and then outputs.
