@@ -45,7 +45,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a new process needs to become a rank. The store of the process group is a file in ``folder``."""
+    """The settings with which a new process becomes a rank. The store of the process group is a file in ``folder``."""
 
     rank: int
     world_size: int

@@ -123,9 +123,7 @@ class First(Layout):
 
 @dataclass(frozen=True, slots=True)
 class Resize(Layout):
-    """Pad dim 0 with zeros, or cut it, from the size of axis ``old`` to the size of axis ``new``. The inverse swaps the
-    two.
-    """
+    """Pad dim 0 with zeros, or cut it, from size ``old`` to size ``new`` of an axis. The inverse swaps the two."""
 
     old: str
     new: str

@@ -1,3 +1,1 @@
-"""Interfaces for trainers: the interfaces of other bridges, implemented with this library. It imports all but
-``commands``.
-"""
+"""Interfaces of other bridges for trainers, implemented with this library. It imports all but ``commands``."""

@@ -19,7 +19,7 @@ Product = Callable[[Tensor, Tensor], Tensor]
 _ALIGNED = 8
 """All sizes in a grouped product of bf16 must be multiples of this."""
 Kind = Literal["cut", "summed", "whole"]
-"""What a layer does to its output.
+"""How the output of a layer is distributed over tensor-parallel ranks.
 
 "cut": each rank has some of its features (column parallel). "summed": it is summed over ranks (row parallel). "whole":
 each rank has the whole output (down projections of latents).

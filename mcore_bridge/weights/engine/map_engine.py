@@ -228,7 +228,7 @@ class MapSearch:
 
 
 def _visible(pieces: Sequence[Piece], span: int, device: torch.device) -> tuple[Sequence[Piece], int] | None:
-    """The pieces of which something is left at the end, and how many elements they write.
+    """The pieces that later pieces do not overwrite entirely, and the number of elements that they write.
 
     None if some are computed, or if a copy is partly overwritten.
     """

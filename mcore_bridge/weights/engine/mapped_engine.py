@@ -30,7 +30,7 @@ _CHANGED = "The engine's loading has changed since the map was made: use its loa
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """What the weights of an engine are.
+    """Which weights an engine has at the moment.
 
     ``"old"``: the weights of ``version``; a round is announced and has written nothing yet. ``"half"``: parts of
     different rounds, or random values; nothing may be sampled. ``"new"``: the weights of ``version``, the last round.

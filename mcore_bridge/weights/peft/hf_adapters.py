@@ -226,7 +226,7 @@ def load_peft(bound: BoundModel, made: Adapters, given: PeftFolder, dtype: Dtype
 
 
 def adapters_of(models: Models) -> Adapters:
-    """What was added to models.
+    """The adapters that ``add_adapters`` has added to models.
 
     Raises:
         ConfigError: they have no adapters.

@@ -74,7 +74,7 @@ def _shifts(payload: Payload, keys: Sequence[object], sizes: Sequence[int], room
 
 
 def periods_of(schedule: Schedule, ranges: Sequence[Sequence[SendRange]], stages: Sequence[int]) -> list[RangesByRank]:
-    """What the ranks send in each period.
+    """The ranges that each rank sends in each period.
 
     Args:
         ranges: the stream of each rank.
