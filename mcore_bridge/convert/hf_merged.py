@@ -128,9 +128,10 @@ class ToMerged(ToPlain):
                 yield held.flatten()
 
     def _factors(self, entry: ParamEntry, part: int) -> tuple[Tensor, Tensor]:
-        """In fp64 what is multiplied for one part of a parameter: ``[rows of the part, parts * rank]``, and the rest.
+        """The two fp64 factors whose product is added to one part of a parameter.
 
-        They are B and all A. For a part that is stored as ``[in, out]`` they are the transposes of A and of B.
+        They are the part's rows of B, ``[rows of the part, parts * rank]``, and all A. If the part is stored as ``[in, out]``,
+        they are the transposes of A and of B.
         """
         left, right = self._whole_factors(entry)
         copies = [copy for copy in entry.trace.to_hf if copy.part == part]

@@ -125,9 +125,9 @@ def create_peft(lora: Mapping[str, Any], dtype: torch.dtype | None = None) -> Pe
     if not is_number(alpha := given["alpha"]):
         problems.append(f"alpha must be a number, found {alpha!r}")
     if unknown := sorted(given.keys() - KEYS):
-        problems.append(f"there are no keys {unknown}")
+        problems.append(f"lora has no keys {unknown}")
     if (asked := given.get("dtype")) not in (None, dtype, *_spellings(dtype)):
-        problems.append(f"dtype must be null or that of the model, {dtype}, found {asked!r}")
+        problems.append(f"dtype must be null or the model's {dtype}, found {asked!r}")
     if wild := [target for target in targets if "*" in target]:
         problems.append(f"target_modules must be the same in all layers, found the patterns {wild}")
     if problems:

@@ -124,7 +124,7 @@ def _several_normalised_back(mcore: Mcore) -> dict[str, object]:
 
 
 def _normalised(hf: Hf) -> dict[str, object]:
-    """A softmax over the chosen logits equals one over all logits, chosen and renormalised."""
+    """Normalise by a softmax over the chosen logits: it equals the renormalised softmax over all logits."""
     normalised = hf.get("norm_topk_prob", False)
     if normalised and hf.get("num_experts_per_tok") == 1:
         raise ConfigError(

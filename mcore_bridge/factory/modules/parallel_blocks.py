@@ -67,7 +67,7 @@ class SharedInput:
         memory = self
 
         class Recalled(nn.Module):
-            """Returns the output of the first norm."""
+            """Returns the tensor that the first norm has stored, and ignores its input."""
 
             def __init__(self, **arguments: Any) -> None:
                 super().__init__()

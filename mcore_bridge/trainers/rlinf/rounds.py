@@ -31,4 +31,4 @@ def run_rounds(export: Export, num_rounds: int) -> Generator[dict[str, Tensor], 
     with closing(run_messages(export.program, export.group, bound.tensors, merges=bound.merges)) as messages:
         for start, end in pairwise(ends):
             yield dict(chain.from_iterable(islice(messages, end - start)))
-        yield dict(chain.from_iterable(messages))  # up to the end, where failures of other ranks are reported
+        yield dict(chain.from_iterable(messages))  # run to the end, because failures of other ranks are reported there

@@ -107,7 +107,8 @@ def _placed(key: str, factor: Tensor, base: Any, dim: int, rank: int) -> Any:
     if isinstance(base, ShardedTensor):
         return _like(base, key, factor, dim, base.replica_id)
 
-    ends = [leaf.key.removeprefix(base.key) for leaf in leaves]  # now, since keys may be respelled later
+    # read keys now, since megatron-core may rename them before ``build``
+    ends = [leaf.key.removeprefix(base.key) for leaf in leaves]
 
     @torch.no_grad()
     def build(key: str, tensor: Tensor, replica_id: Any, flattened_range: slice | None) -> list[Any]:

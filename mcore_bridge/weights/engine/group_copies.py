@@ -54,7 +54,7 @@ class GroupCopies:
 
     Args:
         engine_map: the map of these HF tensors.
-        group: pairs of a name and a tensor, as they will be copied.
+        group: pairs of an HF name and a tensor. Later groups must have equal names and dtypes.
     """
 
     def __init__(self, engine_map: EngineMap, group: Sequence[Pair]) -> None:

@@ -58,7 +58,7 @@ class Slicer:
             entry = replace(entry, hf=tuple(_LAYER.sub(local, name, count=1) for name in entry.hf))
         if expert is not None and expert not in self._experts:
             return None
-        if not entry.stack:  # only layers and experts get new numbers
+        if not entry.stack:  # a tensor of one layer or expert; stacks get new numbers of experts
             return entry
         first = self._experts.start
         names = map(unstacked, entry.hf)

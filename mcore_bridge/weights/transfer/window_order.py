@@ -30,7 +30,7 @@ class Lineup(NamedTuple):
     starts: tuple[int, ...]
     """The byte at which the window of each rank begins."""
     columns: tuple[int, ...]
-    """Bytes of each column; empty if windows lie one behind the other."""
+    """Bytes of each column, the windows of one rank of each stage; empty if windows lie in the order of ranks."""
     rows: tuple[Row, ...]
     """All ranks, in order."""
 

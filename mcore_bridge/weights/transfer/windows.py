@@ -95,7 +95,7 @@ class Windows:
     @naming_lost_ranks("receiving windows of weights")
     def wait(self) -> None:
         """Make the current stream wait for all windows."""
-        while self._works:  # a work keeps its memory alive
+        while self._works:  # each work object keeps memory alive, so drop it
             self._works.pop().wait()
 
     def leave(self) -> None:
