@@ -130,8 +130,8 @@ class ToMerged(ToPlain):
     def _factors(self, entry: ParamEntry, part: int) -> tuple[Tensor, Tensor]:
         """The two fp64 factors whose product is added to one part of a parameter.
 
-        They are the part's rows of B, ``[rows of the part, parts * rank]``, and all A. If the part is stored as ``[in, out]``,
-        they are the transposes of A and of B.
+        They are the rows of B for the part, ``[rows, parts * rank]``, and all A. If the part is stored as ``[in,
+        out]``, they are the transposes of A and of B.
         """
         left, right = self._whole_factors(entry)
         copies = [copy for copy in entry.trace.to_hf if copy.part == part]

@@ -197,7 +197,7 @@ class CoreAttention(nn.Module):
     def _hidden(
         self, query_positions: Tensor, num_keys: int, *, causal: bool, attention_mask: Tensor | None
     ) -> Tensor | None:
-        """A mask in which True hides a position. None: a plain triangle is hidden, or nothing."""
+        """A mask in which True hides a position; None if SDPA's ``is_causal`` is enough, or nothing is hidden."""
         square = self.cp_group.size() == 1 and query_positions.numel() == num_keys
         if attention_mask is None and self.window_size is None and (square or not causal):
             return None

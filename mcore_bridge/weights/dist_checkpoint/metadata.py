@@ -44,13 +44,13 @@ _OTHERS = {
     "numpy.core.multiarray": ("scalar",),
     "numpy._core.multiarray": ("scalar",),
 }
-"""Other names that metadata may have, by module. None of them runs code from a pickle."""
+"""Other names that metadata may contain, by module. None of them runs code from a pickle."""
 _FORCES, _FORBIDS = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 
 class _DataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """The class, if metadata may have it."""
+        """Return a class that metadata may contain; raise for other names."""
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
         if name in _OTHERS.get(module, ()) or (module in _TORCH and "." not in name):

@@ -88,7 +88,7 @@ def map_engine(
     search = MapSearch(specs, source, load, engine)
     made, disproof = search.make(), ""
     for entry in made.uncovered:
-        logger.warning("%s goes by the engine's loader in every round: %s", entry.tensor, entry.reason)
+        logger.warning("the engine's loader writes %s in every round: %s", entry.tensor, entry.reason)
     if made.uncovered and (wrong := differing(EngineMemory(made, source), load, 0, search.reference)):
         # such as a loader that makes all parameters of a layer again, even if it got tensors for only some of them
         disproof = f"{len(wrong)} tensors are wrong if the loader takes only what the map leaves, such as {wrong[0]}"
