@@ -88,7 +88,7 @@ def test_ranks_that_do_not_divide_megatrons_table_of_positions():
 
 
 def of_replicas(dims, dispatcher, batches, options):
-    """The outputs of this rank's replica for its batch, whose rows are given by number."""
+    """The outputs of this rank's replica for the rows with these numbers."""
     hf = zoo.cases()["qwen3_moe"].hf
     with stepping.mesh(dims):
         how = {"dims": dims, "dtype": torch.float32, "device": "cpu", "load_weights": random_state(hf)}
@@ -119,7 +119,7 @@ def balanced(kind, dims, ways):
             how = {"dims": dims, "dtype": torch.float32, "device": "cpu", "load_weights": random_state(hf)}
             models = mb.build_model(hf, **how, overrides=overrides)
             wrapped = stepping.wrap(models)
-            models[0].config.finalize_model_grads_func = None  # which takes the counts to other places
+            models[0].config.finalize_model_grads_func = None  # it moves the counts to other places
             try:
                 mb.forward(wrapped, *batch_of(hf), loss=lambda out, rows: out.log_probs.sum() * 0, **options)
             except BatchError as error:
@@ -391,7 +391,7 @@ def test_gradients_are_those_of_unpadded_rows(dims, packed, size):
 
 
 UNEVEN = torch.tensor([7, 3, 6])
-"""Lengths of three rows of seven places, which no size of microbatches and no mesh divides."""
+"""Lengths of three rows of seven tokens. No microbatch size and no mesh divides three or seven."""
 SIZES = [
     (mb.ParallelDims(), 2, True),
     (mb.ParallelDims(pp=2, vp=2), 1, True),  # of four microbatches that fill the rounds, one is of padding alone
@@ -725,7 +725,7 @@ def test_a_bias_that_never_moves_balances_nothing():
 
 
 def test_routers_of_megatron_core_that_learn_are_refused():
-    """Ours leave padding out; without gradients nothing is counted."""
+    """Our routers do not count padding; without gradients nothing is counted."""
     rate = {"moe_router_bias_update_rate": 1e-3}
     config = mb.to_transformer_config(zoo.cases()["deepseek_v3"].hf, overrides=rate)
     chunk = SimpleNamespace(config=config, parallel_output=True)

@@ -19,7 +19,7 @@ from tests.zoo.plain import PHI, longrope
 ORIGINAL = 14
 """Sequences that are longer have other frequencies."""
 LENGTHS = (15, 5, 13, 23, 14)
-"""In microbatches of two rows, short ones beside long ones. Context parallelism pads 13 and 14 tokens to more."""
+"""Microbatches of two rows have a short and a long row. Context parallelism pads 13 and 14 tokens."""
 DYNAMIC = {**rope("dynamic", factor=4.0), "max_position_embeddings": ORIGINAL}
 D = mb.ParallelDims
 CASES = {

@@ -19,7 +19,7 @@ from tests.support import pool
 
 @st.composite
 def batches(draw):
-    """A mask of any kind (left, right, holes, empty rows), tokens that tell places apart, a mesh, and options."""
+    """A mask of any kind (left, right, holes, empty rows), a different token at each place, a mesh, and options."""
     rows, seq = draw(st.integers(1, 5)), draw(st.integers(1, 13))
     mask = torch.tensor(draw(st.lists(st.booleans(), min_size=rows * seq, max_size=rows * seq))).view(rows, seq)
     tp, cp = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 3]))

@@ -186,7 +186,7 @@ def test_what_was_made_of_something_else_is_not_taken(tmp_path):
 def test_the_next_run_opens_no_file_of_weights(tmp_path):
     folder, _ = source(TIED, tmp_path / "hf")
     convert_hf_to_mg(folder, asked(tmp_path / "mg", tp=2))
-    for path in (tmp_path / "hf").glob("*.safetensors"):  # unreadable now, and the same by size and time
+    for path in (tmp_path / "hf").glob("*.safetensors"):  # unreadable now, with unchanged size and time
         seen = path.stat()
         path.write_bytes(bytes(seen.st_size))
         os.utime(path, ns=(seen.st_atime_ns, seen.st_mtime_ns))

@@ -1,4 +1,4 @@
-"""Whole steps with adapters: megatron-core's DDP and distributed optimizer, held against ``peft`` with torch's Adam."""
+"""Whole steps with adapters: megatron-core's DDP and distributed optimizer, compared with ``peft`` and torch's Adam."""
 
 from typing import Any
 

@@ -25,7 +25,7 @@ MESHES = [
 
 
 def expected(state, expert, etp, etp_rank):
-    """fc1 and fc2 of one expert on one rank, cut by hand."""
+    """fc1 and fc2 of one expert on one rank, sliced in the test."""
     gate, up, down = (state[f"model.layers.1.mlp.experts.{expert}.{kind}.weight"] for kind in KINDS)
     return torch.cat((gate.chunk(etp)[etp_rank], up.chunk(etp)[etp_rank])), down.chunk(etp, dim=1)[etp_rank]
 

@@ -210,7 +210,7 @@ def test_states_of_packed_sequences_do_not_run_into_each_other():
 
 
 def built():
-    """Runs in each worker: how mcore's distributed checkpoint saves a mixer, and initial values."""
+    """Run in each worker: the entries of a mixer in mcore's distributed checkpoint, and its initial values."""
     with stepping.mesh(ParallelDims(tp=2)):
         tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
         (model,) = build_model(HF, dims=ParallelDims(tp=2), dtype=torch.float32, device="cpu", load_weights=False)

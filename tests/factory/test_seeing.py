@@ -206,7 +206,7 @@ def test_a_tower_may_have_another_dtype_than_the_text_and_recompute_its_layers(t
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_tower_learns_as_in_transformers_on_two_ranks(name: str) -> None:
-    """Replicas have equal bits, although no mean over them is taken here. A row of text has no part in a tower."""
+    """Replicas have equal bits, although no mean over replicas is taken here. A row of text does not affect a tower."""
     model_type = name.partition(" ")[0]
     if "pixel_values" not in inspect.signature(composites.model_class(model_type).forward).parameters:
         pytest.skip("5.17 has another name for the pixels of video_llava")

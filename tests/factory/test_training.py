@@ -120,7 +120,7 @@ def test_recompute_repeats_dropout(checkpoints):
 
 
 def dropped(folder: str) -> Any:
-    """Runs in each worker: what attention drops, twice, and what dropout outside of it drops."""
+    """Run in each worker: the places that dropout zeroes in attention, twice, and outside of attention."""
     with stepping.mesh(ParallelDims(tp=2)):
         (chunk,) = build_model(folder, device="cpu", dtype=torch.float32, overrides={"attention_dropout": 0.5})
         seed_everything(7)

@@ -98,9 +98,7 @@ OVERFLOW, HALVINGS = 2.0**26, 12
 
 
 def stand_in_for_apex():
-    """For linear layers of megatron-core, which sum gradients by a kernel of Apex; TransformerEngine has other
-    kernels.
-    """
+    """For linear layers of megatron-core, which sum gradients by a kernel of Apex; TransformerEngine has another."""
     from megatron.core.tensor_parallel import layers
 
     def add_up(inputs, grads, main):
@@ -177,7 +175,7 @@ def learned(hf, dims, state, *, packed=True, dtype=torch.float32, backend="auto"
 
 
 def gradients(hf, dims, state, **how):
-    """By HF name, in fp32; the norm that megatron-core makes of them; and the loss of all replicas."""
+    """Gradients by HF name, in fp32; the norm that megatron-core computes; and the loss of all replicas."""
     chunks, models, loss = learned(hf, dims, state, **how)
     optimizer = optimizer_of(models)
     optimizer.prepare_grads()
@@ -468,7 +466,7 @@ QWEN3_8B = AutoConfig.for_model(
 
 
 def siirl(rank, world_size):
-    """Gradients, and steps of the distributed optimizer: what was wrong."""
+    """Errors in gradients, and in steps of the distributed optimizer."""
     from megatron.core import parallel_state
 
     os.environ["NVIDIA_TF32_OVERRIDE"] = "0"

@@ -123,7 +123,7 @@ def record(file: str, notes: str) -> dict[str, Any]:
 
 
 def _pairs(lines: dict[int, set[str]], numbers: dict[str, int]) -> list[tuple[list[int], list[int]]]:
-    """Few, since the lines of a function are mostly run by the same tests."""
+    """Pairs of lines and tests. There are few, since all lines of a function are mostly run by equal sets of tests."""
     pairs: dict[frozenset[str], list[int]] = {}
     for line, names in lines.items():
         pairs.setdefault(frozenset(names & numbers.keys()), []).append(line)

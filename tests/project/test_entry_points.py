@@ -55,7 +55,7 @@ class Place:
         self.out = folder / "out"
 
     def models(self, source: Any = None, **options: Any) -> Any:
-        if not self.has_mesh:  # a conversion makes its own
+        if not self.has_mesh:  # a conversion makes its folder itself
             self.mesh.enter_context(rank_of(ONE, 0, 1))
             self.has_mesh = True
         options = {"dtype": torch.float32, **options}

@@ -144,7 +144,7 @@ def folders(graph: dict[str, set[str]], depth: int) -> dict[str, set[str]]:
 
 
 def circles(graph: dict[str, set[str]]) -> set[str]:
-    """The largest sets of nodes that all lead to each other, in words."""
+    """The strongly connected components of a graph that contain a circle, as text."""
     reached = {}
     for start in graph:
         reached[start], waiting = set[str](), [start]

@@ -103,7 +103,7 @@ MISTAKES = {
 
 
 def mistaken(references):
-    """Runs in the worker: the largest difference of the logits for each mistake."""
+    """Run in the worker: the largest difference of logits for each mistake."""
     found = {}
     for name, (case, mistake) in MISTAKES.items():
         with mistake():

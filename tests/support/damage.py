@@ -1,4 +1,4 @@
-"""Files of the safetensors format that are harmed: whole ones are drawn, and then changed in a few places."""
+"""Damaged safetensors files: whole files are drawn, and then changed in a few places."""
 
 import copy
 import json

@@ -72,7 +72,7 @@ def engine(
     seconds: float = 0.0,
     dies_at: int | None = None,
 ) -> Iterator[Connection]:
-    """The pipe to an engine that has opened the slots of ``ring``: it is slow by ``seconds``, or dies at a bucket."""
+    """The pipe to an engine that has opened the slots of ``ring``. It waits ``seconds``, or dies at a bucket."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs, environment or {}, seconds, dies_at))

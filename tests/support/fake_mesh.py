@@ -123,7 +123,7 @@ def export_to(
 
 
 def export(held: Sequence[Any], *, bucket_bytes: int = 1 << 16) -> dict[str, Tensor]:
-    """The HF state dict: pack on every rank, hand the windows over in a list, unpack."""
+    """The HF state dict: pack on every rank, pass the windows in a list, unpack."""
     plan = plan_of(held, bucket_bytes=bucket_bytes)
     programs = [Program([plan], rank) for rank in range(len(held))]
     assert sum(program.balance() for program in programs) == 0

@@ -126,7 +126,7 @@ ERRORS = {"shapes": "has shape|does not fit|takes", "no rule": "no rule", "names
 
 @contextlib.contextmanager
 def mutated(name: str):
-    """The architecture of HF, with one mistake in its rules or its head's."""
+    """The architecture of an HF config, with one mistake in its rules or in the rules of its head."""
     _, mutate = MUTANTS[name]
     true = WeightMapping.__init__
 

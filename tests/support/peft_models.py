@@ -52,7 +52,8 @@ def count_of(hf):
 
 
 def named(parameters, hf, dialect):
-    """The factors of ``peft`` in our names, as views; for experts that it holds as one, of each expert and projection.
+    """The factors of ``peft`` by our names, as views. If ``peft`` has one tensor for experts: for each expert and
+    projection.
 
     ``peft`` holds gate and up of "split" as one with twice the rank, where only two blocks of B are not zero.
     """

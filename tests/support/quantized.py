@@ -232,7 +232,7 @@ def rows_of_experts(*, alone: bool) -> Format:
 
 
 def groups_of_each_layer() -> Format:
-    """Rows in attention, one number for its values and for weights of an MLP, and blocks in the last layer."""
+    """Scales for each row in attention, for whole weights of values and MLPs, and for each block in the last layer."""
     fp8_of = lambda **fields: {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, **fields}  # noqa: E731
     weights = {
         "re:.*layers.[012].self_attn.[qko].*": fp8_of(strategy="channel"),

@@ -25,7 +25,7 @@ from tests.support.strategies import on_disk
 
 @contextlib.contextmanager
 def mesh(dims: ParallelDims, device: str = "cpu") -> Iterator[None]:
-    """``parallel_state`` of ``dims`` inside the worker's process group, and nothing of it afterwards."""
+    """``parallel_state`` of ``dims`` inside the worker's process group; it is removed afterwards."""
     from megatron.core import parallel_state
 
     if parallel_state.model_parallel_is_initialized():

@@ -90,5 +90,5 @@ def deltas(adapter, base):
 
 
 def checksum(tensor):
-    """As SGLang computes it."""
+    """The checksum, as SGLang computes it."""
     return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()

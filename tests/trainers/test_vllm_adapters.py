@@ -27,7 +27,7 @@ CASES = {
     "all linear layers": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     "q and v": ["q_proj", "v_proj"],
 }
-"""Models with experts are not among them: vLLM 0.32 has kernels for their adapters in Triton alone."""
+"""No case has experts: vLLM 0.32 has only Triton kernels for adapters of experts."""
 NUM_TOKENS = 12
 
 

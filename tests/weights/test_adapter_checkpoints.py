@@ -45,7 +45,7 @@ def build(folder, dims, *, alpha=3, targets=TARGETS, **arguments):
 
 
 def optimized(chunks, dims):
-    """The chunks in megatron-core's DDP, its distributed optimizer, and what takes a step and gives its loss."""
+    """The chunks in megatron-core's DDP, its distributed optimizer, and a function for a step that returns the loss."""
     wrapped = stepping.wrap(chunks, use_distributed_optimizer=True)
     optimizer = stepping.distributed_optimizer(wrapped, lr=1e-2)
     batch = torch.randint(0, 97, (4, 17), generator=torch.Generator().manual_seed(0))

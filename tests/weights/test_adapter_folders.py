@@ -300,7 +300,7 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path, monkeypatch):
     message = r"2 differ.*layers.0.self_attn.v_proj.lora_A.*kind='own'"
     attempt(tmp_path, two, message, "shared", target_modules=["q_proj", "v_proj"])
     hf = zoo.cases()["deepseek_v3"].hf
-    hf.num_nextn_predict_layers = 1  # which transformers 4 has no field for
+    hf.num_nextn_predict_layers = 1  # transformers 4 has no field for it
     name = f"model.layers.{hf.num_hidden_layers}.self_attn.o_proj"
     write(tmp_path, {"r": 2, "target_modules": ["o_proj"]}, {f"{name}.lora_A.weight": torch.ones(2, 2)})
     with pytest.raises(BridgeError, match=f"{name} is in an MTP layer"):

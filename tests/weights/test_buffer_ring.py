@@ -42,7 +42,7 @@ def random_tensors(sizes, seed=0):
 SHARED = Path("/dev/shm")
 
 MIXED = [(DTYPES[i % len(DTYPES)], (i % 5 + 1, 3 * (i % 30) + 1)) for i in range(80)]
-"""Nothing is a multiple of anything: an fp32 tensor follows an odd number of bf16 elements."""
+"""No size is a multiple of another: an fp32 tensor follows an odd number of bf16 elements."""
 
 sizes = st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 9), max_size=3).map(tuple)), max_size=24)
 

@@ -1,4 +1,4 @@
-"""Checkpoints of megatron-core: written at one mesh and read at another, with the bits that they had."""
+"""Checkpoints of megatron-core that are written on one mesh and read on another keep all bits."""
 
 import zlib
 from contextlib import suppress

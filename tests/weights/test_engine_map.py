@@ -624,7 +624,7 @@ def test_a_box_has_no_dims_of_one_element():
     assert merged([Dim(1, 5, 7), Dim(3, 2, 1)]) == (Dim(3, 2, 1),)
 
 
-# an engine with a transport of its own ------------------------------------------------------------------------------
+# an engine with another transport ------------------------------------------------------------------------------
 
 
 def buckets_of(pairs, size=7):

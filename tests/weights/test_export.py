@@ -339,7 +339,7 @@ def test_all_ranks_issue_the_same_collectives_and_a_second_export_exchanges_noth
 
 
 def on_their_way(lends):
-    """For each tensor that is given out, the number of its message, and how many messages have been sent by then."""
+    """For each yielded tensor, the number of its message, and the number of messages that have been sent before."""
     models, _ = built(mb.ParallelDims(tp=4, sp=True))
     messages = agree_on_plan(models, None, "lm", bucket_bytes=BUCKET).program.plan.messages
     numbers = [message.number for message in messages for _ in message.done]
@@ -689,7 +689,7 @@ def test_what_a_step_left_to_the_next_forward_is_gathered_first(unwrapped):
 
 
 class Unknown:
-    """Mixed into a class, it makes one that no table of classes knows."""
+    """A mix-in, which makes a class that is in no table of classes."""
 
 
 def export_unknown_classes():

@@ -83,7 +83,7 @@ def checkpoint(name, folder):
 
 
 def trained(folder, dims, model):
-    """Chunks with megatron-core's distributed optimizer, and what takes a step and gives its loss."""
+    """Chunks with megatron-core's distributed optimizer, and a function that makes a step and returns its loss."""
     build = {"dims": dims, "dtype": torch.float32, "device": "cpu", "model": model}
     chunks = mb.build_model(folder, **build, overrides=with_mtp(folder))
     wrapped = stepping.wrap(chunks, use_distributed_optimizer=True)

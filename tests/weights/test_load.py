@@ -376,7 +376,7 @@ def test_broken_folders_say_what_is_broken(folder, harm, message):
 
 
 def test_a_tensor_in_two_files_is_refused_unless_the_index_leaves_one_of_them_out(folder, state):
-    """As where files of one save lie beside those of another, of the same names or not."""
+    """For example, files of two saves lie in one folder, with equal or different tensor names."""
     name, path = "model.norm.weight", folder / INDEX
     save_file({name: -state[name]}, folder / "stale.safetensors")
     assert torch.equal(Checkpoint(folder)[name], state[name])

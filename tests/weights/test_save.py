@@ -275,7 +275,7 @@ def save_hungrily(folder, hf):
 
 
 def test_a_file_is_never_held_in_memory(tmp_path):
-    """One of 154 MB, the largest tensor 12 MB."""
+    """The file has 154 MB, its largest tensor 12 MB."""
     hf = tiny("llama", vocab_size=8000, hidden_size=384, intermediate_size=1536, num_hidden_layers=14, head_dim=48)
     (added,) = pool.run(1, save_hungrily, str(tmp_path / "out"), hf)
     (path,) = (tmp_path / "out").glob("*.safetensors")

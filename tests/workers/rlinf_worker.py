@@ -272,7 +272,7 @@ def _padded(each: Any) -> Any:
 
 @functools.cache
 def scheduler_module() -> types.ModuleType:
-    """The module of RLinf's scheduler, over names of SGLang that stand for nothing."""
+    """The module of RLinf's scheduler, with placeholders for the names of SGLang."""
 
     class Nothing(types.ModuleType):
         def __getattr__(self, name: str) -> Any:

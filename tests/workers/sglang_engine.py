@@ -56,7 +56,7 @@ def prepare() -> None:
 
 
 def architectures() -> set[str]:
-    """Names of the model classes that SGLang has."""
+    """Names of SGLang's model classes."""
     prepare()
     from sglang.srt.models.registry import ModelRegistry
 

@@ -56,7 +56,7 @@ def _is_built(model_type: str) -> bool:
 
 @cache
 def written() -> dict[str, Case]:
-    """Every case by name, whatever is installed."""
+    """Every case by name, including cases that the installed releases do not support."""
     found: dict[str, Case] = {}
     for module in pkgutil.iter_modules(__path__):
         for name, each in importlib.import_module(f"{__name__}.{module.name}").CASES.items():
