@@ -51,7 +51,7 @@ def images_of_rows(
         BatchError: a row has inputs of another form, or inputs that do not fit its tokens.
     """
     if isinstance(images, Mapping) and readable is not None:
-        require_names(images, readable, "the mapping of a batch")
+        require_names(images, readable, "the mapping for the whole batch")
         images = _parted(images, input_ids, mask, config)
     elif isinstance(images, Mapping):
         images = [images] * len(input_ids)

@@ -131,7 +131,7 @@ def _note_folder(models: Models, bound: BoundModel, source: Source) -> None:
 
 
 def described_source(source: HFWeights | None) -> Content | str | None:
-    """A source as ranks compare it: a folder by its content. Mappings may have only this stage's tensors."""
+    """The form in which ranks compare a source: the content of a folder. Mappings may differ, so all count as equal."""
     if source is None:
         return None
     return content_of(find_folder(source)) if isinstance(source, str | os.PathLike) else "tensors"

@@ -312,7 +312,7 @@ def config_in(
     if names is not None:
         _count_mtp(hf, provenance, names)
     config = replace(provenance, hf=hf).config
-    if hasattr(config, "quantization_config"):  # it describes the source; written weights are plain
+    if hasattr(config, "quantization_config"):  # the field describes the source's encoding; written weights are plain
         del config.quantization_config
     setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", dtype_name(dtype))
     return config

@@ -191,10 +191,12 @@ class ParallelDims:
         }
 
     def with_config_fields(self, settings: Mapping[str, object]) -> ParallelDims:
-        """These dims, changed by those ``settings`` that ``to_config_fields`` names. None has mcore's meaning.
+        """A copy, changed by those ``settings`` that are names of ``to_config_fields``.
 
-        Raises:
-            MeshError: the combination is wrong for every model and every world size.
+        The value None has the meaning that it has in megatron-core.
+
+                Raises:
+                    MeshError: the combination is wrong for every model and every world size.
         """
         changes = {DIM_OF.get(name, name): settings[name] for name in self.to_config_fields() if name in settings}
         for name in _SIZES:

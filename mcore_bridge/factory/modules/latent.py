@@ -32,7 +32,7 @@ def adapt_latent(layer: Any, config: Any, backend: Backend) -> None:
     norm = latent_norm(backend)
     layer.self_attention.module = LatentAttention
     attention = layer.self_attention.submodules
-    if backend == "torch":  # TransformerEngine's spec has such layers
+    if backend == "torch":  # in TransformerEngine's spec the down projections are already replicated
         attention.linear_q_down_proj = attention.linear_kv_down_proj = ReplicatedLinear
     attention.linear_q_up_proj = attention.linear_kv_up_proj = attention.linear_q_proj
     attention.q_layernorm = IdentityOp if config.q_lora_rank is None else norm

@@ -32,7 +32,7 @@ Numbers = np.ndarray[tuple[int], np.dtype[np.int64]]
 Steps = tuple[tuple[int, int, int], ...]
 """For each dim: its size, and its strides in the source and in the target."""
 _CHUNK = 1 << 24
-"""How many elements have their numbers in memory at once, 8 bytes each."""
+"""The most elements for which indices of 8 bytes are in memory at once."""
 _BASES = {
     torch.bfloat16: 0x7F80,
     torch.float32: 0x7F80,
@@ -180,7 +180,7 @@ class _Runs:
     source: Numbers
     target: Numbers
     owner: Numbers
-    """The HF tensor that the elements of each group belong to."""
+    """For each group of elements, the number of their HF tensor."""
     kind: Numbers
     kinds: list[Steps]
 

@@ -126,7 +126,8 @@ def drawn_values(specs: Sequence[TensorSpec], seed: int, device: torch.device) -
     bits flipped. This takes no longer than a copy.
     """
     for together in runs_within(specs, lambda spec: spec.num_bytes, _TOGETHER):
-        with torch._C.DisableTorchFunction(), _disable_current_modes():  # of a loader, and of a recorder
+        # disable the modes of the loader and the recorder while drawing
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
             drawn = deque((spec.name, _drawn(spec, seed, device)) for spec in together)
         while drawn:
             yield drawn.popleft()

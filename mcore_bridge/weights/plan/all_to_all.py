@@ -63,8 +63,9 @@ def plan_targets(
         own.num_bytes + sum(other.bytes_from(rank) for other in receivers) for rank, own in enumerate(receivers)
     )
     largest = max((output.num_bytes for request in requests.values() for output in request.payload.outputs), default=0)
-    room = 2 * bucket_bytes + largest if bucket_bytes else MEMORY // 2  # for outputs, beside messages
-    beside = max(MEMORY, largest * 5 // 4) - largest  # for messages, and for outputs that are open beside the largest
+    room = 2 * bucket_bytes + largest if bucket_bytes else MEMORY // 2  # bytes of outputs, without messages
+    # bytes of messages and of open outputs, without the largest output
+    beside = max(MEMORY, largest * 5 // 4) - largest
     bucket_bytes = bucket_bytes or min(max((MEMORY - largest * 3 // 2) // 2, beside // 3), TO_TARGETS)
     count = max(-(-busiest // max(bucket_bytes // MESSAGES_IN_FLIGHT, MIN_WINDOW * len(targets))), 1)
     stages = [inventory.ranks["pp"] for inventory in inventories]
