@@ -81,7 +81,7 @@ def effective(
         problems += writing.problems or writing.lost(table, hf, fields)
     if problems:
         raise ConfigError(
-            f"Each override must be a value that the HF config of a {hf.model_type} can say, because saved folders "
+            f"Each override must be a value that the HF config of a {hf.model_type} can express, because saved folders "
             f"follow it; found {'; '.join(dict.fromkeys(problems))}. Remove these overrides, or change the HF config "
             "that you pass."
         )
@@ -121,7 +121,7 @@ def _foreign(overrides: Mapping[str, object], decided: Set[str], given: Mcore) -
     defaults = {field.name: field.default for field in dataclasses.fields(config_class(latent=latent))}
     for name in sorted(OF_SOME & overrides.keys() - decided):
         if not same(name, given, {**given, name: defaults[name]}):
-            yield f"{name}={given[name]!r}, where it is {defaults[name]!r}"
+            yield f"{name}={given[name]!r}, expected {defaults[name]!r}"
 
 
 class _Writing:
@@ -195,7 +195,7 @@ class _Writing:
 
     def _say(self, names: Iterable[str]) -> str:
         asked = sorted(self.overrides.keys() & names) or sorted(names)
-        said = (f"{name}={self.given[name]!r}, where it is {self.base[name]!r}" for name in asked)
+        said = (f"{name}={self.given[name]!r}, expected {self.base[name]!r}" for name in asked)
         return " and ".join(said)
 
 

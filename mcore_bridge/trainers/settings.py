@@ -98,9 +98,7 @@ def require_same_model(hf: HF, overrides: Mapping[str, object], **build: Any) ->
         if asked[name] is None:  # megatron-core fills these in
             asked[name] = own[name]
     names = (decided(blueprint.hf) | OF_SOME) & overrides.keys() - DROPOUT - _unread(asked)
-    wrong = [
-        f"{name}={asked[name]!r}, where it is {own[name]!r}" for name in sorted(names) if not same(name, asked, own)
-    ]
+    wrong = [f"{name}={asked[name]!r}, expected {own[name]!r}" for name in sorted(names) if not same(name, asked, own)]
     if wrong:
         raise ConfigError(
             f"these settings contradict the HF config: {'; '.join(wrong)}. Use the values of the HF config or leave "

@@ -190,12 +190,12 @@ def test_what_is_saved_loads_again_and_computes_the_same(tmp_path: Path) -> None
 
 
 NOT_SAID: list[tuple[str, dict[str, Any], list[str]]] = [
-    ("llama", {"qk_layernorm": True, "add_qkv_bias": True}, ["qk_layernorm=True, where it is False", "add_qkv"]),
-    ("llama", {"softmax_scale": 0.5, "layernorm_epsilon": 0.5}, ["found softmax_scale=0.5, where it is None. R"]),
+    ("llama", {"qk_layernorm": True, "add_qkv_bias": True}, ["qk_layernorm=True, expected False", "add_qkv"]),
+    ("llama", {"softmax_scale": 0.5, "layernorm_epsilon": 0.5}, ["found softmax_scale=0.5, expected None. R"]),
     ("qwen3", {"num_attention_heads": 5}, ["num_attention_heads=5", "must be a multiple of num_key_value_heads"]),
-    ("llama", {"num_layers": "2"}, ["num_layers='2', where it is 4"]),
+    ("llama", {"num_layers": "2"}, ["num_layers='2', expected 4"]),
     ("qwen3", {"window_size": 7, "window_attn_skip_freq": 0}, ["window_attn_skip_freq must be a positive"]),
-    ("qwen3", {"layernorm_epsilon": float("nan")}, ["layernorm_epsilon=nan, where it is 1e-06"]),
+    ("qwen3", {"layernorm_epsilon": float("nan")}, ["layernorm_epsilon=nan, expected 1e-06"]),
     ("qwen2_moe", {"moe_shared_expert_intermediate_size": "x"}, ["moe_shared_expert_intermediate_size='x'"]),
     ("deepseek_v3", {"moe_layer_freq": [0, 1, 0, 1]}, ["moe_layer_freq must have dense layers first"]),
     ("deepseek_v3", {"moe_shared_expert_intermediate_size": 7}, ["=7 must be a multiple of 32, as HF counts"]),

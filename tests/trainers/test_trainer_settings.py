@@ -78,7 +78,7 @@ def test_a_setting_becomes_what_the_page_says(key: str) -> None:
 
 @pytest.mark.parametrize("key", sorted(ITS_OWN))
 def test_another_model_is_refused(key: str) -> None:
-    with pytest.raises(BridgeError, match=f"{key} must be False|{key}=True, where it is False"):
+    with pytest.raises(BridgeError, match=f"{key} must be False|{key}=True, expected False"):
         make_blueprint(
             zoo.cases()["qwen3_moe"].hf, BuildOptions(dims=MESH, dtype=torch.bfloat16, overrides={key: True})
         )
@@ -93,7 +93,7 @@ def test_the_page_has_what_was_seen_in_the_wild() -> None:
 
 def test_a_window_may_come_as_a_list() -> None:
     hf = tiny("mistral", sliding_window=8)
-    with pytest.raises(BridgeError, match=r"window_size=\[8, 0\], where it is \(7, 0\)"):
+    with pytest.raises(BridgeError, match=r"window_size=\[8, 0\], expected \(7, 0\)"):
         require_same_model(hf, {"window_size": [8, 0]}, dtype=torch.bfloat16)
     assert require_same_model(hf, {"window_size": [7, 0]}, dtype=torch.bfloat16) == {"window_size": [7, 0]}
 

@@ -212,7 +212,7 @@ def say_no(dims: ParallelDims, folder: str) -> None:
         bridge.set_extra_args(layernorm_epsilon=0.5)
     bridge = mbridge.AutoBridge.from_config(hf)
     bridge.config.softmax_scale = 1.0
-    with pytest.raises(ConfigError, match=r"softmax_scale=1\.0, where it is None"):
+    with pytest.raises(ConfigError, match=r"softmax_scale=1\.0, expected None"):
         bridge.get_model()
     bridge = mbridge.AutoBridge.from_config(hf)
     with pytest.raises(ConfigError, match="megatron-core refuses these settings"):
@@ -369,7 +369,7 @@ def provider_of(name: str, tmp_path: Path) -> tuple[Any, Any]:
 
 OTHERWISE = {  # of what RLinf builds for every model, what these are not
     "gpt_oss": ["activation_func", "glu_linear_offset", "softmax_type='vanilla'", "window_size=None"],
-    "olmo3": ["qk_layernorm=False", "window_attn_skip_freq=None, where it is [1, 0, 1, 0]"],
+    "olmo3": ["qk_layernorm=False", "window_attn_skip_freq=None, expected [1, 0, 1, 0]"],
     "qwen3_next": ["linear_attention_freq=None", "layernorm_zero_centered_gamma=False", "moe_shared_expert_gate"],
 }
 
@@ -409,7 +409,7 @@ def test_a_model_that_rlinfs_config_describes_is_itself(name, tmp_path):
 def test_no_setting_makes_another_model(name, value, tmp_path):
     provider, _ = provider_of("qwen3_moe", tmp_path)
     setattr(provider, name, value)
-    with pytest.raises(ConfigError, match=f"{name}=.*, where it is"):
+    with pytest.raises(ConfigError, match=f"{name}=.*, expected"):
         provider.finalize()
 
 
@@ -419,7 +419,7 @@ def test_a_tied_head_may_be_untied_and_no_other_tied(tied, tmp_path):
     provider.finalize()
     provider, _ = provider_of("qwen3", tmp_path)
     provider.share_embeddings_and_output_weights = True
-    with pytest.raises(ConfigError, match="share_embeddings_and_output_weights=True, where it is False"):
+    with pytest.raises(ConfigError, match="share_embeddings_and_output_weights=True, expected False"):
         provider.finalize()
 
 

@@ -148,12 +148,12 @@ def _require_same(
     for name, value in says.items():
         own = blueprint.gpt_arguments.get(name, getattr(blueprint.config, name, None))
         if name in taken and name not in chosen and value != own:
-            wrong.append(f"{name}={value!r}, where it is {own!r}")
+            wrong.append(f"{name}={value!r}, expected {own!r}")
     known = MODEL_TYPES.get(model.get("model_type") or "", (config.model_type,))
     if config.model_type not in known:
-        wrong.append(f"model_type={model['model_type']!r}, where it is {config.model_type!r}")
+        wrong.append(f"model_type={model['model_type']!r}, expected {config.model_type!r}")
     if model.get("is_lora"):
-        wrong.append("is_lora=True, where no adapter is built")
+        wrong.append("is_lora=True, but no adapter is built")
     if wrong:
         raise ConfigError(
             f"the actor's model block contradicts the HF config: {'; '.join(wrong)}. Remove these keys, or pass "

@@ -122,7 +122,7 @@ def too_many(path: Path) -> CheckpointError:
 
 
 def _close_idle(newest: int) -> None:
-    """Close files until our share is kept. If ``newest`` is high, too many files are open: then close all."""
+    """Close idle files above our share of the process's limit; all idle files if ``newest`` is near the limit."""
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     allowed = _MOST if allowed < 0 else allowed
     share = 0 if newest > allowed - allowed // _SHARE else allowed // _SHARE
