@@ -184,7 +184,7 @@ def test_either_backend_gets_a_router_where_scores_need_one() -> None:
 
 
 def test_other_families_have_no_bias_for_softmax_scores() -> None:
-    with pytest.raises(ConfigError, match="moe_router_enable_expert_bias=True, where it is False"):
+    with pytest.raises(ConfigError, match="moe_router_enable_expert_bias=True, expected False"):
         mb.to_transformer_config(zoo.cases()["qwen3_moe"].hf, overrides={"moe_router_enable_expert_bias": True})
 
 
