@@ -352,7 +352,7 @@ def test_what_does_not_fit_is_named(tmp_path):
     ("part", "message"),
     [
         (lambda numbers: numbers.flip(0), "w has rows of a parameter in another order"),
-        (lambda numbers: numbers[:2], "does not say where all of w goes"),
+        (lambda numbers: numbers[:2], "gives no location for a part of w"),
     ],
 )
 def test_what_a_later_megatron_core_may_split_otherwise_is_refused(part, message):

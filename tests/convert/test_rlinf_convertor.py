@@ -249,7 +249,7 @@ def test_a_source_that_does_not_fit_is_refused_before_anything_is_written(tmp_pa
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"unknown": 1}, ConfigError, r"found \['unknown'\]"),
+        ({"unknown": 1}, ConfigError, r"unknown keys \['unknown'\]"),
         ({"save_path": None}, ConfigError, "must have a save_path"),
         ({"grouped_gemm": "legacy"}, ConfigError, "grouped_gemm must be None or 'te'"),
         ({"te_ln_add_extra_state": "zeros"}, ConfigError, "te_ln_add_extra_state must be one of"),

@@ -305,7 +305,7 @@ def test_a_sender_that_is_killed_leaves_no_memory_behind(tmp_path):
 
 
 def test_memory_that_cannot_be_shared_or_is_not_there_is_refused():
-    with pytest.raises(TransferError, match="memory of meta cannot be handed"):
+    with pytest.raises(TransferError, match="found meta, whose memory another process cannot open"):
         BufferRing(BucketPlan(1, 256, ()), "meta")
     with pytest.raises(TransferError, match="use smaller slots"):
         BufferRing(BucketPlan(1, 1 << 60, ()), "cpu")
