@@ -25,7 +25,7 @@ class BridgeError(Exception):
     """
 
     def __init__(self, *args: object) -> None:
-        """Take a message. Names in it may come from files, so control characters are escaped."""
+        """Take a message. Names in it may come from files, so what would control a terminal is escaped."""
         super().__init__(*(printable(value) if isinstance(value, str) else value for value in args))
 
 

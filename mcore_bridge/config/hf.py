@@ -39,7 +39,7 @@ _MOST_LAYERS = 10_000
 _LABELS = "num_labels"
 _MOST_LABELS = 1_000_000
 _MOST_BYTES = 100_000_000
-"""More bytes than any config has."""
+"""More than any config has."""
 _NOTE = "quantization_config"
 _OF_TRANSFORMERS = "Give the release for transformers, which has safetensors files"
 _OTHER_FORMATS = {

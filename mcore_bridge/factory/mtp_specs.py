@@ -59,14 +59,13 @@ def require_mtp(provenance: Provenance, config: TransformerConfig) -> None:
     if wanted and kinds is not None and "E" in kinds and config.num_moe_experts is None:
         raise ConfigError(
             f"mtp_num_layers must be 0 or None, found {wanted}: mtp_layers_block_type has experts, and no layer of the "
-            "decoder has any. There is no such published model: remove the override"
+            "decoder has any. No published model is so: remove the override"
         )
     names = {rule.mcore for rule in provenance.rules}
     if wanted and kinds is None and config.num_moe_experts and not layers_of(vars(config))[-1] and _DENSE not in names:
         raise ConfigError(
             f"mtp_num_layers must be 0 or None, found {wanted}: megatron-core builds MTP layers like the last layer, "
-            f"which has no experts here, but MTP layers of {provenance.hf.model_type} have experts. Remove the "
-            "override, or "
+            f"which has no experts here, and those of {provenance.hf.model_type} have some. Remove the override, or "
             "keep more layers"
         )
     pattern = getattr(config, "mtp_hybrid_override_pattern", None)

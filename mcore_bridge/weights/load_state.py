@@ -129,7 +129,7 @@ class Load:
         unexpected = tuple(name for name in others if not mapping.is_unused(name))
         self._names = LoadReport(0, 0, initialised, (*ignored, *unused), carried, {}, missing, unexpected)
         if strict and (missing or unexpected):
-            advice = "Use the checkpoint of this config, or pass strict=False to report them instead"
+            advice = "Use the checkpoint of this config, or strict=False to have them reported"
             if any(use.mcore.startswith("output_layer.") for name in missing for use in self.uses[name]):
                 advice += '. Build a checkpoint without a head, such as an embedding model, with head="none"'
             raise CheckpointError(

@@ -127,7 +127,9 @@ def test_what_no_model_could_see_is_refused_by_name() -> None:
         with pytest.raises(MeshError, match="at least 2 layers"):
             seeing.built(hf, ONE, load_weights=False, overrides={"num_layers": 1})
         folder, (ids, mask, images, _), _ = case("mistral3")
-        with pytest.raises(BatchError, match=r"found in a row: TypeError.* Pass everything that the processor .* returns$"):
+        with pytest.raises(
+            BatchError, match=r"found in a row: TypeError.* Pass everything that the processor .* returns$"
+        ):
             seeing.built(folder, ONE)[0](ids[:1], None, mask[:1], pixel_values=images[0]["pixel_values"])
         models = seeing.built(folder, ONE)
         models[0].vision.multi_modal_projector.linear_1.weight.data = ids.float()

@@ -356,7 +356,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7\n"
         (write(INDEX, b"{"), rf"{INDEX} is damaged: expected JSON with an object weight_map"),
         (write(INDEX, b"[]"), rf"{INDEX} is damaged: expected JSON with an object weight_map"),
         (write(INDEX, b'{"weight_map": []}'), rf"{INDEX} is damaged: expected JSON with an object weight_map"),
-        (write(INDEX, b'{"weight_map": {"\xff": "a"}}'), rf"{INDEX} is damaged: .*byte 17 is not UTF-8"),
+        (write(INDEX, b'{"weight_map": {"\xff": "a"}}'), rf"{INDEX} is damaged: .*byte 17 is not of UTF-8"),
         (write(INDEX, b"[" * 100_000), rf"{INDEX} is damaged: .*nested too deep"),
         (write(INDEX, b'{"weight_map": {"a": "b", "a": "b"}}'), rf"{INDEX} is damaged: .*found 1 twice: \['a'\]"),
         (lambda folder: os.truncate(folder / INDEX, 1 << 30), rf"{INDEX} is damaged: .*more than 100000000 bytes"),

@@ -146,8 +146,8 @@ def _check_split(dims: ParallelDims, settings: Mapping[str, object]) -> None:
         )
     if wanted and isinstance(settings.get("window_attn_skip_freq") or settings.get("no_rope_freq"), list):
         raise MeshError(
-            f"mtp_num_layers must be None, found {wanted}: the window or rope of MTP layers of this model is "
-            "unknown. Remove the override"
+            f"mtp_num_layers must be None, found {wanted}: it is not known which window or rope the MTP layers of this "
+            "model have. Remove the override"
         )
     linear = settings.get("linear_attention_freq")
     if wanted and isinstance(linear, list) and linear[num_layers - 1]:
@@ -172,8 +172,8 @@ def _check_shared_selections(dims: ParallelDims, settings: Mapping[str, object])
     assert isinstance(num_mtp_layers, int)
     if freq > 1 and num_mtp_layers > 1:
         raise MeshError(
-            f"mtp_num_layers must be 1, found {num_mtp_layers}: the selection that further MTP layers share is "
-            "unknown. Change the override"
+            f"mtp_num_layers must be 1, found {num_mtp_layers}: it is not known which selection further MTP layers "
+            "share. Change the override"
         )
     for stage in dims.stages(num_layers):
         first = stage.layers.start

@@ -109,8 +109,8 @@ class Check:
         if strict and (lacking or unexpected):
             raise CheckpointError(
                 f"{self.folder.path} does not fit the model: {len(lacking)} tensors missing {list(lacking[:8])}, "
-                f"{len(unexpected)} unexpected {list(unexpected[:8])}. Use the checkpoint of this config, or pass "
-                f"strict=False to report them instead{_HINT if has_adapters else ''}"
+                f"{len(unexpected)} unexpected {list(unexpected[:8])}. Use the checkpoint of this config, or "
+                f"strict=False to have them reported{_HINT if has_adapters else ''}"
             )
         return lacking, unexpected
 

@@ -171,7 +171,7 @@ def latest_in(folder: Path) -> list[Path]:
         name = read_bounded(tracker, _TRACKER_BYTES).strip()
     except ValueError:
         name = b""
-    if _TRACKED.fullmatch(name) is None:  # such as a path outside of the folder
+    if _TRACKED.fullmatch(name) is None:  # such as a path that leads out of the folder
         raise CheckpointError(
             f"{tracker} must hold the number of an iteration, or 'release', found {name!r}: correct it, or name the "
             "folder of an iteration"

@@ -35,7 +35,7 @@ _SUFFIX = ".safetensors"
 _OF_MEGATRON = ("metadata.json", ".metadata", "latest_checkpointed_iteration.txt", "dist_ckpt", "model_optim_rng.pt")
 _OTHERS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5", ".npz")
 _INDEX_BYTES = 100_000_000
-"""Limit on the size of an index: the format's limit on headers, which list tensors, too."""
+"""Limit on the size of an index, the same as the format's limit on headers: both list tensors."""
 
 
 def content_of(folder: str | os.PathLike[str]) -> Content:

@@ -15,9 +15,9 @@ from mcore_bridge.weights.files.positional_io import read_bounded
 from mcore_bridge.weights.files.strict_json import parse
 
 NEW, OLD = "new", "old"
-"""The two sets of files in a home. ``live`` points to one of them."""
+"""The two sets of files in a home, to one of which its ``live`` leads."""
 _NAMES_BYTES = 100_000_000
-"""More bytes than the names of a checkpoint take."""
+"""More than the names of a checkpoint take."""
 
 
 def read_commit(target: Path, live: Path, names_file: Path) -> tuple[str, list[str]]:

@@ -115,7 +115,7 @@ def with_room(act: Callable[[], Result], *, held: int = 0, is_full: IsFull | Non
 
 
 def too_many(path: Path) -> CheckpointError:
-    """The error for a file that cannot be opened because too many are open."""
+    """The error for a file that cannot be opened beside all others."""
     return CheckpointError(
         f"cannot open {path}: this process has too many other files open; allow more of them (ulimit -n)"
     )

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = "NDArray[Any]"
 
-BLOCK_BYTES = 1 << 18  # bytes of an array with gaps that are read at once; they should fit into a core's cache
+BLOCK_BYTES = 1 << 18  # bytes of an array with gaps that are read at once; they should stay in a core's cache
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFDIR: "a folder",
@@ -32,8 +32,8 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
-_MOST_BUFFERS = 1024  # the limit of one call, IOV_MAX on Linux
-READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # the path may have become a FIFO, which would block
+_MOST_BUFFERS = 1024  # of one call, as POSIX's IOV_MAX is on Linux
+READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # what is opened may have become a FIFO, which would block
 _POINTER = b"version https://git-lfs"
 
 
@@ -46,7 +46,7 @@ def open_file(path: Path) -> int:
     try:
         kind = _KINDS.get(stat.S_IFMT(os.stat(path).st_mode))
         if kind is not None:
-            raise CheckpointError(f"{path} is {kind}, expected a file: replace it by a file, or remove it")
+            raise CheckpointError(f"{path} is {kind}, expected a file: replace it by the file, or remove it")
         fd = with_room(lambda: os.open(path, READ))
     except OSError as error:
         if error.errno in FULL:
@@ -71,8 +71,7 @@ def read_bounded(path: Path, num_bytes: int) -> bytes:
         ValueError: it has more than ``num_bytes``.
     """
     with open(open_file(path), "rb") as file:
-        # a sparse file of terabytes is not read to find this out
-        is_larger = os.fstat(file.fileno()).st_size > num_bytes
+        is_larger = os.fstat(file.fileno()).st_size > num_bytes  # a hole of terabytes is not read to learn that
         data = b"" if is_larger else file.read(num_bytes + 1)
     if is_larger or len(data) > num_bytes:
         raise ValueError(f"more than {num_bytes} bytes")

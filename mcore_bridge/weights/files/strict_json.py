@@ -1,4 +1,4 @@
-"""JSON of files that other programs write. No object may have a key twice, so that all readers get equal values."""
+"""JSON of files that other programs write. An object has each key once, so that all readers read the same."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def parse(data: bytes) -> Any:
     """
     try:
         return json.loads(data.decode(), object_pairs_hook=_object)
-    except UnicodeDecodeError as error:  # the original message would show all of the data
-        raise ValueError(f"byte {error.start} is not UTF-8") from None
+    except UnicodeDecodeError as error:  # its message would show all of the data
+        raise ValueError(f"byte {error.start} is not of UTF-8") from None
     except RecursionError:
         raise ValueError("it is nested too deep") from None
 

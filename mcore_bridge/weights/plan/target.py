@@ -183,7 +183,7 @@ def engine_ranks(
     require(TargetError, layers=(layers, COUNTS.or_none()), whole=(whole, NAMES))
     if tp % ep:
         raise TargetError(
-            f"expected ep to divide tp={tp}, found {ep}; if experts lie across data parallel engines, make each "
+            f"expected ep to divide tp={tp}, found {ep}; where experts lie across data parallel engines, make each "
             "EngineRank with its own ep_rank"
         )
     etp = tp // ep
