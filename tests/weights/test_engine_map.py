@@ -596,7 +596,7 @@ def test_the_digits_of_running_numbers_come_back_from_any_dtype(dtype):
 
 
 def test_an_engine_of_a_dtype_that_torch_cannot_cast_is_named():
-    with pytest.raises(TransferError, match=r"no digits can be read off torch\.bits8, of torch\.bfloat16"):
+    with pytest.raises(TransferError, match=r"no digits of torch\.bfloat16 can be read from torch\.bits8"):
         RunningNumbers(SPECS, ()).digits(torch.empty(3, dtype=torch.bits8), torch.bfloat16)
 
 
