@@ -12,9 +12,9 @@ checks, copies and answers in it; caches are reset, and both devices are synchro
 median and the worst of rank 0 are published.
 
 ``plain`` is the engine's loader alone, and ``whole`` its loader with what it does after loading, which is the layerwise
-reload of vLLM. ``map`` copies out of the ring by the map. ``direct`` writes HF tensors straight into the engine's
-parameters, and ``shards`` megatron-core's shards, with no HF tensor between. Checksums of every parameter are compared
-after each way.
+reload of vLLM. ``map`` copies out of the ring by the map. ``direct`` writes HF tensors straight into the engine's parameters, and ``shards`` megatron-core's shards, with no HF
+tensor between. ``sync`` is a ``WeightSync``, which chooses by itself, and once more with each of ``--transports``.
+Checksums of every parameter are compared after each way.
 """
 
 from __future__ import annotations
@@ -88,6 +88,12 @@ class Engine:
             raise answers[0]
         return answers[0][self.rank] if isinstance(answers[0], list) else None
 
+    def receive(self, info: Any) -> None:
+        """What a ``WeightSync`` calls, on rank 0 alone."""
+        self.pipe.send(("receive", [(dict(info), rank, self.size) for rank in range(self.size)]))
+        if isinstance(answer := self.pipe.recv(), Exception):
+            raise answer
+
     def close(self) -> None:
         """End the process."""
         if self.rank:
@@ -118,6 +124,8 @@ def main() -> None:
     parser.add_argument("--slot-mb", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--backend", default="auto")
+    parser.add_argument("--only-sync", action="store_true", help="measure WeightSync alone, beside the slow ways once")
+    parser.add_argument("--transports", nargs="*", default=[], help="further transports of WeightSync: ring, network")
     parser.add_argument("--slow-repeats", type=int, default=3, help="of the engine's own loader")
     arguments = parser.parse_args()
     for case in arguments.cases:
@@ -205,6 +213,10 @@ class Case:
         expected = self.time_sync("whole", slow)
         plain = self.time_sync("plain", slow)
         self.report("plain and whole alike", alike=plain == expected)
+        for transport in (None, *self.arguments.transports):
+            self.by_one_object(transport, repeats, expected)
+        if self.arguments.only_sync:
+            return
         free = engine("memory")
         self.report("map", **engine("make_map"))
         self.report("map kept", seconds=engine("prove_kept"), extra_bytes=free - engine("memory"))
@@ -218,6 +230,17 @@ class Case:
         self.check("direct", self.sync_direct, expected)
         self.time("shards", repeats, self.sync_shards)
         self.check("shards", self.sync_shards, expected)
+
+    def by_one_object(self, transport: Any, repeats: int, expected: dict[str, int]) -> None:
+        """Rounds of a ``WeightSync``, whose first one makes a map, or proves a kept one."""
+        with mb.WeightSync(self.models, self.engine.receive, transport=transport) as sync:
+            start = time.perf_counter()
+            report = sync()
+            first = time.perf_counter() - start
+            ways = sorted({f"{worker.transport} {worker.reason[:300]}".strip() for worker in report.workers})
+            self.report(f"WeightSync, transport {transport}", ways=ways, first_s=round(first, 2))
+            self.time(f"sync, WeightSync {report.workers[0].transport}", repeats, sync)
+            self.check(f"WeightSync {report.workers[0].transport}", sync, expected)
 
     def check(self, way: str, sync: Callable[[], None], expected: dict[str, int]) -> None:
         """From NaN on, the engine gets the bits of its own loader."""

@@ -13,6 +13,7 @@ import time
 import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing.connection import Client
 from pathlib import Path
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import mcore_bridge as mb
+from mcore_bridge.engines import EngineWorker
 from mcore_bridge.weights.engine.prove import checksums
 
 Pairs = Iterable[tuple[str, Tensor]]
@@ -107,6 +109,13 @@ class Worker:
         """A direct round has ended."""
         self.engine.complete()
         self.synchronize()
+
+    def receive(self, info: dict[str, Any], rank: int, size: int) -> None:
+        """Take part in a round of a ``WeightSync``."""
+        if not hasattr(self, "_worker"):
+            name = f"benchmark, worker {rank} of {size}"
+            self._worker = EngineWorker(self.model, self.whole, name=name, rank=rank, size=size)
+        self._worker.receive(info)
 
     def digests(self) -> dict[str, int]:
         """Of every parameter."""
@@ -263,7 +272,8 @@ def stand_in(arguments: Namespace) -> Ask:
     workers = [StandIn(arguments.device) for _ in range(arguments.ranks)]
 
     def ask(method: str, arguments_by_rank: Sequence[Sequence[Any]]) -> list[Any]:
-        return [getattr(worker, method)(*rest) for worker, rest in zip(workers, arguments_by_rank, strict=True)]
+        with ThreadPoolExecutor(len(workers)) as threads:  # a trainer waits for all of them in one round
+            return list(threads.map(lambda worker, rest: getattr(worker, method)(*rest), workers, arguments_by_rank))
 
     return ask
 

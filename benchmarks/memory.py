@@ -22,7 +22,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 import mcore_bridge as mb
-from mcore_bridge.commands.plan.batch import Batch
+from mcore_bridge.commands.options import Batch
 from mcore_bridge.commands.plan.mesh_plan import plan_mesh
 from mcore_bridge.commands.plan.tables import blueprint_of
 from mcore_bridge.commands.plan.training_memory import TrainingMemory, rank_sizes, training_memory

@@ -68,7 +68,7 @@ def main() -> None:
     """As ``mcore-bridge draw`` does, but in small files."""
     config = with_images() if "--images" in sys.argv[2:] else text()
     drawn = draw(config, sys.argv[1], dtype=torch.bfloat16, max_shard_bytes=30_000_000)
-    count = sum(name.endswith(".safetensors") for name in drawn.names)
+    count = sum(name.endswith(".safetensors") for name in drawn.files)
     print(f"{sys.argv[1]}: {drawn.num_bytes / 1e6:.0f} MB in {count} files")
 
 

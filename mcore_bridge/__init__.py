@@ -31,13 +31,15 @@ if TYPE_CHECKING:
     from mcore_bridge.factory.gpt_inputs import to_transformer_config as to_transformer_config
     from mcore_bridge.factory.reference import without_adapters as without_adapters
     from mcore_bridge.rules.adapters import Adapters as Adapters
+    from mcore_bridge.sync.weight_sync import WeightSync as WeightSync
     from mcore_bridge.weights.bound import adopt as adopt
     from mcore_bridge.weights.dist_checkpoint.checkpoint import CheckpointReport as CheckpointReport
     from mcore_bridge.weights.dist_checkpoint.checkpoint import load_checkpoint as load_checkpoint
     from mcore_bridge.weights.dist_checkpoint.checkpoint import save_checkpoint as save_checkpoint
-    from mcore_bridge.weights.engine.export_into import export_into as export_into
     from mcore_bridge.weights.engine.map_engine import map_engine as map_engine
     from mcore_bridge.weights.engine.writer import EngineWriter as EngineWriter
+    from mcore_bridge.weights.engine.writer import export_into as export_into
+    from mcore_bridge.weights.export import iter_hf_pieces as iter_hf_pieces
     from mcore_bridge.weights.export import iter_hf_weights as iter_hf_weights
     from mcore_bridge.weights.export import to_hf_state_dict as to_hf_state_dict
     from mcore_bridge.weights.ipc.buckets import plan_buckets as plan_buckets
@@ -45,7 +47,6 @@ if TYPE_CHECKING:
     from mcore_bridge.weights.ipc.sender import BufferRing as BufferRing
     from mcore_bridge.weights.load import load_hf_weights as load_hf_weights
     from mcore_bridge.weights.load_state import LoadReport as LoadReport
-    from mcore_bridge.weights.local_slices import iter_hf_pieces as iter_hf_pieces
     from mcore_bridge.weights.manifest import Manifest as Manifest
     from mcore_bridge.weights.manifest import manifest as manifest
     from mcore_bridge.weights.peft.hf_adapters import iter_hf_adapters as iter_hf_adapters
@@ -66,7 +67,7 @@ _HOMES = {
     "load_hf_weights": "weights.load",
     "iter_hf_weights": "weights.export",
     "to_hf_state_dict": "weights.export",
-    "iter_hf_pieces": "weights.local_slices",
+    "iter_hf_pieces": "weights.export",
     "save_hf_checkpoint": "weights.save",
     "manifest": "weights.manifest",
     "save_checkpoint": "weights.dist_checkpoint.checkpoint",
@@ -79,8 +80,9 @@ _HOMES = {
     "Receiver": "weights.ipc.receiver",
     "map_engine": "weights.engine.map_engine",
     "EngineMap": "weights.plan.engine_map",
-    "export_into": "weights.engine.export_into",
+    "export_into": "weights.engine.writer",
     "EngineWriter": "weights.engine.writer",
+    "WeightSync": "sync.weight_sync",
     "forward": "batches.forward",
     "TokenOutputs": "batches.forward",
     "log_probs": "batches.logprobs",

@@ -1,7 +1,7 @@
 """The registry. An architecture is a config table and weight rules; it is looked up by the ``model_type`` of HF.
 
-Each file of ``models/`` that defines ``ARCHITECTURE`` is one, so a new architecture is one new file. Other packages
-call ``register``, or declare entry points, which are read when a ``model_type`` is unknown (``plugins.py``).
+Ours are the files of ``models/`` that define ``ARCHITECTURE``, so a new architecture is one new file. Other packages
+call ``register``, or declare entry points, which are read once a ``model_type`` is unknown (``installed.py``).
 
 A file of ``models/`` may also define ``COMPOSITES``, whose text is one of the architectures, and ``REFUSALS``: families
 that we refuse, with the reason. A package that can build one of them may register it.
@@ -15,13 +15,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mcore_bridge import plugins
 from mcore_bridge.arguments import instance_of, require
 from mcore_bridge.composite import TRANSFORMERS, Composite, text_of
 from mcore_bridge.config.fields import Field
 from mcore_bridge.config.hf import nearest, read_config
-from mcore_bridge.config.megatron_release import Release
 from mcore_bridge.errors import ConfigError, shown
+from mcore_bridge.installed import GROUP, Release, plugins
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -163,7 +162,7 @@ def architecture_of(hf: "PretrainedConfig | str") -> Architecture:
     if model_type not in _REGISTRY:
         _load_theirs()
     if model_type not in _REGISTRY and model_type in _REFUSED:
-        raise ConfigError(f"{_refused(model_type)}{_text_inside(hf)}")
+        raise ConfigError(_refused(model_type), in_python=_text_inside(hf))
     if model_type in _COMPOSITES:
         raise ConfigError(
             f"The model_type must be that of a text here, found {model_type!r}, which joins a text to models of images "
@@ -173,7 +172,8 @@ def architecture_of(hf: "PretrainedConfig | str") -> Architecture:
         raise ConfigError(
             f"The model_type must be a registered architecture, found {model_type!r}."
             f"{nearest(model_type, {*_REGISTRY, *_COMPOSITES})} Register an architecture for it, or install a package "
-            f"with an entry point of the group {plugins.GROUP!r}.{_text_inside(hf)}"
+            f"with an entry point of the group {GROUP!r}.",
+            in_python=_text_inside(hf),
         )
     return _REGISTRY[model_type]
 
@@ -201,7 +201,7 @@ def _text_inside(hf: "PretrainedConfig | str") -> str:
     if text not in _REGISTRY:
         return ""
     return (
-        f" To train its text model ({text!r}) alone, pass its text_config as the HF config. Pass its "
+        f"To train its text model ({text!r}) alone, pass its text_config as the HF config. Pass its "
         "tensors as load_weights: pairs of name and tensor, with the names of a checkpoint of the text model alone."
     )
 
@@ -220,7 +220,7 @@ def _load_ours() -> None:
 
 
 def _load_theirs() -> None:
-    for name, offer in plugins.load():
+    for name, offer in plugins():
         for architecture in (offer,) if isinstance(offer, Architecture) else offer:
             if not isinstance(architecture, Architecture):
                 raise ConfigError(

@@ -1,11 +1,16 @@
-"""Checks of the types of arguments from Python callers, which raise errors of this library."""
+"""Checks of arguments that only callers from Python can get wrong: their kinds, in an error of ours.
+
+Paths that callers give. An empty one is never the working folder, as it is for pathlib.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, TypeGuard
 
-from mcore_bridge.errors import BridgeError, shown
+from mcore_bridge.errors import BridgeError, CheckpointError, shown
 
 
 class Kind(NamedTuple):
@@ -42,6 +47,11 @@ def problem_of(**given: tuple[object, Kind]) -> str:
     """The message that ``require`` would raise, or an empty string."""
     wrong = [(name, *pair) for name, pair in given.items() if not pair[1].is_good(pair[0])]
     return "; ".join(f"{name} must be {kind.words}, found {shown(value)}" for name, value, kind in wrong)
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Whether ``value`` is a whole number of at least 1. A ``bool`` is not a number here."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _is_whole(value: object) -> bool:
@@ -87,7 +97,7 @@ def _place(device: object) -> str:
 
 
 WHOLE = Kind("a whole number", _is_whole)
-COUNT = Kind("a whole number of at least 1", lambda value: _is_whole(value) and value >= 1)  # type: ignore[operator]
+COUNT = Kind("a whole number of at least 1", lambda value: is_count(value) and _is_whole(value))
 LEAST_0 = Kind("a whole number of at least 0", lambda value: _is_whole(value) and value >= 0)  # type: ignore[operator]
 FLAG = instance_of("True or False", bool)
 COUNTS = Kind("a list of whole numbers", lambda value: _is_list_of(value, _is_whole))
@@ -96,3 +106,29 @@ DEVICE = Kind('a torch.device, or its name such as "cpu" or "cuda:0"', _is_devic
 FUNCTION = Kind("a function", callable)
 MAPPING = instance_of("a mapping", Mapping)
 ITERABLE = Kind("an iterable", lambda value: isinstance(value, Iterable) and not isinstance(value, str | bytes))
+
+
+def given_path(path: str | os.PathLike[str], kind: type[BridgeError] = CheckpointError) -> Path:
+    """The path of a folder or file from a caller. Every function and command calls this first.
+
+    An unset variable often becomes ``Path("")``, which equals ``Path(".")``. So both are refused, and ``"."`` becomes
+    the absolute path of the working folder.
+
+    Args:
+        path: the argument of the caller.
+        kind: the error to raise.
+
+    Raises:
+        BridgeError: it is empty, no path, or holds a null byte.
+    """
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(text, str):
+        raise kind(f"expected a path, found {shown(path)}: pass a string or a pathlib.Path")
+    if not text or (not isinstance(path, str) and Path(path) == Path()):
+        raise kind(
+            "expected a path, found an empty string: is a variable not set?",
+            in_python="Path('') equals Path('.'): pass Path.cwd() for the working folder",
+        )
+    if "\0" in text:
+        raise kind(f"expected a path, found a null byte in {shown(text)}: correct it")
+    return Path.cwd() if Path(text) == Path() else Path(text)

@@ -24,9 +24,16 @@ class BridgeError(Exception):
         MeshError
     """
 
-    def __init__(self, *args: object) -> None:
-        """Take a message. Names in it may come from files, so what would control a terminal is escaped."""
+    def __init__(self, *args: object, in_python: str = "") -> None:
+        """Take a message. Names in it may come from files, so what would control a terminal is escaped.
+
+        Args:
+            in_python: what a caller from Python may do besides, as a note of the exception. A command, which shows the
+                message alone, has no option for it.
+        """
         super().__init__(*(printable(value) if isinstance(value, str) else value for value in args))
+        if in_python:
+            self.add_note(in_python)
 
 
 class ConfigError(BridgeError, ValueError):

@@ -1,8 +1,14 @@
-"""Processes of this machine: whether they see each other's ids, and whether they are alive, from Linux's ``/proc``."""
+"""Processes of this machine: which can see each other, and which are alive, read from Linux's ``/proc``.
+
+A process may also pause its garbage collector.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -30,3 +36,18 @@ def start_time(pid: int) -> str:
 def is_alive(pid: int, started: str) -> bool:
     """Whether the process ``pid`` still runs. ``started`` is an earlier result of ``start_time`` for it."""
     return start_time(pid) == started
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Pause the garbage collector in the block, if it is on.
+
+    It takes a third of the time if very many objects are made and kept.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

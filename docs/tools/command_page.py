@@ -1,96 +1,37 @@
 """The text of cli.md: the commands and their options, as ``--help`` has them."""
 
+import inspect
+import re
+import sys
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from typing import Any
 
 import typer
 
 from mcore_bridge.commands.app import app
+from mcore_bridge.commands.doctor import Diagnosis
+from mcore_bridge.commands.draw import Drawn
+from mcore_bridge.commands.plan.suggest import Search
+from mcore_bridge.commands.plan.tables import Planned
+from mcore_bridge.commands.run_command import keys_of
+from mcore_bridge.commands.verify.verify import Verdict
+from mcore_bridge.commands.written import Written
+from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 
-KEYS = {
-    "verify": {
-        "good": "whether nothing differs; then the exit code is 0",
-        "folder": "the checkpoint",
-        "model_type": "of its config",
-        "tower": "whether its models of images are built",
-        "mesh": "sizes by axis, `sp`, and the `layout` or null",
-        "ranks": "processes that were started",
-        "dtype": "of the model",
-        "parameters": "of the whole model",
-        "tensors": "number of tensors that were compared",
-        "bytes": "of these tensors",
-        "rank_bytes": "parameters of the fullest rank",
-        "seconds": "time of the slowest rank, by phase",
-        "different": "names whose bits differ",
-        "saved_different": "names that differ in the folder of `--save`; null without it",
-        "adapter_different": "names of tensors of `--adapter` whose bits differ; null without it",
-        "logits": "`difference`, `relative`, `tolerance`, `count` and `images`; `varied`: names of tensors with "
-        "one value or equal to another, which got random changes on both sides; `untold`: names of such tensors that "
-        "are "
-        "encoded and got no changes. null if logits were left out. A NaN is null",
-        "logits_left_out": "the reason why logits were left out, or null",
-        "carried": "names that a save copies, and no parameter uses",
-        "unused": "names that nothing uses",
-        "drawn": "names of MTP layers that the files lack",
-        "notes": "about fields of the config that change nothing",
-    },
-    "plan": {
-        "model_type": "of the text",
-        "tower": "as of `verify`",
-        "mesh": "as of `verify`",
-        "ranks": "of the whole job",
-        "dtype": "of the parameters",
-        "parameters": "of the whole model",
-        "stages": "by pipeline rank and virtual stage: `pp`, `vp`, `layers`, `tower`, `embedding`, `mtp`, "
-        "`output`, and `parameters`, `bytes` and `expert_bytes` of one rank",
-        "export": "`ranks`, `messages`, `seconds`, and for the fullest rank `sent`, `weights`, `received` and "
-        "`memory` in "
-        "bytes",
-        "engine": "`messages`, `sent`, `received`, `total`, `memory` (bytes), `seconds`; null without `--engine-*`",
-        "notes": "as of `verify`",
-    },
-    "plan --gpus": {
-        "gpus": "ranks of the job",
-        "gpu_bytes": "memory that a rank may use",
-        "batch": "`sequence`, `micro_batch`, `recompute`",
-        "suggestions": "best first: `mesh`, `dp`, `edp`, `memory` (bytes by part, and their `total`), `export_seconds`",
-        "too_large": "meshes that do not fit: `mesh`, and `bytes` of its fullest rank, smallest first",
-        "refused": "meshes that cannot be built: `reason`, and the `meshes`",
-    },
-    "convert": {
-        "target": "the folder that was written",
-        "kind": "its format",
-        "parameters": "number of parameters; if no model was built, number of tensors",
-        "bytes": "size of these",
-        "files": "names in the target",
-        "kept": "how many of them an earlier run had written",
-        "carried": "as of `verify`",
-        "unused": "names that nothing uses",
-    },
-    "merge": {
-        "target": "the folder that was written",
-        "kind": '`"hf"`',
-        "parameters": "number of tensors",
-        "bytes": "size of these",
-        "files": "names in the target",
-        "kept": "how many of them an earlier run had written",
-        "carried": "always empty",
-        "unused": "always empty",
-    },
-    "draw": {
-        "target": "the folder that was written",
-        "parameters": "of the whole model",
-        "tensors": "number of tensors",
-        "bytes": "size of these",
-        "files": "names in the target",
-    },
-    "doctor": {
-        "ready": "whether nothing must be changed; then the exit code is 0",
-        "conclusion": "the last line of the text output",
-        "lines": "`name`, `state`, `advice`, and `is_problem`: whether nothing works before the advice is followed",
-    },
+ATTRIBUTE = re.compile(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", re.MULTILINE)
+"""A line of ``Attributes``, and those that continue it."""
+
+ANSWERS: dict[str, type] = {
+    "verify": Verdict,
+    "plan": Planned,
+    "plan --gpus": Search,
+    "convert": Written,
+    "merge": Written,
+    "draw": Drawn,
+    "doctor": Diagnosis,
 }
-"""By command, the keys of the object that ``--json`` prints, with their meaning (``commands/as_json.py``)."""
+"""By command, the dataclass whose fields and properties are the keys of the object that ``--json`` prints."""
 
 HEAD = """# Command line
 
@@ -111,8 +52,9 @@ mcore-bridge doctor                                           # what is installe
 JSON = """## For scripts
 
 With `--json` a command prints one object on one line, and nothing else to stdout: progress and errors go to stderr.
-After an error the object is `{"error": "..."}`. The exit code is then 1, or 2 if an option, an argument or a command
-is wrong. Bytes are whole numbers. Names are the names in the HF files.
+After an error the object is `{"error": "..."}`. The exit code is then 1, or 2 where an option, an argument or a command
+is wrong. Bytes are whole numbers, names are those of the HF files, and a number that is not finite is null. A key with
+a dot is one inside an object, or inside each object of a list.
 
 ```sh
 mcore-bridge plan path/of/config --gpus 64 --json | jq '.suggestions[0].mesh'
@@ -128,11 +70,25 @@ def page() -> str:
 
 
 def _objects() -> Iterator[str]:
-    """A table of the keys of each object."""
-    for command, keys in KEYS.items():
+    """A table of the keys of each object, from the docstrings of its class."""
+    for command, answer in ANSWERS.items():
         yield from (f"| `{command}` | |", "|---|---|")
-        yield from (f"| `{key}` | {said} |" for key, said in keys.items())
+        yield from _keys(answer, "")
         yield ""
+
+
+def _keys(answer: type, inside: str) -> Iterator[str]:
+    """The rows of a class, and those of the classes of its fields."""
+    attributes = (inspect.getdoc(answer) or "").partition("Attributes:\n")[2].partition("\n\n")[0]
+    said = {name: " ".join(text.split()) for name, text in ATTRIBUTE.findall(attributes)}
+    kinds = vars(sys.modules[answer.__module__])
+    for key in keys_of(answer):
+        computed = inspect.getdoc(getattr(answer, key)) if key not in said else None
+        text = computed[0].lower() + computed[1:] if computed else said[key]
+        yield f"| `{inside}{key}` | {text.rstrip('.').replace('``', '`').replace('None', 'null')} |"
+        for name in re.findall(r"\w+", answer.__annotations__.get(key, "")):
+            if is_dataclass(kind := kinds.get(name)) and kind is not ParallelDims:
+                yield from _keys(kind, f"{inside}{key}.")
 
 
 def _command(name: str, command: Any) -> Iterator[str]:

@@ -14,7 +14,7 @@ from mcore_bridge.commands import report
 from mcore_bridge.commands.plan import tables
 from mcore_bridge.commands.verify.verify import verify
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
-from mcore_bridge.factory.build_options import BuildOptions
+from mcore_bridge.factory.blueprint import BuildOptions
 
 PICTURE = Path(__file__).parent.parent / "images" / "terminal.svg"
 COLUMNS = 108
@@ -29,7 +29,7 @@ def main() -> None:
     console.print(f"[bold]$ mcore-bridge verify {folder} {OPTIONS}[/]")
     console.print(report.render(verify(folder, BuildOptions(dims=DIMS, device="cpu"), on_event=lambda *event: None)))
     console.print(f"\n[bold]$ mcore-bridge plan {folder} {OPTIONS}[/]")
-    console.print(tables.render(tables.plan(folder, BuildOptions(dims=DIMS))))
+    console.print(tables.render(tables.Planned.of(tables.plan(folder, BuildOptions(dims=DIMS)))))
     svg = console.export_svg(title="mcore-bridge", unique_id="terminal")
     svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)  # no font from a network
     lines = svg.replace("Fira Code, monospace", "monospace").replace("\u2026", "...").splitlines()

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from mcore_bridge import models
 from mcore_bridge import rules as algebra
 from mcore_bridge.architecture import Architecture
-from mcore_bridge.rules.dialects import fused
 from mcore_bridge.rules.layout import Chain, Layout
 from mcore_bridge.rules.mapping import Rule, Rules, under
+from mcore_bridge.rules.variants import fused
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from mcore_bridge.arguments import COUNT, FLAG, FUNCTION, ids_on, require, tensor_on
-from mcore_bridge.batches.digests import digest, digest_of_tokens
 from mcore_bridge.batches.gradients import finishing_gradients
 from mcore_bridge.batches.image_rows import images_of_rows
 from mcore_bridge.batches.images import Images, SeenImages, num_positions
@@ -27,11 +26,12 @@ from mcore_bridge.batches.refusals import (
     require_scalar,
     require_vocabulary,
 )
-from mcore_bridge.batches.text_collectives import broadcast_from_last, gather, reduce_max
+from mcore_bridge.batches.text_collectives import broadcast_from_last, digest, digest_of_tokens, gather, reduce_max
 from mcore_bridge.config.mesh.alike import Shared
 from mcore_bridge.config.mesh.lost_ranks import naming_lost_ranks
 from mcore_bridge.errors import BatchError
-from mcore_bridge.weights.bound import Models, all_chunks_of, chunks_of, provenance_on
+from mcore_bridge.weights.bound import provenance_on
+from mcore_bridge.weights.model_chunks import Models, all_chunks_of, chunks_of
 from mcore_bridge.weights.peft.hf_adapters import adapters_in_use
 from mcore_bridge.weights.provenance import HF, Provenance, identity
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from mcore_bridge.batches.text_collectives import reduce_sum
-from mcore_bridge.weights.bound import chunks_of
+from mcore_bridge.weights.model_chunks import chunks_of
 
 
 @contextlib.contextmanager

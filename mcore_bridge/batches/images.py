@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.batches.packing import PackedSequences
-from mcore_bridge.batches.padded_rows import is_empty
-from mcore_bridge.batches.whole_rows import placed
+from mcore_bridge.batches.rows import is_empty, placed
 from mcore_bridge.errors import BatchError
 
 Images = Sequence[Mapping[str, Any] | None] | Mapping[str, Any]

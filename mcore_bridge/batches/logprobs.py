@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mcore_bridge.arguments import Kind, ids_on, require
-from mcore_bridge.batches.digests import digest
-from mcore_bridge.batches.text_collectives import reduce_max, reduce_sum, require_group
+from mcore_bridge.arguments import Kind, ids_on, is_count, require
+from mcore_bridge.batches.text_collectives import digest, reduce_max, reduce_sum, require_group
 from mcore_bridge.config.mesh.alike import Shared, agreed
-from mcore_bridge.config.sizes import is_count
 from mcore_bridge.errors import BatchError
 
 if TYPE_CHECKING:

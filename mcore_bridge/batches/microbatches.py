@@ -14,7 +14,7 @@ from mcore_bridge.batches.packing import PackedSequences, pack_sequences, rounde
 from mcore_bridge.config.mesh.alike import Content, Shared, digest_of, problem_of_ranks, replica_groups
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.errors import BatchError
-from mcore_bridge.weights.model_tensors import unwrap
+from mcore_bridge.weights.model_chunks import unwrap
 from mcore_bridge.weights.transfer.collectives import Group
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ import typer
 from rich.console import Console
 
 from mcore_bridge import __version__
-from mcore_bridge.commands import as_json
 from mcore_bridge.commands.options import (
     Cp,
     Debug,
@@ -125,8 +124,8 @@ def verify_command(
                 adapter=adapter,
                 on_event=on_event,
             )
-        answer(lambda: render(verdict), lambda: as_json.of_verdict(verdict))
-        if not verdict.is_good:
+        answer(verdict, render)
+        if not verdict.good:
             raise typer.Exit(1)
 
 
@@ -191,7 +190,8 @@ def convert_command(
     and it continues; the target appears when it is complete.
     """
     with running(context) as answer, uncompiled():
-        from mcore_bridge.commands.report import progress, render_conversion
+        from mcore_bridge.commands.report import progress
+        from mcore_bridge.commands.written import Written, render
         from mcore_bridge.config.mesh.parallel_dims import ParallelDims
         from mcore_bridge.convert.convert import convert
         from mcore_bridge.convert.hf_to_torch import rank_files
@@ -214,7 +214,7 @@ def convert_command(
                 strict_config=strict_config,
                 on_event=on_event,
             )
-        answer(lambda: render_conversion(converted, target), lambda: as_json.of_conversion(converted, target))
+        answer(Written.of(converted, target), render)
 
 
 @app.command("merge")
@@ -238,12 +238,13 @@ def merge_command(
     target appears when it is complete.
     """
     with running(context) as answer, uncompiled():
-        from mcore_bridge.commands.report import progress, render_conversion
+        from mcore_bridge.commands.report import progress
+        from mcore_bridge.commands.written import Written, render
         from mcore_bridge.convert.convert import merge
 
         with progress(Console(stderr=True), processes) as on_event:
             merged = merge(base, adapter, target, num_processes=processes, on_event=on_event)
-        answer(lambda: render_conversion(merged, target), lambda: as_json.of_conversion(merged, target))
+        answer(Written.of(merged, target), render)
 
 
 @app.command("draw")
@@ -272,11 +273,9 @@ def draw_command(
     which it could not with the weights that transformers begins a training with. The model has to fit into memory.
     """
     with running(context) as answer:
-        from mcore_bridge.commands.draw import draw
-        from mcore_bridge.commands.report import render_drawn
+        from mcore_bridge.commands.draw import draw, render
 
-        drawn = draw(config, target, num_layers=layers, dtype=dtype_of(dtype), seed=seed)
-        answer(lambda: render_drawn(drawn), lambda: as_json.of_drawn(drawn))
+        answer(draw(config, target, num_layers=layers, dtype=dtype_of(dtype), seed=seed), render)
 
 
 @app.command("doctor")
@@ -285,7 +284,7 @@ def doctor_command(context: typer.Context, json: Json = False) -> None:
     with running(context) as answer:
         from mcore_bridge.commands.doctor import examine, render
 
-        lines = examine()
-        answer(lambda: render(lines), lambda: as_json.of_doctor(lines))
-        if any(line.is_problem for line in lines):
+        diagnosis = examine()
+        answer(diagnosis, render)
+        if not diagnosis.ready:
             raise typer.Exit(1)

@@ -34,7 +34,14 @@ _OPTIONAL = {"transformer-engine": 'backend "te" on GPUs', "triton": "megatron-c
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of the report. ``advice`` says what to do; with ``is_problem`` nothing works before that."""
+    """One line of the report.
+
+    Attributes:
+        name: what was looked at.
+        state: what was found.
+        advice: what to do; it may be empty.
+        is_problem: whether nothing works before the advice is followed.
+    """
 
     name: str
     state: str
@@ -42,28 +49,43 @@ class Line:
     is_problem: bool = False
 
 
-def examine() -> list[Line]:
-    """The lines of the report about this environment."""
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What was found.
+
+    Attributes:
+        lines: of the report.
+    """
+
+    lines: tuple[Line, ...]
+
+    @property
+    def ready(self) -> bool:
+        """Whether nothing must be changed."""
+        return not any(line.is_problem for line in self.lines)
+
+    @property
+    def conclusion(self) -> str:
+        """The last line of the report: ready, or what to do first."""
+        problems = [f"{line.name}: {line.advice}" for line in self.lines if line.is_problem]
+        return f"not ready: {'; '.join(problems)}" if problems else "ready"
+
+
+def examine() -> Diagnosis:
+    """Look at this environment."""
     python = _judged("python", platform.python_version())
-    return [python, *map(_required, _REQUIRED), *_optional(), _triton(), *_gpus(), *_clash(), _self()]
+    return Diagnosis((python, *map(_required, _REQUIRED), *_optional(), _triton(), *_gpus(), *_clash(), _self()))
 
 
-def conclusion(lines: Iterable[Line]) -> str:
-    """The last line of the report: ready, or what to do first."""
-    problems = [f"{line.name}: {line.advice}" for line in lines if line.is_problem]
-    return f"not ready: {'; '.join(problems)}" if problems else "ready"
-
-
-def render(lines: Iterable[Line]) -> Group:
+def render(diagnosis: Diagnosis) -> Group:
     """The report for people: a row for each line, then the conclusion."""
-    lines = list(lines)
     table = Table(show_header=False, box=None, padding=(0, 1))
     for _ in range(3):
         table.add_column(overflow="fold")  # else a path would be cut
-    for line in lines:
+    for line in diagnosis.lines:
         color = "red" if line.is_problem else "yellow" if line.advice else "green"
         table.add_row(f"[bold]{line.name}[/]", f"[{color}]{escape(line.state)}[/]", escape(line.advice))
-    return Group(table, escape(conclusion(lines)))
+    return Group(table, escape(diagnosis.conclusion))
 
 
 def _required(name: str) -> Line:

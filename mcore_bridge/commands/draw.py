@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mcore_bridge.commands import text
 from mcore_bridge.commands.random_values import drawn
 from mcore_bridge.config.hf import read_config
 from mcore_bridge.errors import CheckpointError, ConfigError
@@ -26,13 +27,29 @@ _NOTE = "quantization_config"
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What was written: the numbers of parameters, tensors and bytes, and the names of files."""
+    """What was written.
+
+    Attributes:
+        target: the folder.
+        parameters: of the whole model.
+        tensors: how many there are.
+        bytes: of all tensors.
+        files: names in the target.
+    """
 
     target: Path
-    num_parameters: int
-    num_tensors: int
-    num_bytes: int
-    names: tuple[str, ...]
+    parameters: int
+    tensors: int
+    bytes: int
+    files: tuple[str, ...]
+
+
+def render(answer: Drawn) -> str:
+    """The report, as a line."""
+    return (
+        f"{answer.target} is drawn: {text.count(answer.parameters)} parameters in "
+        f"{text.plural(answer.tensors, 'tensor')}, {text.num_bytes(answer.bytes)}"
+    )
 
 
 def draw(
@@ -90,8 +107,7 @@ def _read(config: str | os.PathLike[str] | PretrainedConfig) -> PretrainedConfig
 
 
 def _with_layers(hf: PretrainedConfig, num_layers: int) -> PretrainedConfig:
-    from mcore_bridge.factory.blueprint import make_blueprint
-    from mcore_bridge.factory.build_options import BuildOptions
+    from mcore_bridge.factory.blueprint import BuildOptions, make_blueprint
 
     options = BuildOptions(dtype=torch.float32, device="cpu", overrides={"num_layers": num_layers})
     return make_blueprint(hf, options).provenance.config

@@ -1,23 +1,42 @@
-"""Options that several commands share, and what their values mean."""
+"""Options that several commands share, and what their values mean. Nothing heavy is imported, for ``--help``."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mcore_bridge.config.given_path import given_path
+from mcore_bridge.arguments import given_path
 from mcore_bridge.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
-    from mcore_bridge.factory.build_options import BuildOptions
+    from mcore_bridge.factory.blueprint import BuildOptions
 
 _DTYPES = ("float32", "bfloat16", "float16")
+MESH = ("tp", "pp", "vp", "cp", "ep", "etp", "sp", "layout")
+"""The options of a mesh, as fields of ``ParallelDims``."""
+BANDWIDTH = 255.0
+"""GB/s that a rank receives from others, measured with exports of 16 and 61 GB among 4 H200s by NVLink."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one step computes at a time.
+
+    Attributes:
+        sequence: tokens of a sequence.
+        micro_batch: sequences of a microbatch.
+        recompute: keep only the input of each layer, and compute all else again in the backward pass.
+    """
+
+    sequence: int
+    micro_batch: int
+    recompute: bool = False
 
 
 def path(text: str) -> Path:
@@ -65,10 +84,10 @@ def one_of(option: str, value: str, choices: tuple[str, ...]) -> str:
 def build_options(context: typer.Context) -> BuildOptions:
     """The options of a command that say what is built. An option that it lacks has its default."""
     from mcore_bridge.config.mesh.parallel_dims import ParallelDims
-    from mcore_bridge.factory.build_options import BuildOptions
+    from mcore_bridge.factory.blueprint import BuildOptions
 
     given = context.params
-    sizes = {field.name: given[field.name] for field in fields(ParallelDims) if field.name in given}
+    sizes = {name: given[name] for name in MESH if name in given}
     others = {name: given[name] for name in ("device", "backend", "strict_config", "vision", "model") if name in given}
     overrides = {"mtp_num_layers": given["mtp"] or None}
     return BuildOptions(dims=ParallelDims(**sizes), overrides=overrides, **others)

@@ -9,8 +9,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from mcore_bridge.commands import as_json
 from mcore_bridge.commands.options import (
+    BANDWIDTH,
+    Batch,
     Cp,
     Debug,
     Ep,
@@ -30,12 +31,11 @@ from mcore_bridge.commands.options import (
     finite,
     path,
 )
-from mcore_bridge.commands.plan.batch import BANDWIDTH, Batch
 from mcore_bridge.commands.run_command import Answer, in_options, options_of, running, uncompiled
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.weights.gc_paused import uncollected
+from mcore_bridge.machine import uncollected
 
-_OF_ONE_MESH = {"vp", "layout", "sp", "mtp", "world", "engine_tp", "engine_pp", "engine_ep"}
+_OF_ONE_MESH = {"vp", "layout", "sp", "mtp", "world", "engine_tp", "engine_pp", "engine_ep", "picture"}
 
 
 def plan_command(
@@ -97,27 +97,23 @@ def plan_command(
     """
     with running(context) as answer, uncollected(), uncompiled():
         if gpus is not None:
-            _suggest(context, answer, folder, gpus, Batch(sequence, micro_batch, recompute), picture)
+            _suggest(context, answer, folder, gpus, Batch(sequence, micro_batch, recompute))
             return
-        from mcore_bridge.commands.plan.picture import write_svg
-        from mcore_bridge.commands.plan.tables import plan, render
+        from mcore_bridge.commands.plan.picture import draw
+        from mcore_bridge.commands.plan.tables import Planned, plan, render
         from mcore_bridge.weights.plan.target import engine_ranks
 
         mesh_plan = plan(folder, build_options(context), dtype=dtype_of(dtype), world_size=world)
         sizes = engine_tp or 1, engine_pp or 1, engine_ep or 1
         asked = engine_tp or engine_pp or engine_ep
         engine = engine_ranks(tp=sizes[0], pp=sizes[1], ep=sizes[2]) if asked else ()
-        answer(
-            lambda: render(mesh_plan, engine, bandwidth=bandwidth),
-            lambda: as_json.of_plan(mesh_plan, engine, bandwidth=bandwidth),
-        )
+        planned = Planned.of(mesh_plan, engine, bandwidth=bandwidth)
         if picture is not None:
-            write_svg(mesh_plan, picture)
+            draw(planned, picture)
+        answer(planned, render)
 
 
-def _suggest(
-    context: typer.Context, answer: Answer, folder: Path, gpus: int, batch: Batch, picture: Path | None
-) -> None:
+def _suggest(context: typer.Context, answer: Answer, folder: Path, gpus: int, batch: Batch) -> None:
     from mcore_bridge.commands.plan import suggest_report
     from mcore_bridge.commands.plan.suggest import AXES, suggest
 
@@ -127,26 +123,20 @@ def _suggest(
         named = ", ".join(f"--{name.replace('_', '-')}" for name in others)
         raise ConfigError(f"--gpus searches meshes, so it cannot be used with {named}: leave one of them out")
     options: dict[str, Any] = context.params
-    gpu_bytes = options["gpu_memory"] * 1e9
     with Console(stderr=True, highlight=False).status("checking meshes") as status:
         search = suggest(
             folder,
             gpus,
             build_options(context),
-            gpu_bytes=gpu_bytes,
+            gpu_bytes=options["gpu_memory"] * 1e9,
             given={axis: options[axis] for axis in AXES if axis in given},
             batch=batch,
             dtype=dtype_of(options["dtype"]),
             bandwidth=options["bandwidth"],
             on_plan=lambda number, dims: status.update(f"planning suggestion {number + 1}: {dims}"),
         )
-    reasons = {in_options(reason, options_of(context)): meshes for reason, meshes in search.refused.items()}
-    search = replace(search, refused=reasons)
-    answer(
-        lambda: suggest_report.render(search, num_gpus=gpus, gpu_bytes=gpu_bytes, batch=batch),
-        lambda: as_json.of_search(search, num_gpus=gpus, gpu_bytes=gpu_bytes, batch=batch),
-    )
-    if picture is not None:
-        suggest_report.draw(search, picture, num_gpus=gpus, gpu_bytes=gpu_bytes)
+    options_here = options_of(context)
+    refused = tuple(replace(refused, reason=in_options(refused.reason, options_here)) for refused in search.refused)
+    answer(replace(search, refused=refused), suggest_report.render)
     if not search.suggestions:
         raise typer.Exit(1)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +20,16 @@ import typer
 from rich.console import Console, RenderableType
 from typer.core import TyperGroup
 
-from mcore_bridge.config.given_path import given_path
+from mcore_bridge.arguments import given_path
+from mcore_bridge.commands.options import MESH
 from mcore_bridge.errors import BridgeError, TargetError, describe
 
-Answer = Callable[[Callable[[], RenderableType], Callable[[], Mapping[str, Any]]], None]
-"""Prints what a command has found: the report of the first function, or the object of the second for ``--json``."""
+Answer = Callable[[Any, Callable[[Any], RenderableType]], None]
+"""Prints what a command has found: the report that the function makes of it, or its ``plain`` form for ``--json``."""
 
 _AXES = frozenset({"tp", "pp", "vp", "cp", "ep", "etp", "sp"})
 _OPTION_OF = {"mtp_num_layers": "mtp", "expert_tensor_parallel_size": "etp"}
 """Names of Python that no option has, with that of the option."""
-_PHRASES = (
-    (r"\bChange the override\b", "Change --mtp"),
-    (r"; where experts lie across data parallel engines, .*", ""),  # only Python makes other ranks of an engine
-    (r", or strict=False to have them reported", ""),
-    (r" Path\(''\) equals .*", ""),  # the shell tells them apart
-    (r" To train its text model .* alone\.", ""),  # only Python can take another config than that of the folder
-)
 
 _JSON = "mcore_bridge.json"
 
@@ -78,11 +74,11 @@ def running(context: typer.Context) -> Iterator[Answer]:
     level = root.level
     root.setLevel(logging.ERROR)
 
-    def answer(report: Callable[[], RenderableType], object_of: Callable[[], Mapping[str, Any]]) -> None:
+    def answer(value: Any, report: Callable[[Any], RenderableType]) -> None:
         if as_json:
-            print(json.dumps(object_of(), allow_nan=False), file=stdout)
+            print(json.dumps(plain(value), allow_nan=False), file=stdout)
         else:
-            Console(highlight=False).print(report())
+            Console(highlight=False).print(report(value))
 
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr if as_json else stdout):
@@ -107,6 +103,33 @@ def running(context: typer.Context) -> Iterator[Answer]:
         root.setLevel(level)
 
 
+def plain(value: Any) -> Any:
+    """What JSON has of an answer.
+
+    A dataclass is an object of its fields and properties. Fields that ``repr`` hides are for the report alone. A mesh
+    has the sizes for which there are options. A number that is not finite is null; paths and dtypes are text.
+    """
+    from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+
+    if isinstance(value, ParallelDims):
+        return {name: getattr(value, name) for name in MESH}
+    if is_dataclass(value):
+        return {name: plain(getattr(value, name)) for name in keys_of(type(value))}
+    if isinstance(value, Mapping):
+        return {name: plain(entry) for name, entry in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if value is None or isinstance(value, str | int | float):
+        return value
+    return list(map(plain, value)) if isinstance(value, Sequence) else str(value).removeprefix("torch.")
+
+
+def keys_of(answer: type) -> list[str]:
+    """The keys that JSON has of a dataclass. docs/tools/command_page.py takes what they say from its docstring."""
+    computed = [name for name, member in vars(answer).items() if isinstance(member, property)]
+    return computed + [field.name for field in fields(answer) if field.repr]
+
+
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
     """Turns ``torch.compile`` off inside. megatron-core's modules call it, and it would import all of inductor."""
@@ -128,6 +151,8 @@ def options_of(context: typer.Context) -> list[str]:
 def in_options(message: str, parameters: Collection[str], *, of_engine: bool = False) -> str:
     """A message of the library with the options of a command in the place of Python's arguments.
 
+    Only names change. What a command has no option for is no part of a message, but of ``BridgeError.in_python``.
+
     Args:
         message: as the library says it.
         parameters: names of the command's options. Other names stay as they are.
@@ -137,8 +162,6 @@ def in_options(message: str, parameters: Collection[str], *, of_engine: bool = F
         >>> in_options('tp=3 must divide 8: use layout="balanced" or sp=True', ["tp", "layout", "sp"])
         '--tp 3 must divide 8: use --layout balanced or --sp'
     """
-    for pattern, words in _PHRASES:
-        message = re.sub(pattern, words, message)
     options = {name: name for name in parameters} | {name: to for name, to in _OPTION_OF.items() if to in parameters}
     for name, parameter in options.items():
         option = "--" + ("engine-" * (of_engine and name in _AXES)) + parameter.replace("_", "-")

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from xml.etree import ElementTree
-
-from mcore_bridge.errors import CheckpointError
 
 _DARK = "@media (prefers-color-scheme: dark) { #paper { fill: #15181c } text { fill: #d5d9de } }"
 
@@ -59,21 +56,6 @@ class Picture:
         element = ElementTree.SubElement(self._root, kind)
         _set(element, **attributes)
         return element
-
-
-def write(picture: Picture, path: Path) -> None:
-    """Write a picture to a file.
-
-    Raises:
-        CheckpointError: it cannot be written there.
-    """
-    try:
-        path.write_text(str(picture), encoding="utf-8")
-    except OSError as error:
-        raise CheckpointError(
-            f"--picture must be a file that can be written, found {path}: {error.strerror}. Make its folder, or choose "
-            "another one that you may write to"
-        ) from error
 
 
 def _set(element: ElementTree.Element, **attributes: str | float) -> None:

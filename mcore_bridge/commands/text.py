@@ -1,6 +1,10 @@
-"""Numbers as text for people."""
+"""Numbers and names as text for people."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+
+_SHOWN = 5
 
 
 def num_bytes(value: float) -> str:
@@ -16,6 +20,12 @@ def count(value: float) -> str:
 def plural(number: int, noun: str) -> str:
     """``1 rank``, ``4 ranks``, ``2 meshes``."""
     return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith("sh") else "s")
+
+
+def names(given: Sequence[str]) -> str:
+    """The first names of tensors, and how many there are beside these."""
+    more = f" and {len(given) - _SHOWN:,} more" if len(given) > _SHOWN else ""
+    return ", ".join(given[:_SHOWN]) + more
 
 
 def _scaled(value: float, units: tuple[str, ...]) -> str:

@@ -1,3 +1,2 @@
-"""From HF configs to ``TransformerConfig`` and ``ParallelDims``. It imports ``errors``, ``cpu`` and ``plugins``. Only
-``mesh/process_groups.py`` and ``mesh/lost_ranks.py`` use processes.
-"""
+"""HF configs in, ``TransformerConfig`` and ``ParallelDims`` out. It imports ``errors``, ``arguments``, ``cpu`` and
+``installed``; ``mesh/process_groups.py`` and ``mesh/lost_ranks.py`` alone know of processes."""

@@ -6,21 +6,20 @@ HF config, or raises. Other overrides are free: no HF config has such values.
 """
 
 import dataclasses
-import json
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mcore_bridge.config.fields import Const, Field, Hf, Map, Mcore, Preset, to_mcore
 from mcore_bridge.config.hf import special_float, with_fields
+from mcore_bridge.config.layer_kinds import layers_but_full, layers_of, layers_without_rope
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.overrides import config_class
 from mcore_bridge.config.rope import Rope
-from mcore_bridge.config.tables.derived import comparable, layers_but_full
-from mcore_bridge.config.tables.derived_rope import layers_without_rope
-from mcore_bridge.config.tables.moe import layers_of
+from mcore_bridge.config.tables.derived import comparable
 from mcore_bridge.config.transformer import settings_of
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.foreign_files import parse
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -154,7 +153,7 @@ class _Writing:
         """Values that are lost: in ``hf`` with these fields, or in the file that transformers writes."""
         try:
             hf = with_fields(hf, fields)
-            reread = type(hf).from_dict(json.loads(hf.to_json_string(), object_hook=special_float))
+            reread = type(hf).from_dict(parse(hf.to_json_string().encode(), finite=False, hook=special_float))
             now, later = to_mcore(table, hf.to_dict()), to_mcore(table, reread.to_dict())
         except Exception as error:  # a config class may raise any type
             return [f"{self._say(self.wanted)} ({_cause(error)})"]

@@ -2,7 +2,9 @@
 
 Every key of an HF config is claimed by exactly one entry. A key without an entry raises: if it were dropped silently,
 the model might load well and compute something else. On the mcore side, ``TransformerConfig`` fields, ``GPTModel``
-arguments and our own attributes form one flat mapping. So an entry does not distinguish these kinds of values.
+arguments and our own attributes form one flat mapping. So an entry need not say which of these its value is.
+
+Sizes of a model, which are checked where a config is read: torch's own errors about them name no field.
 """
 
 import dataclasses
@@ -14,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeGuard
 
-from mcore_bridge.config.sizes import is_count, size_problems
+from mcore_bridge.arguments import is_count
 from mcore_bridge.errors import ConfigError, shown
 
 Hf = Mapping[str, object]
@@ -284,3 +286,31 @@ def _union(parts: list[dict[str, object]], kind: str) -> dict[str, object]:
             raise ConfigError(f"Each {kind} must be decided by one entry of the table; decided twice: {twice}.")
         whole.update(part)
     return whole
+
+
+LARGEST = 2**31 - 1
+"""More than any dimension of a published tensor; products of several such sizes still have a meaning in 64 bits."""
+SIZES = frozenset(
+    {
+        *("hidden_size", "ffn_hidden_size", "vocab_size", "hf_vocab_size", "num_layers", "kv_channels"),
+        *("num_attention_heads", "num_query_groups", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "v_head_dim"),
+        *("qk_pos_emb_head_dim", "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "expert_latent_size"),
+        *("moe_shared_expert_intermediate_size", "dsa_indexer_head_dim", "dsa_indexer_n_heads"),
+        *("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups", "mamba_conv_kernel"),
+        *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+        "linear_conv_kernel_dim",
+    }
+)
+"""The mcore names that are sizes or counts. If a model has the name, it must be positive."""
+
+
+def size_problems(hf: Mapping[str, object], names: tuple[str, ...], mcore: Mapping[str, object]) -> Iterator[str]:
+    """Faults of the sizes that one entry of a table has made from the HF fields ``names``."""
+    for name in sorted(SIZES & mcore.keys()):
+        value = mcore[name]
+        if value is not None and not (is_count(value) and value <= LARGEST):
+            fields = ", ".join(f"{field}={shown(hf[field])}" for field in names if field in hf)
+            yield (
+                f"{fields or name} must give a whole number from 1 to {LARGEST}, found {shown(value)} as "
+                f"megatron-core's {name}. Correct the HF config."
+            )

@@ -6,25 +6,24 @@ transformers 5, and would use defaults. So a config with these fields is transla
 
 import copy
 import functools
-import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from mcore_bridge import plugins
-from mcore_bridge.config.given_path import given_path
+from mcore_bridge.arguments import given_path
 from mcore_bridge.config.rope_spelling import respelled, speaks_rope_parameters
 from mcore_bridge.errors import ConfigError, shown
+from mcore_bridge.foreign_files import Hook, read_json
+from mcore_bridge.installed import plugins
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _CONFIG = "config.json"
-_POINTER = b"version https://git-lfs"
 TEXT = "text_config"
 """The field of a composite that holds its text config."""
 _LAYERS = (
@@ -38,8 +37,6 @@ _LAYERS = (
 _MOST_LAYERS = 10_000
 _LABELS = "num_labels"
 _MOST_LABELS = 1_000_000
-_MOST_BYTES = 100_000_000
-"""More than any config has."""
 _NOTE = "quantization_config"
 _OF_TRANSFORMERS = "Give the release for transformers, which has safetensors files"
 _OTHER_FORMATS = {
@@ -84,7 +81,7 @@ def read_config(
             f"{type(source).__name__}. Pass the path of the folder."
         )
     folder = find_folder(source)
-    fields = read_json(folder / _CONFIG, special_float)
+    fields = read_fields(folder / _CONFIG, special_float)
     _require_short_lists(fields)
     hf = _config_class(fields, folder, reads_as or {}, refused or {}, known or {})
     try:
@@ -140,29 +137,15 @@ def with_fields(hf: "PretrainedConfig", fields: Mapping[str, object]) -> "Pretra
     return hf
 
 
-def read_json(path: Path, hook: "Callable[[dict[str, object]], object] | None" = None) -> dict[str, object]:
+def read_fields(path: Path, hook: Hook | None = None) -> dict[str, object]:
     """The fields of a config.json, or of another file of one JSON object.
 
     Raises:
         ConfigError: there is no such file, or it holds something else.
     """
-    if os.path.exists(path) and not os.path.isfile(path):  # a FIFO would block
-        raise ConfigError(f"{path} must be a file, found something else, such as a FIFO. Replace it by the file.")
-    try:
-        with path.open("rb") as file:
-            data = file.read(_MOST_BYTES + 1)
-    except FileNotFoundError:
-        raise ConfigError(f"{path.parent} must hold a {_CONFIG}, {_found_instead(path.parent)}") from None
-    except OSError as error:
-        raise ConfigError(f"{path} must be a file that you may read, found: {error.strerror}. Change that.") from None
-    if len(data) > _MOST_BYTES:
-        raise ConfigError(f"{path} must have at most {_MOST_BYTES} bytes, found more. Copy the file again.")
-    if data.startswith(_POINTER):
-        raise ConfigError(f"{path} must be the file itself, found a pointer of git-lfs. Run: git lfs pull.")
-    try:
-        fields = json.loads(data.decode(), object_hook=hook)
-    except (RecursionError, ValueError) as error:
-        raise ConfigError(f"{path} must be valid JSON, but is not: {error}. Copy the file again.") from None
+    if not os.path.lexists(path):
+        raise ConfigError(f"{path.parent} must hold a {_CONFIG}, {_found_instead(path.parent)}")
+    fields = read_json(path, ConfigError, finite=False, hook=hook)
     if not isinstance(fields, dict):
         raise ConfigError(f"{path} must hold a JSON object, found a {type(fields).__name__}. Copy the file again.")
     return fields
@@ -208,7 +191,7 @@ def _config_class(
     if not isinstance(model_type, str) or not model_type:
         raise ConfigError(f"{folder / _CONFIG} must name a model_type, found {model_type!r}. Add it, as HF spells it.")
     if model_type not in CONFIG_MAPPING:
-        list(plugins.load())  # loading an entry point may register a config class with transformers
+        list(plugins())  # loading an entry point may register a config class with transformers
     if model_type not in CONFIG_MAPPING and model_type in reads_as:
         return _borrowed(model_type, reads_as[model_type])
     if model_type not in CONFIG_MAPPING and model_type in refused:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch.nn.functional import gelu, silu
 
+from mcore_bridge.config.mesh.parallel_dims import DIM_OF
 from mcore_bridge.config.rope import ATTENTION_FACTOR
 from mcore_bridge.errors import ConfigError
 
@@ -68,17 +69,6 @@ For mcore's attention: the attention factor of the rope (``yarn_...``).
 _BUILT = frozenset(
     ("config", "transformer_layer_spec", "mtp_block_spec", "pre_process", "post_process", "vp_stage", "pg_collection")
 )
-DIM_OF = {
-    "tensor_model_parallel_size": "tp",
-    "pipeline_model_parallel_size": "pp",
-    "virtual_pipeline_model_parallel_size": "vp",
-    "context_parallel_size": "cp",
-    "expert_model_parallel_size": "ep",
-    "expert_tensor_parallel_size": "etp",
-    "sequence_parallel": "sp",
-    "pipeline_model_parallel_layout": "layout",
-}
-"""Fields of ``TransformerConfig`` that the mesh decides, with their names in ``ParallelDims``."""
 
 
 def config_class(*, latent: bool) -> "type[TransformerConfig]":

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import CheckpointError
+from mcore_bridge.rules.dtypes import dtype_name, is_exact
 from mcore_bridge.rules.encoded import Encoded, EncodedSlice, Weight
 from mcore_bridge.rules.mapping import WeightMapping, unstacked
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.rules.trace import Shape, Trace
-from mcore_bridge.weights.dtypes import dtype_name, is_exact
 from mcore_bridge.weights.plan.inventory import ParamEntry
 from mcore_bridge.weights.source.source import Source
 from mcore_bridge.weights.source.tied_tensors import require_equal

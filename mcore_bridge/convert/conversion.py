@@ -14,10 +14,9 @@ import torch
 
 from mcore_bridge.convert.assemble import check_source, parts_of
 from mcore_bridge.convert.reference_model import WholeModel, whole_model
-from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.rules.spec import TensorSpec, runs_within
 from mcore_bridge.weights.files.sidecars import copy_companions
 from mcore_bridge.weights.plan.inventory import ParamEntry
-from mcore_bridge.weights.plan.runs import runs_within
 from mcore_bridge.weights.provenance import config_in, head_of
 from mcore_bridge.weights.source.source import open_folder
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from mcore_bridge.architecture import architecture_of
-from mcore_bridge.config.given_path import given_path
+from mcore_bridge.arguments import COUNT, given_path, require
 from mcore_bridge.config.unread_fields import require_no_unread
 from mcore_bridge.convert.conversion import Conversion, ModelConversion
 from mcore_bridge.convert.dist_to_hf import FromDist
@@ -32,7 +32,7 @@ from mcore_bridge.launch.worker import Report
 from mcore_bridge.weights.carried import Mtp
 from mcore_bridge.weights.dist_checkpoint.folder import dist_files, find_checkpoint, track
 from mcore_bridge.weights.files.atomic_folder import CONVERSION, Update, commit, target_of, updating
-from mcore_bridge.weights.files.file_shards import MAX_SHARD_BYTES, require_positive
+from mcore_bridge.weights.files.file_shards import MAX_SHARD_BYTES
 from mcore_bridge.weights.files.folder_lock import PREFIX
 from mcore_bridge.weights.files.hf_folder import shard_names, weight_files
 from mcore_bridge.weights.files.sidecars import NOTES, config_folders, first_with_config
@@ -125,8 +125,7 @@ def convert(
         BridgeError: the source does not fit its config, or was changed meanwhile, a process failed, or another run
             writes to the same target. The target is then unchanged, and the next run keeps the files that are whole.
     """
-    if file_bytes is not None:
-        require_positive(file_bytes=file_bytes)
+    require(CheckpointError, file_bytes=(file_bytes, COUNT.or_none()))
     source, target = given_path(source), target_of(target)
     _require_processes(num_processes, num_gpus)
     checkpoint = source if plain or shard_names(source) else _find(source, rank_files)
@@ -176,7 +175,7 @@ def merge(
             or another run writes to the same target. The target is then unchanged, and the next run keeps the files
             that are whole.
     """
-    require_positive(file_bytes=file_bytes)
+    require(CheckpointError, file_bytes=(file_bytes, COUNT))
     base, adapter, target = given_path(base), given_path(adapter), target_of(target)
     sources = SourceFolders.of(base, adapter)
     sources.require_apart(target)

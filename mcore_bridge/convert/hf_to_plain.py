@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_bridge.config.hf import read_json
+from mcore_bridge.config.hf import read_fields
 from mcore_bridge.convert.conversion import Conversion, Progress, units_of_tensors
 from mcore_bridge.errors import CheckpointError
+from mcore_bridge.rules.dtypes import dtype_name, wanted_dtype
 from mcore_bridge.rules.encoded import Encoded
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.dtypes import dtype_name, wanted_dtype
 from mcore_bridge.weights.files.file_shards import shard_names_of
 from mcore_bridge.weights.files.hf_folder import HEADS, weight_files, write_index
 from mcore_bridge.weights.files.safetensors import SafetensorsWriter
@@ -126,7 +126,7 @@ class ToPlain(Conversion):
 
 
 def _fields(folder: Path) -> dict[str, Any]:
-    fields: dict[str, Any] = read_json(folder / _CONFIG)
+    fields: dict[str, Any] = read_fields(folder / _CONFIG)
     return fields
 
 

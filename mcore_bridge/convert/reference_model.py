@@ -15,14 +15,14 @@ import torch
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.launch.fake_rank import rank_of
-from mcore_bridge.rules.dialects import dialect_of
 from mcore_bridge.rules.mapping import WeightMapping
+from mcore_bridge.rules.variants import dialect_of
 from mcore_bridge.weights.bound import bind
 from mcore_bridge.weights.dist_checkpoint.compare import sharded_states
 from mcore_bridge.weights.dist_checkpoint.extra_state import with_extra_states
 from mcore_bridge.weights.dist_checkpoint.files import ChunkLocation, LocatedParam
+from mcore_bridge.weights.dist_checkpoint.fit_state import respell
 from mcore_bridge.weights.dist_checkpoint.folder import CONTENT
-from mcore_bridge.weights.dist_checkpoint.model_class import respell
 from mcore_bridge.weights.plan.inventory import ParamEntry, merge_inventories
 from mcore_bridge.weights.provenance import Provenance
 

@@ -8,10 +8,10 @@ import shutil
 from pathlib import Path
 
 from mcore_bridge import __version__
-from mcore_bridge.config.megatron_release import installed
 from mcore_bridge.convert.conversion import Conversion
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.weights.files.positional_io import read_bounded
+from mcore_bridge.foreign_files import read_bounded
+from mcore_bridge.installed import megatron_release
 from mcore_bridge.weights.files.sources import SourceFolders
 
 _PLAN = "plan.json"
@@ -33,7 +33,7 @@ def _holds(path: Path, data: bytes) -> bool:
     """Whether a file has exactly these bytes."""
     try:
         return read_bounded(path, len(data)) == data
-    except (CheckpointError, ValueError):
+    except CheckpointError:
         return False
 
 
@@ -51,5 +51,5 @@ def _identity(conversion: Conversion, sources: SourceFolders) -> object:
         list(map(list, conversion.units)),
         plan.hexdigest(),
         conversion.options,
-        [__version__, installed()],
+        [__version__, megatron_release()],
     ]

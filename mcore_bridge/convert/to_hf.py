@@ -13,9 +13,9 @@ from torch import Tensor
 from mcore_bridge.convert.assemble import HFSlice, parts_of, specs_of
 from mcore_bridge.convert.conversion import ModelConversion, Progress
 from mcore_bridge.errors import CheckpointError
+from mcore_bridge.rules.dtypes import dtype_name, is_exact
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.carried import Carried, Mtp, carried_of
-from mcore_bridge.weights.dtypes import dtype_name, is_exact
 from mcore_bridge.weights.files.file_shards import MAX_SHARD_BYTES, assign_files, shard_names_of
 from mcore_bridge.weights.files.hf_folder import HEADS, weight_files, write_index
 from mcore_bridge.weights.files.safetensors import SafetensorsWriter

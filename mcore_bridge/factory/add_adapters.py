@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from mcore_bridge.arguments import NAMES
+from mcore_bridge.arguments import NAMES, is_count
 from mcore_bridge.config.fields import is_number
 from mcore_bridge.config.mesh.alike import Shared, agreed, replica_groups
-from mcore_bridge.config.sizes import is_count
 from mcore_bridge.errors import CheckpointError, ConfigError, shown
 from mcore_bridge.factory.modules.backend import has_transformer_engine
 from mcore_bridge.rules.adapters import FACTORS, Adapters, Sharing, adapter_rules, factor_name, rows_of_parts
@@ -27,10 +26,11 @@ from mcore_bridge.rules.layout import REPLICATED
 from mcore_bridge.rules.mapping import Binding, Dialect, WeightMapping, axes_of, pattern_of
 from mcore_bridge.rules.names import canonical
 from mcore_bridge.rules.trace import Trace, moved_dim, trace
-from mcore_bridge.weights.bound import BoundModel, Models, all_chunks_of, bind, chunks_of, modules_of
+from mcore_bridge.weights.bound import BoundModel, bind
 from mcore_bridge.weights.dist_checkpoint.adapter_shards import sharded_state_dict
 from mcore_bridge.weights.files.hf_folder import content_of
-from mcore_bridge.weights.model_tensors import note_built, numbering_of
+from mcore_bridge.weights.model_chunks import Models, all_chunks_of, chunks_of, modules_of, numbering_of
+from mcore_bridge.weights.model_tensors import note_built
 from mcore_bridge.weights.own_folder import note_source
 from mcore_bridge.weights.peft.hf_adapters import load_peft, open_peft_for
 from mcore_bridge.weights.peft.peft_folder import PeftFolder
@@ -311,7 +311,7 @@ def _known() -> set[type]:
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
     from mcore_bridge.factory.modules.experts import ExpertRowParallelLinear
-    from mcore_bridge.factory.modules.latent_modules import ReplicatedLinear
+    from mcore_bridge.factory.modules.latent import ReplicatedLinear
     from mcore_bridge.factory.modules.torch_modules import always_biased
 
     known = {ColumnParallelLinear, RowParallelLinear, ExpertRowParallelLinear, ReplicatedLinear}

@@ -1,14 +1,21 @@
 """Blueprints: all decisions about a model before it is built.
 
 Making a blueprint checks config, mesh, backend and head against each other. It needs no process group. Until the model
-is built, a trainer may change the blueprint's config in place (``reconcile.py``).
+is built, a trainer may change the blueprint's config in place (``reconcile``).
+
+What a model is built with besides its HF config: mesh, dtype, device, modules, head and overrides.
+
+Reconciles a blueprint with its config, which trainers change in place before they build.
+
+A changed field is treated like an override: it passes the same checks, and values that follow from it are set on the
+same config object. Attributes that neither megatron-core nor we know stay as they are.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,26 +24,44 @@ from mcore_bridge.architecture import Architecture, architecture_of
 from mcore_bridge.config import transformer
 from mcore_bridge.config.apply_overrides import effective
 from mcore_bridge.config.fields import to_mcore
+from mcore_bridge.config.layer_kinds import held_mtp_layers
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.mesh.pipeline import Stage
-from mcore_bridge.config.mtp import held_mtp_layers
+from mcore_bridge.config.overrides import gpt_argument_names
 from mcore_bridge.config.unread_fields import require_no_unread, unread_fields, without_unread
 from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory import layer_specs
-from mcore_bridge.factory.build_options import BuildOptions, Overrides
 from mcore_bridge.factory.hybrid_support import check_model, require_hybrid
 from mcore_bridge.factory.modules.backend import Backend, choose_backend, kernels_of
 from mcore_bridge.factory.mtp_specs import count_mtp, inner_spec, mtp_block_spec, require_mtp
 from mcore_bridge.factory.param_count import ParamCounts, count_params, resolve_layout
 from mcore_bridge.factory.vision.deepstack import count_features, require_layers
 from mcore_bridge.factory.vision.tower import require_tower, tower_specs
-from mcore_bridge.rules.heads import check_head
+from mcore_bridge.rules.variants import check_head
 from mcore_bridge.weights.provenance import Provenance, provenance_of
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from transformers import PretrainedConfig
+
+
+Overrides = Mapping[str, object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions:
+    """Arguments of ``build_model`` by their names, with their defaults. ``make_blueprint`` checks their values."""
+
+    dims: ParallelDims = field(default_factory=ParallelDims)
+    dtype: torch.dtype = torch.bfloat16
+    device: torch.device | str | None = None
+    backend: str = "auto"
+    head: str = "lm"
+    overrides: Overrides | None = None
+    strict_config: bool = False
+    vision: str = "carried"
+    model: str = "gpt"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +94,11 @@ class Blueprint:
     def dtype(self) -> torch.dtype:
         """The dtype of parameters."""
         return self.options.dtype
+
+    @property
+    def overrides(self) -> Overrides:
+        """The overrides, by name; empty if there are none."""
+        return self.options.overrides or {}
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -216,3 +246,47 @@ def _interleaved(dims: ParallelDims, overrides: Overrides) -> Overrides:
             "the override"
         )
     return chosen
+
+
+_SPECS = frozenset({"transformer_layer_spec", "mtp_block_spec"})
+
+
+def reconcile(blueprint: Blueprint, *, overrides: Overrides | None = None, **changed: Any) -> Blueprint:
+    """The blueprint for the changed config. It keeps the config object.
+
+    Args:
+        blueprint: from ``make_blueprint``, or from this function.
+        overrides: the changes of the config. None: the result of ``changes_of``.
+        changed: other build options. None: the options of the blueprint.
+
+    Raises:
+        ConfigError, MeshError: as for ``make_blueprint``.
+    """
+    changes = changes_of(blueprint) if overrides is None else overrides
+    options = replace(blueprint.options, **{name: value for name, value in changed.items() if value is not None})
+    if not changes and options == blueprint.options:
+        return blueprint
+    options = replace(
+        options,
+        device=blueprint.device,
+        backend=blueprint.backend,
+        overrides={**blueprint.overrides, **changes},
+        strict_config=False,
+    )
+    settled = make_blueprint(blueprint.source, options)
+    held = vars(blueprint.config)
+    held.update(vars(settled.config))
+    held.update({name: value for name, value in settled.gpt_arguments.items() if name in held})
+    return replace(settled, config=blueprint.config)
+
+
+def changes_of(blueprint: Blueprint) -> dict[str, object]:
+    """Values that were set on the config after it was made: fields, ``GPTModel`` arguments, our attributes, specs."""
+    before = {**blueprint.initial, **blueprint.gpt_arguments}
+    names = before.keys() | gpt_argument_names() | _SPECS
+    now = {name: value for name, value in vars(blueprint.config).items() if name in names}
+    return {name: value for name, value in now.items() if name not in before or _differ(value, before[name])}
+
+
+def _differ(value: object, before: object) -> bool:
+    return value is not before and value != before

@@ -22,11 +22,9 @@ from mcore_bridge.config.mesh.pipeline import Stage
 from mcore_bridge.config.mesh.process_groups import building_groups, differing
 from mcore_bridge.config.unread_fields import notes_on
 from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
-from mcore_bridge.factory.blueprint import Blueprint, make_blueprint
-from mcore_bridge.factory.build_options import BuildOptions, Overrides
+from mcore_bridge.factory.blueprint import Blueprint, BuildOptions, Overrides, make_blueprint, reconcile
 from mcore_bridge.factory.chunk import build_chunk, building
 from mcore_bridge.factory.freeze import freeze_parameters, require_patterns
-from mcore_bridge.factory.reconcile import reconcile
 from mcore_bridge.weights.load import described_source, load_hf_weights
 from mcore_bridge.weights.provenance import identity
 from mcore_bridge.weights.source.source import HFWeights
@@ -184,7 +182,7 @@ def _shared(blueprint: Blueprint, source: HFWeights | None) -> Shared:
         "dtype": blueprint.dtype,
         "backend": blueprint.backend,
         "head": blueprint.provenance.head,
-        "overrides": sorted((blueprint.options.overrides or {}).items()),
+        "overrides": sorted(blueprint.overrides.items()),
         "load_weights": described_source(source),
         "vision": blueprint.provenance.vision,
         "model": blueprint.options.model,

@@ -1,4 +1,7 @@
-"""Build a chunk: the ``GPTModel`` of one stage. Modules that mcore cannot build are replaced afterwards."""
+"""Builds a chunk: the ``GPTModel`` of one stage. Modules that mcore cannot build are replaced afterwards.
+
+Attributes of parameters that megatron-core's optimizer reads, set where megatron-core 0.16 does not set them.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from mcore_bridge.batches.padded_rows import take_padded_rows
+from mcore_bridge.batches.rows import take_padded_rows
 from mcore_bridge.errors import ConfigError, MeshError
-from mcore_bridge.factory.hybrid_model.hybrid_chunk import build_hybrid
+from mcore_bridge.factory.hybrid_model import build_hybrid
 from mcore_bridge.factory.modules.output_layers import (
     bias_output_layer,
     hide_padding,
@@ -125,9 +128,8 @@ def _build_gpt(blueprint: Blueprint, stage: Stage, groups: ProcessGroupCollectio
 def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
     """Add modules that mcore cannot build (rope, dropout, scales, small heads), and set the provenance."""
     from mcore_bridge.factory.modules.layer_rope import both_ropes
+    from mcore_bridge.factory.modules.multipliers import cap_logits, scale_embedding, scale_logits
     from mcore_bridge.factory.modules.rotary import replace_rotary, take_lengths
-    from mcore_bridge.factory.modules.scale_hooks import cap_logits, scale_embedding, scale_logits
-    from mcore_bridge.factory.param_attributes import mark_cut, mark_experts
 
     bias_output_layer(chunk)
     mark_cut(chunk)
@@ -173,3 +175,47 @@ def _tower(blueprint: Blueprint, seed: int) -> nn.Module:
         torch.manual_seed(seed)
         tower = build_tower(whole, dtype=blueprint.dtype, device=blueprint.device, initialise=initialise)
     return tower.requires_grad_(blueprint.provenance.vision == "train")
+
+
+def mark_cut(chunk: GPTModel) -> None:
+    """Mark the parameters that tensor parallelism cuts: otherwise the norm of gradients counts only the first rank.
+
+    megatron-core 0.16.1 marks them only while it draws initial values, which a loaded model skips; 0.19.2 always does.
+    All experts are marked: if etp is smaller than tp, tensor-parallel ranks hold different ones.
+    """
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+
+    for name, module in chunk.named_modules():
+        # TransformerEngine also marks whole parameters. Overlapped shared experts look whole, but are cut.
+        if getattr(module, "parallel_mode", "") is None and ".shared_experts." not in name:
+            for parameter in module.parameters(recurse=False):
+                parameter.tensor_model_parallel, parameter.partition_dim = False, -1
+        elif isinstance(module, VocabParallelEmbedding | ColumnParallelLinear):
+            _mark(module.weight, 0)
+            if name == "output_layer":
+                _mark(module.bias, 0)
+        elif isinstance(module, RowParallelLinear):
+            _mark(module.weight, 1)
+    for name, parameter in chunk.named_parameters():
+        if ".experts." in name or name.endswith(".softmax_offset"):
+            _mark(parameter, 1 if ".linear_fc2.weight" in name else 0)
+
+
+def _mark(parameter: nn.Parameter | None, dim: int) -> None:
+    if parameter is not None and not getattr(parameter, "tensor_model_parallel", False):
+        parameter.tensor_model_parallel, parameter.partition_dim = True, dim  # type: ignore[attr-defined]
+        parameter.partition_stride = 1  # type: ignore[attr-defined]
+
+
+def mark_experts(chunk: GPTModel) -> None:
+    """Mark whether gradients of experts are summed over the data-parallel ranks of experts, or over all of them.
+
+    megatron-core 0.16.1 marks them only for ep > 1. But if etp is smaller than tp, tensor-parallel ranks run different
+    tokens through one set of experts, and these gradients would not be summed. 0.19.2 also marks them in this case.
+    """
+    config = chunk.config
+    apart = config.expert_model_parallel_size > 1
+    apart = apart or config.expert_tensor_parallel_size != config.tensor_model_parallel_size
+    for name, parameter in chunk.named_parameters():
+        if ".experts." in name:
+            parameter.allreduce = not apart

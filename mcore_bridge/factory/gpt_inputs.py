@@ -9,8 +9,7 @@ import torch
 
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.errors import MeshError
-from mcore_bridge.factory.blueprint import make_blueprint
-from mcore_bridge.factory.build_options import BuildOptions, Overrides
+from mcore_bridge.factory.blueprint import BuildOptions, Overrides, make_blueprint
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig

@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mcore_bridge.config.hybrid_layers import letters_of
-from mcore_bridge.config.megatron_release import Release
-from mcore_bridge.config.tables.derived_hybrid import SECOND
-from mcore_bridge.config.tables.sparse_attention import shares_selection
+from mcore_bridge.config.layer_kinds import SECOND, letters_of, shares_selection
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.modules.backend import is_unrotated
+from mcore_bridge.installed import Release
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig

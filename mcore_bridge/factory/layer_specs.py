@@ -1,16 +1,19 @@
-"""Layer specs: mcore's block spec of a backend, with our ``modules`` in place of submodules that do not work."""
+"""Layer specs: mcore's own block spec of a backend, with our ``modules`` as submodules where mcore's do not work.
+
+Keys of norms in checkpoints of megatron-core, equal for both backends.
+"""
 
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.modules.backend import Backend, has_transformer_engine, norm_of
-from mcore_bridge.factory.modules.latent import adapt_latent
-from mcore_bridge.factory.modules.sparse import adapt_sparse
+from mcore_bridge.factory.modules.backend import Backend, has_transformer_engine, norm_of, submodules_of
 from mcore_bridge.factory.modules.te_attention import adapt_kernel
 from mcore_bridge.factory.modules.temperature import adapt_query_temperature
+from mcore_bridge.rules.names import INDEXER, fused_norms
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -50,13 +53,13 @@ def _require_recomputable(config: TransformerConfig) -> None:
 
 def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend) -> None:
     """Puts our modules into the spec of layer ``number`` (from 0)."""
-    from mcore_bridge.factory.modules.checkpoint_keys import adapt_keys
     from mcore_bridge.factory.modules.chunks import adapt_chunks
     from mcore_bridge.factory.modules.delta import adapt_attention
-    from mcore_bridge.factory.modules.experts import adapt_experts
+    from mcore_bridge.factory.modules.experts import adapt_experts, adapt_narrow_experts
     from mcore_bridge.factory.modules.half_layers import adapt_halves
+    from mcore_bridge.factory.modules.latent import adapt_latent, adapt_sparse
     from mcore_bridge.factory.modules.layer_rope import adapt_layer_rope
-    from mcore_bridge.factory.modules.narrow_experts import adapt_narrow_experts
+    from mcore_bridge.factory.modules.multipliers import adapt_residuals
     from mcore_bridge.factory.modules.norms import (
         adapt_expert_norm,
         adapt_norm_placement,
@@ -64,7 +67,6 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend)
         adapt_unit_norms,
     )
     from mcore_bridge.factory.modules.parallel_blocks import adapt_parallel
-    from mcore_bridge.factory.modules.residuals import adapt_residuals
     from mcore_bridge.factory.modules.scores import adapt_scores
     from mcore_bridge.factory.modules.torch_modules import always_biased
 
@@ -102,3 +104,26 @@ def _use_torch_modules(layer: Any, config: TransformerConfig) -> None:
     attention.core_attention = CoreAttention
     if config.qk_layernorm:  # mcore 0.19 refuses a norm here otherwise
         attention.q_layernorm = attention.k_layernorm = Norm
+
+
+_NONE = SimpleNamespace()  # a layer of one half has no attention
+
+
+def adapt_keys(layer: Any, config: TransformerConfig) -> None:
+    """Make ``sharded_state_dict`` use the keys of megatron-core's own TransformerEngine specs for norms.
+
+    These specs fuse a norm into the linear layer that follows. Our specs may keep it separate, so without this a
+    checkpoint would fit only one backend. megatron-core's local specs use these keys, too, but only for a dense GPT.
+
+    Args:
+        layer: the submodules of a layer, with all its modules in place. It is changed in place.
+        config: the config of the model.
+    """
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    modules = {f"self_attention.{name}" for name in vars(getattr(layer.self_attention, "submodules", _NONE))}
+    if layer.mlp is not IdentityOp and not hasattr(submodules_of(layer.mlp), "router"):
+        modules.add("mlp.linear_fc1")
+    if config.experimental_attention_variant == "dsa":
+        modules.add(INDEXER)
+    layer.sharded_state_dict_keys_map = fused_norms(modules)

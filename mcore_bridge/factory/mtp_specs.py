@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mcore_bridge.config.megatron_release import Release
-from mcore_bridge.config.mtp import KINDS, held_mtp_layers, inner_config, inner_letters
-from mcore_bridge.config.tables.moe import layers_of
+from mcore_bridge.config.layer_kinds import MTP_KINDS, held_mtp_layers, inner_config, inner_letters, layers_of
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.modules.backend import Backend, norm_of
+from mcore_bridge.installed import Release
 from mcore_bridge.weights.model_tensors import held_tensors
 
 if TYPE_CHECKING:
@@ -36,14 +35,14 @@ def count_mtp(overrides: Mapping[str, object], *, head: str) -> tuple[int, int]:
     wanted = overrides.get("mtp_num_layers")
     if wanted is not None and (type(wanted) is not int or wanted < 0):
         raise ConfigError(
-            f"mtp_num_layers must be a whole number of at least 0, or None, found {wanted!r}: change the override"
+            f"mtp_num_layers must be a whole number of at least 0, or None, found {wanted!r}: change mtp_num_layers"
         )
     if overrides.get("mtp_use_repeated_layer"):
         REPEATED.require("mtp_use_repeated_layer")
     if wanted and head != "lm":
         raise ConfigError(
             f"mtp_num_layers must be 0 or None with head={head!r}, found {wanted}: MTP layers predict tokens, "
-            "which needs an LM head. Remove the override"
+            "which needs an LM head. Remove mtp_num_layers"
         )
     return wanted or 0, held_mtp_layers(overrides)
 
@@ -51,21 +50,21 @@ def count_mtp(overrides: Mapping[str, object], *, head: str) -> tuple[int, int]:
 def require_mtp(provenance: Provenance, config: TransformerConfig) -> None:
     """Raise ``ConfigError`` if the model would have MTP layers that we cannot build, or that have no names."""
     wanted, kinds = held_mtp_layers(vars(config)), getattr(config, "mtp_kinds", None)
-    if wanted and kinds not in (None, *KINDS):
+    if wanted and kinds not in (None, *MTP_KINDS):
         raise ConfigError(
-            f"mtp_layers_block_type must be one of {', '.join(map(repr, KINDS))}, found {kinds!r}, where * is "
+            f"mtp_layers_block_type must be one of {', '.join(map(repr, MTP_KINDS))}, found {kinds!r}, where * is "
             "attention, - an MLP, E experts and M a Mamba-2 mixer. No published model has others: remove mtp_num_layers"
         )
     if wanted and kinds is not None and "E" in kinds and config.num_moe_experts is None:
         raise ConfigError(
             f"mtp_num_layers must be 0 or None, found {wanted}: mtp_layers_block_type has experts, and no layer of the "
-            "decoder has any. No published model is so: remove the override"
+            "decoder has any. No published model is so: remove mtp_num_layers"
         )
     names = {rule.mcore for rule in provenance.rules}
     if wanted and kinds is None and config.num_moe_experts and not layers_of(vars(config))[-1] and _DENSE not in names:
         raise ConfigError(
             f"mtp_num_layers must be 0 or None, found {wanted}: megatron-core builds MTP layers like the last layer, "
-            f"which has no experts here, and those of {provenance.hf.model_type} have some. Remove the override, or "
+            f"which has no experts here, and those of {provenance.hf.model_type} have some. Remove mtp_num_layers, or "
             "keep more layers"
         )
     pattern = getattr(config, "mtp_hybrid_override_pattern", None)
@@ -80,7 +79,7 @@ def require_mtp(provenance: Provenance, config: TransformerConfig) -> None:
         repeated = ", or repeat one layer by mtp_use_repeated_layer" if known and REPEATED.is_installed else ""
         raise ConfigError(
             f"mtp_num_layers must be at most {known}, found {wanted}: with this HF config, {provenance.hf.model_type} "
-            f"has names for no more MTP layers. Change the override, or set their number in the HF config{repeated}"
+            f"has names for no more MTP layers. Change mtp_num_layers, or set their number in the HF config{repeated}"
         )
 
 

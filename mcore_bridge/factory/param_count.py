@@ -9,13 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mcore_bridge.architecture import architecture_of
+from mcore_bridge.config.layer_kinds import SECOND, inner_config, layers_but_full, layers_of, shares_selection
 from mcore_bridge.config.mesh.balance import balanced
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
-from mcore_bridge.config.mtp import inner_config
-from mcore_bridge.config.tables.derived import layers_but_full
-from mcore_bridge.config.tables.derived_hybrid import SECOND
-from mcore_bridge.config.tables.moe import layers_of
-from mcore_bridge.config.tables.sparse_attention import shares_selection
 from mcore_bridge.config.transformer import to_transformer_config
 from mcore_bridge.rules.spec import TensorSpec
 

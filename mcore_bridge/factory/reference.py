@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.weights.bound import Models, chunks_of
+from mcore_bridge.weights.model_chunks import Models, chunks_of
 from mcore_bridge.weights.peft.hf_adapters import switch_of
 
 

@@ -1,2 +1,2 @@
 """Architectures, one small file each: a config table, and weight rules from ``blocks.py``. They may import
-``architecture``, ``config`` and ``rules``."""
+``architecture``, ``config``, ``errors`` and ``rules``."""

@@ -7,9 +7,21 @@ from mcore_bridge.config.tables.derived import biases
 from mcore_bridge.config.tables.derived_rope import ROTARY_DIM, rope
 from mcore_bridge.config.tables.moe import DENSE_FIRST, ROUTED, SCALED, SIGMOID, shared_experts
 from mcore_bridge.config.tables.moe_counted import GIVEN_GROUPS
-from mcore_bridge.models.blocks import decoder
-from mcore_bridge.models.blocks_bailing import EMBEDDING, LAYER
+from mcore_bridge.models.blocks import MOE, NORMS, SHARED, SWIGLU, decoder
+from mcore_bridge.rules.layout import FUSED_QKV, REPLICATED, ROW, VOCAB
+from mcore_bridge.rules.mapping import table, under
 
+# fmt: off
+EMBEDDING   = table(("embedding.word_embeddings.weight", "model.word_embeddings.weight", VOCAB))
+ATTENTION   = under("self_attention", "attention", table(
+                    ("linear_qkv.weight",                "query_key_value.weight",       FUSED_QKV),
+                    ("linear_qkv.bias",                  "query_key_value.bias",         FUSED_QKV),
+                    ("linear_proj.weight",               "dense.weight",                 ROW),
+                    ("q_layernorm.weight",               "query_layernorm.weight",       REPLICATED),
+                    ("k_layernorm.weight",               "key_layernorm.weight",         REPLICATED)))
+ROUTER_BIAS = table(("mlp.router.expert_bias",           "mlp.gate.expert_bias",         REPLICATED))
+LAYER       = (*NORMS, *ATTENTION, *SWIGLU, *MOE, *ROUTER_BIAS, *SHARED)
+# fmt: on
 OWN: tuple[Field, ...] = (
     *published(score_function="sigmoid", moe_router_enable_expert_bias=True, router_dtype="fp32", use_rmsnorm=True),
     *published(use_bias=False, attention_bias=False, mlp_bias=False, embedding_dropout=0.0, output_dropout=0.0),

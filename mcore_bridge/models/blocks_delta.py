@@ -2,8 +2,8 @@
 
 from mcore_bridge.models.blocks import NORMS, O_BIAS, QK_NORM
 from mcore_bridge.rules.layout import COLUMN, REPLICATED, ROW
-from mcore_bridge.rules.layout_delta import DELTA, DELTA_CONV, DELTA_HEAD, GATED_QKV
 from mcore_bridge.rules.mapping import table, under
+from mcore_bridge.rules.mixer_layouts import DELTA, DELTA_CONV, DELTA_HEAD, GATED_QKV
 
 # fmt: off
 GATED_GQA     = table(("self_attention.linear_qkv.weight",    "self_attn.{q,k,v}_proj.weight",   GATED_QKV),

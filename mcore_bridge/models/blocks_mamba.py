@@ -1,8 +1,8 @@
 """Shared tables of Mamba-2 mixers, which stand in the place of attention."""
 
 from mcore_bridge.rules.layout import COLUMN, ROW
-from mcore_bridge.rules.layout_mamba import MAMBA_CONV, MAMBA_IN
 from mcore_bridge.rules.mapping import table
+from mcore_bridge.rules.mixer_layouts import MAMBA_CONV, MAMBA_IN
 
 # fmt: off
 MAMBA = table(("in_proj.weight",  "in_proj.weight",  MAMBA_IN),

@@ -3,7 +3,7 @@
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Require
 from mcore_bridge.config.tables import GEMMA2, QK_NORMED, but
-from mcore_bridge.config.tables.layer_ropes import LAYER_ROPES
+from mcore_bridge.config.tables.derived_rope import LAYER_ROPES
 from mcore_bridge.models.blocks import GQA, NORMS_FOUR, O_BIAS, QK_NORM, QKV_BIAS, SWIGLU, decoder
 
 ARCHITECTURE = Architecture(

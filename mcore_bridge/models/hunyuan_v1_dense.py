@@ -3,7 +3,7 @@
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Ignore, Require
 from mcore_bridge.config.tables import BIAS_ATTENTION, DENSE, QK_NORMED_AFTER_ROPE, WINDOW_NONE, but
-from mcore_bridge.config.tables.alpha_rope import ALPHA_ROPE
+from mcore_bridge.config.tables.derived_rope import ALPHA_ROPE
 from mcore_bridge.models.blocks import GQA, NORMS, NORMS_AFTER_ROPE, O_BIAS, QKV_BIAS, SWIGLU, decoder
 
 FIXED = (("use_qk_norm", True), ("use_cla", False), ("mlp_bias", False), ("norm_type", "rms"), ("num_experts", 1))

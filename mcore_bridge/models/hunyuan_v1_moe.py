@@ -3,7 +3,7 @@
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Const
 from mcore_bridge.config.tables import BIAS_ATTENTION, DECODER, QK_NORMED_AFTER_ROPE, WINDOW_NONE, but, unread
-from mcore_bridge.config.tables.alpha_rope import ALPHA_ROPE
+from mcore_bridge.config.tables.derived_rope import ALPHA_ROPE
 from mcore_bridge.config.tables.moe import ROUTED, SOFTMAX_NORMALISED, number, one_size
 from mcore_bridge.models.blocks import EXPERTS, GATED_MLP, GQA, NORMS, NORMS_AFTER_ROPE, O_BIAS, QKV_BIAS, decoder
 from mcore_bridge.models.hunyuan_v1_dense import UNREAD

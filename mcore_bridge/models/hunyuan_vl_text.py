@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from mcore_bridge.config.rope_spelling import MULTIMODAL
 from mcore_bridge.config.tables import but
-from mcore_bridge.config.tables.alpha_rope import alpha_rope
+from mcore_bridge.config.tables.derived_rope import alpha_rope
 from mcore_bridge.models import hunyuan_v1_dense
 
 ARCHITECTURE = replace(

@@ -3,7 +3,7 @@
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Ignore
 from mcore_bridge.config.tables import BIAS_ATTENTION, DECODER, QK_NORMED, WINDOW_PATTERN, but
-from mcore_bridge.config.tables.layer_ropes import LAYER_ROPES
+from mcore_bridge.config.tables.derived_rope import LAYER_ROPES
 from mcore_bridge.config.tables.moe import EXPERT_SIZE, MLP_TYPES, MTP_NEVER, NO_SHARED, ROUTED, SOFTMAX_BY_CONFIG
 from mcore_bridge.models.blocks import GQA, MOE, NORMS, O_BIAS, QK_NORM, QKV_BIAS, SWIGLU, decoder
 

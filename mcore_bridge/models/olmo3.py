@@ -2,7 +2,7 @@
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.tables import BIAS_ATTENTION, DENSE, NORM_POST, QK_NORMED_TOGETHER, WINDOW_PATTERN, but
-from mcore_bridge.config.tables.layer_ropes import LAYER_ROPES_ONE_BASE
+from mcore_bridge.config.tables.derived_rope import LAYER_ROPES_ONE_BASE
 from mcore_bridge.models.blocks import GQA, NORMS_POST, O_BIAS, QK_NORM, QKV_BIAS, SWIGLU, decoder
 
 ARCHITECTURE = Architecture(

@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.rules.heads import HEAD
 from mcore_bridge.rules.layout import REPLICATED, Chain, Concat, Fill, Leading, upright
 from mcore_bridge.rules.mapping import Rule, Rules, WeightMapping
 from mcore_bridge.rules.names import TOWER
 from mcore_bridge.rules.trace import Trace, moved_dim
+from mcore_bridge.rules.variants import HEAD
 
 LINEAR = frozenset(
     {

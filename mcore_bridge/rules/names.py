@@ -6,12 +6,16 @@
 * Norms that TransformerEngine fuses into the next linear layer have the names of separate norms.
 
 So an HF name has one mcore name.
+
+HF tensors that engines fuse within one load call. They must be given to an engine together.
+
+The inverse: the names that canonical names have in a ``GPTModel``.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 # fmt: off
@@ -156,3 +160,41 @@ def shift_expert(name: str, shift: int) -> str:
 def renumber_layer(name: str, layer: int) -> str:
     """A canonical name with another number for its decoder layer, if it has one."""
     return _LAYER.sub(f"decoder.layers.{layer}.", name)
+
+
+_FUSED = re.compile(
+    r"(.*)\.(?:[qkv]_proj|q_a_proj|kv_a_proj_with_mqa|in_proj_\w+|gate_proj|up_proj|w1|w3"
+    r"|(?<=\.indexer\.)(?:wk|weights_proj))\.(?:weight|bias)"
+)
+"""Projections of one input: of an attention, its indexer, a delta net, an MLP or an expert.
+
+SGLang silently ignores latents (``q_a_proj`` and ``kv_a_proj_with_mqa``) if they come in two load calls. vLLM has one
+parameter for ``wk`` and ``weights_proj`` of an indexer.
+"""
+
+
+def fused_module(name: str) -> str | None:
+    """The module whose projections an engine fuses, with the HF tensor ``name`` among them; None if it fuses none.
+
+    >>> fused_module("model.layers.3.self_attn.q_proj.weight"), fused_module("model.layers.3.self_attn.o_proj.weight")
+    ('model.layers.3.self_attn', None)
+    """
+    match = _FUSED.fullmatch(name)
+    return match[1] if match else None
+
+
+def fused_norm(name: str, fused: Mapping[str, str]) -> str | None:
+    """The name of a norm that TransformerEngine fuses; None for any other parameter.
+
+    Args:
+        fused: the ``fused_norms`` of its layer.
+    """
+    norm, dot, kind = name.rpartition(".")
+    linear = fused.get(norm + dot)
+    return None if linear is None else f"{linear}{kind}"
+
+
+def local_expert(name: str, expert: int, local: int, *, grouped: bool) -> str:
+    """The name of the parameter of a routed expert, by its number on this rank."""
+    before, _, after = name.partition(f".experts.{expert}.")
+    return f"{before}.experts.{after}{local}" if grouped else f"{before}.experts.local_experts.{local}.{after}"

@@ -1,11 +1,16 @@
-"""The description of a tensor that need not exist yet."""
+"""The description of a tensor that need not exist yet.
+
+Alignment of tensors that lie one behind the other in a window or a buffer.
+
+Runs of neighbours that are handled together, as many as fit into a number of bytes.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -44,3 +49,34 @@ class TensorSpec:
     def num_bytes(self) -> int:
         """The size of the tensor in bytes."""
         return self.numel * self.dtype.itemsize
+
+
+ALIGNMENT = 256
+"""Bytes: a multiple of every itemsize, so that tensors can be viewed in place, and of the widest read of a GPU."""
+
+
+def aligned(num_bytes: int) -> int:
+    """Round ``num_bytes`` up to the next offset at which a tensor may begin."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+Item = TypeVar("Item")
+
+
+def runs_within(items: Iterable[Item], size: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
+    """Yield runs of consecutive items with at most ``limit`` bytes together, unless a single item has more.
+
+    >>> list(runs_within([3, 2, 4, 9], int, 5))
+    [[3, 2], [4], [9]]
+    """
+    run: list[Item] = []
+    filled = 0
+    for item in items:
+        own = size(item)
+        if run and filled + own > limit:
+            yield run
+            run, filled = [], 0
+        run.append(item)
+        filled += own
+    if run:
+        yield run

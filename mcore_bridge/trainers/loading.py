@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.weights.bound import chunks_of
+from mcore_bridge.weights.bound import provenance_on
 from mcore_bridge.weights.files.hf_folder import Checkpoint, names_in
-from mcore_bridge.weights.load import load_hf_weights, note_folder
+from mcore_bridge.weights.load import load_as, note_folder
 from mcore_bridge.weights.load_state import LoadReport
-from mcore_bridge.weights.provenance import provenance_of
+from mcore_bridge.weights.model_chunks import chunks_of
 
 _HEAD = "score.weight"
 
@@ -37,10 +37,10 @@ def load_folder(
             name; then all ranks raise before a weight is written.
     """
     chunks = chunks_of(models)
-    provenance = provenance_of(folder, head=chunks[0].bridge.head)
+    provenance = provenance_on(models, folder, chunks[0].bridge.head)
     if provenance.head not in ("lm", "none"):
         _check_head(provenance.folder or folder, provenance.lm_head, may_draw_head)
-    report = load_hf_weights(models, folder, hf=folder, head=provenance.head, dtype=dtype)
+    report = load_as(models, provenance, folder, dtype=dtype)
     held = provenance.folder or str(folder)
     note_folder(chunks, held, names_in(held))
     return report

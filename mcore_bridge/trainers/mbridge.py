@@ -15,14 +15,13 @@ from torch import Tensor, nn
 
 from mcore_bridge.architecture import text_config
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
-from mcore_bridge.factory.blueprint import Blueprint, make_blueprint
+from mcore_bridge.factory.blueprint import Blueprint, BuildOptions, make_blueprint
 from mcore_bridge.factory.build import build
-from mcore_bridge.factory.build_options import BuildOptions
 from mcore_bridge.trainers.loading import load_folder
 from mcore_bridge.trainers.settings import require_same_model, settle_same, split, with_mtp_layers
 from mcore_bridge.trainers.wrap import ddp_config_of, freeze_routers, require_value_head, wrap
-from mcore_bridge.weights.bound import chunks_of
 from mcore_bridge.weights.export import iter_hf_weights
+from mcore_bridge.weights.model_chunks import chunks_of
 from mcore_bridge.weights.save import save_hf_checkpoint
 
 if TYPE_CHECKING:

@@ -10,12 +10,11 @@ from torch import Tensor, nn
 
 from mcore_bridge.architecture import read_hf
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.blueprint import make_blueprint
-from mcore_bridge.factory.build_options import BuildOptions
+from mcore_bridge.factory.blueprint import BuildOptions, make_blueprint
 from mcore_bridge.trainers.loading import load_folder
 from mcore_bridge.trainers.wrap import ddp_config_of, freeze_routers
-from mcore_bridge.weights.bound import chunks_of
 from mcore_bridge.weights.export import iter_hf_weights
+from mcore_bridge.weights.model_chunks import chunks_of
 from mcore_bridge.weights.peft.hf_adapters import adapters_of, iter_peft_adapters, save_hf_adapters
 from mcore_bridge.weights.save import save_hf_checkpoint
 from mcore_bridge.weights.source.source import HFWeights

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from mcore_bridge.errors import MappingError
 from mcore_bridge.rules.mapping import WeightMapping
-from mcore_bridge.weights.bound import BoundModel, Models, bind, provenance_on
-from mcore_bridge.weights.local_slices import SliceOrigin, origins_of
+from mcore_bridge.weights.bound import BoundModel, bind, provenance_on
+from mcore_bridge.weights.export import SliceOrigin, origins_of
+from mcore_bridge.weights.model_chunks import Models
 from mcore_bridge.weights.param_sync import require_gathered
 from mcore_bridge.weights.provenance import HF
 from mcore_bridge.weights.transfer.endpoints import Merge, check_storage

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from mcore_bridge.arguments import is_count
 from mcore_bridge.config.fields import is_number
-from mcore_bridge.config.sizes import is_count
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.add_adapters import Init, add_adapters
 from mcore_bridge.factory.reference import without_adapters

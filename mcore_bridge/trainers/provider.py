@@ -19,9 +19,8 @@ from torch import nn
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.overrides import config_class, require_overridable
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.blueprint import Blueprint
+from mcore_bridge.factory.blueprint import Blueprint, changes_of
 from mcore_bridge.factory.build import build
-from mcore_bridge.factory.reconcile import changes_of
 from mcore_bridge.trainers.settings import parts_to_freeze, settle_same, split, with_mtp_layers
 from mcore_bridge.trainers.wrap import ddp_config_of, require_value_head, wrap
 from mcore_bridge.weights.source.source import HFWeights

@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any
 from mcore_bridge.architecture import architecture_of
 from mcore_bridge.config.apply_overrides import OF_SOME, same
 from mcore_bridge.config.fields import Preset
+from mcore_bridge.config.layer_kinds import MTP_COUNTS, layers_of
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
-from mcore_bridge.config.tables.moe import MTP_COUNTS, layers_of
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.blueprint import Blueprint, make_blueprint
-from mcore_bridge.factory.build_options import BuildOptions
-from mcore_bridge.factory.reconcile import changes_of, reconcile
+from mcore_bridge.factory.blueprint import Blueprint, BuildOptions, changes_of, make_blueprint, reconcile
 from mcore_bridge.rules.names import TOWER
 from mcore_bridge.weights.provenance import HF
 
@@ -121,7 +119,7 @@ def settle_same(blueprint: Blueprint, *, overrides: Mapping[str, object] | None 
     dtype, head = (changed.get(name) or getattr(options, name) for name in ("dtype", "head"))
     build = {"dtype": dtype, "head": head, "device": blueprint.device, "backend": blueprint.backend}
     changes = changes_of(blueprint) if overrides is None else overrides
-    checked = require_same_model(blueprint.source, {**(options.overrides or {}), **changes}, **build)
+    checked = require_same_model(blueprint.source, {**blueprint.overrides, **changes}, **build)
     return reconcile(blueprint, overrides={name: checked[name] for name in changes}, **changed)
 
 

@@ -18,11 +18,10 @@ from torch import Tensor
 from mcore_bridge.errors import ConfigError, ExportError
 from mcore_bridge.factory.gpt_inputs import to_transformer_config
 from mcore_bridge.factory.vision.tower import tower_specs
-from mcore_bridge.rules.adapters import is_adapter
 from mcore_bridge.rules.layout import Axes
 from mcore_bridge.rules.mapping import WeightMapping
-from mcore_bridge.rules.names import TOWER, Numbering, canonical
-from mcore_bridge.trainers.whole_layers import require_whole_layers
+from mcore_bridge.rules.names import TOWER, Numbering
+from mcore_bridge.trainers.one_parameter import binding_of
 from mcore_bridge.weights.bound import axes_of_config
 from mcore_bridge.weights.provenance import provenance_of
 
@@ -75,13 +74,7 @@ def convert_to_hf(
     model = _known(folder, getattr(args, "mtp_num_layers", None) or 0, name.startswith(TOWER))
     if name.startswith("model.") and model.mapping.is_carried(name):
         return [(name, param.detach().clone(memory_format=torch.contiguous_format))]
-    if is_adapter(name):
-        raise ConfigError(
-            f"{name} belongs to an adapter, which slime cannot pass together with its weight: expected a model "
-            "without adapters. iter_hf_weights(models, merged=True) has the merged weights"
-        )
-    require_whole_layers(name, len(model.numbering.layers), "iter_hf_weights")
-    binding = model.mapping.bind(canonical(name, model.numbering))
+    binding = binding_of(name, model.mapping, model.numbering, "iter_hf_weights")
     if not binding.exported:
         return []
     parts = (~binding.layout)((param.detach()[None],), {**model.axes, "padded_vocab": param.shape[0]})

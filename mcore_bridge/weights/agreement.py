@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, NamedTuple, TypedDict, Unpack
 
 from torch import nn
 
-from mcore_bridge.arguments import instance_of, require
+from mcore_bridge.arguments import COUNT, instance_of, require
 from mcore_bridge.config.mesh.alike import Shared, difference, sendable
-from mcore_bridge.config.sizes import is_count
 from mcore_bridge.errors import ExportError, describe
+from mcore_bridge.machine import uncollected
 from mcore_bridge.rules.adapters import Adapters
+from mcore_bridge.rules.dtypes import Dtypes
 from mcore_bridge.rules.mapping import Dialect, Rules
-from mcore_bridge.weights.bound import BoundModel, Models, bind, chunks_of, provenance_on
-from mcore_bridge.weights.dtypes import Dtypes
-from mcore_bridge.weights.gc_paused import uncollected
-from mcore_bridge.weights.hf_layers import whole_config
+from mcore_bridge.weights.bound import BoundModel, bind, provenance_on
+from mcore_bridge.weights.model_chunks import Models, chunks_of, whole_config
 from mcore_bridge.weights.param_sync import gather_pending, heard_by_replicas, require_gatherable
 from mcore_bridge.weights.plan.all_to_all import plan_targets
 from mcore_bridge.weights.plan.engine_map import EngineMap
@@ -128,9 +127,7 @@ def agree_on_plan(
     bound, error = None, problem
     given: dict[str, object] = {"bucket_bytes": bucket_bytes, "merged": merged, **shared}
     try:
-        if bucket_bytes is not None and not is_count(bucket_bytes):
-            raise ExportError(f"bucket_bytes must be a number of bytes above 0, or None, found {bucket_bytes!r}")
-        require(ExportError, target=(target, _TARGET))
+        require(ExportError, bucket_bytes=(bucket_bytes, COUNT.or_none()), target=(target, _TARGET))
         provenance = provenance_on(models, hf, head)
         bound = bind(models, provenance, dialect=dialect, merged=merged, adapters=adapters)
         given |= {"head": provenance.head, "dialect": dialect or provenance.dialect}

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import gcd
 from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from mcore_bridge.arguments import instance_of, require
-from mcore_bridge.config.mtp import held_mtp_layers
+from mcore_bridge.config.layer_kinds import held_mtp_layers
 from mcore_bridge.errors import ConfigError, MappingError
 from mcore_bridge.rules.adapters import Adapters, is_adapter
-from mcore_bridge.rules.heads import check_head
+from mcore_bridge.rules.dtypes import Dtypes, problem_of, unmatched
 from mcore_bridge.rules.layout import Axes
 from mcore_bridge.rules.mapping import Binding, Dialect, WeightMapping, axes_of
 from mcore_bridge.rules.names import TOWER, expert_of, kind_of, layer_of, mtp_layer_of
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.rules.trace import Trace, trace
-from mcore_bridge.weights.dtypes import Dtypes, problem_of, unmatched
-from mcore_bridge.weights.hf_layers import is_hybrid, learn_layers, whole_config, whole_layers
+from mcore_bridge.rules.variants import check_head
 from mcore_bridge.weights.merging import merges_of
-from mcore_bridge.weights.model_tensors import held_tensors, numbering_of, require_as_built, unwrap
+from mcore_bridge.weights.model_chunks import (
+    Models,
+    chunks_of,
+    is_hybrid,
+    learn_layers,
+    numbering_of,
+    whole_config,
+    whole_layers,
+)
+from mcore_bridge.weights.model_tensors import held_tensors, require_as_built
 from mcore_bridge.weights.plan.inventory import Inventory
 from mcore_bridge.weights.provenance import HF, Provenance, provenance_of
 from mcore_bridge.weights.transfer.endpoints import Merge
@@ -31,10 +38,6 @@ from mcore_bridge.weights.transfer.endpoints import Merge
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer import TransformerConfig
-
-
-Models = Sequence[nn.Module] | nn.Module
-"""This rank's chunks, one per virtual pipeline stage, wrapped (DDP, Float16Module, ...) or not."""
 
 
 @dataclass(frozen=True)
@@ -131,31 +134,6 @@ def _has_final_norm(chunk: GPTModel) -> bool:
     return getattr(decoder, "final_norm" if is_hybrid(chunk) else "final_layernorm", None) is not None
 
 
-_MODELS = instance_of("this rank's chunks, which build_model returns", nn.Module, Iterable)
-
-
-def modules_of(models: Models) -> list[nn.Module]:
-    """The chunks as they were given, with their wrappers.
-
-    Raises:
-        MappingError: ``models`` is neither a module nor a list.
-    """
-    require(MappingError, models=(models, _MODELS))
-    return [models] if isinstance(models, nn.Module) else [*models]
-
-
-def chunks_of(models: Models) -> tuple[GPTModel, ...]:
-    """The ``GPTModel`` of each chunk, without wrappers.
-
-    Raises:
-        MappingError: when there are no chunks, or they are no ``GPTModel``.
-    """
-    chunks = tuple(map(unwrap, modules_of(models)))
-    if not chunks:
-        raise MappingError("no models given; expected this rank's chunks, one per virtual pipeline stage")
-    return chunks
-
-
 def adopt(models: Models, hf: HF, *, head: str = "lm") -> None:
     """Attach the HF config to models that ``build_model`` did not make, once, for all functions of this library.
 
@@ -185,25 +163,8 @@ def adopt(models: Models, hf: HF, *, head: str = "lm") -> None:
 def _described(chunks: tuple[GPTModel, ...], hf: HF, head: str) -> Provenance:
     """The provenance from ``hf``, with the overrides and the tower of ``build_model``."""
     given, kept = provenance_of(hf, head=head), getattr(chunks[0], "bridge", None)
-    learn_layers(chunks, given)
+    learn_layers(chunks, given.hf)
     return given if kept is None else given.with_overridden(kept.overridden).seeing(kept.vision, kept.tower)
-
-
-def all_chunks_of(models: Models) -> tuple[GPTModel, ...]:
-    """The ``GPTModel`` of each chunk, for callers that need all chunks of this rank in the order in which they run.
-
-    Raises:
-        MappingError: as ``chunks_of``; or a chunk is absent, comes twice, or is in the wrong place.
-    """
-    chunks = chunks_of(models)
-    stages = [getattr(chunk, "vp_stage", None) or 0 for chunk in chunks]
-    count = chunks[0].config.virtual_pipeline_model_parallel_size or 1
-    if stages != [*range(count)]:
-        raise MappingError(
-            f"models must be the chunks of the {count} virtual stages of this rank, in their order, found chunks of "
-            f"the stages {stages}: pass all that build_model has returned"
-        )
-    return chunks
 
 
 def provenance_on(models: Models, hf: HF | None = None, head: str = "lm") -> Provenance:

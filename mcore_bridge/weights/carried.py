@@ -16,9 +16,9 @@ from torch import Tensor
 
 from mcore_bridge.architecture import read_hf, text_config
 from mcore_bridge.errors import CheckpointError, ConfigError
+from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.files.hf_folder import names_in
 from mcore_bridge.weights.files.sources import SourceFolders
-from mcore_bridge.weights.manifest import ManifestEntry
 from mcore_bridge.weights.source.source import open_folder
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Carried:
         sources: the state of the folder when its tensors were listed.
     """
 
-    specs: tuple[ManifestEntry, ...] = ()
+    specs: tuple[TensorSpec, ...] = ()
     folder: str | None = None
     mtp: tuple[str, ...] = ()
     sources: SourceFolders = field(default_factory=SourceFolders)
@@ -87,7 +87,7 @@ def carried_of(provenance: Provenance, mapping: WeightMapping, *, mtp: Mtp = "ca
     sources = SourceFolders.of(provenance.folder)
     left_out = mapping.is_unbuilt_mtp if mtp == "dropped" or _differs(provenance) else lambda name: False
     specs = tuple(
-        ManifestEntry(name, tuple(tensor.shape), tensor.dtype)
+        TensorSpec.of(name, tensor)
         for name, tensor in open_folder(provenance.folder).items()
         if mapping.is_carried(name) and not left_out(name)
     )

@@ -14,24 +14,24 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mcore_bridge.arguments import COUNT, require
 from mcore_bridge.config.hf import find_folder
 from mcore_bridge.config.mesh.alike import Content
-from mcore_bridge.rules.dialects import dialect_of
+from mcore_bridge.errors import CheckpointError
+from mcore_bridge.machine import uncollected
+from mcore_bridge.rules.dtypes import Dtypes
 from mcore_bridge.rules.encoded import Weight
 from mcore_bridge.rules.mapping import Dialect
-from mcore_bridge.weights.bound import BoundModel, Models, bind, provenance_on
-from mcore_bridge.weights.dtypes import Dtypes
-from mcore_bridge.weights.files.file_shards import require_positive
+from mcore_bridge.rules.variants import dialect_of, model_names
+from mcore_bridge.weights.bound import BoundModel, bind, provenance_on
 from mcore_bridge.weights.files.hf_folder import content_of
 from mcore_bridge.weights.files.slice_reader import read
 from mcore_bridge.weights.files.staging import SLOT_BYTES, Staging
-from mcore_bridge.weights.gc_paused import uncollected
 from mcore_bridge.weights.load_state import Load, LoadReport
+from mcore_bridge.weights.model_chunks import Models
 from mcore_bridge.weights.own_folder import note_source
-from mcore_bridge.weights.provenance import HF
-from mcore_bridge.weights.source.conventions import model_names
-from mcore_bridge.weights.source.pairs import Pairs
-from mcore_bridge.weights.source.source import HFWeights, Source, open_source
+from mcore_bridge.weights.provenance import HF, Provenance
+from mcore_bridge.weights.source.source import HFWeights, Pairs, Source, open_source
 from mcore_bridge.weights.source.tied_tensors import require_equal
 from mcore_bridge.weights.transfer.copier import compiling
 
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
 
-@torch.no_grad()
 def load_hf_weights(
     models: Models,
     source: HFWeights,
@@ -78,8 +77,23 @@ def load_hf_weights(
         >>> report.num_tensors, report.missing, report.unexpected
         (47, (), ())
     """
-    require_positive(slot_bytes=slot_bytes)
+    require(CheckpointError, slot_bytes=(slot_bytes, COUNT))
     provenance = provenance_on(models, hf, head)
+    return load_as(models, provenance, source, dtype=dtype, dialect=dialect, strict=strict, slot_bytes=slot_bytes)
+
+
+@torch.no_grad()
+def load_as(
+    models: Models,
+    provenance: Provenance,
+    source: HFWeights,
+    *,
+    dtype: Dtypes = None,
+    dialect: Dialect | None = None,
+    strict: bool = True,
+    slot_bytes: int = SLOT_BYTES,
+) -> LoadReport:
+    """As ``load_hf_weights``, for a source whose tensors ``provenance`` describes, whatever the models came from."""
     with contextlib.ExitStack() as paused:
         paused.enter_context(uncollected())
         opened = open_source(source, getattr(provenance.hf, "quantization_config", None))

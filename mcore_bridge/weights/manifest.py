@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,14 +18,15 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import ExportError, TransferError
+from mcore_bridge.foreign_files import parse
+from mcore_bridge.rules.dtypes import Dtypes, dtype_name, wanted_dtype
 from mcore_bridge.rules.mapping import Dialect
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.agreement import agree_on_plan
-from mcore_bridge.weights.bound import Models
-from mcore_bridge.weights.dtypes import Dtypes, dtype_name, wanted_dtype
 from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.files.positional_io import array_of
+from mcore_bridge.weights.model_chunks import Models
 from mcore_bridge.weights.plan.engine_map import EngineMap
 from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.provenance import HF
@@ -64,6 +65,10 @@ class Manifest:
         """Bytes of all tensors."""
         return sum(spec.num_bytes for spec in self.tensors)
 
+    def with_tensors(self, specs: Iterable[TensorSpec]) -> Manifest:
+        """A copy with further tensors behind these, without digests."""
+        return replace(self, tensors=(*self.tensors, *(ManifestEntry(s.name, s.shape, s.dtype) for s in specs)))
+
     def differences(self, other: Manifest) -> tuple[str, ...]:
         """Names that only one manifest has, or whose shape, dtype or digest differ; the order does not count."""
         mine, theirs = ({spec.name: spec for spec in manifest} for manifest in (self, other))
@@ -85,11 +90,11 @@ class Manifest:
             TransferError: it is something else.
         """
         try:
-            rows = json.loads(text)
+            rows = parse(text.encode())
             if not isinstance(rows, list):
                 raise ValueError("no list")
             return cls(tuple(map(_entry, rows)))
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
             raise TransferError(
                 f"expected JSON that Manifest.to_json has written, found other text ({error!r:.200}); write it again"
             ) from None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.rules.names import canonical
-from mcore_bridge.weights.model_tensors import numbering_of
+from mcore_bridge.weights.model_chunks import numbering_of
 from mcore_bridge.weights.transfer.endpoints import Merge, check_storage
 
 if TYPE_CHECKING:

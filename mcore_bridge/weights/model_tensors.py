@@ -11,29 +11,14 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from mcore_bridge.errors import MappingError
-from mcore_bridge.rules.names import Numbering, canonical
+from mcore_bridge.rules.names import canonical
 from mcore_bridge.rules.trace import Shape
-from mcore_bridge.weights.hf_layers import layers_of_chunk
+from mcore_bridge.weights.model_chunks import numbering_of, unwrap
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
-
-
-def unwrap(model: nn.Module) -> GPTModel:
-    """The ``GPTModel`` inside wrappers that keep their model as ``module`` (DDP, Float16Module, ...)."""
-    bare: Any = model
-    while not hasattr(bare, "decoder"):
-        inner = getattr(bare, "module", None)
-        if not isinstance(inner, nn.Module):
-            inside = "" if bare is model else f" around {type(bare).__name__}"
-            raise MappingError(
-                "expected a GPTModel or HybridModel, or a wrapper with one at .module, found "
-                f"{type(model).__name__}{inside}: pass what build_model has returned"
-            )
-        bare = inner
-    return bare
 
 
 def held_tensors(models: Sequence[nn.Module]) -> dict[str, Tensor]:
@@ -147,15 +132,6 @@ class _Roll:
         """The current tensors of ``names``."""
         tensors = [*chain.from_iterable(map(dict.values, self.holders))]
         return map(tensors.__getitem__, self.indices)
-
-
-def numbering_of(chunk: GPTModel) -> Numbering:
-    """The global numbers of a chunk's layers and experts, read from its modules."""
-    indices = (getattr(module, "local_expert_indices", None) for module in chunk.modules())
-    experts = next((tuple(numbers) for numbers in indices if numbers is not None), ())
-    mtp = getattr(chunk, "mtp", None)
-    layers = layers_of_chunk(chunk)
-    return Numbering(layers, experts, tuple(layer.layer_number - 1 for layer in mtp.layers) if mtp is not None else ())
 
 
 def _tensors(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:

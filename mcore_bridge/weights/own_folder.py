@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.weights.bound import Models, chunks_of
-from mcore_bridge.weights.dtypes import dtype_name, is_exact
+from mcore_bridge.rules.dtypes import dtype_name, is_exact
 from mcore_bridge.weights.files.hf_folder import shard_names
+from mcore_bridge.weights.model_chunks import Models, chunks_of
 from mcore_bridge.weights.source.source import open_folder
 
 _NOTE = "bridge_sources"

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from mcore_bridge.errors import ExportError
-from mcore_bridge.weights.bound import Models, chunks_of, modules_of
-from mcore_bridge.weights.model_tensors import unwrap
+from mcore_bridge.weights.model_chunks import Models, chunks_of, modules_of, unwrap
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.failures import require_all
 

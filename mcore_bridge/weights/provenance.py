@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any, Union
 from mcore_bridge.architecture import architecture_of, composite_of, read_hf
 from mcore_bridge.composite import IN_MODEL, Whole, spelling_in, text_of
 from mcore_bridge.config.hf import find_folder, with_fields
+from mcore_bridge.config.layer_kinds import MTP_COUNTS
 from mcore_bridge.config.mesh.alike import Content, digest_of
-from mcore_bridge.config.tables.moe import MTP_COUNTS
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.rules.dialects import dialect_of, fused
-from mcore_bridge.rules.heads import HEAD, LM_HEAD, SCORE_HEAD, lm_head_of, redundant_head, tied_lm_head
+from mcore_bridge.rules.dtypes import dtype_name
 from mcore_bridge.rules.layout import REPLICATED
 from mcore_bridge.rules.mapping import (
     Dialect,
@@ -33,9 +32,18 @@ from mcore_bridge.rules.mapping import (
 )
 from mcore_bridge.rules.names import EMBEDDING, TOWER, mtp_layer_of
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.dtypes import dtype_name
+from mcore_bridge.rules.variants import (
+    HEAD,
+    LM_HEAD,
+    SCORE_HEAD,
+    dialect_of,
+    fused,
+    lm_head_of,
+    prefix_of,
+    redundant_head,
+    tied_lm_head,
+)
 from mcore_bridge.weights.files.hf_folder import names_in
-from mcore_bridge.weights.source.conventions import prefix_of
 from mcore_bridge.weights.source.tied_tensors import is_tied, ties_any_head
 
 if TYPE_CHECKING:

@@ -15,20 +15,22 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.architecture import read_hf
+from mcore_bridge.arguments import COUNT, require
 from mcore_bridge.errors import CheckpointError
+from mcore_bridge.rules.dtypes import Dtypes
 from mcore_bridge.rules.mapping import Dialect
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.bound import Models, chunks_of, mapping_of, provenance_on
+from mcore_bridge.weights.bound import mapping_of, provenance_on
 from mcore_bridge.weights.carried import Carried, Mtp, carried_of
-from mcore_bridge.weights.dtypes import Dtypes
 from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.files.atomic_folder import commit, require_files, target_of, updating_by_all
-from mcore_bridge.weights.files.file_shards import MAX_SHARD_BYTES, FileShard, assign_files, require_positive
+from mcore_bridge.weights.files.file_shards import MAX_SHARD_BYTES, FileShard, assign_files
 from mcore_bridge.weights.files.hf_folder import HEADS, weight_files, write_index
 from mcore_bridge.weights.files.safetensors import SafetensorsWriter
 from mcore_bridge.weights.files.sidecars import NOTES, copy_companions
 from mcore_bridge.weights.files.staging import SLOT_BYTES, Staging
 from mcore_bridge.weights.manifest import Manifest, manifest
+from mcore_bridge.weights.model_chunks import Models, chunks_of
 from mcore_bridge.weights.own_folder import is_source, plain_dtypes, require_held
 from mcore_bridge.weights.provenance import HF, Provenance, config_in, head_of, identity
 from mcore_bridge.weights.transfer.collectives import Group
@@ -97,7 +99,7 @@ def save_hf_checkpoint(
     world = Group(None)
     with raise_on_all(world, f"{folder} was not changed"):
         target, provenance = target_of(folder), provenance_on(models, hf, head)
-        require_positive(max_shard_bytes=max_shard_bytes, slot_bytes=slot_bytes)
+        require(CheckpointError, max_shard_bytes=(max_shard_bytes, COUNT), slot_bytes=(slot_bytes, COUNT))
     given: dict[str, Any] = {"dtype": dtype, "dialect": dialect, "head": head, "merged": merged}
     sizes = {"max_shard_bytes": max_shard_bytes, "slot_bytes": slot_bytes}
     require_alike(world, {"hf": identity(provenance), **given, "keep": keep, **sizes, "mtp": mtp})
@@ -107,7 +109,7 @@ def save_hf_checkpoint(
         with together():
             specs = manifest(models, hf=hf, **given, bucket_bytes=bucket_bytes)
             carried = carried_of(provenance, mapping_of(chunks_of(models)[0], provenance), mtp=mtp)
-            specs = Manifest((*specs.tensors, *carried.specs))
+            specs = specs.with_tensors(carried.specs)
             if world.rank == 0 and is_source(models, target):
                 require_held(target, plain_dtypes(target), {spec.name: spec.dtype for spec in specs})
         require_alike(world, {"number of tensors to copy from the folder of the model": len(carried.specs)})

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import mcore_bridge as mb
 from mcore_bridge.batches import logprobs
-from mcore_bridge.batches.padded_rows import lay_out_packed, lay_out_rows
+from mcore_bridge.batches.rows import lay_out_packed, lay_out_rows
 from mcore_bridge.errors import BatchError
 from tests.support import pool
 

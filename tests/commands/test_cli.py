@@ -8,7 +8,7 @@ import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -27,16 +27,15 @@ from mcore_bridge import BridgeError, Manifest, ParallelDims
 from mcore_bridge import architecture as architecture_module
 from mcore_bridge.commands import doctor, report, text
 from mcore_bridge.commands.plan.tables import plan
-from mcore_bridge.commands.verify.logits import Comparison
-from mcore_bridge.commands.verify.rank import RankResult
-from mcore_bridge.commands.verify.verify import TOLERANCE, Verdict, _crossing, differences, widest
+from mcore_bridge.commands.verify.logits import TOLERANCE, Comparison
+from mcore_bridge.commands.verify.verify import Verdict, _crossing, differences, widest
 from mcore_bridge.factory import chunk
-from mcore_bridge.factory.build_options import BuildOptions
-from mcore_bridge.factory.hybrid_model.hybrid_chunk import build_hybrid
+from mcore_bridge.factory.blueprint import BuildOptions
+from mcore_bridge.factory.hybrid_model import build_hybrid
 from mcore_bridge.factory.hybrid_support import RELEASE
 from mcore_bridge.launch.processes import RankError, run_ranks
+from mcore_bridge.rules.dtypes import wanted_dtype
 from mcore_bridge.rules.mapping import Rule
-from mcore_bridge.weights.dtypes import wanted_dtype
 from tests.support import command, composites, seeing, tiny, towers
 from tests.support.command import quietly, refused, run
 
@@ -265,25 +264,20 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     assert "no folder" in refused(run("verify", tmp_path / "nothing"))
 
 
-def _verdict(*, relative: float = 0.0, different: bool = False) -> Verdict:
-    spec = Manifest.from_json('[{"name": "a", "shape": [2], "dtype": "float32", "sha256": "0"}]').tensors[0]
-    other = replace(spec, sha256="1") if different else spec
-    finding = RankResult(exported=Manifest((other,)), expected=(spec,), logits=Comparison(relative, 1.0, 10))
-    task: Any = type("Task", (), {"save": None})
-    nothing: Any = None
-    return Verdict(nothing, task, (finding,), ())
+def _verdict(*, relative: float = 0.0, **different: tuple[str, ...]) -> Verdict:
+    nothing: dict[str, Any] = dict.fromkeys(field.name for field in fields(Verdict))
+    return Verdict(**nothing | {"logits": Comparison(relative, 1.0, 10), **different})
 
 
 def test_the_verdict() -> None:
-    assert _verdict().is_good
-    assert _verdict(relative=TOLERANCE).is_good
-    assert not _verdict(relative=TOLERANCE * 1.01).is_good
-    assert not _verdict(relative=float("nan")).is_good
-    assert not _verdict(different=True).is_good
-    wrong = _verdict()
-    wrong.findings[0].adapters["model.layers.0.mlp.up_proj.lora_A.weight"] = False
-    assert not wrong.is_good
-    assert wrong.adapters_different == ("model.layers.0.mlp.up_proj.lora_A.weight",)
+    assert _verdict().good
+    assert replace(_verdict(), logits=None).good
+    assert _verdict(relative=TOLERANCE).good
+    assert not _verdict(relative=TOLERANCE * 1.01).good
+    assert not _verdict(relative=float("nan")).good
+    for differs in ("different", "saved_different", "adapter_different"):
+        assert _verdict(**{differs: ()}).good
+        assert not _verdict(**{differs: ("model.norm.weight",)}).good
 
 
 def test_differences_count_every_replica_and_missing_names() -> None:
@@ -422,6 +416,8 @@ def test_a_picture_that_cannot_be_written(tmp_path: Path) -> None:
         assert f"--picture must be a file that can be written, found {picture}: {why}" in " ".join(
             result.output.split()
         )
+        (line,) = run("plan", tmp_path, "--picture", picture, "--json").stdout.splitlines()
+        assert list(json.loads(line)) == ["error"]
 
 
 @pytest.mark.parametrize(

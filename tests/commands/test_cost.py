@@ -12,16 +12,13 @@ from mcore_bridge import EngineRank, ParallelDims, engine_ranks
 from mcore_bridge.commands.plan import mesh_plan
 from mcore_bridge.commands.plan.cost import cost_of
 from mcore_bridge.commands.plan.mesh_plan import MeshPlan, plan_mesh
-from mcore_bridge.factory.blueprint import make_blueprint
-from mcore_bridge.factory.build_options import BuildOptions
-from mcore_bridge.weights.plan.alignment import aligned
+from mcore_bridge.factory.blueprint import BuildOptions, make_blueprint
+from mcore_bridge.rules.spec import aligned
 from mcore_bridge.weights.plan.all_to_all import plan_targets
-from mcore_bridge.weights.plan.budget import MEMORY, MESSAGES_IN_FLIGHT, SLAB
-from mcore_bridge.weights.plan.export_plan import ExportPlan
+from mcore_bridge.weights.plan.boxes import ByteCopy
+from mcore_bridge.weights.plan.export_plan import MEMORY, MESSAGES_IN_FLIGHT, SLAB, ExportPlan, peak_bytes
 from mcore_bridge.weights.plan.gather import plan_export
-from mcore_bridge.weights.plan.memory import peak_bytes
 from mcore_bridge.weights.plan.stream import HEADER, SendRange, WindowRun, cut, num_messages, pieces, widths
-from mcore_bridge.weights.transfer.byte_copy import ByteCopy
 from mcore_bridge.weights.transfer.program import HEADERS, Program
 from tests.support import fake_mesh
 from tests.support.sparse_models import sparse
@@ -238,7 +235,7 @@ def test_predicted_seconds_are_those_that_were_measured(model: str, dims: Parall
 
 def test_one_rank_alone_sends_nothing() -> None:
     cost = cost_of(planned(2, ParallelDims()).export)
-    assert (cost.num_messages, cost.sent, cost.weights, cost.received, cost.seconds) == (0, 0, 0, 0, 0)
+    assert (cost.messages, cost.sent, cost.weights, cost.received, cost.seconds) == (0, 0, 0, 0, 0)
     assert cost.memory > 0
 
 

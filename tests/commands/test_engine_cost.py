@@ -9,12 +9,11 @@ from typer.testing import CliRunner
 
 from mcore_bridge import EngineRank, ParallelDims, engine_ranks
 from mcore_bridge.commands.app import app
-from mcore_bridge.commands.plan.engine_cost import feed
+from mcore_bridge.commands.plan.cost import feed
 from mcore_bridge.commands.plan.mesh_plan import MeshPlan, plan_mesh
 from mcore_bridge.errors import TargetError
-from mcore_bridge.factory.blueprint import make_blueprint
-from mcore_bridge.factory.build_options import BuildOptions
-from mcore_bridge.weights.plan.budget import MESSAGES_IN_FLIGHT
+from mcore_bridge.factory.blueprint import BuildOptions, make_blueprint
+from mcore_bridge.weights.plan.export_plan import MESSAGES_IN_FLIGHT
 from mcore_bridge.weights.plan.stream import HEADER
 from tests.support import fake_mesh
 from tests.support.sparse_models import sparse
@@ -39,16 +38,16 @@ def test_it_is_what_the_programs_of_all_ranks_do(dims: ParallelDims, engine: tup
     held = fake_mesh.build_everywhere(sparse(4), dims, lambda chunks: None, dtype=torch.bfloat16)
     ranks = range(len(held))
     programs = fake_mesh.programs_for(held, [engine[rank % len(engine)] for rank in ranks], bucket_bytes=None)
-    assert {len(program.plan.messages) for program in programs} == {found.num_messages}
-    messages = range(found.num_messages)
-    headers = HEADER * found.num_messages * (len(held) - 1)
+    assert {len(program.plan.messages) for program in programs} == {found.messages}
+    messages = range(found.messages)
+    headers = HEADER * found.messages * (len(held) - 1)
     received = [sum(sum(program.received(number)) for number in messages) - headers for program in programs]
     sent = [sum(sum(program.sent(number)) for number in messages) - headers for program in programs]
     for each, known in ((found.received, max(received)), (found.sent, max(sent)), (found.total, sum(sent))):
         assert abs(each - known) < 0.03 * known  # windows of a lane are as wide as its fullest
     most = max(ranks, key=received.__getitem__)
     taken = [
-        max(each.plan.open_bytes_by_message) + min(MESSAGES_IN_FLIGHT, found.num_messages) * sum(each.room(0))
+        max(each.plan.open_bytes_by_message) + min(MESSAGES_IN_FLIGHT, found.messages) * sum(each.room(0))
         for each in programs
     ]
     assert found.memory == taken[most]

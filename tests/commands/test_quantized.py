@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_bridge.commands.verify.dequantized import why_no_reference
+from mcore_bridge.commands.verify.transformers_logits import why_no_reference
 from tests import zoo
 from tests.support import quantized
 from tests.support.command import run

@@ -11,8 +11,7 @@ from mcore_bridge import ParallelDims, build_model
 from mcore_bridge.commands.plan.mesh_plan import plan_mesh
 from mcore_bridge.commands.plan.replicas import replicas
 from mcore_bridge.commands.plan.tables import plan
-from mcore_bridge.factory.blueprint import make_blueprint
-from mcore_bridge.factory.build_options import BuildOptions
+from mcore_bridge.factory.blueprint import BuildOptions, make_blueprint
 from mcore_bridge.weights.bound import bind
 from mcore_bridge.weights.transfer.collectives import Group
 from tests.support import fake_mesh

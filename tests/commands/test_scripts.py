@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from mcore_bridge.commands import as_json
-from mcore_bridge.commands.run_command import in_options
+from mcore_bridge.commands.run_command import in_options, plain
 from tests import zoo
 from tests.support import tiny
 from tests.support.command import run
@@ -103,7 +102,7 @@ WRONG = {
 
 
 def test_a_logit_that_is_no_number_is_null() -> None:
-    assert [as_json._finite(value) for value in (float("nan"), float("inf"), 0.5)] == [None, None, 0.5]
+    assert plain((float("nan"), float("inf"), 0.5)) == [None, None, 0.5]
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from mcore_bridge.config.hf import read_config
+from mcore_bridge.config.layer_kinds import layers_but_full
 from mcore_bridge.config.rope_spelling import read_parameters
-from mcore_bridge.config.tables.derived import layers_but_full
 from mcore_bridge.config.transformer import to_gpt_arguments, to_hf_config, to_transformer_config
 from tests.support.families import FAMILIES, ROPES, Json, built, ignored_by, spelling_4, spelling_5, table_of
 

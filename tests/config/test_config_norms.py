@@ -15,7 +15,7 @@ from mcore_bridge.config.tables.derived import WINDOWS
 from mcore_bridge.config.tables.scales import QUERY
 from mcore_bridge.config.transformer import to_gpt_arguments, to_hf_config, to_transformer_config
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.modules.scale_hooks import EmbeddingScale
+from mcore_bridge.factory.modules.multipliers import EmbeddingScale
 from tests import zoo
 from tests.support.families import Json, built, read, table_of
 from tests.zoo.norms import CASES, KINDS

@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, LlamaConfig
 
-from mcore_bridge import plugins
 from mcore_bridge.config.hf import read_config
 from mcore_bridge.errors import ConfigError
 from tests.support.families import FAMILIES, ROPES, Json, built, family, read, rope_of, spelling_4, spelling_5, write
@@ -128,10 +127,14 @@ def test_read_config_finds_the_local_cache_and_nothing_else(tmp_path: Path, monk
     [
         (None, "must hold a config.json, found none"),
         ("{", "must be valid JSON"),
-        ("version https://git-lfs.github.com/spec/v1\noid sha256:0", "found a pointer of git-lfs. Run: git lfs pull"),
+        (
+            "version https://git-lfs.github.com/spec/v1\noid sha256:0",
+            "is a pointer of git-lfs, .*`git lfs pull`",
+        ),
         ("[]", "must hold a JSON object, found a list"),
         ("[" * 100_000, "must be valid JSON"),
         (f'{{"vocab_size": {"9" * 5000}}}', "must be valid JSON"),
+        ('{"model_type": "llama", "model_type": "qwen2"}', r"expected each key once, found 1 twice: \['model_type'\]"),
         ("{}", "must name a model_type, found None"),
         ('{"model_type": "qwen33"}', "found 'qwen33'. Code inside a checkpoint is never run"),
         ('{"model_type": "llama", "rope_scaling": 3}', "refuses it"),
@@ -179,7 +182,7 @@ def test_a_family_of_a_later_transformers_is_told_from_an_unknown_one(tmp_path: 
 def test_a_config_that_is_no_file_is_refused(tmp_path: Path) -> None:
     """A FIFO without a writer would block for ever; a folder is no config."""
     os.mkfifo(tmp_path / "config.json")
-    with pytest.raises(ConfigError, match="must be a file, found something else"):
+    with pytest.raises(ConfigError, match="is a FIFO, expected a file"):
         read_config(tmp_path)
 
 
@@ -188,7 +191,7 @@ def test_a_plugin_may_bring_the_class_of_a_config(tmp_path: Path, monkeypatch: p
         model_type = "of_a_plugin"
 
     monkeypatch.setattr(CONFIG_MAPPING, "_extra_content", dict(CONFIG_MAPPING._extra_content))
-    monkeypatch.setattr(plugins, "load", lambda: iter([AutoConfig.register("of_a_plugin", OfAPlugin)]))
+    monkeypatch.setattr("mcore_bridge.config.hf.plugins", lambda: iter([AutoConfig.register("of_a_plugin", OfAPlugin)]))
     assert type(read({**family("llama"), "model_type": "of_a_plugin"}, tmp_path)) is OfAPlugin
 
 

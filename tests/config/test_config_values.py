@@ -10,11 +10,11 @@ from transformers import CONFIG_MAPPING
 
 import mcore_bridge as mb
 from mcore_bridge.config.fields import to_mcore
-from mcore_bridge.config.tables.cohere_moe import _selected
 from mcore_bridge.config.tables.moe import number
 from mcore_bridge.config.tables.scales import softcap
 from mcore_bridge.config.transformer import to_transformer_config
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.models.cohere2_moe import _selected
 from tests import zoo
 from tests.support.families import FAMILIES, Json, family, read, table_of
 

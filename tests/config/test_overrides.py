@@ -17,8 +17,7 @@ from mcore_bridge import BridgeError, ParallelDims
 from mcore_bridge.config.apply_overrides import decided_by
 from mcore_bridge.config.tables.derived import GELU_TANH
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.blueprint import Blueprint, make_blueprint
-from mcore_bridge.factory.build_options import BuildOptions
+from mcore_bridge.factory.blueprint import Blueprint, BuildOptions, make_blueprint
 from mcore_bridge.trainers.settings import require_same_model, split
 from mcore_bridge.weights.model_tensors import held_tensors
 from tests import zoo

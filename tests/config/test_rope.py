@@ -16,8 +16,7 @@ from mcore_bridge.config.rope import Rope, _mscale
 from mcore_bridge.config.rope_spelling import merged, speaks_rope_parameters, spelled_by_layer
 from mcore_bridge.config.transformer import to_gpt_arguments, to_transformer_config
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.blueprint import make_blueprint
-from mcore_bridge.factory.build_options import BuildOptions
+from mcore_bridge.factory.blueprint import BuildOptions, make_blueprint
 from tests.support.families import FAMILIES, ROPES, Json, built, family, rope_of, spelling_4, spelling_5, write
 from tests.zoo import cases
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 import mcore_bridge as mb
 import tests.support.text_halves  # noqa: F401  # registers the text halves of composites
 from mcore_bridge.architecture import architecture_of
-from mcore_bridge.commands.plan.tables import plan, render
+from mcore_bridge.commands.plan.tables import Planned, plan, render
 from mcore_bridge.config import fields_read as static
 from mcore_bridge.config.fields import claimed_by
 from mcore_bridge.config.fields_read import fields_read
@@ -20,7 +20,7 @@ from mcore_bridge.config.hf import read_config
 from mcore_bridge.config.tables import BASE
 from mcore_bridge.config.unread_fields import notes_on, unread_fields
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.build_options import BuildOptions
+from mcore_bridge.factory.blueprint import BuildOptions
 from tests import zoo
 from tests.support.families import family, write
 
@@ -156,8 +156,8 @@ def test_unread_fields_are_accepted_named_and_refused_when_strict(
     assert (level, warned) == (logging.INFO, logging.WARNING)
     assert all(name in line for name in names)
     assert "vLLM" in engines
-    drawn = plan(folder, BuildOptions())
-    assert line in render(drawn).renderables
+    planned = Planned.of(plan(folder, BuildOptions()))
+    assert line in render(planned).renderables
     for call in (
         lambda: mb.to_transformer_config(folder, strict_config=True),
         lambda: plan(folder, BuildOptions(strict_config=True)),

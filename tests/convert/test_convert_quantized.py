@@ -61,7 +61,10 @@ def test_a_config_that_is_no_object_is_refused(make: Callable[[Path], Any], tmp_
     source("llama", tmp_path)
     (tmp_path / "config.json").unlink()
     make(tmp_path / "config.json")
-    with pytest.raises(ConfigError, match=r"must (be a file|hold a JSON object|hold a config\.json), found"):
+    with pytest.raises(
+        ConfigError,
+        match=r"is a FIFO, expected|must hold a (JSON object|config\.json), found",
+    ):
         convert(tmp_path, tmp_path / "plain", plain=True, on_event=quiet)
 
 

@@ -11,7 +11,7 @@ from mcore_bridge.factory.modules import adapter
 from mcore_bridge.factory.modules.adapter import GroupedAdapter
 from mcore_bridge.factory.reference import without_adapters
 from mcore_bridge.rules.names import canonical
-from mcore_bridge.weights.model_tensors import numbering_of
+from mcore_bridge.weights.model_chunks import numbering_of
 from tests.support import experts
 from tests.support.fake_mesh import rank_of
 

@@ -24,8 +24,8 @@ from mcore_bridge.factory.modules.delta import (
 from mcore_bridge.rules.names import Numbering, canonical
 from tests.support import pool, stepping, tiny
 from tests.support.fake_mesh import rank_of
-from tests.support.parity import reference_model
 from tests.support.strategies import random_state
+from tests.support.training import Kind
 from tests.zoo.delta import EXPERTS, delta
 
 HF = delta("qwen3_next", **EXPERTS, mlp_only_layers=[0, 1, 2, 3], vocab_size=90).hf
@@ -83,34 +83,16 @@ MESHES = {
 }
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """The folder, and transformers' loss and gradients."""
-    folder = str(tmp_path_factory.mktemp("delta"))
-    model = reference_model(HF, folder)
-    _, loss, grads = tiny.reference(model, tiny.tokens(2, seq_len=LENGTH))
-    return folder, loss, grads
-
-
-def steps(folder, meshes):
-    """Runs in each worker: a step on each mesh."""
-    found = []
-    for sizes in meshes:
-        dims = ParallelDims(**sizes)
-        with stepping.mesh(dims):
-            found.append(stepping.train(folder, dims, tiny.tokens(2, seq_len=LENGTH), micro_batch_size=1))
-    return found
+KIND = Kind(
+    {"qwen3_next": HF},
+    {size: [*filter(is_built, meshes)] for size, meshes in MESHES.items()},
+    num_sequences=2,
+)
 
 
 @pytest.mark.parametrize("world_size", MESHES)
-def test_every_mesh_has_the_gradients_of_transformers(checkpoint, world_size):
-    folder, loss, grads = checkpoint
-    meshes = list(filter(is_built, MESHES[world_size]))
-    ranks = pool.run(world_size, steps, folder, meshes)
-    for sizes, *results in zip(meshes, *ranks, strict=True):
-        for step in results:
-            assert step["loss"] is None or tiny.relative_error(step["loss"], loss) < 1e-5, sizes
-            tiny.assert_near(step["grads"], grads, str(sizes))
+def test_every_mesh_trains_as_transformers_does(world_size, tmp_path):
+    KIND.check(world_size, tmp_path)
 
 
 def recomputed(folder, options):
@@ -125,10 +107,11 @@ def recomputed(folder, options):
     return found
 
 
-def test_recompute_changes_nothing(checkpoint):
+def test_recompute_changes_nothing(tmp_path):
+    folder = str(tiny.random_checkpoint(HF, tmp_path))
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     selective = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-    plain, *others = pool.run(2, recomputed, checkpoint[0], [{}, full, selective])[0]
+    plain, *others = pool.run(2, recomputed, folder, [{}, full, selective])[0]
     for other in others:
         assert all(tiny.relative_error(other[name], plain[name]) < 1e-5 for name in plain)
 
@@ -251,7 +234,7 @@ def test_megatrons_own_takes_its_place_from_the_release_on_that_packs_for_it(mon
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name == "fla" else find_spec(name))
     for release, module in (("0.16.1", TorchGatedDeltaNet), ("0.19.2", GatedDeltaNet)):
-        monkeypatch.setattr("mcore_bridge.config.megatron_release.installed", lambda release=release: release)
+        monkeypatch.setattr("mcore_bridge.installed.megatron_release", lambda release=release: release)
         assert _delta_spec(to_transformer_config(HF), "te").module is module
     monkeypatch.undo()
     assert _delta_spec(to_transformer_config(HF), "torch").module is TorchGatedDeltaNet

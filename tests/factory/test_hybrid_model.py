@@ -11,11 +11,9 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from mcore_bridge import ParallelDims, build_model, forward, load_hf_weights, manifest, save_hf_checkpoint
 from mcore_bridge.errors import ConfigError, MappingError
-from mcore_bridge.factory.blueprint import make_blueprint
-from mcore_bridge.factory.build_options import BuildOptions
-from mcore_bridge.factory.hybrid_model.hybrid_chunk import pattern_of
+from mcore_bridge.factory.blueprint import BuildOptions, make_blueprint, reconcile
+from mcore_bridge.factory.hybrid_model import pattern_of
 from mcore_bridge.factory.hybrid_support import RELEASE, require_hybrid
-from mcore_bridge.factory.reconcile import reconcile
 from mcore_bridge.launch.fake_rank import rank_of
 from mcore_bridge.rules.names import Numbering, canonical
 from mcore_bridge.weights.model_tensors import held_tensors

@@ -13,11 +13,12 @@ from mcore_bridge import ParallelDims, build_model, forward, to_layer_spec, to_t
 from mcore_bridge.config.mesh.divisibility import check_model
 from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory.modules import mixer
-from mcore_bridge.factory.modules.mamba.mamba_scan import CHUNK, scan
+from mcore_bridge.factory.modules.mamba_kernels import CHUNK, scan
 from mcore_bridge.rules.names import Numbering, canonical
 from tests import zoo
 from tests.support import pool, stepping, tiny
 from tests.support.strategies import on_disk, random_state, save
+from tests.support.training import Kind
 
 FAMILIES = ("nemotron_h", "granitemoehybrid", "falcon_h1")
 CASES = {name: case.hf for name, case in zoo.cases().items() if case.model_type in FAMILIES}
@@ -74,41 +75,16 @@ MESHES = {
 }
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    """For each case the folder, and transformers' loss and gradients."""
-    found = {}
-    for name, hf in CASES.items():
-        folder = str(tiny.random_checkpoint(hf, tmp_path_factory.mktemp("hybrid")))
-        model = tiny.random_model(hf)
-        _, loss, grads = tiny.reference(model, tiny.tokens(2, seq_len=LENGTH))
-        found[name] = folder, loss, on_disk(model, grads)
-    return found
+def fits(name, dims):
+    return dims.ep == dims.etp == 1 or name in SPARSE
 
 
-def steps(folders, meshes):
-    """Run in each worker: a step on each mesh, of every second case; with EP or ETP only of cases with experts."""
-    found = []
-    for number, sizes in enumerate(meshes):
-        dims = ParallelDims(**sizes)
-        possible = [name for name in folders if dims.ep == dims.etp == 1 or name in SPARSE]
-        for name in possible if len(meshes) == 1 else possible[number % 2 :: 2]:
-            with stepping.mesh(dims):
-                step = stepping.train(folders[name], dims, tiny.tokens(2, seq_len=LENGTH))
-                found.append((f"{name} on {sizes}", name, step))
-    return found
+KIND = Kind(CASES, MESHES, every=2, fits=fits, num_sequences=2, seq_len=LENGTH)
 
 
 @pytest.mark.parametrize("world_size", MESHES)
-def test_every_mesh_trains_as_transformers_does(checkpoints, world_size):
-    folders = {name: folder for name, (folder, _, _) in checkpoints.items()}
-    for results in zip(*pool.run(world_size, steps, folders, MESHES[world_size]), strict=True):
-        tiny.assert_losses(results, checkpoints[results[0][1]][1])
-        for label, name, step in results:
-            grads = checkpoints[name][2]
-            biases = {n for n in step["grads"] if n.endswith("e_score_correction_bias")}  # buffers, without gradients
-            assert step["grads"].keys() - biases == grads.keys(), label
-            tiny.assert_near(step["grads"], grads, label)
+def test_every_mesh_trains_as_transformers_does(world_size, tmp_path):
+    KIND.check(world_size, tmp_path)
 
 
 FROZEN = ["embedding.*", "decoder.layers.*.self_attention.in_proj.*", "decoder.layers.1.mlp.*", "!*.linear_fc1.*"]
@@ -157,9 +133,9 @@ def recomputed(folder, options):
 
 
 @with_halves
-def test_recompute_changes_nothing(checkpoints):
+def test_recompute_changes_nothing(tmp_path):
     selective = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp", "moe"]}
-    folder = checkpoints["nemotron_h-narrow-experts"][0]
+    folder = str(tiny.random_checkpoint(HF, tmp_path))
     plain, *others = pool.run(2, recomputed, folder, [{}, FULL, selective])[0]
     for other in others:
         assert all(tiny.relative_error(other[name], plain[name]) < 1e-5 for name in plain)

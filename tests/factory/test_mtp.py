@@ -8,8 +8,7 @@ import torch
 import mcore_bridge as mb
 from mcore_bridge import ParallelDims
 from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
-from mcore_bridge.factory.blueprint import make_blueprint
-from mcore_bridge.factory.build_options import BuildOptions
+from mcore_bridge.factory.blueprint import BuildOptions, make_blueprint
 from mcore_bridge.factory.mtp_specs import REPEATED
 from mcore_bridge.weights.load import load_hf_weights
 from tests import zoo

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING
 
 import mcore_bridge as mb
+from mcore_bridge import installed
 from mcore_bridge.architecture import architecture_of, read_hf
-from mcore_bridge.config import megatron_release
-from mcore_bridge.config.tables.sparse_attention import SHARING, shares_selection
+from mcore_bridge.config.layer_kinds import shares_selection
+from mcore_bridge.config.tables.sparse_attention import SHARING
 from mcore_bridge.config.transformer import to_gpt_arguments, to_hf_config, to_transformer_config
 from mcore_bridge.errors import ConfigError, MeshError
 from tests import zoo
@@ -131,7 +132,7 @@ FULL = {"recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def test_an_older_release_is_refused_with_the_reason(monkeypatch):
-    monkeypatch.setattr(megatron_release, "installed", lambda: "0.16.1")
+    monkeypatch.setattr(installed, "megatron_release", lambda: "0.16.1")
     hf = sparse("deepseek_v32", **GROUPED).hf
     with pytest.raises(
         ConfigError, match=r"deepseek_v32 needs megatron-core 0\.19\.2 or later, found 0\.16\.1: .*bf16"

@@ -11,8 +11,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.modules.backend import choose_backend
-from mcore_bridge.factory.modules.fallback import say
+from mcore_bridge.factory.modules.backend import choose_backend, say
 from mcore_bridge.factory.modules.norms import adapt_query_key_norms
 from mcore_bridge.factory.modules.scores import ScoresCoreAttention, adapt_scores
 from mcore_bridge.factory.modules.te_attention import lacking, with_sinks

@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from mcore_bridge import ParallelDims, build_model, to_hf_state_dict
 from tests.support import pool, stepping, tiny
-from tests.support.training import CASES, assert_equal_to_transformers, steps
+from tests.support.training import Kind
 
 MESHES: dict[int, list[dict[str, Any]]] = {
     1: [{}],
@@ -37,22 +37,25 @@ MESHES: dict[int, list[dict[str, Any]]] = {
 }
 
 
+CASES = {
+    "llama": tiny.config("llama", attention_bias=True, mlp_bias=True),
+    "llama, o_proj bias, square": tiny.config("llama", **tiny.SQUARE),
+    "mistral": tiny.config("mistral"),
+    "qwen2, tied": tiny.config("qwen2"),
+    "qwen3": tiny.config("qwen3"),
+}
+KIND = Kind(CASES, MESHES, every=4)
+
+
+@pytest.mark.parametrize("every", [None, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", MESHES)
+def test_every_mesh_trains_as_transformers_does(world_size, every, tmp_path):
+    KIND.check(world_size, tmp_path, every=every)
+
+
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     return {name: tiny.random_checkpoint(hf, tmp_path_factory.mktemp("tiny")) for name, hf in CASES.items()}
-
-
-@pytest.mark.parametrize("world_size", MESHES)
-def test_every_mesh_trains_as_transformers_does(checkpoints, world_size):
-    folders = {name: str(folder) for name, folder in checkpoints.items()}
-    assert_equal_to_transformers(pool.run(world_size, steps, folders, MESHES[world_size], {1: 1}.get(world_size, 4)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", MESHES)
-def test_every_case_on_every_mesh_trains_as_transformers_does(checkpoints, world_size):
-    folders = {name: str(folder) for name, folder in checkpoints.items()}
-    assert_equal_to_transformers(pool.run(world_size, steps, folders, MESHES[world_size], timeout=600))
 
 
 def tied_copies(folder: str, meshes: list[dict[str, Any]]) -> list[Any]:

@@ -5,6 +5,7 @@ import pytest
 from mcore_bridge import ParallelDims
 from tests import zoo
 from tests.support import pool, stepping, tiny
+from tests.support.training import Kind
 
 CASES = zoo.here(("deepseek_v32", "glm_moe_dsa-shared"))
 MESHES = {
@@ -14,31 +15,12 @@ MESHES = {
 pytestmark = pytest.mark.skipif(not CASES, reason="sparse attention needs newer transformers and megatron-core")
 
 
-def steps(folders, meshes):
-    """Runs in each worker: a step on each mesh."""
-    return stepping.train_cases(folders, meshes, lambda number, dims: folders)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    return {name: str(tiny.random_checkpoint(zoo.cases()[name].hf, tmp_path_factory.mktemp("tiny"))) for name in CASES}
-
-
-@pytest.fixture(scope="module")
-def expected():
-    return {name: stepping.reference(zoo.cases()[name].hf) for name in CASES}
+KIND = Kind({name: zoo.cases()[name].hf for name in CASES}, MESHES)
 
 
 @pytest.mark.parametrize("world_size", MESHES)
-def test_every_mesh_trains_as_transformers_does(folders, expected, world_size):
-    for results in zip(*pool.run(world_size, steps, folders, MESHES[world_size]), strict=True):
-        tiny.assert_losses(results, expected[results[0][1]][0])
-        for label, name, step in results:
-            _, grads = expected[name]
-            indexers = {n for n in step["grads"] if ".indexer." in n}
-            biases = {n for n in step["grads"] if n.endswith("e_score_correction_bias")}  # buffers, without gradients
-            assert step["grads"].keys() - biases - indexers == grads.keys(), label
-            tiny.assert_near(step["grads"], grads, label)
+def test_every_mesh_trains_as_transformers_does(world_size, tmp_path):
+    KIND.check(world_size, tmp_path)
 
 
 def indexer_gradients(folder, sizes):
@@ -50,8 +32,9 @@ def indexer_gradients(folder, sizes):
         return {name: grad for name, grad in grads.items() if ".indexer." in name}
 
 
-def test_the_loss_of_indexers_trains_them_alike_on_all_meshes(folders):
-    (alone,) = pool.run(1, indexer_gradients, folders["deepseek_v32"], {})
+def test_the_loss_of_indexers_trains_them_alike_on_all_meshes(tmp_path):
+    folder = str(tiny.random_checkpoint(zoo.cases()["deepseek_v32"].hf, tmp_path))
+    (alone,) = pool.run(1, indexer_gradients, folder, {})
     assert all(grad.any() for grad in alone.values())
-    for together in pool.run(2, indexer_gradients, folders["deepseek_v32"], {"tp": 2, "sp": True}):
+    for together in pool.run(2, indexer_gradients, folder, {"tp": 2, "sp": True}):
         assert max(tiny.relative_error(together[name], alone[name]) for name in alone) < 5e-5

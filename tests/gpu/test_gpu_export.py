@@ -10,8 +10,7 @@ import torch
 import mcore_bridge as mb
 from mcore_bridge.errors import ExportError
 from mcore_bridge.weights.agreement import agree_on_plan
-from mcore_bridge.weights.plan.budget import MEMORY
-from mcore_bridge.weights.plan.memory import peak_bytes
+from mcore_bridge.weights.plan.export_plan import MEMORY, peak_bytes
 from mcore_bridge.weights.transfer import collectives
 from tests.support import mtp_checkpoints
 from tests.support.gpu_models import BACKENDS, SPARSE

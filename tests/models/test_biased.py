@@ -1,5 +1,6 @@
 """A bias for softmax scores: on every mesh, in training, with other options of mcore's router; configs; its bits."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,15 +12,16 @@ import mcore_bridge as mb
 from mcore_bridge import ParallelDims
 from mcore_bridge.architecture import architecture_of
 from mcore_bridge.config.tables.moe import MLP_TYPES
-from mcore_bridge.config.tables.moe_interval import INTERVAL
 from mcore_bridge.config.transformer import to_gpt_arguments, to_hf_config, to_transformer_config
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.models.ernie4_5_moe import INTERVAL
 from tests import zoo
 from tests.support import pool, stepping, tiny
 from tests.support.bounds import BOUND, EXPERT_MESHES, ONE
 from tests.support.families import built
 from tests.support.parity import reference_of, tokens, worst_differences
-from tests.support.strategies import on_disk, random_state
+from tests.support.strategies import random_state
+from tests.support.training import Kind, read_folder
 
 NAME = "ernie4_5_moe"
 BIAS = "model.layers.1.mlp.moe_statics.e_score_correction_bias"
@@ -41,53 +43,14 @@ MESHES: dict[int, list[dict[str, Any]]] = {
 }
 
 
-def steps(folder: str, meshes: list[dict[str, Any]]) -> list[Any]:
-    """Runs in each worker: a step on each mesh."""
-    found = []
-    for sizes in meshes:
-        dims = ParallelDims(**sizes)
-        with stepping.mesh(dims):
-            found.append((str(dims), stepping.train(folder, dims, tiny.tokens(8), micro_batch_size=4)))
-    return found
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    """Without a token for padding, whose embedding transformers would not train."""
-    return tiny.random_model(zoo.case(NAME, **{**zoo.cases()[NAME].fields, "pad_token_id": None}).hf)
-
-
-@pytest.fixture(scope="module")
-def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("ernie")
-    model.save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
-def expected(model: Any) -> Any:
-    """Loss and gradients of transformers under the names on disk; biases have none, and are as they are in the file."""
-    batch = tiny.tokens(8)
-    loss = torch.nn.functional.cross_entropy(model(batch[:, :-1]).logits.flatten(0, 1), batch[:, 1:].flatten())
-    loss.backward()
-    assert all(p.requires_grad != name.endswith("correction_bias") for name, p in model.named_parameters())
-    unused = (torch.zeros_like(p) if p.requires_grad else p.detach() for p in model.parameters())
-    grads = {
-        name: without if p.grad is None else p.grad
-        for (name, p), without in zip(model.named_parameters(), unused, strict=True)
-    }
-    return loss.detach(), on_disk(model, grads)
+PLAIN = zoo.case(NAME, **{**zoo.cases()[NAME].fields, "pad_token_id": None}).hf
+"""Without a token for padding, whose embedding transformers would not train."""
+KIND = Kind({NAME: PLAIN}, MESHES)
 
 
 @pytest.mark.parametrize("world_size", MESHES)
-def test_every_mesh_trains_as_transformers_does(folder: str, expected: Any, world_size: int) -> None:
-    loss, grads = expected
-    for results in pool.run(world_size, steps, folder, MESHES[world_size]):
-        for label, step in results:
-            assert step["loss"] is None or tiny.relative_error(step["loss"], loss) < 1e-5, label
-            assert step["grads"].keys() == grads.keys(), label
-            tiny.assert_near(step["grads"], grads, label)
-            assert torch.equal(step["weights"][BIAS], grads[BIAS]), label
+def test_every_mesh_trains_as_transformers_does(world_size: int, tmp_path: Path) -> None:
+    KIND.check(world_size, tmp_path)
 
 
 def balanced(folder: str) -> Any:
@@ -98,9 +61,11 @@ def balanced(folder: str) -> Any:
         return step["weights"][BIAS]
 
 
-def test_the_bias_balances_experts_where_the_trainer_says_so(folder: str, expected: Any) -> None:
+def test_the_bias_balances_experts_where_the_trainer_says_so(tmp_path: Path) -> None:
+    folder = str(tiny.random_checkpoint(PLAIN, tmp_path))
+    before = dict(read_folder(Path(folder)))[BIAS]
     for bias in pool.run(2, balanced, folder):
-        moved = (bias - expected[1][BIAS]).abs()
+        moved = (bias - before).abs()
         torch.testing.assert_close(moved[moved > 0], torch.full_like(moved[moved > 0], 0.25))
         assert (moved > 0).any()
 

@@ -15,7 +15,7 @@ from mcore_bridge.architecture import architecture_of
 from mcore_bridge.config.fields import require_total
 from mcore_bridge.config.hf import read_config
 from mcore_bridge.errors import BridgeError, MeshError
-from mcore_bridge.factory.param_attributes import mark_cut
+from mcore_bridge.factory.chunk import mark_cut
 from tests import zoo
 from tests.support import fake_mesh
 from tests.support.families import built, ignored_by

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from mcore_bridge import architecture as registry
-from mcore_bridge import plugins
 from mcore_bridge.architecture import Architecture, architecture_of, architectures, register
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.installed import GROUP
 
 PLUGIN = """
 from dataclasses import replace
@@ -33,7 +33,7 @@ def _distribution(folder: Path, *lines: str) -> Path:
     info = folder / "plugin-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("\n".join((f"[{plugins.GROUP}]", *lines)))
+    (info / "entry_points.txt").write_text("\n".join((f"[{GROUP}]", *lines)))
     (folder / "plugin_of_a_test.py").write_text(PLUGIN)
     return folder
 

@@ -12,14 +12,13 @@ import torch
 from safetensors.torch import save_file
 
 import mcore_bridge as mb
-from mcore_bridge.commands.plan.tables import layers_of, plan
+from mcore_bridge.commands.plan.tables import StageRow, layers_of, plan
 from mcore_bridge.commands.plan.training_memory import counted_sizes, rank_sizes
 from mcore_bridge.config.hf import read_config
 from mcore_bridge.convert.convert import convert
 from mcore_bridge.convert.hf_to_torch import rank_files
 from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
-from mcore_bridge.factory.blueprint import make_blueprint
-from mcore_bridge.factory.build_options import BuildOptions
+from mcore_bridge.factory.blueprint import BuildOptions, make_blueprint
 from mcore_bridge.factory.param_count import count_params
 from mcore_bridge.factory.vision.tower import build_tower
 from mcore_bridge.launch.fake_rank import rank_of
@@ -170,7 +169,7 @@ def test_a_plan_and_a_balanced_layout_count_the_tower_on_the_first_stage(name: s
     assert tower.num_parameters == seeing.blueprint.counts.tower
     assert tower in seeing.ranks[0][0].cells
     assert len(seeing.ranks[0][0].stage.layers) < len(text.ranks[0][0].stage.layers)
-    assert "V E" in layers_of(seeing.ranks[0][0])
+    assert "V E" in layers_of(StageRow.of(seeing.ranks[0][0]))
     for vision, planned in plans.items():
         counted = counted_sizes(planned.blueprint, planned.blueprint.counts)
         trained, kept = ([getattr(size, field) for size in rank_sizes(planned)] for field in SIZES)

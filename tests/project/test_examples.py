@@ -35,6 +35,7 @@ if __name__ == "__main__":
 """
 
 DIGESTED = f"""
+import multiprocessing
 import sys
 sys.path.insert(0, {str(EXAMPLES)!r})
 import rollout_engine
@@ -84,6 +85,8 @@ def watched(chunks, arguments):  # ranks that hold the model of images change it
     return models, stepped
 
 if __name__ == "__main__":
+    get_context = multiprocessing.get_context
+    multiprocessing.get_context = lambda kind: get_context("forkserver")  # it has imported torch already
     rollout_engine.Engine, rollout_engine.RemoteEngine = Digested, Checked
     import grpo
     grpo.prepare, prepare = watched, grpo.prepare
@@ -94,11 +97,11 @@ if __name__ == "__main__":
 def test_engine_and_trainer_agree_in_every_bit_at_every_step(tmp_path):
     """Through the trainer's steps, and the engine's sleep in between; each step changes each weight."""
     (tmp_path / "digested.py").write_text(DIGESTED)
-    codes, said = forked(tmp_path / "digested.py", 2, "--device", "cpu", "--steps", "12", "--pp", "2")
+    codes, said = forked(tmp_path / "digested.py", 2, "--device", "cpu", "--steps", "5", "--pp", "2")
     assert codes == [0, 0], said
-    assert re.findall(r"^the same, (\d+) weights$", said, re.MULTILINE) == ["47"] * 12
+    assert re.findall(r"^the same, (\d+) weights$", said, re.MULTILINE) == ["47"] * 5
     steps = re.findall(r"^step (\d+): reward 0\.\d+, .* (\S+) apart$", said, re.MULTILINE)
-    assert [int(step) for step, _ in steps] == list(range(12))
+    assert [int(step) for step, _ in steps] == list(range(5))
     assert all(float(apart) < 1e-5 for _, apart in steps), said
 
 
@@ -123,6 +126,7 @@ def test_a_model_learns_to_look_at_images(tmp_path, monkeypatch):
 
 
 def test_stale_weights_end_the_run(tmp_path):
+    """As a user starts it: torchrun and three fresh interpreters, one of them the engine's."""
     (tmp_path / "stale.py").write_text(STALE)
     finished = torchrun(tmp_path / "stale.py", 2, "--steps", "3", "--tp", "2", "--engine-loads", "by-loader")
     assert finished.returncode

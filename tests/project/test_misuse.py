@@ -3,12 +3,12 @@
 import contextlib
 import inspect
 import os
-from dataclasses import replace
 
 import pytest
 import torch
 
 import mcore_bridge as mb
+from mcore_bridge.arguments import COUNT, require
 from mcore_bridge.convert.convert import convert
 from mcore_bridge.convert.hf_to_torch import rank_files
 from mcore_bridge.errors import BridgeError
@@ -69,7 +69,7 @@ CALLS = {
         lambda models, folder: mb.save_hf_checkpoint(models, f"{folder}\0"),
         "expected a path, found a null byte",
     ),
-    "bytes": (lambda models, folder: mb.save_hf_checkpoint(models, folder, slot_bytes=1e9), "slot_bytes=1000000000"),
+    "bytes": (lambda models, folder: mb.save_hf_checkpoint(models, folder, slot_bytes=1e9), "slot_bytes must be"),
     "size": (lambda models, folder: mb.EngineRank(tp="2"), r"expected sizes of at least 1, found \{'tp': '2'\}"),
     "sizes": (lambda models, folder: mb.engine_ranks(tp="2"), "expected sizes of at least 1"),
     "target": (lambda models, folder: list(mb.iter_hf_weights(models, target="all")), "expected target=.* found 'all'"),
@@ -144,7 +144,7 @@ WRONG = (None, [], [3], {}, 7, -1, 0, 2.5, float("nan"), float("inf"), 10**30, "
 def good(models, folder, source):
     """Arguments for each public callable; a callable that is missing here has no required arguments."""
     plan = mb.plan_buckets(mb.manifest(models), num_slots=2)
-    handles = [replace(share(MARK), digest=EMPTY_MAP.digest)]
+    handles = [share(MARK, EMPTY_MAP.digest)]
     return {
         "build_model": {"hf": HF, "device": "cpu", "load_weights": False},
         "adopt": {"models": models, "hf": HF},
@@ -251,3 +251,10 @@ def test_the_files_of_another_mesh_do_not_stay_behind(tmp_path, source):
     assert os.listdir(tmp_path / "files" / "release") == ["mp_rank_00"]
     convert(tmp_path / "files", tmp_path / "back", on_event=quiet)
     assert_same(tmp_path / "back", source)
+
+
+@pytest.mark.parametrize("size", [0, -1, True, 1.5, "5GB", 2**63])
+def test_a_size_that_is_no_count_is_refused(size: object) -> None:
+    require(BridgeError, slot_bytes=(1, COUNT))
+    with pytest.raises(BridgeError, match="slot_bytes must be a whole number of at least 1, found"):
+        require(BridgeError, slot_bytes=(size, COUNT))

@@ -1,7 +1,6 @@
 """Each argument of a call that all ranks make is compared between them, or may differ for a reason that stands here."""
 
 import inspect
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +125,7 @@ def _usual(name: str, folders: dict[str, str], models: dict[str, Any]) -> tuple[
     if name == "export_into":
         mark = allocate(8, torch.device("cpu"))
         engine_map = mb.EngineMap("", (), (), ())
-        writer = mb.EngineWriter(engine_map, [replace(share(mark), digest=engine_map.digest)])
+        writer = mb.EngineWriter(engine_map, [share(mark, engine_map.digest)])
         return mb.export_into, {"models": adapted, "writer": writer, "hf": HF, "merged": False}, of_all
     if name == "forward":
         usual = {"models": plain, "input_ids": ids, "hf": HF}

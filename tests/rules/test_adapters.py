@@ -10,10 +10,10 @@ from mcore_bridge import mapping, to_transformer_config
 from mcore_bridge.architecture import architecture_of
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.rules.adapters import LINEAR, adapter_rules, base_name, rows_of_parts
-from mcore_bridge.rules.dialects import fused
 from mcore_bridge.rules.layout import TRANSPOSED, Chain
 from mcore_bridge.rules.mapping import axes_of, pattern_of
 from mcore_bridge.rules.trace import trace
+from mcore_bridge.rules.variants import fused
 from mcore_bridge.weights.bound import axes_of_config
 from mcore_bridge.weights.peft.peft_config import STACKS, PeftNames
 from mcore_bridge.weights.source.source import Source

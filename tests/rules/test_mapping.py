@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from mcore_bridge.errors import MappingError
 from mcore_bridge.models.blocks import GQA, MLA, NORMS, O_BIAS, QK_NORM, QKV_BIAS, SWIGLU, SWIGLU_BIAS, decoder
 from mcore_bridge.models.blocks_sparse import INDEXER
-from mcore_bridge.rules.heads import LM_HEAD, tied_lm_head
 from mcore_bridge.rules.layout import REPLICATED
 from mcore_bridge.rules.mapping import WeightMapping, numbered, table, under
 from mcore_bridge.rules.names import Numbering, canonical, fused_norms, plain_key
+from mcore_bridge.rules.variants import LM_HEAD, tied_lm_head
 
 RULES = decoder(NORMS, GQA, QKV_BIAS, O_BIAS, QK_NORM, SWIGLU, SWIGLU_BIAS)
 MAPPING = WeightMapping((*RULES, *LM_HEAD), ignored=("*.inv_freq",))

@@ -1,10 +1,16 @@
 """Planted mistakes: each is one slip in a table or a name, and the tests of the stated tier must detect it.
 
 A wrong bijection is still a bijection: those that only ``logits`` kills pass every round trip and every shape check.
+The tables are in ``mistakes/``. Without a mistake nothing is killed.
 """
 
+import pkgutil
 import re
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,98 +18,164 @@ import torch
 import mcore_bridge as mb
 from mcore_bridge.errors import BridgeError
 from mcore_bridge.rules.names import Numbering
-from mcore_bridge.weights import model_tensors
-from tests.support import pool
-from tests.support.mutants import ERRORS, MUTANTS, fate
-from tests.support.parity import reference_logits
+from mcore_bridge.weights import model_tensors, provenance
+from tests.rules import mistakes
+from tests.rules.mistakes.biased import FUSED
+from tests.rules.mistakes.dense import HF
+from tests.rules.mistakes.experts import SHARED
+from tests.support import bailing, bailing_logits, mutants, pool, stepping
+from tests.support import tiny as tinies
+from tests.support.bounds import BOUND, FOUR, ONE, TWO
+from tests.support.mutants import ERRORS, table
+from tests.support.parity import reference_logits, reference_of
 from tests.support.strategies import random_state, tiny
 
-HF = tiny("qwen3", vocab_size=97, num_hidden_layers=2, attention_bias=True)
-SQUARE = tiny("qwen3", vocab_size=97, num_hidden_layers=2, hidden_size=64, head_dim=8, attention_bias=True)
+FAMILIES = [module.name for module in pkgutil.iter_modules(mistakes.__path__)]
+RULES = [(family, name) for family in FAMILIES for name in table(family, "RULES")]
+MODULES = [
+    (family, dims)
+    for family in FAMILIES
+    for dims in (ONE, TWO, FOUR)
+    if any(mesh == dims for _, mesh, _ in table(family, "MODULES").values())
+]
 
 
-def fates(tp: int, cases) -> list[str]:
-    return [fate(name, hf, tp, reference) for name, hf, reference in cases]
+_references: dict[int, torch.Tensor] = {}
 
 
-@pytest.fixture(scope="module")
-def found():
-    """The fate of every mutant at tp 1 and 2."""
-    references = {id(hf): reference_logits(hf) for hf in (HF, SQUARE)}
-    found = {}
-    for tp in (1, 2):
-        names = [name for name, (tier, _) in MUTANTS.items() if tp == 2 or tier.endswith(" at tp=2")]
-        cases = [(name, hf, references[id(hf)]) for name in names for hf in (HF, SQUARE)]
-        fate_of = pool.run(tp, fates, tp, cases, timeout=300)[0]
-        found |= {(name, tp): fate_of[2 * index : 2 * index + 2] for index, name in enumerate(names)}
-    return found
+def reference(model: Any) -> torch.Tensor:
+    """transformers' logits of a case of the zoo, or of a config."""
+    if isinstance(model, str):
+        return reference_of(model)
+    if id(model) not in _references:
+        _references[id(model)] = reference_logits(model)
+    return _references[id(model)]
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_killed(found, name):
-    tier, _, tp = MUTANTS[name][0].partition(" at tp=")
-    for fate_at_two in found[name, 2]:
-        if tier == "logits":
-            assert fate_at_two == "logits"
-        else:
-            assert re.search(ERRORS[tier], fate_at_two), fate_at_two
-    if tp:  # invisible on one rank: why every check runs at tp 2 too
-        assert found[name, 1] == ["survives", "survives"]
+def found(function: Any, family: str, dims: mb.ParallelDims, models: dict[str, Any]) -> list[dict[str, Any]]:
+    """By rank and name, what each mistake does on a mesh; without a mistake the name begins with ``no mistake``."""
+    true = {
+        f"no mistake {number}": model for number, model in enumerate({id(hf): hf for hf in models.values()}.values())
+    }
+    jobs = [(name, model, reference(model)) for name, model in models.items()]
+    jobs += [(None, model, reference(model)) for model in true.values()]
+    ranks = pool.run(dims.tp, function, family, dims, jobs, timeout=300)
+    return [dict(zip([*models, *true], rank, strict=True)) for rank in ranks]
 
 
-def test_the_true_mapping_survives():
-    """The oracle itself: without a mistake nothing is killed."""
-    MUTANTS["none"] = ("", lambda rules: rules)
-    try:
-        assert pool.run(2, fates_unmutated, 2, HF, reference_logits(HF)) == ["survives", "survives"]
-    finally:
-        del MUTANTS["none"]
+@cache
+def fates(family: str, dims: mb.ParallelDims) -> list[dict[str, str]]:
+    """Of all mistakes in rules, on one rank of those alone that nothing shows there."""
+    rules = table(family, "RULES")
+    models = {name: model for name, (tier, model, _) in rules.items() if dims != ONE or tier.endswith(" at tp=2")}
+    return found(mutants.fates, family, dims, models)
 
 
-def fates_unmutated(tp, hf, reference):
-    MUTANTS["none"] = ("", lambda rules: rules)
-    return fate("none", hf, tp, reference)
+@pytest.mark.parametrize(("family", "name"), RULES)
+def test_rules_are_killed(family: str, name: str) -> None:
+    tier, _, on_several_ranks = table(family, "RULES")[name][0].partition(" at tp=")
+    for fate in fates(family, TWO):
+        assert re.search(ERRORS[tier], fate[name]), fate[name]
+    if on_several_ranks:  # why every check runs on several ranks too
+        assert fates(family, ONE)[0][name] == "survives"
 
 
-def local_layer_numbers():
-    """``canonical`` that takes a stage's own layer numbers for global ones."""
-    true = model_tensors.canonical
-    model_tensors.canonical = lambda name, numbering: true(name, Numbering(tuple(range(len(numbering.layers)))))
-    dims = mb.ParallelDims(pp=2)
-    try:
-        dims.initialize(device="cpu")
-        models = mb.build_model(HF, dims=dims, dtype=torch.float32, device="cpu", load_weights=False)
-        mb.to_hf_state_dict(models)
-    except BridgeError as error:
-        return str(error)
-    finally:
-        model_tensors.canonical = true
+@pytest.mark.parametrize("family", sorted({family for family, _ in RULES}))
+def test_the_true_rules_survive(family: str) -> None:
+    for dims in (ONE, TWO):
+        for fate in fates(family, dims):
+            assert {fate[name] for name in fate if name.startswith("no mistake")} <= {"survives"}
+
+
+@pytest.mark.parametrize(("family", "dims"), MODULES, ids=str)
+def test_modules_are_killed_by_logits(family: str, dims: mb.ParallelDims) -> None:
+    modules = table(family, "MODULES")
+    least = getattr(mutants.module(family), "LEAST", 50)
+    if dims != ONE:
+        unseen = {name: model for name, (model, mesh, _) in modules.items() if mesh == dims}
+        (alone,) = found(mutants.differences, family, ONE, unseen)
+        assert {name: worst for name, worst in alone.items() if worst > BOUND} == {}
+    killed = {name: model for name, (model, mesh, _) in modules.items() if mesh == dims}
+    for worst in found(mutants.differences, family, dims, killed):
+        true = {name for name in worst if name.startswith("no mistake")}
+        assert {name: worst[name] for name in true if worst[name] > BOUND} == {}
+        assert {name: worst[name] for name in worst.keys() - true if worst[name] < least * BOUND} == {}
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if table(family, "GRADIENTS")])
+def test_killed_by_gradients(tmp_path: Path, family: str) -> None:
+    jobs, mistakes_of = [], table(family, "GRADIENTS")
+    for number, (name, (hf, _, _)) in enumerate(mistakes_of.items()):
+        folder = str(tinies.random_checkpoint(hf, tmp_path / str(number)))
+        expected = tinies.reference(tinies.random_model(hf), tinies.tokens(4))[2]
+        jobs += [(name, True, folder, expected), (name, False, folder, expected)]
+    for errors in pool.run(2, mutants.gradients, family, jobs):
+        assert min(errors[::2]) > 1e-3, dict(zip(mistakes_of, errors[::2], strict=True))
+        assert max(errors[1::2]) < 5e-5
+
+
+def fused_mistaken(folder: str, name: str) -> torch.Tensor:
+    """Runs in a worker."""
+    with mutants.mutated(FUSED[name]):
+        return bailing_logits.logits(folder, ONE)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_rules_are_killed(tmp_path: Path, name: str) -> None:
+    (tmp_path / "ling").mkdir()
+    (tmp_path / "twin").mkdir()
+    fields = bailing.TINY["grouped"]
+    folder = bailing.write(tmp_path / "ling", fields, bailing.twin_state(fields))
+    truth = bailing_logits.reference(fields, tmp_path / "twin")
+    (ours,) = pool.run(1, fused_mistaken, str(folder), name)
+    assert float((ours - truth).abs().max() / truth.std()) > 50 * BOUND
+
+
+def local_layers(name: str, numbering: Numbering) -> str:
+    """A stage's own numbers of layers for global ones."""
+    return TRUE_CANONICAL(name, replace(numbering, layers=tuple(range(len(numbering.layers)))))
+
+
+def local_experts(name: str, numbering: Numbering) -> str:
+    return TRUE_CANONICAL(name, replace(numbering, experts=tuple(range(len(numbering.experts)))))
+
+
+def exported_twice(rules: Any) -> Any:
+    return tuple(replace(rule, exported=True) for rule in TRUE_TIED(rules))
+
+
+TRUE_CANONICAL, TRUE_TIED = model_tensors.canonical, provenance.tied_lm_head
+EXPORTS = {
+    "hold the layers [0], expected 0 to 1": (HF, {"pp": 2}, (model_tensors, "canonical", local_layers), False),
+    "no rank of the group holds the experts [2, 3]": (
+        *(SHARED, {"ep": 2}),
+        (model_tensors, "canonical", local_experts),
+        True,
+    ),
+    "model.embed_tokens.weight has two sources": (
+        tiny("llama", tie_word_embeddings=True),
+        {"pp": 2},
+        (provenance, "tied_lm_head", exported_twice),
+        True,
+    ),
+}
+"""What the export says; and whether it is alone, since a load finds all that it asks for."""
+
+
+def export(message: str) -> str:
+    """Runs in each worker."""
+    hf, sizes, mistake, loads = EXPORTS[message]
+    dims = mb.ParallelDims(**sizes)
+    with mock.patch.object(*mistake), stepping.mesh(dims):
+        try:
+            state = random_state(hf) if loads else False
+            models = mb.build_model(hf, dims=dims, dtype=torch.float32, device="cpu", load_weights=state)
+            mb.to_hf_state_dict(models)
+        except BridgeError as error:
+            return str(error)
     return "survives"
 
 
-def test_killed_layer_offset_ignored():
-    for message in pool.run(2, local_layer_numbers):
-        assert "hold the layers [0], expected 0 to 1" in message
-
-
-def tie_exported_twice():
-    from mcore_bridge.weights import provenance
-
-    true = provenance.tied_lm_head
-    provenance.tied_lm_head = lambda rules: tuple(replace(rule, exported=True) for rule in true(rules))
-    hf = tiny("llama", tie_word_embeddings=True)
-    dims = mb.ParallelDims(pp=2)
-    try:
-        dims.initialize(device="cpu")
-        models = mb.build_model(hf, dims=dims, dtype=torch.float32, device="cpu", load_weights=random_state(hf))
-        mb.to_hf_state_dict(models)
-    except BridgeError as error:
-        return str(error)
-    finally:
-        provenance.tied_lm_head = true
-    return "survives"
-
-
-def test_killed_tied_head_exported_twice():
-    for message in pool.run(2, tie_exported_twice):
-        assert "model.embed_tokens.weight has two sources" in message
+@pytest.mark.parametrize("message", EXPORTS)
+def test_killed_by_the_export(message: str) -> None:
+    assert all(message in said for said in pool.run(2, export, message))

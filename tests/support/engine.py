@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.ipc.receiver import Receiver
 from mcore_bridge.weights.ipc.sender import BufferRing
 from mcore_bridge.weights.manifest import Manifest, digest
+from tests.support import pool
 
 OPENED, FINISH, CLOSE = "opened", "finish", "close"
 
@@ -73,10 +75,13 @@ def engine(
     dies_at: int | None = None,
 ) -> Iterator[Connection]:
     """The pipe to an engine that has opened the slots of ``ring``. It waits ``seconds``, or dies at a bucket."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(theirs, environment or {}, seconds, dies_at))
-    process.start()
+    ours, theirs = multiprocessing.Pipe()
+    arguments = (theirs, environment or {}, seconds, dies_at)
+    if torch.cuda.is_available():  # which needs a fresh process
+        process: Any = multiprocessing.get_context("spawn").Process(target=serve, args=arguments)
+        process.start()
+    else:
+        (process,) = pool.started(serve, [arguments])
     theirs.close()
     try:
         ours.send((ring.plan, ring.handles()))

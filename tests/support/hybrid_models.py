@@ -8,12 +8,11 @@ import torch
 from transformers import PretrainedConfig
 
 from mcore_bridge import ParallelDims
-from mcore_bridge.factory.blueprint import make_blueprint
+from mcore_bridge.factory.blueprint import BuildOptions, make_blueprint
 from mcore_bridge.factory.build import own_stages
-from mcore_bridge.factory.build_options import BuildOptions
 from mcore_bridge.factory.chunk import building
-from mcore_bridge.factory.hybrid_model.hybrid_chunk import pattern_of, stack_spec
-from mcore_bridge.factory.modules.mamba.mamba_mixer import mamba_spec
+from mcore_bridge.factory.hybrid_model import pattern_of, stack_spec
+from mcore_bridge.factory.modules.mamba_mixer import mamba_spec
 from mcore_bridge.factory.modules.torch_modules import Norm
 
 SAME = (

@@ -1,43 +1,26 @@
-"""Rules with a planted mistake, and how each mistake is detected."""
+"""Runs planted mistakes, which are in the tables of ``tests/rules/mistakes/``, and has what the tables are made of."""
 
 import contextlib
-from dataclasses import dataclass, replace
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import torch
 
 import mcore_bridge as mb
 from mcore_bridge.errors import BridgeError
-from mcore_bridge.rules.layout import COLUMN, QKV, REPLICATED, VOCAB, Concat, Layout, Rearrange
+from mcore_bridge.factory.modules.torch_modules import Norm
+from mcore_bridge.rules.layout import Rearrange
 from mcore_bridge.rules.mapping import WeightMapping
+from tests import zoo
+from tests.support import stepping, tiny
 from tests.support.bounds import BOUND
-from tests.support.parity import logits_of
-from tests.support.stepping import meet
+from tests.support.parity import logits_of, worst_differences
 from tests.support.strategies import random_state
-
-
-@dataclass(frozen=True)
-class FrontPadded(Layout):
-    """VOCAB with its padding in front."""
-
-    def __call__(self, parts, axes):
-        (whole,) = VOCAB(tuple(part.flip(0) for part in parts), axes)
-        return (whole.flatten(0, 1).flip(0).unflatten(0, (axes["tp"], -1)),)
-
-    def __invert__(self):
-        return FrontPaddedInverse()
-
-
-class FrontPaddedInverse(Layout):
-    def __call__(self, parts, axes):
-        (whole,) = parts
-        flipped = whole.flatten(0, 1).flip(0).unflatten(0, (axes["tp"], -1))
-        return tuple(part.flip(0) for part in (~VOCAB)((flipped,), axes))
-
-    def __invert__(self):
-        return FrontPadded()
-
-
-Q_NORM = ("model.layers.*.self_attn.q_norm.weight",)
 
 
 def parts(*order: int):
@@ -73,85 +56,104 @@ def laid_out(layout):
     return lambda rule: replace(rule, layout=layout)
 
 
-DEALT_GROUPS = (
-    Rearrange("(n groups) ...", "groups n ...")
-    >> Concat(1, ("heads_per_group", 1, 1))
-    >> Rearrange("groups n ...", "(groups n) ...")
-    >> COLUMN
-)
-
-
-ONE_TO_ONE = replace(QKV, steps=(QKV.steps[0], Concat(1, (1, 1, 1)), *QKV.steps[2:]))
-
-
-DEALT_VOCAB = VOCAB.steps[0] >> Rearrange("(n tp) ...", "tp n ...")
-
-
 DEALT_ROW = Rearrange("n (m tp)", "tp n m")
 
 
-# fmt: off
-MUTANTS = {
-    # name                               killed by           mutation of the rules
-    "gate_up fused then cut":            ("logits at tp=2", of("fc1.weight", laid_out(Concat(0, (1, 1)) >> COLUMN))),
-    "up before gate":                    ("logits",         of("fc1.weight", parts(1, 0))),
-    "v before k":                        ("logits",         of("qkv.weight", parts(0, 2, 1))),
-    "v before k in the bias":            ("logits",         of("qkv.bias", parts(0, 2, 1))),
-    "qkv not interleaved by group":      ("logits",         of("qkv.weight", laid_out(Concat(0, (8, 4, 4)) >> COLUMN))),
-    "qkv cut before it is fused":        ("logits",         of("qkv.weight", laid_out(COLUMN >> Concat(1, (2, 1, 1))))),
-    "q heads dealt out over the groups": ("logits",         of("qkv.weight", laid_out(DEALT_GROUPS))),
-    "q_norm for k_norm":                 ("logits",         exchange("q_layernorm.weight", "k_layernorm.weight")),
-    "input norm for post-attention":     ("logits",         exchange("input_layernorm.weight", "mlp_layernorm.weight")),
-    "embedding for head":                ("logits",         exchange("embeddings.weight", "output_layer.weight")),
-    "o_proj dealt out by columns":       ("logits at tp=2", of("proj.weight", laid_out(DEALT_ROW))),
-    "down_proj dealt out by columns":    ("logits at tp=2", of("fc2.weight", laid_out(DEALT_ROW))),
-    "vocabulary dealt out":              ("logits at tp=2", of("embeddings.weight", laid_out(DEALT_VOCAB))),
-    "vocabulary padded in front":        ("logits at tp=2", of("embeddings.weight", laid_out(FrontPadded()))),
-    "k before q":                        ("shapes",         of("qkv.weight", parts(1, 0, 2))),
-    "o_proj cut by rows":                ("shapes at tp=2", of("proj.weight", laid_out(COLUMN))),
-    "o_proj replicated":                 ("shapes at tp=2", of("proj.weight", laid_out(REPLICATED))),
-    "o_proj bias cut":                   ("shapes at tp=2", of("proj.bias", laid_out(COLUMN))),
-    "norm cut":                          ("shapes at tp=2", of("q_layernorm.weight", laid_out(COLUMN))),
-    "qkv in the wrong ratio":            ("shapes",         of("qkv.weight", laid_out(ONE_TO_ONE))),
-    "norm rule forgotten":               ("no rule",        of("mlp_layernorm.weight", lambda rule: None)),
-    "bias rule forgotten":               ("no rule",        of("qkv.bias", lambda rule: None)),
-    "norm of the layer after":           ("names",          of("mlp_layernorm.weight", lambda r: replace(r, offset=1))),
-    "one HF tensor for two parameters":  ("names",          of("k_layernorm.weight", lambda r: replace(r, hf=Q_NORM))),
+def instead(owner: Any, name: str, wrong: Any) -> Callable[[], AbstractContextManager[Any]]:
+    """Something wrong in the place of an attribute."""
+    return lambda: mock.patch.object(owner, name, wrong)
+
+
+def itself(first: Any, *others: Any) -> Any:
+    return first
+
+
+def nothing(*arguments: Any) -> None:
+    return None
+
+
+def with_epsilon_of_mcore(self, config, hidden_size, eps=1e-5):
+    Norm.__init__(self, config, hidden_size, eps)
+
+
+ERRORS = {
+    "shapes": "has shape|does not fit|takes|parts",
+    "no rule": "no rule",
+    "names": "missing|unexpected",
+    "numbers": "as many numbers",
+    "logits": "^logits$",
 }
 
 
-# fmt: on
-ERRORS = {"shapes": "has shape|does not fit|takes", "no rule": "no rule", "names": "missing|unexpected"}
+def module(family: str) -> Any:
+    return importlib.import_module(f"tests.rules.mistakes.{family}")
+
+
+def table(family: str, name: str) -> dict[str, Any]:
+    """One of the tables of a family, without models that the installed releases do not build."""
+    rows = getattr(module(family), name, {})
+    model_at = 1 if name == "RULES" else 0
+    return {key: row for key, row in rows.items() if not isinstance(row[model_at], str) or zoo.here([row[model_at]])}
+
+
+def hf_of(model: Any) -> Any:
+    """A new config of a case of the zoo; a config itself."""
+    return zoo.cases()[model].hf if isinstance(model, str) else model
 
 
 @contextlib.contextmanager
-def mutated(name: str):
-    """The architecture of an HF config, with one mistake in its rules or in the rules of its head."""
-    _, mutate = MUTANTS[name]
+def mutated(mutate: Callable[[list[Any]], list[Any]]) -> Iterator[None]:
+    """Every architecture with a mistake in its rules."""
     true = WeightMapping.__init__
 
     def mistaken(self, rules, *others, **options):
         true(self, tuple(mutate(list(rules))), *others, **options)
 
-    WeightMapping.__init__ = mistaken
-    try:
+    with mock.patch.object(WeightMapping, "__init__", mistaken):
         yield
-    finally:
-        WeightMapping.__init__ = true
 
 
-def fate(name: str, hf, tp: int, reference, *, sp: bool = False) -> str:
-    """How a mutant is detected on this mesh: by an error's text, "bits", "logits", or not. The mesh is kept."""
-    dims = mb.ParallelDims(tp=tp, sp=sp)
-    with mutated(name):
+def fates(family: str, dims: mb.ParallelDims, jobs: list[tuple[str | None, Any, Any]]) -> list[str]:
+    """Runs in each worker: what kills each mistake in rules. A job is its name or None, the model, the reference."""
+    rules = table(family, "RULES")
+    return [fate(rules[name][2] if name else itself, hf_of(model), dims, truth) for name, model, truth in jobs]
+
+
+def fate(mutate: Any, hf: Any, dims: mb.ParallelDims, reference: Any) -> str:
+    """An error's text, "bits", "logits", or "survives". The mesh stays for the next."""
+    with mutated(mutate):
         try:
-            meet(dims)
+            stepping.meet(dims)
             state = random_state(hf)
             models = mb.build_model(hf, dims=dims, dtype=torch.float32, device="cpu", load_weights=state)
             exported = mb.to_hf_state_dict(models)
             if exported.keys() != state.keys() or not all(torch.equal(exported[key], state[key]) for key in state):
                 return "bits"
-            worst = (logits_of(*models, dims) - reference).abs().max() / reference.std()
-            return "logits" if worst > 50 * BOUND else "survives"
+            worst = (logits_of(*models, dims, reference.shape[1]) - reference).abs().max() / reference.std()
         except BridgeError as error:
             return str(error)
+    return "survives" if worst < BOUND else "logits" if worst > 50 * BOUND else f"hardly moves: {worst / BOUND}"
+
+
+def differences(family: str, dims: mb.ParallelDims, jobs: list[tuple[str | None, Any, Any]]) -> list[float]:
+    """Runs in each worker: how far each mistake in modules, or None, moves the logits. Jobs as those of ``fates``."""
+    modules, found = table(family, "MODULES"), []
+    for name, model, truth in jobs:
+        plant, hf = modules[name][2] if name else {}, deepcopy(hf_of(model))
+        if isinstance(plant, dict):
+            for field, value in plant.items():
+                setattr(hf, field, value)
+        with contextlib.nullcontext() if isinstance(plant, dict) else plant():
+            found += worst_differences([(hf, dims, truth)])
+    return found
+
+
+def gradients(family: str, jobs: list[tuple[str, bool, str, dict[str, torch.Tensor]]]) -> list[float]:
+    """Runs in each worker: how far each mistake, or its model without it, moves a gradient."""
+    found = []
+    for name, planted, folder, expected in jobs:
+        _, dims, plant = table(family, "GRADIENTS")[name]
+        with stepping.mesh(dims), plant() if planted else contextlib.nullcontext():
+            grads = stepping.train(folder, dims, tiny.tokens(4))["grads"]
+            found.append(max(tiny.relative_error(grads[key], expected[key]) for key in expected))
+    return found

@@ -15,8 +15,7 @@ import torch
 from mcore_bridge.architecture import architectures, composites, refusals
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.blueprint import make_blueprint
-from mcore_bridge.factory.build_options import BuildOptions
+from mcore_bridge.factory.blueprint import BuildOptions, make_blueprint
 from mcore_bridge.factory.param_count import count_params
 from mcore_bridge.weights.source.encoded_weights import quantization_in
 

@@ -376,9 +376,8 @@ def calls(folder: Path, sizes: dict[str, Any], batch: Any) -> dict[str, Tensor]:
 
     Of families that number tokens of images otherwise than text, with positions of the caller too, right and "swapped".
     """
-    from mcore_bridge.batches.padded_rows import lay_out_rows
+    from mcore_bridge.batches.rows import lay_out_rows, placed
     from mcore_bridge.batches.text_collectives import gather
-    from mcore_bridge.batches.whole_rows import placed
 
     ids, mask, images, _ = batch
     dims = mb.ParallelDims(**sizes)

@@ -35,6 +35,21 @@ class Sizes:
     padded_vocab: int = 32
 
 
+HF_FIELDS = {
+    "num_hidden_layers": Sizes.layers,
+    "hidden_size": Sizes.hidden,
+    "num_attention_heads": Sizes.heads,
+    "num_key_value_heads": Sizes.kv_heads,
+    "head_dim": Sizes.head_dim,
+    "num_experts": Sizes.experts,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": Sizes.intermediate,
+    "vocab_size": Sizes.vocab,
+    "tie_word_embeddings": True,
+}
+"""Of a Qwen3-MoE that fits."""
+
+
 def specs(sizes, dtype=torch.bfloat16):
     """The HF tensors of a checkpoint that fits."""
     s = sizes

@@ -8,19 +8,17 @@ import gc
 import multiprocessing
 import queue
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from mcore_bridge import ParallelDims, build_model, to_hf_state_dict
 from mcore_bridge.cpu import _TorchOnCpu
 from mcore_bridge.errors import MeshError
-from tests.support import tiny
-from tests.support.strategies import on_disk
 
 
 @contextlib.contextmanager
@@ -47,6 +45,10 @@ def meet(dims: ParallelDims) -> None:
         dims.initialize(device="cpu")
 
 
+_left: list[Any] = []
+"""Groups of meshes that were left, as long as anybody may still hold them."""
+
+
 def leave_mesh() -> None:
     """Destroy megatron-core's groups, which it only forgets: threads of gloo would go on waking up for each of them."""
     from megatron.core import parallel_state
@@ -55,10 +57,29 @@ def leave_mesh() -> None:
     parallel_state.destroy_model_parallel()
     for ddp in [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]:
         ddp.__dict__.clear()  # hooks of autograd hold it, in a cycle that no collector sees, and it held the model
-    for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
-        dist.destroy_process_group(group)
+    groups = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    _left.extend(groups)
+    while groups:
+        dist.destroy_process_group(groups.pop())
     forget_metrics()
     gc.collect()  # chunks hold groups, and themselves by cycles
+    _end_groups()
+
+
+def _end_groups() -> None:
+    """End the groups that nobody else holds, all at once: the end of each waits 10 ms for a thread of gloo."""
+    alone: list[Any] = []
+    held: list[Any] = []
+    while _left:
+        group = _left.pop()
+        (alone if sys.getrefcount(group) == 2 else held).append(group)  # of the variable and the argument
+        del group
+    _left.extend(held)
+    threads = [threading.Thread(target=lambda: alone.pop() and None) for _ in alone]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 LOSS_HELPERS = {
@@ -79,27 +100,6 @@ def forget_metrics() -> None:
         logging.destroy_moe_metrics_tracker()
     elif moe := sys.modules.get("megatron.core.transformer.moe.moe_utils"):
         moe.get_moe_layer_wise_logging_tracker().clear()  # megatron-core before 0.19
-
-
-def train_cases(
-    folders: dict[str, str], meshes: Sequence[dict[str, Any]], names_on: Callable[[int, ParallelDims], Iterable[str]]
-) -> list[tuple[str, str, dict[str, Any]]]:
-    """Runs in each worker: a label, the name and a step of each case that ``names_on`` chooses for a mesh."""
-    steps = []
-    for number, sizes in enumerate(meshes):
-        dims = ParallelDims(**sizes)
-        with mesh(dims):
-            for name in names_on(number, dims):
-                step = train(folders[name], dims, tiny.tokens(8), micro_batch_size=4)
-                steps.append((f"{name} on {sizes}", name, step))
-    return steps
-
-
-def reference(hf: PretrainedConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients of transformers for the batch of ``train_cases``, under the names on disk."""
-    model = tiny.random_model(hf)
-    _, loss, grads = tiny.reference(model, tiny.tokens(8))
-    return loss, on_disk(model, grads)
 
 
 def train(

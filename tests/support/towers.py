@@ -8,8 +8,7 @@ from torch import Tensor
 
 import mcore_bridge as mb
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.vision.fused_qkv import JoinedPart
-from mcore_bridge.factory.vision.tower import require_tower
+from mcore_bridge.factory.vision.tower import JoinedPart, require_tower
 from mcore_bridge.weights.provenance import provenance_of
 from tests.support import composites as tiny
 from tests.support.stepping import leave_mesh

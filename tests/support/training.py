@@ -1,48 +1,94 @@
-"""Steps of training, held against transformers."""
+"""Steps of training on meshes, held against transformers."""
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PretrainedConfig
+
 from mcore_bridge import ParallelDims
-from tests.support import stepping, tiny
+from tests.support import pool, stepping, tiny
+from tests.support.strategies import on_disk
 
 LR = 0.3
 
 
-CASES = {
-    "llama": tiny.config("llama", attention_bias=True, mlp_bias=True),
-    "llama, o_proj bias, square": tiny.config("llama", **tiny.SQUARE),
-    "mistral": tiny.config("mistral"),
-    "qwen2, tied": tiny.config("qwen2"),
-    "qwen3": tiny.config("qwen3"),
-}
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """Models that train on the same meshes.
+
+    Args:
+        models: configs by name.
+        meshes: sizes of meshes, by the number of ranks.
+        every: of so many models one trains on a mesh, in turn; on one rank all do.
+        fits: whether a model trains on a mesh; by default each does.
+        num_sequences, seq_len: the batch, which is the same for all meshes. Each replica has it in two microbatches.
+    """
+
+    models: Mapping[str, PretrainedConfig]
+    meshes: Mapping[int, Sequence[dict[str, Any]]]
+    every: int = 1
+    fits: Callable[[str, ParallelDims], bool] = lambda name, dims: True
+    num_sequences: int = 8
+    seq_len: int = tiny.SEQ_LEN
+
+    def check(self, world_size: int, folder: Path, *, every: int | None = None) -> None:
+        """Loss and every gradient are transformers', and a step of SGD leaves transformers' weights.
+
+        What has no gradient in transformers keeps its bits: biases of routers, and indexers, which only select.
+        """
+        every = every or (1 if world_size == 1 else self.every)
+        folders = {name: str(tiny.random_checkpoint(hf, folder / name)) for name, hf in self.models.items()}
+        jobs = []
+        for turn, sizes in enumerate(self.meshes[world_size]):
+            names = [name for name in self.models if self.fits(name, ParallelDims(**sizes))]
+            chosen = names[turn % every :: every] or names
+            jobs += [(sizes, {name: folders[name] for name in chosen})] if names else []
+        batch = tiny.tokens(self.num_sequences, seq_len=self.seq_len)
+        for results in zip(*pool.run(world_size, steps, jobs, batch, timeout=600), strict=True):
+            tiny.assert_losses(results, expected(self, results[0][1])[0])
+            for label, name, step in results:
+                _, grads, weights = expected(self, name)
+                held = {
+                    key: each
+                    for file in Path(folders[name]).glob("*.safetensors")
+                    for key, each in load_file(file).items()
+                }
+                assert grads.keys() <= step["grads"].keys() == held.keys(), label
+                untrained = held.keys() - grads.keys()
+                assert all(".indexer." in key or key.endswith("e_score_correction_bias") for key in untrained), label
+                assert all(step["weights"][key].equal(held[key]) for key in untrained), label
+                for which, truth in (("grads", grads), ("weights", weights)):
+                    tiny.assert_near(step[which], truth, f"{label}: {which}")
+
+
+def read_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    for file in folder.glob("*.safetensors"):
+        yield from load_file(file).items()
 
 
 @cache
-def expected(name: str) -> Any:
-    """transformers' loss, gradients and weights after a step of SGD."""
-    model = tiny.random_model(CASES[name])
-    _, loss, grads = tiny.reference(model, tiny.tokens(16))
-    return loss, grads, {n: p.detach() - LR * grads[n] for n, p in model.named_parameters()}
+def expected(kind: Kind, name: str) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """transformers' loss, gradients and weights after a step of SGD, under the names on disk."""
+    model = tiny.random_model(kind.models[name])
+    _, loss, grads = tiny.reference(model, tiny.tokens(kind.num_sequences, seq_len=kind.seq_len))
+    after = {key: p.detach() - LR * grads[key] for key, p in model.named_parameters() if key in grads}
+    return loss, on_disk(model, grads), on_disk(model, after)
 
 
-def steps(folders: dict[str, str], meshes: list[dict[str, Any]], every: int = 1) -> list[Any]:
-    """Runs in each worker: a step on each mesh, of each checkpoint or of ``every`` so many in turn."""
+def steps(jobs: list[tuple[dict[str, Any], dict[str, str]]], batch: Tensor) -> list[Any]:
+    """Runs in each worker: on each mesh a step of each checkpoint, with a label and its name."""
     found = []
-    for turn, sizes in enumerate(meshes):
+    for sizes, folders in jobs:
         dims = ParallelDims(**sizes)
+        micro_batch_size = max(1, len(batch) // dims.dp(dist.get_world_size()) // 2)
         with stepping.mesh(dims):
-            for name, folder in list(folders.items())[turn % every :: every]:
-                step = stepping.train(folder, dims, tiny.tokens(16), lr=LR, micro_batch_size=4)
+            for name, folder in folders.items():
+                step = stepping.train(folder, dims, batch, lr=LR, micro_batch_size=micro_batch_size)
                 found.append((f"{name} on {sizes}", name, step))
     return found
-
-
-def assert_equal_to_transformers(ranks: list[list[Any]]) -> None:
-    for results in zip(*ranks, strict=True):
-        tiny.assert_losses(results, expected(results[0][1])[0])
-        for label, name, step in results:
-            _, grads, weights = expected(name)
-            assert step["grads"].keys() == grads.keys(), label
-            for which, truth in (("grads", grads), ("weights", weights)):
-                tiny.assert_near(step[which], truth, f"{label}: {which}")

@@ -11,7 +11,7 @@ from mcore_bridge.trainers import mbridge
 from mcore_bridge.trainers.peft_functions import apply_peft_adapter_filter_to_state_dict, create_peft
 from mcore_bridge.trainers.rlinf import MegatronCoreWeightReshard
 from mcore_bridge.trainers.rlinf.functions import ReshardFunctions
-from mcore_bridge.trainers.verl.replaced import get_peft_cls
+from mcore_bridge.trainers.verl.replacements import get_peft_cls
 from tests import zoo
 from tests.support import tiny
 from tests.support.fake_mesh import rank_of

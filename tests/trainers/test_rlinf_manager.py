@@ -145,7 +145,7 @@ def test_the_first_run_converts_the_next_opens_no_weights_and_a_stale_conversion
     actor = config_of(folder, tmp_path / "mg")
     prepare(actor)
     assert_loads(actor, state)
-    for path in (tmp_path / "hf").glob("*.safetensors"):  # unreadable now, and the same by size and time
+    for path in (tmp_path / "hf").glob("*.safetensors"):  # unreadable now, with unchanged size and time
         seen = path.stat()
         path.write_bytes(bytes(seen.st_size))
         os.utime(path, ns=(seen.st_atime_ns, seen.st_mtime_ns))

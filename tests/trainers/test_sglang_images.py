@@ -141,7 +141,7 @@ FED = [family for family in towers.NAMES if family not in NOT_READ]
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("family", FED)
 def test_the_engine_holds_what_it_reads_from_files(family: str, tp: int, tmp_path: Path) -> None:
-    """In three rounds of three states, each in another way; no name is warned of, and none left out by all ranks."""
+    """Three rounds with three states, each by another way; no name causes a warning, or is skipped by all ranks."""
     found, unused, of_tower = zip(*pool.run(tp, feed, family, str(tmp_path)), strict=True)
     assert found == ([],) * tp
     assert set.intersection(*unused) == set()

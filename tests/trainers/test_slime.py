@@ -145,7 +145,7 @@ def test_what_it_cannot_do_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="gpt_oss has one tensor for all experts"):
         convert_to_hf(fused, "any", "module.decoder.final_layernorm.weight", torch.zeros(48))
     factor = "module.decoder.layers.0.mlp.linear_fc1.adapter.linear_in.weight"
-    with pytest.raises(ConfigError, match="belongs to an adapter, which slime cannot pass together with its weight"):
+    with pytest.raises(ConfigError, match="belongs to an adapter, which cannot be handed over"):
         convert_to_hf(args, "any", factor, torch.zeros(4, 48))
     with pytest.raises(MappingError, match="no rule"):
         convert_to_hf(args, "any", "module.decoder.layers.0.nothing.weight", torch.zeros(48))

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from mcore_bridge import BridgeError, ParallelDims
-from mcore_bridge.factory.blueprint import make_blueprint
-from mcore_bridge.factory.build_options import BuildOptions
+from mcore_bridge.factory.blueprint import BuildOptions, make_blueprint
 from mcore_bridge.trainers.settings import require_same_model, split
 from tests import zoo
 from tests.support.settings_of_trainers import BECOMES, ENGINE, SIIRL

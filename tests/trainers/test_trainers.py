@@ -14,7 +14,7 @@ from mcore_bridge.architecture import read_hf
 from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
 from mcore_bridge.trainers import mbridge, megatron_bridge
 from mcore_bridge.trainers.settings import with_mtp_layers
-from mcore_bridge.trainers.verl.kernels import linear_cross_entropy
+from mcore_bridge.trainers.verl.replacements import linear_cross_entropy
 from tests import zoo
 from tests.support import mtp_checkpoints, pool, stepping, tiny
 from tests.support.strategies import save

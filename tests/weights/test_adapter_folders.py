@@ -17,8 +17,8 @@ from mcore_bridge.factory.add_adapters import add_adapters
 from mcore_bridge.launch.fake_rank import rank_of
 from mcore_bridge.rules.adapters import base_name
 from mcore_bridge.weights.bound import bind
-from mcore_bridge.weights.files import foreign_patterns
 from mcore_bridge.weights.load import load_hf_weights
+from mcore_bridge.weights.peft import peft_read
 from mcore_bridge.weights.peft.hf_adapters import iter_hf_adapters, load_adapters, save_hf_adapters
 from mcore_bridge.weights.peft.peft_config import PeftNames
 from mcore_bridge.weights.peft.peft_folder import open_peft
@@ -283,7 +283,7 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path, monkeypatch):
     attempt(tmp_path, tensors, "targets without tensors, such as .*v_proj", target_modules=["q_proj", "v_proj"])
     attempt(tmp_path, tensors, "the config has no target for model.layers.0", target_modules="k_proj")
     attempt(tmp_path, tensors, "r cannot be 0; rank_pattern cannot be", r=0, rank_pattern={"(": 1})
-    monkeypatch.setattr(foreign_patterns, "SECONDS", 0.05)
+    monkeypatch.setattr(peft_read, "SECONDS", 0.05)
     for field in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"):
         endless = r"model(.|\w|_|[a-z])*!"
         value = endless if field.endswith("modules") else {endless: 1}

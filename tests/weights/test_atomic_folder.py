@@ -482,7 +482,7 @@ def differing(folder, rank, what):
     ("what", "message"),
     [
         ("empty", "was not changed: rank RANK of the group: .*found an empty string"),
-        ("size", "rank RANK of the group: expected a positive whole number of bytes, found max_shard_bytes=0"),
+        ("size", "rank RANK of the group: max_shard_bytes must be a whole number of at least 1, found 0"),
         ("dtype", r"expected the same dtype on every rank, found .*dtype=torch\.bfloat16"),
         ("wrong", "expected the same dtype on every rank, found .*dtype='bf16'"),
         ("folder", "rank OTHER of the group: expected the folder .* that rank 0 has made"),

@@ -19,8 +19,8 @@ from mcore_bridge.launch.fake_rank import rank_of
 from mcore_bridge.rules.adapters import LINEAR
 from mcore_bridge.weights.bound import bind
 from mcore_bridge.weights.dist_checkpoint.compare import leaves_of, sharded_states
+from mcore_bridge.weights.dist_checkpoint.fit_state import fit_chain
 from mcore_bridge.weights.dist_checkpoint.folder import TorchDistFolder, by_plain_key
-from mcore_bridge.weights.dist_checkpoint.optimizer_chain import fit_chain
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from tests import zoo
 from tests.support import pool, stepping
@@ -150,7 +150,7 @@ def test_what_one_mesh_writes_another_reads(folder, tmp_path):
 
 
 def trained(folder: Path, dims: ParallelDims, batch: Any) -> tuple[Any, Any, Any]:
-    """Chunks with megatron-core's distributed optimizer, and what takes a step and gives its loss."""
+    """Chunks with megatron-core's distributed optimizer, and a function that makes a step and returns its loss."""
     chunks = build(folder, dims, dtype=torch.float32)
     wrapped = stepping.wrap(chunks, use_distributed_optimizer=True)
     optimizer = stepping.distributed_optimizer(wrapped, lr=1e-2)

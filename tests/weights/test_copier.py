@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_bridge.weights.transfer.byte_copy import ByteCopy
+from mcore_bridge.weights.plan.boxes import ByteCopy
 from mcore_bridge.weights.transfer.copier import Buffers, CopyTable
 
 PACKAGE = Path(__file__).parent.parent.parent / "mcore_bridge"

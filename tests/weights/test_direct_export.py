@@ -21,27 +21,14 @@ from mcore_bridge.weights.agreement import agree_on_plan
 from mcore_bridge.weights.engine.mapped_engine import EngineState
 from mcore_bridge.weights.model_tensors import held_tensors
 from mcore_bridge.weights.plan import all_to_all
-from mcore_bridge.weights.plan.boxes import BoxCopy
-from mcore_bridge.weights.transfer.byte_copy import ByteCopy
+from mcore_bridge.weights.plan.boxes import BoxCopy, ByteCopy
 from mcore_bridge.weights.transfer.executor import run_messages
 from tests.support import pool
-from tests.support.stand_in import Sizes, connected, held_bits, loaded, serve_all
+from tests.support.stand_in import HF_FIELDS, Sizes, connected, held_bits, loaded, serve_all
 from tests.support.strategies import random_state, tiny
 from tests.support.target_models import FAMILIES, Slices, expected, specs_of
 
 SIZES = Sizes()
-HF = {
-    "num_hidden_layers": SIZES.layers,
-    "hidden_size": SIZES.hidden,
-    "num_attention_heads": SIZES.heads,
-    "num_key_value_heads": SIZES.kv_heads,
-    "head_dim": SIZES.head_dim,
-    "num_experts": SIZES.experts,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": SIZES.intermediate,
-    "vocab_size": SIZES.vocab,
-    "tie_word_embeddings": True,
-}
 ENGINES = [(2, 0), (2, 1), (1, 0, 2, 0), (1, 0, 2, 1)]
 """Both ranks of an engine with TP2, and both stages of one with PP2."""
 
@@ -66,7 +53,7 @@ class Engine:
 def feed(addresses, dims):
     """Each rank feeds one rank of one of the two engines, all in the same exports."""
     dims.initialize(device="cpu")
-    hf = tiny("qwen3_moe", **HF)
+    hf = tiny("qwen3_moe", **HF_FIELDS)
     models = mb.build_model(hf, dims=dims, dtype=torch.bfloat16, device="cpu", load_weights=False)
     rank = dist.get_rank()
     engine, arguments = Engine(addresses[rank]), ENGINES[rank]
@@ -172,7 +159,7 @@ def feed_until_killed(rank, addresses, folder):
     dist.init_process_group("gloo", store=world, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=90))
     dims = ParallelDims(tp=2)
     dims.initialize(device="cpu")
-    hf, engine = tiny("qwen3_moe", **HF), Engine(addresses[rank])
+    hf, engine = tiny("qwen3_moe", **HF_FIELDS), Engine(addresses[rank])
     models = mb.build_model(hf, dims=dims, dtype=torch.bfloat16, device="cpu", load_weights=False)
     engine.pipe.send([TensorSpec(spec.name, spec.shape, spec.dtype) for spec in mb.manifest(models)])
     writer = EngineWriter(engine.answer(), engine("share"))
@@ -189,7 +176,7 @@ def feed_until_killed(rank, addresses, folder):
             yield pairs
 
     with (
-        mock.patch("mcore_bridge.weights.engine.export_into.run_messages", messages),
+        mock.patch("mcore_bridge.weights.engine.writer.run_messages", messages),
         pytest.raises(LostRankError, match="1 "),
     ):
         export_into(models, writer, bucket_bytes=2048)
@@ -203,7 +190,7 @@ def test_a_trainer_that_is_killed_amid_a_sync_leaves_engines_that_know_it_and_ta
         for process in ranks:
             process.join(120)
         assert [process.exitcode for process in ranks] == [0, -signal.SIGKILL]
-        old, new = (random_state(tiny("qwen3_moe", **HF), seed=seed, dtype=torch.bfloat16) for seed in (0, 1))
+        old, new = (random_state(tiny("qwen3_moe", **HF_FIELDS), seed=seed, dtype=torch.bfloat16) for seed in (0, 1))
         for address, arguments in zip(addresses, ENGINES[:2], strict=True):
             engine = Engine(address)
             held, _, state = engine("held")

@@ -468,7 +468,7 @@ def test_a_writer_takes_each_tensor_of_its_map_once():
     engine.begin(SPECS)
     sizes = (8, *(part.numel() for part in engine._memory.buffers.tensors))
     memory = [allocate(size, CPU) for size in sizes]
-    handles = [replace(share(part), digest=engine.map.digest) for part in memory]
+    handles = [share(part, engine.map.digest) for part in memory]
     writer, pairs = mb.EngineWriter(engine.map, handles), list(weights(0).items())
     (name, last), mark = pairs[-1], memory[0].clone()
     for wrong, message in (

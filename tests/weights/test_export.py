@@ -13,7 +13,7 @@ import mcore_bridge as mb
 from mcore_bridge.errors import ExportError, MappingError, grouped_by_rank
 from mcore_bridge.weights.agreement import agree_on_plan
 from mcore_bridge.weights.manifest import digest
-from mcore_bridge.weights.plan.budget import MESSAGES_IN_FLIGHT
+from mcore_bridge.weights.plan.export_plan import MESSAGES_IN_FLIGHT
 from mcore_bridge.weights.transfer import collectives
 from mcore_bridge.weights.transfer.windows import Windows
 from tests.support import pool, stepping

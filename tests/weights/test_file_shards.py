@@ -1,13 +1,11 @@
 """The assignment of tensors to ranks: each tensor once, about equal bytes, no run of neighbours on one rank."""
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.files.file_shards import FILES_AT_ONCE, assign_files, require_positive
+from mcore_bridge.weights.files.file_shards import FILES_AT_ONCE, assign_files
 from mcore_bridge.weights.manifest import Manifest
 
 
@@ -60,10 +58,3 @@ def test_a_rank_writes_several_files_at_once_when_they_are_large():
     file_of = {spec.name: shard.name for shard in shards for spec in shard.tensors}
     together = 2 * FILES_AT_ONCE
     assert all(len({file_of[f"t{i}"] for i in range(at, at + together)}) == together for at in range(0, 64, together))
-
-
-@pytest.mark.parametrize("size", [0, -1, True, 1.5, "5GB"])
-def test_a_size_that_is_no_number_of_bytes_is_refused(size):
-    require_positive(slot_bytes=1)
-    with pytest.raises(CheckpointError, match="expected a positive whole number of bytes, found slot_bytes="):
-        require_positive(slot_bytes=size)

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.weights.files import foreign_patterns
-from mcore_bridge.weights.files.foreign_patterns import Comparisons, problem_of
+from mcore_bridge.weights.peft import peft_read
+from mcore_bridge.weights.peft.peft_read import Comparisons, problem_of
 
 ATOMS = [
     *(
@@ -66,6 +66,6 @@ def test_all_comparisons_of_a_file_share_a_time(monkeypatch):
     comparisons = Comparisons(seconds=0.2)
     assert comparisons.fullmatch("a+", "aaa")
     clock = itertools.count(0, 0.05)
-    monkeypatch.setattr(foreign_patterns.time, "process_time", lambda: next(clock))
+    monkeypatch.setattr(peft_read.time, "process_time", lambda: next(clock))
     with pytest.raises(CheckpointError, match=r"patterns must be compared .* '\(a\|a\)\+\$' .* 'aab'"):
         all(not comparisons.fullmatch("(a|a)+$", "aab") for _ in range(5))

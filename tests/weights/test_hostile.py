@@ -15,6 +15,7 @@ import signal
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -32,14 +33,17 @@ from mcore_bridge.convert.convert import convert
 from mcore_bridge.convert.hf_to_torch import rank_files
 from mcore_bridge.convert.rank_files.file import NAME
 from mcore_bridge.errors import BridgeError, CheckpointError, TransferError, printable
+from mcore_bridge.foreign_files import parse
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.trainers.rlinf.cached_folder import FINGERPRINT, made_once
 from mcore_bridge.weights.dist_checkpoint.folder import TRACKER
 from mcore_bridge.weights.dist_checkpoint.metadata import is_tiled
 from mcore_bridge.weights.files.folder_lock import LOCK, Writer
 from mcore_bridge.weights.files.hf_folder import Checkpoint
+from mcore_bridge.weights.peft.peft_folder import open_peft
 from mcore_bridge.weights.plan.boxes import BoxCopy, Dim
 from mcore_bridge.weights.plan.engine_map import EngineMap, EngineTensor, SliceCopy, SliceFill
+from mcore_bridge.weights.source.encoded_weights import quantization_in
 from tests.support import pool
 from tests.support.conversions import assert_exact, quiet, written
 from tests.support.exports import built
@@ -189,6 +193,48 @@ def test_what_lies_in_a_target_harms_nothing_beside_it(row, whole, tmp_path):
     assert [path.name for path in mine.iterdir() if path.is_file()] == ["file"]
     assert (mine / "file").read_text() == "mine"
     assert not (out / "file").exists()
+
+
+# JSON -----------------------------------------------------------------------------------------------------------------
+
+READERS = {
+    "config.json": lambda path: read_hf(path.parent),
+    "adapter_config.json": lambda path: open_peft(path.parent, mock.Mock(), num_layers=1, num_experts=0),
+    "hf_quant_config.json": lambda path: quantization_in(path.parent),
+    "model.safetensors.index.json": lambda path: Checkpoint(path.parent),
+    "map.json": EngineMap.load,
+}
+"""Files of JSON that other programs write, with what reads them."""
+HARMS = {
+    "nothing": lambda path: None,
+    "a FIFO": os.mkfifo,
+    "a folder": Path.mkdir,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "a pointer": lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0"),
+    "terabytes": holed,
+    "a half": lambda path: path.write_text("{"),
+    "other bytes": lambda path: path.write_bytes(b'{"a": "\xff"}'),
+    "a deep one": lambda path: path.write_text("[" * 100_000),
+    "many digits": lambda path: path.write_text(f'{{"a": {"9" * 5000}}}'),
+    "a key twice": lambda path: path.write_text('{"weight_map": {"a": 1, "a": 1}, "quantization": {"a": 1, "a": 2}}'),
+}
+
+
+@pytest.mark.usefixtures("nobody_waits")
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("row", HARMS)
+def test_what_is_no_json_is_refused_with_its_name(row, name, tmp_path):
+    if (row, name) in {("nothing", "hf_quant_config.json"), ("nothing", "model.safetensors.index.json")}:
+        return  # they may be missing
+    HARMS[row](tmp_path / name)
+    with pytest.raises(BridgeError, match=re.escape(name) if row != "nothing" else re.escape(str(tmp_path))):
+        READERS[name](tmp_path / name)
+
+
+def test_json_has_no_nan_and_configs_may():
+    assert parse(b"[NaN, -Infinity]", finite=False)[1] == float("-inf")
+    with pytest.raises(ValueError, match="NaN is no number of JSON"):
+        parse(b"[NaN]")
 
 
 # HF folders -----------------------------------------------------------------------------------------------------------
@@ -345,7 +391,7 @@ def test_a_map_copies_nothing_outside_of_its_tensors(tmp_path):
         with pytest.raises(TransferError, match="expected the fields of a map"):
             EngineMap.load(path)
     fifo(path)
-    with pytest.raises(TransferError, match="expected a file, found something else"):
+    with pytest.raises(TransferError, match="is a FIFO, expected a file"):
         EngineMap.load(path)
 
 
@@ -442,7 +488,7 @@ DIST = {
     ),
     "an object that is a program": (metadata(run_by_an_object), None),
     "metadata that are a FIFO": (lambda folder: fifo(folder / ".metadata"), "is a FIFO"),
-    "metadata of terabytes": (lambda folder: holed(folder / ".metadata"), "more than"),
+    "metadata of terabytes": (lambda folder: holed(folder / ".metadata"), "must have at most"),
     "metadata of another kind": (lambda folder: (folder / ".metadata").write_bytes(pickle.dumps({})), "found dict"),
     "damaged text": (lambda folder: (folder / ".metadata").write_bytes(b"\x80\x05\x8c\xff\xff\xff"), "no readable"),
     "tensors that are none": (
@@ -499,7 +545,7 @@ def test_a_tracker_that_names_no_iteration_is_refused(text, whole, tmp_path):
     read_hf(whole / "hf").save_pretrained(tmp_path)
     shutil.copytree(whole / "dist", tmp_path / "dist")
     (tmp_path / TRACKER).write_bytes(text)
-    with pytest.raises(CheckpointError, match=f"{TRACKER} must hold the number of an iteration"):
+    with pytest.raises(CheckpointError, match=f"{TRACKER} must (hold the number of an iter|have at most 100 b)"):
         convert(tmp_path, tmp_path / "out", on_event=quiet)
 
 

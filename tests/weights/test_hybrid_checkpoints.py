@@ -17,8 +17,8 @@ from mcore_bridge.rules.hybrid_keys import HalfKeys
 from mcore_bridge.rules.names import Numbering, canonical, plain_key
 from mcore_bridge.weights.bound import bind, provenance_on
 from mcore_bridge.weights.dist_checkpoint.compare import leaves_of, sharded_states
+from mcore_bridge.weights.dist_checkpoint.fit_state import respell
 from mcore_bridge.weights.dist_checkpoint.folder import CONTENT, TorchDistFolder
-from mcore_bridge.weights.dist_checkpoint.model_class import respell
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.model_tensors import held_tensors
 from mcore_bridge.weights.peft.hf_adapters import iter_hf_adapters

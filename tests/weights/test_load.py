@@ -137,6 +137,10 @@ def test_not_strict_reports_what_strict_raises(state):
     with fake_mesh.rank_of(ONE, 0, 1):
         chunks = mb.build_model(HF, dims=ONE, load_weights=False, device="cpu", dtype=torch.float32)
         report = load_hf_weights(chunks, surplus, strict=False)
+        with pytest.raises(CheckpointError, match=r"1 tensors missing .*, 1 unexpected ") as error:
+            load_hf_weights(chunks, surplus)
+    assert "strict" not in str(error.value)  # which a command shows, and has no such option
+    assert error.value.__notes__ == ["load_hf_weights(strict=False) reports them instead"]
     assert report.missing == ("model.norm.weight",)
     assert report.unexpected == ("visual.weight",)
 
@@ -353,13 +357,19 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7\n"
         (put(INDEX, os.mkfifo), rf"{INDEX} is a FIFO, expected a file"),
         (remove, r"names files that are missing: \['model-00003-of-00003\.safetensors'\]"),
         (change_index(norm="\0.safetensors"), r"names files that are missing: \['\\x00\.safetensors'\]"),
-        (write(INDEX, b"{"), rf"{INDEX} is damaged: expected JSON with an object weight_map"),
-        (write(INDEX, b"[]"), rf"{INDEX} is damaged: expected JSON with an object weight_map"),
-        (write(INDEX, b'{"weight_map": []}'), rf"{INDEX} is damaged: expected JSON with an object weight_map"),
-        (write(INDEX, b'{"weight_map": {"\xff": "a"}}'), rf"{INDEX} is damaged: .*byte 17 is not of UTF-8"),
-        (write(INDEX, b"[" * 100_000), rf"{INDEX} is damaged: .*nested too deep"),
-        (write(INDEX, b'{"weight_map": {"a": "b", "a": "b"}}'), rf"{INDEX} is damaged: .*found 1 twice: \['a'\]"),
-        (lambda folder: os.truncate(folder / INDEX, 1 << 30), rf"{INDEX} is damaged: .*more than 100000000 bytes"),
+        (write(INDEX, b"{"), rf"{INDEX} must be valid JSON, but is not"),
+        (write(INDEX, b"[]"), rf"{INDEX} is damaged: expected an object with an object weight_map"),
+        (write(INDEX, b'{"weight_map": []}'), rf"{INDEX} is damaged: expected an object with an object weight_map"),
+        (write(INDEX, b'{"weight_map": {"\xff": "a"}}'), rf"{INDEX} must be valid JSON, .*byte 17 is not of UTF-8"),
+        (write(INDEX, b"[" * 100_000), rf"{INDEX} must be valid JSON, .*nested too deep"),
+        (
+            write(INDEX, b'{"weight_map": {"a": "b", "a": "b"}}'),
+            rf"{INDEX} must be .*found 1 twice: \['a'\]",
+        ),
+        (
+            lambda folder: os.truncate(folder / INDEX, 1 << 30),
+            rf"{INDEX} must have at most 100000000 bytes",
+        ),
         (
             change_index(norm=3, a="../b.safetensors", b="/b.safetensors", c="c/b.safetensors", d="b.bin"),
             rf"{INDEX} is damaged: expected a .* for each tensor, found 5 other values \(.*norm.*: 3, .*'\.\./b\.",

@@ -14,12 +14,11 @@ import torch
 from mcore_bridge import EngineRank, ParallelDims, engine_ranks
 from mcore_bridge.commands.plan.mesh_plan import plan_mesh
 from mcore_bridge.errors import MappingError
-from mcore_bridge.factory.blueprint import make_blueprint
-from mcore_bridge.factory.build_options import BuildOptions
+from mcore_bridge.factory.blueprint import BuildOptions, make_blueprint
 from mcore_bridge.rules.mapping import WeightMapping
 from mcore_bridge.weights.plan.all_to_all import plan_targets
+from mcore_bridge.weights.plan.export_plan import peak_bytes
 from mcore_bridge.weights.plan.gather import plan_export
-from mcore_bridge.weights.plan.memory import peak_bytes
 from mcore_bridge.weights.transfer.program import Program
 from tests.support.strategies import tiny
 

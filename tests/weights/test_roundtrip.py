@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_bridge import ParallelDims
+from mcore_bridge.rules.spec import ALIGNMENT
 from mcore_bridge.weights.load import load_hf_weights
-from mcore_bridge.weights.plan.alignment import ALIGNMENT
-from mcore_bridge.weights.plan.budget import MESSAGES_IN_FLIGHT
+from mcore_bridge.weights.plan.export_plan import MESSAGES_IN_FLIGHT
 from mcore_bridge.weights.plan.schedule import MIN_WINDOW
 from mcore_bridge.weights.plan.stream import HEADER
 from tests.support import fake_mesh

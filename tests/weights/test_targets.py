@@ -1,5 +1,6 @@
 """Exports to the ranks of an engine: any pair of layouts, against slices that are cut here by the names of tensors."""
 
+from functools import lru_cache
 from math import gcd
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 import mcore_bridge as mb
 from mcore_bridge import EngineRank, ParallelDims, engine_ranks
 from mcore_bridge.errors import ExportError, TargetError
-from mcore_bridge.trainers.rlinf.shares import slices_of
+from mcore_bridge.trainers.rlinf.weight_reshard import slices_of
 from mcore_bridge.weights.manifest import digest
 from mcore_bridge.weights.plan.engine_slices import _runs
 from mcore_bridge.weights.plan.inventory import merge_inventories
@@ -76,6 +77,12 @@ MESHES = {
 }
 
 
+@lru_cache(maxsize=4)
+def held_of(family, dims):
+    """What the ranks of a mesh hold; the same for one engine after the other."""
+    return held_by(FAMILIES[family], dims, random_state(FAMILIES[family]))
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_family_is_cut_as_engines_cut_it(family, engine):
@@ -86,7 +93,7 @@ def test_each_family_is_cut_as_engines_cut_it(family, engine):
     ranks = ranks_of(sizes)
     state = random_state(hf)
     for dims in MESHES.get(family, [ParallelDims(tp=2, sp=True), ParallelDims(tp=4, pp=3, sp=True)]):
-        held = held_by(hf, dims, state)
+        held = held_of(family, dims)
         targets = [ranks[rank % len(ranks)] for rank in range(len(held))]
         states, _ = fake_mesh.export_to(held, targets)
         for target, found in zip(targets, states, strict=True):

@@ -23,8 +23,7 @@ from mcore_bridge.commands.verify.verify import verify
 from mcore_bridge.convert.convert import convert
 from mcore_bridge.convert.rank_files.rank_folder import iter_mg_weights
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.factory.blueprint import make_blueprint
-from mcore_bridge.factory.build_options import BuildOptions
+from mcore_bridge.factory.blueprint import BuildOptions, make_blueprint
 from mcore_bridge.rules.mapping import matches, pattern_of
 from mcore_bridge.trainers.rlinf.convertor import convert_hf_to_mg
 from mcore_bridge.weights.files.hf_folder import Checkpoint
@@ -230,9 +229,9 @@ def test_verify_holds_a_folder_against_itself(kind, folders, tmp_path, monkeypat
     found = verify(
         folders[kind], BuildOptions(dims=ONE, device="cpu"), num_tokens=4, save=tmp_path / "saved", on_event=quiet
     )
-    assert found.is_good
+    assert found.good
     assert len(found.exported) == len(exported(kind))
-    assert found.ignored == ((HEAD,) if HEAD in {*files(kind)} - {*exported(kind)} and kind != "alone" else ())
+    assert found.unused == ((HEAD,) if HEAD in {*files(kind)} - {*exported(kind)} and kind != "alone" else ())
 
 
 def test_tensors_are_compared_in_pieces_up_to_the_first_that_differs(tmp_path, monkeypatch):

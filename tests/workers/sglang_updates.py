@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 import mcore_bridge as mb
-from mcore_bridge.weights.plan.alignment import aligned
+from mcore_bridge.rules.spec import aligned
 from tests.support.fusions import smallest_buckets
 from tests.support.mapped import differences, forget
 from tests.workers import sglang_engine

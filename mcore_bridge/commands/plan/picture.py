@@ -11,8 +11,9 @@ from pathlib import Path
 
 from mcore_bridge.commands import text
 from mcore_bridge.commands.plan.mesh_plan import Cell, Chunk, MeshPlan
-from mcore_bridge.commands.plan.tables import title
-from mcore_bridge.commands.svg import Picture, write
+from mcore_bridge.commands.plan.tables import Planned, title
+from mcore_bridge.commands.svg import Picture
+from mcore_bridge.errors import CheckpointError
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 84, 130, 72, 56  # margins
 _WIDTH = 960  # of the widest row
@@ -22,29 +23,31 @@ _DIGIT = 6.4  # width of a character at font size 11
 _ENDS = {"tower": "V", "embedding": "E", "mtp": "M", "output": "L"}
 
 
-def write_svg(plan: MeshPlan, path: Path) -> None:
-    """Write the picture to a file.
+def draw(planned: Planned, path: Path) -> None:
+    """Draw the picture to an SVG file.
 
     Raises:
         CheckpointError: it cannot be written there.
     """
-    write(draw_svg(plan), path)
-
-
-def draw_svg(plan: MeshPlan) -> Picture:
-    """The picture, not yet written."""
+    plan = planned.mesh_plan
     totals = [sum(chunk.num_bytes for chunk in chunks) for chunks in plan.ranks]
     scale = _WIDTH / max(totals)
     height = _TOP + len(totals) * (_ROW + _GAP) + _BOTTOM
     bottom = height - _BOTTOM
     picture = Picture(_LEFT + _WIDTH + (plan.blueprint.dims.vp - 1) * _BETWEEN + _RIGHT, height)
-    picture.text(_LEFT, 28, _short(title(plan)), font_size=15, font_weight="bold")
+    picture.text(_LEFT, 28, _short(title(planned)), font_size=15, font_weight="bold")
     picture.text(_LEFT, 48, _subtitle(plan))
     _draw_axis(picture, max(totals), scale, bottom)
     for pp_rank, chunks in enumerate(plan.ranks):
         _draw_row(picture, plan, pp_rank, chunks, scale)
     picture.text(_LEFT, bottom + 36, "bytes of parameters on one rank", fill="#777")
-    return picture
+    try:
+        path.write_text(str(picture), encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(
+            f"--picture must be a file that can be written, found {path}: {error.strerror}. Make its folder, or choose "
+            "another one that you may write to"
+        ) from error
 
 
 def _short(line: str) -> str:

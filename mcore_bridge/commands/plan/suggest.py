@@ -7,16 +7,16 @@ parameters. The best are then planned in full: their parameters are those of the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from mcore_bridge.commands.plan.batch import BANDWIDTH, Batch
+from mcore_bridge.commands.options import BANDWIDTH, Batch
 from mcore_bridge.commands.plan.cost import cost_of
-from mcore_bridge.commands.plan.mesh_plan import MeshPlan, plan_mesh
+from mcore_bridge.commands.plan.mesh_plan import plan_mesh
 from mcore_bridge.commands.plan.tables import blueprint_of
 from mcore_bridge.commands.plan.training_memory import (
     TrainingMemory,
@@ -31,8 +31,7 @@ from mcore_bridge.weights.provenance import provenance_of
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
-    from mcore_bridge.factory.blueprint import Blueprint
-    from mcore_bridge.factory.build_options import BuildOptions
+    from mcore_bridge.factory.blueprint import Blueprint, BuildOptions
 
 AXES = ("tp", "pp", "cp", "ep", "etp")
 """The axes that are searched; context parallelism stays 1 unless its size is given."""
@@ -42,16 +41,47 @@ NODE = 8
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """A mesh that fits, with the memory of its fullest rank and the seconds of an export."""
+    """A mesh that fits.
 
-    mesh_plan: MeshPlan
+    Attributes:
+        mesh: as of ``verify``.
+        dp: data parallel size.
+        edp: data parallel size of the experts.
+        memory: bytes of the fullest rank.
+        export_seconds: as of ``plan``.
+    """
+
+    mesh: ParallelDims
+    dp: int
+    edp: int
     memory: TrainingMemory
-    seconds: float
+    export_seconds: float
 
-    @property
-    def dims(self) -> ParallelDims:
-        """The mesh."""
-        return self.mesh_plan.blueprint.dims
+
+@dataclass(frozen=True, slots=True)
+class TooLarge:
+    """A mesh that needs more memory than a GPU has.
+
+    Attributes:
+        mesh: as of ``verify``.
+        bytes: of the fullest rank.
+    """
+
+    mesh: ParallelDims
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The meshes that are refused for one reason.
+
+    Attributes:
+        reason: the message of the error.
+        meshes: each as of ``verify``.
+    """
+
+    reason: str
+    meshes: tuple[ParallelDims, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +89,22 @@ class Search:
     """What was found for a number of GPUs.
 
     Attributes:
+        gpus: ranks of the whole job.
+        gpu_bytes: what a GPU may hold.
+        batch: what one step computes at a time.
         suggestions: meshes that fit, best first.
-        too_large: meshes that need more memory than a GPU has, and bytes of their fullest rank, least first.
-        refused: reasons, and the meshes that are refused for each.
+        too_large: meshes that do not fit, least first.
+        refused: meshes that cannot be built, by reason.
+        has_experts: whether the model has routed experts.
     """
 
+    gpus: int
+    gpu_bytes: int
+    batch: Batch
     suggestions: tuple[Suggestion, ...]
-    too_large: tuple[tuple[ParallelDims, int], ...]
-    refused: Mapping[str, tuple[ParallelDims, ...]]
+    too_large: tuple[TooLarge, ...]
+    refused: tuple[Refused, ...]
+    has_experts: bool = field(repr=False)
 
 
 def meshes(num_gpus: int, config: TransformerConfig, given: Mapping[str, int]) -> Iterator[ParallelDims]:
@@ -148,29 +186,31 @@ def suggest(
 
     keyed = sorted(((order(blueprint), blueprint) for blueprint in candidates), key=lambda pair: pair[0])
     suggestions: list[Suggestion] = []
-    too_large = [(blueprint.dims, key[-1]) for key, blueprint in keyed if key[0]]
+    too_large = [TooLarge(blueprint.dims, key[-1]) for key, blueprint in keyed if key[0]]
     for key, blueprint in keyed:
         if key[0] or len(suggestions) == count:
             break
         on_plan(len(suggestions), blueprint.dims)
         suggestion = _planned(blueprint, num_gpus, batch, bandwidth)
         if suggestion.memory.total > gpu_bytes:
-            too_large.append((blueprint.dims, suggestion.memory.total))
+            too_large.append(TooLarge(blueprint.dims, suggestion.memory.total))
         else:
             suggestions.append(suggestion)
-    too_large.sort(key=lambda mesh: mesh[1])
-    return Search(tuple(suggestions), tuple(too_large), refused)
+    too_large.sort(key=lambda mesh: mesh.bytes)
+    has_experts = bool(single.config.num_moe_experts)
+    return Search(num_gpus, int(gpu_bytes), batch, tuple(suggestions), tuple(too_large), refused, has_experts)
 
 
 def _planned(blueprint: Blueprint, num_gpus: int, batch: Batch, bandwidth: float) -> Suggestion:
     mesh_plan = plan_mesh(blueprint, world_size=num_gpus)
     memory = training_memory(blueprint, rank_sizes(mesh_plan), world_size=num_gpus, batch=batch)
-    return Suggestion(mesh_plan, memory, cost_of(mesh_plan.export, bandwidth=bandwidth).seconds)
+    dims, seconds = blueprint.dims, cost_of(mesh_plan.export, bandwidth=bandwidth).seconds
+    return Suggestion(dims, dims.dp(num_gpus), dims.edp(num_gpus), memory, seconds)
 
 
 def _candidates(
     make: Callable[[ParallelDims], Blueprint], meshes: Iterable[ParallelDims]
-) -> tuple[list[Blueprint], dict[str, tuple[ParallelDims, ...]]]:
+) -> tuple[list[Blueprint], tuple[Refused, ...]]:
     """Blueprints of the meshes that ``build_model`` accepts; and the reasons why it refuses others."""
     accepted: list[Blueprint] = []
     refused: dict[str, list[ParallelDims]] = {}
@@ -179,4 +219,4 @@ def _candidates(
             accepted.append(make(dims))
         except BridgeError as error:
             refused.setdefault(str(error), []).append(dims)
-    return accepted, {reason: tuple(dims) for reason, dims in refused.items()}
+    return accepted, tuple(Refused(reason, tuple(meshes)) for reason, meshes in refused.items())

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,19 +12,17 @@ from rich.console import Group
 from rich.table import Table
 
 from mcore_bridge.commands import text
-from mcore_bridge.commands.plan.batch import BANDWIDTH
-from mcore_bridge.commands.plan.cost import cost_of
-from mcore_bridge.commands.plan.engine_cost import feed
+from mcore_bridge.commands.options import BANDWIDTH
+from mcore_bridge.commands.plan.cost import Cost, Feeding, cost_of, feed
 from mcore_bridge.commands.plan.mesh_plan import Chunk, MeshPlan, plan_mesh
 from mcore_bridge.config.unread_fields import notes_on
-from mcore_bridge.weights.dtypes import dtype_name
+from mcore_bridge.rules.dtypes import dtype_name
 from mcore_bridge.weights.plan.target import EngineRank
 from mcore_bridge.weights.provenance import Provenance, provenance_of
 
 if TYPE_CHECKING:
     from mcore_bridge.config.mesh.parallel_dims import ParallelDims
-    from mcore_bridge.factory.blueprint import Blueprint
-    from mcore_bridge.factory.build_options import BuildOptions
+    from mcore_bridge.factory.blueprint import Blueprint, BuildOptions
 
 
 def plan(
@@ -59,45 +56,144 @@ def blueprint_of(provenance: Provenance, options: BuildOptions, *, dtype: torch.
     return make_blueprint(provenance, replace(options, dtype=dtype, device="meta", head=provenance.head))
 
 
-def render(mesh_plan: MeshPlan, engine: Sequence[EngineRank] = (), *, bandwidth: float = BANDWIDTH) -> Group:
-    """The report: a title, a row per chunk, and the cost of an export, and of feeding engines if there are any.
+@dataclass(frozen=True, slots=True)
+class StageRow:
+    """What one rank holds of a stage.
 
-    Args:
-        mesh_plan: the planned mesh.
-        engine: all ranks of one engine.
+    Attributes:
+        pp: the pipeline rank.
+        vp: the virtual stage.
+        layers: their global numbers.
+        tower: whether the rank has a composite's models of images.
+        embedding: whether it has the embedding.
+        mtp: how many MTP layers it has.
+        output: whether it has the output layer.
+        parameters: how many it has.
+        bytes: of all tensors.
+        expert_bytes: of routed experts.
+    """
+
+    pp: int
+    vp: int
+    layers: tuple[int, ...]
+    tower: bool
+    embedding: bool
+    mtp: int
+    output: bool
+    parameters: int
+    bytes: int
+    expert_bytes: int
+    bytes_by_dtype: Counter[str] = field(repr=False)
+
+    @classmethod
+    def of(cls, chunk: Chunk) -> StageRow:
+        """The row of a chunk."""
+        by_dtype: Counter[str] = Counter()
+        for held in chunk.held:
+            by_dtype[dtype_name(held.dtype)] += held.num_bytes
+        return cls(
+            pp=chunk.stage.pp_rank,
+            vp=chunk.stage.vp_stage,
+            layers=tuple(chunk.stage.layers),
+            tower=chunk.has_tower,
+            embedding=chunk.stage.embedding,
+            mtp=chunk.num_mtp_layers,
+            output=chunk.stage.loss,
+            parameters=chunk.num_parameters,
+            bytes=chunk.num_bytes,
+            expert_bytes=chunk.experts.num_bytes,
+            bytes_by_dtype=by_dtype,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What a mesh would hold and send.
+
+    Attributes:
+        model_type: of the text.
+        tower: whether a composite's models of images are planned.
+        mesh: as of ``verify``.
+        ranks: of the whole job.
+        dtype: of the parameters.
+        parameters: of the whole model.
+        stages: by pipeline rank, and then by virtual stage.
+        export: the cost of an export for the rank with the highest cost.
+        engine: the cost of feeding engines. None: nobody asked for it.
+        notes: on fields of the config that change nothing.
+        engine_ranks: all ranks of one engine.
         bandwidth: GB/s that a rank receives.
     """
-    feeding = ("", _feeding(mesh_plan, engine, bandwidth)) if engine else ()
-    notes = [note for _, note in notes_on(mesh_plan.blueprint.unread)]
-    return Group(title(mesh_plan), *notes, "", _table(mesh_plan), "", _export(mesh_plan, bandwidth), *feeding)
+
+    model_type: str
+    tower: bool
+    mesh: ParallelDims
+    ranks: int
+    dtype: torch.dtype
+    parameters: int
+    stages: tuple[StageRow, ...]
+    export: Cost
+    engine: Feeding | None
+    notes: tuple[str, ...]
+    mesh_plan: MeshPlan = field(repr=False)
+    engine_ranks: tuple[EngineRank, ...] = field(repr=False)
+    bandwidth: float = field(repr=False)
+
+    @classmethod
+    def of(
+        cls, mesh_plan: MeshPlan, engine_ranks: tuple[EngineRank, ...] = (), *, bandwidth: float = BANDWIDTH
+    ) -> Planned:
+        """The answer of a planned mesh, with the cost of feeding engines if there are any.
+
+        Raises:
+            TargetError: engines of this size do not fill the job, or the model cannot be sliced so.
+        """
+        blueprint = mesh_plan.blueprint
+        return cls(
+            model_type=blueprint.hf.model_type,
+            tower=bool(blueprint.provenance.tower),
+            mesh=blueprint.dims,
+            ranks=mesh_plan.world_size,
+            dtype=blueprint.dtype,
+            parameters=sum(spec.numel for spec in mesh_plan.export.tensors()),
+            stages=tuple(StageRow.of(chunk) for chunks in mesh_plan.ranks for chunk in chunks),
+            export=cost_of(mesh_plan.export, bandwidth=bandwidth),
+            engine=feed(mesh_plan, engine_ranks, bandwidth=bandwidth) if engine_ranks else None,
+            notes=tuple(note for _, note in notes_on(blueprint.unread)),
+            mesh_plan=mesh_plan,
+            engine_ranks=engine_ranks,
+            bandwidth=bandwidth,
+        )
 
 
-def title(mesh_plan: MeshPlan) -> str:
+def render(planned: Planned) -> Group:
+    """The report: a title, a row per chunk, and the cost of an export, and of feeding engines if there are any."""
+    feeding = ("", _feeding(planned)) if planned.engine else ()
+    return Group(title(planned), *planned.notes, "", _table(planned), "", _export(planned), *feeding)
+
+
+def title(planned: Planned) -> str:
     """One line about the model and the mesh."""
-    blueprint = mesh_plan.blueprint
-    numel = sum(spec.numel for spec in mesh_plan.export.tensors())
-    mesh = blueprint.dims.describe(world_size=mesh_plan.world_size, num_layers=blueprint.config.num_layers)
-    return f"{blueprint.hf.model_type}, {text.count(numel)} parameters in {dtype_name(blueprint.dtype)}: {mesh}"
+    num_layers = planned.mesh_plan.blueprint.config.num_layers
+    mesh = planned.mesh.describe(world_size=planned.ranks, num_layers=num_layers)
+    return f"{planned.model_type}, {text.count(planned.parameters)} parameters in {dtype_name(planned.dtype)}: {mesh}"
 
 
-def layers_of(chunk: Chunk) -> str:
-    """The layers of a chunk as text: ``E 0-7``, ``8-15``, ``56-63 M L``, ``-``."""
-    stage, layers = chunk.stage, chunk.stage.layers
+def layers_of(row: StageRow) -> str:
+    """The layers of a stage as text: ``E 0-7``, ``8-15``, ``56-63 M L``, ``-``."""
+    layers = row.layers
     middle = f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else "".join(map(str, layers))
-    words = (
-        ["V"] * chunk.has_tower
-        + ["E"] * stage.embedding
-        + [middle] * bool(middle)
-        + ["M"] * chunk.num_mtp_layers
-        + ["L"] * stage.loss
-    )
+    words = ["V"] * row.tower + ["E"] * row.embedding + [middle] * bool(middle) + ["M"] * row.mtp + ["L"] * row.output
     return " ".join(words) or "-"
 
 
-def _table(mesh_plan: MeshPlan) -> Table:
-    table = Table(caption=_caption(mesh_plan), caption_justify="left")
-    rows = [_row(chunk, chunks) for chunks in mesh_plan.ranks for chunk in chunks]
-    shown = [name for name in rows[0] if _is_shown(name, mesh_plan)]
+def _table(planned: Planned) -> Table:
+    table = Table(caption=_caption(planned), caption_justify="left")
+    held: Counter[int] = Counter()
+    for stage in planned.stages:
+        held[stage.pp] += stage.bytes
+    rows = [_cells(stage, held[stage.pp]) for stage in planned.stages]
+    shown = [name for name in rows[0] if _is_shown(name, planned)]
     for name in shown:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
@@ -105,29 +201,29 @@ def _table(mesh_plan: MeshPlan) -> Table:
     return table
 
 
-def _row(chunk: Chunk, chunks: tuple[Chunk, ...]) -> dict[str, str]:
-    """The cells of a chunk's row. Only the first chunk of a rank has the cells of the whole rank."""
-    first = chunk is chunks[0]
+def _cells(row: StageRow, rank_bytes: int) -> dict[str, str]:
+    """The cells of a row. Only the first stage of a rank has the cells of the whole rank."""
+    is_first = row.vp == 0
     return {
-        "pp": str(chunk.stage.pp_rank) if first else "",
-        "vp": str(chunk.stage.vp_stage),
-        "layers": layers_of(chunk),
-        "parameters": text.count(chunk.num_parameters),
-        "bytes": _by_dtype(chunk),
-        "experts": f"{chunk.experts.num_bytes / max(chunk.num_bytes, 1):.0%}",
-        "rank": text.num_bytes(sum(other.num_bytes for other in chunks)) if first else "",
+        "pp": str(row.pp) if is_first else "",
+        "vp": str(row.vp),
+        "layers": layers_of(row),
+        "parameters": text.count(row.parameters),
+        "bytes": _by_dtype(row),
+        "experts": f"{row.expert_bytes / max(row.bytes, 1):.0%}",
+        "rank": text.num_bytes(rank_bytes) if is_first else "",
     }
 
 
-def _is_shown(column: str, mesh_plan: MeshPlan) -> bool:
+def _is_shown(column: str, planned: Planned) -> bool:
     """Whether a column is needed for this mesh."""
     if column in ("vp", "rank"):
-        return mesh_plan.blueprint.dims.vp > 1
-    return column != "experts" or bool(mesh_plan.blueprint.config.num_moe_experts)
+        return planned.mesh.vp > 1
+    return column != "experts" or bool(planned.mesh_plan.blueprint.config.num_moe_experts)
 
 
-def _caption(mesh_plan: MeshPlan) -> str:
-    dims, world_size = mesh_plan.blueprint.dims, mesh_plan.world_size
+def _caption(planned: Planned) -> str:
+    mesh_plan, dims, world_size = planned.mesh_plan, planned.mesh, planned.ranks
     totals = [sum(chunk.num_bytes for chunk in chunks) for chunks in mesh_plan.ranks]
     alike = text.plural(world_size // dims.pp, "rank")
     mtp = ", M a layer of multi-token prediction" if mesh_plan.blueprint.config.mtp_num_layers else ""
@@ -159,13 +255,10 @@ def _layout(dims: ParallelDims) -> str:
     return f" Layout: {dims.layout}" if dims.layout else ""
 
 
-def _by_dtype(chunk: Chunk) -> str:
-    sizes: Counter[str] = Counter()
-    for held in chunk.held:
-        sizes[dtype_name(held.dtype)] += held.num_bytes
+def _by_dtype(row: StageRow) -> str:
     short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-    dtypes = "+".join(short.get(name, name) for name, _ in sizes.most_common())
-    return f"{text.num_bytes(chunk.num_bytes)} {dtypes}" if sizes else "-"
+    dtypes = "+".join(short.get(name, name) for name, _ in row.bytes_by_dtype.most_common())
+    return f"{text.num_bytes(row.bytes)} {dtypes}" if dtypes else "-"
 
 
 def _largest(mesh_plan: MeshPlan) -> str:
@@ -174,32 +267,34 @@ def _largest(mesh_plan: MeshPlan) -> str:
     return f"{largest.name} of {text.num_bytes(largest.num_bytes)}"
 
 
-def _export(mesh_plan: MeshPlan, bandwidth: float) -> str:
-    sizes = [spec.num_bytes for spec in mesh_plan.export.tensors()]
+def _export(planned: Planned) -> str:
+    cost, sizes = planned.export, [spec.num_bytes for spec in planned.mesh_plan.export.tensors()]
     yields = (
         f"An export yields {text.plural(len(sizes), 'HF tensor')}, {text.num_bytes(sum(sizes))} in all and the largest "
         f"{text.num_bytes(max(sizes))}"
     )
-    cost = cost_of(mesh_plan.export, bandwidth=bandwidth)
     memory = f"{text.num_bytes(cost.memory)} beside the model at most"
-    if cost.num_ranks == 1:
+    if cost.ranks == 1:
         return f"{yields}, on one rank alone, which takes {memory}."
     return (
-        f"{yields}, in {text.plural(cost.num_messages, 'message')} among {text.plural(cost.num_ranks, 'rank')}. A rank "
+        f"{yields}, in {text.plural(cost.messages, 'message')} among {text.plural(cost.ranks, 'rank')}. A rank "
         f"sends {text.num_bytes(cost.sent)}, of which at most {text.num_bytes(cost.weights)} are weights (windows that "
         f"are sent at once are as wide as the fullest), receives {text.num_bytes(cost.received)}, and takes {memory}. "
-        f"{_predicted(cost.seconds, bandwidth)}"
+        f"{_predicted(cost.seconds, planned.bandwidth)}"
     )
 
 
-def _feeding(mesh_plan: MeshPlan, engine: Sequence[EngineRank], bandwidth: float) -> str:
-    cost, last = feed(mesh_plan, engine, bandwidth=bandwidth), engine[-1]
-    messages = text.plural(cost.num_messages, "message")
+def _feeding(planned: Planned) -> str:
+    cost, engine = planned.engine, planned.engine_ranks
+    assert cost is not None
+    last = engine[-1]
+    messages = text.plural(cost.messages, "message")
     return (
         f"To engines of TP{last.tp} PP{last.pp} EP{last.ep}, where rank r of the job feeds rank r % {len(engine)} of "
         f"one, {text.num_bytes(cost.total)} travel within a model replica, in {messages}. A rank receives at most "
         f"{text.num_bytes(cost.received)}, sends at most {text.num_bytes(cost.sent)}, and takes "
-        f"{text.num_bytes(cost.memory)} beside the model and what it feeds. {_predicted(cost.seconds, bandwidth)}"
+        f"{text.num_bytes(cost.memory)} beside the model and what it feeds. "
+        f"{_predicted(cost.seconds, planned.bandwidth)}"
     )
 
 

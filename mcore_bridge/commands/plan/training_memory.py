@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from mcore_bridge.commands.plan.activations import kept_by_layers, kept_by_output, kept_by_recomputation
 
 if TYPE_CHECKING:
-    from mcore_bridge.commands.plan.batch import Batch
+    from mcore_bridge.commands.options import Batch
     from mcore_bridge.commands.plan.mesh_plan import Chunk, MeshPlan
     from mcore_bridge.config.mesh.parallel_dims import ParallelDims
     from mcore_bridge.config.mesh.pipeline import Stage
@@ -78,7 +78,15 @@ def _num_frozen(blueprint: Blueprint, chunks: Iterable[Chunk]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TrainingMemory:
-    """Bytes on one rank at the end of a forward pass. What kernels and the allocator need besides is not counted."""
+    """Bytes on one rank at the end of a forward pass. What kernels and the allocator need besides is not counted.
+
+    Attributes:
+        parameters: all tensors of the model.
+        gradients: in fp32.
+        optimizer: Adam's state, sharded over data parallel ranks.
+        activations: what layers keep for the backward pass.
+        logits: what the output layer and the loss keep.
+    """
 
     parameters: int
     gradients: int

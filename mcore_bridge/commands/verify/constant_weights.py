@@ -19,15 +19,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mcore_bridge.commands.random_values import is_flat, varied
-from mcore_bridge.config.hf import read_json
+from mcore_bridge.config.hf import read_fields
 from mcore_bridge.rules.adapters import base_name
 from mcore_bridge.rules.encoded import Encoded
 from mcore_bridge.rules.mapping import WeightMapping
-from mcore_bridge.weights.bound import Models
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.files.positional_io import array_of
 from mcore_bridge.weights.files.safetensors import SafetensorsFile
 from mcore_bridge.weights.load import overwrite
+from mcore_bridge.weights.model_chunks import Models
 from mcore_bridge.weights.peft.peft_config import CONFIG, WEIGHTS, PeftNames
 from mcore_bridge.weights.peft.peft_read import PeftConfig
 from mcore_bridge.weights.source.source import Source, open_folder
@@ -107,7 +107,7 @@ def told_apart(adapter: Path, target: Path, *, swapped: bool) -> None:
         target: an empty folder.
         swapped: as for ``PeftNames``.
     """
-    fields, file = read_json(adapter / CONFIG), SafetensorsFile(adapter / WEIGHTS)
+    fields, file = read_fields(adapter / CONFIG), SafetensorsFile(adapter / WEIGHTS)
     tensors = {name: file.tensor(name) for name in file.entries}
     changed = {name: varied(name, tensor) if is_flat(tensor) else tensor.clone() for name, tensor in tensors.items()}
     save_file(changed, target / WEIGHTS)

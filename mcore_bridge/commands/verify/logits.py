@@ -6,12 +6,10 @@ If exact weights lie in wrong places, the export may still be exact. Only the co
 from __future__ import annotations
 
 import gc
-import inspect
 import math
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from importlib.util import find_spec
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_bridge.architecture import composite_of, read_hf
-from mcore_bridge.batches.images import BLOCKS, TYPES, token_types
-from mcore_bridge.commands.verify.constant_weights import Alike, alike_in, told_apart
-from mcore_bridge.commands.verify.dequantized import dequantizing, why_no_reference
-from mcore_bridge.commands.verify.free_memory import USABLE, shortage
-from mcore_bridge.commands.verify.random_image import Shown, shown
-from mcore_bridge.config.hf import is_borrowed
+from mcore_bridge.commands.verify.constant_weights import alike_in, told_apart
+from mcore_bridge.commands.verify.random_image import shown
+from mcore_bridge.commands.verify.transformers_logits import reference_logits, shortage, why_no_reference
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
-from mcore_bridge.factory.build_options import BuildOptions
+from mcore_bridge.factory.blueprint import BuildOptions
 from mcore_bridge.launch.worker import Report
 from mcore_bridge.weights.peft.hf_adapters import load_adapters
 from mcore_bridge.weights.transfer.collectives import Group
@@ -35,28 +29,47 @@ from mcore_bridge.weights.transfer.collectives import Group
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
+TOLERANCE = 1e-3
+"""The largest allowed difference of logits, divided by the largest logit.
+
+Two fp32 implementations of one model differ by rounding in another order; we have seen 1e-7 to 1e-5. With any tensor in
+a wrong place, or another rope, norm or activation, the difference is above 1e-2. TransformerEngine multiplies fp32 in
+TF32 (10 bits of mantissa), which the tolerance also covers.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The largest difference of two logits, the largest logit (``scale``), and the numbers of logits and of images.
+    """Our logits beside those of a reference.
 
-    If the batch has no images although the model has a tower, ``missing`` says why. ``varied`` are tensors that both
-    sides had with other values, since those of the files cannot show where they lie. ``untold`` are encoded ones, with
-    their own values.
+    Attributes:
+        difference: the largest difference of two logits.
+        scale: the largest logit.
+        count: the number of logits.
+        images: the number of images in the batch.
+        missing: why there is no image, although the model has a tower.
+        varied: names of tensors that are flat or equal, so that both sides had random changes.
+        untold: names of encoded tensors that are flat or equal. They had no changes.
+        tolerance: what ``relative`` may be.
     """
 
     difference: float
-    scale: float
-    num_logits: int
-    num_images: int = 0
-    missing: str = ""
+    scale: float = field(repr=False)
+    count: int
+    images: int = 0
+    missing: str = field(default="", repr=False)
     varied: tuple[str, ...] = ()
     untold: tuple[str, ...] = ()
+    tolerance: float = TOLERANCE
 
     @property
     def relative(self) -> float:
-        """The difference divided by the scale; NaN if one of them is NaN."""
+        """The difference divided by the largest logit; NaN if one of them is NaN."""
         return self.difference / self.scale if self.scale else self.difference
+
+    def agree(self) -> bool:
+        """Whether our logits are those of the reference. NaN means that they are not."""
+        return self.relative <= self.tolerance
 
 
 def compare_logits(
@@ -85,13 +98,7 @@ def compare_logits(
     """
     gc.collect()
     dims, device, head = options.dims, str(options.device), options.head
-    lack = (
-        _lack_of_reference(folder)
-        or _lack_of_peft(adapter)
-        or why_no_reference(folder)
-        or shortage(num_parameters, dims, device)
-    )
-    if lack:
+    if lack := why_no_reference(folder, adapter) or shortage(num_parameters, dims, device):
         return None, lack
     with tempfile.TemporaryDirectory() as scratch:  # that of rank 0 is used
         if not chunks:
@@ -113,8 +120,8 @@ def compare_logits(
         comparison = None
         if ours is not None:
             comparison = replace(
-                _compare(ours, _reference(folder, alike, batch, device, adapter, head)),
-                num_images=batch.count,
+                _compare(ours, reference_logits(folder, alike, batch, device, adapter, head)),
+                images=batch.count,
                 missing=batch.missing,
                 varied=tuple(alike.keys),
                 untold=alike.encoded,
@@ -215,78 +222,6 @@ def _to_rank_0(logits: Tensor | None, shape: tuple[int, ...], device: str) -> Te
         assert logits is not None
         dist.send(logits.contiguous(), dst=0)
     return logits.cpu() if rank == 0 and logits is not None else None
-
-
-def _reference(folder: Path, alike: Alike, batch: Shown, device: str, adapter: Path | None, head: str) -> Tensor:
-    """The logits of transformers, or of ``peft`` with an adapter, in fp32 on CPU; hidden states without a head.
-
-    They are computed on this rank's GPU if the model fits there.
-    """
-    from transformers import AutoConfig
-
-    output = "last_hidden_state" if head == "none" else "logits"
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    model = model_class(folder, config, head).from_pretrained(
-        None,
-        config=config,
-        state_dict=alike.tensors(folder),
-        dtype=torch.float32,
-        attn_implementation="eager",
-        local_files_only=True,
-        trust_remote_code=False,
-        **dequantizing(folder),
-    )
-    if adapter is not None:
-        from peft import PeftModel
-
-        model = PeftModel.from_pretrained(model, str(adapter))
-    model = model.float().eval()  # what transformers decodes of some formats stays in bf16
-    if device == "cuda":
-        size = sum(parameter.nbytes for parameter in model.parameters())
-        device = "cuda" if size < USABLE * torch.cuda.mem_get_info()[0] else "cpu"
-    model = model.to(device)
-    with torch.no_grad():
-        rows = [
-            getattr(model(row.to(device), **_inputs(model, row, batch.of_row(number), device)), output).float().cpu()
-            for number, row in enumerate(batch.input_ids.split(1))
-        ]
-    return torch.cat(rows)
-
-
-def _inputs(model: Any, row: Tensor, images: dict[str, Tensor], device: str) -> dict[str, Tensor]:
-    """The inputs of a row's images for transformers, with the types of tokens where it asks for them."""
-    if not images:
-        return {}
-    types = token_types(model.config, row)
-    asked = inspect.signature(model.forward).parameters
-    named = {name: types for name in (TYPES, BLOCKS) if name in asked}
-    return {name: value.to(device) for name, value in {**images, **named}.items()}
-
-
-def _lack_of_reference(folder: Path) -> str:
-    """Why transformers cannot compute logits of this family; empty where it can."""
-    hf = read_hf(folder)
-    if not is_borrowed(type(hf)):
-        return ""
-    return f"no reference for logits, as the installed transformers has no model of {hf.model_type}"
-
-
-def _lack_of_peft(adapter: Path | None) -> str:
-    if adapter is None or find_spec("peft") is not None:
-        return ""
-    return "no reference for logits with an adapter, as peft is not installed"
-
-
-def model_class(folder: Path, config: Any, head: str = "lm") -> Any:
-    """The class of transformers that computes logits: for a composite, the one that its config names."""
-    import transformers
-    from transformers.models.auto.auto_factory import _get_model_class
-
-    if head == "none":
-        return _get_model_class(config, transformers.AutoModel._model_mapping)
-    if composite_of(read_hf(folder)) is None:
-        return _get_model_class(config, transformers.AutoModelForCausalLM._model_mapping)
-    return getattr(transformers, config.architectures[0])
 
 
 def _compare(ours: Tensor, reference: Tensor) -> Comparison:

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Self, TypeVar
 import torch
 
 from mcore_bridge.commands.verify.logits import Comparison, compare_logits
-from mcore_bridge.config.mtp import held_mtp_layers
-from mcore_bridge.factory.build_options import BuildOptions
+from mcore_bridge.config.layer_kinds import held_mtp_layers
+from mcore_bridge.factory.blueprint import BuildOptions
 from mcore_bridge.launch.worker import Report
+from mcore_bridge.rules.dtypes import Dtypes, wanted_dtype
 from mcore_bridge.rules.encoded import Weight
 from mcore_bridge.rules.mapping import WeightMapping
-from mcore_bridge.weights.dtypes import Dtypes, wanted_dtype
 from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.files.sources import SourceFolders

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from mcore_bridge.commands import text
+from mcore_bridge.arguments import given_path
+from mcore_bridge.commands.verify.logits import Comparison
 from mcore_bridge.commands.verify.rank import RankResult, Task, check_rank
-from mcore_bridge.config.given_path import given_path
-from mcore_bridge.config.mtp import held_mtp_layers
+from mcore_bridge.config.layer_kinds import held_mtp_layers
+from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+from mcore_bridge.config.unread_fields import notes_on
 from mcore_bridge.errors import CheckpointError, ConfigError
-from mcore_bridge.factory.build_options import BuildOptions
+from mcore_bridge.factory.blueprint import BuildOptions
 from mcore_bridge.launch.processes import OnEvent, run_ranks
+from mcore_bridge.rules.dtypes import Dtypes, dtype_name
 from mcore_bridge.rules.mapping import WeightMapping
 from mcore_bridge.rules.names import mtp_layer_of
-from mcore_bridge.weights.dtypes import Dtypes, dtype_name
 from mcore_bridge.weights.files.atomic_folder import target_of
 from mcore_bridge.weights.files.sources import SourceFolders
 from mcore_bridge.weights.manifest import Manifest
@@ -29,74 +32,68 @@ if TYPE_CHECKING:
     from mcore_bridge.factory.blueprint import Blueprint
 
 BUILDABLE = (torch.float32, torch.bfloat16, torch.float16)
-TOLERANCE = 1e-3
-"""The largest allowed difference of logits, divided by the largest logit.
-
-Two fp32 implementations of one model differ by rounding in another order; we have seen 1e-7 to 1e-5. With any tensor in
-a wrong place, or another rope, norm or activation, the difference is above 1e-2. TransformerEngine multiplies fp32 in
-TF32 (10 bits of mantissa), which the tolerance also covers.
-"""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The results of all ranks."""
+    """What all ranks have found. Names are those of HF tensors.
 
-    blueprint: Blueprint
-    task: Task
-    findings: tuple[RankResult, ...]
-    ignored: tuple[str, ...]
-    """Names in the files that no parameter uses, and no save copies."""
-    initialised: tuple[str, ...] = ()
-    """Names of MTP layers that the files lack. They have random values, and are exported."""
-    carried: tuple[str, ...] = ()
-    """Names of a composite's other parts, which a save copies."""
+    Attributes:
+        folder: the checkpoint.
+        model_type: of its config.
+        tower: whether a composite's models of images are built.
+        mesh: sizes by axis, ``sp``, and the ``layout`` or None.
+        ranks: processes that were started.
+        dtype: of the model.
+        parameters: of the whole model.
+        tensors: the number of tensors that were compared.
+        bytes: bytes of the tensors that were exported.
+        rank_bytes: parameters of the fullest rank.
+        seconds: times of the slowest rank, by phase.
+        different: names whose bits differ between the files and the export on any rank.
+        saved_different: names whose bits differ between the files and the saved folder. None: nothing was saved.
+        adapter_different: names of the adapter's tensors whose bits differ between the PEFT folder and the export on
+            any rank. None: there is no adapter.
+        logits: the comparison with transformers, or with ``peft``. None: it was left out.
+        logits_left_out: why there is no comparison of logits. None: there is one.
+        carried: names of a composite's other parts, which a save copies.
+        unused: names in the files that no parameter uses, and no save copies.
+        drawn: names of MTP layers that the files lack. They have random values, and are exported.
+        notes: on fields of the config that change nothing.
+        widened: names of tensors that the model holds in a wider dtype than the files. They leave in that of the files.
+    """
+
+    folder: Path
+    model_type: str
+    tower: bool
+    mesh: ParallelDims
+    ranks: int
+    dtype: torch.dtype
+    parameters: int
+    tensors: int
+    bytes: int
+    rank_bytes: int
+    seconds: Mapping[str, float]
+    different: tuple[str, ...]
+    saved_different: tuple[str, ...] | None
+    adapter_different: tuple[str, ...] | None
+    logits: Comparison | None
+    logits_left_out: str | None
+    carried: tuple[str, ...]
+    unused: tuple[str, ...]
+    drawn: tuple[str, ...]
+    notes: tuple[str, ...]
+    blueprint: Blueprint = field(repr=False)
+    task: Task = field(repr=False)
+    exported: Manifest = field(repr=False)
+    widened: tuple[str, ...] = field(repr=False)
+    num_adapters: int = field(repr=False)
 
     @property
-    def exported(self) -> Manifest:
-        """The exported tensors."""
-        return self.findings[0].exported
-
-    @property
-    def expected(self) -> Manifest:
-        """The tensors in the files."""
-        return Manifest(tuple(spec for finding in self.findings for spec in finding.expected))
-
-    @property
-    def different(self) -> tuple[str, ...]:
-        """Names whose bits differ between the files and the export on any rank."""
-        drawn = (spec for spec in self.exported if spec.name in self.initialised)
-        wanted = Manifest((*self.expected, *drawn))
-        return differences(wanted, [finding.exported for finding in self.findings])
-
-    @property
-    def saved_different(self) -> tuple[str, ...]:
-        """Names whose bits differ between the files and the saved folder."""
-        if self.task.save is None:
-            return ()
-        return differences(self.expected, [Manifest(tuple(s for finding in self.findings for s in finding.saved))])
-
-    @property
-    def adapters_different(self) -> tuple[str, ...]:
-        """Names of the adapter's tensors whose bits differ between the PEFT folder and the export on any rank."""
-        return tuple(sorted({name for finding in self.findings for name, same in finding.adapters.items() if not same}))
-
-    @property
-    def widened(self) -> tuple[str, ...]:
-        """Names of tensors that the model holds in a wider dtype than the files; they leave in that of the files."""
-        return tuple(dict.fromkeys(name for finding in self.findings for name in finding.widened))
-
-    @property
-    def logits_agree(self) -> bool:
-        """Whether logits were left out, or are those of transformers. NaN means that they are not."""
-        comparison = self.findings[0].logits
-        return comparison is None or comparison.relative <= TOLERANCE
-
-    @property
-    def is_good(self) -> bool:
+    def good(self) -> bool:
         """Whether nothing differs."""
-        is_same = not self.different and not self.saved_different and not self.adapters_different
-        return is_same and self.logits_agree
+        is_same = not (self.different or self.saved_different or self.adapter_different)
+        return is_same and (self.logits is None or self.logits.agree())
 
 
 def differences(expected: Manifest, actual: list[Manifest]) -> tuple[str, ...]:
@@ -161,13 +158,47 @@ def verify(
     world_size, device = options.dims.smallest_world, str(task.options.device)
     findings = run_ranks(check_rank, task, world_size=world_size, device=device, on_event=on_event)
     sources.require_unchanged()
-    kept = set(names)
-    others = [name for name in checkpoint if name not in kept]
-    carried = tuple(filter(mapping.is_carried, others))
-    ignored = tuple(name for name in others if not mapping.is_carried(name))
-    absent = [spec.name for spec in findings[0].exported if spec.name not in checkpoint]
-    initialised = tuple(name for name in absent if _is_of_mtp(mapping, name))
-    return Verdict(blueprint, task, tuple(findings), ignored, initialised, carried)
+    return _verdict(blueprint, task, findings, checkpoint, mapping)
+
+
+def _verdict(
+    blueprint: Blueprint, task: Task, findings: Sequence[RankResult], checkpoint: Source, mapping: WeightMapping
+) -> Verdict:
+    """The results of all ranks as one."""
+    first, exported = findings[0], findings[0].exported
+    expected = Manifest(tuple(spec for finding in findings for spec in finding.expected))
+    saved = Manifest(tuple(spec for finding in findings for spec in finding.saved))
+    drawn = [spec for spec in exported if spec.name not in checkpoint and _is_of_mtp(mapping, spec.name)]
+    exported_names = set(task.names)
+    others = [name for name in checkpoint if name not in exported_names]
+    adapters = {name for finding in findings for name, is_same in finding.adapters.items() if not is_same}
+    return Verdict(
+        folder=task.folder,
+        model_type=blueprint.provenance.config.model_type,
+        tower=bool(blueprint.provenance.tower),
+        mesh=task.options.dims,
+        ranks=len(findings),
+        dtype=blueprint.dtype,
+        parameters=sum(spec.numel for spec in exported),
+        tensors=len(expected),
+        bytes=exported.num_bytes,
+        rank_bytes=max(finding.held for finding in findings),
+        seconds={phase: max(finding.seconds[phase] for finding in findings) for phase in first.seconds},
+        different=differences(Manifest((*expected, *drawn)), [finding.exported for finding in findings]),
+        saved_different=None if task.save is None else differences(expected, [saved]),
+        adapter_different=None if task.adapter is None else tuple(sorted(adapters)),
+        logits=first.logits,
+        logits_left_out=None if first.logits is not None else first.skipped or "as asked",
+        carried=tuple(filter(mapping.is_carried, others)),
+        unused=tuple(name for name in others if not mapping.is_carried(name)),
+        drawn=tuple(spec.name for spec in drawn),
+        notes=tuple(note for _, note in notes_on(blueprint.unread)),
+        blueprint=blueprint,
+        task=task,
+        exported=exported,
+        widened=tuple(dict.fromkeys(name for finding in findings for name in finding.widened)),
+        num_adapters=len(first.adapters),
+    )
 
 
 def _vision(folder: Path) -> str:
@@ -215,13 +246,3 @@ def _crossing(
     ((common, _),) = Counter(own.values()).most_common(1)
     # One pattern for the most common dtype, since every name is compared with all patterns.
     return {**{name: own_dtype for name, own_dtype in own.items() if own_dtype != common}, "*": common}
-
-
-def held_specs(verdict: Verdict) -> tuple[str, str]:
-    """The number of parameters, and the bytes and dtypes of the model, for the report."""
-    specs = verdict.exported.tensors
-    numel = sum(spec.numel for spec in specs)
-    dtypes = Counter(dtype_name(spec.dtype) for spec in specs)
-    kinds = " and ".join(name for name, _ in dtypes.most_common())
-    size = text.num_bytes(verdict.exported.num_bytes)
-    return f"{text.count(numel)} parameters", f"{size} of {kinds} in {text.plural(len(specs), 'tensor')}"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from mcore_bridge.config.megatron_release import Release, installed
-from mcore_bridge.config.tables.sparse_attention import shares_selection
+from mcore_bridge.config.layer_kinds import shares_selection
 from mcore_bridge.errors import MeshError
+from mcore_bridge.installed import Release, megatron_release
 
 if TYPE_CHECKING:
     from mcore_bridge.config.mesh.parallel_dims import ParallelDims
@@ -110,7 +110,7 @@ def _check_linear_heads(dims: ParallelDims, settings: Mapping[str, object]) -> N
     if dims.cp > 1 and not DELTA_CONTEXT.is_installed:
         raise MeshError(
             f"cp={dims.cp} with linear attention needs megatron-core {DELTA_CONTEXT.version} or later, found "
-            f"{installed()}: {DELTA_CONTEXT.reason}. Use cp=1, or install it"
+            f"{megatron_release()}: {DELTA_CONTEXT.reason}. Use cp=1, or install it"
         )
 
 
@@ -147,13 +147,13 @@ def _check_split(dims: ParallelDims, settings: Mapping[str, object]) -> None:
     if wanted and isinstance(settings.get("window_attn_skip_freq") or settings.get("no_rope_freq"), list):
         raise MeshError(
             f"mtp_num_layers must be None, found {wanted}: it is not known which window or rope the MTP layers of this "
-            "model have. Remove the override"
+            "model have. Remove mtp_num_layers"
         )
     linear = settings.get("linear_attention_freq")
     if wanted and isinstance(linear, list) and linear[num_layers - 1]:
         raise MeshError(
             f"mtp_num_layers must be None, found {wanted}: megatron-core builds MTP layers like the last layer, which "
-            "has linear attention here. Remove the override"
+            "has linear attention here. Remove mtp_num_layers"
         )
     placed = sum(stage.num_mtp_layers for stage in dims.stages(num_layers))
     if dims.layout is not None and placed != wanted:
@@ -173,7 +173,7 @@ def _check_shared_selections(dims: ParallelDims, settings: Mapping[str, object])
     if freq > 1 and num_mtp_layers > 1:
         raise MeshError(
             f"mtp_num_layers must be 1, found {num_mtp_layers}: it is not known which selection further MTP layers "
-            "share. Change the override"
+            "share. Set mtp_num_layers to 1"
         )
     for stage in dims.stages(num_layers):
         first = stage.layers.start

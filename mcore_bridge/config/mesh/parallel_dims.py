@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from math import lcm, prod
 
+from mcore_bridge.arguments import is_count
 from mcore_bridge.config.mesh import process_groups
 from mcore_bridge.config.mesh.pipeline import (
     BALANCED,
@@ -21,10 +22,19 @@ from mcore_bridge.config.mesh.pipeline import (
     parse_layout,
     stages_of,
 )
-from mcore_bridge.config.overrides import DIM_OF
-from mcore_bridge.config.sizes import is_count
 from mcore_bridge.errors import MeshError
 
+DIM_OF = {
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "virtual_pipeline_model_parallel_size": "vp",
+    "context_parallel_size": "cp",
+    "expert_model_parallel_size": "ep",
+    "expert_tensor_parallel_size": "etp",
+    "sequence_parallel": "sp",
+    "pipeline_model_parallel_layout": "layout",
+}
+"""Fields of ``TransformerConfig`` that the mesh decides, with their names in ``ParallelDims``."""
 _SIZES = ("tp", "pp", "vp", "cp", "ep", "etp")
 _FLAGS = ("sp", "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 _SPLIT = tuple(field.name for field in fields(PipelineSplit))

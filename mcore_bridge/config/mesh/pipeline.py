@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
-from mcore_bridge.config.sizes import is_count
+from mcore_bridge.arguments import is_count
 from mcore_bridge.errors import MeshError, shown
 
 BALANCED = "balanced"

@@ -4,8 +4,7 @@ They contain the fields of both transformers 4.57 and 5. A name that the install
 """
 
 from mcore_bridge.config.fields import Const, Field, Ignore, Map, Preset, Require
-from mcore_bridge.config.tables import derived, derived_latent, derived_rope, layer_ropes, scales
-from mcore_bridge.config.tables.quantized import QUANTIZATION
+from mcore_bridge.config.tables import derived, derived_latent, derived_rope, scales
 
 EMBEDDING_DROPOUT = "embedding_dropout"
 
@@ -78,7 +77,7 @@ DECODER_ONLY = tuple(
 )
 PLAIN = (
     Require("pruned_heads", ({}, None), "megatron-core gives each layer the same heads"),
-    QUANTIZATION,
+    derived.QUANTIZATION,
     Require("is_causal", (True, None), "megatron-core's GPTModel is causal"),
     Require("use_mrope", (False, None), "only multimodal models rotate by several position ids"),
     Require("rope_interleaved", (False, None), "transformers rotates halves, not neighbours"),
@@ -163,7 +162,7 @@ PLAIN_MLP: tuple[Field, ...] = (Const("gated_linear_unit", False),)
 INTERLEAVED: tuple[Field, ...] = (Const("rotary_interleaved", True),)
 _PATTERN = Ignore("transformers has made layer_types of it", ("sliding_window_pattern", "_sliding_window_pattern"))
 WINDOW_PATTERN: tuple[Field, ...] = (derived.WINDOWS, _PATTERN)
-WINDOW_OR_NOPE: tuple[Field, ...] = (layer_ropes.WINDOW_OR_NOPE, _PATTERN)
+WINDOW_OR_NOPE: tuple[Field, ...] = (derived_rope.WINDOW_OR_NOPE, _PATTERN)
 
 QK_PLAIN: tuple[Field, ...] = (Const("qk_layernorm", False),)
 QK_NORMED: tuple[Field, ...] = (Const("qk_layernorm", True),)

@@ -5,7 +5,9 @@ from collections.abc import Callable
 
 import torch.nn.functional as F  # noqa: N812  (the usual name)
 
-from mcore_bridge.config.fields import Derive, Hf, Mcore, count, per_layer
+from mcore_bridge.config.fields import Derive, Hf, Mcore, count
+from mcore_bridge.config.layer_kinds import layers_but_full
+from mcore_bridge.config.quantization import read_quantization
 from mcore_bridge.config.rope import head_dim
 from mcore_bridge.errors import ConfigError, shown
 
@@ -181,11 +183,6 @@ def _windows_back(mcore: Mcore) -> dict[str, object]:
     return {"sliding_window": window, "layer_types": kinds}
 
 
-def layers_but_full(mcore: Mcore, freq: str, *, unset: int) -> list[int]:
-    """1 for each layer without full attention. ``freq`` holds a list of these, or n if every n-th layer is full."""
-    return per_layer(mcore, freq, unset=bool(unset), rule=lambda layer, n: (layer + 1) % n != 0)
-
-
 def _windows_switched(hf: Hf) -> dict[str, object]:
     windows = _windows(hf)
     if windows["window_size"] is not None and not hf.get("use_sliding_window"):
@@ -231,3 +228,21 @@ SWITCHED       = Derive(
     (_OTHER_LAYERS, _DISAGREED),
 )
 # fmt: on
+
+
+def _accept(hf: Hf) -> dict[str, object]:
+    read_quantization(hf.get("quantization_config"))
+    return {}
+
+
+QUANTIZATION = Derive(
+    ("quantization_config",),
+    _accept,
+    lambda mcore: {},
+    refuses=(
+        "`quant_method` other than fp8, mxfp4, compressed-tensors and modelopt: load the release in bf16, or write one",
+        "formats of compressed-tensors and ModelOpt that [quantized.md](../guide/quantized.md) does not list: load "
+        "the release in bf16, or write one",
+    ),
+)
+"""The field of an HF config about quantized weights. It changes how files are read, and does not change the model."""

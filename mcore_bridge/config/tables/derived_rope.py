@@ -1,9 +1,30 @@
-"""Entries of config tables about positions: the ropes that a family supports, and its layers without rope."""
+"""Entries of config tables about positions: the ropes that a family supports, and its layers without rope.
 
-from mcore_bridge.config.fields import Derive, Hf, Mcore, count, per_layer
-from mcore_bridge.config.rope import Rope, rope_from
-from mcore_bridge.config.rope_spelling import MULTIMODAL, ORIGINAL_LENGTH, ROPE_TYPES, spelled
-from mcore_bridge.errors import ConfigError
+Entries of config tables for models with different ropes in different layers, or with a rope in some only.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from mcore_bridge.config.fields import Derive, Hf, Mcore, count, is_number
+from mcore_bridge.config.layer_kinds import layers_without_rope
+from mcore_bridge.config.rope import Rope, head_dim, rope_from
+from mcore_bridge.config.rope_spelling import (
+    FULL,
+    MULTIMODAL,
+    ORIGINAL_LENGTH,
+    ROPE_TYPES,
+    SLIDING,
+    merged,
+    of_layers,
+    spelled,
+    spelled_by_layer,
+)
+from mcore_bridge.config.tables import derived
+from mcore_bridge.errors import ConfigError, shown
 
 _OF_YARN = ("llama_4_scaling_beta", "max_position_embeddings")
 _OWN = ("partial_rotary_factor", *_OF_YARN, *MULTIMODAL)
@@ -70,11 +91,6 @@ def _no_rope_back(mcore: Mcore) -> dict[str, object]:
     return {"no_rope_layers": [1 - layer for layer in layers_without_rope(mcore)]}
 
 
-def layers_without_rope(mcore: Mcore) -> list[int]:
-    """1 for each layer without rope. ``no_rope_freq`` holds a list of these, or n if every n-th layer has none."""
-    return per_layer(mcore, "no_rope_freq", unset=False, rule=lambda layer, n: (layer + 1) % n == 0)
-
-
 def _rotary_dim(hf: Hf) -> dict[str, object]:
     given, expected = hf.get("rotary_dim"), rope_from(hf).rotary_dim
     if given not in (None, expected):
@@ -95,3 +111,138 @@ MULTIMODAL_ROPE = rope(own=MULTIMODAL)
 _TWO_DIMS = "`rotary_dim` other than the value from `partial_rotary_factor`: published code reads only the factor"
 ROTARY_DIM = Derive(("rotary_dim",), _rotary_dim, lambda mcore: {}, (_TWO_DIMS,))
 NO_ROPE = Derive(("no_rope_layers",), _no_rope, _no_rope_back)
+
+
+def _ropes(hf: Hf) -> dict[str, object]:
+    layers = of_layers(hf) or _layers_of_4(hf)
+    return {**ROPE.forward(layers[FULL]), "hf_sliding_rope": ROPE.forward(layers[SLIDING])["hf_rope"]}
+
+
+def _layers_of_4(hf: Hf) -> dict[str, Hf]:
+    """``hf`` for each kind of layer, as transformers 4 reads it: only the rope of full layers is scaled."""
+    theta, local = merged(hf)["rope_theta"], hf.get("rope_local_base_freq")
+    plain = {"rope_parameters": None, "rope_scaling": None, "rope_theta": theta if local is None else local}
+    return {FULL: hf, SLIDING: {**hf, **plain}}
+
+
+def _ropes_back(mcore: Mcore) -> dict[str, object]:
+    full, sliding = mcore["hf_rope"], mcore["hf_sliding_rope"]
+    assert isinstance(full, Rope)
+    assert isinstance(sliding, Rope)
+    return spelled_by_layer(full.parameters, sliding.parameters)
+
+
+def _ropes_of_one_base(hf: Hf) -> dict[str, object]:
+    ropes = _ropes(hf)
+    _require_one_base(ropes["rotary_base"], hf.get("rope_local_base_freq"))
+    return ropes
+
+
+def _ropes_of_one_base_back(mcore: Mcore) -> dict[str, object]:
+    fields = _ropes_back(mcore)
+    _require_one_base(mcore["rotary_base"], fields.pop("rope_local_base_freq", None))
+    return fields
+
+
+def _require_one_base(theta: object, local: object) -> None:
+    if local not in (None, theta):
+        raise ConfigError(
+            f"With transformers 4, rope_theta must be the same for all layers, found {theta!r}, and {local!r} for "
+            "sliding layers. Install transformers 5."
+        )
+
+
+def _window_or_nope(hf: Hf) -> dict[str, object]:
+    windows = derived.WINDOWS.forward(hf)
+    if (hf.get("sliding_window") is None) != (windows["window_size"] is None):
+        raise ConfigError(
+            f"sliding_window={hf.get('sliding_window')!r} must come with a sliding layer, but layer_types has none: "
+            "no layer of transformers would have a rope. Set sliding_window to None for a rope in all layers."
+        )
+    return {**windows, "no_rope_freq": _unrotated(windows)}
+
+
+def _window_or_nope_back(mcore: Mcore) -> dict[str, object]:
+    expected = _unrotated(mcore)
+    if mcore["no_rope_freq"] != expected:
+        raise ConfigError(
+            f"no_rope_freq must be {expected}, found {mcore['no_rope_freq']!r}: in this architecture a layer without "
+            "a window has no rope if other layers have a window. Remove the override."
+        )
+    return derived.WINDOWS.backward(mcore)
+
+
+def _unrotated(mcore: Mcore) -> list[int] | None:
+    slides = mcore["window_attn_skip_freq"]
+    return [1 - slide for slide in slides] if isinstance(slides, list) else None
+
+
+_TWO_BASES = "another `rope_theta` for layers that slide: transformers 4 has one for this model"
+_NOWHERE = "`sliding_window` where no layer slides: transformers would not rotate any layer"
+_NAMES = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor")
+# fmt: off
+LAYER_ROPES          = Derive(_NAMES, _ropes, _ropes_back, ROPE.refuses)
+LAYER_ROPES_ONE_BASE = Derive(_NAMES, _ropes_of_one_base, _ropes_of_one_base_back, (*ROPE.refuses, _TWO_BASES))
+WINDOW_OR_NOPE       = Derive(
+    derived.WINDOWS.names, _window_or_nope, _window_or_nope_back, (*derived.WINDOWS.refuses, _NOWHERE)
+)
+# fmt: on
+
+
+_KEYS = ("rope_type", "rope_theta", "alpha")
+_UNREAD = ("beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim")
+_NUMBERS = ("rope_theta", "alpha")
+_SCALING = ("seq_len_interpolation_factor", "rope_scaling", "rope_scaling_factor")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlphaRope(Rope):
+    """A rope whose base is multiplied once by a power of ``alpha``. HunYuan calls it dynamic, but no length changes it.
+
+    transformers 4 forgets the ``alpha`` beyond ``max_position_embeddings`` tokens, and 5 does not; here it always
+    counts. It is a ``Rope`` with the parameters of ``_KEYS``, and perhaps of ``_UNREAD``, which transformers does not
+    read.
+    """
+
+    @property
+    def longest_plain(self) -> float:
+        return math.inf
+
+    def overridden(self, overrides: Mapping[str, object]) -> Rope:
+        if given := [name for name in _SCALING if name in overrides]:
+            raise ConfigError(f"The overrides {given} must be left out: this rope is scaled by alpha already.")
+        theta, dim = overrides.get("rotary_base"), overrides.get("kv_channels")
+        return replace(
+            self,
+            parameters={**self.parameters, "rope_theta": self.theta if theta is None else theta},
+            head_dim=self.head_dim if dim is None else count(overrides, "kv_channels"),
+        )
+
+    def _computed(self, seq_len: int | None) -> tuple[torch.Tensor, float]:
+        alpha, dim = self._number("alpha"), self.head_dim
+        assert alpha is not None
+        stretched = {"rope_type": "default", "rope_theta": self.theta * alpha ** (dim / (dim - 2))}
+        plain = Rope(parameters=stretched, head_dim=dim, max_position_embeddings=self.max_position_embeddings)
+        return plain._computed(None)
+
+
+def alpha_rope(own: tuple[str, ...] = ()) -> Derive:
+    """Like ``rope``, for a family whose dynamic rope may have an alpha. ``own`` is as there."""
+    plain, known = rope(own=own), (*_KEYS, *_UNREAD, *own)
+
+    def forward(hf: Hf) -> dict[str, object]:
+        parameters = merged(hf)
+        if parameters["rope_type"] != "dynamic" or not parameters.get("alpha"):
+            return plain.forward(hf)
+        if wrong := {name: value for name, value in parameters.items() if name not in known or isinstance(value, bool)}:
+            raise ConfigError(f"A rope with alpha may have the keys {sorted(known)}, found {wrong}. Delete these.")
+        if wrong := {name: shown(parameters.get(name)) for name in _NUMBERS if not is_number(parameters.get(name))}:
+            raise ConfigError(f"A rope with alpha must have finite numbers, found {wrong}. Correct the HF config.")
+        length = count(hf, "max_position_embeddings")
+        hf_rope = AlphaRope(parameters=parameters, head_dim=head_dim(hf), max_position_embeddings=length)
+        return {"hf_rope": hf_rope, "rotary_base": hf_rope.theta, "rotary_percent": 1.0}
+
+    return Derive(plain.names, forward, plain.backward, plain.refuses)
+
+
+ALPHA_ROPE = alpha_rope()

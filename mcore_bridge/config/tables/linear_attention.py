@@ -1,9 +1,9 @@
 """The config table of linear attention (the gated delta rule) in some layers, and its entries."""
 
 from mcore_bridge.config.fields import Const, Derive, Field, Hf, Ignore, Map, Mcore, Require, count
+from mcore_bridge.config.layer_kinds import layers_but_full
 from mcore_bridge.config.rope_spelling import MULTIMODAL
 from mcore_bridge.config.tables import BIAS_ATTENTION, QK_NORMED, WINDOW_NEVER
-from mcore_bridge.config.tables.derived import layers_but_full
 from mcore_bridge.config.tables.derived_rope import rope
 from mcore_bridge.config.tables.moe import MTP_ON_REQUEST
 from mcore_bridge.errors import ConfigError

@@ -2,13 +2,42 @@
 
 from mcore_bridge.config.fields import Derive, Field, Hf, Ignore, Map, Mcore, Require, count
 from mcore_bridge.config.rope_spelling import speaks_rope_parameters
-from mcore_bridge.config.tables.derived_hybrid import TIME_STEPS, kept_kinds
 from mcore_bridge.config.tables.derived_rope import ROPE
 from mcore_bridge.errors import ConfigError
 
 _KINDS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*"}
 """The letter of the first half of a layer in ``layer_kinds``, by its name in transformers 4 or 5."""
 
+
+def kept_kinds(mcore: Mcore, name: str) -> tuple[str, ...]:
+    """The kinds of the first ``num_layers`` layers. Raise if the HF field ``name`` has fewer."""
+    num_layers, kinds = count(mcore, "num_layers"), mcore["layer_kinds"]
+    assert isinstance(kinds, tuple)
+    if num_layers > len(kinds):
+        raise ConfigError(
+            f"num_layers must be at most {len(kinds)}, the number of kinds of layers in the HF config, found "
+            f"{num_layers}. Change {name} of the HF config instead."
+        )
+    return kinds[:num_layers]
+
+
+def _time_steps(hf: Hf) -> dict[str, object]:
+    limits = hf.get("time_step_limit", (0.0, float("inf")))
+    low, high = limits if isinstance(limits, list | tuple) and len(limits) == 2 else (None, None)
+    if low != 0 or not isinstance(high, float) or not high > 1e30:  # also 1e308, which some configs have for infinity
+        raise ConfigError(
+            f"time_step_limit must be [0, Infinity], found {limits!r}: megatron-core's kernel, vLLM and SGLang do not "
+            "clamp time steps. Set it to that if the model may be trained and served so."
+        )
+    return {}
+
+
+TIME_STEPS = Derive(
+    ("time_step_limit",),
+    _time_steps,
+    lambda mcore: {},
+    ("`time_step_limit` other than `[0, Infinity]`: neither megatron-core's kernel nor engines clamp time steps",),
+)
 MIXER: tuple[Field, ...] = (
     *(Map("mamba_n_heads", "mamba_num_heads"), Map("mamba_d_head", "mamba_head_dim")),
     *(Map("mamba_d_state", "mamba_state_dim"), Map("mamba_d_conv", "mamba_conv_kernel"), TIME_STEPS),

@@ -1,18 +1,7 @@
 """Tables of routed and shared experts: their number and layers, and the scores and choices of the router."""
 
-from mcore_bridge.config.fields import (
-    Const,
-    Derive,
-    Field,
-    Hf,
-    Ignore,
-    Map,
-    Mcore,
-    Preset,
-    Require,
-    count,
-    per_layer,
-)
+from mcore_bridge.config.fields import Const, Derive, Field, Hf, Ignore, Map, Mcore, Preset, Require, count
+from mcore_bridge.config.layer_kinds import MTP_COUNTS, layers_of
 from mcore_bridge.errors import ConfigError
 
 
@@ -27,11 +16,6 @@ def _sparse_step(hf: Hf) -> dict[str, object]:
 
 def _sparse_step_back(mcore: Mcore) -> dict[str, object]:
     return {"decoder_sparse_step": 1, "mlp_only_layers": [i for i, sparse in enumerate(layers_of(mcore)) if not sparse]}
-
-
-def layers_of(mcore: Mcore) -> list[int]:
-    """1 for each layer with experts, from ``moe_layer_freq``, which is a list or a number."""
-    return per_layer(mcore, "moe_layer_freq", unset=True, rule=lambda layer, n: layer % n == 0)
 
 
 def _dense_first(hf: Hf) -> dict[str, object]:
@@ -241,8 +225,6 @@ CLAMPED_GATE: tuple[Field, ...] = (
     ),
 )
 """gpt-oss: ``(up + 1) * gate * sigmoid(1.702 * gate)``, with gate and up clamped to a limit."""
-MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
-"""Fields for the number of MTP layers. A family has one of them, or none."""
 MTP_ON_REQUEST = Ignore("MTP layers are built on request: override mtp_num_layers", MTP_COUNTS)
 """Logits do not depend on MTP layers, so a model may have them or not."""
 MTP_NEVER = Ignore("MTP layers are not built: their weights have no rules, and a save copies them", MTP_COUNTS)

@@ -4,19 +4,15 @@ In megatron-core the layers up to ``offset`` (counted from 1) have an indexer, a
 """
 
 from mcore_bridge.config.fields import Const, Derive, Field, Hf, Ignore, Map, Mcore, Preset, Require, count
-from mcore_bridge.config.megatron_release import Release
+from mcore_bridge.config.layer_kinds import shares_selection
 from mcore_bridge.config.tables import LATENT, but
 from mcore_bridge.config.tables.moe import MLP_TYPES
 from mcore_bridge.config.tables.moe_counted import COUNTED, SIGMOID_GROUPED
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.installed import Release
 
 _KINDS = ("full", "shared")
 _SCHEDULE = ("index_topk_freq", "index_skip_topk_offset", "index_topk_pattern")
-
-
-def shares_selection(layer: int, *, freq: int, offset: int) -> bool:
-    """Whether ``layer`` (counted from 0) has no indexer, and uses the selection of an earlier layer."""
-    return max(layer + 1 - max(offset, 1), 0) % freq != 0
 
 
 def _kinds(num_layers: int, freq: int, offset: int) -> list[str]:

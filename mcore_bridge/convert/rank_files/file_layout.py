@@ -16,12 +16,11 @@ from torch import Tensor
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.mesh.pipeline import Stage
 from mcore_bridge.convert.assemble import HFTensors, assemble_shard
-from mcore_bridge.convert.rank_files.local_names import fused_norm, local_expert
 from mcore_bridge.errors import CheckpointError, MeshError
 from mcore_bridge.factory.gpt_inputs import to_gpt_arguments, to_transformer_config
 from mcore_bridge.rules.layout import Axes, Layout
 from mcore_bridge.rules.mapping import Binding, WeightMapping, axes_of, unstacked
-from mcore_bridge.rules.names import INDEXER, expert_of, fused_norms, layer_of, shift_expert
+from mcore_bridge.rules.names import INDEXER, expert_of, fused_norm, fused_norms, layer_of, local_expert, shift_expert
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.rules.trace import Shape, Trace, trace
 from mcore_bridge.weights.bound import axes_of_config

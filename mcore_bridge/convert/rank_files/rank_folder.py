@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mcore_bridge.config.given_path import given_path
+from mcore_bridge.arguments import given_path
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.convert.assemble import disassemble
 from mcore_bridge.convert.rank_files.file import NAME, read_rank_file

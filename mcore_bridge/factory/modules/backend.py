@@ -1,9 +1,13 @@
-"""The two backends of a model, "te" and "torch", and helpers for the functions that adapt layer specs."""
+"""The two backends of a model, "te" and "torch", and helpers for the functions that adapt layer specs.
+
+Warnings about modules of torch that are used instead of TransformerEngine's.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -79,3 +83,13 @@ def mixed(mixin: type, module: type) -> type:
 def is_unrotated(config: Any, number: int) -> bool:
     """Whether layer ``number`` (from 0) has no rope."""
     return bool(config.no_rope_freq and config.no_rope_freq[number])
+
+
+logger = logging.getLogger("mcore_bridge")
+
+
+@functools.cache
+def say(message: str) -> None:
+    """Log the warning once, on rank 0."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        logger.warning(message)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mcore_bridge.factory.modules.fallback import say
+from mcore_bridge.factory.modules.backend import say
 from mcore_bridge.factory.modules.torch_modules import CoreAttention, first_tokens, padding_hidden, places_in_text
 
 if TYPE_CHECKING:

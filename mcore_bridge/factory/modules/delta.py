@@ -22,10 +22,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (the usual name)
 
-from mcore_bridge.config.megatron_release import Release
-from mcore_bridge.factory.modules.fallback import say
+from mcore_bridge.factory.modules.backend import say
 from mcore_bridge.factory.modules.mixer import Mixer
 from mcore_bridge.factory.modules.torch_modules import gather_text, own_text, placement
+from mcore_bridge.installed import Release
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -53,10 +53,7 @@ def _is_linear(config: TransformerConfig, number: int) -> bool:
 
 def _delta_spec(config: TransformerConfig, backend: str) -> ModuleSpec:
     if backend == "te":
-        from megatron.core.extensions.transformer_engine import (
-            TELayerNormColumnParallelLinear,
-            TERowParallelLinear,
-        )
+        from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TERowParallelLinear
 
         linears = {"in_proj": TELayerNormColumnParallelLinear, "out_proj": TERowParallelLinear}
     else:

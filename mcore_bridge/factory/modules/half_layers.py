@@ -1,17 +1,25 @@
-"""Layers of one half: a mixer or attention without an MLP, or an MLP or experts alone, as in Nemotron-H."""
+"""Layers of one half: a mixer or attention without an MLP, or an MLP or experts alone, as in Nemotron-H.
+
+A Mamba-2 mixer beside attention, in the place of attention: both read the same norm, and their outputs are added.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.spec_utils import build_module
+from torch import Tensor, cat, nn
 
-from mcore_bridge.config.tables.derived_hybrid import FIRST, SECOND
+from mcore_bridge.config.layer_kinds import FIRST, SECOND
+from mcore_bridge.factory.modules.backend import Backend, mixed, norm_of, submodules_of
+from mcore_bridge.factory.modules.mamba_mixer import mamba_spec
+from mcore_bridge.factory.modules.multipliers import multiplied
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
-    from mcore_bridge.factory.modules.backend import Backend
+    from mcore_bridge.config.tables.beside import SideMultipliers
 
 
 def adapt_halves(layer: Any, config: TransformerConfig, number: int, backend: Backend) -> None:
@@ -27,12 +35,8 @@ def adapt_halves(layer: Any, config: TransformerConfig, number: int, backend: Ba
     if kinds is None:
         return
     if {"M", "*"} <= set(kinds[number]):
-        from mcore_bridge.factory.modules.attention_and_mixer import adapt_beside
-
         adapt_beside(layer, config, backend)
     elif "M" in kinds[number]:
-        from mcore_bridge.factory.modules.mamba.mamba_mixer import mamba_spec
-
         layer.self_attention = mamba_spec(backend)
     if FIRST.isdisjoint(kinds[number]):
         remove_first(layer)
@@ -48,3 +52,59 @@ def remove_first(layer: Any) -> None:
 def remove_second(layer: Any) -> None:
     """Removes the MLP, or the experts, from the submodules of a layer, with its norm."""
     layer.mlp, layer.mlp_bda, layer.pre_mlp_layernorm = IdentityOp, IdentityFuncOp, IdentityOp
+
+
+def adapt_beside(layer: Any, config: TransformerConfig, backend: Backend) -> None:
+    """Puts a mixer beside the attention of a layer, and the multipliers of its parts into it.
+
+    Args:
+        layer: the submodules of a layer with attention and a dense MLP, changed in place.
+        config: its ``side_multipliers`` has the multipliers.
+        backend: the backend of the layer's modules.
+    """
+    if backend == "te":  # attention and mixer share a norm, so neither module contains it
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+        layer.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+        layer.input_layernorm = norm_of(backend, config)
+    layer.self_attention.module = mixed(WithMixer, layer.self_attention.module)
+    layer.self_attention.params = {**(layer.self_attention.params or {}), "mixer": mamba_spec(backend, normed=False)}
+    submodules = submodules_of(layer.mlp)
+    submodules.linear_fc1 = mixed(ScaledGate, submodules.linear_fc1)
+    layer.mlp_bda = multiplied(multipliers_of(config).mlp_out)
+
+
+def multipliers_of(config: Any) -> SideMultipliers:
+    """The multipliers of a model that has mixers beside its attention."""
+    multipliers: SideMultipliers = config.side_multipliers
+    return multipliers
+
+
+class WithMixer(nn.Module):
+    """Attention with a mixer beside it."""
+
+    def __init__(
+        self, config: Any, submodules: Any, layer_number: int, *arguments: Any, mixer: Any, **named: Any
+    ) -> None:
+        super().__init__(config, submodules, layer_number, *arguments, **named)
+        groups = named["pg_collection"]
+        self.mixer = build_module(mixer, config=config, layer_number=layer_number, pg_collection=groups)
+
+    def forward(self, hidden_states: Tensor, *arguments: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
+        """The sum of both outputs, ``[s, b, h]``, and the bias of attention, from ``[s, b, h]``."""
+        by = multipliers_of(self.config)
+        own = {name: named.get(name) for name in ("inference_context", "inference_params", "packed_seq_params")}
+        by_mixer, _ = self.mixer(hidden_states, **own)
+        output, bias = super().forward(hidden_states * by.attention_in, *arguments, **named)
+        summed = output * by.attention_out + by_mixer * by.mixer_out
+        return summed, None if bias is None else bias * by.attention_out
+
+
+class ScaledGate(nn.Module):
+    """The first projection of an MLP, whose gate is multiplied before its activation."""
+
+    def forward(self, hidden: Tensor, *arguments: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
+        """``[..., gate and up]`` of this rank, and no bias, from ``[..., h]``."""
+        both, bias = super().forward(hidden, *arguments, **named)
+        gate, up = both.chunk(2, dim=-1)
+        return cat((gate * multipliers_of(self.config).gate, up), dim=-1), bias

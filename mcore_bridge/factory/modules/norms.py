@@ -10,16 +10,12 @@ import functools
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-)
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor, nn
 
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.modules.backend import Backend, is_unrotated, norm_of, submodules_of, with_module
-from mcore_bridge.factory.modules.fallback import say
+from mcore_bridge.factory.modules.backend import Backend, is_unrotated, norm_of, say, submodules_of, with_module
 from mcore_bridge.factory.modules.torch_modules import Norm, sharded_tensors
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from torch import Tensor, nn
 
 from mcore_bridge.batches.lengths import Lengths, lengths_of, packed_lengths
-from mcore_bridge.batches.padded_rows import inputs_by_name
+from mcore_bridge.batches.rows import inputs_by_name
 from mcore_bridge.config.rope import Rope
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.modules.torch_modules import own_text

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mcore_bridge.factory.modules.fallback import say
+from mcore_bridge.factory.modules.backend import say
 from mcore_bridge.factory.modules.torch_modules import CoreAttention, placement, sharded_tensors
 
 if TYPE_CHECKING:

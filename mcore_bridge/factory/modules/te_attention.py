@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.modules.fallback import say
+from mcore_bridge.factory.modules.backend import say
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig

@@ -70,7 +70,7 @@ def placement(config: TransformerConfig) -> dict[str, Any]:
 
 def _parameter(config: TransformerConfig, size: int) -> nn.Parameter:
     parameter = nn.Parameter(torch.empty(size, **placement(config)))
-    # With SP each TP rank has some tokens; finalize_model_grads sums the gradients of parameters with this mark.
+    # With SP each TP rank has some tokens; finalize_model_grads sums the gradients of parameters with this attribute.
     parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return parameter
 

@@ -27,15 +27,26 @@ from mcore_bridge.batches.images import (
     num_positions,
     token_types,
 )
-from mcore_bridge.batches.padded_rows import OF_OTHER_PARTS, as_own_tokens, inputs_by_name, without_images
-from mcore_bridge.batches.whole_rows import WholeRows, whole_rows
+from mcore_bridge.batches.rows import (
+    OF_OTHER_PARTS,
+    WholeRows,
+    as_own_tokens,
+    inputs_by_name,
+    whole_rows,
+    without_images,
+)
 from mcore_bridge.errors import BatchError
 from mcore_bridge.factory.vision.check_features import fitting, misfit
 from mcore_bridge.factory.vision.deepstack import carried, take_features
 from mcore_bridge.factory.vision.gradient_order import InTurn, gather_parameters, in_turn
 from mcore_bridge.factory.vision.image_masks import masks_of, take_masks
-from mcore_bridge.factory.vision.mrope import MultimodalRotary, take_positions, text_positions
-from mcore_bridge.factory.vision.positions_per_row import WITH_NUMBER, take_rows_apart
+from mcore_bridge.factory.vision.mrope import (
+    WITH_NUMBER,
+    MultimodalRotary,
+    take_positions,
+    take_rows_apart,
+    text_positions,
+)
 from mcore_bridge.factory.vision.text_stub import Caught, Embed, called
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from mcore_bridge.factory.modules.torch_modules import CoreAttention
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
-    from mcore_bridge.batches.whole_rows import WholeRows
+    from mcore_bridge.batches.rows import WholeRows
 
 
 @dataclass(frozen=True, slots=True)

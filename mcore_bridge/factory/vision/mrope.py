@@ -1,12 +1,19 @@
-"""The rope of a text with images: each token has three or four positions, and each angle comes from one of them."""
+"""The rope of a text with images: each token has three or four positions, and each angle comes from one of them.
+
+Positions of each row by itself, for a composite that numbers images over all rows of a batch.
+
+HunYuan's fourth position is the number of an image in its sequence. transformers goes on counting from row to row, so
+that a row would depend on the rows before it in its microbatch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mcore_bridge.batches.lengths import lengths_of, packed_lengths
 from mcore_bridge.errors import ConfigError
@@ -106,3 +113,35 @@ def text_positions(chunk: GPTModel, inputs: dict[str, Any]) -> Tensor:
             last = last.flatten().repeat_interleave(torch.tensor(lengths.places, device=ids.device))[None]
         own = own.minimum(last.clamp(min=0))
     return own.expand(rotary.num_positions, *own.shape)
+
+
+WITH_NUMBER = 4
+"""How many positions a token has if the last one is the number of its image."""
+
+
+def take_rows_apart(composite: nn.Module) -> None:
+    """Make transformers' ``get_rope_index`` of this composite compute the positions of one row at a time."""
+    composite.get_rope_index = partial(_by_row, composite.get_rope_index)  # type: ignore[assignment]
+
+
+def _by_row(
+    positions_of: Any,
+    input_ids: Tensor,
+    mm_token_type_ids: Tensor,
+    image_grid_thw: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Like transformers' function: positions ``[n, b, s]``, and the offset of later positions ``[b, 1]``."""
+    shown = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    is_image = (mm_token_type_ids == 1) & (shown != 0)
+    begins = is_image & ~torch.nn.functional.pad(is_image, (1, 0))[:, :-1]
+    ends = begins.sum(1).cumsum(0).tolist()
+    ends[-1] = None  # transformers raises if some are left
+    parts = []
+    for row, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        one = slice(row, row + 1)
+        grids = None if image_grid_thw is None else image_grid_thw[start:end]
+        parts.append(positions_of(input_ids[one], mm_token_type_ids[one], grids, shown[one], **options))
+    positions, lags = zip(*parts, strict=True)
+    return torch.cat(positions, 1), torch.cat(lags)

@@ -1,6 +1,11 @@
 """The tower of a composite: transformers' model of images and text, without its language model.
 
-The chunk of the first stage has it as ``vision``. It is equal on all tensor-parallel ranks.
+A model of its first stage has it as ``vision``. It is the same on all tensor-parallel ranks.
+
+Queries, keys and values of a tower in one weight, as published files have them.
+
+transformers has three layers in its place. It also orders the rows of each head in another way, since it rotates halves
+of a head where the published code rotates neighbours.
 """
 
 from __future__ import annotations
@@ -13,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from packaging.version import Version
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from mcore_bridge.composite import TRANSFORMERS
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.vision.fused_qkv import join_qkv
 from mcore_bridge.rules.spec import TensorSpec
 
 if TYPE_CHECKING:
@@ -136,3 +141,52 @@ def _mark(tower: nn.Module) -> None:
     for parameter in tower.parameters():
         parameter.tensor_model_parallel, parameter.partition_dim = False, -1  # type: ignore[attr-defined]
         parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
+
+
+_NAMES = ("q_proj", "k_proj", "v_proj")
+
+
+class JoinedPart(nn.Module):
+    """A layer whose weight and bias are the rows of one third of a joined layer.
+
+    Args:
+        joined: the layer with the parameters.
+        index: the index of the third.
+        num_heads: the number of heads, if neighbours in them are rotated; else None.
+    """
+
+    def __init__(self, joined: nn.Linear, index: int, num_heads: int | None) -> None:
+        super().__init__()
+        self._joined = (joined,)  # in a tuple: it is no submodule
+        self._index, self._num_heads = index, num_heads
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight, as transformers has it."""
+        return self._rows(self._joined[0].weight)
+
+    @property
+    def bias(self) -> Tensor:
+        """The bias, as transformers has it."""
+        return self._rows(self._joined[0].bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``[..., in]`` to ``[..., out]``."""
+        return linear(hidden, self.weight, self.bias)
+
+    def _rows(self, joined: Tensor) -> Tensor:
+        rows = joined.chunk(len(_NAMES))[self._index]
+        if self._num_heads is None:
+            return rows
+        return rows.unflatten(0, (self._num_heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def join_qkv(tower: nn.Module, name: str) -> None:
+    """Replace the query, key and value layers of each attention by parts of one layer, named ``name``."""
+    attentions: list[Any] = [module for module in tower.modules() if all(hasattr(module, part) for part in _NAMES)]
+    for attention in attentions:
+        size = attention.q_proj.in_features
+        joined = nn.Linear(size, sum(getattr(attention, part).out_features for part in _NAMES))
+        setattr(attention, name, joined)
+        for index, part in enumerate(_NAMES):
+            setattr(attention, part, JoinedPart(joined, index, None if part == "v_proj" else attention.num_heads))

@@ -11,8 +11,7 @@ import torch
 from mcore_bridge.architecture import read_hf, text_config
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.blueprint import Blueprint, make_blueprint
-from mcore_bridge.factory.build_options import BuildOptions
+from mcore_bridge.factory.blueprint import Blueprint, BuildOptions, make_blueprint
 from mcore_bridge.factory.modules.backend import choose_backend
 from mcore_bridge.trainers.rlinf.checkpoint import checkpoint_of, config_of, hf_folder_of
 from mcore_bridge.trainers.rlinf.model_keys import FROM_HF, IGNORED, KERNELS, MODEL_TYPES, dtype_of, to_mcore

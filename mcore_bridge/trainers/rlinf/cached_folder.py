@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from mcore_bridge.errors import CheckpointError
+from mcore_bridge.foreign_files import parse, read_json
 from mcore_bridge.trainers.rlinf.convertor_settings import ConvertorSettings
 from mcore_bridge.weights.files.atomic_folder import commit, target_of, updating
 from mcore_bridge.weights.files.folder_lock import PREFIX
-from mcore_bridge.weights.files.positional_io import read_bounded
 from mcore_bridge.weights.files.sources import SourceFolders
-from mcore_bridge.weights.files.strict_json import parse
 
-_RECORD_BYTES = 100_000_000
 FINGERPRINT = "mcore_bridge.json"
 Fingerprint = dict[str, Any]
 
@@ -34,7 +32,7 @@ def _fingerprint(source: Path, conversion: ConvertorSettings | None) -> Fingerpr
     config = hashlib.sha256((source / "config.json").read_bytes()).hexdigest()
     asked = {} if conversion is None else asdict(conversion)
     asked = {name: value for name, value in asked.items() if name not in ("load_path", "save_path")}
-    values: Fingerprint = json.loads(json.dumps({"files": files, "config": config, "asked": asked}))
+    values: Fingerprint = parse(json.dumps({"files": files, "config": config, "asked": asked}).encode())
     return values
 
 
@@ -82,7 +80,7 @@ def _locked(path: Path) -> Iterator[None]:
 def _require(target: Path, wanted: Fingerprint) -> None:
     path = target / FINGERPRINT
     try:
-        recorded = parse(read_bounded(path, _RECORD_BYTES))
+        recorded = read_json(path)
         if not isinstance(recorded, dict):
             raise ValueError("no object")
     except (CheckpointError, ValueError) as error:

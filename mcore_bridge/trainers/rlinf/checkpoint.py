@@ -18,7 +18,7 @@ from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.dist_checkpoint.extra_state import SUFFIX
 from mcore_bridge.weights.dist_checkpoint.folder import TRACKER, latest_in
 from mcore_bridge.weights.files.sidecars import config_folders, first_with_config
-from mcore_bridge.weights.hf_layers import is_hybrid
+from mcore_bridge.weights.model_chunks import is_hybrid
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel

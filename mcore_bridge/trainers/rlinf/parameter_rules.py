@@ -9,13 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_bridge.errors import ConfigError
-from mcore_bridge.rules.adapters import is_adapter
 from mcore_bridge.rules.layout import COLUMN, GATED_UP, QKV, REPLICATED, ROW, VOCAB, Axes, Layout
 from mcore_bridge.rules.mapping import Binding
-from mcore_bridge.rules.names import Numbering, canonical, expert_of, layer_of
+from mcore_bridge.rules.names import Numbering, expert_of, layer_of
+from mcore_bridge.trainers.one_parameter import binding_of
 from mcore_bridge.trainers.rlinf.rules import convertor_rules
-from mcore_bridge.trainers.whole_layers import require_whole_layers
 from mcore_bridge.weights.provenance import HF, provenance_of
 
 _PARTS = ("gate_proj", "up_proj")
@@ -124,11 +122,5 @@ class Parameters:
         for number, half in enumerate(_PARTS):
             if f".{half}." in name:
                 whole, part = name.replace(half, "linear_fc1"), number
-        if is_adapter(name):
-            raise ConfigError(
-                f"{name} belongs to an adapter, which these functions do not merge: expected a model without "
-                "adapters. MegatronCoreWeightReshard has merged=True"
-            )
-        require_whole_layers(name, len(self._numbering.layers), "MegatronCoreWeightReshard")
-        binding = self._mapping.bind(canonical(whole, self._numbering))
+        binding = binding_of(whole, self._mapping, self._numbering, "MegatronCoreWeightReshard")
         return Parameter(name, binding, part, self._axes, self._joined)

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from mcore_bridge.convert.rank_files.local_names import fused_norm
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.rules.heads import lm_head_of
 from mcore_bridge.rules.layout import COLUMN, GATED_UP, QKV, REPLICATED, ROW, VOCAB
 from mcore_bridge.rules.mapping import Rule, Rules
-from mcore_bridge.rules.names import fused_norms
+from mcore_bridge.rules.names import fused_norm, fused_norms
+from mcore_bridge.rules.variants import lm_head_of
 from mcore_bridge.weights.provenance import HF, provenance_of
 
 _LAYER = "decoder.layers.*."

@@ -9,8 +9,7 @@ from mcore_bridge.trainers.module_patch import replace_modules
 
 _ADAPTERS = "mcore_bridge.trainers.peft_functions"
 _BRIDGE = "mcore_bridge.trainers.megatron_bridge"
-_KERNELS = "mcore_bridge.trainers.verl.kernels"
-_OURS = "mcore_bridge.trainers.verl.replaced"
+_OURS = "mcore_bridge.trainers.verl.replacements"
 
 replace_modules(
     {
@@ -20,7 +19,7 @@ replace_modules(
             ("hf_to_mcore_config", "init_mcore_model", "get_mcore_weight_converter"), _OURS
         ),
         "verl.workers.config.megatron_peft": {"get_peft_cls": _OURS},
-        "verl.utils.kernel.linear_cross_entropy": {"linear_cross_entropy": _KERNELS},
+        "verl.utils.kernel.linear_cross_entropy": {"linear_cross_entropy": _OURS},
         "megatron.bridge.training.utils.config_utils": {"create_ddp_config": _BRIDGE},
         "megatron.bridge.training.checkpointing": {"apply_peft_adapter_filter_to_state_dict": _ADAPTERS},
         "megatron.bridge.peft.utils": dict.fromkeys(

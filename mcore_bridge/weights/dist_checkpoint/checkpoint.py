@@ -18,7 +18,7 @@ import torch
 
 from mcore_bridge.arguments import MAPPING, require
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.weights.bound import Models, all_chunks_of, provenance_on
+from mcore_bridge.weights.bound import provenance_on
 from mcore_bridge.weights.dist_checkpoint.adapter_shards import (
     ADAPTERS,
     Part,
@@ -30,16 +30,14 @@ from mcore_bridge.weights.dist_checkpoint.adapter_shards import (
 from mcore_bridge.weights.dist_checkpoint.common import require_equal
 from mcore_bridge.weights.dist_checkpoint.compare import Check, chunk_names, dtypes_of, sharded_states
 from mcore_bridge.weights.dist_checkpoint.extra_state import with_extra_states
+from mcore_bridge.weights.dist_checkpoint.fit_state import fit_chain, respell, stack_layers
 from mcore_bridge.weights.dist_checkpoint.folder import CONTENT, HEADS, VERSION, TorchDistFolder, dist_files, track
-from mcore_bridge.weights.dist_checkpoint.layer_stack import stack_layers
 from mcore_bridge.weights.dist_checkpoint.metadata import without_code
-from mcore_bridge.weights.dist_checkpoint.model_class import respell
-from mcore_bridge.weights.dist_checkpoint.optimizer_chain import fit_chain
 from mcore_bridge.weights.files.atomic_folder import commit, require_files, target_of, updating_by_all
 from mcore_bridge.weights.files.hf_folder import shard_names
 from mcore_bridge.weights.files.sidecars import NOTES, copy_companions
 from mcore_bridge.weights.files.sources import SourceFolders
-from mcore_bridge.weights.hf_layers import whole_config
+from mcore_bridge.weights.model_chunks import Models, all_chunks_of, whole_config
 from mcore_bridge.weights.model_tensors import held_tensors, require_as_built
 from mcore_bridge.weights.own_folder import is_source, note_source, require_held
 from mcore_bridge.weights.param_sync import gather_pending, require_gatherable

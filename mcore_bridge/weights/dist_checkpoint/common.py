@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from mcore_bridge.errors import CheckpointError, shown
-from mcore_bridge.weights.dtypes import has_same_bits
+from mcore_bridge.rules.dtypes import has_same_bits
 from mcore_bridge.weights.transfer.collectives import Group
 
 

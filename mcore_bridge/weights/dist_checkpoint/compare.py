@@ -9,10 +9,10 @@ import torch
 
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.adapters import is_adapter
+from mcore_bridge.rules.dtypes import dtype_name, is_exact
 from mcore_bridge.rules.names import plain_key
 from mcore_bridge.weights.dist_checkpoint.adapter_shards import Part, is_in
 from mcore_bridge.weights.dist_checkpoint.folder import TorchDistFolder
-from mcore_bridge.weights.dtypes import dtype_name, is_exact
 from mcore_bridge.weights.model_tensors import held_tensors
 from mcore_bridge.weights.transfer.collectives import Group
 
@@ -109,8 +109,9 @@ class Check:
         if strict and (lacking or unexpected):
             raise CheckpointError(
                 f"{self.folder.path} does not fit the model: {len(lacking)} tensors missing {list(lacking[:8])}, "
-                f"{len(unexpected)} unexpected {list(unexpected[:8])}. Use the checkpoint of this config, or "
-                f"strict=False to have them reported{_HINT if has_adapters else ''}"
+                f"{len(unexpected)} unexpected {list(unexpected[:8])}. Use the checkpoint of this config"
+                f"{_HINT if has_adapters else ''}",
+                in_python="load_checkpoint(strict=False) reports them instead",
             )
         return lacking, unexpected
 

@@ -14,12 +14,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_bridge.config.given_path import given_path
+from mcore_bridge.arguments import given_path
 from mcore_bridge.config.mesh.alike import Content, digest_of
 from mcore_bridge.errors import CheckpointError
+from mcore_bridge.foreign_files import read_bounded
 from mcore_bridge.rules.names import TOWER, plain_key
 from mcore_bridge.weights.dist_checkpoint.metadata import is_tiled, read_metadata
-from mcore_bridge.weights.files.positional_io import read_bounded
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -167,10 +167,7 @@ def latest_in(folder: Path) -> list[Path]:
     tracker = folder / TRACKER
     if not tracker.is_file():
         return []
-    try:
-        name = read_bounded(tracker, _TRACKER_BYTES).strip()
-    except ValueError:
-        name = b""
+    name = read_bounded(tracker, _TRACKER_BYTES).strip()
     if _TRACKED.fullmatch(name) is None:  # such as a path that leads out of the folder
         raise CheckpointError(
             f"{tracker} must hold the number of an iteration, or 'release', found {name!r}: correct it, or name the "

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from mcore_bridge.errors import CheckpointError, describe
-from mcore_bridge.weights.files.positional_io import read_bounded
+from mcore_bridge.foreign_files import read_bounded
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata

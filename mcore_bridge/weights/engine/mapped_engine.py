@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -182,9 +182,9 @@ class MappedEngine:
             raise TransferError(f"{self.reason}. Send buckets: copy_into gives them to the engine's loader")
         device, handles = self._memory.device, None
         if self._memory.buffers is not self._shared:
-            parts = tuple(map(share_part, self._memory.buffers.tensors))
+            parts = [share_part(memory, self.map.digest) for memory in self._memory.buffers.tensors]
             self._mark = allocate(8, device).zero_()
-            handles = tuple(replace(handle, digest=self.map.digest) for handle in (share(self._mark), *parts))
+            handles = (share(self._mark, self.map.digest), *parts)
         self._shared, self.state = self._memory.buffers, EngineState("half", None)
         self._left = set()  # the mark shows when all have come
         self._due = int(self._mark.view(torch.int64).item()) + 1

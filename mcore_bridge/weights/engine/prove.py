@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mcore_bridge.errors import TransferError
-from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.rules.spec import TensorSpec, runs_within
 from mcore_bridge.weights.engine.engine_tensors import EngineMemory
 from mcore_bridge.weights.engine.loader_thread import Loader
-from mcore_bridge.weights.plan.runs import runs_within
 
 _PATTERNS = {
     torch.bfloat16: (0x81FF, 0x3E00),

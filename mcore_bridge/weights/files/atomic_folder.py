@@ -21,12 +21,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mcore_bridge.config.given_path import given_path
+from mcore_bridge.arguments import given_path
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.files.folder_lock import PREFIX, Writer, locked, require_held
-from mcore_bridge.weights.files.leftovers import NEW, OLD, read_commit, require_own
-from mcore_bridge.weights.files.replaceable import require_replaceable
 from mcore_bridge.weights.files.sources import SourceFolders
+from mcore_bridge.weights.files.target_checks import NEW, OLD, read_commit, require_own, require_replaceable
 from mcore_bridge.weights.transfer.failures import raise_on_all
 
 if TYPE_CHECKING:

@@ -6,21 +6,12 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from mcore_bridge.config.sizes import is_count
-from mcore_bridge.errors import CheckpointError
-from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.plan.runs import runs_within
+from mcore_bridge.rules.spec import TensorSpec, runs_within
 
 MAX_SHARD_BYTES = 5 << 30
 MIN_SHARD_BYTES = 256 << 20
 FILES_AT_ONCE = 4
 """Files to which a rank writes at once: the kernel lets only one thread at a time write to a file."""
-
-
-def require_positive(**sizes: object) -> None:
-    """Raise ``CheckpointError`` if a size in bytes is no positive whole number."""
-    if wrong := [f"{name}={size!r}" for name, size in sizes.items() if not is_count(size)]:
-        raise CheckpointError(f"expected a positive whole number of bytes, found {', '.join(wrong)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from mcore_bridge.errors import CheckpointError
+from mcore_bridge.foreign_files import read_json
 from mcore_bridge.machine import is_alive, start_time, this_machine
-from mcore_bridge.weights.files.positional_io import read_bounded
-from mcore_bridge.weights.files.strict_json import parse
 
 PREFIX = ".mcore_bridge."
 """Prefix of all temporary files and folders of a save in its target."""
@@ -164,8 +163,8 @@ def _holder(folder: Path, patience: float = 0.0) -> Writer | None:
 def _read(path: Path) -> Writer | None:
     """The writer in a lock file; None if the file is no lock, because another program put it there."""
     try:
-        fields = parse(read_bounded(path, _LOCK_BYTES))
-    except (CheckpointError, OSError, ValueError):
+        fields = read_json(path, most=_LOCK_BYTES)
+    except CheckpointError:
         return None
     kinds = {name: int if name == "pid" else str for name in Writer.__dataclass_fields__}
     given = {name: type(value) for name, value in fields.items()} if isinstance(fields, dict) else None

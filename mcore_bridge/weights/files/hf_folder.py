@@ -15,14 +15,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mcore_bridge.config.given_path import given_path
+from mcore_bridge.arguments import given_path
 from mcore_bridge.config.mesh.alike import Content, digest_of
 from mcore_bridge.errors import CheckpointError
+from mcore_bridge.foreign_files import read_json
 from mcore_bridge.rules.scheme import plain_names
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.files.positional_io import read_bounded
 from mcore_bridge.weights.files.safetensors import DTYPES, SafetensorsFile
-from mcore_bridge.weights.files.strict_json import parse
 
 SINGLE = "model.safetensors"
 INDEX = f"{SINGLE}.index.json"
@@ -34,7 +33,6 @@ _SHARDS = "model-[0-9]*-of-[0-9]*.safetensors"
 _SUFFIX = ".safetensors"
 _OF_MEGATRON = ("metadata.json", ".metadata", "latest_checkpointed_iteration.txt", "dist_ckpt", "model_optim_rng.pt")
 _OTHERS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5", ".npz")
-_INDEX_BYTES = 100_000_000
 """Limit on the size of an index, the same as the format's limit on headers: both list tensors."""
 
 
@@ -241,14 +239,11 @@ def _read_index(folder: Path) -> dict[str, str] | None:
     path = folder / INDEX
     if not _is_there(path) or _is_there(folder / SINGLE):
         return None
-    try:
-        listed = parse(read_bounded(path, _INDEX_BYTES))
-        if not isinstance(listed, dict) or not isinstance(listed.get("weight_map"), dict):
-            raise ValueError("no such object")
-    except (OSError, ValueError) as error:
+    listed = read_json(path)
+    if not isinstance(listed, dict) or not isinstance(listed.get("weight_map"), dict):
         raise CheckpointError(
-            f"{path} is damaged: expected JSON with an object weight_map, found: {error}; copy it again"
-        ) from None
+            f"{path} is damaged: expected an object with an object weight_map, found none; copy it again"
+        )
     files: dict[str, str] = listed["weight_map"]
     wrong = {name: file for name, file in files.items() if not _is_file_name(file)}
     if wrong:

@@ -6,7 +6,6 @@ many files are open, the least recently used one is closed. Threads may use file
 
 from __future__ import annotations
 
-import errno
 import os
 import resource
 import threading
@@ -17,10 +16,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from mcore_bridge.errors import CheckpointError
+from mcore_bridge.foreign_files import FULL
 
 Result = TypeVar("Result")
 IsFull = Callable[[Exception], bool]
-FULL = (errno.EMFILE, errno.ENFILE)
 _SHARE = 4
 """We use at most this fraction (1 / _SHARE) of the files that a process may have open: libraries need the rest."""
 _MOST = 1 << 16
@@ -112,13 +111,6 @@ def with_room(act: Callable[[], Result], *, held: int = 0, is_full: IsFull | Non
                     _changed.wait()
                 else:
                     raise
-
-
-def too_many(path: Path) -> CheckpointError:
-    """The error for a file that cannot be opened beside all others."""
-    return CheckpointError(
-        f"cannot open {path}: this process has too many other files open; allow more of them (ulimit -n)"
-    )
 
 
 def _close_idle(newest: int) -> None:

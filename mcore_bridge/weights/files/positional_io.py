@@ -1,81 +1,48 @@
 """Read and write at offsets of open files. Threads may do this in parallel: they share no position and release the GIL.
 
-Files are read and not mapped. So a file that has become shorter raises an error instead of a signal, and the kernel
-reads ahead. All processes of a node share that cache.
+Files are read and not mapped. So a file that has become shorter is an error and no signal, and the kernel reads ahead
+what is not in the page cache. All processes of a node share that cache.
+
+Files as memory. A map keeps no descriptor, so that there may be more maps than files that a process may open.
 """
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
-import stat
 from collections.abc import Iterable
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from mcore_bridge.errors import CheckpointError
-from mcore_bridge.weights.files.open_files import FULL, too_many, with_room
+from mcore_bridge.foreign_files import FULL, open_regular, too_many
+from mcore_bridge.weights.files.open_files import with_room
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+
 Array: TypeAlias = "NDArray[Any]"
 
 BLOCK_BYTES = 1 << 18  # bytes of an array with gaps that are read at once; they should stay in a core's cache
-_KINDS = {
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFDIR: "a folder",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
 _MOST_BUFFERS = 1024  # of one call, as POSIX's IOV_MAX is on Linux
-READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # what is opened may have become a FIFO, which would block
-_POINTER = b"version https://git-lfs"
 
 
 def open_file(path: Path) -> int:
-    """Open a file for reading and return its descriptor. Links are followed: the hub's cache consists of links.
+    """``open_regular``, which closes other files of ours if too many are open.
 
     Raises:
         CheckpointError: the file cannot be opened, is a FIFO or the like, or git-lfs has not fetched it.
     """
     try:
-        kind = _KINDS.get(stat.S_IFMT(os.stat(path).st_mode))
-        if kind is not None:
-            raise CheckpointError(f"{path} is {kind}, expected a file: replace it by the file, or remove it")
-        fd = with_room(lambda: os.open(path, READ))
-    except OSError as error:
-        if error.errno in FULL:
-            raise too_many(path) from None
-        raise CheckpointError(f"cannot open {path}: {error.strerror}; make it a file that you may read") from None
-    problem = ""
-    try:
-        if os.pread(fd, len(_POINTER), 0) == _POINTER:
-            problem = f"{path} is a pointer of git-lfs, expected the file itself: run `git lfs pull` in its folder"
-    except OSError as error:
-        problem = f"cannot read {path}: {error.strerror}; copy it again"
-    if problem:
-        os.close(fd)
-        raise CheckpointError(problem)
-    return fd
-
-
-def read_bounded(path: Path, num_bytes: int) -> bytes:
-    """All of a small file; see ``open_file``.
-
-    Raises:
-        ValueError: it has more than ``num_bytes``.
-    """
-    with open(open_file(path), "rb") as file:
-        is_larger = os.fstat(file.fileno()).st_size > num_bytes  # a hole of terabytes is not read to learn that
-        data = b"" if is_larger else file.read(num_bytes + 1)
-    if is_larger or len(data) > num_bytes:
-        raise ValueError(f"more than {num_bytes} bytes")
-    return data
+        return with_room(lambda: open_regular(path))
+    except OSError:
+        raise too_many(path) from None
 
 
 def read_array(fd: int, offset: int, out: Array, strides: tuple[int, ...]) -> None:
@@ -179,3 +146,30 @@ def array_of(tensor: Tensor) -> Array:
     """A contiguous CPU tensor as an array of integers of equal size, since numpy lacks some of torch's dtypes."""
     assert tensor.is_contiguous()
     return np.asarray(_Memory(tensor)) if tensor.numel() else np.empty(tensor.shape, f"<i{tensor.itemsize}")
+
+
+_libc = ctypes.CDLL(None)
+
+
+def mapped(path: str, num_bytes: int) -> Array:
+    """The first bytes of a file, uint8. Writes to them stay in this process.
+
+    Args:
+        path: the path of the file, or of an open descriptor of the caller.
+
+    Raises:
+        RuntimeError: the file cannot be mapped.
+    """
+    storage: Any = with_room(lambda: torch.UntypedStorage.from_file(path, False, num_bytes), held=1, is_full=_is_full)
+    array: Array = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+    return array
+
+
+def free_pages(address: int, num_bytes: int) -> None:
+    """Free the memory of pages of a map that were read; they stay in the page cache."""
+    start = address // mmap.PAGESIZE * mmap.PAGESIZE
+    _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(address + num_bytes - start), mmap.MADV_DONTNEED)
+
+
+def _is_full(error: Exception) -> bool:
+    return isinstance(error, RuntimeError) and any(f"({number})" in str(error) for number in FULL)

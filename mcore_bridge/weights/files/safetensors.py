@@ -21,19 +21,19 @@ from safetensors import __version__ as version
 from torch import Tensor
 
 from mcore_bridge.errors import CheckpointError
+from mcore_bridge.foreign_files import READ, parse, too_many
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.files.mapped import free_pages, mapped
-from mcore_bridge.weights.files.open_files import OpenFile, too_many, with_room
+from mcore_bridge.weights.files.open_files import OpenFile, with_room
 from mcore_bridge.weights.files.positional_io import (
-    READ,
     Array,
     array_of,
+    free_pages,
+    mapped,
     open_file,
     read_array,
     read_scattered,
     write_bytes,
 )
-from mcore_bridge.weights.files.strict_json import parse
 
 _DTYPES = {
     "F64": "float64",

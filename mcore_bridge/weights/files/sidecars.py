@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from mcore_bridge.errors import CheckpointError
+from mcore_bridge.foreign_files import read_json
 from mcore_bridge.rules.mapping import matches
 
 _TOKENIZER = (
@@ -62,7 +63,7 @@ def copy_companions(
 def forget_quantization(folder: Path) -> None:
     """Remove the description of quantized weights from the config of a folder, since its weights are plain now."""
     config = folder / "config.json"
-    fields = json.loads(config.read_text(encoding="utf-8"))
+    fields = read_json(config, finite=False)
     parts = [part for part in (fields, *fields.values()) if isinstance(part, dict) and "quantization_config" in part]
     for part in parts:
         del part["quantization_config"]

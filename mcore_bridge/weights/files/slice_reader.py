@@ -14,11 +14,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from mcore_bridge.rules.spec import runs_within
 from mcore_bridge.weights.files.encoded_copy import EncodedCopy, submit
 from mcore_bridge.weights.files.positional_io import Array, array_of
 from mcore_bridge.weights.files.safetensors import SafetensorsFile
 from mcore_bridge.weights.files.staging import Slot, Staging
-from mcore_bridge.weights.plan.runs import runs_within
 
 _COMPARED = 4 << 20
 """Bytes that ``FileCopy.is_in_place`` compares at once."""

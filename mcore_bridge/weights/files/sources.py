@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mcore_bridge.config.given_path import given_path
+from mcore_bridge.arguments import given_path
 from mcore_bridge.errors import CheckpointError
 
 _WEIGHTS = ("*.safetensors", "*.distcp", "*.pt", "mp_rank_*/*.pt")

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from mcore_bridge.arguments import COUNT, ITERABLE, Kind, require
 from mcore_bridge.errors import TransferError
-from mcore_bridge.rules.fused_loads import fused_module
-from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.plan.alignment import ALIGNMENT, aligned
+from mcore_bridge.rules.names import fused_module
+from mcore_bridge.rules.spec import ALIGNMENT, TensorSpec, aligned
 
 SLOT_BYTES = 512 << 20
 
@@ -41,6 +40,12 @@ class Bucket:
     """The index among the buckets of the plan. A ``Receiver`` needs nothing else."""
     slot: int
     pieces: tuple[BucketEntry, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the slot that the tensors take, gaps included."""
+        last = self.pieces[-1]
+        return last.offset + aligned(last.num_bytes)
 
     def columns(self) -> dict[str, list[object]]:
         """The entries as plain lists, for other receivers: names, dtypes as ``"bfloat16"``, shapes, bytes."""

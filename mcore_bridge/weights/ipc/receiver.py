@@ -11,9 +11,9 @@ from torch import Tensor
 
 from mcore_bridge.arguments import instance_of, list_of, require
 from mcore_bridge.errors import TransferError
+from mcore_bridge.rules.spec import ALIGNMENT
 from mcore_bridge.weights.ipc.buckets import Bucket, BucketPlan
-from mcore_bridge.weights.ipc.shared_memory import Handle, open_shared
-from mcore_bridge.weights.plan.alignment import ALIGNMENT
+from mcore_bridge.weights.ipc.shared_memory import Handle, open_all
 
 _PLAN = instance_of("the plan of a BufferRing", BucketPlan)
 _HANDLES = list_of("what BufferRing.handles returned", Handle)
@@ -63,14 +63,11 @@ class Receiver:
         require(TransferError, **kinds)
         _check(plan)
         self.plan = plan
-        self._slots = [open_shared(handle) for handle in handles]
+        other = "expected the plan of the ring of these handles, found another one: send ring.plan with the handles"
+        self._slots = open_all(handles, plan.digest(), other)
         sizes = [slot.numel() for slot in self._slots]
         if sizes != [plan.slot_bytes] * plan.num_slots:
             raise TransferError(f"expected {plan.num_slots} slots of {plan.slot_bytes} bytes, found slots of {sizes}")
-        if {*(handle.digest for handle in handles)} != {plan.digest()}:
-            raise TransferError(
-                "expected the plan of the ring of these handles, found another one: send ring.plan with the handles"
-            )
         self._views: dict[int, Pairs] = {}
         self._next = 0
         self._engine: EngineInput | None = None

@@ -10,7 +10,6 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -54,7 +53,7 @@ class BufferRing:
     def handles(self) -> tuple[Handle, ...]:
         """A handle for each slot, for one consumer. Call this once for each consumer, which opens each handle once."""
         digest = self.plan.digest()
-        return tuple(replace(share(slot), digest=digest) for slot in self._slots)
+        return tuple(share(slot, digest) for slot in self._slots)
 
     def slot(self, bucket: Bucket) -> Tensor:
         """The memory of ``bucket``, uint8 [slot_bytes], for channels of other projects."""

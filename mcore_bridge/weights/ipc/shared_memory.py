@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,24 +51,24 @@ def allocate(num_bytes: int, device: torch.device) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
-def share(buffer: Tensor) -> Handle:
-    """A handle of memory from ``allocate``, for one process, which opens it once.
+def share(buffer: Tensor, digest: str = "") -> Handle:
+    """A handle of what ``allocate`` returned, with this digest, for one process, which opens it once.
 
     On a GPU torch counts handles. If a handle is never opened, or opened twice, the memory is freed only when this
     process ends.
     """
     if buffer.is_cuda:
         rebuild, args = reduce_tensor(buffer)
-        return Handle(rebuild, args, _uuid(buffer.device.index))
-    return Handle(_map_file, (buffer.untyped_storage().filename, buffer.numel()), None)
+        return Handle(rebuild, args, _uuid(buffer.device.index), digest)
+    return Handle(_map_file, (buffer.untyped_storage().filename, buffer.numel()), None, digest)
 
 
-def share_part(memory: Tensor) -> Handle:
+def share_part(memory: Tensor, digest: str = "") -> Handle:
     """A handle of memory that torch or an engine has allocated, for one process, which opens it once.
 
     Args:
-        memory: uint8 [bytes], contiguous; it may begin anywhere in its storage. On a CPU the storage must come from
-            ``allocate``.
+        memory: uint8 [bytes], contiguous; it may begin anywhere in its storage. On a CPU that must be of ``allocate``.
+        digest: that of the handle.
 
     Raises:
         TransferError: when another process cannot open memory of this allocator, such as the allocator of vLLM's sleep
@@ -82,7 +82,7 @@ def share_part(memory: Tensor) -> Handle:
                 "process can open; send buckets through a ring"
             )
         size = memory.untyped_storage().nbytes()
-        return Handle(_map_part, (path, size, memory.storage_offset(), memory.numel()), None)
+        return Handle(_map_part, (path, size, memory.storage_offset(), memory.numel()), None, digest)
     try:
         rebuild, args = reduce_tensor(memory)
     except RuntimeError as error:  # cudaIpcGetMemHandle
@@ -90,7 +90,14 @@ def share_part(memory: Tensor) -> Handle:
             f"CUDA IPC cannot open the memory ({str(error).splitlines()[0]}). Its allocator maps memory itself, like "
             "sleep modes and expandable_segments: send buckets through a ring, or turn these off"
         ) from None
-    return Handle(rebuild, args, _uuid(memory.device.index))
+    return Handle(rebuild, args, _uuid(memory.device.index), digest)
+
+
+def open_all(handles: Sequence[Handle], digest: str, otherwise: str) -> list[Tensor]:
+    """Open handles, each of which must have this digest; if one has not, raise ``TransferError`` with ``otherwise``."""
+    if {*(handle.digest for handle in handles)} != {digest}:
+        raise TransferError(otherwise)
+    return [open_shared(handle) for handle in handles]
 
 
 def open_shared(handle: Handle) -> Tensor:

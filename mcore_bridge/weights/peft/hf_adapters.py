@@ -14,33 +14,27 @@ import torch
 from torch import Tensor
 
 from mcore_bridge import arguments
-from mcore_bridge.arguments import DEVICE
+from mcore_bridge.arguments import COUNT, DEVICE, require
 from mcore_bridge.config.mesh.alike import Shared, agreed, replica_groups
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.rules.adapters import Adapters, base_name
+from mcore_bridge.rules.dtypes import Dtypes, has_same_bits, wanted_dtype
 from mcore_bridge.rules.mapping import pattern_of
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.agreement import agree_on_plan, open_export
-from mcore_bridge.weights.bound import BoundModel, Models, bind, chunks_of, provenance_on
-from mcore_bridge.weights.dtypes import Dtypes, has_same_bits, wanted_dtype
+from mcore_bridge.weights.bound import BoundModel, bind, provenance_on
 from mcore_bridge.weights.export import converted
 from mcore_bridge.weights.files.atomic_folder import commit, target_of, updating_by_all
-from mcore_bridge.weights.files.file_shards import FileShard, require_positive
+from mcore_bridge.weights.files.file_shards import FileShard
 from mcore_bridge.weights.files.hf_folder import content_of
 from mcore_bridge.weights.files.sources import SourceFolders
 from mcore_bridge.weights.files.staging import SLOT_BYTES
 from mcore_bridge.weights.load import load_bound
 from mcore_bridge.weights.load_state import LoadReport
 from mcore_bridge.weights.manifest import Manifest, ManifestEntry
+from mcore_bridge.weights.model_chunks import Models, chunks_of
 from mcore_bridge.weights.own_folder import is_source, note_source, require_held
-from mcore_bridge.weights.peft.peft_config import (
-    CONFIG,
-    STACKS,
-    WEIGHTS,
-    PeftNames,
-    portable_config,
-    shortest_ends,
-)
+from mcore_bridge.weights.peft.peft_config import CONFIG, STACKS, WEIGHTS, PeftNames, portable_config, shortest_ends
 from mcore_bridge.weights.peft.peft_folder import PeftFolder, memory_prefixes, open_peft, stored_dtypes
 from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.provenance import Provenance
@@ -141,7 +135,7 @@ def save_hf_adapters(
     made, provenance, world = adapters_of(models), provenance_on(models), Group(None)
     with raise_on_all(world, f"{folder} was not changed"):
         target = target_of(folder)
-        require_positive(slot_bytes=slot_bytes)
+        require(CheckpointError, slot_bytes=(slot_bytes, COUNT))
     require_alike(world, {"dtype": dtype, "slot_bytes": slot_bytes})
     together = partial(raise_on_all, world, f"{target} was not changed")
     bucket_bytes = BUCKET_SLOTS * slot_bytes

@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mcore_bridge.arguments import given_path
 from mcore_bridge.composite import IN_MODEL, SPELLINGS
-from mcore_bridge.config.given_path import given_path
-from mcore_bridge.config.hf import read_json
+from mcore_bridge.config.hf import read_fields
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.rules.adapters import adapter_rules, base_name
 from mcore_bridge.rules.mapping import Dialect, Prefixes, WeightMapping, pattern_of, respelled_name
@@ -95,7 +95,7 @@ def open_peft(
         CheckpointError: the folder cannot be read, or it has unsupported features; the error names all of them.
     """
     path = given_path(folder)
-    fields, file = read_json(_config_in(path)), _weights_in(path)
+    fields, file = read_fields(_config_in(path)), _weights_in(path)
     if problems := [*unreadable_in(fields)]:
         raise _refused(path, problems)
     config = PeftConfig.of(fields)

@@ -10,9 +10,8 @@ from operator import sub
 
 from mcore_bridge.rules.layout import Axes
 from mcore_bridge.rules.mapping import WeightMapping
-from mcore_bridge.weights.plan.alignment import ALIGNMENT, aligned
-from mcore_bridge.weights.plan.budget import MEMORY, MESSAGES_IN_FLIGHT
-from mcore_bridge.weights.plan.export_plan import ExportPlan, Message
+from mcore_bridge.rules.spec import ALIGNMENT, aligned
+from mcore_bridge.weights.plan.export_plan import MEMORY, MESSAGES_IN_FLIGHT, ExportPlan, Message
 from mcore_bridge.weights.plan.gather import Request, SourceShard, assemble_plan, assign_senders, shards_of
 from mcore_bridge.weights.plan.inventory import Inventory, merge_inventories
 from mcore_bridge.weights.plan.schedule import MIN_WINDOW

@@ -18,11 +18,13 @@ from typing import Any
 
 import torch
 
-from mcore_bridge.config.given_path import given_path
+from mcore_bridge.arguments import given_path
 from mcore_bridge.errors import TransferError
+from mcore_bridge.foreign_files import parse, read_bounded
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.plan.boxes import BoxCopy, Dim, are_apart
 
+_MOST_BYTES = 1 << 30
 FORMAT = "mcore_bridge engine map 1"
 """The first line of a file, with the version of the format."""
 
@@ -220,9 +222,7 @@ class EngineMap:
             TransferError: when the file has another format, or was changed after it was written.
         """
         path = given_path(path, TransferError)
-        if os.path.exists(path) and not os.path.isfile(path):  # a FIFO would block
-            raise TransferError(f"{path}: expected a file, found something else; make another")
-        text = path.read_bytes().decode(errors="replace")
+        text = read_bounded(path, _MOST_BYTES, TransferError).decode(errors="replace")
         form, _, rest = text.partition("\n")
         digest, _, body = rest.partition("\n")
         if form != FORMAT:
@@ -234,8 +234,8 @@ class EngineMap:
                 f"{path}: expected the digest of its text, found another; the file was changed, so make another map"
             )
         try:
-            return _read(json.loads(body))
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            return _read(parse(body.encode()))
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
             raise TransferError(
                 f"{path}: expected the fields of a map, found others ({error!r:.200}); make another"
             ) from None

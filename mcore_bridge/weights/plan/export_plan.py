@@ -2,8 +2,12 @@
 
 A rank sends one stream of bytes: its shards in order, cut at the ends of rows into messages of one or two sizes. All
 ranks send one window per message at the same time. So all pipeline stages send at once, and the number of messages
-depends on bytes alone. HF tensors that an engine fuses in one load call are yielded together, after the message that
-completes them. ``gather.py`` and ``all_to_all.py`` make plans.
+depends on bytes alone. An HF tensor is yielded with the message that completes it and all that an engine fuses with it
+in one load call. ``gather.py`` and ``all_to_all.py`` make plans.
+
+Limits on the memory that an export takes beside the model.
+
+Memory that the run of a plan takes beside the model, computed from the plan.
 """
 
 from __future__ import annotations
@@ -18,7 +22,6 @@ from operator import attrgetter
 import torch
 
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.plan.budget import SLAB
 from mcore_bridge.weights.plan.payload import OutputTensor, Payload
 from mcore_bridge.weights.plan.stream import HEADER, Streams, WindowSlice, pieces
 
@@ -137,3 +140,34 @@ def _first_messages(plan: ExportPlan) -> dict[int, int]:
                     number = message + (begin - first) // rows
                     first_messages[output] = min(number, first_messages.get(output, number))
     return first_messages
+
+
+MESSAGES_IN_FLIGHT = 2
+"""Messages that travel at once, each in separate memory."""
+MEMORY = 2_000_000_000
+"""Bytes that an export takes beside the model by default, unless an HF tensor needs more."""
+SLAB = 32 << 20
+"""Size limit of an allocation that HF tensors of one shape share if they come with one message."""
+
+
+def peak_bytes(plan: ExportPlan) -> int:
+    """The most bytes that messages and outputs take on the receiver."""
+    if len(plan.streams) == 1:
+        return plan.open_bytes
+    rooms = [message.room for message in plan.messages]
+    return max(held + _message_bytes(rooms, number) for number, held in enumerate(plan.open_bytes_by_message))
+
+
+def _message_bytes(rooms: Sequence[int], number: int) -> int:
+    """Bytes of memory for messages while message ``number`` is unpacked.
+
+    This message and the next have memory. If the messages after them have another size, memory for all messages in
+    flight is allocated at once, while the messages that are not unpacked still have theirs.
+    """
+    if number + 1 == len(rooms):
+        return sum(rooms[-MESSAGES_IN_FLIGHT:])
+    now, following, *_ = rooms[number : number + MESSAGES_IN_FLIGHT]
+    if now != following:
+        return now + MESSAGES_IN_FLIGHT * following
+    further = rooms[min(number + MESSAGES_IN_FLIGHT, len(rooms) - 1)]
+    return following + max(now, MESSAGES_IN_FLIGHT * further if further != following else 0)

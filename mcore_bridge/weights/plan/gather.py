@@ -14,14 +14,21 @@ from typing import NamedTuple
 
 from mcore_bridge.rules.layout import Axes
 from mcore_bridge.rules.mapping import WeightMapping
-from mcore_bridge.weights.plan.alignment import aligned
-from mcore_bridge.weights.plan.budget import MEMORY, MESSAGES_IN_FLIGHT
-from mcore_bridge.weights.plan.export_plan import ExportPlan, Message
+from mcore_bridge.rules.spec import aligned
+from mcore_bridge.weights.plan.export_plan import MEMORY, MESSAGES_IN_FLIGHT, ExportPlan, Message, peak_bytes
 from mcore_bridge.weights.plan.inventory import Inventory, ParamEntry, merge_inventories
-from mcore_bridge.weights.plan.memory import peak_bytes
-from mcore_bridge.weights.plan.message_sizes import Sizes, large_entries, sized
 from mcore_bridge.weights.plan.payload import Payload
-from mcore_bridge.weights.plan.schedule import MANY, Schedule, candidate_schedules, periods_of, phases_of, window_of
+from mcore_bridge.weights.plan.schedule import (
+    MANY,
+    Schedule,
+    Sizes,
+    candidate_schedules,
+    large_entries,
+    periods_of,
+    phases_of,
+    sized,
+    window_of,
+)
 from mcore_bridge.weights.plan.stream import HEADER, SendRange, Streams, WindowRun, cut, num_messages, widths
 
 MESSAGE_BYTES = tuple(megabytes << 20 for megabytes in (512, 384, 320, 256, 192, 128))

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from mcore_bridge.rules.fused_loads import fused_module
 from mcore_bridge.rules.mapping import unstacked
-from mcore_bridge.rules.names import expert_of
+from mcore_bridge.rules.names import expert_of, fused_module
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.plan.inventory import ParamEntry
 

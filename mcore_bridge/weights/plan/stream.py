@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mcore_bridge.weights.plan.alignment import aligned
+from mcore_bridge.rules.spec import aligned
 
 HEADER = 1024
 """Bytes at the beginning of each window for the state of its sender."""

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mcore_bridge.arguments import COUNTS, NAMES, Kind, require
-from mcore_bridge.config.sizes import is_count
+from mcore_bridge.arguments import COUNTS, NAMES, Kind, is_count, require
 from mcore_bridge.errors import TargetError
 from mcore_bridge.rules.mapping import matches
 from mcore_bridge.weights.plan.engine_map import EngineMap
@@ -183,8 +182,8 @@ def engine_ranks(
     require(TargetError, layers=(layers, COUNTS.or_none()), whole=(whole, NAMES))
     if tp % ep:
         raise TargetError(
-            f"expected ep to divide tp={tp}, found {ep}; where experts lie across data parallel engines, make each "
-            "EngineRank with its own ep_rank"
+            f"expected ep to divide tp={tp}, found {ep}",
+            in_python="where experts lie across data parallel engines, make each EngineRank with its own ep_rank",
         )
     etp = tp // ep
     return tuple(

@@ -1,16 +1,23 @@
-"""The parts of a model's parameters that a receiver gets, for each kind of target."""
+"""What a receiver takes of the parameters of a model, for each kind of target.
+
+Slices of parameters for a target that is an engine map: what that rank of the engine uses, and nothing else.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from mcore_bridge.errors import TargetError
 from mcore_bridge.rules.layout import Axes
-from mcore_bridge.rules.mapping import WeightMapping
+from mcore_bridge.rules.mapping import WeightMapping, unstacked
 from mcore_bridge.weights.plan.engine_map import EngineMap
-from mcore_bridge.weights.plan.engine_slices import Slicer
+from mcore_bridge.weights.plan.engine_slices import Indices, Slicer, dims_of, sliced_shards
 from mcore_bridge.weights.plan.inventory import ParamEntry
-from mcore_bridge.weights.plan.mapped_slices import wanted_by_map
+from mcore_bridge.weights.plan.map_slices import MapSlices
+from mcore_bridge.weights.plan.payload import Payload
 from mcore_bridge.weights.plan.target import EngineRank, Target
 
 
@@ -29,3 +36,78 @@ def wanted_by(
     if target not in ("everything", "nothing"):
         raise TargetError(f'expected target="everything", "nothing", an EngineRank or an EngineMap, found {target!r}')
     return entries if target == "everything" else ()
+
+
+def wanted_by_map(target: EngineMap, entries: Sequence[ParamEntry]) -> Iterator[ParamEntry]:
+    """Yield the parts of ``entries`` that a rank of an engine uses, in their order, with one entry for each shard.
+
+    An HF tensor is cut along the dim along which megatron-core cuts it. A stack of experts is also cut along the
+    experts.
+
+    Raises:
+        TargetError: when the map was made for HF tensors of other names or shapes.
+    """
+    _check(target, entries)
+    slices = MapSlices(target)
+    for entry in entries:
+        cut = _cut(slices, entry)
+        if cut is None:
+            continue
+        entry, taken = cut
+        for shard, (traced, starts) in sliced_shards(entry.trace, taken).items():
+            holders = {shard: entry.holders[shard]} if traced.to_hf else {}
+            yield replace(entry, trace=traced, holders=holders, starts=starts)
+
+
+def _check(target: EngineMap, entries: Sequence[ParamEntry]) -> None:
+    shapes = {name: output.shape for output in Payload.of(entries).outputs for name in (output.name, *output.copies)}
+    expected = {spec.name: tuple(spec.shape) for spec in target.sources}
+    wrong = [
+        f"{name}: expected {expected.get(name, 'no such HF tensor')}, found {shapes.get(name, 'none')}"
+        for name in {**expected, **shapes}
+        if expected.get(name) != shapes.get(name)
+    ]
+    if wrong:
+        raise TargetError(
+            f"the engine's map was made for other HF tensors: {'; '.join(wrong[:8])} ({len(wrong)} in all). Make it "
+            "from the manifest of these models, with the same dialect"
+        )
+
+
+def _cut(slices: MapSlices, entry: ParamEntry) -> tuple[ParamEntry, list[Indices]] | None:
+    """An entry with the used names and the used indices of each part; None if nothing is used."""
+    names = [name for name in (unstacked(entry.hf[0])[0], *entry.copies) if slices.is_used(name)]
+    if not names and not any(slices.is_used(unstacked(name)[0]) for name in entry.hf[1:]):
+        return None
+    if len(names) > 1:  # the tensor is written under several names, so all of it is sent
+        others = tuple(name for name in names if name in entry.copies and name != names[0])
+        first = entry.hf[0] if names[0] not in entry.copies else names[0]
+        entry = replace(entry, hf=(first, *entry.hf[1:]), copies=others)
+        return entry, _whole(entry)
+    if entry.copies:
+        entry = replace(
+            entry, hf=(*names, *entry.hf[1:]) if names and names[0] in entry.copies else entry.hf, copies=()
+        )
+    return _of_stack(slices, entry) if entry.stack else (entry, _taken(slices, entry))
+
+
+def _taken(slices: MapSlices, entry: ParamEntry) -> list[Indices]:
+    return [slices.taken(name, (dim,))[0] for name, dim in zip(entry.hf, dims_of(entry.trace), strict=True)]
+
+
+def _whole(entry: ParamEntry) -> list[Indices]:
+    return [np.arange(shape[dim]) for shape, dim in zip(entry.trace.part_shapes, dims_of(entry.trace), strict=True)]
+
+
+def _of_stack(slices: MapSlices, entry: ParamEntry) -> tuple[ParamEntry, list[Indices]] | None:
+    """Like ``_cut`` for parts of stacked experts: the experts of this rank get new numbers."""
+    pairs = [unstacked(name) for name in entry.hf]
+    taken = [slices.taken(name, (0, dim + 1)) for (name, _), dim in zip(pairs, dims_of(entry.trace), strict=True)]
+    experts = [of_part[0].tolist() for of_part in taken]
+    if any(of_part != experts[0] for of_part in experts):
+        return entry, _whole(entry)
+    number = pairs[0][1]
+    if number not in experts[0]:
+        return None
+    hf = tuple(f"{name}[{experts[0].index(number)}]" for name, _ in pairs)
+    return replace(entry, hf=hf, stack=len(experts[0])), [of_part[1] for of_part in taken]

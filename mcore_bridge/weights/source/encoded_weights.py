@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,15 +11,14 @@ from torch import Tensor
 
 from mcore_bridge.config.quantization import Grain, Quantization, read_quantization
 from mcore_bridge.errors import CheckpointError
+from mcore_bridge.foreign_files import read_json
 from mcore_bridge.rules.encoded import Encoded
 from mcore_bridge.rules.scheme import Encoding, Scheme, is_part, scheme_of, unreadable
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.files.hf_folder import Checkpoint
-from mcore_bridge.weights.files.positional_io import read_bounded
 from mcore_bridge.weights.files.sidecars import MODELOPT
 
 _NOTE = "quantization_config"
-_NOTE_BYTES = 100_000_000
 """More than any config has."""
 
 
@@ -45,19 +43,12 @@ def quantization_in(folder: Path) -> Quantization | None:
         CheckpointError: ``hf_quant_config.json`` is no file, or no JSON.
     """
     try:
-        note = _note_in(_json_of(folder / "config.json"))
+        note = _note_in(read_json(folder / "config.json", finite=False))
     except CheckpointError:  # code that needs a config raises elsewhere
         note = None
     if note is None and os.path.lexists(folder / MODELOPT):
-        note = _json_of(folder / MODELOPT)
+        note = read_json(folder / MODELOPT)
     return read_quantization(note)
-
-
-def _json_of(path: Path) -> object:
-    try:
-        return json.loads(read_bounded(path, _NOTE_BYTES))
-    except (RecursionError, ValueError) as error:
-        raise CheckpointError(f"{path} must be JSON, but is not: {error}; copy it again") from None
 
 
 def _note_in(fields: object) -> object:

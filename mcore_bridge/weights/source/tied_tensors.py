@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.encoded import Encoded
-from mcore_bridge.rules.heads import HEAD
+from mcore_bridge.rules.variants import HEAD
 from mcore_bridge.weights.source.source import Source, open_folder
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import TransferError
-from mcore_bridge.weights.transfer.byte_copy import WIDEST, ByteCopy, Table
+from mcore_bridge.weights.plan.boxes import WIDEST, ByteCopy, Table
 
 if TYPE_CHECKING:
     from mcore_bridge.weights.transfer.triton_copy import Launch

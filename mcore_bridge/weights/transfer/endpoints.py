@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import ExportError
-from mcore_bridge.weights.plan.alignment import ALIGNMENT
-from mcore_bridge.weights.plan.budget import SLAB
-from mcore_bridge.weights.plan.export_plan import ExportPlan, Message
+from mcore_bridge.rules.spec import ALIGNMENT
+from mcore_bridge.weights.plan.export_plan import SLAB, ExportPlan, Message
 from mcore_bridge.weights.plan.payload import OutputTensor
 from mcore_bridge.weights.transfer.copier import Buffers
 from mcore_bridge.weights.transfer.program import Program, Step

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import ExportError
-from mcore_bridge.weights.plan.budget import MESSAGES_IN_FLIGHT
-from mcore_bridge.weights.plan.export_plan import Message
+from mcore_bridge.weights.plan.export_plan import MESSAGES_IN_FLIGHT, Message
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.endpoints import NO_MERGES, Merge, Outputs, Sources
 from mcore_bridge.weights.transfer.failures import raise_failures, raise_on_all, require_all

@@ -43,6 +43,6 @@ def raise_failures(problems: Sequence[str], what: str = "", kind: type[BridgeErr
         raise kind(f"{what}: {failures}" if what else failures)
 
 
-def require_alike(group: Group, arguments: Shared, kind: type[BridgeError] = CheckpointError) -> None:
-    """Raise ``kind`` on all ranks if arguments of a call differ between ranks. The error has each rank's values."""
-    agreed([group.group], lambda: (None, arguments), kind)  # type: ignore[list-item]  # there is a world
+def require_alike(group: Group, arguments: Shared) -> None:
+    """Raise ``CheckpointError`` on all ranks if these arguments differ between ranks, with what each rank passed."""
+    agreed([group.group], lambda: (None, arguments), CheckpointError)  # type: ignore[list-item]  # there is a world

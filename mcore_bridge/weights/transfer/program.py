@@ -12,15 +12,13 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.rules.trace import Copy
-from mcore_bridge.weights.plan.boxes import BoxCopy, joined
-from mcore_bridge.weights.plan.budget import MESSAGES_IN_FLIGHT
-from mcore_bridge.weights.plan.export_plan import ExportPlan
+from mcore_bridge.weights.plan.boxes import BoxCopy, ByteCopy, joined, stacked
+from mcore_bridge.weights.plan.export_plan import MESSAGES_IN_FLIGHT, ExportPlan
 from mcore_bridge.weights.plan.inventory import ParamEntry
 from mcore_bridge.weights.plan.payload import OutputTensor
 from mcore_bridge.weights.plan.stream import HEADER, WindowSlice
-from mcore_bridge.weights.transfer.byte_copy import ByteCopy, stacked
+from mcore_bridge.weights.transfer.collectives import Lineup, lineup
 from mcore_bridge.weights.transfer.copier import CopyTable
-from mcore_bridge.weights.transfer.window_order import Lineup, lineup
 
 WINDOWS, HEADER_SENT, HEADERS, OWN_WINDOWS, OUTPUTS = range(5)
 """Buffers of a step; their numbers follow the numbers of the tensors that this rank holds.

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mcore_bridge.weights.transfer.byte_copy import WIDEST, ByteCopy, Table
+from mcore_bridge.weights.plan.boxes import WIDEST, ByteCopy, Table
 
 _TILE, _NARROW = (16, 256), (128, 32)  # rows and columns, in words
 _WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mcore_bridge.config.mesh.lost_ranks import naming_lost_ranks
 from mcore_bridge.weights.plan.stream import HEADER
-from mcore_bridge.weights.transfer.window_order import Lineup
+from mcore_bridge.weights.transfer.collectives import Lineup
 
 if TYPE_CHECKING:
     from mcore_bridge.weights.transfer.collectives import Group

@@ -1,0 +1,74 @@
+"""What ``convert`` and ``merge`` have written, and their report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mcore_bridge.architecture import architecture_of
+from mcore_bridge.commands import text
+from mcore_bridge.config.unread_fields import notes_on, unread_fields
+from mcore_bridge.convert.conversion import ModelConversion
+from mcore_bridge.convert.convert import Converted
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A folder and what is in it.
+
+    Attributes:
+        target: the folder.
+        kind: its format.
+        parameters: their number, or that of tensors that no model was made of.
+        bytes: of all tensors.
+        files: names in the target.
+        kept: how many of the files an earlier run had written.
+        carried: HF names in the target of parts that no model was built of.
+        unused: HF names of the source that nothing uses.
+        things: what ``parameters`` counts, in words.
+        notes: what a user must know of the target.
+    """
+
+    target: Path
+    kind: str
+    parameters: int
+    bytes: int
+    files: tuple[str, ...]
+    kept: int
+    carried: tuple[str, ...]
+    unused: tuple[str, ...]
+    things: str = field(repr=False)
+    notes: tuple[str, ...] = field(repr=False)
+
+    @classmethod
+    def of(cls, converted: Converted, target: Path) -> Written:
+        """The answer of a conversion to ``target``."""
+        conversion = converted.conversion
+        notes = [conversion.note] if conversion.note else []
+        if isinstance(conversion, ModelConversion):
+            hf_config = conversion.model.provenance.hf
+            notes += [note for _, note in notes_on(unread_fields(hf_config, architecture_of(hf_config).fields))]
+        number, noun = conversion.size_text
+        return cls(
+            target=target,
+            kind=conversion.kind,
+            parameters=number,
+            bytes=sum(conversion.sizes),
+            files=tuple(conversion.names),
+            kept=converted.num_kept,
+            carried=conversion.carried_names,
+            unused=conversion.ignored,
+            things=text.plural(number, noun),
+            notes=tuple(notes),
+        )
+
+
+def render(written: Written) -> str:
+    """The report, as a line."""
+    kept = f", {written.kept} of them by an earlier run" if written.kept else ""
+    ignored = text.plural(len(written.unused), "tensor")
+    unused = f" Not used are {ignored} of the source: {text.names(written.unused)}." if written.unused else ""
+    return (
+        f"{written.target} is written as {written.kind}: {written.things}, {text.num_bytes(written.bytes)} in "
+        f"{text.plural(len(written.files), 'file')}{kept}.{unused}" + "".join(f" {note}." for note in written.notes)
+    )

@@ -1,0 +1,157 @@
+"""Connections between a trainer and the workers of engines, over TCP, with a key that both sides must have."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
+from threading import Thread
+from typing import Any, TypeVar
+
+from mcore_bridge.errors import TransferError
+
+KEY_BYTES = 32
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a trainer rank listens. Its fields are plain JSON."""
+
+    host: str
+    port: int
+    key: str
+
+    def dial(self) -> Connection:
+        """Connect to the trainer rank.
+
+        Raises:
+            TransferError: when nobody listens there, or the key is another one.
+        """
+        try:
+            return Client((self.host, self.port), authkey=bytes.fromhex(self.key))
+        except (OSError, EOFError, AuthenticationError) as error:
+            raise TransferError(
+                f"expected a trainer that listens at {self.host}:{self.port}, found none ({error}). It may have ended; "
+                "if the engine runs on another machine, pass WeightSync an address that this machine reaches"
+            ) from None
+
+
+class Listener:
+    """Accepts workers of engines on a port of its own.
+
+    Args:
+        host: the name or the number under which the engines reach this machine.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._key = secrets.token_bytes(KEY_BYTES)
+        try:
+            self.socket = socket.create_server((host, 0), backlog=512)
+        except OSError as error:
+            raise TransferError(f"expected an address of this machine, found {host} ({error}); pass address=") from None
+        self.address = Address(host, self.socket.getsockname()[1], self._key.hex())
+
+    def accept(self, seconds: float) -> Connection | None:
+        """The next worker; None if none came in time, or one came without the key."""
+        self.socket.settimeout(seconds)
+        try:
+            accepted, _ = self.socket.accept()
+        except TimeoutError:
+            return None
+        accepted.settimeout(None)
+        pipe = Connection(accepted.detach())
+        try:
+            deliver_challenge(pipe, self._key)
+            answer_challenge(pipe, self._key)
+        except (OSError, EOFError, AuthenticationError):
+            pipe.close()
+            return None
+        return pipe
+
+    def close(self) -> None:
+        """Accept nobody any more."""
+        self.socket.close()
+
+
+def own_host() -> str:
+    """The number under which other machines reach this one, as far as it is known."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("10.255.255.255", 1))  # a datagram socket only chooses a route: nothing is sent
+        return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
+class WorkerLine:
+    """Questions to one worker of an engine, and its answers.
+
+    Args:
+        pipe: the connection.
+        worker: what messages call the worker.
+        seconds: how long an answer may take.
+    """
+
+    def __init__(self, pipe: Connection, worker: str, seconds: float) -> None:
+        self.pipe, self.worker, self.seconds = pipe, worker, seconds
+
+    def __call__(self, method: str, *arguments: Any) -> Any:
+        """Ask, and wait for the answer."""
+        self.send(method, arguments)
+        return self.answer()
+
+    def send(self, method: str, arguments: Sequence[Any] = ()) -> None:
+        """Ask for a method of the worker."""
+        try:
+            self.pipe.send((method, tuple(arguments)))
+        except OSError as error:
+            raise self._lost(error) from None
+
+    def answer(self) -> Any:
+        """The next answer.
+
+        Raises:
+            TransferError: when the worker reports an error, has ended, or does not answer in time.
+        """
+        try:
+            if not self.pipe.poll(self.seconds):
+                raise TransferError(
+                    f"expected an answer of {self.worker} within {self.seconds:.0f} s, found none; look into its log, "
+                    "or pass a longer timeout"
+                )
+            answer = self.pipe.recv()
+        except (OSError, EOFError) as error:
+            raise self._lost(error) from None
+        if isinstance(answer, Exception):
+            raise TransferError(f"{self.worker}: {answer}") from answer
+        return answer
+
+    def meet(self, action: Callable[[], T]) -> T:
+        """Run an action that waits for the worker, which answers when it has done its part.
+
+        Raises:
+            TransferError: as ``answer``, and soon after a worker has ended for which the action still waits.
+        """
+        done: list[T] = []
+        failed: list[Exception] = []
+
+        def run() -> None:
+            try:
+                done.append(action())
+            except Exception as error:
+                failed.append(error)
+
+        thread = Thread(target=run, daemon=True)
+        thread.start()
+        self.answer()
+        thread.join(self.seconds)
+        if not done:
+            reason = failed[0] if failed else f"found nothing within {self.seconds:.0f} s"
+            raise TransferError(f"expected a connection to {self.worker}, {reason}")
+        return done[0]
+
+    def _lost(self, error: Exception) -> TransferError:
+        return TransferError(f"expected {self.worker} to be connected, found that it has ended ({error!r})")

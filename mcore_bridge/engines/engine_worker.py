@@ -1,0 +1,343 @@
+"""One worker of an engine while a trainer sends weights: it makes a map of its loader, and takes rounds by it.
+
+The trainer's ``WeightSync`` decides. A worker enters ``receive`` at each round, says who it is, and does what it is
+asked until the round ends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_bridge.arguments import COUNT, LEAST_0, MAPPING, instance_of, require
+from mcore_bridge.engines.channel import Address
+from mcore_bridge.engines.pair import WORKER, ProcessPair, find_store
+from mcore_bridge.errors import TransferError, describe
+from mcore_bridge.machine import this_machine
+from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights.engine.engine_tensors import Source, all_tensors
+from mcore_bridge.weights.engine.loader_thread import Loader, LoaderThread
+from mcore_bridge.weights.engine.map_engine import map_engine
+from mcore_bridge.weights.engine.mapped_engine import MappedEngine
+from mcore_bridge.weights.engine.prove import checksums
+from mcore_bridge.weights.ipc.buckets import BucketPlan
+from mcore_bridge.weights.ipc.receiver import EngineInput, Receiver
+from mcore_bridge.weights.ipc.shared_memory import Handle
+from mcore_bridge.weights.plan.engine_map import EngineMap
+
+logger = logging.getLogger(__name__)
+CACHE = "MCORE_BRIDGE_CACHE"
+"""The environment variable that names the folder of kept maps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Which worker this is, and where."""
+
+    engine: int
+    """The number of the engine among those of the trainer."""
+    name: str
+    """Engine, release, model, and the worker's place in the engine's mesh."""
+    rank: int
+    size: int
+    machine: str
+    gpu: str
+    """The UUID of its GPU; empty on a CPU."""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Engine and rank, which no two workers share."""
+        return self.engine, self.rank
+
+
+@dataclass(frozen=True, slots=True)
+class Invitation:
+    """What the trainer's call to an engine carries to each of its workers. Its fields are plain JSON."""
+
+    address: Address
+    engine: int
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict of plain values, which any channel carries."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, given: Mapping[str, Any]) -> Invitation:
+        """The inverse of ``to_json``.
+
+        Raises:
+            TransferError: when it is something else.
+        """
+        try:
+            address = Address(**given["address"])
+            return cls(address, int(given["engine"]), float(given["seconds"]))
+        except (TypeError, KeyError, ValueError) as error:
+            raise TransferError(f"expected what a WeightSync has sent, found other values ({error!r})") from None
+
+
+class EngineWorker:
+    """One worker of an engine, with its model and its loader.
+
+    Args:
+        source: the engine's model, or a function that returns its tensors by name.
+        load: the engine's own loader with all that it does afterwards, as for ``map_engine``.
+        name: engine, release, model and place in the engine's mesh, in one line.
+        rank, size: the worker's number among all workers of this engine, and how many there are.
+        hidden: why a map would miss some weights, such as those that a kernel keeps outside of torch's tensors. Then
+            the loader takes all weights in each round. Empty for most engines.
+
+    Example:
+        >>> model = torch.nn.Linear(48, 96, bias=False)
+        >>> load = lambda pairs: model.weight.data.copy_(dict(pairs)["lm_head.weight"])
+        >>> worker = EngineWorker(model, load, name="example, worker 0 of 1")
+        >>> # worker.receive(info)                        at each round, with what the trainer's call carries
+    """
+
+    def __init__(
+        self, source: Source, load: Loader, *, name: str, rank: int = 0, size: int = 1, hidden: str = ""
+    ) -> None:
+        require(
+            TransferError,
+            name=(name, instance_of("a line of text", str)),
+            rank=(rank, LEAST_0),
+            size=(size, COUNT),
+        )
+        self._source, self._load = source, load
+        self._name, self._rank, self._size, self._hidden = name, rank, size, hidden
+        self._control: Connection | None = None
+        self._data: Connection | None = None
+        self._address: Address | None = None
+        self._mapped: MappedEngine | None = None
+        self._input: EngineInput | None = None
+        self._receiver: Receiver | None = None
+        self._pair: ProcessPair | None = None
+        self._slots: list[Tensor] = []
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the engine's tensors."""
+        return next(iter(all_tensors(self._source).values()), torch.empty(0)).device
+
+    @torch.no_grad()
+    def receive(self, info: Mapping[str, Any]) -> None:
+        """Take part in one round. Returns when this worker has the new weights.
+
+        Args:
+            info: what the trainer's call carries.
+
+        Raises:
+            TransferError: when the round failed, here or elsewhere. The weights may then be half old and half new.
+        """
+        require(TransferError, info=(info, MAPPING))
+        invitation = Invitation.from_json(info)
+        identity = self._identity(invitation.engine)
+        if self._address != invitation.address:
+            self.close()
+            self._control, self._address = invitation.address.dial(), invitation.address
+        assert self._control is not None
+        try:
+            self._control.send((identity, self._data is not None))
+            problem = self._take_part(self._control, identity, invitation.seconds)
+        except (OSError, EOFError) as error:
+            self.close()
+            raise TransferError(f"the trainer ended in the middle of a round ({error!r}); send a whole round") from None
+        if problem:
+            self._part()
+            raise TransferError(problem)
+
+    def _identity(self, engine: int) -> Identity:
+        device = self.device
+        gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+        return Identity(engine, self._name, self._rank, self._size, this_machine(), gpu)
+
+    def _take_part(self, control: Connection, identity: Identity, seconds: float) -> str:
+        """Do what the trainer asks until the round ends; what went wrong in it, or an empty string."""
+        while True:
+            ready: list[Any] = wait([control, *filter(None, [self._data])], seconds)
+            if not ready:
+                self.close()
+                raise TransferError(f"expected the trainer to go on within {seconds:.0f} s, found that it did not")
+            if control not in ready:
+                try:
+                    method, arguments = ready[0].recv()
+                except (OSError, EOFError):  # the trainer no longer serves this worker as it did
+                    self._part()
+                else:
+                    ready[0].send(self._answer(method, arguments))
+                continue
+            kind, value = control.recv()
+            if kind == "end":
+                return str(value)
+            if value is not None:
+                self._part()
+                self._data = value.dial()
+                self._data.send(identity.place)
+
+    def _answer(self, method: str, arguments: Sequence[Any]) -> Any:
+        try:
+            return getattr(self, f"ask_{method}")(*arguments)
+        except TransferError as error:
+            return error
+        except Exception as error:
+            logger.exception("%s: %s", self._name, method)
+            return TransferError(describe(error))
+
+    def _part(self) -> None:
+        """Forget the trainer rank that served this worker, and a round that did not end."""
+        with suppress(Exception):
+            if self._receiver is not None:
+                self._receiver.restart()
+            if self._input is not None:
+                self._input.break_off()
+        for part in (self._data, self._receiver, self._pair):
+            if part is not None:
+                part.close()
+        self._data = self._receiver = self._pair = None
+        self._slots = []
+
+    def close(self) -> None:
+        """Let go of the trainer and of all memory that is shared with it."""
+        self._part()
+        if self._control is not None:
+            self._control.close()
+        self._control = self._address = None
+
+    # what a trainer asks --------------------------------------------------------------------------------------------
+
+    def ask_map(self, specs: Sequence[TensorSpec]) -> EngineMap:
+        """Make a map for these HF tensors, or prove one that was kept."""
+        if self._hidden:
+            raise TransferError(self._hidden)
+        path = _cache() / f"{hashlib.sha256(repr((self._name, *specs)).encode()).hexdigest()}.map"
+        kept = None
+        if path.exists():
+            try:
+                kept = EngineMap.load(path)
+            except TransferError as error:
+                logger.warning("%s. A new map is made now", error)
+        self._mapped = map_engine(specs, self._source, self._load, engine=self._name, kept=kept)
+        self._input = self._mapped
+        if self._mapped.map is not kept:
+            _save(self._mapped.map, path)
+        return self._mapped.map
+
+    def ask_loader(self) -> None:
+        """Take whole HF tensors by the engine's loader from now on."""
+        self._input = LoaderInput(self._load, self.device)
+
+    def ask_share(self) -> tuple[Handle, ...] | None:
+        """Announce a round in which the trainer writes into the engine's memory."""
+        return self._by_map().share()
+
+    def ask_ring(self, plan: BucketPlan, handles: Sequence[Handle]) -> None:
+        """Open the trainer's slots."""
+        self._receiver = Receiver(plan, handles)
+
+    def ask_network(self, plan: BucketPlan, host: str, port: int, seconds: float) -> None:
+        """Make slots of this worker's own, which the trainer fills over the network."""
+        device = self.device
+        self._slots = [torch.empty(plan.slot_bytes, dtype=torch.uint8, device=device) for _ in range(plan.num_slots)]
+        digest = plan.digest()
+        handles = [Handle(lambda slot=slot: slot, (), None, digest) for slot in self._slots]
+        self._receiver = Receiver(plan, handles)
+        self._pair = ProcessPair(find_store(host, port, seconds), WORKER, device, seconds)
+
+    def ask_bucket(self, number: int) -> None:
+        """Take a bucket out of its slot, after it has come if the trainer is elsewhere."""
+        assert self._receiver is not None
+        assert self._input is not None
+        if self._pair is not None:
+            bucket = self._receiver.plan.buckets[number]
+            self._pair.receive(self._slots[bucket.slot][: bucket.num_bytes])
+        self._receiver.copy_into(number, self._input)
+
+    def ask_finish(self, version: int) -> None:
+        """All buckets have come."""
+        assert self._receiver is not None
+        self._receiver.finish(version)
+        self._synchronize()
+
+    def ask_complete(self, version: int) -> None:
+        """The trainer has written everything."""
+        self._by_map().complete(version)
+        self._synchronize()
+
+    def ask_checksums(self) -> dict[str, int]:
+        """Of the engine's tensors that depend on HF tensors."""
+        tensors = all_tensors(self._source)
+        if self._mapped is not None:
+            tensors = {name: tensors[name] for name in self._mapped.map.places if name in tensors}
+        return checksums(tensors)
+
+    def _by_map(self) -> MappedEngine:
+        if self._mapped is None:
+            raise TransferError("expected a map of this engine, found none: ask for one first")
+        return self._mapped
+
+    def _synchronize(self) -> None:
+        device = self.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # whichever stream the engine computes on next
+
+
+class LoaderInput:
+    """An engine whose loader takes every HF tensor, where no map can be made.
+
+    Args:
+        load: the engine's loader.
+        device: where the engine's tensors are.
+    """
+
+    def __init__(self, load: Loader, device: torch.device) -> None:
+        self._load, self._device = load, device
+        self._loading: LoaderThread | None = None
+
+    def begin(self, plan: BucketPlan) -> None:
+        """Start the loader."""
+        self.break_off()
+        self._loading = LoaderThread(self._load, self._device)
+
+    def write(self, pairs: list[tuple[str, Tensor]], *, stay: bool = False) -> None:
+        """Have the loader take copies of HF tensors."""
+        assert self._loading is not None
+        self._loading.send(pairs)
+
+    def complete(self, version: int | None = None) -> None:
+        """Return when the loader does."""
+        loading, self._loading = self._loading, None
+        assert loading is not None
+        loading.finish()
+
+    def break_off(self) -> None:
+        """End a call of the loader that did not get all tensors."""
+        loading, self._loading = self._loading, None
+        if loading is not None:
+            loading.break_off()
+
+
+def _cache() -> Path:
+    root = os.environ.get(CACHE) or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mcore_bridge"
+    return Path(root) / "maps"
+
+
+def _save(engine_map: EngineMap, path: Path) -> None:
+    """Keep a map; several workers may write the same one."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            engine_map.save(Path(folder) / path.name)
+            os.replace(Path(folder) / path.name, path)
+    except OSError as error:
+        logger.warning("the map is not kept in %s: %s", path.parent, error)

@@ -1,0 +1,64 @@
+"""SGLang's side of a weight sync: a function that its ``update_weights_from_tensor`` calls in each scheduler.
+
+    engine = sglang.Engine(..., custom_weight_loader=["mcore_bridge.engines.sglang.load"])
+    sync = mb.WeightSync(models, mcore_bridge.engines.sglang.client(engine))
+
+This module imports nothing of SGLang before a scheduler calls ``load``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from mcore_bridge.engines.engine_worker import EngineWorker
+
+LOAD = "mcore_bridge.engines.sglang.load"
+"""The ``load_format``, which SGLang's ``custom_weight_loader`` must list."""
+_NAME = "mcore_bridge"
+_workers: WeakKeyDictionary[nn.Module, EngineWorker] = WeakKeyDictionary()
+
+
+def client(engine: Any) -> Callable[[Mapping[str, Any]], None]:
+    """The function of ``info`` that ``WeightSync`` takes for an engine.
+
+    Args:
+        engine: SGLang's ``Engine``, or what has its ``update_weights_from_tensor``.
+    """
+
+    def call(info: Mapping[str, Any]) -> None:
+        message = torch.frombuffer(bytearray(json.dumps(dict(info)).encode()), dtype=torch.uint8)
+        engine.update_weights_from_tensor([(_NAME, message)], load_format=LOAD, flush_cache=True)
+
+    return call
+
+
+def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
+    """What SGLang calls: take part in a round of a ``WeightSync``."""
+    ((name, message),) = named_tensors
+    if name != _NAME:
+        raise ValueError(f"expected a message of a WeightSync, found a tensor {name}; use another load_format")
+    worker = _workers.get(model)
+    if worker is None:
+        worker = _workers[model] = _worker_of(model)
+    worker.receive(json.loads(bytes(message.cpu().numpy())))
+
+
+def _worker_of(model: nn.Module) -> EngineWorker:
+    import sglang
+    from sglang.srt.distributed import get_pp_group, get_tp_group, get_world_group
+
+    tp, pp, world = get_tp_group(), get_pp_group(), get_world_group()
+    place = f"tp {tp.rank_in_group} of {tp.world_size}, pp {pp.rank_in_group} of {pp.world_size}"
+    config = getattr(model, "config", None)
+    name = f"sglang {sglang.__version__}, {type(model).__name__} {config!r:.2000}, {place}"
+
+    def loader(pairs: Iterable[tuple[str, Tensor]]) -> None:
+        model.load_weights(pairs)  # type: ignore[operator]
+
+    return EngineWorker(model, loader, name=name, rank=world.rank_in_group, size=world.world_size)

@@ -1,0 +1,121 @@
+"""vLLM's side of a weight sync. With our package installed, the name of a backend is all that a user writes there.
+
+    LLM(model, weight_transfer_config={"backend": "mcore_bridge"})          # vLLM 0.25 or newer
+    LLM(model, worker_extension_cls="mcore_bridge.engines.vllm.Extension")  # any release
+
+This module imports nothing of vLLM before a worker uses it, since vLLM loads it as a plug-in in every process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mcore_bridge.engines.engine_worker import EngineWorker
+from mcore_bridge.errors import TransferError
+
+BACKEND = "mcore_bridge"
+
+
+def register() -> None:
+    """Make the backend known to vLLM. vLLM calls this in each of its processes, as a plug-in."""
+    try:
+        from vllm.distributed.weight_transfer.base import WeightTransferEngine
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    except ImportError:  # a release without weight transfer
+        return
+    is_known = BACKEND in WeightTransferEngineFactory._registry
+    if not is_known and hasattr(WeightTransferEngine, "start_weight_update"):
+        WeightTransferEngineFactory.register_engine(BACKEND, "mcore_bridge.engines.vllm_backend", "Backend")
+
+
+def worker_of(model: nn.Module, config: Any, model_config: Any, device: torch.device, rank: int) -> EngineWorker:
+    """The part of a weight sync that a worker of vLLM plays.
+
+    Args:
+        model: the model that gets weights: the worker's own, or a draft model.
+        config: vLLM's whole config.
+        model_config: the part of it that describes ``model``.
+        device: the worker's device.
+        rank: the worker's rank among those of its data parallel replica.
+    """
+    import vllm
+
+    parallel = config.parallel_config
+    first = parallel.data_parallel_index * parallel.world_size if _is_one_engine(parallel) else 0
+    size = parallel.world_size * (parallel.data_parallel_size if _is_one_engine(parallel) else 1)
+    mesh = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size, bool(parallel.enable_expert_parallel))
+    fields = repr(sorted(model_config.hf_config.to_dict().items(), key=str))
+    digest = hashlib.sha256(f"{fields} {model_config.dtype} {model_config.quantization} {mesh}".encode()).hexdigest()
+    name = f"vllm {vllm.__version__}, {type(model).__name__} {digest[:12]}, worker {first + rank} of {size}"
+    loader = partial(_reload, model, model_config, device)
+    return EngineWorker(model, loader, name=name, rank=first + rank, size=size, hidden=_hidden_weights(device))
+
+
+def _hidden_weights(device: torch.device) -> str:
+    """Why vLLM's weights are not all in torch's tensors; empty if they are."""
+    if device.type == "cpu":
+        from vllm import _custom_ops
+
+        if getattr(_custom_ops, "_supports_onednn", False):
+            return "vLLM packs weights of linear layers for the kernels of oneDNN on CPUs, where no map reaches them"
+    return ""
+
+
+def _is_one_engine(parallel: Any) -> bool:
+    """Whether one call reaches all data parallel replicas: not if each of them is an ``LLM`` or a server of its own."""
+    return not (getattr(parallel, "local_engines_only", False) or "VLLM_DP_RANK" in os.environ)
+
+
+def _reload(model: nn.Module, model_config: Any, device: torch.device, pairs: Iterator[tuple[str, Tensor]]) -> None:
+    """Load by vLLM's own loader, and bring each layer into the form that its kernels take."""
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    for parameter in model.parameters():
+        loader = getattr(parameter, "weight_loader", None)
+        if isinstance(loader, partial):
+            loader.__name__ = "partial"  # type: ignore[attr-defined]  # vLLM's reload asks for it
+    with ExitStack() as stack:
+        stack.enter_context(torch.device(device))
+        try:
+            from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+        except ImportError:
+            pass
+        else:
+            stack.enter_context(disable_mtp_completeness_check())
+        initialize_layerwise_reload(model)
+        model.load_weights(pairs)  # type: ignore[operator]
+        finalize_layerwise_reload(model, model_config)
+
+
+class Extension:
+    """What vLLM's worker can do besides, as a ``worker_extension_cls``: for releases without our backend."""
+
+    model_runner: Any
+    vllm_config: Any
+    model_config: Any
+    device: torch.device
+    rank: int
+
+    def receive_from_trainer(self, info: Mapping[str, Any]) -> None:
+        """Take part in a round of a ``WeightSync``."""
+        worker = getattr(self, "_mcore_bridge_worker", None)
+        if worker is None:
+            model = self.model_runner.model
+            worker = worker_of(model, self.vllm_config, self.model_config, self.device, self.rank)
+            self._mcore_bridge_worker = worker
+        worker.receive(info)
+
+    def leave_trainer(self) -> None:
+        """Let go of the trainer, and of memory that is shared with it."""
+        worker = getattr(self, "_mcore_bridge_worker", None)
+        if worker is None:
+            raise TransferError("expected a worker that has received weights, found none: sync first")
+        worker.close()

@@ -1,0 +1,223 @@
+"""A Mamba-2 mixer in the place of attention. It runs on any device, in torch or by kernels (``mamba_kernels.py``).
+
+It has the parameters of megatron-core's ``MambaMixer``, cut and saved in the same way, and computes in the order of
+transformers. As megatron-core's kernel and as engines do, it does not clamp time steps.
+
+The tensors of a Mamba-2 mixer in checkpoints of megatron-core: z, x, B, C and dt are cut each by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from einops import rearrange
+from megatron.core.tensor_parallel import all_gather_last_dim_from_tensor_parallel_region, get_cuda_rng_tracker
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  (the usual name)
+
+from mcore_bridge.factory.modules.mamba_kernels import Operations, operations_for
+from mcore_bridge.factory.modules.mixer import Mixer
+from mcore_bridge.factory.modules.torch_modules import gather_text, own_text, placement
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer import TransformerConfig
+
+
+_FIRST_STEPS = (0.001, 0.1)
+"""The range of time steps from initial biases, as in megatron-core."""
+
+
+@dataclass
+class MambaSubmodules:
+    """The linear layers of a mixer."""
+
+    in_proj: Any
+    out_proj: Any
+
+
+def mamba_spec(backend: str, *, normed: bool = True) -> ModuleSpec:
+    """The spec of a mixer. With backend te, the norm before it is in ``in_proj``, unless ``normed`` is False."""
+    if backend == "te":
+        from megatron.core.extensions import transformer_engine as te
+
+        column = te.TELayerNormColumnParallelLinear if normed else te.TEColumnParallelLinear
+        return ModuleSpec(TorchMamba, submodules=MambaSubmodules(column, te.TERowParallelLinear))
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+    return ModuleSpec(TorchMamba, submodules=MambaSubmodules(ColumnParallelLinear, RowParallelLinear))
+
+
+class Groups:
+    """The groups of a mixer on this TP rank, or the group that it shares with neighbouring ranks.
+
+    With more ranks than groups, each has some heads of one group, and an equal part of its rows of B and C.
+    """
+
+    def __init__(self, config: TransformerConfig, tp_group: Any) -> None:
+        self.tp_group, ranks = tp_group, tp_group.size()
+        self.count, self.sharers = max(config.mamba_num_groups // ranks, 1), max(ranks // config.mamba_num_groups, 1)
+
+    def whole(self, part: Tensor) -> Tensor:
+        """Gather parts ``[..., n]`` of all ranks that share the group of this rank, as ``[..., sharers, n]``.
+
+        The backward sums the gradients of these ranks.
+        """
+        if self.sharers == 1:
+            return part.unsqueeze(-2)
+        parts = all_gather_last_dim_from_tensor_parallel_region(part, group=self.tp_group)
+        parts = parts.unflatten(-1, (self.tp_group.size(), -1))
+        return parts.narrow(-2, self.tp_group.rank() // self.sharers * self.sharers, self.sharers)
+
+
+class GroupNorm(nn.Module):
+    """RMSNorm of each group of channels, after a gate; each channel has a weight."""
+
+    def __init__(self, config: TransformerConfig, channels: int, groups: Groups) -> None:
+        super().__init__()
+        self.eps, self.groups = config.layernorm_epsilon, groups
+        self.weight = nn.Parameter(torch.ones(channels, **placement(config)))
+
+    def forward(self, hidden: Tensor, gate: Tensor) -> Tensor:
+        """Norms ``hidden * silu(gate)``, each ``[..., channels]``, in fp32, and casts it to the dtype of the gate."""
+        gated = (hidden.float() * F.silu(gate.float())).unflatten(-1, (self.groups.count, -1))
+        mean_squares = self.groups.whole(gated.square().mean(-1)).mean(-2)
+        normed = gated * torch.rsqrt(mean_squares + self.eps).unsqueeze(-1)
+        return self.weight * normed.flatten(-2).to(gate.dtype)
+
+
+class Gate(nn.Module):
+    """The gate alone, for mixers without a norm."""
+
+    def forward(self, hidden: Tensor, gate: Tensor) -> Tensor:
+        """``hidden * silu(gate)``, each ``[..., channels]``, in fp32, and cast to the dtype of the gate."""
+        return (hidden.float() * F.silu(gate.float())).to(gate.dtype)
+
+
+class TorchMamba(Mixer, MegatronModule):
+    """A Mamba-2 mixer."""
+
+    instead = "export the weights to an engine"
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MambaSubmodules,
+        layer_number: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **unused: Any,  # mcore 0.19 also passes name, cp_comm_type and pp_layer_offset
+    ) -> None:
+        super().__init__(config)
+        assert pg_collection is not None
+        self.layer_number, self.tp_group, self.cp_group = layer_number, pg_collection.tp, pg_collection.cp
+        ranks = self.tp_group.size()
+        self.heads, self.groups = config.mamba_num_heads // ranks, Groups(config, self.tp_group)
+        inner, state = self.heads * config.mamba_head_dim, config.mamba_num_groups * config.mamba_state_dim // ranks
+        self.sections = {"z": inner, "x": inner, "B": state, "C": state, "dt": self.heads}
+        by = getattr(config, "side_multipliers", None)
+        self.multipliers = by and tuple(by.mixer_in * of_part for of_part in by.mixer_parts)
+        self.in_proj = self._entering(submodules.in_proj, config, sum(self.sections.values()) * ranks)
+        self._make_own_parameters(config)
+        self.norm = GroupNorm(config, inner, self.groups) if getattr(config, "mamba_norm", True) else Gate()
+        self.out_proj = self._leaving(submodules.out_proj, config, inner * ranks)
+        for parameter in (self.A_log, self.D, self.dt_bias, *self.conv1d.parameters(), *self.norm.parameters()):
+            parameter.tensor_model_parallel, parameter.partition_dim = True, 0  # type: ignore[attr-defined]
+
+    def _make_own_parameters(self, config: Any) -> None:
+        """Makes convolution, time step, decay and skip. Each rank draws other values, since it has other heads."""
+        where, drawn = placement(config), config.perform_initialization
+        channels = sum(self.sections[name] for name in "xBC")
+        with get_cuda_rng_tracker().fork() if drawn else contextlib.nullcontext():
+            self.conv1d = nn.Conv1d(channels, channels, config.mamba_conv_kernel, groups=channels, **where)
+            self.dt_bias, self.A_log = (nn.Parameter(torch.empty(self.heads, **where)) for _ in range(2))
+            self.D = nn.Parameter(torch.ones(self.heads, **where))
+            if drawn:
+                nn.init.uniform_(self.A_log, 1, 16).data.log_()
+                steps = nn.init.uniform_(self.dt_bias, math.log(_FIRST_STEPS[0]), math.log(_FIRST_STEPS[1])).data.exp_()
+                steps.copy_(steps.float() + torch.log(-torch.expm1(-steps.float())))  # the inverse of softplus
+
+    def _sequences(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        texts = [rearrange(gather_text(part, self.cp_group), "s b n -> b s n") for part in parts]
+        operations = operations_for(texts[0], self.conv1d)
+        if len(texts) > 1 and operations.packs:  # one row
+            lengths = [text.size(1) for text in texts]
+            counts = torch.tensor(lengths, device=texts[0].device)
+            numbers = torch.arange(len(texts), device=counts.device, dtype=torch.int32).repeat_interleave(counts)
+            mixed = self._mixed(torch.cat(texts, dim=1), operations, numbers[None]).split(lengths, dim=1)
+        else:
+            mixed = tuple(self._mixed(text, operations, None) for text in texts)
+        return [own_text(rearrange(text, "b s n -> s b n"), self.cp_group) for text in mixed]
+
+    def _mixed(self, mixed: Tensor, operations: Operations, numbers: Tensor | None) -> Tensor:
+        """The gated and normed output of the recurrence, from ``[b, s, n]`` to ``[b, s, n]``."""
+        parts = mixed.split(tuple(self.sections.values()), dim=-1)
+        if self.multipliers is not None:
+            parts = tuple(part * multiplier for part, multiplier in zip(parts, self.multipliers, strict=True))
+        gate, *xbc, steps = parts
+        convolved = operations.convolve(torch.cat(xbc, dim=-1), self.conv1d, numbers)
+        x, into, out_of = convolved.split([self.sections[name] for name in "xBC"], dim=-1)
+        x = x.unflatten(-1, (self.heads, -1))
+        into, out_of = self._of_groups(torch.stack((into, out_of), dim=-2))
+        steps = F.softplus(steps.float() + self.dt_bias.float())
+        decay = -self.A_log.float().exp()
+        context = operations.scan(x, steps, decay, into, out_of, self.D, numbers=numbers)
+        normed: Tensor = self.norm(context.flatten(-2), gate)
+        return normed
+
+    def _of_groups(self, both: Tensor) -> tuple[Tensor, ...]:
+        """B and C of the groups of this rank, ``[b, s, groups, state]`` each, from ``[b, s, 2, n]`` of this rank."""
+        parts = self.groups.whole(both.flatten(-2)).unflatten(-1, (2, self.groups.count, -1))
+        return rearrange(parts, "b s sharers two groups n -> two b s groups (sharers n)").unbind()
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """The tensors of the mixer for a checkpoint of megatron-core, under the keys of ``MambaMixer``."""
+        return sharded_mixer(self, self.sections, prefix, sharded_offsets, metadata)
+
+
+try:
+    from megatron.core.ssm.utils import _split_tensor_factory
+except ImportError:  # megatron-core 0.16
+    from megatron.core.ssm.gated_delta_net import _split_tensor_factory
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import nn
+
+_OWN = ("A_log", "D", "dt_bias", "conv1d.weight", "conv1d.bias", "norm.weight")
+
+
+def sharded_mixer(
+    mixer: nn.Module, sections: Mapping[str, int], prefix: str, sharded_offsets: tuple[Any, ...], metadata: Any
+) -> dict[str, Any]:
+    """The ``sharded_state_dict`` of a mixer, with the keys of megatron-core's ``MambaMixer``.
+
+    Args:
+        mixer: the module, with its linear layers as ``in_proj`` and ``out_proj``.
+        sections: this rank's numbers of rows of z, x, B, C and dt, in this order.
+        prefix: the prefix of all keys.
+        sharded_offsets: as megatron-core passes them.
+        metadata: as megatron-core passes them.
+    """
+    parameters = dict(mixer.named_parameters())
+    own = {name: parameters[name] for name in _OWN if name in parameters}
+    tensors: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, dict.fromkeys(own, 0), sharded_offsets)
+    for name in ("in_proj", "out_proj"):
+        linear = getattr(mixer, name)
+        tensors |= sharded_state_dict_default(linear, f"{prefix}{name}.", sharded_offsets, metadata)
+    parts = {"in_proj.weight": tuple(sections)} | dict.fromkeys(("conv1d.weight", "conv1d.bias"), tuple("xBC"))
+    for name, names in parts.items():
+        rows = [sections[part] for part in names]
+        tensors[prefix + name] = _split_tensor_factory(tensors[prefix + name], rows, list(names), 0)
+    return tensors

@@ -1,0 +1,156 @@
+"""The ways in which a trainer rank brings a round to one worker of an engine, from the fastest to the most general."""
+
+from __future__ import annotations
+
+from contextlib import closing, suppress
+from typing import Any, Literal
+
+import torch
+
+from mcore_bridge.engines.channel import WorkerLine
+from mcore_bridge.engines.pair import TRAINER, ProcessPair, make_store
+from mcore_bridge.errors import TransferError
+from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights.engine.writer import EngineWriter, export_into
+from mcore_bridge.weights.export import iter_hf_weights
+from mcore_bridge.weights.ipc.buckets import plan_buckets
+from mcore_bridge.weights.ipc.sender import BufferRing
+from mcore_bridge.weights.manifest import Manifest
+from mcore_bridge.weights.model_chunks import Models
+from mcore_bridge.weights.plan.engine_map import EngineMap
+from mcore_bridge.weights.plan.target import Target
+
+Transport = Literal["shards", "ring", "network"]
+WAYS: tuple[Transport, ...] = ("shards", "ring", "network")
+"""``shards``: written into the engine's memory. ``ring``: slots that the engine's process opens and copies from.
+``network``: such slots, sent by NCCL or gloo."""
+
+
+class NoRoute:
+    """In place of a route on a rank that serves no worker in an export: it only sends to other ranks."""
+
+    target: Target = "nothing"
+
+    def find(self, specs: tuple[TensorSpec, ...], loads: bool) -> None:
+        """Nothing to find."""
+
+    def open(self, manifest: Manifest) -> None:
+        """Nothing to open."""
+
+    def send(self, models: Models, version: int, **options: Any) -> None:
+        """Take part in an export."""
+        for _ in iter_hf_weights(models, target="nothing", **options):
+            pass
+
+
+class Route(NoRoute):
+    """The way to one worker. Its transport is chosen when the worker connects, and again after a round that failed.
+
+    Args:
+        line: the connection to the worker.
+        device: where this trainer rank has its memory.
+        allowed: the transports to try, in this order.
+        is_near: whether the worker's process is on this machine.
+        host: the number under which the worker reaches this machine.
+    """
+
+    def __init__(
+        self, line: WorkerLine, device: torch.device, allowed: tuple[Transport, ...], is_near: bool, host: str
+    ) -> None:
+        self.line, self._device, self._host = line, device, host
+        self._allowed = allowed if is_near else tuple(way for way in allowed if way == "network")
+        self.transport: Transport | None = None
+        self.reason = "" if is_near else "the engine's process is on another machine"
+        self.num_bytes = 0
+        self._map: EngineMap | None = None
+        self._writer: EngineWriter | None = None
+        self._is_announced = False
+        self._ring: BufferRing | None = None
+        self._pair: ProcessPair | None = None
+
+    def find(self, specs: tuple[TensorSpec, ...], loads: bool) -> None:
+        """Have the worker make a map of its loader, or take weights by the loader itself."""
+        if self.transport:
+            return
+        if not loads:
+            try:
+                self._map = self.line("map", specs)
+                self.target = self._map
+                return
+            except TransferError as error:
+                self._add(f"no map: {error}")
+        self.line("loader")
+        self.target, self._map = "everything", None
+        self._allowed = tuple(way for way in self._allowed if way != "shards")
+
+    def open(self, manifest: Manifest) -> None:
+        """Choose the first transport that works.
+
+        Args:
+            manifest: what an export with ``target`` yields on this rank.
+        """
+        if self.transport:
+            return
+        self.num_bytes = manifest.num_bytes
+        for way in self._allowed:
+            try:
+                getattr(self, f"_open_{way}")(manifest)
+            except TransferError as error:
+                self._add(f"{way}: {error}")
+                continue
+            self.transport = way
+            return
+        raise TransferError(f"expected a way to {self.line.worker}, found none: {self.reason}")
+
+    def _add(self, reason: str) -> None:
+        self.reason = "; ".join(filter(None, (self.reason, reason)))
+
+    def _open_shards(self, manifest: Manifest | None = None) -> None:
+        """Announce a round, and open the engine's memory unless that has been done."""
+        assert self._map is not None
+        handles = self.line("share")
+        if handles is not None:
+            if self._writer is not None:
+                self._writer.close()
+            self._writer = EngineWriter(self._map, handles)
+        self._is_announced = True
+
+    def _open_ring(self, manifest: Manifest) -> None:
+        self._ring = BufferRing(plan_buckets(manifest), self._device)
+        self.line("ring", self._ring.plan, self._ring.handles())
+
+    def _open_network(self, manifest: Manifest) -> None:
+        self._ring = BufferRing(plan_buckets(manifest), self._device)
+        store = make_store(self._host, self.line.seconds)
+        self.line.send("network", (self._ring.plan, self._host, store.port, self.line.seconds))
+        self._pair = self.line.meet(lambda: ProcessPair(store, TRAINER, self._device, self.line.seconds))
+
+    def send(self, models: Models, version: int, **options: Any) -> None:
+        """Export a round to the worker, together with all ranks of the replica."""
+        if self.transport == "shards":
+            try:
+                if not self._is_announced:
+                    self._open_shards()
+                self._is_announced = False
+                assert self._writer is not None
+            except TransferError:
+                super().send(models, version, **options)
+                raise
+            export_into(models, self._writer, **options)
+            self.line("complete", version)
+            return
+        assert self._ring is not None
+        pairs = iter_hf_weights(models, target=self.target, **options)
+        with closing(self._ring.fill(pairs, acknowledged=self.line.answer)) as buckets:
+            for bucket in buckets:
+                self.line.send("bucket", (bucket.number,))
+                if self._pair is not None:
+                    self._pair.send(self._ring.slot(bucket)[: bucket.num_bytes])
+        self.line("finish", version)
+
+    def close(self) -> None:
+        """Let go of the worker and of its memory, whatever state it is in."""
+        for part in (self._writer, self._pair, self.line.pipe, self._ring):
+            with suppress(Exception):
+                if part is not None:
+                    part.close()

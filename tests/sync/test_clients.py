@@ -1,0 +1,181 @@
+"""Each kind of client reaches the workers of its engine; what is none is refused, and an engine that fails is named."""
+
+import json
+import multiprocessing
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
+from socketserver import ThreadingTCPServer
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mcore_bridge as mb
+from mcore_bridge.engines import EngineWorker
+from mcore_bridge.errors import TransferError
+from mcore_bridge.sync.clients import call_of
+from tests.support import pool
+from tests.support.strategies import tiny
+
+HEAD = "lm_head.weight"
+
+
+def model_and_worker(seed=0):
+    dims = mb.ParallelDims()
+    dims.initialize(device="cpu")
+    hf = tiny("qwen3", tie_word_embeddings=False)
+    models = mb.build_model(hf, dims=dims, device="cpu", load_weights=False)
+    head = torch.nn.Linear(hf.hidden_size, hf.vocab_size, bias=False)
+    load = lambda pairs: head.weight.data.copy_(dict(pairs)[HEAD])  # noqa: E731
+    return models, head.weight, EngineWorker(head, load, name="a head, worker 0 of 1")
+
+
+@contextmanager
+def server(receive, calls, broken=()):
+    """A server with the routes of vLLM's."""
+
+    class Routes(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            calls.append((self.path, body.get("weight_version")))
+            if self.path in broken:
+                self.send_error(500, "no such weights")
+                return
+            if self.path == "/update_weights":
+                receive(body["update_info"])
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *arguments):
+            pass
+
+    with ThreadingTCPServer(("127.0.0.1", 0), Routes) as http:
+        thread = threading.Thread(target=http.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{http.server_address[1]}/"
+        http.shutdown()
+        thread.join()
+
+
+class FourMethods:
+    """As vLLM's clients are."""
+
+    def __init__(self, receive, calls):
+        self._receive, self._calls = receive, calls
+
+    def init_weight_transfer_engine(self, init_info):
+        raise AssertionError("there is nothing to begin")
+
+    def start_weight_update(self):
+        self._calls.append(("/start_weight_update", None))
+
+    def update_weights(self, update_info):
+        self._calls.append(("/update_weights", None))
+        self._receive(json.loads(json.dumps(update_info)))
+
+    def finish_weight_update(self, weight_version=None):
+        self._calls.append(("/finish_weight_update", weight_version))
+
+
+def reached(kind):
+    models, weight, worker = model_and_worker()
+    calls = []
+    expected = mb.to_hf_state_dict(models)[HEAD]
+    assert not torch.equal(weight, expected)
+    if kind == "server":
+        with server(worker.receive, calls) as address, mb.WeightSync(models, address, timeout=30) as sync:
+            sync(12)
+    elif kind == "client":
+        with mb.WeightSync(models, [FourMethods(worker.receive, calls)], timeout=30) as sync:
+            sync(12)
+    elif kind == "pipe":
+        ours, theirs = multiprocessing.Pipe()
+        thread = threading.Thread(target=lambda: theirs.send(worker.receive(theirs.recv())))
+        thread.start()
+        with mb.WeightSync(models, ours, timeout=30) as sync:
+            sync(12)
+        thread.join()
+    assert torch.equal(weight, expected)
+    return calls
+
+
+@pytest.mark.parametrize("kind", ["server", "client", "pipe"])
+def test_each_kind_of_client_brings_a_round_to_its_workers(kind):
+    (calls,) = pool.run(1, reached, kind)
+    three = [("/start_weight_update", None), ("/update_weights", None), ("/finish_weight_update", "12")]
+    caches = [(f"/reset_{name}_cache", None) for name in ("prefix", "mm", "encoder")]
+    assert calls == {"server": three + caches, "client": three, "pipe": []}[kind]
+
+
+def failing():
+    models, weight, worker = model_and_worker()
+    with mb.WeightSync(models, timeout=30) as sync:
+        assert sync().workers == ()
+
+        def raised(engines):
+            sync.set_engines(engines)
+            with pytest.raises(TransferError) as caught:
+                sync()
+            return str(caught.value)
+
+        found = {
+            "returns": raised(lambda info: None),
+            "raises": raised([worker.receive, lambda info: 1 // 0]),
+            "nobody": raised("http://127.0.0.1:9"),
+        }
+        assert torch.equal(weight, mb.to_hf_state_dict(models)[HEAD])  # of the engine beside the one that raised
+        with server(worker.receive, [], broken=("/finish_weight_update",)) as address:
+            found["500"] = raised(address)
+        with pytest.raises(TransferError, match="expected an engine: vLLM's LLM"):
+            sync.set_engines(3)
+        late = mb.WeightSync(models, transport="network", timeout=0.5)
+        with late:
+            late.set_engines(lambda info: threading.Event().wait(2))
+            with pytest.raises(TransferError, match="0 of its workers came within"):
+                late()
+        sync.set_engines(worker.receive)
+        assert sync.version < sync().version
+        nobody = {"address": {"host": "127.0.0.1", "port": 9, "key": "ab"}, "engine": 0, "seconds": 1}
+        for info, match in (({}, "expected what a WeightSync has sent"), (nobody, "expected a trainer that listens")):
+            with pytest.raises(TransferError, match=match):
+                worker.receive(info)
+    return found
+
+
+def test_an_engine_that_fails_is_named_with_its_cause():
+    (found,) = pool.run(1, failing)
+    expected = {
+        "returns": "engine 0: its call returned, and 0 workers had come",
+        "raises": "engine 2: ZeroDivisionError",
+        "nobody": "engine 3: expected a vLLM server at http://127.0.0.1:9, found none",
+        "500": "finish_weight_update answered 500",
+    }
+    assert {kind for kind, text in expected.items() if text not in found[kind]} == set(), found
+
+
+def refused():
+    models, _, worker = model_and_worker()
+    rank, found = dist.get_rank(), []
+    for wrong in ({"timeout": (5, 0)}, {"transport": (None, "shard")}, {"engines": (3, ())}, {"address": (None, 7)}):
+        ((name, values),) = wrong.items()
+        with pytest.raises(TransferError) as caught:
+            mb.WeightSync(models, **{"engines": (), name: values[rank]})
+        found.append(str(caught.value))
+    with mb.WeightSync(models, worker.receive if rank == 0 else ()) as sync:
+        if rank == 1:
+            with pytest.raises(TransferError, match="expected rank 0 to name the engines, found rank 1"):
+                sync.set_engines(())
+        sync()
+    return found
+
+
+def test_all_ranks_refuse_what_one_of_them_cannot_take():
+    first, second = pool.run(2, refused)
+    assert first == second
+    for text, part in zip(
+        first, ("timeout must be", "transport must be one of", "expected an engine", "address"), strict=True
+    ):
+        assert part in text
+    with pytest.raises(TransferError, match="found 7"):
+        call_of(7)

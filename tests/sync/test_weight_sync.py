@@ -1,0 +1,127 @@
+"""A trainer's weights in real engine processes, by one object: every bit, every way, engines that come and go."""
+
+import os
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mcore_bridge as mb
+from mcore_bridge.errors import TransferError
+from tests.support import pool
+from tests.support.stand_in import HF_FIELDS, held_bits, loaded
+from tests.support.strategies import random_state, tiny
+from tests.support.sync_engine import Client, serve
+
+TP1, TP2, PP2 = [(1, 0)], [(2, 0), (2, 1)], [(1, 0, 2, 0), (1, 0, 2, 1)]
+MESHES = {
+    "TP2": (2, mb.ParallelDims(tp=2)),
+    "PP2 EP2": (4, mb.ParallelDims(pp=2, ep=2)),
+}
+
+
+class Trainer:
+    """A rank of the trainer; rank 0 has the clients."""
+
+    def __init__(self, dims):
+        dims.initialize(device="cpu")
+        self.hf = tiny("qwen3_moe", **HF_FIELDS)
+        self.models = mb.build_model(self.hf, dims=dims, dtype=torch.bfloat16, device="cpu", load_weights=False)
+        self.is_lead = dist.get_rank() == 0
+
+    def step(self, seed):
+        self.state = random_state(self.hf, seed=seed, dtype=torch.bfloat16)
+        mb.load_hf_weights(self.models, self.state)
+
+    def has(self, client, workers):
+        """Whether each worker has the bits of its own loader, on rank 0."""
+        return not self.is_lead or client.ask("held") == [held_bits(loaded(self.state, *each)) for each in workers]
+
+
+def engines(folder, *each):
+    """Processes for some engines; the addresses of their workers."""
+    addresses, processes = [], []
+    for number, (workers, options) in enumerate(each):
+        of_engine = [os.path.join(folder, f"{number}-{rank}") for rank in range(len(workers))]
+        arguments = [
+            (at, w, options, rank, len(workers)) for rank, (at, w) in enumerate(zip(of_engine, workers, strict=True))
+        ]
+        processes += pool.started(serve, arguments)
+        addresses.append(of_engine)
+    return addresses, processes
+
+
+def serve_rounds(addresses, dims, transports):
+    trainer = Trainer(dims)
+    clients = [Client(each) for each in addresses] if trainer.is_lead else ()
+    with mb.WeightSync(trainer.models, clients, timeout=60) as sync:
+        for seed in range(3):
+            trainer.step(seed)
+            report = sync()
+            assert report.version == seed + 1
+            ways = {worker.engine: worker.transport for worker in report.workers}
+            assert list(ways.values()) == transports, report
+            for number, workers in enumerate((TP2, PP2, TP1)):
+                assert trainer.has(clients[number] if clients else None, workers)
+        counts = [client.ask("loads") for client in clients]
+        trainer.step(7)
+        assert sync(70).version == sync.version == 70
+        assert counts == [client.ask("loads") for client in clients]  # no loader runs in a round
+    return [(worker.engine, worker.trainer) for worker in report.workers]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_engine_gets_every_bit_by_the_best_way(mesh, tmp_path):
+    world, dims = MESHES[mesh]
+    addresses, processes = engines(str(tmp_path), (TP2, {"shared": True}), (PP2, {}), (TP1, {"elsewhere": True}))
+    served, *others = pool.run(world, serve_rounds, addresses, dims, ["shards", "ring", "network"])
+    assert all(each == served for each in others)
+    assert {engine for engine, _ in served} == {0, 1, 2}
+    assert len({trainer for _, trainer in served}) == world  # workers are dealt to all ranks
+    for process in processes:
+        process.join(20)
+        assert process.exitcode == 0
+
+
+def survive(addresses, dims, rounds):
+    """In each round another engine joins, of which a worker dies after some messages; one engine stays."""
+    trainer, problems = Trainer(dims), []
+    kept = Client(addresses[0]) if trainer.is_lead else None
+    with mb.WeightSync(trainer.models, kept or (), timeout=60) as sync:
+        for seed, (address, ((workers, _), dies, after)) in enumerate(zip(addresses[1:], rounds, strict=True)):
+            joins = None
+            if trainer.is_lead:
+                joins = Client(address)
+                sync.set_engines([kept, joins])
+                joins.tell(dies, after)
+            trainer.step(seed)
+            try:
+                sync()
+            except TransferError as error:
+                problems.append(str(error))
+            else:
+                assert trainer.has(joins, workers)
+            assert trainer.has(kept, TP2)
+        if trainer.is_lead:
+            sync.set_engines(kept)
+        trainer.step(99)
+        assert [worker.transport for worker in sync().workers] == ["shards"] * 2
+        assert trainer.has(kept, TP2)
+    return problems
+
+
+NUM_ROUNDS = int(os.environ.get("MCORE_BRIDGE_ROUNDS", "12"))
+
+
+def test_an_engine_that_dies_between_any_two_messages_harms_no_other(tmp_path):
+    chance = random.Random(NUM_ROUNDS)
+    kinds = [(TP1, {"shared": True}), (TP2, {}), (TP2, {"elsewhere": True})]
+    rounds = [(kinds[n % 3], chance.randrange(len(kinds[n % 3][0])), n // 2) for n in range(NUM_ROUNDS)]
+    addresses, processes = engines(str(tmp_path), (TP2, {"shared": True}), *(kind for kind, *_ in rounds))
+    first, second = pool.run(2, survive, addresses, mb.ParallelDims(tp=2), rounds, timeout=40.0)
+    assert first == second
+    assert all("engine" in problem for problem in first)
+    assert len(first) > NUM_ROUNDS // 2
+    for process in processes:
+        process.join(20)

@@ -1,0 +1,74 @@
+"""Windows in a message: each has its place, for any widths, also if they travel in two steps."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcore_bridge import ParallelDims
+from mcore_bridge.weights.transfer import collectives
+from mcore_bridge.weights.transfer.collectives import Group, lineup
+from mcore_bridge.weights.transfer.windows import Memory, Windows
+from tests.support import pool
+
+
+@st.composite
+def meshes(draw):
+    num_stages, num_places = draw(st.integers(1, 4)), draw(st.integers(1, 5))
+    widths = st.lists(st.sampled_from([8, 16, 24]), min_size=num_stages * num_places, max_size=num_stages * num_places)
+    return num_stages, tuple(draw(widths))
+
+
+@given(meshes())
+def test_windows_fill_a_message_without_gaps(mesh):
+    num_stages, widths = mesh
+    found = lineup(widths, num_stages)
+    ends = sorted((start, start + width) for start, width in zip(found.starts, widths, strict=True))
+    assert [start for start, _ in ends] == [0, *(end for _, end in ends[:-1])]
+    assert ends[-1][1] == sum(widths)
+    if found.columns:
+        num_places = len(widths) // num_stages
+        by_column = [rank for place in range(num_places) for rank in range(place, len(widths), num_places)]
+        assert sorted(range(len(widths)), key=found.starts.__getitem__) == by_column
+        assert found.columns == tuple(sum(widths[place::num_places]) for place in range(num_places))
+    else:
+        assert found.starts == tuple(sorted(found.starts))
+        assert num_stages == 1 or len(set(widths)) == 1
+
+
+@given(meshes())
+def test_rows_are_all_ranks_at_equal_distances(mesh):
+    num_stages, widths = mesh
+    found = lineup(widths, num_stages)
+    seen = {}
+    for first, length, distance in found.rows:
+        seen |= {first + number: found.starts[first] + number * distance for number in range(length)}
+    assert [seen[rank] for rank in range(len(widths))] == list(found.starts)
+
+
+def travelled(all_widths):
+    """The content of the windows of each message, after all have been sent."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    collectives.FLAT, kept = 0, collectives.FLAT
+    try:
+        ParallelDims(tp=2, pp=2).initialize(device="cpu")
+        group = Group.of_replica(ProcessGroupCollection.use_mpu_process_groups())
+    finally:
+        collectives.FLAT = kept
+    assert group.num_stages == 2
+    found = []
+    for number, widths in enumerate(all_widths):
+        lined_up = lineup(widths, group.num_stages)
+        sent = (widths[group.rank],)
+        windows = Windows(group, Memory(group, sum(widths), 0), number, widths, sent, lined_up)
+        windows.own.fill_(group.rank + 1)
+        windows.send()
+        windows.wait()
+        places = zip(lined_up.starts, widths, strict=True)
+        found.append([windows.all[start : start + width].unique().tolist() for start, width in places])
+    return found
+
+
+def test_windows_of_any_width_travel_to_their_place():
+    all_widths = [(8, 8, 8, 8), (64, 64, 8, 8), (8, 8, 64, 64), (64, 8, 8, 8), (8, 8, 8, 64), (8, 16, 24, 32)]
+    for found in pool.run(4, travelled, all_widths):
+        assert found == [[[1], [2], [3], [4]]] * len(all_widths)
