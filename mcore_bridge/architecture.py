@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """How the models of one ``model_type`` become ``GPTModel``s and back.
+    """The translation of models of one ``model_type`` to ``GPTModel``s and back.
 
     Args:
         model_type: as HF spells it.
@@ -42,21 +42,22 @@ class Architecture:
             computes them from the config, and skips those in files. A family that adds a pattern states the reason.
         mtp: patterns (fnmatch) of HF tensors of MTP layers that have no rules. These layers are not built, and a save
             copies them. The patterns follow from the config.
-        optional: patterns (fnmatch) of HF tensor names that a checkpoint may lack. What the constructor has drawn stays
-            there then, as in transformers. A family that has some states the reason.
-        dialect: how published checkpoints hold routed experts: "split", one tensor for each, or "fused", one for all.
-        aliases: further ``model_type`` values that mean the same.
+        optional: patterns (fnmatch) of HF tensor names that a checkpoint may lack. These parameters then keep their
+            initial values, as in transformers. A family with such names states the reason.
+        dialect: how published checkpoints hold routed experts: "split", one tensor for each, or "fused", one tensor for
+            all.
+        aliases: other ``model_type`` values for this architecture.
         reads_as: another ``model_type``, whose config class reads these configs. It is for families that have no config
-            class in transformers. None: they have one there, or another package registers one.
+            class in transformers. None: transformers or another package has one.
         megatron_core: the first release that can build the family. None: every release that we support can.
-        layer_spec: a function that makes the layer spec. It takes what ``factory.layer_specs.block_spec`` takes (the
-            config, the layers of a stage, the backend) and returns ``TransformerBlockSubmodules``; it may call
+        layer_spec: a function that makes the layer spec. It takes the arguments of ``factory.layer_specs.block_spec``
+            (the config, the layers of a stage, the backend) and returns ``TransformerBlockSubmodules``; it may call
             ``block_spec`` itself. None: ``block_spec``.
         model: a subclass of ``GPTModel``. None: ``GPTModel`` itself.
-        renamed_in_memory: parts of HF names in files, each with what transformers 5 has in its place, where ``peft``
-            finds it. They are those of linear layers, and of experts in one tensor.
-        swapped_in_peft: whether ``peft`` takes the inputs of stacked experts for their outputs. That is so where
-            transformers holds them as [in, out] and does not mark them so (``is_transposed``).
+        renamed_in_memory: parts of HF names in files, each with its name in transformers 5's memory, which ``peft``
+            uses. They are parts of names of linear layers, and of experts in one tensor.
+        swapped_in_peft: whether ``peft`` swaps inputs and outputs of stacked experts. It does so if transformers holds
+            them as [in, out] without a mark (``is_transposed``).
 
     Example:
         >>> from mcore_bridge.models.qwen3 import ARCHITECTURE
@@ -86,8 +87,8 @@ class Refusal:
 
     Args:
         model_types: as HF spells them.
-        reason: what megatron-core's ``GPTModel`` cannot express of them, or which submodule nobody has written.
-        checked: dotted names of the code in transformers and megatron-core that shows it.
+        reason: what megatron-core's ``GPTModel`` cannot express, or which submodule nobody has written.
+        checked: dotted names of the code in transformers and megatron-core that shows the reason.
     """
 
     model_types: tuple[str, ...]
@@ -101,7 +102,7 @@ _REFUSED: dict[str, Refusal] = {}
 
 
 def register(architecture: Architecture) -> Architecture:
-    """Adds ``architecture`` under its ``model_type`` and aliases; registering the same one again does nothing.
+    """Add ``architecture`` under its ``model_type`` and aliases. To register it again does nothing.
 
     Raises:
         ConfigError: another architecture has one of these names.
@@ -130,13 +131,13 @@ def composites() -> Mapping[str, Composite]:
 
 
 def composite_of(hf: "PretrainedConfig") -> Composite | None:
-    """The composite that an HF config is of; None for a config of text."""
+    """The composite of an HF config; None for a config of text."""
     _load_ours()
     return _COMPOSITES.get(hf.model_type)
 
 
 def text_config(hf: "PretrainedConfig") -> "PretrainedConfig":
-    """The config that decides a model of text: that of a composite's text, or ``hf`` itself."""
+    """The config of the model of text: the text config of a composite, or ``hf`` itself."""
     composite = composite_of(hf)
     return hf if composite is None else text_of(hf, composite)
 
@@ -151,8 +152,8 @@ def architecture_of(hf: "PretrainedConfig | str") -> Architecture:
     """The architecture of an HF config, or of a ``model_type``.
 
     Raises:
-        ConfigError: no architecture of this name is registered or comes from an entry point. Where we refuse the
-            family, the message gives the reason.
+        ConfigError: no architecture of this name is registered or comes from an entry point. If we refuse the family,
+            the message gives the reason.
     """
     model_type = hf if isinstance(hf, str) else hf.model_type
     if not isinstance(model_type, str):
@@ -178,7 +179,7 @@ def architecture_of(hf: "PretrainedConfig | str") -> Architecture:
 
 
 def read_hf(source: "str | os.PathLike[str] | PretrainedConfig") -> "PretrainedConfig":
-    """Like ``read_config``, with the same argument and errors, but it also reads families that transformers lacks."""
+    """Like ``read_config``, with its argument and errors, but it also reads families that transformers lacks."""
     known = architectures()
     reads_as = {name: architecture.reads_as for name, architecture in known.items() if architecture.reads_as}
     refused = {name: _refused(name) for name in _REFUSED if name not in known}
@@ -190,12 +191,12 @@ def _refused(model_type: str) -> str:
     refusal = _REFUSED[model_type]
     return (
         f"The model_type must be of a family that is written here, found {model_type!r}: "
-        f"{refusal.reason} (see {' and '.join(refusal.checked)}). A package with layers of its own can register it."
+        f"{refusal.reason} (see {' and '.join(refusal.checked)}). A package with other layers can register it."
     )
 
 
 def _text_inside(hf: "PretrainedConfig | str") -> str:
-    """A hint for a model of images and text: train its text model alone, since we could not export the images' part."""
+    """A hint for a model of images and text: train its text model alone, since we cannot export the other part."""
     text = getattr(getattr(hf, "text_config", None), "model_type", None)  # a dict, if the family keeps it elsewhere
     if text not in _REGISTRY:
         return ""

@@ -14,7 +14,7 @@ from mcore_bridge.errors import BridgeError, CheckpointError, shown
 
 
 class Kind(NamedTuple):
-    """A kind of arguments: what it is in words, and whether a value is one."""
+    """A kind of arguments: its description, and a function that checks a value."""
 
     words: str
     is_good: Callable[[object], bool]
@@ -35,7 +35,7 @@ def list_of(words: str, *types: type) -> Kind:
 
 
 def require(error: type[BridgeError], **given: tuple[object, Kind]) -> None:
-    """Raise ``error`` unless each value is of its kind. All that are not are named.
+    """Raise ``error`` unless each value is of its kind. The message names all wrong values.
 
     >>> require(BridgeError, num_slots=(2, COUNT), seed=(0, WHOLE))
     """
@@ -44,7 +44,7 @@ def require(error: type[BridgeError], **given: tuple[object, Kind]) -> None:
 
 
 def problem_of(**given: tuple[object, Kind]) -> str:
-    """What ``require`` would raise, or an empty string."""
+    """The message that ``require`` would raise, or an empty string."""
     wrong = [(name, *pair) for name, pair in given.items() if not pair[1].is_good(pair[0])]
     return "; ".join(f"{name} must be {kind.words}, found {shown(value)}" for name, value, kind in wrong)
 
@@ -109,13 +109,13 @@ ITERABLE = Kind("an iterable", lambda value: isinstance(value, Iterable) and not
 
 
 def given_path(path: str | os.PathLike[str], kind: type[BridgeError] = CheckpointError) -> Path:
-    """The path of a folder or file that a caller has given. Every function and command calls this first.
+    """The path of a folder or file from a caller. Every function and command calls this first.
 
-    ``Path("")`` is what an unset variable becomes, and equals ``Path(".")``. So both are refused, and ``"."`` becomes
+    An unset variable often becomes ``Path("")``, which equals ``Path(".")``. So both are refused, and ``"."`` becomes
     the absolute path of the working folder.
 
     Args:
-        path: what was given.
+        path: the argument of the caller.
         kind: the error to raise.
 
     Raises:

@@ -17,7 +17,7 @@ def main() -> None:
     try:
         app()
     finally:
-        gc.freeze()  # else the interpreter would search all objects of torch and of a plan at exit, for over a second
+        gc.freeze()  # otherwise the garbage collector would search all objects at exit, which takes over a second
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Composites: checkpoints that join a text model to models of images, video or sound.
 
 A composite refers to a text architecture. It has the prefixes of the text model's tensors, and a table for its own
-config fields. All other tensors in its files are those of its tower, which transformers builds. Or they are carried: no
+config fields. All other tensors in its files belong to its tower, which transformers builds. Or they are carried: no
 parameter uses them, and a save copies their bytes.
 """
 
@@ -37,22 +37,22 @@ TRANSFORMERS = "5.17"
 language model."""
 _TOWERS = ("vision_tower.", "image_tower.", "video_tower.")
 _INNER = tuple((name, f"{name}vision_model.") for name in _TOWERS)
-"""Prefixes of a CLIP or SigLIP in files; transformers 5.8 and later have no ``vision_model`` in them."""
+"""Prefixes of a CLIP or SigLIP in files. transformers 5.8 and later have no ``vision_model`` there."""
 _WITH_INNER = ("clip_vision_model", "siglip_vision_model")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Composite:
-    """Describes where the text model of a composite is, in its config and in its files.
+    """Describes a composite: the place of its text model in its config and in its files, and its tower.
 
     Args:
         model_type: as HF spells it.
         spelling: prefixes of the text model in published files. A folder may have another one of ``SPELLINGS``.
         fields: the table of its own fields. These are the fields that its text config does not repeat.
-        text: the ``model_type`` of the text model. None: that of the text config.
-        carried: prefixes of tensors that belong to other parts, although they begin like those of the text model.
-        tower: prefixes of the tower's names in memory, as patterns, with what published files have in their place.
-            None: they follow from ``spelling``.
+        text: the ``model_type`` of the text model. None: the one in the text config.
+        carried: prefixes of tensors of other parts, which begin like names of the text model.
+        tower: prefixes of the tower's names in memory, as patterns, with their prefixes in published files. None: they
+            follow from ``spelling``.
         joined_qkv: the name of a layer that joins queries, keys and values in the tower of published files.
         without_tower: why its tower is not built; empty if it is.
 
@@ -76,7 +76,7 @@ class Whole:
 
     It has the composite's own config, and the prefixes that its files put before names of the text and of the tower.
 
-    ``tower`` has prefixes of names in memory, each with what files have in its place. The first one that fits counts.
+    ``tower`` has prefixes of names in memory, each with its prefix in files. The first match counts.
     """
 
     composite: Composite
@@ -85,10 +85,10 @@ class Whole:
     tower: Prefixes = ()
 
     def tower_spelling_in(self, names: Collection[str], tower: Collection[str]) -> Prefixes:
-        """The prefixes of the tower in a folder: those under which most of its tensors are there.
+        """The prefixes of the tower in a folder: the set of prefixes under which most of its tensors are there.
 
         Args:
-            names: the names of the tensors in the folder. If there are none, the result is that of published files.
+            names: the names of the tensors in the folder. Without names, the result is for published files.
             tower: the names of the tower's tensors in memory.
         """
         if self.composite.tower is not None:
@@ -104,8 +104,8 @@ class Whole:
     def with_text(self, text: "PretrainedConfig") -> "PretrainedConfig":
         """The config of the composite with this text config: the inverse of ``text_of``.
 
-        The composite decides ties and dtype. They are set in both configs, since releases of transformers differ in
-        which one they read.
+        The composite decides ties and dtype. They are set in both configs, since different releases of transformers
+        read different ones.
         """
         whole, inner = copy.deepcopy(self.config), copy.deepcopy(text)
         whole.tie_word_embeddings = text.tie_word_embeddings
@@ -121,7 +121,7 @@ def text_of(hf: "PretrainedConfig", composite: Composite) -> "PretrainedConfig":
     """The text config of a composite, with the values that the composite decides.
 
     Raises:
-        ConfigError: there is no text config, or the table does not know a field of the composite itself.
+        ConfigError: there is no text config, or the table does not claim a field of the composite itself.
     """
     inner = getattr(hf, "text_config", None)
     if inner is None or isinstance(inner, dict):
@@ -130,7 +130,7 @@ def text_of(hf: "PretrainedConfig", composite: Composite) -> "PretrainedConfig":
     text = copy.deepcopy(inner)
     if composite.text is not None:
         text.model_type = composite.text
-    # transformers 5 reads this field of the composite, and 4.57 that of its text config
+    # transformers 5 reads this field from the composite, and 4.57 from its text config
     text.tie_word_embeddings = bool((hf if speaks_rope_parameters() else inner).tie_word_embeddings)
     text.architectures = hf.architectures
     for name in (*_DTYPES, "quantization_config"):
@@ -162,7 +162,7 @@ def spelling_in(names: Iterable[str], composite: Composite, embedding: str) -> P
     """The prefixes of the text model in a folder, found by the name of its embedding.
 
     Args:
-        names: the names of the tensors in the folder. If there are none, the result is that of published files.
+        names: the names of the tensors in the folder. Without names, the result is for published files.
         composite: the declaration of the composite.
         embedding: the name of the embedding in a checkpoint of the text model alone.
     """

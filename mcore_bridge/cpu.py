@@ -1,9 +1,9 @@
-"""Replaces what megatron-core takes from CUDA, on a machine without a GPU. This happens on request, never on import.
+"""Replace megatron-core's uses of CUDA on a machine without a GPU. This happens on request, never on import.
 
-``enable_cpu()`` changes names of the running process, and only if CUDA is missing. So every name that it replaces could
-only raise. A config must still ask for weights on the CPU: ``build_model`` sets ``use_cpu_initialization=True``.
-Megatron's own optimizers are not covered, as they assert CUDA gradient types: use ``torch.optim``. Fused kernels, for
-which a config has to ask, are not covered either.
+``enable_cpu()`` changes names of the running process, and only if CUDA is missing. Without the replacements, each of
+these names would raise. A config must still request weights on the CPU: ``build_model`` sets
+``use_cpu_initialization=True``. Megatron's own optimizers are not covered, as they assert CUDA gradient types: use
+``torch.optim``. Fused kernels, which a config has to request, are not covered either.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ def enable_cpu() -> None:
     finalize: Any = importlib.import_module("megatron.core.distributed.finalize_model_grads")
     finalize.torch = _TorchWithMean("torch")  # for parameters whose gradients are averaged over TP
     dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
-    dispatcher.maybe_move_tensor_to_cpu = _in_lists  # megatron-core's does nothing with tensors on the CPU
+    dispatcher.maybe_move_tensor_to_cpu = _in_lists  # megatron-core's function does nothing with tensors on the CPU
     mappings: Any = importlib.import_module("megatron.core.tensor_parallel.mappings")
     mappings._gather_along_first_dim = _uneven_gather(mappings._gather_along_first_dim)
     mappings._reduce_scatter_along_first_dim = _uneven_reduce_scatter(mappings._reduce_scatter_along_first_dim)
@@ -80,7 +80,7 @@ def _stub_torch_cuda() -> None:
 
 
 def _in_lists(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Split sizes as ``all_to_all`` takes them."""
+    """Split sizes in the form for ``all_to_all``."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
@@ -165,7 +165,7 @@ def _use_cpu_rng() -> None:
     from megatron.core.tensor_parallel import random
 
     class CpuRNGStatesTracker(random.CudaRNGStatesTracker):
-        """The same tracker over torch's CPU generator. A state that was not seeded is that of the generator itself."""
+        """megatron-core's tracker over torch's CPU generator. A state that was not seeded is the generator's."""
 
         def add(self, name: str, seed: int) -> None:
             if seed in self.seeds_ or name in self.states_:

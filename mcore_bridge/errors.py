@@ -14,7 +14,7 @@ LONG = 160
 
 
 class BridgeError(Exception):
-    """Base class of all errors below. Catch it to tell errors of this library from others.
+    """Base class of all errors below. Catch it to handle all errors of this library.
 
     Example:
         >>> try:
@@ -49,7 +49,7 @@ class MappingError(BridgeError, LookupError):
 
 
 class CheckpointError(BridgeError, RuntimeError):
-    """A source of HF tensors cannot be read, lacks tensors, or has ones that the model does not. Fix the source."""
+    """A source of HF tensors cannot be read, lacks tensors, or has tensors that the model lacks. Fix the source."""
 
 
 class ExportError(BridgeError, RuntimeError):
@@ -57,15 +57,15 @@ class ExportError(BridgeError, RuntimeError):
 
 
 class LostRankError(ExportError, CheckpointError):
-    """Another rank has ended, or did not come. The message names it, if it is known. Start the job again."""
+    """Another rank has ended, or did not come. The message names the rank, if it is known. Start the job again."""
 
 
 class TargetError(BridgeError, ValueError):
-    """A model cannot be sliced for this rank of an engine. Change the ``EngineRank``, or make its map anew."""
+    """A model cannot be sliced for this rank of an engine. Change the ``EngineRank``, or make a new map."""
 
 
 class TransferError(BridgeError, RuntimeError):
-    """Tensors for another process are not those that were announced, or cannot be shared. Both sides stop reading."""
+    """Tensors for another process differ from the announced ones, or cannot be shared. Both sides stop reading."""
 
 
 class BatchError(BridgeError, ValueError):
@@ -73,12 +73,12 @@ class BatchError(BridgeError, ValueError):
 
 
 def describe(error: BaseException) -> str:
-    """The message of ``error`` for other ranks, with its type before it unless the error is ours."""
+    """The message of ``error`` for other ranks, with the type of the error unless it is a ``BridgeError``."""
     return str(error) if isinstance(error, BridgeError) else f"{type(error).__name__}: {error}"
 
 
 def printable(text: str) -> str:
-    r"""``text`` with escapes for all that is neither printable, nor the end of a line, nor a tab.
+    r"""``text`` with escapes for all characters that are not printable, except newlines and tabs.
 
     >>> printable("layers\x1b[2J.0\n")
     'layers\\x1b[2J.0\n'
@@ -91,9 +91,9 @@ def printable(text: str) -> str:
 
 
 def shown(value: object) -> str:
-    """``repr`` of a value for a message, cut in the middle where it has more than ``LONG`` characters.
+    """``repr`` of a value for a message, cut in the middle if it has more than ``LONG`` characters.
 
-    Of a tensor only dtype, shape and device are shown.
+    For a tensor only dtype, shape and device are shown.
     """
     is_tensor = type(value).__module__.startswith("torch") and hasattr(value, "layout")
     text = f"<{value.dtype} of shape {tuple(value.shape)} on {value.device}>" if is_tensor else repr(value)  # type: ignore[attr-defined]
@@ -106,7 +106,7 @@ def grouped_by_rank(messages: Sequence[str], of: Sequence[int] | None = None) ->
     """The messages of a group's ranks in one text. Equal messages are written once, with their ranks.
 
     Args:
-        messages: one for each rank; "" for a rank that has none.
+        messages: one message for each rank; "" for a rank without one.
         of: the numbers of these ranks in the job. None: they are numbered in the group.
     """
     ranks: dict[str, list[int]] = {}

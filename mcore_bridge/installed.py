@@ -20,18 +20,18 @@ from mcore_bridge.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The first release of megatron-core that can build a family, and why earlier ones cannot."""
+    """The first release of megatron-core that can build a family, and why earlier releases cannot."""
 
     version: str
     reason: str
 
     @property
     def is_installed(self) -> bool:
-        """Whether the installed megatron-core is this one or a later one."""
+        """Whether the installed megatron-core is this release or a later one."""
         return Version(megatron_release()) >= Version(self.version)
 
     def require(self, model_type: str, others: str = "") -> None:
-        """Raises ``ConfigError`` unless ``is_installed``, with the text of other problems behind it."""
+        """Raises ``ConfigError`` unless ``is_installed``, followed by the text of other problems."""
         if not self.is_installed:
             raise ConfigError(
                 f"{model_type} needs megatron-core {self.version} or later, found {megatron_release()}: {self.reason}. "
@@ -53,7 +53,7 @@ def plugins() -> Iterator[tuple[str, Any]]:
     """Yield name and value of every entry point. They are not cached, because ``sys.path`` may change later.
 
     Raises:
-        ConfigError: an entry point does not load. The message names it and its error.
+        ConfigError: an entry point does not load. The message names the entry point and its error.
     """
     for entry_point in entry_points(group=GROUP):
         try:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def this_machine() -> str:
-    """An identity that is equal for processes that can see each other by number: boot and pid namespace.
+    """An identity that is equal for processes with one boot and one pid namespace, which see each other's ids.
 
     It is empty if the system does not provide it.
     """
@@ -34,7 +34,7 @@ def start_time(pid: int) -> str:
 
 
 def is_alive(pid: int, started: str) -> bool:
-    """Whether the process ``pid`` still runs. ``started`` is what ``start_time`` returned for it before."""
+    """Whether the process ``pid`` still runs. ``started`` is an earlier result of ``start_time`` for it."""
     return start_time(pid) == started
 
 

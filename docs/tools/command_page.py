@@ -36,13 +36,13 @@ ANSWERS: dict[str, type] = {
 HEAD = """# Command line
 
 Made from the options of `mcore-bridge` by `docs/tools/make_families.py`; CI checks that it is up to date. Every command
-exits with 1 and one message if something fails, and with 2 where it was not called as below; `--debug` adds the
-traceback.
+exits with 1 and one message if something fails, and with 2 if an option or argument is wrong; `--debug` adds
+the traceback.
 
 ```sh
 mcore-bridge verify path/of/Qwen3-8B --tp 2 --pp 2 --vp 2     # is it exact, does it compute what transformers does?
 mcore-bridge plan path/of/config --tp 8 --pp 16 --world 1024 --layout balanced --picture plan.svg
-mcore-bridge convert path/of/step_200 path/of/result          # a checkpoint of megatron-core to HF; or the other way
+mcore-bridge convert path/of/step_200 path/of/result          # a checkpoint of megatron-core to HF, or the other way
 mcore-bridge merge path/of/Qwen3-8B path/of/adapter path/of/result   # an adapter into the weights
 mcore-bridge draw path/of/config path/of/random               # random weights, to try the others with
 mcore-bridge doctor                                           # what is installed, and what works with it

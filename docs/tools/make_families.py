@@ -1,6 +1,6 @@
 """Make pages of docs/reference, and the models in README.md, from the registry; --check only compares.
 
-support.md comes from the records of tests on GPUs, checkpoints_published.md from those of published configs.
+support.md is made from records of tests on GPUs, checkpoints_published.md from records of published configs.
 
 python docs/tools/make_families.py [--check]
 """
@@ -29,7 +29,7 @@ START, END = "<!-- families: made by docs/tools/make_families.py -->", "<!-- end
 
 
 def families() -> dict[str, tuple[Architecture, ModuleType]]:
-    """Our architectures by ``model_type``, each with the file that it is."""
+    """Our architectures by ``model_type``, each with its module."""
     registered = architectures()  # which imports the files
     modules = [each for name, each in sorted(sys.modules.items()) if name.startswith("mcore_bridge.models.")]
     found = {id(each.ARCHITECTURE): each for each in modules if hasattr(each, "ARCHITECTURE")}
@@ -57,7 +57,7 @@ def kind_of(architecture: Architecture) -> str:
 
 
 def summary() -> str:
-    """What the README says of models: names by kind, and how many published checkpoints load."""
+    """The part of the README about models: names by kind, and how many published checkpoints load."""
     names: dict[str, list[str]] = {kind: [] for kind in KINDS}
     for name, (architecture, _) in families().items():
         names[kind_of(architecture)] += [name, *architecture.aliases]
@@ -70,10 +70,10 @@ def summary() -> str:
     textual = f"- **The text of models of images or sound**: {without}."
     families_of = sum(len(refusal.model_types) for refusal in refusals())
     notes = f"""
-Of {count} published configs [{loading} are taken as they are](docs/reference/checkpoints_published.md). Among them are
-those of weights in [FP8, NVFP4, MXFP4 and int4 of compressed-tensors](docs/guide/quantized.md), but not of AWQ, GPTQ
-and bitsandbytes. {families_of} more families are [refused by name](docs/reference/refused.md), with the reason. The
-[table of families](docs/reference/families.md) says what each is, and lists its weights."""
+Of {count} published configs, [{loading} load without changes](docs/reference/checkpoints_published.md). They include
+weights in [FP8, NVFP4, MXFP4 and int4 of compressed-tensors](docs/guide/quantized.md), but not in AWQ, GPTQ and
+bitsandbytes. {families_of} more families are [refused by name](docs/reference/refused.md), with the reason. The
+[table of families](docs/reference/families.md) describes each family and lists its weights."""
     return "\n".join([*(_wrapped(line) for line in [*lists, seeing, textual]), notes])
 
 
@@ -93,7 +93,7 @@ def overview() -> str:
         lines = len(inspect.getsource(module).splitlines())
         rows.append(f"| {names} | {_description(module)} | {lines} |")
     ropes = ", ".join(f"`{name}`" for name in ROPE_TYPES)
-    return "\n".join([*rows, "", f"Rope types, where the family does not say otherwise: {ropes}."])
+    return "\n".join([*rows, "", f"Rope types, unless the family says otherwise: {ropes}."])
 
 
 def _description(module: ModuleType) -> str:
@@ -101,7 +101,7 @@ def _description(module: ModuleType) -> str:
 
 
 def wanted() -> dict[Path, str]:
-    """The files that hold what is made here, with the text that they should have."""
+    """The files that this script makes, with their text."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     before, rest = readme.split(START)
     after = rest.split(END)[1]
@@ -126,7 +126,7 @@ def main() -> None:
             path.write_text(texts[path], encoding="utf-8")
     elif stale:
         names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
-        sys.exit(f"not what registry and records say: {names}; run: python docs/tools/make_families.py")
+        sys.exit(f"out of date: {names}; run: python docs/tools/make_families.py")
 
 
 if __name__ == "__main__":

@@ -12,20 +12,20 @@ HEAD = """# Which published checkpoints load
 
 Made from the records in `tests/data/published` by `docs/tools/make_families.py`; CI checks that it is up to date.
 
-A record has the fields of a checkpoint's config and where they were seen. `tests/config/test_published.py` asks the
-library about all of them. No weights are read here: [families.md](families.md) says what is tried of a family.
+A record has the fields of a checkpoint's config and the source of these fields. `tests/config/test_published.py` tries
+all records. It reads no weights. [support.md](support.md) lists what was run with weights.
 
-- **Loads** says whether the library takes the config as it is published. *In part* means that the source quotes a part
-  of the config only, so that this is not known.
-- **Besides** is what the checkpoint has besides the model of text that is built. Some families build layers for
+- **Loads** says whether the library accepts the published config without changes. *In part* means that the source
+  quotes only a part of the config, so the answer is not certain.
+- **Besides** lists parts of the checkpoint beside the model of text that is built. Some families build layers for
   multi-token prediction (MTP) on request. A save copies models of images or sound from the source.
-- **From** has the first of the releases with which it was tried: transformers 4.57 and 5.23, megatron-core 0.16.1 and
-  0.19.2.
-- **Parameters** are those of the text, as `mcore-bridge plan` counts them: in all, and for each token where experts are
-  chosen. What is tied counts once. Releases of transformers may differ on what is tied; then the larger number stands
-  here, and the weights decide.
-- **Published** has the numbers of the publisher, from the name of the checkpoint or from the source that
-  `tests/data/published/sizes.json` names. Many count the embedding or MTP layers otherwise.
+- **From** has the first release that loads it. The tested releases are transformers 4.57 and 5.23, megatron-core 0.16.1
+  and 0.19.2.
+- **Parameters** are the parameters of the text, as `mcore-bridge plan` counts them: in all and, for models with
+  experts, active for each token. Tied weights count once. Releases of transformers may differ on which weights are
+  tied; then this page has the larger number, and a load decides by the weights.
+- **Published** has the numbers of the publisher, from the name of the checkpoint or from the source in
+  `tests/data/published/sizes.json`. Many publishers count the embedding or MTP layers differently.
 
 """
 REASONS = {

@@ -10,14 +10,14 @@ HEAD = """# What is refused
 Made from the registry by `docs/tools/make_families.py`; CI checks that it is up to date.
 
 If megatron-core's `GPTModel` cannot compute exactly what the HF model does, a `ConfigError` with the reason is raised
-before anything is built. There are three cases. Whole families are refused, if neither a config nor a submodule of
-megatron-core's own layers is enough, or if nobody has written that submodule yet. Single values of fields are refused
-in supported families. Fields that the table of a family does not know are refused too. A name that is neither here nor
-in [families.md](families.md) has no implementation yet. A package with its own layers can register any name that is
+before anything is built. There are three cases. A whole family is refused if neither a config nor a submodule of
+megatron-core's layers is enough, or if nobody has written the submodule yet. Single values of fields are refused in
+supported families. Fields that are not in the table of a family are refused, too. A family that is neither on this page
+nor in [families.md](families.md) has no implementation yet. A package with other layers can register any family that is
 refused here.
 
-The named code was read in megatron-core 0.16.1 and 0.19.2, and in transformers 5.23. Tests look for each of these names
-in the installed releases, and try each of these values.
+The named code was read in megatron-core 0.16.1 and 0.19.2, and in transformers 5.23. Tests check that each of these
+names exists in the installed releases, and try each of these values.
 """
 SHARED = """## In several families
 
@@ -33,8 +33,8 @@ refused:
 - MTP layers in a model that lists windows or ropes by layer, or whose last layer has linear attention;
 - linear attention if the number of its key heads is not a multiple of `tp` times `cp`.
 
-MTP layers are refused with `ConfigError` if HF has no names for so many. Those of Nemotron-H must be an attention,
-alone or before an MLP or experts: no published model has others.
+MTP layers are refused with `ConfigError` if HF has no names for so many layers. An MTP layer of Nemotron-H must have
+attention, alone or before an MLP or experts: no published model has another kind.
 """
 
 
@@ -59,7 +59,7 @@ def values(architecture: Architecture) -> Iterator[str]:
     for field in architecture.fields:
         if isinstance(field, Require):
             allowed = " and ".join(f"`{value!r}`" for value in field.allowed)
-            yield f"`{field.hf}` but {allowed}: {field.reason}"
+            yield f"`{field.hf}` other than {allowed}: {field.reason}"
         elif isinstance(field, Derive):
             yield from field.refuses
 

@@ -20,28 +20,29 @@ treated them as different hosts: the same kernels and collectives, through socke
 files. Families that need megatron-core 0.19.2 (deepseek_v32, glm_moe_dsa) ran with it, others with 0.16.1.
 """
 CHECKS = {
-    "log-probs": "they are those of transformers: `te` in bf16 packed and in rows and in fp32 packed, `torch` in bf16 "
-    "packed (qwen3: `te` packed in fp16 too). An export is what was loaded, bit for bit",
-    "gradients": "the gradient norm of megatron-core and the loss, packed in fp32, are as on one rank that runs all "
-    "rows one by one. Five families (qwen3, gemma2, qwen3_moe, deepseek_v3 and gpt_oss) also run in rows. On TP1 "
+    "log-probs": "they equal transformers' log-probs. `te` runs in bf16 packed and in rows, and in fp32 packed; "
+    "`torch` "
+    "runs in bf16 packed (qwen3: `te` packed in fp16 too). An export equals the loaded weights, bit for bit",
+    "gradients": "the gradient norm of megatron-core and the loss, packed in fp32, equal those of one rank that runs "
+    "all rows one by one. Five families (qwen3, gemma2, qwen3_moe, deepseek_v3 and gpt_oss) also run in rows. On TP1 "
     "torch's modules replace TransformerEngine's",
     "gradients in bf16": "their errors, for each kind of tensor, are at most twice those of torch's modules on one "
     "rank, if every expert has every token",
     "optimizer": "four steps of the distributed optimizer in bf16, overlapped. The five families above also run "
-    "without overlap; qwen3 and qwen3_moe run in fp16 too, also if gradients overflow at first. An export is what the "
-    "optimizer holds in fp32, cast down. It has the same bits while parameters, gradients or the optimizer's state, "
-    "alone or all together, are on the CPU",
+    "without overlap; qwen3 and qwen3_moe run in fp16 too, also if gradients overflow at first. An export "
+    "equals the optimizer's fp32 weights, cast down. Its bits do not change while parameters, gradients or the "
+    "optimizer's state are on the CPU, each alone or all together",
     "vllm": "vLLM is started without weights and fed bucket by bucket. After the first and the fifth round, its "
-    "log-probs of sampled tokens and of a prompt, and 64 greedy tokens, are those of transformers. At the end its own "
-    "weights are, bit for bit, those that it reads from files. The same holds "
+    "log-probs of sampled tokens and of a prompt, and 64 greedy tokens, equal transformers'. At the end vLLM's "
+    "weights equal, bit for bit, the weights that vLLM reads from files. This also holds "
     "[on CPU](../../benchmarks/results/2026-11-23_vllm_cpu.md) in fp32, except for minimax_m2's log-probs",
     "verl": "verl's own engine with our plug-in, through load, log-probs, a step, export, offload, save and resume",
     "exchanges": "every `cp_comm_type` in bf16; `HCP` gives the two levels of `a2a+p2p`. Errors of log-probs and "
     "gradients are at most twice those of torch's attention in bf16",
     "switches": "recompute, fusions, dispatchers and overlaps change no gradient",
-    "fp8": "three recipes compute in FP8 with parameters in bf16. By the bits of the formats, errors of log-probs are "
-    "at most 16 times and those of gradients at most 32 times the errors in bf16. An export is what was loaded, bit "
-    "for bit",
+    "fp8": "three recipes compute in FP8 with parameters in bf16. As the bits of the formats suggest, errors of "
+    "log-probs are at most 16 times the errors in bf16, and errors of gradients at most 32 times. An export equals the "
+    "loaded weights, bit for bit",
 }
 """The checks, with their meaning."""
 

@@ -25,18 +25,19 @@ HEAD = """# Families and their weights
 ## How to read what follows
 
 Made from the registry by `docs/tools/make_families.py`; CI checks that it is up to date. [refused.md](refused.md) lists
-the values that a config may not have. Each family is listed with its blocks, which are described below, and with its
-own weights. [design.md](../internals/design.md) explains layouts; `>>` composes them. `*` is the number of a layer or
-an expert, `[*]` that of an expert inside one tensor for all. A config may switch off norms and biases.
+the values that a config may not have. Each family is listed with its blocks, which are described below, and with
+weights that are in no block. [design.md](../internals/design.md) explains layouts; `>>` composes them. `*` is the
+number of a layer or an expert. `[*]` is the index of an expert inside one tensor for all experts. A config may switch
+off norms and biases.
 
-Two things are not repeated: the blocks of all families ({everywhere}), and the output layer. The latter is
+Two things are not repeated: the blocks of all families ({everywhere}), and the output layer. The output layer is
 `lm_head.weight` (VOCAB), or the embedding if both are tied. Layers for multi-token prediction (MTP) are
-`model.layers.*` in HF, numbered after those of the decoder, unless it is said otherwise. The config decides which
-layers have a block.
+`model.layers.*` in HF, numbered after the layers of the decoder, unless the family says otherwise. The config decides
+which layers have a block.
 """
-DIALECTS = """Routed experts have two dialects. `split` is one tensor per expert. `fused` is one tensor for
-all experts of a layer, named `gate_up_proj` and `down_proj` in the module `experts`. Folders of either dialect can be
-read. A family is listed with the dialect of its published checkpoints, which is written if there is no folder.
+DIALECTS = """Routed experts have two dialects. `split` is one tensor per expert. `fused` is one tensor for all
+experts of a layer, named `gate_up_proj` and `down_proj` in the module `experts`. Folders of either dialect can be read.
+A family is listed with the dialect of its published checkpoints. A save without a source folder writes this dialect.
 """
 PLACES = {
     "Once": ("", ""),
@@ -47,7 +48,7 @@ PLACES = {
     "In the layer of MTP, HF's `mtp.layers.*`": ("mtp.layers.*.transformer_layer", "mtp.layers.*"),
 }
 Told = tuple[dict[str, list[str]], Rules]
-"""The names of blocks by where they are, and the rules of no block."""
+"""The names of blocks by their place, and the rules that are in no block."""
 
 
 def _constants(package: ModuleType, prefix: str) -> Iterator[tuple[str, object]]:
@@ -88,7 +89,7 @@ def _family(architecture: Architecture, rules: Rules, told: Told, everywhere: li
     if fused(rules) != rules:
         yield f"- Routed experts: `{architecture.dialect}`"
     elif any(rule.axis == "etp" for rule in rules):
-        yield "- Routed experts: always one tensor for all of a layer"
+        yield "- Routed experts: always one tensor for all experts of a layer"
     if architecture.ignored:
         yield f"- Left unused when a checkpoint holds it: {_quoted(architecture.ignored)}"
     if patterns := architecture.mtp(default_config(architecture)):
@@ -157,7 +158,7 @@ def _cells(rule: Rule) -> str:
     notes = (
         *(("over etp",) if rule.axis == "etp" else ()),
         *((f"layer n is HF's {rule.stride}n{f' + {rule.offset}' * (rule.offset > 0)}",) if rule.stride > 1 else ()),
-        *(("a further name, written, and compared when read",) if rule.copy else ()),
+        *(("a copy under another name: saves write it, loads compare it",) if rule.copy else ()),
     )
     return f"`{rule.mcore}` | {_quoted(rule.hf)} | {', '.join((name_of(rule.layout), *notes))}"
 

@@ -1,1 +1,1 @@
-"""What trainers need around a model: packed sequences, cut for context parallelism; a forward; log-probabilities."""
+"""Functions for trainers around a model: pack sequences, cut them for context parallelism, forward, log-probs."""

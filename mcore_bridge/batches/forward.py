@@ -1,4 +1,4 @@
-"""Runs a batch through a model on any mesh. Every rank of the replica gets outputs in the shape of the batch."""
+"""Run a batch through a model on any mesh. Every rank of the replica gets outputs in the shape of the batch."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class TokenOutputs:
 
     Attributes:
         log_probs: ``[batch, seq]``: log-probability of the token, given those before it. Zero for the first token of a
-            sequence. None with another head than that of a language model.
-        entropy: ``[batch, seq]``: entropy of the distribution that predicts the token. Zero and None as above.
+            sequence. None without an LM head.
+        entropy: ``[batch, seq]``: entropy of the distribution that predicts the token. Zero and None as for
+            ``log_probs``.
         values: outputs of a value or classification head at the token: ``[batch, seq]``, or ``[batch, seq, labels]``
-            where it has several. None with another head.
-        hidden: without a head, the hidden states of the token behind the final norm: ``[batch, seq, hidden]``. Else
-            None.
+            with several labels. None with another head.
+        hidden: for models without a head, the hidden states after the final norm: ``[batch, seq, hidden]``. Else None.
 
     Example:
         >>> outputs = mb.forward(models, input_ids, attention_mask)
@@ -65,7 +65,7 @@ class TokenOutputs:
 
 
 Loss = Callable[[TokenOutputs, slice], Tensor]
-"""Computes the scalar loss of a microbatch, from its outputs and from the rows of the batch that it holds."""
+"""A function that computes the scalar loss of a microbatch, from its outputs and its rows of the batch."""
 
 
 def forward(
@@ -84,40 +84,40 @@ def forward(
 ) -> TokenOutputs:
     """Run a batch through this rank's chunks. With a ``loss``, run the backward too.
 
-    All ranks of a model replica call it together, with the same arguments, which they compare first. Where experts are
-    spread over several replicas, these call it together with the same number of microbatches.
+    All ranks of a model replica call it together, with equal arguments, which they compare first. If experts are spread
+    over several replicas, these replicas call it together, with equal numbers of microbatches.
 
-    Microbatches go through megatron-core's schedule. With a loss, gradients are those of its mean over microbatches.
-    The schedule calls ``config.finalize_model_grads_func``, ``no_sync_func`` and the like if a trainer has set them.
-    Without megatron-core's DDP, ``parameter.grad`` is complete, and it is a mean over replicas as well: with a loss all
-    replicas call together. Train or eval mode stays as it is.
+    Microbatches go through megatron-core's schedule. With a loss, gradients belong to the mean of the loss over
+    microbatches. The schedule calls ``config.finalize_model_grads_func``, ``no_sync_func`` and the like if a trainer
+    has set them. Without megatron-core's DDP, ``parameter.grad`` is complete afterwards, and is also a mean over
+    replicas: with a loss all replicas must call together. Train or eval mode does not change.
 
     Args:
         models: this rank's chunks, wrapped or not.
         input_ids: int64 ``[batch, seq]`` on the device of the models.
         attention_mask: ``[batch, seq]``, 1 or True for tokens and 0 for padding. None: there is no padding.
-        images: for each row the inputs of its images and videos, or None for a row of text. They are what the
-            processor of the model makes of this row (``pixel_values``, ``image_grid_thw``, ...). Or the one mapping
-            that it makes of all rows, which is parted by rows. Their tokens are those
-            with the id of an image or a video, whose log-probabilities mean nothing. If the model may have sampled such
-            an id, a row says with ``mm_token_type_ids`` which tokens are text (0). ``position_ids`` ``[n, seq]`` are
-            used as they are. None: the batch is of text. Images need a model that was built with ``vision="train"`` or
-            ``"frozen"``.
+        images: for each row the inputs of its images and videos, or None for a row of text. These are the results of
+            the model's processor for this row (``pixel_values``, ``image_grid_thw``, ...). Or one mapping that the
+            processor made of all rows, which is split by rows. Log-probabilities of tokens with the id of an image or a
+            video mean nothing. If the model may have sampled such an id, mark in ``mm_token_type_ids`` which tokens are
+            text (0). ``position_ids`` ``[n, seq]`` are used unchanged. None: the batch is of text. Images need a model
+            that was built with ``vision="train"`` or ``"frozen"``.
         loss: called with each microbatch on the ranks of the last pipeline stage. If it raises, the error is raised
             after all microbatches are done; the caller must then zero the gradients. None: no backward follows.
         hf, head: deprecated; call ``adopt`` once for models that ``build_model`` did not make.
         micro_batch_size: rows of a microbatch. None: all rows; with pipeline stages, one.
-        temperature: logits are divided by it. It is above 0.
-        packed: True: sequences share a row, without padding. False: each has a row of its own, for models that cannot
-            take packed sequences.
-        multiple_of: the tokens of a rank are padded to a multiple of it. None: what the FP8 recipe of the model needs.
+        temperature: logits are divided by this number above 0.
+        packed: True: sequences share a row, without padding. False: each sequence has a separate row, for models that
+            cannot take packed sequences.
+        multiple_of: the tokens of a rank are padded to a multiple of this. None: the multiple that the FP8 recipe of
+            the model needs.
 
     Raises:
         BatchError: an argument has a wrong type, shapes do not fit, the batch is empty, or a token is not in the
-            vocabulary. Ranks of a replica have different arguments, which the message names. Replicas that share
-            experts have batches for which one would wait for the other. The loss is not a scalar with a gradient, or
-            raised on another rank. Images do not fit the tokens of their row, which the message names, or the model
-            has no tower. Every rank that would wait for the failed one raises too.
+            vocabulary. Ranks of a replica have different arguments (the message names them). Replicas that share
+            experts have batches with which one would wait for another. The loss is not a scalar with a gradient, or
+            raised on another rank. Images do not fit the tokens of their row (the message names the row), or the model
+            has no tower. Every rank that would wait for the failed rank raises too.
         LostRankError: another rank has ended.
 
     Example:
@@ -224,7 +224,7 @@ class _Run:
         return output, partial(self._finish, number)
 
     def _padding(self, batch: PackedSequences, model: nn.Module) -> dict[str, Tensor]:
-        """The mask of padding that routers must not count, if they balance the load of experts."""
+        """The mask of padding for routers, which must not count padding if they balance the load of experts."""
         chunk = chunks_of(model)[0]
         if self._loss is None or not balances_experts(chunk.config):
             return {}
@@ -234,7 +234,7 @@ class _Run:
         return {"padding_mask": mask}
 
     def _finish(self, number: int, output: Tensor, non_loss_data: bool = False) -> Any:
-        """What the schedule wants of a microbatch on the last stage: its loss, if there is one, and its outputs."""
+        """The result of a microbatch on the last stage for the schedule: its loss, if there is one, and its outputs."""
         stacked = self._stacked(self._micro_batches[number], output)
         data = number, stacked.detach()
         if non_loss_data:
@@ -289,7 +289,8 @@ class _Run:
         batch, (_, seq) = self._rows[-1].stop, self._micro_batches[0].shape
         count = {"lm": 2, "value": 1, "none": self._hf.hidden_size}.get(self._head, self._hf.num_labels)
         device = self._micro_batches[0].input_ids.device
-        empty = torch.empty(count, batch, seq, dtype=torch.float32, device=device)  # whatever torch's default is
+        # independent of torch's default dtype
+        empty = torch.empty(count, batch, seq, dtype=torch.float32, device=device)
         whole = torch.cat([*outputs], 1)[:, :batch] if outputs else empty
         return self._outputs(broadcast_from_last(whole.contiguous(), self._groups.pp))
 

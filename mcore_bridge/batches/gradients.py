@@ -1,7 +1,7 @@
-"""Finishes gradients of models without megatron-core's DDP, so that they are those that DDP would give.
+"""Complete gradients of models without megatron-core's DDP, so that they equal the gradients with DDP.
 
 A backward leaves partial gradients. Norms under sequence parallelism, norms of queries and keys, tied embeddings and
-experts lack the part of other ranks. All parameters lack that of other context-parallel ranks and replicas.
+experts lack the part of other ranks. All parameters lack the part of other context-parallel ranks and replicas.
 megatron-core's ``finalize_model_grads`` adds these parts for chunks in its DDP, and here for ``parameter.grad``.
 """
 
@@ -20,10 +20,10 @@ from mcore_bridge.weights.model_chunks import chunks_of
 
 @contextlib.contextmanager
 def finishing_gradients(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, megatron-core's schedule finishes the gradients of these chunks, where nobody else does.
+    """In the block, megatron-core's schedule completes the gradients of these chunks, unless other code does.
 
-    It leaves them alone if the trainer has set ``config.finalize_model_grads_func``, or if DDP or FSDP holds gradients.
-    Gradients from before are kept apart meanwhile, since they are finished already, and added at the end.
+    It does nothing if the trainer has set ``config.finalize_model_grads_func``, or if DDP or FSDP holds gradients.
+    Earlier gradients are already complete. So they are set aside in the block, and added at its end.
     """
     chunks = chunks_of(models)
     config: Any = chunks[0].config
@@ -50,7 +50,7 @@ def _is_held(parameter: nn.Parameter) -> bool:
 
 
 def _finish(models: Sequence[nn.Module], num_tokens: Any = None, **options: Any) -> None:
-    """What a schedule calls when its last backward is done."""
+    """The function that a schedule calls after its last backward."""
     from megatron.core.distributed import finalize_model_grads
 
     with torch.no_grad():
@@ -58,7 +58,7 @@ def _finish(models: Sequence[nn.Module], num_tokens: Any = None, **options: Any)
 
 
 class _LikeDDP(nn.Module):
-    """A chunk with what ``finalize_model_grads`` asks of its DDP."""
+    """A chunk with the attributes of DDP that ``finalize_model_grads`` uses."""
 
     def __init__(self, model: nn.Module) -> None:
         from megatron.core.distributed import DistributedDataParallelConfig

@@ -1,6 +1,6 @@
-"""The images of each row: those of a batch are parted by rows, and each row is checked by itself.
+"""The images of each row: the images of a batch are split by rows, and each row is checked by itself.
 
-transformers compares only the sums over all rows of a microbatch, and does not look at rows without pixels at all.
+transformers compares only the sums over all rows of a microbatch, and ignores rows without pixels.
 """
 
 from __future__ import annotations
@@ -34,23 +34,24 @@ _PIXELS = ("pixel_values", "pixel_values_videos")
 def images_of_rows(
     images: Images | None, input_ids: Tensor, mask: Tensor, config: Any, readable: frozenset[str] | None
 ) -> tuple[Rows, Tensor]:
-    """The inputs of the images of each row, which fit the tokens that stand for them; and which tokens these are.
+    """The inputs of the images of each row, checked against the image tokens; and the positions of these tokens.
 
     Args:
-        images: those of a batch, as ``forward`` takes them.
+        images: the images of a batch, as for ``forward``.
         input_ids: int64 ``[batch, seq]``.
         mask: bool ``[batch, seq]``: False at padding.
         config: the HF config of the composite; None for a model of text.
         readable: the names of inputs that the model reads. None: its tower is not built, and all rows are of text.
 
     Returns:
-        The inputs of each row, and bool ``[batch, seq]``: True where a feature of an image or a video comes.
+        The inputs of each row, and bool ``[batch, seq]``: True at tokens that a feature of an image or a video
+        replaces.
 
     Raises:
         BatchError: a row has inputs of another form, or inputs that do not fit its tokens.
     """
     if isinstance(images, Mapping) and readable is not None:
-        require_names(images, readable, "the mapping of a batch")
+        require_names(images, readable, "the mapping for the whole batch")
         images = _parted(images, input_ids, mask, config)
     elif isinstance(images, Mapping):
         images = [images] * len(input_ids)
@@ -80,7 +81,7 @@ def _misfits(rows: Rows, tokens: Sequence[Sequence[int]], readable: frozenset[st
 
 
 def _misfit(inputs: Mapping[str, Tensor], kind: int, count: int, readable: frozenset[str], *, in_tiles: bool) -> str:
-    """What is wrong with the images of a row, or with its videos; "" if nothing is.
+    """The fault of the images or the videos of a row, or "".
 
     Pixels of tiles ``[tiles, channels, height, width]`` may have several entries for an image.
     """
@@ -136,7 +137,7 @@ def kind_of(name: str) -> int:
 
 
 def _parted(inputs: Mapping[str, Any], input_ids: Tensor, mask: Tensor, config: Any) -> list[dict[str, Tensor] | None]:
-    """The inputs of each row, of those that a processor has made of all rows together."""
+    """The inputs of each row, split from the inputs that a processor has made of all rows."""
     whole, (batch, seq) = tensors_of(inputs, 0), input_ids.shape
     rows: list[dict[str, Tensor]] = [{} for _ in range(batch)]
     types, positions = whole.pop(TYPES, None), whole.pop(POSITIONS, None)
@@ -158,7 +159,7 @@ def _parted(inputs: Mapping[str, Any], input_ids: Tensor, mask: Tensor, config: 
 
 
 def _parts(inputs: dict[str, Tensor], tokens: list[int], stands: Tensor, kind: int) -> list[dict[str, Tensor]]:
-    """The inputs of one kind by row: as many images for each as its tokens stand for."""
+    """The inputs of one kind by row: each row gets the number of images for which it has tokens."""
     grid = inputs.get(_GRIDS[kind])
     if grid is not None and (problem := _wrong_grid(grid, kind)):
         raise BatchError(f"images must fit their rows, found {problem}")
@@ -193,7 +194,7 @@ def _parts(inputs: dict[str, Tensor], tokens: list[int], stands: Tensor, kind: i
 
 
 def _dealt(weights: Sequence[int], tokens: Sequence[int]) -> list[int] | None:
-    """How many images each row has, if each image has tokens in proportion to its weight; None if that does not fit."""
+    """How many images each row has, if each image has tokens in proportion to its weight; None if this does not fit."""
     whole, left, counts = (sum(weights), sum(tokens)), list(weights), []
     for of_row in tokens:
         taken, count = 0, 0

@@ -16,18 +16,19 @@ from mcore_bridge.batches.rows import is_empty, placed
 from mcore_bridge.errors import BatchError
 
 Images = Sequence[Mapping[str, Any] | None] | Mapping[str, Any]
-"""For each row of a batch the inputs of its images by the names of transformers, and None for a row of text. Or one
-mapping for the whole batch, as processors make it."""
+"""For each row of a batch, the inputs of its images by transformers' names, or None for a row of text. Or one mapping
+for the whole batch, as processors make it.
+"""
 Rows = Sequence[Mapping[str, Tensor]]
-"""The inputs of each row as tensors; none for a row of text."""
+"""The inputs of each row as tensors; empty for a row of text."""
 TYPES = "mm_token_type_ids"
-"""Says of each token of a row whether it is text (0), of an image (1) or of a video (2)."""
+"""The type of each token of a row: text (0), of an image (1) or of a video (2)."""
 BLOCKS = "token_type_ids"
-"""The same, as composites that see both ways within an image call it."""
+"""The name of ``TYPES`` in composites with bidirectional attention within an image."""
 POSITIONS = "position_ids"
-"""The positions of each token of a row, ``[3, seq]``, or ``[4, seq]`` of HunYuan, where a caller decides them."""
+"""The positions of each token of a row, ``[3, seq]``, or ``[4, seq]`` for HunYuan, if a caller passes them."""
 SHOWN = "shown"
-"""Where a row has no padding: bool ``[rows, tokens]``, of the tokens of this context-parallel rank."""
+"""True for tokens without padding: bool ``[rows, tokens]``, of the tokens of this context-parallel rank."""
 BY_TOKEN = (TYPES, POSITIONS)
 _BY_TYPE = {TYPES, BLOCKS}
 _PLACEHOLDERS = (("image_token_id", "image_token_index"), ("video_token_id", "video_token_index"))
@@ -36,12 +37,12 @@ _PLACEHOLDERS = (("image_token_id", "image_token_index"), ("video_token_id", "vi
 
 @dataclass(slots=True)
 class Misfits:
-    """Collects what is wrong with images, where a rank must go on because others wait for it.
+    """Collects faults of images that are found while other ranks wait, so that this rank must continue.
 
     Attributes:
-        rows: of each sequence of a microbatch, the number of its row in the batch.
-        counts: of each sequence, how many images and how many videos it has.
-        errors: of rows that do not fit.
+        rows: for each sequence of a microbatch, the number of its row in the batch.
+        counts: for each sequence, the numbers of its images and of its videos.
+        errors: the faults of rows that do not fit.
     """
 
     rows: Sequence[int]
@@ -50,7 +51,7 @@ class Misfits:
 
 
 def placeholders(config: Any) -> list[int | None]:
-    """The ids of tokens that stand for features of images, and of videos; None where a composite has none."""
+    """The ids of tokens that stand for features of images, and of videos; None if a composite has none."""
     ids = ([getattr(config, name, None) for name in names] for names in _PLACEHOLDERS)
     return [next((token for token in tokens if token is not None), None) for tokens in ids]
 
@@ -61,9 +62,9 @@ def no_placeholder(config: Any) -> int:
 
 
 def token_types(config: Any, input_ids: Tensor) -> Tensor:
-    """What each token is, by its id: text (0), of an image (1) or of a video (2).
+    """The type of each token, by its id: text (0), of an image (1) or of a video (2).
 
-    GLM has one id for both. That of a video is between its start and its end.
+    GLM has one id for both. It means a video if it is between the start and the end of a video.
     """
     types = torch.zeros_like(input_ids)
     for kind, token in enumerate(placeholders(config), start=1):
@@ -76,12 +77,12 @@ def token_types(config: Any, input_ids: Tensor) -> Tensor:
 
 
 def feature_types(config: Any, input_ids: Tensor, types: Tensor | None) -> Tensor:
-    """Which tokens features come to: those of an image (1) or of a video (2), by their ids and by given types.
+    """Which tokens features replace: tokens of an image (1) or of a video (2), by their ids and by given types.
 
-    Some processors give a type to the breaks between the rows of an image too, to which no feature comes.
+    Some processors also give a type to the breaks between the rows of an image, which no feature replaces.
 
     Args:
-        types: what each token is, as a caller says. None: its id says it.
+        types: the types from a caller. None: they follow from the ids.
     """
     by_id = token_types(config, input_ids)
     return by_id if types is None else types.masked_fill(by_id == 0, 0)
@@ -91,7 +92,7 @@ def require_images(images: Sequence[Mapping[str, Any] | None], num_rows: int, re
     """Raise ``BatchError`` unless each row has inputs that the model reads.
 
     Args:
-        images: those of a batch.
+        images: the images of a batch.
         num_rows: rows of the batch.
         readable: the names of inputs that the model reads. None: its tower is not built.
     """
@@ -111,7 +112,7 @@ def require_images(images: Sequence[Mapping[str, Any] | None], num_rows: int, re
     if readable is None and any(images):
         row = next(row for row, inputs in enumerate(images) if inputs)
         raise BatchError(
-            f"a model that takes images must be built with vision='train' or 'frozen', found them in row {row} "
+            f"a model that takes images must be built with vision='train' or 'frozen', found images in row {row} "
             "without a tower (vision='carried'): leave them out, or build it so"
         )
     for row, inputs in enumerate(images):
@@ -119,18 +120,18 @@ def require_images(images: Sequence[Mapping[str, Any] | None], num_rows: int, re
 
 
 def require_names(inputs: Mapping[str, Any], readable: frozenset[str], where: str) -> None:
-    """Raise ``BatchError`` if some of the inputs are none that the model reads."""
+    """Raise ``BatchError`` if the model does not read some of the inputs."""
     if unknown := sorted(map(str, inputs.keys() - {*_BY_TYPE, *readable})):
         raise BatchError(
-            f"images must have inputs that the model reads, found {unknown} in {where}: use its own processor, and of "
-            f"what it returns only {sorted(readable)} and {TYPES}"
+            f"images must have inputs that the model reads, found {unknown} in {where}: use its own processor, and "
+            f"pass only {sorted(readable)} and {TYPES}"
         )
 
 
 def tensors_of(inputs: Mapping[str, Any], row: int) -> dict[str, Any]:
-    """The inputs of a row, where arrays and lists of numbers have become tensors. Those of no image are left out.
+    """The inputs of a row, with arrays and lists of numbers as tensors. Empty inputs are left out.
 
-    Types of tokens get one name.
+    Both names of token types become one.
 
     Raises:
         BatchError: an input is no array, such as a list of images of unequal sizes.
@@ -156,7 +157,7 @@ def _tensor(value: Any, name: str, row: int) -> Tensor:
 def _require_joinable(images: Rows, rows: Iterable[int]) -> None:
     """Raise ``BatchError`` unless the inputs of the rows of a microbatch can be joined.
 
-    transformers cuts off what is added to an image, by its ``image_sizes``. Nothing tells it the frames of a video.
+    transformers removes the padding of an image by its ``image_sizes``. For the frames of a video it cannot.
     """
     first: dict[str, tuple[int, Tensor]] = {}
     for row in rows:
@@ -182,7 +183,7 @@ def _joined(values: Sequence[Tensor]) -> Tensor | None:
 
 
 def _padded(value: Tensor, sizes: Sequence[int]) -> Tensor:
-    """A tensor with zeros at the ends of all dims but the first, up to ``sizes``."""
+    """Pad a tensor with zeros at the ends of all dims except the first, up to ``sizes``."""
     missing = [amount for size, has in zip(sizes, value.shape[1:], strict=True) for amount in (size - has, 0)]
     return torch.nn.functional.pad(value, missing[::-1]) if any(missing) else value
 
@@ -208,17 +209,17 @@ def token_types_of(images: Rows, shape: tuple[int, int], device: torch.device) -
 
 
 def num_positions(chunk: Any) -> int:
-    """How many positions a token of this model has, once it takes images. Trainers may give those of a text before."""
+    """How many positions a token of this model has with images. (For text, trainers may pass fewer.)"""
     return getattr(getattr(chunk, "rotary_pos_emb", None), "num_positions", 3)
 
 
 def positions_of(images: Rows, shown: Tensor, count: int) -> Tensor | None:
     """The positions of all tokens of a batch, int64 ``[batch, seq, n]``, if rows with images have them; else None.
 
-    Those of a row of text are counted.
+    The positions of a row of text are counted from 0.
 
     Args:
-        images: those of a batch.
+        images: the images of a batch.
         shown: int64 ``[batch, seq]``: 1 for tokens and 0 for padding.
         count: how many positions a token has, n.
 
@@ -241,12 +242,12 @@ def positions_of(images: Rows, shown: Tensor, count: int) -> Tensor | None:
 
 
 class SeenImages:
-    """The images of a batch by microbatch, and what is wrong with them.
+    """The images of a batch by microbatch, and their faults.
 
     Args:
-        images: those of each row, which fit it.
+        images: the checked images of each row.
         mask: bool ``[batch, seq]``: False at padding.
-        rows: those of each microbatch.
+        rows: the rows of each microbatch.
         count: how many positions a token has.
 
     Raises:
@@ -275,7 +276,7 @@ class SeenImages:
             inputs[TYPES] = placed(self._types[rows], batch.places[cp_rank])
         if self._positions is not None:
             inputs[POSITIONS] = placed(self._positions[rows], batch.places[cp_rank]).permute(2, 0, 1)
-        if not packed:  # in a row of padding alone all is shown: transformers wants a token
+        if not packed:  # a row of only padding counts as tokens: transformers needs at least one
             inputs[SHOWN] = (batch.places[cp_rank] >= 0) | (batch.position_ids == 0)
         return {**inputs, "misfits": Misfits(kept, [_counts(self._images[row]) for row in kept], self.misfits)}
 

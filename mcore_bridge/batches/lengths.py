@@ -1,4 +1,4 @@
-"""The length of each sequence of a microbatch. Some ropes depend on it, and never on that of a neighbour."""
+"""The length of each sequence of a microbatch. Some ropes depend on the length of their own sequence."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Lengths:
     """Sizes of the sequences of a microbatch, over all context-parallel ranks.
 
     Attributes:
-        tokens: of each sequence its tokens, without padding; with images, its largest position plus 1.
-        places: of each packed sequence its tokens with padding. None: each sequence has a row of its own.
+        tokens: the number of tokens of each sequence, without padding; with images, its largest position plus 1.
+        places: the number of tokens of each packed sequence, with padding. None: each sequence has a separate row.
     """
 
     tokens: tuple[int, ...]
@@ -32,9 +32,9 @@ class Lengths:
 
 
 def with_lengths(params: PackedSeqParams, tokens: Sequence[int]) -> PackedSeqParams:
-    """A copy of the parameters that says how many tokens of each sequence are no padding.
+    """A copy of the parameters with the number of tokens of each sequence without padding.
 
-    ``cu_seqlens_q`` cannot say so: attention of TransformerEngine would look for other kernels.
+    ``cu_seqlens_q`` cannot hold this: TransformerEngine would then choose other kernels.
     """
     known = copy.copy(params)
     setattr(known, _TOKENS, tuple(tokens))
@@ -42,7 +42,7 @@ def with_lengths(params: PackedSeqParams, tokens: Sequence[int]) -> PackedSeqPar
 
 
 def packed_lengths(params: PackedSeqParams) -> Lengths:
-    """The lengths of packed sequences. Without ``with_lengths`` they are those of ``cu_seqlens_q``."""
+    """The lengths of packed sequences. Without ``with_lengths`` they come from ``cu_seqlens_q``."""
     starts = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
     tokens = getattr(params, _TOKENS, None) or tuple(params.cu_seqlens_q.diff().tolist())
     return Lengths(tokens, tuple(starts.diff().tolist()))
@@ -52,8 +52,8 @@ def lengths_of(inputs: Mapping[str, Any], group: ProcessGroup) -> Lengths | None
     """The lengths of a call of a chunk. Every context-parallel rank calls it together.
 
     Args:
-        inputs: those of the chunk by name, for the tokens of this rank. A row ends with its last token by
-            ``attention_mask`` ``[b, s]``, or else by its largest position. None if there is neither.
+        inputs: the inputs of the chunk by name, for the tokens of this rank. A row ends with its last token by
+            ``attention_mask`` ``[b, s]``, or else by its largest position. Without either the result is None.
         group: the context-parallel group.
     """
     positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")

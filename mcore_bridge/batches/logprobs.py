@@ -35,12 +35,12 @@ def log_probs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of ``labels``, and entropies of the distributions that predict them. Both have gradients.
 
-    All ranks of ``group`` call it together. It does three small all-reduces, the first of which compares what the
-    ranks share. Beside the logits it takes at most 0.25 GB, and in the backward their gradient.
+    All ranks of ``group`` call it together. It does three small all-reduces, the first of which compares labels and
+    arguments of the ranks. Beside the logits it takes at most 0.25 GB, and in the backward their gradient.
 
     Args:
         logits: ``[..., padded vocab / tp]`` of this tensor-parallel rank.
-        labels: int64 ``[...]``, tokens of the whole vocabulary, the same on every rank. A label of -100, torch's
+        labels: int64 ``[...]``, tokens of the whole vocabulary, equal on every rank. A label of -100, torch's
             ``ignore_index``, does not count: both results are 0.0 there, and no gradient comes from it.
         vocab_size: the size without padding. Logits of the padding do not count.
         group: the tensor-parallel group.
@@ -89,8 +89,8 @@ def require_temperature(temperature: object) -> float:
     if is_real and LEAST_TEMPERATURE <= temperature < math.inf:  # type: ignore[operator]  # a Real is ordered
         return float(temperature)  # type: ignore[arg-type]
     raise BatchError(
-        f"temperature must be a number of at least {LEAST_TEMPERATURE}, found {temperature!r}. Pass that of training, "
-        "such as 1.0: a greedy choice has no log-probs of its own"
+        f"temperature must be a number of at least {LEAST_TEMPERATURE}, found {temperature!r}. Pass the temperature "
+        "of training, such as 1.0: greedy sampling has no log-probs"
     )
 
 
@@ -98,7 +98,7 @@ def _require_labels(logits: Tensor, labels: Tensor, vocab_size: object, group: P
     require(BatchError, logits=(logits, _LOGITS), labels=(labels, ids_on(getattr(logits, "device", None))))
     if logits.shape[:-1] != labels.shape:
         raise BatchError(
-            f"logits must have the shape of labels, {tuple(labels.shape)}, and the vocabulary behind it, found "
+            f"logits must have the shape of labels, {tuple(labels.shape)}, followed by the vocabulary, found "
             f"{tuple(logits.shape)}"
         )
     most = logits.size(-1) * group.size()
@@ -111,15 +111,15 @@ def _require_labels(logits: Tensor, labels: Tensor, vocab_size: object, group: P
     low, high = counted.aminmax() if counted.numel() else (counted.sum(), counted.sum())
     if int(low) < 0 or int(high) >= vocab_size:
         raise BatchError(
-            f"labels must be 0 to {vocab_size - 1}, or {IGNORED} where they do not count, found {low} to {high}: mask "
-            f"others with {IGNORED}"
+            f"labels must be 0 to {vocab_size - 1}, or {IGNORED} for ignored tokens, found {low} to {high}: replace "
+            f"other labels by {IGNORED}"
         )
 
 
 class _LogProbs(torch.autograd.Function):
     """``log_probs`` for logits ``[tokens, vocab / tp]``.
 
-    The backward computes the softmax again: kept in fp32, it would take twice the memory of the logits.
+    The backward computes the softmax again: in fp32, a stored softmax would take twice the memory of the logits.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Cuts a batch into microbatches for megatron-core's schedule, and makes them equal where it needs that."""
+"""Cut a batch into microbatches for megatron-core's schedule, of equal length if this is required."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
 _OF_EXPERTS = ("loss", "training", "adapters")
-"""What replicas that share experts must have alike too: these compute the tokens of all of them, and go back or not."""
+"""Values that must also be equal on replicas that share experts: experts compute the tokens of all these replicas."""
 _OF_STAGE = ("requires_grad",)
-"""What the ranks of a stage must have alike. Another stage has other parameters."""
-_ADVICE = "deal batches out by parallel_state.get_data_parallel_rank(), not by the rank in the job"
+"""Values that must be equal on the ranks of a stage. Other stages have other parameters."""
+_ADVICE = "distribute batches by parallel_state.get_data_parallel_rank(), not by the rank in the job"
 
 
 def micro_batches(
@@ -55,14 +55,15 @@ def micro_batches(
 
 Checked = Callable[[], tuple[Callable[..., list[PackedSequences]], Shared]]
 """Checks the arguments of a call. Returns a function that makes microbatches with at least ``min_tokens`` in a row, and
-what must be equal on all ranks of a replica."""
+the values that must be equal on all ranks of a replica.
+"""
 
 
 def agreed_micro_batches(chunk: GPTModel, checked: Checked, *, learns: bool) -> list[PackedSequences]:
-    """The microbatches of a batch, which all ranks of a replica have, in sizes that the ranks agree on.
+    """The microbatches of a batch, in sizes on which the ranks agree. All ranks of a replica have the batch.
 
-    With pipeline stages, all microbatches get the same length. So do those of all ranks that share experts, if their
-    token dispatcher takes equal lengths for granted.
+    With pipeline stages, all microbatches get the same length. If the token dispatcher requires equal lengths, this
+    also holds among all ranks that share experts.
 
     Args:
         checked: checks the arguments.
@@ -70,7 +71,7 @@ def agreed_micro_batches(chunk: GPTModel, checked: Checked, *, learns: bool) -> 
 
     Raises:
         BatchError: a batch cannot be used, or ranks of a replica have different arguments. All ranks of the replica
-            raise, and with experts all that share them, since they would wait for each other. The rank whose
+            raise. With experts, all ranks that share them raise, since they would wait for each other. The rank whose
             ``checked`` raised raises that error.
     """
     batches: list[PackedSequences] = []
@@ -81,14 +82,16 @@ def agreed_micro_batches(chunk: GPTModel, checked: Checked, *, learns: bool) -> 
         batches = pack(min_tokens=0)
         if learns:
             _require_tokens(chunk, batches)
-    except Exception as error:  # any, even out of memory: other ranks may wait for this rank's experts
+    except Exception as error:  # any error, even out of memory: other ranks may wait for this rank's experts
         problem = error
     groups = chunk.pg_collection
     of_replica = {name: value for name, value in shared.items() if name not in _OF_STAGE}
     problem = problem_of_ranks(replica_groups(groups), problem, of_replica, BatchError, _ADVICE)
-    if learns and problem is None:  # a backward communicates where a parameter learns
+    if learns and problem is None:  # a backward communicates for each parameter that is trained
         given = {name: shared[name] for name in _OF_STAGE}
-        problem = problem_of_ranks([groups.tp, groups.cp], None, given, BatchError, "freeze the same on each")
+        problem = problem_of_ranks(
+            [groups.tp, groups.cp], None, given, BatchError, "freeze the same parameters on each rank"
+        )
         problem = problem_of_ranks([groups.pp], problem, {}, BatchError)
     if chunk.config.num_moe_experts:
         given = {name: shared.get(name) for name in _OF_EXPERTS}
@@ -128,10 +131,10 @@ def _longest(chunk: GPTModel, batches: Sequence[PackedSequences]) -> int:
 
 
 def shared_by_stages(chunks: Sequence[nn.Module], *, learns: bool) -> Shared:
-    """What the parameters of ranks must have alike, to send to each other what others wait for.
+    """Properties of parameters that must be equal on ranks, because communication depends on them.
 
     Args:
-        chunks: of this rank, wrapped or not.
+        chunks: the chunks of this rank, wrapped or not.
         learns: whether a backward follows.
     """
     bare = [unwrap(chunk) for chunk in chunks]
@@ -147,7 +150,7 @@ def shared_by_stages(chunks: Sequence[nn.Module], *, learns: bool) -> Shared:
 
 
 def balances_experts(config: TransformerConfig) -> bool:
-    """Whether routers learn from the number of tokens that each expert gets."""
+    """Whether the training of routers depends on the number of tokens of each expert."""
     has_bias = config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate
     return bool(config.num_moe_experts and (_has_auxiliary_loss(config) or config.moe_z_loss_coeff or has_bias))
 
@@ -161,14 +164,14 @@ def _require_tokens(chunk: GPTModel, batches: Sequence[PackedSequences]) -> None
     """Raise ``BatchError`` if the auxiliary loss of routers would be divided by zero tokens."""
     if _has_auxiliary_loss(chunk.config) and not all(bool((batch.places >= 0).any()) for batch in batches):
         raise BatchError(
-            "with moe_aux_loss_coeff each microbatch must have a token, found one of padding only. Leave out rows of "
-            "padding; with virtual pipeline stages, take a multiple of "
+            "with moe_aux_loss_coeff each microbatch must have a token, found a microbatch of only padding. Leave "
+            "out rows of padding; with virtual pipeline stages, take a multiple of "
             f"{chunk.pg_collection.pp.size()} microbatches"
         )
 
 
 def _assumes_equal_lengths(chunk: GPTModel) -> bool:
-    """Whether the token dispatcher needs the same number of tokens on all ranks that share experts."""
+    """Whether the token dispatcher needs equal numbers of tokens on all ranks that share experts."""
     return bool(chunk.config.num_moe_experts) and chunk.config.moe_token_dispatcher_type == "allgather"
 
 
@@ -178,5 +181,5 @@ def tokens_in_fp8(config: TransformerConfig) -> int:
 
 
 def _padded(rows: Tensor, count: int) -> Tensor:
-    """``rows`` with rows of zeros at the end, as ``[count, seq]``."""
+    """``rows`` padded with rows of zeros to ``[count, seq]``."""
     return torch.cat((rows, rows.new_zeros(count - len(rows), rows.size(1))))

@@ -1,7 +1,7 @@
-"""Packs the sequences of a padded batch, and cuts them for context parallelism.
+"""Pack the sequences of a padded batch, and cut them for context parallelism.
 
 Every sequence is cut into ``2 * cp`` chunks. Rank r has the chunks r and 2cp-1-r, as in megatron-core and
-TransformerEngine. Labels are computed before the cut, so they are right where chunks meet.
+TransformerEngine. Labels are computed before the cut, so they are also right at the borders of chunks.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class PackedSequences:
 
     Attributes:
         input_ids: int64 ``[rows, tokens]``; one row if sequences are packed.
-        position_ids: int64 ``[rows, tokens]``: the position of a token in its own sequence. Padding has that of the
-            last token.
-        labels: int64 ``[rows, tokens]``: the next token of the same sequence; 0 at its end.
+        position_ids: int64 ``[rows, tokens]``: the position of a token in its own sequence. Padding has the position of
+            the last token.
+        labels: int64 ``[rows, tokens]``: the next token of the sequence; 0 at its end.
         loss_mask: bool ``[rows, tokens]``: whether there is a next token.
         places: int64 ``[cp, rows, tokens]``: indices into the flattened batch of the tokens of all context-parallel
             ranks; -1 for padding.
-        following: int64 ``[cp, rows, tokens]``: such indices of the next tokens; -1 where there is none.
+        following: int64 ``[cp, rows, tokens]``: such indices of the next tokens; -1 if there is no next token.
         shape: ``(batch, seq)`` of the batch.
         packed_seq_params: for ``GPTModel``, if sequences are packed; else None.
 
@@ -84,10 +84,11 @@ def pack_sequences(
             no padding.
         dims: the mesh; only ``tp``, ``cp`` and ``sp`` matter. None: a single rank.
         cp_rank: the context-parallel rank whose tokens to take.
-        packed: True: all sequences share one row. False: each sequence has a row of its own, padded on the right to the
+        packed: True: all sequences share one row. False: each sequence has a separate row, padded on the right to the
             longest, for models that cannot take packed sequences.
-        multiple_of: the tokens of a rank are padded to a multiple of it: 16 for FP8, 128 for its blockwise recipe.
-        min_tokens: the least length of a row, summed over context-parallel ranks. It makes microbatches equally long.
+        multiple_of: the tokens of a rank are padded to a multiple of this: 16 for FP8, 128 for its blockwise recipe.
+        min_tokens: the least length of a row, summed over context-parallel ranks. With it microbatches can get equal
+            lengths.
 
     Raises:
         BatchError: shapes do not fit, there is no token, or the mesh has no rank ``cp_rank``.
@@ -132,22 +133,22 @@ def pack_sequences(
 
 
 def require_mask(attention_mask: Tensor) -> None:
-    """Refuse a mask that is not of ones and zeros: one that is added to scores (0 and -1e9) would be read inverted."""
+    """Refuse masks with other values than 1 and 0. A mask that is added to scores (0, -1e9) would be read inverted."""
     if attention_mask.dtype == torch.bool or bool(((attention_mask == 0) | (attention_mask == 1)).all()):
         return
     low, high = attention_mask.aminmax()
     raise BatchError(
         f"attention_mask must be 1 or True for tokens and 0 for padding, found {attention_mask.dtype} from "
         f"{low.item()} to {high.item()}. If the mask is added to scores, pass mask == 0. If it numbers the sequences "
-        "of a row, give each sequence a row of its own"
+        "of a row, give each sequence a separate row"
     )
 
 
 def _padding_sizes(num_tokens: int, longest: int) -> list[int]:
     """Lengths of sequences of padding with ``num_tokens`` together; at least one sequence.
 
-    They are not longer than the longest real one, since attention takes memory and time for the longest. They may have
-    ``SHORT`` tokens in any case, so that there are few of them.
+    They are not longer than the longest real sequence, since attention takes memory and time for the longest. But they
+    may always have ``SHORT`` tokens, so that there are few of them.
     """
     size = max(longest, SHORT)
     whole, rest = divmod(num_tokens, size)
@@ -162,7 +163,7 @@ def rounded_up(number: int, unit: int) -> int:
 def lay_out(
     input_ids: Tensor, mask: Tensor, lengths: list[int], sizes: list[int], rows: int, cp: int, cp_rank: int
 ) -> PackedSequences:
-    """Lay sequences of ``lengths`` out in ranges of ``sizes``. Further ranges at the end are padding."""
+    """Place sequences of ``lengths`` into ranges of ``sizes``. Further ranges at the end are padding."""
     device, flat = input_ids.device, input_ids.flatten()
     size = torch.tensor(sizes, device=device)
     starts = size.cumsum(0) - size
@@ -219,7 +220,8 @@ def unpack_sequences(packed: PackedSequences, values: Tensor, *, following: bool
         packed: the inputs of the model, from ``pack_sequences``.
         values: ``[cp, rows, tokens]``: one value per token, from all context-parallel ranks. Or ``n`` values per token,
             as ``[cp, rows, tokens, n]``.
-        following: True: a value belongs to the next token, as a log-probability does. False: to the token itself.
+        following: True: a value belongs to the next token, like a log-probability. False: it belongs to the token
+            itself.
 
     Returns:
         ``[batch, seq]`` or ``[batch, seq, n]``, zero where there is no value.

@@ -1,4 +1,4 @@
-"""What ``forward`` refuses: batches, models and losses with which it would fail or give wrong results."""
+"""Checks of ``forward``: refuse batches, models and losses with which it would fail or give wrong results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS_ONLY = ("all_gather", "a2a+p2p")
 
 
 def require_batch(input_ids: Tensor, attention_mask: Tensor | None) -> None:
-    """Refuse shapes that do not fit, and masks of other numbers than ones and zeros."""
+    """Refuse shapes that do not fit, and masks with other values than 1 and 0."""
     if input_ids.dim() != 2 or not input_ids.numel():
         raise BatchError(f"input_ids must be [batch, seq] with at least one token, found {tuple(input_ids.shape)}")
     if attention_mask is not None:
@@ -32,9 +32,9 @@ def require_batch(input_ids: Tensor, attention_mask: Tensor | None) -> None:
 
 
 def require_vocabulary(input_ids: Tensor, is_text: Tensor, vocab_size: int) -> None:
-    """Refuse tokens of text outside the vocabulary. Ids that stand for images may be beyond it.
+    """Refuse tokens of text outside the vocabulary. Ids of image tokens may be outside.
 
-    The padded embedding has rows for some of these tokens, so they would not fail but give wrong log-probs.
+    The padded embedding has rows for some of these tokens, so they would silently give wrong log-probs.
     """
     low, high = input_ids.where(is_text, 0).aminmax()
     if int(low) < 0 or int(high) >= vocab_size:
@@ -47,7 +47,7 @@ def require_vocabulary(input_ids: Tensor, is_text: Tensor, vocab_size: int) -> N
 def require_runnable(chunk: GPTModel, *, packed: bool, learns: bool) -> None:
     """Refuse models for which the schedule would fail or give wrong results.
 
-    All pipeline stages must decide the same, so nothing here may depend on what only some stages have.
+    All pipeline stages must decide alike. So no check may depend on modules that only some stages have.
     """
     config = chunk.config
     if packed and config.context_parallel_size > 1 and config.cp_comm_type in ROWS_ONLY:
@@ -56,7 +56,7 @@ def require_runnable(chunk: GPTModel, *, packed: bool, learns: bool) -> None:
     again = learns and config.multi_latent_attention and config.recompute_granularity == "full"
     if again and not packed and rope is not None and rope.is_dynamic and config.pipeline_model_parallel_size > 1:
         raise BatchError(
-            f"a rope of type {rope.rope_type!r} depends on the lengths of rows, which latent attention no longer knows "
+            f"a rope of type {rope.rope_type!r} depends on the lengths of rows, which latent attention no longer has "
             "when a pipeline stage recomputes it: pass packed=True, or build with recompute_granularity='selective'"
         )
     if config.mtp_num_layers:
@@ -72,8 +72,8 @@ def require_runnable(chunk: GPTModel, *, packed: bool, learns: bool) -> None:
     cut = config.tensor_model_parallel_size
     if learns and config.num_moe_experts and cut > 1 and not config.sequence_parallel and chunk.training:
         raise BatchError(
-            f"megatron-core wants sp=True to train experts with tp={cut}, found sp=False: build it so, or without "
-            "tensor parallelism"
+            f"megatron-core needs sp=True to train experts with tp={cut}, found sp=False: build the model with "
+            "sp=True, or without tensor parallelism"
         )
     if not chunk.parallel_output and cut > 1:
         raise BatchError(
@@ -88,9 +88,9 @@ def require_runnable(chunk: GPTModel, *, packed: bool, learns: bool) -> None:
 
 
 def require_own_mesh(chunk: GPTModel) -> None:
-    """Refuse a model of another mesh than ``parallel_state`` has: megatron-core's schedule communicates on that one.
+    """Refuse a model of another mesh than ``parallel_state`` has, which megatron-core's schedule uses.
 
-    Exports, loads and checkpoints work with the groups of the model.
+    Exports, loads and checkpoints use the groups of the model.
     """
     from megatron.core import parallel_state as state
 
@@ -103,13 +103,13 @@ def require_own_mesh(chunk: GPTModel) -> None:
     ranks = {axis: (ranks_of(group), ranks_of(getattr(chunk.pg_collection, axis))) for axis, group in now.items()}
     if differ := {axis: both for axis, both in ranks.items() if both[0] != both[1]}:
         raise BatchError(
-            "parallel_state must be that of the mesh on which the model was built, found other ranks in its groups, as "
-            f"(parallel_state, model): {differ}. Initialise it as it was then"
+            "parallel_state must have the mesh on which the model was built, found other ranks in its groups, as "
+            f"(parallel_state, model): {differ}. Initialise it with the mesh of the model"
         )
 
 
 def require_scalar(loss: object, outputs: Tensor) -> Tensor:
-    """Checks that ``loss`` is a scalar through which gradients flow to ``outputs``, where these need any."""
+    """Check that ``loss`` is a scalar through which gradients flow to ``outputs``, if these need gradients."""
     wanted = "loss must return a scalar tensor that is computed from the outputs it is given"
     if not isinstance(loss, Tensor):
         raise BatchError(f"{wanted}, found {type(loss).__name__}: return the sum or mean, and nothing else")
@@ -118,7 +118,7 @@ def require_scalar(loss: object, outputs: Tensor) -> Tensor:
     if outputs.requires_grad and not _depends(loss, outputs):
         raise BatchError(
             f"{wanted}, found a loss that sends no gradient to them. Do not use detach, item or no_grad in it. For "
-            "rows without anything to learn, return outputs.log_probs.sum() * 0"
+            "rows without a loss, return outputs.log_probs.sum() * 0"
         )
     return loss
 

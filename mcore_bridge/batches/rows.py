@@ -35,18 +35,18 @@ if TYPE_CHECKING:
 OF_OTHER_PARTS = (
     *("pixel_", "image_", "video_", "audio_", "second_per_grid", "input_features", "feature_", "batch_num_images"),
 )
-"""How the names of inputs begin that transformers' processors make of images, video and sound."""
+"""Prefixes of the names of inputs that transformers' processors make of images, video and sound."""
 
 
 def take_padded_rows(chunk: GPTModel) -> None:
-    """Have a chunk take padded rows too, by a hook, so that its ``forward`` stays what trainers look at and replace.
+    """Let a chunk take padded rows too, by a hook, so that trainers can still inspect and replace its ``forward``.
 
-    * ``input_ids`` and ``attention_mask`` ``[batch, seq]`` with ``packed_seq_params`` become this rank's
-      ``[1, tokens]``, without a mask. The parameters say how many tokens each sequence has with its padding.
+    * ``input_ids`` and ``attention_mask`` ``[batch, seq]`` with ``packed_seq_params`` become this rank's ``[1,
+      tokens]``, without a mask. The parameters have the number of tokens of each sequence with its padding.
     * Without them and without ``position_ids``, ``[batch, seq]`` becomes this rank's ``[batch, seq / cp]``, both.
 
-    Any other call stays as it is. It raises ``BatchError`` for inputs of images, video or sound, and for rows that do
-    not fit their parameters.
+    Any other call is not changed. The hook raises ``BatchError`` for inputs of images, video or sound, and for rows
+    that do not fit their parameters.
     """
     chunk.register_forward_pre_hook(_as_text, with_kwargs=True)
 
@@ -62,7 +62,7 @@ def _as_text(chunk: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
 
 
 def as_own_tokens(chunk: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """The inputs of a chunk by name, where padded rows have become the tokens of this rank."""
+    """The inputs of a chunk by name, with padded rows replaced by the tokens of this rank."""
     ids, mask, params = (inputs.get(name) for name in ("input_ids", "attention_mask", "packed_seq_params"))
     if not isinstance(ids, Tensor) or mask is None or mask.shape != ids.shape:
         return inputs
@@ -85,24 +85,24 @@ def inputs_by_name(chunk: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 @functools.cache
 def _argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
-    """The arguments of a model's ``forward``, in order. They are asked for in every call of it."""
+    """The names of the arguments of a model's ``forward``, in order. Cached, since every call needs them."""
     return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def without_images(inputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The inputs that are not of images, video or sound; and those that are, unless they are None or of no image."""
+    """The inputs of text; and the inputs of images, video or sound that are not None and not empty."""
     others = {name: value for name, value in inputs.items() if name.startswith(OF_OTHER_PARTS)}
     text = {name: value for name, value in inputs.items() if name not in others}
     return text, {name: value for name, value in others.items() if value is not None and not is_empty(value)}
 
 
 def is_empty(value: Any) -> bool:
-    """Whether an input is of no image at all, as a processor makes it of an empty list."""
+    """Whether an input has no image, such as the result of a processor for an empty list."""
     return isinstance(value, Tensor | list | tuple) and len(value) == 0
 
 
 def lay_out_packed(ids: Tensor, mask: Tensor, params: Any, cp: int, rank: int) -> PackedSequences:
-    """The tokens of one context-parallel rank in one row, as ``packed_seq_params`` deals them."""
+    """The tokens of one context-parallel rank in one row, in the order of ``packed_seq_params``."""
     mode = getattr(params, "cp_partition_mode", "zigzag")
     if cp > 1 and mode != "zigzag":
         raise BatchError(f"cp_partition_mode must be 'zigzag' at cp={cp}, found {mode!r}: use verl's default layout")
@@ -121,7 +121,9 @@ def lay_out_rows(ids: Tensor, cp: int, rank: int) -> PackedSequences:
     """The tokens of one context-parallel rank, padding included."""
     rows, seq = ids.shape
     if cp > 1 and seq % (2 * cp):
-        raise BatchError(f"padded rows must have a multiple of {2 * cp} tokens at cp={cp}, found {seq}: pad them to it")
+        raise BatchError(
+            f"padded rows must have a multiple of {2 * cp} tokens at cp={cp}, found {seq}: pad them to this multiple"
+        )
     return lay_out(ids, torch.ones_like(ids, dtype=torch.bool), [seq] * rows, [seq] * rows, rows, cp, rank)
 
 
@@ -132,8 +134,8 @@ class WholeRows:
     Attributes:
         input_ids: int64 ``[batch, seq]``.
         mask: bool ``[batch, seq]``: False at padding.
-        in_text: int64 ``[rows, tokens]``: places in the flattened rows; -1 for padding. For packed sequences, of all
-            tokens in the order of the text; otherwise of those of this rank.
+        in_text: int64 ``[rows, tokens]``: indices into the flattened rows; -1 for padding. For packed sequences it
+            covers all tokens in the order of the text, otherwise the tokens of this rank.
         layout: where the tokens of each context-parallel rank are.
         group: the context-parallel group.
         given_whole: whether the caller gave whole rows, and not this rank's tokens.
@@ -147,15 +149,15 @@ class WholeRows:
     given_whole: bool
 
     def own(self, values: Tensor) -> Tensor:
-        """Of values ``[batch, seq, ...]``, those of this rank's tokens: ``[rows, tokens, ...]``, zero at padding."""
+        """From values ``[batch, seq, ...]``, select this rank's tokens: ``[rows, tokens, ...]``, zero at padding."""
         return placed(values, self.layout.places[self.group.rank()])
 
     def ordered(self, values: Tensor) -> Tensor:
-        """Of values ``[batch, seq, ...]``, those at ``in_text``."""
+        """Select from values ``[batch, seq, ...]`` the values at ``in_text``."""
         return placed(values, self.in_text)
 
     def whole(self, values: Tensor) -> Tensor:
-        """Values ``[batch, seq, ...]`` of what a caller gives beside its tokens: for whole rows, or for its own."""
+        """Further inputs as values ``[batch, seq, ...]``: a caller passes them for whole rows, or for its tokens."""
         if self.given_whole or values.shape[:2] == self.mask.shape:
             return values
         return spread(gather(values, self.group), self.layout)
@@ -165,8 +167,8 @@ def whole_rows(inputs: dict[str, Any], group: ProcessGroup) -> WholeRows:
     """The whole rows of a call. Every context-parallel rank calls it together.
 
     Args:
-        inputs: those of the model by name. With ``packed_seq_params``, padded rows and their mask, or the tokens of
-            this rank in one row. Without them, rows: whole at ``cp=1``, or if they have a mask and no positions.
+        inputs: the inputs of the model by name. With ``packed_seq_params``, padded rows and their mask, or the tokens
+            of this rank in one row. Without them, rows: whole at ``cp=1``, or if they have a mask and no positions.
         group: the context-parallel group.
 
     Raises:
@@ -195,14 +197,16 @@ def whole_rows(inputs: dict[str, Any], group: ProcessGroup) -> WholeRows:
 
 
 def _empty(params: Any, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows for packed sequences: ids of zero ``[batch, longest]``, and where there are tokens."""
-    lengths = torch.tensor(packed_lengths(params).tokens, device=device).clamp(min=1)  # transformers wants a token
+    """Empty rows for packed sequences: ids of zero ``[batch, longest]``, and the mask of their tokens."""
+    lengths = torch.tensor(packed_lengths(params).tokens, device=device).clamp(
+        min=1
+    )  # transformers needs at least one token
     mask = torch.arange(int(lengths.max()), device=device) < lengths[:, None]
     return torch.zeros_like(mask, dtype=torch.int64), mask
 
 
 def placed(values: Tensor, places: Tensor) -> Tensor:
-    """Values ``[batch, seq, ...]`` at ``places`` in the flattened rows; zero where the place is -1."""
+    """Values ``[batch, seq, ...]`` at ``places`` in the flattened rows; zero if the place is -1."""
     flat = values.flatten(0, 1)[places.clamp(min=0)]
     is_padding = (places < 0).view(*places.shape, *[1] * (flat.dim() - places.dim()))
     return flat.masked_fill(is_padding, 0)

@@ -40,11 +40,11 @@ def reduce_sum(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     return value
 
 
-@naming_lost_ranks("gathering what context-parallel ranks computed")
+@naming_lost_ranks("gathering outputs of context-parallel ranks")
 def gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The tensors of all ranks, as ``[ranks, *own.shape]``.
 
-    Each rank keeps only the gradient of its own tensor, so all ranks must compute the same thing from the result.
+    Each rank keeps only the gradient of its own tensor, so all ranks must compute equal values from the result.
     """
     if group.size() == 1:
         return own[None]
@@ -67,7 +67,7 @@ class _Gather(torch.autograd.Function):
 
 @naming_lost_ranks("receiving outputs of the last pipeline stage")
 def broadcast_from_last(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Copies the tensor of the last rank of ``group`` to all its ranks, in place."""
+    """Copy the tensor of the last rank of ``group`` to all its ranks, in place."""
     if group.size() > 1:
         dist.broadcast(value, dist.get_global_rank(group, group.size() - 1), group=group)
     return value
@@ -75,16 +75,16 @@ def broadcast_from_last(value: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 _MIXING, _POSITIVE = 0x9E3779B97F4A7C1, 2**62 - 1
 _AT_ONCE = 1 << 22
-"""Numbers of eight bytes that are mixed at once: 32 MB, beside which there are two such tensors more."""
+"""Numbers of eight bytes that are mixed at once: 32 MB, and two temporary tensors of this size."""
 
 
 def digest_of_tokens(input_ids: Tensor, mask: Tensor) -> str:
-    """Text that tells batches apart by their tokens and where these are, whatever stands in the padding."""
+    """A digest of the tokens of a batch and their positions. The values at padding do not count."""
     return digest((input_ids + 1).where(mask, 0))
 
 
 def digest(values: Tensor) -> str:
-    """Text that tells tensors apart by their dtype, shape and bits, wherever they are."""
+    """A digest of a tensor's dtype, shape and bits, equal on every device."""
     flat = values.detach().contiguous().flatten().view(torch.uint8)
     flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).view(torch.int64)
     total = 0

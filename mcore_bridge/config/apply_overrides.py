@@ -1,8 +1,8 @@
-"""The effective HF config: the given one, changed so that it says what the overrides say.
+"""The effective HF config: the given config, changed so that it expresses the overrides.
 
-Rules, names of weights and saved folders all follow the HF config. If an override were not in it, a saved folder would
-not load, or would compute something else. So an override of a value that the table maps is written into the HF config,
-or raises. Other overrides are free: no HF config says such values.
+Rules, names of weights and saved folders all follow the HF config. If an override were not in the HF config, a saved
+folder would not load, or would compute other values. So an override of a value that the table maps is written into the
+HF config, or raises. Other overrides are free: no HF config has such values.
 """
 
 import dataclasses
@@ -31,9 +31,9 @@ OF_SOME = frozenset(
         *("moe_layer_freq", "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor"),
     )
 )
-"""Values that the HF config of only some families says. The other families need megatron-core's default."""
+"""Values that only some families have in their HF config. The other families need megatron-core's default."""
 _PADDED = frozenset({"vocab_size"})
-"""Values that megatron-core may pad; ``hf_vocab_size`` keeps HF's own value."""
+"""Values that megatron-core may pad; ``hf_vocab_size`` keeps HF's value."""
 _BY_LAYER = ("layer_types", "mlp_layer_types", "indexer_types", "no_rope_layers", "attn_type_list")
 """HF fields with one entry per layer. transformers checks the length of some of them that no table reads."""
 
@@ -44,7 +44,7 @@ class Effective:
 
     Attributes:
         fields: the HF fields that change, with their new values.
-        free: the overrides that no HF field can say; they are still to be applied.
+        free: the overrides that no HF field can express; they still have to be applied.
     """
 
     fields: Mapping[str, object]
@@ -54,7 +54,7 @@ class Effective:
 def effective(
     hf: "PretrainedConfig", table: tuple[Field, ...], *, tp: int, overrides: Mapping[str, object]
 ) -> Effective:
-    """The changes to an HF config that make it say what ``overrides`` say.
+    """The changes of an HF config that express ``overrides``.
 
     Args:
         hf: the config, as ``read_config`` gives it.
@@ -63,7 +63,7 @@ def effective(
         overrides: as for ``to_transformer_config``.
 
     Raises:
-        ConfigError: the HF config of this architecture cannot say some overrides; the message names all of them.
+        ConfigError: the HF config of this architecture cannot express some overrides; the message names all of them.
     """
     if not overrides:
         return Effective({}, {})
@@ -80,7 +80,7 @@ def effective(
         problems += writing.problems or writing.lost(table, hf, fields)
     if problems:
         raise ConfigError(
-            f"Each override must be a value that the HF config of a {hf.model_type} can say, because saved folders "
+            f"Each override must be a value that the HF config of a {hf.model_type} can express, because saved folders "
             f"follow it; found {'; '.join(dict.fromkeys(problems))}. Remove these overrides, or change the HF config "
             "that you pass."
         )
@@ -120,7 +120,7 @@ def _foreign(overrides: Mapping[str, object], decided: Set[str], given: Mcore) -
     defaults = {field.name: field.default for field in dataclasses.fields(config_class(latent=latent))}
     for name in sorted(OF_SOME & overrides.keys() - decided):
         if not same(name, given, {**given, name: defaults[name]}):
-            yield f"{name}={given[name]!r}, where it is {defaults[name]!r}"
+            yield f"{name}={given[name]!r}, expected {defaults[name]!r}"
 
 
 class _Writing:
@@ -129,15 +129,15 @@ class _Writing:
     def __init__(
         self, source: Hf, base: Mcore, given: Mcore, overrides: Mapping[str, object], wanted: Set[str]
     ) -> None:
-        """Takes the HF fields, their mcore values without and with overrides, and the names that HF must say."""
+        """Take the HF fields, their mcore values without and with overrides, and the names that HF must express."""
         self.source, self.base, self.given, self.overrides, self.wanted = source, base, given, overrides, wanted
         self.problems: list[str] = []
 
     def fields(self, table: tuple[Field, ...], changed: Set[str]) -> dict[str, object]:
         """The HF fields that change, with their new values.
 
-        Values may change without an override of their own: a scale that is the root of a size follows that size. An
-        entry that cannot read the changed config is written too, such as a list with one entry per layer.
+        A value may also change with another override: a scale that is the root of a size follows the size. Entries that
+        cannot read the changed config are written too, such as a list with one entry per layer.
         """
         entries = [(entry, entry.to_mcore(self.source)) for entry in table if not isinstance(entry, Preset)]
         fields = self._cut_lists()
@@ -150,7 +150,7 @@ class _Writing:
         return {name: value for name, value in fields.items() if name not in self.source or self.source[name] != value}
 
     def lost(self, table: tuple[Field, ...], hf: "PretrainedConfig", fields: Mapping[str, object]) -> list[str]:
-        """Values that do not come back: from ``hf`` with these fields, or from the file that transformers writes."""
+        """Values that are lost: in ``hf`` with these fields, or in the file that transformers writes."""
         try:
             hf = with_fields(hf, fields)
             reread = type(hf).from_dict(parse(hf.to_json_string().encode(), finite=False, hook=special_float))
@@ -194,7 +194,7 @@ class _Writing:
 
     def _say(self, names: Iterable[str]) -> str:
         asked = sorted(self.overrides.keys() & names) or sorted(names)
-        said = (f"{name}={self.given[name]!r}, where it is {self.base[name]!r}" for name in asked)
+        said = (f"{name}={self.given[name]!r}, expected {self.base[name]!r}" for name in asked)
         return " and ".join(said)
 
 

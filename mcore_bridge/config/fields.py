@@ -41,7 +41,7 @@ class Field(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Map:
-    """The HF field and the mcore name hold the same value. Without a default, the HF field must be there.
+    """The HF field and the mcore name hold one value. Without a default, the HF field must be there.
 
     ``aka`` are other names of the HF field; a config has one of them.
     """
@@ -130,7 +130,7 @@ class Preset(Const):
 
 @dataclass(frozen=True, slots=True)
 class Ignore:
-    """HF fields that change nothing in the model that we build, with the reason."""
+    """HF fields that do not change the model that we build, with the reason."""
 
     reason: str
     names: tuple[str, ...]
@@ -199,7 +199,7 @@ def to_mcore(table: tuple[Field, ...], hf: Hf) -> dict[str, object]:
             problems.extend(size_problems(hf, entry.names, values[-1]))
         except ConfigError as error:
             problems.append(str(error))
-        except Exception as error:  # what an entry does not expect is a value of another kind
+        except Exception as error:  # an unexpected error means a value of another kind
             cause = cause or error
             fields = ", ".join(f"{name}={shown(hf[name])}" for name in entry.names if name in hf)
             problems.append(
@@ -214,7 +214,7 @@ def to_hf(table: tuple[Field, ...], mcore: Mcore) -> dict[str, object]:
     """The inverse of ``to_mcore``: the HF fields that the table maps, from mcore values by name.
 
     Raises:
-        ConfigError: the mcore values are not those of this architecture.
+        ConfigError: the mcore values do not fit this architecture.
     """
     try:
         return _union([field.to_hf(mcore) for field in table], "HF field")
@@ -234,11 +234,11 @@ def count(hf: Hf, name: str) -> int:
 
 
 def per_layer(mcore: Mcore, name: str, *, unset: bool, rule: Callable[[int, int], bool]) -> list[int]:
-    """1 or 0 for each layer, from a field of mcore that holds a list of them, a number or None.
+    """1 or 0 for each layer, from a field of mcore: a list of these, a number or None.
 
     Args:
-        unset: the value of every layer where the field is None.
-        rule: the value of a layer where the field is a number, from the layer's index (from 0) and that number.
+        unset: the value of every layer if the field is None.
+        rule: if the field is a number, computes the value of a layer from its index (from 0) and this number.
     """
     num_layers, value = count(mcore, "num_layers"), mcore[name]
     if value is None:
@@ -250,7 +250,7 @@ def per_layer(mcore: Mcore, name: str, *, unset: bool, rule: Callable[[int, int]
 
 
 def claimed_by(table: tuple[Field, ...]) -> frozenset[str]:
-    """The HF fields that a table claims, of whatever value.
+    """The HF fields that a table claims, with any value.
 
     Raises:
         ConfigError: a field is claimed twice.
@@ -301,11 +301,11 @@ SIZES = frozenset(
         "linear_conv_kernel_dim",
     }
 )
-"""The mcore names that are sizes or counts of something that a model with the name has."""
+"""The mcore names that are sizes or counts. If a model has the name, it must be positive."""
 
 
 def size_problems(hf: Mapping[str, object], names: tuple[str, ...], mcore: Mapping[str, object]) -> Iterator[str]:
-    """What is wrong with the sizes that one entry of a table has made of the HF fields ``names``."""
+    """Faults of the sizes that one entry of a table has made from the HF fields ``names``."""
     for name in sorted(SIZES & mcore.keys()):
         value = mcore[name]
         if value is not None and not (is_count(value) and value <= LARGEST):

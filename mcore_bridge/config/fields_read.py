@@ -1,7 +1,7 @@
 """Finds the fields of an HF config that the code of transformers may read. A field that no code reads changes nothing.
 
-It searches the source text of the installed release, without importing or running it. The text is that of the family's
-configuration and modelling modules, and of those of other families that they import. The shared modules (rope, masks,
+It searches the source text of the installed release, without importing or running it. It searches the family's
+configuration and modelling modules, and modules of other families that these import. The shared modules (rope, masks,
 attention, the base classes) are searched as well. A case that cannot be decided counts as read.
 """
 
@@ -25,15 +25,15 @@ _NOT_OF_MODELS = frozenset(
         *("__getattr__", "__getattribute__", "__setattr__"),
     )
 )
-"""Classes of heads that we never build, a step of ``generate()``, and methods of configs that only pass on."""
+"""Classes of heads that we never build, a step of ``generate()``, and methods of configs that only pass values on."""
 _WHOLE = frozenset({"to_dict", "to_diff_dict", "__dict__"})
 
 
 def fields_read(config: "type[PretrainedConfig]", names: Iterable[str]) -> frozenset[str]:
-    """Those of ``names`` that the installed transformers may read from a config of this class.
+    """Select the ``names`` that the installed transformers may read from a config of this class.
 
-    If the class is not from transformers, any code may read it, so all names count as read. So they do for a family
-    that has no model of its own.
+    If the class is not from transformers, any code may read it, so all names count as read. This also holds for a
+    family without its own model.
 
     Example::
 
@@ -50,7 +50,7 @@ def fields_read(config: "type[PretrainedConfig]", names: Iterable[str]) -> froze
 
 @functools.cache
 def _read_by_family(package: Path, classes: frozenset[str], names: frozenset[str]) -> frozenset[str]:
-    """``fields_read`` for a config with these classes in its MRO. A build asks the same several times."""
+    """``fields_read`` for a config with these classes in its MRO. Cached, since a build calls it several times."""
     own, shared = _code_of(package)
     if any(_reads_unnamed_fields(path) for path in own):
         return names
@@ -78,7 +78,7 @@ def _package_of(config: "type[PretrainedConfig]") -> Path | None:
 
 @functools.cache
 def _code_of(package: Path) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-    """All modules that the code of a family imports, itself included: those of families, and shared ones."""
+    """All modules that the code of a family imports, including its own: modules of families, and shared modules."""
     waiting = [path for prefix in _OF_A_FAMILY for path in package.glob(f"{prefix}*.py")]
     modules: set[Path] = set()
     while waiting:
@@ -97,7 +97,7 @@ def _is_of_family(path: Path) -> bool:
 def _imported_by(path: Path) -> Iterator[Path]:
     """The modules of transformers that ``path`` imports, at any level of its code.
 
-    Shared modules import families only to choose one by its name, and so does the package ``auto``.
+    Shared modules and the package ``auto`` import families only to choose one by its name.
     """
     for module in _imports(path):
         if not _is_of_family(module):
@@ -150,7 +150,7 @@ def _reading(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _is_in_family(path: Path, name: str) -> bool:
-    """Whether a module of a family reads the field, or has its name in quotes for any reason.
+    """Whether a module of a family reads the field, or contains its name in quotes.
 
     The variable of a config may have any name, so attributes of all variables count, except ``self`` in a module.
     """
@@ -185,7 +185,7 @@ def _is_in_shared(path: Path, name: str, classes: frozenset[str]) -> bool:
 
 @functools.cache
 def _spelled_fields(path: Path) -> tuple[re.Pattern[str], ...]:
-    """What the names look like that a module puts together before it asks a config for them."""
+    """Patterns of the field names that a module composes before it reads them from a config."""
     if not re.search(r"attr\([^()]*,\s*f[\"']", _text(path)):
         return ()
     return tuple(re.compile(pattern) for node in _nodes(path) for pattern in _asked_for_by_parts(node))
@@ -200,7 +200,7 @@ def _asked_for_by_parts(node: ast.AST) -> Iterator[str]:
 
 @functools.cache
 def _reads_unnamed_fields(path: Path) -> bool:
-    """Whether a module reads all fields of a config, or one whose name stands elsewhere."""
+    """Whether a module reads all fields of a config, or a field whose name comes from other code."""
     return any(map(_is_read_of_unnamed, _nodes(path)))
 
 
@@ -227,7 +227,7 @@ def _is_quoted(node: ast.AST, name: str) -> bool:
 
 
 def _is_asked_for(node: ast.AST, name: str) -> bool:
-    """Whether ``node`` asks a config for a field by its name in quotes."""
+    """Whether ``node`` reads a field from a config by its name in quotes."""
     match node:
         case (
             ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[owner, ast.Constant(value=value), *_])
@@ -238,7 +238,7 @@ def _is_asked_for(node: ast.AST, name: str) -> bool:
 
 
 def _is_read_by(config_class: ast.AST, name: str) -> bool:
-    """Whether a config class does more with the field than to keep it, or to pass it on under the same name."""
+    """Whether a config class does more with the field than store it, or pass it on under its name."""
     kept, used = set[ast.expr](), set[ast.expr]()
     for node in ast.walk(config_class):
         match node:
@@ -258,7 +258,7 @@ def _is_read_by(config_class: ast.AST, name: str) -> bool:
 def _is_model_config(owner: ast.expr) -> bool:
     """Whether an expression is named like the config of a model, such as ``self.config`` or ``text_config``.
 
-    Configs of other things are named by their classes, such as ``generation_config``.
+    Variables of other configs have the names of their classes, such as ``generation_config``.
     """
     match owner:
         case ast.Name(id=name) | ast.Attribute(attr=name):

@@ -1,7 +1,7 @@
 """Reads HF configs from a folder, from the local hub cache, or from a config object.
 
-Code inside a checkpoint is never run, and nothing is downloaded. transformers 4.57 does not know the names of
-transformers 5 for rope and would use defaults, so a config with these names is translated for it.
+Code inside a checkpoint is never run, and nothing is downloaded. transformers 4.57 does not read the rope fields of
+transformers 5, and would use defaults. So a config with these fields is translated.
 """
 
 import copy
@@ -47,7 +47,7 @@ _OTHER_FORMATS = {
     "*.gguf": ("GGUF files are not read", _OF_TRANSFORMERS),
     "params.json": ("the original format of Llama and Mistral is not read", _OF_TRANSFORMERS),
 }
-"""Files of folders without a config.json, as patterns, with what they are and what to give instead."""
+"""Files of folders without a config.json, as patterns, with their format and a file to pass instead."""
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
 
 
@@ -65,11 +65,11 @@ def read_config(
             copied.
         reads_as: for a ``model_type`` that transformers may lack, another one whose config class reads it.
         refused: for a ``model_type`` that transformers may lack and we refuse, the text of the error.
-        known: every ``model_type`` that can be built, of which an error names the nearest. Each has a release of
-            transformers that knows it, or "" where none is written down.
+        known: every ``model_type`` that can be built, for suggestions in an error. The value is a release of
+            transformers with this type, or "" if none is recorded.
 
     Raises:
-        ConfigError: there is no config, it is not valid JSON, or transformers does not know its model_type.
+        ConfigError: there is no config, it is not valid JSON, or transformers lacks its model_type.
     """
     from transformers import PretrainedConfig
 
@@ -113,7 +113,7 @@ def find_folder(source: str | os.PathLike[str]) -> Path:
     from huggingface_hub.errors import HFValidationError
 
     folder = given_path(source, ConfigError).expanduser()
-    if os.path.isdir(folder):  # unlike pathlib, these take names that are too long
+    if os.path.isdir(folder):  # unlike pathlib, these functions accept names that are too long
         return folder.absolute()
     if os.path.exists(folder):
         raise ConfigError(f"A checkpoint must be a folder with a {_CONFIG}, found the file {folder}. Give its folder.")
@@ -152,7 +152,7 @@ def read_fields(path: Path, hook: Hook | None = None) -> dict[str, object]:
 
 
 def _found_instead(folder: Path) -> str:
-    """What a folder without a config.json has, and what to give instead of it."""
+    """The format of a folder without a config.json, and what to pass instead."""
     for pattern, (what, instead) in _OTHER_FORMATS.items():
         if files := sorted(path.name for path in folder.glob(pattern)):
             return f"found {files[0]}: {what}. {instead}."
@@ -160,7 +160,7 @@ def _found_instead(folder: Path) -> str:
 
 
 def _require_short_lists(fields: Mapping[str, object]) -> None:
-    """Refuse numbers of layers and labels for which lists of them, as transformers makes, would fill all memory."""
+    """Refuse numbers of layers and labels for which transformers would make lists that exhaust the memory."""
     for name, most in (*((name, _MOST_LAYERS) for name in _LAYERS), (_LABELS, _MOST_LABELS)):
         number = fields.get(name)
         if number is not None and (not isinstance(number, int) or number > most):
@@ -213,13 +213,13 @@ def _config_class(
 
 
 def nearest(model_type: str, known: Iterable[str]) -> str:
-    """A sentence with the names that are most like ``model_type``, if there are any."""
+    """A sentence with the names nearest to ``model_type``, if there are any."""
     near = get_close_matches(model_type.lower(), sorted(known), n=3)
     return f" Nearest names: {', '.join(near)}." if near else ""
 
 
 def is_borrowed(config_class: "type[PretrainedConfig]") -> bool:
-    """Whether ``config_class`` is of another family, made for a ``model_type`` that transformers lacks."""
+    """Whether ``config_class`` was derived from another family, for a ``model_type`` that transformers lacks."""
     return config_class.__module__ == __name__
 
 
@@ -234,7 +234,7 @@ def _borrowed(model_type: str, owner: str) -> "type[PretrainedConfig]":
 
 
 def _spell(fields: dict[str, object]) -> dict[str, object]:
-    """The ``fields`` of a config.json, as the installed transformers spells those of rope, of dtype and of a flag."""
+    """The ``fields`` of a config.json, with the names of the installed transformers for rope, dtype and a flag."""
     fields = {
         name: _spell(value) if name == TEXT and isinstance(value, dict) else value for name, value in fields.items()
     }
@@ -244,7 +244,7 @@ def _spell(fields: dict[str, object]) -> dict[str, object]:
         old = fields.pop("torch_dtype")
         fields["dtype"] = old if fields.get("dtype") is None else fields["dtype"]
     if isinstance(name := fields.get("dtype"), str) and not isinstance(getattr(torch, name, None), torch.dtype):
-        del fields["dtype"]  # such as "auto", of which transformers raises; the argument dtype decides anyway
+        del fields["dtype"]  # such as "auto", for which transformers raises; the argument dtype decides anyway
     if isinstance(rope := fields.get("rope_scaling"), dict) and rope.get("type") == "su":  # Phi-3 at first
         fields["rope_scaling"] = {**rope, "type": "longrope"}
     if isinstance(tuned := fields.get("attn_temperature_tuning"), int):  # 4 in Llama 4 of transformers 4.51
@@ -256,7 +256,7 @@ def _spell(fields: dict[str, object]) -> dict[str, object]:
 
 
 def _translated(hf: "PretrainedConfig") -> "PretrainedConfig":
-    """``hf`` with the names of transformers 4.57 for rope, if that is installed: it does not read those of 5."""
+    """``hf`` with the names of transformers 4.57 for rope, if it is installed: it does not read names of release 5."""
     if speaks_rope_parameters() or not getattr(hf, "rope_parameters", None):
         return hf
     fields = respelled(hf.to_dict())

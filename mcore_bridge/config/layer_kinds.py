@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 FIRST, SECOND = frozenset("M*"), frozenset("-E")
 """Kinds of the first half of a layer (mixer, attention) and of its second half (MLP, experts)."""
 MTP_KINDS = ("*", "*-", "*E")
-"""What an MTP layer may consist of, if the config says it: attention, and an MLP or experts behind it."""
+"""The possible parts of an MTP layer, if the config lists them: attention, optionally followed by an MLP or experts."""
 MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 """Fields for the number of MTP layers. A family has one of them, or none."""
 
@@ -44,7 +44,7 @@ def shares_selection(layer: int, *, freq: int, offset: int) -> bool:
 
 
 def held_mtp_layers(settings: Mapping[str, Any]) -> int:
-    """The MTP layers that a model holds. One that is repeated has the weights of all its predictions.
+    """The number of MTP layers that a model holds. A repeated layer holds one set of weights for all its predictions.
 
     Args:
         settings: ``TransformerConfig`` fields by name, or overrides of them.
@@ -54,7 +54,7 @@ def held_mtp_layers(settings: Mapping[str, Any]) -> int:
 
 
 def inner_config(config: TransformerConfig) -> TransformerConfig:
-    """A config whose last layer is of the kind that the layers within MTP layers are."""
+    """A config whose last layer has the kind of the layers within MTP layers."""
     kinds = getattr(config, "mtp_kinds", None)
     if kinds is None:
         return config  # they are like the last layer of the decoder

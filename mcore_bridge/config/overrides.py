@@ -40,7 +40,8 @@ For ``build_model``:
 * ``norm_placement``: "pre" (mcore's), "post" (after attention and MLP) or "sandwich" (both);
 * ``qk_norm_kind``: "head" (mcore's), "all_heads" (one norm over all of them), "each_head" (own weights in each) or
   "after_rope", or "after_rope_unweighted" in layers that have a rope;
-* ``attention_chunks``: for each layer the number of tokens within which it attends, and 0 if it sees the whole text;
+* ``attention_chunks``: for each layer the number of tokens within which it attends, and 0 if it attends to the whole
+  text;
 * ``nope_temperature``: ``(beta, length)``, by which queries of layers without a rope grow with their position;
 * ``attention_softcap``, ``logit_softcap``: the bounds of attention scores and of logits, enforced by a tanh;
 * ``embedding_scale``: word embeddings are multiplied by it;
@@ -57,12 +58,13 @@ For ``build_model``:
 * ``layer_kinds``: the parts of each layer, if some layers have one half or a mixer. "M" is Mamba-2, "*" attention, "-"
   an MLP and "E" experts. "M*-" is a mixer beside attention, and an MLP;
 * ``mtp_kinds``: the parts of the layer within an MTP layer, as in ``layer_kinds``, if it is not like the last layer;
-* ``mamba_conv_kernel``: the number of tokens that the convolution of a Mamba-2 mixer sees;
+* ``mamba_conv_kernel``: the kernel size (in tokens) of the convolution of a Mamba-2 mixer;
 * ``mamba_norm``: whether the gated output of a mixer is normed, as it is without this attribute;
-* ``side_multipliers``: what the parts of a layer with a mixer beside its attention are multiplied by;
-* ``expert_latent_size``: the width of routed experts, if it is not that of the model.
+* ``side_multipliers``: the multipliers for the parts of a layer with a mixer beside its attention;
+* ``expert_latent_size``: the width of routed experts, if it differs from the width of the model.
 
-For mcore's attention: the attention factor of the rope (``yarn_...``)."""
+For mcore's attention: the attention factor of the rope (``yarn_...``).
+"""
 
 _BUILT = frozenset(
     ("config", "transformer_layer_spec", "mtp_block_spec", "pre_process", "post_process", "vp_stage", "pg_collection")
@@ -84,7 +86,7 @@ def config_fields(*, latent: bool) -> frozenset[str]:
 
 @functools.cache
 def gpt_argument_names() -> frozenset[str]:
-    """The arguments of the installed ``GPTModel`` that a config decides; ``build_model`` decides the others."""
+    """The arguments of the installed ``GPTModel`` that a config decides; ``build_model`` decides all others."""
     from megatron.core.models.gpt import GPTModel
 
     return frozenset(inspect.signature(GPTModel.__init__).parameters) - {"self"} - _BUILT
@@ -110,7 +112,7 @@ def require_overridable(overrides: Iterable[str], *, decided: Set[str], latent: 
 
 
 def require_known(settings: Mapping[str, object], *, latent: bool) -> None:
-    """Raises ``ConfigError`` for a name that a table sets and nothing in megatron-core or here reads."""
+    """Raise ``ConfigError`` for a name that a table sets, but no code of megatron-core or this library reads."""
     if unknown := sorted(settings.keys() - config_fields(latent=latent) - gpt_argument_names() - ATTRIBUTES):
         raise ConfigError(
             f"A table must set TransformerConfig fields or GPTModel arguments of the installed megatron-core, found "
@@ -170,6 +172,7 @@ def require_chosen_experts(settings: Mapping[str, object]) -> None:
     chosen, experts = settings.get("moe_router_topk"), settings.get("num_moe_experts")
     if isinstance(chosen, int) and isinstance(experts, int) and chosen > experts:
         raise ConfigError(
-            f"The number of experts of a token must be at most that of routed experts, {experts}, found {chosen}. "
+            f"The number of experts of a token must be at most {experts}, the number of routed experts, found "
+            f"{chosen}. "
             "Correct num_experts_per_tok or moe_router_topk."
         )

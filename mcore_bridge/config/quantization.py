@@ -1,4 +1,4 @@
-"""Reads what a config says about quantized weights, and refuses unsupported formats by name.
+"""Read the description of quantized weights in a config, and refuse unsupported formats by name.
 
 The files themselves decide which tensors are quantized; a config must agree with them.
 """
@@ -20,13 +20,13 @@ _MODELOPT: dict[str, tuple[str, Grain]] = {
     "FP8_PB_WO": ("fp8", (128, 128)),
 }
 _ORDERS = (None, False, "static", "weight")
-"""Orders of columns while compressed-tensors rounded them that do not change its format."""
+"""Values of ``actorder`` (the order of columns during compressed-tensors' rounding) that do not change its format."""
 _E4M3 = ("e4m3", "float8_e4m3fn")
 _BLOCK = (128, 128)
 """The block size of transformers if a config gives none; null means no blocks."""
 _WAY_OUT = (
-    "load the release of this model in bf16, or have a program that reads this format write one (with transformers: "
-    "from_pretrained, dequantize and save_pretrained, where it can)"
+    "load the release of this model in bf16, or write one with a program that reads this format (with transformers: "
+    "from_pretrained, dequantize and save_pretrained, if it supports the format)"
 )
 
 
@@ -58,7 +58,7 @@ def read_quantization(note: object) -> Quantization | None:
     fields: Any = note if isinstance(note, Mapping) else note.to_dict() if hasattr(note, "to_dict") else None
     if not isinstance(fields, Mapping):
         raise ConfigError(f"quantization_config must be an object, found {note!r:.200}. Correct the HF config.")
-    if isinstance(fields.get("quantization"), Mapping):  # what ModelOpt writes to a file of its own
+    if isinstance(fields.get("quantization"), Mapping):  # the form that ModelOpt writes to a separate file
         fields = {"quant_method": "modelopt", **fields["quantization"]}
     method = fields.get("quant_method", "modelopt" if "quant_algo" in fields else None)
     readers = {

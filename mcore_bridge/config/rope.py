@@ -1,4 +1,4 @@
-"""Rotary embeddings. Code of transformers computes the frequencies, so there is no second formula to keep equal."""
+"""Rotary embeddings. transformers computes the frequencies, so there is no second formula."""
 
 import math
 from collections.abc import Mapping
@@ -20,9 +20,9 @@ class Rope:
     """The rotary embedding of a model: its parameters, and the frequencies that transformers computes from them.
 
     Args:
-        parameters: as transformers 5 names them: ``rope_type``, ``rope_theta`` and the keys of that type.
+        parameters: with the names of transformers 5: ``rope_type``, ``rope_theta`` and the keys of this type.
         head_dim: the size of an attention head. Its first ``rotary_dim`` dims are rotated.
-        max_position_embeddings: the length in tokens that the model is made for.
+        max_position_embeddings: the length in tokens for which the model is made.
     """
 
     parameters: Mapping[str, object] = field(hash=False)
@@ -77,7 +77,7 @@ class Rope:
 
     @property
     def attention_factor(self) -> float:
-        """Cosines and sines are multiplied by it, at any length. It is 1 except for yarn and longrope."""
+        """The factor of cosines and sines, at any length. It is 1 except for yarn and longrope."""
         return self._computed(None)[1]
 
     @property
@@ -91,13 +91,13 @@ class Rope:
 
         Args:
             seq_len: the length in tokens of a sequence. Only the dynamic type and longrope depend on it, and only
-                beyond ``longest_plain``. transformers takes the longest of a batch, and with the dynamic type it
-                remembers the longest earlier batch. Here they are those of this sequence as the first batch.
+                beyond ``longest_plain``. transformers uses the longest sequence of a batch and, with the dynamic type,
+                of earlier batches. Here each sequence gets the frequencies of a first batch with only this sequence.
         """
         return self._computed(seq_len if seq_len is not None and seq_len > self.longest_plain else None)[0]
 
     def overridden(self, overrides: Mapping[str, object]) -> "Rope":
-        """The rope with overrides of ``kv_channels`` and of mcore's rope arguments, in the sense of mcore."""
+        """The rope with overrides of ``kv_channels`` and of mcore's rope arguments, with mcore's meaning."""
         parameters = _scaling(overrides) or dict(self.parameters)
         theta = overrides.get("rotary_base")
         parameters["rope_theta"] = self.theta if theta is None else theta
@@ -132,7 +132,7 @@ class Rope:
     def _computed(self, seq_len: int | None) -> tuple[torch.Tensor, float]:
         """The frequencies and the attention factor, from the function of transformers for this type.
 
-        Its modules are not used: inside a meta-device context they would have no values.
+        transformers' modules are not used: inside a meta-device context they would have no values.
         """
         from transformers import LlamaConfig
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -176,7 +176,7 @@ def rope_from(hf: Hf) -> Rope:
 
 
 def head_dim(hf: Hf) -> int:
-    """The size of an attention head: ``head_dim`` where it is set, else ``hidden_size / num_attention_heads``."""
+    """The size of an attention head: ``head_dim`` if it is set, else ``hidden_size / num_attention_heads``."""
     if hf.get("head_dim") is not None:
         return count(hf, "head_dim")
     heads, hidden_size = count(hf, "num_attention_heads"), count(hf, "hidden_size")

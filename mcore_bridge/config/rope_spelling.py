@@ -1,4 +1,4 @@
-"""Reads and writes rope settings with the names of transformers 4.57 or of 5, whichever is installed.
+"""Read and write rope settings with the names of the installed transformers, 4.57 or 5.
 
 Release 4.57 has ``rope_theta`` and ``rope_scaling``; release 5 has one ``rope_parameters``. A rope type or key that is
 not listed here raises: if a key were dropped, the model would be right for short sequences only.
@@ -31,7 +31,7 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
     "longrope": ("attention_factor", "factor"),
 }
 MULTIMODAL = ("mrope_section", "mrope_interleaved")
-"""They deal out dims to the three positions of an image token. A text token has one position, so they do not matter."""
+"""They assign dims to the three positions of an image token. A text token has one position, so they do not matter."""
 _NEUTRAL = (("partial_rotary_factor", None), ("partial_rotary_factor", 1), ("finetuned", True))
 _PER_DIM = ("short_factor", "long_factor")
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
@@ -82,7 +82,7 @@ def respelled(hf: Hf) -> dict[str, object]:
 
 
 def _completed(parameters: dict[str, object], hf: Hf) -> dict[str, object]:
-    """``parameters`` with the values that stand at the top level of the config, and with defaults of transformers."""
+    """``parameters`` with values from the top level of the config, and with defaults of transformers."""
     legacy = parameters.pop("type", None)
     parameters.setdefault("rope_type", legacy or "default")
     theta = hf.get("rope_theta", DEFAULT_THETA)  # null is no number, whatever the default is
@@ -106,7 +106,7 @@ def _completed(parameters: dict[str, object], hf: Hf) -> dict[str, object]:
 
 
 def checked(parameters: Mapping[str, object]) -> dict[str, object]:
-    """Checks that we reproduce type, keys and numbers exactly; returns the parameters without neutral ones.
+    """Check that we reproduce type, keys and numbers exactly. Return the parameters without neutral ones.
 
     Raises:
         ConfigError: we do not.
@@ -114,7 +114,7 @@ def checked(parameters: Mapping[str, object]) -> dict[str, object]:
     rope_type = parameters["rope_type"]
     parameters = {name: parameters[name] for name in sorted(parameters) if (name, parameters[name]) not in _NEUTRAL}
     if not isinstance(rope_type, str) or rope_type not in _REQUIRED:
-        reason = _REFUSED.get(str(rope_type), "it is not among those that are tested against transformers")
+        reason = _REFUSED.get(str(rope_type), "it is not among the types that are tested against transformers")
         raise ConfigError(f"The rope type must be one of {sorted(_REQUIRED)}, found {rope_type!r}: {reason}.")
     required = ("rope_theta", *_REQUIRED[str(rope_type)])
     for name in required:
@@ -123,7 +123,7 @@ def checked(parameters: Mapping[str, object]) -> dict[str, object]:
             raise ConfigError(
                 f"A rope of type {rope_type!r} must have {what} as {name!r}, found {shown(value)}. Set it."
             )
-    theta, least = parameters["rope_theta"], int(rope_type == "yarn")  # whose correction divides by its logarithm
+    theta, least = parameters["rope_theta"], int(rope_type == "yarn")  # yarn's correction divides by its logarithm
     if not is_number(theta) or theta <= least:
         raise ConfigError(
             f"rope_theta of a rope of type {rope_type!r} must be above {least}, found {shown(theta)}. Correct the HF "

@@ -1,7 +1,7 @@
 """Turns an HF config into a ``TransformerConfig`` and ``GPTModel`` arguments by a config table, and back.
 
-The table decides first, then the mesh and the dtype, then overrides. Nothing is dropped on the way: each name is a
-field of the installed ``TransformerConfig``, an argument of ``GPTModel``, or an attribute of ours.
+The table decides first, then the mesh and the dtype, then overrides. No value is dropped: each name is a field of the
+installed ``TransformerConfig``, an argument of ``GPTModel``, or an attribute of ours.
 """
 
 from collections import ChainMap
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _OF_OUR_ROUTER = frozenset({"moe_router_enable_expert_bias"})
-"""Fields to set after ``TransformerConfig`` is made. It refuses them with softmax scores, which our router can take."""
+"""Fields to set after ``TransformerConfig`` is made: it refuses them with softmax scores, but our router allows these.
+"""
 
 
 def to_transformer_config(
@@ -94,7 +95,7 @@ def to_gpt_arguments(
 def to_hf_config(
     config: "TransformerConfig", gpt_arguments: Mapping[str, object], table: tuple[Field, ...]
 ) -> dict[str, object]:
-    """The inverse of the two above: the HF fields that ``table`` maps, as the installed transformers names them.
+    """The inverse of the functions above: the HF fields that ``table`` maps, by the installed transformers' names.
 
     Raises:
         ConfigError: the config is not of this architecture, or an override gave it a value that HF cannot express.
@@ -117,7 +118,7 @@ def settings_of(
     settings |= overrides
     if _is_latent(settings) != latent:
         raise ConfigError(f"multi_latent_attention must be {latent}, as in the HF model. Remove the override.")
-    if settings.get("num_query_groups", 1) is None:  # None means this to mcore
+    if settings.get("num_query_groups", 1) is None:  # mcore replaces None by this
         settings["num_query_groups"] = settings["num_attention_heads"]
     if settings.get("kv_channels", 1) is None:  # resolved here too, because the rope needs it
         hidden_size, heads = count(settings, "hidden_size"), count(settings, "num_attention_heads")

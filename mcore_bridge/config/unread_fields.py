@@ -1,7 +1,7 @@
 """Unread fields of an HF config: no entry of a table claims them, and no code of transformers reads them.
 
 transformers defines what a checkpoint means. A field that its code does not read for a family cannot change what the
-model computes, so the field is accepted. A field that is read and not claimed stays an error
+model computes, so the field is accepted. A field that is read but not claimed is still an error
 (``fields.require_total``).
 """
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 READ_BY_OTHERS = {
     "dual_chunk_attention_config": "vLLM and SGLang, for prompts longer than original_max_position_embeddings",
 }
-"""Fields that transformers does not read and other programs do, with these programs and the case that matters."""
+"""Fields that other programs read and transformers does not, with these programs and the case that matters."""
 
 
 def unread_fields(hf: "PretrainedConfig", table: tuple[Field, ...]) -> tuple[str, ...]:
-    """The fields of ``hf`` that change nothing, because neither ``table`` nor transformers' code knows them.
+    """The fields of ``hf`` that change nothing, because neither ``table`` nor transformers' code uses them.
 
     If the config class is borrowed from a twin family, only fields that the class declares count as unread, since
     other code may read the rest.
@@ -45,7 +45,7 @@ def unread_fields(hf: "PretrainedConfig", table: tuple[Field, ...]) -> tuple[str
 
 
 def without_unread(hf: "PretrainedConfig", table: tuple[Field, ...]) -> dict[str, object]:
-    """The fields of ``hf`` without those of ``unread_fields``."""
+    """The fields of ``hf`` without the fields in ``unread_fields``."""
     unread = unread_fields(hf, table)
     return {name: value for name, value in hf.to_dict().items() if name not in unread}
 
@@ -61,7 +61,8 @@ def require_no_unread(read_by: Iterable[tuple["PretrainedConfig", tuple[Field, .
     )
     if listing:
         raise ConfigError(
-            f"strict_config=True accepts only fields that our tables know, found {listing}. The installed transformers "
+            f"strict_config=True accepts only fields that our tables contain, found {listing}. The installed "
+            "transformers "
             "reads none of them: pass strict_config=False, or delete them from the config."
         )
 

@@ -1,7 +1,7 @@
 """Assembles parameters from HF tensors and disassembles them, one at a time.
 
 A parameter is whole here, as one rank without parallelism holds it. This module serves every format with whole
-parameters, and knows none of them.
+parameters, and contains no code for a single format.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mcore_bridge.weights.source.tied_tensors import require_equal
 
 @dataclass(frozen=True, slots=True)
 class HFSlice:
-    """The part of a parameter in one HF tensor: the whole tensor, or expert ``index`` of one that stacks experts."""
+    """The part of a parameter in one HF tensor: the whole tensor, or expert ``index`` of a stack of experts."""
 
     name: str
     shape: Shape
@@ -55,12 +55,12 @@ def specs_of(entries: Iterable[ParamEntry]) -> Iterator[TensorSpec]:
 
 
 class HFTensors(Protocol):
-    """HF tensors by name, whose memory can be freed."""
+    """HF tensors by name, with a way to free their memory."""
 
     def __getitem__(self, name: str, /) -> Weight: ...
 
     def release(self, name: str) -> None:
-        """Free the memory of what was read for ``name``."""
+        """Free the memory that was read for ``name``."""
 
 
 def assemble(entry: ParamEntry, source: HFTensors, device: str = "cpu") -> Tensor:
@@ -75,7 +75,7 @@ def assemble_shard(
 
     Args:
         traced: the trace of the rule's layout.
-        number: of the shard.
+        number: the number of the shard.
         hf: the HF names of the rule.
         device: where the shard is assembled. Casts happen on the CPU, because devices differ in the bits of NaN.
     """
@@ -88,7 +88,7 @@ def assemble_shard(
 def _hf_tensor(source: HFTensors, hf: str) -> Tensor | Encoded | EncodedSlice:
     """The tensor for an HF name of a rule; for the name of an expert in a stack, that expert's slice.
 
-    ``to`` decodes an encoded one.
+    ``to`` decodes an encoded tensor.
     """
     name, index = unstacked(hf)
     return source[name] if index is None else source[name][index]
@@ -101,7 +101,7 @@ def disassemble(
 
     Args:
         shards: the shards by number; a whole parameter is the only shard, number 0.
-        device: where they are disassembled.
+        device: the device of the computation.
     """
     on_device = {number: shard.to(device) for number, shard in shards.items()}
     for number, part in enumerate(parts_of(entry)):
@@ -124,7 +124,7 @@ def check_source(
         The names in the folder that no parameter uses.
 
     Raises:
-        CheckpointError: naming what is missing, unexpected, of another shape, or would lose bits.
+        CheckpointError: naming tensors that are missing, unexpected, of another shape, or would lose bits.
     """
     entries = tuple(entries)
     wanted = {spec.name: spec for spec in specs_of(entries)}

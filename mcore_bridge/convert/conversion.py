@@ -1,4 +1,4 @@
-"""The common base of all conversions: which parameters go to which file."""
+"""The common base of all conversions: the assignment of parameters to files."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class Conversion:
     """A conversion to numbered files, each of which any process can write. It can be pickled.
 
     Attributes:
-        source: folder that is read.
-        staging: folder that is written.
+        source: the folder that is read.
+        staging: the folder that is written.
         units: the parameters, or tensors, of each file.
         ignored: HF names that no parameter uses.
-        device: where parameters are assembled and disassembled: "cpu", or "cuda" for that of the process.
+        device: where parameters are assembled and disassembled: "cpu", or "cuda" for the current GPU of the process.
     """
 
     kind: ClassVar[str]
     heads: ClassVar[Sequence[str]]
-    """Files without which no reader takes the target for a checkpoint."""
+    """Files that every reader requires in the target."""
 
     source: Path
     staging: Path
@@ -60,12 +60,12 @@ class Conversion:
 
     @property
     def contents(self) -> Iterable[object]:
-        """What the files are made of, besides the source. Objects with equal ``repr`` make equal files."""
+        """The inputs of the files, besides the source. Objects with equal ``repr`` make equal files."""
         raise NotImplementedError
 
     @property
     def size_text(self) -> tuple[int, str]:
-        """How many things are converted, and what one of them is called."""
+        """The number of converted objects, and the name of one of them."""
         raise NotImplementedError
 
     @property
@@ -75,12 +75,12 @@ class Conversion:
 
     @property
     def carried_names(self) -> tuple[str, ...]:
-        """HF names in the target of parts that no model was built of."""
+        """HF names in the target of parts for which no model was built."""
         return ()
 
     @property
     def note(self) -> str:
-        """What a user must know of the target; empty if there is nothing."""
+        """A message about the target for users; empty if there is none."""
         return ""
 
     @contextlib.contextmanager
@@ -90,7 +90,7 @@ class Conversion:
         path.unlink(missing_ok=True)
         yield path
         with path.open("rb") as file:
-            os.fsync(file.fileno())  # so that no crash leaves the name without the data
+            os.fsync(file.fileno())  # so that a crash cannot leave the name without the data
         whole.parent.mkdir(parents=True, exist_ok=True)
         path.rename(whole)
 
@@ -165,7 +165,7 @@ def read_source(
 
 
 def widespread(sizes: Iterable[tuple[torch.dtype, int]]) -> torch.dtype:
-    """The floating dtype that most bytes have, given dtypes and bytes of tensors."""
+    """The floating dtype of most bytes, given dtypes and bytes of tensors."""
     totals: dict[torch.dtype, int] = {}
     for dtype, size in sizes:
         if dtype.is_floating_point:
@@ -179,7 +179,7 @@ def units_of_tensors(specs: Sequence[TensorSpec], file_bytes: int) -> tuple[Unit
 
 
 def units_of(entries: Sequence[ParamEntry], file_bytes: int) -> Iterator[Unit]:
-    """Yield runs of parameters of at most ``file_bytes``, one for each file. Those of one HF tensor stay together."""
+    """Yield runs of parameters of at most ``file_bytes``, one for each file. Parts of one HF tensor stay together."""
 
     def size(numbers: Sequence[int]) -> int:
         return sum(entries[number].held.num_bytes for number in numbers)

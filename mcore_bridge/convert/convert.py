@@ -1,8 +1,8 @@
 """Conversion of HF folders to checkpoints of megatron-core and back, with one parameter in memory at a time.
 
 First this process plans which parameters go to which file. Then any number of processes write files in parallel, and a
-file gets its name only when it is whole. If a conversion is run again, it keeps whole files. At the end all files go to
-the target in one step.
+file gets its name only when it is whole. If a conversion is run again, it keeps complete files. At the end all files go
+to the target in one step.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from mcore_bridge.weights.files.sources import SourceFolders
 from mcore_bridge.weights.peft.peft_config import CONFIG as ADAPTER_CONFIG
 
 DIST_FILE_BYTES = 512 << 20
-"""Size limit of a file of ``torch_dist``: torch keeps all that it writes to a file in memory until the end."""
+"""Size limit of a file of ``torch_dist``: torch keeps the content of a file in memory until the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,8 @@ class _Work:
                 self.conversion.write(number, progress)
         except OSError as error:
             raise CheckpointError(
-                f"cannot write to {self.conversion.staging}: {error}; solve that and run the same command again, which "
-                "keeps whole files"
+                f"cannot write to {self.conversion.staging}: {error}; solve this and run the command again, which "
+                "keeps complete files"
             ) from error
 
 
@@ -97,24 +97,25 @@ def convert(
 ) -> Converted:
     """Convert an HF folder to a checkpoint of megatron-core, or a checkpoint of megatron-core to an HF folder.
 
-    An HF folder with encoded weights is decoded on the way.
+    Encoded weights of an HF folder are decoded.
 
     Args:
-        source: HF folder, or one in which ``find_checkpoint`` finds a checkpoint of megatron-core.
-        target: the folder to write to, without a checkpoint of another kind. Other files in it stay. It must be none
-            of the folders that are read, unless that has a config and a tokenizer alone.
+        source: an HF folder, or a folder in which ``find_checkpoint`` finds a checkpoint of megatron-core.
+        target: the folder to write to, without a checkpoint of another kind. Other files in it stay. It must differ
+            from folders that are read, except folders with only a config and a tokenizer.
         hf: folder of the HF config and tokenizer, if ``source`` has none.
-        dtype: cast tensors to this; by default each keeps its own dtype.
+        dtype: cast tensors to this; by default each tensor keeps its dtype.
         num_mtp_layers: MTP layers to convert from an HF folder. From megatron-core all are converted.
-        vision: "train" or "frozen" take the tower of a composite from an HF folder too, and "carried" its text alone.
-            From megatron-core a tower that is there is converted.
-        mtp: the fate of MTP layers that a checkpoint of megatron-core lacks, on the way to an HF folder: as for
+        vision: "train" or "frozen" also convert the tower of a composite from an HF folder, "carried" only its text.
+            From megatron-core an existing tower is always converted.
+        mtp: the fate of MTP layers that a checkpoint of megatron-core lacks, when an HF folder is written: as for
             ``save_hf_checkpoint``. They come from the folder of the HF config.
         rank_files: write Megatron's ``torch`` format with these settings, and not ``torch_dist``.
-        plain: write an HF folder of the same tensors, in which encoded weights (docs/guide/quantized.md) are bf16, or
-            ``dtype``. Tensors that a model does not use are among them.
+        plain: write an HF folder of the source's tensors, with encoded weights (docs/guide/quantized.md) as bf16 or
+            ``dtype``, also tensors that a model does not use.
         num_processes: processes that write in parallel.
-        num_gpus: use one process for each of these GPUs, instead of ``num_processes``. It assembles parameters there.
+        num_gpus: use one process for each of these GPUs, instead of ``num_processes``. Parameters are assembled on the
+            GPU.
         file_bytes: upper limit on the size of a file, unless one parameter is larger. In Megatron's ``torch`` format,
             the mesh decides the size.
         strict_config: as for ``build_model``.
@@ -158,21 +159,21 @@ def merge(
     """Write an HF folder with the weights of ``base``, into which the adapters of a PEFT folder are merged.
 
     Sums are in fp64 and rounded once to the dtype of each weight: the bits of an export with ``merged=True``. All other
-    tensors and files are those of the base. A process holds a piece of a tensor at a time.
+    tensors and files come from the base. A process holds a piece of a tensor at a time.
 
     Args:
-        base: HF folder of plain tensors, of a family that is supported.
-        adapter: what ``peft`` or ``save_hf_adapters`` wrote.
-        target: the folder to write to, without a checkpoint of another kind. Other files in it stay. It must be neither
-            of the two.
+        base: an HF folder of plain tensors, of a supported family.
+        adapter: a folder of ``peft`` or ``save_hf_adapters``.
+        target: the folder to write to, without a checkpoint of another kind. Other files in it stay. It must differ
+            from both sources.
         num_processes: processes that write in parallel.
         file_bytes: upper limit on the size of a file, unless one tensor is larger.
         on_event: called with the bytes that each process has written.
 
     Raises:
-        BridgeError: the adapter does not fit the base, one of the two was changed meanwhile, a process failed, or
-            another run writes to the same target. The target is then unchanged, and the next run keeps the files that
-            are whole.
+        BridgeError: the adapter does not fit the base, one of the two was changed during the merge, a process failed,
+            or another run writes to the same target. The target is then unchanged, and the next run keeps the files
+            that are whole.
     """
     require(CheckpointError, file_bytes=(file_bytes, COUNT))
     base, adapter, target = given_path(base), given_path(adapter), target_of(target)
@@ -187,7 +188,7 @@ def merge(
 def _run(
     conversion: Conversion, sources: SourceFolders, target: Path, num_processes: int, num_gpus: int, on_event: OnEvent
 ) -> Converted:
-    """Write the files that an earlier run has not written, and put all of them into the target."""
+    """Write files that an earlier run has not written, and put all files into the target."""
     device = "cuda" if num_gpus else "cpu"
     conversion = dataclasses.replace(conversion, device=device)
     with updating(target, CONVERSION) as update:
@@ -206,14 +207,15 @@ def _run(
 
 
 def _require_no_other_kind(target: Path, kind: str) -> None:
-    """A folder has one ``config.json``, which would describe both of its checkpoints."""
+    """Raise if the target has a checkpoint of another kind: the one ``config.json`` would have to describe both."""
     weights = [name for name in weight_files(target) if (target / name).exists()]
-    adapter = (target / ADAPTER_CONFIG).exists()  # transformers would load its base in place of these weights
+    # transformers would load the base of the adapter in place of these weights
+    adapter = (target / ADAPTER_CONFIG).exists()
     there = {"hf": weights, "torch_dist": dist_files(target), "torch": find_rank_files(target), "adapter": adapter}
     if others := [other for other, files in there.items() if files and other != kind]:
         raise CheckpointError(
-            f"{target} holds a checkpoint of kind {' and '.join(others)}, whose config.json one of kind {kind} would "
-            "replace: name another folder, or remove that checkpoint"
+            f"{target} holds a checkpoint of kind {' and '.join(others)}, whose config.json a checkpoint of kind "
+            f"{kind} would replace: name another folder, or remove that checkpoint"
         )
 
 
@@ -262,7 +264,7 @@ def _do_share(work: _Work, report: Report) -> None:
 
 
 def _find(source: Path, rank_files: RankFiles | None) -> Path:
-    """The folder of a checkpoint of megatron-core, which ``source`` is, or to which it leads."""
+    """The folder of a checkpoint of megatron-core: ``source`` itself, or a folder that is found from it."""
     if rank_files is not None:
         raise CheckpointError(f"{source} has no *.safetensors: a mesh and --to torch need an HF folder as source")
     return find_rank_files(source) or find_checkpoint(source)

@@ -67,10 +67,10 @@ class FromDist(ToHF):
 
 
 def _located_in(folder: TorchDistFolder, placed: Sequence[LocatedParam]) -> tuple[LocatedParam, ...]:
-    """The locations of parameters, with keys as the folder spells them.
+    """The locations of parameters, with keys in the spelling of the folder.
 
     Raises:
-        CheckpointError: naming what is missing, unexpected or of another shape.
+        CheckpointError: naming tensors that are missing, unexpected or of another shape.
     """
     spelled = folder.spelled()
     if folder.is_stacked:
@@ -111,6 +111,6 @@ def _checked(location: ChunkLocation, tensors: Mapping[str, Any]) -> ChunkLocati
     padded = location.padded and shape[0] >= location.shape[0]
     if shape[padded:] != location.shape[padded:]:
         raise CheckpointError(
-            f"{location.key} has shape {shape}, the config takes {location.shape}: is this the config of this model?"
+            f"{location.key} has shape {shape}, the config takes {location.shape}: pass the config of this model"
         )
     return location

@@ -1,7 +1,7 @@
-"""An HF folder and a PEFT folder to an HF folder in which the adapters are merged, one tensor after the other.
+"""Convert an HF folder and a PEFT folder to an HF folder with merged adapters, one tensor after the other.
 
-All other tensors keep their bits, those that no parameter uses too. The adapters may hold experts in the other dialect
-than the files: both are joined by the parameters of megatron-core.
+All other tensors keep their bits, also tensors that no parameter uses. The adapters may have another dialect of experts
+than the files: both are matched through the parameters of megatron-core.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mcore_bridge.weights.provenance import Provenance, head_of
 from mcore_bridge.weights.source.source import Source, open_folder
 
 Matrix = tuple[str, int | None]
-"""A tensor of the files, or one expert of one that stacks experts."""
+"""A tensor of the files, or one expert of a stack of experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +41,10 @@ class ToMerged(ToPlain):
 
     Attributes:
         adapter: the PEFT folder.
-        provenance: of the base.
+        provenance: the provenance of the base.
         axes: sizes of the model, without parallelism.
-        places: the parameter of each matrix that an adapter changes, and which of its parts the matrix is.
-        turned: the tensors that the files hold in the other orientation than the rules.
+        places: for each matrix that an adapter changes: its parameter, and the index of the part that it is.
+        turned: the tensors that the files hold in the reverse orientation of the rules.
     """
 
     adapter: Path
@@ -107,7 +107,7 @@ class ToMerged(ToPlain):
         return WeightMapping(adapter_rules(rules, self.given.targets))
 
     def _pieces(self, spec: TensorSpec) -> Iterator[Tensor]:
-        """The elements of a tensor in order, some at a time: flat and on the CPU."""
+        """Yield the elements of a tensor in order, some at a time, flat and on the CPU."""
         stacked = [index for name, index in self.places if name == spec.name]
         if not stacked:
             yield from super()._pieces(spec)
@@ -128,9 +128,10 @@ class ToMerged(ToPlain):
                 yield held.flatten()
 
     def _factors(self, entry: ParamEntry, part: int) -> tuple[Tensor, Tensor]:
-        """In fp64 what is multiplied for one part of a parameter: ``[rows of the part, parts * rank]``, and the rest.
+        """The two fp64 factors whose product is added to one part of a parameter.
 
-        They are B and all A, or of a part that is ``[in, out]`` the transpose of A, and that of B.
+        They are the rows of B for the part, ``[rows, parts * rank]``, and all A. If the part is stored as ``[in,
+        out]``, they are the transposes of A and of B.
         """
         left, right = self._whole_factors(entry)
         copies = [copy for copy in entry.trace.to_hf if copy.part == part]
@@ -197,7 +198,7 @@ def _places(made: ToMerged, model: WholeModel, base: Source) -> dict[Matrix, tup
     if absent := sorted({name for name, _ in places} - files):
         raise CheckpointError(
             f"{made.source} lacks {len(absent)} tensors that have adapters, such as {absent[:4]}: expected the base "
-            "that the adapter was trained on"
+            "on which the adapter was trained"
         )
     require_shapes(made.adapter, made.given, shapes)
     return places

@@ -48,7 +48,7 @@ class ToDist(ModelConversion):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the files: one for each unit, and one for what is no tensor."""
+        """The names of the files: one for each unit, and one for objects that are no tensors."""
         return tuple(map(file_name, range(len(self.units) + 1)))
 
     @property
@@ -57,7 +57,7 @@ class ToDist(ModelConversion):
         return (*super().sizes, 0)
 
     def write(self, number: int, progress: Progress) -> None:
-        """Write one file. Each parameter is assembled when torch asks for it."""
+        """Write one file. Each parameter is assembled when torch requests it."""
         plans, _ = self._plans
 
         def make(number: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""An HF folder with encoded weights to one of plain tensors. No model is built, so it need not be one that we have."""
+"""Convert an HF folder with encoded weights to plain tensors. No model is built, so any family works."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PIECE_ELEMENTS = 1 << 21
 
 @dataclass(frozen=True, kw_only=True)
 class ToPlain(Conversion):
-    """An HF folder to one whose tensors are plain; ``specs`` are these tensors, which ``units`` count."""
+    """The conversion to plain tensors; ``specs`` are these tensors, and ``units`` have their indices."""
 
     kind = "hf"
     heads = HEADS
@@ -43,11 +43,13 @@ class ToPlain(Conversion):
         """Plan it.
 
         Raises:
-            CheckpointError: the folder has no encoded weights, or such that cannot be decoded.
+            CheckpointError: the folder has no encoded weights, or has weights that cannot be decoded.
         """
         stored = open_folder(source)
         if not stored.is_encoded:
-            raise CheckpointError(f"{source} has no quantized weights, expected some: it is a folder of plain tensors")
+            raise CheckpointError(
+                f"{source} has no quantized weights, expected some: it is already a folder of plain tensors"
+            )
         decoded = dtype or _dtype_of(_fields(source))
         specs = tuple(
             TensorSpec(name, tuple(t.shape), decoded if isinstance(t, Encoded) else wanted_dtype(name, t.dtype, dtype))
@@ -93,7 +95,7 @@ class ToPlain(Conversion):
         return weight_files(target)
 
     def finish(self) -> None:
-        """Write the index, the config without a note on quantization, and what else the folder has."""
+        """Write the index, the config without its description of quantization, and the other files of the folder."""
         copy_companions(self.source, self.staging, *_OTHERS)
         forget_quantization(self.staging)
         fields = _fields(self.staging)
@@ -113,7 +115,7 @@ class ToPlain(Conversion):
         return open_folder(self.source)
 
     def _pieces(self, spec: TensorSpec) -> Iterator[Tensor]:
-        """The elements of a tensor in order, some at a time: flat and on the CPU."""
+        """Yield the elements of a tensor in order, some at a time, flat and on the CPU."""
         tensor = self._stored[spec.name]
         if isinstance(tensor, Encoded):
             for rows in tensor.in_order(PIECE_ELEMENTS):
@@ -129,6 +131,6 @@ def _fields(folder: Path) -> dict[str, Any]:
 
 
 def _dtype_of(fields: dict[str, Any]) -> torch.dtype:
-    """What a config says that weights are: bf16, unless it is another float of 16 or 32 bits."""
+    """The dtype of weights in a config if it is a float of 16 or 32 bits, else bf16."""
     name = fields.get("dtype") or fields.get("torch_dtype")
     return {"float16": torch.float16, "float32": torch.float32}.get(str(name), torch.bfloat16)

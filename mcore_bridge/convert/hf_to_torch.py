@@ -26,14 +26,14 @@ _STYLES = {"te": Style(grouped=True), "torch": Style(fused_norms=False, extra_st
 
 @dataclass(frozen=True, slots=True)
 class RankFiles:
-    """Settings of files in Megatron's ``torch`` format: the mesh, and the kind of model that loads them."""
+    """Settings of files in Megatron's ``torch`` format: the mesh, and the kind of model that will load them."""
 
     dims: ParallelDims
     style: Style
 
 
 def rank_files(to: str, dims: ParallelDims, backend: str) -> RankFiles | None:
-    """The settings for options of the command; None for another format.
+    """The settings from options of the command; None for another format.
 
     Raises:
         MeshError: the options have a mesh, and the format has none.
@@ -41,7 +41,7 @@ def rank_files(to: str, dims: ParallelDims, backend: str) -> RankFiles | None:
     if to == "torch":
         return RankFiles(dims, _STYLES[backend])
     if dims != ParallelDims():
-        raise MeshError(f"{to} loads at any mesh, found {dims}: leave it out, or write files for it: --to torch")
+        raise MeshError(f"{to} loads at any mesh, found {dims}: leave the mesh out, or write files for it: --to torch")
     return None
 
 

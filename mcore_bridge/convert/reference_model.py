@@ -1,6 +1,6 @@
-"""The parameters of a model without parallelism, and where megatron-core puts each of them in a checkpoint.
+"""The parameters of a model without parallelism, and their locations in megatron-core's checkpoints.
 
-A real ``GPTModel`` on the meta device shows them, in this process alone. So keys are those of the installed release.
+They are read from a real ``GPTModel`` on the meta device, in this process. So keys match the installed release.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WholeModel:
-    """All parameters of a model, in order, and in the same order their locations in a checkpoint (``placed``)."""
+    """All parameters of a model in order, and their locations in a checkpoint in this order (``placed``)."""
 
     provenance: Provenance
     mapping: WeightMapping
@@ -59,10 +59,10 @@ def whole_model(
         hf: folder of the HF config.
         dtype: the dtype of the parameters.
         num_mtp_layers: MTP layers to build.
-        metadata: the spelling of keys, as megatron-core's ``sharded_state_dict`` takes it.
-        names: names of HF tensors, which decide their dialect; without names, ``hf`` decides.
+        metadata: the spelling of keys, for megatron-core's ``sharded_state_dict``.
+        names: names of HF tensors, which determine the dialect; without names, ``hf`` does.
         vision: as for ``build_model``.
-        hybrid: whether the checkpoint is one of a ``HybridModel``.
+        hybrid: whether the checkpoint is from a ``HybridModel``.
         head: as for ``build_model``.
     """
     from megatron.core import parallel_state
@@ -89,14 +89,14 @@ def whole_model(
 def _placed(number: int, entry: ParamEntry, tensors: Mapping[str, Tensor], sharded: Mapping[int, Any]) -> LocatedParam:
     chunks = tuple(_chunks(sharded[id(tensors[entry.held.name])], entry.held.shape))
     if sum(stop - start for start, stop in (location.rows for location in chunks)) != (entry.held.shape or (1,))[0]:
-        raise CheckpointError(f"sharded_state_dict does not say where all of {entry.held.name} goes; report this")
+        raise CheckpointError(f"sharded_state_dict gives no location for a part of {entry.held.name}; report this")
     return LocatedParam(number, entry.held.shape, entry.held.dtype, chunks)
 
 
 def _chunks(sharded: Any, shape: Sequence[int]) -> Iterator[ChunkLocation]:
     """Yield the locations of the rows of a parameter.
 
-    If megatron-core splits the parameter with a function, that function gets row numbers in place of values.
+    If megatron-core splits the parameter with a function, we pass row numbers to the function in place of values.
     """
     if not hasattr(sharded, "build_fn"):
         padded = sharded.allow_shape_mismatch

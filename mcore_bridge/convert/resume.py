@@ -1,4 +1,4 @@
-"""What an interrupted conversion has left: its files are kept if it would write the same ones again."""
+"""Resume an interrupted conversion: its files are kept if this conversion would write equal files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PLAN = "plan.json"
 
 
 def resume(conversion: Conversion, sources: SourceFolders) -> frozenset[int]:
-    """The files that an earlier run of the same conversion wrote, by number. Files of other conversions are removed."""
+    """The numbers of files that an earlier run of this conversion wrote. Files of other conversions are removed."""
     plan = conversion.staging.with_name(_PLAN)
     own = json.dumps(_identity(conversion, sources)).encode()
     if not _holds(plan, own):
@@ -30,7 +30,7 @@ def resume(conversion: Conversion, sources: SourceFolders) -> frozenset[int]:
 
 
 def _holds(path: Path, data: bytes) -> bool:
-    """Whether a file has just these bytes."""
+    """Whether a file has exactly these bytes."""
     try:
         return read_bounded(path, len(data)) == data
     except CheckpointError:
@@ -38,9 +38,9 @@ def _holds(path: Path, data: bytes) -> bool:
 
 
 def _identity(conversion: Conversion, sources: SourceFolders) -> object:
-    """A value that is equal for conversions that write the same files.
+    """A value that is equal for conversions that write equal files.
 
-    It is made of the sources as they were before the plan was made, the plan, the config, and releases.
+    It is made of the state of the sources before the plan was made, the plan, the config, and releases.
     """
     plan = hashlib.sha256()
     for part in conversion.contents:

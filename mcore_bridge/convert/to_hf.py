@@ -62,7 +62,7 @@ class ToHF(ModelConversion):
 
     @cached_property
     def carried_units(self) -> tuple[tuple[TensorSpec, ...], ...]:
-        """Those of each file, behind the files of parameters: as many bytes to a file as these have at most."""
+        """The carried tensors of each file. These files follow the files of parameters, and are at most as large."""
         limit = max((*super().sizes, MAX_SHARD_BYTES))
         return tuple(shard.tensors for shard in assign_files(self.carried.specs, 1, limit))
 
@@ -116,7 +116,7 @@ def stored_as(entry: ParamEntry, stored: torch.dtype, dtype: torch.dtype | None)
     """The entry with the dtype of the stored tensor; if the caller asks for a ``dtype``, the entry is unchanged.
 
     Raises:
-        CheckpointError: a model cannot hold all values of the stored tensor, and the caller asks for another dtype.
+        CheckpointError: a model cannot hold all values of the stored tensor, and the caller requests another dtype.
     """
     own = entry.held.dtype
     if dtype is None:
@@ -124,6 +124,6 @@ def stored_as(entry: ParamEntry, stored: torch.dtype, dtype: torch.dtype | None)
     if not is_exact(stored, own) and own != dtype:
         raise CheckpointError(
             f"{entry.held.name} is {dtype_name(stored)}, and {dtype_name(own)} in a model, which cannot hold all its "
-            "values; leave out --dtype to keep every tensor in its own dtype"
+            "values; leave out --dtype to keep the dtype of every tensor"
         )
     return entry

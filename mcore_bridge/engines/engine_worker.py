@@ -127,7 +127,7 @@ class EngineWorker:
 
     @property
     def device(self) -> torch.device:
-        """Where the engine's tensors are."""
+        """The device of the engine's tensors."""
         return next(iter(all_tensors(self._source).values()), torch.empty(0)).device
 
     @torch.no_grad()
@@ -226,7 +226,7 @@ class EngineWorker:
             try:
                 kept = EngineMap.load(path)
             except TransferError as error:
-                logger.warning("%s. It is made anew now", error)
+                logger.warning("%s. A new map is made now", error)
         self._mapped = map_engine(specs, self._source, self._load, engine=self._name, kept=kept)
         self._input = self._mapped
         if self._mapped.map is not kept:

@@ -1,2 +1,3 @@
-"""Builds ``GPTModel``s from an HF config: a blueprint decides and checks, then chunks are built. It
-may import ``architecture``, ``config`` and ``weights``."""
+"""Build ``GPTModel``s from an HF config: a blueprint decides and checks everything, then chunks are built. It may
+import ``architecture``, ``config`` and ``weights``.
+"""

@@ -1,4 +1,4 @@
-"""Adds adapters to a model that is built: their factors by the rules of ``rules/adapters.py``, and all else frozen."""
+"""Add adapters to a built model, by the rules of ``rules/adapters.py``, and freeze all other parameters."""
 
 from __future__ import annotations
 
@@ -42,12 +42,14 @@ if TYPE_CHECKING:
     from mcore_bridge.factory.modules.adapter import Adapter, Kind
 
 Init = Literal["kaiming", "xavier", "normal"]
-"""How an A ``[rank, in]`` is drawn: uniform between plus and minus ``1 / sqrt(in)``; normal with a variance of ``2 /
-(in + rank)``; or normal with a deviation of 0.2."""
+"""The distribution of the initial A ``[rank, in]``: uniform between plus and minus ``1 / sqrt(in)``; normal with a
+variance of ``2 / (in + rank)``; or normal with a deviation of 0.2.
+"""
 Place = tuple[str, Any, str]
-"""The canonical name of a weight without ``.weight``, the layer that holds it, and its name there.
+"""The canonical name of a weight without ``.weight``, the layer that holds it, and its name in the layer.
 
-A layer of TransformerEngine for experts holds several."""
+A layer of TransformerEngine for experts holds several.
+"""
 Draw = Callable[[str, tuple[int, ...]], Tensor]
 _WEIGHT = re.compile(r"weight\d*")
 _UNTRIED = (
@@ -59,7 +61,7 @@ _UNTRIED = (
     "cpu_offloading",
     "qk_clip",
 )
-"""Settings of megatron-core that change what its linear layers return, hold or communicate; or weights themselves."""
+"""Settings of megatron-core that change the outputs, weights or communication of its linear layers."""
 
 
 def add_adapters(
@@ -77,30 +79,30 @@ def add_adapters(
 ) -> Adapters:
     """Add a low-rank adapter to each targeted linear layer, and freeze all other parameters.
 
-    Either ``rank``, ``alpha`` and ``targets`` say which adapters are new, or they are those of ``folder``. Call it
-    before the models are wrapped. If it raises, nothing has changed. All ranks of a replica call it together, and
-    compare their arguments first.
+    Either ``rank``, ``alpha`` and ``targets`` describe new adapters, or ``folder`` has the adapters. Call this before
+    the models are wrapped. If it raises, nothing has changed. All ranks of a replica call it together, and compare
+    their arguments first.
 
     Args:
-        models: the chunks of this rank as ``build_model`` has made them, not yet wrapped.
-        folder: what ``peft`` or ``save_hf_adapters`` wrote. Its config says rank, scale and targets, and its largest
-            rank is that of all adapters; see ``load_adapters`` for what is exact. Every rank reads it.
+        models: the chunks of this rank from ``build_model``, not yet wrapped.
+        folder: a folder of ``peft`` or ``save_hf_adapters``, with rank, scale and targets. All adapters get its largest
+            rank; see ``load_adapters`` for exactness. Every rank reads it.
         rank: the rank of each adapter.
         alpha: the adapter's output is multiplied by ``alpha / rank``.
         targets: ends of module names, in HF ("q_proj", "mlp.down_proj", "experts.gate_up_proj") or in megatron-core
             ("linear_qkv"). Each must match something. Projections that are not named get no adapter.
-        kind: "own" gives each HF projection an A of its own, as ``peft`` does. "shared" gives each layer of mcore one
-            for all of its projections, as Megatron-Bridge does by default; in a folder it is there for each.
-        dialect: "fused" gives gate and up of an expert one A, as ``peft`` does for transformers 5; "split" gives each
-            its own. None is the dialect of the checkpoint that the models come from. A folder decides for itself.
-        dtype: of the factors, and of what they compute; tensors of a folder are cast to it. None is that of the layer's
-            weight, as it is or is cast later; then it must hold all values of the folder.
-        init: how A is drawn: "kaiming" is what ``peft`` does. "xavier" and "normal" are Megatron-Bridge's.
-        seed: A is drawn from it and the HF name, the same on every mesh. B is zero.
+        kind: "own" gives each HF projection a separate A, like ``peft``. "shared" gives each layer of mcore one A for
+            all of its projections, like Megatron-Bridge by default; a folder repeats it for each projection.
+        dialect: "fused" gives gate and up of an expert one A, like ``peft`` for transformers 5; "split" gives each a
+            separate A. None means the dialect of the models' checkpoint. A folder decides for itself.
+        dtype: the dtype of the factors and their computations; tensors of a folder are cast to it. None means the dtype
+            of the layer's weight, also after later casts; then it must hold all values of the folder.
+        init: the distribution of A: "kaiming" is ``peft``'s; "xavier" and "normal" are Megatron-Bridge's.
+        seed: A is drawn from the seed and the HF name, equally on every mesh. B is zero.
 
     Raises:
-        ConfigError: a target or the model has no adapters here, or ``models`` have some, or are wrapped.
-        CheckpointError: the folder has what no adapter here can be, or does not fit the models; as ``load_adapters``.
+        ConfigError: a target or the model cannot have adapters, or ``models`` already have some, or are wrapped.
+        CheckpointError: the folder has unsupported features, or does not fit the models; as ``load_adapters``.
 
     Example:
         >>> policy = mb.build_model("path/of/Qwen3-8B", dims=dims, dtype=torch.float32)
@@ -141,7 +143,7 @@ def add_adapters(
         chunk.requires_grad_(False)
         _let_recompute(chunk)
         chunk.bridge_adapters = made
-        chunk.sharded_state_dict = partial(sharded_state_dict, chunk)  # a deep copy of the chunk has one of its own
+        chunk.sharded_state_dict = partial(sharded_state_dict, chunk)  # a deep copy of the chunk gets its own
     _attach(places, adapters)
     for chunk in chunks:
         note_built(chunk)
@@ -167,7 +169,7 @@ def _attach(places: Sequence[Place], adapters: Mapping[str, Adapter]) -> None:
         linear.adapter = own[0] if hasattr(linear, "weight") else GroupedAdapter(own)
         linear.register_forward_hook(linear.adapter, prepend=True)  # our hook on latents reads the sum
         if hasattr(linear, "return_layernorm_output"):
-            linear.return_layernorm_output = True  # what the weight multiplies, and so what A does
+            linear.return_layernorm_output = True  # the input of the weight, and so of A
 
 
 def _require_all(bound: BoundModel, given: PeftFolder) -> None:
@@ -226,7 +228,7 @@ def _drawn(seed: int, init: Init, name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def _let_recompute(chunk: GPTModel) -> None:
-    """Has the first hidden state require a gradient: without one, a recomputed layer has no backward."""
+    """Let the first hidden state require a gradient: without one, a recomputed layer has no backward."""
     if chunk.pre_process and chunk.config.recompute_granularity:
         chunk.embedding.register_forward_hook(_requiring)
 
@@ -250,7 +252,7 @@ def _require_fitting(
         (twice, f"a folder decides on {twice}: leave them out"),
         (
             folder is not None and not isinstance(folder, str | os.PathLike),
-            f"folder must be the path of an adapter, found {shown(folder)}; new ones need rank=, alpha=, targets=",
+            f"folder must be the path of an adapter, found {shown(folder)}; new adapters need rank=, alpha=, targets=",
         ),
         (
             asked["targets"] is not None and not (NAMES.is_good(asked["targets"]) and asked["targets"]),
@@ -258,10 +260,16 @@ def _require_fitting(
         ),
         (rank is not None and not is_count(rank), f"rank must be at least 1, found {rank}"),
         (alpha is not None and not is_number(alpha), f"alpha must be a finite number, found {alpha}"),
-        (any(a is not b for a, b in zip(chunks, given, strict=True)), "models must not be wrapped yet: add first"),
+        (
+            any(a is not b for a, b in zip(chunks, given, strict=True)),
+            "models must not be wrapped yet: add adapters first",
+        ),
         (any(hasattr(chunk, "bridge_adapters") for chunk in chunks), "models have adapters: one set is supported"),
         (config.mtp_num_layers, "models must have no MTP layers, whose adapters no engine reads: build without them"),
-        (chunks[0].bridge.vision == "train", 'all but adapters is frozen: build with vision="frozen" or "carried"'),
+        (
+            chunks[0].bridge.vision == "train",
+            'adapters freeze all other parameters: build with vision="frozen" or "carried"',
+        ),
         (
             config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate,
             "moe_router_bias_update_rate must be 0: each step would change the base",
@@ -273,21 +281,21 @@ def _require_fitting(
 
 
 def _held_here(bound: BoundModel, targets: Iterable[str], names: Collection[str]) -> dict[str, bool]:
-    """Whether this rank has a layer of each target, in an order that all ranks have."""
+    """Whether this rank has a layer of each target, in an order that is equal on all ranks."""
     held = set(map(pattern_of, names))
     rules = {name: adapter_rules(bound.mapping.rules, [name]) for name in sorted(targets)}
     return {name: not held.isdisjoint(rule.mcore for rule in of_target) for name, of_target in rules.items()}
 
 
 def _require_held(stages: Group, held: Mapping[str, bool]) -> None:
-    """Raise, on all stages, if no layer of any stage is a target although a rule is: rules are those of a family."""
+    """Raise on all stages if a target matches a rule of the family, but no layer of any stage."""
     absent = [name for name, somewhere in zip(held, stages.most([*held.values()]), strict=True) if not somewhere]
     if absent and (stages.size == 1 or not stages.is_fake):
         raise ConfigError(f"targets must name layers that the model has, found {absent}: leave them out")
 
 
 def _require_known(places: Sequence[Place]) -> None:
-    """Raises unless each linear layer is one of those whose communication an adapter repeats."""
+    """Raise unless each linear layer has a class whose communication an adapter can repeat."""
     from mcore_bridge.factory.modules.norms import without_norm
 
     known = _known()
@@ -295,7 +303,7 @@ def _require_known(places: Sequence[Place]) -> None:
     if wrong := {pattern_of(name): type(linear).__name__ for name, linear, _ in unknown}:
         raise ConfigError(
             f"adapters need linear layers of {sorted(kind.__name__ for kind in known)}, found {wrong}: leave out "
-            "targets whose layers do more than a product"
+            "targets whose layers compute more than a product"
         )
 
 

@@ -1,4 +1,4 @@
-"""Blueprints: everything that is decided about a model before it is built.
+"""Blueprints: all decisions about a model before it is built.
 
 Making a blueprint checks config, mesh, backend and head against each other. It needs no process group. Until the model
 is built, a trainer may change the blueprint's config in place (``reconcile``).
@@ -51,7 +51,7 @@ Overrides = Mapping[str, object]
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """Arguments of ``build_model`` by their names, with their defaults. Only a blueprint checks their values."""
+    """Arguments of ``build_model`` by their names, with their defaults. ``make_blueprint`` checks their values."""
 
     dims: ParallelDims = field(default_factory=ParallelDims)
     dtype: torch.dtype = torch.bfloat16
@@ -69,10 +69,9 @@ class Blueprint:
     """Everything that ``build_model`` needs.
 
     ``options`` are the caller's, but an explicit layout has replaced "balanced" in ``dims``. ``device`` and ``backend``
-    have no "auto" left.
-    ``unread`` are fields of the HF config that change nothing (``config.unread_fields``).
-    ``origin`` is a copy of the caller's HF config, without overrides.
-    ``initial`` are the values of ``config`` when it was made, by which later changes are detected.
+    are never "auto". ``unread`` are fields of the HF config without effect (``config.unread_fields``). ``origin`` is a
+    copy of the caller's HF config, without overrides. ``initial`` are the first values of ``config``, to detect later
+    changes.
     """
 
     origin: PretrainedConfig
@@ -118,7 +117,7 @@ class Blueprint:
 
     @property
     def counts(self) -> ParamCounts:
-        """The numbers of its parameters, with those of its tower if it has one."""
+        """The numbers of its parameters, including its tower if it has one."""
         counts = count_params(self.hf, tower=self.provenance.tower)
         return counts if self.provenance.head == "lm" else replace(counts, lm_head=0)
 
@@ -153,10 +152,10 @@ class Blueprint:
 
 
 def make_blueprint(hf: str | os.PathLike[str] | PretrainedConfig | Provenance, options: BuildOptions) -> Blueprint:
-    """Decides and checks everything about a model. Options and errors: see ``build_model``.
+    """Decide and check everything about a model. Options and errors: see ``build_model``.
 
-    A provenance with this head, in place of ``hf``, saves the reading of the folder: for many meshes of one model. If
-    it has a tower, that is the one of this ``vision`` and ``dtype``, and none is built to learn its tensors.
+    To plan many meshes of one model, pass a provenance with this head in place of ``hf``: then the folder is not read
+    again. If it has a tower, it must fit ``vision`` and ``dtype``; then no tower is built to list its tensors.
     """
     dims, dtype, head, vision = options.dims, options.dtype, options.head, options.vision
     check_head(head)
@@ -222,7 +221,7 @@ def _require_types(dims: object, overrides: object) -> None:
 
 
 def _require_release(architecture: Architecture, hf: PretrainedConfig) -> None:
-    """Raises ``ConfigError`` if megatron-core is too old for a family, with all else that is wrong with the config."""
+    """Raise ``ConfigError`` if megatron-core is too old for a family, with all other faults of the config."""
     release, table = architecture.megatron_core, architecture.fields
     if release is None or release.is_installed:
         return
@@ -253,12 +252,12 @@ _SPECS = frozenset({"transformer_layer_spec", "mtp_block_spec"})
 
 
 def reconcile(blueprint: Blueprint, *, overrides: Overrides | None = None, **changed: Any) -> Blueprint:
-    """The blueprint for the changed config. It keeps the same config object.
+    """The blueprint for the changed config. It keeps the config object.
 
     Args:
-        blueprint: from ``make_blueprint``, or from here.
-        overrides: the changes of the config. None: all that ``changes_of`` finds.
-        changed: other build options. None: those of the blueprint.
+        blueprint: from ``make_blueprint``, or from this function.
+        overrides: the changes of the config. None: the result of ``changes_of``.
+        changed: other build options. None: the options of the blueprint.
 
     Raises:
         ConfigError, MeshError: as for ``make_blueprint``.

@@ -1,7 +1,7 @@
 """``build_model``. Everything is checked before anything is built.
 
-Each chunk is constructed exactly once, in the order of the virtual stages, and returned: some trainers hook into
-constructors.
+Each chunk is constructed exactly once, in the order of the virtual stages, and is returned, since some trainers hook
+into constructors.
 """
 
 from __future__ import annotations
@@ -59,39 +59,40 @@ def build_model(
 
     Args:
         hf: a folder, the name of a repository in the local hub cache, or a config.
-        dims: the mesh; ``parallel_state`` must have the same sizes. None: read it from ``parallel_state``, without
+        dims: the mesh; ``parallel_state`` must have equal sizes. None: read it from ``parallel_state``, without
             sequence parallelism.
         dtype: of all parameters, norms included: float32, bfloat16 or float16. Weights are cast to it.
         device: of the parameters; "meta" gives a model without storage. None: the CUDA device of this process, or CPU.
         backend: "te" (TransformerEngine), "torch" (runs anywhere), or "auto": "te" if it is installed, on CUDA.
         head: "lm", "value" (one fp32 number per token), "classification" (``hf.num_labels`` fp32 numbers) or "none"
-            (hidden states behind the final norm, as of embedding models).
+            (hidden states after the final norm, for embedding models).
         overrides: ``TransformerConfig`` fields and ``GPTModel`` arguments by name, applied last. If the HF config
-            decides such a value, it is changed there too, also in saved folders. If HF cannot say the value, it raises.
-        load_weights: True: from the folder ``hf``. A folder, mapping or iterable of pairs: from there. False: none;
-            parameters have megatron-core's initial values, drawn from ``seed``.
-        freeze: ``fnmatch`` patterns of canonical parameter names, such as "embedding.*". A pattern behind "!" has
-            parameters trained again; the last one that matches decides. All ranks must give the same ones: together
-            they find out whether each matches a parameter on some stage.
+            decides such a value, the HF config changes too, also in saved folders. If no HF config can express the
+            value, this raises.
+        load_weights: True: from the folder ``hf``. A folder, mapping or iterable of pairs: from there. False: no
+            weights; parameters have megatron-core's initial values, drawn from ``seed``.
+        freeze: ``fnmatch`` patterns of canonical parameter names, such as "embedding.*". A pattern after "!" makes
+            parameters trainable again; the last match decides. All ranks must pass equal patterns: together they find
+            out whether each pattern matches a parameter on some stage.
         on_chunk: called at the end with each chunk and its virtual stage: loaded, frozen and not yet wrapped.
-        seed: for all random values: the initial values, or those of a head that the source lacks.
-        strict_config: True: refuse fields of the HF config that the architecture does not know. False: accept and log
+        seed: for all random values: the initial values, or the values of a head that the source lacks.
+        strict_config: True: refuse fields of the HF config that the architecture does not claim. False: accept and log
             them, if no code of transformers reads them for this family.
         vision: the fate of a composite's models of images, video and sound. "carried": they are not built, batches are
             of text, exports yield the text, and ``save_hf_checkpoint`` copies their tensors. "train": the first stage
             has transformers' model of images as ``chunk.vision``, whole on each tensor-parallel rank, and exports,
-            saves and checkpoints have its tensors. "frozen": the same, with ``requires_grad=False``; to train one
-            part of it, such as its connection to the text, add ``freeze=["!vision.visual.merger.*"]``. "train" and
-            "frozen" need transformers 5.17. Sound is always carried.
+            saves and checkpoints have its tensors. "frozen": like "train", with ``requires_grad=False``; to train one
+            part of the tower, such as its connection to the text, add ``freeze=["!vision.visual.merger.*"]``. "train"
+            and "frozen" need transformers 5.17. Sound is always carried.
         model: the class of the chunks. "gpt": megatron-core's ``GPTModel``. "hybrid": its ``HybridModel``, whose layers
-            are halves of ours (megatron-core 0.19, and families whose layers of one kind are alike).
+            are halves of a ``GPTModel``'s (megatron-core 0.19, and families whose layers of one kind are equal).
 
     Returns:
         The chunks by virtual stage. ``chunk.bridge`` holds the provenance: HF config, folder and head.
 
     Raises:
-        ConfigError: the config, an override, the backend or the head cannot be built exactly. Or ranks of a replica ask
-            for different models, which all of them raise.
+        ConfigError: the config, an override, the backend or the head cannot be built exactly. Or ranks of a replica
+            pass different arguments; then all of them raise.
         MeshError: ``dims`` do not fit this model, or differ from ``parallel_state``.
         CheckpointError: the weights do not fit the model.
 
@@ -134,7 +135,7 @@ def build(
 ) -> list[GPTModel]:
     """Builds this rank's chunks from a blueprint. They share its config object.
 
-    All ranks of a replica, and those that share experts, first compare what they are about to build. If one of them
+    All ranks of a replica, and all ranks that share experts, first compare what they are about to build. If one rank
     cannot load its weights, all raise.
 
     Args:
@@ -163,7 +164,7 @@ def build(
 
 
 def _load(chunks: Sequence[GPTModel], source: HFWeights, described: object, dtype: torch.dtype) -> tuple[None, Shared]:
-    """Load weights, from a source that is still what ranks have compared: each of them opens it by itself."""
+    """Load weights. Raise if the source has changed since ranks compared it, because each rank opens it by itself."""
     load_hf_weights(chunks, source, dtype=dtype)
     if (now := described_source(source)) != described:
         raise CheckpointError(
@@ -174,7 +175,7 @@ def _load(chunks: Sequence[GPTModel], source: HFWeights, described: object, dtyp
 
 
 def _shared(blueprint: Blueprint, source: HFWeights | None) -> Shared:
-    """What ranks must have alike of a blueprint, by the names of arguments of ``build_model``."""
+    """The values of a blueprint that must be equal on ranks, by the names of arguments of ``build_model``."""
     return {
         "hf": identity(replace(blueprint.provenance, hf=blueprint.origin)),
         "dims": blueprint.dims,
@@ -240,7 +241,7 @@ def own_stages(blueprint: Blueprint) -> list[Stage]:
 
 
 def _log(blueprint: Blueprint, chunks: Sequence[GPTModel]) -> None:
-    """Logs one line on rank 0, and the fields of the HF config that were ignored."""
+    """Log one line on rank 0, and the ignored fields of the HF config."""
     if torch.distributed.get_rank() != 0:
         return
     for level, note in notes_on(blueprint.unread):

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def building(blueprint: Blueprint, *, seed: int, initialise: bool) -> Iterator[None]:
-    """Inside, new parameters are on the blueprint's device. With ``initialise`` they get values from ``seed``."""
+    """In the block, new parameters are on the blueprint's device. With ``initialise`` they get values from ``seed``."""
     from accelerate import init_empty_weights
     from megatron.core import parallel_state, tensor_parallel
 
@@ -51,10 +51,10 @@ def building(blueprint: Blueprint, *, seed: int, initialise: bool) -> Iterator[N
             stack.enter_context(init_empty_weights(include_buffers=True))
         elif not on_cpu:
             stack.enter_context(torch.cuda.device(device))
-            stack.enter_context(compiling(device))  # compiles the copy kernel meanwhile, for the first export
+            stack.enter_context(compiling(device))  # compiles the copy kernel at the same time, for the first export
         if blueprint.config.perform_initialization:
             stack.enter_context(torch.random.fork_rng(devices=[] if on_cpu else [torch.cuda.current_device()]))
-            seed += 100 * parallel_state.get_pipeline_model_parallel_rank()  # as megatron.training does
+            seed += 100 * parallel_state.get_pipeline_model_parallel_rank()  # like megatron.training
             torch.manual_seed(seed)
             if not on_cpu and not tensor_parallel.get_cuda_rng_tracker().is_initialized():
                 tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -84,7 +84,8 @@ def build_chunk(blueprint: Blueprint, stage: Stage, *, seed: int) -> GPTModel:
     if blueprint.device.type == "cuda":  # mcore makes routers and their biases on CPU
         model.to(blueprint.device)
     model.pg_collection.embd = model.embd_group = groups.embd
-    built = [*dict.fromkeys(layer.layer_number - 1 for layer in model.decoder.layers)]  # once for both of its halves
+    # once for both halves of a layer
+    built = [*dict.fromkeys(layer.layer_number - 1 for layer in model.decoder.layers)]
     if built != list(stage.layers):
         raise MeshError(
             f"megatron-core must build the layers {list(stage.layers)} for {stage}, found {built}: please report this "
@@ -96,7 +97,7 @@ def build_chunk(blueprint: Blueprint, stage: Stage, *, seed: int) -> GPTModel:
 
 @contextlib.contextmanager
 def _fitting_tables(config: TransformerConfig) -> Iterator[None]:
-    """Has megatron-core make the tables of its yarn, which ours replaces, for a length that it can cut for CP ranks."""
+    """Let megatron-core make its tables of yarn (which we replace) for a length that it can cut for CP ranks."""
     name, parts = "original_max_position_embeddings", 2 * config.context_parallel_size
     length = getattr(config, name, None)  # only configs of latent attention have it
     if length is not None:
@@ -125,7 +126,7 @@ def _build_gpt(blueprint: Blueprint, stage: Stage, groups: ProcessGroupCollectio
 
 
 def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
-    """Puts in place what mcore cannot build (rope, dropout, scales, small heads), and sets the provenance."""
+    """Add modules that mcore cannot build (rope, dropout, scales, small heads), and set the provenance."""
     from mcore_bridge.factory.modules.layer_rope import both_ropes
     from mcore_bridge.factory.modules.multipliers import cap_logits, scale_embedding, scale_logits
     from mcore_bridge.factory.modules.rotary import replace_rotary, take_lengths
@@ -154,7 +155,7 @@ def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
 
 
 def _give_sight(chunk: GPTModel, blueprint: Blueprint, seed: int) -> None:
-    """Gives the first stage a tower. Later stages compute positions as transformers does, without one."""
+    """Give the first stage a tower. Later stages compute positions like transformers, without a tower."""
     from mcore_bridge.factory.vision.image_hook import see
 
     whole = blueprint.provenance.whole
@@ -177,7 +178,7 @@ def _tower(blueprint: Blueprint, seed: int) -> nn.Module:
 
 
 def mark_cut(chunk: GPTModel) -> None:
-    """Mark the parameters that tensor parallelism cuts. Without it, the norm of gradients counts only the first rank.
+    """Mark the parameters that tensor parallelism cuts: otherwise the norm of gradients counts only the first rank.
 
     megatron-core 0.16.1 marks them only while it draws initial values, which a loaded model skips; 0.19.2 always does.
     All experts are marked: if etp is smaller than tp, tensor-parallel ranks hold different ones.
@@ -185,7 +186,7 @@ def mark_cut(chunk: GPTModel) -> None:
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
     for name, module in chunk.named_modules():
-        # TransformerEngine marks whole parameters too. Overlapped shared experts look whole and are not.
+        # TransformerEngine also marks whole parameters. Overlapped shared experts look whole, but are cut.
         if getattr(module, "parallel_mode", "") is None and ".shared_experts." not in name:
             for parameter in module.parameters(recurse=False):
                 parameter.tensor_model_parallel, parameter.partition_dim = False, -1
@@ -210,7 +211,7 @@ def mark_experts(chunk: GPTModel) -> None:
     """Mark whether gradients of experts are summed over the data-parallel ranks of experts, or over all of them.
 
     megatron-core 0.16.1 marks them only for ep > 1. But if etp is smaller than tp, tensor-parallel ranks run different
-    tokens through the same experts, and nobody would sum these gradients. 0.19.2 marks them then too.
+    tokens through one set of experts, and these gradients would not be summed. 0.19.2 also marks them in this case.
     """
     config = chunk.config
     apart = config.expert_model_parallel_size > 1

@@ -1,4 +1,4 @@
-"""Freezes parameters by name. A pattern that matches no parameter of the model raises."""
+"""Freeze parameters by name. A pattern that matches no parameter of the model raises."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def require_patterns(patterns: object) -> None:
-    """Raise ``ConfigError`` unless ``patterns`` is a collection of strings. A single string is not: it has letters."""
+    """Raise ``ConfigError`` unless ``patterns`` is a collection of strings. A single string is refused."""
     if isinstance(patterns, str) or not isinstance(patterns, Collection):
         raise ConfigError(f"freeze must be a list of patterns, found {patterns!r}: write freeze=[{patterns!r}]")
     if wrong := [pattern for pattern in patterns if not isinstance(pattern, str)]:
@@ -28,12 +28,12 @@ def require_patterns(patterns: object) -> None:
 def freeze_parameters(chunks: Sequence[GPTModel], patterns: Sequence[str]) -> None:
     """Freeze the parameters whose canonical name matches one of the ``fnmatch`` patterns.
 
-    If there are patterns, all ranks must call it together: which names exist elsewhere, other ranks know.
+    If there are patterns, all ranks must call this together, since other ranks have other names.
 
     Args:
         chunks: the bare chunks of this rank, from ``build_model``.
-        patterns: such as "embedding.*" or "decoder.layers.0.*". Numbers of layers and experts are those of the whole
-            model. A pattern behind "!" has parameters trained again. The last pattern that matches a parameter decides.
+        patterns: such as "embedding.*" or "decoder.layers.0.*". Numbers of layers and experts are global. A pattern
+            after "!" makes parameters trainable again. The last pattern that matches a parameter decides.
 
     Raises:
         ConfigError: on every rank, when patterns match no parameter of any rank.
@@ -53,11 +53,11 @@ def _require_matches(matches: dict[str, list[str]], here: list[str], group: Grou
     if group.size > 1 and group.is_fake:
         return  # no rank answers
     answers = group.all_gather_object([(written, bool(names)) for written, names in matches.items()])
-    matching = dict(sorted(pair for answer in answers for pair in answer))  # True is behind False, and stays
+    matching = dict(sorted(pair for answer in answers for pair in answer))  # True sorts after False, and is kept
     if missing := [written for written, matches_some in matching.items() if not matches_some]:
         names = sorted({name for own in group.all_gather_object(here) for name in own})
         near = {written: get_close_matches(written.removeprefix("!"), names, n=3, cutoff=0.3) for written in missing}
         raise ConfigError(
-            f"each pattern of freeze must match a parameter, found some that match none; correct them, each with its "
+            "each pattern of freeze must match a parameter, found patterns that match none; correct them; their "
             f"nearest names: {near}"
         )

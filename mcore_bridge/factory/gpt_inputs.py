@@ -1,4 +1,4 @@
-"""What ``GPTModel`` is built from, for those who build it themselves: its config, other arguments and layer specs."""
+"""The inputs of ``GPTModel``, for callers who build it themselves: its config, other arguments and layer specs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def to_transformer_config(
         dims: the mesh. None: a single rank.
         dtype: of the parameters: float32, bfloat16 or float16.
         overrides: ``TransformerConfig`` fields and ``GPTModel`` arguments by name, as for ``build_model``.
-        strict_config: refuse fields that the architecture does not know, even if no code of transformers reads them.
+        strict_config: refuse fields that the architecture does not claim, even if no code of transformers reads them.
 
     Raises:
         ConfigError: the config or an override cannot be expressed exactly.
@@ -86,7 +86,7 @@ def to_layer_spec(
         hf, dims, dtype, overrides: see ``to_transformer_config``.
         backend: "te" (TransformerEngine), "torch", or "auto": "te" if it is installed and there is CUDA.
         pp_rank: the pipeline rank of the stage.
-        vp_stage: the index of the stage among those of its rank. None: the first.
+        vp_stage: the index of the stage on its rank. None: the first.
 
     Raises:
         ConfigError: as for ``to_transformer_config``, or the backend is unknown or not installed.

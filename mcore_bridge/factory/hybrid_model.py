@@ -1,4 +1,4 @@
-"""Builds a chunk that is a ``HybridModel`` of megatron-core: its layers are halves of ours, given as a string."""
+"""Build a chunk that is a ``HybridModel`` of megatron-core: its layers are halves of layers, given as a string."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_st
 
 
 def pattern_of(blueprint: Blueprint) -> str:
-    """The string that says which layers a ``HybridModel`` has, such as ``"*-*-|*E*E"`` for two stages.
+    """The string of the layers of a ``HybridModel``, such as ``"*-*-|*E*E"`` for two stages.
 
     Each token that MTP layers predict adds the layers within one, such as ``"/*E"``.
     """
@@ -46,7 +46,8 @@ def build_hybrid(blueprint: Blueprint, stage: Stage, groups: ProcessGroupCollect
     """The ``HybridModel`` of a stage."""
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-    known = inspect.signature(HybridModel.__init__).parameters  # it has no scaling of the rope, which we replace
+    # it has no scaling of the rope; we replace the rope anyway
+    known = inspect.signature(HybridModel.__init__).parameters
     with _cut_by_pattern(blueprint.config):
         return HybridModel(
             config=blueprint.config,
@@ -61,7 +62,7 @@ def build_hybrid(blueprint: Blueprint, stage: Stage, groups: ProcessGroupCollect
 
 
 def stack_spec(blueprint: Blueprint, stage: Stage) -> Any:
-    """The spec of a stack, with one spec for each kind of its layers: that of the first such layer of the stage."""
+    """The spec of a stack, with one spec for each kind of layer, from the first such layer in the stage."""
     from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
 
@@ -82,7 +83,7 @@ def stack_spec(blueprint: Blueprint, stage: Stage) -> Any:
 
 
 def _half_spec(spec: Any, kind: str, **params: Any) -> Any:
-    """The spec of one half of a layer, from that of the layer, which it changes."""
+    """The spec of one half of a layer, from the spec of the layer, which is changed."""
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     from mcore_bridge.factory.modules.half_layers import remove_first, remove_second
@@ -93,7 +94,7 @@ def _half_spec(spec: Any, kind: str, **params: Any) -> Any:
 
 
 def _mtp_spec(blueprint: Blueprint, held: int) -> Any:
-    """The spec of MTP layers, with those of the halves of the layer within. MLPs are told so here."""
+    """The spec of MTP layers, with the specs of the halves of the layer within. MLPs are marked as MTP's."""
     from mcore_bridge.factory.modules.hybrid_stack import HalvesMtpLayer
 
     letters = inner_letters(blueprint.config)
@@ -105,7 +106,7 @@ def _mtp_spec(blueprint: Blueprint, held: int) -> Any:
 
 @contextmanager
 def _cut_by_pattern(config: TransformerConfig) -> Iterator[None]:
-    """Hides the sizes of the first and the last stage, which ``HybridModel`` refuses beside ``|``."""
+    """Hide the sizes of the first and the last stage, which ``HybridModel`` refuses together with ``|``."""
     kept = {name: getattr(config, name) for name in _STAGES}
     vars(config).update(dict.fromkeys(_STAGES))
     try:

@@ -1,6 +1,6 @@
-"""Which models can be a ``HybridModel`` of megatron-core in place of a ``GPTModel``, and of which layers.
+"""Checks whether a model can be a ``HybridModel`` of megatron-core in place of a ``GPTModel``.
 
-In a ``HybridModel`` each half of a layer is a layer of its own: attention or a mixer, or an MLP or experts. Each has a
+In a ``HybridModel`` each half of a layer is a separate layer: attention or a mixer, or an MLP or experts. Each has a
 letter, and all layers of a letter are built from one spec.
 """
 
@@ -25,7 +25,7 @@ RELEASE = Release("0.19", "earlier releases have no HybridModel")
 
 
 def check_model(model: str) -> None:
-    """Raises ``ConfigError`` unless ``model`` is a known one, and the installed megatron-core has it."""
+    """Raises ``ConfigError`` unless ``model`` is valid, and the installed megatron-core has the class."""
     if model not in MODELS:
         raise ConfigError(f"model must be one of {', '.join(MODELS)}, found {model!r}: pass one of them")
     if model == "hybrid":
@@ -36,7 +36,7 @@ def require_hybrid(architecture: Architecture, config: TransformerConfig, *, pos
     """Raises ``ConfigError`` with all the reasons for which a model cannot be a ``HybridModel``.
 
     Args:
-        architecture: that of the model.
+        architecture: the architecture of the model.
         config: its config.
         positions: the ``position_embedding_type`` of a ``GPTModel``.
         vision: as for ``build_model``.
@@ -50,21 +50,23 @@ def require_hybrid(architecture: Architecture, config: TransformerConfig, *, pos
 
 def _obstacles(architecture: Architecture, config: TransformerConfig, positions: object, vision: str) -> Iterator[str]:
     if architecture.model or architecture.layer_spec:
-        yield "its architecture has a model or a layer spec of its own, which is made for GPTModel"
+        yield "its architecture has a special model or layer spec, which is made for GPTModel"
     if getattr(config, "parallel_norms", None):
-        yield "its MLP reads what its attention reads, and halves of a layer read each other's sum"
+        yield "its MLP and attention read the same input, and in a HybridModel the MLP reads the output of attention"
     if positions not in ("rope", "none"):
         yield f"HybridModel has no positions of the type {positions!r}"
     if vision != "carried":
         yield "its models of images need the forward of GPTModel; vision='carried' needs none"
     layout = config.pipeline_model_parallel_layout
     if config.mtp_num_layers and layout is not None and not _with_loss(layout):
-        yield "HybridModel computes MTP layers in the stage of the loss alone, and the layout puts them elsewhere"
+        yield (
+            "HybridModel computes MTP layers only in the stage of the loss, and the layout puts them into another stage"
+        )
     if getattr(config, "mla_down_proj_fusion", False):
         yield "HybridModel exchanges modules for mla_down_proj_fusion; leave it out"
     letters = letters_of(config)
     if any(len(set(kind) - SECOND) > 1 for kind in letters):
-        yield "its layers have a mixer beside their attention, and halves of a layer read each other's sum"
+        yield "its layers have a mixer beside attention, and in a HybridModel the second reads the output of the first"
     yield from _differences(config, letters)
 
 
@@ -77,7 +79,7 @@ def _with_loss(layout: PipelineParallelLayerLayout) -> bool:
 
 
 def _differences(config: TransformerConfig, letters: tuple[str, ...]) -> Iterator[str]:
-    """Says in what the attention layers of one kind differ. All else is equal in every layer that has it."""
+    """Yield the differences between attention layers of one kind. Everything else is equal in all layers."""
     first: dict[str, dict[str, object]] = {}
     differing = set()
     for number, kind in enumerate(letters):
@@ -86,11 +88,14 @@ def _differences(config: TransformerConfig, letters: tuple[str, ...]) -> Iterato
             known = first.setdefault(letter, own)
             differing |= {name for name, value in own.items() if value != known[name]}
     if differing:
-        yield f"its attention layers differ in {', '.join(sorted(differing))}, and HybridModel builds them alike"
+        yield (
+            f"its attention layers differ in {', '.join(sorted(differing))}, and HybridModel builds them all from "
+            "one spec"
+        )
 
 
 def _own_of_layer(config: TransformerConfig, number: int) -> dict[str, object]:
-    """All that a config can say of the attention of layer ``number`` (from 0) alone, by what it is."""
+    """The settings of attention that may differ for layer ``number`` (from 0), by a description."""
     from megatron.core.transformer.utils import is_layer_window_attention
 
     chunks = getattr(config, "attention_chunks", None)

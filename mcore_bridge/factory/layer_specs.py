@@ -35,7 +35,7 @@ def block_spec(config: TransformerConfig, layers: range, *, backend: Backend) ->
     plain = copy.copy(config)
     plain.experimental_attention_variant = None  # 0.19 refuses it here; adapt_attention reads it
     specs = get_gpt_decoder_layer_specs(plain, backend == "te", config.normalization)
-    own = [copy.deepcopy(specs[layer]) for layer in layers]  # mcore has one object for equal layers
+    own = [copy.deepcopy(specs[layer]) for layer in layers]  # mcore uses one object for equal layers
     for number, spec in zip(layers, own, strict=True):
         _adapt(spec.submodules, config, number, backend)
     return TransformerBlockSubmodules(layer_specs=own, layer_norm=norm_of(backend, config))
@@ -113,7 +113,7 @@ def adapt_keys(layer: Any, config: TransformerConfig) -> None:
     """Make ``sharded_state_dict`` use the keys of megatron-core's own TransformerEngine specs for norms.
 
     These specs fuse a norm into the linear layer that follows. Our specs may keep it separate, so without this a
-    checkpoint would fit only one backend. megatron-core's local specs do the same, but only for a dense GPT.
+    checkpoint would fit only one backend. megatron-core's local specs use these keys, too, but only for a dense GPT.
 
     Args:
         layer: the submodules of a layer, with all its modules in place. It is changed in place.

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from mcore_bridge.weights.provenance import Provenance
 
 _DENSE = "mtp.layers.*.transformer_layer.mlp.linear_fc1.weight"
-"""What has a rule if the layer within an MTP layer may have an MLP in place of experts."""
-REPEATED = Release("0.19", "earlier releases have a layer of its own for each prediction")
+"""The name of a weight. It has a rule if the layer within an MTP layer may have an MLP in place of experts."""
+REPEATED = Release("0.19", "earlier releases have a separate layer for each prediction")
 
 
 def count_mtp(overrides: Mapping[str, object], *, head: str) -> tuple[int, int]:
@@ -48,7 +48,7 @@ def count_mtp(overrides: Mapping[str, object], *, head: str) -> tuple[int, int]:
 
 
 def require_mtp(provenance: Provenance, config: TransformerConfig) -> None:
-    """Raises ``ConfigError`` if the model would have MTP layers that nobody knows how to build, or to name."""
+    """Raise ``ConfigError`` if the model would have MTP layers that we cannot build, or that have no names."""
     wanted, kinds = held_mtp_layers(vars(config)), getattr(config, "mtp_kinds", None)
     if wanted and kinds not in (None, *MTP_KINDS):
         raise ConfigError(
@@ -84,7 +84,7 @@ def require_mtp(provenance: Provenance, config: TransformerConfig) -> None:
 
 
 def inner_spec(config: TransformerConfig, layer_spec: Callable[..., Any], *, backend: Backend) -> Any:
-    """The spec of the layer within an MTP layer, from a function that makes those of decoder layers."""
+    """The spec of the layer within an MTP layer, from a function that makes specs of decoder layers."""
     own = inner_config(config)
     return layer_spec(own, range(own.num_layers - 1, own.num_layers), backend=backend).layer_specs[0]
 

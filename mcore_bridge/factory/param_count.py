@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class ParamCounts:
     """Numbers of parameters: of each layer, of the embedding, of the LM head (0 if tied) and of the rest.
 
-    ``experts`` counts those of routed experts in each layer; ``layers`` includes them. ``tower`` counts those of a
-    composite's tower, which tensor parallelism does not cut.
+    ``experts`` counts parameters of routed experts in each layer; ``layers`` includes them. ``tower`` counts parameters
+    of a composite's tower, which tensor parallelism does not cut.
     """
 
     layers: tuple[int, ...]
@@ -36,7 +36,7 @@ class ParamCounts:
 
     @property
     def total(self) -> int:
-        """The number of parameters of the whole model. Tied ones count once."""
+        """The number of parameters of the whole model. Tied parameters count once."""
         return sum(self.layers) + self.embedding + self.lm_head + self.rest + self.tower
 
 
@@ -60,13 +60,13 @@ def count_params(hf: PretrainedConfig, *, tower: Iterable[TensorSpec] = ()) -> P
 
 
 def count_inner(hf: PretrainedConfig) -> tuple[int, int]:
-    """The parameters of the layer within an MTP layer, and those of its routed experts."""
+    """The numbers of parameters of the layer within an MTP layer, and of its routed experts."""
     layers, experts = _layers(inner_config(to_transformer_config(hf, architecture_of(hf).fields)))
     return layers[-1], experts[-1]
 
 
 def _layers(config: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The parameters of each layer, and those of its routed experts."""
+    """The numbers of parameters of each layer, and of its routed experts."""
     sparse = layers_of(vars(config)) if config.num_moe_experts else [0] * config.num_layers
     routed = config.num_moe_experts * _expert(config) if any(sparse) else 0
     experts = [is_sparse * routed for is_sparse in sparse]
@@ -100,7 +100,7 @@ def _norm(config: Any, size: int) -> int:
 
 
 def _norms(config: Any) -> int:
-    """The norms of a layer, without those of queries, keys and latents."""
+    """The norms of a layer, without the norms of queries, keys and latents."""
     count = 4 if getattr(config, "norm_placement", "pre") == "sandwich" else 2
     return _norm(config, config.hidden_size) * (getattr(config, "parallel_norms", None) or count)
 
@@ -187,7 +187,8 @@ def resolve_layout(
 ) -> ParallelDims:
     """``dims`` with ``layout="balanced"`` replaced by the explicit layout that balances the bytes of the ranks.
 
-    A rank holds ``1 / (ep * etp)`` of the routed experts, the whole tower, and about ``1 / tp`` of all else.
+    A rank holds ``1 / (ep * etp)`` of the routed experts, the whole tower, and about ``1 / tp`` of all other
+    parameters.
 
     Args:
         dims: the mesh. It is returned unchanged if its layout is not "balanced".
@@ -197,7 +198,7 @@ def resolve_layout(
         mtp: how many tokens MTP layers predict, and by how many layers. They go to the last stage, with a copy of the
             embedding.
         tower: the tensors of the tower, which is on the first stage.
-        at_first: how many of the first layers must be on one stage, if there are enough others.
+        at_first: how many of the first layers must be on one stage, if there are enough other layers.
     """
     if dims.layout != "balanced":
         return dims
@@ -214,7 +215,8 @@ def resolve_layout(
     if predictions:
         loss += held * (size(*count_inner(hf)) + 2 * hf.hidden_size**2 * dense) + counted.embedding * dense
     first = (counted.embedding + counted.tower * dims.tp) * dense
-    together = max(min(at_first, len(layers)), 1)  # they are balanced as one layer, which is in the first stage
+    # the first layers are balanced as one layer, which is in the first stage
+    together = max(min(at_first, len(layers)), 1)
     layers[:together] = [sum(layers[:together])]
     result = balanced(dims, layer_bytes=layers, embedding_bytes=first, loss_bytes=loss)
     if result.layout is None:  # one pipeline rank holds all

@@ -14,17 +14,17 @@ from mcore_bridge.weights.peft.hf_adapters import switch_of
 
 @contextmanager
 def without_adapters(models: Models) -> Iterator[None]:
-    """Have every forward of ``models`` in the block be that of the base alone.
+    """Make every forward of ``models`` in the block run the base alone.
 
-    A recompute sees what its forward saw, wherever the backward runs. For that, whether adapters are off is among the
-    states of random numbers, which megatron-core restores for it. Blocks may be nested. All ranks of a replica enter it
+    A recompute uses adapters exactly if its forward did, wherever the backward runs. For this, the switch is one of the
+    random states, which megatron-core restores for a recompute. Blocks may be nested. All ranks of a replica enter it
     together. CUDA graphs keep what they captured.
 
     Args:
         models: this rank's chunks with adapters, wrapped or not.
 
     Raises:
-        ConfigError: they have no adapters, so that the policy would be its own reference.
+        ConfigError: the models have no adapters, so the policy would be its own reference.
 
     Example:
         >>> with mb.without_adapters(policy), torch.no_grad():

@@ -1,8 +1,8 @@
-"""Imports for ranks on CPU. The server from which they are forked does them once: they take longer than most checks."""
+"""Imports for ranks on CPU. Ranks are forked from a server that imports once, since imports take long."""
 
 import contextlib
 
-with contextlib.suppress(ImportError):  # a rank that needs a missing module raises by itself
+with contextlib.suppress(ImportError):  # if a module is missing, the rank that needs it raises
     import transformers.models.auto.modeling_auto  # noqa: F401
 
     import mcore_bridge.factory.build

@@ -1,4 +1,4 @@
-"""Starts one process per rank, and returns the results of all ranks, or raises one error that names the failed rank.
+"""Start one process per rank, and return the results of all ranks, or raise one error with the failed rank.
 
 The output of ranks goes to a file, which is shown only after a crash. The first failure ends all ranks, so that none
 waits in vain. ``torch.multiprocessing`` starts processes, too, but has no channel for their progress.
@@ -32,7 +32,7 @@ _GRACE = 3.0  # seconds for other ranks to report after the first failure
 
 
 class RankError(BridgeError, RuntimeError):
-    """A rank failed or died. The message names it and the reason; ``details`` has tracebacks and its output."""
+    """A rank failed or died. The message names the rank and the reason; ``details`` has tracebacks and the output."""
 
     def __init__(self, message: str, details: str) -> None:
         super().__init__(message)
@@ -115,7 +115,7 @@ def _started(
 
 
 def _collect(pipes: dict[Connection, tuple[int, Any]], on_event: OnEvent) -> dict[int, Any]:
-    """The result or the failure of each rank. After the first failure, the others have ``_GRACE`` seconds."""
+    """The result or the failure of each rank. After the first failure, the other ranks have ``_GRACE`` seconds."""
     outcomes: dict[int, Any] = {}
     waiting = dict(pipes)
     deadline: float | None = None

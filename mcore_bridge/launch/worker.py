@@ -45,7 +45,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a new process needs to become a rank. The store of the process group is a file in ``folder``."""
+    """The settings with which a new process becomes a rank. The store of the process group is a file in ``folder``."""
 
     rank: int
     world_size: int
@@ -64,14 +64,14 @@ def serve(pipe: Connection, job: Job, function: Callable[[A, Report], T], argume
     log = os.open(job.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ.update(variables(job.device))  # the server from which this was forked may have others
+    os.environ.update(variables(job.device))  # the server from which this was forked may have other settings
     outcome: Any
     try:
         _join(job)
         outcome = function(argument, _reporter(pipe))
     except BridgeError as error:
         outcome = Failure(str(error), traceback.format_exc(), Cause.REFUSAL)
-    except BaseException as error:  # whatever it is, the parent must hear of it
+    except BaseException as error:  # any error must be reported to the parent
         frame = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(frame.filename).name}:{frame.lineno}"
         outcome = Failure(f"{type(error).__name__} in {where}: {error}", traceback.format_exc(), Cause.CRASH)
@@ -108,6 +108,6 @@ def _reporter(pipe: Connection) -> Report:
 
 
 def variables(device: str) -> dict[str, str]:
-    """The environment variables of ranks. On CPU no rank may see a GPU, because megatron-core would use it."""
+    """The environment variables of ranks. On CPU, GPUs are hidden from ranks, because megatron-core would use them."""
     quiet = {"PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "false"}
     return {**quiet, "CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else quiet

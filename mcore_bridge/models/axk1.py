@@ -1,4 +1,4 @@
-"""A.X K1: a deepseek_v3 with a norm behind the experts of a layer."""
+"""A.X K1: a deepseek_v3 with a norm after the experts of a layer."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Const
@@ -15,8 +15,8 @@ ARCHITECTURE = Architecture(
     model_type="axk1",
     fields=(*LATENT, *COUNTED, *SIGMOID_GROUPED, HEAD_DIM, MLP_TYPES, Const("expert_norm", True)),
     rules=lambda hf: decoder(NORMS, MLA, MOE_BIASED, POST_NORM, SWIGLU),
-    # Published files hold this norm in dense layers too. AXK1PreTrainedModel of transformers ignores it there.
+    # Published files hold this norm in dense layers too, where AXK1PreTrainedModel of transformers ignores it.
     ignored=("*.rotary_emb.inv_freq", "model.layers.*.post_mlp_layernorm.weight"),
-    # They lack the biases of routers, which transformers leaves at zero then.
+    # Published files lack the biases of routers. transformers then leaves them at zero.
     optional=("*.e_score_correction_bias",),
 )

@@ -1,4 +1,4 @@
-"""Ling 2.0 and Ring, as most of their files say: the name of Ling 1, whose router is another and which is refused."""
+"""Ling 2.0 and Ring, by the name in most of their files. Ling 1 has this name too, but another router: refused."""
 
 from dataclasses import replace
 

@@ -99,7 +99,7 @@ MTP_BESIDE = around_mtp("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "no
 
 
 def mtp_behind(hf: "PretrainedConfig", *layer: Rules) -> Rules:
-    """MTP layers that HF numbers after those of the decoder: ``layer``, norms, projection, and two copied tensors."""
+    """MTP layers that HF numbers after the decoder's layers: ``layer``, norms, projection, and two copied tensors."""
     first = fields.count({"num_hidden_layers": hf.num_hidden_layers}, "num_hidden_layers")
     count = getattr(hf, "num_nextn_predict_layers", None) or getattr(hf, "num_mtp_layers", None) or 0
     rules = (

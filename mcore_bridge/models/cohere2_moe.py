@@ -25,7 +25,7 @@ def _norm_back(mcore: Mcore) -> dict[str, object]:
 
 
 def _sizes(hf: Hf) -> dict[str, object]:
-    """Sizes of MLPs. Routed and shared experts have ``intermediate_size``; dense MLPs may have a size of their own."""
+    """Sizes of MLPs. Routed and shared experts have ``intermediate_size``; dense MLPs may have a separate size."""
     size, shared = count(hf, "intermediate_size"), hf.get("num_shared_experts") or 0
     assert isinstance(shared, int)
     dense = hf.get("prefix_dense_intermediate_size")
@@ -65,8 +65,9 @@ def _selected(hf: Hf) -> dict[str, object]:
         raise ConfigError(f"expert_selection_fn must be 'softmax' or 'sigmoid', found {how!r}.")
     if how == "sigmoid" and hf.get("norm_topk_prob") is not several:
         raise ConfigError(
-            f"norm_topk_prob must be {several} with sigmoid scores, found {hf.get('norm_topk_prob')!r}: megatron-core "
-            "lets the weights of several experts add up to one, and leaves that of a single one as it is."
+            f"norm_topk_prob must be {several} with sigmoid scores, found {hf.get('norm_topk_prob')!r}: "
+            "megatron-core normalises the weights of several experts, and does not change the weight of a single "
+            "expert."
         )
     return {"moe_router_score_function": how}
 
@@ -91,7 +92,7 @@ def _turned_back(mcore: Mcore) -> dict[str, object]:
     expected = _turned({**fields, "num_hidden_layers": mcore["num_layers"], "mlp_layer_types": mlps})["no_rope_freq"]
     if mcore["no_rope_freq"] != expected:
         raise ConfigError(
-            f"no_rope_freq must be {expected}: here just the layers with experts and without a window are not rotated; "
+            f"no_rope_freq must be {expected}: here only layers with experts and without a window have no rope; "
             f"found {mcore['no_rope_freq']!r}. Remove the override."
         )
     return fields
@@ -101,9 +102,9 @@ def _turned_back(mcore: Mcore) -> dict[str, object]:
 NORM     = Derive(("rms_norm_eps", "layer_norm_eps"), _norm, _norm_back)
 SIZES    = Derive(("intermediate_size", "prefix_dense_intermediate_size", "num_shared_experts"), _sizes, _sizes_back)
 COMBINED = Derive(("shared_expert_combination_strategy",), _combined, _combined_back, (
-    "`shared_expert_combination_strategy` but `sum` and `average`: transformers computes no other",))
+    "`shared_expert_combination_strategy` other than `sum` and `average`: transformers computes no other",))
 SELECTED = Derive(("expert_selection_fn", "norm_topk_prob"), _selected, _selected_back, (
-    "`expert_selection_fn` but `softmax` and `sigmoid`: transformers computes no other",
+    "`expert_selection_fn` other than `softmax` and `sigmoid`: transformers computes no other",
     "sigmoid scores of several experts that are not normalised, or of one that is: megatron-core normalises several",))
 TURNED   = Derive(derived.WINDOWS.names, _turned, _turned_back, derived.WINDOWS.refuses)
 # fmt: on
@@ -111,7 +112,7 @@ TURNED   = Derive(derived.WINDOWS.names, _turned, _turned_back, derived.WINDOWS.
 ROUTER = (Const("moe_router_enable_expert_bias", False), Const("moe_router_pre_softmax", False))
 OWN = (
     Const("moe_shared_expert_gate", False),
-    Require("prefix_dense_sliding_window_pattern", (1,), "dense layers would have no rope, which nobody has written"),
+    Require("prefix_dense_sliding_window_pattern", (1,), "dense layers would have no rope; nobody has written this"),
     Ignore("transformers has made layer_types of it", ("sliding_window_pattern",)),
 )
 ARCHITECTURE = Architecture(

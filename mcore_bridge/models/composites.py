@@ -1,6 +1,6 @@
-"""Composites whose text model is one of our architectures: prefixes in published files, and tables of own fields.
+"""Composites whose text model is one of our architectures: prefixes in published files, and tables of their fields.
 
-The prefixes are those in transformers' ``conversion_mapping`` and in checkpoint indexes.
+The prefixes come from transformers' ``conversion_mapping`` and from checkpoint indexes.
 """
 
 from mcore_bridge.composite import BESIDE, IN_MODEL, INSIDE, Composite

@@ -1,6 +1,6 @@
 """DeepSeek V2: latent attention, and softmax-routed experts after dense layers.
 
-As published, and in transformers 5: 4.57 leaves the mscale of yarn out, and so has other logits.
+Logits are as published, and as in transformers 5. Release 4.57 omits the mscale of yarn, so its logits differ.
 """
 
 from mcore_bridge.architecture import Architecture
@@ -14,7 +14,7 @@ ARCHITECTURE = Architecture(
     model_type="deepseek_v2",
     fields=(
         *(*LATENT, *COUNTED, *GREEDY, DENSE_FIRST),
-        Ignore("transformers makes it qk_rope_head_dim, whatever it says", ("head_dim",)),
+        Ignore("transformers always replaces it by qk_rope_head_dim", ("head_dim",)),
     ),
     rules=lambda hf: decoder(NORMS, MLA, SWIGLU, MOE, SHARED),
 )

@@ -10,7 +10,7 @@ from mcore_bridge.config.tables.moe import DENSE_FIRST, GROUPS, MTP_NEVER, ROUTE
 from mcore_bridge.models.blocks import GQA, MOE_BIASED, NORMS, QKV_BIAS, SWIGLU, decoder
 
 ROPE = rope(own=("partial_rotary_factor", *MULTIMODAL))
-NO_NORMS = "transformers has no such norms, whatever it says"
+NO_NORMS = "transformers never has such norms"
 OWN = (Require("use_qk_norm", (False, None), NO_NORMS), Require("qk_layernorm", (False, None), NO_NORMS), MTP_NEVER)
 ARCHITECTURE = Architecture(
     model_type="glm4v_moe_text",

@@ -9,7 +9,7 @@ from mcore_bridge.config.tables.derived_rope import rope
 from mcore_bridge.models import glm4
 
 ROPE = rope(own=("partial_rotary_factor", *MULTIMODAL))
-BIASES = Require("attention_bias", (True, None), "transformers has these biases, whatever it says")
+BIASES = Require("attention_bias", (True, None), "transformers always has these biases")
 ARCHITECTURE = replace(
     glm4.ARCHITECTURE,
     model_type="glm4v_text",

@@ -10,10 +10,10 @@ ARCHITECTURE = Architecture(
     model_type="glm_moe_dsa",
     fields=(
         *(*SPARSE, SHARING, Const("dsa_indexer_rope_interleaved", True)),
-        Require("indexer_rope_interleave", (True, None), "transformers rotates neighbours, whatever it says"),
-        Require("moe_router_dtype", ("float32", None), "transformers routes in fp32, whatever it says"),
+        Require("indexer_rope_interleave", (True, None), "transformers always rotates neighbours"),
+        Require("moe_router_dtype", ("float32", None), "transformers always routes in fp32"),
         Ignore("transformers has made n_routed_experts of it", ("num_experts",)),
-        Ignore("it tells inference engines how to draft", ("index_share_for_mtp_iteration",)),
+        Ignore("it only affects drafts of inference engines", ("index_share_for_mtp_iteration",)),
     ),
     rules=lambda hf: (*decoder(SPARSE_LAYER, SWIGLU), *mtp_behind(hf, SPARSE_LAYER)),
     megatron_core=SPARSE_RELEASE,

@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: attention and MLP side by side, each behind a norm; other tensor names than llama."""
+"""GPT-NeoX and Pythia: attention and MLP side by side, each after a norm; other tensor names than llama."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Ignore, Map, Require
@@ -34,6 +34,6 @@ ARCHITECTURE = Architecture(
         *(*BIAS_EVERYWHERE, *WINDOW_NONE, *QK_PLAIN, PARALLEL_OR_NOT),
     ),
     rules=lambda hf: (*AROUND, *under("decoder.layers.*", "gpt_neox.layers.*", *LAYER)),
-    # Masks that old files hold. GPTNeoXPreTrainedModel of transformers ignores them, and makes its own.
+    # Masks in old files. GPTNeoXPreTrainedModel of transformers ignores them, and makes its own masks.
     ignored=("*.rotary_emb.inv_freq", "*.attention.bias", "*.attention.masked_bias"),
 )

@@ -22,7 +22,7 @@ ARCHITECTURE = Architecture(
         *(Map("router_scaling_factor", "moe_router_topk_scaling_factor"), shared_experts("num_shared_experts")),
     ),
     rules=lambda hf: decoder(NORMS, GQA, QKV_BIAS, O_BIAS, QK_NORM, SWIGLU, ROUTER, EXPERTS, SHARED),
-    # The layer behind the decoder. HYV3PreTrainedModel ignores it in files, and has no such layer.
+    # The layer after the decoder. HYV3PreTrainedModel ignores it in files, and has no such layer.
     mtp=lambda hf: (f"model.layers.{hf.num_hidden_layers}.*",),
     renamed_in_memory=((".shared_mlp.", ".shared_experts."),),
 )

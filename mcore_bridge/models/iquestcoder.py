@@ -1,4 +1,4 @@
-"""IQuest-Coder: a llama under a name of its own."""
+"""IQuest-Coder: a llama under another model_type."""
 
 from dataclasses import replace
 

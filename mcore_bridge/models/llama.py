@@ -1,4 +1,4 @@
-"""Llama 2 and 3.x, and every model that is published as one: all ropes, biases in attention and MLP."""
+"""Llama 2 and 3.x, and every model that is published as a llama: all ropes, biases in attention and MLP."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.tables import BIAS_ANY, DENSE, QK_PLAIN, WINDOW_NONE, unread

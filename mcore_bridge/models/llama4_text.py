@@ -69,7 +69,7 @@ CHUNKED: tuple[Field, ...] = (
         ("layer_types", "attention_chunk_size"),
         _chunks,
         _chunks_back,
-        (f"`layer_types` but {' and '.join(f'`{kind}`' for kind in _KINDS)}: transformers computes no other",),
+        (f"`layer_types` other than {' and '.join(f'`{kind}`' for kind in _KINDS)}: transformers computes no other",),
     ),
     NO_ROPE,
     Ignore("transformers has made no_rope_layers of it", ("no_rope_layer_interval",)),
@@ -93,7 +93,7 @@ ON_INPUT: tuple[Field, ...] = (
     Const("moe_shared_expert_gate", False),
     Preset("moe_router_dtype", "fp32"),
 )
-"""One routed expert for a token, whose input is multiplied by a sigmoid in fp32, and a shared expert of its size."""
+"""One routed expert for a token, whose input is multiplied by a sigmoid in fp32, and a shared expert of equal size."""
 
 # fmt: off
 MLP = (*under("mlp",                "feed_forward",               GATED_MLP),

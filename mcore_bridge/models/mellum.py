@@ -1,4 +1,4 @@
-"""Mellum 2: a qwen3_moe with a window in some layers, and a rope of their own for these."""
+"""Mellum 2: a qwen3_moe with a window in some layers, which have another rope."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Ignore

@@ -8,8 +8,8 @@ from mcore_bridge.models.blocks import GQA, NORMS, SWIGLU, decoder
 IN_ALL = Require(
     "layer_types",
     (None,),
-    "every layer of this family slides. Set model_type to 'ministral' for layers that differ, or delete the field for "
-    "what transformers computes of this config",
+    "every layer of this family slides. Set model_type to 'ministral' for layers that differ, or delete the field to "
+    "get the model that transformers builds from this config",
 )
 ARCHITECTURE = Architecture(
     model_type="mistral",

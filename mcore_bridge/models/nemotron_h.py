@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # The config table of Nemotron-H: layers of one half each, Mamba-2 mixers, and no rope.
 _KINDS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
-"""The kinds of layers in HF, each with what ``layer_kinds`` calls it, as in megatron-core's hybrid models."""
+"""The kinds of layers in HF, each with its letter in ``layer_kinds``, as in megatron-core's hybrid models."""
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
@@ -75,10 +75,13 @@ LAYERS = Derive(
     ("layers_block_type", "n_routed_experts", "moe_intermediate_size", "num_hidden_layers"),
     _layers,
     _layers_back,
-    ("`layers_block_type` but `linear_attention`, `full_attention`, `mlp` and `moe`: transformers has no other",),
+    ("`layers_block_type` other than `linear_attention`, `full_attention`, `mlp` and `moe`: transformers has no more",),
 )
 HEAD_DIM = Derive(
-    ("attention_head_dim",), _head_dim, lambda mcore: {}, ("`attention_head_dim` but `head_dim`: only that is read",)
+    ("attention_head_dim",),
+    _head_dim,
+    lambda mcore: {},
+    ("`attention_head_dim` other than `head_dim`: only `head_dim` is read",),
 )
 MTP_LAYERS = Derive(("mtp_layers_block_type",), _mtp_layers, lambda mcore: {})
 NARROW = Derive(("moe_latent_size",), _narrow, lambda mcore: {"moe_latent_size": mcore["expert_latent_size"]})
@@ -92,19 +95,23 @@ MAMBA_FIELDS: tuple[Field, ...] = (
     Require("use_conv_bias", (True,), "megatron-core's checkpoints have this bias"),
     Require("use_bias", (False,), "megatron-core's mixer has no bias in its projections"),
     Ignore(
-        "transformers raises smaller time steps to it, and neither megatron-core's kernel nor engines do; we do not",
+        "transformers raises smaller time steps to it, but megatron-core's kernel, the engines and we do not",
         ("time_step_min",),
     ),
     Ignore("initial values are megatron-core's", ("time_step_max", "time_step_floor", "rescale_prenorm_residual")),
     Ignore("the result does not depend on it", ("chunk_size",)),
-    Ignore("it tells inference engines how to keep a state", ("mamba_ssm_cache_dtype",)),
+    Ignore("it only affects how inference engines keep a state", ("mamba_ssm_cache_dtype",)),
     unread("mamba_proj_bias", "expand", "time_step_rank"),
 )
 EXPERT_FIELDS: tuple[Field, ...] = (
     *(*but(ROUTED, LAYERS), *SIGMOID_GROUPED, SCALED, NARROW),
     Map("moe_shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
     Const("moe_shared_expert_gate", False),
-    Require("n_shared_experts", (1,), "transformers builds one of the whole size, and vLLM as many as this says"),
+    Require(
+        "n_shared_experts",
+        (1,),
+        "transformers builds one shared expert of the whole size, and vLLM builds this number of experts",
+    ),
     Ignore("it chooses how programs of training overlap work", ("moe_shared_expert_overlap",)),
     *(MTP_ON_REQUEST, MTP_LAYERS),
 )
@@ -116,15 +123,15 @@ OWN: tuple[Field, ...] = (
     Map("layer_norm_epsilon", "layernorm_epsilon"),
     derived.activation("mlp_hidden_act", "hidden_act"),
     Const("share_embeddings_and_output_weights", False),
-    Require("tie_word_embeddings", (False,), "transformers has a head of its own in this family, whatever it says"),
+    Require("tie_word_embeddings", (False,), "transformers always has an untied head in this family"),
     *(*PLAIN_MLP, *NO_ROPE, HEAD_DIM, LAYERS),
 )
 FIELDS: tuple[Field, ...] = (
     *(*but(DECODER, *OWN), *(entry for entry in EXPERT_FIELDS if entry is not LAYERS), *MAMBA_FIELDS),
     *(*BIAS_NONE, *WINDOW_NEVER, *QK_PLAIN),
-    Require("attention_bias", (False,), "transformers has no bias in attention, whatever it says"),
+    Require("attention_bias", (False,), "transformers never has a bias in attention of this family"),
     Require("mlp_bias", (False,), "megatron-core's add_bias_linear would give attention a bias too"),
-    Require("residual_in_fp32", (False,), "transformers keeps residuals in the dtype of the model, whatever it says"),
+    Require("residual_in_fp32", (False,), "transformers always keeps residuals in the dtype of the model"),
     Ignore("they choose how transformers runs the model", ("num_logits_to_keep", "use_mamba_kernels")),
     Ignore("transformers has made lists of kinds of it", ("hybrid_override_pattern", "mtp_hybrid_override_pattern")),
     unread("hidden_dropout", "norm_eps", "rms_norm_eps"),
@@ -166,10 +173,10 @@ def norms(hf: "PretrainedConfig") -> Rules:
 
 
 def mtp(hf: "PretrainedConfig") -> Rules:
-    """MTP layers, whose halves HF numbers through: those of layer 1, of two halves, are ``mtp.layers.2`` and ``3``."""
+    """MTP layers. HF numbers halves: layer 1, if it has two halves, is ``mtp.layers.2`` and ``mtp.layers.3``."""
     halves, count = len(hf.mtp_layers_block_type or ()), hf.num_nextn_predict_layers or 0
     rules: list[Rules] = []
-    for half in range(halves if halves <= len(_SLOTS) else 0):  # others are refused, if they are asked for
+    for half in range(halves if halves <= len(_SLOTS) else 0):  # other kinds are refused, if they are requested
         norm, mixer = _SLOTS[half]
         inner = (*table((norm, "norm.weight", REPLICATED)), *mixer)
         own = under("mtp.layers.*.transformer_layer", "mtp.layers.*", inner)
@@ -183,7 +190,7 @@ ARCHITECTURE = Architecture(
     model_type="nemotron_h",
     fields=FIELDS,
     rules=lambda hf: (*AROUND, *norms(hf), *under("decoder.layers.*", "backbone.layers.*", MIXERS), *mtp(hf)),
-    # Layers that the config does not count, or of other kinds than we build.
+    # Layers that the config does not count, or of kinds that we do not build.
     mtp=lambda hf: ("mtp.*",),
     renamed_in_memory=(("backbone.", "model."),),
 )

@@ -1,4 +1,4 @@
-"""OLMo 3: an OLMo 2 with a window in most layers; their rope is not scaled."""
+"""OLMo 3: an OLMo 2 with a window in most layers; the rope of these layers is not scaled."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.tables import BIAS_ATTENTION, DENSE, NORM_POST, QK_NORMED_TOGETHER, WINDOW_PATTERN, but

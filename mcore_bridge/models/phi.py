@@ -1,4 +1,4 @@
-"""Phi-1, 1.5 and 2: attention and MLP side by side behind one norm, and biases everywhere, in the head too."""
+"""Phi-1, 1.5 and 2: attention and MLP side by side after one norm, and biases everywhere, also in the head."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Const, Map

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL, the text model: that of Qwen2-VL."""
+"""Qwen2.5-VL, the text model: a qwen2_vl_text."""
 
 from dataclasses import replace
 

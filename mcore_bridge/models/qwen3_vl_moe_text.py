@@ -10,7 +10,7 @@ from mcore_bridge.rules.layout import FUSED_GATED_UP, ROW, TRANSPOSED
 from mcore_bridge.rules.mapping import experts, table
 
 OWN = (
-    Require("norm_topk_prob", (True, None), "transformers normalises the weights of experts, whatever it says"),
+    Require("norm_topk_prob", (True, None), "transformers always normalises the weights of experts"),
     Require("use_sliding_window", (False, None), "the text model of transformers has no windows"),
 )
 # As in published files. transformers 5 writes them the other way round: see weights/orientation.py.

@@ -1,7 +1,7 @@
-"""Families that are not implemented here, each with the reason and the code that shows it.
+"""Families that are not implemented, each with the reason and the code that shows the reason.
 
-megatron-core's ``GPTModel`` cannot express some of them. Others only need a submodule of megatron-core's own layers,
-which nobody has written yet.
+megatron-core's ``GPTModel`` cannot express some of them. Other families only need a submodule of megatron-core's layers
+that nobody has written yet.
 """
 
 from mcore_bridge.architecture import Refusal
@@ -21,10 +21,10 @@ NO_CLASS = "transformers.CONFIG_MAPPING"
 
 
 def _because(reason: str, *where: str, **classes: str) -> tuple[Refusal, ...]:
-    """A refusal for each family, which gives the part of its code in transformers that shows the reason.
+    """Yield a refusal for each family, with the part of its code in transformers that shows the reason.
 
-    ``classes`` has that part for each ``model_type``. Its path begins in the folder of this name, without ``_text``. A
-    path with two dots names its folder itself.
+    ``classes`` has the path of this part for each ``model_type``. The path begins in the folder of this name, without
+    ``_text``. A path with two dots contains its folder.
     """
     return tuple(Refusal((name,), reason, (_path(name, seen), *where)) for name, seen in classes.items())
 
@@ -59,11 +59,11 @@ REFUSALS = (
         opt="modeling_opt.OPTLearnedPositionalEmbedding",
     ),
     *_because(
-        "norms have no weights; all norms here have some", LAYER,
+        "norms have no weights; all norms of this library have weights", LAYER,
         olmo="modeling_olmo.OlmoLayerNorm", nanochat="modeling_nanochat.NanoChatRMSNorm",
     ),
     *_because(
-        "norms of queries and keys have weights of their own in each head; nobody has written such norms", ATTENTION,
+        "norms of queries and keys have other weights in each head; nobody has written such norms", ATTENTION,
         stablelm="modeling_stablelm.StableLmLayerNormPerHead",
     ),
     *_because(
@@ -77,8 +77,8 @@ REFUSALS = (
         zamba="modeling_zamba.ZambaMambaMixer", zamba2="modeling_zamba2.Zamba2MambaMixer",
     ),
     *_because(
-        "all or some layers are Mamba-1 mixers; those of megatron-core and of nemotron_h are Mamba-2, and nobody has "
-        "written the older one",
+        "all or some layers are Mamba-1 mixers; the mixers of megatron-core and of nemotron_h are Mamba-2, and "
+        "nobody has written Mamba-1",
         SSM, PARTS,
         falcon_mamba="modeling_falcon_mamba.FalconMambaMixer", jamba="modeling_jamba.JambaMambaMixer",
         mamba="modeling_mamba.MambaMixer",
@@ -105,7 +105,7 @@ REFUSALS = (
         glm5_next_text="modeling_glm5_next.Glm5NextTextForgetGate",
     ),
     *_because(
-        "the delta rule has weights up to 2 (linear_allow_neg_eigval); those of megatron-core are at most 1",
+        "the delta rule has weights up to 2 (linear_allow_neg_eigval); megatron-core's weights are at most 1",
         DELTA,
         olmo_hybrid="modeling_olmo_hybrid.OlmoHybridGatedDeltaNet",
     ),
@@ -138,16 +138,16 @@ REFUSALS = (
         muse_spark_text="modeling_muse_spark.MuseSparkResidualGate", zaya="modeling_zaya.ZayaResidualScaling",
     ),
     *_because(
-        "heads are larger in layers without a window (global_head_dim); megatron-core has one kv_channels for all "
-        "layers, and so have the rules here",
+        "heads are larger in layers without a window (global_head_dim); megatron-core and our rules have one "
+        "kv_channels for all layers",
         CONFIG,
         gemma4_text="configuration_gemma4.Gemma4TextConfig",
         gemma4_unified="modeling_gemma4_unified.Gemma4UnifiedTextAttention",
         gemma4_unified_text="modeling_gemma4_unified.Gemma4UnifiedTextAttention",
     ),
     *_because(
-        "layers have different numbers of heads, and a gate for each head; megatron-core has one number for all "
-        "layers, and so have the rules here",
+        "layers have different numbers of heads, and a gate for each head; megatron-core and our rules have one "
+        "number for all layers",
         CONFIG, ATTENTION,
         laguna="modeling_laguna.LagunaAttention", step3p5="step3p7.modeling_step3p7.Step3p7Attention",
         step3p7="modeling_step3p7.Step3p7Attention",
@@ -168,14 +168,14 @@ REFUSALS = (
         axk2="modeling_axk2.AXK2GatedRMSNorm",
     ),
     *_because(
-        "norms of queries and keys have no weights, and norms behind attention and MLP have an epsilon of their own; "
-        "nobody has written such norms",
+        "norms of queries and keys have no weights, and norms after attention and MLP have another epsilon; nobody "
+        "has written such norms",
         ATTENTION, LAYER,
         muse_glimmer="modeling_muse_glimmer.MuseGlimmerTextAttention",
         muse_glimmer_text="modeling_muse_glimmer.MuseGlimmerTextDecoderLayer",
     ),
     *_because(
-        "the gate of attention has its own projection, which megatron-core fuses with that of queries, and "
+        "the gate of attention has its own projection, which megatron-core fuses with the projection of queries, and "
         "expert biases are parameters; nobody has written rules for them",
         ATTENTION, ROUTER,
         afmoe="modeling_afmoe.AfmoeAttention",
@@ -192,7 +192,7 @@ REFUSALS = (
         granitemoe_swa="modeling_granitemoe_swa.GraniteMoeSWAAttention",
     ),
     *_because(
-        "a config may ask for norms behind attention and MLP and for multipliers of residuals; nobody has written "
+        "a config may have norms after attention and MLP together with multipliers of residuals; nobody has written "
         "both at once",
         PARTS,
         hyperclovax="modeling_hyperclovax.HyperCLOVAXDecoderLayer",
@@ -213,7 +213,8 @@ REFUSALS = (
         minimax_m3_vl_text="modeling_minimax_m3_vl.MiniMaxM3VLIndexer",
     ),
     *_because(
-        "values are smaller than keys (v_head_dim) without latent attention; in megatron-core they have the same size",
+        "values are smaller than keys (v_head_dim) without latent attention; in megatron-core keys and values have "
+        "one size",
         ATTENTION,
         mimo_v2_flash="modeling_mimo_v2_flash.MiMoV2FlashAttention",
     ),
@@ -233,7 +234,8 @@ REFUSALS = (
         jetmoe="modeling_jetmoe.JetMoeMoA",
     ),
     *_because(
-        "attention is the difference of two softmaxes, of a head in each half; megatron-core has one softmax per head",
+        "attention is the difference of two softmaxes over heads in the two halves; megatron-core has one softmax "
+        "per head",
         SCORES,
         diffllama="modeling_diffllama.DiffLlamaAttention",
     ),
@@ -284,7 +286,7 @@ REFUSALS = (
             *("gemma3n", "gemma4", "glm_ocr", "granite_speech", "idefics2", "idefics3", "janus"),
             *("kimi_vl", "lfm2_vl", "mllama", "molmo2", "ovis2", "paligemma", "smolvlm"),
         ),
-        "it joins models of images or sound to a text model that is none of our architectures, or is not causal",
+        "it joins models of images or sound to a text model that is not supported, or is not causal",
         ("transformers.PretrainedConfig.sub_configs", GPT),
     ),
 )

@@ -1,11 +1,11 @@
-"""Rules of low-rank adapters, made from those of the weights that they adapt.
+"""Rules of low-rank adapters, made from the rules of the weights that they adapt.
 
-A layout moves whole slices along one dim of ``[out, in]``. So it commutes with the product ``B A``: what moves rows
-moves those of B alone, and what moves columns moves those of A. Factors of a weight that HF holds as ``[in, out]`` are
-those of its transpose. A rule of a linear layer thus gives two more, in the names of ``peft``: each HF projection has
-its own ``lora_A`` and ``lora_B``. A projection may have none although a layer of mcore joins it with others that do.
-Its rows of B are then zero and stay so. If a layer of mcore *shares* one A among its projections, ``peft`` has that A
-under the name of each.
+A layout moves whole slices along one dim of ``[out, in]``. So it commutes with the product ``B A``: a layout of rows
+moves rows of B, and a layout of columns moves columns of A. If HF holds a weight as ``[in, out]``, the factors belong
+to its transpose. So the rule of a linear layer gives two more rules, with the names of ``peft``: each HF projection has
+its own ``lora_A`` and ``lora_B``. If a layer of mcore joins projections, some of them may have no adapter. Their rows
+of B are zero and stay zero. If a layer of mcore *shares* one A among its projections, ``peft`` stores this A under the
+name of each.
 
 >>> from mcore_bridge.rules.layout import GATED_UP
 >>> from mcore_bridge.rules.mapping import table
@@ -41,22 +41,22 @@ LINEAR = frozenset(
 )
 """The modules of megatron-core whose weight is ``[out, in]`` and multiplies the hidden state of a decoder layer."""
 _OTHERS = ("mtp.", TOWER)
-"""How the names of weights begin that are outside the decoder: those of MTP layers and of a tower."""
+"""The prefixes of names of weights outside the decoder: in MTP layers and in a tower."""
 _OF_KERNELS = (".mixer.out_proj.weight", ".mamba.out_proj.weight")
 FACTORS = {"linear_in": "lora_A", "linear_out": "lora_B"}
-"""The modules of an adapter in mcore, as Megatron-Bridge calls them, and what ``peft`` calls their weights."""
+"""The modules of an adapter in mcore (Megatron-Bridge's names), and the names of their weights in ``peft``."""
 
 
 Sharing = Literal["own", "shared"]
-"""Whether each HF projection has an A of its own, or a layer of mcore has one A for all of its projections."""
+"""Whether each HF projection has a separate A, or a layer of mcore has one A for all of its projections."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """What was added to a model: rank and scale (``alpha / rank``) of all adapters, and the rules of their tensors.
+    """The adapters of a model: rank and scale (``alpha / rank``), equal for all, and the rules of their tensors.
 
     Attributes:
-        rank: of all adapters, whatever the ranks in a folder were.
+        rank: the rank of all adapters, also if a folder has several.
         alpha: the scale of all adapters times ``rank``.
         mapping: the rules of their tensors.
         names: the canonical names of the tensors in all chunks of this rank.
@@ -74,7 +74,7 @@ class Adapters:
     kind: Sharing
 
     def further_names(self, name: str) -> tuple[str, ...]:
-        """The names under which ``peft`` has an A again, by the HF name of the first projection that shares it."""
+        """The names under which ``peft`` repeats a shared A, by the HF name of the first projection that shares it."""
         first, second = FACTORS
         end = f".{FACTORS[first]}.weight"
         if self.kind == "own" or not name.endswith(end):
@@ -87,18 +87,18 @@ def adapter_rules(rules: Rules, targets: Sequence[str], kind: Sharing = "own") -
     """The rules of the adapters of all linear layers that ``targets`` name.
 
     Args:
-        rules: those of the model's weights.
+        rules: the rules of the model's weights.
         targets: ends of module names, each of one or more words: in HF ("q_proj", "mlp.down_proj",
             "experts.gate_up_proj") or in mcore ("linear_qkv").
         kind: with "shared", P below is 1 for each A.
 
     Returns:
         Two rules for each targeted weight. With P named HF projections, ``linear_in`` is ``[P * rank, in]`` and
-        ``linear_out`` is ``[out, rank]``, where the rank of a row of ``linear_out`` is that of its own projection. Rows
-        of projections that are not named come from no HF tensor.
+        ``linear_out`` is ``[out, rank]``, where each row of ``linear_out`` belongs to its own projection. Rows of
+        projections that are not named have no HF tensor.
 
     Raises:
-        ConfigError: it names all targets that match nothing, and all that cannot be adapted.
+        ConfigError: naming all targets that match nothing, and all that cannot have an adapter.
     """
     weights = [rule for rule in rules if not rule.copy and not rule.mcore.startswith(_OTHERS)]
     problems = [*_unmatched(weights, rules, targets)]
@@ -132,7 +132,7 @@ def factor_name(module: str, end: str) -> str:
 
 
 def is_adapter(mcore: str) -> bool:
-    """Whether a canonical name is that of a tensor of an adapter."""
+    """Whether a canonical name belongs to a tensor of an adapter."""
     return ".adapter.linear_" in mcore
 
 
@@ -163,9 +163,9 @@ def _adapted(rule: Rule, named: tuple[int, ...], kind: Sharing) -> Iterator[Rule
 
 
 def _ratio(rule: Rule) -> tuple[tuple[int | str, ...], ...]:
-    """The relative rows of the parts of a layout that joins them: that of the first ``Concat``.
+    """The relative numbers of rows of the parts that a layout joins: the ratio of its first ``Concat``.
 
-    What is split before, as queries with their gates are, counts together.
+    Parts that a layout splits before, such as queries with their gates, count together.
     """
     assert isinstance(rule.layout, Chain)
     joined = next(step for step in rule.layout.steps if isinstance(step, Concat))
@@ -210,7 +210,7 @@ def _unmatched(weights: Collection[Rule], rules: Rules, targets: Sequence[str]) 
 
 
 def _module(name: str) -> str:
-    """The module of a weight, without its entry; empty if ``name`` is not that of a weight."""
+    """The module of a weight, without an index ``[...]``; empty if ``name`` is not the name of a weight."""
     whole = name.removesuffix("[*]")
     return whole.removesuffix(".weight") if whole.endswith(".weight") or whole != name else ""
 

@@ -1,10 +1,10 @@
-"""A codec computes numbers from the encoded weights of a file. Layouts only move; all arithmetic is here.
+"""A codec computes numbers from the encoded weights of a file. Layouts only move numbers; all arithmetic is here.
 
 A file holds *codes*, one for each number, and *scales*, one for each block of numbers. A code is a byte or half a byte,
 and a table gives its value. The number is value times scale: one product in fp32, rounded once to the requested dtype.
 Fields of ``Codec`` describe exceptions in the code of publishers.
 
-Decoding is elementwise, so a slice of the decoded tensor is the decoded slice. Encoding will be added beside it.
+Decoding is elementwise, so a slice of the decoded tensor is the decoded slice. Encoding will be added here.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def scales_of(codec: Codec, scales: Tensor, overall: Tensor | None = None) -> Te
     """Scales as fp32, with the same shape. Bytes (uint8) are exponents of powers of two.
 
     Args:
-        codec: of the weight.
-        scales: as stored.
+        codec: the codec of the weight.
+        scales: the scales as stored.
         overall: the single number for the whole weight, fp32, in a shape that broadcasts with the scales.
     """
     if scales.dtype == torch.uint8:
@@ -99,6 +99,6 @@ def _table(kind: Kind, device: torch.device) -> Tensor:
 
 @cache
 def _powers(device: torch.device) -> Tensor:
-    """Half of 2 to the power of each byte less 127, in fp32."""
+    """Half of ``2 ** (byte - 127)`` for each byte, in fp32."""
     exponents = torch.arange(256, dtype=torch.float64) - _POWER_BIAS
     return torch.exp2(exponents).float().to(device)

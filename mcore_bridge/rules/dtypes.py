@@ -1,4 +1,4 @@
-"""The dtype of a tensor between HF and mcore. Nothing is cast unless the caller asks; then it is ``tensor.to``."""
+"""The dtype of a tensor between HF and mcore. Only if the caller requests it, a tensor is cast, by ``tensor.to``."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 Dtypes = torch.dtype | Mapping[str, torch.dtype] | None
-"""One dtype for all tensors; or dtypes by ``fnmatch`` pattern of HF names, of which the first match counts; or None."""
+"""One dtype for all tensors; or dtypes by ``fnmatch`` patterns of HF names (the first match counts); or None."""
 
 _WIDENINGS = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
 
 
 def wanted_dtype(name: str, own: torch.dtype, dtypes: Dtypes) -> torch.dtype:
-    """The dtype to which to cast the HF tensor ``name``, stored as ``own``. Integer tensors keep their dtype.
+    """The target dtype of the HF tensor ``name``, which is stored as ``own``. Integer tensors keep their dtype.
 
     >>> wanted_dtype("model.norm.weight", torch.bfloat16, {"*.norm.weight": torch.float32})
     torch.float32
@@ -28,16 +28,16 @@ def wanted_dtype(name: str, own: torch.dtype, dtypes: Dtypes) -> torch.dtype:
 
 
 def problem_of(dtypes: object) -> str:
-    """The reason why ``dtypes`` are no ``Dtypes``, or an empty string."""
+    """The reason why ``dtypes`` is not a valid ``Dtypes``, or an empty string."""
     values = [*dtypes.values()] if isinstance(dtypes, Mapping) else [dtypes]
     wrong = [value for value in values if not isinstance(value, torch.dtype) or not value.is_floating_point]
     if dtypes is None or not wrong:
         return ""
-    return f"dtype must be a floating torch.dtype, patterns of names to such, or None, found {wrong[0]!r}"
+    return f"dtype must be a floating torch.dtype, a dict of such by name patterns, or None, found {wrong[0]!r}"
 
 
 def unmatched(dtypes: Dtypes, names: Iterable[str]) -> list[str]:
-    """The patterns of ``dtypes`` that match none of ``names``. They are names that somebody has misspelled."""
+    """The patterns of ``dtypes`` that match none of ``names``: probably misspelled."""
     left = [*dtypes] if isinstance(dtypes, Mapping) else []
     known = frozenset(names) if left else frozenset()
     left = [pattern for pattern in left if pattern not in known]
@@ -50,7 +50,7 @@ def is_exact(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def has_same_bits(tensor: Tensor, other: object) -> bool:
-    """Whether ``other`` is a tensor of the same shape and dtype, and equal bit by bit, so that NaN equals NaN."""
+    """Whether two tensors have equal shape, dtype and bits, so that NaN equals NaN."""
     if not isinstance(other, Tensor) or (tensor.shape, tensor.dtype) != (other.shape, other.dtype):
         return False
     octets = [held.detach().cpu().contiguous().flatten().view(torch.uint8) for held in (tensor, other)]

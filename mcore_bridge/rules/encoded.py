@@ -1,8 +1,8 @@
-"""An encoded weight of a file, and slices of it, which are decoded without the rest.
+"""An encoded weight of a file, and slices of it, which can be decoded alone.
 
-Codes and scales of a weight are *grids*: tensors in which one element stands for a cell of the weight. Coordinates say
-which cells a slice needs: tensors of the weight's shape that hold the numbers of rows and of columns. They are sent
-through the functions that cut the weight, so no second arithmetic says where a scale belongs.
+Codes and scales of a weight are *grids*: tensors in which one element stands for a cell of the weight. Coordinates show
+which cells a slice needs: tensors of the weight's shape with the index of each row and column. The functions that cut
+the weight also cut the coordinates, so no second formula for scales is needed.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class EncodedSlice:
     num_dims: int
 
     def of(self, weight: Encoded) -> EncodedSlice:
-        """The same slice of another weight, which has the same shape and order of dims."""
+        """This slice of another weight with equal shape and order of dims."""
         return EncodedSlice(weight, self.ranges, self.axes, self.num_dims)
 
     @property
@@ -136,8 +136,8 @@ class EncodedSlice:
         return sum(part.nbytes for part in self.parts)
 
     def arranged(self, plain: Tensor) -> Tensor:
-        """``plain``, a tensor with the dims of the slice, as a view with the dims of the codes."""
-        if self.axes == tuple(range(self.num_dims)):  # as for most
+        """View ``plain``, which has the dims of the slice, with the dims of the codes."""
+        if self.axes == tuple(range(self.num_dims)):  # the usual case
             return plain
         own = [axis for axis in self.axes if axis is not None]
         rest = [dim for dim in range(self.num_dims) if dim not in own]
@@ -172,7 +172,7 @@ class EncodedSlice:
 
     @property
     def geometry(self) -> tuple[object, ...]:
-        """A key that is equal for slices of one codec whose parts have equal shapes and are decoded alike."""
+        """A key that is equal for slices that can be decoded together: of one codec, with parts of equal shapes."""
         return _geometry(self.weight.codec, self.ranges)
 
     def decode(self, parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
@@ -180,7 +180,7 @@ class EncodedSlice:
 
         Args:
             parts: for each of ``self.parts``, the parts of all slices, stacked along a first dim of ``n``.
-            dtype: of the result.
+            dtype: the dtype of the result.
         """
         codec = self.weight.codec
         numbers = numbers_of(codec, parts[0])
@@ -227,7 +227,7 @@ def _cells(codec: Codec, num_dims: int) -> tuple[Shape, Shape]:
 
 @lru_cache(maxsize=4096)
 def _indices(codec: Codec, ranges: tuple[range, ...]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-    """The elements of codes and of scales that a slice needs. A model has many weights of one shape."""
+    """The elements of codes and of scales that a slice needs. Cached, since a model has many weights of one shape."""
     codes, scales = _cells(codec, len(ranges))
     return tuple(map(_covering, ranges, codes)), tuple(map(_covering, ranges, scales))
 
@@ -264,7 +264,7 @@ def _covering(run: range, cell: int) -> slice:
 
 
 def _within(numbers: Tensor, run: range, per_byte: int) -> Tensor:
-    """Cut the numbers of ``run`` out of whole unpacked bytes, which may hold others at both ends of the last dim."""
+    """Cut the numbers of ``run`` out of whole unpacked bytes, which may hold more at both ends of the last dim."""
     if per_byte == 1:
         return numbers
     start = run.start % per_byte
@@ -272,7 +272,7 @@ def _within(numbers: Tensor, run: range, per_byte: int) -> Tensor:
 
 
 def _fills(run: range, block: int) -> bool:
-    """Whether the coordinates are those of whole blocks."""
+    """Whether the coordinates cover whole blocks."""
     return block > 1 and run.step == 1 and run.start % block == 0 and len(run) % block == 0
 
 

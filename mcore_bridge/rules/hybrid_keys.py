@@ -1,4 +1,4 @@
-"""Keys of megatron-core's two model classes in its checkpoints: ``GPTModel`` counts layers, ``HybridModel`` halves.
+"""Keys of megatron-core's two model classes in its checkpoints: ``GPTModel`` numbers layers, ``HybridModel`` halves.
 
 * Layer k becomes one layer for each of its halves. ``input_layernorm`` and ``self_attention`` are in the first of them,
   ``pre_mlp_layernorm`` and ``mlp`` in the second.
@@ -26,7 +26,7 @@ class HalfKeys:
     """Translates keys, which are relative to the decoder, such as ``layers.3.mlp.linear_fc1.weight``.
 
     Args:
-        letters: those of each layer, from ``config.hybrid_layers.letters_of``.
+        letters: the letters of each layer, from ``config.hybrid_layers.letters_of``.
     """
 
     letters: tuple[str, ...]
@@ -42,7 +42,7 @@ class HalfKeys:
         return tuple(layer for layer, _ in self._halves)
 
     def to_hybrid(self, key: str) -> str:
-        """The key in a ``HybridModel`` of one in a ``GPTModel``."""
+        """Translate a key of a ``GPTModel`` to a ``HybridModel``."""
         if (match := _LAYER.match(key)) is None:
             return _renamed(key, *_FINAL)
         layer, name = int(match[1]), match[2]
@@ -54,7 +54,7 @@ class HalfKeys:
         return f"layers.{sum(map(len, self.letters[:layer])) + half}.{name}"
 
     def mtp_to_hybrid(self, key: str) -> str:
-        """As ``to_hybrid``, for a key of MTP layers: the letters are those of the layer within."""
+        """As ``to_hybrid``, for a key of MTP layers: the letters describe the layer within."""
         if (match := _MTP.match(key)) is None:
             return key
         return f"{match[1]}mtp_model_layer.{self.to_hybrid(f'layers.0.{match[2]}')}"
@@ -66,7 +66,7 @@ class HalfKeys:
         return f"{match[1]}transformer_layer.{self.to_gpt(match[2]).removeprefix('layers.0.')}"
 
     def to_gpt(self, key: str) -> str:
-        """The key in a ``GPTModel`` of one in a ``HybridModel``."""
+        """Translate a key of a ``HybridModel`` to a ``GPTModel``."""
         if (match := _LAYER.match(key)) is None:
             return _renamed(key, *reversed(_FINAL))
         layer, letter = self._halves[int(match[1])]

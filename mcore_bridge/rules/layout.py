@@ -1,7 +1,7 @@
 """The algebra of layouts: invertible rearrangements between HF tensors and mcore shards.
 
 A layout takes the *parts* of one parameter (its HF tensors) to one tensor with a leading ``tp`` axis. Its entries are
-the shards that tensor-parallel ranks hold. The order of a chain says what other code bases write as special cases:
+the shards that tensor-parallel ranks hold. The order of a chain replaces special cases in other code bases:
 ``GATED_UP`` cuts, then fuses; ``QKV`` fuses, then cuts.
 
 Laws, for every layout ``f`` and ``g``:
@@ -41,7 +41,7 @@ class Layout(ABC):
 
     @abstractmethod
     def __invert__(self) -> Layout:
-        """The layout that undoes this one."""
+        """The inverse layout."""
 
     def __rshift__(self, then: Layout) -> Layout:
         return Chain((*_steps(self), *_steps(then)))
@@ -49,7 +49,7 @@ class Layout(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Rearrange(Layout):
-    """An einops pattern on every part. Its inverse is the pattern read right to left."""
+    """Apply an einops pattern to every part. The inverse reads the pattern from right to left."""
 
     left: str
     right: str
@@ -123,7 +123,7 @@ class First(Layout):
 
 @dataclass(frozen=True, slots=True)
 class Resize(Layout):
-    """Pad dim 0 with zeros, or cut it, from the size of axis ``old`` to that of ``new``. The inverse swaps the two."""
+    """Pad dim 0 with zeros, or cut it, from size ``old`` to size ``new`` of an axis. The inverse swaps the two."""
 
     old: str
     new: str
@@ -145,7 +145,7 @@ class Resize(Layout):
 
 @dataclass(frozen=True, slots=True)
 class Fill(Layout):
-    """Put zeros in place of the parts that are absent: those given are at ``positions`` among all parts.
+    """Put zeros in place of missing parts. The given parts are at ``positions`` among all parts.
 
     ``ratio`` has the relative sizes along dim 0 of all parts. Each is a sum of numbers or names of axes.
     """
@@ -179,7 +179,7 @@ class Pick(Layout):
 
 @dataclass(frozen=True, slots=True)
 class Leading(Layout):
-    """Apply ``layout`` to the first ``count`` parts, which become ``becomes`` parts; the others stay as they are."""
+    """Apply ``layout`` to the first ``count`` parts, which become ``becomes`` parts. Other parts do not change."""
 
     count: int
     becomes: int
@@ -228,7 +228,7 @@ INTERLEAVED    = Rearrange("(tp n gate_up) ...", "tp (gate_up n) ...")  # rows o
 
 
 def upright(layout: Layout) -> Layout:
-    """A layout of ``[out, in]``: that of a weight which HF holds as ``[in, out]`` turns it first."""
+    """``layout`` for ``[out, in]``: if it begins with a transpose of HF's ``[in, out]``, without this transpose."""
     if isinstance(layout, Chain) and layout.steps[0] == TRANSPOSED:
         return Chain(layout.steps[1:])
     return layout

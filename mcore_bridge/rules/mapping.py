@@ -34,17 +34,17 @@ class Rule:
         mcore: the canonical name.
         hf: the HF names, in the order of the layout's parts.
         layout: from the HF tensors to the shards.
-        offset: added to the first number of the mcore name to get that of the HF names. HF numbers MTP layers after
-            those of the decoder.
+        offset: added to the first number of the mcore name to get the number in the HF names. HF numbers MTP layers
+            after the layers of the decoder.
         stride: HF layer = mcore layer * stride + offset. It is 2 if HF counts attention and MLP of an MTP layer as two
             layers, else 1.
-        exported: False where another parameter already yields the HF tensor, as with a tied output layer.
+        exported: False if another parameter already yields the HF tensor, as with a tied output layer.
         axis: the mesh axis that the layout calls ``tp``; ``etp`` for routed experts.
-        copy: the HF names are second names of a tensor that another rule has. A source must hold the same values under
-            both. With ``exported`` the copies are written; without, a source may hold the tensor under such a name
-            alone.
+        copy: the HF names are second names of a tensor of another rule. A source must have equal values under both
+            names. With ``exported`` a save writes the copies. Without, a source may have the tensor under this name
+            only.
         count: the first number of the mcore name is below it. None: there is no limit.
-        turned: of a routed expert: a tensor of all experts holds this one transposed.
+        turned: for a routed expert: a tensor of all experts holds it transposed.
     """
 
     mcore: str
@@ -73,7 +73,7 @@ class Binding:
 
 Rules = tuple[Rule, ...]
 Prefixes = tuple[tuple[str, str], ...]
-"""Prefixes of HF names in a checkpoint of text alone, each with what a composite has in its place."""
+"""Prefixes of HF names in a checkpoint of text alone, each with the prefix in a composite."""
 Dialect = Literal["split", "fused"]
 """How HF holds the routed experts of a layer: one tensor per expert, or one tensor for all of them."""
 
@@ -98,7 +98,7 @@ def respelled(rules: Rules, spelling: Prefixes) -> Rules:
 
 
 def embedding_rules(rules: Rules) -> Rules:
-    """The rules of the embedding, without those of its copies."""
+    """The rules of the embedding, without the rules of its copies."""
     return tuple(rule for rule in rules if rule.mcore == EMBEDDING and not rule.copy)
 
 
@@ -108,12 +108,12 @@ def embedding_names(rules: Rules) -> tuple[str, ...]:
 
 
 def top_names(rules: Rules) -> tuple[str, ...]:
-    """The first words of all HF names, each with its dot: what the names of this model begin with."""
+    """The first words of all HF names, each with its dot: the prefixes of this model's names."""
     return tuple(sorted({f"{name.partition('.')[0]}." for rule in rules for name in rule.hf}))
 
 
 def respelled_name(name: str, spelling: Prefixes) -> str:
-    """A name, or a pattern of names, with its prefix replaced, if it has one of these."""
+    """A name, or a pattern of names, with its prefix replaced, if it has one of these prefixes."""
     for old, new in spelling:
         if name.startswith(old):
             return new + name.removeprefix(old)
@@ -132,12 +132,12 @@ def experts(mcore: str, hf: str, *rules: Rules, turned: bool = False) -> Rules:
 
 @lru_cache(maxsize=1 << 16)
 def pattern_of(name: str) -> str:
-    """``name`` with ``*`` for each of its numbers. Cached: a load asks several times for every name of a checkpoint."""
+    """``name`` with ``*`` for each of its numbers. Cached: a load calls this several times for every name."""
     return _NUMBER.sub("*", name)
 
 
 def unstacked(name: str) -> tuple[str, int | None]:
-    """An HF name without its ``[number]``, and that number; None where it has none."""
+    """An HF name without its ``[number]``, and this number, or None."""
     if not name.endswith("]"):  # the usual case; this runs for every name of a model
         return name, None
     whole, _, number = name[:-1].rpartition("[")
@@ -155,7 +155,7 @@ class WeightMapping:
     """All rules of a model, and two lists of HF names, as ``fnmatch`` patterns.
 
     Attributes:
-        rules: those of all parameters.
+        rules: the rules of all parameters.
         ignored: HF names that a source may hold and no parameter uses.
         optional: HF names that a source may lack.
     """
@@ -164,13 +164,13 @@ class WeightMapping:
     ignored: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     text: tuple[str, ...] = ()
-    """Of a composite: the prefixes of its text's tensors. All others are carried: no parameter takes them."""
+    """For a composite: the prefixes of its text's tensors. All other tensors are carried: no parameter uses them."""
     carried: tuple[str, ...] = ()
-    """Prefixes among those of ``text`` that are carried too."""
+    """Prefixes in ``text`` that are carried too."""
     num_mtp_layers: int = 0
-    """How many MTP layers the model has. A checkpoint may have more, which are not built."""
+    """How many MTP layers the model has. A checkpoint may have more MTP layers, which are not built."""
     mtp: tuple[str, ...] = ()
-    """HF names, as ``fnmatch`` patterns, of tensors in MTP layers that are not built and for which there is no rule."""
+    """HF names, as ``fnmatch`` patterns, of tensors in MTP layers that are not built and have no rule."""
     carries_mtp: bool = True
     """Whether a save copies the MTP layers that are not built."""
     _by_mcore: dict[str, Rule] = field(init=False, repr=False, compare=False)
@@ -253,9 +253,9 @@ class WeightMapping:
         )
 
     def names(self, num_layers: int, num_experts: int) -> Iterator[str]:
-        """Yield the HF names of all rules for so many layers and experts. A model may lack some of them.
+        """Yield the HF names of all rules for these numbers of layers and experts. A model may lack some of them.
 
-        The layers of a tower are numbered up to ``_TOWER_LAYERS``, since no rule says how many there are.
+        The layers of a tower are numbered up to ``_TOWER_LAYERS``, since no rule has their number.
         """
         for rule in self.rules:
             layers = _TOWER_LAYERS if rule.mcore.startswith(TOWER) else num_layers
@@ -271,9 +271,9 @@ class WeightMapping:
         return matches(hf, self.ignored) or hf in self.twins or self._is_of_other_part(hf) or self.is_unbuilt_mtp(hf)
 
     def is_carried(self, hf: str) -> bool:
-        """Whether this HF tensor is of a part that is not built, whose bytes a save copies.
+        """Whether this HF tensor belongs to a part that is not built, so that a save copies its bytes.
 
-        Such parts are those of a composite beside its text, and MTP layers.
+        Such parts are MTP layers, and parts of a composite beside its text.
         """
         return self._is_of_other_part(hf) or (self.carries_mtp and self.is_unbuilt_mtp(hf))
 
@@ -308,7 +308,7 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _has_number(rule: Rule, numbers: list[str]) -> bool:
-    """Whether the first of ``numbers``, as HF counts, is one that ``rule`` is for."""
+    """Whether ``rule`` applies to the first of ``numbers``, which HF counts."""
     number, rest = divmod(int(numbers[0]) - rule.offset if numbers else 0, rule.stride)
     return number >= 0 and rest == 0 and (rule.count is None or number < rule.count)
 

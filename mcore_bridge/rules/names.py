@@ -3,7 +3,7 @@
 * Layer and expert numbers are global. They are read from the layers as built (``layer_number``,
   ``local_expert_indices``), and never computed from the mesh.
 * Experts have the same names, whether grouped in one module or not.
-* Norms that TransformerEngine fuses into the next linear layer have the names that they have without it.
+* Norms that TransformerEngine fuses into the next linear layer have the names of separate norms.
 
 So an HF name has one mcore name.
 
@@ -34,7 +34,7 @@ Their tensors are then ``layer_norm_weight`` and ``layer_norm_bias`` of the line
 0.19.2: gpt_layer_specs.py, experimental_attention_variant_module_specs.py)."""
 EMBEDDING = "embedding.word_embeddings.weight"
 TOWER = "vision."
-"""What the names of a tower's tensors begin with; their names in transformers' model follow."""
+"""The prefix of names of a tower's tensors, before their names in transformers' model."""
 INDEXER = "self_attention.core_attention.indexer"
 """The indexer reads the output of the query norm, so sparse attention keeps the norms of latents separate."""
 _UNFUSED = [
@@ -48,8 +48,9 @@ _MAMBA = (
     (re.compile(r"^(decoder\.layers\.\d+)\.mixer\."), r"\1.self_attention."),
     (re.compile(r"(\.self_attention\.conv1d)_(weight|bias)$"), r"\1.\2"),
 )
-"""Names in megatron-core's own Mamba-2 layer, with ours; the last ones are those of 0.19."""
-_EXPERTS = (  # megatron-core's SequentialMLP, and TEGroupedMLP, which numbers the tensors of one module; its adapters
+"""Names in megatron-core's own Mamba-2 layer, with our names; the last ones are from 0.19."""
+# megatron-core's SequentialMLP, and TEGroupedMLP, which numbers the tensors of one module; and its adapters
+_EXPERTS = (
     re.compile(
         r"\.experts\.local_experts\.(?P<number>[0-9]{1,9})\.(?P<tensor>linear_fc[12]\.(?:adapter\.linear_\w+\.)?(?:weight|bias))$"
     ),
@@ -147,7 +148,7 @@ def expert_of(name: str) -> int | None:
 
 
 def kind_of(name: str) -> str:
-    """A canonical name with ``*`` for the number of its expert, so that it is the same for all experts of a layer."""
+    """A canonical name with ``*`` for the number of its expert, so that it is equal for all experts of a layer."""
     return _EXPERT.sub(".experts.*.", name)
 
 
@@ -183,7 +184,7 @@ def fused_module(name: str) -> str | None:
 
 
 def fused_norm(name: str, fused: Mapping[str, str]) -> str | None:
-    """The name of a norm that TransformerEngine fuses; None of any other parameter.
+    """The name of a norm that TransformerEngine fuses; None for any other parameter.
 
     Args:
         fused: the ``fused_norms`` of its layer.

@@ -1,8 +1,8 @@
-"""A scheme says which plain HF tensor has which codec, by the names, dtypes and shapes in a checkpoint.
+"""A scheme maps plain HF tensors to codecs, by the names, dtypes and shapes in a checkpoint.
 
-Only the files decide. A tensor is encoded if it has its companions, whatever lists of modules a config has. Tensors
-that fit nothing raise, and the error names all of them: a scale without its weight, codes without their scales, a grid
-of another size.
+Only the files decide. A tensor is encoded if its companions are there; lists of modules in a config do not matter.
+Tensors that fit nothing raise, and the error names all of them: a scale without its weight, codes without their scales,
+a grid of another size.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _PART_DTYPES = (*_CODES, torch.uint8)
 class Encoding:
     """How a checkpoint encodes one plain tensor: its codec and shape, and the names of its parts.
 
-    ``order`` says which dim of the plain tensor each dim of the codes is. ``shape_tensor`` is the name of a tensor that
+    ``order`` has, for each dim of the codes, the dim of the plain tensor. ``shape_tensor`` is the name of a tensor that
     holds the shape once more.
     """
 
@@ -143,7 +143,7 @@ def stem_of(name: str) -> str:
 
 
 def is_unused(name: str) -> bool:
-    """Whether ``name`` is that of a scale of activations, which a load does not need."""
+    """Whether ``name`` belongs to a scale of activations, which a load does not need."""
     return name.endswith(_UNUSED)
 
 
@@ -166,14 +166,14 @@ def _is_companion(spec: TensorSpec) -> bool:
 
 
 class _ProblemError(Exception):
-    """Why one weight cannot be decoded. The name of the weight is put before the message."""
+    """The reason why a weight cannot be decoded. The name of the weight is put before the message."""
 
 
 Specs = Mapping[str, TensorSpec]
 
 
 def _held(name: str, specs: Specs, block: tuple[int, int]) -> tuple[str, Encoding] | None:
-    """The plain name of an encoded tensor and how it is held, if ``name`` is the name of its codes."""
+    """The plain name of an encoded tensor and its encoding, if ``name`` is the name of its codes."""
     spec = specs[name]
     if name.endswith("_blocks") and spec.dtype == torch.uint8:
         return _mxfp4(name.removesuffix("_blocks"), spec, specs)
@@ -224,7 +224,7 @@ def _nvfp4(spec: TensorSpec, scales: TensorSpec, overall: TensorSpec) -> Encodin
     _require(scales, (rows, columns // group), (_FP8,))
     if math.prod(overall.shape) != 1 or overall.dtype not in _FLOATS:
         raise _ProblemError(f"takes one number as {overall.name}, found {overall.shape} of {overall.dtype}")
-    if overall.name.endswith("_global_scale"):  # compressed-tensors decodes to bf16, whatever is asked for
+    if overall.name.endswith("_global_scale"):  # compressed-tensors always decodes to bf16
         codec = Codec("nvfp4", (1, group), torch.bfloat16, "divides")
     else:
         codec = Codec("nvfp4", (1, group), None, "multiplies")
@@ -256,7 +256,7 @@ def _float8(spec: TensorSpec, specs: Specs, block: tuple[int, int]) -> Encoding:
         raise _ProblemError(f"has shape {shape} and scales of {scales.dtype}: expected a matrix, and floats")
     outer = shape[:-2]
     grid = (*outer, *(-(-size // cell) for size, cell in zip(shape[-2:], block, strict=True)))
-    spread = tuple(size for cells in grid[-2:] for size in (cells, 1))  # as ModelOpt has blocks
+    spread = tuple(size for cells in grid[-2:] for size in (cells, 1))  # the shape of ModelOpt's blocks
     blocks = {shape[:-1]: (1, shape[-1]), (*outer, *spread): block, grid: block, (*shape[:-1], 1): (1, shape[-1])}
     own = blocks.get(scales.shape, shape[-2:] if math.prod((*outer, *scales.shape)) == 1 else None)
     if own is None:
@@ -264,7 +264,7 @@ def _float8(spec: TensorSpec, specs: Specs, block: tuple[int, int]) -> Encoding:
             f"has shape {shape} and {scales_name} {scales.shape}: expected {grid} or {(*outer, *spread)} for blocks of "
             f"{block}, {(*shape[:-1], 1)} or {shape[:-1]} for rows, or one number"
         )
-    # What transformers does: compressed-tensors' own code computes in the dtype of scales, but not for experts.
+    # As in transformers: compressed-tensors' code computes in the dtype of scales, but not for experts.
     rounded = scales.dtype if scales_name.endswith("weight_scale") and ".experts." not in name else None
     codec = Codec("fp8", (*(1 for _ in outer), *own), rounded)
     return Encoding(codec, shape, tuple(range(len(shape))), name, scales_name)

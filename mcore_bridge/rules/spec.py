@@ -16,7 +16,7 @@ import torch
 
 
 class Shaped(Protocol):
-    """A tensor, or what stands for one."""
+    """A tensor, or an object with its shape and dtype."""
 
     @property
     def shape(self) -> Sequence[int]:
@@ -52,7 +52,7 @@ class TensorSpec:
 
 
 ALIGNMENT = 256
-"""Bytes: a multiple of every itemsize, so that tensors can be viewed in place, and of what a GPU reads at once."""
+"""Bytes: a multiple of every itemsize, so that tensors can be viewed in place, and of the widest read of a GPU."""
 
 
 def aligned(num_bytes: int) -> int:
@@ -64,7 +64,7 @@ Item = TypeVar("Item")
 
 
 def runs_within(items: Iterable[Item], size: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
-    """Yield runs of neighbours whose sizes are at most ``limit`` together, unless one alone has more.
+    """Yield runs of consecutive items with at most ``limit`` bytes together, unless a single item has more.
 
     >>> list(runs_within([3, 2, 4, 9], int, 5))
     [[3, 2], [4], [9]]

@@ -1,8 +1,9 @@
-"""Traces: what a layout does, as data. The layout runs on coordinates, and the result shows which elements go where.
+"""Traces: the effect of a layout, as data. The layout runs on coordinates, and the result shows which elements go
+where.
 
 Every layout moves whole slices along one dim (of a view, such as the transpose), so a trace is a short list of
-``Copy``. With it a load reads from a file only the slices that a rank owns, and writes them straight into place. An
-export makes an HF tensor with one copy of each byte.
+``Copy``. By a trace, a load reads from a file only the slices of its rank, and writes them straight into place. An
+export copies each byte of an HF tensor once.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class Trace:
         return tuple((dim, end, start - end) for end, start in zip(ends, starts, strict=True) if start > end)
 
     def shard(self, number: int, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """Makes shard ``number`` from whole parts, on their device; what comes from no part is zero."""
+        """Make shard ``number`` from whole parts, on their device. Elements that come from no part are zero."""
         result = torch.zeros(self.shard_shape, dtype=dtype, device=parts[0].device)
         for copy in self.to_mcore:
             if copy.shard == number:
@@ -86,7 +87,7 @@ class Trace:
         return result
 
     def part(self, number: int, shards: Mapping[int, Tensor]) -> Tensor:
-        """Makes part ``number`` from the shards, which are given by number, on their device."""
+        """Make part ``number`` from the shards, given by number, on their device."""
         result = torch.empty(self.part_shapes[number], dtype=shards[0].dtype, device=shards[0].device)
         for copy in self.to_hf:
             if copy.part == number:
@@ -98,7 +99,7 @@ def trace(layout: Layout, shard_shape: Shape, axes: Axes) -> Trace:
     """Trace ``layout`` for shards of ``shard_shape`` (one rank's parameter).
 
     Raises:
-        MappingError: the layout cannot give shards of that shape at these sizes of axes.
+        MappingError: the layout cannot make shards of that shape at these sizes of axes.
     """
     return _trace(layout, tuple(shard_shape), tuple(sorted(axes.items())))
 
@@ -165,7 +166,7 @@ def _to_hf(layout: Layout, to_mcore: tuple[Copy, ...], shapes: tuple[Shape, ...]
 
 
 def lines(shapes: Sequence[Shape], dim: int) -> tuple[Tensor, ...]:
-    """Parts that hold the coordinates of their elements along ``dim``. Those of a part begin at its line start."""
+    """Parts that hold the coordinates of their elements along ``dim``. Each part begins at its line start."""
     return tuple(
         _line(shape, dim, start) for shape, start in zip(shapes, line_starts([s[dim] for s in shapes]), strict=True)
     )

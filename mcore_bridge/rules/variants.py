@@ -51,7 +51,7 @@ def check_head(head: object) -> None:
 
 
 def lm_head_of(rules: Rules, spelling: Prefixes = ()) -> Rules:
-    """The rules of an output layer that is no embedding: those among ``rules``, else ``LM_HEAD`` in this spelling."""
+    """The rules of an untied output layer: its rules in ``rules``, else ``LM_HEAD`` in this spelling."""
     own = tuple(rule for rule in rules if rule.mcore.startswith("output_layer.") and not rule.copy)
     return own or respelled(LM_HEAD, spelling)
 
@@ -62,12 +62,12 @@ def tied_lm_head(rules: Rules) -> Rules:
 
 
 def redundant_head(rules: Rules, lm_head: str = HEAD) -> Rules:
-    """Rules for a tied embedding that a file stores as ``lm_head.weight``, instead of its own name or too."""
+    """Rules for a tied embedding that a file stores as ``lm_head.weight``, alone or in addition."""
     return tuple(replace(rule, hf=(lm_head,), exported=False, copy=True) for rule in embedding_rules(rules))
 
 
 def dialect_of(names: Iterable[str], rules: Rules) -> Dialect | None:
-    """The dialect of ``names``; None if they have no routed experts, or if both dialects name them alike."""
+    """The dialect of ``names``; None without routed experts, or if both dialects have the same names."""
     split, whole = (
         {name for rule in dialect if rule.axis == "etp" for name in rule.hf} for dialect in (rules, fused(rules))
     )
@@ -79,10 +79,10 @@ def dialect_of(names: Iterable[str], rules: Rules) -> Dialect | None:
 
 
 def fused(rules: Rules) -> Rules:
-    """The same rules with the routed experts of a layer in one tensor: ``gate_up_proj`` and ``down_proj``.
+    """The rules for files with the routed experts of a layer in one tensor: ``gate_up_proj`` and ``down_proj``.
 
     Their shape is [experts, out, in], as in transformers 5 and some published checkpoints, or [experts, in, out] if the
-    rules are ``turned``. Rules that are fused already stay as they are.
+    rules are ``turned``. Rules that are already fused do not change.
     """
     return tuple(_fuse(rule) if rule.axis == "etp" and ".experts.*." in rule.hf[0] else rule for rule in rules)
 
@@ -90,14 +90,14 @@ def fused(rules: Rules) -> Rules:
 def _fuse(rule: Rule) -> Rule:
     before = rule.hf[0].partition(".experts.*.")[0]
     name, _, kind = rule.mcore.removeprefix(f"{rule.mcore.partition('.experts.')[0]}.experts.*.").rpartition(".")
-    first = "up_proj" if rule.hf[0].endswith(".up_proj.weight") else "gate_up_proj"  # with a gate, that comes first
+    first = "up_proj" if rule.hf[0].endswith(".up_proj.weight") else "gate_up_proj"  # a gate comes first
     whole = {"linear_fc1": first, "linear_fc2": "down_proj"}[name] + ("_bias" if kind == "bias" else "")
     layout = rule.layout if len(rule.hf) == 1 else Split(0, (1,) * len(rule.hf)) >> rule.layout
     return replace(rule, hf=(f"{before}.experts.{whole}[*]",), layout=TRANSPOSED >> layout if rule.turned else layout)
 
 
 def model_names(names: Collection[str], mapping: WeightMapping) -> dict[str, str]:
-    """The new names of tensors by those that a source has. Names that stay as they are, are left out."""
+    """The new name of each tensor by its name in the source. Names that do not change are left out."""
     prefix = prefix_in(mapping)
     tied = {name: own for name, own in mapping.spare.items() if name in names and own not in names}
     if not prefix or all(
@@ -109,7 +109,7 @@ def model_names(names: Collection[str], mapping: WeightMapping) -> dict[str, str
 
 
 def prefix_in(mapping: WeightMapping) -> str:
-    """The prefix that a model without its head lacks; empty if there is none."""
+    """The prefix that the names of a model without its head lack; empty if they lack none."""
     return next(filter(None, map(prefix_of, embedding_names(mapping.rules))), "")
 
 
@@ -119,7 +119,7 @@ def prefix_of(embedding: str) -> str:
 
 
 def stacks_of(mapping: WeightMapping) -> dict[str, bool]:
-    """For the name of each kind of stack that the rules transpose, whether it is the first of its layer."""
+    """The names of stacks of experts that the rules transpose, each with whether it is the first of its layer."""
     return {
         rule.hf[0].removesuffix("[*]"): rule.mcore.endswith("linear_fc1.weight")
         for rule in mapping.rules
@@ -130,8 +130,8 @@ def stacks_of(mapping: WeightMapping) -> dict[str, bool]:
 def transposed_in(tensors: Mapping[str, object], stacks: Mapping[str, bool]) -> list[str]:
     """The names of stacks [experts, out, in] among ``tensors``, for which the rules say [experts, in, out].
 
-    The two stacks of a layer decide together, since one of them may be square. In [experts, out, in] the
-    middle dim of one is twice the last dim of the other.
+    The two stacks of a layer are compared, since one of them may be square. In [experts, out, in] the middle dim of
+    gate and up is twice the last dim of down.
 
     Args:
         stacks: what ``stacks_of`` returned.

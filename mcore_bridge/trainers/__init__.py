@@ -1,1 +1,1 @@
-"""Interfaces for trainers: those of other bridges, on top of ours. It imports all but ``commands``."""
+"""Interfaces of other bridges for trainers, implemented with this library. It imports all but ``commands``."""

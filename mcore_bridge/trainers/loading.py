@@ -1,4 +1,4 @@
-"""Loads weights for trainers: from any HF folder, from any writer, into chunks that may be wrapped."""
+"""Load weights for trainers, from any HF folder and any writer, into chunks with or without wrappers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _HEAD = "score.weight"
 def load_folder(
     models: Sequence[nn.Module], folder: str | os.PathLike[str], *, dtype: torch.dtype, may_draw_head: bool = True
 ) -> LoadReport:
-    """Copy the weights of a folder into this rank's chunks, and make it the folder of chunks that have none.
+    """Copy the weights of a folder into this rank's chunks. Chunks without a folder get it as their folder.
 
-    The folder's own config describes its tensors, because a trainer may have changed that of the model. For example,
+    The config in the folder describes its tensors, because a trainer may have changed the model's config. For example,
     verl removes the number of MTP layers, while a checkpoint still has them.
 
     Args:
@@ -33,8 +33,8 @@ def load_folder(
         may_draw_head: whether the folder may lack the model's head, which then keeps its values.
 
     Raises:
-        CheckpointError: as ``load_hf_weights``. Also when the folder lacks the head, or has it under the name of other
-            bridges: then on all ranks, with or without the head, and before a weight is written.
+        CheckpointError: as ``load_hf_weights``. Also when the folder lacks the head, or has it under another bridge's
+            name; then all ranks raise before a weight is written.
     """
     chunks = chunks_of(models)
     provenance = provenance_on(models, folder, chunks[0].bridge.head)
@@ -57,7 +57,7 @@ def _check_head(folder: str | os.PathLike[str], lm_head: str, may_draw_head: boo
         )
     if not may_draw_head:
         raise CheckpointError(
-            f"{folder} lacks {_HEAD}, and the critic would keep the head that it has: load its own checkpoint. On "
-            "Megatron-Bridge's surface allowed_mismatched_params=['output_layer.weight'] allows it, on mbridge's a "
-            "first load of the models"
+            f"{folder} lacks {_HEAD}, and the critic would keep its current head: load its own checkpoint. With "
+            "Megatron-Bridge's functions allowed_mismatched_params=['output_layer.weight'] allows this; with "
+            "mbridge's, only the first load may lack the head"
         )

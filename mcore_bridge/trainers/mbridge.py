@@ -1,6 +1,6 @@
-"""The interface of ``mbridge``, as verl (``vanilla_mbridge=True``) and siiRL call it, on top of ours.
+"""The interface of ``mbridge`` for verl (``vanilla_mbridge=True``) and siiRL, implemented with this library.
 
-The mesh is that of ``parallel_state``, with sequence parallelism if there is tensor parallelism.
+The mesh comes from ``parallel_state``, with sequence parallelism if there is tensor parallelism.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Callback = Callable[..., object]
 """Called with a bare chunk and, by name, ``pre_process``, ``post_process``, ``config`` and ``hf_config``."""
 _DDP = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True}
 _REPLAY = "enable_routing_replay"
-"""A name that is no field of megatron-core. Routers of verl's own router replay read it from the config."""
+"""A name that is no field of megatron-core. Routers with verl's router replay read it from the config."""
 
 
 def make_value_model(
@@ -43,7 +43,7 @@ def make_value_model(
     """A callback for ``get_model``: the model is built with a value head, and without an LM head.
 
     Raises:
-        ConfigError: when it is called for a model that was built without a value head.
+        ConfigError: when the model was built without a value head.
     """
     require_value_head([model])
 
@@ -82,19 +82,19 @@ class Bridge:
 
     @property
     def config(self) -> TransformerConfig:
-        """The config with which ``get_model`` builds. It is the same object, so fields may be set on it until then."""
+        """The config object with which ``get_model`` builds. Fields may be set on it until then."""
         return self._blueprint.config
 
     def set_extra_args(self, **settings: object) -> None:
         """Override fields of ``TransformerConfig``, and make a new ``config``.
 
         With ``mtp_loss_scaling_factor`` and without ``mtp_num_layers``, the HF config decides the number of MTP layers.
-        ``vision`` and ``model`` are those of ``build_model``: "carried" and "gpt" by default.
-        ``enable_routing_replay`` is set on ``config`` unchanged, if routers are verl's own, which read it.
+        ``vision`` and ``model`` are arguments of ``build_model``: "carried" and "gpt" by default.
+        ``enable_routing_replay`` is set on ``config`` unchanged, for verl's own routers, which read it.
 
         Raises:
-            ConfigError, MeshError: as ``build_model``, for a setting that it cannot apply, or that makes a model other
-                than that of the HF config.
+            ConfigError, MeshError: as ``build_model``, for a setting that cannot be applied, or that contradicts the
+                model of the HF config.
         """
         self.extra_args |= settings
         self._blueprint = self._draw()
@@ -116,7 +116,7 @@ class Bridge:
             ddp_config: further settings of DDP, beside fp32 gradients and the distributed optimizer.
 
         Raises:
-            ConfigError, MeshError: as ``build_model``. Fields that were set on ``config`` are checked as overrides are.
+            ConfigError, MeshError: as ``build_model``. Fields that were set on ``config`` are checked like overrides.
         """
         ddp = ddp_config_of({**_DDP, **(ddp_config or {})}) if wrap_with_ddp else None
         halves = {"fp16": fp16, "bf16": bf16}
@@ -142,8 +142,8 @@ class Bridge:
 
         Args:
             models: from ``get_model``.
-            weights_path: an HF folder with the models' head. The first time it may also be that of a causal LM: a
-                value head then keeps its random values.
+            weights_path: an HF folder with the models' head. At the first load it may also be the folder of a causal
+                LM: a value head then keeps its random values.
             memory_efficient: without effect, as a rank only reads its own slices.
 
         Raises:
@@ -155,7 +155,7 @@ class Bridge:
     def export_weights(
         self, models: Sequence[nn.Module], *, merged: bool | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield every HF tensor, whole, on every rank, as ``iter_hf_weights``. Nothing happens before the first one."""
+        """Yield every HF tensor, whole, on every rank, like ``iter_hf_weights``."""
         return iter_hf_weights(models, merged=merged)
 
     def save_weights(
@@ -175,7 +175,7 @@ class Bridge:
             weights_path: the folder. Other files in it stay, and so do its config and its tokenizer.
             memory_efficient, distributed_filesystem, strict: without effect. All ranks write at the same time, no file
                 is kept in memory, and all tensors are written.
-            merged: of models with adapters, as for ``save_hf_checkpoint``.
+            merged: for models with adapters, as for ``save_hf_checkpoint``.
         """
         save_hf_checkpoint(models, weights_path, keep=True, merged=merged)
 

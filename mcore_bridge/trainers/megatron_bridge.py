@@ -1,4 +1,4 @@
-"""The interface of Megatron-Bridge, as verl and RLinf call it, on top of ours."""
+"""The interface of Megatron-Bridge for verl and RLinf, implemented with this library."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make_value_model(hidden_size: int, sequence_parallel: bool) -> ValueHead:
     """A hook for ``Provider.register_pre_wrap_hook``: the model is built with a value head.
 
     Args:
-        hidden_size, sequence_parallel: without effect, as the model has them.
+        hidden_size, sequence_parallel: without effect, since the model has them.
     """
     from mcore_bridge.trainers.provider import ValueHead
 
@@ -74,12 +74,12 @@ def create_ddp_config(
 
 
 class ConversionTasks:
-    """What ``get_conversion_tasks`` returns: an export accepts and ignores it, and an iteration over it raises."""
+    """The result of ``get_conversion_tasks``: an export accepts and ignores it, and an iteration over it raises."""
 
     def __iter__(self) -> NoReturn:
         raise ConfigError(
-            "conversion tasks are Megatron-Bridge's own, and this bridge has none to look into: use another checkpoint "
-            "engine than delta_sharded. iter_hf_pieces says where each element of a shard is in HF's tensors"
+            "only Megatron-Bridge has conversion tasks that can be inspected: use another checkpoint engine than "
+            "delta_sharded. iter_hf_pieces says where each element of a shard is in HF's tensors"
         )
 
 
@@ -96,7 +96,7 @@ class AutoBridge:
 
         Args:
             path: a folder with a ``config.json``.
-            trust_remote_code: without effect, as no code of a repository is run.
+            trust_remote_code: without effect, since no code of a repository is run.
 
         Raises:
             ConfigError: its family is not supported; the message says why.
@@ -105,7 +105,7 @@ class AutoBridge:
         return cls(path)
 
     def to_megatron_provider(self, load_weights: bool = True, hf_path: Folder | None = None) -> Provider:
-        """The config of the model, which can be changed and finalized, and then builds the model; bf16 by default.
+        """The config of the model. It can be changed and finalized, and then builds the model; bf16 by default.
 
         Args:
             load_weights: whether the model is loaded when it is built.
@@ -131,7 +131,7 @@ class AutoBridge:
         Args:
             model: this rank's chunks, wrapped or not.
             hf_path: the folder; None is the bridge's own folder.
-            allowed_mismatched_params: parameters that the folder may lack. This can only be a value head, which then
+            allowed_mismatched_params: parameters that the folder may lack. Only a value head is allowed, which then
                 keeps its random values.
 
         Raises:
@@ -159,28 +159,30 @@ class AutoBridge:
         conversion_tasks: ConversionTasks | None = None,
         merge_adapter_weights: bool = True,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield every HF tensor, whole, on every rank, as ``iter_hf_weights``. Nothing happens before the first one.
+        """Yield every HF tensor, whole, on every rank, like ``iter_hf_weights``. Nothing runs before the first
+        ``next``.
 
         Args:
             model: this rank's chunks, wrapped or not.
             cpu: whether to yield tensors on the CPU.
             show_progress: without effect, as nothing is printed.
-            merge_adapter_weights: of models with adapters, whether to yield the merged weights. Otherwise the base is
-                yielded alone, and its names have no ``.base_layer``.
+            merge_adapter_weights: for models with adapters, whether to yield merged weights. Otherwise only the base is
+                yielded, with names without ``.base_layer``.
             conversion_tasks: from ``get_conversion_tasks``, or None.
 
         Raises:
-            ConfigError: the tasks are those of another bridge. Or a base goes out for the second time, without the
-                adapters of the model, which have never been exported.
+            ConfigError: the tasks belong to another bridge. Or the base is exported for the second time, while the
+                adapters of the model were never exported.
         """
         if not isinstance(conversion_tasks, ConversionTasks | None):
-            raise ConfigError(f"conversion_tasks must be those of get_conversion_tasks, found {type(conversion_tasks)}")
+            raise ConfigError(f"conversion_tasks must come from get_conversion_tasks, found {type(conversion_tasks)}")
         if not merge_adapter_weights and hasattr(chunks_of(model)[0], "bridge_adapters"):
             self._sent["base"] += 1
             if self._sent["base"] > 1 and not self._sent["adapters"]:
                 raise ConfigError(
-                    "a rollout would get the base again, and never its adapters, as verl 0.9.1 sends it to rollouts on "
-                    "other GPUs (verl#7495): set lora.merge=True, or change verl as docs/trainers/verl.md shows"
+                    "the rollout would get the base again, and never the adapters (verl#7495: rollouts on other "
+                    "GPUs): set lora.merge=True, or change verl as "
+                    "docs/trainers/verl.md shows"
                 )
         return iter_hf_weights(model, device="cpu" if cpu else None, merged=merge_adapter_weights)
 
@@ -197,8 +199,8 @@ class AutoBridge:
         Args:
             model: this rank's chunks, wrapped or not.
             path: the folder. Other files in it stay, and so do its config and its tokenizer.
-            show_progress, strict: without effect. All tensors are written, or it raises.
-            merge_adapter_weights: of models with adapters, whether to write the merged weights, or the base alone.
+            show_progress, strict: without effect. All tensors are written, or this raises.
+            merge_adapter_weights: for models with adapters, whether to write merged weights, or only the base.
         """
         save_hf_checkpoint(model, path, keep=True, merged=merge_adapter_weights)
 
@@ -242,7 +244,7 @@ class AutoBridge:
         Args:
             model: this rank's chunks, wrapped or not.
             path: the folder.
-            peft_cls: what ``get_peft_cls`` gave.
+            peft_cls: the result of ``get_peft_cls``.
             show_progress: without effect.
         """
         save_hf_adapters(model, path)

@@ -1,4 +1,4 @@
-"""Replaces modules of a trainer. This must happen before it imports them, because it keeps what it has imported."""
+"""Replace modules of a trainer. This must happen before the trainer imports them, because it keeps imported names."""
 
 import functools
 import importlib
@@ -16,14 +16,14 @@ logger = logging.getLogger("mcore_bridge")
 
 
 Home = str | Mapping[str, str]
-"""Our module in the place of a trainer's, or our modules by the names that they replace."""
+"""Our replacement for a trainer's module: one module, or a module for each name that is replaced."""
 
 
 class StandInModule(ModuleType):
-    """A module with names of ours. Our module is imported when the first such name is used.
+    """A module that forwards names to our module, which is imported when the first of them is used.
 
-    So the driver of a trainer needs no megatron-core, and modules that must be imported before megatron-core can be.
-    If only some names are replaced, the others are the trainer's own.
+    So the driver of a trainer needs no megatron-core, and other modules can still be imported before megatron-core. If
+    only some names are replaced, other names come from the trainer's module.
     """
 
     def __init__(self, name: str, home: Home) -> None:
@@ -41,7 +41,7 @@ def replace_modules(homes: Mapping[str, Home]) -> None:
     """Replace modules by stand-ins for ours.
 
     Args:
-        homes: the names of the trainer's modules, and where their names are with us.
+        homes: the trainer's modules by name, each with its replacement.
 
     Raises:
         ConfigError: one of the trainer's modules is imported already. Then none is replaced.
@@ -58,7 +58,7 @@ def replace_modules(homes: Mapping[str, Home]) -> None:
 
 @functools.cache
 def original(name: str) -> ModuleType:
-    """The trainer's own module that was replaced, for names that we do not change.
+    """The trainer's original module, for names that are not replaced.
 
     Raises:
         ConfigError: the trainer has no such module.
@@ -67,7 +67,7 @@ def original(name: str) -> ModuleType:
     spec = importlib.machinery.PathFinder.find_spec(name, package.__path__)
     if spec is None or spec.loader is None:
         raise ConfigError(
-            f"the trainer that is installed has no module {name}: use a release that docs/trainers/verl.md names"
+            f"the installed trainer has no module {name}: use a release in the table of docs/trainers/verl.md"
         )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

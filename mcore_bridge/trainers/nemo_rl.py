@@ -34,7 +34,7 @@ def local_params(
 ) -> dict[str, Spec]:
     """The map that ``build_hf_to_local_param_map`` must return: for each HF name, how to get this rank's part of it.
 
-    The map may be kept. It refers to parameters, not to memory. So a part always has the current values, also after
+    The map may be kept. It refers to parameters, not to memory. So parts always have current values, also after
     parameters were moved to the CPU and back.
 
     Args:
@@ -43,8 +43,7 @@ def local_params(
             without a number, and a leading dim.
         spec, context: NeMo-RL's ``LocalParamSpec`` and ``RefitCtx``.
         hf: deprecated; call ``adopt`` once for models that ``build_model`` did not make.
-        merged: whether the adapters of models that have some are merged when a part is sent, as for
-            ``iter_hf_weights``.
+        merged: whether adapters are merged when a part is sent, as for ``iter_hf_weights``.
 
     Returns:
         ``spec(base=parameters, pre=...)`` for each name of which this rank has a part. ``pre(base)`` is
@@ -52,8 +51,8 @@ def local_params(
         this rank, in their order.
 
     Raises:
-        MappingError: no rule knows a name, or this rank's part of an HF tensor is no single block, as with fused q, k
-            and v.
+        MappingError: a name has no rule, or this rank's part of an HF tensor is no single block, as with fused q, k and
+            v.
         ExportError: from ``pre``: parameters have no storage, or a step has left some for the next forward to gather.
     """
     bound = bind(models, provenance_on(models, hf, "lm"), dialect="split", merged=merged)
@@ -61,19 +60,19 @@ def local_params(
     wanted = [info["name"] for layer in refit_info["layer_names"] for info in refit_info["per_layer_params"][layer]]
     if unknown := [name for name in wanted if not _is_known(name, bound.mapping)]:
         raise MappingError(
-            f"refit_info must have names of HF tensors that a rule gives, found {len(unknown)} others: {unknown[:8]}. "
+            f"refit_info must have names of HF tensors with rules, found {len(unknown)} others: {unknown[:8]}. "
             "Name each expert's tensor, or all of one projection together: experts.gate_proj.weight"
         )
     return {name: _spec_of(name, origins[name], bound, models, spec, context) for name in wanted if name in origins}
 
 
 def _is_known(name: str, mapping: WeightMapping) -> bool:
-    """Whether some rank has a part of this tensor, or of the tensors of all experts that it names."""
+    """Whether some rank has a part of this tensor, or of the tensors of experts that the name stands for."""
     return any(map(mapping.consumers, (name, name.replace(".experts.", ".experts.0.")))) or mapping.is_copy(name)
 
 
 def _by_name(bound: BoundModel) -> dict[str, list[SliceOrigin]]:
-    """The origins of this rank's parts, by NeMo-RL's names. A part of an expert has the common name of experts, too."""
+    """The origins of this rank's parts, by NeMo-RL's names. Parts of experts also have the common name of experts."""
     by_name: dict[str, list[SliceOrigin]] = {}
     for origin in origins_of(bound):
         for name in _names(origin):

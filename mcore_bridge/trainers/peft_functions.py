@@ -1,6 +1,6 @@
-"""Megatron-Bridge's functions for adapters, as verl calls them, on top of ours.
+"""Megatron-Bridge's functions for adapters, as verl calls them, implemented with this library.
 
-Its config drops what it does not know, and a typo then changes nothing. Here each key is read, left to verl or refused.
+Megatron-Bridge ignores unknown keys, so a typo would have no effect. Here each key is used, left to verl or refused.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PARTS = {
     "linear_fc1_gate": ("linear_fc1", 0, 2),
     "linear_fc1_up": ("linear_fc1", 1, 2),
 }
-"""Names of projections alone: the layer of mcore that joins them, the position there, and how many it joins."""
+"""Names of single projections: the layer of mcore that joins them, the position in it, and how many it joins."""
 MUST_BE: dict[str, tuple[object, ...]] = {
     "type": tuple(KINDS),
     "dropout": (0,),
@@ -53,7 +53,7 @@ MUST_BE: dict[str, tuple[object, ...]] = {
     "dropout_position": ("pre", "post"),
     **dict.fromkeys(("freeze_vision_model", "freeze_vision_projection", "freeze_language_model"), (True,)),
 }
-"""The values that are honoured, of keys that have others."""
+"""The supported values of keys for which other values exist."""
 KEYS = {
     *(*MUST_BE, "rank", "alpha", "target_modules", "dtype", "adapter_path", "merge", "fully_sharded_loras"),
 }
@@ -68,8 +68,8 @@ class Peft:
 
     Attributes:
         dim, alpha, dropout: under Megatron-Bridge's names.
-        targets: names of modules, of megatron-core or of projections alone.
-        trains_head: whether a value head is trained besides; a hook sets it.
+        targets: names of modules of megatron-core, or of single projections.
+        trains_head: whether a value head is trained, too; a hook sets this.
     """
 
     dim: int
@@ -81,7 +81,7 @@ class Peft:
     trains_head: bool = False
 
     def __call__(self, chunks: Models) -> Models:
-        """Add the adapters to bare chunks and freeze the rest, but for a value head."""
+        """Add the adapters to bare chunks, and freeze all other parameters except a value head."""
         rules = provenance_on(chunks).mapping(tied=False).rules
         targets = [module for target in self.targets for module in _targets(rules, target)]
         add_adapters(chunks, rank=self.dim, alpha=self.alpha, targets=targets, kind=self.kind, init=self.init)
@@ -93,11 +93,11 @@ class Peft:
         return chunks
 
     def disable_adapter(self, models: Models) -> AbstractContextManager[None]:
-        """A block in which the models are the base, which is the reference policy."""
+        """A block in which the models run as the base, which is the reference policy."""
         return without_adapters(models)
 
     def adapter_key_filter(self, key: str) -> bool:
-        """Whether a checkpoint of adapters alone has this entry of a chunk's state."""
+        """Whether an entry of a chunk's state belongs to a checkpoint of adapters alone."""
         return is_adapter(key) or (self.trains_head and key.startswith("output_layer."))
 
 
@@ -106,11 +106,11 @@ def create_peft(lora: Mapping[str, Any], dtype: torch.dtype | None = None) -> Pe
 
     Args:
         lora: the keys of verl's yaml.
-        dtype: that of the model, which adapters have as well. Another one in ``lora`` is refused: megatron-core's
-            optimizers do not resume fp32 parameters, up to 0.19.2.
+        dtype: the dtype of the model, also for adapters. Another dtype in ``lora`` is refused: optimizers of
+            megatron-core up to 0.19.2 do not resume fp32 parameters.
 
     Raises:
-        ConfigError: it names all keys that are unknown, and all values that are not honoured.
+        ConfigError: naming all unknown keys and all unsupported values.
     """
     given = {**DEFAULTS, **lora}
     named = given.get("target_modules")
@@ -125,14 +125,14 @@ def create_peft(lora: Mapping[str, Any], dtype: torch.dtype | None = None) -> Pe
     if not is_number(alpha := given["alpha"]):
         problems.append(f"alpha must be a number, found {alpha!r}")
     if unknown := sorted(given.keys() - KEYS):
-        problems.append(f"there are no keys {unknown}")
+        problems.append(f"lora has no keys {unknown}")
     if (asked := given.get("dtype")) not in (None, dtype, *_spellings(dtype)):
-        problems.append(f"dtype must be null or that of the model, {dtype}, found {asked!r}")
+        problems.append(f"dtype must be null or the model's {dtype}, found {asked!r}")
     if wild := [target for target in targets if "*" in target]:
         problems.append(f"target_modules must be the same in all layers, found the patterns {wild}")
     if problems:
         raise ConfigError(
-            f"lora asks for what adapters here are not: {'; '.join(problems)}. Change these keys, or use "
+            f"lora has settings that are not supported: {'; '.join(problems)}. Change these keys, or use "
             "Megatron-Bridge itself"
         )
     return Peft(rank, alpha, KINDS[given["type"]], targets, given["lora_A_init_method"])
@@ -146,12 +146,12 @@ def create_peft_hook(peft: Peft, training: bool = True) -> Hook:
 def load_peft_adapter_checkpoint(
     model: Models, path: str | os.PathLike[str], peft: Peft | None = None, strict: bool = True
 ) -> None:
-    """Copy trained adapters into those of bare chunks: from a PEFT folder, or a checkpoint of megatron-core.
+    """Copy trained adapters into bare chunks, from a PEFT folder, or a checkpoint of megatron-core.
 
     Args:
         model: this rank's chunks with adapters.
-        path: a folder with ``adapter_config.json``, or one that ``load_checkpoint`` reads.
-        peft, strict: without effect. Every adapter must be there, once.
+        path: a folder with ``adapter_config.json``, or a folder for ``load_checkpoint``.
+        peft, strict: without effect. Every adapter must be there once.
 
     Raises:
         CheckpointError: the folder does not fit the adapters of the models.
@@ -164,7 +164,7 @@ def load_peft_adapter_checkpoint(
 
 
 def apply_peft_adapter_filter_to_state_dict(state: Mapping[str, Any], peft: Peft) -> dict[str, Any]:
-    """The state of a checkpoint, with those entries of the chunks alone that are trained."""
+    """The state of a checkpoint, with only the trained entries of chunks."""
     return {
         name: {key: value for key, value in entry.items() if peft.adapter_key_filter(key)} if _is_chunk(name) else entry
         for name, entry in state.items()

@@ -1,7 +1,7 @@
-"""Megatron-Bridge's model provider: a ``TransformerConfig`` that can be changed until it builds its model.
+"""Megatron-Bridge's model provider: a ``TransformerConfig`` that can be changed until the model is built.
 
-Fields that are not changed follow the HF config. A field that is changed is a setting of the trainer: of the mesh, of
-the dtype, or an override.
+Unchanged fields follow the HF config. A changed field is a setting of the trainer: of the mesh, of the dtype, or an
+override.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallelConfig
 
 Hook = Callable[[list[nn.Module]], Sequence[nn.Module] | None]
-"""A function that is called with this rank's bare chunks before they are wrapped. It may return others instead."""
+"""A function that is called with this rank's bare chunks before they are wrapped. It may return other chunks."""
 
 
 class ValueHead:
-    """A hook because of which the model is built with a value head. It refuses a model without one."""
+    """A hook whose presence makes the build use a value head. It refuses a model without a value head."""
 
     def __call__(self, chunks: Sequence[nn.Module]) -> None:
         require_value_head(chunks if isinstance(chunks, Sequence) else [chunks])
@@ -44,8 +44,8 @@ class Provider(TransformerConfig):
 
     Attributes:
         vision, model: as for ``build_model``.
-        freeze_language_model: whether all but a tower is frozen.
-        freeze_vision_model: whether a tower is frozen, but for its connection to the text.
+        freeze_language_model: whether everything except a tower is frozen.
+        freeze_vision_model: whether a tower is frozen, except its connection to the text.
         freeze_vision_projection: whether this connection is frozen.
     """
 
@@ -65,7 +65,8 @@ class Provider(TransformerConfig):
         latent = isinstance(blueprint.config, MLATransformerConfig)
         provider: Provider = object.__new__(LatentProvider if latent else Provider)
         provider.__dict__.update({**vars(blueprint.config), **blueprint.gpt_arguments})
-        provider.expert_tensor_parallel_size = None  # means that of parallel_state, or the tensor parallel size
+        # None means the size in parallel_state, or the tensor parallel size
+        provider.expert_tensor_parallel_size = None
         provider._blueprint = replace(blueprint, config=provider)
         provider._source, provider._hooks = source, []
         return provider
@@ -85,8 +86,8 @@ class Provider(TransformerConfig):
                 ``mtp_num_layers``, the HF config decides the number of MTP layers.
 
         Raises:
-            ConfigError, MeshError: as ``build_model``, for a setting that it cannot apply, or that makes a model other
-                than that of the HF config.
+            ConfigError, MeshError: as ``build_model``, for a setting that cannot be applied, or that contradicts the
+                model of the HF config.
         """
         if dtype is not None:
             self.params_dtype, self.fp16, self.bf16 = dtype, dtype is torch.float16, dtype is torch.bfloat16
@@ -107,7 +108,7 @@ class Provider(TransformerConfig):
         if self.expert_tensor_parallel_size is None and parallel_state.model_parallel_is_initialized():
             changes["expert_tensor_parallel_size"] = ParallelDims.from_mcore().etp
         dims, overrides = split(changes, self._blueprint.dims)
-        self.__dict__.update(dims.to_config_fields())  # sizes that were None, which build would take for changes
+        self.__dict__.update(dims.to_config_fields())  # sizes that were None, which build would treat as changes
         dtype = overrides.pop("params_dtype", None)
         assert dtype is None or isinstance(dtype, torch.dtype)
         head = "value" if any(isinstance(hook, ValueHead) for hook in self._hooks) else None
@@ -152,7 +153,7 @@ class Provider(TransformerConfig):
         return wrap(chunks, ddp_config if wrap_with_ddp else None)
 
     def __deepcopy__(self, memo: dict[int, object]) -> TransformerConfig:
-        """A copy that is a plain config and no provider: megatron-core copies configs for parts of a model."""
+        """Copy to a plain config instead of a provider: megatron-core copies configs for parts of a model."""
         plain: TransformerConfig = object.__new__(config_class(latent=self.multi_latent_attention))
         own = {name: value for name, value in vars(self).items() if name not in ("_blueprint", "_source", "_hooks")}
         plain.__dict__.update(copy.deepcopy(own, memo))

@@ -1,4 +1,4 @@
-"""Settings of trainers for a model: mesh, dtypes and overrides, by megatron-core's names, in one mapping."""
+"""Settings of trainers for a model (mesh, dtypes, overrides) in one mapping, by megatron-core's names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 INITIAL = frozenset({"init_method_std"})
-"""Fields of the HF config for random values. A trainer may choose other ones."""
+"""Fields of the HF config for initial values. A trainer may choose others."""
 DROPOUT = frozenset({"attention_dropout", "hidden_dropout"})
 """Dropout, which the trainer decides, and not the HF config."""
 
@@ -30,14 +30,15 @@ CONNECTIONS = (
     "vision.mm_projector.*",
     "vision.vision_projection.*",
 )
-"""Patterns of the parameters that connect a tower to the text. Each family has those of one."""
+"""Patterns of the parameters that connect a tower to the text. Each family has parameters for one of them."""
 
 
 def split(settings: Mapping[str, object], dims: ParallelDims) -> tuple[ParallelDims, dict[str, object]]:
     """Split a trainer's settings into the mesh and the overrides of ``build_model``.
 
     Args:
-        settings: fields of ``TransformerConfig`` and arguments of ``GPTModel``. An attention backend may be its name.
+        settings: fields of ``TransformerConfig`` and arguments of ``GPTModel``. An attention backend may be given by
+            its name.
         dims: the mesh for sizes that settings omit.
 
     Raises:
@@ -52,9 +53,9 @@ def split(settings: Mapping[str, object], dims: ParallelDims) -> tuple[ParallelD
 
 
 def with_mtp_layers(settings: Mapping[str, object], hf: PretrainedConfig) -> dict[str, object]:
-    """Add the number of MTP layers of ``hf`` to settings that scale the loss of such layers without a number.
+    """Add the number of MTP layers of ``hf`` to settings that have a scale of the MTP loss, but no number.
 
-    verl asks for them so. A number of None means that there are none.
+    verl requests MTP layers in this way. A number of None means no MTP layers.
 
     Raises:
         ConfigError: ``hf`` has no such layers.
@@ -79,14 +80,14 @@ def decided(hf: PretrainedConfig) -> frozenset[str]:
 
 
 def require_same_model(hf: HF, overrides: Mapping[str, object], **build: Any) -> dict[str, object]:
-    """Check that no override makes a model other than that of the HF config, and return the overrides.
+    """Check that no override contradicts the model of the HF config, and return the overrides.
 
     Args:
         hf: the config, or its folder.
         build: dtype, device, backend and head, as for ``build_model``.
 
     Raises:
-        ConfigError: naming all overrides that do.
+        ConfigError: naming all overrides that contradict it.
     """
     blueprint = make_blueprint(hf, BuildOptions(**build))
     own = {**vars(blueprint.config), **blueprint.gpt_arguments}
@@ -95,20 +96,18 @@ def require_same_model(hf: HF, overrides: Mapping[str, object], **build: Any) ->
         if asked[name] is None:  # megatron-core fills these in
             asked[name] = own[name]
     names = (decided(blueprint.hf) | OF_SOME) & overrides.keys() - DROPOUT - _unread(asked)
-    wrong = [
-        f"{name}={asked[name]!r}, where it is {own[name]!r}" for name in sorted(names) if not same(name, asked, own)
-    ]
+    wrong = [f"{name}={asked[name]!r}, expected {own[name]!r}" for name in sorted(names) if not same(name, asked, own)]
     if wrong:
         raise ConfigError(
-            f"these settings make another model than the HF config says: {'; '.join(wrong)}. Set them so or leave them "
-            "out, or change the HF config, which engines and checkpoints use, too"
+            f"these settings contradict the HF config: {'; '.join(wrong)}. Use the values of the HF config or leave "
+            "the settings out, or change the HF config, which engines and checkpoints use, too"
         )
     latent = {"qk_layernorm": own["qk_layernorm"]} if blueprint.config.multi_latent_attention else {}
     return {name: latent.get(name, value) for name, value in overrides.items()}
 
 
 def settle_same(blueprint: Blueprint, *, overrides: Mapping[str, object] | None = None, **changed: Any) -> Blueprint:
-    """Reconcile a blueprint with changes of its config, if none of them makes another model.
+    """Reconcile a blueprint with changes of its config, if none of them contradicts the HF config.
 
     Args:
         blueprint, overrides, changed: as for ``reconcile``.
@@ -128,14 +127,14 @@ def parts_to_freeze(blueprint: Blueprint, *, text: bool, tower: bool, connection
     """The patterns for ``freeze=`` that freeze some parts of a composite.
 
     Args:
-        blueprint: of the model. What is not built needs no pattern.
-        text: all but the tower.
-        tower: the tower without its connection to the text.
-        connection: what connects the tower to the text.
+        blueprint: the blueprint of the model. Parts that are not built need no pattern.
+        text: whether to freeze everything except the tower.
+        tower: whether to freeze the tower without its connection to the text.
+        connection: whether to freeze the connection of the tower to the text.
     """
     names = [f"{TOWER}{spec.name}" for spec in blueprint.provenance.tower]
     joints = tuple(pattern for pattern in CONNECTIONS if any(fnmatchcase(name, pattern) for name in names))
-    patterns: tuple[str, ...] = ("[!v]*",) if text else ()  # any name but those in TOWER
+    patterns: tuple[str, ...] = ("[!v]*",) if text else ()  # any name except names in TOWER
     if tower and names:
         is_trained = blueprint.provenance.vision == "train"
         patterns += (f"{TOWER}*", *(f"!{joint}" for joint in joints if is_trained))
@@ -143,7 +142,7 @@ def parts_to_freeze(blueprint: Blueprint, *, text: bool, tower: bool, connection
 
 
 def _unread(asked: Mapping[str, object]) -> set[str]:
-    """Settings that make no other model: padding, a head of its own, and the size of dense MLPs if there are none."""
+    """Settings without effect on the model: padding, an untied head, and the size of dense MLPs if there are none."""
     has_dense = not asked["num_moe_experts"] or not all(layers_of(asked))
     is_tied = asked["share_embeddings_and_output_weights"]
     unread = {"vocab_size": True, "share_embeddings_and_output_weights": not is_tied, "ffn_hidden_size": not has_dense}

@@ -28,10 +28,10 @@ from mcore_bridge.weights.provenance import provenance_of
 Named = tuple[str, Tensor]
 
 _PREFIX = re.compile(r"^(?:module\.)+(?:language_model\.)?")
-"""Wrappers, and the part of slime's own models of images that is a ``GPTModel``."""
+"""Prefixes of wrappers, and of the ``GPTModel`` inside slime's own models of images."""
 _LATENT = re.compile(r"(?P<attention>.+)\.(?:q_a_proj|kv_a_proj_with_mqa)\.weight")
 _HELD: dict[str, dict[str, Named]] = {}
-"""The latent that came first and waits for the other one of its layer, by HF folder and attention."""
+"""The first latent of a layer, which is kept until the second comes, by HF folder and attention."""
 
 
 def convert_to_hf(
@@ -48,7 +48,7 @@ def convert_to_hf(
         args: slime's arguments. Only ``hf_checkpoint``, the HF folder of the model, and ``mtp_num_layers`` are read.
         model_name: without effect.
         name: the name of the parameter in a ``GPTModel``, with global numbers of layers and experts, and with wrappers.
-            Those of slime's own models of images have their HF names.
+            Parameters of slime's own models of images have their HF names.
         param: the whole parameter, gathered over tensor parallelism. A padded vocabulary is cut.
         quantization_config: must be None.
         transform_ue8m0: without effect.
@@ -60,13 +60,15 @@ def convert_to_hf(
 
     Raises:
         ConfigError: tensors must be quantized, or the family has one tensor for all experts of a layer. Or the
-            parameter is one of an adapter or of a ``HybridModel``.
+            parameter belongs to an adapter or to a ``HybridModel``.
         ExportError: a latent came again before the other one of its layer. All latents that were kept for this folder
-            are dropped, so that the next pass starts anew.
+            are dropped, so that a new pass can start.
         MappingError: no rule has this name, or the shape does not fit.
     """
     if quantization_config is not None:
-        raise ConfigError("quantization_config must be None, as we export bits as they are; quantize what this returns")
+        raise ConfigError(
+            "quantization_config must be None, since exports do not change bits; quantize the result of this function"
+        )
     folder = str(args.hf_checkpoint)
     name = _PREFIX.sub("", name)
     model = _known(folder, getattr(args, "mtp_num_layers", None) or 0, name.startswith(TOWER))
@@ -84,10 +86,10 @@ def convert_to_hf(
 
 
 def _paired(held: dict[str, Named], attention: str, latent: Named) -> list[Named]:
-    """Both latents of ``attention`` if one of them is ``held`` already; else nothing, and this one is kept.
+    """Both latents of ``attention`` if the other is already in ``held``; else keep this one and return nothing.
 
     Raises:
-        ExportError: this one is kept already. Then all are dropped.
+        ExportError: this latent is already kept. Then all are dropped.
     """
     first = held.setdefault(attention, latent)  # one atomic step: slime's converter of files calls from several threads
     if first is latent:
@@ -96,9 +98,9 @@ def _paired(held: dict[str, Named], attention: str, latent: Named) -> list[Named
         held.clear()
         (other,) = {"q_a_proj", "kv_a_proj_with_mqa"} - {latent[0].split(".")[-2]}
         raise ExportError(
-            f"expected {attention}.{other}.weight, found {latent[0]} a second time: engines take the two in one call, "
-            "and a pass over the parameters hands over each once. An earlier pass ended between them, or left one out: "
-            "hand over both, and begin this pass again. Nothing is held back any more"
+            f"expected {attention}.{other}.weight, found {latent[0]} a second time: engines need the two in one "
+            "call, and a pass over the parameters passes each once. An earlier pass ended between them, or left one "
+            "out: pass both, and begin this pass again. All kept latents were dropped"
         )
     del held[attention]
     return [first, latent]
@@ -112,7 +114,7 @@ class _Model:
     axes: Axes
     numbering: Numbering
     has_latent_queries: bool
-    """Whether queries have latents. Otherwise only keys and values have them, and nothing needs to wait."""
+    """Whether queries have latents. Otherwise only keys and values have latents, and nothing has to be kept."""
 
 
 @functools.cache
@@ -127,7 +129,7 @@ def _known(folder: str, mtp: int, vision: bool) -> _Model:
         provenance = provenance.seeing("train", tower_specs(provenance.whole, torch.bfloat16))
     mapping = provenance.mapping(tied=bool(provenance.hf.tie_word_embeddings), mtp=mtp, dialect="split")
     if any(name.endswith("[*]") for rule in mapping.rules for name in rule.hf):
-        # Waiting for all experts is no way out: if an engine distributes experts, slime passes only some of them.
+        # We cannot wait for all experts: if an engine distributes experts, slime passes only some of them.
         raise ConfigError(
             f"{provenance.hf.model_type} has one tensor for all experts of a layer, of which a parameter is a part: "
             "export it with iter_hf_weights, which joins them"

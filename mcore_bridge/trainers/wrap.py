@@ -1,4 +1,4 @@
-"""Prepares chunks for training: frozen routers, half precision, data parallelism."""
+"""Prepare chunks for training: frozen routers, half precision, data parallelism."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def ddp_config_of(settings: Mapping[str, object]) -> DistributedDataParallelConf
     from megatron.core.distributed import DistributedDataParallelConfig
 
     if settings.get("use_megatron_fsdp") or settings.get("use_custom_fsdp"):
-        raise ConfigError("use_megatron_fsdp must be False: its parameters have no place on our mesh. Use DDP.")
+        raise ConfigError("use_megatron_fsdp must be False: its parameters are no shards of our meshes. Use DDP.")
     try:
         return DistributedDataParallelConfig(**settings)
     except TypeError as error:
@@ -74,9 +74,9 @@ def wrap(chunks: Sequence[Any], ddp_config: DistributedDataParallelConfig | None
 
 
 def _half(chunk: Any) -> nn.Module:
-    """Wrap a chunk in ``Float16Module``, which casts all tensors; those with another dtype on purpose keep it.
+    """Wrap a chunk in ``Float16Module``, which casts all tensors; tensors with another dtype on purpose keep it.
 
-    So the biases of routers stay fp32: the values that are added to them are too small for bf16.
+    So the biases of routers stay fp32: updates of them are too small for bf16.
     """
     from megatron.core.transformer.module import Float16Module
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A plan, its number, which is the same on every rank, and the fingerprint of what it depends on here."""
+    """A plan, its number (equal on every rank), and the fingerprint of everything on this rank that it depends on."""
 
     fingerprint: object
     number: int
@@ -76,7 +76,8 @@ class Options(TypedDict, total=False):
 def open_export(models: Models, hf: HF | None, head: str, **options: Unpack[Options]) -> Export:
     """Prepare an export: agree on a plan, then gather parameters that are pending.
 
-    The order matters. Replicas gather together, so a replica that cannot export must tell the others before they begin.
+    The order matters. Replicas gather together, so a replica that cannot export must inform the other replicas before
+    they begin.
 
     Args:
         models, hf, head, options: as for ``agree_on_plan``.
@@ -108,18 +109,18 @@ def agree_on_plan(
 ) -> Export:
     """Agree with the group on a plan.
 
-    If nothing has changed, this takes one small collective; otherwise two more. No weight is sent, and pending
-    parameters stay pending.
+    If nothing has changed, this takes one small collective; otherwise three. No weight is sent, and pending parameters
+    stay pending.
 
     Args:
         models, hf, head, dialect, bucket_bytes, target, dtype, merged: as for ``iter_hf_weights``.
-        adapters: those of the models, to export these alone.
+        adapters: the adapters of the models, to export only these.
         problem: the reason why this rank cannot export, if the caller knows one. Every rank then raises it.
-        shared: further arguments that must be the same on all ranks.
+        shared: further arguments that must be equal on all ranks.
 
     Raises:
         ExportError: on every rank, when any rank cannot export, or their plans do not fit together.
-        TargetError: on every rank, when the model cannot be cut as the target of any rank says.
+        TargetError: on every rank, when the model cannot be cut for the target of some rank.
     """
     first = chunks_of(models)[0]
     group = Group.of_replica(first.pg_collection)
@@ -131,7 +132,7 @@ def agree_on_plan(
         bound = bind(models, provenance, dialect=dialect, merged=merged, adapters=adapters)
         given |= {"head": provenance.head, "dialect": dialect or provenance.dialect}
         error = error or bound.problem_of(dtype)
-    except Exception as failure:  # also of files: other ranks must hear of it
+    except Exception as failure:  # also errors of files: other ranks must be informed
         error = describe(failure)
     fingerprint = (repr(given), target, group.rank, group.size, group.num_stages, bound and bound.fingerprint())
     plans = _plans.get(first, ())
@@ -154,7 +155,7 @@ _TARGET = instance_of('"everything", "nothing", an EngineRank or an EngineMap', 
 
 
 class _Answer(NamedTuple):
-    """The message of one rank to the others before they plan."""
+    """The message of one rank to the other ranks before they plan."""
 
     error: str
     given: Shared
@@ -173,7 +174,7 @@ def _agreed(group: Group, bound: BoundModel | None, chunk: GPTModel, answers: Se
             stages = {answer.num_stages for answer in answers}
             program = Program(plans, group.rank, stages.pop() if len(stages) == 1 else 1)
             balance = program.balance()
-    except Exception:  # the same on every rank; if not, the other ranks must hear of it
+    except Exception:  # on every rank alike; if not, the other ranks must be informed
         group.sums_to_zero(1)
         raise
     if not group.sums_to_zero(balance):
@@ -191,7 +192,7 @@ def _planned(bound: BoundModel | None, chunk: GPTModel, answers: Sequence[_Answe
     if problem := difference([answer.given for answer in answers], ExportError):
         raise problem
     if any(answer.rules != bound.mapping.rules for answer in answers):
-        raise ExportError("the ranks name weights by different rules; pass the same hf, head and dialect on each")
+        raise ExportError("the ranks name weights by different rules; pass the same hf, head and dialect on each rank")
     inventories = [answer.inventory for answer in answers if answer.inventory]
     if not any(inventory.held for inventory in inventories):
         raise ExportError("no rank of the group holds a tensor to export: give targets of adapters that the model has")

@@ -53,10 +53,10 @@ class BoundModel:
     merged: bool | None = None
     """Whether adapters are merged into what is exported; None without adapters."""
     merges: Mapping[str, Merge] = field(default_factory=dict)
-    """What makes of some tensors, by canonical name, the merged ones."""
+    """The functions that merge adapters into tensors, by canonical name."""
 
     def exported(self, mcore: str) -> Tensor:
-        """The tensor that an export sends for one that this rank holds: the same, or a new merged one."""
+        """The tensor that an export sends for a tensor of this rank: the tensor itself, or a new merged one."""
         tensor = self.tensors[mcore].detach()
         return self.merges[mcore](tensor) if mcore in self.merges else tensor
 
@@ -64,7 +64,7 @@ class BoundModel:
         """The trace of the layout of ``binding``, for the tensor that this rank holds under its name.
 
         Raises:
-            MappingError: when the layout fits neither the tensor's shape nor the number of HF names.
+            MappingError: when the layout does not fit the tensor's shape, or the number of HF names.
         """
         shape = tuple(self.tensors[binding.mcore].shape)
         try:
@@ -79,13 +79,13 @@ class BoundModel:
         return traced
 
     def fingerprint(self) -> tuple[object, ...]:
-        """All that a plan depends on, on this rank. A kept plan is valid while this is equal."""
+        """Everything on this rank that a plan depends on. A kept plan is valid while this is equal."""
         tensors = self.tensors.values()
         held = ([tensor.shape for tensor in tensors], [tensor.dtype for tensor in tensors])
         return (tuple(self.tensors), held, self.mapping, self.axes, self.ranks, self.merged)
 
     def problem_of(self, dtypes: Dtypes) -> str:
-        """Why ``dtypes`` are none for this model, on any rank: their kind, or a pattern without a tensor; or ""."""
+        """Why ``dtypes`` are wrong for this model: their type, or a pattern that matches no tensor; or ""."""
         config = whole_config(self.chunks[0])
         names = self.mapping.names(config.num_layers, config.num_moe_experts or 0)
         if wrong := [] if problem_of(dtypes) else unmatched(dtypes, names):
@@ -98,9 +98,9 @@ class BoundModel:
         return Inventory(self.ranks, held)
 
     def is_elsewhere(self, mcore: str) -> bool:
-        """Whether the canonical name ``mcore``, which this rank does not hold, belongs to another rank.
+        """Whether another rank has the tensor ``mcore`` (a canonical name), which this rank does not hold.
 
-        It says True for names that no rank has if this rank cannot know better.
+        If this rank cannot decide, the result is True, also for names that no rank has.
         """
         layer, mtp_layer = layer_of(mcore), mtp_layer_of(mcore)
         if layer in self._layers or mtp_layer in self._mtp_layers:
@@ -130,26 +130,27 @@ class BoundModel:
 
 
 def _has_final_norm(chunk: GPTModel) -> bool:
-    decoder = chunk.decoder  # that of a HybridModel has its norm under a name of its own, or none
+    decoder = chunk.decoder  # the decoder of a HybridModel has another name for its norm, or no norm
     return getattr(decoder, "final_norm" if is_hybrid(chunk) else "final_layernorm", None) is not None
 
 
 def adopt(models: Models, hf: HF, *, head: str = "lm") -> None:
-    """Tell models that ``build_model`` did not make which HF model they are, once, for all functions of this library.
+    """Attach the HF config to models that ``build_model`` did not make, once, for all functions of this library.
 
-    Nothing is communicated and no weight changes. Ranks are compared by the first function that communicates.
+    Nothing is communicated and no weight changes. The first function that communicates compares the ranks.
 
     Args:
         models: this rank's chunks, one per virtual pipeline stage, wrapped or not.
-        hf: their HF config or folder, or a hub name in the local cache. A folder also says how it names tensors.
+        hf: their HF config or folder, or a hub name in the local cache. From a folder, its names of tensors are also
+            read.
         head: ``"lm"``, ``"value"``, ``"classification"`` or ``"none"``.
 
     Raises:
         ConfigError: ``hf`` is no config, no architecture is registered for it, or there is no such head.
-        MappingError: ``models`` are no ``GPTModel``; or a ``HybridModel`` has other layers than ``hf`` says.
+        MappingError: ``models`` are no ``GPTModel``; or a ``HybridModel`` has other layers than ``hf`` describes.
 
     Example:
-        >>> mb.adopt(models, "path/of/Qwen3-8B")          # built by a trainer of one's own
+        >>> mb.adopt(models, "path/of/Qwen3-8B")          # built by your own trainer
         >>> state = mb.to_hf_state_dict(models)
     """
     check_head(head)
@@ -160,17 +161,17 @@ def adopt(models: Models, hf: HF, *, head: str = "lm") -> None:
 
 
 def _described(chunks: tuple[GPTModel, ...], hf: HF, head: str) -> Provenance:
-    """The provenance by ``hf``. Overrides and the tower of ``build_model`` count, too."""
+    """The provenance from ``hf``, with the overrides and the tower of ``build_model``."""
     given, kept = provenance_of(hf, head=head), getattr(chunks[0], "bridge", None)
     learn_layers(chunks, given.hf)
     return given if kept is None else given.with_overridden(kept.overridden).seeing(kept.vision, kept.tower)
 
 
 def provenance_on(models: Models, hf: HF | None = None, head: str = "lm") -> Provenance:
-    """The provenance of models: from ``hf`` and ``head``, or as ``build_model`` or ``adopt`` has left it on them.
+    """The provenance of models: from ``hf`` and ``head``, or the one that ``build_model`` or ``adopt`` attached.
 
-    Overrides of ``build_model`` count in both cases. A ``HybridModel`` that another trainer has built learns here which
-    of its layers are halves of one layer.
+    Overrides of ``build_model`` count in both cases. On a ``HybridModel`` that another trainer has built, this also
+    stores which of its layers are halves of one layer.
 
     Raises:
         ConfigError: when there is no such head.
@@ -200,14 +201,14 @@ def bind(
 
     Args:
         models: the chunks of this rank, one per virtual pipeline stage.
-        provenance: where they come from; None is what ``build_model`` has left on them.
-        dialect: how HF names the experts; None is the dialect of the checkpoint that the models come from.
-        merged: whether the weights of a model with adapters are the merged ones, or those of the base alone.
-        adapters: those of the models, to bind these alone.
+        provenance: where they come from; None means what ``build_model`` has attached.
+        dialect: how HF names the experts; None means the dialect of the checkpoint of the models.
+        merged: for models with adapters: True binds merged weights, False the weights of the base.
+        adapters: the adapters of the models, to bind only these.
 
     Raises:
-        MappingError: when their provenance is unknown, they are no ``GPTModel``, or they have lost a tensor; or chunks
-            with adapters are absent.
+        MappingError: when the provenance is unknown, a chunk is no ``GPTModel`` or has lost a tensor, or chunks with
+            adapters are absent.
         ConfigError: when they have adapters, and neither ``merged`` nor ``adapters`` says which tensors are meant.
     """
     provenance = provenance or provenance_on(models)
@@ -224,9 +225,9 @@ def bind(
         return BoundModel(chunks, tensors, mapping, axes, ranks)
     if adapters is None and not isinstance(merged, bool):
         raise ConfigError(
-            "these models have adapters, and their base alone would pass for the trained model: expected merged=True "
-            f"for the trained weights or merged=False for the base, found merged={merged!r}. iter_hf_adapters has the "
-            "adapters alone"
+            "these models have adapters, and the base could be mistaken for the trained model: expected merged=True "
+            f"for the trained weights or merged=False for the base, found merged={merged!r}. iter_hf_adapters yields "
+            "the adapters alone"
         )
     tensors = {name: tensor for name, tensor in tensors.items() if is_adapter(name) == (adapters is not None)}
     if adapters is not None:

@@ -1,4 +1,4 @@
-"""Carried tensors: those of parts of a checkpoint that are not built. A save copies them.
+"""Carried tensors: tensors of parts of a checkpoint that are not built. A save copies them.
 
 Such parts are the tower of a composite, and layers for multi-token prediction (MTP). They are copied byte by byte from
 the folder of the model. Encoded ones are decoded, since saved files are plain.
@@ -40,8 +40,8 @@ class Carried:
     """The carried tensors of a folder, in the order of its files.
 
     Attributes:
-        mtp: the names of those in MTP layers.
-        sources: the folder, as it was when its tensors were listed.
+        mtp: the names of carried tensors in MTP layers.
+        sources: the state of the folder when its tensors were listed.
     """
 
     specs: tuple[TensorSpec, ...] = ()
@@ -57,24 +57,24 @@ class Carried:
 
     @property
     def note(self) -> str:
-        """What a user must know of MTP layers that are copied; empty if there are none."""
+        """A message for users about copied MTP layers; empty if there are none."""
         if not self.mtp:
             return ""
         return (
             f"{len(self.mtp)} tensors of MTP layers are copied from {self.folder}, such as {self.mtp[0]}: they are not "
-            "built, so training leaves them as they were. An engine that drafts with them may have fewer tokens "
-            "accepted. Log-probabilities do not depend on them. mtp='dropped' (convert: --drop-mtp) leaves them out"
+            "built, so training does not change them. An engine that drafts with them may accept fewer tokens. "
+            "Log-probabilities do not depend on them. mtp='dropped' (convert: --drop-mtp) leaves them out"
         )
 
 
 def carried_of(provenance: Provenance, mapping: WeightMapping, *, mtp: Mtp = "carried") -> Carried:
     """The tensors that a save of this model must copy.
 
-    Without a folder nothing can be copied. Of a composite, the save then holds the text model alone, and a warning is
-    logged. MTP layers are left out too if those in the folder are of another size or depth than the model.
+    Without a folder nothing can be copied. For a composite, the save then holds the text model alone, and a warning is
+    logged. MTP layers are also left out if the model in the folder has another size or depth.
 
     Raises:
-        CheckpointError: the folder is gone, or that of a composite has no weights.
+        CheckpointError: the folder is gone, or the folder of a composite has no weights.
         ConfigError: ``mtp`` is neither "carried" nor "dropped".
     """
     if mtp not in get_args(Mtp):
@@ -121,7 +121,7 @@ def _require_other_parts(provenance: Provenance, names: Collection[str]) -> None
 
 
 def _differs(provenance: Provenance) -> bool:
-    """Whether the model in the folder has other sizes than this one, as where an override cuts layers."""
+    """Whether the model in the folder has other sizes than this one, for example if an override cuts layers."""
     assert provenance.folder is not None
     there = text_config(read_hf(provenance.folder))
     return any(getattr(there, name, None) != getattr(provenance.hf, name, None) for name in _SIZES)

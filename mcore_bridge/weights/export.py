@@ -43,42 +43,43 @@ def iter_hf_weights(
     copy: bool = True,
     merged: bool | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every HF tensor, whole, on every rank: same names, order, shapes and bits; or what ``target`` selects.
+    """Yield every HF tensor, whole, with equal names, order and bits on every rank; or what ``target`` selects.
 
-    All ranks of a model replica (tensor, expert and pipeline ranks) iterate together, also those that get nothing.
-    Replicas are independent, unless megatron-core's DDP has ``overlap_param_gather``. Then all replicas begin together,
-    from the first export on. Parameters that a step left for the next forward are gathered first, and if one replica
-    cannot begin, none does.
+    All ranks of a model replica (tensor, expert and pipeline ranks) iterate together, also ranks that get nothing.
+    Replicas are independent, unless megatron-core's DDP has ``overlap_param_gather``. In this case all replicas must
+    begin together. Parameters that a step left for the next forward are gathered first. If one replica cannot begin,
+    all raise.
 
     Tensors are detached copies that the caller may keep, unless ``copy`` is False. After the first ``next`` a rank may
-    stop early: it closes the generator or drops it. ``close`` returns after the rank has sent what others still need.
+    stop early: it closes the generator or drops it. ``close`` returns after the rank has sent what other ranks still
+    need.
 
     Args:
         models: this rank's chunks, wrapped or not; parameters may be on CPU while the group is NCCL.
         hf, head: deprecated; call ``adopt`` once for models that ``build_model`` did not make.
         dtype: cast tensors to this; by default each tensor keeps its own dtype.
         device: where tensors are yielded; by default where the group communicates.
-        dialect: "split" gives each routed expert a tensor of its own, "fused" gives all experts of a layer one tensor.
-            None is the dialect of the checkpoint that the model came from.
-        bucket_bytes: limits the messages in flight to a rank. An export takes at most three times this, beside the
-            model and the largest tensor (or what engines fuse of a layer). If all at once would take more, pipeline
-            stages send one after the other, and experts a few at a time. None takes 2 GB in all, or half as much again
-            as the largest tensor. With buckets below 512 MB, add what the caller still holds of the tensor before, and
-            a few KB for each rank. ``mcore-bridge plan`` shows the figure.
-        target: what this rank gets, whatever others get: "everything"; "nothing", so that it only sends; or an
-            ``EngineRank``, to which only its slices travel. ``mb.engine_ranks`` makes those of an engine. Or the
-            ``EngineMap`` of a rank of an engine: it gets the slices that its map copies, and no other HF tensor.
-        copy: False yields tensors that arrive whole, such as those of most experts, as views of received memory. They
-            are valid until the next one is asked for, and only to be read. This takes less memory, and the next message
-            waits.
-        merged: for models with adapters, which need a choice. True yields the weights with their adapters merged,
-            summed in fp64 and rounded once. False yields the base alone. The models stay as they are. A rank holds few
-            merged shards at a time.
+        dialect: "split" yields one tensor for each routed expert, "fused" one tensor for all experts of a layer. None
+            means the dialect of the checkpoint that the model came from.
+        bucket_bytes: limits the messages in flight to a rank. An export takes at most three times this memory, beside
+            the model and the largest tensor (or the tensors of a layer that engines fuse). If this is not enough,
+            pipeline stages send one after the other, and experts a few at a time. None means 2 GB in all, or 1.5 times
+            the largest tensor. With buckets below 512 MB, add the part of the tensor before that the caller still
+            holds, and a few KB for each rank. ``mcore-bridge plan`` shows the figure.
+        target: what this rank gets; other ranks may choose differently. "everything"; "nothing", so that it only sends;
+            or an ``EngineRank``, to get only its slices (``mb.engine_ranks`` makes all ranks of an engine). With an
+            ``EngineMap``, this rank gets the slices that the map copies, and no other HF tensor.
+        copy: False yields tensors that arrive whole, such as most experts, as views of received memory. A view is valid
+            until the next step of the iterator, and must not be written. This takes less memory, but delays the next
+            message.
+        merged: required for models with adapters. True yields weights with merged adapters, summed in fp64 and rounded
+            once. False yields the base alone. The models do not change. A rank holds only a few merged shards at a
+            time.
 
     Raises:
-        ExportError: on every rank of the group, when any of them fails; it names rank and parameter.
-        MappingError: on every rank of the group, when what they hold together is no whole model.
-        TargetError: on every rank of the group, when the model cannot be cut for the target of any of them.
+        ExportError: on every rank of the group, when any of them fails. The error names the rank and the parameter.
+        MappingError: on every rank of the group, when the ranks together do not hold a whole model.
+        TargetError: on every rank of the group, when the model cannot be cut for the target of some rank.
 
     Example:
         >>> for name, tensor in mb.iter_hf_weights(models):
@@ -98,13 +99,13 @@ def iter_hf_weights(
 def converted(
     pairs: Generator[tuple[str, Tensor]], dtype: Dtypes, device: torch.device | str | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The pairs of an export in another dtype, or on another device."""
+    """Yield the pairs of an export in another dtype, or on another device."""
     if dtype is None and device is None:
         yield from pairs
     for name, tensor in pairs:
         try:
             new = tensor.to(device or tensor.device, wanted_dtype(name, tensor.dtype, dtype))
-        except Exception as problem:  # such as no memory: the export fails on every rank
+        except Exception as problem:  # such as out of memory: the export fails on every rank
             pairs.throw(problem)
         yield name, new
 
@@ -143,7 +144,7 @@ class LocalSlice:
     """A slice of the HF tensor ``name`` of ``shape``: ``whole[index] == tensor``.
 
     ``tensor`` is a view of the live parameter, in the orientation of HF. It changes with the parameter, is not always
-    contiguous, and is only to be read. If an adapter is merged into it, it is a view of a new tensor.
+    contiguous, and must not be written. With a merged adapter, ``tensor`` is a view of a new tensor.
     """
 
     name: str
@@ -162,10 +163,10 @@ class SliceOrigin:
     mcore: str
     copy: Copy
     is_stacked: bool
-    """Whether the HF tensor has a leading dim for experts, which the part lacks."""
+    """Whether the HF tensor has a leading dim for experts, which the slice lacks."""
 
     def of(self, parameter: Tensor) -> Tensor:
-        """The part as a view of the parameter, in the orientation of HF."""
+        """The slice as a view of the parameter, in the orientation of HF."""
         held = self.copy.of_shard(parameter.detach())
         part = held if self.copy.view is None else (~self.copy.view)((held,), {})[0]
         return part[None] if self.is_stacked else part
@@ -181,19 +182,19 @@ def iter_hf_pieces(
 ) -> Iterator[LocalSlice]:
     """Yield the slices of HF tensors that this rank holds. Nothing is copied and nothing communicates.
 
-    The slices of all ranks of a model replica make up every HF tensor. If several ranks hold a slice, each yields it.
-    A parameter comes in as few slices as its layout allows: one, or one for each group of heads that q, k and v share.
+    The slices of all ranks of a model replica make up every HF tensor. If several ranks hold a slice, each rank yields
+    it. A parameter gives as few slices as its layout allows: one, or one for each group of heads that q, k and v share.
 
     Args:
         models: this rank's chunks, wrapped or not.
         hf, head: deprecated; call ``adopt`` once for models that ``build_model`` did not make.
         dialect: how HF names the experts, as for ``iter_hf_weights``.
-        merged: whether the adapters of models that have some are merged, as for ``iter_hf_weights``.
+        merged: whether adapters are merged, as for ``iter_hf_weights``.
 
     Raises:
         MappingError: when the provenance of models is unknown, or a parameter has no rule.
-        ExportError: when a parameter has no storage. With ``overlap_param_gather`` also when a step of the optimizer
-            may have left parameters for the next forward to gather, and before the first forward.
+        ExportError: when a parameter has no storage. With ``overlap_param_gather``, also before the first forward, and
+            when the next forward may still have to gather parameters.
 
     Example:
         >>> for piece in mb.iter_hf_pieces(models):
@@ -214,7 +215,7 @@ def origins_of(bound: BoundModel) -> Iterator[SliceOrigin]:
     """Yield the origins of all slices that a rank holds, parameter by parameter."""
     for mcore in bound.tensors:
         binding = bound.mapping.bind(mcore)
-        if not binding.exported:  # another parameter is the same HF tensor
+        if not binding.exported:  # another parameter has this HF tensor
             continue
         traced = bound.trace(binding)
         for copy in traced.to_mcore:

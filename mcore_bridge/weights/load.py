@@ -1,7 +1,7 @@
-"""HF to mcore: every rank copies the slices that it owns straight into its parameters, without communication.
+"""HF to mcore: every rank copies its slices straight into its parameters, without communication.
 
-Each element of each parameter is written exactly once, and each HF tensor of this rank is read once. All else in a
-source must belong to another pipeline stage, or be on the architecture's list of ignored names.
+Each element of each parameter is written exactly once, and each HF tensor of this rank is read once. Every other tensor
+of a source must belong to another pipeline stage, or be in the architecture's list of ignored names.
 """
 
 from __future__ import annotations
@@ -55,21 +55,22 @@ def load_hf_weights(
     Args:
         models: this rank's chunks, wrapped or not, on any device.
         source: a folder of safetensors, with or without index (or its hub name in the local cache), a mapping of HF
-            names to tensors, or an iterable of pairs. Every rank needs a source, as nothing communicates. Folders and
-            mappings are checked before the first write. Weights may be encoded (docs/guide/quantized.md): each slice is
-            decoded on the device of its parameter, into its dtype. In an iterable, codes wait for their scales.
+            names to tensors, or an iterable of pairs. Every rank needs a source, since ranks do not communicate.
+            Folders and mappings are checked before the first write. Weights may be encoded (docs/guide/quantized.md):
+            each slice is decoded on the device and to the dtype of its parameter. In an iterable, codes are kept until
+            their scales come.
         hf, head: deprecated; call ``adopt`` once for models that ``build_model`` did not make.
-        dtype: cast tensors to this first, where a parameter cannot hold every value of its source. By default such a
+        dtype: cast tensors to this first, if a parameter cannot hold every value of its source. By default such a
             parameter is an error.
         dialect: how the source holds routed experts: "split" or "fused". By default the names of a folder or mapping
-            decide; for an iterable, it is that of the checkpoint that the models come from.
+            decide; for an iterable, the default is the dialect of the models' checkpoint.
         strict: whether missing and unexpected tensors raise; otherwise they are reported.
-        slot_bytes: bytes that are read from a file at once. Host memory holds some twelve times that, if slices cannot
-            be read straight into parameters, because these are on a GPU or have another dtype.
+        slot_bytes: bytes that are read from a file at once. If parameters are on a GPU or have another dtype, slices
+            pass through about twelve times this amount of host memory.
 
     Raises:
         CheckpointError: naming the tensors that are missing, unexpected, of another shape, or would lose bits. Also
-            tensors that differ from those that they repeat, as the head of a tied model may.
+            copies that differ from their original, such as the head of a tied model.
 
     Example:
         >>> report = mb.load_hf_weights(models, "path/of/Qwen3-8B")
@@ -97,9 +98,9 @@ def load_as(
         paused.enter_context(uncollected())
         opened = open_source(source, getattr(provenance.hf, "quantization_config", None))
         if isinstance(opened, Pairs):
-            paused.close()  # what makes the pairs may leave circles behind
+            paused.close()  # the code that makes the pairs may create reference cycles
             load = Load(bind(models, provenance, dialect=dialect, merged=False), dtype)
-            with compiling(load.device):  # the kernel, for which the first export would wait
+            with compiling(load.device):  # compiles the kernel, for which the first export would wait
                 _write_pairs(load, opened, strict=strict)
             return load.report()
         provenance = provenance.spelled_as(opened)
@@ -113,12 +114,12 @@ def load_as(
 
 @torch.no_grad()
 def overwrite(models: Models, tensors: Mapping[str, Weight], names: Iterable[str]) -> None:
-    """Copy some HF tensors over those of models that are loaded.
+    """Overwrite some parameters of loaded models with HF tensors.
 
     Args:
         models: this rank's chunks, as ``build_model`` has made them.
         tensors: by the names, and in the orientation, of the models' own rules.
-        names: of those that are copied. This rank skips tensors that it does not hold.
+        names: the names of the tensors to copy. This rank skips tensors that it does not hold.
     """
     load = Load(bind(models, merged=False), None)
     for name in names:
@@ -128,14 +129,14 @@ def overwrite(models: Models, tensors: Mapping[str, Weight], names: Iterable[str
 
 
 def load_bound(bound: BoundModel, source: Mapping[str, Tensor], dtype: Dtypes) -> LoadReport:
-    """Copy HF tensors into those tensors of this rank that are bound. What is missing or unexpected raises."""
+    """Copy HF tensors into the bound tensors of this rank. Missing and unexpected tensors raise."""
     load = Load(bound, dtype)
     _write_source(load, Source(source), strict=True, slot_bytes=SLOT_BYTES)
     return load.report()
 
 
 def _note_folder(models: Models, bound: BoundModel, source: Source) -> None:
-    """Have chunks know a folder that they are loaded from, above all one with parts that a save copies."""
+    """Store on chunks the folder that they are loaded from, above all for parts that a save copies."""
     if source.folder is not None:
         note_source(models, source.folder)
         own = [chunk for chunk in bound.chunks if getattr(chunk, "bridge", None)]
@@ -144,21 +145,21 @@ def _note_folder(models: Models, bound: BoundModel, source: Source) -> None:
 
 
 def described_source(source: HFWeights | None) -> Content | str | None:
-    """A source for ranks to compare: a folder by its content. Each rank may have tensors of its own stage alone."""
+    """The form in which ranks compare a source: the content of a folder. Mappings may differ, so all count as equal."""
     if source is None:
         return None
     return content_of(find_folder(source)) if isinstance(source, str | os.PathLike) else "tensors"
 
 
 def note_folder(chunks: Iterable[GPTModel], folder: str, names: Collection[str]) -> None:
-    """Have chunks that were built from a config know the folder that they were loaded from, and its tensors' names."""
+    """Store on chunks that were built from a config the folder that they were loaded from, and its names."""
     for chunk in chunks:
         if chunk.bridge.folder is None:
             chunk.bridge = chunk.bridge.loaded_from(folder, names)
 
 
 def _write_source(load: Load, source: Source, *, strict: bool, slot_bytes: int) -> None:
-    """Write all tensors of a source, which is checked before the first write."""
+    """Write all tensors of a source. The source is checked before the first write."""
     source = source.for_model(load.bound.mapping)
     load.check_names(source, source.unused, strict)
     require_equal(source, load.bound.mapping)
@@ -168,7 +169,7 @@ def _write_source(load: Load, source: Source, *, strict: bool, slot_bytes: int) 
     pairs = source.pairs(names)
     if source.folder is None:
         for name, tensor in pairs:
-            load.check(name, tensor)  # again, since a mapping may make it anew
+            load.check(name, tensor)  # again, since a mapping may make a new tensor for each access
             load.write(name, tensor)
         return
     copies = (copy for name, tensor in pairs for copy in load.slices(name, tensor, source.files(name)))

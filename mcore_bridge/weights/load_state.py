@@ -1,4 +1,4 @@
-"""One load on one rank: which HF tensors go into which parameters, and which of them have arrived."""
+"""The state of a load on one rank: which HF tensors go into which parameters, and which have arrived."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class LoadReport:
 
     Attributes:
         num_tensors: HF tensors from which this rank has read.
-        num_bytes: bytes that it copied from them, or compared with what it had copied.
+        num_bytes: bytes that it copied from them, or compared.
         initialised: HF names that the source lacks and that keep their random values: a new head, or MTP layers.
-        ignored: HF names in the source that the model does not use, and further names of a used tensor.
-        carried: those of ``ignored`` that are of parts that are not built: MTP layers, or the tower of a composite. If
-            the source is the folder of the model, a save copies them as they are there.
-        cast: HF names whose dtype was changed, with the change as ``"float32 -> bfloat16"``. Decoded tensors have
-            ``"float8_e4m3fn[128x128] -> bfloat16"``, with the block that shares a scale.
+        ignored: HF names in the source that the model does not use, and copies of a used tensor under other names.
+        carried: names in ``ignored`` of parts that are not built: MTP layers, or the tower of a composite. If the
+            source is the folder of the model, a save copies them unchanged.
+        cast: HF names whose dtype was changed, with the change as ``"float32 -> bfloat16"``. For decoded tensors:
+            ``"float8_e4m3fn[128x128] -> bfloat16"``, with the shape of the block of each scale.
         missing: HF names that the source lacks, an error without ``strict=False``.
         unexpected: HF names in the source that no parameter has, an error without ``strict=False``.
 
@@ -64,15 +64,15 @@ class _Use:
     copies: tuple[Copy, ...]
     padding: tuple[tuple[int, int, int], ...]
     index: int | None
-    """The index along dim 0 of the HF tensor that is used, of shape ``shape``; None uses the whole tensor."""
+    """The index along dim 0 of the part (of shape ``shape``) that is used. None means the whole tensor."""
 
     def part(self, copy: Copy, hf_tensor: Tensor) -> Tensor:
-        """The part of an HF tensor, or of its coordinates, that one copy uses."""
+        """The part of an HF tensor, or of its coordinates, that one copy reads."""
         return copy.of_part(hf_tensor if self.index is None else hf_tensor[self.index])
 
 
 class Load:
-    """The state of one load: which HF tensors go where, and which have arrived."""
+    """The state of one load: the parameters of each HF tensor, and the HF tensors that have arrived."""
 
     def __init__(self, bound: BoundModel, dtype: Dtypes) -> None:
         self.bound = bound
@@ -85,7 +85,7 @@ class Load:
         self.cast: dict[str, str] = {}
         self.num_bytes = 0
         self._names = LoadReport(0, 0)
-        """What ``check_names`` has found."""
+        """The result of ``check_names``."""
         if problem := bound.problem_of(dtype):
             raise CheckpointError(problem)
         for mcore in bound.tensors:
@@ -93,7 +93,7 @@ class Load:
 
     @property
     def device(self) -> torch.device:
-        """The device of the tensors that are filled; a stage may have none."""
+        """The device of the tensors that are loaded; a stage may have no tensors."""
         return next((tensor.device for tensor in self.bound.tensors.values()), torch.device("cpu"))
 
     def _use(self, mcore: str) -> None:
@@ -114,8 +114,8 @@ class Load:
         """Check that this rank misses no tensor, and that some rank uses each tensor of the source.
 
         Args:
-            names: of the source's tensors.
-            unused: of what no weight needs beside them.
+            names: the names of the source's tensors.
+            unused: the names of further tensors that no weight needs, such as scales of activations.
         """
         names = dict.fromkeys(names)
         present = {mtp_layer_of(use.mcore) for name in names if name in self.uses for use in self.uses[name]}
@@ -131,7 +131,7 @@ class Load:
         if strict and (missing or unexpected):
             advice = "Use the checkpoint of this config"
             if any(use.mcore.startswith("output_layer.") for name in missing for use in self.uses[name]):
-                advice += '. A checkpoint without a head, as of an embedding model, is built with head="none"'
+                advice += '. Build a checkpoint without a head, such as an embedding model, with head="none"'
             raise CheckpointError(
                 f"the source does not fit the model: {len(missing)} tensors missing {[*missing[:8]]}, "
                 f"{len(unexpected)} unexpected {[*unexpected[:8]]}. {advice}",
@@ -151,14 +151,14 @@ class Load:
         return any(map(self.bound.is_elsewhere, self.bound.mapping.consumers(name)))
 
     def _is_initialised(self, name: str, present: set[int | None]) -> bool:
-        """Whether a source may lack a tensor: one of a new head, or of an MTP layer that it lacks as a whole."""
+        """Whether a source may lack a tensor: of a new head, or of an MTP layer of which it has no tensor."""
         layers = {mtp_layer_of(use.mcore) for use in self.uses[name]}
         return self.bound.mapping.is_optional(name) or (None not in layers and layers.isdisjoint(present))
 
     def check(self, name: str, tensor: Weight | Encoding) -> None:
         """Compare kind, shape and dtype of an HF tensor with every parameter that it goes to.
 
-        An encoded one has no dtype: it is decoded into the dtype of any parameter.
+        The dtype of an encoded tensor is not compared: it is decoded to the dtype of each parameter.
         """
         is_dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta
         if not is_dense and not isinstance(tensor, Encoded | Encoding):
@@ -171,7 +171,7 @@ class Load:
             if tuple(tensor.shape) != shape:
                 raise CheckpointError(
                     f"{name} has shape {tuple(tensor.shape)}, but {use.mcore} of shape {tuple(use.tensor.shape)} at "
-                    f"tp={self.bound.axes['tp']} takes {shape}; is this the checkpoint of this config?"
+                    f"tp={self.bound.axes['tp']} takes {shape}; load the checkpoint of this config"
                 )
             if not isinstance(tensor, Tensor):
                 self.cast.setdefault(name, f"{tensor.codec} -> {dtype_name(use.tensor.dtype)}")
@@ -187,7 +187,7 @@ class Load:
                 self.cast.setdefault(name, f"{dtype_name(tensor.dtype)} -> {dtype_name(use.tensor.dtype)}")
 
     def write(self, name: str, tensor: Weight) -> None:
-        """Copy this rank's slices of one HF tensor. If they have come under another name, compare them instead."""
+        """Copy this rank's slices of one HF tensor. If they have already come under another name, compare instead."""
         original = self.bound.mapping.twins.get(name, name)
         first = self.first.setdefault(original, name)
         for slice_copy in self.slices(name, tensor):
@@ -227,11 +227,11 @@ class Load:
         return self._cuts[key].of(weight)
 
     def _uses_of(self, name: str) -> list[_Use]:
-        """The uses of a tensor; if it repeats another one, the uses of that."""
+        """The uses of a tensor; for a copy, the uses of its original."""
         return self.uses.get(self.bound.mapping.twins.get(name, name), [])
 
     def _crossing(self, name: str, own: torch.dtype, use: _Use) -> torch.dtype:
-        """The dtype of a tensor on its way: its own if the parameter holds all its values, as for a router's bias."""
+        """The dtype before the copy: the stored dtype if the parameter holds all its values, as for a router's bias."""
         return own if is_exact(own, use.tensor.dtype) else wanted_dtype(name, own, self.dtype)
 
     def report(self) -> LoadReport:

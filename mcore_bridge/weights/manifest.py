@@ -1,7 +1,7 @@
 """Manifests: the names, shapes and dtypes that an export yields, known before any weight is sent.
 
-They may include digests. A digest is the SHA-256 of a tensor's bytes (row-major, little-endian). A live model, a file
-and what an engine received have the same digests, so each can be compared with the others.
+They may include digests. A digest is the SHA-256 of a tensor's bytes (row-major, little-endian). Digests can be
+compared between a live model, a file, and the tensors that an engine received.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mcore_bridge.weights.transfer.failures import raise_on_all
 
 @dataclass(frozen=True, slots=True)
 class ManifestEntry(TensorSpec):
-    """One HF tensor of an export, and its digest if that was asked for."""
+    """One HF tensor of an export, with its digest on request."""
 
     sha256: str | None = None
 
@@ -52,7 +52,7 @@ class Manifest:
 
     tensors: tuple[ManifestEntry, ...]
     target: str = ""
-    """The digest of the engine map for which these are slices; empty for all other targets."""
+    """The digest of the engine map, if the target is one; empty for all other targets."""
 
     def __iter__(self) -> Iterator[ManifestEntry]:
         return iter(self.tensors)
@@ -70,7 +70,7 @@ class Manifest:
         return replace(self, tensors=(*self.tensors, *(ManifestEntry(s.name, s.shape, s.dtype) for s in specs)))
 
     def differences(self, other: Manifest) -> tuple[str, ...]:
-        """Names that only one of the two has, or whose shape, dtype or digest differ; the order does not count."""
+        """Names that only one manifest has, or whose shape, dtype or digest differ; the order does not count."""
         mine, theirs = ({spec.name: spec for spec in manifest} for manifest in (self, other))
         return tuple(name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name))
 
@@ -136,7 +136,7 @@ def manifest(
     target: Target = "everything",
     merged: bool | None = None,
 ) -> Manifest:
-    """The manifest of what ``iter_hf_weights`` with the same arguments yields. All ranks of a replica call it together.
+    """The manifest of an ``iter_hf_weights`` with these arguments. All ranks of a replica call it together.
 
     Without digests no weight is sent. With digests the model is exported once; if all ranks get everything, they share
     the hashing.
@@ -153,7 +153,7 @@ def manifest(
         666048
     """
     options: dict[str, Any] = {"dialect": dialect, "bucket_bytes": bucket_bytes, "target": target, "merged": merged}
-    shared = {"digests": digests, "dtype": dtype} if digests else {}  # of tensors that other ranks have cast
+    shared = {"digests": digests, "dtype": dtype} if digests else {}  # other ranks have cast these tensors
     export = agree_on_plan(models, hf, head, **options, dtype=dtype, shared=shared)
     specs = tuple(
         ManifestEntry(spec.name, spec.shape, wanted_dtype(spec.name, spec.dtype, dtype))
@@ -166,7 +166,7 @@ def manifest(
     size, rank = (export.group.size, export.group.rank) if export.program.is_gather else (1, 0)
     own: dict[str, str] = {}
     with (
-        raise_on_all(export.group, kind=ExportError),  # such as no memory
+        raise_on_all(export.group, kind=ExportError),  # such as out of memory
         closing(pairs),  # type: ignore[type-var]  # a generator, as it promises
     ):
         own = {name: digest(tensor) for i, (name, tensor) in enumerate(pairs) if i % size == rank}

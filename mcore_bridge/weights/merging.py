@@ -1,7 +1,7 @@
 """Weights with their adapters merged: new tensors that an export makes of this rank's shards, one after the other.
 
-No shard needs another for it. Sums are in fp64 and rounded once, so that bits do not depend on how a weight is cut.
-(A sum that lies within some 2^-50 of a boundary of rounding could differ, if kernels add in another order.)
+A merge needs no other shard. Sums are in fp64 and rounded once, so that bits do not depend on how a weight is cut. (A
+sum within about 2^-50 of a boundary of rounding could differ, if kernels add in another order.)
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
 _BLOCK = 1 << 22
-"""Numbers in fp64 that a merge holds at once, some 32 MB a tensor."""
+"""How many fp64 numbers a merge holds at once, about 32 MB for each tensor."""
 _LOW = (1 << 29) - 1
-"""The bits of a fraction in fp64 that one in fp32 has not."""
+"""The bits of an fp64 fraction that do not fit into fp32."""
 
 
 class Factors(Protocol):
-    """What a merge reads of an adapter: ``scale * rows @ A``, where each row of B has its place among the parts."""
+    """The factors of an adapter for a merge: ``scale * rows @ A``, with each row of B at the columns of its part."""
 
     chosen: Tensor
     scale: float
@@ -42,7 +42,7 @@ class Factors(Protocol):
 
 
 def merges_of(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Merge]]:
-    """Yield the canonical name of each weight with an adapter, and the function that makes the merged one of it."""
+    """Yield the canonical name of each weight with an adapter, and the function that merges the weight."""
     for chunk in chunks:
         numbering = numbering_of(chunk)
         for path, module in chunk.named_modules():
@@ -65,15 +65,15 @@ def merged_weight(adapter: Factors, weight: Tensor) -> Tensor:
 
 
 def with_product(weight: Tensor, left: Tensor, right: Tensor, scale: float) -> Tensor:
-    """``weight + scale * left @ right``, of factors in fp64, in the dtype of ``weight`` and rounded once."""
+    """``weight + scale * left @ right``, computed from factors in fp64, and rounded once to the dtype of ``weight``."""
     return _rounded((left @ right).mul_(scale).add_(weight), weight.dtype)
 
 
 def _rounded(sums: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp64 in ``dtype``, rounded once. torch casts to 16 bits by way of fp32, and would round a second time there.
+    """Round fp64 numbers once to ``dtype``. torch casts to 16 bits through fp32, and would round twice.
 
-    So the fp32 number is rounded to odd: an inexact one is never a middle between two numbers of 16 bits. What fp32 has
-    no room for becomes the last bit that it has room for. (Below 2^-126 fp32 has less room, and may round again.)
+    So the first rounding is "round to odd": if bits do not fit into fp32, its last bit is set. Then an inexact number
+    never lies in the middle between two numbers of 16 bits. (Below 2^-126 fp32 has fewer bits, and may round twice.)
     """
     if dtype.itemsize >= torch.float32.itemsize:
         return sums.to(dtype)

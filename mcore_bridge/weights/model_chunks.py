@@ -49,7 +49,7 @@ def chunks_of(models: Models) -> tuple[GPTModel, ...]:
     """The ``GPTModel`` of each chunk, without wrappers.
 
     Raises:
-        MappingError: when there are none, or they are no ``GPTModel``.
+        MappingError: when there are no chunks, or they are no ``GPTModel``.
     """
     chunks = tuple(map(unwrap, modules_of(models)))
     if not chunks:
@@ -58,18 +58,18 @@ def chunks_of(models: Models) -> tuple[GPTModel, ...]:
 
 
 def all_chunks_of(models: Models) -> tuple[GPTModel, ...]:
-    """The ``GPTModel`` of each chunk, for what needs all chunks of this rank in the order in which they run.
+    """The ``GPTModel`` of each chunk, for callers that need all chunks of this rank in the order in which they run.
 
     Raises:
-        MappingError: as ``chunks_of``; or a chunk is absent, comes twice, or is in another place.
+        MappingError: as ``chunks_of``; or a chunk is absent, comes twice, or is in the wrong place.
     """
     chunks = chunks_of(models)
     stages = [getattr(chunk, "vp_stage", None) or 0 for chunk in chunks]
     count = chunks[0].config.virtual_pipeline_model_parallel_size or 1
     if stages != [*range(count)]:
         raise MappingError(
-            f"models must be the chunks of the {count} virtual stages of this rank, in their order, found those of the "
-            f"stages {stages}: pass all that build_model has returned"
+            f"models must be the chunks of the {count} virtual stages of this rank, in their order, found chunks of "
+            f"the stages {stages}: pass all that build_model has returned"
         )
     return chunks
 
@@ -95,10 +95,10 @@ def is_hybrid(chunk: GPTModel) -> bool:
 
 
 def learn_layers(chunks: Iterable[GPTModel], hf: PretrainedConfig) -> None:
-    """Have each ``HybridModel`` that another trainer built know the config of its whole layers.
+    """Store on each ``HybridModel`` of another trainer the config of its whole layers.
 
     Raises:
-        MappingError: it has other layers than the HF config says.
+        MappingError: it has other layers than the HF config describes.
     """
     for chunk in filter(_counts_halves, chunks):
         table = architecture_of(hf).fields
@@ -108,22 +108,22 @@ def learn_layers(chunks: Iterable[GPTModel], hf: PretrainedConfig) -> None:
         built, *mtp = chunk.hybrid_layer_pattern.replace("|", "").split("/")
         if built != expected:
             raise MappingError(
-                f"the HybridModel must have the layers {expected!r}, as the HF config says, found {built!r}: pass the "
-                "hf= that it was built for"
+                f"the HybridModel must have the layers {expected!r}, as the HF config says, found {built!r}: pass "
+                "the hf= for which it was built"
             )
         within = inner_letters(chunk.bridge_whole)
         if {*mtp} - {within}:
             raise MappingError(
                 f"the HybridModel must have MTP layers of {within!r}, as the HF config says, found {'/'.join(mtp)!r}: "
-                "pass the config that it was built for"
+                "pass the config for which it was built"
             )
 
 
 def whole_config(chunk: GPTModel) -> TransformerConfig:
-    """The config of a chunk whose layers are those of HF.
+    """The config of a chunk, counting layers as HF does, and not halves of layers.
 
     Raises:
-        MappingError: another trainer built the chunk, a ``HybridModel``, and nobody has passed its HF config.
+        MappingError: the chunk is a ``HybridModel`` of another trainer, and ``adopt`` was not called.
     """
     if not _counts_halves(chunk):
         return chunk.config
@@ -147,7 +147,7 @@ def layers_of_chunk(chunk: GPTModel) -> tuple[int, ...]:
 
 
 def whole_layers(chunks: Iterable[GPTModel]) -> frozenset[int]:
-    """The layers of HF of which these chunks have all halves: pipelines of other trainers may cut between them."""
+    """The HF layers of which these chunks have all halves: pipelines of other trainers may cut between halves."""
     chunks = tuple(chunks)
     held = Counter(layer for chunk in chunks for layer in layers_of_chunk(chunk))
     if not _counts_halves(chunks[0]):

@@ -25,7 +25,7 @@ def held_tensors(models: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Parameters and persistent buffers of this rank's chunks by canonical name, in the order of the modules.
 
     Raises:
-        MappingError: when two chunks hold the same canonical name, or a tensor's values are not in its own memory.
+        MappingError: when two chunks have equal canonical names, or a tensor's values are stored in other tensors.
     """
     held: dict[str, Tensor] = {}
     for chunk in map(unwrap, models):
@@ -42,18 +42,18 @@ def held_tensors(models: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 
 def note_built(chunk: GPTModel) -> None:
-    """Have a chunk remember the tensors that it has now, which every save of it has to write."""
+    """Store on a chunk the shapes of its current tensors, all of which every save has to write."""
     held: Any = chunk
     held.bridge_built = {name: tensor.shape for name, tensor in held_tensors([chunk]).items()}
 
 
 def require_as_built(models: Sequence[nn.Module], held: Mapping[str, Tensor]) -> None:
-    """Raise if models lack a tensor that they were built with, or have it in another shape.
+    """Raise if models lack a tensor with which they were built, or have it in another shape.
 
-    What is written would have a hole on all ranks alike, which no comparison of ranks can see.
+    Otherwise the file would lack a tensor on all ranks alike, which no comparison of ranks can detect.
 
     Args:
-        held: what ``held_tensors`` says of the models.
+        held: the result of ``held_tensors`` for the models.
 
     Raises:
         MappingError: naming these tensors. Models that other code has built are not checked.
@@ -68,18 +68,19 @@ def require_as_built(models: Sequence[nn.Module], held: Mapping[str, Tensor]) ->
     ]
     if wrong:
         raise MappingError(
-            f"the models must hold what they were built with, and {len(wrong)} tensors differ: {'; '.join(wrong[:8])}. "
+            f"the models must hold all tensors with which they were built, and {len(wrong)} tensors differ: "
+            f"{'; '.join(wrong[:8])}. "
             "Build them from a config of the new shape"
         )
 
 
 def _require_own_memory(held: Mapping[str, Tensor]) -> None:
-    """Raise ``MappingError`` for a parameter whose data is in other tensors, such as a quantized or FSDP-cut one."""
+    """Raise ``MappingError`` for a parameter whose data is in other tensors, such as a quantized one or one of FSDP."""
     for name, tensor in held.items():
         if type(tensor) not in _PLAIN and tensor.untyped_storage().nbytes() and not tensor.data_ptr():
             raise MappingError(
                 f"{name} is a {type(tensor).__name__}, whose values are in other tensors: expected a parameter with "
-                "memory of its own. Build without fp8_param, and wrap without FSDP"
+                "its own memory. Build without fp8_param, and wrap without FSDP"
             )
 
 
@@ -87,19 +88,19 @@ def _require_own_memory(held: Mapping[str, Tensor]) -> None:
 class _Roll:
     """The canonical names of the tensors of a chunk, and where in the chunk they are.
 
-    It is kept on the chunk, because every export needs it. One comparison says for all its thousands of modules whether
+    It is cached on the chunk, because every export needs it. One comparison checks for all thousands of modules whether
     it is still valid.
     """
 
     names: tuple[str, ...]
     indices: tuple[int, ...]
-    """Where the tensor of each name is among all tensors in ``holders``."""
+    """The position of each named tensor among all tensors in ``holders``."""
     children: tuple[dict[str, nn.Module | None], ...]
     """The ``_modules`` of each module."""
     holders: tuple[dict[str, Tensor | None], ...]
     """The ``_parameters`` and ``_buffers`` of each module."""
     seen: tuple[list[object], ...]
-    """What ``_look`` saw in the modules when this was made."""
+    """The result of ``_look`` when this was made."""
 
     @classmethod
     def of(cls, chunk: GPTModel) -> _Roll:
@@ -124,17 +125,17 @@ class _Roll:
         return tuple([*column] for column in columns)
 
     def is_valid(self) -> bool:
-        """Whether the chunk still has the same modules, with the same names."""
+        """Whether the chunk still has these modules, with these names."""
         return self._look(self.children, self.holders) == self.seen
 
     def tensors(self) -> Iterator[Any]:
-        """The tensors of ``names``, as they are now."""
+        """The current tensors of ``names``."""
         tensors = [*chain.from_iterable(map(dict.values, self.holders))]
         return map(tensors.__getitem__, self.indices)
 
 
 def _tensors(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield what ``state_dict`` would have, without its hooks and copies: parameters, then persistent buffers."""
+    """Yield the tensors of ``state_dict``, without its hooks and copies: parameters, then persistent buffers."""
     yield from chunk.named_parameters()
     for prefix, module in chunk.named_modules():
         for name, buffer in module.named_buffers(recurse=False):

@@ -1,6 +1,6 @@
-"""Saves over a folder that the models came from: trainers do that, and no bit of it may get lost by a cast.
+"""Saves over a folder from which the models came. Trainers do this, and no cast may lose bits of the folder.
 
-The folder may be the only copy of weights in a wider dtype. Models with a narrower one must not replace it.
+The folder may be the only copy of weights in a wider dtype. Models in a narrower dtype must not replace it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NOTE = "bridge_sources"
 
 
 def note_source(models: Models, folder: str | os.PathLike[str]) -> None:
-    """Have models remember a folder from which weights were loaded."""
+    """Store on models a folder from which weights were loaded."""
     for chunk in chunks_of(models):
         setattr(chunk, _NOTE, (*getattr(chunk, _NOTE, ()), os.path.realpath(folder)))
 
@@ -46,12 +46,12 @@ def plain_dtypes(folder: Path) -> dict[str, torch.dtype]:
 
 
 def require_held(target: Path, stored: Mapping[str, torch.dtype], written: Mapping[str, torch.dtype]) -> None:
-    """Raise if a save over ``target`` would write a tensor in a dtype that cannot hold all values which are there.
+    """Raise if a save over ``target`` would write a tensor in a dtype that cannot hold all values of the tensor there.
 
     Args:
         target: a folder that the models came from.
-        stored, written: the dtypes of tensors by name. Names may differ, as those of experts do in two dialects. So the
-            dtypes that most tensors have are compared as well.
+        stored, written: the dtypes of tensors by name. Names may differ, for example in the two dialects of experts. So
+            the most frequent dtypes are compared as well.
     """
     pairs = {name: (dtype, written[name]) for name, dtype in stored.items() if name in written}
     if stored and written:

@@ -1,4 +1,4 @@
-"""Parameters that replicas have yet to gather: with ``overlap_param_gather``, the next forward does so."""
+"""Pending parameters: with ``overlap_param_gather``, replicas gather them only in the next forward."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def is_pending(models: Models) -> bool:
-    """Whether only other replicas may have the newest parameters, because of a step of the optimizer.
+    """Whether some of the newest parameters may be only on other replicas, because of a step of the optimizer.
 
-    This is also True before the first forward, and between a backward and the next forward: nothing shows whether a
-    step has happened.
+    This is also True before the first forward, and between a backward and the next forward, since we cannot find out
+    whether a step has happened.
     """
     return any(map(_awaits, _wrappers(models)))
 
@@ -28,7 +28,8 @@ def require_gathered(models: Models) -> None:
     """Raise ``ExportError`` if a gather may be pending, for callers that do not communicate."""
     if is_pending(models):
         raise ExportError(
-            "replicas may have yet to gather what a step changed, and this call does not communicate: on all replicas, "
+            "a step may have changed parameters that replicas have not gathered yet, and this call does not "
+            "communicate: on all replicas, "
             "call start_param_sync(force_sync=True) of each model first"
         )
 
@@ -47,7 +48,7 @@ def heard_by_replicas(models: Models) -> Iterator[None]:
         error = failure
     if not _all_gather(models, error is None) and error is None:
         raise ExportError(
-            "another replica, with which this one must gather parameters, cannot export; its own error says why"
+            "another replica, with which this one must gather parameters, cannot export; see the error of that replica"
         )
     if error is not None:
         raise error
@@ -55,7 +56,7 @@ def heard_by_replicas(models: Models) -> Iterator[None]:
 
 def _all_gather(models: Models, is_well: bool) -> bool:
     """Whether all replicas that are about to gather can do so."""
-    if not list(_wrappers(models)):  # a setting of the trainer, so it is the same on every rank
+    if not list(_wrappers(models)):  # a setting of the trainer, so it is equal on every rank
         return True
     groups = chunks_of(models)[0].pg_collection
     somewhere = Group.of_replica(groups).max(is_pending(models))  # a stage may be frozen
@@ -66,7 +67,7 @@ def require_gatherable(models: Models, group: Group) -> None:
     """Check that a gather will reach the parameters. All ranks of ``group`` call it together.
 
     Raises:
-        ExportError: on all of them, if it would not on any rank.
+        ExportError: on all ranks, if the gather would miss the parameters of any rank.
     """
     wrappers = list(_wrappers(models))
     if wrappers:
@@ -88,10 +89,10 @@ def _problem(ddp: DistributedDataParallel) -> str:
     hint = "call start_param_sync(force_sync=True) of each model right after the step, and before it is offloaded"
     for bucket in (bucket for group in _groups(ddp) for bucket in group.buckets):
         if bucket.param_data is None:
-            return f"this optimizer gathers parameters where gradients are, which an export must not touch: {hint}"
+            return f"this optimizer gathers parameters where gradients are, which an export must not change: {hint}"
         own = bucket.param_data.untyped_storage().data_ptr()
         if not own or any(parameter.untyped_storage().data_ptr() != own for parameter in bucket.params):
-            return f"parameters were moved before replicas had gathered what a step may have changed: {hint}"
+            return f"parameters were moved before replicas had gathered the changes of a step: {hint}"
     return ""
 
 
@@ -104,9 +105,9 @@ def _awaits(ddp: DistributedDataParallel) -> bool:
 
 
 def _wrappers(models: Models) -> Iterator[DistributedDataParallel]:
-    """Yield megatron-core's DDP around each chunk, if it leaves parameters to the next forward.
+    """Yield megatron-core's DDP around each chunk, if it gathers parameters only in the next forward.
 
-    Even for an unwrapped chunk it is known, because its hooks on the chunk refer to it.
+    This also finds the DDP of an unwrapped chunk, because hooks on the chunk refer to the DDP.
     """
     from megatron.core.distributed import DistributedDataParallel
 

@@ -1,4 +1,4 @@
-"""The provenance of a model: all that gives its weights HF names."""
+"""The provenance of a model: everything that determines the HF names of its weights."""
 
 from __future__ import annotations
 
@@ -62,17 +62,17 @@ logger = logging.getLogger("mcore_bridge")
 class Provenance:
     """The HF config of a model, what its architecture says of HF names, its head, and its folder.
 
-    ``rules``, ``ignored`` and ``optional`` are those of the architecture.
+    ``rules``, ``ignored`` and ``optional`` come from the architecture.
 
-    Of a composite, ``hf`` is the config of its text, names are those of the composite, and ``whole`` has the rest. A
-    folder may hold the text alone under such names, as transformers writes what it read from a composite; ``prefixes``
-    are theirs.
+    For a composite, ``hf`` is the config of its text, names are the composite's, and ``whole`` describes the composite.
+    A folder may hold the text alone under names with other prefixes, for example if transformers read it from a
+    composite. Then ``prefixes`` has these.
 
-    ``dialect`` is that of the folder, or of the architecture if there is no folder. ``overridden`` are the fields of
-    ``hf`` that overrides have changed. A config that replaces ``hf`` needs these values, too.
+    ``dialect`` is the dialect of the folder, or of the architecture if there is no folder. ``overridden`` has the
+    fields of ``hf`` that overrides have changed. A config that replaces ``hf`` needs these values, too.
 
-    ``vision`` is what ``build_model`` was asked for. ``tower`` are the tensors of the composite's tower, with their
-    names in memory. It is empty if they are carried.
+    ``vision`` is the argument of ``build_model``. ``tower`` has the tensors of the composite's tower, with their names
+    in memory. It is empty if the tower is carried.
     """
 
     hf: PretrainedConfig
@@ -99,7 +99,7 @@ class Provenance:
         return architecture_of(self.hf).renamed_in_memory
 
     def seeing(self, vision: str, tower: tuple[TensorSpec, ...]) -> Provenance:
-        """A copy that has this tower, whose tensors it names as its folder does."""
+        """A copy with this tower. HF names of the tower are the names in the folder."""
         if not tower:
             return self
         names = names_in(self.folder) if self.folder else ()
@@ -126,7 +126,7 @@ class Provenance:
             prefixes = IN_MODEL if respelled_name(embedding, IN_MODEL) in names - {embedding} else ()
             bare = ((prefix_of(embedding), ""),)
             if self.head == "none" and embedding not in names and respelled_name(embedding, bare) in names:
-                prefixes = bare  # those of a base model, which the one without a head is
+                prefixes = bare  # the names of a base model, which is a model without a head
             if prefixes == self.prefixes:
                 return self
             return replace(self, rules=respelled(plain, prefixes), prefixes=prefixes)
@@ -137,18 +137,18 @@ class Provenance:
         )
 
     def loaded_from(self, folder: str, names: Collection[str]) -> Provenance:
-        """A copy that knows the folder of its weights, and names tensors and experts as ``names`` in that folder do."""
+        """A copy with the folder of its weights, whose HF names and dialect follow ``names`` in that folder."""
         own = self.spelled_as(names)
         return replace(own, folder=folder, dialect=dialect_of(names, own.rules) or own.dialect)
 
     @property
     def config(self) -> PretrainedConfig:
-        """The config of what a folder holds: of the composite, if it is one."""
+        """The config of a saved folder: for a composite, the config of the composite."""
         return self.hf if self.whole is None else self.whole.with_text(self.hf)
 
     @property
     def spelling(self) -> Prefixes:
-        """The prefixes of a composite, or of its names, in place of those of its text model."""
+        """The prefixes of HF names of a composite, which replace the prefixes of its text model."""
         return self.prefixes if self.whole is None else self.whole.spelling
 
     @property
@@ -157,7 +157,7 @@ class Provenance:
         return respelled_name(HEAD, self.spelling)
 
     def mapping(self, *, tied: bool, mtp: int = 0, dialect: Dialect | None = None) -> WeightMapping:
-        """The weight mapping of the model: all rules, with those of the architecture's own head, or ``LM_HEAD``.
+        """The weight mapping of the model: all rules, with the rules of the architecture's head, or ``LM_HEAD``.
 
         Args:
             tied: whether the output layer is the word embedding.
@@ -184,8 +184,8 @@ class Provenance:
         is_lm = self.head == "lm"
         parts: dict[str, Any] = {**self._parts(), "num_mtp_layers": mtp, "mtp": unbuilt, "carries_mtp": is_lm}
         if not is_lm:
-            # A causal LM has no score: we skip its head, and ours keeps its random values. In transformers, too,
-            # ...ForSequenceClassification and ...ForTokenClassification have no lm_head.
+            # A causal LM has no score: we skip its LM head, and our new head keeps its random values. In transformers,
+            # too, ...ForSequenceClassification and ...ForTokenClassification have no lm_head.
             names = (name for rule in lm_head for name in rule.hf)
             if self.head == "none":
                 return WeightMapping(rules, (*ignored, *names, "score.*"), self.optional, **parts)
@@ -204,7 +204,7 @@ class Provenance:
         return tuple(Rule(f"{TOWER}{kind}", (respelled_name(kind, spelling),), REPLICATED) for kind in kinds)
 
     def _old_buffers(self) -> tuple[str, ...]:
-        """Names of the numbers of patches, which older releases saved beside the embedding of a CLIP or SigLIP."""
+        """Names of ``position_ids``, which older releases saved beside the embedding of a CLIP or SigLIP."""
         spelling = self.whole.tower if self.whole is not None else ()
         places = (spec.name for spec in self.tower if spec.name.endswith(_PLACES))
         return tuple(
@@ -212,7 +212,7 @@ class Provenance:
         )
 
     def _parts(self) -> dict[str, tuple[str, ...]]:
-        """Prefixes that separate the tensors of a composite's text model from those that are carried."""
+        """Prefixes that separate the tensors of a composite's text model from carried tensors."""
         if self.whole is None or self.tower:
             return {}
         names = top_names((*architecture_of(self.hf).rules(self.hf), *LM_HEAD, *SCORE_HEAD))
@@ -221,7 +221,7 @@ class Provenance:
 
 
 def identity(provenance: Provenance) -> Content:
-    """The HF config of a model, for ranks to compare. Where its folder is may differ between them."""
+    """A description of a model's HF config that ranks can compare, without the path of its folder."""
     fields = {name: value for name, value in provenance.config.to_dict().items() if name not in _OF_RANK}
     name = provenance.folder or f"a config of {provenance.hf.model_type}"
     return Content(name, digest_of(json.dumps(fields, sort_keys=True, default=str)))
@@ -230,16 +230,16 @@ def identity(provenance: Provenance) -> Content:
 def provenance_of(hf: HF, *, head: str | None = "lm") -> Provenance:
     """The provenance that follows from an HF config.
 
-    If the config of a folder ties a head that differs from the embedding, the head is a tensor of its own, as in
-    transformers. The config of the result then says ``tie_word_embeddings=False``. A config without a folder is not
-    questioned.
+    If the config of a folder ties a head that differs from the embedding, the head is a separate tensor, as in
+    transformers. The config of the result then has ``tie_word_embeddings=False``. A config without a folder is not
+    checked.
 
     Args:
         hf: a folder, a hub name in the local cache, or a ``PretrainedConfig``.
-        head: None is that of ``head_of``.
+        head: None means the head that ``head_of`` returns.
 
     Raises:
-        ConfigError: when it is no config, or no architecture is registered for it.
+        ConfigError: when ``hf`` is no config, or no architecture is registered for it.
         CheckpointError: head and embedding must be compared, and their files cannot be read.
     """
     config = read_hf(hf)
@@ -272,7 +272,7 @@ def head_of(hf: HF, names: Iterable[str] = ()) -> str:
 
     Args:
         hf: the folder or config of the model.
-        names: the names of HF tensors, or canonical ones. Empty: those in the folder ``hf``, if it has weights.
+        names: HF names, or canonical names. If empty, the names in the folder ``hf`` are used, if it has weights.
     """
     provenance = provenance_of(hf)
     return _head_in(provenance, tuple(names) or (names_in(provenance.folder) if provenance.folder else ()))
@@ -285,7 +285,7 @@ def _head_in(provenance: Provenance, names: Collection[str]) -> str:
 
 
 def mapping(hf: HF, *, head: str = "lm", dialect: Dialect | None = None) -> WeightMapping:
-    """The weight mapping of a model: its rules, and the HF names that a checkpoint may have in addition, or may lack.
+    """The weight mapping of a model: its rules, and HF names that a checkpoint may have in addition, or may lack.
 
     Args:
         hf: a folder, a hub name in the local cache, or a ``PretrainedConfig``.
@@ -309,8 +309,10 @@ def config_in(
     """A copy of the HF config with ``dtype`` as the dtype of most weights.
 
     Args:
-        tied: whether an LM head is the embedding, which the config then says. For another head it is not changed.
-        names: all HF tensors of the folder, which decide how many MTP layers the config counts. None: as it was.
+        tied: whether the LM head is tied to the embedding; the config is set accordingly. For another head the field is
+            not changed.
+        names: all HF tensors of the folder, which determine the number of MTP layers in the config. None leaves it
+            unchanged.
     """
     hf = copy.deepcopy(provenance.hf)
     if provenance.head == "lm":
@@ -318,16 +320,16 @@ def config_in(
     if names is not None:
         _count_mtp(hf, provenance, names)
     config = replace(provenance, hf=hf).config
-    if hasattr(config, "quantization_config"):  # it describes the source; all that is written is plain
+    if hasattr(config, "quantization_config"):  # the field describes the source's encoding; written weights are plain
         del config.quantization_config
     setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", dtype_name(dtype))
     return config
 
 
 def _count_mtp(hf: PretrainedConfig, provenance: Provenance, names: Collection[str]) -> None:
-    """Have ``hf`` count the MTP layers among ``names``: engines look for as many as their config says.
+    """Set the number of MTP layers in ``hf`` by ``names``, since engines load as many as their config says.
 
-    If the family has no rules for them, it is not known how many there are, and the config counts all or none.
+    If the family has no rules for MTP layers, their number is unknown, and the config counts all or none.
     """
     fields = [name for name in MTP_COUNTS if getattr(hf, name, None) is not None]
     if not fields:
@@ -338,8 +340,8 @@ def _count_mtp(hf: PretrainedConfig, provenance: Provenance, names: Collection[s
     for name in fields:
         if (count := getattr(hf, name)) != len(layers) and (layers or (count and not held)):
             logger.warning(
-                "the config that is written says %s=%d, and not %d, as the files have %s MTP layers. A save copies "
-                "those that are not built from the folder of the model, if that folder has them for this depth",
+                "the written config has %s=%d instead of %d, since the files have %s MTP layers. A save copies MTP "
+                "layers that are not built from the folder of the model, if the folder has them for this depth",
                 *(name, len(layers), count, len(layers) or "no"),
             )
             setattr(hf, name, len(layers))

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 BUCKET_SLOTS = 16
-"""Tensors of this many slots are exported at once: more would only wait for the disk."""
+"""An export sends this many slots of tensors at once: more would only wait for the disk."""
 logger = logging.getLogger("mcore_bridge")
 WriterByName = dict[str, tuple[SafetensorsWriter, TensorSpec]]
 
@@ -61,34 +61,35 @@ def save_hf_checkpoint(
 ) -> Manifest:
     """Write sharded safetensors, index, config, and the tokenizer files of the folder that the model came from.
 
-    Tensors of parts that are not built are copied from that folder, byte by byte: those of a composite's tower, and of
-    MTP layers.
+    Tensors of parts that are not built (a composite's tower, MTP layers) are copied from that folder, byte by byte.
 
-    All ranks of the job call it together, with a ``folder`` on a file system that they share. It replaces the files of
-    an older checkpoint in one step. All other files, and the folder itself, stay as they are. One job writes at a time.
-    It may be the folder that the models came from, unless a tensor there would lose bits by a cast.
+    All ranks of the job call it together, with a ``folder`` on a file system that they share. The save replaces the
+    files of an older checkpoint in one step. All other files, and the folder itself, stay unchanged. Only one job
+    writes at a time. ``folder`` may be the folder that the models came from, unless a tensor there would lose bits by a
+    cast.
 
     Args:
         models: this rank's chunks, wrapped or not.
-        folder: made if it is not there.
+        folder: created if it does not exist.
         hf, head: deprecated; call ``adopt`` once for models that ``build_model`` did not make.
-        dtype: cast tensors to this; by default each is written in its own dtype.
+        dtype: cast tensors to this; by default each tensor keeps its dtype.
         dialect: the dialect of the experts, as for ``iter_hf_weights``.
-        keep: whether a config and a tokenizer in ``folder`` stay, such as those that a trainer has changed. In such a
-            config we set the dtype of the weights, and the class for a head other than the LM's. We also set the fields
-            that ``overrides=`` of ``build_model`` have changed.
+        keep: whether an existing config and tokenizer in ``folder`` stay, for example if a trainer has changed them. In
+            such a config we only set the dtype of the weights, the class for another head than an LM head, and the
+            fields that ``overrides=`` of ``build_model`` have changed.
         max_shard_bytes: upper limit on the size of a file, unless one tensor is larger.
-        slot_bytes: bytes that are written at once. Tensors on a GPU pass through host memory of some twelve times that.
+        slot_bytes: bytes that are written at once. Tensors on a GPU pass through about twelve times this amount of host
+            memory.
         merged: whether the adapters of models that have some are merged, as for ``iter_hf_weights``.
-        mtp: the fate of MTP layers that are not built. "carried": they are copied as they are in the folder of the
-            model, untouched by training. "dropped": they are left out. The config counts those that are written.
+        mtp: the fate of MTP layers that are not built. "carried": they are copied from the folder of the model,
+            unchanged by training. "dropped": they are left out. The config counts the written MTP layers.
 
     Returns:
         The manifest of what was written.
 
     Raises:
         CheckpointError: on every rank, when any rank cannot write, ranks pass different arguments, another job writes
-            to the same folder, or the carried tensors are changed meanwhile. The folder is then unchanged.
+            to this folder, or the folder of carried tensors changes during the save. The target is then unchanged.
 
     Example:
         >>> written = mb.save_hf_checkpoint(models, "run/step_100", dtype=torch.bfloat16)
@@ -96,13 +97,13 @@ def save_hf_checkpoint(
         (47, 333024)
     """
     world = Group(None)
-    with raise_on_all(world, f"{folder} was not written, and is as it was"):
+    with raise_on_all(world, f"{folder} was not changed"):
         target, provenance = target_of(folder), provenance_on(models, hf, head)
         require(CheckpointError, max_shard_bytes=(max_shard_bytes, COUNT), slot_bytes=(slot_bytes, COUNT))
     given: dict[str, Any] = {"dtype": dtype, "dialect": dialect, "head": head, "merged": merged}
     sizes = {"max_shard_bytes": max_shard_bytes, "slot_bytes": slot_bytes}
     require_alike(world, {"hf": identity(provenance), **given, "keep": keep, **sizes, "mtp": mtp})
-    together = partial(raise_on_all, world, f"{target} was not written, and is as it was")
+    together = partial(raise_on_all, world, f"{target} was not changed")
     bucket_bytes = BUCKET_SLOTS * slot_bytes
     with updating_by_all(world, target) as update, ExitStack() as stack:
         with together():
@@ -133,7 +134,7 @@ def save_hf_checkpoint(
 
 @functools.cache
 def _warn(message: str) -> None:
-    """Warn once in a process, because a run saves many times."""
+    """Warn once in a process, since a run saves many times."""
     logger.warning(message)
 
 
@@ -159,7 +160,7 @@ def open_files(shards: Sequence[FileShard], folder: Path, stack: ExitStack) -> W
 def write_pairs(pairs: Iterator[tuple[str, Tensor]], writers: WriterByName, slot_bytes: int) -> None:
     """Write this rank's tensors as they come, and skip all others."""
     waiting = dict(writers)
-    # The iterator is closed explicitly: an error keeps its frames alive, and other ranks would wait for this one.
+    # The iterator is closed explicitly: an error keeps its frames alive, and other ranks would wait for this rank.
     with Staging(slot_bytes) as staging, closing(pairs):  # type: ignore[type-var]  # a generator, as it promises
         for name, tensor in pairs:
             if name not in waiting:
@@ -176,7 +177,7 @@ def write_pairs(pairs: Iterator[tuple[str, Tensor]], writers: WriterByName, slot
 
 
 def _write_tensor(tensor: Tensor, write: Callable[[int, Tensor], None], staging: Staging) -> None:
-    """Have threads write a tensor: from its own memory, or from a slot to which it is copied if it is on a GPU."""
+    """Let threads write a tensor: from its own memory, or from a slot to which it is copied if it is on a GPU."""
     flat = tensor.contiguous().flatten().view(torch.uint8)
     for start in range(0, flat.nbytes, staging.slot_bytes):
         piece = flat[start : start + staging.slot_bytes]
@@ -192,7 +193,7 @@ def _write_tensor(tensor: Tensor, write: Callable[[int, Tensor], None], staging:
 def _write_rest(
     shards: Sequence[FileShard], specs: Manifest, provenance: Provenance, staging: Path, kept: Path | None
 ) -> None:
-    """Write all files but those of tensors. If ``kept`` has a config or a tokenizer, these stay."""
+    """Write all files except files of tensors. If ``kept`` has a config or a tokenizer, these stay."""
     write_index(staging, {shard.name: shard.tensors for shard in shards})
     names = os.listdir(kept) if kept is not None and kept.is_dir() else []
     copy_companions(provenance.folder, staging, kept=names)
@@ -202,7 +203,9 @@ def _write_rest(
 
 
 def _config_of(specs: Manifest, provenance: Provenance) -> PretrainedConfig:
-    """The HF config of the manifest: with its dtype, and for a head other than the LM's, with the class that has it."""
+    """The HF config for the manifest: with its dtype and, for another head than an LM head, with the class of that
+    head.
+    """
     largest = max(specs, key=lambda spec: spec.num_bytes)
     names = [spec.name for spec in specs]
     hf = config_in(provenance, largest.dtype, tied=provenance.lm_head not in names, names=names)
@@ -218,12 +221,12 @@ def _config_of(specs: Manifest, provenance: Provenance) -> PretrainedConfig:
 
 
 def _loses_head(provenance: Provenance) -> bool:
-    """Whether a model without a head comes from a causal LM with one of its own, whose class would look for it."""
+    """Whether a model without a head comes from a causal LM with an untied head, whose class would expect the head."""
     folder = provenance.folder
     return not provenance.hf.tie_word_embeddings and (folder is None or head_of(folder) == "lm")
 
 
 def _stem(hf: PretrainedConfig) -> str:
-    """What the names of the classes of a family in transformers begin with."""
+    """The prefix of the class names of a family in transformers."""
     name: str = (hf.architectures or ["For"])[0]
     return name.split("For")[0].removesuffix("Model")

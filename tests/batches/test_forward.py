@@ -1,4 +1,4 @@
-"""``forward`` on any mesh: log-probs, entropies and values of an unpacked batch are those of transformers' logits."""
+"""``forward`` on any mesh: log-probs, entropies and values of a batch equal those from transformers' logits."""
 
 import contextlib
 import re
@@ -26,7 +26,7 @@ assert len(LENGTHS) == BATCH
 
 
 def run(hf, dims, options):
-    """What this rank says; or how the mesh was refused."""
+    """The outputs of this rank, or the error that refused the mesh."""
     dims.initialize(device="cpu")
     try:
         models = mb.build_model(hf, dims=dims, dtype=torch.float32, device="cpu", load_weights=random_state(hf))
@@ -41,7 +41,7 @@ def run(hf, dims, options):
 
 
 def check(name, dims, **options):
-    """Compare on every rank; or say how the mesh was refused."""
+    """Compare on every rank, or return the error that refused the mesh."""
     hf, reference = zoo.cases()[name].hf, reference_of(name)
     expected = expected_of(reference, hf, options.get("temperature", 1.0))
     for found in pool.run(dims.smallest_world, run, hf, dims, options):
@@ -88,7 +88,7 @@ def test_ranks_that_do_not_divide_megatrons_table_of_positions():
 
 
 def of_replicas(dims, dispatcher, batches, options):
-    """What this rank's replica says of its batch, the numbers of rows of the zoo's."""
+    """The outputs of this rank's replica for the rows with these numbers."""
     hf = zoo.cases()["qwen3_moe"].hf
     with stepping.mesh(dims):
         how = {"dims": dims, "dtype": torch.float32, "device": "cpu", "load_weights": random_state(hf)}
@@ -111,7 +111,7 @@ BALANCED = {
 
 
 def balanced(kind, dims, ways):
-    """What routers learn of one batch, padded in each of some ways: gradients, and tokens of each expert."""
+    """Gradients of routers and tokens of each expert, for one batch that is padded in several ways."""
     name, overrides = BALANCED[kind]
     hf, found = zoo.cases()[name].hf, []
     for options in ways:
@@ -119,7 +119,7 @@ def balanced(kind, dims, ways):
             how = {"dims": dims, "dtype": torch.float32, "device": "cpu", "load_weights": random_state(hf)}
             models = mb.build_model(hf, **how, overrides=overrides)
             wrapped = stepping.wrap(models)
-            models[0].config.finalize_model_grads_func = None  # which takes the counts to other places
+            models[0].config.finalize_model_grads_func = None  # it moves the counts to other places
             try:
                 mb.forward(wrapped, *batch_of(hf), loss=lambda out, rows: out.log_probs.sum() * 0, **options)
             except BatchError as error:
@@ -166,7 +166,7 @@ SHARED = [mb.ParallelDims(ep=2), mb.ParallelDims(tp=2, ep=4, sp=True), mb.Parall
 @pytest.mark.parametrize("dims", SHARED, ids=str)
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 def test_replicas_that_share_experts_have_tokens_of_their_own(dispatcher, dims, packed):
-    """Of different lengths: one dispatcher of megatron-core asks for these, the other would wait for ever."""
+    """The batches have different lengths: one dispatcher of megatron-core supports this, the other would hang."""
     hf, reference = zoo.cases()["qwen3_moe"].hf, reference_of("qwen3_moe")
     expected, _ = expected_of(reference, hf)
     options = {"packed": packed}
@@ -215,7 +215,7 @@ RECOMPUTED = {
 
 
 def gradients(name, dims, modules):
-    """Of all parameters, where what some modules compute is computed again on the way back."""
+    """The gradients of all parameters, with recompute of some modules."""
     hf = zoo.cases()[name].hf
     again = {"recompute_granularity": "selective", "recompute_modules": modules} if modules else {}
     with stepping.mesh(dims):
@@ -264,7 +264,7 @@ def test_a_batch_that_one_replica_cannot_take_raises_on_all_that_share_its_exper
     batches = [torch.ones(2, 3, dtype=torch.int64), batch]
     found = pool.run(dims.smallest_world, refused_somewhere, dims, batches, timeout=60)
     assert all(message in each for each in found)
-    assert sum("found one that refuses its own, rank" in each for each in found) == len(found) // 2
+    assert sum("found a rank that refuses its own, rank" in each for each in found) == len(found) // 2
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_temperature_and_fp8_sizes():
 
 
 def run_with_mistake(hf, dims, mistake):
-    """What this rank says when a mistake is planted."""
+    """The result of this rank with a planted mistake."""
     kept = packing._params, packing.lay_out
     try:
         if mistake == "sequences run into each other":
@@ -327,7 +327,7 @@ HF = tiny("qwen3", num_key_value_heads=2, num_hidden_layers=4, vocab_size=97)
 
 
 def weights_of(shape):
-    """What each token's log-probability and entropy count in a loss."""
+    """The weights of each token's log-probability and entropy in a loss."""
     return torch.randn(2, *shape, generator=torch.Generator().manual_seed(5))
 
 
@@ -337,7 +337,7 @@ def loss_of(log_probs, entropies, rows):
 
 
 def by_forward(dims, options):
-    """Gradients that ``forward`` leaves in mcore's DDP, by HF name, and what it says."""
+    """Gradients that ``forward`` leaves in mcore's DDP, by HF name, and its outputs."""
     with stepping.mesh(dims):
         chunks = mb.build_model(HF, dims=dims, dtype=torch.float32, device="cpu", load_weights=random_state(HF))
         found = mb.forward(
@@ -351,7 +351,7 @@ def by_forward(dims, options):
 
 
 def by_hand():
-    """The same of one rank that gives each row to the model without padding, and no microbatches."""
+    """Gradients and outputs of one rank, which passes each row to the model without padding and microbatches."""
     ids, _ = batch_of(HF)
     with stepping.mesh(mb.ParallelDims()):
         (model,) = mb.build_model(HF, dtype=torch.float32, device="cpu", load_weights=random_state(HF))
@@ -391,7 +391,7 @@ def test_gradients_are_those_of_unpadded_rows(dims, packed, size):
 
 
 UNEVEN = torch.tensor([7, 3, 6])
-"""Lengths of three rows of seven places, which no size of microbatches and no mesh divides."""
+"""Lengths of three rows of seven tokens. No microbatch size and no mesh divides three or seven."""
 SIZES = [
     (mb.ParallelDims(), 2, True),
     (mb.ParallelDims(pp=2, vp=2), 1, True),  # of four microbatches that fill the rounds, one is of padding alone
@@ -417,7 +417,7 @@ def uneven_loss(log_probs, entropies, rows):
 
 
 def uneven_by_forward(dims, size, packed):
-    """What a mesh makes of three rows, and the gradients."""
+    """Outputs of a mesh for three rows, and the gradients."""
     ids, mask, _ = uneven_batch()
     with stepping.mesh(dims):
         chunks = mb.build_model(HF, dims=dims, dtype=torch.float32, device="cpu", load_weights=random_state(HF))
@@ -428,7 +428,7 @@ def uneven_by_forward(dims, size, packed):
 
 
 def uneven_by_hand(size):
-    """The same of one rank that gives each row to the model without padding."""
+    """Outputs and gradients of one rank, which passes each row to the model without padding."""
     ids, _, _ = uneven_batch()
     with stepping.mesh(mb.ParallelDims()):
         (model,) = mb.build_model(HF, dtype=torch.float32, device="cpu", load_weights=random_state(HF))
@@ -446,7 +446,7 @@ def uneven_by_hand(size):
 
 @pytest.mark.parametrize(("dims", "size", "packed"), SIZES, ids=str)
 def test_three_rows_that_no_microbatch_and_no_mesh_divides(dims, size, packed):
-    """Outputs are those of each row by itself, and gradients those of the mean over microbatches."""
+    """Outputs equal those of each row alone, and gradients those of the mean over microbatches."""
     (expected,) = pool.run(1, uneven_by_hand, size)
     for found in pool.run(dims.smallest_world, uneven_by_forward, dims, size, packed):
         for ours, theirs in zip(found[:2], expected[:2], strict=True):
@@ -504,7 +504,7 @@ LOSSES = {
 
 
 def losses_that_are_none(dims):
-    """How each of them ends on this rank, with which the same ranks go on."""
+    """The end of each call on this rank; the same ranks make all calls."""
     with stepping.mesh(dims):
         chunks = mb.build_model(HF, dims=dims, dtype=torch.float32, device="cpu", load_weights=random_state(HF))
         wrapped, found = stepping.wrap(chunks), []
@@ -548,7 +548,7 @@ OTHERS = {
 
 
 def other_calls(dims):
-    """How the ranks of a replica raise of which the last one calls with another argument than the rest."""
+    """The errors of the ranks of a replica in which the last rank passes another argument than the others."""
     with stepping.mesh(dims):
         chunks = mb.build_model(HF, dims=dims, dtype=torch.float32, device="cpu", load_weights=random_state(HF))
         ids, mask = batch_of(HF)
@@ -592,7 +592,7 @@ def test_ranks_of_a_replica_that_call_with_other_arguments_all_raise(dims):
 
 
 def under_other_defaults():
-    """Whether outputs of two stages are the same whatever torch's default dtype is."""
+    """Whether outputs of two stages do not depend on torch's default dtype."""
     dims = mb.ParallelDims(pp=2)
     with stepping.mesh(dims):
         chunks = mb.build_model(HF, dims=dims, dtype=torch.float32, device="cpu", load_weights=random_state(HF))
@@ -612,7 +612,7 @@ def test_outputs_do_not_depend_on_torchs_default_dtype():
 
 
 def other_chunks(folder):
-    """How calls end to which the last rank, or every rank, gives other chunks than it has, in the order of calls."""
+    """The ends of calls in which the last rank, or every rank, passes wrong chunks, in the order of calls."""
     dims, said = mb.ParallelDims(pp=2, vp=2), []
     with stepping.mesh(dims):
         chunks = mb.build_model(HF, dims=dims, dtype=torch.float32, device="cpu", load_weights=random_state(HF))
@@ -725,7 +725,7 @@ def test_a_bias_that_never_moves_balances_nothing():
 
 
 def test_routers_of_megatron_core_that_learn_are_refused():
-    """Ours leave padding out; without gradients nothing is counted."""
+    """Our routers do not count padding; without gradients nothing is counted."""
     rate = {"moe_router_bias_update_rate": 1e-3}
     config = mb.to_transformer_config(zoo.cases()["deepseek_v3"].hf, overrides=rate)
     chunk = SimpleNamespace(config=config, parallel_output=True)

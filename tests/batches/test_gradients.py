@@ -1,4 +1,4 @@
-"""Gradients that ``forward`` leaves are those of one rank, on every mesh, with megatron-core's DDP or without."""
+"""Gradients after ``forward`` equal those of one rank, on every mesh, with and without megatron-core's DDP."""
 
 import pytest
 import torch
@@ -73,7 +73,7 @@ def gradients_of(chunks, name, factor):
 
 @pytest.mark.parametrize(("name", "world", "dims"), [each for each in CASES if each[0] in NAMES], ids=str)
 def test_gradients_are_those_of_one_rank(name, world, dims):
-    """Of replicas, those of the mean; of accumulated ones, the sum. Norms are not 1, and no two values are equal."""
+    """Over replicas the mean counts, over accumulated batches the sum. Norms are not 1, and no two values are equal."""
     replicas = world // (dims.tp * dims.cp * dims.pp)
     (((expected,)),) = pool.run(1, steps, name, D(), replicas, [False])
     for bare, wrapped in pool.run(world, steps, name, dims, replicas, [False, True]):

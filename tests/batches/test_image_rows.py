@@ -78,7 +78,7 @@ def _said(forward: Callable[[], Any]) -> str:
 
 
 def wrong_rows(folder: Path, batch: Any, sizes: dict[str, int]) -> list[str]:
-    """Runs in each worker: how each of ``WRONG`` ends, with which the same ranks go on."""
+    """Runs in each worker: the end of each of ``WRONG``; the same ranks make all calls."""
     ids, mask, images, _ = batch
     dims = mb.ParallelDims(**sizes)
     with stepping.mesh(dims):
@@ -113,7 +113,7 @@ def test_a_row_has_one_size_for_each_image(name: str) -> None:
 
 
 def other_images(folder: Path, batch: Any, sizes: dict[str, int]) -> list[str]:
-    """Runs in each of two workers, of which the second has other images than the first."""
+    """Runs in each of two workers; the second has other images than the first."""
     ids, mask, images, _ = batch
     dims = mb.ParallelDims(**sizes)
     types = token_types(seeing.reference(folder).config, ids)
@@ -143,7 +143,7 @@ def test_ranks_of_a_replica_that_have_other_images_all_raise(sizes: dict[str, in
 
 
 def two_forms(folder: Path, batch: Any, sizes: dict[str, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Runs in each worker: log-probs of a list for rows, of one mapping, and of one with types."""
+    """Runs in each worker: log-probs with a list for rows, with one mapping, and with one mapping that has types."""
     ids, mask, images, _ = batch
     dims = mb.ParallelDims(**sizes)
     with stepping.mesh(dims), torch.no_grad():

@@ -19,7 +19,7 @@ from tests.zoo.plain import PHI, longrope
 ORIGINAL = 14
 """Sequences that are longer have other frequencies."""
 LENGTHS = (15, 5, 13, 23, 14)
-"""In microbatches of two rows, short ones beside long ones. Context parallelism pads 13 and 14 tokens to more."""
+"""Microbatches of two rows have a short and a long row. Context parallelism pads 13 and 14 tokens."""
 DYNAMIC = {**rope("dynamic", factor=4.0), "max_position_embeddings": ORIGINAL}
 D = mb.ParallelDims
 CASES = {
@@ -55,7 +55,7 @@ def batch():
 
 @cache
 def expected(name):
-    """Of transformers for each row alone, the shortest first: its dynamic rope remembers longer ones."""
+    """The results of transformers for each row alone, the shortest first: its dynamic rope remembers longer rows."""
     ids, mask = batch()
     with tempfile.TemporaryDirectory() as folder:
         model = reference_model(config_of(name), folder)
@@ -87,7 +87,7 @@ def said(name, dims, overrides):
 
 
 def run(name, dims, overrides):
-    """What the ranks say, with the log-probs of transformers; and the gradients of each."""
+    """The outputs of the ranks, with the log-probs of transformers; and the gradients of each."""
     wanted, ranks = expected(name), pool.run(dims.smallest_world, said, name, dims, overrides)
     for found, _ in ranks:
         for log_probs, form in zip(found, ("packed", "in rows"), strict=True):

@@ -19,7 +19,7 @@ from tests.support import pool
 
 @st.composite
 def batches(draw):
-    """A mask of any kind (left, right, holes, empty rows), tokens that tell places apart, a mesh, and options."""
+    """A mask of any kind (left, right, holes, empty rows), a different token at each place, a mesh, and options."""
     rows, seq = draw(st.integers(1, 5)), draw(st.integers(1, 13))
     mask = torch.tensor(draw(st.lists(st.booleans(), min_size=rows * seq, max_size=rows * seq))).view(rows, seq)
     tp, cp = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 3]))
@@ -33,7 +33,7 @@ def batches(draw):
 
 
 def dealt(cp, tokens):
-    """The places of each rank's tokens in a sequence, told in another way."""
+    """The places of each rank's tokens in a sequence, computed in another way."""
     chunks = torch.arange(tokens).chunk(2 * cp) if cp > 1 else [torch.arange(tokens)]
     return [torch.cat((chunks[r], chunks[2 * cp - 1 - r])) if cp > 1 else chunks[0] for r in range(cp)]
 
@@ -184,7 +184,7 @@ def peaks(num_tokens, vocab, chunk):
 
 
 def peak_of(function):
-    """What a function gives, and the most bytes that it has taken and not given back."""
+    """The result of a function, and the most bytes that it held at once."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         found = function()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -227,7 +227,7 @@ def test_the_temperature_is_one_by_default():
 
 
 def ignoring(logits, labels, keep):
-    """What labels of -100 leave on this rank: both results, and the gradient of its logits."""
+    """The effect of labels of -100 on this rank: both results, and the gradient of its logits."""
     own = logits.chunk(dist.get_world_size(), -1)[dist.get_rank()].clone().requires_grad_()
     found = mb.log_probs(own, labels.masked_fill(~keep, -100), vocab_size=VOCAB, group=dist.group.WORLD)
     (found[0].sum() + found[1].sum()).backward()

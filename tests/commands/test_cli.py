@@ -1,4 +1,4 @@
-"""The command as users run it: what is right passes, what is off gives exit code 1 and one message that says why."""
+"""Run the command as users do: correct input passes; wrong input gives exit code 1 and one message with the reason."""
 
 import json
 import os
@@ -218,7 +218,7 @@ def remove_the_config(folder: Path) -> None:
         (truncate, "truncated"),
         (remove_a_shard, "names files that are missing"),
         (remove_a_tensor, "missing ['model.norm.weight']"),
-        (change_a_size, "is this the checkpoint of this config?"),
+        (change_a_size, "load the checkpoint of this config"),
         (unknown_architecture, "'xglm'. Nearest names"),
         (unknown_activation, "hidden_act must be one of"),
         (remove_the_config, "config.json"),
@@ -350,7 +350,7 @@ def test_a_rank_that_leaves_ends_the_others(leaver: int, world_size: int, said: 
     start = time.monotonic()
     with pytest.raises(RankError, match=said):
         run_ranks(_wait_for_all, leaver, world_size=world_size, device="cpu", on_event=lambda *event: None)
-    assert time.monotonic() - start < 120  # not the half hour of a process group
+    assert time.monotonic() - start < 120  # much less than the timeout of a process group, half an hour
 
 
 def test_help_is_quick() -> None:

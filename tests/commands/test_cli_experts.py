@@ -1,4 +1,4 @@
-"""The command on models with experts and MTP layers: what it shows, and what it says of a checkpoint that is off."""
+"""The command on models with experts and MTP layers: its output, and its errors for wrong checkpoints."""
 
 import json
 import xml.etree.ElementTree as ElementTree

@@ -1,4 +1,4 @@
-"""What ``plan`` says of an export is what a program does; and planning costs parameters, not bytes or messages."""
+"""``plan`` predicts exactly what an export does; planning time grows with parameters, not with bytes or messages."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -106,7 +106,7 @@ QWEN3_32B = {"vocab_size": 151936, "hidden_size": 5120, "intermediate_size": 256
 
 @pytest.mark.parametrize("dims", [ParallelDims(tp=4, sp=True), ParallelDims(tp=2, pp=2, sp=True), ParallelDims(pp=4)])
 def test_messages_are_large_but_beside_an_embedding_that_takes_most_of_the_memory(dims: ParallelDims) -> None:
-    """An embedding of 1.6 GB once made all of them small, of which there were 328, and yet took 2.4 GB."""
+    """A former version made 328 small messages because of an embedding of 1.6 GB, and yet took 2.4 GB."""
     hf = tiny("llama", **QWEN3_32B, num_attention_heads=64, num_key_value_heads=8, head_dim=128)
     plan = plan_mesh(
         make_blueprint(hf, BuildOptions(dims=dims, dtype=torch.bfloat16, device="meta")), world_size=dims.smallest_world
@@ -321,7 +321,7 @@ def test_the_cost_of_planning_does_not_depend_on_the_number_of_messages() -> Non
 
 @pytest.mark.parametrize("dims", [ParallelDims(ep=4), ParallelDims(tp=2, pp=2, sp=True)], ids=str)
 def test_the_number_of_messages_depends_on_bytes_and_bucket_size_alone(dims: ParallelDims) -> None:
-    """Whether they are those of few experts or many, of few layers or many."""
+    """The number is equal for few and many experts, and for few and many layers."""
     found = []
     for experts, width, num_layers in ((8, 256, 4), (32, 64, 4), (128, 16, 4), (32, 32, 8)):
         hf = sparse(num_layers, num_experts=experts, moe_intermediate_size=width, mlp_only_layers=[])

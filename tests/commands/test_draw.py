@@ -1,4 +1,4 @@
-"""``draw``: whatever transformers builds gets weights that can be told apart, and a folder with weights keeps them."""
+"""``draw``: every model that transformers builds gets distinct weights; a folder that has weights is not changed."""
 
 import json
 from pathlib import Path

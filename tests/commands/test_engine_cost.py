@@ -1,4 +1,4 @@
-"""What ``plan`` says of feeding engines is what the programs of all ranks do, and what really travels."""
+"""``plan`` predicts exactly which transfers to engines all ranks make, and how many bytes they send."""
 
 from pathlib import Path
 from typing import Any

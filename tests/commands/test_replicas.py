@@ -1,4 +1,4 @@
-"""The inventories that ``plan`` derives are those of the real models of all ranks, on every mix of axes."""
+"""The inventories that ``plan`` derives equal the inventories of real models of all ranks, for every mix of axes."""
 
 import math
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What scripts read: one object on stdout, with the keys that the page of the command line lists, and nothing else."""
+"""Output for scripts: stdout has one JSON object, whose keys the page of the command line lists, and nothing else."""
 
 import json
 import re

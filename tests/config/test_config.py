@@ -28,7 +28,7 @@ MATTER = {  # fields that must change what is built; raising would not do
 
 
 def _mutated(name: str, value: object) -> object:
-    """Another value, of a type that transformers takes for this field."""
+    """Another value, of a type that transformers accepts for this field."""
     special = {"hidden_act": "relu", "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 3}
     if name in special:
         return special[name]

@@ -1,4 +1,4 @@
-"""A rank that is killed: the others say which one it was, at once, whatever they were at."""
+"""If a rank is killed, the other ranks report its number at once, whatever they are doing."""
 
 import datetime
 import inspect
@@ -61,14 +61,14 @@ def survive(rank, folder, machines, seconds):
 
 
 def written(folder):
-    """What survivors have written by now."""
+    """The lines that the surviving ranks have written until now."""
     paths = [path for path in (Path(folder, "0"), Path(folder, "2")) if path.exists()]
     return [line for path in paths for line in path.read_text().splitlines()]
 
 
 @pytest.mark.parametrize(
     ("machines", "seconds", "words"),
-    [("aab", 30.0, r"these have ended: 1 \(process {pid} on "), ("abc", 0.1, "Which one is not known")],
+    [("aab", 30.0, r"these ranks of the job have ended: 1 \(process {pid} on "), ("abc", 0.1, "Its number is unknown")],
     ids=["one sees it and tells", "nobody sees it"],
 )
 def test_survivors_say_who_was_lost_as_far_as_they_can_know(tmp_path, machines, seconds, words):

@@ -1,4 +1,4 @@
-"""Overrides of what HF configs say come back in the config that is saved, or raise; those of trainers are all taken."""
+"""Overrides of HF configs are in the saved config, or raise; all overrides of trainers' examples are accepted."""
 
 import json
 import tempfile
@@ -189,12 +189,12 @@ def test_what_is_saved_loads_again_and_computes_the_same(tmp_path: Path) -> None
 
 
 NOT_SAID: list[tuple[str, dict[str, Any], list[str]]] = [
-    ("llama", {"qk_layernorm": True, "add_qkv_bias": True}, ["qk_layernorm=True, where it is False", "add_qkv"]),
-    ("llama", {"softmax_scale": 0.5, "layernorm_epsilon": 0.5}, ["found softmax_scale=0.5, where it is None. R"]),
+    ("llama", {"qk_layernorm": True, "add_qkv_bias": True}, ["qk_layernorm=True, expected False", "add_qkv"]),
+    ("llama", {"softmax_scale": 0.5, "layernorm_epsilon": 0.5}, ["found softmax_scale=0.5, expected None. R"]),
     ("qwen3", {"num_attention_heads": 5}, ["num_attention_heads=5", "must be a multiple of num_key_value_heads"]),
-    ("llama", {"num_layers": "2"}, ["num_layers='2', where it is 4"]),
+    ("llama", {"num_layers": "2"}, ["num_layers='2', expected 4"]),
     ("qwen3", {"window_size": 7, "window_attn_skip_freq": 0}, ["window_attn_skip_freq must be a positive"]),
-    ("qwen3", {"layernorm_epsilon": float("nan")}, ["layernorm_epsilon=nan, where it is 1e-06"]),
+    ("qwen3", {"layernorm_epsilon": float("nan")}, ["layernorm_epsilon=nan, expected 1e-06"]),
     ("qwen2_moe", {"moe_shared_expert_intermediate_size": "x"}, ["moe_shared_expert_intermediate_size='x'"]),
     ("deepseek_v3", {"moe_layer_freq": [0, 1, 0, 1]}, ["moe_layer_freq must have dense layers first"]),
     ("deepseek_v3", {"moe_shared_expert_intermediate_size": 7}, ["=7 must be a multiple of 32, as HF counts"]),
@@ -208,7 +208,7 @@ NOT_SAID: list[tuple[str, dict[str, Any], list[str]]] = [
     ("mistral-window", {"window_attn_skip_freq": 2}, ["window_attn_skip_freq must be None, found 2"]),
     ("qwen2_moe", {"window_size": (4, 0)}, ["window_size must be None, found (4, 0)"]),
     ("cohere2_moe", {"moe_shared_expert_intermediate_size": 7}, ["=7 must be a multiple of"]),
-    ("cohere2_moe", {"no_rope_freq": [1, 1, 1, 1]}, ["no_rope_freq must be [0, 0, 0, 1]: here just the layers"]),
+    ("cohere2_moe", {"no_rope_freq": [1, 1, 1, 1]}, ["no_rope_freq must be [0, 0, 0, 1]: here only layers"]),
     ("falcon_h1", {"softmax_scale": "x"}, ["softmax_scale must be a number, found 'x'"]),
     ("nemotron_h", {"moe_layer_freq": [0, 0, 0, 0]}, ["moe_layer_freq must be [0, 1, 0, 0], as layers_block"]),
 ]

@@ -1,4 +1,4 @@
-"""Sizes of the mesh: what follows from them, and what is refused before anything is built."""
+"""Sizes of the mesh: derived values, and sizes that are refused before a model is built."""
 
 from typing import Any
 
@@ -90,13 +90,13 @@ def test_settings_of_none_mean_what_megatron_core_means_by_them() -> None:
         ({"pp": 2, "layout": "Et|tL", LAST: 1}, r"layout already says where every layer goes"),
         ({"pp": 2, "layout": "balanced", EMBEDDING: True}, r"layout already says where every layer goes"),
         ({"pp": 2, "vp": 2, "layout": "Et|tL"}, r"'Et\|tL' must have pp \* vp = 2 \* 2 = 4 stages, found 2"),
-        ({"pp": 2, "layout": "Ex|tL"}, r"not one that megatron-core reads: Invalid layer character: x"),
+        ({"pp": 2, "layout": "Ex|tL"}, r"cannot be read by megatron-core: Invalid layer character: x"),
         (
             {"pp": 2, "layout": "Et*9999999999|L"},
             r"^layout .* at most 100000 layers and stages, found 10000000002: correct a number",
         ),
         ({"pp": 2, "layout": "E(t*9999|)*9999L"}, r"at most 100000 layers and stages, found 99990002"),
-        ({"pp": 2, "layout": f"Et*{'9' * 9999}|L"}, r"not one that megatron-core reads: Exceeds the limit"),
+        ({"pp": 2, "layout": f"Et*{'9' * 9999}|L"}, r"cannot be read by megatron-core: Exceeds the limit"),
         ({"pp": 2, "layout": "|EtL"}, r"exactly one 'E', at the very start"),
         ({"pp": 2, "layout": "Et|Et"}, r"exactly one 'E', at the very start"),
         ({"pp": 2, "layout": "EtL|"}, r"exactly one 'L', at the very end"),

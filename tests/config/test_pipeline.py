@@ -1,4 +1,4 @@
-"""Stages are what megatron-core builds, or are refused: its own functions are asked for every drawn split."""
+"""Each stage has the layers that megatron-core's functions compute, for every drawn split, or the split is refused."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What is published loads: configs of checkpoints on the hub, as their publishers wrote them."""
+"""Configs of published checkpoints load, as their publishers wrote them."""
 
 import json
 from pathlib import Path

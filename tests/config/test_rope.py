@@ -240,7 +240,7 @@ def test_queries_grow_with_their_place_where_the_rope_says_how() -> None:
 
 
 def test_an_overridden_base_is_said_in_all_spellings() -> None:
-    """transformers 4 gives GPT-NeoX fields of its own for it."""
+    """transformers 4 has other fields for it in GPT-NeoX."""
     hf = make_blueprint(
         cases()["gpt_neox"].hf, BuildOptions(dims=ParallelDims(), dtype=torch.float32, overrides={"rotary_base": 5e4})
     ).hf

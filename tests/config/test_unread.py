@@ -1,4 +1,4 @@
-"""Fields that no code of transformers reads are accepted and named; a recorder says what that code reads."""
+"""Fields that no code of transformers reads are accepted and named; a recorder finds the fields that are read."""
 
 import json
 import logging
@@ -55,7 +55,7 @@ def test_what_transformers_reads_counts_as_read(model_type: str) -> None:
 
 
 def test_a_reader_that_looks_into_fewer_places_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted mistakes: the shared modules are left out, or the family's own, or attributes of configs."""
+    """The planted mistakes: the reader skips shared modules, modules of the family, or attributes of configs."""
     hf = CASES["llama"]
     names = recorded(hf)
     monkeypatch.setattr(static, "_read_by_family", static._read_by_family.__wrapped__)  # nothing is kept

@@ -1,4 +1,4 @@
-"""HF folders to checkpoints of megatron-core and back: the same bits, whoever wrote them, and however often."""
+"""Converting HF folders to megatron-core checkpoints and back keeps all bits, for any writer and number of times."""
 
 import json
 import os
@@ -69,7 +69,7 @@ def test_layers_for_multi_token_prediction_come_back_when_they_are_asked_for(nam
 
 
 def read_and_write(sources: list[Path], converted: list[Path], folders: list[Path]) -> None:
-    """megatron-core loads what was converted, with no help of ours, and writes it as its trainers do."""
+    """megatron-core alone loads the converted checkpoint, and writes it as its trainers do."""
     from megatron.core import dist_checkpointing
 
     stepping.let_megatron_save()
@@ -310,10 +310,12 @@ def test_folders_with_nothing_to_convert_say_what_was_expected(tmp_path):
     with pytest.raises(CheckpointError, match=r"a config\.json, but neither \*\.safetensors nor .*save_pretrained"):
         convert(older, tmp_path / "back", on_event=quiet)
     source = small(tmp_path / "hf")
-    with pytest.raises(CheckpointError, match="hf is a folder of HF, not of megatron-core: load it by load_hf_weights"):
+    with pytest.raises(
+        CheckpointError, match="hf is an HF folder, not a checkpoint of megatron-core: load it by load_hf_weights"
+    ):
         find_checkpoint(source)
     for source in (tmp_path / "mistyped", older / "config.json"):
-        with pytest.raises(CheckpointError, match=f"{source.name} is no folder: expected one of HF, or"):
+        with pytest.raises(CheckpointError, match=f"{source.name} is no folder: expected an HF folder, or"):
             convert(source, tmp_path / "back", on_event=quiet)
 
 
@@ -350,7 +352,7 @@ def test_what_does_not_fit_is_named(tmp_path):
     ("part", "message"),
     [
         (lambda numbers: numbers.flip(0), "w has rows of a parameter in another order"),
-        (lambda numbers: numbers[:2], "does not say where all of w goes"),
+        (lambda numbers: numbers[:2], "gives no location for a part of w"),
     ],
 )
 def test_what_a_later_megatron_core_may_split_otherwise_is_refused(part, message):

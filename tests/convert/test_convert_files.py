@@ -372,7 +372,9 @@ def test_a_folder_that_is_not_whole_is_not_taken_for_one(tmp_path):
     release = tmp_path / "files" / "release"
     other = small(tmp_path / "other")
     for place, kind in ((source, "hf"), (tmp_path / "files", "torch")):
-        with pytest.raises(CheckpointError, match=f"holds a checkpoint of kind {kind}, whose config.json one of kind"):
+        with pytest.raises(
+            CheckpointError, match=f"holds a checkpoint of kind {kind}, whose config.json a checkpoint of kind"
+        ):
             convert(other, place, on_event=quiet)
     first, path = (release / f"mp_rank_{rank}_002" / NAME for rank in ("00", "01"))
     kept, other_rank = path.read_bytes(), torch.load(first, weights_only=True)["model"]

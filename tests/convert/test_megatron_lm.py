@@ -1,4 +1,4 @@
-"""Checkpoints that Megatron-LM loads by itself. Its code has to be there: docs/guide/checkpoints.md says how."""
+"""Megatron-LM itself loads the checkpoints. Its code must be installed, as in docs/guide/checkpoints.md."""
 
 import importlib.util
 from argparse import ArgumentParser

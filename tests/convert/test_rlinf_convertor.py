@@ -186,7 +186,7 @@ def test_what_was_made_of_something_else_is_not_taken(tmp_path):
 def test_the_next_run_opens_no_file_of_weights(tmp_path):
     folder, _ = source(TIED, tmp_path / "hf")
     convert_hf_to_mg(folder, asked(tmp_path / "mg", tp=2))
-    for path in (tmp_path / "hf").glob("*.safetensors"):  # unreadable now, and the same by size and time
+    for path in (tmp_path / "hf").glob("*.safetensors"):  # unreadable now, with unchanged size and time
         seen = path.stat()
         path.write_bytes(bytes(seen.st_size))
         os.utime(path, ns=(seen.st_atime_ns, seen.st_mtime_ns))
@@ -228,7 +228,7 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(torch, "save", full)
-        with pytest.raises(CheckpointError, match=r"cannot write to .*no space left.*it is as it was"):
+        with pytest.raises(CheckpointError, match=r"cannot write to .*no space left.*it was not changed"):
             convert_hf_to_mg(folder, asked(tmp_path / "mg", tp=2))
     assert sorted(path.name for path in tmp_path.iterdir()) == [".mg.lock", "hf"]
     convert_hf_to_mg(folder, asked(tmp_path / "mg", tp=2))
@@ -249,7 +249,7 @@ def test_a_source_that_does_not_fit_is_refused_before_anything_is_written(tmp_pa
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"unknown": 1}, ConfigError, r"found \['unknown'\]"),
+        ({"unknown": 1}, ConfigError, r"unknown keys \['unknown'\]"),
         ({"save_path": None}, ConfigError, "must have a save_path"),
         ({"grouped_gemm": "legacy"}, ConfigError, "grouped_gemm must be None or 'te'"),
         ({"te_ln_add_extra_state": "zeros"}, ConfigError, "te_ln_add_extra_state must be one of"),

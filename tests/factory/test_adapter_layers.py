@@ -1,4 +1,4 @@
-"""Adapters of layers as TransformerEngine has them, fed with what its layers get and return; they do not run here."""
+"""Adapters of TransformerEngine's layers, which do not run here: the tests pass inputs and outputs of the layers."""
 
 from unittest import mock
 

@@ -1,4 +1,4 @@
-"""Whole steps with adapters: megatron-core's DDP and distributed optimizer, held against ``peft`` with torch's Adam."""
+"""Whole steps with adapters: megatron-core's DDP and distributed optimizer, compared with ``peft`` and torch's Adam."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ MESHES: dict[int, list[dict[str, Any]]] = {
 
 
 def steps(folder, meshes, targets, dialect, values):
-    """Runs in each worker: for each mesh the loss, the norm, the adapters after a step, and the shards of this rank."""
+    """Run in each worker: for each mesh the loss, the norm, the adapters after a step, and this rank's shards."""
     found = []
     for sizes in meshes:
         dims = ParallelDims(**sizes)

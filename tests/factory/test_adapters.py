@@ -114,7 +114,7 @@ def drawn(folder, meshes):
             add_adapters(chunks, rank=2, alpha=1, targets=DENSE)
             with pytest.raises(ConfigError, match="one set is supported"):
                 add_adapters(chunks, rank=2, alpha=1, targets=DENSE)
-            with pytest.raises(BridgeError, match="would pass for the trained model"):
+            with pytest.raises(BridgeError, match="could be mistaken for the trained model"):
                 to_hf_state_dict(chunks)
             layer = chunks[0].decoder.layers[1].self_attention
             found.append([linear.adapter.linear_in.weight.detach() for linear in (layer.linear_qkv, layer.linear_proj)])
@@ -143,7 +143,7 @@ def test_what_has_no_adapters_is_named():
 
 
 def of_no_layer():
-    """What two stages say to a target that other models of the family have, and whether all is frozen."""
+    """The errors of two stages for a target that only other models of the family have; and whether all is frozen."""
     dims = ParallelDims(pp=2)
     with stepping.mesh(dims):
         chunks = build_model(zoo.cases()["deepseek_v3-dense"].hf, dims=dims, device="cpu", load_weights=False)

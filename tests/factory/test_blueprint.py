@@ -1,4 +1,4 @@
-"""A config that is changed in place, as trainers do, passes the checks of overrides and stays the same object."""
+"""Trainers change a config in place: the changes pass the checks of overrides, and the config stays one object."""
 
 import dataclasses
 from typing import Any
@@ -32,7 +32,7 @@ def blueprint_of(hf: Any = HF, **overrides: object) -> Blueprint:
 
 
 def values(blueprint: Blueprint) -> dict[str, object]:
-    """All that two blueprints of one model could differ in, but for functions that are made anew each time."""
+    """All fields in which two blueprints of one model could differ, except functions that each blueprint creates."""
     held = {**vars(blueprint.config), **blueprint.gpt_arguments}
     return {name: value for name, value in held.items() if not callable(value)}
 
@@ -105,7 +105,7 @@ def test_a_change_that_makes_another_model_is_refused(hf: Any, name: str, value:
 
 
 def test_every_field_of_a_drawn_config_is_noted() -> None:
-    """What is not noted could be changed without a check."""
+    """A field that is not noted could be changed without a check."""
     drawn = blueprint_of()
     assert {field.name for field in dataclasses.fields(drawn.config)} <= drawn.initial.keys()
     assert changes_of(drawn) == {}

@@ -1,4 +1,4 @@
-"""What ``build_model`` gives and refuses: on one process, and where it takes more, on the pool."""
+"""Results and refusals of ``build_model``: on one process or, if several ranks are needed, on the pool."""
 
 import functools
 import logging
@@ -209,7 +209,7 @@ def freezing(hf: Any, sizes: dict[str, int]) -> tuple[int, set[str], set[str], s
 
 @pytest.mark.parametrize("name", zoo.params(FROZEN))
 def test_freeze_takes_the_names_of_all_stages_and_experts_and_no_other(name):
-    """Names of no rank are those of a layer in another one: of a mixer where that has attention, of experts, ..."""
+    """``freeze`` refuses names that no rank has, such as a name of a mixer with the number of an attention layer."""
     hf = zoo.cases()[name].hf
     for size, frozen, moved, error in pool.run(4, freezing, hf, FROZEN[name]):
         assert len(frozen) == size
@@ -371,7 +371,7 @@ class Records(logging.Handler):
 
 
 def logged(folder: str) -> list[str]:
-    """Runs in each worker: what a build says."""
+    """Run in each worker: return the error of a build."""
     logger, records, dims = logging.getLogger("mcore_bridge"), Records(), ParallelDims(tp=2)
     logger.addHandler(records)
     logger.setLevel(logging.INFO)

@@ -1,4 +1,4 @@
-"""Attention within chunks: the same as a mask by hand, in rows, in packed sequences and on context-parallel ranks."""
+"""Attention within chunks equals attention with an explicit mask: in rows, packed sequences and context parallelism."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -84,7 +84,7 @@ def test_context_parallel_ranks_attend_as_one(num_ranks: int) -> None:
 
 
 class Fused(nn.Module):
-    """As TransformerEngine's attention, which says that it was asked."""
+    """A stand-in for TransformerEngine's attention, which notes its calls."""
 
     def __init__(self, config: Any, *places: Any, **more: Any) -> None:
         super().__init__()

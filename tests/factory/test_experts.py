@@ -1,4 +1,4 @@
-"""Experts: any mix of TP, EP and ETP, both dialects of their names, and the bits of what selects them."""
+"""Experts: every mix of TP, EP and ETP, both naming schemes, and routers bit by bit."""
 
 import itertools
 import math
@@ -25,7 +25,7 @@ MESHES = [
 
 
 def expected(state, expert, etp, etp_rank):
-    """fc1 and fc2 of one expert on one rank, cut by hand."""
+    """fc1 and fc2 of one expert on one rank, sliced in the test."""
     gate, up, down = (state[f"model.layers.1.mlp.experts.{expert}.{kind}.weight"] for kind in KINDS)
     return torch.cat((gate.chunk(etp)[etp_rank], up.chunk(etp)[etp_rank])), down.chunk(etp, dim=1)[etp_rank]
 
@@ -160,7 +160,7 @@ def test_an_expert_too_many_is_unexpected_on_every_rank():
 
 
 def different_dialects():
-    """Runs in each worker: each asks for another one."""
+    """Run in each worker: each rank requests a different expert."""
     dims = ParallelDims(ep=2)
     with stepping.mesh(dims):
         models = mb.build_model(HF, dims=dims, dtype=torch.float32, device="cpu", load_weights=random_state(HF))

@@ -1,4 +1,4 @@
-"""Models without a head, as embedding models are published: hidden states as in transformers, and the same files."""
+"""Models without a head, such as embedding models: hidden states as in transformers, and the same files."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def token_ids() -> Tensor:
 
 
 def hidden_on(folder: str, saved: str) -> list[tuple[Tensor, Tensor]]:
-    """The hidden states of this rank on each mesh, packed and in rows; and what is saved of the last."""
+    """The hidden states of this rank on each mesh, packed and in rows; and the saved files of the last mesh."""
     found = []
     for dims in MESHES:
         with stepping.mesh(dims):
@@ -87,7 +87,7 @@ def test_files_without_a_head_pass_through_every_command(tmp_path: Path) -> None
     result = run("plan", source, "--pp", 2, "--layout", "balanced", "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["parameters"] == sum(tensor.numel() for tensor in state.values())
-    with fake_mesh.rank_of(mb.ParallelDims(), 0, 1), pytest.raises(CheckpointError, match='built with head="none"'):
+    with fake_mesh.rank_of(mb.ParallelDims(), 0, 1), pytest.raises(CheckpointError, match='with head="none"'):
         mb.build_model(source, dims=mb.ParallelDims(), device="cpu")
 
 

@@ -74,7 +74,7 @@ def steps(folders, meshes):
 
 
 def unequal(one, other):
-    """What differs between two steps."""
+    """The differences between two steps."""
     assert (one["loss"] is None) == (other["loss"] is None)
     if one["loss"] is not None and not torch.equal(one["loss"], other["loss"]):
         yield "loss"
@@ -114,7 +114,7 @@ def surfaces(folder, target):
 
 @needs_it
 def test_both_classes_have_one_surface(folders, tmp_path):
-    """Initial values of one seed, frozen names, saved folders, log-probs and router losses beside padding."""
+    """Initial values from one seed, frozen names, saved folders, log-probs, and router losses of rows with padding."""
     for one, other in pool.run(2, surfaces, folders["qwen3_moe"], str(tmp_path)):
         assert (one[0], other[0]) == ("GPTModel", "HybridModel")
         assert other[2] == one[2] != set()
@@ -160,10 +160,13 @@ def test_a_pattern_has_the_halves_of_all_layers_by_stage():
 REASONS = {
     "qwen3-bias-window": ({}, r"differ in windows"),
     "smollm3": ({}, "differ in ropes"),
-    "cohere2": ({}, r"MLP reads what .*; its attention layers differ in ropes, windows, .* Use model=\"gpt\""),
+    "cohere2": (
+        {},
+        r"MLP and attention read the same input.*; its attention layers differ in ropes, windows, .* Use model=\"gpt\"",
+    ),
     "deepseek_v3": (
         {"mla_down_proj_fusion": True, "mtp_num_layers": 1},
-        "MTP layers in the stage of the loss alone.*; HybridModel exchanges modules for mla_down_proj_fusion",
+        "MTP layers only in the stage of the loss.*; HybridModel exchanges modules for mla_down_proj_fusion",
     ),
 }
 

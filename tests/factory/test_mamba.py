@@ -92,7 +92,7 @@ HELD = (".embeddings.", ".0.mixer.in_proj.", ".3.mixer.in_proj.", ".1.mixer.down
 
 
 def critic_step(folder):
-    """Runs in each worker: a step of a critic, of which some is frozen."""
+    """Run in each worker: a step of a critic with frozen parameters."""
     dims = ParallelDims(tp=2, sp=True, pp=2)
     with stepping.mesh(dims):
         with pytest.raises(ConfigError, match=r"decoder\.layers\.3\.mlp"):  # on no stage: layer 3 is a mixer alone
@@ -147,7 +147,7 @@ PACKS = [({"cp": 2}, {}, "always"), ({"pp": 2}, {}, "in one stage"), ({"tp": 2, 
 
 
 def mistaken(when):
-    """States of packed sequences run into each other: always, in the last stage, or only in what is computed again."""
+    """Let states of packed sequences leak into the next sequence: always, in the last stage, or only in recompute."""
     right = mixer.packed_lengths
 
     def wrong(*args):
@@ -186,7 +186,7 @@ def test_states_of_packed_sequences_do_not_run_into_each_other():
 
 
 def built():
-    """Runs in each worker: how mcore's distributed checkpoint saves a mixer, and initial values."""
+    """Run in each worker: the entries of a mixer in mcore's distributed checkpoint, and its initial values."""
     with stepping.mesh(ParallelDims(tp=2)):
         tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
         (model,) = build_model(HF, dims=ParallelDims(tp=2), dtype=torch.float32, device="cpu", load_weights=False)

@@ -1,4 +1,4 @@
-"""Mamba-2 mixers by the kernels of mamba-ssm and causal-conv1d: when, with which arguments, and to the same result.
+"""Mamba-2 mixers with the kernels of mamba-ssm and causal-conv1d: when they are used, their arguments, equal results.
 
 The kernels need a GPU. Here stand-ins with their arguments take the calls; ``tests/gpu/test_gpu_mamba.py`` has them.
 """

@@ -1,4 +1,4 @@
-"""MTP layers: built or not, in the file or not, in the last stage or in one of their own; one owner of each tensor."""
+"""MTP layers: built or not, in the file or not, in the last stage or a separate one; each tensor has one owner."""
 
 from operator import itemgetter
 
@@ -71,7 +71,7 @@ def test_a_part_of_a_layer_is_missing():
 
 
 def drawn(hf, state, sizes):
-    """Runs in each worker: what is drawn where the file has no MTP layer, and what the load says of it."""
+    """Run in each worker: the initial values of an MTP layer that the file lacks, and the report of the load."""
     dims = ParallelDims(**sizes)
     with stepping.mesh(dims):
         models = mb.build_model(
@@ -179,7 +179,7 @@ def test_one_layer_is_repeated_if_the_release_can():
 
 
 def trained(folder, meshes):
-    """Runs in each worker: the gradients of a step on each mesh, whose loss has that of the MTP layer in it."""
+    """Run in each worker: the gradients of a step on each mesh; its loss includes the MTP loss."""
     found = []
     for sizes in meshes:
         dims = ParallelDims(**sizes)

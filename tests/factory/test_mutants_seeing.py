@@ -1,4 +1,4 @@
-"""Mistakes planted on purpose where a text sees images: what is compared with transformers must tell each of them."""
+"""Planted mistakes in models of text and images: the comparison with transformers must detect each mistake."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -93,7 +93,7 @@ def test_killed_by_log_probs(name: str) -> None:
 
 
 def own_slice(chunk: Any, own: Tensor) -> Tensor:
-    """Tokens of this rank, which has no gradient of others."""
+    """The tokens of this rank, which has no gradients of other tokens."""
     rank = parallel_state.get_tensor_model_parallel_rank()
     return own.transpose(0, 1).chunk(2)[rank].contiguous()
 
@@ -131,7 +131,7 @@ def test_killed_by_gradients() -> None:
 
 @pytest.mark.parametrize("off_by", [-1, 1])
 def test_an_image_token_that_is_off_by_one_is_refused(off_by: int) -> None:
-    """Also if the caller says itself which tokens are of images: transformers then puts features elsewhere."""
+    """Also if the caller marks the tokens of images: transformers then puts the features into other places."""
     folder, (ids, mask, images, _), _ = case("qwen3_vl")
     told = [
         each and {**each, "mm_token_type_ids": (ids == 5)[row] + 2 * (ids == 6)[row]} for row, each in enumerate(images)

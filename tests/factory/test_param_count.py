@@ -1,4 +1,4 @@
-"""The count of parameters, which knows a config only, against the models of transformers."""
+"""The number of parameters, computed from a config alone, compared with the models of transformers."""
 
 import re
 
@@ -17,7 +17,7 @@ EXPERTS = (".experts.", ".block_sparse_moe.input_linear.", ".block_sparse_moe.ou
 
 
 def counted(hf: PretrainedConfig) -> ParamCounts:
-    """What the checkpoint of transformers' model has."""
+    """The number of parameters in the checkpoint of transformers' model."""
     sizes = {name: tensor.numel() for name, tensor in random_state(hf).items()}
     layers, experts = [0] * hf.num_hidden_layers, [0] * hf.num_hidden_layers
     for name, size in sizes.items():

@@ -32,7 +32,7 @@ def log_probs(chunks):
 
 
 def policies(folder, meshes, targets):
-    """Runs in each worker: on each mesh what a forward says, inside, outside and in between."""
+    """Run in each worker: compare outputs on each mesh before, within and after ``without_adapters``."""
     for sizes, overrides in meshes:
         with stepping.mesh(mb.ParallelDims(**sizes)):
             chunks, base = built(folder, mb.ParallelDims(**sizes), overrides, targets)
@@ -47,7 +47,7 @@ def policies(folder, meshes, targets):
 
 
 def step(chunks, around_forward, around_backward):
-    """The gradients of a step, and what a forward says just before the backward."""
+    """The gradients of a step, and the output of a forward just before the backward."""
     batch, positions = tiny.tokens(2, vocab_size=64), torch.arange(tiny.SEQ_LEN).expand(2, -1)
     with around_forward:
         loss = chunks[0](batch[:, :-1], positions, None, labels=batch[:, 1:].contiguous()).mean()

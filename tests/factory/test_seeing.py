@@ -24,7 +24,7 @@ RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "r
 ROWS: dict[str, Any] = {"packed": False}
 BARE: dict[str, Any] = {"bare": True}
 ALIGNER: dict[str, Any] = {"vision": "frozen", "freeze": ["*", "!vision.visual.*merger*"]}
-"""What connects images to the text is trained, and nothing else."""
+"""Only the connection of images to the text is trained."""
 CASES: dict[str, list[Any]] = {
     "qwen3_5": [(SP, {}), (TP, ROWS), (DP, {"overlap": True}), ({**PP, "vp": 2}, {})],
     "qwen3_5_moe": [(EP, BARE)],
@@ -127,7 +127,9 @@ def test_what_no_model_could_see_is_refused_by_name() -> None:
         with pytest.raises(MeshError, match="at least 2 layers"):
             seeing.built(hf, ONE, load_weights=False, overrides={"num_layers": 1})
         folder, (ids, mask, images, _), _ = case("mistral3")
-        with pytest.raises(BatchError, match=r"found in a row: TypeError.* Pass all that the processor .* returns$"):
+        with pytest.raises(
+            BatchError, match=r"found in a row: TypeError.* Pass everything that the processor .* returns$"
+        ):
             seeing.built(folder, ONE)[0](ids[:1], None, mask[:1], pixel_values=images[0]["pixel_values"])
         models = seeing.built(folder, ONE)
         models[0].vision.multi_modal_projector.linear_1.weight.data = ids.float()
@@ -158,7 +160,7 @@ def test_arrays_lists_and_inputs_of_no_image_are_taken_as_processors_make_them(n
 
 
 def test_a_sampled_token_with_the_id_of_an_image_is_text_if_the_row_says_so() -> None:
-    """Its embedding is made that of another token, which must then give the same."""
+    """The embedding of the token is set to another token's embedding, and both tokens must then give equal results."""
     folder, (ids, mask, images, _), _ = case("qwen3_5")
     token, other = 5, 20
     types = (ids == token) * 1 + (ids == 6) * 2
@@ -181,7 +183,7 @@ def test_a_sampled_token_with_the_id_of_an_image_is_text_if_the_row_says_so() ->
 
 
 def test_a_tower_may_have_another_dtype_than_the_text_and_recompute_its_layers(tmp_path: Path) -> None:
-    """A saved folder has both dtypes. Rows end up where those of a text and a tower in bf16 are, or nearer."""
+    """A saved folder has both dtypes. The error of rows is at most the error of a text and a tower in bf16."""
     folder, (ids, mask, images, wanted), (_, gradients) = case("qwen3_vl")
     shown, runs = wanted != 0, []
     with rank_of(ONE, 0, 1):
@@ -206,7 +208,7 @@ def test_a_tower_may_have_another_dtype_than_the_text_and_recompute_its_layers(t
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_tower_learns_as_in_transformers_on_two_ranks(name: str) -> None:
-    """Replicas have equal bits, although no mean over them is taken here. A row of text has no part in a tower."""
+    """Replicas have equal bits, although no mean over replicas is taken here. A row of text does not affect a tower."""
     model_type = name.partition(" ")[0]
     if "pixel_values" not in inspect.signature(composites.model_class(model_type).forward).parameters:
         pytest.skip("5.17 has another name for the pixels of video_llava")

@@ -54,7 +54,7 @@ def test_a_step_with_images_is_that_of_peft(name: str, tmp_path: Path) -> None:
 def test_a_tower_has_no_adapters_and_is_not_trained_beside_some() -> None:
     with rank_of(ONE, 0, 1):
         chunks = seeing.built(written("qwen3_vl"), ONE)
-        with pytest.raises(ConfigError, match='all but adapters is frozen: build with vision="frozen"'):
+        with pytest.raises(ConfigError, match='adapters freeze all other parameters: build with vision="frozen"'):
             mb.add_adapters(chunks, rank=1, alpha=1, targets=["q_proj"])
         chunks = seeing.built(written("qwen3_vl"), ONE, vision="frozen")
         with pytest.raises(ConfigError, match=r"'attn\.proj' is a layer of MTP or of a model of images"):

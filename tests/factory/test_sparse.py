@@ -93,7 +93,7 @@ REFUSED = {
     "layer_types must be 'indexed_attention'": {"layer_types": ["indexed_attention"] * 3 + ["full_attention"]},
     "indexer_types must name one of": {"indexer_types": ["shared", "full", "full", "full"]},
     "indexer_types must repeat": {"indexer_types": ["full", "shared", "full", "full"]},
-    "must say the same of each layer": {"indexer_types": ["full", "shared", "full", "shared"], "index_topk_freq": 4},
+    "must agree for each layer": {"indexer_types": ["full", "shared", "full", "shared"], "index_topk_freq": 4},
     "indexer_rope_interleave must be True": {"indexer_rope_interleave": False},
     "moe_layer_freq must be 1": {"moe_layer_freq": 2},
     "first_k_dense_replace=1 and mlp_layer_types": {"mlp_layer_types": ["sparse"] * 4},
@@ -181,7 +181,7 @@ def test_only_a_loss_of_its_own_trains_the_indexer(coefficient):
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa-shared"])
 @pytest.mark.parametrize("sizes", [{}, {"tp": 2, "sp": True, "ep": 2, "pp": 2}], ids=str)
 def test_mtp_layers_go_round(name, sizes):
-    """They have an indexer, also where the last layer of the decoder shares the selection of the one before."""
+    """They have an indexer, even if the last layer of the decoder shares the selection of the layer before it."""
     fields = {**zoo.cases()[name].fields, "num_nextn_predict_layers": 1}
     hf = zoo.Case(zoo.cases()[name].model_type, fields).hf
     state = mtp_checkpoints.published(hf)

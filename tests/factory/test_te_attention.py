@@ -1,4 +1,4 @@
-"""Which attention stands in where TransformerEngine has none; what it has itself is tried on GPUs."""
+"""The replacement for attention that TransformerEngine lacks; attention of TransformerEngine is tested on GPUs."""
 
 import logging
 from collections.abc import Callable
@@ -57,8 +57,8 @@ def test_models_on_gpus_have_it_where_it_is_installed(is_installed: bool, monkey
         ({**LATENT, "qk_head_dim": 96}, False, "heads of [128, 160]"),
         ({**LATENT, "v_head_dim": 192}, False, ""),
         ({**LATENT, "v_head_dim": 64}, False, ""),
-        ({"num_query_groups": 2}, True, "deals out 1 key heads to 2 ranks"),
-        ({**LEVELS, "cp_comm_type": None}, True, "deals out 2 key heads to 4 ranks"),
+        ({"num_query_groups": 2}, True, "distributes 1 key heads over 2 ranks"),
+        ({**LEVELS, "cp_comm_type": None}, True, "distributes 2 key heads over 4 ranks"),
         ({"num_query_groups": 2}, False, ""),
         ({"num_query_groups": 1}, True, "1 key heads"),
         ({"attention_dropout": 0.1}, True, "dropped-out"),
@@ -73,8 +73,8 @@ def test_models_on_gpus_have_it_where_it_is_installed(is_installed: bool, monkey
         ({**LEVELS, **NEIGHBOURS, "num_query_groups": 8}, True, ""),
         ({**LEVELS, **RING}, True, "with windows for cp_comm_type='p2p'"),
         ({**LATENT, "cp_comm_type": "all_gather"}, False, "of different size for cp_comm_type='all_gather'"),
-        ({"cp_comm_type": "a2a", "context_parallel_size": 4}, False, "deals out 2 key heads to 4 ranks"),
-        ({**LEVELS, "num_query_groups": 2}, False, "deals out 1 key heads to 2 ranks"),
+        ({"cp_comm_type": "a2a", "context_parallel_size": 4}, False, "distributes 2 key heads over 4 ranks"),
+        ({**LEVELS, "num_query_groups": 2}, False, "distributes 1 key heads over 2 ranks"),
     ],
 )
 def test_what_is_lacking_has_a_reason(changes: dict[str, Any], windowed: bool, reason: str) -> None:

@@ -90,7 +90,7 @@ def test_tied_embeddings_stay_tied_after_an_optimizer_step(checkpoints):
 
 
 def recomputed(folder: str, options: list[dict[str, Any]]) -> list[Any]:
-    """Runs in each worker: gradients with dropout, of the same seeds, for each way to recompute."""
+    """Run in each worker: gradients with dropout from equal seeds, for each kind of recompute."""
     found = []
     dims = ParallelDims(tp=2, sp=False)
     for overrides in options:
@@ -123,7 +123,7 @@ def test_recompute_repeats_dropout(checkpoints):
 
 
 def dropped(folder: str) -> Any:
-    """Runs in each worker: what attention drops, twice, and what dropout outside of it drops."""
+    """Run in each worker: the places that dropout zeroes in attention, twice, and outside of attention."""
     with stepping.mesh(ParallelDims(tp=2)):
         (chunk,) = build_model(folder, device="cpu", dtype=torch.float32, overrides={"attention_dropout": 0.5})
         seed_everything(7)

@@ -1,4 +1,4 @@
-"""Loss and gradients where norms stand elsewhere, scores are capped and layers rotate apart: as ``test_training``."""
+"""As ``test_training``, for families with other places of norms, capped scores, and a different rope in each layer."""
 
 from typing import Any
 

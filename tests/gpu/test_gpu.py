@@ -43,7 +43,7 @@ def rank_main(rank, world_size, dims):
 
 
 def examine(hf, dims, backend):
-    """What came back other than it went, in bf16; and on one stage the fp32 logits."""
+    """Tensors that changed in a bf16 round trip; and on one stage the fp32 logits."""
     state = random_state(hf, dtype=torch.bfloat16)
     models = mb.build_model(hf, dims=dims, backend=backend, load_weights=state)
     exported = mb.to_hf_state_dict(models, bucket_bytes=1 << 20, device="cpu")

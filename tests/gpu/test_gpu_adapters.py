@@ -1,4 +1,4 @@
-"""Adapters of TransformerEngine's layers on GPUs: gradients in bf16 are off as those of torch's modules are."""
+"""Adapters of TransformerEngine's layers on GPUs: bf16 gradients have errors like the gradients of torch's modules."""
 
 import copy
 
@@ -50,7 +50,7 @@ def batch(hf):
 
 
 def gradients(family, dims, *, dtype=torch.bfloat16, **how):
-    """Of all factors, by HF name; every token goes to every expert, since routers decide otherwise in bf16."""
+    """Gradients of all factors, by HF name. Every token goes to every expert: routers choose differently in bf16."""
     hf, targets = FAMILIES[family]
     hf = copy.deepcopy(hf)
     state = random_state(hf, dtype=torch.bfloat16)
@@ -89,7 +89,7 @@ def known(family):
 
 
 def rank_main(rank, world_size, names, meshes):
-    """Whose gradients on each of these meshes are further off than those of torch's modules allow."""
+    """Factors whose gradients on these meshes have larger errors than the errors of torch's modules allow."""
     from megatron.core import parallel_state
 
     findings, expected = {}, {}

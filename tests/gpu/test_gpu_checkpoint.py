@@ -1,4 +1,4 @@
-"""Checkpoints and TransformerEngine: megatron-core loads ours into its modules, and what they save is read."""
+"""Checkpoints and TransformerEngine: megatron-core loads our files into its modules, and we load the files it saves."""
 
 import pytest
 import torch

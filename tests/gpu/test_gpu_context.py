@@ -1,8 +1,8 @@
 """Every way in which context-parallel ranks exchange keys (``cp_comm_type``), on real GPUs with TransformerEngine.
 
-In bf16 log-probs and gradients may be twice as far from fp32 (both by torch's attention, on the same mesh) as those of
-torch's attention in bf16 are: ways differ in the order of their sums alone. Every expert has every token, since a
-router may decide otherwise in bf16, which would be most of what is off.
+The reference is torch's attention in fp32 on the same mesh. Log-probs and gradients in bf16 may have twice the error of
+torch's attention in bf16, since ways differ only in the order of sums. Every expert gets every token: otherwise routers
+that choose differently in bf16 would cause most of the error.
 """
 
 import importlib.util
@@ -59,7 +59,7 @@ def examine(hf, dims, state):
 
 
 def rank_main(rank, world_size):
-    """Every family in every way on every mesh of this size."""
+    """Check every family, with every way of exchange, on every mesh of this size."""
     from megatron.core import parallel_state
 
     findings = {}

@@ -16,7 +16,7 @@ DIRECTIONS["from torch"] = (True, FILES)
 
 
 def contents(folder):
-    """What is in the files of a folder; torch puts a new number into ``.metadata`` each time."""
+    """The contents of a folder's files, except a number in ``.metadata`` that torch changes each time."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".metadata")
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 

@@ -112,7 +112,7 @@ def test_layers_that_predict_further_go_round_on_either_backend(world_size, tmp_
 
 
 def run(models, ending, target, rank, *, copy):
-    """One export, which comes to an end in this way."""
+    """One export that ends in this way."""
     pairs = mb.iter_hf_weights(models, target=target, bucket_bytes=BUCKET, copy=copy)
     if ending == "ended":
         for _ in pairs:

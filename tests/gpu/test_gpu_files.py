@@ -1,4 +1,4 @@
-"""Files to GPUs and back, through pinned slots: many of them, few, and tensors that are larger than one."""
+"""Files to GPUs and back, through pinned slots: many slots, few slots, and tensors larger than a slot."""
 
 import pytest
 import torch

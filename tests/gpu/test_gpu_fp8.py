@@ -1,4 +1,4 @@
-"""What is computed in FP8 while parameters are in bf16: log-probs and gradients in every recipe, on real GPUs.
+"""Computing in FP8 with bf16 parameters: log-probs and gradients in every recipe, on real GPUs.
 
 Forward FP8 keeps 3 bits behind the point where bf16 keeps 7, and backward 2: so log-probs may be 2**4 times as far from
 fp32 as in bf16, and gradients 2**5 times. Every expert has every token, as in ``test_gpu_context``. An export after a
@@ -36,7 +36,7 @@ FAMILIES = {
 RECIPES = ("delayed", "tensorwise", "blockwise")
 MESHES = {1: [mb.ParallelDims()], 2: [mb.ParallelDims(tp=2, sp=True), mb.ParallelDims(ep=2)]}
 ALLOWED = 2**4, 2**5
-"""Of log-probs, and of gradients: how much further from fp32 than bf16 is."""
+"""The bound of the error of log-probs and of gradients, as a multiple of the error in bf16."""
 
 
 def examine(hf, dims, state):

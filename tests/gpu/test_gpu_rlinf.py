@@ -1,4 +1,4 @@
-"""What RLinf's scheduler of an engine gets on the trainer's own GPU: handles of CUDA, whose device it replaces."""
+"""RLinf's scheduler of an engine on the trainer's GPU gets CUDA handles, and replaces their device."""
 
 import multiprocessing
 from contextlib import contextmanager
@@ -43,7 +43,7 @@ def another_process():
 
 
 def sync(rank):
-    """Two rounds, all buckets of which are alive until the engine has answered."""
+    """Two rounds; all buckets stay allocated until the engine has answered."""
     torch.cuda.set_device(0)
     mb.ParallelDims().initialize(device="cuda")
     models = mb.build_model(SPARSE, load_weights=random_state(SPARSE, dtype=torch.bfloat16))

@@ -1,8 +1,8 @@
 """Training on real GPUs, with megatron-core's DDP and optimizers.
 
-Losses, gradients and their norm are those of one rank on every mesh, in bf16 gradients are off as those of torch's
-modules are, and what an export gives after a step is what the optimizer holds, whatever is overlapped or has been
-offloaded. Some families are tried in every way, all others in three.
+On every mesh, losses, gradients and their norm equal the results of one rank. Gradients in bf16 have errors like the
+gradients of torch's modules. An export after a step has the optimizer's values, with any overlap or offload. Some
+families are tested in every way, all others in three.
 """
 
 import contextlib
@@ -79,7 +79,7 @@ SWITCHES = {
     "fp32 router": {"moe_router_dtype": "fp32", "deallocate_pipeline_outputs": True},
     "fused gradients": {"gradient_accumulation_fusion": True},
 }
-"""What configs of trainers set, and none of which changes what is computed."""
+"""Settings from configs of trainers, none of which changes results."""
 SHARED = {"overlapped shared experts": {"moe_shared_expert_overlap": True, "moe_token_dispatcher_type": "alltoall"}}
 """The same of models with shared experts."""
 CHECKS = {
@@ -98,8 +98,7 @@ OVERFLOW, HALVINGS = 2.0**26, 12
 
 
 def stand_in_for_apex():
-    """For the linears of megatron-core, which add gradients up by a kernel of Apex; those of TransformerEngine have
-    their own."""
+    """For linear layers of megatron-core, which sum gradients by a kernel of Apex; TransformerEngine has another."""
     from megatron.core.tensor_parallel import layers
 
     def add_up(inputs, grads, main):
@@ -125,7 +124,7 @@ def batch(hf):
 
 
 def run(hf, models, share, **how):
-    """Forward and backward of these rows; the sum of their losses."""
+    """Run forward and backward of these rows; return the sum of their losses."""
     ids, mask, weights = (tensor[share] for tensor in batch(hf))
     outputs = mb.forward(
         models, ids, mask, loss=lambda outputs, rows: (outputs.log_probs * weights[rows]).sum() / LONG, **how
@@ -152,10 +151,10 @@ def optimizer_of(models, **settings):
 
 
 def alone(hf, state):
-    """What ``gradients`` gives, of one rank that has all rows, one by one without padding: no DDP and no optimizer,
-    and nothing of TransformerEngine, whose backward is another.
+    """The result of ``gradients`` for one rank that has all rows, one by one without padding.
 
-    Every rank does it on its own, where there is nothing but replicas.
+    Without DDP, an optimizer, or TransformerEngine, whose backward differs. If there are only replicas, every rank
+    computes it.
     """
     how = {"dims": mb.ParallelDims(), "dtype": torch.float32, "load_weights": state, "backend": "torch"}
     (model,) = mb.build_model(hf, **how)
@@ -176,7 +175,7 @@ def learned(hf, dims, state, *, packed=True, dtype=torch.float32, backend="auto"
 
 
 def gradients(hf, dims, state, **how):
-    """By HF name, in fp32; the norm that megatron-core makes of them; and the loss of all replicas."""
+    """Gradients by HF name, in fp32; the norm that megatron-core computes; and the loss of all replicas."""
     chunks, models, loss = learned(hf, dims, state, **how)
     optimizer = optimizer_of(models)
     optimizer.prepare_grads()
@@ -185,14 +184,14 @@ def gradients(hf, dims, state, **how):
 
 
 def with_every_expert(hf, dims, state, *, dtype=torch.bfloat16, **how):
-    """Gradients by HF name, in this dtype, where a router that decides otherwise in bf16 changes little."""
+    """Gradients by HF name, in this dtype; other choices of a router in bf16 change them little."""
     chosen = {"moe_router_topk": mb.to_transformer_config(hf).num_moe_experts} if has_experts(hf) else {}
     chunks, *_ = learned(hf, dims, state, dtype=dtype, **chosen, **how)
     return by_name(chunks, lambda parameter: parameter.main_grad)
 
 
 def compare(found, expected, hf):
-    """What of the gradients on a mesh is not what it is on one rank."""
+    """Gradients that differ between a mesh and one rank."""
     bound = LINEAR if "linear_attention" in (getattr(hf, "layer_types", None) or ()) else BOUND
     (grads, *sums), (known, *known_sums) = found, expected
     problems = [
@@ -214,7 +213,7 @@ def by_torch(hf, state):
 
 
 def rounded(hf, dims, state, known):
-    """Whose gradients are further off in bf16 than those of torch's modules allow."""
+    """Parameters whose bf16 gradients have larger errors than the errors of torch's modules allow."""
     exact, theirs = known()
     allowed, own = distances(theirs, exact), distances(with_every_expert(hf, dims, state), exact)
     ratios = {kind: distance / max(allowed[kind], 1e-30) for kind, distance in own.items()}
@@ -228,9 +227,8 @@ def differing(found, expected):
 
 
 def advance(models, optimizer, before, exported_from):
-    """After a backward: what is exported after the optimizer's step, whether it was one, and what is wrong with it.
-
-    A step that is skipped, since gradients overflow, changes nothing.
+    """After a backward: the export after the optimizer's step, whether a step was made, and what is wrong with it. A
+    step that is skipped because of an overflow changes nothing.
     """
     successful, *_ = optimizer.step()
     exported = mb.to_hf_state_dict(exported_from)
@@ -282,7 +280,7 @@ def away(tensors):
 
 
 def buffers_of(models):
-    """Those of megatron-core's DDP, of which parameters and gradients are views."""
+    """The buffers of megatron-core's DDP; parameters and gradients are views of the buffers."""
     return [buffer for model in models for buffer in model.buffers + model.expert_parallel_buffers]
 
 
@@ -291,7 +289,7 @@ def gradients_away(models, optimizer):
 
 
 def state_away(models, optimizer):
-    """What the optimizer has of its own: fp32 masters of this rank's share, and their moments."""
+    """The tensors that only the optimizer has: fp32 masters of this rank's share, and their moments."""
     tensors = []
     for each in getattr(optimizer, "chained_optimizers", [optimizer]):
         tensors += [master for group in each.shard_fp32_from_float16_groups for master in group]
@@ -368,7 +366,7 @@ def attempt(run, expected, dims, hf):
 
 
 def rank_main(rank, world_size, families, names, meshes):
-    """Each of these families in every way on each of these meshes: what was wrong."""
+    """Check each of these families in every way on each of these meshes; return the errors."""
     from megatron.core import parallel_state
 
     os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
@@ -468,7 +466,7 @@ QWEN3_8B = AutoConfig.for_model(
 
 
 def siirl(rank, world_size):
-    """Gradients, and steps of the distributed optimizer: what was wrong."""
+    """Errors in gradients, and in steps of the distributed optimizer."""
     from megatron.core import parallel_state
 
     os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
@@ -482,5 +480,5 @@ def siirl(rank, world_size):
 
 
 def test_qwen3_8b_on_the_mesh_of_siirl(tmp_path):
-    """All of Qwen3-8B's config but the number of layers and of words; without eight GPUs ``spawn`` says so."""
+    """Qwen3-8B's config except the number of layers and the vocabulary; ``spawn`` skips without eight GPUs."""
     assert spawn(siirl, tmp_path, 8) == [[]] * 8

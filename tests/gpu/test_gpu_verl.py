@@ -55,7 +55,7 @@ class Case:
     fused: bool = False
 
     def describe(self, world_size: int) -> str:
-        """For those who read along."""
+        """Print progress for a reader of the log."""
         role, face = "critic" if self.value else "actor", "mbridge" if self.vanilla else "megatron_bridge"
         return f"{self.family}{' fused' * self.fused} {role}, {face}, {with_replicas(self.dims, world_size)}"
 

@@ -40,7 +40,7 @@ MESHES = {
     2: [{"tp": 2, "sp": True}, {"cp": 2}, {"pp": 2}, {}, {"ep": 2}],
     4: [{"tp": 2, "pp": 2, "sp": True}, {"tp": 2, "cp": 2, "sp": True}],
 }
-"""Of each number of ranks; an empty one has replicas."""
+"""Meshes of each number of ranks; an empty mesh has replicas only."""
 WAYS = [(backend, dtype) for backend in BACKENDS for dtype in (torch.float32, torch.bfloat16)]
 
 
@@ -87,7 +87,7 @@ def rank_main(rank, world_size, folders, batches, known):
 
 
 def problems(key, ranks, exact, rounded):
-    """What is wrong, in words."""
+    """A text that describes the errors."""
     name, _, backend, dtype, _ = key
     if texts := [each for each in ranks if isinstance(each, str)]:
         words = ["refused"] if name == "gemma3" and backend == "te" else []  # masks that see both ways within an image

@@ -1,9 +1,9 @@
-"""vLLM takes our stream, family by family: what it samples and says of it is what transformers says.
+"""vLLM loads our stream, family by family; its log-probs of its samples equal transformers' log-probs.
 
 Its engines start without weights, each in a process of its own, and are fed five times through buffers of two sizes.
-Half of its log-probs may be three times as far from transformers' fp32 as half of those of transformers' own bf16 are,
-as in ``test_gpu_forward``; and as far from those of the trainer's model. In the end its own weights are, bit for bit,
-what they are when it reads a checkpoint's files by itself.
+The median error of its log-probs, against transformers in fp32, may be three times the median error of transformers in
+bf16, as in ``test_gpu_forward``. The same bound holds against the trainer's model. In the end vLLM's weights have the
+bits that vLLM reads from a checkpoint's files.
 """
 
 import importlib.util

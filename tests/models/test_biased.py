@@ -1,4 +1,4 @@
-"""A bias for softmax scores: on every mesh, in training, with what mcore's router has besides; configs; its bits."""
+"""A bias for softmax scores: on every mesh, in training, with other options of mcore's router; configs; its bits."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,7 +54,7 @@ def test_every_mesh_trains_as_transformers_does(world_size: int, tmp_path: Path)
 
 
 def balanced(folder: str) -> Any:
-    """Runs in each worker: the bias after a step of a trainer that balances experts by it."""
+    """Run in each worker: the bias after a step of a trainer that balances experts with it."""
     dims = ParallelDims(ep=2)
     with stepping.mesh(dims):
         step = stepping.train(folder, dims, tiny.tokens(8), overrides={"moe_router_bias_update_rate": 0.25})
@@ -149,7 +149,7 @@ def test_either_backend_gets_a_router_where_scores_need_one() -> None:
 
 
 def test_other_families_have_no_bias_for_softmax_scores() -> None:
-    with pytest.raises(ConfigError, match="moe_router_enable_expert_bias=True, where it is False"):
+    with pytest.raises(ConfigError, match="moe_router_enable_expert_bias=True, expected False"):
         mb.to_transformer_config(zoo.cases()["qwen3_moe"].hf, overrides={"moe_router_enable_expert_bias": True})
 
 

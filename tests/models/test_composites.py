@@ -42,7 +42,7 @@ def test_a_composite_needs_the_folder_of_its_tower_to_come_back_to_hf(tmp_path: 
 def test_a_composite_is_text_that_computes_as_in_transformers_and_parts_that_are_carried(
     name: str, tmp_path: Path
 ) -> None:
-    """On a mesh each; then the saved folder has every tensor of the source, bit for bit, and the same config."""
+    """Load each on a mesh; the saved folder then has every tensor of the source, bit for bit, and an equal config."""
     reference = tiny.written(name, tmp_path / "source")
     dims = EXPERTS if "moe" in name else MESHES[len(name) % 2]
     (logits, *_) = filter(
@@ -161,7 +161,7 @@ def test_a_composite_keeps_its_spelling_its_ties_and_what_overrides_say(tmp_path
 
 
 def assert_dialect_noted(folder: Path) -> None:
-    """A model that was built from a config exports experts as its folder has them: all in one tensor, or each alone."""
+    """A model from a config exports experts as in the folder: all in one tensor, or one tensor for each."""
     if "qwen3_5_moe" not in tiny.NAMES:
         return
     tiny.written("qwen3_5_moe", folder)
@@ -172,12 +172,12 @@ def assert_dialect_noted(folder: Path) -> None:
 
 
 def assert_theta(text: Any, theta: float) -> None:
-    """What a config says of the base of its rope, in either spelling."""
+    """Check the base of the rope in a config, in either of two spellings."""
     assert (getattr(text, "rope_parameters", None) or {"rope_theta": text.rope_theta})["rope_theta"] == theta
 
 
 def test_a_text_that_is_tied_by_the_composite_is_tied(tmp_path: Path) -> None:
-    """transformers 5 asks the composite, 4.57 its text; a folder without a head says the same."""
+    """transformers 5 reads the composite's field, 4.57 the text's; a folder without a head is tied as well."""
     reference = tiny.written("gemma3", tmp_path, tie_word_embeddings=True)
     with rank_of(ONE, 0, 1):
         (model,) = built(tmp_path, tmp_path)
@@ -209,7 +209,7 @@ def test_what_is_not_accounted_for_is_refused(tmp_path: Path, caplog: pytest.Log
 
 
 def fields_of(folder: Path) -> dict[str, Any]:
-    """A config as transformers reads it, but for what names the writer."""
+    """A config as transformers reads it, without the fields that name the writer."""
     return _without_writer(read_config(folder).to_dict())
 
 

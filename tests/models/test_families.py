@@ -1,4 +1,4 @@
-"""What every family of the zoo is held to besides parity: exact round trips on drawn meshes, a total config table."""
+"""Checks of every family of the zoo besides parity: exact round trips on drawn meshes, and a complete config table."""
 
 import itertools
 import re
@@ -115,7 +115,7 @@ def _outcome(hf: Any, field: str, base: dict[str, object]) -> str:
 
 
 def _another(field: str, value: object) -> object:
-    """Another value, of a type that transformers takes for this field."""
+    """Another value, of a type that transformers accepts for this field."""
     special: dict[str, object] = {"hidden_act": "relu", "hidden_activation": "relu", "num_hidden_layers": 3}
     match special.get(field, value):
         case None:

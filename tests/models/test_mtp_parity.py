@@ -1,4 +1,4 @@
-"""What an MTP layer predicts is what transformers' own modules compute from the tensors of its publisher."""
+"""An MTP layer predicts what transformers' modules compute from the published tensors."""
 
 import functools
 from operator import itemgetter

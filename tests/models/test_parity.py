@@ -1,4 +1,4 @@
-"""The right mapping, not just a bijection: logits equal transformers' in fp32 at tp 1, 2 and above the KV groups.
+"""The mapping is right: logits equal transformers' in fp32 at tp 1, tp 2, and tp above the number of KV groups.
 
 The bound is 2e-5 of the logits' spread; two exact implementations of these models differ by about 2e-6 in fp32, and the
 smallest planted mistake of ``test_mutants.py`` moves them by more than 1e-3.
@@ -22,7 +22,7 @@ TOGETHER = 20 if "PYTEST_XDIST_WORKER" in os.environ else 1
 
 @cache
 def differences(dims, names):
-    """By name, what each rank says; of more than one, nothing if one raises, which then runs alone."""
+    """By name, the results of all ranks; empty if several cases ran together and one raised. Each then runs alone."""
     cases = [(zoo.cases()[name].hf, dims, reference_of(name)) for name in names]
     try:
         ranks = pool.run(dims.tp, worst_differences, cases)

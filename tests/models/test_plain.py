@@ -1,4 +1,4 @@
-"""What the families of ``zoo/plain.py`` add to configs: rope, biases, dropout, and a family that transformers lacks."""
+"""Config fields of the families of ``zoo/plain.py``: rope, biases, dropout, and a family that transformers lacks."""
 
 import json
 from pathlib import Path

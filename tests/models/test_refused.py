@@ -1,4 +1,4 @@
-"""What is refused, by name or by value, raises the reason that the documentation gives; the code named there exists."""
+"""Each refused name or value raises the documented reason, and the code that the documentation names exists."""
 
 import dataclasses
 import importlib
@@ -132,24 +132,24 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
     "`hidden_act`, any but": ({"hidden_act": "quick_gelu"}, "hidden_act must be one of"),
     "`hidden_activation`, any but": ({"hidden_activation": "quick_gelu"}, "hidden_activation must be one of"),
     "`mlp_hidden_act`, any but": ({"mlp_hidden_act": "quick_gelu"}, "mlp_hidden_act must be one of"),
-    "`layers_block_type` but": ({"layers_block_type": ["mamba2"]}, "layers_block_type must name"),
-    "`time_step_limit` but": ({"time_step_limit": [0.001, float("inf")]}, "time_step_limit must be"),
+    "`layers_block_type` other than": ({"layers_block_type": ["mamba2"]}, "layers_block_type must name"),
+    "`time_step_limit` other than": ({"time_step_limit": [0.001, float("inf")]}, "time_step_limit must be"),
     "`mamba_norm_before_gate` with": (
         {"mamba_rms_norm": True, "mamba_norm_before_gate": True},
         "mamba_norm_before_gate must be False",
     ),
-    "`attention_head_dim` but": ({"attention_head_dim": 7}, "attention_head_dim must be head_dim"),
+    "`attention_head_dim` other than": ({"attention_head_dim": 7}, "attention_head_dim must be head_dim"),
     "`mlp_bias` without": ({"mlp_bias": True, "attention_bias": False}, "mlp_bias=True must come with"),
-    "rope types but": ({"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}}, "rope type must be"),
-    "`num_key_value_heads` but": ({"num_key_value_heads": 1}, "num_key_value_heads must be"),
-    "`layer_types` but": ({"layer_types": "other_attention"}, "layer_types must"),
+    "rope types other": ({"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}}, "rope type must be"),
+    "`num_key_value_heads` other than": ({"num_key_value_heads": 1}, "num_key_value_heads must be"),
+    "`layer_types` other than": ({"layer_types": "other_attention"}, "layer_types must"),
     "`sliding_window` where": ({"layer_types": "full_attention", "sliding_window": 8}, "sliding_window=8 must"),
     "`use_sliding_window=False` with": (
         {"layer_types": "sliding_attention", "sliding_window": 8, "use_sliding_window": False},
         "use_sliding_window must be True",
     ),
     "another `rope_theta`": ({"rope_theta": 1e4, "rope_local_base_freq": 2e4}, "rope_theta must be the same"),
-    "`hidden_act` but SiLU": ({"layer_types": "linear_attention", "hidden_act": "gelu"}, "hidden_act must be 'silu'"),
+    "`hidden_act` other": ({"layer_types": "linear_attention", "hidden_act": "gelu"}, "hidden_act must be 'silu'"),
     "`norm_topk_prob=True` with one": (
         {"norm_topk_prob": True, "num_experts_per_tok": 1},
         "norm_topk_prob must be False",
@@ -159,7 +159,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
         "norm_topk_prob must be True",
     ),
     "`n_group` above 1": ({"n_group": 4, "topk_group": 3, "num_experts_per_tok": 4}, "must be twice topk_group=3"),
-    "`topk_method` but `greedy`": ({"topk_method": "best"}, "topk_method must be 'greedy'"),
+    "`topk_method` other than `greedy`": ({"topk_method": "best"}, "topk_method must be 'greedy'"),
     "`group_limited_greedy` unless": (
         {"topk_method": "group_limited_greedy", "topk_group": 2, "num_experts_per_tok": 5},
         "must be less than twice topk_group=2",
@@ -169,22 +169,22 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
         {"indexer_types": ["full", "shared", "full", "full"], "index_topk_freq": None},
         "indexer_types must repeat",
     ),
-    "`rotary_dim` but": ({"rotary_dim": 2}, "rotary_dim must be"),
+    "`rotary_dim` other than": ({"rotary_dim": 2}, "rotary_dim must be"),
     "`moe_topk` that": ({"moe_topk": [2, 4] * 16}, "moe_topk must be"),
-    "`partial_rotary_factor` of a rope but": (
+    "`partial_rotary_factor` of a rope other than": (
         {"rope_parameters": {**YARN, "partial_rotary_factor": 0.75}},
         "partial_rotary_factor must be",
     ),
-    "`expert_selection_fn` but": ({"expert_selection_fn": "tanh"}, "expert_selection_fn must be"),
+    "`expert_selection_fn` other than": ({"expert_selection_fn": "tanh"}, "expert_selection_fn must be"),
     "sigmoid scores of several": (
         {"expert_selection_fn": "sigmoid", "norm_topk_prob": False, "num_experts_per_tok": 2},
         "norm_topk_prob must be True with sigmoid scores",
     ),
-    "`shared_expert_combination_strategy` but": (
+    "`shared_expert_combination_strategy` other than": (
         {"shared_expert_combination_strategy": "product"},
         "shared_expert_combination_strategy must be",
     ),
-    "`quant_method` but": ({"quantization_config": {"quant_method": "gptq"}}, "quant_method must be"),
+    "`quant_method` other than": ({"quantization_config": {"quant_method": "gptq"}}, "quant_method must be"),
     "formats of compressed-tensors": (
         {"quantization_config": {"quant_method": "modelopt", "quant_algo": "INT4_AWQ"}},
         "quant_algo of ModelOpt must be",
@@ -207,7 +207,7 @@ def example_of(text: str, hf: dict[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def fields_of(model_type: str) -> dict[str, Any]:
-    """The HF fields of a model that is known to be exact."""
+    """The HF fields of a model that other tests show to be exact."""
     if model_type.startswith("bailing"):
         return bailing.TINY["grouped"]
     owner = architecture_of(model_type).reads_as or model_type

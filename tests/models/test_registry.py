@@ -1,4 +1,4 @@
-"""The registry: ours are found, others join by register or entry point, an unknown name is told its neighbours."""
+"""The registry finds our architectures and those that users add; the error for an unknown name lists similar names."""
 
 import dataclasses
 import subprocess

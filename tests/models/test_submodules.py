@@ -17,7 +17,7 @@ from tests.support.strategies import random_state
 from tests.zoo import submodules, tables, texts
 
 SPELLED = {"hidden_act", "prefix_dense_intermediate_size", "shared_expert_combination_strategy"}
-"""Fields that say one thing in several ways: a function by two names, a size by None, a sum of one."""
+"""Fields with several spellings of one meaning: a function with two names, None for a size, a sum of one."""
 CASES = zoo.params(sorted(submodules.CASES.keys() | tables.CASES.keys() | texts.CASES.keys()))
 
 

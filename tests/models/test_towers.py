@@ -103,7 +103,7 @@ def test_a_tower_is_named_as_its_folder_names_it(name: str, tmp_path: Path) -> N
 @pytest.mark.skipif(not towers.NAMES, reason="the installed transformers is too old")
 @pytest.mark.parametrize("record", map(json.loads, PUBLISHED.read_text().splitlines()), ids=lambda each: each["source"])
 def test_a_published_index_has_the_names_of_the_tower_and_no_others(record: dict[str, Any], tmp_path: Path) -> None:
-    """Of models of their publishers' sizes; ``others`` are all names of the index that are not the text's."""
+    """Models have the published sizes; ``others`` are all names of the index except the text's."""
     (tmp_path / "config.json").write_text(json.dumps(record["config"]))
     published = expand(record["others"])
     blueprint = make_blueprint(tmp_path, BuildOptions(dims=ONE, dtype=torch.bfloat16, device="meta", vision="train"))

@@ -1,4 +1,4 @@
-"""Draws mutants, runs for each the tests that reach it, and says how many were found.
+"""Draw mutants, run for each the tests that reach it, and report how many were found.
 
 What each test reaches is recorded first, in as long as the suite takes. It is kept in ``--folder`` with the results, so
 that a run which was broken off goes on. All of it happens in a copy of the tree.
@@ -87,7 +87,7 @@ def recorded(tree: Path, folder: Path) -> dict[str, Any]:
 
 
 def lines_since(commit: str) -> dict[str, set[int]]:
-    """By file, the lines that a commit does not have; a file that was moved has those that were changed."""
+    """By file, the lines that a commit does not have; for a moved file, only the changed lines."""
     asked = ("git", "diff", "--unified=0", "--find-renames", commit, "--", "mcore_bridge")
     found: dict[str, set[int]] = {}
     for line in subprocess.run(asked, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines():
@@ -191,7 +191,7 @@ def changed(was: str, becomes: str) -> tuple[str, str]:
 
 
 def outcome_of(tree: Path, tests: list[str], seconds: dict[str, float], budget: float) -> tuple[str, str]:
-    """What becomes of the mutant that is in the tree, and by which test."""
+    """The outcome of the mutant in the tree, and the test that decided it."""
     if not tests:
         return "survived", "no test"
     first, further, spent = [], [], 0.0

@@ -1,4 +1,4 @@
-"""Mutants: cosmic-ray's operators say where each of them can be applied, and a seed draws from these places."""
+"""Mutants: cosmic-ray's operators list the places where each can be applied, and a seed draws from these places."""
 
 import ast
 import random
@@ -62,7 +62,7 @@ def is_python(mutant: Mutant, source: str) -> bool:
 
 
 def mutants_of(file: str, source: str) -> Iterator[tuple[tuple[int, int], Mutant]]:
-    """All mutants of a file with their places, but for those that change nothing by construction."""
+    """All mutants of a file with their places, except mutants that change nothing by construction."""
     operators = [(name, get_operator(name)()) for name in operator_names() if not name.endswith(WITH_ARGUMENTS)]
     counts = dict.fromkeys((name for name, _ in operators), 0)
     for node in nodes(parso.parse(source)):

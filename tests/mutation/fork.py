@@ -36,7 +36,7 @@ def warm() -> None:
 
 
 def forked(tree: Path, limit: float, function: str, *arguments: Any) -> Any:
-    """What a function of ``tests_of.py`` returns in a fork that works in ``tree``; None if it died or took too long."""
+    """The result of a function of ``tests_of.py`` in a fork that works in ``tree``; None if it died or timed out."""
     answer = tree / ".answer"
     answer.unlink(missing_ok=True)
     if (process := os.fork()) == 0:

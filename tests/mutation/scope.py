@@ -1,4 +1,4 @@
-"""What is mutated, and what is not: everything that names files of the project is in this module."""
+"""The scope of mutation: all names of project files are in this module."""
 
 CODE = (
     *("rules/*.py", "batches/*.py", "weights/*.py", "config/*.py", "factory/*.py", "launch/*.py", "convert/**/*.py"),
@@ -17,8 +17,9 @@ TESTS_LEFT_OUT = (
     *("test_rlinf*", "test_verl*", "test_vllm*", "test_sglang*", "test_slime*", "test_siirl*", "test_nemo*"),
     *("test_megatron_lm*", "test_hash_seeds*"),
 )
-"""Test files that are not used: they need GPUs or other packages, run the code in processes of which no trace is kept,
-or test trainers."""
+"""Test files that are not used: they need GPUs or other packages, run the code in processes that are not traced, or
+test trainers.
+"""
 
 _FAMILIES = ("test_docs*tables*", "test_refused*", "test_config_norms*", "test_families*", "test_parity*")
 OF_TABLES = {

@@ -1,4 +1,4 @@
-"""Runs tests in this process: which are asked for, in which order, which of them fails, and what they reach."""
+"""Run chosen tests in this process in a given order; report the first failure and the lines that tests reach."""
 
 import json
 import os
@@ -12,13 +12,13 @@ import pytest
 
 PLAIN = ("-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short")
 AT_IMPORT = "what is at import"
-"""What fails where no test does."""
+"""The result if an error comes from outside of tests."""
 Reached = dict[str, dict[int, list[str]]]
 """By file and line, the tests that run it; "" is what runs before them, at import, and has the number 0."""
 
 
 class Chosen:
-    """A plugin of pytest: the tests asked for alone, in the order asked for. If none are, all of them."""
+    """A plugin of pytest: only the requested tests, in the requested order. If none are requested, all tests."""
 
     def __init__(self, asked: list[str]) -> None:
         self.order = {name: place for place, name in enumerate(asked)}
@@ -41,7 +41,7 @@ class Chosen:
 
 
 def run(asked: list[str]) -> list[str]:
-    """Which of these tests, or of those of these files, fails first; none where all pass."""
+    """The first failing test of these tests or files; None if all pass."""
     chosen = Chosen(asked)
     files = sorted({name.partition("::")[0] for name in asked})
     status = pytest.main([*files, "-x", *PLAIN], [chosen])
@@ -123,7 +123,7 @@ def record(file: str, notes: str) -> dict[str, Any]:
 
 
 def _pairs(lines: dict[int, set[str]], numbers: dict[str, int]) -> list[tuple[list[int], list[int]]]:
-    """Few, since the lines of a function are mostly run by the same tests."""
+    """Pairs of lines and tests. There are few, since all lines of a function are mostly run by equal sets of tests."""
     pairs: dict[frozenset[str], list[int]] = {}
     for line, names in lines.items():
         pairs.setdefault(frozenset(names & numbers.keys()), []).append(line)

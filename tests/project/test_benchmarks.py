@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parent.parent.parent / "benchmarks"
 
 
 def printed(script, arguments):
-    """What a benchmark prints on this rank, which is in the process group that it would make."""
+    """The output of a benchmark on this rank, in an existing process group instead of a new one."""
     known, out = {*sys.modules}, io.StringIO()
     with (
         mock.patch.object(sys, "argv", [script, "--device", "cpu", *arguments]),

@@ -77,7 +77,7 @@ PAGES = {
     "docs/guide/targets.md": ([MODELS], (1, 2)),
     "docs/guide/images.md": ([MESH, IMAGES], (4,)),
 }
-"""What stands before each block in place of what a reader has already; and numbers of processes."""
+"""Code to run before each block, since a reader already has its results; and numbers of processes."""
 NOT_HERE = {
     ("docs/guide/sync.md", 1): "its engines are real ones",
     ("docs/guide/handing_on.md", 1): "its engine is another process, as in tests/weights/test_direct_export.py",
@@ -103,7 +103,7 @@ def test_every_page_with_blocks_is_run():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where a reader stands: a small model is there under the names of the pages."""
+    """The reader's working folder: it has a small model under the names in the pages."""
     path = tmp_path_factory.mktemp("reader")
     hf = tiny("qwen3")
     model = path / "path" / "of" / "Qwen3-8B"

@@ -1,4 +1,4 @@
-"""What is written about the library is true of it: generated tables, the words of examples, names of files."""
+"""The documentation is true: generated tables, the text of examples, names of files."""
 
 import ast
 import importlib

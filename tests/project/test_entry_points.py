@@ -1,4 +1,4 @@
-"""All that reads or writes a folder, against all checks that such calls need: each cell is tried, or says why not.
+"""A table of all calls that read or write a folder and all checks they need: each cell has a test or a reason.
 
 A new public function or command must be entered here. So a check that belongs to all of them cannot be forgotten for
 one.
@@ -40,7 +40,7 @@ EMPTY = "found an empty string: is a variable not set"
 SAME = "is both source and target"
 CHANGED = "was changed while it was read, in 1 files such as "
 Cell = Callable[["Place"], None] | str
-"""What tries a check, or the reason why an entry point does not need it."""
+"""The test of a check, or the reason why an entry point does not need the check."""
 CHECKS = ("empty path", "target is source", "source changed", "notes on weights", "lost bits")
 
 
@@ -55,7 +55,7 @@ class Place:
         self.out = folder / "out"
 
     def models(self, source: Any = None, **options: Any) -> Any:
-        if not self.has_mesh:  # a conversion makes its own
+        if not self.has_mesh:  # a conversion makes its folder itself
             self.mesh.enter_context(rank_of(ONE, 0, 1))
             self.has_mesh = True
         options = {"dtype": torch.float32, **options}
@@ -75,7 +75,7 @@ class Place:
         assert _content(unchanged or self.out) == before
 
     def changing(self, folder: Path) -> Callable[..., None]:
-        """What rewrites a file of a folder at the first event, as a save meanwhile would."""
+        """Rewrite a file of a folder at the first event, as a concurrent save would."""
         (path, *_) = (*folder.glob("*.safetensors"), *folder.glob("*.distcp"), *folder.glob("mp_rank_*/*.pt"))
 
         def on_event(*event: object) -> None:

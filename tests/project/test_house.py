@@ -1,4 +1,4 @@
-"""How far a reader has to go: files that a public function reaches, floors of folders, names that stand twice.
+"""Limits for the structure: files that a public function reaches, levels of folders, names that are defined twice.
 
 Each figure may fall, and this file then holds the lower one. It may rise only with a reason in the commit that does it.
 """

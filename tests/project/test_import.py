@@ -72,7 +72,7 @@ PLANTED = "megatron.core.parallel_state.get_tensor_model_parallel_rank = None; t
 
 @functools.cache
 def watched() -> dict[str, dict[str, list[str] | int | bool]]:
-    """What each action does, one after the other in a fresh process that has imported the libraries."""
+    """The result of each action, one after the other in a fresh process that has imported the libraries."""
     actions = [IMPORT, USE_ALL, PLANTED]
     command = [sys.executable, "-W", "ignore", "-c", WATCH, json.dumps(actions)]
     finished = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
@@ -82,7 +82,7 @@ def watched() -> dict[str, dict[str, list[str] | int | bool]]:
 
 
 def foreign(modules: object) -> list[str]:
-    """Modules that are neither ours nor of the standard library."""
+    """Modules from outside this package and the standard library."""
     assert isinstance(modules, list)
     known = {"mcore_bridge", *sys.stdlib_module_names}
     return [name for name in modules if name.partition(".")[0] not in known]
@@ -144,7 +144,7 @@ def folders(graph: dict[str, set[str]], depth: int) -> dict[str, set[str]]:
 
 
 def circles(graph: dict[str, set[str]]) -> set[str]:
-    """The largest sets of nodes that all lead to each other, in words."""
+    """The strongly connected components of a graph that contain a circle, as text."""
     reached = {}
     for start in graph:
         reached[start], waiting = set[str](), [start]
@@ -175,7 +175,7 @@ def test_names_for_type_checkers_are_those_of_the_table() -> None:
 
 
 def test_no_public_name_is_a_module() -> None:
-    """The first import below it would put the module in place of what users call."""
+    """The first import of such a module would replace the public function of that name."""
     assert not set(mcore_bridge.__all__) & {module_of(path).split("/")[0] for path in MODULES}
 
 

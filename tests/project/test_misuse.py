@@ -1,4 +1,4 @@
-"""What a caller gets wrong is said in an error of ours, before anything is written."""
+"""Mistakes of callers raise an error of this library before anything is written."""
 
 import contextlib
 import inspect
@@ -37,7 +37,7 @@ def models(source):
 
 
 def load(change):
-    """Load all pairs of a state, each as what ``change`` makes of it."""
+    """Load all pairs of a state, each changed by ``change``."""
     pairs = [pair for name, tensor in random_state(HF).items() for pair in change(name, tensor)]
     return lambda models, folder: mb.load_hf_weights(models, pairs)
 
@@ -142,7 +142,7 @@ WRONG = (None, [], [3], {}, 7, -1, 0, 2.5, float("nan"), float("inf"), 10**30, "
 
 
 def good(models, folder, source):
-    """Arguments by which each public callable can be called; what is not here has none that it needs."""
+    """Arguments for each public callable; a callable that is missing here has no required arguments."""
     plan = mb.plan_buckets(mb.manifest(models), num_slots=2)
     handles = [share(MARK, EMPTY_MAP.digest)]
     return {
@@ -173,7 +173,7 @@ def good(models, folder, source):
 
 
 def attempts(name, known):
-    """Calls with one wrong argument each, with what was wrong."""
+    """Calls with one wrong argument each, and a description of the mistake."""
     call = getattr(mb, name)
     for parameter in inspect.signature(call).parameters.values():
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
@@ -183,7 +183,7 @@ def attempts(name, known):
 
 
 def outcome(call, arguments):
-    """What came instead of an error of ours, if anything did."""
+    """An error that is not an error of this library, as text; empty if the call raised none."""
     try:
         with contextlib.ExitStack() as stack:
             made = call(**arguments)

@@ -1,4 +1,4 @@
-"""Prose is read at first sight: sentences are short, and the names that say nothing of a value are not used.
+"""Prose is understood at first sight: sentences are short, and names that do not describe a value are not used.
 
 A sentence ends with a full stop, a question mark or an exclamation mark, and a paragraph or the entry of a list ends it
 too. What is code counts as one word: a span in backticks, a list of such spans, a link's address, and the value in an
@@ -24,7 +24,7 @@ PAGES = [
 
 MOST_WORDS = 30
 VAGUE = frozenset({"found", "each", "many", "noted", "told"})
-"""A participle or a quantity says nothing about what a value is."""
+"""A participle or a quantity does not describe a value."""
 
 LONG: tuple[str, ...] = ()
 """How the sentences begin that may be longer, as they are counted here."""

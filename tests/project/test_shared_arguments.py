@@ -79,7 +79,7 @@ TABLE: dict[str, dict[str, str]] = {
     "to_gpt_arguments": dict.fromkeys(("hf", "dims", "head", "overrides"), NOTHING),
     "to_layer_spec": dict.fromkeys(("hf", "dims", "dtype", "backend", "overrides", "pp_rank", "vp_stage"), NOTHING),
 }
-"""Of each public function that takes models, a mesh or a group: whether ranks compare an argument, or why not."""
+"""Each public function with models, a mesh or a group: whether ranks compare each argument, or why not."""
 CELLS = [(name, argument) for name, row in TABLE.items() for argument, reason in row.items() if reason == COMPARED]
 
 
@@ -239,7 +239,7 @@ def _usual(name: str, folders: dict[str, str], models: dict[str, Any]) -> tuple[
 
 
 def calls(folders: dict[str, str]) -> dict[tuple[str, str], str]:
-    """Runs in each of two workers: how each call ends in which the second has another argument than the first."""
+    """Run in each of two workers: the outcome of each call with different arguments on the two ranks."""
     said: dict[tuple[str, str], str] = {}
 
     def differ(names: list[str], models: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The rules of adapters are those of the weights: what the layout does with ``B A``, it does with B or with A alone."""
+"""Adapters follow the rules of weights: the layout changes ``B A`` by changing B alone or A alone."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Planted mistakes: each is one slip in a table or a name, and each must be killed by the tier that it says.
+"""Planted mistakes: each is one slip in a table or a name, and the tests of the stated tier must detect it.
 
 A wrong bijection is still a bijection: those that only ``logits`` kills pass every round trip and every shape check.
 The tables are in ``mistakes/``. Without a mistake nothing is killed.

@@ -131,7 +131,7 @@ def twin_state(fields: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What the twin holds as Ling names it: q, k and v in one tensor, one after another."""
+    """The twin's tensors under Ling's names: q, k and v in one tensor, one after another."""
     found: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if match := re.fullmatch(r"(.*)\.self_attn\.(q|k|v)_proj\.(weight|bias)", name):
@@ -145,7 +145,7 @@ def renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def unnamed(state: dict[str, Tensor], hf: Any) -> dict[str, Tensor]:
-    """What a model of this config holds as the twin names it."""
+    """The tensors of a model of this config under the twin's names."""
     found: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if match := re.fullmatch(r"(.*)\.attention\.query_key_value\.(weight|bias)", name):

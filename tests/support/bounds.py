@@ -1,4 +1,4 @@
-"""How near logits and log-probs are to those of transformers, and on which meshes."""
+"""Bounds for differences of logits and log-probs to transformers, and the meshes that are compared."""
 
 import mcore_bridge as mb
 

@@ -14,7 +14,7 @@ from tests.support import pool
 PYTHON = re.compile(
     r"\b((tp|pp|vp|cp|ep|etp|sp|layout|dtype|backend|device|strict\w*|mtp_num_layers|load_weights)=|mb\.)"
 )
-"""What a message has for callers from Python: nobody can type it."""
+"""Parts of messages for callers from Python, which a user of the command cannot type."""
 
 
 def run(*arguments: object, start: bool = False) -> Result:
@@ -24,7 +24,7 @@ def run(*arguments: object, start: bool = False) -> Result:
 
 
 def ranks_in_pool(function: Callable[..., Any], task: Any, *, world_size: int, device: str, on_event: Any) -> list[Any]:
-    """``run_ranks``, but an error is that of the rank itself, and nothing is reported meanwhile."""
+    """``run_ranks``, but it raises the rank's own error, and reports no progress."""
     if device == "cuda":
         return run_ranks(function, task, world_size=world_size, device=device, on_event=on_event)
     return pool.run(world_size, quietly, function, task)

@@ -40,7 +40,7 @@ class StoppedError(Exception):
 
 
 def stop_half_way(rank: int, phase: str, done: int, total: int) -> None:
-    """What a conversion tells, until it is stopped."""
+    """The reports of a conversion, until it is stopped."""
     if done > total / 2:
         raise StoppedError
 

@@ -1,4 +1,4 @@
-"""Files of the safetensors format that are harmed: whole ones are drawn, and then changed in a few places."""
+"""Damaged safetensors files: whole files are drawn, and then changed in a few places."""
 
 import copy
 import json
@@ -34,7 +34,7 @@ def dumped(value: Any) -> str:
 
 @dataclass
 class File:
-    """What a file is made of."""
+    """The parts of a file."""
 
     header: Pairs
     data: bytes
@@ -105,7 +105,7 @@ def objects(tree: Any) -> Iterator[Pairs]:
 
 
 def places(tree: Any) -> Iterator[tuple[list[Any], int]]:
-    """Where the values of a tree are: in which list, and the how many-th."""
+    """The places of the values in a tree: the list, and the index in it."""
     for index, each in enumerate(tree if isinstance(tree, list) else ()):
         if isinstance(tree, Pairs):
             yield each, 1
@@ -116,7 +116,7 @@ def places(tree: Any) -> Iterator[tuple[list[Any], int]]:
 
 
 def drawn(draw: Any, found: Iterator[Any]) -> list[Any]:
-    """One of them; none where there is none."""
+    """One of them; None if there is none."""
     some = list(found)
     return [draw(st.sampled_from(some))] if some else []
 

@@ -1,4 +1,4 @@
-"""Another process that takes weights out of a sender's slots, as an inference engine does, and says what it read.
+"""Another process that reads weights from a sender's slots, like an inference engine, and reports what it read.
 
 It is started with nothing but a pipe. What it loads it copies on its own stream, as an engine does, and looks at only
 when the round is over: a slot that was overwritten too early shows.
@@ -74,7 +74,7 @@ def engine(
     seconds: float = 0.0,
     dies_at: int | None = None,
 ) -> Iterator[Connection]:
-    """The pipe to an engine that has opened the slots of ``ring``: it is slow by ``seconds``, or dies at a bucket."""
+    """The pipe to an engine that has opened the slots of ``ring``. It waits ``seconds``, or dies at a bucket."""
     ours, theirs = multiprocessing.Pipe()
     arguments = (theirs, environment or {}, seconds, dies_at)
     if torch.cuda.is_available():  # which needs a fresh process
@@ -97,7 +97,7 @@ def engine(
 
 
 def send_round(ring: BufferRing, pairs: object, pipe: Connection, **arguments: int) -> dict[str, str]:
-    """Everything, once: what the engine says that it read."""
+    """Send everything once, and return the engine's report."""
     for bucket in ring.fill(pairs, acknowledged=lambda: answer(pipe), **arguments):
         pipe.send(bucket.number)
     pipe.send(FINISH)
@@ -105,7 +105,7 @@ def send_round(ring: BufferRing, pairs: object, pipe: Connection, **arguments: i
 
 
 def answer(pipe: Connection) -> object:
-    """What the engine says next; raises what it raised."""
+    """The next report of the engine; raises the engine's error."""
     said = pipe.recv()
     if isinstance(said, Exception):
         raise said

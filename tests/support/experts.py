@@ -19,7 +19,7 @@ KINDS = ("gate_proj", "up_proj", "down_proj")
 
 
 def fused(state):
-    """The same checkpoint with the experts of a layer in one tensor, as some publishers write them."""
+    """A checkpoint with the experts of a layer in one tensor, as some publishers write them."""
     kept = {name: tensor for name, tensor in state.items() if ".experts." not in name}
     for layer in sorted({name.partition(".experts.")[0] for name in state.keys() - kept.keys()}):
         parts = {kind: [state[f"{layer}.experts.{i}.{kind}.weight"] for i in range(8)] for kind in KINDS}

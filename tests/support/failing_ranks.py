@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 
 def only_on_1(name, after=0):
-    """What has this dotted name raises on rank 1, once, behind so many calls."""
+    """The function with this dotted name raises once on rank 1, after this number of calls."""
     calls, real = iter(range(1 << 30)), pkgutil.resolve_name(name)
 
     def failing(*arguments, **named):

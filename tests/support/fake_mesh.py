@@ -47,9 +47,8 @@ def replica(dims: ParallelDims) -> list[int]:
 def build_everywhere(
     hf: Any, dims: ParallelDims, load: Callable[[list[Any]], Any], dialect: str | None = None, **arguments: Any
 ) -> list[Any]:
-    """What every rank of a replica holds after ``load(chunks)``, by rank of the model-parallel group.
-
-    Of a model to which that has added adapters, these alone.
+    """The tensors of every rank of a replica after ``load(chunks)``, by rank of the model-parallel group. If ``load``
+    has added adapters, only these.
     """
     bound = []
     for rank in replica(dims):
@@ -80,7 +79,7 @@ def plan_of(held: Sequence[Any], *, bucket_bytes: int | None) -> ExportPlan:
 
 
 def programs_for(held: Sequence[Any], targets: Sequence[Target], *, bucket_bytes: int | None) -> list[Program]:
-    """The programs that every rank would make for the targets of all of them."""
+    """The programs that every rank would make for the targets of all ranks."""
     first = held[0][0]
     inventories = [inventory for _, inventory in held]
     arguments = first.mapping, first.axes, first.chunks[0].config.num_layers, inventories, targets
@@ -91,7 +90,7 @@ def programs_for(held: Sequence[Any], targets: Sequence[Target], *, bucket_bytes
 def export_to(
     held: Sequence[Any], targets: Sequence[Target], *, bucket_bytes: int = 1 << 16
 ) -> tuple[list[dict[str, Tensor]], int]:
-    """What each rank gets, and the bytes of weights that travelled: each pair of ranks hands over its windows."""
+    """The tensors that each rank gets, and the bytes that travelled, with windows passed between each pair of ranks."""
     ranks = range(len(held))
     programs = programs_for(held, targets, bucket_bytes=bucket_bytes)
     assert sum(program.balance() for program in programs) == 0
@@ -124,7 +123,7 @@ def export_to(
 
 
 def export(held: Sequence[Any], *, bucket_bytes: int = 1 << 16) -> dict[str, Tensor]:
-    """The HF state dict: pack on every rank, hand the windows over in a list, unpack."""
+    """The HF state dict: pack on every rank, pass the windows in a list, unpack."""
     plan = plan_of(held, bucket_bytes=bucket_bytes)
     programs = [Program([plan], rank) for rank in range(len(held))]
     assert sum(program.balance() for program in programs) == 0

@@ -93,7 +93,7 @@ def table_of(hf: PretrainedConfig) -> tuple[Field, ...]:
 
 
 def built(hf: PretrainedConfig, table: tuple[Field, ...] | None = None) -> dict[str, object]:
-    """All that the table decides, as it arrives: config fields and attributes, ``GPTModel`` arguments, frequencies."""
+    """All values that the table decides: config fields and attributes, ``GPTModel`` arguments, frequencies."""
     table = table or table_of(hf)
     config = to_transformer_config(hf, table)
     fields = {name: repr(value) for name, value in vars(config).items() if name not in NOT_COMPARABLE}

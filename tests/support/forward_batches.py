@@ -1,4 +1,4 @@
-"""Batches for ``forward``, and what transformers makes of them."""
+"""Batches for ``forward``, and the results of transformers for them."""
 
 import torch
 

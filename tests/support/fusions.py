@@ -1,4 +1,4 @@
-"""What engines fuse within one load call, by HF names: written down once more, apart from the library's own rules."""
+"""Tensors that engines fuse within one load call, by HF names: a second list, independent of the library's."""
 
 import re
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ def siblings(names: Iterable[str]) -> list[set[str]]:
 
 
 def experts(specs: Iterable[TensorSpec], num_bytes: int) -> list[set[str]]:
-    """Names of the experts of each layer where all of them take at most so many bytes."""
+    """Names of the experts of each layer whose experts together take at most this number of bytes."""
     layers: dict[str, list[TensorSpec]] = {}
     for spec in specs:
         layer, experts, _ = spec.name.partition(".experts.")

@@ -1,4 +1,4 @@
-"""Which families go through ``forward`` on GPUs."""
+"""The families that ``forward`` runs on GPUs."""
 
 import torch
 

@@ -31,7 +31,7 @@ def join_from_afar(rank):
 
 
 def spawn(function, folder, world_size, *arguments):
-    """What ``function(rank, world_size, *arguments)`` returns on each rank; raises what a rank raises, as text.
+    """The result of ``function(rank, world_size, *arguments)`` on each rank; raises the error of a rank, as text.
 
     The function makes the process group, on a port of its own.
     """

@@ -19,7 +19,7 @@ SAME = (
     *("vocab_size", "max_sequence_length", "share_embeddings_and_output_weights"),
     *("position_embedding_type", "rotary_base", "rotary_percent"),
 )
-"""The arguments that it has as our model does."""
+"""The arguments that it shares with our model."""
 
 
 def built_elsewhere(
@@ -30,7 +30,7 @@ def built_elsewhere(
     device: str = "cpu",
     overrides: dict[str, Any] | None = None,
 ) -> Any:
-    """This rank's only chunk, with random values. Its final norm, which needs TransformerEngine, is ours.
+    """This rank's only chunk, with random values. Our norm replaces its final norm, which needs TransformerEngine.
 
     Args:
         pattern: its layers, which ``|`` cuts into stages. None: those of our model, cut between whole layers.

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def limited(kind, limit, here):
-    """What this process may have of ``kind`` is ``limit``, if that is meant ``here``."""
+    """Set the limit of ``kind`` for this process, if it applies ``here``."""
     limits = resource.getrlimit(kind)
     if here:
         resource.setrlimit(kind, (limit, limits[1]))

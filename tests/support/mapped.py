@@ -79,7 +79,7 @@ def differences(one: nn.Module, other: nn.Module) -> list[str]:
 
 
 def bits(tensor: Tensor | None) -> object:
-    """What is equal for tensors of the same dtype, shape and bits."""
+    """A value that is equal for tensors with equal dtype, shape and bits."""
     if tensor is None:
         return None
     if tensor.is_meta:

@@ -1,4 +1,4 @@
-"""What megatron-core itself builds for a split of a pipeline: its own functions, on every rank and virtual stage."""
+"""The stages that megatron-core's own functions build for a split of a pipeline, on every rank and virtual stage."""
 
 import contextlib
 from collections.abc import Iterator

@@ -9,7 +9,7 @@ ALONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 
 
 def settings(**changes: Any) -> Any:
-    """What the modules read of a ``TransformerConfig``."""
+    """The fields of a ``TransformerConfig`` that the modules read."""
     defaults = {
         "normalization": "RMSNorm",
         "layernorm_zero_centered_gamma": False,

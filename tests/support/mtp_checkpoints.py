@@ -1,6 +1,5 @@
-"""Checkpoints with MTP layers, as publishers write them, and what transformers' own modules compute from them.
-
-transformers has no MTP layers: their tensors here are those of a model of one layer, under the names of the publisher.
+"""Checkpoints with MTP layers, as publishers write them, and reference results from transformers' modules. transformers
+has no MTP layers: here their tensors come from a model of one layer, under the publisher's names.
 """
 
 import tempfile
@@ -105,7 +104,7 @@ def without_ends(hf: Any, state: dict[str, Tensor], number: int) -> dict[str, Te
 
 
 def predicted(model: Any, hf: Any) -> Tensor:
-    """What the one MTP layer of a chunk that holds it predicts, on the rank's part of the vocabulary."""
+    """The logits of the single MTP layer of a chunk, on the rank's part of the vocabulary."""
     found: list[Tensor] = []
     hook = model.mtp.register_forward_hook(lambda module, inputs, output: found.append(output.chunk(2)[1]))
     ids = tokens(hf).to(next(model.parameters()).device)

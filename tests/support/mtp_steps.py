@@ -1,6 +1,6 @@
-"""A step whose loss has that of MTP layers in it, computed by transformers' own modules and autograd.
+"""A training step with the loss of MTP layers, computed by transformers' modules and autograd.
 
-The formula is that of DeepSeek-V3's report, as vLLM, SGLang and megatron-core compute it. At depth k, the hidden states
+The formula comes from DeepSeek-V3's report; vLLM, SGLang and megatron-core use it, too. At depth k, the hidden states
 of depth k - 1 and the embeddings of the tokens k places further on go through a norm each, together through a
 projection, and through the inner layer and a norm. The head of the model then predicts the token after those.
 """
@@ -23,7 +23,7 @@ AROUND = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 def reference_step(
     hf: Any, batch: Tensor, *, depths: int, repeated: bool = False, scale: float, ranks: Sequence[Sequence[int]] = ()
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss without that of MTP layers, and the gradients of the sum of both, by name, for ``published(hf)``.
+    """The loss without the MTP loss, and the gradients of the sum of both, by name, for ``published(hf)``.
 
     Args:
         hf: a config of Nemotron-H.

@@ -1,4 +1,4 @@
-"""Logits of a model of ours against transformers': fp32, CPU, everything random."""
+"""Compare logits of our model with transformers': fp32, CPU, everything random."""
 
 import tempfile
 from functools import cache
@@ -25,7 +25,7 @@ def tokens(hf: Any, seq: int = SEQ) -> Tensor:
 
 
 def reference_logits(hf: Any, seq: int = SEQ) -> Tensor:
-    """What transformers computes from ``random_state`` as a file, fp32 [BATCH, seq, vocab]."""
+    """The logits of transformers from ``random_state`` as a file, fp32 [BATCH, seq, vocab]."""
     with tempfile.TemporaryDirectory() as folder:
         model = reference_model(hf, folder)
     with torch.no_grad():
@@ -61,7 +61,7 @@ def reference_of(name: str) -> Tensor:
 
 
 def our_logits(source: Any, dims: mb.ParallelDims, seq: int = SEQ) -> Tensor:
-    """What this mesh (one pipeline stage) computes from the same state; gathered over tp, padding cut off.
+    """The logits of this mesh (one pipeline stage) from the same state, gathered over tp, with padding cut off.
 
     Of a config or of a folder, which has weights of its own.
     """
@@ -72,7 +72,7 @@ def our_logits(source: Any, dims: mb.ParallelDims, seq: int = SEQ) -> Tensor:
 
 
 def logits_of(model: Any, dims: mb.ParallelDims, seq: int = SEQ) -> Tensor:
-    """What a model of one pipeline stage computes; gathered over tp, padding cut off."""
+    """The logits of a model of one pipeline stage, gathered over tp, with padding cut off."""
     model.eval()
     hf = model.bridge.hf
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Models with adapters by ``peft``, under our names: what a step with ours is held against."""
+"""Models with adapters by ``peft``, under our names: the reference for a step with our adapters."""
 
 import copy
 import re
@@ -52,7 +52,8 @@ def count_of(hf):
 
 
 def named(parameters, hf, dialect):
-    """The factors of ``peft`` in our names, as views; for experts that it holds as one, of each expert and projection.
+    """The factors of ``peft`` by our names, as views. If ``peft`` has one tensor for experts: for each expert and
+    projection.
 
     ``peft`` holds gate and up of "split" as one with twice the rank, where only two blocks of B are not zero.
     """
@@ -97,7 +98,7 @@ def _of_experts(name, tensor, num_experts):
 
 
 def expected(hf, targets, dialect):
-    """By ``peft``: the factors of an adapter, its loss and its gradients, in our names."""
+    """The factors of an adapter of ``peft``, its loss and its gradients, in our names."""
     own = copy.deepcopy(hf)
     own._attn_implementation = "eager"  # that of transformers 4 leaves out the cap of scores
     model = tiny.random_model(own)

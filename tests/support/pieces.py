@@ -4,7 +4,7 @@ import torch
 
 
 def merged(pieces):
-    """What the pieces of all ranks make up, by HF name, in fp32; NaN where none has anything."""
+    """The HF tensors that the pieces of all ranks make up, by name, in fp32; NaN where no piece has a value."""
     found = {}
     for piece in pieces:
         assert piece.tensor.untyped_storage().nbytes() > 0

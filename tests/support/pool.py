@@ -43,7 +43,7 @@ class PoolTimeoutError(Exception):
 
 
 def run(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 180.0) -> list[Any]:
-    """``function(*args)`` on ``world_size`` ranks: what each of them returned, by rank.
+    """Run ``function(*args)`` on ``world_size`` ranks, and return the results by rank.
 
     Args:
         world_size: ranks of the default process group that the function finds initialised (gloo).

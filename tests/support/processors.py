@@ -1,4 +1,4 @@
-"""What vLLM reads of a composite's folder beside its config: an image processor, and a tokenizer of words."""
+"""Files of a composite's folder that vLLM reads beside the config: an image processor, and a tokenizer of words."""
 
 from pathlib import Path
 from typing import Any

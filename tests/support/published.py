@@ -1,4 +1,4 @@
-"""Configs of published models, as ``tests/data/published`` has them, and what the library says of them.
+"""Configs of published models, in ``tests/data/published``, and the outcome of the library for each.
 
 ``python -m tests.support.published`` writes the latter down for the releases that are installed.
 """
@@ -66,7 +66,7 @@ def records() -> list[Published]:
 
 
 def outcomes_file() -> Path:
-    """Where outcomes stand for the release of transformers that is installed."""
+    """The file of outcomes for the installed release of transformers."""
     import transformers
 
     return FOLDER / f"outcomes_transformers{transformers.__version__.split('.')[0]}.json"

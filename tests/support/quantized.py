@@ -1,4 +1,4 @@
-"""Checkpoints as publishers quantize them, made from plain ones; and what they decode to, by the publishers' formulas.
+"""Checkpoints as publishers quantize them, made from plain ones; and their decoded values, by the publishers' formulas.
 
 Nothing here is from the library: blocks are spread by repeating scales, and nibbles are taken one by one.
 """
@@ -17,7 +17,7 @@ from tests.support.strategies import random_state, save
 State = dict[str, Tensor]
 LUT = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 OF_ACTIVATIONS = (".activation_scale", ".input_scale", ".input_scale_ub")
-"""What no weight needs."""
+"""Tensors that no weight needs."""
 PLAIN = ("embed_tokens", "lm_head", "norm", "mlp.gate.", "block_sparse_moe.gate.", "router", "eh_proj")
 """What nobody quantizes."""
 
@@ -50,7 +50,7 @@ class Format:
         return found
 
     def decoded(self, state: State, dtype: torch.dtype) -> State:
-        """What ``files`` of it decode to; tensors that are not quantized stay as they are."""
+        """The decoded values of its ``files``; plain tensors do not change."""
         return {
             name: self.decode(self.encode(tensor), dtype) if self.is_quantized(name, tensor) else tensor
             for name, tensor in state.items()
@@ -232,7 +232,7 @@ def rows_of_experts(*, alone: bool) -> Format:
 
 
 def groups_of_each_layer() -> Format:
-    """Rows in attention, one number for its values and for weights of an MLP, and blocks in the last layer."""
+    """Scales for each row in attention, for whole weights of values and MLPs, and for each block in the last layer."""
     fp8_of = lambda **fields: {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, **fields}  # noqa: E731
     weights = {
         "re:.*layers.[012].self_attn.[qko].*": fp8_of(strategy="channel"),

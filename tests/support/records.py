@@ -1,4 +1,4 @@
-"""What passed on GPUs, kept for ``docs/reference/support.md``: lines of JSON in the file that ``--record`` names."""
+"""Records of tests on GPUs for ``docs/reference/support.md``: lines of JSON in the file of ``--record``."""
 
 import datetime
 import importlib.metadata

@@ -14,7 +14,7 @@ def block(name, **model):
 
 
 def filled_in(hf):
-    """What RLinf's ``validate_model_cfg_by_hf_config`` writes into the block."""
+    """The keys that RLinf's ``validate_model_cfg_by_hf_config`` writes into the block."""
     got = hf.to_dict().get
     return {
         "padded_vocab_size": hf.vocab_size,

@@ -1,4 +1,4 @@
-"""What RLinf's convertor is asked for."""
+"""The settings for RLinf's convertor."""
 
 import torch
 from safetensors.torch import save_file
@@ -38,7 +38,7 @@ def asked(folder, *, tp=1, pp=1, ep=1, etp=1, **more):
 
 
 def name_of_this_rank(dims):
-    """As megatron's ``get_checkpoint_name`` says it."""
+    """The name that megatron's ``get_checkpoint_name`` returns."""
     from megatron.core import parallel_state
 
     name = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"

@@ -1,4 +1,4 @@
-"""Batches with images for small composites, what transformers makes of them, and steps of training on a mesh."""
+"""Batches with images for small composites, transformers' results for them, and training steps on a mesh."""
 
 import inspect
 import re
@@ -143,7 +143,7 @@ def layout_of(model_type: str) -> Any:
 
 
 def _image(model: Any, grid: Grid, generator: torch.Generator, *, is_video: bool) -> dict[str, Tensor]:
-    """What a processor makes of an image of so many patches."""
+    """The result of a processor for an image with this number of patches."""
     vision, model_type = model.config.vision_config, model.config.model_type
     patch = vision.patch_size[0] if isinstance(vision.patch_size, list | tuple) else vision.patch_size
     pixels, grids, _ = _NAMES[is_video]
@@ -338,7 +338,7 @@ def steps(folder: Path, cases: list[tuple[dict[str, Any], dict[str, Any]]], batc
 
 
 def problems(ranks: list[Any], wanted: tuple[Tensor, dict[str, Tensor]], bound: float) -> list[str]:
-    """What is wrong with a step, from what each rank returned."""
+    """The faults of a step, from the results of each rank."""
     log_probs, tower = wanted
     found = []
     towers = [each["tower"] for each in ranks if each["tower"]]

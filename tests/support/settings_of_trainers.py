@@ -1,4 +1,4 @@
-"""Settings of verl and siiRL, and what becomes of them."""
+"""Settings of verl and siiRL, and their effects."""
 
 import re
 from pathlib import Path
@@ -28,4 +28,4 @@ SIIRL = {
     *("param_offload", "grad_offload", "optimizer_offload", "extra", "override_transformer_config"),
     *("use_dist_checkpointing", "dist_checkpointing_path", "override_ddp_config", "use_mbridge"),
 }
-"""What siiRL has in its ``megatron:``."""
+"""The keys in siiRL's ``megatron:``."""

@@ -1,4 +1,4 @@
-"""A rollout engine of ours, in torch alone: it holds weights as engines do, and takes them by HF names.
+"""A rollout engine for tests, only in torch: it holds weights like engines, and loads them by HF names.
 
 One rank of ``tp`` in a stage of ``pp`` has queries, keys and values in one parameter, with KV heads repeated if there
 are fewer than ranks. Experts are a stack of gate and up and a stack of down. The vocabulary is padded, the router is
@@ -238,7 +238,7 @@ def in_shared_memory(model):
 
 
 def loaded(pairs, *arguments, **options):
-    """What an engine holds that has taken these by its own loader."""
+    """The tensors of an engine that has loaded these by its own loader."""
     model = StandIn(*arguments, **options)
     model.load(pairs.items())
     return model.held()
@@ -285,7 +285,7 @@ def connected(address):
 
 
 def serve(listener, *arguments):
-    """An engine that has torch alone: its map, then what it is asked for by name, by one trainer after another."""
+    """An engine with torch alone: it sends its map, and then runs methods by name, for one trainer after another."""
     import mcore_bridge as mb
 
     pipe = listener.accept()

@@ -1,4 +1,4 @@
-"""A training step as a trainer takes it: mcore's DDP, schedules and gradient finalization around bare chunks.
+"""A training step like a trainer's: mcore's DDP, schedules and gradient finalization around bare chunks.
 
 All of it runs in workers of the pool; what comes back is by HF names, through the export.
 """
@@ -23,7 +23,7 @@ from mcore_bridge.errors import MeshError
 
 @contextlib.contextmanager
 def mesh(dims: ParallelDims, device: str = "cpu") -> Iterator[None]:
-    """``parallel_state`` of ``dims`` inside the worker's process group, and nothing of it afterwards."""
+    """``parallel_state`` of ``dims`` inside the worker's process group; it is removed afterwards."""
     from megatron.core import parallel_state
 
     if parallel_state.model_parallel_is_initialized():
@@ -262,7 +262,7 @@ def trained(models: Sequence[Any]) -> list[Any]:
 
 @torch.no_grad()
 def masters(models: Sequence[Any], optimizer: Any) -> dict[Any, Tensor]:
-    """For every parameter, what the distributed optimizer holds of it in fp32, from all replicas."""
+    """For every parameter, its fp32 values in the distributed optimizer, from all replicas."""
     from megatron.core import parallel_state
 
     optimizers = getattr(optimizer, "chained_optimizers", [optimizer])

@@ -83,7 +83,7 @@ def heads_of(hf, tensor, target):
 
 
 def slice_of(hf, name, tensor, target):
-    """What an engine's rank has of an HF tensor, by what its name says."""
+    """The part of an HF tensor on an engine's rank, by the name of the tensor."""
     size, rank = target.tp, target.tp_rank
     if ".experts." in name:
         size, rank = target.experts_cut

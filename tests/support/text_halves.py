@@ -1,4 +1,4 @@
-"""The text halves of composites, of which transformers has the decoder alone: language models around them.
+"""Language models around the text decoders of composites, for which transformers has only the decoder.
 
 Importing this lets ``AutoModelForCausalLM`` find them.
 """

@@ -1,4 +1,4 @@
-"""Tiny HF models in which nothing is zero, one or equal by chance, and what transformers computes with them.
+"""Tiny HF models in which no value is zero, one or equal by chance, and the results of transformers with them.
 
 Dims are pairwise distinct, so that a transposed or misplaced matrix cannot fit; ``SQUARE`` has them all equal, so that
 nothing but the rules can tell matrices apart. Four key-value heads and eight queries: tp=8 splits within a group.

@@ -22,7 +22,7 @@ def torchrun(script: Path, num_ranks: int, *arguments: str) -> "subprocess.Compl
 
 
 def forked(script: Path, num_ranks: int, *arguments: str, seconds: float = 120) -> tuple[list[int | None], str]:
-    """How the processes of ``script`` ended, and what they wrote. Each is forked from one that has imported torch."""
+    """The exit codes and outputs of the processes of ``script``. They are forked from a process with torch."""
     port, logs = free_port(), [script.parent / f"{script.stem}-{rank}.log" for rank in range(num_ranks)]
     every = [(str(script), arguments, rank, num_ranks, port, str(log)) for rank, log in enumerate(logs)]
     processes = pool.started(_run_forked, every)
@@ -34,7 +34,7 @@ def forked(script: Path, num_ranks: int, *arguments: str, seconds: float = 120) 
 
 
 def _run_forked(script: str, arguments: tuple[str, ...], rank: int, num_ranks: int, port: str, log: str) -> None:
-    """What a process of torchrun does."""
+    """The main function of a process of torchrun."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1")
     os.environ.update(MASTER_PORT=port, PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     out = os.open(log, os.O_CREAT | os.O_WRONLY)

@@ -1,4 +1,4 @@
-"""Composites whose towers are built: what each rank does with them, and what transformers has under the same names."""
+"""Composites with built towers: the steps of each rank, and transformers' tensors under equal names."""
 
 from pathlib import Path
 from typing import Any

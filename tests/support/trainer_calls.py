@@ -1,6 +1,6 @@
 """The calls that trainers make, in their order and with their arguments, as recorded from verl's engine.
 
-Both surfaces become one here, so that each test of what a trainer relies on asks it of both.
+Both interfaces have one form here, so that each test runs for both.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ OVERRIDES: dict[str, Any] = {
     "recompute_num_layers": None,
     "mtp_num_layers": None,
 }
-"""What verl overrides when nobody asks for anything, beside the attention backend."""
+"""The default overrides of verl, beside the attention backend."""
 DDP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "grad_reduce_in_fp32": True}
 _SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
@@ -93,7 +93,7 @@ def build_role(
     dtype: torch.dtype = torch.bfloat16,
     **further: Any,
 ) -> Role:
-    """What verl does to have a model, before it loads it. Its process groups exist. It may override ``further``."""
+    """The calls of verl that build a model, before it loads weights. Process groups exist; ``further``: overrides."""
     return (_of_mbridge if face == "mbridge" else _of_megatron_bridge)(str(folder), dims, value, ddp, dtype, further)
 
 
@@ -170,7 +170,7 @@ def _of_megatron_bridge(
 
 
 def rlinf_config(hf: Any, dims: ParallelDims, **customized: Any) -> Any:
-    """What RLinf 0.3.0 builds of an HF config and its example with ``mbridge: True``, in fp32."""
+    """The config of RLinf 0.3.0 from an HF config and its example with ``mbridge: True``, in fp32."""
     from megatron.core.transformer import TransformerConfig
     from megatron.core.utils import init_method_normal, scaled_init_method_normal
 
@@ -212,7 +212,7 @@ def rlinf_config(hf: Any, dims: ParallelDims, **customized: Any) -> Any:
 
 
 def become_rlinfs(provider: Any, config: Any) -> None:
-    """What RLinf sets on a provider: every field of its own config, and then what is no field."""
+    """The attributes that RLinf sets on a provider: every field of its own config, and then others."""
     kept = provider.position_embedding_type
     for each in dataclasses.fields(type(provider)):
         if hasattr(config, each.name):

@@ -1,4 +1,4 @@
-"""Families that transformers lacks, and for each of them one that it has and that computes the same: its twin."""
+"""Families that transformers lacks, each with an equivalent family of transformers: its twin."""
 
 import json
 import tempfile
@@ -18,7 +18,7 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Twin:
-    """What takes a family to its twin and back; both from an HF config of the family."""
+    """The functions from a family to its twin and back, from an HF config of the family."""
 
     config: Callable[[Any], Any]
     """That of the twin."""

@@ -1,4 +1,4 @@
-"""The trainer of docs/guide/embedding.md: what it hands on is, at every step, what it trains."""
+"""The trainer of docs/guide/embedding.md: after every step it exports the weights that it trains."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""NeMo-RL's map: what each rank gives is its shard of the HF tensor, at the moment it is asked for."""
+"""NeMo-RL's map: each rank returns its shard of the HF tensor, with the values at the time of the call."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,7 @@ NAMES = {
 
 @dataclass
 class Context:
-    """NeMo-RL's ``RefitCtx``, as far as a sender has to do with it."""
+    """NeMo-RL's ``RefitCtx``, with the fields that a sender reads."""
 
     buf: torch.Tensor
 

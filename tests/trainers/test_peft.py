@@ -1,4 +1,4 @@
-"""What a trainer's LoRA config becomes, and what of it is refused; verl need not be installed."""
+"""LoRA configs of trainers: their translation, and refused values; verl need not be installed."""
 
 from types import SimpleNamespace
 
@@ -79,7 +79,7 @@ def test_a_checkpoint_of_adapters_alone_has_what_is_trained():
 
 
 def resharded(models, merged=None):
-    """What RLinf's resharder hands on, gathered in each of its ways."""
+    """The tensors that RLinf's resharder passes on, gathered in each of its ways."""
     reshard = MegatronCoreWeightReshard(config_a(), merged=merged)
     for bucket in reshard.divide_model_to_bucket(models):
         yield from reshard.gather_and_reshard_model(bucket, 0).items()

@@ -117,7 +117,7 @@ def test_a_block_that_rlinf_has_filled_in_says_the_same(name):
 def test_what_disagrees_is_named_unless_it_is_an_override():
     actor = block("qwen3_moe")  # as RLinf's example has it: two experts for each token, where this model has three
     hf = tiny("qwen3_moe", num_experts=8, num_experts_per_tok=3, moe_intermediate_size=16, norm_topk_prob=True)
-    with pytest.raises(ConfigError, match=r"moe_router_topk=2, where it is 3"):
+    with pytest.raises(ConfigError, match=r"moe_router_topk=2, expected 3"):
         read_actor(actor, hf=hf)
     read = read_actor(actor, hf=hf, overrides={"moe_router_topk": 2})
     assert read.blueprint(device="meta").config.moe_router_topk == 2
@@ -127,7 +127,7 @@ def test_what_disagrees_is_named_unless_it_is_an_override():
     assert (config.moe_router_load_balancing_type, config.moe_aux_loss_coeff) == ("aux_loss", 0.0)
     assert config.init_method_std == 0.008
     hf.norm_topk_prob = False  # scores before the selection are others then
-    with pytest.raises(ConfigError, match="moe_router_pre_softmax=False, where it is True"):
+    with pytest.raises(ConfigError, match="moe_router_pre_softmax=False, expected True"):
         read_actor(actor, hf=hf)
 
 
@@ -142,7 +142,7 @@ def test_what_disagrees_is_named_unless_it_is_an_override():
         ({"model": {"normalization": "batchnorm"}}, "normalization must be one of"),
         ({"model": {"no_such_key": 1}}, "found 'no_such_key'"),
         ({"model": {"num_layers": "${rollout.layers}"}}, "resolve the config first"),
-        ({"model": {"model_type": "qwen3"}}, "model_type='qwen3', where it is 'qwen2'"),
+        ({"model": {"model_type": "qwen3"}}, "model_type='qwen3', expected 'qwen2'"),
         ({"model": {"is_lora": True}}, "no adapter is built"),
         ({"model": {"tensor_model_parallel_size": 1}}, "sp=True needs tp > 1"),
     ],
@@ -197,7 +197,7 @@ def test_the_provider_builds_and_loads_each_chunk_alone():
                 found = held_tensors([hybrid(c.pre_process, c.post_process, vp_stage=i) for i, c in enumerate(wanted)])
                 assert all(torch.equal(found.pop(name), tensor) for name, tensor in held_tensors(wanted).items())
                 assert not found
-            with pytest.raises(MeshError, match="split the pipeline alike"):
+            with pytest.raises(MeshError, match="split the pipeline in the same way"):
                 provider(rank > 1, rank < 2, vp_stage=0)
             with pytest.raises(MeshError, match="expected vp_stage below 2, found 2"):
                 provider(False, False, config=object(), vp_stage=2, pg_collection=None, unknown=1)

@@ -70,7 +70,7 @@ def test_a_step_is_that_of_transformers(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not RELEASE.is_installed, reason="the installed megatron-core has no HybridModel")
 def test_a_step_of_a_hybrid_model_has_the_bits_of_a_gpt_model(tmp_path: Path) -> None:
-    """Of the text alone, on microbatches whose inputs are of no image."""
+    """Parameters of the text only, for microbatches without images."""
     folder = seeing.written("qwen3_vl", tmp_path)
     batch = batch_of(seeing.reference(folder))
     batch["prompt"] = batch["prompt"].masked_fill(batch["prompt"] == seeing.SPECIAL["image_token_id"], seeing.FIRST)

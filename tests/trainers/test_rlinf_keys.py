@@ -1,4 +1,4 @@
-"""Keys of RLinf's configs for Megatron: each is translated, or docs/trainers/rlinf.md says why not."""
+"""Keys of RLinf's configs for Megatron: each is translated, or docs/trainers/rlinf.md has the reason why not."""
 
 import importlib.util
 import re
@@ -33,7 +33,7 @@ def rows_of(block: str) -> set[str]:
 
 
 def unknown_in(role: Mapping[str, Any]) -> set[str]:
-    """Keys of an ``actor`` or ``critic`` of which nothing says what becomes of them."""
+    """Keys of an ``actor`` or ``critic`` that are neither translated nor documented."""
     from megatron.core.transformer import TransformerConfig
 
     megatron = role.get("megatron") or {}

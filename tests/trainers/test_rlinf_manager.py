@@ -1,4 +1,4 @@
-"""RLinf's own runner and model manager over Megatron-LM's own trainer, driving us: where a run's weights come from.
+"""RLinf's runner and model manager, with Megatron-LM's trainer, use the library: the source of a run's weights.
 
 What is RLinf's and Megatron-LM's runs: the runner's call of the convertor, validated configs, the manager with the
 diffs of docs/trainers/rlinf.md, DDP, the optimizer, and the loading of checkpoints. Replaced is what needs CUDA
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(bool(_missing()), reason=f"not installed: {_miss
 MANAGER = "rlinf/hybrid_engines/megatron/megatron_model_manager.py"
 RUNNER = "rlinf/runners/reasoning_runner.py"
 NOT_NEEDED = ("pandas", "torchdata", "torchdata.stateful_dataloader", "rlinf.utils.metric_logger")
-"""What the runner imports for data and logs."""
+"""The modules that the runner imports for data and logs."""
 HF = tiny("qwen2", vocab_size=96)
 DIMS = ParallelDims(tp=2, pp=2, etp=2, sp=True)
 WORLD = 4
@@ -77,7 +77,7 @@ def config_of(folder: str | None, save_path: Path, *, checkpoint: Path | None = 
 
 
 def prepare(actor: Any) -> None:
-    """What RLinf's runner does on one process before workers start: converts, where the block says so."""
+    """The work of RLinf's runner in one process before workers start: a conversion, if the block requests one."""
     from omegaconf import OmegaConf
 
     runner = object.__new__(module_of(RUNNER).ReasoningRunner)
@@ -87,7 +87,7 @@ def prepare(actor: Any) -> None:
 
 
 def set_args_with_defaults(args: Any) -> None:
-    """Megatron-LM's ``set_args`` with its defaults for arguments that this RLinf does not know."""
+    """Megatron-LM's ``set_args``, with default values for arguments that this RLinf does not have."""
     from megatron.training.arguments import add_megatron_arguments
     from megatron.training.global_vars import set_args
 
@@ -145,7 +145,7 @@ def test_the_first_run_converts_the_next_opens_no_weights_and_a_stale_conversion
     actor = config_of(folder, tmp_path / "mg")
     prepare(actor)
     assert_loads(actor, state)
-    for path in (tmp_path / "hf").glob("*.safetensors"):  # unreadable now, and the same by size and time
+    for path in (tmp_path / "hf").glob("*.safetensors"):  # unreadable now, with unchanged size and time
         seen = path.stat()
         path.write_bytes(bytes(seen.st_size))
         os.utime(path, ns=(seen.st_atime_ns, seen.st_mtime_ns))

@@ -198,7 +198,7 @@ def test_mistakes_are_named_and_leave_no_rank_waiting():
 
 
 def of_a_trainers_own(folder):
-    """A model that somebody else has built: without ``hf`` nothing says what it is."""
+    """A model that this library did not build: without ``hf`` its family is unknown."""
     state = random_state(TIED)
     models = built(TIED, ParallelDims(pp=2, **SPLIT), state)
     for chunk in models:

@@ -1,4 +1,4 @@
-"""RLinf's own actor and engine worker, driving us. Runs where RLinf is installed: docs/trainers/rlinf.md says how."""
+"""RLinf's actor and engine worker use the library. RLinf must be installed, as in docs/trainers/rlinf.md."""
 
 import ast
 import importlib
@@ -109,7 +109,7 @@ def syncs(hf: Any, dims: ParallelDims, layouts: list[Layout], folder: str) -> li
 
 
 def target_of(layout: Layout, rank: int) -> EngineRank:
-    """What a rank of this engine holds."""
+    """The tensors of a rank of this engine."""
     ep = layout.rollout_tp if layout.sglang.get("enable_ep_moe") else 1
     return EngineRank(tp=layout.rollout_tp, tp_rank=rank, ep=ep, ep_rank=rank % ep)
 

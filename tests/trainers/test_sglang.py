@@ -1,6 +1,6 @@
-"""SGLang takes our stream, family by family: it holds then, bit for bit, what it reads from files of transformers.
+"""SGLang loads our stream, family by family, and then has the bits that it reads from files of transformers.
 
-Runs where SGLang is installed: docs/trainers/sglang.md says how.
+SGLang must be installed, as in docs/trainers/sglang.md.
 """
 
 from __future__ import annotations
@@ -199,11 +199,11 @@ def mapped(name: str, out: str, ep: bool) -> Mapped:
 
 
 WHOLE = {"gemma3_text": ("model.embed_tokens.weight",)}
-"""What SGLang keeps whole."""
+"""Tensors that SGLang does not split."""
 CUT = dict.fromkeys(("cohere-normed-heads", "minimax_m2"), ("q_norm", "k_norm"))
 """What it cuts, and megatron-core does not: norms over all heads."""
 CHANGED = ("gemma", "gpt_oss", "gpt_oss-uneven", "nemotron_h")
-"""Families of which SGLang transposes tensors, adds to them, or takes powers of them, as it reads them."""
+"""Families whose tensors SGLang transposes, adds to, or raises to powers on load."""
 
 
 def slices(name: str, out: str) -> tuple[int, int, int]:
@@ -261,7 +261,7 @@ def in_halves(name: str, out: str) -> list[str]:
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("name", FED)
 def test_the_engine_holds_what_it_reads_from_files(name, tp, tmp_path):
-    """In three rounds of three states, each in another way; no name is warned of, and none left out by all ranks."""
+    """Three rounds with three states, each by another way; no name causes a warning, or is skipped by all ranks."""
     found, unused = zip(*pool.run(tp, feed, name, str(tmp_path)), strict=True)
     assert found == ([],) * tp
     assert set.intersection(*unused) == set()
@@ -279,7 +279,7 @@ def test_a_map_gives_the_bits_that_the_loader_gives(name, mesh, tmp_path, capsys
 
 @pytest.mark.parametrize("name", [name for name in FED if name not in CHANGED])
 def test_slices_are_what_each_rank_of_the_engine_holds(name, tmp_path):
-    """What ``engine_ranks`` cuts, from a trainer that is cut otherwise, is what SGLang cuts by itself."""
+    """``engine_ranks`` makes the same slices as SGLang, from a trainer with another mesh."""
     for alike, ours, theirs in pool.run(2, slices, name, str(tmp_path)):
         assert alike > 100
         assert (ours, theirs) == (0, 0)

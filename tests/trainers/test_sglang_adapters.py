@@ -1,6 +1,6 @@
-"""SGLang's loader of adapters takes ours, from folders and as tensors: what it holds adds what a merge adds.
+"""SGLang's loader of adapters loads ours, from folders and as tensors; its adapters add what a merge adds.
 
-Runs where SGLang is installed: docs/trainers/sglang.md says how.
+SGLang must be installed, as in docs/trainers/sglang.md.
 """
 
 import hashlib
@@ -66,7 +66,7 @@ def test_holds_what_a_merge_adds(family, tmp_path):
 
 
 def loader(hf, **config):
-    """SGLang's adapter without a server around it. Its backend is asked for nothing while it loads."""
+    """SGLang's adapter without a server. Loading makes no call to the backend."""
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.lora.lora import LoRAAdapter
     from sglang.srt.lora.lora_config import LoRAConfig
@@ -90,5 +90,5 @@ def deltas(adapter, base):
 
 
 def checksum(tensor):
-    """As SGLang computes it."""
+    """The checksum, as SGLang computes it."""
     return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()

@@ -1,6 +1,6 @@
-"""SGLang takes models with their towers: it holds then, bit for bit, what it reads from files of transformers.
+"""SGLang loads models with their towers, and then has the bits that it reads from files of transformers.
 
-Runs where SGLang and torchvision are installed: docs/trainers/sglang.md says how.
+SGLang and torchvision must be installed, as in docs/trainers/sglang.md.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ BY_TRANSFORMERS = (
     *("exaone4_5", "got_ocr2", "internvl", "llava_next", "llava_next_video", "llava_onevision", "video_llava"),
     "vipllava",
 )
-"""Families without a class in SGLang, which then wraps that of transformers."""
+"""Families without a class in SGLang, which then wraps the class of transformers."""
 NOT_READ = {
     "glm46v": "Unsupported TP style 'colwise_gather_output' for Transformers backend",
     "hunyuan_vl": "No module or parameter named 'model.vit'",
@@ -141,7 +141,7 @@ FED = [family for family in towers.NAMES if family not in NOT_READ]
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("family", FED)
 def test_the_engine_holds_what_it_reads_from_files(family: str, tp: int, tmp_path: Path) -> None:
-    """In three rounds of three states, each in another way; no name is warned of, and none left out by all ranks."""
+    """Three rounds with three states, each by another way; no name causes a warning, or is skipped by all ranks."""
     found, unused, of_tower = zip(*pool.run(tp, feed, family, str(tmp_path)), strict=True)
     assert found == ([],) * tp
     assert set.intersection(*unused) == set()

@@ -1,4 +1,4 @@
-"""siiRL's own Megatron workers, driving us. Runs where siiRL is installed: docs/trainers/siirl.md says how."""
+"""siiRL's Megatron workers use the library. siiRL must be installed, as in docs/trainers/siirl.md."""
 
 import importlib.util
 from dataclasses import fields
@@ -61,7 +61,7 @@ def copied(pairs: Any) -> dict[str, Tensor]:
 
 
 def life(folder: str, dims: ParallelDims, out: str) -> dict[str, Any]:
-    """Runs in a worker: an actor and its reference from a command line to what a rollout loads, trained and resumed."""
+    """Run in a worker: an actor and its reference from a command line to a rollout's tensors, trained and resumed."""
     with in_siirl():
         arguments = arguments_of(folder, dims)
         actor = worker_of("ActorWorker", arguments.actor_rollout_ref)

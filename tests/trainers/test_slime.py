@@ -31,7 +31,7 @@ def parameters(hf, state, **overrides):
 
 
 def union(args, params):
-    """The tensors of all calls, of which none gives what another gave."""
+    """The tensors of all calls, each of which comes from one call only."""
     found = {}
     for name, param in params.items():
         given = convert_to_hf(args, "any", name, param)
@@ -114,7 +114,7 @@ def test_a_latent_that_comes_again_before_the_other_is_refused_once(again, missi
     args, params = pair_of_latents(tmp_path)
     found = (Q_A, KV_A)[again]
     name, param = params[again]
-    assert convert_to_hf(args, "any", name.replace(".2.", ".1."), param) == []  # of an earlier pass too
+    assert convert_to_hf(args, "any", name.replace(".2.", ".1."), param) == []  # also from an earlier pass
     assert convert_to_hf(args, "any", name, param) == []
     with pytest.raises(ExportError, match=f"expected {missing}, found {found} a second time") as raised:
         convert_to_hf(args, "any", name, param)

@@ -39,7 +39,7 @@ VALUES: dict[str, Any] = {
     "fp8": "e4m3",
     "fp8_recipe": "tensorwise",
 }
-"""What is tried; True for all others."""
+"""The tested values; True for all other settings."""
 BESIDE: dict[str, dict[str, Any]] = {
     "moe_enable_deepep": {"moe_token_dispatcher_type": "flex"},
     **dict.fromkeys(FULL, FULL),
@@ -77,7 +77,7 @@ def test_a_setting_becomes_what_the_page_says(key: str) -> None:
 
 @pytest.mark.parametrize("key", sorted(ITS_OWN))
 def test_another_model_is_refused(key: str) -> None:
-    with pytest.raises(BridgeError, match=f"{key} must be False|{key}=True, where it is False"):
+    with pytest.raises(BridgeError, match=f"{key} must be False|{key}=True, expected False"):
         make_blueprint(
             zoo.cases()["qwen3_moe"].hf, BuildOptions(dims=MESH, dtype=torch.bfloat16, overrides={key: True})
         )
@@ -92,7 +92,7 @@ def test_the_page_has_what_was_seen_in_the_wild() -> None:
 
 def test_a_window_may_come_as_a_list() -> None:
     hf = tiny("mistral", sliding_window=8)
-    with pytest.raises(BridgeError, match=r"window_size=\[8, 0\], where it is \(7, 0\)"):
+    with pytest.raises(BridgeError, match=r"window_size=\[8, 0\], expected \(7, 0\)"):
         require_same_model(hf, {"window_size": [8, 0]}, dtype=torch.bfloat16)
     assert require_same_model(hf, {"window_size": [7, 0]}, dtype=torch.bfloat16) == {"window_size": [7, 0]}
 

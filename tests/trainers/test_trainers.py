@@ -1,4 +1,4 @@
-"""What trainers rely on, asked of both surfaces through the calls that verl makes: build, train, sync, save, resume."""
+"""Behaviour that trainers need, for both interfaces, through verl's calls: build, train, sync, save, resume."""
 
 import json
 from pathlib import Path
@@ -128,7 +128,7 @@ def test_an_actor_and_its_critic(face, tied, tmp_path):
 
 
 def experts(dims: ParallelDims, face: str, folder: str) -> dict[str, Any]:
-    """Runs in a worker: the stream, what it says of weights that have changed since, and what is frozen."""
+    """Run in a worker: the stream, the stream after weights have changed, and the frozen names."""
     hf = read_hf(folder)
     truth = {name: tensor for name, tensor in read(folder).items() if not mtp_checkpoints.is_mtp(hf, name)}
     role = build_role(face, folder, dims)
@@ -160,7 +160,7 @@ def experts(dims: ParallelDims, face: str, folder: str) -> dict[str, Any]:
 
 
 def offload(models: list[Any]) -> None:
-    """What verl does while its rollout has the GPU: all parameters leave their storage, and come to another one."""
+    """As verl while its rollout uses the GPU: all parameters leave their storage, and later get another one."""
     for model in models:
         for parameter in model.parameters():
             left, parameter.data = parameter.data, parameter.data.clone()
@@ -208,11 +208,11 @@ def say_no(dims: ParallelDims, folder: str) -> None:
     with pytest.raises(ConfigError, match="the mesh decides it"):
         bridge.get_model()
     bridge = mbridge.AutoBridge.from_config(hf)
-    with pytest.raises(ConfigError, match="another model than the HF config says: layernorm_epsilon="):
+    with pytest.raises(ConfigError, match="contradict the HF config: layernorm_epsilon="):
         bridge.set_extra_args(layernorm_epsilon=0.5)
     bridge = mbridge.AutoBridge.from_config(hf)
     bridge.config.softmax_scale = 1.0
-    with pytest.raises(ConfigError, match=r"softmax_scale=1\.0, where it is None"):
+    with pytest.raises(ConfigError, match=r"softmax_scale=1\.0, expected None"):
         bridge.get_model()
     bridge = mbridge.AutoBridge.from_config(hf)
     with pytest.raises(ConfigError, match="megatron-core refuses these settings"):
@@ -235,7 +235,7 @@ def say_no(dims: ParallelDims, folder: str) -> None:
         quantized.finalize()
     with pytest.raises(ConfigError, match="allowed_mismatched_params may only name"):
         theirs.load_hf_weights([model], folder, allowed_mismatched_params=["*.bias"])
-    with pytest.raises(ConfigError, match="conversion_tasks must be those"):
+    with pytest.raises(ConfigError, match="conversion_tasks must come from get_conversion_tasks"):
         theirs.export_hf_weights([model], conversion_tasks=[])  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="delta_sharded"):
         list(theirs.get_conversion_tasks([model]))
@@ -369,7 +369,7 @@ def provider_of(name: str, tmp_path: Path) -> tuple[Any, Any]:
 
 OTHERWISE = {  # of what RLinf builds for every model, what these are not
     "gpt_oss": ["activation_func", "glu_linear_offset", "softmax_type='vanilla'", "window_size=None"],
-    "olmo3": ["qk_layernorm=False", "window_attn_skip_freq=None, where it is [1, 0, 1, 0]"],
+    "olmo3": ["qk_layernorm=False", "window_attn_skip_freq=None, expected [1, 0, 1, 0]"],
     "qwen3_next": ["linear_attention_freq=None", "layernorm_zero_centered_gamma=False", "moe_shared_expert_gate"],
 }
 
@@ -378,7 +378,7 @@ OTHERWISE = {  # of what RLinf builds for every model, what these are not
 def test_a_model_that_rlinfs_config_does_not_describe_is_refused(name, tmp_path):
     provider, hf = provider_of(name, tmp_path)
     become_rlinfs(provider, rlinf_config(hf, ParallelDims()))
-    with pytest.raises(ConfigError, match="another model than the HF config says") as caught:
+    with pytest.raises(ConfigError, match="contradict the HF config") as caught:
         provider.finalize()
     assert [part for part in OTHERWISE[name] if part not in str(caught.value)] == []
 
@@ -409,7 +409,7 @@ def test_a_model_that_rlinfs_config_describes_is_itself(name, tmp_path):
 def test_no_setting_makes_another_model(name, value, tmp_path):
     provider, _ = provider_of("qwen3_moe", tmp_path)
     setattr(provider, name, value)
-    with pytest.raises(ConfigError, match=f"{name}=.*, where it is"):
+    with pytest.raises(ConfigError, match=f"{name}=.*, expected"):
         provider.finalize()
 
 
@@ -419,7 +419,7 @@ def test_a_tied_head_may_be_untied_and_no_other_tied(tied, tmp_path):
     provider.finalize()
     provider, _ = provider_of("qwen3", tmp_path)
     provider.share_embeddings_and_output_weights = True
-    with pytest.raises(ConfigError, match="share_embeddings_and_output_weights=True, where it is False"):
+    with pytest.raises(ConfigError, match="share_embeddings_and_output_weights=True, expected False"):
         provider.finalize()
 
 

@@ -1,4 +1,4 @@
-"""verl's own engine and checkpoint manager, driving us. It has to be installed: docs/trainers/verl.md says how."""
+"""verl's engine and checkpoint manager use the library. verl must be installed, as in docs/trainers/verl.md."""
 
 import asyncio
 import importlib.util
@@ -107,7 +107,7 @@ HYBRID = {
 @pytest.mark.skipif(not RELEASE.is_installed, reason="the installed megatron-core has no HybridModel")
 @pytest.mark.parametrize("name", HYBRID)
 def test_a_life_as_hybrid_model_is_that_of_a_gpt_model(name, tmp_path):
-    """What it says, and what it exports after a step, have the bits of ``model="gpt"``."""
+    """Its outputs, and its export after a step, have the bits of ``model="gpt"``."""
     case, dims, options = HYBRID[name]
     if not zoo.here([case]):
         pytest.skip("the installed transformers lacks it")
@@ -208,7 +208,7 @@ def test_adapters_reach_rollouts_on_other_gpus_by_the_diff_of_the_page(dense):
 
 
 def test_a_life_of_padded_rows(dense, tmp_path):
-    """Without ``use_remove_padding``, as verl asks for where a model takes no packed sequences."""
+    """Without ``use_remove_padding``, as verl requires for models that do not support packed sequences."""
     dims, options = MESHES["dense"], {"vanilla": False, "use_remove_padding": False}
     ranks = pool.run(dims.tp * dims.pp, in_verl, dims, life, dense, str(tmp_path), options)
     assert problems(ranks, dense, tmp_path, vanilla=False) == []
@@ -313,7 +313,7 @@ REFUSED = {
 
 
 def refusals(dims: ParallelDims, folder: str) -> list[str]:
-    """Runs in a worker: how an engine fails with each of these."""
+    """Run in a worker: the error of an engine with each of these."""
     said = []
     for fields in REFUSED.values():
         with pytest.raises((AssertionError, ConfigError, RuntimeError)) as caught:
@@ -382,7 +382,7 @@ def test_what_verl_had_before_bridges_is_refused_by_name():
 
 
 def replay(dims: ParallelDims, folder: str, vanilla: bool) -> tuple[int, int, list[Any]]:
-    """Runs in a worker: the routers that verl knows, those that there are, and the routes that it records."""
+    """Run in a worker: the routers that verl finds, the routers of the model, and the routes that verl records."""
     from megatron.core.transformer.moe.router import TopKRouter
     from verl.utils import tensordict_utils as tu
     from verl.utils.megatron.router_replay_patch import RouterReplay

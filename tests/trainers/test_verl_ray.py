@@ -36,7 +36,7 @@ ATTENTION = {"attention_backend": "auto"}
 
 
 def run(home, num_ranks, vanilla, **settings):
-    """What the test says at its end."""
+    """The output at the end of the test."""
     from verl.workers.config import McoreEngineConfig
 
     from tests.workers.verl_life import with_tokenizer
@@ -47,7 +47,7 @@ def run(home, num_ranks, vanilla, **settings):
     save(random_state(hf, dtype=torch.bfloat16), hf, model)
     with_tokenizer(model)
     text = FILE.read_text()
-    if "grad_offload" not in {field.name for field in fields(McoreEngineConfig)}:  # which verl 0.9.1 has no more
+    if "grad_offload" not in {field.name for field in fields(McoreEngineConfig)}:  # verl 0.9.1 no longer has it
         text = text.replace("grad_offload=True,", "")
     if importlib.util.find_spec("flash_attn") is None:  # which verl asks for where it speaks to Megatron-Bridge
         text = text.replace("use_mbridge=True,", f"use_mbridge=True, override_transformer_config={ATTENTION},")

@@ -1,6 +1,6 @@
-"""vLLM takes our stream on CPU, family by family, and says in fp32 what transformers and the trainer's model say.
+"""vLLM loads our stream on CPU, family by family; its fp32 log-probs equal transformers' and the trainer's.
 
-Its engine starts without weights, in processes of its own, and is fed five times through buffers of two sizes. Runs
+Its engine starts without weights, in separate processes, and gets weights five times through buffers of two sizes. Runs
 where a vLLM is installed that was built for CPUs: docs/trainers/vllm.md. ``test_gpu_vllm`` does the same in bf16.
 """
 

@@ -1,4 +1,4 @@
-"""vLLM serves adapters of ours in turn, and says what peft and the trainer's model say.
+"""vLLM serves our adapters in turn; its log-probs equal the log-probs of peft and of the trainer's model.
 
 Its base never changes: one adapter replaces another, as after a step. They come from folders, or from memory by verl's
 sender and worker. Runs where a vLLM is installed that was built for CPUs: docs/trainers/vllm.md.
@@ -27,7 +27,7 @@ CASES = {
     "all linear layers": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     "q and v": ["q_proj", "v_proj"],
 }
-"""Models with experts are not among them: vLLM 0.32 has kernels for their adapters in Triton alone."""
+"""No case has experts: vLLM 0.32 has only Triton kernels for adapters of experts."""
 NUM_TOKENS = 12
 
 

@@ -1,4 +1,4 @@
-"""vLLM is fed a model with its tower, is shown images, and says what transformers and the trainer's model say.
+"""vLLM gets a model with its tower and images; its log-probs equal transformers' and the trainer's.
 
 Its engine starts from NaN and is fed twice, with the same prompts: what it keeps of images has to be forgotten. Runs
 where a vLLM is installed that was built for CPUs, with torchvision: docs/trainers/vllm.md.

@@ -1,4 +1,4 @@
-"""Checkpoints of megatron-core with adapters: alone or with the base, and training that goes on from them elsewhere."""
+"""Checkpoints of megatron-core with adapters: alone or with the base, and training that continues from them."""
 
 from unittest import mock
 
@@ -45,7 +45,7 @@ def build(folder, dims, *, alpha=3, targets=TARGETS, **arguments):
 
 
 def optimized(chunks, dims):
-    """The chunks in megatron-core's DDP, its distributed optimizer, and what takes a step and gives its loss."""
+    """The chunks in megatron-core's DDP, its distributed optimizer, and a function for a step that returns the loss."""
     wrapped = stepping.wrap(chunks, use_distributed_optimizer=True)
     optimizer = stepping.distributed_optimizer(wrapped, lr=1e-2)
     batch = torch.randint(0, 97, (4, 17), generator=torch.Generator().manual_seed(0))
@@ -67,7 +67,7 @@ def adapters(models):
 
 
 def go_on(folder, target):
-    """Losses and adapters of a run behind a save, and of those that go on from it on other meshes."""
+    """Losses and adapters of a run after a save, and of runs that continue from the save on other meshes."""
     dims = ParallelDims(**HERE)
     with stepping.mesh(dims):
         models, optimizer, step = optimized(build(folder, dims), dims)
@@ -116,7 +116,7 @@ def test_training_goes_on_at_another_mesh(folder, tmp_path):
 
 
 def refusals(folder, target):
-    """Runs in each worker: what does not fit is named, and what is asked for is done."""
+    """Runs in each worker: faults are named, and requested parts are read."""
     dims = ParallelDims(tp=2)
     with stepping.mesh(dims):
         models = build(folder, dims)
@@ -192,7 +192,7 @@ def theirs(chunk, wholes, *, stacked):
 
 
 def part_of(whole, rank, *, dim, is_gated):
-    """What one of two ranks has, of each half if these are gate and up."""
+    """The part of one of two ranks, of each half if these are gate and up."""
     halves = whole.chunk(2, dim) if is_gated else (whole,)
     return torch.cat([half.chunk(2, dim)[rank] for half in halves], dim)
 

@@ -1,4 +1,4 @@
-"""Adapters as PEFT folders: what ``peft`` writes and what we write are the same bits, on each mesh."""
+"""Adapters as PEFT folders: ``peft`` and this library write equal bits, on each mesh."""
 
 import json
 import re
@@ -134,7 +134,7 @@ def write(folder, config, tensors):
 
 
 def check_round_trip(hf, dims, targets, rank, folder, *, stacks=0, kind="own"):
-    """On every rank of a mesh: from PEFT, and back the same bits under the same names."""
+    """On every rank of a mesh: read a folder of PEFT, and write equal bits under equal names."""
     tensors, made = folder_of(random_state(hf), targets, folder, rank, stacks=stacks, kind=kind), []
     held = fake_mesh.build_everywhere(
         hf, dims, lambda chunks: made.append(add_adapters(chunks, folder, kind=kind)), dtype=torch.float32
@@ -176,7 +176,7 @@ def test_a_stage_may_have_no_adapter_but_not_all(tmp_path):
 
 
 def ours(hf, folder):
-    """What a model on one rank has of an adapter, as a PEFT folder beside it."""
+    """The adapter of a model on one rank, as a PEFT folder."""
     dims, made = ParallelDims(), []
     held = fake_mesh.build_everywhere(
         hf, dims, lambda chunks: made.append(add_adapters(chunks, folder)), dtype=torch.float32
@@ -221,11 +221,11 @@ REFUSED = {
     "layers_to_transform": 0,
     "field_of_tomorrow": 1,
 }
-"""What a config may have beside an adapter that fits."""
+"""Further fields of a config whose adapter still fits."""
 
 
 def attempt(folder, tensors, message, kind="own", **config):
-    """What adding a folder raises, and that it changes nothing."""
+    """The error when a folder is added; checks that nothing changed."""
     write(folder, {"r": 2, "target_modules": ["q_proj"], **config}, tensors)
     dims = ParallelDims()
     with rank_of(dims, 0, 1):
@@ -262,7 +262,7 @@ def test_models_without_these_adapters_are_refused(tmp_path):
         with pytest.raises(ConfigError, match="models must have adapters, found none: call add_adapters first"):
             load_adapters(chunks, tmp_path)
         made = add_adapters(chunks, rank=3, alpha=3, targets=["q_proj"])
-        with pytest.raises(CheckpointError, match=r"has rank 2, the models 3: add adapters of that rank, or give the"):
+        with pytest.raises(CheckpointError, match=r"has rank 2, the models 3: add adapters of that rank, or pass the"):
             load_adapters(chunks, tmp_path)
         with pytest.raises(MappingError, match=r"the chunks must have 2 more adapters, such as .*: pass all"):
             bind(chunks[:1], adapters=made)
@@ -300,7 +300,7 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path, monkeypatch):
     message = r"2 differ.*layers.0.self_attn.v_proj.lora_A.*kind='own'"
     attempt(tmp_path, two, message, "shared", target_modules=["q_proj", "v_proj"])
     hf = zoo.cases()["deepseek_v3"].hf
-    hf.num_nextn_predict_layers = 1  # which transformers 4 has no field for
+    hf.num_nextn_predict_layers = 1  # transformers 4 has no field for it
     name = f"model.layers.{hf.num_hidden_layers}.self_attn.o_proj"
     write(tmp_path, {"r": 2, "target_modules": ["o_proj"]}, {f"{name}.lora_A.weight": torch.ones(2, 2)})
     with pytest.raises(BridgeError, match=f"{name} is in an MTP layer"):

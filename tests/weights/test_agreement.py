@@ -23,7 +23,7 @@ DIMS = ParallelDims(tp=2, ep=2, sp=True)
 
 
 def calls():
-    """What this rank asks for in each of several exports."""
+    """The targets of this rank in several exports."""
     rank = dist.get_rank()
     return [
         {},
@@ -68,7 +68,7 @@ def test_each_of_several_calls_gets_what_a_first_call_gets():
 
 
 def one_rank_forgets():
-    """Runs in each worker: a rank without kept plans meets one that has some, and both plan again."""
+    """Run in each worker: one rank has no cached plans, the other has some, and both plan again."""
     DIMS.initialize(device="cpu")
     models = mb.build_model(HF, dims=DIMS, dtype=torch.float32, device="cpu", load_weights=random_state(HF))
     for number in range(4):

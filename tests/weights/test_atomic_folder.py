@@ -1,4 +1,4 @@
-"""What happens to a folder that is saved to: nothing of others is lost, and readers find the old files or the new ones.
+"""Saves to a folder: no other file is lost, and readers find either all old files or all new ones.
 
 Savers here are processes forked from this one, which has torch imported: they are killed, stopped and started at will.
 """
@@ -89,7 +89,7 @@ def models(alone):
 
 @pytest.fixture(scope="module")
 def digests(models, tmp_path_factory):
-    """What each model's folder holds."""
+    """The content of each model's folder."""
     found = {}
     for name, each in models.items():
         folder = tmp_path_factory.mktemp("sample") / "out"
@@ -109,7 +109,7 @@ def whose(folder, digests):
 
 
 def forked(act):
-    """Run ``act`` in a child, which writes what it raises of ours to a pipe. Return its number, and the pipe."""
+    """Run ``act`` in a child, which writes its error to a pipe. Return the id of the child, and the pipe."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -349,7 +349,7 @@ def test_a_working_folder_stays_under_those_who_stand_in_it(tmp_path, models, di
     (tmp_path / "file").write_text("mine")
     with pytest.raises(CheckpointError, match="found the file"):
         save(models["a"], tmp_path / "file")
-    with pytest.raises(CheckpointError, match=r"cannot write to .*/file/in: .*Not a directory.*; it is as it was"):
+    with pytest.raises(CheckpointError, match=r"cannot write to .*/file/in: .*Not a directory.*; it was not changed"):
         save(models["a"], tmp_path / "file" / "in")
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -431,7 +431,7 @@ def test_a_conversion_to_a_disk_that_is_full_says_what_to_do(tmp_path, convertib
             converting(convertible, target)
 
     message = outcome(*forked(act))
-    assert re.search("cannot write to .*No space left on device; solve that and run the same command again", message)
+    assert re.search("cannot write to .*No space left on device; solve this and run the command again", message)
 
 
 # several ranks --------------------------------------------------------------------------------------------------------
@@ -445,7 +445,7 @@ def lost(folder, names):
 
 
 def differing(folder, rank, what):
-    """What a save of two ranks raises where one of them differs from the other."""
+    """The errors of a save of two ranks that differ from each other."""
     mb.ParallelDims(tp=2).initialize(device="cpu")
     models = mb.build_model(HF["a"], dims=mb.ParallelDims(tp=2), dtype=torch.float32, device="cpu", load_weights=False)
     options, save = {}, mb.save_hf_checkpoint
@@ -481,7 +481,7 @@ def differing(folder, rank, what):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("empty", "was not written, and is as it was: rank RANK of the group: .*found an empty string"),
+        ("empty", "was not changed: rank RANK of the group: .*found an empty string"),
         ("size", "rank RANK of the group: max_shard_bytes must be a whole number of at least 1, found 0"),
         ("dtype", r"expected the same dtype on every rank, found .*dtype=torch\.bfloat16"),
         ("wrong", "expected the same dtype on every rank, found .*dtype='bf16'"),
@@ -497,7 +497,7 @@ def test_ranks_that_differ_raise_on_all_and_leave_nothing(tmp_path, what, messag
     for rank in (0, 1):
         (tmp_path / "out").mkdir(exist_ok=True)
         found = pool.run(2, differing, str(tmp_path / "out"), rank, what, timeout=60)
-        assert len({each.rpartition("as it was")[2] for each in found}) == 1
+        assert len({each.rpartition("was not changed")[2] for each in found}) == 1
         expected = message.replace("RANK", str(rank)).replace("OTHER", "1")
         assert re.search(expected, found[0]), found[0]
         assert list(tmp_path.rglob("*")) == [tmp_path / "out"]
@@ -523,7 +523,7 @@ def test_a_reader_is_not_disturbed_by_what_a_save_has_put_there(tmp_path, models
 
 
 def test_a_stale_lock_that_another_process_took_first_is_no_problem(tmp_path, monkeypatch):
-    """It is gone between the look at it and the attempt to move it."""
+    """The file disappears between the check and the move."""
     dead = Writer(pid=0, started="never")
     monkeypatch.setattr(folder_lock, "_holder", lambda *_, **__: dead)
     folder_lock._take_over(tmp_path, Writer())

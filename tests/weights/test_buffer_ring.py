@@ -42,7 +42,7 @@ def random_tensors(sizes, seed=0):
 SHARED = Path("/dev/shm")
 
 MIXED = [(DTYPES[i % len(DTYPES)], (i % 5 + 1, 3 * (i % 30) + 1)) for i in range(80)]
-"""Nothing is a multiple of anything: an fp32 tensor follows an odd number of bf16 elements."""
+"""No size is a multiple of another: an fp32 tensor follows an odd number of bf16 elements."""
 
 sizes = st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 9), max_size=3).map(tuple)), max_size=24)
 
@@ -305,7 +305,7 @@ def test_a_sender_that_is_killed_leaves_no_memory_behind(tmp_path):
 
 
 def test_memory_that_cannot_be_shared_or_is_not_there_is_refused():
-    with pytest.raises(TransferError, match="memory of meta cannot be handed"):
+    with pytest.raises(TransferError, match="found meta, whose memory another process cannot open"):
         BufferRing(BucketPlan(1, 256, ()), "meta")
     with pytest.raises(TransferError, match="use smaller slots"):
         BufferRing(BucketPlan(1, 1 << 60, ()), "cpu")
@@ -385,7 +385,7 @@ def test_an_engine_that_dies_or_refuses_ends_the_round_and_another_may_follow():
 
 
 def export_to_an_engine_that_fails_on_rank_0():
-    """What each rank went on to read, while rank 0 had nobody to read from its slots after the second bucket."""
+    """The tensors that each rank still read, while rank 0 had no reader of its slots after the second bucket."""
     hf = tiny("qwen3", vocab_size=97)
     dims = mb.ParallelDims(tp=2, sp=True)
     dims.initialize(device="cpu")

@@ -1,4 +1,4 @@
-"""Parts of a checkpoint that are not built: a save copies them as they are, or its config says that they are gone."""
+"""Parts of a checkpoint that are not built: a save copies them unchanged, or its config has 0 of them."""
 
 import json
 import logging
@@ -88,7 +88,7 @@ def test_mtp_layers_that_are_not_built_are_copied_or_dropped(name: str, tmp_path
 @pytest.mark.skipif("glm4_moe" not in CASES, reason="the installed transformers lacks it")
 @pytest.mark.parametrize("how", ["overridden", "without a folder", "from a mapping", "vanished", "critic", "lost"])
 def test_a_config_counts_no_mtp_layers_that_cannot_be_copied(how: str, tmp_path: Path) -> None:
-    """Those of another depth, and those whose files are not at hand."""
+    """Configs of another depth, and configs whose files are missing."""
     hf, state, own = source_of("glm4_moe", tmp_path / "source")
     source: Any = tmp_path / "source"
     options: dict[str, Any] = {}
@@ -116,7 +116,7 @@ def test_a_config_counts_no_mtp_layers_that_cannot_be_copied(how: str, tmp_path:
 
 @pytest.mark.skipif("glm4_moe" not in CASES, reason="the installed transformers lacks it")
 def test_a_model_that_was_built_from_a_config_copies_from_the_folder_that_it_loads(tmp_path: Path) -> None:
-    """Also in place; and a source that has more MTP layers than are built gives those that are not."""
+    """Also in place. If a source has more MTP layers than the model, the other MTP layers are carried."""
     hf = mtp_checkpoints.config("glm4_moe", 2)
     state = {name: tensor.clone() for name, tensor in mtp_checkpoints.published(hf, 2).items()}
     source = written(state, hf, tmp_path / "source")

@@ -1,4 +1,4 @@
-"""Checkpoints of megatron-core: written at one mesh and read at another, with the bits that they had."""
+"""Checkpoints of megatron-core that are written on one mesh and read on another keep all bits."""
 
 import zlib
 from contextlib import suppress
@@ -32,11 +32,11 @@ WITHOUT_ADAPTERS = {"falcon_h1"}
 METADATA = {"non_homogeneous_layers": True, "singleton_local_shards": False}
 
 
-# what each rank says of itself ----------------------------------------------------------------------------------------
+# the parts of each rank ----------------------------------------------------------------------------------------
 
 
 def whole(hf: Any, dims: ParallelDims, state: dict[str, torch.Tensor], **metadata: bool) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint, put together from what every rank of a mesh says that it holds of them."""
+    """The tensors of a checkpoint, put together from the parts of every rank of a mesh."""
     from megatron.core import parallel_state
 
     found: dict[str, torch.Tensor] = {}
@@ -150,7 +150,7 @@ def test_what_one_mesh_writes_another_reads(folder, tmp_path):
 
 
 def trained(folder: Path, dims: ParallelDims, batch: Any) -> tuple[Any, Any, Any]:
-    """Chunks with megatron-core's distributed optimizer, and what takes a step and gives its loss."""
+    """Chunks with megatron-core's distributed optimizer, and a function that makes a step and returns its loss."""
     chunks = build(folder, dims, dtype=torch.float32)
     wrapped = stepping.wrap(chunks, use_distributed_optimizer=True)
     optimizer = stepping.distributed_optimizer(wrapped, lr=1e-2)
@@ -189,7 +189,7 @@ def save_in_stacks(models: Any, target: Path, *, optimizer: Any, common: dict[st
 def train_and_go_on(
     folder: Path, target: Path, here: dict[str, Any], there: list[dict[str, Any]], save: Any = mb.save_checkpoint
 ) -> Any:
-    """Losses of an unbroken run behind a save, and of those that go on from it on other meshes."""
+    """Losses of an unbroken run after a save, and of runs that continue from the save on other meshes."""
     batch = tiny_batch()
     with stepping.mesh(ParallelDims(**here)):
         models, optimizer, step = trained(folder, ParallelDims(**here), batch)
@@ -293,7 +293,7 @@ def test_megatron_core_loads_it_into_modules_that_ask_for_a_state(folder, tmp_pa
 
 
 def refuse(folder: Path) -> None:
-    """What does not fit is named, before anything is written to the model."""
+    """Tensors that do not fit are named before anything is written to the model."""
     with stepping.mesh(ParallelDims()):
         for change, match in (
             ({"num_hidden_layers": 3}, r"0 tensors missing .*unexpected .*decoder\.layers\.3\."),
@@ -324,7 +324,7 @@ def refuse(folder: Path) -> None:
 
 
 def refuse_dtypes(folder: Path) -> None:
-    """Bits are lost only where that is asked for."""
+    """Bits are lost only on request."""
     with stepping.mesh(ParallelDims()):
         (model,) = mb.build_model(folder, device="cpu", load_weights=False)
         with pytest.raises(

@@ -25,7 +25,7 @@ from tests.support.quantized import Format, deepseek, mxfp4
 
 @pytest.mark.parametrize("shape", [(192, 256), (320, 128), (576, 448), (64, 300)])
 def test_edge_blocks_are_cut_and_not_stretched(shape: tuple[int, int]) -> None:
-    """Where transformers 5.23 stretches them in silence (192 rows) or raises, DeepSeek's formula says what is right."""
+    """For edge blocks transformers 5.23 is silently wrong (192 rows) or raises: DeepSeek's formula is the reference."""
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * torch.logspace(-3, 3, shape[0])[:, None]
     form = deepseek((128, 128))
     parts = form.encode(weight)
@@ -36,7 +36,7 @@ def test_edge_blocks_are_cut_and_not_stretched(shape: tuple[int, int]) -> None:
 
 
 def _by_transformers(parts: dict[str, Tensor]) -> Tensor:
-    """What it makes of edge blocks: when this is mended, the docs can say so."""
+    """The errors of transformers for edge blocks. If they are fixed, this fails, and the docs can be changed."""
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     try:
@@ -292,7 +292,7 @@ def test_plain_tensors_with_like_names_stay_as_they_are() -> None:
 
 
 def is_right() -> bool:
-    """Whether weights of each kind decode to what the publishers' formulas say."""
+    """Whether weights of each kind decode to the values of the publishers' formulas."""
     generator = torch.Generator().manual_seed(3)
     matrix = torch.randn(192, 256, generator=generator) * torch.logspace(-2, 2, 192)[:, None]
     square = torch.randn(2, 64, 64, generator=generator)

@@ -1,4 +1,4 @@
-"""Windows in a message: each has its place, whoever sends how much, and they travel to it by stages too."""
+"""Windows in a message: each has its place, for any widths, also if they travel in two steps."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,7 +45,7 @@ def test_rows_are_all_ranks_at_equal_distances(mesh):
 
 
 def travelled(all_widths):
-    """What lies in the windows of each message, when all have been sent."""
+    """The content of the windows of each message, after all have been sent."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     collectives.FLAT, kept = 0, collectives.FLAT

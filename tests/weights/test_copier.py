@@ -1,4 +1,4 @@
-"""Copies of bytes: what a plan copies, on the CPU and by the kernel, against indexing."""
+"""The copies of a plan, on the CPU and by the kernel, compared with indexing."""
 
 import ast
 from pathlib import Path

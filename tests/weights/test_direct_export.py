@@ -116,7 +116,7 @@ def feed(addresses, dims):
         engine("move")
         engine("share")
         export_into(models, writer, merged=False)  # by stale addresses
-        with pytest.raises(TransferError, match=r"expected the sender's mark 1, found 0.*wrote to addresses"):
+        with pytest.raises(TransferError, match=r"expected the sender's mark 1, found 0.*wrote to old addresses"):
             engine("complete")
         with pytest.raises(TransferError, match="half old and half new"):
             engine("sample")
@@ -206,7 +206,7 @@ def test_a_trainer_that_is_killed_amid_a_sync_leaves_engines_that_know_it_and_ta
 
 
 def families():
-    """Each family goes into an engine beside each rank, from what the rank holds and from what travels."""
+    """Each family goes into an engine beside each rank, from the rank's own shards and from windows."""
     rank = dist.get_rank()
     for family, hf in FAMILIES.items():
         dims = ParallelDims(tp=2, sp=True)

@@ -1,4 +1,4 @@
-"""An engine's tensors written by a map of its loader: how maps are made, what they say, and what they refuse."""
+"""An engine's tensors written by a map of its loader: how maps are made, what they contain, and what they refuse."""
 
 import re
 from contextlib import closing
@@ -205,7 +205,7 @@ def test_a_kept_map_is_proven_by_one_load(ring, caplog):
         send(ring, receiver, engine, weights(3))
     assert differing(other.held(), loaded(weights(3))) == []
     mb.map_engine(SPECS, other, other.load, engine="theirs", kept=kept)
-    assert "another engine's: expected an engine 'theirs', found 'ours'. It is made anew" in caplog.text
+    assert "another engine: expected an engine 'theirs', found 'ours'. A new map is made now" in caplog.text
     assert other.num_loads == 3
 
 
@@ -255,7 +255,7 @@ def test_a_wrong_map_is_not_accepted(mistake, tensor, ring, caplog):
     assert not caplog.text
     model.up_first = mistake is as_it_is
     engine = mb.map_engine(SPECS, model, model.load, kept=mistake(right))
-    assert re.search(f"the kept map .*{tensor}.* It is made anew now", caplog.text), caplog.text
+    assert re.search(f"the kept map .*{tensor}.* A new map is made now", caplog.text), caplog.text
     assert (engine.map == right) == (mistake is not as_it_is)
     with closing(Receiver(ring.plan, ring.handles())) as receiver:
         send(ring, receiver, engine, weights(1))
@@ -307,7 +307,7 @@ def test_an_engine_that_changed_is_fed_by_its_loader(change, message, ring, capl
         assert differing(model.held(), other.held()) == []
         assert model.num_loads == num_loads + 1
         assert re.search(message, engine.reason)
-        assert re.search(f"the round goes by the engine's loader: .*{message}", caplog.text)
+        assert re.search(f"the engine's loader loads this round: .*{message}", caplog.text)
         assert (engine.state.weights, engine.require_whole()) == ("new", 2)
 
 
@@ -378,7 +378,7 @@ def test_an_engine_knows_whether_its_weights_are_whole(ring):
         assert (engine.state.weights, engine.state.version) == ("new", 1)
         broken_off = ring.fill(weights(1).items(), acknowledged=lambda: None)
         receiver.copy_into(next(broken_off).number, engine)
-        with pytest.raises(TransferError, match="this engine has not had the buckets before; begin a round"):
+        with pytest.raises(TransferError, match="this engine did not get the previous buckets; begin a round"):
             receiver.copy_into(next(broken_off).number, MappedEngine(engine.map, model, model.load))
         with pytest.raises(TransferError, match="never came"):
             receiver.finish()
@@ -458,7 +458,7 @@ def test_memory_is_shared_where_other_processes_can_open_it_and_the_map_can_be_u
     lost(model)
     with pytest.raises(TransferError, match=r"prepared is missing.* Send buckets: copy_into gives them to the engine"):
         engine.share()
-    with pytest.raises(TransferError, match=r"norm'.* are written by the engine's loader alone; send buckets"):
+    with pytest.raises(TransferError, match=r"only the engine's loader writes .*norm'.*; send buckets"):
         mb.map_engine(SPECS, computes, computes.load).share()
 
 
@@ -485,12 +485,12 @@ def test_a_loader_that_takes_nothing_makes_no_engine(ring):
     """It would skip every name, such as names with another prefix."""
     model = StandIn()
     for kept in (None, EngineMap("", tuple(SPECS), (), ())):
-        with pytest.raises(TransferError, match=r"none of 44 came into any: look whether it skips .*embed_tokens"):
+        with pytest.raises(TransferError, match=r"copied none of 44: check whether it skips .*embed_tokens"):
             mb.map_engine(ring.plan, model, lambda pairs: [*pairs], kept=kept)
 
 
 def test_a_second_ring_and_other_groups_are_copied_by_their_own_places(ring):
-    """What an engine keeps of the buckets of a round is not used for buckets of other sizes."""
+    """Copies that an engine caches for the buckets of a round are not used for buckets of other sizes."""
     model = StandIn()
     engine = mb.map_engine(ring.plan, model, model.load)
     other = plan_buckets(SPECS, slot_bytes=3 * SLOT_BYTES)
@@ -556,7 +556,9 @@ def test_slices_for_another_rank_are_refused_though_they_have_its_shapes():
     maps = [mb.map_engine(SPECS, model, model.load) for model in (StandIn(2, 0), StandIn(2, 1))]
     plan = plan_buckets(Manifest(ENTRIES, target=maps[1].map.digest))
     with closing(BufferRing(plan, "cpu")) as ring, closing(Receiver(plan, ring.handles())) as receiver:
-        with pytest.raises(TransferError, match=r"those of another map: .* export with target= this engine's map"):
+        with pytest.raises(
+            TransferError, match=r"the slices were made for another map: .* export with target= this engine's map"
+        ):
             receiver.copy_into(0, maps[0])
         send(ring, receiver, maps[1], weights(0))
     assert [engine.state.version for engine in maps] == [None, 1]
@@ -568,7 +570,7 @@ def test_a_file_that_was_changed_is_refused(tmp_path):
     mb.map_engine(SPECS, model, model.load).map.save(path)
     text = path.read_text()
     path.write_text(text.replace('"engine":""', '"engine":"x"'))
-    with pytest.raises(TransferError, match="its digest is not that of its text"):
+    with pytest.raises(TransferError, match="expected the digest of its text"):
         mb.EngineMap.load(path)
     path.write_text(text.replace("engine map 1", "engine map 9"))
     with pytest.raises(TransferError, match="map 9"):
@@ -594,7 +596,7 @@ def test_the_digits_of_running_numbers_come_back_from_any_dtype(dtype):
 
 
 def test_an_engine_of_a_dtype_that_torch_cannot_cast_is_named():
-    with pytest.raises(TransferError, match=r"no digits can be read off torch\.bits8, of torch\.bfloat16"):
+    with pytest.raises(TransferError, match=r"no digits of torch\.bfloat16 can be read from torch\.bits8"):
         RunningNumbers(SPECS, ()).digits(torch.empty(3, dtype=torch.bits8), torch.bfloat16)
 
 
@@ -622,7 +624,7 @@ def test_a_box_has_no_dims_of_one_element():
     assert merged([Dim(1, 5, 7), Dim(3, 2, 1)]) == (Dim(3, 2, 1),)
 
 
-# an engine with a transport of its own ------------------------------------------------------------------------------
+# an engine with another transport ------------------------------------------------------------------------------
 
 
 def buckets_of(pairs, size=7):

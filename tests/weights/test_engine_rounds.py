@@ -28,7 +28,7 @@ EXPECTED = {seed: loaded(weights(seed), sizes=Sizes(layers=1, experts=2)) for se
 
 
 class Rounds(RuleBasedStateMachine):
-    """The engine says of itself which round its weights are of; they are compared with a new model of that round."""
+    """The engine reports the round of its weights, which are compared with a new model of this round."""
 
     @initialize()
     def begin(self):

@@ -1,4 +1,4 @@
-"""What an engine samples after syncs by a map is what it samples after its own loading: tokens and log-probs, by bits.
+"""After syncs by a map, an engine samples the tokens and log-probs (by bits) that it samples after its own loading.
 
 The engine is transformers' model. Its parameters are not the HF tensors that come: release 5 stacks experts.
 """
@@ -25,7 +25,7 @@ OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 def loader(model):
-    """An engine's loader: what fits goes where its name says, and of an expert's three tensors two stacks are made."""
+    """An engine's loader: tensors are copied by name, and the three tensors of experts become two stacks."""
     held = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
 
     @torch.no_grad()

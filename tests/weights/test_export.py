@@ -161,7 +161,7 @@ class Named(torch.Tensor):
 
 
 def refuse_quantized():
-    """What every way to the values of a model says of a parameter that has none of its own."""
+    """The errors of all functions that read values of a model, for a parameter without its own memory."""
     models, state = built(mb.ParallelDims())
     linear = models[0].decoder.layers[0].mlp.linear_fc1
     kept, linear.weight = linear.weight, torch.nn.Parameter(Quantized(linear.weight))
@@ -203,7 +203,7 @@ def fail_amid(rank):
 
 
 def fail_early():
-    """The consumer on one rank fails with the first tensor: the others hear of it while most is still to come."""
+    """The consumer on one rank fails at the first tensor: other ranks raise while most tensors are still to come."""
     models, state = built()
     pairs, taken = mb.iter_hf_weights(models, bucket_bytes=1), []
 
@@ -297,7 +297,7 @@ def traced(dims, sizes):
 
 
 def assert_alike(calls):
-    """What ranks issue at the same time; with an all-to-all, each receives from the others what these send it."""
+    """The windows that ranks send together. In an all-to-all, each rank receives its windows from the other ranks."""
     size = len(calls[0].group)
     if "alltoall" in calls[0].name:
         sent = [call.numbers[size : 2 * size] for call in calls]
@@ -339,7 +339,7 @@ def test_all_ranks_issue_the_same_collectives_and_a_second_export_exchanges_noth
 
 
 def on_their_way(lends):
-    """For each tensor that is given out, the number of its message, and how many messages have been sent by then."""
+    """For each yielded tensor, the number of its message, and the number of messages that have been sent before."""
     models, _ = built(mb.ParallelDims(tp=4, sp=True))
     messages = agree_on_plan(models, None, "lm", bucket_bytes=BUCKET).program.plan.messages
     numbers = [message.number for message in messages for _ in message.done]
@@ -474,7 +474,7 @@ def regroup(models, state):
 
 
 def adapt_and_take_away(models, state):
-    """An adapter on one rank: all raise while it is there, as nobody knows what it would make of the weight."""
+    """An adapter on one rank: all ranks raise while it is there."""
     linear = next(module for name, module in models[0].named_modules() if name.endswith(".linear_proj"))
     if dist.get_rank() == 1:
         linear.lora_A = torch.nn.Parameter(torch.ones(2, 3))
@@ -670,13 +670,13 @@ def export_what_replicas_have_yet_to_gather(unwrapped):
         for bucket in group.buckets:
             shares = bucket.param_data.chunk(group.intra_distributed_optimizer_instance_size)
             shares[group.intra_distributed_optimizer_instance_rank].neg_()
-    with pytest.raises(ExportError, match="yet to gather"):
+    with pytest.raises(ExportError, match="have not gathered yet"):
         list(mb.iter_hf_pieces(models))
     assert_exact(mb.to_hf_state_dict(models), {name: -tensor for name, tensor in state.items()})
     assert not any(group.param_gather_dispatched for group in wrapped[0].bucket_groups)  # a step may come now
     wrapped[0].start_param_sync(force_sync=True)
     assert list(mb.iter_hf_pieces(models))
-    if dist.get_rank() % 2:  # the other rank of the replica hears of it
+    if dist.get_rank() % 2:  # the other rank of the replica raises, too
         next(chunks[0].parameters()).data = next(chunks[0].parameters()).data.clone()
     wrapped[0].bucket_groups[0].param_gather_dispatched = False
     with pytest.raises(ExportError, match=r"moved before replicas had gathered|of another rank"):
@@ -689,7 +689,7 @@ def test_what_a_step_left_to_the_next_forward_is_gathered_first(unwrapped):
 
 
 class Unknown:
-    """Mixed into a class, it makes one that no table of classes knows."""
+    """A mix-in, which makes a class that is in no table of classes."""
 
 
 def export_unknown_classes():

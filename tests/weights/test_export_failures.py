@@ -1,4 +1,4 @@
-"""What fails on one rank of an export fails on all of them, wherever it does; and what is given out is the caller's."""
+"""An export that fails on one rank fails on all ranks, at any step; and yielded tensors belong to the caller."""
 
 import contextlib
 import os
@@ -35,7 +35,7 @@ def export_while(name, after, dtype):
 
 
 THE_ONE = r"embedding\.word_embeddings\.weight to decoder\.layers\.2\.self_attention\.linear_proj\.weight"
-"""What the only message has of both stages: the first entry and the last."""
+"""The first and the last entry of both stages in the only message."""
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_a_stage_may_be_frozen_under_overlap_param_gather():
 
 
 def export_beside_a_replica_that_cannot(dims, hf, way):
-    """Of two replicas, the second asks for nonsense, or one of its ranks has moved a parameter."""
+    """The second of two replicas passes an invalid argument, or one of its ranks has moved a parameter."""
     models, state = built(dims, hf)
     wrapped = stepping.gathering_late(models)
     in_second = dist.get_rank() // (dist.get_world_size() // 2)
@@ -220,7 +220,7 @@ def test_who_writes_to_a_tensor_writes_to_no_other_name_of_it():
 
 
 def exports_of_two_kinds():
-    """Rank 0 always asks for the same, and the other for one thing and another."""
+    """Rank 0 always passes one target, and the other rank changes its target."""
     models, _ = built(mb.ParallelDims(tp=2))
     with mock.patch.object(agreement, "_planned", wraps=agreement._planned) as planned:
         for number in range(6):

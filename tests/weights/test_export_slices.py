@@ -1,4 +1,4 @@
-"""Pieces: those of all ranks make up every HF tensor, and agree where they overlap."""
+"""The pieces of all ranks make up every HF tensor, and agree where they overlap."""
 
 import pytest
 import torch

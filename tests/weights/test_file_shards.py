@@ -1,4 +1,4 @@
-"""Which rank writes what: everything once, about as much each, no run of neighbours on one rank."""
+"""The assignment of tensors to ranks: each tensor once, about equal bytes, no run of neighbours on one rank."""
 
 import torch
 from hypothesis import given

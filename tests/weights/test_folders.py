@@ -1,7 +1,8 @@
-"""Folders of checkpoints that are harmed: what transformers loads whole we load with its bits, and the rest we refuse.
+"""Damaged folders of checkpoints: if transformers loads a folder completely, we load equal bits, and we refuse the
+others.
 
-Folders are drawn whole and then harmed in a place or two: tensors, the index, headers, and the files themselves. Where
-we are stricter or laxer than transformers is listed, by what the one that refuses says.
+Folders are drawn whole and then harmed in a place or two: tensors, the index, headers, and the files themselves.
+Differences to transformers are listed by the message of the one that refuses.
 """
 
 import contextlib
@@ -46,20 +47,20 @@ STRICTER = {
     r"expected each key once, found \d+ twice": "JSON takes the last, and transformers with it",
     r"found \d+ in two: ": "it takes the one that it reads last",
     r"expected a \*\.safetensors file in the same folder for each tensor": "it follows any path",
-    r"promises \d+ tensors that its files lack": "it finds a tensor in another file than the index says",
+    r"lists \d+ tensors that the files lack": "it finds a tensor in another file than the index says",
     r"which cannot hold all its values": "it casts",
     r"is float8_\w+ and has no scale": "it takes codes without a scale for values",
     r"unexpected \['(embed_tokens|layers|norm)\.": "it takes names without the prefix of the base model too",
     r"model\.safetensors(\.index\.json)? is a (folder|device), expected a file": "it looks for other weights",
     r"cannot open .*model\.safetensors(\.index\.json)?: No such file": "the same for a link to nothing",
 }
-"""What we say of a folder that transformers loads whole, and what transformers does."""
+"""Our errors for folders that transformers loads completely, each with the behaviour of transformers."""
 LAXER = {
     r"KeyError: 'metadata'": "an index needs no metadata",
     r"TypeError: (.*item assignment|list indices)": "nor must these be an object",
     r"Error no file named": "any *.safetensors are read where there is no index",
 }
-"""What transformers says of a folder that we load, and why we do."""
+"""Errors of transformers for folders that we load, each with our reason."""
 if transformers.__version__ < "5":
     LAXER[r"^\{'missing_keys': \[[^]]*\]\}$"] = "it misses what the index leaves out, and 5 takes it"
     LAXER[r"not contain the valid metadata|File metadata is not"] = (
@@ -69,7 +70,7 @@ if transformers.__version__ < "5":
 
 @dataclass
 class Folder:
-    """What is written, before it is harmed as files."""
+    """The content of a folder, before its files are damaged."""
 
     shards: dict[str, dict[str, Tensor]]
     index: Any
@@ -115,7 +116,7 @@ def whole_folders(draw: Any) -> Folder:
     return Folder(shards, None if kind == "no index" else index)
 
 
-# harms to what is written ---------------------------------------------------------------------------------------------
+# damage to written files ---------------------------------------------------------------------------------------------
 
 
 def a_tensor(draw: Any, folder: Folder) -> tuple[dict[str, Tensor], str]:
@@ -278,7 +279,7 @@ def by_transformers(path: Path) -> dict[str, Tensor] | str:
 
 
 def by_us(source: Path | dict[str, Tensor], model: Any) -> dict[str, Tensor] | str:
-    """What our model holds then, or what the refusal says."""
+    """The tensors of our model after the load, or the message of the refusal."""
     for parameter in model.parameters():
         parameter.data.fill_(float("nan"))
     try:
@@ -303,7 +304,7 @@ def assert_not_converted(path: Path) -> None:
 
 
 def reason_to_refuse(path: Path) -> str:
-    """What we refuse by a rule of our own, worked out by other means."""
+    """The folders that we refuse by our own rule, computed in another way."""
     if (path / SINGLE).is_file():
         names = {SINGLE}
     elif (path / INDEX).is_file():
@@ -337,7 +338,7 @@ def listed(reasons: dict[str, str], said: str) -> bool:
 
 
 def compare(path: Path, model: Any) -> str:
-    """Hold ourselves against transformers, and say what came of it."""
+    """Compare our load with transformers', and return the outcome."""
     ours = by_us(path, model)
     if isinstance(ours, str):
         assert_not_converted(path)
@@ -400,7 +401,7 @@ def test_any_folder_is_loaded_as_by_transformers_or_refused(work, model, data, f
 
 
 def without_privileges(function: Any, *args: Any) -> Any:
-    """What a function returns to a process that may read no file because it is root's."""
+    """The result of a function in a process without the rights of root."""
     if os.geteuid() != 0:
         return function(*args)
     reader, writer = os.pipe()
@@ -423,7 +424,7 @@ def without_privileges(function: Any, *args: Any) -> Any:
 
 
 def refusals(path: Path) -> list[str]:
-    """What is said of a folder, with its type where it is none of ours."""
+    """The error message for a folder, with its type if it is no error of this library."""
     found = []
     for attempt in (lambda: Checkpoint(path), lambda: convert(path, path / "target", on_event=lambda *event: None)):
         try:

@@ -1,4 +1,4 @@
-"""Patterns of files: what is run says what ``re`` says, and comes to an end."""
+"""Patterns from files: a pattern that is run gives the result of ``re``, and ends in time."""
 
 import itertools
 import re

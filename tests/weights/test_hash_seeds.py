@@ -1,6 +1,5 @@
-"""Ranks plan alike though each hashes strings otherwise, as processes do that were started one by one.
-
-Those of ``pool.py`` come from one process and hash as it does, so none of its tests can see what hangs on that.
+"""Ranks make equal plans although each has another hash seed, like processes that were started one by one. Processes of
+``pool.py`` are forked from one process and share its seed, so other tests cannot find such errors.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Headers of files: what the ``safetensors`` library takes we take with its bits, and what it refuses we refuse.
+"""Headers of files: we accept and refuse the same files as the ``safetensors`` library, with equal bits.
 
 The library, pinned in ``constraints/``, is the oracle. Headers are drawn whole and then harmed in up to three places.
 A rule is our own: a key that is there twice is refused.
@@ -60,7 +60,7 @@ def assert_refused(path: Path, target: Path) -> None:
 
 
 def compare(data: bytes, work: Path) -> str:
-    """Hold ourselves against the library, and say what came of it."""
+    """Compare our reader with the library, and return the outcome."""
     path = work / "hf" / "model.safetensors"
     path.unlink(missing_ok=True)
     path.write_bytes(data)

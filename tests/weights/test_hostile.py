@@ -1,7 +1,7 @@
-"""Folders that somebody has made to harm their reader: nothing outside is touched, no code runs, and nobody waits.
+"""Malicious folders: no file outside is touched, no code runs, and no process hangs.
 
-Each row harms a whole folder in one place. What is read then is refused by a message, or is right. Headers of files and
-indexes are drawn at random in ``test_headers.py`` and ``test_folders.py``.
+Each row harms a whole folder in one place. Then a read either raises an error with a message, or returns correct
+values. Headers of files and indexes are drawn at random in ``test_headers.py`` and ``test_folders.py``.
 """
 
 import hashlib
@@ -109,7 +109,7 @@ def lock_of(path, **fields):
 
 
 def left(home, live="new", names=("config.json",), files=()):
-    """What a save that died in the midst of its commit may leave."""
+    """The files that a save may leave if it dies during its commit."""
     for name in files:
         (home / "new" / name).parent.mkdir(parents=True, exist_ok=True)
         (home / "new" / name).write_text("evil")
@@ -513,7 +513,7 @@ DIST = {
 
 
 def loaded(folders):
-    """What two ranks hear of each folder."""
+    """The errors of two ranks for each folder."""
     models, _ = built(mb.ParallelDims(pp=2), HF, load_weights=False)
     heard = []
     for folder in folders:

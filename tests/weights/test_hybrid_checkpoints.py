@@ -83,7 +83,7 @@ def checkpoint(name, folder):
 
 
 def trained(folder, dims, model):
-    """Chunks with megatron-core's distributed optimizer, and what takes a step and gives its loss."""
+    """Chunks with megatron-core's distributed optimizer, and a function that makes a step and returns its loss."""
     build = {"dims": dims, "dtype": torch.float32, "device": "cpu", "model": model}
     chunks = mb.build_model(folder, **build, overrides=with_mtp(folder))
     wrapped = stepping.wrap(chunks, use_distributed_optimizer=True)
@@ -102,7 +102,7 @@ def trained(folder, dims, model):
 
 
 def go_on(folder, saved, here, there):
-    """Runs in each worker: each class trains and saves, and both go on from that at another mesh."""
+    """Runs in each worker: each class trains and saves, and both classes continue from the save on another mesh."""
     found = {}
     for writer in ("gpt", "hybrid"):
         with stepping.mesh(ParallelDims(**here)):
@@ -238,7 +238,7 @@ ELSEWHERE = {
 
 
 def go_elsewhere(folders, out):
-    """Runs in each worker: what differs between a folder and what a trainer's own model makes of it."""
+    """Runs in each worker: the differences between a folder and the model of a trainer that has loaded it."""
     wrong = []
     for name, (sizes, pattern) in ELSEWHERE.items():
         dims, folder = ParallelDims(**sizes), folders[name]

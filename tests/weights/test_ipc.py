@@ -64,7 +64,7 @@ def send_rounds(plan, rounds):
 
 
 def memory():
-    """Bytes that torch has given out, and that nobody on the GPU holds."""
+    """Bytes that torch has allocated, and bytes of the GPU that are free."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]

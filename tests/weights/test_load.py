@@ -188,7 +188,7 @@ class MadeAnew(UserDict):
     [
         (lambda state: MadeAnew(state, lambda tensor: tensor[:1]), r"model\.norm\.weight has shape \(1,\)"),
         (lambda state: MadeAnew(state, torch.Tensor.double), r"model\.norm\.weight is float64 and .* float32"),
-        (lambda state: {**state, None: state[NORM]}, "must be by HF names, found None among its names"),
+        (lambda state: {**state, None: state[NORM]}, "must have HF names as keys, found None"),
         (lambda state: f"/tmp/{'n' * 300}", "must be an existing folder or a repository"),
         (lambda state: 7, "expected a folder, a mapping of HF names to tensors, or an iterable of such pairs, found 7"),
         (lambda state: {**state, NORM: 7}, "model.norm.weight must be a dense torch.Tensor .*, found int: convert it"),
@@ -203,7 +203,7 @@ def test_what_holds_no_values_is_no_source(state, source, message):
 
 
 def builds_that_fail(folder):
-    """How builds end of which rank 1 cannot load, and what all ranks have then done together."""
+    """The errors of builds in which rank 1 cannot load, and the common operations of all ranks until then."""
     dims, said = mb.ParallelDims(tp=2), []
     with stepping.mesh(dims):
         for name in ("mcore_bridge.factory.build.load_hf_weights", "mcore_bridge.weights.load.read"):
@@ -337,10 +337,16 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7\n"
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (truncate, rf"{SECOND} has \d+ bytes and is no whole file .*not fully covered\): it is damaged or truncated"),
-        (truncate_header, rf"{SECOND} has 20 bytes and is no whole file .*invalid header length\)"),
-        (scramble, r"model-00001-of-00003\.safetensors has \d+ bytes and is no whole file .*invalid UTF-8"),
-        (write(SECOND, b""), rf"{SECOND} has 0 bytes and is no whole file .*header too small"),
+        (
+            truncate,
+            rf"{SECOND} has \d+ bytes and is no complete safetensors file.*not fully covered\): it is damaged",
+        ),
+        (truncate_header, rf"{SECOND} has 20 bytes and is no complete safetensors file.*invalid header length\)"),
+        (
+            scramble,
+            r"model-00001-of-00003\.safetensors has \d+ bytes and is no complete safetensors file.*invalid UTF-8",
+        ),
+        (write(SECOND, b""), rf"{SECOND} has 0 bytes and is no complete safetensors file.*header too small"),
         (write(SECOND, POINTER), rf"{SECOND} is a pointer of git-lfs, .* run `git lfs pull`"),
         (write(INDEX, POINTER), rf"{INDEX} is a pointer of git-lfs"),
         (put(SECOND, os.mkfifo), rf"{SECOND} is a FIFO, expected a file"),
@@ -368,7 +374,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7\n"
             change_index(norm=3, a="../b.safetensors", b="/b.safetensors", c="c/b.safetensors", d="b.bin"),
             rf"{INDEX} is damaged: expected a .* for each tensor, found 5 other values \(.*norm.*: 3, .*'\.\./b\.",
         ),
-        (promise, r"promises 1 tensors that its files lack: \['model\.layers\.7\.extra'\]"),
+        (promise, r"lists 1 tensors that the files lack: \['model\.layers\.7\.extra'\]"),
         (empty, r"expected \*\.safetensors files in"),
         (shutil.rmtree, r"no folder"),
     ],
@@ -380,7 +386,7 @@ def test_broken_folders_say_what_is_broken(folder, harm, message):
 
 
 def test_a_tensor_in_two_files_is_refused_unless_the_index_leaves_one_of_them_out(folder, state):
-    """As where files of one save lie beside those of another, of the same names or not."""
+    """For example, files of two saves lie in one folder, with equal or different tensor names."""
     name, path = "model.norm.weight", folder / INDEX
     save_file({name: -state[name]}, folder / "stale.safetensors")
     assert torch.equal(Checkpoint(folder)[name], state[name])

@@ -1,4 +1,4 @@
-"""Merged exports, held against ``peft``'s merge in fp64: the same bits on each mesh, and a base that stays as it is."""
+"""Merged exports equal ``peft``'s merge in fp64, bit for bit on each mesh, and do not change the base."""
 
 import weakref
 from pathlib import Path
@@ -148,7 +148,7 @@ def test_a_base_is_as_it_was_after_a_hundred_syncs(dtype):
 
 
 def count(folder):
-    """Runs in each worker: how often each weight was merged, the most merged bytes at once, and those of all."""
+    """Runs in each worker: how often each weight was merged, the most merged bytes at once, and all merged bytes."""
     own, made, most = merging.merged_weight, {}, 0
 
     def merge(adapter, weight):

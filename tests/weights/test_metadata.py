@@ -1,4 +1,4 @@
-"""The metadata of a checkpoint of megatron-core: what its pickle may name, and each thing in it that would do harm."""
+"""The metadata of a checkpoint of megatron-core: the names that its pickle may contain, and every harmful content."""
 
 import importlib
 import os
@@ -26,7 +26,7 @@ MODULES = [f"torch.distributed.checkpoint.{name}" for name in ("metadata", "plan
 
 
 def named(module, name):
-    """A pickle of what has this name, however many dots it has."""
+    """A pickle that refers to this name, which may have several dots."""
     texts = [b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name)]
     return b"\x80\x04" + b"".join(texts) + b"\x93."
 

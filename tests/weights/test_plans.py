@@ -1,4 +1,4 @@
-"""Plans are what they were: all that decides who sends what, in which message, and how much memory it takes.
+"""Plans do not change by accident: senders, messages and memory are recorded here.
 
 Most changes to a planner leave every export right, only slower or larger. So a change to a plan is made on purpose, and
 ``python -m tests.weights.test_plans`` prints the lines of PLANS anew.
@@ -115,7 +115,7 @@ def replica(model: str, mesh: str) -> Any:
 
 
 def planned(model: str, mesh: str, engine: str, megabytes: float | None) -> tuple[int, int, int, int]:
-    """What PLANS has of a case: of the first, the middle and the last rank, where they get different things."""
+    """The record of a case in PLANS: of the first, the middle and the last rank, if they get different tensors."""
     held, bucket_bytes = replica(model, mesh), int(megabytes * (1 << 20)) if megabytes else None
     num_ranks = len(held.inventories)
     ranks = sorted({0, num_ranks // 2, num_ranks - 1})

@@ -92,7 +92,7 @@ CASES: dict[str, tuple[Callable[[], Any], Format, torch.dtype, mb.ParallelDims]]
 
 
 WITHOUT_REFERENCE = ("fbgemm", "each layer", *(name for name in CASES if name.startswith("modelopt")))
-"""What transformers does not dequantize."""
+"""Formats that transformers does not dequantize."""
 
 
 def case(name: str) -> tuple[Any, Format, torch.dtype, mb.ParallelDims]:
@@ -104,7 +104,7 @@ def case(name: str) -> tuple[Any, Format, torch.dtype, mb.ParallelDims]:
 
 
 def on_every_rank(hf: Any, dims: mb.ParallelDims, source: Any, dtype: torch.dtype) -> tuple[list[Any], Any]:
-    """What each rank holds after a load, and the report of the first."""
+    """The tensors of each rank after a load, and the report of the first rank."""
     reports = []
     load = lambda chunks: reports.append(load_hf_weights(chunks, source, dtype=dtype))  # noqa: E731
     held = fake_mesh.build_everywhere(hf, dims, load, dtype=dtype)
@@ -131,7 +131,7 @@ def test_each_rank_holds_its_slices_of_the_decoded_file(name: str, tmp_path: Pat
 
 
 def decoded(report: Any) -> dict[str, str]:
-    """What a load has decoded, by name."""
+    """The tensors that a load has decoded, by name."""
     return {name: text for name, text in report.cast.items() if text.startswith(("float8", "mxfp4", "int4", "nvfp4"))}
 
 

@@ -1,6 +1,5 @@
-"""Saving: what is written loads again, everywhere and in transformers, and no file is held in memory.
-
-What happens to the target when processes die or meet each other there is in ``test_atomic_folder.py``.
+"""Saves: written files can be loaded on any mesh and by transformers, and no file is held in memory. Tests of processes
+that die or write to one target are in ``test_atomic_folder.py``.
 """
 
 import json
@@ -229,7 +228,7 @@ def test_a_folder_may_have_more_files_than_a_process_may_open(tmp_path):
 
 
 def without(models):
-    """Each way in which a model may be another than it was built as, the same on all ranks."""
+    """Each way in which a model may differ from the built model, equal on all ranks."""
     layer = models[0].decoder.layers[0]
     yield r"q_layernorm\.weight had the shape \(24,\), and is gone", layer.self_attention.q_layernorm, None
     rows, columns = layer.mlp.linear_fc2.weight.shape
@@ -276,7 +275,7 @@ def save_hungrily(folder, hf):
 
 
 def test_a_file_is_never_held_in_memory(tmp_path):
-    """One of 154 MB, the largest tensor 12 MB."""
+    """The file has 154 MB, its largest tensor 12 MB."""
     hf = tiny("llama", vocab_size=8000, hidden_size=384, intermediate_size=1536, num_hidden_layers=14, head_dim=48)
     (added,) = pool.run(1, save_hungrily, str(tmp_path / "out"), hf)
     (path,) = (tmp_path / "out").glob("*.safetensors")

@@ -106,7 +106,7 @@ def export_in_two_sizes(model, dims):
 
 @pytest.mark.parametrize(("model", "dims"), CASES, ids=str)
 def test_most_messages_are_large(model, dims):
-    """What arrives is the same, also lent, and to those who do not stop at the same time; and memory is as counted."""
+    """Equal tensors arrive, also as views, and on ranks that stop at different times; memory is as computed."""
     for rooms, counted, largest, most, expected in pool.run(4, export_in_two_sizes, model, dims):
         small, large = sorted(set(rooms))
         assert 1.3 * small < large
@@ -146,7 +146,7 @@ def test_memory_for_further_messages_is_that_of_their_size():
 
 
 def test_a_consumer_holds_a_large_tensor_or_two_allocations_of_small_ones():
-    """Small ones of a message share allocations, so that one of them that is held keeps others."""
+    """Small tensors of a message share allocations, so a tensor that is kept also keeps its neighbours."""
     small, large = (OutputTensor("a", (num_bytes,), torch.uint8) for num_bytes in (SLAB // 2, SLAB // 2 + 1))
     assert export_plan._kept_by_consumer([small] * 3) == 3 * small.num_bytes
     assert export_plan._kept_by_consumer([large, *[small] * 5]) == 2 * SLAB

@@ -195,7 +195,7 @@ def test_headers_and_tensors_are_aligned_and_in_order(tmp_path):
 
 
 def test_pieces_come_in_the_order_of_their_source():
-    """A file is read from its beginning to its end, also where the target has other dims first."""
+    """A file is read from beginning to end, even if the target has the dims in another order."""
     source, target = torch.arange(48).view(6, 8), torch.empty(8, 6, dtype=torch.int64)
     for one, other in ((source, target.t()), (source.t(), target)):
         offsets = [piece.source.storage_offset() for piece in FileCopy(one, other, torch.int64).pieces(8 * 8)]

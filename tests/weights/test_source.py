@@ -1,4 +1,4 @@
-"""A source: one table from plain names to what is stored, whatever it is opened from."""
+"""A source has one table from plain names to stored tensors, for every kind of source."""
 
 import torch
 

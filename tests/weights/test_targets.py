@@ -63,7 +63,7 @@ def test_any_model_on_any_mesh_to_any_engine(data, problem, bucket_bytes):
         assert_gets(found, expected(hf, state, target))
     for plan in (program.plan for program in fake_mesh.programs_for(held, targets, bucket_bytes=bucket_bytes)):
         message_of = {plan.payload.outputs[i].name: n for n, message in enumerate(plan.messages) for i in message.done}
-        for name, number in message_of.items():  # what an engine fuses in one load call
+        for name, number in message_of.items():  # tensors that an engine fuses in one load call
             for fused in (("q_proj", "k_proj"), ("k_proj", "v_proj"), ("gate_proj", "up_proj")):
                 if fused[0] in name:
                     assert message_of[name.replace(*fused)] == number

@@ -1,6 +1,5 @@
-"""A tensor that a checkpoint holds twice: compared with the other one before a model does without it.
-
-A head beside a tied embedding: what transformers makes of the same folder is the measure, whichever release it is.
+"""A tensor that a checkpoint holds twice is compared with its copy before it is dropped. For a head beside a tied
+embedding, the reference is the model that the installed transformers makes of the folder.
 """
 
 import json
@@ -45,7 +44,7 @@ ONE, MESH = mb.ParallelDims(), mb.ParallelDims(tp=2, pp=2)
 OTHER = random_state(tiny("llama", vocab_size=97, num_hidden_layers=2), seed=1)[HEAD]
 BATCH = torch.randint(0, 97, (2, 12), generator=torch.Generator().manual_seed(0))
 KINDS = ("differs", "equal", "none", "alone")
-"""What a file has of a head: another tensor than the embedding, the same, none, or nothing else."""
+"""The head in a file: another tensor than the embedding, an equal one, none, or a head without an embedding."""
 LOADED = [kind for kind in KINDS if kind != "alone" or not ties_any_head()]
 OWN_HEAD = not ties_any_head()
 
@@ -60,7 +59,7 @@ def files(kind: str) -> dict[str, Tensor]:
 
 
 def exported(kind: str) -> dict[str, Tensor]:
-    """What is written of it: the embedding and, where the model has its own, the head."""
+    """The written tensors: the embedding and, if the model has a separate one, the head."""
     state = {EMBEDDING: random_state(HF)[EMBEDDING], **files(kind)}
     return state if kind == "differs" and OWN_HEAD else {name: each for name, each in state.items() if name != HEAD}
 

@@ -32,7 +32,7 @@ def methods(file: str, of: str, *names: str) -> dict[str, ast.stmt]:
 
 
 def worker_class() -> type:
-    """A class that has what RLinf's worker runs in a step."""
+    """A class with the methods that RLinf's worker runs in a step."""
     from megatron.core import tensor_parallel
     from megatron.core.utils import unwrap_model
 
@@ -117,7 +117,7 @@ def step(
 
 
 def is_installed() -> bool:
-    """Whether RLinf is here, in whole or as its unpacked wheel."""
+    """Whether RLinf is available, installed or as its unpacked wheel."""
     return importlib.util.find_spec("rlinf") is not None and Path(source_path()).is_file()
 
 

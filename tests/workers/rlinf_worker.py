@@ -27,7 +27,7 @@ ACTOR = "rlinf/workers/actor/megatron_actor_worker.py"
 SKIPS = "if len(self._weight_dst_rank_in_rollout) > 0:"
 """The line of actors up to 0.4.0 that leaves the loop out on ranks without a receiver."""
 Place = tuple[int, int]
-"""A rank of the rollout as RLinf has it: the engine, and the rank in it."""
+"""A rank of the rollout in RLinf's form: the engine, and the rank within the engine."""
 
 
 # the diffs of the page ------------------------------------------------------------------------------------------------
@@ -35,7 +35,7 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class Diff:
-    """One diff of the page: runs of lines of a file, each with those to put in their place."""
+    """One diff of the page: blocks of lines of a file, each with its replacement."""
 
     file: str
     changes: tuple[tuple[str, str], ...]
@@ -147,7 +147,7 @@ class Layout:
         )
 
     def placement(self, folder: str) -> Any:
-        """RLinf's own placement, told which GPUs there are instead of asking Ray."""
+        """RLinf's placement, with a given list of GPUs instead of Ray's."""
         from rlinf.utils.placement import ModelParallelComponentPlacement, PlacementMode, RolloutSyncMode
 
         placement: Any = object.__new__(ModelParallelComponentPlacement)
@@ -159,7 +159,7 @@ class Layout:
 
 
 def actor_of(models: Sequence[Any], layout: Layout, folder: str, bucket_bytes: int, *, ours: bool = True) -> Any:
-    """RLinf's actor, started, with our resharder or with its own."""
+    """RLinf's actor, started, with our resharder or with RLinf's."""
     module = actor_module() if ours else importlib.import_module("rlinf.workers.actor.megatron_actor_worker")
     config = importlib.import_module("rlinf.utils.resharding.reshard_config").ReshardConfig
 
@@ -272,7 +272,7 @@ def _padded(each: Any) -> Any:
 
 @functools.cache
 def scheduler_module() -> types.ModuleType:
-    """The module of RLinf's scheduler, over names of SGLang that stand for nothing."""
+    """The module of RLinf's scheduler, with placeholders for the names of SGLang."""
 
     class Nothing(types.ModuleType):
         def __getattr__(self, name: str) -> Any:
@@ -304,7 +304,7 @@ def received(place: Place, letters: dict[int, list[bytes]], layout: Layout, fold
 
 
 def synced(actor: Any, layout: Layout, folder: str) -> dict[Place, dict[str, Tensor]]:
-    """One sync: what each rank of an engine gets of those that this process stands for."""
+    """One sync: the tensors that each engine rank in this process gets."""
     actor.letters.clear()
     with cpu_as_device():
         actor.sync_model_to_rollout()

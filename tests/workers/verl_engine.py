@@ -1,4 +1,4 @@
-"""verl's own Megatron engine in workers of the pool: the CPU as a platform, as verl takes them, and its calls."""
+"""verl's Megatron engine in workers of the pool: the CPU as one of verl's platforms, and verl's calls."""
 
 import contextlib
 import multiprocessing
@@ -30,7 +30,7 @@ def use_us_on_cpu() -> None:
     body |= {name: property(lambda self, value=value: value) for name, value in values.items()}
     body["nvtx_range"] = lambda self, msg: contextlib.nullcontext()
     cpu: Any = torch.cpu
-    cpu.empty_cache = lambda: None  # all that verl asks of a device's module that torch.cpu lacks
+    cpu.empty_cache = lambda: None  # all names that verl uses of a device's module and torch.cpu lacks
     if get_platform().device_name != "cpu":
         set_platform(type("CpuPlatform", (PlatformBase,), body)())
 

@@ -80,7 +80,7 @@ def batch_of(vocab_size: int, rows: slice = slice(None), **fields: Tensor) -> An
 
 
 def inferred(engine: Any, vocab_size: int) -> dict[str, Tensor]:
-    """What the last stage says of all responses, on all ranks and on the CPU: fp32 ``[SEQUENCES, LENGTH - PROMPT]``."""
+    """The last stage's output for all responses, on all ranks and on the CPU: fp32 ``[SEQUENCES, LENGTH - PROMPT]``."""
     from verl.workers.utils.padding import no_padding_2_padding
 
     data = batch_of(vocab_size)
@@ -152,7 +152,7 @@ def optimizer_state(engine: Any) -> list[Tensor]:
 
 
 def stale(engine: Any, trained: dict[str, Tensor]) -> list[str]:
-    """What was exported otherwise than the optimizer holds it, cast."""
+    """Names of exported tensors that differ from the cast values of the optimizer."""
     for parameter, value in masters(engine.module, engine.optimizer).items():
         parameter.data.copy_(value)
     return differing(copied(engine), trained)

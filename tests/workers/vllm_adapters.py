@@ -1,4 +1,4 @@
-"""vLLM in a process of its own, which serves adapters from folders, and from memory where verl's class is in it."""
+"""vLLM in a separate process, which serves adapters from folders, and from memory if verl's class is installed."""
 
 import os
 import sys
@@ -44,9 +44,9 @@ class Serving:
         self._llm.collective_rpc("update_weights_from_ipc", kwargs=options)
 
     def generate(self, rows, num_tokens, adapter):
-        """The likeliest tokens after each row, and their fp32 log-probs, with the adapter of this request, or without.
+        """The likeliest tokens after each row, and their fp32 log-probs, with the adapter of this request or without.
 
-        Of prompts vLLM 0.32 gives no log-probs where it serves adapters: its kernels for CPUs raise.
+        With adapters vLLM 0.32 returns no log-probs of prompts: its kernels for CPUs raise.
         """
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest

@@ -21,7 +21,7 @@ EXAMPLES = str(Path(__file__).parent.parent.parent / "examples")
 
 
 class Rank(NamedTuple):
-    """What a worker of vLLM makes models with."""
+    """The config with which a worker of vLLM builds models."""
 
     config: Any
 

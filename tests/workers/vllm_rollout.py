@@ -37,7 +37,7 @@ def engine_of(family, hf, tensor_parallel, device="cuda:0", dtype=torch.bfloat16
 
 
 class Absent:
-    """In place of an engine that could not be made: whatever it is asked, it says why."""
+    """A placeholder for an engine that could not be made: every call returns the error."""
 
     def __init__(self, error):
         self._error = error
@@ -121,7 +121,7 @@ def feed(engine, models, slot_bytes, consumers):
 
 
 def held_as_from_files(engine, state, folder):
-    """Forget everything, read the same weights from files, and find the very bits that were fed."""
+    """Discard all weights, read them from files, and compare the bits with the transferred weights."""
     fed = engine("digests")
     engine("wake")
     assert all(before != digests for before, digests in zip(fed, engine("digests"), strict=True))

@@ -56,7 +56,7 @@ def _is_built(model_type: str) -> bool:
 
 @cache
 def written() -> dict[str, Case]:
-    """Every case by name, whatever is installed."""
+    """Every case by name, including cases that the installed releases do not support."""
     found: dict[str, Case] = {}
     for module in pkgutil.iter_modules(__path__):
         for name, each in importlib.import_module(f"{__name__}.{module.name}").CASES.items():
@@ -78,7 +78,7 @@ def cases() -> dict[str, Case]:
 
 
 def here(names: Iterable[str]) -> list[str]:
-    """Those of these names of cases that the installed releases build.
+    """The names of cases, without the cases that the installed releases cannot build.
 
     Raises:
         KeyError: no file has a case of that name.
@@ -87,7 +87,7 @@ def here(names: Iterable[str]) -> list[str]:
 
 
 def params(names: Iterable[Any], case_of: Callable[[Any], str] = str) -> list[Any]:
-    """Parameters of a test, each with the name of a case or of what ``case_of`` makes one of.
+    """Parameters of a test, each with the name of a case, or with a key that ``case_of`` turns into a case.
 
     If the installed releases do not build the case, the test is skipped, which pytest's summary shows.
 

@@ -1,4 +1,4 @@
-"""Multi-latent attention: DeepSeek and those built like it; with and without low-rank queries, yarn, experts."""
+"""Multi-latent attention: DeepSeek and similar families; with and without low-rank queries, yarn, experts."""
 
 from tests.zoo import NEWEST, Case, case, rope
 

@@ -7,9 +7,9 @@ EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
 SIGMOID = {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 2, "norm_topk_prob": True}
 GROUPED = {"n_routed_experts": 8, "num_experts_per_tok": 4}
 GROUPED |= {"n_group": 4, "topk_group": 2} if NEWEST else {"n_group": 1, "topk_group": 1}
-"""transformers 4.57 prefers experts of groups that were not chosen to those whose scores are negative."""
+"""transformers 4.57 ranks experts of unchosen groups above experts with negative scores."""
 SWIGLU_LIMIT = 0.5 if NEWEST else 7.0
-"""transformers 4.57 clamps at 7, whatever the config says."""
+"""transformers 4.57 always clamps at 7, and ignores the config."""
 CASES = {
     "qwen3_moe": case("qwen3_moe", **EXPERTS, num_experts=4, norm_topk_prob=True, mlp_only_layers=[1]),
     "qwen3_moe-window-bias": case(

@@ -13,7 +13,7 @@ WINDOWED = {"sliding_window": 5, "layer_types": KINDS}
 
 
 def ropes(full: dict[str, Any], *, base: float = 50000.0, sliding_base: float = 500.0) -> dict[str, Any]:
-    """The rope of full layers, and the default one for those that slide, as the installed transformers spells them."""
+    """The rope of full layers and the default rope of sliding layers, as the installed transformers spells them."""
     if transformers.__version__.startswith("4."):
         local = {} if base == sliding_base else {"rope_local_base_freq": sliding_base}
         return {"rope_theta": base, "rope_scaling": full if "factor" in full else None, **local}

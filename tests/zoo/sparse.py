@@ -8,7 +8,7 @@ INDEXER = {"index_n_heads": 12, "index_head_dim": 16, "index_topk": 7, "first_k_
 
 
 def sparse(model_type: str, **fields: object) -> Case:
-    """A case in which queries of the zoo's lengths see a part of the tokens before them."""
+    """A case in which queries attend to only a part of the earlier tokens, at the lengths of the zoo."""
     return latent(model_type, **{**INDEXER, **fields})
 
 

@@ -1,4 +1,4 @@
-"""Families that are known ones with other tables: one case each, with what is theirs switched on."""
+"""Families that differ from known families only in tables: one case each, with its special options switched on."""
 
 from tests.zoo import case, rope
 from tests.zoo.dense import LLAMA3

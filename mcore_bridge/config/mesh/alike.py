@@ -1,7 +1,7 @@
-"""Compares the arguments that ranks share, before they begin what one of them alone would not end.
+"""Compare the arguments of ranks before they begin a common operation, in which they would wait for each other.
 
-All ranks raise if one of them refuses its own arguments, or if theirs differ. If nothing is wrong, that is one
-reduction of three integers for each group.
+All ranks raise if one rank refuses its arguments, or if arguments differ. If nothing is wrong, this takes one reduction
+of three integers for each group.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _NONE: Shared = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Content:
-    """A value that ranks compare by its content, and that a message shows by its name, such as that of a folder.
+    """A value that ranks compare by its content, and that messages show by its name, such as a folder.
 
     Attributes:
-        name: what a message shows; it may differ between ranks.
-        digest: what is compared.
+        name: the text in messages; it may differ between ranks.
+        digest: the digest of the content, which is compared.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Content:
 
 
 class _Repr(str):
-    """The ``repr`` of a value, which may be none that can be sent to other ranks."""
+    """The ``repr`` of a value that may be impossible to send to other ranks."""
 
     __slots__ = ()
 
@@ -55,12 +55,12 @@ class _Repr(str):
 
 
 def sendable(shared: Shared) -> dict[str, object]:
-    """Arguments as other ranks can get them: a function, say, cannot be sent to another process."""
+    """Arguments in a form that can be sent to other ranks; a function, for example, cannot be sent."""
     return {name: value if isinstance(value, Content) else _Repr(repr(value)) for name, value in shared.items()}
 
 
 def digest_of(*texts: str | bytes) -> str:
-    """A digest of some texts, as hexadecimal digits. It is the same in every process."""
+    """A digest of some texts, as hexadecimal digits. It is equal in every process."""
     whole = hashlib.sha256()
     for text in texts:
         data = text.encode() if isinstance(text, str) else text
@@ -74,21 +74,21 @@ def replica_groups(groups: ProcessGroupCollection) -> list[dist.ProcessGroup]:
 
 
 def agreed(groups: Sequence[dist.ProcessGroup], check: Callable[[], tuple[T, Shared]], kind: type[BridgeError]) -> T:
-    """Run ``check`` on all ranks of the groups, and compare what it says of the arguments.
+    """Run ``check`` on all ranks of the groups, and compare the values that it returns.
 
     Args:
         groups: one after the other, they reach all ranks that compare.
-        check: checks the arguments. Returns what is made of them, and those that must be alike.
+        check: checks the arguments. Returns a result, and the values that must be equal on all ranks.
         kind: the error for ranks whose own ``check`` has not raised.
 
     Raises:
-        BridgeError: on all ranks, if ``check`` raises on one, or what it says differs.
+        BridgeError: on all ranks, if ``check`` raises on one rank, or if the values differ.
     """
     problem: Exception | None = None
     result, shared = None, _NONE
     try:
         result, shared = check()
-    except Exception as error:  # any, even out of memory: other ranks must hear of it
+    except Exception as error:  # any error, even out of memory: other ranks must be informed
         problem = error
     if (problem := problem_of_ranks(groups, problem, shared, kind)) is not None:
         raise problem
@@ -102,12 +102,12 @@ def problem_of_ranks(
     kind: type[BridgeError],
     advice: str = "pass one value",
 ) -> Exception | None:
-    """The error that this rank should raise, as all others: its own, that of another rank, or that arguments differ.
+    """The error that all ranks should raise: of this rank, of another rank, or because arguments differ.
 
     Args:
         groups, kind: as for ``agreed``.
-        problem: what is wrong with the arguments of this rank.
-        shared: those that must be alike. A rank with a problem may have none.
+        problem: the fault of this rank's arguments.
+        shared: the values that must be equal on all ranks. A rank with a problem may have none.
         advice: what to do if they differ.
     """
     shared = sendable(shared)
@@ -127,7 +127,7 @@ def problem_of_ranks(
     answers.sort(key=itemgetter(0))
     ranks, problems, given = ([answer[place] for answer in answers] for place in range(3))
     if failures := grouped_by_rank(problems, ranks):
-        return kind(f"expected arguments that every rank takes, found one that refuses its own, {failures}")
+        return kind(f"expected arguments that every rank accepts, found a rank that refuses its own, {failures}")
     return difference(given, kind, ranks, advice)
 
 
@@ -137,10 +137,10 @@ def difference(
     ranks: Sequence[int] | None = None,
     advice: str = "pass one value",
 ) -> BridgeError | None:
-    """The error for arguments that differ, with the value of each rank. None: there are none.
+    """The error for arguments that differ, with the value of each rank; None if none differ.
 
     Args:
-        shared: of each rank, known here already.
+        shared: the values of each rank.
         kind: the error.
         ranks: the numbers of these ranks in the job. None: they are numbered in the group.
         advice: what to do if they differ.
@@ -156,7 +156,7 @@ def difference(
 
 
 def _key(value: object) -> str:
-    """What is compared of a value. The address of a function or an object is another one in each process."""
+    """The text of a value for the comparison, without addresses of objects, which differ between processes."""
     return value.digest if isinstance(value, Content) else re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 

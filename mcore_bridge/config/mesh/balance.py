@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 
 Cuts = tuple[int, ...]
-_FEW = 20_000  # at most so many cuts are all tried; this takes some 0.2 s
+_FEW = 20_000  # up to this number, all cuts are tried; this takes about 0.2 s
 
 
 def balanced(dims: ParallelDims, *, layer_bytes: Sequence[int], embedding_bytes: int, loss_bytes: int) -> ParallelDims:
@@ -119,7 +119,7 @@ def _better(task: _Task, cuts: Cuts, candidates: Iterable[Cuts]) -> Cuts | None:
 
 
 def _transfers(task: _Task, cuts: Cuts) -> Iterator[Cuts]:
-    """Cuts in which a stage of a fullest rank gives one layer to another stage; stages between them shift by one."""
+    """Yield cuts in which a stage of a fullest rank gives one layer to another stage; stages between shift by one."""
     loads = task.loads(cuts)
     for giver in range(task.num_stages):
         if loads[giver % task.pp] < max(loads) or cuts[giver + 1] - cuts[giver] <= task.fewest:
@@ -130,7 +130,7 @@ def _transfers(task: _Task, cuts: Cuts) -> Iterator[Cuts]:
 
 
 def _recuts(task: _Task, cuts: Cuts) -> Iterator[Cuts]:
-    """Cuts in which one window of ``pp`` neighbouring stages is cut anew, so that its fullest rank is least full."""
+    """Yield cuts in which one window of ``pp`` stages in a row is cut again, so that its fullest rank is least full."""
     loads, chunks = task.loads(cuts), task.chunks(cuts)
     for first in range(task.num_stages - task.pp + 1):
         window = range(first, first + task.pp)

@@ -1,4 +1,4 @@
-"""Checks that a mesh fits a model, before anything is built: every division that megatron-core makes must come out."""
+"""Check that a mesh fits a model, before anything is built: megatron-core's divisions must leave no remainder."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def _check_groups(dims: ParallelDims, settings: Mapping[str, object]) -> None:
         return
     if groups % dims.tp and dims.tp % groups:
         raise MeshError(
-            f"tp={dims.tp} must divide {_say('num_query_groups', groups)} or be a multiple of it: megatron-core cannot "
-            "share key and value heads otherwise; choose such a tp"
+            f"tp={dims.tp} must divide {_say('num_query_groups', groups)} or be a multiple of it: megatron-core "
+            "cannot share key and value heads otherwise; choose such a tp"
         )
     num_heads = heads * (2 if settings.get("attention_output_gate") else 1) + 2 * groups
     if isinstance(channels, int) and num_heads * channels % dims.tp:
@@ -104,8 +104,8 @@ def _check_linear_heads(dims: ParallelDims, settings: Mapping[str, object]) -> N
     heads = settings.get("linear_num_key_heads")  # the number of value heads is a multiple of it
     if isinstance(heads, int) and heads % (dims.tp * dims.cp):
         raise MeshError(
-            f"tp={dims.tp} times cp={dims.cp} must divide linear_num_key_heads={heads}: megatron-core deals out whole "
-            "heads of linear attention over both; choose a smaller tp or cp"
+            f"tp={dims.tp} times cp={dims.cp} must divide linear_num_key_heads={heads}: megatron-core distributes "
+            "whole heads of linear attention over both; choose a smaller tp or cp"
         )
     if dims.cp > 1 and not DELTA_CONTEXT.is_installed:
         raise MeshError(
@@ -115,7 +115,7 @@ def _check_linear_heads(dims: ParallelDims, settings: Mapping[str, object]) -> N
 
 
 def _check_mamba(dims: ParallelDims, settings: Mapping[str, object]) -> None:
-    """A rank has groups of heads, or a part of one: some heads, and an equal part of the rows of B and C."""
+    """A rank has whole groups of heads, or a part of one: some heads, and an equal part of the rows of B and C."""
     groups = settings.get("mamba_num_groups")
     if not isinstance(groups, int) or groups % dims.tp == 0:  # the number of heads is a multiple of it
         return

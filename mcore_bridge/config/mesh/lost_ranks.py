@@ -1,7 +1,8 @@
-"""Names the rank that was lost, as far as the remaining ranks can know it.
+"""Name a lost rank in errors, as far as the remaining ranks can find out.
 
-Each rank writes its process id and machine to the store of the job. If a connection breaks, the other ranks look which
-processes on their own machine have ended, and write that to the store for other machines. Until then, nothing is sent.
+Each rank writes its process id and machine to the store of the job. If a connection breaks, the other ranks check which
+processes on their machine have ended, and write the result to the store for other machines. Before that, nothing is
+sent.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ from mcore_bridge.errors import LostRankError
 from mcore_bridge.machine import is_alive, start_time, this_machine
 
 _SECONDS = 3.0
-"""How long the first failed rank waits to learn which rank was lost."""
+"""How long the first failed rank waits for the number of the lost rank."""
 _BROKEN = ("Connection ", "pair closure", "Broken pipe", "remote process exited", "imed out")
-"""Parts of error texts of gloo and NCCL, when another rank has ended or does not come."""
+"""Parts of error texts of gloo and NCCL, if another rank has ended or is missing."""
 _deadlines: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
 _registered: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @contextmanager
 def naming_lost_ranks(what: str) -> Iterator[None]:
-    """Turns errors of torch about a lost rank into ones that name the rank, as far as it is known.
+    """Replace torch's errors about a lost rank by errors with the number of the rank, if it can be found out.
 
     Args:
-        what: what runs in the block, for the message.
+        what: a description of the block, for the message.
 
     Raises:
-        LostRankError: another rank has ended or did not come. Its cause is the error of torch.
+        LostRankError: another rank has ended or did not come. Its cause is torch's error.
     """
     try:
         yield
@@ -59,16 +60,16 @@ def note_process() -> None:
 
 
 def _who() -> str:
-    """The names of lost ranks, or a text that they are unknown. A thread asks, because the store may be lost too."""
+    """The names of lost ranks, or that they are unknown. A thread queries the store, since it may be lost too."""
     lost: list[str] = []
     asking = threading.Thread(target=_ask, args=(lost, dist.group.WORLD), daemon=True)
     asking.start()
     asking.join(2 * _SECONDS)
     if lost:
         names = ", ".join(sorted(lost, key=lambda name: int(name.split()[0])))
-        return f"of the job's ranks these have ended: {names}. Look there for the cause, and start the job again"
+        return f"these ranks of the job have ended: {names}. Look for the cause in their logs, and start the job again"
     return (
-        "a rank was lost, or did not come. Which one is not known: no process on this machine has ended, and no other "
+        "a rank was lost, or did not come. Its number is unknown: no process on this machine has ended, and no other "
         "rank has reported one. Look for the log that ends first. If a rank is only late, set a longer timeout"
     )
 

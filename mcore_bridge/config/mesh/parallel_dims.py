@@ -52,14 +52,15 @@ class ParallelDims:
         ep: expert parallel size.
         etp: tensor parallel size of the experts. Not tied to ``tp``: 1 unless given.
         sp: sequence parallelism, which needs ``tp > 1``.
-        hierarchical_context_parallel_sizes: two sizes, for ``cp_comm_type="a2a+p2p"``. Groups of the first size, say
-            the ranks of a node, share out the heads. The second size is the number of such groups, which form a ring.
+        hierarchical_context_parallel_sizes: two sizes, for ``cp_comm_type="a2a+p2p"``. Groups of the first size, such
+            as the ranks of a node, distribute heads. The second size is the number of such groups, which form a ring.
             Their product is ``cp``.
         layout: megatron-core's explicit pipeline layout, such as ``"Ett|t*3|(t|)*2L"``; or ``"balanced"``, for the one
             that ``balanced()`` (and ``build_model``) chooses by bytes. megatron-core's other spellings become text:
             ``[["embedding", "decoder"], ["decoder", "loss"]]``, and the object in its config.
-        num_layers_in_first_pipeline_stage: layers of pipeline rank 0, over all its chunks; the others share the rest.
-        num_layers_in_last_pipeline_stage: the same for the last pipeline rank.
+        num_layers_in_first_pipeline_stage: layers of pipeline rank 0, over all its chunks; the other ranks share the
+            remaining layers.
+        num_layers_in_last_pipeline_stage: the layers of the last pipeline rank.
         account_for_embedding_in_pipeline_split: the embedding counts as one layer of the first stage.
         account_for_loss_in_pipeline_split: the loss counts as one layer of the last stage.
 
@@ -130,7 +131,7 @@ class ParallelDims:
 
     @property
     def smallest_world(self) -> int:
-        """The least number of ranks for these sizes, those of the experts included."""
+        """The least number of ranks for these sizes, including the sizes of experts."""
         return lcm(self.model_size, self.etp * self.ep * self.pp)
 
     def dp(self, world_size: int) -> int:
@@ -145,16 +146,17 @@ class ParallelDims:
         """The pipeline stages of a model with ``num_layers`` decoder layers.
 
         Returns:
-            The stages in execution order. That of ``pp_rank`` and ``vp_stage`` has the index
-            ``vp_stage * pp + pp_rank``.
+            The stages in execution order. The stage of ``pp_rank`` and ``vp_stage`` has the index ``vp_stage * pp +
+            pp_rank``.
 
         Raises:
-            MeshError: the layers cannot be split so, or ``layout="balanced"`` was not resolved by ``balanced()``.
+            MeshError: the layers cannot be split in this way, or ``layout="balanced"`` was not resolved by
+                ``balanced()``.
         """
         return stages_of(self._split(), num_layers)
 
     def without_mtp(self) -> ParallelDims:
-        """The same mesh for a model without MTP layers: they are removed from an explicit layout."""
+        """This mesh for a model without MTP layers: they are removed from an explicit layout."""
         if self.layout in (None, BALANCED):
             return self
         return replace(self, layout="|".join(stage.replace("m", "") for stage in parse_layout(self.layout)))
@@ -199,10 +201,12 @@ class ParallelDims:
         }
 
     def with_config_fields(self, settings: Mapping[str, object]) -> ParallelDims:
-        """These dims, changed by those ``settings`` that ``to_config_fields`` names. None has mcore's meaning.
+        """A copy, changed by those ``settings`` that are names of ``to_config_fields``.
 
-        Raises:
-            MeshError: the combination is wrong for every model and every world size.
+        The value None has the meaning that it has in megatron-core.
+
+                Raises:
+                    MeshError: the combination is wrong for every model and every world size.
         """
         changes = {DIM_OF.get(name, name): settings[name] for name in self.to_config_fields() if name in settings}
         for name in _SIZES:
@@ -216,9 +220,9 @@ class ParallelDims:
         """The mesh that a trainer made with ``megatron.core.parallel_state``.
 
         Args:
-            sp: whether sequence parallelism is on. ``parallel_state`` does not know it, since it cuts no weights.
-            layout: the explicit layout of the pipeline, which ``parallel_state`` does not know either. None: an even
-                split. For another one, set fields with ``dataclasses.replace``.
+            sp: whether sequence parallelism is on. ``parallel_state`` does not have it, since it cuts no weights.
+            layout: the explicit layout of the pipeline, which ``parallel_state`` does not have either. None: an even
+                split. For another split, set fields with ``dataclasses.replace``.
 
         Raises:
             MeshError: ``parallel_state`` is not initialized, or has an axis that we do not have.
@@ -228,16 +232,17 @@ class ParallelDims:
     def initialize(self, *, device: str | None = None, seed: int = 1234, timeout: timedelta | None = None) -> None:
         """Join torch.distributed, and make megatron-core's groups in its default order (tp-cp-ep-dp-pp).
 
-        A process group that exists is kept. If there is none, the environment of torchrun gives rank and world size;
-        without it, this process is the only rank. If ``parallel_state`` already has these sizes, nothing happens.
+        An existing process group is kept. If there is none, rank and world size come from the environment of torchrun.
+        Without this environment, this process is the only rank. If ``parallel_state`` already has these sizes, nothing
+        happens.
 
-        A process that joined here waits some milliseconds at its end, until gloo's threads are idle. The caller
-        destroys the groups.
+        A process that joined here waits some milliseconds at its end, until gloo's threads are idle. The caller has to
+        destroy the groups.
 
         Args:
             device: "cpu" (gloo, with ``enable_cpu()``) or "cuda" (nccl, on the GPU of LOCAL_RANK). None: "cuda" if
                 there is a GPU.
-            seed: the seed of megatron-core's random states on GPUs. It needs them to initialise weights.
+            seed: the seed of megatron-core's random states on GPUs, which it needs to initialise weights.
             timeout: how long a collective of the new groups waits for a missing rank before it raises. None: the
                 defaults of torch and megatron-core, which are 30 minutes, and 10 for NCCL's group of all ranks.
 

@@ -1,8 +1,8 @@
-"""The split of the pipeline: which layers each stage holds, by megatron-core's own rules.
+"""The split of the pipeline: the layers of each stage, by megatron-core's rules.
 
-A law holds always. In execution order (virtual stage by virtual stage, rank by rank), the layers of the stages make up
-``range(num_layers)``. The first stage holds the embedding, the last one the loss. Settings for which megatron-core
-would break the law are refused.
+One law always holds. In execution order (virtual stage by virtual stage, rank by rank), the layers of the stages make
+up ``range(num_layers)``. The first stage holds the embedding, the last stage the loss. Settings with which
+megatron-core would break this law are refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mcore_bridge.errors import MeshError, shown
 BALANCED = "balanced"
 """A layout that ``balanced()`` replaces by an explicit one, once the bytes of the layers are known."""
 _LONGEST = 100_000
-"""The largest number of layers and stages in a layout; far more than any model has."""
+"""The largest number of layers and stages in a layout, far more than any model has."""
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 """megatron-core's letters of layers in a layout, by the names of their kinds."""
 _GROUP = re.compile(r"\(([^)]+)\)\*(\d+)")
@@ -46,7 +46,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSplit:
-    """How a pipeline is split. ``ParallelDims`` has fields of the same names, and explains them.
+    """The split of a pipeline. ``ParallelDims`` has fields with these names, and explains them.
 
     Raises:
         MeshError: the combination is wrong for every model.
@@ -139,12 +139,12 @@ def check_layout(layout: str, *, pp: int, vp: int) -> None:
 
 
 def layout_text(layout: object) -> str | None:
-    """A layout as text, of each kind that megatron-core takes: text, the layers of each stage, or its own object.
+    """Convert a layout of any kind that megatron-core takes to text: text, the layers of each stage, or its own object.
 
     ``[["embedding", "decoder"], ["decoder", "loss"]]`` --> ``"Et|tL"``.
 
     Raises:
-        MeshError: it is none of them.
+        MeshError: ``layout`` has another type.
     """
     layout = getattr(layout, "input_data", layout)  # what megatron-core's object was made from
     if layout is None or isinstance(layout, str):
@@ -159,7 +159,7 @@ def layout_text(layout: object) -> str | None:
 
 
 def _name(layer: object) -> str:
-    """The name of a kind of layer, as megatron-core reads it: from text in any case, or from a ``LayerType``."""
+    """The name of a kind of layer, in megatron-core's form, from text in any case or from a ``LayerType``."""
     return str(getattr(layer, "name", layer)).strip().lower()
 
 
@@ -172,7 +172,7 @@ def parse_layout(layout: str) -> list[str]:
         rows = PipelineParallelLayerLayout.parse_str_to_list(layout) if length <= _LONGEST else []
     except (AssertionError, KeyError, ValueError) as error:
         raise MeshError(
-            f"layout {layout!r} is not one that megatron-core reads: {error}. Expected stages of E, t, m, L with '|' "
+            f"layout {layout!r} cannot be read by megatron-core: {error}. Expected stages of E, t, m, L with '|' "
             "between them, where '(..)*n' and 'x*n' repeat and commas are ignored; or 'balanced'"
         ) from error
     if length > _LONGEST:

@@ -1,6 +1,6 @@
-"""Makes the process groups of a mesh, or reads the sizes of those that exist.
+"""Make the process groups of a mesh, or read the sizes of existing groups.
 
-A process group that exists is kept, and so is a ``parallel_state`` of the same sizes.
+An existing process group is kept, and so is a ``parallel_state`` with equal sizes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def read_sizes() -> dict[str, object]:
 
 
 def building_groups() -> list[Any]:
-    """The groups that, one after the other, reach all ranks of a replica and those that share its experts."""
+    """The groups that, one after the other, reach all ranks of a replica and all ranks that share its experts."""
     from megatron.core import parallel_state as state
 
     if not state.model_parallel_is_initialized():
@@ -71,14 +71,15 @@ def building_groups() -> list[Any]:
 
 
 def differing(wanted: Mapping[str, object], actual: Mapping[str, object]) -> dict[str, tuple[object, object]]:
-    """``(actual, wanted)`` sizes, where they differ. A wanted size of None fits any actual one."""
+    """The ``(actual, wanted)`` sizes that differ. A wanted size of None fits any actual size."""
     return {name: (actual[name], size) for name, size in wanted.items() if size is not None and size != actual[name]}
 
 
 def _levels() -> tuple[int, ...] | None:
     """The sizes of hierarchical context parallelism.
 
-    Its groups may belong to an earlier mesh, since destroying that leaves them in place. Those are ignored.
+    Its groups may belong to an earlier mesh, since ``destroy_model_parallel`` does not remove them. Such groups are
+    ignored.
     """
     import torch.distributed as dist
     from megatron.core import parallel_state as state
@@ -104,14 +105,14 @@ def initialize(check: Callable[[], tuple[str, Shared]], group_sizes: Mapping[str
     """Join torch.distributed and make megatron-core's groups, unless that is done already.
 
     Args:
-        check: checks the mesh. Returns the device, "cpu" or "cuda", and what all ranks must have alike.
+        check: checks the mesh. Returns the device, "cpu" or "cuda", and the values that must be equal on all ranks.
         group_sizes: arguments of ``initialize_model_parallel``.
         options: seed and timeout, see ``ParallelDims.initialize``.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # set while a child imports the script
         raise MeshError(
             "this script runs again in a process that it has started, and would wait for ranks that never come: put "
-            "the code that starts it below 'if __name__ == \"__main__\":'"
+            "the code that starts the process below 'if __name__ == \"__main__\":'"
         )
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -190,7 +191,7 @@ def _join(device: str, timeout: timedelta | None) -> None:
                 f"{local_rank}: start fewer ranks on this node"
             )
         torch.cuda.set_device(local_rank)
-    atexit.register(_let_gloo_rest)  # with GPUs too, some of megatron-core's groups are gloo's
+    atexit.register(_let_gloo_rest)  # some of megatron-core's groups use gloo, also with GPUs
     backend = "nccl" if device == "cuda" else "gloo"
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
@@ -202,9 +203,9 @@ def _join(device: str, timeout: timedelta | None) -> None:
 def _let_gloo_rest() -> None:
     """Wait until the gloo threads of this process are idle, before the interpreter ends.
 
-    A collective may return before its thread has released the tensors, which needs the GIL. A thread that asks for the
-    GIL while the interpreter ends is killed by Python, and C++ then aborts the process: "terminate called without an
-    active exception".
+    A collective may return before its thread has released the tensors, which needs the GIL. Python kills a thread that
+    requests the GIL while the interpreter ends, and C++ then aborts the process: "terminate called without an active
+    exception".
     """
     end, before = time.monotonic() + _SECONDS, None
     while (threads := _gloo_threads()) and time.monotonic() < end:
@@ -215,7 +216,7 @@ def _let_gloo_rest() -> None:
 
 
 def _gloo_threads() -> list[tuple[str, ...]]:
-    """The state of each gloo thread, and its numbers of context switches. Empty where there is no /proc (not Linux)."""
+    """The state of each gloo thread, and its numbers of context switches. Empty without /proc (not Linux)."""
     keys, threads = ("State", "voluntary_ctxt_switches", "nonvoluntary_ctxt_switches"), []
     for path in Path("/proc/self/task").glob("*/status"):
         try:

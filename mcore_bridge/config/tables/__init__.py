@@ -1,6 +1,6 @@
 """Shared config tables. An architecture joins ``DENSE`` with one table each for biases, windows and query-key norms.
 
-They name the fields of transformers 4.57 and of 5 together. A name that the installed release lacks has no effect.
+They contain the fields of both transformers 4.57 and 5. A name that the installed release lacks has no effect.
 """
 
 from mcore_bridge.config.fields import Const, Field, Ignore, Map, Preset, Require
@@ -83,7 +83,7 @@ PLAIN = (
     Require("rope_interleaved", (False, None), "transformers rotates halves, not neighbours"),
 )
 PUBLISHED_CODE = Ignore(
-    "transformers has the family, or one that computes the same, so its code says what the published code computes",
+    "transformers has this family, or an equivalent one, so transformers' code is used instead of the published code",
     ("auto_map",),
 )
 BASE: tuple[Field, ...] = (
@@ -121,7 +121,7 @@ TRAINING: tuple[Field, ...] = (
     Preset("moe_token_dispatcher_type", "alltoall"),  # mcore's default cannot do variable_seq_lengths, dense or not
 )
 DECODER: tuple[Field, ...] = (*BASE, *GEOMETRY, *MATHS, *TRAINING)
-"""A decoder with RMSNorm and gated MLPs. The architecture adds tables of biases, windows, query-key norms, experts."""
+"""A decoder with RMSNorm and gated MLPs. The architecture adds tables for biases, windows, query-key norms, experts."""
 DENSE: tuple[Field, ...] = (*DECODER, Const("num_moe_experts", None))
 
 BIAS_NONE: tuple[Field, ...] = (
@@ -191,7 +191,7 @@ def dropout(residual: str, embedding: str | None = None) -> tuple[Field, ...]:
 
 
 def but(table: tuple[Field, ...], *entries: Field) -> tuple[Field, ...]:
-    """``table`` with ``entries``, which replace those that claim the same HF fields or set the same mcore name."""
+    """``table`` with ``entries``, which replace entries for the same HF fields or mcore names."""
     claimed = {name for entry in entries for name in entry.names}
     decided = {entry.mcore for entry in entries if isinstance(entry, Map | Const)}
     kept = (
@@ -223,10 +223,11 @@ LATENT: tuple[Field, ...] = (
     Const("multi_latent_attention", True),
     Const("latent_norm_epsilon", 1e-6),
     *(*BIAS_NONE, *WINDOW_NEVER),
-    *QK_PLAIN,  # not about the norms of latents; mcore would sum the gradients of these over TP, by name
+    *QK_PLAIN,  # not about the norms of latents; mcore would sum gradients of these norms over TP, by name
     Require("attention_bias", (False,), "megatron-core's down projections have no bias"),
     Require("mlp_bias", (False,), "megatron-core would give the attention output a bias too"),
     Require("rope_interleave", (True,), "megatron-core's latent attention rotates neighbours"),
 )
-"""A decoder with multi-latent attention: low-rank keys and values, in some models queries too; heads rotate in part.
-In transformers the norms of latents have an epsilon of their own. The architecture adds tables of experts."""
+"""A decoder with multi-latent attention: low-rank keys and values, in some models queries too; a part of each head is
+rotated. In transformers the norms of latents have a separate epsilon. The architecture adds tables of experts.
+"""

@@ -13,7 +13,7 @@ _KIND = "M*-"
 
 @dataclass(frozen=True)
 class SideMultipliers:
-    """What the inputs and outputs of the parts of a layer are multiplied by.
+    """The multipliers of inputs and outputs of the parts of a layer.
 
     Args:
         attention_in, attention_out: input and output of attention.
@@ -94,8 +94,9 @@ def _norm(hf: Hf) -> dict[str, object]:
     normed = bool(hf.get("mamba_rms_norm"))
     if normed and hf.get("mamba_norm_before_gate"):
         raise ConfigError(
-            "mamba_norm_before_gate must be False with mamba_rms_norm=True, found True: kernels of transformers apply "
-            "the gate first whatever this says, and its torch code last. Set it to False if the model was trained so."
+            "mamba_norm_before_gate must be False with mamba_rms_norm=True, found True: kernels of transformers "
+            "always apply the gate first, but its torch code applies it last. Set it to False if the model was "
+            "trained so."
         )
     return {"mamba_norm": normed}
 
@@ -118,7 +119,7 @@ BESIDE: tuple[Field, ...] = (
     ),
     Require("projectors_bias", (False,), "megatron-core's mixer has no bias in its projections"),
     Require("mlp_bias", (False,), "a multiplier of the gate is behind the projection, which would add its bias later"),
-    Ignore("transformers requires what the number of heads and their size say", ("mamba_d_ssm",)),
+    Ignore("transformers requires the number of heads times their size", ("mamba_d_ssm",)),
     Ignore("it chooses how transformers runs the model", ("num_logits_to_keep",)),
 )
 LAYERS = Derive(("num_hidden_layers",), _layers, _layers_back)

@@ -16,7 +16,7 @@ GELU_TANH = functools.partial(F.gelu, approximate="tanh")
 
 @functools.cache
 def _activations() -> dict[str, Callable[..., object]]:
-    """Activation functions by their names in HF. The first name of a function is the one that is written back."""
+    """Activation functions by their names in HF. The first name of a function is written back."""
     from megatron.core.activations import squared_relu
 
     named = {"silu": F.silu, "swish": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": GELU_TANH, "gelu_new": GELU_TANH}
@@ -35,7 +35,7 @@ def activation(field: str, *unread: str) -> Derive:
     def backward(mcore: Mcore) -> dict[str, object]:
         return {field: _activation_name(mcore["activation_func"])}
 
-    others = "any but SiLU, GELU (exact, or by tanh), ReLU and its square: no other is known to be the same in both"
+    others = "any but SiLU, GELU (exact, or by tanh), ReLU and its square: only these are tested to be equal in both"
     return Derive((field, *unread), forward, backward, (f"`{field}`, {others}",))
 
 
@@ -49,7 +49,7 @@ def _activation_name(activation: object) -> str:
 
 
 def comparable(value: object) -> object:
-    """A form of ``value`` that compares well: partials of the same call are equal in it, and lists are tuples."""
+    """A comparable form of ``value``: partials of one call become equal, and lists become tuples."""
     if isinstance(value, functools.partial):
         return (value.func, value.args, tuple(value.keywords.items()))
     return tuple(value) if isinstance(value, list) else value
@@ -110,7 +110,7 @@ def biases(attention: str, output: str | None, mlp: str | None) -> Derive:
         said = {name: value for name, value in pairs if name is not None}
         if any(value != said.get(str(name), False) for name, value in pairs) or (in_mlp and not all(has_bias)):
             raise ConfigError(
-                f"Biases must be ones that the HF fields {' and '.join(names)} can say, found add_qkv_bias="
+                f"Biases must be expressible by the HF fields {' and '.join(names)}, found add_qkv_bias="
                 f"{has_bias[0]}, attention_output_bias={has_bias[1]}, add_bias_linear={in_mlp}. Remove the override."
             )
         return said
@@ -194,7 +194,7 @@ def _windows_switched(hf: Hf) -> dict[str, object]:
 
 
 def _mcore_window(hf: Hf) -> tuple[int, int]:
-    """The window of mcore, which counts tokens to the left and right. HF counts the token itself too."""
+    """The window of mcore, which counts tokens to the left and right. HF also counts the token itself."""
     return (count(hf, "sliding_window") - 1, 0)
 
 
@@ -208,7 +208,7 @@ def _hf_window(window: object) -> int | None:
     return int(window[0]) + 1
 
 
-_OTHER_LAYERS = "`layer_types` but `full_attention` and `sliding_attention`: the window is all that layers differ by"
+_OTHER_LAYERS = "`layer_types` other than `full_attention` and `sliding_attention`: layers differ only by the window"
 _DISAGREED = "`use_sliding_window=False` with sliding layers: the attention kernels of transformers disagree about them"
 # fmt: off
 ACTIVATION     = activation("hidden_act")
@@ -219,9 +219,9 @@ ATTENTION_BIAS = biases("attention_bias", "attention_bias", None)
 WINDOW         = Derive(("sliding_window",), _window, _window_back)
 WINDOW_IF_USED = Derive(("sliding_window", "use_sliding_window"), _window_if_used, _switched(_window_back))
 FULL_LAYERS    = Derive(("layer_types",), _full_layers, lambda mcore: {}, (
-    "`layer_types` but `full_attention`: no layer of this family slides",))
+    "`layer_types` other than `full_attention`: no layer of this family slides",))
 NO_WINDOWS     = Derive(("layer_types",), _no_windows, _no_windows_back, (
-    "`layer_types` but `full_attention`: versions of transformers disagree on which layers of this model slide",))
+    "`layer_types` other than `full_attention`: releases of transformers disagree on which layers slide",))
 WINDOWS        = Derive(("sliding_window", "layer_types"), _windows, _windows_back, (_OTHER_LAYERS,))
 SWITCHED       = Derive(
     ("sliding_window", "layer_types", "use_sliding_window"), _windows_switched, _switched(_windows_back),
@@ -240,8 +240,9 @@ QUANTIZATION = Derive(
     _accept,
     lambda mcore: {},
     refuses=(
-        "`quant_method` but fp8, mxfp4, compressed-tensors and modelopt: load the release in bf16, or write one",
-        "formats of compressed-tensors and ModelOpt that [quantized.md](../guide/quantized.md) does not list: the same",
+        "`quant_method` other than fp8, mxfp4, compressed-tensors and modelopt: load the release in bf16, or write one",
+        "formats of compressed-tensors and ModelOpt that [quantized.md](../guide/quantized.md) does not list: load "
+        "the release in bf16, or write one",
     ),
 )
 """The field of an HF config about quantized weights. It changes how files are read, and does not change the model."""

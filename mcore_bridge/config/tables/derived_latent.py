@@ -72,10 +72,12 @@ def _rope_of_part(hf: Hf) -> dict[str, object]:
     return _TEMPERED.forward({**hf, "rope_parameters": parameters})
 
 
-_REFUSED = ("`num_key_value_heads` but `num_attention_heads`: every head has a key of its own",)
+_REFUSED = ("`num_key_value_heads` other than `num_attention_heads`: every head has its own key",)
 HEADS = Derive((*_SIZES, "q_lora_rank", "num_key_value_heads", "qk_head_dim"), _heads, _heads_back, _REFUSED)
 _TEMPERED = rope(types=("yarn",), own=("llama_4_scaling_beta", "max_position_embeddings"))
-_OTHER_PART = "`partial_rotary_factor` of a rope but what the dims of heads say: the rope turns qk_rope_head_dim"
+_OTHER_PART = (
+    "`partial_rotary_factor` of a rope other than the ratio of the dims of heads: the rope rotates qk_rope_head_dim"
+)
 ROPE_OF_PART = Derive(_TEMPERED.names, _rope_of_part, _TEMPERED.backward, (_TEMPERED.refuses[0], _OTHER_PART))
 HEAD_DIM = Derive(("head_dim",), _rotated, lambda mcore: {"head_dim": mcore["qk_pos_emb_head_dim"]})
 QUERY_DIM = Derive(("head_dim",), _query, _query_back)

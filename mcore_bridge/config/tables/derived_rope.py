@@ -63,14 +63,14 @@ def rope(types: tuple[str, ...] = ROPE_TYPES, own: tuple[str, ...] = ()) -> Deri
     possible = (name for name in _OWN if "yarn" in types or name not in _OF_YARN)
     unread = ", ".join(f"`{name}`" for name in possible if name not in own)
     refuses = (
-        f"rope types but {known}: transformers computes no other in this family, or we do not reproduce it",
+        f"rope types other than {known}: transformers computes no other in this family, or we do not reproduce it",
         f"{unread} of a rope: the modelling code does not reproduce it",
     )
     return Derive((*names, *at_the_top), forward, backward, refuses[: 2 if unread else 1])
 
 
 def _rotary_back(mcore: Mcore) -> dict[str, object]:
-    """In the spelling of transformers 4 too, whose GPT-NeoX makes the other fields of these two at every reading."""
+    """Also with the names of transformers 4, whose GPT-NeoX derives the other fields from these two at every read."""
     fields = _PARTIAL.backward(mcore)
     if "rope_theta" not in fields:
         return fields
@@ -107,8 +107,8 @@ ROTARY_ROPE = Derive(
     (*_PARTIAL.names, "rotary_pct", "rotary_emb_base"), _PARTIAL.forward, _rotary_back, _PARTIAL.refuses
 )
 MULTIMODAL_ROPE = rope(own=MULTIMODAL)
-"""That of a text which has images beside it elsewhere: its three positions are one."""
-_TWO_DIMS = "`rotary_dim` but what `partial_rotary_factor` says: published code reads only the factor"
+"""The rope of the text of a composite: without images, its three positions are equal."""
+_TWO_DIMS = "`rotary_dim` other than the value from `partial_rotary_factor`: published code reads only the factor"
 ROTARY_DIM = Derive(("rotary_dim",), _rotary_dim, lambda mcore: {}, (_TWO_DIMS,))
 NO_ROPE = Derive(("no_rope_layers",), _no_rope, _no_rope_back)
 
@@ -166,8 +166,8 @@ def _window_or_nope_back(mcore: Mcore) -> dict[str, object]:
     expected = _unrotated(mcore)
     if mcore["no_rope_freq"] != expected:
         raise ConfigError(
-            f"no_rope_freq must be {expected}, found {mcore['no_rope_freq']!r}: in this architecture a layer has no "
-            "rope if it has no window and others have one. Remove the override."
+            f"no_rope_freq must be {expected}, found {mcore['no_rope_freq']!r}: in this architecture a layer without "
+            "a window has no rope if other layers have a window. Remove the override."
         )
     return derived.WINDOWS.backward(mcore)
 
@@ -178,7 +178,7 @@ def _unrotated(mcore: Mcore) -> list[int] | None:
 
 
 _TWO_BASES = "another `rope_theta` for layers that slide: transformers 4 has one for this model"
-_NOWHERE = "`sliding_window` where no layer slides: transformers would rotate nowhere"
+_NOWHERE = "`sliding_window` where no layer slides: transformers would not rotate any layer"
 _NAMES = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor")
 # fmt: off
 LAYER_ROPES          = Derive(_NAMES, _ropes, _ropes_back, ROPE.refuses)

@@ -33,8 +33,8 @@ def _linear_back(mcore: Mcore) -> dict[str, object]:
 
 
 _REFUSED = (
-    "`layer_types` but `full_attention` and `linear_attention`: the kind of attention is all that layers differ by",
-    "`hidden_act` but SiLU where layers attend linearly: transformers 4.57 and 5 disagree on the convolution otherwise",
+    "`layer_types` other than `full_attention` and `linear_attention`: layers differ only by their attention",
+    "`hidden_act` other than SiLU in layers of linear attention: transformers 4.57 and 5 disagree on the convolution",
 )
 LINEAR_LAYERS = Derive(("layer_types",), _linear, _linear_back, _REFUSED)
 
@@ -48,16 +48,16 @@ DELTA: tuple[Field, ...] = (
     *(Map(name, name) for name in _SIZES),
     *(*BIAS_ATTENTION, *WINDOW_NEVER, *QK_NORMED),
     rope(own=("partial_rotary_factor", *MULTIMODAL)),
-    Const("layernorm_zero_centered_gamma", True),  # of all norms but that of linear attention
+    Const("layernorm_zero_centered_gamma", True),  # of all norms except the norm of linear attention
     Const("attention_output_gate", True),
-    Require("attn_output_gate", (True,), "full attention has an output gate in transformers, whatever this says"),
+    Require("attn_output_gate", (True,), "full attention always has an output gate in transformers"),
     Require("output_gate_type", ("swish",), "linear attention has a gate of silu (swish) in transformers"),
     Ignore("transformers has made layer_types of it", ("full_attention_interval",)),
-    Ignore("it tells inference engines how to keep a state, which training always has in fp32", ("mamba_ssm_dtype",)),
+    Ignore("it only affects inference engines; in training the state is always in fp32", ("mamba_ssm_dtype",)),
     MTP_ON_REQUEST,
     Require("mtp_use_dedicated_embeddings", (False, None), "MTP layers of GPTModel share the embedding"),
 )
-"""Linear attention in some layers, full attention with an output gate in the others."""
+"""Linear attention in some layers, full attention with an output gate in the other layers."""
 NO_MIXED_MLP = Require(
     "mlp_only_layers", ([], None), "transformers gives each layer of this family the same kind of MLP"
 )

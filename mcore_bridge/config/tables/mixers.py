@@ -6,11 +6,11 @@ from mcore_bridge.config.tables.derived_rope import ROPE
 from mcore_bridge.errors import ConfigError
 
 _KINDS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*"}
-"""What ``layer_kinds`` calls the first half of a layer, by its name in transformers 4 or 5."""
+"""The letter of the first half of a layer in ``layer_kinds``, by its name in transformers 4 or 5."""
 
 
 def kept_kinds(mcore: Mcore, name: str) -> tuple[str, ...]:
-    """The kinds of the first ``num_layers`` layers, of those that the HF field ``name`` has. It must have as many."""
+    """The kinds of the first ``num_layers`` layers. Raise if the HF field ``name`` has fewer."""
     num_layers, kinds = count(mcore, "num_layers"), mcore["layer_kinds"]
     assert isinstance(kinds, tuple)
     if num_layers > len(kinds):
@@ -24,7 +24,7 @@ def kept_kinds(mcore: Mcore, name: str) -> tuple[str, ...]:
 def _time_steps(hf: Hf) -> dict[str, object]:
     limits = hf.get("time_step_limit", (0.0, float("inf")))
     low, high = limits if isinstance(limits, list | tuple) and len(limits) == 2 else (None, None)
-    if low != 0 or not isinstance(high, float) or not high > 1e30:  # also 1e308, as some configs say infinity
+    if low != 0 or not isinstance(high, float) or not high > 1e30:  # also 1e308, which some configs have for infinity
         raise ConfigError(
             f"time_step_limit must be [0, Infinity], found {limits!r}: megatron-core's kernel, vLLM and SGLang do not "
             "clamp time steps. Set it to that if the model may be trained and served so."
@@ -36,14 +36,14 @@ TIME_STEPS = Derive(
     ("time_step_limit",),
     _time_steps,
     lambda mcore: {},
-    ("`time_step_limit` but `[0, Infinity]`: neither megatron-core's kernel nor engines clamp time steps",),
+    ("`time_step_limit` other than `[0, Infinity]`: neither megatron-core's kernel nor engines clamp time steps",),
 )
 MIXER: tuple[Field, ...] = (
     *(Map("mamba_n_heads", "mamba_num_heads"), Map("mamba_d_head", "mamba_head_dim")),
     *(Map("mamba_d_state", "mamba_state_dim"), Map("mamba_d_conv", "mamba_conv_kernel"), TIME_STEPS),
     Require("mamba_conv_bias", (True,), "megatron-core's checkpoints have this bias"),
     Require("mamba_proj_bias", (False,), "megatron-core's mixer has no bias in its projections"),
-    Ignore("transformers requires what the number of heads and their size say", ("mamba_expand",)),
+    Ignore("transformers requires the number of heads times their size", ("mamba_expand",)),
     Ignore("the result does not depend on it", ("mamba_chunk_size",)),
 )
 """The sizes of mixers. The architecture adds the number of groups."""
@@ -70,7 +70,7 @@ def _layers_back(mcore: Mcore) -> dict[str, object]:
 
 
 def _sizes(hf: Hf) -> dict[str, object]:
-    """Without experts, what is otherwise the shared expert is the MLP."""
+    """In a model without experts, the fields of the shared expert describe the MLP."""
     own, shared = count(hf, "intermediate_size"), count(hf, "shared_intermediate_size")
     experts = count(hf, "num_local_experts") if _sparse(hf) else None
     return {
@@ -114,7 +114,7 @@ LAYERS = Derive(
     ("layer_types", "num_hidden_layers"),
     _layers,
     _layers_back,
-    ("`layer_types` but `linear_attention` and `full_attention`: transformers has no other",),
+    ("`layer_types` other than `linear_attention` and `full_attention`: transformers has no other",),
 )
 SIZES = Derive(
     ("num_local_experts", "num_experts_per_tok", "intermediate_size", "shared_intermediate_size"), _sizes, _sizes_back

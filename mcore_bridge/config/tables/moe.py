@@ -19,7 +19,7 @@ def _sparse_step_back(mcore: Mcore) -> dict[str, object]:
 
 
 def _dense_first(hf: Hf) -> dict[str, object]:
-    """DeepSeek: dense layers first, then every ``moe_layer_freq``-th has experts."""
+    """DeepSeek: dense layers first, then every ``moe_layer_freq``-th layer has experts."""
     dense, step = hf.get("first_k_dense_replace") or 0, hf.get("moe_layer_freq", 1)
     assert isinstance(dense, int)
     assert isinstance(step, int)
@@ -42,7 +42,7 @@ def _mlp_types(hf: Hf) -> dict[str, object]:
     kinds, layers = hf.get("mlp_layer_types"), range(count(hf, "num_hidden_layers"))
     if not isinstance(kinds, list) or len(kinds) != len(layers) or set(kinds) - {"dense", "sparse"}:
         raise ConfigError(
-            f"mlp_layer_types must say 'dense' or 'sparse' of each of {len(layers)} layers, found {kinds!r}."
+            f"mlp_layer_types must have 'dense' or 'sparse' for each of {len(layers)} layers, found {kinds!r}."
         )
     dense = hf.get("first_k_dense_replace")
     if dense is not None and kinds != ["dense" if layer < dense else "sparse" for layer in layers]:  # type: ignore[operator]
@@ -108,7 +108,7 @@ def _several_normalised_back(mcore: Mcore) -> dict[str, object]:
 
 
 def _normalised(hf: Hf) -> dict[str, object]:
-    """A softmax over the chosen logits equals one over all logits, chosen and renormalised."""
+    """Normalise by a softmax over the chosen logits: it equals the renormalised softmax over all logits."""
     normalised = hf.get("norm_topk_prob", False)
     if normalised and hf.get("num_experts_per_tok") == 1:
         raise ConfigError(
@@ -138,7 +138,7 @@ def _quick_gelu_back(mcore: Mcore) -> dict[str, object]:
 
 
 def one_size(*names: str) -> Derive:
-    """HF's ``intermediate_size`` is the size that each of these mcore fields holds, that of experts among them."""
+    """HF's ``intermediate_size`` is the value of each of these mcore fields, including the size of experts."""
 
     def forward(hf: Hf) -> dict[str, object]:
         return dict.fromkeys(names, count(hf, "intermediate_size"))
@@ -154,7 +154,7 @@ def one_size(*names: str) -> Derive:
 
 
 def number(hf_name: str, mcore_name: str, *aka: str) -> Derive:
-    """A number that must be the same for all layers, although HF allows a list. ``aka`` are other field names."""
+    """A number that must be equal for all layers, although HF allows a list. ``aka`` are other field names."""
 
     def forward(hf: Hf) -> dict[str, object]:
         value = hf.get(hf_name)
@@ -163,7 +163,7 @@ def number(hf_name: str, mcore_name: str, *aka: str) -> Derive:
             value = values[0] if all(item == values[0] for item in values) else value
         return {mcore_name: count({hf_name: value}, hf_name)}
 
-    lists = f"`{hf_name}` that differs between layers: megatron-core's layers have it in common"
+    lists = f"`{hf_name}` that differs between layers: megatron-core has one value for all layers"
     return Derive((hf_name, *aka), forward, lambda mcore: {hf_name: mcore[mcore_name]}, (lists,))
 
 
@@ -201,9 +201,9 @@ SOFTMAX: tuple[Field, ...] = (
 )
 """The router's scores are a softmax."""
 SOFTMAX_NORMALISED: tuple[Field, ...] = (*SOFTMAX, Const("moe_router_pre_softmax", False))
-"""The same, with weights that add up to one."""
+"""``SOFTMAX`` with weights that add up to one."""
 SOFTMAX_BY_CONFIG: tuple[Field, ...] = (*SOFTMAX, NORMALISED)
-"""The same, with weights that add up to one if ``norm_topk_prob`` is set."""
+"""``SOFTMAX`` with weights that add up to one if ``norm_topk_prob`` is set."""
 SIGMOID: tuple[Field, ...] = (
     IF_SEVERAL,
     Const("moe_router_score_function", "sigmoid"),
@@ -212,7 +212,7 @@ SIGMOID: tuple[Field, ...] = (
     Preset("moe_router_bias_update_rate", 0.0),
     Preset("moe_router_dtype", "fp32"),
 )
-"""The router's scores are sigmoids in fp32. A bias, which is a buffer, only changes which experts are chosen."""
+"""The router's scores are sigmoids in fp32. A bias (a buffer) only changes which experts are chosen."""
 EXPERT_SIZE = Map("moe_intermediate_size", "moe_ffn_hidden_size")
 SCALED = Map("routed_scaling_factor", "moe_router_topk_scaling_factor")
 CLAMPED_GATE: tuple[Field, ...] = (

@@ -1,4 +1,4 @@
-"""Tables of experts as in DeepSeek: routed and shared experts of the same size, perhaps chosen by groups."""
+"""Tables of experts as in DeepSeek: routed and shared experts of one size, in some models chosen by groups."""
 
 from mcore_bridge.config.fields import Const, Derive, Field, Hf, Map, Mcore, Preset, Require, count
 from mcore_bridge.config.tables import but, unread
@@ -16,7 +16,7 @@ from mcore_bridge.errors import ConfigError
 
 
 def _method(hf: Hf) -> dict[str, object]:
-    """DeepSeek V2: the best experts of all, or those of the best groups. A group is ranked by its best expert."""
+    """DeepSeek V2: the best of all experts, or of the best groups. A group is ranked by its best expert."""
     method, chosen = hf.get("topk_method"), hf.get("topk_group") or 1
     assert isinstance(chosen, int)
     if method == "greedy":
@@ -46,7 +46,7 @@ def _given_groups(hf: Hf) -> dict[str, object]:
 
 GIVEN_GROUPS = Derive(GROUPS.names, _given_groups, groups_back, GROUPS.refuses)
 _REFUSED = (
-    "`topk_method` but `greedy` and `group_limited_greedy`: transformers computes no other",
+    "`topk_method` other than `greedy` and `group_limited_greedy`: transformers computes no other",
     "`group_limited_greedy` unless `num_experts_per_tok` is below twice `topk_group`: HF ranks a group by its best "
     "expert, megatron-core by as many as it takes from each (moe_utils.py, group_limited_topk)",
 )
@@ -58,7 +58,7 @@ COUNTED: tuple[Field, ...] = (
     Const("moe_shared_expert_gate", False),
     *(SCALED, MTP_ON_REQUEST, unread("ep_size")),
 )
-"""Routed and shared experts of the same size. Other tables say which layers have them, and the router's scores."""
+"""Routed and shared experts of one size. Other tables have the layers with experts, and the router's scores."""
 SIGMOID_GROUPED: tuple[Field, ...] = (
     *(*SIGMOID, GROUPS),
     Require("scoring_func", ("sigmoid", None), "transformers computes this one for any"),
@@ -69,7 +69,7 @@ GREEDY: tuple[Field, ...] = (
     *(*SOFTMAX, METHOD),
     Const("moe_router_pre_softmax", True),
     Preset("moe_router_dtype", "fp32"),
-    Require("norm_topk_prob", (False,), "transformers would not normalise, whatever it says"),
+    Require("norm_topk_prob", (False,), "transformers would never normalise"),
     Require("scoring_func", ("softmax", None), "transformers computes this one for any"),
 )
 """The router's scores are a softmax over all experts in fp32, and not normalised."""

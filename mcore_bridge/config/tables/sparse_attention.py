@@ -1,6 +1,6 @@
 """The config table of sparse attention, whose indexer selects tokens for each query, and its entries.
 
-In megatron-core the layers up to ``offset`` (counted from 1) have an indexer, and then every ``freq``-th layer has.
+In megatron-core the layers up to ``offset`` (counted from 1) have an indexer, and after that every ``freq``-th layer.
 """
 
 from mcore_bridge.config.fields import Const, Derive, Field, Hf, Ignore, Map, Mcore, Preset, Require, count
@@ -41,7 +41,7 @@ def _sharing(hf: Hf) -> dict[str, object]:
 
 
 def _require_schedule(hf: Hf, kinds: list[str]) -> None:
-    """Raises ``ConfigError`` if the fields differ from ``indexer_types``, beside which transformers ignores them."""
+    """Raise ``ConfigError`` if these fields contradict ``indexer_types``, beside which transformers ignores them."""
     pattern, freq, offset = hf.get("index_topk_pattern"), hf.get("index_topk_freq"), hf.get("index_skip_topk_offset", 2)
     if pattern is not None:
         letters = {"F": "full", "S": "shared"}
@@ -53,7 +53,7 @@ def _require_schedule(hf: Hf, kinds: list[str]) -> None:
         return
     if scheduled != kinds:
         schedule = {name: hf[name] for name in _SCHEDULE if hf.get(name) is not None}
-        raise ConfigError(f"indexer_types={kinds!r} and {schedule} must say the same of each layer. Delete the latter.")
+        raise ConfigError(f"indexer_types={kinds!r} and {schedule} must agree for each layer. Delete the latter.")
 
 
 def _sharing_back(mcore: Mcore) -> dict[str, object]:
@@ -77,8 +77,8 @@ def _indexed(hf: Hf) -> dict[str, object]:
     return {}
 
 
-_NOT_PERIODIC = "`indexer_types` that are not periodic behind the first shared layer: megatron-core shares by a period"
-_NOT_INDEXED = "`layer_types` but `indexed_attention`: the indexer is in every layer"
+_NOT_PERIODIC = "`indexer_types` that are not periodic after the first shared layer: megatron-core shares by a period"
+_NOT_INDEXED = "`layer_types` other than `indexed_attention`: the indexer is in every layer"
 SHARING = Derive(("indexer_types", *_SCHEDULE), _sharing, _sharing_back, (_NOT_PERIODIC,))
 ALL_INDEXED = Derive(("layer_types",), _indexed, lambda mcore: {}, (_NOT_INDEXED,))
 
@@ -91,12 +91,12 @@ SPARSE_RELEASE = Release(
 SPARSE: tuple[Field, ...] = (
     *but(
         LATENT,
-        Const("qk_layernorm", True),  # here it decides whether latents have norms
+        Const("qk_layernorm", True),  # here this decides whether latents have norms
         Require("attention_dropout", (0.0, 0), "megatron-core's sparse attention drops nothing"),
         Const("attention_dropout", 0.0),
     ),
     *(*COUNTED, *SIGMOID_GROUPED, MLP_TYPES, ALL_INDEXED),
-    Ignore("transformers makes it qk_rope_head_dim, whatever it says", ("head_dim",)),
+    Ignore("transformers always replaces it by qk_rope_head_dim", ("head_dim",)),
     Require("moe_layer_freq", (1, None), "transformers reads mlp_layer_types instead"),
     Const("experimental_attention_variant", "dsa"),
     Map("index_n_heads", "dsa_indexer_n_heads"),

@@ -79,7 +79,7 @@ def read_rank_file(path: Path) -> dict[str, Mapping[str, Tensor]]:
 
 
 def _is_plain(name: str, tensor: object) -> bool:
-    """Whether this is a tensor with values on the CPU, or None. A weight has dims, too."""
+    """Whether a value is a dense tensor on the CPU, or None. For a weight: a tensor with at least one dim."""
     if not isinstance(tensor, Tensor):
         return tensor is None and "weight" not in name
     if "weight" in name and not tensor.dim():

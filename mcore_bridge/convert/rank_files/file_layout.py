@@ -33,7 +33,7 @@ class Style:
     """The kind of ``GPTModel`` that loads the files, which decides the names of parameters.
 
     Attributes:
-        fused_norms: norms are parts of TransformerEngine's linears behind them.
+        fused_norms: norms are parts of TransformerEngine's following linear layers.
         grouped: the experts of a layer are one module, which numbers them.
         extra_state: the value of the extra state of TransformerEngine's modules; None omits it.
     """
@@ -139,7 +139,7 @@ class FileLayout:
         return bindings
 
     def files(self) -> Iterator[RankFile]:
-        """Yield all files, with Megatron's names. Ranks with the same parameters share a file.
+        """Yield all files, with Megatron's names. Ranks with equal parameters share a file.
 
         Raises:
             MeshError: ranks with one ``tp_rank`` have different shards of experts. Megatron's names cannot express it.
@@ -158,7 +158,7 @@ class FileLayout:
     def held(self, file: RankFile) -> Iterator[tuple[str, str, str, int]]:
         """Yield ``(model, name, canonical name, rank)`` of each parameter in a file.
 
-        ``model`` is the key of the chunk, and ``rank`` the one of ``tp`` or ``etp`` whose shard the file has.
+        ``model`` is the key of the chunk. ``rank`` is the rank of ``tp`` or ``etp`` whose shard the file has.
         """
         experts = self._experts(file)
         for stage, names in zip(self.stages, self._by_stage, strict=True):
@@ -188,7 +188,7 @@ class FileLayout:
             return layer in stage.layers
         if mcore.startswith("embedding."):
             return stage.embedding
-        if not self.bindings[mcore].exported and stage.embedding:  # a head that is the embedding of the same chunk
+        if not self.bindings[mcore].exported and stage.embedding:  # a head that is tied to the embedding of this chunk
             return False
         return stage.loss
 
@@ -228,7 +228,7 @@ class FileLayout:
         return sum(math.prod(self.trace(mcore).shard_shape) * self.dtype(mcore).itemsize for mcore in held)
 
     def dtype(self, mcore: str) -> torch.dtype:
-        """The dtype of a parameter, which is that of its HF tensors."""
+        """The dtype of a parameter, equal to the dtype of its HF tensors."""
         return self.specs[_whole(self.bindings[mcore].hf[0])].dtype
 
     def shard(self, mcore: str, number: int, source: HFTensors, device: str = "cpu") -> Tensor:
@@ -239,7 +239,7 @@ class FileLayout:
 
 @lru_cache(maxsize=4096)
 def _shard_shape(layout: Layout, part_shapes: tuple[Shape, ...], axes: tuple[tuple[str, int], ...]) -> Shape:
-    """The shape of a shard of a parameter whose HF tensors have these shapes. Many parameters share it."""
+    """The shape of a shard of a parameter whose HF tensors have these shapes. Cached: many parameters share it."""
     (shards,) = layout(tuple(torch.empty(shape, device="meta") for shape in part_shapes), dict(axes))
     return tuple(shards.shape[1:])
 

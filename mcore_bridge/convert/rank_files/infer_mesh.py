@@ -16,7 +16,7 @@ from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.names import EMBEDDING, Numbering, canonical, layer_of, mtp_layer_of
 
 Models = Mapping[str, Mapping[str, Tensor]]
-"""The parameters of a file, by the key of their chunk and by their names in that."""
+"""The parameters of a file, by the key of their chunk and by their names in the chunk."""
 Named = Mapping[str, Tensor]
 """The parameters of a file by canonical name."""
 _ENDS = (EMBEDDING, "decoder.final_layernorm.weight")
@@ -28,7 +28,8 @@ _EXPERT = re.compile(r"\.experts\.(?:local_experts\.0\.linear_fc2\.weight|linear
 def files_of(models_by_file: Mapping[str, Models], expert_size: int | None) -> tuple[RankFile, ...]:
     """The places of files on the mesh, from their names.
 
-    If a name has two numbers, the second is that of the pipeline stage, if some file lacks an end of the model.
+    If a name has two numbers, the second is the pipeline stage if some file lacks the first or last parameters of the
+    model.
 
     Args:
         models_by_file: the content of each file, by its name.
@@ -75,7 +76,7 @@ def named(files: Sequence[RankFile], models_by_file: Mapping[str, Models], num_e
         num_experts: experts of a layer in each file.
 
     Raises:
-        CheckpointError: files of one stage differ in their layers, or one holds more experts than its share.
+        CheckpointError: files of one stage differ in their layers, or a file holds more experts than its share.
     """
     counts: dict[tuple[int, int], int] = {}
     for file in files:
@@ -109,10 +110,10 @@ def _chunk(model: str) -> int:
 
 
 def _count(numbers: Iterable[int | None]) -> int:
-    """How many layers there are, by their numbers from 0 on.
+    """The number of layers, from their numbers, which begin at 0.
 
     Raises:
-        CheckpointError: a number is left out, as one in a damaged name may be very large.
+        CheckpointError: a number is missing; a number in a damaged name may be very large.
     """
     known = {number for number in numbers if number is not None}
     if known and max(known) >= len(known):

@@ -1,4 +1,4 @@
-"""Reads checkpoints of Megatron's ``torch`` format, for any mesh and from any writer."""
+"""Read checkpoints of Megatron's ``torch`` format, for any mesh and from any writer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _HEAD = "output_layer.weight"
 
 @dataclass(frozen=True)
 class RankFolder:
-    """One checkpoint: the tensors of each file by canonical name, and the parameters that they make up."""
+    """One checkpoint: the tensors of each file by canonical name, and the parameters that consist of them."""
 
     path: Path
     tensors: tuple[Named, ...]
@@ -41,7 +41,7 @@ class RankFolder:
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], hf: HF) -> RankFolder:
-        """Find a checkpoint, as ``find_rank_files`` does, and match its files with the rules of the model.
+        """Find a checkpoint by ``find_rank_files``, and match its files with the rules of the model.
 
         Raises:
             CheckpointError: there is none, it lacks files or parameters, or it does not fit this config.
@@ -77,18 +77,18 @@ class RankFolder:
 
 
 def find_rank_files(folder: Path) -> Path | None:
-    """Find the folder with ``mp_rank_*``: this one, or the one that its tracker file names; None if there is none."""
+    """Find the folder with ``mp_rank_*``: this folder, or the one that its tracker file names; None without either."""
     return next((path for path in (folder, *latest_in(folder)) if any(path.glob(f"mp_rank_*/{NAME}"))), None)
 
 
 def iter_mg_weights(folder: str | os.PathLike[str], hf: HF | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield every HF tensor of such a checkpoint, whole. ``load_hf_weights`` takes this as a source.
 
-    Files are mapped, and each tensor is assembled when it is asked for.
+    Files are mapped, and each tensor is assembled when it is requested.
 
     Args:
         folder: the checkpoint, for any mesh.
-        hf: the HF config or folder; None is ``folder``, to which RLinf's convertor copies the config.
+        hf: the HF config or folder; None means ``folder``, to which RLinf's convertor copies the config.
 
     Raises:
         CheckpointError: as ``RankFolder.open``.
@@ -136,7 +136,7 @@ def _entries(files: Sequence[RankFile], tensors: Sequence[Named], dims: Parallel
 
 
 def _require_tied(files: Sequence[RankFile], tensors: Sequence[Named], vocab: int) -> None:
-    """Raise if an output layer differs from the embedding although the HF config ties them: it would get lost."""
+    """Raise if an output layer differs from the embedding although the HF config ties them: it would be lost."""
     embeddings = {file.tp_rank: held[EMBEDDING] for file, held in zip(files, tensors, strict=True) if EMBEDDING in held}
     for file, held in zip(files, tensors, strict=True):
         if _HEAD not in held or file.tp_rank not in embeddings:
@@ -145,8 +145,8 @@ def _require_tied(files: Sequence[RankFile], tensors: Sequence[Named], vocab: in
         rows = max(0, vocab - file.tp_rank * len(held[_HEAD]))  # the rest is padding
         if not are_equal(Source({name: tensor[:rows] for name, tensor in pair.items()}), *pair):
             raise CheckpointError(
-                f"{_HEAD} of {file.name} differs from the embedding, and the HF config says tie_word_embeddings=True: "
-                "set it to False there, as this model has a head of its own"
+                f"{_HEAD} of {file.name} differs from the embedding, and the HF config says "
+                "tie_word_embeddings=True: set it to False, since this model has an untied head"
             )
         for tensor in pair.values():
             release(tensor)

@@ -1,1 +1,1 @@
-"""Submodules of layer specs, and functions that put them there. They may import ``config`` and ``rules``."""
+"""Submodules of layer specs, and functions that put them into specs. They may import ``config`` and ``rules``."""

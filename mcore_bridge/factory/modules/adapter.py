@@ -1,7 +1,7 @@
 """A low-rank adapter beside a linear layer of megatron-core.
 
-Its output is in the parallel state of the layer's own output: cut or whole, over the tokens of this rank or of all. So
-nothing after the layer knows of it. The layer keeps its class, its weight and its names.
+Its output is cut over ranks like the output of the layer: cut or whole, for the tokens of this rank or of all ranks. So
+no code after the layer has to change. The layer keeps its class, its weight and its names.
 """
 
 from __future__ import annotations
@@ -17,27 +17,29 @@ from torch import Tensor, nn
 
 Product = Callable[[Tensor, Tensor], Tensor]
 _ALIGNED = 8
-"""Of which all sizes in a grouped product of bf16 are multiples."""
+"""All sizes in a grouped product of bf16 must be multiples of this."""
 Kind = Literal["cut", "summed", "whole"]
-"""What a layer does to its output.
+"""How the output of a layer is distributed over tensor-parallel ranks.
 
 "cut": each rank has some of its features (column parallel). "summed": it is summed over ranks (row parallel). "whole":
-each rank has all of it (down projections of latents)."""
+each rank has the whole output (down projections of latents).
+"""
 
 
 def outputs_and_input(outputs: Any, hidden: Tensor) -> tuple[tuple[Tensor, Tensor | None], Tensor]:
-    """What a layer returns, and what its weight multiplies: ``hidden``, or that after a norm of the layer's own.
+    """The output of a layer, and the input of its weight: ``hidden``, or ``hidden`` after the layer's norm.
 
-    TransformerEngine's ``return_layernorm_output`` puts that last, inside of what megatron-core returns with a bias.
+    With ``return_layernorm_output``, TransformerEngine returns this input last, in a tuple to which megatron-core adds
+    the bias.
     """
     product, bias, *normed = outputs if isinstance(outputs[0], Tensor) else (outputs[0][0], outputs[1], outputs[0][1])
     return (product, bias), normed[0] if normed else hidden
 
 
 class Factor(nn.Module):
-    """One of the two matrices; a module of its own, so that its parameter is a ``weight``.
+    """One of the two matrices: a module, so that its parameter is named ``weight``.
 
-    If a dtype was asked for, the weight keeps it: megatron-core's ``Float16Module`` casts all parameters.
+    If the caller passed a dtype, the weight keeps it, although megatron-core's ``Float16Module`` casts all parameters.
     """
 
     def __init__(self, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> None:
@@ -46,7 +48,7 @@ class Factor(nn.Module):
         self.weight = nn.Parameter(torch.zeros(shape, dtype=dtype or like.dtype, device=like.device))
 
     def forward(self) -> Tensor:
-        """The matrix. DDP that overlaps the gather of parameters waits for those of a module when the module runs."""
+        """Return the matrix. As a module call, this makes DDP with an overlapped gather wait for the parameter."""
         return self.weight
 
     def _apply(self, change: Callable[[Tensor], Tensor], recurse: bool = True) -> Factor:
@@ -63,19 +65,20 @@ class Adapter(nn.Module):
     Args:
         kind: the parallel state of the layer's output.
         linear_in, linear_out: this rank's A, ``[parts * rank, in]``, and its B, ``[out, rank]``.
-        part_of_row: for each row of B, the part (HF projection) whose rows of A it reads. int64 ``[out]``. It is -1
-            where nothing is added: B is zero there, and gets no gradient.
+        part_of_row: for each row of B, the part (HF projection) whose rows of A it reads. int64 ``[out]``. It is -1 for
+            rows without an adapter: B is zero there, and gets no gradient.
         parts: how many parts there are.
         scale: alpha / rank.
-        group: the ranks that cut the layer; those of expert tensor parallelism for an expert.
+        group: the ranks that cut the layer; for an expert, the ranks of expert tensor parallelism.
         sequence_parallel: whether hidden states outside of the layer are cut along the sequence.
-        expert: whether the layer is that of a routed expert, for which the dispatcher of tokens communicates.
-        allreduce: whether gradients are summed over all data-parallel ranks, or over those of experts alone.
+        expert: whether the layer belongs to a routed expert, for which the dispatcher of tokens communicates.
+        allreduce: whether gradients are summed over all data-parallel ranks, or only over the data-parallel ranks of
+            experts.
     """
 
     chosen: Tensor
     switch = ""
-    """What ``without_adapters`` puts among the states that megatron-core keeps for each recompute."""
+    """The name of the random state by which ``without_adapters`` switches this adapter off, also in recomputes."""
 
     def __init__(
         self,
@@ -105,11 +108,11 @@ class Adapter(nn.Module):
             self._mark(weight, dim=-1 if whole else dim)
 
     def _mark(self, weight: Any, *, dim: int) -> None:
-        """Set what megatron-core's DDP and optimizer read; the factor is cut along ``dim``, or whole if that is -1.
+        """Set the attributes for megatron-core's DDP and optimizer. The factor is cut along ``dim``; -1: whole.
 
-        The norm of gradients counts each number once. Of a whole factor that is at the first rank of ``tp``. But with
-        an ``etp`` other than ``tp``, ranks of ``tp`` have different experts. megatron-core 0.16.1 does not know it, so
-        all experts are marked as cut, and whole factors as shared from the second rank of ``etp`` on.
+        The norm of gradients must count each number once. A whole factor is counted on the first rank of ``tp``. But
+        with an ``etp`` other than ``tp``, ranks of ``tp`` have different experts, which megatron-core 0.16.1 ignores.
+        So all experts are marked as cut, and whole factors as shared from the second rank of ``etp`` on.
         """
         whole = dim < 0
         weight.sequence_parallel = self.sequence_parallel and whole  # finalize_model_grads sums these over tp
@@ -124,20 +127,20 @@ class Adapter(nn.Module):
         return {"weight": self}
 
     def forward(self, layer: nn.Module, inputs: tuple[Tensor, ...], outputs: Any) -> Any:
-        """The outputs of ``layer``, the product and a bias or None, with the adapter's added to the product."""
+        """The outputs of ``layer`` (product, and bias or None), with the adapter's output added to the product."""
         (product, bias), hidden = outputs_and_input(outputs, inputs[0])
         return product if self.is_off() else product + self.beside(hidden).to(product.dtype), bias
 
     def is_off(self) -> bool:
-        """Whether this forward is that of the base, or the recompute of such a forward."""
+        """Whether this forward runs the base alone, or is the recompute of such a forward."""
         return self.switch in get_cuda_rng_tracker().states_
 
     def beside(self, hidden: Tensor) -> Tensor:
-        """What is added, in the parallel state of the layer's output, from the layer's own input ``[..., in]``."""
+        """The output of the adapter, cut like the layer's output, from the layer's input ``[..., in]``."""
         return self.with_factors(hidden, self.linear_in(), self.linear_out(), nn.functional.linear)
 
     def with_factors(self, hidden: Tensor, first: Tensor, second: Tensor, product: Product) -> Tensor:
-        """``beside`` with these factors: those of this adapter, or those of all experts of the layer, stacked."""
+        """``beside`` with these factors: of this adapter, or the stacked factors of all experts of the layer."""
         first, second = self._factor(first, 0), self._factor(second, 1)
         inner = product(hidden.to(first.dtype), first)
         if not self.expert:
@@ -147,7 +150,7 @@ class Adapter(nn.Module):
     def added_to(self, weight: Tensor) -> Tensor:
         """The layer's weight with the product of the factors, for attention that does not run the layer.
 
-        A rank's gradient of A is that of its own rows alone, as in the layer under sequence parallelism.
+        A rank's gradient of A covers only its own rows, as in the layer under sequence parallelism.
         """
         if self.is_off():
             return weight
@@ -155,11 +158,11 @@ class Adapter(nn.Module):
         return weight + delta.to(weight.dtype)
 
     def _rows(self, second: Tensor) -> Tensor:
-        """B with a column for each row of A, in which each row reads those of its part."""
+        """B with a column for each row of A; each row of B has values only in the columns of its part."""
         return (self.chosen * second[..., None, :]).flatten(-2) if self.masked else second
 
     def _factor(self, weight: Tensor, number: int) -> Tensor:
-        """The whole factor of a cut expert gets a partial gradient on each rank, which nobody else sums."""
+        """Sum the partial gradients of the whole factor of a cut expert over ranks, which no other code does."""
         is_partial = self.expert and self.whole[number] and self.group.size() > 1
         return self._summed_in_backward(weight) if is_partial else weight
 
@@ -204,7 +207,7 @@ class GroupedAdapter(nn.ModuleList):
 
 
 def _by_expert(hidden: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
-    """``[tokens, in]`` times the weight ``[experts, out, in]`` of each token's expert, which has so many of them."""
+    """``[tokens, in]`` times the weight ``[experts, out, in]`` of each token's expert, given the tokens per expert."""
     if has_grouped_kernel(hidden) and len(hidden) and all(size % _ALIGNED == 0 for size in weights.shape[1:]):
         ends = torch.tensor(counts, device=hidden.device).cumsum(0, dtype=torch.int32)
         return nn.functional.grouped_mm(hidden, weights.mT, offs=ends)
@@ -213,6 +216,6 @@ def _by_expert(hidden: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
 
 
 def has_grouped_kernel(hidden: Tensor) -> bool:
-    """Whether torch has one kernel for all experts. Without, ``grouped_mm`` is a loop that waits for the GPU first."""
+    """Whether torch has one kernel for all experts. Without, ``grouped_mm`` is a loop that first waits for the GPU."""
     is_there = hasattr(nn.functional, "grouped_mm") and hidden.is_cuda and hidden.dtype == torch.bfloat16
     return is_there and torch.cuda.get_device_capability(hidden.device)[0] in (9, 10)

@@ -49,7 +49,8 @@ def kernels_of(backend: Backend) -> dict[str, object]:
 def norm_of(backend: Backend, config: Any = None) -> type:
     """The norm of a backend, for places in which it is not fused into a linear layer.
 
-    TransformerEngine's LayerNorm always has a bias. With ``config.norm_bias=False`` it is torch's on either backend.
+    TransformerEngine's LayerNorm always has a bias. With ``config.norm_bias=False``, torch's norm is used on either
+    backend.
     """
     if backend == "te" and getattr(config, "norm_bias", True):
         from megatron.core.extensions.transformer_engine import TENorm
@@ -75,7 +76,7 @@ def with_module(spec: Any, change: Callable[[type], type]) -> Any:
 
 @functools.cache
 def mixed(mixin: type, module: type) -> type:
-    """The class of a module with a mixin before it, which is the same class whenever it is asked for."""
+    """The class of a module with a mixin before it. Cached, so that equal arguments give one class."""
     return type(f"{mixin.__name__}Of{module.__name__}", (mixin, module), {"__doc__": mixin.__doc__})
 
 
@@ -89,6 +90,6 @@ logger = logging.getLogger("mcore_bridge")
 
 @functools.cache
 def say(message: str) -> None:
-    """Logs the warning once, on rank 0."""
+    """Log the warning once, on rank 0."""
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         logger.warning(message)

@@ -1,6 +1,7 @@
-"""Attention within chunks, as in Llama 4: a token sees those before it of its own chunk of the sequence.
+"""Attention within chunks, as in Llama 4: a token attends to earlier tokens in its own chunk of the sequence.
 
-No kernel knows chunks. But a text of several chunks is several texts to attention, and one of a single chunk is plain.
+No kernel supports chunks. But attention can treat the chunks of a text as several texts, and a text of one chunk is a
+plain text.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ def adapt_chunks(layer: Any, config: TransformerConfig, number: int) -> None:
 
     Args:
         layer: the submodules of the layer, changed in place.
-        config: its ``attention_chunks`` has the length of chunks for each layer, and 0 where there are none.
-        number: that of the layer in the whole model, from 0.
+        config: its ``attention_chunks`` has the length of chunks for each layer, and 0 for layers without chunks.
+        number: the number of the layer in the whole model, from 0.
     """
     chunks = getattr(config, "attention_chunks", None)
     if not chunks or not chunks[number]:
@@ -33,7 +34,7 @@ def adapt_chunks(layer: Any, config: TransformerConfig, number: int) -> None:
     if issubclass(attention.core_attention, CoreAttention):
         attention.core_attention = ChunkedAttention
     else:
-        say("TransformerEngine has no attention within chunks: sequences that are longer than one use torch's")
+        say("TransformerEngine has no attention within chunks: sequences that are longer than one chunk use torch's")
         attention.core_attention = chunked(attention.core_attention)
 
 
@@ -76,7 +77,7 @@ def chunked(fused: type) -> type:
     """A subclass of ``fused`` (TransformerEngine's attention) that leaves sequences of several chunks to torch."""
 
     class AttentionInOneChunk(fused):
-        """TransformerEngine's attention where no sequence is longer than a chunk, and torch's elsewhere."""
+        """TransformerEngine's attention if no sequence is longer than a chunk, else torch's."""
 
         def __init__(
             self, config: TransformerConfig, *places: Any, cp_comm_type: str | None = None, **more: Any

@@ -77,7 +77,7 @@ def _lacking() -> str:
 
 
 class GatedSelfAttention(SelfAttention):
-    """mcore's attention with an output gate. It corrects 0.16, which keeps too many gates if ``tp`` cuts a group."""
+    """mcore's attention with an output gate. mcore 0.16 keeps too many gates if ``tp`` cuts a group."""
 
     def get_query_key_value_tensors(self, *arguments: Any, **keywords: Any) -> Any:
         """Query, key, value, and the gates of exactly these queries."""
@@ -91,8 +91,8 @@ class GatedSelfAttention(SelfAttention):
 class HeadNorm(nn.Module):
     """RMSNorm of each head of this rank, with one weight for all heads. It is never zero-centred.
 
-    The heads of other ranks share the weight. Its gradient is summed over ``tp`` in the backward pass itself, so the
-    weight has no ``sequence_parallel`` mark.
+    The heads of other ranks share the weight. The backward pass sums its gradient over ``tp``, so the weight has no
+    ``sequence_parallel`` attribute.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
@@ -192,7 +192,7 @@ class TorchGatedDeltaNet(Mixer, GatedDeltaNet):
 
 
 def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    """The gated delta rule: a state decays at each token, and learns the error of its prediction of the value.
+    """The gated delta rule: a state decays at each token, and is corrected by the error of its prediction of the value.
 
     ``S[t] = exp(decay[t]) S[t-1] + key[t] (x) u[t]``, where
     ``u[t] = beta[t] (value[t] - exp(decay[t]) S[t-1]^T key[t])``. The output is ``S[t]^T query[t]``. All is in fp32,

@@ -38,8 +38,8 @@ class BiasedRouter(TopKRouter):
 
     It also corrects an error of mcore: with a padding mask, its counting of tokens per expert fails (0.16.1 to 0.19.2).
 
-    mcore asks the ``RouterReplay`` of a layer, if there is one, for the experts and weights of each token. We replace
-    that object's method and call the original first. So everything else, replay included, stays mcore's.
+    mcore asks the ``RouterReplay`` of a layer, if there is one, for the experts and weights of each token. We replace a
+    method of this object, which first calls the original method. So all other behaviour, also replay, is mcore's.
     """
 
     def __init__(self, config: TransformerConfig, *arguments: Any, **named: Any) -> None:
@@ -55,7 +55,7 @@ class BiasedRouter(TopKRouter):
         self.router_replay.get_replay_topk = functools.partial(self._chosen, self.router_replay.get_replay_topk)
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Counts tokens per expert from ``[tokens, experts]``, without those of the mask ``[tokens]``."""
+        """Counts tokens per expert from ``[tokens, experts]``, without the tokens of the mask ``[tokens]``."""
         super()._apply_expert_bias(routing_map, None if padding_mask is None else padding_mask[:, None])
 
     def _chosen(
@@ -170,6 +170,6 @@ def _linear(config: Any, inputs: int, outputs: int, initialise: Any) -> nn.Linea
     linear = nn.Linear(inputs, outputs, bias=False, **placement(config))
     if config.perform_initialization:
         initialise(linear.weight)
-    # With SP each TP rank has some tokens; finalize_model_grads sums the gradients of parameters with this mark.
+    # With SP each TP rank has some tokens; finalize_model_grads sums the gradients of parameters with this attribute.
     linear.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return linear

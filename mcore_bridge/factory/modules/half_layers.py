@@ -28,8 +28,8 @@ def adapt_halves(layer: Any, config: TransformerConfig, number: int, backend: Ba
     Args:
         layer: the submodules of the layer, changed in place.
         config: its ``layer_kinds`` has the kind of each layer; without it, layers stay unchanged.
-        number: that of the layer in the whole model.
-        backend: that of the layer's modules.
+        number: the number of the layer in the whole model.
+        backend: the backend of the layer's modules.
     """
     kinds = getattr(config, "layer_kinds", None)
     if kinds is None:
@@ -45,7 +45,7 @@ def adapt_halves(layer: Any, config: TransformerConfig, number: int, backend: Ba
 
 
 def remove_first(layer: Any) -> None:
-    """Removes attention, or what stands in its place, from the submodules of a layer, with its norm."""
+    """Remove attention, or the mixer in its place, from the submodules of a layer, with its norm."""
     layer.self_attention, layer.self_attn_bda, layer.input_layernorm = IdentityOp, IdentityFuncOp, IdentityOp
 
 
@@ -60,9 +60,9 @@ def adapt_beside(layer: Any, config: TransformerConfig, backend: Backend) -> Non
     Args:
         layer: the submodules of a layer with attention and a dense MLP, changed in place.
         config: its ``side_multipliers`` has the multipliers.
-        backend: that of the layer's modules.
+        backend: the backend of the layer's modules.
     """
-    if backend == "te":  # attention and mixer share a norm, so it is in neither
+    if backend == "te":  # attention and mixer share a norm, so neither module contains it
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
 
         layer.self_attention.submodules.linear_qkv = TEColumnParallelLinear
@@ -75,7 +75,7 @@ def adapt_beside(layer: Any, config: TransformerConfig, backend: Backend) -> Non
 
 
 def multipliers_of(config: Any) -> SideMultipliers:
-    """Those of a model that has mixers beside its attention."""
+    """The multipliers of a model that has mixers beside its attention."""
     multipliers: SideMultipliers = config.side_multipliers
     return multipliers
 

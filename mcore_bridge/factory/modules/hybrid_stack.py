@@ -1,4 +1,4 @@
-"""The layers of megatron-core's ``HybridModel``, each one half of a layer of ours, with the numbers of the latter.
+"""The layers of megatron-core's ``HybridModel``: each is half of a layer, and has the number of the whole layer.
 
 megatron-core counts halves, and GPTModel, HF and our rules count layers. ``layer_number`` is that of a layer here. So
 both halves of a layer have its canonical names, and modules that differ between layers read their own number from the
@@ -24,10 +24,10 @@ from mcore_bridge.rules.hybrid_keys import HalfKeys
 
 
 class HalvesStack(HybridStack):
-    """megatron-core's stack with the final norm of a backend, where its own is always TransformerEngine's.
+    """megatron-core's stack, with the final norm of our backend. (megatron-core always uses TransformerEngine's.)
 
     Args:
-        places, arguments: those of megatron-core's stack.
+        places, arguments: as for megatron-core's stack.
         norm: the class of the final norm.
         keys: the names of its layers in checkpoints.
     """
@@ -41,13 +41,13 @@ class HalvesStack(HybridStack):
 
     @property
     def final_layernorm(self) -> nn.Module | None:
-        """The final norm under the name that it has in a ``GPTModel``; None where it is in another stage."""
+        """The final norm under its name in a ``GPTModel``; None if it is in another stage."""
         return getattr(self, "final_norm", None)
 
     def forward(self, hidden_states: Any, *places: Any, padding_mask: Tensor | None = None, **arguments: Any) -> Any:
-        """megatron-core's, with what ``GPTModel`` does for sequence parallelism and this class leaves out.
+        """megatron-core's forward, with the steps for sequence parallelism that ``GPTModel`` has and this class lacks.
 
-        Each rank has tokens of its own. So it has its own part of the mask of padding, and its own dropout.
+        Each rank has other tokens. So it needs its part of the mask of padding, and its own dropout.
         """
         if not self.config.sequence_parallel:
             return super().forward(hidden_states, *places, padding_mask=padding_mask, **arguments)
@@ -60,7 +60,7 @@ class HalvesStack(HybridStack):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The shards of all parameters, under the keys that megatron-core's own ``HybridModel`` gives them."""
+        """The shards of all parameters, under the keys of megatron-core's own ``HybridModel``."""
         state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         for sharded in state.values():
             sharded.key = prefix + self.keys.to_hybrid(sharded.key.removeprefix(prefix))
@@ -69,9 +69,9 @@ class HalvesStack(HybridStack):
 
 @functools.cache
 def half_of(layer: type) -> type:
-    """A subclass of ``layer`` that translates the number that megatron-core gives it.
+    """A subclass of ``layer`` that translates megatron-core's number of the layer.
 
-    Its argument ``numbers`` has for each layer of megatron-core the number of its layer in the whole model, from 0.
+    Its argument ``numbers`` has, for each layer of megatron-core, the number of its whole layer in the model, from 0.
     """
 
     class HalfLayer(layer):
@@ -83,7 +83,7 @@ def half_of(layer: type) -> type:
             *,
             numbers: Sequence[int],
             add_layer_offset: bool = False,
-            pp_layer_offset: int = 0,  # counts halves, and inference subtracts it from the number of a layer
+            pp_layer_offset: int = 0,  # inference subtracts this count of halves from the number of a layer
             **arguments: Any,
         ) -> None:
             own = numbers[layer_number - 1] + 1
@@ -97,15 +97,15 @@ _HALF = re.compile(r"(mtp\.layers\.\d+\.)mtp_model_layer\.layers\.\d+\.")
 
 
 class HalvesMtpLayer(MultiTokenPredictionLayer):
-    """megatron-core's MTP layer, whose halves have specs of their own, and the number of the MTP layer.
+    """megatron-core's MTP layer, with separate specs for its halves, which have the number of the MTP layer.
 
-    megatron-core takes the specs of the decoder's layers, of which a stage may not have all kinds.
+    megatron-core uses the specs of the decoder's layers, but a stage may not have all kinds.
 
     Args:
-        config, submodules, layer_number, arguments: those of megatron-core's layer.
+        config, submodules, layer_number, arguments: as for megatron-core's layer.
         halves: the specs of both halves, by their fields in ``HybridStackSubmodules``.
         keys: the names of both halves in checkpoints.
-        hybrid_submodules: those of the decoder, which are not used.
+        hybrid_submodules: the submodules of the decoder, which are not used.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class HalvesMtpLayer(MultiTokenPredictionLayer):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The shards of all parameters, under the keys that megatron-core's own MTP layer gives them."""
+        """The shards of all parameters, under the keys of megatron-core's own MTP layer."""
         state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         for sharded in state.values():  # both halves have the number of the MTP layer now
             sharded.key = self.keys.mtp_to_hybrid(_HALF.sub(r"\1transformer_layer.", sharded.key))

@@ -1,4 +1,4 @@
-"""Multi-latent attention as transformers computes it, on either backend. mcore's own class does the attention.
+"""Multi-latent attention as in transformers, on either backend. mcore's class computes the attention.
 
 Three things differ from mcore. The norms of latents have their own epsilon. Every TP rank holds the down projections
 whole. The part of the keys that all heads share gets the gradients of all heads.
@@ -43,7 +43,7 @@ def adapt_latent(layer: Any, config: Any, backend: Backend) -> None:
     norm = latent_norm(backend)
     layer.self_attention.module = LatentAttention
     attention = layer.self_attention.submodules
-    if backend == "torch":  # TransformerEngine's spec has such layers
+    if backend == "torch":  # in TransformerEngine's spec the down projections are already replicated
         attention.linear_q_down_proj = attention.linear_kv_down_proj = ReplicatedLinear
     attention.linear_q_up_proj = attention.linear_kv_up_proj = attention.linear_q_proj
     attention.q_layernorm = IdentityOp if config.q_lora_rank is None else norm
@@ -74,9 +74,10 @@ class LatentNorm(Norm):
 
 
 class _LikeColumns(type):
-    """The class of a class that is equal to ``ColumnParallelLinear``.
+    """A metaclass whose classes compare equal to ``ColumnParallelLinear``.
 
-    mcore's latent attention looks up the class of a down projection in a list of its own, and builds what it finds.
+    mcore's latent attention looks up the class of a down projection in a fixed list, and builds the entry that it
+    finds.
     """
 
     def __eq__(cls, other: object) -> bool:
@@ -91,17 +92,17 @@ class ReplicatedLinear(nn.Module, metaclass=_LikeColumns):
     mcore's own spec in torch cuts down projections, which needs a ``tp`` that divides the sizes of latents.
     """
 
-    # mcore passes further arguments, which ask for what this one is.
+    # mcore passes further arguments that describe this kind of layer.
     def __init__(self, input_size: int, output_size: int, config: MLATransformerConfig, **arguments: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(output_size, input_size, **placement(config)))
-        # finalize_model_grads sums the gradients of parameters with this mark over TP.
+        # finalize_model_grads sums the gradients of parameters with this attribute over TP.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         if config.perform_initialization:
             config.init_method(self.weight)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
-        """The output, and None for the bias, as mcore's linear layers return them."""
+        """The output, and None for the bias, like mcore's linear layers."""
         return nn.functional.linear(hidden, self.weight), None
 
 
@@ -179,13 +180,13 @@ def _core(latent: Any, backend: Backend) -> Any:
 def _require_no_recompute(config: Any) -> None:
     """Raises ``ConfigError`` if attention is recomputed and layers share selections.
 
-    mcore keeps only the selections of the latest forward, so those of another microbatch would be used.
+    mcore keeps only the selections of the latest forward, so selections of another microbatch would be used.
     """
     granularity = config.recompute_granularity
     recomputed = granularity == "full" or (granularity == "selective" and "core_attn" in config.recompute_modules)
     if recomputed and config.dsa_indexer_topk_freq > 1:
         raise ConfigError(
             "attention must not be recomputed in a model whose layers share selections, found recompute_granularity="
-            f"{granularity!r}, recompute_modules={config.recompute_modules}: megatron-core no longer has the selection "
-            "then. Recompute other modules."
+            f"{granularity!r}, recompute_modules={config.recompute_modules}: megatron-core no longer has the "
+            "selection in the recompute. Recompute other modules."
         )

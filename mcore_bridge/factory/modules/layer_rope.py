@@ -1,7 +1,7 @@
-"""Two ropes in one model: layers with a window use ``config.hf_sliding_rope``, the others ``hf_rope``.
+"""Two ropes in one model: layers with a window use ``config.hf_sliding_rope``, other layers ``hf_rope``.
 
-mcore computes one tensor of angles for all layers. Here it holds the angles of both ropes, and each layer takes its
-own.
+mcore computes one tensor of angles for all layers. Here the tensor holds the angles of both ropes, and each layer uses
+the angles of its rope.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class BothRotaryEmbeddings(nn.Module):
 
 
 class OwnRope(nn.Module):
-    """Attention that gets the angles of two ropes, and uses the angles and the attention factor of its own."""
+    """Attention that gets the angles of two ropes, and uses the angles and the attention factor of its layer's rope."""
 
     def __init__(self, *places: Any, config: TransformerConfig, layer_number: int, **arguments: Any) -> None:
         slides = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
@@ -70,7 +70,7 @@ class OwnRope(nn.Module):
 
 
 def _with_attention_factor(config: TransformerConfig, rope: Rope) -> TransformerConfig:
-    """A copy of ``config`` with the attention factor of ``rope``, which mcore's attention reads there."""
+    """A copy of ``config`` with the attention factor of ``rope``, which mcore's attention reads from the config."""
     own = copy.copy(config)
     for name in ATTENTION_FACTOR:
         vars(own).pop(name, None)

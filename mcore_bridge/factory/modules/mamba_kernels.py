@@ -1,4 +1,4 @@
-"""How a Mamba-2 mixer computes: in torch on any device, or by mamba-ssm's and causal-conv1d's kernels on a GPU.
+"""The operations of a Mamba-2 mixer: in torch on any device, or by kernels of mamba-ssm and causal-conv1d on a GPU.
 
 The kernels take packed sequences in one call. They are used if both packages are installed and the numbers are halves:
 in fp32 Triton's products are TF32, which torch's are not.
@@ -22,17 +22,17 @@ from mcore_bridge.factory.modules.backend import say
 _CHUNK = 128
 """Tokens that the kernel computes together, as in megatron-core's mixer; the result does not depend on it."""
 _MULTIPLE = 8
-"""The kernel of the convolution reads so many channels at once where sequences are packed."""
+"""How many channels the kernel of the convolution reads at once for packed sequences."""
 _WIDTHS = (2, 3, 4)
 """The widths of convolutions that have a kernel."""
 
 
 class Operations(NamedTuple):
-    """The two operations of a mixer that see other tokens.
+    """The two operations of a mixer that mix tokens.
 
     ``convolve`` takes ``xbc [b, s, n]``, the convolution and ``numbers``, and gives ``silu`` of its causal convolution.
-    ``scan`` takes what ``mamba_scan.scan`` takes, and ``numbers``. These are None, or int32 ``[b, s]``: the number of
-    each token's sequence, from 0. ``packs`` says whether they may be given.
+    ``scan`` takes the arguments of ``mamba_scan.scan``, and ``numbers``. ``numbers`` is None, or int32 ``[b, s]``: the
+    number of each token's sequence, from 0. ``packs``: whether ``numbers`` may be given.
     """
 
     convolve: Callable[[Tensor, nn.Conv1d, Tensor | None], Tensor]
@@ -41,11 +41,11 @@ class Operations(NamedTuple):
 
 
 def operations_for(hidden: Tensor, convolution: nn.Conv1d) -> Operations:
-    """The fastest operations for hidden states like these. Logs once why a GPU computes in torch.
+    """The fastest operations for hidden states like these. If a GPU computes in torch, log the reason once.
 
     Args:
-        hidden: of the mixer, on its device and in its dtype.
-        convolution: of the mixer, with the channels of this rank.
+        hidden: hidden states on the mixer's device, in its dtype.
+        convolution: the convolution of the mixer, with the channels of this rank.
     """
     if hidden.device.type != "cuda":
         return TORCH
@@ -56,7 +56,7 @@ def operations_for(hidden: Tensor, convolution: nn.Conv1d) -> Operations:
 
 
 def _unfit(dtype: torch.dtype, convolution: nn.Conv1d) -> str:
-    """Why the kernels do not fit a mixer; "" if they do."""
+    """The reason why the kernels cannot run for a mixer; "" if they can."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"mamba-ssm's kernels are used for bf16 and fp16 only, found {dtype}"
     if convolution.in_channels % _MULTIPLE or convolution.kernel_size[0] not in _WIDTHS:
@@ -69,7 +69,7 @@ def _unfit(dtype: torch.dtype, convolution: nn.Conv1d) -> str:
 
 @functools.cache
 def _not_installed() -> str:
-    """Why the kernels cannot be imported; "" if they can. They are compiled for one release of torch and of CUDA."""
+    """The reason why the kernels cannot be imported; "" if they can. They are compiled for one torch and CUDA."""
     try:
         from causal_conv1d import causal_conv1d_fn  # noqa: F401
         from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined  # noqa: F401
@@ -93,7 +93,7 @@ def _convolve_by_kernel(xbc: Tensor, convolution: nn.Conv1d, numbers: Tensor | N
     from causal_conv1d import causal_conv1d_fn
 
     weight = rearrange(convolution.weight, "n 1 width -> n width")
-    last = xbc.contiguous().transpose(1, 2)  # the kernel takes numbers only with channels that lie side by side
+    last = xbc.contiguous().transpose(1, 2)  # the kernel takes numbers only if channels are contiguous
     mixed: Tensor = causal_conv1d_fn(last, weight, convolution.bias, seq_idx=numbers, activation="silu")
     return mixed.transpose(1, 2)
 
@@ -125,7 +125,7 @@ CHUNK = 64
 
 
 def scan(x: Tensor, steps: Tensor, decay: Tensor, into: Tensor, out_of: Tensor, skip: Tensor) -> Tensor:
-    """The state of each head decays at each token, and learns its input.
+    """The state of each head decays at each token, and its input is added.
 
     ``S[t] = exp(steps[t] * decay) S[t-1] + into[t] (x) steps[t] x[t]``, and the output is
     ``S[t]^T out_of[t] + skip * x[t]``. All is in fp32.

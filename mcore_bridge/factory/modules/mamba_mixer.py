@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 _FIRST_STEPS = (0.001, 0.1)
-"""The time steps that initial biases give lie between these, as in megatron-core."""
+"""The range of time steps from initial biases, as in megatron-core."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ def mamba_spec(backend: str, *, normed: bool = True) -> ModuleSpec:
 
 
 class Groups:
-    """The groups of a mixer that this TP rank has, or the one that it shares with ranks beside it.
+    """The groups of a mixer on this TP rank, or the group that it shares with neighbouring ranks.
 
     With more ranks than groups, each has some heads of one group, and an equal part of its rows of B and C.
     """
@@ -68,9 +68,9 @@ class Groups:
         self.count, self.sharers = max(config.mamba_num_groups // ranks, 1), max(ranks // config.mamba_num_groups, 1)
 
     def whole(self, part: Tensor) -> Tensor:
-        """The parts of all ranks that share the group of this one, ``[..., n]``, as ``[..., sharers, n]``.
+        """Gather parts ``[..., n]`` of all ranks that share the group of this rank, as ``[..., sharers, n]``.
 
-        The backward sums what these ranks have computed from it.
+        The backward sums the gradients of these ranks.
         """
         if self.sharers == 1:
             return part.unsqueeze(-2)
@@ -143,7 +143,7 @@ class TorchMamba(Mixer, MegatronModule):
             if drawn:
                 nn.init.uniform_(self.A_log, 1, 16).data.log_()
                 steps = nn.init.uniform_(self.dt_bias, math.log(_FIRST_STEPS[0]), math.log(_FIRST_STEPS[1])).data.exp_()
-                steps.copy_(steps.float() + torch.log(-torch.expm1(-steps.float())))  # softplus gives them back
+                steps.copy_(steps.float() + torch.log(-torch.expm1(-steps.float())))  # the inverse of softplus
 
     def _sequences(self, parts: Sequence[Tensor]) -> list[Tensor]:
         texts = [rearrange(gather_text(part, self.cp_group), "s b n -> b s n") for part in parts]
@@ -181,7 +181,7 @@ class TorchMamba(Mixer, MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """Its tensors for a checkpoint of megatron-core, under the keys of ``MambaMixer``."""
+        """The tensors of the mixer for a checkpoint of megatron-core, under the keys of ``MambaMixer``."""
         return sharded_mixer(self, self.sections, prefix, sharded_offsets, metadata)
 
 
@@ -205,8 +205,8 @@ def sharded_mixer(
 
     Args:
         mixer: the module, with its linear layers as ``in_proj`` and ``out_proj``.
-        sections: the rows that this rank has of z, x, B, C and dt, in this order.
-        prefix: of all keys.
+        sections: this rank's numbers of rows of z, x, B, C and dt, in this order.
+        prefix: the prefix of all keys.
         sharded_offsets: as megatron-core passes them.
         metadata: as megatron-core passes them.
     """

@@ -1,4 +1,4 @@
-"""What our mixers in the place of attention share: a linear layer at either end, and calls like those of attention."""
+"""The base of mixers in the place of attention: a linear layer at either end, and attention's call arguments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Mixer(nn.Module):
     """
 
     instead: ClassVar[str]
-    """What serves those who need a state."""
+    """Advice for callers who need a state."""
     in_proj: Any
     out_proj: Any
     cp_group: Any
@@ -78,7 +78,7 @@ class Mixer(nn.Module):
             hidden_states: ``[s, b, h]``, the tokens of this CP rank (with SP, of this TP rank).
             attention_mask: ignored, since the recurrence is always causal.
             inference_context: must be None.
-            packed_seq_params: where packed sequences begin; each begins with an empty state.
+            packed_seq_params: the starts of packed sequences; each begins with an empty state.
             inference_params: must be None.
 
         Returns:

@@ -31,7 +31,7 @@ def scale_embedding(chunk: GPTModel) -> None:
 
 
 def cap_logits(chunk: GPTModel) -> None:
-    """Caps logits softly at plus and minus ``config.logit_softcap``, if it is set; also an attribute of the weight."""
+    """Cap logits softly at plus and minus ``config.logit_softcap``, if it is set, and note the value on the weight."""
     cap = getattr(chunk.config, "logit_softcap", None)
     if cap is not None and chunk.post_process:
         chunk.output_layer.register_forward_hook(LogitSoftcap(cap))
@@ -60,7 +60,7 @@ class EmbeddingScale:
 
 
 class LogitScale:
-    """A forward hook of the LM head. Scale and divisor stay apart, since products and quotients round differently."""
+    """A forward hook of the LM head. Scale and divisor are separate: products and quotients round differently."""
 
     def __init__(self, scale: float | None, divisor: float | None) -> None:
         self.scale, self.divisor = scale, divisor
@@ -74,7 +74,7 @@ class LogitScale:
 
 
 class LogitSoftcap:
-    """A forward hook of the LM head, whose output is the logits and a bias that is not yet added."""
+    """A forward hook of the LM head, whose output is the logits, and a bias that is not yet added."""
 
     def __init__(self, cap: float) -> None:
         self.cap = cap
@@ -91,7 +91,7 @@ def adapt_residuals(layer: Any, config: TransformerConfig) -> None:
 
     Args:
         layer: the submodules of a layer, changed in place.
-        config: its ``residual_multiplier`` is for attention and MLP, its ``expert_multiplier`` for experts alone.
+        config: its ``residual_multiplier`` is for attention and MLP, its ``expert_multiplier`` only for experts.
     """
     multiplier, of_experts = (getattr(config, f"{name}_multiplier", None) for name in ("residual", "expert"))
     if multiplier is not None:

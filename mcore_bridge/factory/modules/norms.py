@@ -1,4 +1,4 @@
-"""Norms in places where mcore has none: after the output projections, over all heads at once, after the rope.
+"""Norms that mcore lacks: after output projections, over all heads at once, after the rope.
 
 A config asks for them by ``norm_placement``, ``expert_norm`` and ``qk_norm_kind``. Without these attributes, specs stay
 unchanged.
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 def adapt_norm_placement(layer: Any, config: TransformerConfig, backend: Backend) -> None:
-    """Puts norms after attention and MLP, or after all experts. With "post" it also removes those before them.
+    """Puts norms after attention and MLP, or after all experts. With "post", the norms before them are removed.
 
     Args:
         layer: the submodules of a layer, changed in place.
         config: its ``norm_placement`` is "pre" (the default; mcore's own), "post" or "sandwich".
-        backend: that of the layer's modules.
+        backend: the backend of the layer's modules.
     """
     placement = getattr(config, "norm_placement", "pre")
     if placement == "pre":
@@ -60,7 +60,7 @@ def adapt_query_key_norms(layer: Any, config: TransformerConfig, backend: Backen
             together), "each_head" (own weights in each head) or "after_rope" (each head, after rotation).
             ``qk_layernorm`` must be set: by it mcore sums the
             gradients of ``q_layernorm`` and ``k_layernorm`` over the TP ranks.
-        backend: that of the layer's modules.
+        backend: the backend of the layer's modules.
     """
     kind, attention = getattr(config, "qk_norm_kind", "head"), layer.self_attention.submodules
     if kind == "all_heads":
@@ -75,12 +75,12 @@ def adapt_query_key_norms(layer: Any, config: TransformerConfig, backend: Backen
 
 
 def adapt_unit_norms(layer: Any, config: TransformerConfig, number: int) -> None:
-    """Puts norms without weights behind the rope of layer ``number`` (from 0), if it has one.
+    """Put norms without weights after the rope of layer ``number`` (from 0), if it has one.
 
     Args:
         layer: the submodules of the layer, changed in place.
         config: its ``qk_norm_kind`` is "after_rope_unweighted".
-        number: that of the layer in the whole model.
+        number: the number of the layer in the whole model.
     """
     if getattr(config, "qk_norm_kind", "head") == "after_rope_unweighted" and not is_unrotated(config, number):
         attention = layer.self_attention.submodules
@@ -93,7 +93,7 @@ def adapt_expert_norm(layer: Any, config: TransformerConfig, backend: Backend) -
     Args:
         layer: the submodules of a layer, changed in place. A layer with a dense MLP stays unchanged.
         config: the config of the model.
-        backend: that of the layer's modules.
+        backend: the backend of the layer's modules.
     """
     if getattr(config, "expert_norm", False) and _has_experts(layer):
         _norm_experts(layer, norm_of(backend, config))
@@ -114,7 +114,7 @@ def post_normed(module: type, norm: type) -> type:
 
 
 def without_norm(module: type) -> type:
-    """The inverse of ``post_normed``; a class that has no norm of its output stays."""
+    """The inverse of ``post_normed``; a class without a norm of its output is returned unchanged."""
     return module.__bases__[1] if issubclass(module, PostNorm) else module
 
 
@@ -126,7 +126,7 @@ class PostNorm(nn.Module):
     def __init__(self, *sizes: int, config: TransformerConfig, **arguments: Any) -> None:
         super().__init__(*sizes, config=config, **arguments)
         self.post_layernorm = self.norm(config, config.hidden_size, eps=config.layernorm_epsilon)
-        self.register_forward_hook(_norm_output)  # an adapter's hook comes before it
+        self.register_forward_hook(_norm_output)  # an adapter's hook runs before this hook
 
 
 def _norm_output(module: Any, inputs: object, outputs: tuple[Tensor, Tensor | None]) -> tuple[Tensor, None]:
@@ -137,8 +137,8 @@ def _norm_output(module: Any, inputs: object, outputs: tuple[Tensor, Tensor | No
 class AllHeadsNorm(Norm):
     """RMSNorm over all heads together, as the submodule that mcore has for a norm of each head.
 
-    Every TP rank holds the weights of all heads, and uses those of its own. Its gradient is zero for the others, so the
-    sum over ranks, which mcore computes for parameters of these names, is the whole gradient.
+    Every TP rank holds the weights of all heads, and uses the weights of its heads. The gradient is zero for other
+    heads. So the sum over ranks, which mcore computes for parameters with these names, is the whole gradient.
     """
 
     heads: ClassVar[str]
@@ -156,9 +156,9 @@ class AllHeadsNorm(Norm):
         group = parallel_state.get_tensor_model_parallel_group()
         held = hidden.size(-2)
         squares = hidden.float().square().sum((-2, -1), keepdim=True)
-        if group.size() > 1:  # the backward sums too: the output of a rank depends on the heads of all
+        if group.size() > 1:  # the backward sums too: the output of a rank depends on the heads of all ranks
             squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
-        heads_summed = held * group.size()  # ranks may share a key head, which then counts for each
+        heads_summed = held * group.size()  # if ranks share a key head, it counts on each of them
         first = group.rank() * self.num_heads // group.size()
         weight = self.weight.view(self.num_heads, self.head_dim)[first : first + held]
         return self.scaled(hidden, squares / (heads_summed * self.head_dim), weight)
@@ -179,7 +179,7 @@ class KeyNorm(AllHeadsNorm):
 class EachHeadNorm(Norm):
     """LayerNorm of each head, by weights that differ between heads, as the submodule that mcore has for one weight.
 
-    Every TP rank holds the weights ``[all heads, dim]``. Their gradients are summed as those of ``AllHeadsNorm``.
+    Every TP rank holds the weights ``[all heads, dim]``. Their gradients are summed as for ``AllHeadsNorm``.
     """
 
     heads: ClassVar[str]

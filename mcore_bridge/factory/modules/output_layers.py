@@ -1,4 +1,4 @@
-"""Output layers: small heads that every TP rank holds whole, none at all, and an LM head that hides the padding."""
+"""Output layers: small heads that every TP rank holds whole, no head, and an LM head that hides the padding."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ if TYPE_CHECKING:
 
 _NEVER = -1e30
 """The logit of padding. Trainers multiply logits by probabilities, which are zero here, so it must be finite. It stays
-so after a division by a temperature; verl's smallest is 1e-8."""
+finite after a division by a temperature; verl's smallest is 1e-8.
+"""
 
 
 class ReplicatedHead(nn.Module):
     """A linear layer ``[num_outputs, hidden]`` that is equal on all TP ranks, in place of ``GPTModel.output_layer``.
 
     With sequence parallelism it runs on this rank's tokens and gathers the few outputs. So each rank has only a part of
-    its gradient, as with norms, and its parameters have the ``sequence_parallel`` mark of norms.
+    its gradient, as with norms, and its parameters have the ``sequence_parallel`` attribute of norms.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class ReplicatedHead(nn.Module):
 
 
 class NoHead(nn.Module):
-    """Gives hidden states in place of logits: ``[s, b, hidden]``, with sequence parallelism gathered over TP ranks."""
+    """Returns hidden states in place of logits: ``[s, b, hidden]``. With SP they are gathered over TP ranks."""
 
     weight = None
 
@@ -62,7 +63,7 @@ class NoHead(nn.Module):
 
 
 def _gathered(tokens: Tensor, head: ReplicatedHead | NoHead) -> Tensor:
-    """The tokens of all TP ranks, which compute the same thing from them."""
+    """Gather the tokens of all TP ranks, which compute equal values from them."""
     from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
     if not head.sequence_parallel:
@@ -89,7 +90,7 @@ class HiddenPadding:
 
 
 def hide_padding(chunk: GPTModel, vocab_size: int) -> None:
-    """Makes the LM head of a last stage hide the rows beyond ``vocab_size``, which its weight has as an attribute."""
+    """Make the LM head of a last stage hide rows beyond ``vocab_size``, and note this size on its weight."""
     if chunk.post_process and vocab_size < chunk.vocab_size:
         chunk.output_layer.register_forward_hook(HiddenPadding(vocab_size, chunk))
         output_weight(chunk).hf_vocab_size = vocab_size
@@ -106,7 +107,7 @@ def bias_output_layer(chunk: GPTModel) -> None:
 
 
 def output_weight(chunk: GPTModel) -> Any:
-    """The weight of a last stage's LM head: its own or, if tied on a stage with both, that of the embedding."""
+    """The weight of a last stage's LM head: its own or, if tied on a stage with both, the weight of the embedding."""
     own = chunk.output_layer.weight
     return chunk.shared_embedding_or_output_weight() if own is None else own
 
@@ -133,7 +134,7 @@ def replace_output_layer(model: GPTModel, hf: PretrainedConfig, *, head: str) ->
 
 
 def _without_output_weight(model: GPTModel, *args: Any, **options: Any) -> Any:
-    """The ``sharded_state_dict`` of a last stage without a head; megatron-core's own wants the weight of one."""
+    """The ``sharded_state_dict`` of a last stage without a head; megatron-core's own requires the weight of a head."""
     model.post_process = False
     try:
         return type(model).sharded_state_dict(model, *args, **options)

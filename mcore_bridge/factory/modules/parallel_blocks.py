@@ -1,7 +1,7 @@
 """Attention and MLP side by side: both read the input of the layer. Usually the MLP reads the output of attention.
 
 megatron-core's layer computes first attention, then the MLP. Here the norm before the MLP ignores its input and returns
-a norm of the layer's input. All else is megatron-core's own, as are the sums of residuals.
+a norm of the layer's input. All other code, also the sums of residuals, is megatron-core's.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def adapt_parallel(layer: Any, config: TransformerConfig, backend: Backend) -> N
     Args:
         layer: the submodules of a layer, changed in place. No other layer may share them.
         config: its ``parallel_norms`` is 1 (attention and MLP read one norm), 2 (a norm each), or not set.
-        backend: that of the layer's modules.
+        backend: the backend of the layer's modules.
     """
     norms = getattr(config, "parallel_norms", None)
     if norms is None:
         return
     if config.recompute_granularity == "selective" and "layernorm" in (config.recompute_modules or ()):
         raise ConfigError(
-            "recompute_modules must be without 'layernorm' where attention and MLP are side by side. The MLP reads the "
+            "recompute_modules must be without 'layernorm' if attention and MLP are side by side. The MLP reads the "
             "output of the first norm, which recomputation would discard. Remove 'layernorm'."
         )
     if backend == "te":  # its usual linear layers have a norm inside
@@ -67,7 +67,7 @@ class SharedInput:
         memory = self
 
         class Recalled(nn.Module):
-            """Returns the output of the first norm."""
+            """Returns the tensor that the first norm has stored, and ignores its input."""
 
             def __init__(self, **arguments: Any) -> None:
                 super().__init__()
@@ -91,7 +91,7 @@ class SharedInput:
 
 def _hooked(norm: type, hook: Any) -> type:
     class Hooked:
-        """``norm`` with a hook; its constructor returns it, as that of megatron-core's ``TENorm`` does."""
+        """``norm`` with a hook. The constructor returns the norm, like megatron-core's ``TENorm``."""
 
         def __new__(cls, **arguments: Any) -> Any:
             module = norm(**arguments)

@@ -1,7 +1,8 @@
 """The rotary embedding of a model: the inverse frequencies of transformers with the interface of mcore.
 
-If frequencies depend on lengths, each sequence has those of its own length, whatever it shares a microbatch with. No
-earlier length is remembered. mcore reads the attention factor from the config, and multiplies cosines and sines by it.
+If frequencies depend on lengths, each sequence has the frequencies of its own length. Other sequences of the microbatch
+and earlier lengths have no effect. mcore reads the attention factor from the config, and multiplies cosines and sines
+by it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class HFRotaryEmbedding(RotaryEmbedding):
         cp_group: the context-parallel group. Each of its ranks gets the angles of its own tokens.
 
     Attributes:
-        lengths: of the sequences of this call, from ``take_lengths``. None: all have the length of the angles.
+        lengths: the lengths of the sequences of this call, from ``take_lengths``. None: all have the length of the
+            angles.
     """
 
     def __init__(self, rope: Rope, *, rotary_interleaved: bool, cp_group: ProcessGroup | None) -> None:
@@ -75,7 +77,7 @@ class HFRotaryEmbedding(RotaryEmbedding):
         return torch.stack([self._known[length] for length in counting])
 
     def _computed(self, max_seq_len: int, offset: int) -> Tensor:
-        """The angles of half of the rotated dims: those of ``get_emb``, without the dim of heads."""
+        """The angles of half of the rotated dims, as in ``get_emb`` without the dim of heads."""
         if self.lengths is None:
             return self.get_freqs_non_repeated(max_seq_len, offset)[:, None]
         device, places = _device(), self.lengths.places
@@ -110,19 +112,19 @@ class HFRotaryEmbedding(RotaryEmbedding):
 
 
 def _device() -> torch.device:
-    """Where angles are."""
+    """The device of angles."""
     return torch.device(torch.cuda.current_device() if torch.cuda.is_available() else "cpu")
 
 
 class LatentRotaryEmbedding(HFRotaryEmbedding):
-    """The rope for mcore's multi-latent attention, which with ``rope_type`` "yarn" also wants the attention factor."""
+    """The rope for mcore's multi-latent attention, which with ``rope_type`` "yarn" also needs the attention factor."""
 
     def __init__(self, rope: Rope, *, cp_group: ProcessGroup | None) -> None:
         super().__init__(rope, rotary_interleaved=False, cp_group=cp_group)
         self.attention_factor = rope.attention_factor
 
     def get_rotary_seq_len(self, *arguments: Any, **keywords: Any) -> int:
-        """The length of the angles, from mcore. A layer that is recomputed may be of an earlier call of the chunk."""
+        """The length of the angles, from mcore. A recomputed layer may belong to an earlier call of the chunk."""
         packed = arguments[4] if len(arguments) > 4 else keywords.get("packed_seq_params")
         if packed is not None and self.lengths is not None:
             self.lengths = packed_lengths(packed)
@@ -142,7 +144,7 @@ class LatentRotaryEmbedding(HFRotaryEmbedding):
 
 
 def replace_rotary(chunk: GPTModel) -> None:
-    """Replaces every rope that mcore built: that of the chunk, or by a shared one those of its latent attentions."""
+    """Replace every rope that mcore built: the rope of the chunk, or, by a shared one, of its latent attentions."""
     rope, cp_group = getattr(chunk.config, "hf_rope", None), chunk.pg_collection.cp
     if rope is None:
         return
@@ -157,9 +159,9 @@ def replace_rotary(chunk: GPTModel) -> None:
 
 
 def take_lengths(chunk: GPTModel) -> None:
-    """Tells the ropes of a chunk the lengths of the sequences of each call, if frequencies depend on them.
+    """Set the lengths of the sequences of each call on the ropes of a chunk, if frequencies depend on them.
 
-    It is a hook that comes last, when inputs are those of this rank. A KV cache gets the frequencies of its own size.
+    This hook runs last, when inputs are this rank's inputs. A KV cache gets the frequencies of its own size.
     """
     ropes = [module for module in chunk.modules() if isinstance(module, HFRotaryEmbedding)]
     if any(rope.rope.is_dynamic for rope in ropes):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def adapt_scores(layer: Any, config: TransformerConfig, backend: str) -> None:
-    """Puts in ``ScoresCoreAttention`` for soft caps, which TE does not have either, and for sinks on backend torch."""
+    """Use ``ScoresCoreAttention`` for soft caps (which TE lacks as well), and for sinks on backend torch."""
     capped = getattr(config, "attention_softcap", None) is not None
     if capped and backend == "te":
         say("TransformerEngine has no attention with soft caps: these layers use torch's")
@@ -24,7 +24,7 @@ def adapt_scores(layer: Any, config: TransformerConfig, backend: str) -> None:
 
 
 class ScoresCoreAttention(CoreAttention):
-    """``CoreAttention`` in the steps of transformers' eager attention.
+    """``CoreAttention`` with the steps of transformers' eager attention.
 
     With ``config.attention_softcap``, a tanh keeps scores between minus and plus that number. With ``softmax_type``
     "learnable", each head has a sink: a learned score, ``softmax_offset``, that only adds to the sum of the softmax.
@@ -45,7 +45,7 @@ class ScoresCoreAttention(CoreAttention):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """Its parameters for a checkpoint of megatron-core, with the sinks cut over TP."""
+        """The parameters for a checkpoint of megatron-core, with the sinks cut over TP."""
         return sharded_tensors(self, prefix, sharded_offsets)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, *, causal: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""Chooses the core attention of each layer under backend te: TransformerEngine's, or torch's where TE lacks a feature.
+"""Choose the core attention of each layer under backend te: TransformerEngine's, or torch's if TE lacks a feature.
 
 The missing features were read in the code of TransformerEngine 2.11 and tried on GPUs. Newer releases have more.
 """
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
 CP_COMM_TYPES = (None, "p2p", "all_gather", "a2a", "a2a+p2p")
-"""Values of ``cp_comm_type``. None: the best one for each layer. A list is refused, since megatron-core 0.16 takes the
-value of the next layer from it."""
+"""Values of ``cp_comm_type``. None: the best one for each layer. A list is refused, since megatron-core 0.16 uses the
+value of the next layer.
+"""
 _RINGS = ("p2p", "a2a+p2p")
 
 
@@ -69,12 +70,12 @@ def lacking(config: TransformerConfig, *, windowed: bool) -> str:
         return f"for queries and values of different size for cp_comm_type={kind!r}"
     dealt = _dealt(config, windowed=windowed)
     if _groups(config) % dealt:
-        return f"under context parallelism that deals out {_groups(config)} key heads to {dealt} ranks"
+        return f"under context parallelism that distributes {_groups(config)} key heads over {dealt} ranks"
     return ""
 
 
 def _dealt(config: TransformerConfig, *, windowed: bool) -> int:
-    """The number of ranks that share out the heads while a layer attends."""
+    """The number of ranks among which heads are distributed while a layer attends."""
     if config.cp_comm_type == "a2a+p2p":
         return int(config.hierarchical_context_parallel_sizes[0])
     by_heads = config.cp_comm_type == "a2a" or (windowed and config.cp_comm_type is None)

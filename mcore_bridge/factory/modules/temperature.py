@@ -33,7 +33,7 @@ class Temperature:
 
 
 def temperature_of(config: TransformerConfig, number: int) -> Temperature | None:
-    """The temperature of layer ``number`` (from 0): that of the rope, or that of layers without a rope."""
+    """The temperature of layer ``number`` (from 0): from the rope, or the one for layers without a rope."""
     rope, unrotated = getattr(config, "hf_rope", None), getattr(config, "nope_temperature", None)
     if rope is not None and rope.query_temperature is not None:
         return Temperature(*rope.query_temperature)

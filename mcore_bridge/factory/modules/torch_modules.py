@@ -1,7 +1,7 @@
 """Plain torch modules as submodules of mcore's layer spec. They compute in the order of transformers.
 
-They support what mcore's own torch modules refuse: sequence and context parallelism, zero-centred norms, and sliding
-windows with them. Their arguments are those of mcore's modules, so any spec may use them.
+They support features that mcore's own torch modules refuse: sequence and context parallelism, zero-centred norms, and
+sliding windows with these. They take the arguments of mcore's modules, so any spec may use them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Norm(nn.Module):
     def scaled(self, hidden: Tensor, mean_square: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm of ``hidden``, given its mean square in fp32; ``weight`` broadcasts."""
         normed = hidden.float() * torch.rsqrt(mean_square + self.eps)
-        if self.zero_centered:  # fp32 to the end, as in gemma: bf16 would round 1 + weight
+        if self.zero_centered:  # in fp32 to the end, as in gemma: bf16 would round 1 + weight
             return (normed * (1.0 + weight.float())).to(hidden.dtype)
         return weight * normed.to(hidden.dtype)
 
@@ -70,7 +70,7 @@ def placement(config: TransformerConfig) -> dict[str, Any]:
 
 def _parameter(config: TransformerConfig, size: int) -> nn.Parameter:
     parameter = nn.Parameter(torch.empty(size, **placement(config)))
-    # With SP each TP rank has some tokens; finalize_model_grads sums the gradients of parameters with this mark.
+    # With SP each TP rank has some tokens; finalize_model_grads sums the gradients of parameters with this attribute.
     parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return parameter
 
@@ -78,7 +78,7 @@ def _parameter(config: TransformerConfig, size: int) -> nn.Parameter:
 class CoreAttention(nn.Module):
     """Scaled dot-product attention of mcore's ``[s, b, heads, dim]`` tensors: grouped queries, windows, CP, dropout.
 
-    With context parallelism, mcore deals rank r the chunks r and 2n-1-r of 2n. Every rank gathers all keys and values,
+    With context parallelism, mcore gives rank r the chunks r and 2n-1-r of 2n. Every rank gathers all keys and values,
     puts them in the order of the text, and attends with its own queries.
     """
 
@@ -129,8 +129,8 @@ class CoreAttention(nn.Module):
                 in transformers, where 1 means a token.
             attn_mask_type: used instead of the layer's own, if it is given.
             attention_bias: must be None.
-            packed_seq_params: where packed sequences begin. Each attends only to itself, and is dealt to the CP ranks
-                by itself.
+            packed_seq_params: the starts of packed sequences. Each sequence attends only to itself, and is distributed
+                over the CP ranks by itself.
 
         Returns:
             ``[s, b, heads * dim]``; for packed sequences ``[s, heads * dim]``.
@@ -146,7 +146,7 @@ class CoreAttention(nn.Module):
         return torch.cat([self._sequence(q, k, v, None, attn_mask_type) for q, k, v in parts]).squeeze(1)
 
     def masked(self, query: Tensor, key: Tensor, value: Tensor, visible: Sequence[Tensor], packed: Any) -> Tensor:
-        """Attend by masks alone, in which True is seen: ``[1, 1, n, n]`` for each packed sequence, or one for rows."""
+        """Attend by masks alone (True is visible): ``[1, 1, n, n]`` for each packed sequence, or one for rows."""
         if packed is None:
             return self._sequence(query, key, value, None, None, visible[0])
         lengths = packed_lengths(packed, self.cp_group.size())
@@ -197,7 +197,7 @@ class CoreAttention(nn.Module):
     def _hidden(
         self, query_positions: Tensor, num_keys: int, *, causal: bool, attention_mask: Tensor | None
     ) -> Tensor | None:
-        """A mask in which True hides a position. None: a plain triangle is hidden, or nothing."""
+        """A mask in which True hides a position; None if SDPA's ``is_causal`` is enough, or nothing is hidden."""
         square = self.cp_group.size() == 1 and query_positions.numel() == num_keys
         if attention_mask is None and self.window_size is None and (square or not causal):
             return None
@@ -216,7 +216,7 @@ class CoreAttention(nn.Module):
 
 
 def padding_hidden(counting: Tensor, query_positions: Tensor, cp_group: Any) -> Tensor:
-    """``[b, 1, s, t]``, True where padding is hidden. Padding still sees itself, so that every row has something."""
+    """``[b, 1, s, t]``, True where padding is hidden. Padding attends to itself, so that no row is empty."""
     shown = gather_text(counting.bool().t(), cp_group).t()
     places = torch.arange(shown.size(1), device=shown.device)
     return ~shown[:, None, None, :] & (places != query_positions[:, None])
@@ -237,7 +237,7 @@ def sharded_tensors(attention: nn.Module, prefix: str, sharded_offsets: tuple[An
 
 
 def packed_lengths(packed: Any, num_ranks: int) -> list[int]:
-    """The number of tokens that a context-parallel rank has of each packed sequence, padding included."""
+    """The number of tokens of each packed sequence on a context-parallel rank, padding included."""
     padded = getattr(packed, "cu_seqlens_q_padded", None)
     starts = packed.cu_seqlens_q if padded is None else padded
     return [length // num_ranks for length in starts.diff().tolist()]

@@ -1,7 +1,7 @@
-"""Whether images fit the tokens that stand for them, row by row.
+"""Check that images fit their image tokens, row by row.
 
-transformers compares only the sums over all rows. One row may be cut inside an image, while another has a token too
-many. Then each feature of the rows between them would be at a wrong place.
+transformers compares only the sums over all rows. One row may be cut inside an image, while another has one image token
+too many. Then the features of all rows between them would be at wrong places.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ _FEATURES = ("get_image_features", "get_video_features")
 _KINDS = ("images", "videos")
 _ADVICE = (
     "Do not cut rows inside an image, and give each row its own images. If the model has sampled a token with the id "
-    "of an image, pass mm_token_type_ids, which has 0 there"
+    "of an image, pass mm_token_type_ids with 0 for this token"
 )
 _OF_TRANSFORMERS = re.compile(
     r"features.*tokens.*do not match|placeholder span|shape mismatch: value tensor", re.DOTALL
 )
-"""How transformers says that it has too few tokens for features, and torch that a row has too few for its positions."""
+"""Texts of errors: of transformers if tokens do not match features, of torch if a row is too short for its positions.
+"""
 
 
 class MisfitError(Exception):
-    """Images do not fit a sequence, whose number is the first argument; the second is what is wrong with it."""
+    """Images do not fit a sequence. The first argument is the number of the sequence, the second the fault."""
 
 
 @contextlib.contextmanager
 def fitting(composite: nn.Module, types: Tensor, counts: Sequence[tuple[int, int]] | None) -> Iterator[None]:
-    """Inside, features that do not fit the tokens of a row raise ``MisfitError``, before they are put in their place.
+    """In the block, features that do not fit the tokens of a row raise ``MisfitError`` before they replace tokens.
 
     Args:
-        composite: transformers' model, which computes features of images and videos in methods of its own.
-        types: of all tokens, ``[batch, seq]``.
-        counts: the numbers of images and videos of each row; rows behind them have none. None: unknown.
+        composite: transformers' model, which computes features of images and videos in separate methods.
+        types: the types of all tokens, ``[batch, seq]``.
+        counts: the numbers of images and videos of each row; further rows have none. None: unknown.
     """
     running: list[str] = []
 
@@ -49,7 +50,7 @@ def fitting(composite: nn.Module, types: Tensor, counts: Sequence[tuple[int, int
                 output = compute(*args, **kwargs)
             finally:
                 running.pop()
-            if not running:  # videos may be computed as images are
+            if not running:  # the method for videos may call the method for images
                 kind = _FEATURES.index(name)
                 own = None if counts is None else [of_row[kind] for of_row in counts]
                 _require_fit(features_in(output), (types == kind + 1).sum(1).tolist(), own, _KINDS[kind])
@@ -68,18 +69,18 @@ def fitting(composite: nn.Module, types: Tensor, counts: Sequence[tuple[int, int
 
 
 def features_in(output: Any) -> Any:
-    """The features of images, or of videos, in what ``get_image_features`` returns.
+    """The features of images, or of videos, in the result of ``get_image_features``.
 
-    Llama 4 returns what its tower does, before the layer that connects it to the text.
+    Llama 4 returns the output of its tower, before the layer that connects it to the text.
     """
     return output.last_hidden_state if output.pooler_output is None else output.pooler_output
 
 
 def _require_fit(features: Any, tokens: Sequence[int], counts: Sequence[int] | None, kind: str) -> None:
-    """Raise ``MisfitError`` unless the tokens of each row are those of its images, or at least of whole images."""
+    """Raise ``MisfitError`` unless the tokens of each row match its images, or at least whole images."""
     num_images = 2 if counts is None else sum(counts)
     if isinstance(features, Tensor) and (features.dim() == 2 or len(features) == 1 < num_images):
-        return  # of all images together: transformers compares the sums
+        return  # for all images together: transformers compares the sums
     left = [len(feature) for feature in features]
     if len(left) != num_images:  # Video-LLaVA has features of each frame
         counts = None
@@ -94,11 +95,11 @@ def _require_fit(features: Any, tokens: Sequence[int], counts: Sequence[int] | N
 
 
 def misfit(error: Exception, rows: Sequence[int] | None) -> BatchError:
-    """The error for a caller, which names the row. It gives advice only if the inputs of images are to blame.
+    """The error for a caller, which names the row. It gives advice only if the inputs of images are wrong.
 
     Args:
-        error: what was raised.
-        rows: the numbers that the rows have for the caller. None: they are counted from 0.
+        error: the error that was raised.
+        rows: the caller's numbers of the rows. None: they are counted from 0.
     """
     if isinstance(error, MisfitError):
         number, reason = error.args
@@ -119,4 +120,4 @@ def _advice(error: Exception) -> str:
     # transformers' positions of a row end early if it has more images than grids
     if isinstance(error, StopIteration) or _OF_TRANSFORMERS.search(str(error)):
         return f". {_ADVICE}"
-    return ". Pass all that the processor of this model returns" if "NoneType" in str(error) else ""
+    return ". Pass everything that the processor of this model returns" if "NoneType" in str(error) else ""

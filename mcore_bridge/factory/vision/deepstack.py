@@ -1,7 +1,7 @@
-"""Deepstack: features of several depths of a tower, which are added behind the first layers of the text.
+"""Deepstack: features of several depths of a tower, which are added after the first layers of the text.
 
-megatron-core has no place for them. They travel in ``attention_bias``, which it hands to each layer, also when it
-recomputes one. An object of its own for each microbatch keeps microbatches apart.
+megatron-core has no place for them. They are passed in ``attention_bias``, which megatron-core gives to each layer,
+also in a recompute. A separate object for each microbatch keeps microbatches apart.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LayerFeatures:
-    """What a microbatch brings to each layer, in the place of ``attention_bias``.
+    """The features of a microbatch for its layers, passed in the place of ``attention_bias``.
 
     Attributes:
-        features: ``[s, b, h]`` each: feature ``i`` is added behind layer ``i``.
+        features: ``[s, b, h]`` each: feature ``i`` is added after layer ``i``.
     """
 
     features: Sequence[Tensor]
@@ -40,7 +40,7 @@ def count_features(whole: Whole) -> int:
 
 
 def require_layers(count: int, first: Stage) -> None:
-    """Raises ``MeshError`` if the first stage, whose ranks alone have features, has fewer layers than these."""
+    """Raise ``MeshError`` if the first stage has fewer layers than features; only this stage has features."""
     if count > len(first.layers):
         raise MeshError(
             f"the first pipeline stage must have at least {count} layers, one for each feature that the tower adds "
@@ -49,13 +49,13 @@ def require_layers(count: int, first: Stage) -> None:
 
 
 def take_features(chunk: GPTModel) -> None:
-    """Make layers add what a microbatch carries for them."""
+    """Make layers add the features that a microbatch has for them."""
     for layer in chunk.decoder.layers:
         layer.__class__ = mixed(Deepstacked, layer.__class__)
 
 
 class Deepstacked(nn.Module):
-    """A transformer layer behind which a feature of the tower is added, if a microbatch carries one."""
+    """A transformer layer that adds a feature of the tower to its output, if the microbatch has one."""
 
     def forward(self, *args: Any, attention_bias: Any = None, **kwargs: Any) -> Any:
         if not isinstance(attention_bias, LayerFeatures):
@@ -67,10 +67,10 @@ class Deepstacked(nn.Module):
 
 
 def carried(hidden: Tensor, features: Sequence[Tensor]) -> tuple[Tensor, LayerFeatures]:
-    """``hidden`` itself, and its features for the layers. Gradients of features arrive with that of ``hidden``.
+    """Return ``hidden``, and its features for the layers. Gradients of features arrive with the gradient of ``hidden``.
 
-    A layer that is recomputed runs its backward apart. If it just captured a feature, it would run the backward of the
-    tower, once for each such layer. So layers get leaves, and their gradients go on when all layers are done.
+    A recomputed layer runs a separate backward. If it used a feature directly, this backward would run the backward of
+    the tower, once for each layer. So layers get leaf tensors, whose gradients are passed on when all layers are done.
 
     Args:
         hidden: the input of the first layer, ``[s, b, h]``.
@@ -91,4 +91,4 @@ class _Port(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, None, *(leaf.grad for leaf in ctx.leaves)  # all layers are behind us
+        return grad, None, *(leaf.grad for leaf in ctx.leaves)  # the backward of all layers is done

@@ -1,9 +1,9 @@
-"""Gives each parameter of a tower one gradient in each microbatch, in an order that is always the same.
+"""Give each parameter of a tower one gradient in each microbatch, in a fixed order.
 
-megatron-core's reducers start a collective as soon as all parameters of a bucket have a gradient. Other replicas must
-start the same ones in the same order. But a replica may have images in a microbatch where another has text alone, and
-some towers have parameters that no feature depends on. So the tower computes with aliases of its parameters, and their
-gradients go on one by one, as a chain of nodes in autograd's graph.
+megatron-core's reducers start a collective as soon as all parameters of a bucket have a gradient. All replicas must
+start equal collectives in one order. But in a microbatch one replica may have images and another only text, and some
+towers have parameters that no feature depends on. So the tower computes with aliases of its parameters. Their gradients
+are passed on one by one, by a chain of nodes in autograd's graph.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class InTurn:
     token: Tensor | None
 
     def joined(self, hidden: Tensor) -> Tensor:
-        """``hidden`` itself, whose backward also starts the chain."""
+        """Return ``hidden``, whose backward then also starts the chain."""
         if self.token is None:
             return hidden
         output: Tensor = _Join.apply(hidden, self.token)
@@ -39,7 +39,7 @@ class InTurn:
 def in_turn(tower: nn.Module) -> InTurn:
     """Make aliases. The gradients of the last parameters come first, as in megatron-core's buckets.
 
-    It must be called before anything else of the microbatch is computed: autograd takes later nodes first.
+    Call this before any other computation of the microbatch: autograd runs later nodes first.
     """
     trained = {name: weight for name, weight in tower.named_parameters() if weight.requires_grad}
     if not trained or not torch.is_grad_enabled():
@@ -52,10 +52,10 @@ def in_turn(tower: nn.Module) -> InTurn:
 
 
 def gather_parameters(tower: nn.Module) -> None:
-    """Have megatron-core's DDP gather the parameters of a tower, if it leaves that to the forward.
+    """Make megatron-core's DDP gather the parameters of a tower, if it usually does so in the forward.
 
-    It gathers those of a module when the module runs. A microbatch of text runs none of the tower, so that replicas
-    would gather in different orders. And some modules read a parameter of another one, which does not run.
+    DDP gathers the parameters of a module when the module runs. But a microbatch of text does not run the tower, so
+    replicas would gather in different orders. Also, some modules read a parameter of a module that does not run.
     """
     for module in tower.modules():
         for hook in tuple(module._forward_pre_hooks.values()):
@@ -64,7 +64,7 @@ def gather_parameters(tower: nn.Module) -> None:
 
 
 class _Link(torch.autograd.Function):
-    """Its backward waits for the gradient of the alias, and for the links behind it."""
+    """Its backward waits for the gradient of the alias, and for the next links."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, parameter: Tensor) -> tuple[Tensor, Tensor]:

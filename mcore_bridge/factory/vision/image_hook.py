@@ -1,8 +1,8 @@
 """Adds images to a chunk: a forward pre-hook runs the vision tower, and sets token embeddings and positions.
 
-``forward`` keeps its signature, so that trainers may look at it and replace it. The hook takes the inputs of images
-out of the call. On the first stage it adds the embeddings of text and images (``decoder_input``), and on every stage
-the positions of tokens. All of it comes from transformers' own composite (``text_stub.py``).
+``forward`` keeps its signature, so that trainers may inspect and replace it. The hook takes the inputs of images out of
+the call. On the first stage it adds the embeddings of text and images (``decoder_input``), and on every stage the
+positions of tokens. transformers' composite computes all of these (``text_stub.py``).
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
 _PIXELS = "pixel_"
-"""How the names of inputs begin that only the tower reads."""
+"""The prefix of names of inputs that only the tower reads."""
 _TYPES = (TYPES, BLOCKS)
-"""Arguments that say of each token whether it is text (0), of an image (1) or of a video (2)."""
+"""Arguments with the type of each token: text (0), of an image (1) or of a video (2)."""
 
 
 def see(chunk: GPTModel, composite: nn.Module) -> None:
-    """Make a chunk take images, in rows or packed, with any form of inputs that ``whole_rows`` knows.
+    """Make a chunk take images, in rows or packed, with any form of inputs that ``whole_rows`` supports.
 
     Args:
-        chunk: of any stage. That of the first stage has the composite as ``vision``.
+        chunk: a chunk of any stage. The chunk of the first stage has the composite as ``vision``.
         composite: transformers' base model, whose language model is ``Caught``. After the first stage its tower is
             never run, and may be on the meta device.
     """
@@ -101,7 +101,7 @@ def _see(
         return (), _seen(composite, chunk, turn, inputs, images, types, explicit, misfits, shown)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # any of transformers: the other ranks of a pipeline may wait
+    except Exception as error:  # any error of transformers: the other ranks of a pipeline may wait
         problem = misfit(error, None if misfits is None else misfits.rows)
         if misfits is None:
             raise problem from problem.__cause__
@@ -121,7 +121,7 @@ def _seen(
     misfits: Misfits | None,
     shown: Tensor | None,
 ) -> dict[str, Any]:
-    """The inputs of a microbatch with images, or with positions of its own."""
+    """The inputs of a microbatch with images, or with given positions."""
     _require_readable(chunk, composite, images)
     group = getattr(inputs.get("packed_seq_params"), "cp_group", None) or chunk.pg_collection.cp
     counts_padding = shown is None or not _is_dynamic(chunk)
@@ -147,7 +147,7 @@ def _without_features(chunk: Any, inputs: dict[str, Any], turn: InTurn) -> dict[
 
 
 def _is_dynamic(chunk: Any) -> bool:
-    """Whether the rope depends on the length, which padding must not be part of."""
+    """Whether the rope depends on the length (without padding)."""
     rope = getattr(chunk.config, "hf_rope", None)
     return rope is not None and rope.is_dynamic
 
@@ -162,7 +162,7 @@ def _require_readable(chunk: Any, composite: nn.Module, images: Iterable[str]) -
     if chunk.config.mtp_num_layers:
         raise BatchError(
             f"mtp_num_layers must be 0 or None for images, found {chunk.config.mtp_num_layers}: MTP layers embed "
-            "tokens by themselves and would not see them. Build without MTP layers"
+            "tokens by themselves and would ignore images. Build without MTP layers"
         )
 
 
@@ -185,7 +185,7 @@ def _called(
     types: Tensor | None,
     counts: Sequence[tuple[int, int]] | None,
 ) -> dict[str, Any]:
-    """What transformers would call its language model with, for whole rows."""
+    """The arguments with which transformers would call its language model, for whole rows."""
     ids, device = rows.input_ids, rows.input_ids.device
     if chunk.pre_process:
         embed = _embedding(chunk)
@@ -218,14 +218,14 @@ def _moved(value: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
 
 
 def _nothing(input_ids: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """In place of embeddings, after the first stage: positions and masks do not depend on them."""
+    """A placeholder for embeddings after the first stage, since positions and masks do not depend on them."""
     return torch.zeros(*input_ids.shape, 1, dtype=dtype, device=input_ids.device)
 
 
 def _embedding(chunk: Any) -> Embed:
     """The chunk's embedding, for whole rows ``[b, s]`` to ``[b, s, hidden]``, without the cut of sequence parallelism.
 
-    It is made of shallow copies, which have the same parameters and hooks.
+    It consists of shallow copies, which share parameters and hooks.
     """
     whole = copy.copy(chunk.embedding)
     whole._modules = dict(whole._modules)
@@ -259,14 +259,14 @@ def _at(features: Tensor, where: Tensor, hidden: Tensor) -> Tensor:
 
 
 def _positions(rows: WholeRows, positions: Tensor | None) -> Tensor:
-    """Positions ``[n, b, s]`` of whole rows as ``MultimodalRotary`` wants them."""
+    """Positions ``[n, b, s]`` of whole rows in the form for ``MultimodalRotary``."""
     if positions is None:
         raise BatchError("positions of images must follow from their sizes, found none: pass image_grid_thw")
     return rows.ordered(positions.permute(1, 2, 0)).permute(2, 0, 1)
 
 
 def _hidden(chunk: Any, own: Tensor) -> Tensor:
-    """Hidden states of this rank, ``[rows, tokens, h]``, as ``[tokens, rows, h]``; with SP, those of this TP rank."""
+    """Hidden states ``[rows, tokens, h]`` as ``[tokens, rows, h]``; with SP, the part of this TP rank."""
     from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 
     hidden = own.transpose(0, 1).contiguous()

@@ -1,7 +1,7 @@
-"""Masks that see both ways within an image, as in Gemma 3. transformers makes them, one for each kind of layer.
+"""Masks with bidirectional attention within an image, as in Gemma 3. transformers makes one for each kind of layer.
 
-They travel in ``attention_bias``, which megatron-core hands to core attention, also when it recomputes a layer.
-TransformerEngine has no kernel for them, so torch's attention takes the microbatches that have such a mask.
+They are passed in ``attention_bias``, which megatron-core gives to core attention, also in a recompute.
+TransformerEngine has no kernel for them, so torch's attention runs microbatches with such a mask.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """Which keys a query sees, in the place of ``attention_bias``; True is seen.
+    """The visible keys of each query (True is visible), passed in the place of ``attention_bias``.
 
     Attributes:
-        full: of layers without a window: ``[1, 1, n, n]`` for each packed sequence of n tokens, in the order of the
-            text; or one mask ``[b, 1, s, s]`` for rows.
-        sliding: of layers with a window.
+        full: the masks of layers without a window: ``[1, 1, n, n]`` for each packed sequence of n tokens, in the order
+            of the text; or one mask ``[b, 1, s, s]`` for rows.
+        sliding: the masks of layers with a window.
     """
 
     full: Sequence[Tensor]
@@ -70,9 +70,9 @@ class Sighted(nn.Module):
 
 
 def masks_of(rows: WholeRows, by_kind: Mapping[str, Tensor], packed: Any) -> Masks:
-    """The masks of transformers, bool ``[b, 1, s, s]`` for whole rows, as attention takes them.
+    """The masks of transformers, bool ``[b, 1, s, s]`` for whole rows, in the form for attention.
 
-    Padding sees itself, since a softmax over nothing has no value.
+    Padding attends to itself, since a softmax over nothing has no value.
     """
     kinds = (by_kind[name] | _itself(by_kind[name]) for name in ("full_attention", "sliding_attention"))
     if packed is None:
@@ -83,7 +83,7 @@ def masks_of(rows: WholeRows, by_kind: Mapping[str, Tensor], packed: Any) -> Mas
 
 
 def _of_sequence(mask: Tensor, places: Tensor) -> Tensor:
-    """Of the mask of a row, ``[1, s, s]``, that of its tokens at ``places`` in the flattened rows; -1 is padding."""
+    """Cut from the mask of a row, ``[1, s, s]``, its tokens at ``places`` in the flattened rows; -1 is padding."""
     at = places.remainder(mask.size(-1))
     shown = mask[:, at][:, :, at] & (places >= 0)
     return (shown | _itself(shown))[None]

@@ -31,9 +31,9 @@ class MultimodalRotary(HFRotaryEmbedding):
 
     Args:
         rope: parameters and frequencies.
-        num_positions: how many a token has, n.
-        recompose: transformers' own function that takes each angle from one of these positions. It says how sections
-            lie, and whether the dims of a pair are neighbours.
+        num_positions: how many positions a token has, n.
+        recompose: transformers' function that selects the position of each angle. It determines the order of sections,
+            and whether the dims of a pair are neighbours.
         cp_group: the context-parallel group.
     """
 
@@ -54,8 +54,8 @@ class MultimodalRotary(HFRotaryEmbedding):
         """The angles of exactly these positions, for mcore's ``apply_rotary_pos_emb``: fp32 ``[s, b, 1, dims]``.
 
         Args:
-            position_ids: int64 ``[n, b, s]``. Of packed sequences, those of all context-parallel ranks, ``[n, 1, s]``;
-                mcore then takes each rank's own. Otherwise those of this rank.
+            position_ids: int64 ``[n, b, s]``. For packed sequences, the positions of all context-parallel ranks, ``[n,
+                1, s]``, from which mcore selects each rank's. Otherwise the positions of this rank.
             mrope_section: as mcore passes it; not needed.
             cp_group: a context-parallel group to use instead of the constructor's.
         """
@@ -74,7 +74,7 @@ class MultimodalRotary(HFRotaryEmbedding):
 
 
 def take_positions(chunk: GPTModel, num_positions: int, recompose: Callable[[Tensor], Tensor]) -> None:
-    """Make a chunk compute its rope from the positions that it is given, ``num_positions`` for each token.
+    """Make a chunk compute its rope from given positions, ``num_positions`` for each token.
 
     Raises:
         ConfigError: a fused kernel would count positions by itself.
@@ -91,12 +91,12 @@ def take_positions(chunk: GPTModel, num_positions: int, recompose: Callable[[Ten
 
 
 def text_positions(chunk: GPTModel, inputs: dict[str, Any]) -> Tensor:
-    """The positions of a text without images, as ``MultimodalRotary`` wants them: ``[n, b, s]`` or ``[n, 1, s]``.
+    """The positions of a text without images, in the form for ``MultimodalRotary``: ``[n, b, s]`` or ``[n, 1, s]``.
 
-    Padding has that of the last token where the rope depends on the length.
+    If the rope depends on the length, padding has the position of the last token.
 
     Args:
-        inputs: those of the chunk by name, for the tokens of this context-parallel rank.
+        inputs: the inputs of the chunk by name, for the tokens of this context-parallel rank.
     """
     from mcore_bridge.factory.modules.torch_modules import own_text
 
@@ -132,7 +132,7 @@ def _by_row(
     attention_mask: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """As transformers, with the same arguments: ``[n, b, s]``, and by how much positions lag ``[b, 1]``."""
+    """Like transformers' function: positions ``[n, b, s]``, and the offset of later positions ``[b, 1]``."""
     shown = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     is_image = (mm_token_type_ids == 1) & (shown != 0)
     begins = is_image & ~torch.nn.functional.pad(is_image, (1, 0))[:, :-1]

@@ -1,7 +1,7 @@
-"""What stands in the place of a composite's language model: it notes what transformers calls it with.
+"""A stub in the place of a composite's language model, which records the arguments of transformers' call.
 
-transformers' own ``forward`` of the composite runs the tower, puts features in the place of tokens, and computes
-positions and masks. All of it arrives in this call, so there is no second formula for any of it.
+transformers' ``forward`` of the composite runs the tower, replaces image tokens by features, and computes positions and
+masks. All results are arguments of this call, so there is no second formula.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Embed = Callable[[Tensor], Tensor]
 
 
 class Caught(nn.Module):
-    """Stands for the language model of a composite. It has no parameters and no buffers.
+    """A stub for the language model of a composite. It has no parameters and no buffers.
 
     Args:
         text: transformers' language model, of which only the rope is kept.
@@ -32,7 +32,7 @@ class Caught(nn.Module):
 
     @property
     def recompose(self) -> Callable[[Tensor], Tensor] | None:
-        """How the rope takes each angle from one of n positions: ``[n, b, s, dims / 2]`` to ``[b, s, dims]``.
+        """The rope's function that selects a position for each angle: ``[n, b, s, dims / 2]`` to ``[b, s, dims]``.
 
         None: the rope has one position for each token.
         """
@@ -44,26 +44,26 @@ class Caught(nn.Module):
         return len(getattr(self._rope[0], "mrope_section", None) or ())
 
     def get_input_embeddings(self) -> Embed | None:
-        """What embeds the tokens of the call in progress."""
+        """The embedding for the call in progress."""
         return self._embed
 
     def forward(self, **call: Any) -> MoeModelOutputWithPast:
-        """Note the call. transformers reads the fields of the result afterwards."""
+        """Record the call. transformers reads the fields of the result afterwards."""
         self._call = call
         return MoeModelOutputWithPast(last_hidden_state=call["inputs_embeds"])
 
 
 def called(composite: nn.Module, embed: Embed, aliases: Mapping[str, Tensor], **inputs: Any) -> dict[str, Any]:
-    """What a composite, whose language model is ``Caught``, calls it with.
+    """Run a composite whose language model is ``Caught``, and return the recorded arguments.
 
     Args:
         composite: transformers' base model.
         embed: embeds the tokens.
-        aliases: what it computes with in the place of its parameters, by their names.
-        inputs: those of the composite's ``forward``.
+        aliases: tensors by names of parameters, used in place of the parameters.
+        inputs: the arguments of the composite's ``forward``.
     """
     caught: Any = composite.language_model
-    vars(composite)["rope_deltas"] = None  # of the call before, which generation goes on from
+    vars(composite)["rope_deltas"] = None  # from the previous call, from which generation would continue
     caught._embed, caught._call = embed, {}
     try:
         torch.func.functional_call(composite, dict(aliases), kwargs=inputs)

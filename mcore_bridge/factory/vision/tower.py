@@ -1,4 +1,4 @@
-"""The tower of a composite: transformers' own model of images and text, without its language model.
+"""The tower of a composite: transformers' model of images and text, without its language model.
 
 A model of its first stage has it as ``vision``. It is the same on all tensor-parallel ranks.
 
@@ -44,7 +44,7 @@ def require_tower(whole: Whole | None, vision: str) -> None:
     if Version(transformers.__version__) < Version(TRANSFORMERS):
         raise ConfigError(
             f"{kind} needs transformers {TRANSFORMERS} or later with vision={vision!r}, found "
-            f"{transformers.__version__}: earlier ones compute positions inside the language model. Install "
+            f"{transformers.__version__}: earlier releases compute positions inside the language model. Install "
             f"transformers>={TRANSFORMERS}, or pass vision='carried'"
         )
 
@@ -54,13 +54,14 @@ def build_tower(whole: Whole, *, dtype: torch.dtype, device: torch.device, initi
 
     Args:
         whole: the composite.
-        dtype: of all parameters. Buffers, such as the frequencies of ropes, keep theirs, now and in later casts.
-        device: of parameters and buffers; "meta" gives a tower without storage.
-        initialise: give the parameters random values, as transformers draws them, from torch's current seed. Otherwise
-            they have none, and a load must follow.
+        dtype: the dtype of all parameters. Buffers, such as the frequencies of ropes, keep their dtype, also in later
+            casts.
+        device: the device of parameters and buffers; "meta" gives a tower without storage.
+        initialise: draw random values for the parameters like transformers, from torch's current seed. Otherwise
+            parameters are not initialised, and a load must follow.
 
     Returns:
-        The base model of the composite, such as ``Qwen3_5Model``. Its ``config`` is a copy of that of the composite.
+        The base model of the composite, such as ``Qwen3_5Model``. Its ``config`` is a copy of the composite's config.
     """
     from accelerate import init_empty_weights
     from transformers import AutoModel
@@ -71,7 +72,7 @@ def build_tower(whole: Whole, *, dtype: torch.dtype, device: torch.device, initi
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     text = config.text_config
-    num_layers, text.num_hidden_layers = text.num_hidden_layers, 1  # since its layers are thrown away
+    num_layers, text.num_hidden_layers = text.num_hidden_layers, 1  # since its layers are discarded
     with init_empty_weights(include_buffers=False):
         tower: nn.Module = AutoModel.from_config(config, dtype=torch.float32)
         tower.language_model = Caught(tower.language_model)  # type: ignore[arg-type]
@@ -106,7 +107,7 @@ def _store(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
 
 
 def _apply(tower: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """``nn.Module._apply``, after which buffers have their dtype: ``Float16Module`` would round frequencies."""
+    """``nn.Module._apply``, but buffers keep their dtype: ``Float16Module`` would round frequencies."""
     buffers = [
         (module._buffers, name, buffer) for module in tower.modules() for name, buffer in module._buffers.items()
     ]
@@ -120,12 +121,12 @@ def _apply(tower: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool =
 def _checkpoint(tower: nn.Module, **options: Any) -> None:
     """``_set_gradient_checkpointing`` of transformers, by which a tower recomputes its layers in the backward.
 
-    A reentrant one gives gradients to parameters by itself, and not in the order that reducers wait for.
+    Reentrant checkpointing would set gradients of parameters itself, and not in the order that reducers expect.
     """
     if getattr(options.get("gradient_checkpointing_func"), "keywords", {}).get("use_reentrant"):
         raise ConfigError(
-            "use_reentrant must be False for a tower, found True: it would give parameters their gradients twice. "
-            "Leave it out"
+            "use_reentrant must be False for a tower, found True: it would add gradients of parameters twice. Leave "
+            "it out"
         )
     made: Any = type(tower)
     made._set_gradient_checkpointing(tower, **options)
@@ -134,8 +135,8 @@ def _checkpoint(tower: nn.Module, **options: Any) -> None:
 def _mark(tower: nn.Module) -> None:
     """Mark parameters for megatron-core: each is whole on every tensor-parallel rank.
 
-    So norms of gradients count it once. All these ranks have the same gradient, but for the order of sums in kernels;
-    their mean keeps them equal.
+    So norms of gradients count it once. These ranks have equal gradients, except for the order of sums in kernels;
+    their mean keeps replicas equal.
     """
     for parameter in tower.parameters():
         parameter.tensor_model_parallel, parameter.partition_dim = False, -1  # type: ignore[attr-defined]
@@ -149,9 +150,9 @@ class JoinedPart(nn.Module):
     """A layer whose weight and bias are the rows of one third of a joined layer.
 
     Args:
-        joined: has the parameters.
-        index: of the third.
-        num_heads: of heads whose neighbours are rotated; None if nothing is.
+        joined: the layer with the parameters.
+        index: the index of the third.
+        num_heads: the number of heads, if neighbours in them are rotated; else None.
     """
 
     def __init__(self, joined: nn.Linear, index: int, num_heads: int | None) -> None:
@@ -181,7 +182,7 @@ class JoinedPart(nn.Module):
 
 
 def join_qkv(tower: nn.Module, name: str) -> None:
-    """Replace the queries, keys and values of each attention by parts of one layer, which gets this name."""
+    """Replace the query, key and value layers of each attention by parts of one layer, named ``name``."""
     attentions: list[Any] = [module for module in tower.modules() if all(hasattr(module, part) for part in _NAMES)]
     for attention in attentions:
         size = attention.q_proj.in_features

@@ -1,4 +1,4 @@
-"""Translates RLinf's ``actor`` block to arguments of ``build_model``, and compares every key with the HF config."""
+"""Translate RLinf's ``actor`` block to arguments of ``build_model``, and compare every key with the HF config."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def read_actor(
 
     Args:
         actor: the block, with ``model``, and optionally with ``megatron``, ``mcore_gpt`` and ``spec_name``.
-        hf: the HF folder or config. None is the config in or beside the checkpoint that Megatron loads, or else
+        hf: the HF folder or config. None means the config in or beside the checkpoint that Megatron loads, or else
             ``model.model_path``, or ``hf_model_path`` of the convertor's block.
-        overrides: values that replace those of the HF config, by megatron-core's names. Values in
-            ``model.mcore_customization_config`` do so, too.
+        overrides: values that replace values of the HF config, by megatron-core's names, like
+            ``model.mcore_customization_config``.
 
     Raises:
         ConfigError: naming every key that is unknown, or that contradicts the HF config and is no override.
@@ -101,7 +101,7 @@ def read_actor(
 
 
 def _folder(actor: Mapping[str, Any]) -> str:
-    """The folder of the HF config. A checkpoint that Megatron loads has its own, so that the HF folder may be gone."""
+    """The folder of the HF config. A checkpoint that Megatron loads has its own config; the HF folder may be gone."""
     checkpoint, hf = checkpoint_of(actor), hf_folder_of(actor)
     _require_resolved({"the checkpoint of Megatron": checkpoint, "hf_model_path": hf})
     folder = (config_of(checkpoint) if checkpoint is not None else None) or hf
@@ -120,7 +120,7 @@ def _require_resolved(block: Mapping[str, Any]) -> None:
 
 
 def _dims(model: Mapping[str, Any]) -> ParallelDims:
-    """The mesh of the block. As in ``parallel_state``, experts are by default cut like all else."""
+    """The mesh of the block. As in ``parallel_state``, the default size for experts is the tensor parallel size."""
     given = {key: value for key, value in model.items() if value is not None}
     return ParallelDims().with_config_fields({"expert_tensor_parallel_size": None, **given})
 
@@ -142,17 +142,17 @@ def _require_same(
     says: Mapping[str, Any],
     chosen: Mapping[str, object],
 ) -> None:
-    """Raise ``ConfigError``, naming all settings of the block that contradict the HF config."""
+    """Raise ``ConfigError`` with all settings of the block that contradict the HF config."""
     taken, wrong = decided(config), []
     for name, value in says.items():
         own = blueprint.gpt_arguments.get(name, getattr(blueprint.config, name, None))
         if name in taken and name not in chosen and value != own:
-            wrong.append(f"{name}={value!r}, where it is {own!r}")
+            wrong.append(f"{name}={value!r}, expected {own!r}")
     known = MODEL_TYPES.get(model.get("model_type") or "", (config.model_type,))
     if config.model_type not in known:
-        wrong.append(f"model_type={model['model_type']!r}, where it is {config.model_type!r}")
+        wrong.append(f"model_type={model['model_type']!r}, expected {config.model_type!r}")
     if model.get("is_lora"):
-        wrong.append("is_lora=True, where no adapter is built")
+        wrong.append("is_lora=True, but no adapter is built")
     if wrong:
         raise ConfigError(
             f"the actor's model block contradicts the HF config: {'; '.join(wrong)}. Remove these keys, or pass "

@@ -1,4 +1,4 @@
-"""Folders that are made once, by one writer, with a record of their source. A folder appears whole or not at all."""
+"""Folders that are made once, by one writer, with a record of their source. A folder appears when it is complete."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Fingerprint = dict[str, Any]
 
 
 def _fingerprint(source: Path, conversion: ConvertorSettings | None) -> Fingerprint:
-    """All that a folder depends on: the files of the source, and the settings other than paths.
+    """Everything that a folder depends on: the files of the source, and the settings except paths.
 
     Files are identified by name, size and time of change, and the config by its content.
     """
@@ -40,12 +40,13 @@ def _fingerprint(source: Path, conversion: ConvertorSettings | None) -> Fingerpr
 def made_once(
     target: str | os.PathLike[str], source: Path, conversion: ConvertorSettings | None = None
 ) -> Iterator[Path | None]:
-    """Yield a folder to fill, which becomes ``target``; None if ``target`` has been made from ``source`` already.
+    """Yield a folder to fill, which becomes ``target``; None if ``target`` was already made from ``source``.
 
-    Other processes that want the same folder wait for this one, and then find it.
+    Other processes that need this folder wait until it is made.
 
     Raises:
-        CheckpointError: ``target`` is ``source``, or was made from something else; or ``source`` was changed meanwhile.
+        CheckpointError: ``target`` is ``source``, or was made from other files; or ``source`` was changed during the
+            block.
     """
     folder, sources = target_of(target), SourceFolders.of(source)
     sources.require_apart(folder)
@@ -64,11 +65,11 @@ def made_once(
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Wait until no other process is in such a block. The file may lie where others write, so no link is followed."""
+    """Wait until no other process holds the lock. Links are not followed, since others may write to the folder."""
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        raise CheckpointError(f"cannot lock {path}: {error.strerror}; remove it if it is no file of yours") from None
+        raise CheckpointError(f"cannot lock {path}: {error.strerror}; remove it if you do not need the file") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

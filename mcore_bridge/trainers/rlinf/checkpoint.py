@@ -1,4 +1,4 @@
-"""The checkpoint that Megatron loads after the model is built: which one it is, and whether Megatron loads all of it.
+"""Find the checkpoint that Megatron loads after the model is built, and check that Megatron will load all of it.
 
 Without a checkpoint, Megatron's trainer ends without an error. Parameters that a file does not fit keep random values.
 """
@@ -37,7 +37,7 @@ def convertor_block(actor: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def checkpoint_of(actor: Mapping[str, Any]) -> str | None:
-    """The folder that RLinf's model manager tells Megatron to load, from the same keys; None if there is none."""
+    """The folder that RLinf's model manager makes Megatron load, from the same keys; None if there is none."""
     megatron = actor.get("megatron") or {}
     folder = actor["model"].get("megatron_checkpoint")
     if folder is None and megatron.get("use_hf_ckpt") and not megatron.get("mbridge"):
@@ -75,7 +75,7 @@ def require_loads(chunk: GPTModel, folder: str, dims: ParallelDims, vp_stage: in
     if not (Path(folder) / TRACKER).is_file():
         raise CheckpointError(
             f"expected a checkpoint of Megatron in {folder}, which it loads after the model is built, found no "
-            f"{TRACKER}: convert_hf_to_mg writes one; or pass load_weights=True and have megatron.load None"
+            f"{TRACKER}: convert_hf_to_mg writes one; or pass load_weights=True and set megatron.load to None"
         )
     files = find_rank_files(Path(folder))
     if files is None:
@@ -104,7 +104,7 @@ def require_loads(chunk: GPTModel, folder: str, dims: ParallelDims, vp_stage: in
 
 
 def _shapes(state: Mapping[str, Tensor | None], head: str) -> dict[str, tuple[int, ...]]:
-    """The shapes to compare: those of parameters and buffers that both sides may have."""
+    """The shapes to compare: of parameters and buffers that both sides may have."""
     tensors = {name: tensor for name, tensor in state.items() if tensor is not None and not name.endswith(SUFFIX)}
     left_out = () if head == "lm" else ("output_layer.",)
     return {name: tuple(tensor.shape) for name, tensor in tensors.items() if not name.startswith(left_out)}

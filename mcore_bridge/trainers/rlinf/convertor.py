@@ -1,7 +1,7 @@
 """RLinf's offline convertor: HF folders to Megatron's ``torch`` format, without a model or a process group.
 
-One writer at a time makes a folder, which appears whole. A folder from another source, or for another mesh, is never
-taken for the one that is wanted. Files are written one parameter after the other.
+One writer at a time makes a folder, which appears only when it is complete. A folder from another source, or for
+another mesh, is detected. Files are written one parameter after the other.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _OTHERS = ("*.json", "*.py", "*.md", "LICENSE")
 def convert_hf_to_mg(hf_ckpt_path: str, ckpt_cfg: Mapping[str, Any]) -> None:
     """Convert an HF folder to files ``release/mp_rank_{tp:02d}[_{pp:03d}][_{ep:03d}]/model_optim_rng.pt``.
 
-    It does both stages at once, without middle files. It does nothing if ``save_path`` has been made from this source
-    for this mesh.
+    This does both stages at once, without middle files. It does nothing if ``save_path`` was already made from this
+    source for this mesh.
 
     Args:
         hf_ckpt_path: the HF folder.
@@ -42,7 +42,7 @@ def convert_hf_to_mg(hf_ckpt_path: str, ckpt_cfg: Mapping[str, Any]) -> None:
 
     Raises:
         ConfigError: as ``read_conversion``.
-        CheckpointError: ``save_path`` holds something else, or the source does not fit the model.
+        CheckpointError: ``save_path`` has other content, or the source does not fit the model.
         MeshError: the sizes do not fit the model.
     """
     conversion = read_conversion(hf_ckpt_path, ckpt_cfg)
@@ -72,7 +72,7 @@ def hf_to_middle_file(convert_config: Any) -> None:
 
 
 def middle_file_to_mg(convert_config: Any) -> None:
-    """Do only the second stage: from the files of the first one in ``load_path`` to those of a mesh in ``save_path``.
+    """Do only the second stage: from middle files in ``load_path`` to the files for a mesh in ``save_path``.
 
     Args:
         convert_config: a ``ConvertorSettings``, or RLinf's ``ConvertorConfig``.
@@ -98,7 +98,7 @@ def _write(source: Source | MiddleFiles, folder: Path, conversion: ConvertorSett
 
 
 def _copy_rest(folder: Path, layout: FileLayout, staging: Path) -> None:
-    """Copy all but weights. The config gets whether the head is tied, because later readers cannot compare it."""
+    """Copy all files except weights. Note in the config whether the head is tied, which later readers cannot check."""
     copy_companions(folder, staging, *_OTHERS)
     forget_quantization(staging)
     tied = bool(layout.provenance.hf.tie_word_embeddings)

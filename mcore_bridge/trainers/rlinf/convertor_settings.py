@@ -29,7 +29,7 @@ _UNUSED = ("model", "model_type", "hf_model_path", "use_gpu_num", "use_gpu_index
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertorSettings:
-    """One conversion. Its attributes are those of RLinf's ``ConvertorConfig`` that decide what is written.
+    """The settings of one conversion: the attributes of RLinf's ``ConvertorConfig`` that affect the result.
 
     Attributes:
         load_path: the folder to read: HF for the first stage and for both at once, middle files for the second.
@@ -37,7 +37,7 @@ class ConvertorSettings:
         tp_size, pp_size, ep_size, tpe_size: the mesh; ``tpe_size`` is the tensor parallelism of experts.
         pp_stages: layers of each pipeline stage; None divides them evenly.
         grouped_gemm: "te" for experts in one grouped module, None for experts one by one.
-        te_ln_linear_qkv, te_ln_linear_mlp_fc1: whether norms are fused with the linears behind them.
+        te_ln_linear_qkv, te_ln_linear_mlp_fc1: whether norms are fused with the following linear layers.
         te_ln_add_extra_state: the value of the extra state of TransformerEngine's modules; None omits it.
     """
 
@@ -90,7 +90,7 @@ def read_conversion(hf_ckpt_path: str, ckpt_cfg: Mapping[str, Any]) -> Convertor
     """
     unknown = sorted(set(ckpt_cfg) - set(_ASKED) - set(_UNUSED))
     if unknown:
-        raise ConfigError(f"the convertor's block must have known keys, found {unknown}; remove them")
+        raise ConfigError(f"the convertor's block has unknown keys {unknown}; remove them")
     if not ckpt_cfg.get("save_path"):
         raise ConfigError("the convertor's block must have a save_path, found none")
     may_be_none = ("te_ln_add_extra_state", "grouped_gemm")

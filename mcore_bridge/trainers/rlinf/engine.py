@@ -1,4 +1,4 @@
-"""Translates RLinf's ``ReshardConfig``, of any of its generations, to our targets."""
+"""Translate RLinf's ``ReshardConfig``, of any generation, to our targets."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Engine:
     """The sizes of the rollout engine.
 
     Attributes:
-        tp, pp, ep: ``reshard_tp_size`` (that of attention), ``reshard_pp_size`` and ``rollout_ep_size``.
+        tp, pp, ep: ``reshard_tp_size`` (for attention), ``reshard_pp_size`` and ``rollout_ep_size``.
         dense_tp, shared_tp, lm_head_tp: tensor parallelism of dense MLPs, shared experts and the head.
         has_dp_attention: whether these may differ from ``tp``.
         follows_trainer: whether the config is of the generation up to 0.4.0. Its actor passes ``rank % rollout_tp``,
@@ -78,7 +78,7 @@ class Engine:
         """The engine's rank at ``destination``.
 
         Args:
-            tp, pp: size of the trainer's tensor and pipeline parallelism, and this rank in it.
+            tp, pp: size of the trainer's tensor and pipeline parallelism, and this rank's number in each.
 
         Raises:
             TargetError: the destination omits a rank that this engine needs, or does not determine the stage.
@@ -96,7 +96,7 @@ class Engine:
         return EngineRank(self.tp, tp_rank, self.pp, stage, self.ep, ep_rank, cuts=cuts)
 
     def _stage(self, tp: int, pp: int, pp_rank: int) -> int:
-        """The engine's stage. RLinf sends all layers; if both have the same stages, it sends those of one stage."""
+        """The engine's stage. RLinf sends all layers, or, if trainer and engine have equal stages, one stage's."""
         if self.pp == 1:
             return 0
         if (self.tp, self.pp) != (tp, pp):

@@ -20,7 +20,7 @@ from mcore_bridge.weights.transfer.collectives import Group
 State = dict[str, Tensor]
 """Tensors by name: Megatron's names, with global numbers of layers and experts, or HF's."""
 Spec = tuple[Any, ...] | None
-"""How ``narrow_to_target`` cuts a gathered tensor; None means not at all."""
+"""How ``narrow_to_target`` cuts a gathered tensor; None means that it is not cut."""
 ProcessGroup = Any
 
 
@@ -72,7 +72,7 @@ class ReshardFunctions:
         split_fc1: bool = True,
         tp_gather_is_identity: bool = False,
     ) -> dict[str, tuple[Tensor, Spec]]:
-        """Join all shards, and return how to cut them again. Gate and up are apart, unless ``split_fc1`` is False.
+        """Join all shards, and return how to cut them again. Gate and up are separate, unless ``split_fc1`` is False.
 
         Routed experts are not changed. ``cat`` names the ranks among which an engine cuts, for ``narrow_to_target``.
         """
@@ -97,7 +97,7 @@ class ReshardFunctions:
     def tpe_reshard_fn(
         self, model_state_dict: State, tpe_size: int, tpe_group: ProcessGroup, rollout_tp_size: int, dst_tp_rank: int
     ) -> State:
-        """Cut routed experts for rank ``dst_tp_rank`` of ``rollout_tp_size``, gate above up; all else is unchanged."""
+        """Cut routed experts for rank ``dst_tp_rank`` of ``rollout_tp_size``, gate above up. Other tensors stay."""
         routed = {name: value for name, value in model_state_dict.items() if self._parameters[name].is_routed}
         gathered = self.tpe_gather_fn(routed, tpe_size, tpe_group)
         cut = {}
@@ -170,7 +170,7 @@ class ReshardFunctions:
 
 
 def _halves(parameter: Parameter, value: Tensor, split_fc1: bool) -> Sequence[tuple[str, Tensor]]:
-    """Gate and up with names of their own, if a parameter has both; otherwise the parameter."""
+    """Gate and up under separate names, if a parameter has both; otherwise the parameter."""
     if not (split_fc1 and parameter.is_gated):
         return [(parameter.name, value)]
     names = (parameter.name.replace("linear_fc1", part) for part in ("gate_proj", "up_proj"))

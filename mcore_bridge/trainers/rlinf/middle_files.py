@@ -44,10 +44,10 @@ def _file_of(mcore: str) -> str:
 
 
 class MiddleFiles(Mapping[str, Tensor]):
-    """HF tensors by name. Each is made from middle files when it is asked for.
+    """HF tensors by name. Each tensor is made from middle files on access.
 
     Args:
-        folder: the folder of the files, with the HF config that they were made with.
+        folder: the folder of the files, with the HF config from which they were made.
     """
 
     def __init__(self, folder: Path) -> None:

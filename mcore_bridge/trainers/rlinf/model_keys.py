@@ -1,4 +1,4 @@
-"""The keys of RLinf's ``actor.model`` block, in all spellings: their translation, or why they change nothing here."""
+"""The keys of RLinf's ``actor.model`` block, in all spellings: their translation, or why they have no effect."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KERNELS = frozenset(
         *("moe_permute_fusion", "persist_layer_norm"),
     )
 )
-"""Keys for faster kernels with the same result. They are used only with TransformerEngine."""
+"""Keys for faster kernels with equal results. They are used only with TransformerEngine."""
 
 SPELLED = {
     "head_dim": "kv_channels",
@@ -58,7 +58,7 @@ IGNORED = {
     "trust_remote_code": "configs are read without running code of a repository",
     "use_cpu_initialization": "parameters are made on the device of the model",
 }
-"""Keys that change nothing here, with the reason."""
+"""Keys without effect, with the reason."""
 
 MODEL_TYPES = {
     "qwen2.5": ("qwen2",),
@@ -67,7 +67,7 @@ MODEL_TYPES = {
     "deepseek_v3": ("deepseek_v3", "kimi_k2"),
     "glm4_moe_lite": ("glm4_moe_lite",),
 }
-"""The ``model_type`` of HF that each of RLinf's names may mean."""
+"""The possible ``model_type`` values of HF for each of RLinf's names."""
 
 _DTYPES = {
     torch.bfloat16: ("bf16", "bf16-mixed"),

@@ -31,19 +31,19 @@ def model_provider(
     seed: int = 0,
     model: str = "gpt",
 ) -> Callable[..., GPTModel]:
-    """Make the function that builds the chunks of one model, from an ``actor`` block or that of a ``critic``.
+    """Make the function that builds the chunks of one model, from an ``actor`` or a ``critic`` block.
 
     Args:
         actor, hf, overrides: as for ``read_actor``. With ``use_critic_model`` the model has a value head.
-        load_weights: True loads the HF folder, a source loads that, and False keeps random values. With None the block
-            decides. With ``megatron_checkpoint`` or ``use_hf_ckpt``, Megatron loads a checkpoint after the model is
-            built, and we check that it will load all of it. Otherwise the HF folder is loaded.
+        load_weights: True loads the HF folder, a source is loaded itself, and False keeps random values. With None the
+            block decides. With ``megatron_checkpoint`` or ``use_hf_ckpt``, Megatron loads a checkpoint after the model
+            is built, and we check that it will load all of it. Otherwise the HF folder is loaded.
         device, seed, model: as for ``build_model``.
 
     Returns:
         ``model_provider_func(pre_process, post_process, config=None, vp_stage=None, pg_collection=None, **_)``. It
-        ignores ``config`` and ``pg_collection`` in favour of the block and of ``parallel_state``. Without ``vp_stage``
-        it builds the stage at which ``parallel_state`` is.
+        ignores ``config`` and ``pg_collection``, and uses the block and ``parallel_state``. Without ``vp_stage`` it
+        builds the current stage of ``parallel_state``.
 
     Raises:
         ConfigError: as ``read_actor``; or Megatron would load a checkpoint over the weights that are loaded here.
@@ -70,13 +70,13 @@ def model_provider(
         pg_collection: object = None,
         **_: object,
     ) -> GPTModel:
-        read.dims.initialize()  # does nothing if parallel_state has these sizes, and raises if it has others
+        read.dims.initialize()  # does nothing if parallel_state has these sizes, and raises if it has other sizes
         blueprint = make_once()
         stage = _stage(blueprint, vp_stage)
         if (stage.embedding, stage.loss) != (pre_process, post_process):
             raise MeshError(
                 f"{stage} has embedding={stage.embedding} and loss={stage.loss}, found pre_process={pre_process} and "
-                f"post_process={post_process}: split the pipeline alike in both"
+                f"post_process={post_process}: split the pipeline in the same way in both"
             )
         with building(blueprint, seed=seed, initialise=source is None):
             chunk = build_chunk(blueprint, stage, seed=seed)
@@ -90,7 +90,7 @@ def model_provider(
 
 
 def _require_last(actor: Mapping[str, Any]) -> None:
-    """Raise if Megatron would load something over the weights that are loaded here."""
+    """Raise if Megatron would overwrite the weights that are loaded here."""
     load = (actor.get("megatron") or {}).get("load")
     if load is not None:
         raise ConfigError(

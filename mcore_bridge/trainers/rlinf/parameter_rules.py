@@ -1,4 +1,4 @@
-"""The parameters of RLinf's functions, by the names that they have there, with our rule for each."""
+"""The parameters of RLinf's functions by RLinf's names, with our rule for each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mcore_bridge.weights.provenance import HF, provenance_of
 
 _PARTS = ("gate_proj", "up_proj")
 DIMS: dict[Layout, int | None] = {COLUMN: 0, VOCAB: 0, QKV: 0, GATED_UP: 0, ROW: 1, REPLICATED: None}
-"""The layouts that RLinf's interface can express, and the dim that each cuts."""
+"""The layouts that RLinf's interface can express, with the dim that each layout cuts."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Parameter:
         return DIMS[self.binding.layout]
 
     def to_hf(self, value: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield HF names and new tensors for ``value``, the part of it that a rank of an engine has."""
+        """Yield HF names and new tensors for ``value``, a rank's part of the parameter."""
         if not self.binding.exported:
             return
         names = self.binding.hf

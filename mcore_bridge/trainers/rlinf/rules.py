@@ -1,4 +1,4 @@
-"""Translates our rules to the rules of RLinf's convertors: patterns of Megatron's names, a transform, HF's names."""
+"""Translate our rules to rules of RLinf's convertors: patterns of Megatron's names, a transform, HF's names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LAYER = "decoder.layers.*."
 
 
 class TransformType(Enum):
-    """What RLinf's convertors do to a tensor, with the values of its own ``TransformType``."""
+    """The transforms of RLinf's convertors, with the values of RLinf's ``TransformType``."""
 
     SPLIT_QKV = "split_qkv"
     SPLIT_FC1 = "split_fc1"
@@ -98,5 +98,5 @@ def _transform(rule: Rule) -> TransformType:
         return TransformType.SPLIT_NONE
     raise ConfigError(
         f"expected layouts for which RLinf has a transform, found {rule.layout} of {rule.mcore}: use our resharder, "
-        "which takes any layout"
+        "which supports any layout"
     )

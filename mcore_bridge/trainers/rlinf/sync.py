@@ -25,14 +25,14 @@ from mcore_bridge.weights.transfer.executor import run_messages
 
 
 def run_rounds(export: Export, num_rounds: int) -> Generator[dict[str, Tensor], None, None]:
-    """Export in ``num_rounds`` rounds, and yield after each what it completes.
+    """Export in ``num_rounds`` rounds, and after each yield the tensors that it completes.
 
-    A round has the same messages on all ranks. A rank may get nothing in a round. Between rounds no rank waits for
-    another, and the next two messages travel. A rank that closes the generator goes on sending what others still need.
-    Tensors belong to the caller.
+    A round has equal messages on all ranks. A rank may get nothing in a round. Between rounds no rank waits for
+    another, and the next two messages travel. A rank that closes the generator goes on sending what other ranks still
+    need. Tensors belong to the caller.
 
     Args:
-        num_rounds: the number of rounds, the same on every rank. If there are fewer messages, some rounds are empty.
+        num_rounds: the number of rounds, equal on every rank. If there are fewer messages, some rounds are empty.
 
     Raises:
         ExportError: on every rank of the group, when any of them fails.
@@ -43,7 +43,7 @@ def run_rounds(export: Export, num_rounds: int) -> Generator[dict[str, Tensor], 
     with closing(run_messages(export.program, export.group, bound.tensors, merges=bound.merges)) as messages:
         for start, end in pairwise(ends):
             yield dict(chain.from_iterable(islice(messages, end - start)))
-        yield dict(chain.from_iterable(messages))  # up to their end, where failures of other ranks show
+        yield dict(chain.from_iterable(messages))  # run to the end, because failures of other ranks are reported there
 
 
 @dataclass(eq=False)
@@ -71,20 +71,20 @@ class Sync:
 
         Args:
             number: the number of the bucket.
-            destination: where this rank's weights go; None gathers whole tensors.
+            destination: the destination of this rank's weights; None gathers whole tensors.
             target_at: a function that returns the target for a destination.
 
         Raises:
-            ExportError: it is not the next bucket, its destination is not that of the first one, or any rank failed.
+            ExportError: it is not the next bucket, its destination differs from the first bucket's, or any rank failed.
         """
         if number != self.num_done:
-            raise ExportError(f"expected bucket {self.num_done}, found {number}; gather each once, in order")
+            raise ExportError(f"expected bucket {self.num_done}, found {number}; gather each bucket once, in order")
         if self.rounds is None:
             self.rounds = self._begun(destination, target_at)
         if destination != self.destination:
             raise ExportError(
                 f"expected the destination of the first bucket, {self.destination}, found {destination}; for several "
-                "use gather_full_model, and narrow_to_target for each"
+                "destinations use gather_full_model, and narrow_to_target for each"
             )
         self.num_done += 1
         return next(self.rounds)
@@ -102,7 +102,7 @@ class Sync:
         try:
             if destination is not None:
                 target = target_at(self.models, destination)
-        except Exception as error:  # other ranks are about to wait for this one
+        except Exception as error:  # other ranks are about to wait for this rank
             problem = describe(error)
         self.destination = destination
         self.export = open_export(
@@ -118,7 +118,7 @@ class Sync:
 
 @dataclass(frozen=True, slots=True)
 class ReshardBucket:
-    """A round of a sync, by its number. Its content is known when it is gathered."""
+    """A round of a sync, by its number. It has no content before it is gathered."""
 
     sync: Sync = field(repr=False)
     number: int

@@ -64,7 +64,7 @@ def slices_of(
         entries: all parameters of the model, whole.
 
     Raises:
-        TargetError: when the model cannot be cut so.
+        TargetError: when the model cannot be cut for the target.
     """
     slicer = Slicer(target, mapping, axes, num_layers)
     experts = target.experts(axes["experts"])
@@ -91,8 +91,8 @@ class MegatronCoreWeightReshard:
     """Gathers a model bucket by bucket, cut for the rank of the engine beside this rank.
 
     Every rank of a model replica calls each method, in the same order, also ranks without a destination. Tensors have
-    HF's names, are contiguous and cut for the destination, and share memory with no parameter. Each expert has names of
-    its own, as SGLang and vLLM load them, whatever the checkpoint has.
+    HF's names, are contiguous and cut for the destination, and share memory with no parameter. Each expert has separate
+    tensors, which SGLang and vLLM load, also if the checkpoint stacks experts.
 
     >>> reshard = MegatronCoreWeightReshard(ReshardConfig(model_type="qwen3_moe", ...), hf="path/of/model")
     >>> for bucket in reshard.divide_model_to_bucket(model):
@@ -101,7 +101,7 @@ class MegatronCoreWeightReshard:
     Args:
         config: RLinf's ``ReshardConfig`` of any generation. Only its fields for the engine are read.
         hf, head: for models that ``build_model`` did not make: their HF config or folder, and their head.
-        merged: of models with adapters, as for ``iter_hf_weights``.
+        merged: for models with adapters, as for ``iter_hf_weights``.
 
     Raises:
         ConfigError: ``config`` describes no rollout engine.
@@ -115,18 +115,18 @@ class MegatronCoreWeightReshard:
         self._known: tuple[ExportPlan, dict[EngineRank, Mapping[str, TensorSlice]]] | None = None
 
     def set_tp_gather_is_identity(self, tp_gather_is_identity: bool) -> None:
-        """Do nothing: what a rank holds itself never travels."""
+        """Do nothing: data that a rank holds itself never travels."""
 
     def divide_model_to_bucket(self, model: Models) -> list[ReshardBucket]:
         """Begin a sync. All ranks of the replica call it together.
 
         Returns:
-            The buckets, to gather in order, each once. Their number is the same on every rank and at every step: on the
-            rank with most parameters, each bucket has ``bucket_capacity`` bytes of these.
+            The buckets, to gather in order, each once. Their number is equal on every rank and at every step: on the
+                rank with most parameters, each bucket has ``bucket_capacity`` bytes.
         """
         self._end()  # this communicates, too
         chunks = chunks_of(model)
-        provenance_on(model, self._hf, self._head)  # names the tensors of a HybridModel of others
+        provenance_on(model, self._hf, self._head)  # needed for the names of another trainer's HybridModel
         held = sum(tensor.nbytes for tensor in held_tensors(chunks).values())
         most = Group.of_replica(chunks[0].pg_collection).max(held)
         return self._begin(model, max(-(-most // self._engine.bucket_bytes), 1))
@@ -142,19 +142,19 @@ class MegatronCoreWeightReshard:
         """Gather a bucket for this rank's destination. Only what this rank lacks travels.
 
         Args:
-            bucket_weight: a bucket of ``divide_model_to_bucket``; or a whole model, as in RLinf before it had buckets.
-            dst_tp_rank: the destination's rank in ``reshard_tp_size``; None means that no rank gets these weights.
-                Up to RLinf 0.4.0 the value may be wrong if the trainer's tp is above ``reshard_tp_size`` above 1. With
-                configs of that generation, it follows from this rank's own place instead.
-            dst_ep_rank, dst_lm_head_rank, dst_shared_rank: its ranks in expert parallelism, and, with data parallel
-                attention, in the parallelism of the head and of shared experts.
+            bucket_weight: a bucket of ``divide_model_to_bucket``; or a whole model, as in early releases of RLinf.
+            dst_tp_rank: the destination's rank in ``reshard_tp_size``; None means that no rank gets these weights. Up
+                to RLinf 0.4.0 the value may be wrong if the trainer's tp is above ``reshard_tp_size``, and that is
+                above 1. With configs of that generation, it is computed from this rank's number instead.
+            dst_ep_rank, dst_lm_head_rank, dst_shared_rank: the destination's ranks in expert parallelism, and, with
+                data parallel attention, in the parallelism of the head and of shared experts.
 
         Returns:
             The tensors that are complete with this bucket, by HF name. There may be none.
 
         Raises:
-            ExportError: on every rank, when any fails; or the bucket is not the next one, or its destination is not
-                that of the first one.
+            ExportError: on every rank, when any fails; or the bucket is not the next one, or its destination differs
+                from the first bucket's.
             TargetError: on every rank, when the model cannot be cut for the destination of any rank.
         """
         bucket = bucket_weight if isinstance(bucket_weight, ReshardBucket) else self._begin(bucket_weight, 1)[0]
@@ -178,7 +178,7 @@ class MegatronCoreWeightReshard:
         dst_lm_head_rank: int | None = None,
         dst_shared_rank: int | None = None,
     ) -> dict[str, Tensor]:
-        """Cut a bucket for one destination, without communication. Tensors may be views of those of ``full_sd``.
+        """Cut a bucket for one destination, without communication. Tensors may be views of tensors of ``full_sd``.
 
         Args:
             full_sd: from ``gather_full_model``.
@@ -218,7 +218,7 @@ class MegatronCoreWeightReshard:
         return [ReshardBucket(self._sync, number) for number in range(num_buckets)]
 
     def _end(self) -> None:
-        """End the last sync: other ranks may still wait for what this rank has of it."""
+        """End the last sync: other ranks may still wait for data of this rank."""
         if self._sync is not None:
             self._sync.close()
             self._sync = None
@@ -227,7 +227,10 @@ class MegatronCoreWeightReshard:
         """Gather the next bucket, for a destination or whole."""
         try:
             if bucket.sync is not self._sync:
-                raise ExportError("expected a bucket of the last divide_model_to_bucket, found one of an earlier sync")
+                raise ExportError(
+                    "expected a bucket of the last divide_model_to_bucket, found a bucket of an "
+                    "earlier sync: gather the new buckets"
+                )
             return bucket.sync.gather(bucket.number, destination, self._target_at)
         except BridgeError:
             bucket.sync.close()

@@ -1,8 +1,8 @@
 """Import this to make verl build, load, export and save with mcore_bridge in this process, with either of its bridges.
 
-verl imports it in every process before it looks for a bridge, if the environment variable
-``VERL_USE_EXTERNAL_MODULES`` names it. Installing both packages changes nothing. There is no entry point on purpose:
-verl would load it unasked, and would not show its failure.
+verl imports this module in every process before it imports a bridge, if the environment variable
+``VERL_USE_EXTERNAL_MODULES`` names it. Installing both packages has no effect. There is no entry point on purpose: verl
+would always load it, and hide its failure.
 """
 
 from mcore_bridge.trainers.module_patch import replace_modules

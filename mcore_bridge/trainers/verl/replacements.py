@@ -2,8 +2,8 @@
 
 verl's fused kernels (``use_fused_kernels``), which use the weight of an output layer and not its logits.
 
-What an output layer does beside multiplying is done here, or refused. The kernels assume that all tensor-parallel ranks
-have equally many rows, and number the labels of each rank accordingly.
+Other steps of an output layer are done here, or refused. The kernels assume that all tensor-parallel ranks have equally
+many rows, and number the labels of each rank accordingly.
 """
 
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 _NAME = "verl.utils.kernel.linear_cross_entropy"
 _SPLIT = 1024
-"""Rows that the kernels process at a time. Ranks exchange a maximum for each such part, so all need equally many."""
+"""Rows that the kernels process at a time. Ranks exchange a maximum for each part, so they need equally many parts."""
 _OF_LOGITS = {
     "logit_softcap": "caps them at {}",
     "logit_scale": "scales them (factor and divisor: {})",
     "output_bias": "adds a bias to them",
 }
-"""Attributes of an output layer's weight, each with what such a model does to logits."""
+"""Attributes of an output layer's weight, each with a description of the change of logits."""
 
 
 def linear_cross_entropy(
@@ -65,7 +65,7 @@ def _check(weight: Tensor, vocab_size: int, size: int) -> None:
     for name, does in _OF_LOGITS.items():
         if (value := getattr(weight, name, None)) is not None:
             raise ConfigError(
-                f"verl's fused kernels need logits as the weight of the output layer gives them, found a model that "
+                f"verl's fused kernels need unchanged logits of the output layer, found a model that "
                 f"{does.format(value)}. Set use_fused_kernels=False"
             )
     rows = weight.size(0)
@@ -73,22 +73,22 @@ def _check(weight: Tensor, vocab_size: int, size: int) -> None:
     if last <= 0 or (size > 1 and -(-last // _SPLIT) != -(-rows // _SPLIT)):
         raise ConfigError(
             f"verl's fused kernels need as many parts of {_SPLIT} tokens on the last of {size} tensor-parallel ranks "
-            f"as on the others, found {last} and {rows} of {vocab_size} tokens. Set use_fused_kernels=False or another "
-            "tensor_model_parallel_size"
+            f"as on the others, found {last} and {rows} of {vocab_size} tokens. Set use_fused_kernels=False, or "
+            "another tensor_model_parallel_size"
         )
 
 
 def get_peft_cls(model_config: Any, bridge: object, provider: object, dtype: Any = None) -> Peft | None:
-    """What verl adds to the model when it is built; None without adapters.
+    """The adapters that verl adds to the model when it is built; None without adapters.
 
     Raises:
-        ConfigError: ``model_config.lora`` asks for what adapters here are not, or the bridge is mbridge's.
+        ConfigError: ``model_config.lora`` has unsupported settings, or the bridge is mbridge's.
     """
     lora = getattr(model_config, "lora", {})
     if lora.get("rank", 0) <= 0:
         return None
     if provider is None:
-        raise ConfigError("adapters need vanilla_mbridge=False: mbridge has no calls for them")
+        raise ConfigError("adapters need vanilla_mbridge=False: mbridge has no functions for adapters")
     return create_peft(lora, dtype)
 
 
@@ -109,7 +109,7 @@ def get_mcore_weight_converter(*arguments: object, **keywords: object) -> NoRetu
 
 def _refuse(name: str) -> NoReturn:
     raise ConfigError(
-        f"verl's {name} is not served by mcore_bridge: it belongs to training with use_mbridge=False, which verl had "
-        "up to 0.7.1, and to its commands converter_hf_to_mcore.py and model_merger (backend megatron). Train with "
+        f"verl's {name} is not served by mcore_bridge: it belongs to training with use_mbridge=False (verl up to "
+        "0.7.1), and to verl's commands converter_hf_to_mcore.py and model_merger (backend megatron). Train with "
         "use_mbridge=True; for the commands use `mcore-bridge convert`, or unset VERL_USE_EXTERNAL_MODULES"
     )

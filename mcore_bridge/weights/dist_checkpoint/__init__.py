@@ -1,1 +1,1 @@
-"""Checkpoints of megatron-core's own format. It imports ``files``, ``transfer`` and the files of ``weights``."""
+"""Checkpoints in megatron-core's format. It imports ``files``, ``transfer`` and the files of ``weights``."""

@@ -1,7 +1,7 @@
-"""The places of adapters in megatron-core's checkpoints: each factor lies along one dim as the weight beside it does.
+"""The shards of adapters in megatron-core's checkpoints: each factor is cut along one dim like the weight beside it.
 
-A linear layer of megatron-core takes all parameters inside of it but its own for replicas. So ``linear_out`` of a layer
-that is cut by rows would be saved as that of one rank.
+A linear layer of megatron-core treats foreign parameters inside of it as replicas. So without this module,
+``linear_out`` of a layer that is cut by rows would be saved from one rank only.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
 ADAPTERS = "mcore_bridge_adapters"
-"""The key under which a checkpoint says what adapters it has."""
+"""The key in a checkpoint that describes its adapters."""
 Part = Literal["everything", "base", "adapters"]
-"""What of a model with adapters is written or read."""
+"""The part of a model with adapters that is written or read."""
 
 
 def require_part(part: str, chunk: GPTModel) -> None:
-    """Raise ``CheckpointError`` if ``part`` is none, or the model does not have it."""
+    """Raise ``CheckpointError`` if ``part`` is invalid, or the model does not have this part."""
     if part not in get_args(Part):
         raise CheckpointError(f"part must be one of {list(get_args(Part))}, found {part!r}")
     if part == "adapters" and not hasattr(chunk, "bridge_adapters"):
@@ -34,12 +34,12 @@ def require_part(part: str, chunk: GPTModel) -> None:
 
 
 def is_in(part: Part, key: str) -> bool:
-    """Whether a tensor is in a part of its model, by its canonical name or its key."""
+    """Whether a tensor belongs to a part of its model, by its canonical name or its key."""
     return part == "everything" or is_adapter(key) == (part == "adapters")
 
 
 def description(adapters: Adapters) -> dict[str, Any]:
-    """What must be the same wherever the tensors are read, and does not show in their shapes."""
+    """The properties of adapters that a reader must share, and that shapes do not show."""
     return {
         "rank": adapters.rank,
         "alpha": float(adapters.alpha),
@@ -49,10 +49,10 @@ def description(adapters: Adapters) -> dict[str, Any]:
 
 
 def require_same(saved: Mapping[str, Any] | None, adapters: Adapters) -> None:
-    """Raise ``CheckpointError`` if a checkpoint describes other adapters than those of the model.
+    """Raise ``CheckpointError`` if a checkpoint describes other adapters than the model has.
 
     Args:
-        saved: what the checkpoint says; None if its writer says nothing.
+        saved: the description in the checkpoint; None if there is none.
     """
     ours = description(adapters)
     if saved is not None and saved != ours:
@@ -70,20 +70,20 @@ def require_same(saved: Mapping[str, Any] | None, adapters: Adapters) -> None:
 
 
 def sharded_state_dict(chunk: GPTModel, prefix: str = "", *arguments: Any, **named: Any) -> dict[str, Any]:
-    """What takes the place of a chunk's own, so that trainers that call it have adapters at their places, too."""
+    """Replaces the method of a chunk, so that trainers that call it get the right entries for adapters, too."""
     state: dict[str, Any] = type(chunk).sharded_state_dict(chunk, prefix, *arguments, **named)
     _place_adapters(chunk, state, prefix)
     return state
 
 
 def _place_adapters(chunk: GPTModel, state: dict[str, Any], prefix: str) -> None:
-    """Put the entries of all adapters into the sharded state dict of a chunk, in place of those that it may have."""
+    """Put the entries of all adapters into the sharded state dict of a chunk, and replace existing ones."""
     entries = {id(sharded.data): sharded for sharded in state.values()}
     names = {id(parameter): f"{prefix}{name}" for name, parameter in chunk.named_parameters()}
     for module in chunk.modules():
         for own, adapter in getattr(getattr(module, "adapter", None), "by_weight", {}).items():
             base: Any = entries.get(id(getattr(module, own)))
-            for end, dim in zip(FACTORS, (1, 0), strict=True) if base else ():  # a base that is omitted is named later
+            for end, dim in zip(FACTORS, (1, 0), strict=True) if base else ():  # a missing base is reported later
                 factor = getattr(adapter, end).weight
                 key = f"{base.key.removesuffix('.weight')}.adapter.{end}.weight"
                 state[names[id(factor)]] = _placed(key, factor, base, dim, adapter.group.rank())
@@ -93,7 +93,7 @@ def _placed(key: str, factor: Tensor, base: Any, dim: int, rank: int) -> Any:
     """The entry of a factor, which has ``dim`` in common with the weight of the entry ``base``.
 
     Args:
-        rank: among the ranks that cut the weight.
+        rank: this rank among the ranks that cut the weight.
     """
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
@@ -107,7 +107,8 @@ def _placed(key: str, factor: Tensor, base: Any, dim: int, rank: int) -> Any:
     if isinstance(base, ShardedTensor):
         return _like(base, key, factor, dim, base.replica_id)
 
-    ends = [leaf.key.removeprefix(base.key) for leaf in leaves]  # now, as keys may get another spelling
+    # read keys now, since megatron-core may rename them before ``build``
+    ends = [leaf.key.removeprefix(base.key) for leaf in leaves]
 
     @torch.no_grad()
     def build(key: str, tensor: Tensor, replica_id: Any, flattened_range: slice | None) -> list[Any]:
@@ -122,7 +123,7 @@ def _placed(key: str, factor: Tensor, base: Any, dim: int, rank: int) -> Any:
 
 
 def _like(leaf: Any, key: str, tensor: Tensor, dim: int | None, replica_id: Any) -> Any:
-    """The entry for ``tensor``, which lies along ``dim`` as that of ``leaf`` does, and is whole along all others."""
+    """The entry for ``tensor``, which is cut along ``dim`` like the tensor of ``leaf``, and whole along others."""
     ahead, shape = leaf.prepend_axis_num, list(tensor.shape)
     offset, count = [0] * tensor.dim(), [1] * tensor.dim()
     if dim is not None:

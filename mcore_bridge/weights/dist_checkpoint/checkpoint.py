@@ -1,6 +1,6 @@
-"""Checkpoints of models and optimizers in megatron-core's own format: written at one mesh, read at any other.
+"""Checkpoints of models and optimizers in megatron-core's format: written at one mesh, read at any mesh.
 
-megatron-core's ``dist_checkpointing`` writes and reads. Before that we check things that it silently accepts: missing
+megatron-core's ``dist_checkpointing`` writes and reads. Before that we check faults that it silently accepts: missing
 keys, other names of keys, other shapes, and values that parameters cannot hold.
 """
 
@@ -58,8 +58,8 @@ class CheckpointReport:
 
     Attributes:
         folder: the checkpoint that was read, such as the iteration that a tracker file names.
-        common: what was saved as ``common``. In a checkpoint of another writer, all that is in no tensor
-            (``iteration``, ``args``, ...).
+        common: the saved ``common``. In a checkpoint of another writer, everything that is in no tensor (``iteration``,
+            ``args``, ...).
         cast: keys whose dtype was changed, with the change as ``"float32 -> bfloat16"``.
         missing: keys that the folder lacks, an error without ``strict=False``.
         unexpected: keys of the folder that no rank needs, an error without ``strict=False``.
@@ -90,20 +90,20 @@ def save_checkpoint(
     """Write a checkpoint of megatron-core (``torch_dist``), with the HF config and tokenizer files beside it.
 
     All ranks of the job call it together, with a ``folder`` on a file system that they share. Its files change in one
-    step, as with ``save_hf_checkpoint``. It may be the folder that was loaded, unless a tensor there would lose bits by
-    a cast. If it has Megatron-LM's name for an iteration, it becomes the latest.
+    step, as with ``save_hf_checkpoint``. ``folder`` may be the folder that was loaded, unless a tensor there would lose
+    bits by a cast. If it has Megatron-LM's name for an iteration, it becomes the latest iteration.
 
     Args:
         models: this rank's chunks, wrapped or not.
         optimizer: megatron-core's optimizer, to write its state as well, so that any mesh can continue from it.
-        common: what else a trainer needs to continue (iteration, scheduler), the same on every rank and fit to be
-            pickled. Its ``iteration`` is also written where Megatron-LM looks for it.
+        common: other values that a trainer needs to continue (iteration, scheduler), equal on every rank and picklable.
+            Its ``iteration`` is also written to the place from which Megatron-LM reads it.
         hf, head: deprecated; call ``adopt`` once for models that ``build_model`` did not make.
-        part: of models with adapters, "base" or "adapters" writes these tensors alone.
+        part: for models with adapters, "base" or "adapters" writes only these tensors.
 
     Raises:
         CheckpointError: on every rank, when any rank cannot write, ranks pass different arguments, or another job
-            writes to the same folder. The folder is then unchanged.
+            writes to this folder. The folder is then unchanged.
 
     Example:
         >>> mb.save_checkpoint(models, "run/iter_0000100", common={"iteration": 100})
@@ -114,7 +114,7 @@ def save_checkpoint(
     from mcore_bridge.weights.dist_checkpoint.dist_writer import InThisProcess
 
     world = Group(None)
-    with raise_on_all(world, f"{folder} was not written, and is as it was"):
+    with raise_on_all(world, f"{folder} was not changed"):
         target, chunks, provenance = target_of(folder), all_chunks_of(models), provenance_on(models, hf, head)
         _require_ready(chunks, part, optimizer)
         require_as_built(chunks, held_tensors(chunks))
@@ -123,12 +123,12 @@ def save_checkpoint(
     named = {"hf": identity(provenance), "head": head, "part": part, "optimizer": type(optimizer)}
     require_alike(world, {**named, "common": sorted(common or ())})
     require_equal(world, common or {})
-    together = partial(raise_on_all, world, f"{target} was not written, and is as it was")
+    together = partial(raise_on_all, world, f"{target} was not changed")
     with updating_by_all(world, target) as update:
         with together():
             require_gatherable(models, Group.of_replica(chunks[0].pg_collection))
         gather_pending(models)
-        with together():  # in a block of its own, because what follows communicates by itself
+        with together():  # in a separate block, because the next steps communicate by themselves
             metadata = {**CONTENT, "dp_cp_group": chunks[0].pg_collection.dp_cp}
             state = sharded_states(chunks, metadata, part)
             if part == "adapters":
@@ -151,7 +151,7 @@ def save_checkpoint(
                 tied = chunks[0].share_embeddings_and_output_weights
                 config_in(provenance, _dtype_of(chunks), tied=tied).save_pretrained(update.new)
                 copy_companions(provenance.folder, update.new)
-                notes = () if shard_names(target) else NOTES  # those of weights of HF that stay
+                notes = () if shard_names(target) else NOTES  # files of HF weights that stay
                 commit(update, SourceFolders(), (*dist_files(target), *notes), HEADS)
     with raise_on_all(world, f"{target} was written"):
         if world.rank == 0:
@@ -171,23 +171,22 @@ def load_checkpoint(
 ) -> CheckpointReport:
     """Read a checkpoint of megatron-core (``torch_dist``) that was written at any mesh, by us or by other trainers.
 
-    All ranks of the job call it together. It ignores what else a training checkpoint holds. A ``GPTModel`` reads what a
-    ``HybridModel`` has written, and the other way round.
+    All ranks of the job call it together. It ignores other contents of a training checkpoint. A ``GPTModel`` can read a
+    checkpoint of a ``HybridModel``, and the other way round.
 
     Args:
         models: this rank's chunks, wrapped or not.
         folder: the checkpoint; or a folder with ``latest_checkpointed_iteration.txt``, or with a ``dist_ckpt``.
         optimizer: megatron-core's optimizer, to read its state as well.
         hf, head: deprecated; call ``adopt`` once for models that ``build_model`` did not make.
-        dtype: cast tensors to this first, where a parameter cannot hold all values of the folder. By default such a
+        dtype: cast tensors to this first, if a parameter cannot hold all values of the folder. By default such a
             parameter is an error.
         strict: whether missing and unexpected tensors of the model raise; otherwise they are reported.
-        part: "base" or "adapters" reads these tensors alone, whatever else the folder and the models have.
+        part: "base" or "adapters" reads only these tensors; the folder and the models may have others.
 
     Raises:
         CheckpointError: on every rank. It names tensors that are missing, unexpected, of another shape, or would lose
-            bits, or what is different about the adapters; the models are then unchanged. Or it names a file that cannot
-            be read.
+            bits, or differences of adapters; the models are then unchanged. Or it names a file that cannot be read.
 
     Example:
         >>> mb.save_checkpoint(models, "run/iter_0000100", common={"iteration": 100})
@@ -197,11 +196,11 @@ def load_checkpoint(
     from megatron.core import dist_checkpointing
 
     world = Group(None)
-    with raise_on_all(world, f"{folder} was not read, and the models are as they were"):
+    with raise_on_all(world, f"{folder} was not read, and the models were not changed"):
         chunks, provenance = all_chunks_of(models), provenance_on(models, hf, head)
         _require_ready(chunks, part, optimizer)
         checkpoint = TorchDistFolder.open(folder)
-        sources = SourceFolders.of(checkpoint.path)  # which is read several times
+        sources = SourceFolders.of(checkpoint.path)  # the folder is read several times
         with without_code():
             written = dist_checkpointing.load_content_metadata(str(checkpoint.path))
         numbered = {"non_homogeneous_layers": True, "dp_cp_group": chunks[0].pg_collection.dp_cp}
@@ -220,7 +219,7 @@ def load_checkpoint(
     _require_one(world.all_gather_object(os.path.relpath(checkpoint.path, folder)), folder)
     given = {"dtype": dtype, "strict": strict, "part": part, "head": provenance.head, "optimizer": type(optimizer)}
     require_alike(world, {"folder": checkpoint.content, "hf": identity(provenance), **given})
-    with raise_on_all(world, f"{checkpoint.path} was not read, and the models are as they were"):
+    with raise_on_all(world, f"{checkpoint.path} was not read, and the models were not changed"):
         missing, unexpected = check.agree(Group.of_replica(chunks[0].pg_collection), strict=strict)
         if optimizer is not None:
             state["optimizer"] = optimizer.sharded_state_dict(_parts(state), is_loading=True, metadata=metadata)
@@ -237,7 +236,7 @@ def load_checkpoint(
 
 
 def _require_ready(chunks: Sequence[GPTModel], part: Part, optimizer: object) -> None:
-    """Raise if the models lack this part, or for an optimizer of torch, or one that may have the state of more."""
+    """Raise if the models lack this part, or if ``optimizer`` is torch's, or may have the state of other parameters."""
     require_part(part, chunks[0])
     held = held_tensors(chunks)
     check_storage({name: tensor for name, tensor in held.items() if is_in(part, name)})
@@ -245,8 +244,8 @@ def _require_ready(chunks: Sequence[GPTModel], part: Part, optimizer: object) ->
         return
     if not hasattr(optimizer, "sharded_state_dict"):
         raise CheckpointError(
-            f"optimizer must be megatron-core's, of get_megatron_optimizer, found {type(optimizer).__name__}: leave it "
-            "out, and have each rank save its state_dict()"
+            f"optimizer must be megatron-core's, of get_megatron_optimizer, found {type(optimizer).__name__}: leave "
+            "it out, and let each rank save its state_dict()"
         )
     names = (name for name, tensor in held.items() if tensor.requires_grad and not is_in(part, name))
     if name := next(names, None):
@@ -257,7 +256,7 @@ def _require_ready(chunks: Sequence[GPTModel], part: Part, optimizer: object) ->
 
 
 def _require_one(paths: Sequence[str], folder: str | os.PathLike[str]) -> None:
-    """Raise if ranks found different checkpoints: each looks for itself, while a trainer may write the next one."""
+    """Raise if ranks found different checkpoints: each rank searches itself, while a trainer may write the next one."""
     if len({*paths}) > 1:
         raise CheckpointError(
             f"ranks found different checkpoints in {folder}: {sorted({*paths})}; load again, or name one of them"
@@ -265,7 +264,7 @@ def _require_one(paths: Sequence[str], folder: str | os.PathLike[str]) -> None:
 
 
 def _parts(state: dict[str, Any]) -> dict[str, Any]:
-    """The state of the model as optimizers take it: that of the only chunk, or that of all chunks by name."""
+    """The state of the model in the form for optimizers: of the only chunk, or of all chunks by name."""
     return next(iter(state.values())) if len(state) == 1 else state
 
 

@@ -1,4 +1,4 @@
-"""The ``common`` of a checkpoint: one rank writes it for all, so that all must have passed equal values."""
+"""The ``common`` of a checkpoint: one rank writes it for all, so all must pass equal values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from mcore_bridge.weights.transfer.collectives import Group
 def require_equal(group: Group, common: Mapping[str, Any]) -> None:
     """Raise on all ranks unless their values of ``common``, which has the same keys on each, are equal.
 
-    Digests are enough for equal ranks. Pickles of equal sets may differ, so that others are compared as objects.
+    If all digests are equal, nothing more is compared. Otherwise values are compared as objects, since pickles of equal
+    sets may differ.
 
     Raises:
         CheckpointError: naming the keys.
@@ -36,7 +37,7 @@ def require_equal(group: Group, common: Mapping[str, Any]) -> None:
         ]
         raise CheckpointError(
             f"expected equal values in common on every rank, since one rank writes them, found others at "
-            f"{[*differ][:8]} ({'; '.join(values)}); pass equal values, and have each rank save its own state itself"
+            f"{[*differ][:8]} ({'; '.join(values)}); pass equal values, and let each rank save its own state itself"
         )
 
 
@@ -45,7 +46,7 @@ def _bytes(value: object) -> bytes:
 
 
 def _is_equal(one: object, other: object) -> bool:
-    """Whether two values are equal. A value that does not compare, such as an array, is compared as a pickle."""
+    """Whether two values are equal. A value without a usable ``==``, such as an array, is compared as a pickle."""
     if isinstance(one, Tensor):
         return has_same_bits(one, other)
     if isinstance(one, Mapping) and isinstance(other, Mapping):

@@ -1,4 +1,4 @@
-"""Comparison of what models need with what a checkpoint of megatron-core has, before anything is read or written."""
+"""Compare the tensors that models need with a checkpoint of megatron-core, before anything is read or written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mcore_bridge.weights.transfer.collectives import Group
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
-_HINT = '. There are adapters: part="base" or part="adapters" reads one of the two alone'
+_HINT = '. There are adapters: part="base" or part="adapters" reads only one of the two'
 
 
 def chunk_names(chunks: Sequence[GPTModel]) -> list[str]:
@@ -41,19 +41,20 @@ def sharded_states(
         omitted = [name for name, tensor in held_tensors([chunk]).items() if id(tensor) not in listed]
         if omitted:
             raise CheckpointError(
-                f"sharded_state_dict of this model omits {omitted[:8]}: give the modules that hold them such a method"
+                f"sharded_state_dict of this model omits {omitted[:8]}: define sharded_state_dict in the modules "
+                "that hold them"
             )
     parts = ({name: sharded for name, sharded in state.items() if is_in(part, name)} for state in states)
     return dict(zip(chunk_names(chunks), parts, strict=True))
 
 
 class Check:
-    """Compares what a model needs with what a folder has, and takes over the spelling of the folder's keys.
+    """Compares the entries of a model with a folder, and changes their keys to the spelling of the folder.
 
     Args:
         vocab: rows of the vocabulary that are not padding.
-        dtype: cast tensors to this first; None keeps that of the folder.
-        part: what is read; other tensors of the folder are none of its concern.
+        dtype: cast tensors to this first; None keeps the dtype of the folder.
+        part: the part to read; other tensors of the folder are ignored.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Check:
         self._wrong: list[str] = []
 
     def compare(self, state: dict[str, Any]) -> None:
-        """Check what this rank needs, and remove from ``state`` what is missing. This does not communicate."""
+        """Check the entries of this rank, and remove missing ones from ``state``. This does not communicate."""
         from megatron.core.dist_checkpointing.mapping import ShardedObject
 
         for part in state.values():
@@ -87,7 +88,7 @@ class Check:
                     self._wrong += [problem for leaf in leaves for problem in self._problems(leaf)]
 
     def agree(self, group: Group, *, strict: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The keys that are missing and those that are unexpected, for the whole model.
+        """The missing keys and the unexpected keys, for the whole model.
 
         Args:
             group: the ranks of a replica.
@@ -129,13 +130,13 @@ class Check:
         shape = tuple(stored.size)
         padded = getattr(sharded, "allow_shape_mismatch", False) and shape[0] >= self.vocab
         if shape[padded:] != wanted[padded:]:
-            yield f"{key} has shape {shape}, the model takes {wanted}: is this the checkpoint of this config?"
+            yield f"{key} has shape {shape}, the model takes {wanted}: load the checkpoint of this config"
 
 
 def dtypes_of(
     folder: TorchDistFolder, state: Mapping[str, Any]
 ) -> tuple[dict[str, torch.dtype], dict[str, torch.dtype]]:
-    """The dtypes of this rank's tensors in ``folder`` and in its sharded ``state``, by a name that both have."""
+    """The dtypes of this rank's tensors in ``folder`` and in its sharded ``state``, by a common name."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     spelled = folder.spelled()
@@ -151,7 +152,7 @@ def dtypes_of(
 
 
 def leaves_of(sharded: Any) -> list[Any]:
-    """The entries of the folder for one entry of a rank: one, or several that megatron-core makes of it."""
+    """The entries of the folder for one entry of a rank: one, or several if megatron-core splits it."""
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.dict_utils import nested_values
 

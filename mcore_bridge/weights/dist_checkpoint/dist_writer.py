@@ -1,7 +1,7 @@
-"""Writes the tensors of each rank to the files of a ``torch_dist`` folder, in the rank's own process.
+"""Write the tensors of each rank to the files of a ``torch_dist`` folder, in the process of the rank.
 
-megatron-core's own strategy starts processes to write, one of which runs the script of a trainer again. The files are
-the same.
+megatron-core's own strategy starts processes to write, and each of these runs the script of a trainer again. The files
+are equal.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class InThisProcess(TorchDistSaveShardedStrategy):
 
 
 class _Writer(FileSystemWriter):
-    """torch's writer in one thread, because errors of further threads get lost. A rank without data makes no file."""
+    """torch's writer in one thread, because errors of other threads get lost. A rank without data makes no file."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         if plan.items:

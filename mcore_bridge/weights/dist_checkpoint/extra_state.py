@@ -1,8 +1,8 @@
-"""The extra states of TransformerEngine's modules (``_extra_state``): empty without fp8, but asked for at each load.
+"""The extra states of TransformerEngine's modules (``_extra_state``): empty without fp8, but required by each load.
 
-megatron-core's own linears have an extra state, too, so that either kind loads what the other has saved. Its norms, its
-attention and linears that are not cut have none, so a model of TransformerEngine's modules could not load what they
-save.
+megatron-core's linear layers have an extra state, too, so either kind of layer can load a save of the other kind. Its
+norms, its attention and linear layers that are not cut have none. So without this module, a model of
+TransformerEngine's modules could not load their saves.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _ATTENTION = (f".self_attention.linear_proj{SUFFIX}", f".self_attention.core_att
 _WITHOUT = ("embedding.", "output_layer")
 """Modules that have no extra state in any backend."""
 ExtraState = Literal["none", "tensor_pickle_none", "tensor_0_dim"] | None
-"""The value of an empty extra state in a rank file, which TransformerEngine's release decides; None omits it."""
+"""The value of an empty extra state in a rank file, which depends on TransformerEngine's release; None omits it."""
 EXTRA_STATES = (None, "none", "tensor_pickle_none", "tensor_0_dim")
 
 
 def with_extra_states(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The sharded state dict of a chunk, with an empty extra state for each module that may be asked for one.
+    """The sharded state dict of a chunk, with an empty extra state for each module that may require one.
 
-    The names of those that are added are no names of the chunk, which numbers its layers otherwise than keys do.
+    The added names are keys of the folder, and not names in the chunk, which numbers its layers differently.
     """
     known = {sharded.key for sharded in state.values()}
     extra = (added for sharded in state.values() for added in _extra_states(sharded))
@@ -51,7 +51,7 @@ def _extra_states(sharded: Any) -> Iterator[Any]:
 
 
 def fillers(state: Mapping[str, object], extra_state: ExtraState) -> dict[str, Tensor | None]:
-    """Empty extra states for a chunk in a rank file, by name: for all modules of the decoder but routers."""
+    """Empty extra states for a chunk in a rank file, by name: for all modules of the decoder except routers."""
     if extra_state is None:
         return {}
     ends = (".weight", ".bias", ".weight0")

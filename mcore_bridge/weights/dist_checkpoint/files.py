@@ -1,6 +1,6 @@
-"""The files of a ``torch_dist`` folder, written and read by torch's own code, one file or parameter at a time.
+"""The files of a ``torch_dist`` folder, written and read by torch's code, one file or parameter at a time.
 
-A parameter consists of one or more *chunks* of the folder's tensors. A chunk is a box that has some of its rows.
+A parameter consists of one or more *chunks* of the folder's tensors. A chunk is a box with some rows of the parameter.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ChunkLocation:
     """The index at which the chunk begins."""
     rows: tuple[int, int]
     padded: bool = False
-    """Whether the tensor may have more rows than the model needs, as that of a vocabulary may."""
+    """Whether the tensor may have more rows than the model needs, for example for a padded vocabulary."""
 
     def sizes(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The sizes of the chunk, for a parameter of ``shape``."""
@@ -50,7 +50,7 @@ class ChunkLocation:
         return (*(1,) * leading, self.rows[1] - self.rows[0], *shape[1:])
 
     def chunk(self, shape: Sequence[int]) -> ChunkStorageMetadata:
-        """The chunk in torch's words, for a parameter of ``shape``."""
+        """The chunk in torch's class, for a parameter of ``shape``."""
         return ChunkStorageMetadata(torch.Size(self.offset), torch.Size(self.sizes(shape)))
 
 
@@ -71,7 +71,7 @@ def plan_files(units: Iterable[Sequence[LocatedParam]], objects: Sequence[str]) 
     """Plan the files of a folder: one for each of ``units``, and a last one for the empty ``objects``.
 
     Returns:
-        What goes to each file, and the metadata of the folder.
+        The plan of each file, and the metadata of the folder.
     """
     plans = [SavePlan([_item(param, location) for param in unit for location in param.chunks]) for unit in units]
     plans.append(SavePlan([WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in objects]))
@@ -90,7 +90,7 @@ def file_name(number: int) -> str:
 
 
 def _results(folder: Path, number: int) -> Path:
-    """The path of torch's write results for a file, which finish the folder. They lie beside it, not in it."""
+    """The path of torch's write results for a file, which ``finish`` needs. They lie beside the folder, not in it."""
     return folder.with_name(f"{number}.results")
 
 
@@ -100,7 +100,7 @@ def write_file(
     """Write a file. It gets its name only when it is whole.
 
     Args:
-        plan, unit: what goes to the file.
+        plan, unit: the content of the file.
         make: returns the parameter with a number.
     """
     apart = folder / f"{number}.partial"
@@ -114,7 +114,7 @@ def write_file(
 
 
 class _Maker(DefaultSavePlanner):
-    """Gives torch one tensor after the other, and makes each when torch asks for it."""
+    """Gives torch one tensor after the other, and makes each tensor when torch requests it."""
 
     def __init__(self, unit: Sequence[LocatedParam], make: Callable[[int], Tensor]) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class _Maker(DefaultSavePlanner):
 
 
 def finish(folder: Path, num_files: int, metadata: Metadata) -> None:
-    """Add to ``num_files`` written files what megatron-core needs to read the folder."""
+    """Complete a folder of ``num_files`` written files with the metadata that megatron-core needs."""
     from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
     results = [unpickled(_results(folder, number).read_bytes()) for number in range(num_files)]
@@ -178,7 +178,7 @@ class TorchDistReader:
         items = create_read_items_for_chunk_list(location.key, self._folder.tensors[location.key], [chunk])
         try:
             self._reader.read_data(LoadPlan(items), _Taker(box)).wait()
-        except Exception as error:  # torch.load raises anything for bytes that are no tensor
+        except Exception as error:  # torch.load may raise any error for bytes that are no tensor
             known = isinstance(error, OSError | RuntimeError)
             problem = error if known else f"its bytes are no tensor ({type(error).__name__})"
             raise CheckpointError(
@@ -201,4 +201,4 @@ class _Taker(DefaultLoadPlanner):
         return part
 
     def commit_tensor(self, read_item: ReadItem, tensor: Any) -> None:
-        """Do nothing: torch has read into the tensor itself."""
+        """Do nothing: torch has already read into the tensor."""

@@ -56,7 +56,7 @@ def _in_stack(sharded: Any, layer: int, num_layers: int) -> Any:
             shape = offset = ()
         return replace(sharded, global_shape=(num_layers, *shape), global_offset=(layer, *offset))
 
-    def build(*arguments: Any) -> Any:  # for the parameter, or for an optimizer's state of it
+    def build(*arguments: Any) -> Any:  # for the parameter, or for its state in an optimizer
         return dict_list_map_inplace(lambda part: _in_stack(part, layer, num_layers), sharded.build_fn(*arguments))
 
     return replace(sharded, build_fn=build)
@@ -66,11 +66,11 @@ _EXPERTS = "is_expert_parallel"
 
 
 def fit_chain(state: Mapping[Any, Any], length: int) -> Mapping[Any, Any]:
-    """Convert the loaded state of an optimizer to that of a chain of ``length`` optimizers.
+    """Convert the loaded state of an optimizer to the state of a chain of ``length`` optimizers.
 
     Args:
-        state: what was saved, merged with the tensors that the chain has requested. Keys are names for one optimizer,
-            and places in the chain for several.
+        state: the saved state, merged with the tensors that the chain has requested. For one optimizer the keys are
+            names; for several they are positions in the chain.
         length: the number of optimizers.
     """
     places = sorted(key for key in state if isinstance(key, int))
@@ -85,7 +85,7 @@ def fit_chain(state: Mapping[Any, Any], length: int) -> Mapping[Any, Any]:
 
 
 def _for_either(saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The groups of all optimizers, each as a group of experts and of all else. The saved ones come last and win."""
+    """The groups of all optimizers, each once for experts and once for other parameters. Saved groups win."""
     groups = [group for state in saved for group in state["optimizer"]["param_groups"]]
     return [*({**group, _EXPERTS: not group[_EXPERTS]} for group in groups), *groups]
 
@@ -94,7 +94,7 @@ _DECODER = "decoder."
 
 
 def translation(config: TransformerConfig, *, own: bool, other: bool) -> Callable[[str], str]:
-    """What gives a key of one class its spelling in another; ``own`` and ``other`` say which are ``HybridModel``."""
+    """A function that translates keys of one class to another; ``own``, ``other``: whether it is ``HybridModel``."""
     if own == other:
         return lambda key: key
     keys, mtp = HalfKeys(letters_of(config)), HalfKeys((inner_letters(config),))
@@ -103,12 +103,12 @@ def translation(config: TransformerConfig, *, own: bool, other: bool) -> Callabl
 
 
 def respell(state: Mapping[str, Mapping[str, Any]], chunk: GPTModel, *, hybrid: bool) -> None:
-    """Give the entries of sharded state dicts the keys of ``HybridModel``, or those of ``GPTModel``, in place.
+    """Change the keys of sharded state dicts to the keys of ``HybridModel`` or of ``GPTModel``, in place.
 
     Args:
         state: of all chunks, from ``compare.sharded_states``.
         chunk: one of them.
-        hybrid: whether the keys are to be those of ``HybridModel``.
+        hybrid: whether to use the keys of ``HybridModel``.
     """
     spelled = translation(whole_config(chunk), own=is_hybrid(chunk), other=hybrid)
     for entries in state.values():

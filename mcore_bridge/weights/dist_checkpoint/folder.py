@@ -1,7 +1,7 @@
-"""Folders of megatron-core's checkpoints (``torch_dist``): where they are, and which tensors they hold.
+"""Folders of megatron-core's checkpoints (``torch_dist``): find them, and list their tensors.
 
-A tensor of such a folder is that of the whole model, as one rank without parallelism would hold it. A leading dim may
-stack the layers, and mostly stacks the experts. Nothing here communicates.
+A tensor of such a folder is a whole parameter, as one rank without parallelism would hold it. A leading dim may stack
+layers, and usually stacks experts. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CONFIG = "metadata.json"
 """The file that megatron-core writes last. If it is missing, a save did not finish."""
 TRACKER = "latest_checkpointed_iteration.txt"
 VERLS = ("dist_ckpt", "model/dist_ckpt")
-"""The folder of verl's checkpoint in that of a role: before 0.9.0, and since."""
+"""The folder of verl's checkpoint inside the folder of a role: before 0.9.0, and since."""
 CONTENT: Mapping[str, Any] = {
     "non_homogeneous_layers": True,
     "singleton_local_shards": False,
@@ -37,9 +37,9 @@ CONTENT: Mapping[str, Any] = {
 }
 """Our settings in megatron-core's terms: a key for each layer, and optimizer states that any mesh can read."""
 VERSION: Mapping[str, Any] = {"checkpoint_version": 3.0}
-"""A field that Megatron-LM needs. Without it, it takes queries, keys and values for those of its first releases."""
+"""A field that Megatron-LM needs. Without it, queries, keys and values are read in an order of old releases."""
 HEADS = (".metadata", CONFIG)
-"""Files without which no reader takes a folder for a checkpoint."""
+"""Files that every reader requires in a checkpoint."""
 _REST = ("common.pt", *HEADS)
 _DIST_FILES = ("__[0-9]*_[0-9]*.distcp", *_REST)
 _LAYER = re.compile(r"^decoder\.layers\.([0-9]{1,9})\.")
@@ -59,7 +59,7 @@ class TorchDistFolder:
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> TorchDistFolder:
-        """Find a checkpoint, as ``find_checkpoint`` does. No code in it is run.
+        """Find a checkpoint by ``find_checkpoint``. No code in it is run.
 
         Raises:
             CheckpointError: there is none, or it is damaged.
@@ -90,7 +90,7 @@ class TorchDistFolder:
 
     @property
     def content(self) -> Content:
-        """The checkpoint for ranks to compare: each save gives its metadata, or what is in no tensor, other bytes."""
+        """A value by which ranks compare checkpoints. It differs for each save, by the metadata or the objects."""
         files = (self.path / name for name in _REST)
         return Content(str(self.path), digest_of(*(file.read_bytes() for file in files if file.is_file())))
 
@@ -107,7 +107,7 @@ class TorchDistFolder:
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether a ``HybridModel`` has written it. A folder of adapters alone has the keys of ``GPTModel``."""
+        """Whether a ``HybridModel`` has written the folder. A folder of adapters alone has the keys of ``GPTModel``."""
         return any(key.startswith("decoder.final_norm.") for key in self.tensors)
 
     @property
@@ -116,7 +116,7 @@ class TorchDistFolder:
         return {**CONTENT, "singleton_local_shards": any(map(_SINGLE_EXPERT.search, self.tensors))}
 
     def spelled(self) -> Mapping[str, str]:
-        """The keys of the model's tensors by ``plain_key``, which is independent of their spelling.
+        """The keys of the model's tensors by their ``plain_key``, which does not depend on the spelling.
 
         Raises:
             CheckpointError: two keys are spellings of one.
@@ -135,9 +135,11 @@ def find_checkpoint(folder: Path) -> Path:
         if (path / CONFIG).is_file():
             return path
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is no folder: expected one of HF, or a checkpoint of megatron-core")
+        raise CheckpointError(f"{folder} is no folder: expected an HF folder, or a checkpoint of megatron-core")
     if any(folder.glob("*.safetensors")):
-        raise CheckpointError(f"{folder} is a folder of HF, not of megatron-core: load it by load_hf_weights")
+        raise CheckpointError(
+            f"{folder} is an HF folder, not a checkpoint of megatron-core: load it by load_hf_weights"
+        )
     if (folder / "config.json").is_file() and not latest:
         raise CheckpointError(
             f"{folder} has a config.json, but neither *.safetensors nor {CONFIG}: expected a folder of HF, or a "
@@ -175,7 +177,7 @@ def latest_in(folder: Path) -> list[Path]:
 
 
 def track(folder: Path) -> None:
-    """Write the name of ``folder`` to the tracker file beside it, if Megatron-LM would name an iteration so.
+    """Write the name of ``folder`` to the tracker file beside it, if it has Megatron-LM's form for an iteration.
 
     Without that file Megatron-LM finds no checkpoint, and trains from random weights.
 
@@ -188,7 +190,7 @@ def track(folder: Path) -> None:
     tracker, new = folder.with_name(TRACKER), folder.with_name(f".{TRACKER}.new")
     try:
         new.unlink(missing_ok=True)
-        with new.open("x") as file:  # a link by this name would lead elsewhere
+        with new.open("x") as file:  # a link with this name would write to another file
             file.write(str(int(match[1])) if match[1] else folder.name)
         new.replace(tracker)
     except OSError as error:

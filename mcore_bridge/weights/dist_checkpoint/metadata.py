@@ -1,7 +1,7 @@
 """The ``.metadata`` of a ``torch_dist`` folder, which is a pickle: read without running code in it, and checked.
 
-A pickle may name any function. Ours may name the classes of torch's metadata alone. What it then says is still the
-writer's word: files outside of the folder, or chunks that leave a part of a tensor at whatever values it had.
+A pickle may name any function; here it may only name the classes of torch's metadata. Its values may still be wrong:
+files outside of the folder, or chunks that do not cover a tensor. So they are checked.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 NAME = ".metadata"
 _MOST_BYTES = 1 << 30
-"""Some ten times what the largest models need."""
+"""About ten times the bytes that the largest models need."""
 _MOST_ODD = 20_000
-"""Chunks of a tensor that are compared one with another, if they are no grid; the chunks of a mesh are one."""
+"""The most chunks of a tensor that are compared pairwise, if they form no grid. The chunks of a mesh form a grid."""
 _TORCH = frozenset(f"torch.distributed.checkpoint.{name}" for name in ("metadata", "planner", "filesystem", "storage"))
 """Modules whose data classes and enums metadata consist of; megatron-core adds the plans of all ranks."""
 _OTHERS = {
@@ -44,13 +44,13 @@ _OTHERS = {
     "numpy.core.multiarray": ("scalar",),
     "numpy._core.multiarray": ("scalar",),
 }
-"""What else they may name, by module. None of it runs code that a pickle gives."""
+"""Other names that metadata may contain, by module. None of them runs code from a pickle."""
 _FORCES, _FORBIDS = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 
 class _DataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """The class, if metadata may have it."""
+        """Return a class that metadata may contain; raise for other names."""
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
         if name in _OTHERS.get(module, ()) or (module in _TORCH and "." not in name):
@@ -65,7 +65,7 @@ def unpickled(data: bytes) -> Any:
     """The metadata, or torch's results of writing, in a pickle. No code in it is run.
 
     Raises:
-        Exception: it is no such pickle; damaged ones raise anything.
+        Exception: the pickle is something else; damaged pickles may raise any error.
     """
     return _DataUnpickler(BytesIO(data)).load()
 
@@ -74,7 +74,8 @@ def read_metadata(folder: Path) -> Metadata:
     """The metadata of a folder.
 
     Raises:
-        CheckpointError: it cannot be read, names files outside of the folder, or something else than numbers and names.
+        CheckpointError: it cannot be read, names files outside of the folder, or has other values than numbers and
+            names.
     """
     path = folder / NAME
     try:
@@ -89,7 +90,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def _problems(metadata: object) -> Iterator[str]:
-    """Yield what no writer of torch has written."""
+    """Yield the faults that no writer of torch makes."""
     from torch.distributed.checkpoint import metadata as of_torch
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
@@ -136,7 +137,7 @@ def _is_described(tensor: TensorStorageMetadata) -> bool:
 def is_tiled(tensor: TensorStorageMetadata) -> bool:
     """Whether the chunks of a tensor cover it whole, each element once.
 
-    torch does not ask. It would leave elements that no chunk covers at the values that they had.
+    torch does not check this. Elements that no chunk covers would keep their old values.
     """
     boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks]
     if any(
@@ -155,7 +156,7 @@ def is_tiled(tensor: TensorStorageMetadata) -> bool:
         for box in boxes
         for dim, (start, size) in enumerate(zip(*box, strict=True))
     )
-    if is_grid:  # the usual case: each chunk is one cell, so the sum above shows that all cells are there
+    if is_grid:  # the usual case: each chunk is one cell, so the sum above shows that no cell is missing
         return len({starts for starts, _ in boxes}) == len(boxes)
     return len(boxes) <= _MOST_ODD and _are_apart(boxes)
 
@@ -171,9 +172,9 @@ def _are_apart(boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool
 
 @contextmanager
 def without_code() -> Iterator[None]:
-    """Have torch run no code in the objects that it unpickles inside, as extra states of modules are.
+    """Forbid torch to run code in objects that it unpickles itself, such as extra states of modules.
 
-    A user who has forbidden that by torch's own variable is left alone.
+    If the user has already forbidden this by torch's environment variable, nothing is changed.
     """
     if os.environ.get(_FORBIDS) or os.environ.get(_FORCES):
         yield

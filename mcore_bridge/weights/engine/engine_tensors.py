@@ -1,6 +1,6 @@
 """The tensors of an engine by their names: parameters, buffers, and tensors in other attributes of its modules.
 
-Their addresses are not kept. An engine that sleeps, wakes or loads anew may have moved its tensors.
+Addresses are not cached: tensors may have moved after the engine slept, woke or loaded again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mcore_bridge.weights.transfer.copier import Buffers
 
 Tensors = Mapping[str, Tensor]
 Source = nn.Module | Callable[[], Tensors]
-"""An engine's model, or a function that returns its tensors by name as they are now."""
+"""An engine's model, or a function that returns the current tensors by name."""
 
 
 def all_tensors(source: Source) -> dict[str, Tensor]:
@@ -36,7 +36,7 @@ def all_tensors(source: Source) -> dict[str, Tensor]:
 
 
 def tensors_named(source: Source, names: Iterable[str]) -> dict[str, Tensor]:
-    """The engine's tensors with these names, without the names that it lacks."""
+    """The engine's tensors with these names. Names that the engine lacks are left out."""
     if not isinstance(source, nn.Module):
         held = source()
         return {name: held[name] for name in names if name in held}
@@ -51,7 +51,7 @@ def tensors_named(source: Source, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 def plainly() -> AbstractContextManager[None]:
-    """Within it, a subclass of Tensor is asked as any tensor: those of vLLM answer several times more slowly."""
+    """A context without overrides of Tensor subclasses: vLLM's subclasses slow each query down several times."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
@@ -61,12 +61,12 @@ def described(name: str, tensor: Tensor) -> EngineTensor:
 
 
 def hosts(tensors: Tensors) -> dict[str, tuple[str, int]]:
-    """The names whose memory lies within that of another tensor, which is the host.
+    """Tensors whose memory lies within the memory of another tensor, which is called the host.
 
     If two tensors have the same memory, the first is the host of the second.
 
     Returns:
-        For each such name: the name of its host, and the place of its first element there.
+        For each such name: the name of its host, and the position of its first element in the host.
     """
     by_storage: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
@@ -98,10 +98,10 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 class EngineMemory:
-    """The tensors of one rank of an engine as bytes, for a map. Addresses are looked up by ``find``, never assumed.
+    """The tensors of one rank of an engine as bytes, for a map. Addresses are looked up by ``find`` in each round.
 
     Args:
-        engine_map: the map, whose names are looked for.
+        engine_map: the map, which has the names to look up.
         source: the engine's model, or a function that returns its tensors by name.
     """
 
@@ -111,15 +111,15 @@ class EngineMemory:
 
     @property
     def buffers(self) -> Buffers:
-        """The engine's tensors in the order of the map, uint8 [bytes] each. The same object while none has moved."""
+        """The engine's tensors in the order of the map, uint8 [bytes] each. Returns one object until a tensor moves."""
         assert self._found is not None, "find() comes first"
         return self._found
 
     def find(self) -> None:
-        """Look for the engine's tensors by their names, and compare them with the map.
+        """Look up the engine's tensors by their names, and compare them with the map.
 
         Raises:
-            TransferError: when one is missing or lies otherwise in its memory; all of them are named.
+            TransferError: when a tensor is missing or has another layout in memory; the error names all of them.
         """
         names = [*self.map.places]
         with plainly():
@@ -149,21 +149,21 @@ class EngineMemory:
             if inside.get(name) != (tensor, start):
                 yield f"{name}: expected memory of {tensor} from element {start} on, found {inside.get(name, 'other')}"
         for name in inside.keys() - {alias[0] for alias in self.map.aliases}:
-            yield f"{name}: expected memory of its own, found that of {inside[name][0]}"
+            yield f"{name}: expected separate memory, found the memory of {inside[name][0]}"
 
     def has_moved(self) -> bool:
-        """Whether a tensor has another address than ``find`` saw; checked quickly, as it ends every round."""
+        """Whether a tensor has moved since the last ``find``. The check is quick, since every round ends with it."""
         with plainly():
             held = tensors_named(self._source, self.map.places)
             addresses = [tensor.data_ptr() for tensor in held.values()]
         return self._found is None or addresses != self._found.addresses.tolist()
 
     def fill(self) -> None:
-        """Write the map's constants, such as padding. They come before any copy."""
+        """Write the map's constants, such as padding, before all copies."""
         fill(self.map, self.buffers)
 
     def copy(self, pairs: Iterable[Pair]) -> Iterator[Pair]:
-        """Copy HF tensors, contiguous and on the engine's device, by the map; yield those that the loader needs too."""
+        """Copy contiguous HF tensors on the engine's device by the map. Yield the tensors that the loader needs too."""
         self.fill()
         for pair in pairs:
             GroupCopies(self.map, [pair]).run([pair], self.buffers, by_kernel=False)
@@ -176,12 +176,12 @@ class EngineMemory:
             memory.bitwise_not_()
 
     def held(self) -> dict[str, Tensor]:
-        """The tensors that the map names, as they are now."""
+        """The current tensors with the names of the map."""
         return tensors_named(self._source, self.map.places)
 
     @property
     def device(self) -> torch.device:
-        """Where the engine's tensors are."""
+        """The device of the engine's tensors."""
         held = tensors_named(self._source, [tensor.name for tensor in self.map.tensors[:1]])
         return next((tensor.device for tensor in held.values()), torch.device("cpu"))
 

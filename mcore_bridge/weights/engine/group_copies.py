@@ -1,4 +1,4 @@
-"""The copies of an engine map out of a group of HF tensors: made once into lists or a table, then run at once."""
+"""Copies from a group of HF tensors by an engine map: prepared once as lists or as a table, then run together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Pair = tuple[str, Tensor]
 
 
 def require_expected(pairs: Iterable[Pair], expected: Mapping[str, TensorSpec]) -> None:
-    """Raise ``TransferError`` for a tensor that is not as a round, or an engine's map, expects it."""
+    """Raise ``TransferError`` for a tensor with another shape, dtype or device than a round or a map expects."""
     for name, tensor in pairs:
         spec = expected.get(name)
         if spec is None or (tuple(spec.shape), spec.dtype) != (tuple(tensor.shape), tensor.dtype) or tensor.is_meta:
@@ -33,14 +33,14 @@ def require_expected(pairs: Iterable[Pair], expected: Mapping[str, TensorSpec]) 
 
 
 def take_expected(pairs: Iterable[Pair], due: dict[str, TensorSpec]) -> None:
-    """Take tensors that have come out of ``due``. Raise as ``require_expected``, also for one that comes twice."""
+    """Remove tensors from ``due`` that have arrived. Raise as ``require_expected``, also for a second copy."""
     for name, tensor in pairs:
         require_expected([(name, tensor)], due)
         del due[name]
 
 
 class _Ready(NamedTuple):
-    """What one run needs: buffers for the kernel if there is work for it, and views for all other copies."""
+    """The prepared data of one run: buffers for the kernel if it has work, and views for all other copies."""
 
     group: Sequence[Pair]
     targets: Buffers
@@ -50,11 +50,11 @@ class _Ready(NamedTuple):
 
 
 class GroupCopies:
-    """The copies out of one group of HF tensors.
+    """The copies from one group of HF tensors.
 
     Args:
-        engine_map: the map, whose HF tensors these are.
-        group: pairs of a name and a tensor like those that will be copied.
+        engine_map: the map of these HF tensors.
+        group: pairs of an HF name and a tensor. Later groups must have equal names and dtypes.
     """
 
     def __init__(self, engine_map: EngineMap, group: Sequence[Pair]) -> None:
@@ -69,7 +69,7 @@ class GroupCopies:
         self._ready: _Ready | None = None
 
     def fits(self, group: Sequence[Pair]) -> bool:
-        """Whether these are the copies of ``group``."""
+        """Whether these copies were prepared for ``group``."""
         is_last = self._ready is not None and self._ready.group is group
         return is_last or self._names == [name for name, _ in group]
 
@@ -79,8 +79,8 @@ class GroupCopies:
         Args:
             group: the HF tensors, contiguous.
             targets: the memory of the engine's tensors in the order of the map, uint8 [bytes] each.
-            by_kernel: False copies without the kernel, whose table is not worth its making for one time.
-            stay: whether this very list comes again, with tensors in the same memory.
+            by_kernel: False copies without the kernel: a single run is not worth the time to make its table.
+            stay: whether later calls pass this list object again, with tensors in unchanged memory.
         """
         ready = self._ready
         if ready is None or ready.group is not group or ready.targets is not targets:
@@ -114,7 +114,7 @@ class GroupCopies:
 
 
 class MapCopies:
-    """The copies of a map, group by group. What is made for a group is kept for a later one of the same HF tensors."""
+    """The copies of a map, group by group. The copies of a group are kept for later groups of these HF tensors."""
 
     def __init__(self, engine_map: EngineMap) -> None:
         self._map = engine_map
@@ -139,7 +139,7 @@ def octets(tensor: Tensor) -> Tensor:
 
 
 def _elements(memory: Tensor, dtype: torch.dtype) -> Tensor:
-    """All whole elements of a memory (uint8 [bytes])."""
+    """A memory (uint8 [bytes]) as whole elements."""
     return memory[: memory.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
 
 

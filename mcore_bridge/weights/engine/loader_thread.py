@@ -1,7 +1,7 @@
 """An engine's loader that is called once for a round, while its tensors come bucket by bucket.
 
-A loader asks for its next tensor, and a receiver is told of its next bucket. So the loader runs in a thread of its own.
-Only one of the two runs at a time.
+A loader pulls its next tensor, while a sender pushes the next bucket. So the loader runs in a separate thread. Only one
+of the two threads runs at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mcore_bridge.errors import TransferError
 
 Pair = tuple[str, Tensor]
 Loader = Callable[[Iterator[Pair]], object]
-"""The engine's own loader with all that it does afterwards. It takes pairs of an HF name and a tensor."""
+"""The engine's loader, with all work after loading. It takes pairs of an HF name and a tensor."""
 
 
 class LoaderThread:
@@ -26,7 +26,7 @@ class LoaderThread:
 
     Args:
         load: the loader.
-        device: where the engine's tensors are. What the loader queues there is on this thread's current stream.
+        device: the device of the engine's tensors. The loader queues work there on this thread's current stream.
     """
 
     def __init__(self, load: Loader, device: torch.device) -> None:
@@ -42,7 +42,7 @@ class LoaderThread:
         self._asks.acquire()
 
     def send(self, pairs: Iterable[Pair]) -> None:
-        """Have the loader take tensors. It gets copies on the engine's device, which it may keep.
+        """Pass tensors to the loader. It gets copies on the engine's device, which it may keep.
 
         Raises:
             Exception: what the loader raises.
@@ -53,7 +53,7 @@ class LoaderThread:
         self._raise()
 
     def finish(self) -> None:
-        """There are no more tensors: return when the loader does.
+        """Signal the end of the tensors, and wait until the loader returns.
 
         Raises:
             Exception: what the loader raises.
@@ -63,7 +63,7 @@ class LoaderThread:
         self._raise()
 
     def break_off(self) -> None:
-        """End the call by an error in the loader, after a round that broke off."""
+        """End the call after a round that broke off, by an error inside the loader."""
         self._is_broken_off = True
         self._sent.put(None)
         self._thread.join()

@@ -1,7 +1,7 @@
 """How an engine map is found: record the loader, probe what recording did not explain, and prove each step.
 
-Whatever is recorded or read off is a guess until it is proven. Two sets of drawn values go through the engine's
-loader. The map then has to bring back every bit of the first set over the second.
+Every recorded or probed slice is a guess until it is proven. Two sets of random values go through the engine's loader.
+Then the map copies the first set again, and every bit has to equal the result of the loader.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ def map_engine(
 ) -> MappedEngine:
     """Find the slices of HF tensors that make up each tensor of an engine, and prove the result.
 
-    The engine's loader runs twice, or once for a kept map. It runs two or three times more if it writes tensors other
-    than by torch's copies, such as by a kernel. If it computes some, it runs up to five times more. The engine's
-    weights are lost: a whole round must follow.
+    The engine's loader runs twice, or once for a kept map. If it writes some tensors without torch's copies, such as by
+    a kernel, it runs two or three times more. If it computes some tensors, it runs up to five times more. The engine's
+    weights are overwritten: a whole round must follow.
 
     Args:
         plan: the HF tensors that will come: ``Receiver.plan``, or specs such as those of a ``Manifest``.
         source: the engine's model, or a function that returns its tensors by name. Each round looks them up again.
-        load: the engine's own loader, called with pairs of an HF name and a tensor. It must include the engine's work
-            after loading.
+        load: the engine's loader, called with pairs of an HF name and a tensor. It must include the engine's work after
+            loading.
         engine: a line that identifies engine, release, model, and this rank's place in the engine's mesh. A kept map
             must have the same line.
         kept: an earlier map, such as ``EngineMap.load(path)``. One run of the loader proves it. If it does not fit this
-            engine, the log says why, and a map is made as if there were none.
-        verify_every: prove the map again before every so many rounds, by two runs of the loader; 0 is never.
+            engine, the reason is logged, and a new map is made.
+        verify_every: prove the map again before every so many rounds, by two runs of the loader; 0 means never.
 
     Example:
         >>> head = torch.nn.Linear(48, 96, bias=False)                # an engine, and its loader
@@ -84,13 +84,13 @@ def map_engine(
             prove_kept(EngineMemory(kept, source), load, specs, engine)
             return MappedEngine(kept, source, load, verify_every=verify_every)
         except TransferError as error:
-            logger.warning("%s. It is made anew now", error)
+            logger.warning("%s. A new map is made now", error)
     search = MapSearch(specs, source, load, engine)
     made, disproof = search.make(), ""
     for entry in made.uncovered:
-        logger.warning("%s goes by the engine's loader in every round: %s", entry.tensor, entry.reason)
+        logger.warning("the engine's loader writes %s in every round: %s", entry.tensor, entry.reason)
     if made.uncovered and (wrong := differing(EngineMemory(made, source), load, 0, search.reference)):
-        # such as a loader that makes all parameters of a layer anew, also those for which it was given nothing
+        # such as a loader that makes all parameters of a layer again, even if it got tensors for only some of them
         disproof = f"{len(wrong)} tensors are wrong if the loader takes only what the map leaves, such as {wrong[0]}"
     return MappedEngine(made, source, load, verify_every=verify_every, disproof=disproof)
 
@@ -102,7 +102,7 @@ class _Tensor:
     described: EngineTensor
     hf: frozenset[str]
     copies: list[SliceCopy] | None = None
-    """None: nothing explains the tensor yet."""
+    """None if nothing explains the tensor yet."""
     fills: list[SliceFill] = field(default_factory=list)
     reason: str = "its loader computes it"
 
@@ -121,7 +121,7 @@ class MapSearch:
         """Checksums of the engine's tensors after its loader took the first drawn values."""
 
     def make(self) -> EngineMap:
-        """Record, prove, probe what is left, and prove again."""
+        """Record, prove, probe the tensors that are not explained, and prove again."""
         self._record()
         self._give_up_unproven()
         wanting = [name for name, tensor in self._tensors.items() if tensor.copies is None]
@@ -129,17 +129,17 @@ class MapSearch:
             self._probe(wanting, frozenset[str]().union(*(self._tensors[name].hf for name in wanting)))
             constant = {name for name in wanting if self._tensors[name].fills}
             wanting = self._give_up_unproven()
-            if not constant.isdisjoint(wanting):  # made of HF tensors that the recorder did not see there
+            if not constant.isdisjoint(wanting):  # made of HF tensors that the recorder did not find there
                 self._probe(wanting, frozenset(self._by_name))
                 wanting = self._give_up_unproven()
             for name in wanting:
-                self._tensors[name].reason = "its loader computes it: slices that were read off give other values"
+                self._tensors[name].reason = "its loader computes it: the slices that a probe found give other values"
         return self._map()
 
     def _record(self) -> None:
         """Load drawn values, then others under the recorder. Tensors that differ depend on HF tensors.
 
-        The first values are those of the proof: what the recorder takes for a constant has to be one for these too.
+        The proof uses the first values. So a constant that the recorder finds must be a constant for these values, too.
         """
         self._load(drawn_values(self._specs, 0, self._device))
         first = checksums({name: tensor for name, tensor in all_tensors(self._source).items() if not tensor.is_meta})
@@ -161,7 +161,7 @@ class MapSearch:
         self.reference = {name: first.get(name, 0) for name in self._tensors}
 
     def _explained(self, name: str, tensor: Tensor, pieces: Sequence[Piece], seen: frozenset[str]) -> _Tensor:
-        """A tensor with the slices that the recorder saw; without any if they do not explain all of it."""
+        """A tensor with the slices that the recorder found; without slices if they do not explain all of it."""
         known = _Tensor(described(name, tensor), seen)
         span = known.described.span
         if any(piece.box.target < 0 or piece.box.target_end > span for piece in pieces):
@@ -181,7 +181,7 @@ class MapSearch:
         return piece.casts and piece.hf is not None and self._by_name[piece.hf].dtype != tensor.dtype
 
     def _give_up_unproven(self) -> list[str]:
-        """Copy the first drawn values by the map as it is. Forget what explained tensors that differ; their names."""
+        """Copy the first random values by the map. Drop the slices of tensors that differ; return their names."""
         wrong = differing(EngineMemory(self._map(), self._source), None, 0, self.reference)
         for name in wrong:
             tensor = self._tensors[name]
@@ -228,7 +228,7 @@ class MapSearch:
 
 
 def _visible(pieces: Sequence[Piece], span: int, device: torch.device) -> tuple[Sequence[Piece], int] | None:
-    """The pieces of which something is left at the end, and how many elements they write.
+    """The pieces that later pieces do not overwrite entirely, and the number of elements that they write.
 
     None if some are computed, or if a copy is partly overwritten.
     """

@@ -1,4 +1,4 @@
-"""An engine whose tensors are written by its map, without its loader; it knows whether its weights are whole."""
+"""An engine whose tensors are written by its map, without its loader. Its state says whether its weights are whole."""
 
 from __future__ import annotations
 
@@ -25,37 +25,36 @@ logger = logging.getLogger(__name__)
 _NO_ROUND = (
     "expected a round that was announced, found none: call begin() or share() first, and again after break_off()"
 )
-_CHANGED = "The engine no longer loads as when the map was made: use its loader, and make another map"
+_CHANGED = "The engine's loading has changed since the map was made: use its loader, and make another map"
 
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """What the weights of an engine are.
+    """Which weights an engine has at the moment.
 
-    ``"old"``: those of ``version``, while a round that was announced has not written anything. ``"half"``: partly those
-    of one round and partly of another, or drawn values; nothing may be sampled. ``"new"``: those of ``version``, the
-    last round.
+    ``"old"``: the weights of ``version``; a round is announced and has written nothing yet. ``"half"``: parts of
+    different rounds, or random values; nothing may be sampled. ``"new"``: the weights of ``version``, the last round.
     """
 
     weights: Literal["old", "half", "new"]
     version: int | None
-    """The number of the round that the weights are from; None where they are of none."""
+    """The number of the round from which the weights are; None if they are from no round."""
 
 
 class MappedEngine:
-    """One rank of an engine, its map, and its tensors as they are now. ``map_engine`` makes it.
+    """One rank of an engine with its map and its current tensors. ``map_engine`` makes it.
 
-    If the engine is no longer the one of its map, a round goes by the engine's loader, and ``reason`` says why.
+    If the engine no longer fits its map, the engine's loader loads the round, and ``reason`` says why.
 
     Args:
         engine_map: the map, which was proven for this engine.
         source: the engine's model, or a function that returns its tensors by name.
         load: the engine's loader, for tensors that the map does not cover, and for proofs.
-        verify_every: prove the map again before every so many rounds; 0 is never.
-        disproof: why the map is never to be used; empty if it may be.
+        verify_every: prove the map again before every so many rounds; 0 means never.
+        disproof: the reason why the map must never be used; empty if it may be used.
 
     Raises:
-        TransferError: when no HF tensor comes into any tensor of the engine.
+        TransferError: when the loader copies no HF tensor into any tensor of the engine.
     """
 
     def __init__(
@@ -64,13 +63,13 @@ class MappedEngine:
         if not (engine_map.copies or engine_map.uncovered):
             names = [spec.name for spec in engine_map.sources]
             raise TransferError(
-                f"expected a loader that copies HF tensors into the engine's tensors, found that none of {len(names)} "
-                f"came into any: look whether it skips their names, such as {names[:3]}"
+                "expected a loader that copies HF tensors into the engine's tensors, found that it copied none of "
+                f"{len(names)}: check whether it skips their names, such as {names[:3]}"
             )
         self.map = engine_map
         self.state = EngineState("half", None)
         self.reason = ""
-        """Why the last round that was announced goes by the engine's loader; empty if it goes by the map."""
+        """The reason why the engine's loader loads the last announced round; empty if the map is used."""
         self._memory = EngineMemory(engine_map, source)
         self._load, self._verify_every, self._disproof = load, verify_every, disproof
         self._plan: BucketPlan | Sequence[TensorSpec] | None = None
@@ -86,10 +85,10 @@ class MappedEngine:
         self._num_rounds = 0
 
     def require_whole(self) -> int:
-        """The version of the weights. Call it before anything is sampled.
+        """Return the version of the weights. Call this before anything is sampled.
 
         Raises:
-            TransferError: when the weights are no version's.
+            TransferError: when the weights are half old and half new.
         """
         if self.state.weights == "half" or self.state.version is None:
             raise TransferError(
@@ -99,13 +98,13 @@ class MappedEngine:
         return self.state.version
 
     def begin(self, plan: BucketPlan | Sequence[TensorSpec]) -> None:
-        """Announce a round of all HF tensors of ``plan``, or of the slices of them that the map uses.
+        """Announce a round of all HF tensors of ``plan``, or of the slices that the map uses.
 
-        Nothing of the weights is written unless a proof is due. If the map cannot be used, ``reason`` says why, and
-        the round goes by the engine's loader.
+        No weight is written unless a proof is due. If the map cannot be used, ``reason`` says why, and the engine's
+        loader loads the round.
 
         Raises:
-            TransferError: when the round can go neither by the map nor by the loader.
+            TransferError: when neither the map nor the loader can load the round.
         """
         if self._left is not None:
             self.break_off()
@@ -117,12 +116,12 @@ class MappedEngine:
         if reason and self._sent is not self.map:
             raise TransferError(f"{reason}. The loader takes whole HF tensors, so send these instead of slices")
         if reason and reason != self.reason:
-            logger.warning("the round goes by the engine's loader: %s", reason)
+            logger.warning("the engine's loader loads this round: %s", reason)
         self.reason, self._left, self._is_filled = reason, set(self._expected), False
         self._num_rounds += 1
 
     def _expect(self, plan: BucketPlan | Sequence[TensorSpec]) -> None:
-        """Check what will be sent against the map, once for a plan."""
+        """Compare a plan with the map, once for each plan."""
         specs = specs_of(plan) if isinstance(plan, BucketPlan) else tuple(plan)
         sent, unlike = self.map, ""
         try:
@@ -135,7 +134,7 @@ class MappedEngine:
         target = plan.target if isinstance(plan, BucketPlan) else ""
         if target not in ("", self.map.digest):
             raise TransferError(
-                f"the slices are those of another map: expected the digest {self.map.digest[:16]}, found "
+                f"the slices were made for another map: expected the digest {self.map.digest[:16]}, found "
                 f"{target[:16]}; export with target= this engine's map"
             )
         self._plan, self._sent, self._unlike = plan, sent, unlike
@@ -143,7 +142,7 @@ class MappedEngine:
         self._copies = MapCopies(sent)
 
     def _checked(self) -> str:
-        """Why the map cannot be used in this round; empty if it can."""
+        """The reason why the map cannot be used in this round; empty if it can."""
         if self._unlike or self._disproof:
             return self._unlike or self._disproof
         try:
@@ -160,16 +159,16 @@ class MappedEngine:
         return self._disproof
 
     def share(self, tensors: Sequence[TensorSpec] | None = None) -> tuple[Handle, ...] | None:
-        """Announce a round in which the sender writes into the engine's tensors itself, with an ``EngineWriter``.
+        """Announce a round in which the sender writes directly into the engine's tensors, with an ``EngineWriter``.
 
         From here on the weights count as half old and half new, until ``complete``.
 
         Args:
-            tensors: the HF tensors that will be written, such as a ``Manifest``; None is those of the map.
+            tensors: the HF tensors that will be written, such as a ``Manifest``; None means the HF tensors of the map.
 
         Returns:
-            A handle for a mark and for each tensor of the map. None if the sender has them: nothing has moved since the
-            last call, and no round broke off.
+            A handle for a mark (a counter of rounds), and one for each tensor of the map. None if the handles of the
+            last call are still valid: no tensor has moved, and no round broke off.
 
         Raises:
             TransferError: when the map cannot be used, or does not cover a tensor; or when another process cannot open
@@ -177,7 +176,7 @@ class MappedEngine:
         """
         if self.map.uncovered:
             names = [entry.tensor for entry in self.map.uncovered]
-            raise TransferError(f"{names} are written by the engine's loader alone; send buckets and use copy_into")
+            raise TransferError(f"only the engine's loader writes {names}; send buckets and use copy_into")
         self.begin(tensors or self.map.sources)
         if self.reason:
             raise TransferError(f"{self.reason}. Send buckets: copy_into gives them to the engine's loader")
@@ -187,7 +186,7 @@ class MappedEngine:
             self._mark = allocate(8, device).zero_()
             handles = (share(self._mark, self.map.digest), *parts)
         self._shared, self.state = self._memory.buffers, EngineState("half", None)
-        self._left = set()  # the mark says when all have come
+        self._left = set()  # the mark shows when all have come
         self._due = int(self._mark.view(torch.int64).item()) + 1
         self._fill()
         _synchronize(device)
@@ -196,15 +195,15 @@ class MappedEngine:
     def write(self, pairs: Sequence[Pair], *, stay: bool = False) -> None:
         """Put HF tensors of the round into the engine's tensors. They may be overwritten when this returns.
 
-        A round whose calls bring the same tensors as those of the round before is cheaper.
+        A round is cheaper if its calls pass tensors like the calls of the round before.
 
         Args:
-            pairs: an HF name and a tensor each.
-            stay: whether later rounds bring this very list, with tensors in the same memory, such as views of a slot.
-                They are then contiguous, and of the plan of the round.
+            pairs: HF names with their tensors.
+            stay: whether later rounds pass this list object again, with tensors in unchanged memory, such as views of a
+                slot. The tensors must then be contiguous, and belong to the plan of the round.
 
         Raises:
-            TransferError: when no round was announced, or one with other tensors.
+            TransferError: when no round was announced, or a round with other tensors.
         """
         if self._left is None:
             raise TransferError(_NO_ROUND)
@@ -228,11 +227,12 @@ class MappedEngine:
         self._is_filled = True
 
     def complete(self, version: int | None = None) -> None:
-        """All tensors of a round have come: the weights are those of ``version``, or of the next one.
+        """End a round after all tensors have come. The weights are then ``version``, by default the number of the
+        round.
 
         Raises:
             TransferError: when no round was announced, or not all of its tensors have come. Also when the engine has
-                moved its tensors since the round began, or the sender did not write into them as they are.
+                moved its tensors since the round began, or when the sender wrote to old addresses.
         """
         if self._left is None:
             raise TransferError(_NO_ROUND)
@@ -243,9 +243,9 @@ class MappedEngine:
             )
         loading, self._loading = self._loading, None
         if loading is not None:
-            self._left = None  # whatever becomes of the loader, its round ends here
+            self._left = None  # the round ends here, even if the loader raises
             loading.finish()
-        if not self.reason and loading is None and self._memory.has_moved():  # a loader may make tensors anew
+        if not self.reason and loading is None and self._memory.has_moved():  # a loader may replace tensors
             raise TransferError(
                 "the engine has moved its tensors in the middle of a round, so copied values may be lost. Send all "
                 "buckets again, and let the engine sleep, wake or load only between rounds"
@@ -253,8 +253,8 @@ class MappedEngine:
         mark = int(self._mark.view(torch.int64).item()) if self._due else 0
         if mark != self._due:
             raise TransferError(
-                f"expected the sender's mark {self._due}, found {mark}: the sender did not end this round, or it wrote "
-                "to addresses that the engine has left. Make its EngineWriter of the last handles of share()"
+                f"expected the sender's mark {self._due}, found {mark}: the sender did not end this round, or it "
+                "wrote to old addresses of the engine's tensors. Make its EngineWriter from the last handles of share()"
             )
         self._due, self._left = 0, None
         self.state = EngineState("new", self._num_rounds if version is None else version)
@@ -262,7 +262,7 @@ class MappedEngine:
     def break_off(self) -> None:
         """Forget a round that did not end, and its sender: ``share`` then returns handles for another one.
 
-        What it has written stays, and ``state`` says so.
+        Values that the round has written stay, and ``state`` is ``"half"`` then.
         """
         loading, self._loading = self._loading, None
         self._left, self._due, self._shared = None, 0, None

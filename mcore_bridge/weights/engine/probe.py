@@ -1,12 +1,12 @@
-"""Reads off an engine's tensors where its loader puts each element of the HF tensors, if recording does not show it.
+"""Finds out from numbered elements where a loader puts each element of the HF tensors, if recording does not show it.
 
-All elements of all HF tensors are numbered from 1 on. One load has one digit of these numbers in place of the weights,
-so there are as many loads as digits. A digit has to survive a copy of bits, and a cast from one float dtype to a wider
-one or back. So a digit of a float is the bits of a finite bfloat16, counted from 0 on. In float16 it is a whole number
-below 2048. In 8 bits it is the bits of a finite float.
+All elements of all HF tensors are numbered from 1 on. Each load passes one digit of these numbers in place of the
+weights, so there are as many loads as digits. A digit has to survive a copy of bits, and a cast from one float dtype to
+a wider dtype or back. So each digit is stored as a finite bfloat16, by the number of its bits. For float16 tensors a
+digit is a whole number below 2048. For floats of 8 bits a digit is stored as the bits of a finite float.
 
-The numbers in a tensor become slices, whatever their order. Elements become runs with one step, runs become rows of a
-rectangle, and so on, as long as fewer are left.
+The numbers in a tensor become slices, in any order. Elements become runs with one step, runs become rows of a
+rectangle, and so on, as long as this makes fewer groups.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from mcore_bridge.weights.transfer.copier import WORDS
 
 Numbers = np.ndarray[tuple[int], np.dtype[np.int64]]
 Steps = tuple[tuple[int, int, int], ...]
-"""For each dim: its size, and how far one step of it goes in the source and in the target."""
+"""For each dim: its size, and its strides in the source and in the target."""
 _CHUNK = 1 << 24
-"""Elements whose numbers are in memory at once, 8 bytes each."""
+"""The most elements for which indices of 8 bytes are in memory at once."""
 _BASES = {
     torch.bfloat16: 0x7F80,
     torch.float32: 0x7F80,
@@ -42,25 +42,25 @@ _BASES = {
     torch.float8_e5m2: 0x7C,
     torch.bool: 2,
 }
-"""How many values a digit has. Integers have 128, or 2 ** 15 from two bytes on."""
+"""How many values a digit has. For integers there are 128, or 2 ** 15 if they have two bytes or more."""
 _DIFFERENT = 1 << 62
-"""Stands for bits that changed from one digit to another."""
+"""Marks an element whose bits differed between two loads, so it is no constant."""
 _SAMPLE = 100_000
 
 
 MOST_SLICES = 1 << 16
-"""Slices of one tensor. If more are read off, it is left to the loader."""
+"""The most slices of one tensor. With more slices, the loader writes the tensor."""
 
 
 def probe(
     numbering: RunningNumbers, load: Loader, source: Source, dtypes: Mapping[str, torch.dtype], device: torch.device
 ) -> Iterator[tuple[str, list[SliceCopy], list[SliceFill]]]:
-    """Load digits in place of weights, and yield the slices of each tensor whose elements all are numbers or constants.
+    """Load digits in place of weights. Yield the slices of each tensor if all of its elements are numbers or constants.
 
     Args:
         numbering: the HF tensors.
         dtypes: the engine's tensors by name, with the dtype of the HF tensors that go into each.
-        device: where the loader takes HF tensors.
+        device: the device on which the loader takes HF tensors.
     """
     numbers: dict[str, Tensor] = {}
     bits: dict[str, Tensor] = {}
@@ -105,7 +105,7 @@ class RunningNumbers:
 
     Args:
         specs: the HF tensors in the order in which a loader gets them.
-        numbered: the names of those that are numbered; others are zero.
+        numbered: the names of HF tensors to number; all other tensors are zero.
     """
 
     def __init__(self, specs: Sequence[TensorSpec], numbered: Collection[str]) -> None:
@@ -113,7 +113,7 @@ class RunningNumbers:
         self.specs = specs = [spec for spec in specs if spec.name in numbered]
         sizes = [torch.Size(spec.shape).numel() for spec in specs]
         self.starts = [1, *accumulate(sizes, initial=1)][1:]
-        """The number of each tensor's first element; last, the number after that of the very last element."""
+        """The number of each tensor's first element, followed by the total number of elements plus 1."""
         self.base = min((_base(spec.dtype) for spec in specs), default=2)
         self.num_digits = 2
         while self.base**self.num_digits < self.starts[-1]:
@@ -134,7 +134,7 @@ class RunningNumbers:
             yield spec.name, tensor.view(spec.shape)
 
     def digits(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """The digits that an engine's tensor holds, int64; negative where an element is no digit.
+        """The digits in an engine's tensor, int64; negative if an element is no digit.
 
         Args:
             dtype: the dtype of the HF tensors that went into it.
@@ -144,8 +144,8 @@ class RunningNumbers:
             digits = _decoded(values)
             if tensor.dtype != dtype:
                 digits = torch.where(values.to(tensor.dtype) == tensor, digits, -1)
-        except RuntimeError as error:  # torch has not every cast
-            raise TransferError(f"no digits can be read off {tensor.dtype}, of {dtype}: {error}") from None
+        except RuntimeError as error:  # torch does not have every cast
+            raise TransferError(f"no digits of {dtype} can be read from {tensor.dtype}: {error}") from None
         return torch.where(digits < self.base, digits, -1)
 
 
@@ -180,7 +180,7 @@ class _Runs:
     source: Numbers
     target: Numbers
     owner: Numbers
-    """The HF tensor that the elements of each group belong to."""
+    """For each group of elements, the number of their HF tensor."""
     kind: Numbers
     kinds: list[Steps]
 
@@ -193,11 +193,11 @@ class _Runs:
 
 
 def _boxes(source: Numbers, target: Numbers, owner: Numbers) -> Iterator[tuple[int, BoxCopy]]:
-    """Copies of slices that together give all elements, each with its owner. They need not be the fewest possible.
+    """Copies of slices that together cover all elements, each with its owner. Fewer copies may be possible.
 
     Args:
-        source: the place of each element in its owner.
-        target: the place of each element in the engine's tensor, in ascending order.
+        source: the position of each element in its owner.
+        target: the position of each element in the engine's tensor, in ascending order.
         owner: the number of the HF tensor that each element belongs to.
     """
     runs = _Runs(source, target, owner, np.zeros(len(source), np.int64), [()])
@@ -219,7 +219,7 @@ def _boxes(source: Numbers, target: Numbers, owner: Numbers) -> Iterator[tuple[i
 
 
 def _joined(runs: _Runs) -> _Runs:
-    """Joins neighbours of one owner and kind if they follow each other at the most frequent distance."""
+    """Join neighbours of one owner and kind if they follow each other at the most frequent distance."""
     if len(runs) < 2:
         return runs
     near, far = np.diff(runs.source), np.diff(runs.target)
@@ -253,14 +253,14 @@ def _longer(
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
-    """The elements by their places in memory, [elements]."""
+    """The elements in the order of their memory, [elements]."""
     strides = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda dim: strides[dim], reverse=True)
     return tensor.detach().permute(order).reshape(-1)
 
 
 def _memory_places(tensor: EngineTensor) -> Numbers:
-    """The places of the elements in memory, counted from the first, in the order of ``_in_memory_order``."""
+    """The positions of the elements in memory, counted from the first, in the order of ``_in_memory_order``."""
     places = np.zeros(1, np.int64)
     for size, stride in sorted([*zip(tensor.shape, tensor.strides, strict=True)], key=itemgetter(1), reverse=True):
         places = (places[:, None] + np.arange(size, dtype=np.int64) * stride).reshape(-1)

@@ -1,6 +1,6 @@
 """Whether a map does what the engine's loader does: drawn values go both ways, and every bit has to be the same.
 
-All of these overwrite the engine's weights, so a whole round has to follow.
+All of these functions overwrite the engine's weights, so a whole round has to follow.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _PATTERNS = {
     torch.float8_e8m0fnu: (0x03, 0x7C),
     torch.bool: (0x01, 0x00),
 }
-"""Bits that are drawn, and bits that are always set, which belong to the exponent. Integers are drawn whole."""
+"""The mask of random bits, and the bits of the exponent that are always set. All bits of integers are random."""
 _STRETCH = 1 << 16
-"""Words of 8 bytes that are taken from those that were drawn at once."""
+"""The size of a stretch, in words of 8 bytes."""
 _TOGETHER = 64 << 20
-"""Bytes that are drawn at once, since it costs time to leave the modes of torch in which a loader runs."""
+"""Bytes that are drawn at once. Larger amounts save time, since each draw must leave the torch modes of the loader."""
 _LOWEST = -1 << 63
 _ALL = {size: (1 << 8 * size) - 1 for size in (1, 2, 4, 8)}
-_ROW = 1 << 16  # words of 8 bytes that are mixed with one pattern; on a CPU they stay in its cache
-_ROWS = {"cpu": 1}  # rows that are in memory several times over; elsewhere more, for fewer kernels
+_ROW = 1 << 16  # words of 8 bytes that are mixed with one pattern; on a CPU they fit into its cache
+_ROWS = {"cpu": 1}  # rows that are mixed at once on a CPU; on a GPU more, for fewer kernels
 _FIRST, _SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9  # odd, below 2 ** 63
 
 
@@ -49,14 +49,14 @@ def prove_kept(memory: EngineMemory, load: Loader, specs: Sequence[TensorSpec], 
         engine: the line that identifies the engine.
 
     Raises:
-        TransferError: when the map is of another engine or of other HF tensors, is damaged, or is disproven.
+        TransferError: when the map belongs to another engine or to other HF tensors, is damaged, or fails the proof.
     """
     kept = memory.map
     wrong = kept.differences(specs)
     if kept.engine != engine:
         wrong.insert(0, f"expected an engine {engine!r}, found {kept.engine!r}")
     if wrong:
-        raise TransferError(f"the kept map is another engine's: {'; '.join(wrong[:8])}")
+        raise TransferError(f"the kept map belongs to another engine: {'; '.join(wrong[:8])}")
     memory.find()
     wrong = kept.problems(memory.device)
     if wrong:
@@ -66,13 +66,13 @@ def prove_kept(memory: EngineMemory, load: Loader, specs: Sequence[TensorSpec], 
 
 
 def disagreement(memory: EngineMemory, load: Loader, specs: Sequence[TensorSpec], seed: int) -> str:
-    """Load drawn values by the engine's loader and by the map; on what the two disagree, or an empty string.
+    """Load random values by the engine's loader and by the map. Return the difference, or an empty string.
 
     Args:
         specs: the HF tensors in the order in which the loader gets them.
 
     Raises:
-        TransferError: when the engine is not that of the map.
+        TransferError: when the engine does not fit the map.
     """
     load(drawn_values(specs, seed, memory.device))
     reference = checksums(memory.held())
@@ -82,10 +82,11 @@ def disagreement(memory: EngineMemory, load: Loader, specs: Sequence[TensorSpec]
 
 
 def differing(memory: EngineMemory, load: Loader | None, seed: int, reference: dict[str, int]) -> list[str]:
-    """Put drawn values into the engine; the tensors that have other checksums then than in ``reference``.
+    """Put random values into the engine. Return the tensors whose checksums differ from ``reference``.
 
     Args:
-        load: the engine's loader, for what the map does not cover; None compares only what it covers.
+        load: the engine's loader, for tensors that the map does not cover. None compares only tensors that the map
+            covers.
     """
     _put(memory, load, seed)
     left_out = () if load else {entry.tensor for entry in memory.map.uncovered}
@@ -103,7 +104,7 @@ def _put(memory: EngineMemory, load: Loader | None, seed: int) -> None:
 
 
 def _forget(memory: EngineMemory, load: Loader, seed: int) -> None:
-    """Replace what the loader has written by something else, except where the map says that it writes nothing."""
+    """Overwrite the engine's tensors with other values, except for parts that neither map nor loader writes."""
     if any(tensor.kept for tensor in memory.map.tensors) or memory.map.uncovered:
         _put(memory, load, seed)
         return
@@ -115,23 +116,24 @@ def _forget(memory: EngineMemory, load: Loader, seed: int) -> None:
 
 
 def drawn_values(specs: Sequence[TensorSpec], seed: int, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Pairs of a name and a contiguous tensor in memory of its own, as a loader takes them.
+    """Yield pairs of a name and a contiguous random tensor in separate memory, as a loader takes them.
 
-    Floats are between 1/8 and 2 in size, so that no sum or product hides them. They are the same for the same seed and
-    name.
+    Absolute values of floats are between 1/8 and 2, so that no sum or product hides them. Seed and name determine the
+    values.
 
-    Words of 8 bytes are drawn once. Each stretch of a tensor is these words, from another one on and with other bits
-    flipped, because that takes no longer than a copy.
+    Words of 8 bytes are drawn once. Each stretch of a tensor repeats these words from another position on, with other
+    bits flipped. This takes no longer than a copy.
     """
     for together in runs_within(specs, lambda spec: spec.num_bytes, _TOGETHER):
-        with torch._C.DisableTorchFunction(), _disable_current_modes():  # a loader's own, and that of a recorder
+        # disable the modes of the loader and the recorder while drawing
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
             drawn = deque((spec.name, _drawn(spec, seed, device)) for spec in together)
         while drawn:
             yield drawn.popleft()
 
 
 def _drawn(spec: TensorSpec, seed: int, device: torch.device) -> Tensor:
-    size = _STRETCH if device.type == "cpu" else 64 * _STRETCH  # that is in a CPU's cache; a GPU wants few kernels
+    size = _STRETCH if device.type == "cpu" else 64 * _STRETCH  # fits into a CPU's cache; a GPU needs few kernels
     patterns = _PATTERNS.get(spec.dtype, (_ALL[spec.dtype.itemsize], 0))
     drawn, fixed = (_repeated(bits, spec.dtype.itemsize) for bits in patterns)
     numbers = _numbers(device, 2 * size, drawn, fixed)
@@ -160,12 +162,14 @@ def _repeated(bits: int, itemsize: int) -> int:
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """A number for the bits of each tensor, in the order of its dims; every bit and every place counts.
+    """A checksum of each tensor, in the order of its dims. It depends on every bit and its position.
 
-    It is computed where the tensor is, and the same on every device. It tells apart what differs by mistake. It is no
-    protection against somebody who looks for two tensors with one number.
+    It is computed on the tensor's device, and is equal on every device. It detects mistakes. It is not secure against
+    somebody who constructs two tensors with one checksum.
     """
-    sums = {name: _checksum(tensor.detach()) for name, tensor in tensors.items()}  # at work before the first is asked
+    sums = {
+        name: _checksum(tensor.detach()) for name, tensor in tensors.items()
+    }  # the device works on all before the first result is read
     return {name: int(total.item()) for name, total in sums.items()}
 
 
@@ -187,7 +191,7 @@ def _checksum(tensor: Tensor) -> Tensor:
 
 @cache
 def _pattern(device: torch.device) -> Tensor:
-    """Another number for each place in a row."""
+    """A different number for each position in a row."""
     places = torch.arange(1, _ROW + 1, device=device) * _FIRST
     return (places ^ (places >> 31)) * _SECOND
 

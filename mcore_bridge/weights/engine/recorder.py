@@ -1,9 +1,10 @@
-"""Records an engine's loader once: which slices of which HF tensors are copied into each of the engine's tensors.
+"""Records one run of an engine's loader: which slices of which HF tensors are copied into each of the engine's tensors.
 
-The recorder sees torch's own operations, below any class or wrapper. It identifies memory by its storage, so views need
-no attention: a copy says where it reads and where it writes. Intermediate tensors (of a clone, a cast, a concatenation)
-are memory as well: copies into them are composed with copies out of them. If an operation computes its result, only
-the names of the HF tensors that went into it are recorded. Writes without torch, or in other threads, are not seen.
+The recorder intercepts torch's operations, below any class or wrapper. It identifies memory by its storage, so views
+need no special code: for each copy it notes the memory that is read and the memory that is written. Intermediate
+tensors (of a clone, a cast, a concatenation) are memory as well: copies into them are composed with copies from them.
+If an operation computes its result, only the names of the HF tensors that went into it are recorded. Writes without
+torch, or in other threads, are not recorded.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would import its compiler, which takes seconds
+        return False  # otherwise torch imports its compiler, which takes seconds
 
     def watched(self, pairs: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Passes pairs of an HF name and a contiguous tensor on, and records what is copied out of them."""
+        """Pass on pairs of an HF name and a contiguous tensor, and record what is copied from them."""
         while True:
             with self._paused():
                 name, tensor = next(pairs, (None, None))
@@ -124,7 +125,7 @@ class Recorder(TorchDispatchMode):
         return TracedStorage() if address == _NOWHERE else self._memories.setdefault(address, TracedStorage())
 
     def _written(self, tensor: Tensor) -> TracedStorage:
-        """The memory that is about to be written; an HF tensor then becomes memory that holds it."""
+        """The record of a memory before a write. The content of an HF tensor becomes the first write of the record."""
         memory = self._memory(tensor)
         if memory.hf is not None:
             item = tensor.element_size()
@@ -167,7 +168,7 @@ def _only_views(func: Any) -> bool:
 
 
 def _address(tensor: Tensor) -> tuple[int, int]:
-    """Which memory it is. What is freed is often taken again, but seldom with the same size and without our notice."""
+    """A key of a memory. Freed memory is often reused, but seldom with an equal size and without a recorded write."""
     storage = tensor.untyped_storage()
     return (storage.data_ptr(), storage.nbytes()) if storage.data_ptr() else _NOWHERE
 
@@ -179,7 +180,7 @@ def _bits_of(tensor: Tensor) -> int:
     return int(first.item()) % (1 << 8 * size)
 
 
-# operations that have a function of their own -------------------------------------------------------------------------
+# operations with a special function -------------------------------------------------------------------------
 
 _Note = Callable[[Recorder, Sequence[Any], dict[str, Any], Any], None]
 
@@ -246,10 +247,10 @@ _NOTES: dict[Any, _Note] = {
     _ATEN.constant_pad_nd: _note_pad,
 }
 _IN_PLACE = {_ATEN.copy_, _ATEN._foreach_copy_, _ATEN.fill_, _ATEN.zero_}
-"""Operations that return what they were given, and no new memory."""
+"""Operations that return their argument, and no new memory."""
 _NOWHERE = (0, 0)
-"""The memory of tensors that have none, such as those of the meta device."""
+"""The address of tensors without memory, such as tensors on the meta device."""
 _LIFTED = {_ATEN.lift, _ATEN.lift_fresh}
-"""They announce a tensor that Python made of numbers."""
+"""Operations on a tensor that Python has just made from numbers."""
 _EMPTY = {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided}
 """Operations that allocate memory and write nothing into it."""

@@ -1,4 +1,4 @@
-"""Rounds by a map for an engine that has a transport of its own: HF tensors come in buckets that nobody announced."""
+"""Rounds by a map, for an engine with another transport than ours: HF tensors come in buckets without a plan."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from mcore_bridge.weights.engine.mapped_engine import MappedEngine
 
 
 class RoundsByMap:
-    """Takes the place of an engine's ``load_weights``, from its second round on.
+    """Replaces an engine's ``load_weights`` from its second round on.
 
-    The first round goes by the engine's loader, and shows which HF tensors come. A map is made before the second, whose
-    buckets are copied by it, as are those of all later rounds.
+    The engine's loader loads the first round, and the HF tensors that come are noted. A map is made before the second
+    round. From then on the map copies the buckets.
 
     >>> rounds = RoundsByMap(model, load)
     >>> for pairs in buckets:                       # in every round
@@ -30,9 +30,9 @@ class RoundsByMap:
 
     Args:
         source: the engine's model, or a function that returns its tensors by name.
-        load: the engine's loader of a whole round, with all that it does afterwards.
+        load: the engine's loader of a whole round, with all work after loading.
         engine: a line that identifies engine, release, model and rank.
-        verify_every: prove the map again before every so many rounds; 0 is never.
+        verify_every: prove the map again before every so many rounds; 0 means never.
     """
 
     def __init__(self, source: Source, load: Loader, *, engine: str = "", verify_every: int = 0) -> None:
@@ -47,11 +47,11 @@ class RoundsByMap:
         """Copy the HF tensors of a bucket into the engine's tensors; they may be overwritten afterwards.
 
         Returns:
-            Whether they were copied. In the first round they are not, and the engine's loader has to take them.
+            Whether they were copied. If not, as in the first round, the engine's loader has to take them.
 
         Raises:
-            TransferError: when a tensor did not come in the first round, came otherwise, or comes twice; or, before
-                anything is copied, when the engine cannot be mapped.
+            TransferError: when a tensor did not come in the first round, came with another shape or dtype, or comes
+                twice. Also when the engine cannot be mapped; then nothing was copied.
         """
         bucket = [(name, tensor.contiguous()) for name, tensor in pairs]
         if self._is_first:
@@ -78,7 +78,7 @@ class RoundsByMap:
         """End a round.
 
         Returns:
-            Whether it went by the map. Then what the engine does after loading has been done as well.
+            Whether the map loaded the round. Then the engine's work after loading is done as well.
 
         Raises:
             TransferError: when tensors of the first round have not come; the weights are then half old and half new.
@@ -96,7 +96,7 @@ class RoundsByMap:
         return True
 
     def restart(self) -> None:
-        """Expect a whole round, after one that broke off."""
+        """Expect a whole round, after a round that broke off."""
         self._has_begun, self._due = False, {}
         if self.engine is not None:
             self.engine.break_off()

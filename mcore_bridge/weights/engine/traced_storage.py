@@ -1,4 +1,4 @@
-"""Which pieces of HF tensors are in a memory, from what was written into it: copies of copies are composed."""
+"""The pieces of HF tensors in a memory, computed from all writes into it. Copies of copies are composed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from mcore_bridge.weights.plan.boxes import BoxCopy
 
 
 class Piece(NamedTuple):
-    """Part of what is in a memory: copied from an HF tensor, a constant, or computed from some."""
+    """A part of a memory: copied from an HF tensor, a constant, or computed from HF tensors."""
 
     box: BoxCopy
     hf: str | None = None
     bits: int | None = None
     casts: bool = False
     names: frozenset[str] = frozenset()
-    """The HF tensors that went into it."""
+    """The names of the HF tensors from which it was computed or copied."""
 
     @property
     def is_computed(self) -> bool:
@@ -27,7 +27,7 @@ class Piece(NamedTuple):
 
 @dataclass
 class TracedStorage:
-    """One storage: the HF tensor that it is, or what was written into it, in order."""
+    """One storage: either an HF tensor, or memory with its writes in order."""
 
     hf: str | None = None
     writes: list[Write] = field(default_factory=list)
@@ -37,7 +37,7 @@ class TracedStorage:
 class Write(NamedTuple):
     """A write into a memory, in elements of ``item`` bytes.
 
-    It copies ``origin`` as it was after its first ``num_writes`` writes, or it writes ``bits``, or it is computed.
+    It is a copy of ``origin`` after the first ``num_writes`` writes of that, or a constant ``bits``, or computed.
     """
 
     box: BoxCopy
@@ -65,7 +65,7 @@ def pieces_of(memory: TracedStorage, num_writes: int, item: int) -> Iterator[Pie
 
 
 def _through(write: Write, origin: TracedStorage) -> Iterator[Piece]:
-    """The pieces that ``origin`` had when ``write`` read it."""
+    """The pieces of ``origin`` at the time when ``write`` read it."""
     end = write.box.source_end
     for piece in pieces_of(origin, write.num_writes, write.origin_item):
         if piece.box.target >= end or piece.box.target_end <= write.box.source:

@@ -35,24 +35,24 @@ from mcore_bridge.weights.transfer.executor import Ends, run_messages
 from mcore_bridge.weights.transfer.program import Program, Step
 
 GROUP_BYTES = 1 << 30
-"""HF tensors that one kernel copies, and that are in memory until then."""
+"""Bytes of HF tensors that one kernel copies. They are kept in memory until then."""
 
 
 class EngineWriter:
-    """Writes into the memory of one rank of an engine on the same machine. May be used for any number of rounds.
+    """Writes into the memory of one rank of an engine on the same machine. It works for any number of rounds.
 
-    The engine's GPU may be another one than the current device, which writes over the link between the two.
+    The engine's GPU may differ from the current device, which then writes over the link between the two.
 
-    The engine announces a round with ``MappedEngine.share`` and ends it with ``MappedEngine.complete``. In between it
-    must compute nothing. ``export_into`` writes shards of megatron-core, ``write`` HF tensors.
+    The engine announces a round with ``MappedEngine.share`` and ends it with ``MappedEngine.complete``. Between these
+    calls the engine must not compute. ``export_into`` writes shards of megatron-core, ``write`` HF tensors.
 
     Args:
         engine_map: the engine's map.
-        handles: what ``share`` returned. If it returns others later, make another writer of them.
+        handles: the result of ``share``. If ``share`` returns new handles later, make another writer from them.
         group_bytes: bytes of HF tensors that are copied at once.
 
     Raises:
-        TransferError: when the handles are those of another map, or this process cannot open their memory.
+        TransferError: when the handles belong to another map, or this process cannot open their memory.
 
     Example:
         >>> head = torch.nn.Linear(48, 96, bias=False)                # an engine, and its loader
@@ -79,7 +79,9 @@ class EngineWriter:
                 f"{len(handles)}; pass the map and the handles of one engine"
             )
         self.map, self._group_bytes = engine_map, group_bytes
-        other = "expected handles of an engine with this map, found others: take them of that engine"
+        other = (
+            "expected handles of an engine with this map, found handles of another map: pass the handles of this engine"
+        )
         self._mark, *tensors = open_all(handles, engine_map.digest, other)
         self.memory = Buffers(tensors)
         """The engine's tensors in the order of its map, uint8 [bytes] each."""
@@ -88,11 +90,11 @@ class EngineWriter:
         self._copies = MapCopies(engine_map)
 
     def write(self, pairs: Iterable[Pair]) -> None:
-        """Write all HF tensors, as ``iter_hf_weights`` yields them; when this returns, the GPU has done so.
+        """Write all HF tensors, as ``iter_hf_weights`` yields them. When this returns, the GPU has written them.
 
         Raises:
-            TransferError: when tensors of the map have not come, or come otherwise. The engine's weights are then half
-                old and half new.
+            TransferError: when a tensor of the map has not come, or came with another shape or dtype. The engine's
+                weights are then half old and half new.
         """
         expected = {spec.name: spec for spec in self.map.sources}
         contiguous = ((name, tensor.contiguous()) for name, tensor in pairs)
@@ -104,13 +106,13 @@ class EngineWriter:
         self.complete()
 
     def complete(self) -> None:
-        """Wait until everything is written, and leave a mark, by which the engine knows where this was."""
+        """Wait until everything is written, then set the mark, by which the engine detects writes to old addresses."""
         self._mark.view(torch.int64).add_(1)
         if self._mark.is_cuda:
             torch.cuda.current_stream(self._mark.device).synchronize()
 
     def close(self) -> None:
-        """Let go of the engine's memory."""
+        """Close the engine's memory."""
         self.memory, self._mark, self.program = Buffers([]), torch.zeros(8, dtype=torch.uint8), None
         self._copies = MapCopies(self.map)
 
@@ -128,13 +130,13 @@ def export_into(
     bucket_bytes: int | None = None,
     merged: bool | None = None,
 ) -> None:
-    """Write the weights of a model into an engine's memory. When this returns, the device has done so.
+    """Write the weights of a model into an engine's memory. When this returns, the device has written them.
 
-    It is an export with the engine's map as this rank's target, so all ranks of the replica take part. Those without an
-    engine run ``iter_hf_weights(models, target="nothing")`` to its end. Only what the engine's rank uses travels.
+    This is an export with the engine's map as this rank's target, so all ranks of the replica take part. Ranks without
+    an engine run ``iter_hf_weights(models, target="nothing")`` to its end. Only what the engine's rank uses travels.
 
     The engine announces a round with ``MappedEngine.share`` and ends it with ``MappedEngine.complete``. An HF tensor is
-    made only where the map casts it.
+    made only if the map casts it.
 
     Args:
         models, hf, head, dialect, bucket_bytes, merged: as for ``iter_hf_weights``.
@@ -176,7 +178,7 @@ def export_into(
 
 
 class EngineProgram(Program):
-    """The steps of a rank whose outputs are tensors of an engine. All are computed when it is made.
+    """The steps of a rank whose outputs are tensors of an engine. The constructor computes all of them.
 
     Args:
         program: the steps whose outputs are HF tensors.
@@ -191,16 +193,16 @@ class EngineProgram(Program):
             tuple(copy for name in (output.name, *output.copies) for copy in engine_map.by_hf.get(name, ()))
             for output in outputs
         )
-        """The map's copies out of each HF tensor."""
+        """The map's copies from each HF tensor."""
         self.made = {number for number, copies in enumerate(self.copies) if any(copy.casts for copy in copies)}
-        """The outputs that are HF tensors all the same."""
+        """The numbers of outputs that are HF tensors and not tensors of the engine."""
         self._composed = [self._compose(message.number) for message in self.plan.messages]
         while any(composed is None for composed in self._composed):
             self._composed = [self._compose(message.number) for message in self.plan.messages]
 
     @cached_property
     def first(self) -> int:
-        """The number of the engine's first tensor among the outputs; those before it are HF tensors."""
+        """The number of the engine's first tensor among the outputs. The outputs before it are HF tensors."""
         return len(self.plan.payload.outputs)
 
     def _written(self, arrived: int) -> dict[int, list[ByteCopy]]:
@@ -212,7 +214,7 @@ class EngineProgram(Program):
         return super()._alike([number for number in outputs if number < self.first])
 
     def _compose(self, number: int) -> dict[int, list[ByteCopy]] | None:
-        """The copies of a message into the engine's tensors; None if one more HF tensor has to be made."""
+        """The copies of a message into the engine's tensors; None if another HF tensor has to be made."""
         written: dict[int, list[ByteCopy]] = {}
         made = len(self.made)
         for output, byte_copies in super()._written(number).items():
@@ -232,7 +234,7 @@ class EngineProgram(Program):
 
 
 class EngineOutputs(Outputs):
-    """The tensors of an engine, and the few HF tensors that are made on the way to them.
+    """The tensors of an engine, and the few HF tensors from which some of them are copied.
 
     Args:
         memory: the engine's tensors in the order of its map, uint8 [bytes] each.
@@ -255,7 +257,7 @@ class EngineOutputs(Outputs):
             step.copies.run(Buffers([*held.tensors, *others], self._gpus | held.gpus), Buffers([]), device)
 
     def closed(self, message: Message) -> Iterator[tuple[str, Tensor]]:
-        """Copy the HF tensors that are complete with a message into the engine's; yield none."""
+        """Copy the HF tensors that a message completes into the engine's tensors. Nothing is yielded."""
         made = [(self._outputs[number], self._open.pop(number)) for number in message.done if number in self._open]
         group = [(name, tensor) for output, tensor in made for name in (output.name, *output.copies)]
         GroupCopies(self._program.map, group).run(group, self._memory, by_kernel=False)

@@ -1,1 +1,1 @@
-"""Reads and writes the file formats of weights. It imports ``errors``, ``rules`` and ``transfer/failures``."""
+"""Read and write the file formats of weights. It imports ``errors``, ``rules`` and ``transfer/failures``."""

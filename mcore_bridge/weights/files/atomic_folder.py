@@ -6,8 +6,8 @@ A save writes to a hidden folder in its target, ``.mcore_bridge.TOKEN`` (its *ho
 2. ``live`` is replaced and leads to the new files. This is one rename, and the commit.
 3. Every link is replaced by the file that it leads to, and the home is removed.
 
-A process may die between any two steps, because all links lead to one set of files. The next save does the last step.
-Files that are neither written nor replaced are never touched, and the folder itself is never moved.
+A process may die between any two steps, because all links always point to one set of files. Then the next save does the
+last step. Files that are neither written nor replaced are never touched, and the folder itself is never moved.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mcore_bridge.weights.transfer.collectives import Group
 
 CONVERSION = "convert"
-"""The name of the home of a conversion, in place of a token: its files are kept for its next run."""
+"""The name of the home of a conversion, instead of a token: its files are kept for its next run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Update:
 
     @property
     def live(self) -> Path:
-        """The link to ``old`` before the commit, and to ``new`` after it."""
+        """The link, which points to ``old`` before the commit and to ``new`` after it."""
         return self.home / "live"
 
     @property
@@ -71,7 +71,7 @@ def target_of(folder: str | os.PathLike[str]) -> Path:
         CheckpointError: ``folder`` is an empty string, a file, or no path.
     """
     target = Path(os.path.realpath(given_path(folder)))
-    if os.path.exists(target) and not os.path.isdir(target):  # unlike pathlib, these raise no PermissionError
+    if os.path.exists(target) and not os.path.isdir(target):  # unlike pathlib, these functions raise no PermissionError
         raise CheckpointError(f"expected the path of a folder to save to, found the file {target}: name another")
     return target
 
@@ -80,8 +80,8 @@ def target_of(folder: str | os.PathLike[str]) -> Path:
 def updating(target: Path, name: str | None = None) -> Iterator[Update]:
     """Hold the lock of ``target``, finish the commits of dead writers, and make a folder for new files.
 
-    The folder for new files is removed when the block ends. With a ``name`` it is kept for the next block of that name,
-    if it holds files.
+    The folder for new files is removed when the block ends. With a ``name`` it is kept for the next block with this
+    name, if it holds files.
 
     Raises:
         CheckpointError: another writer holds the lock, or the folder cannot be written to.
@@ -98,17 +98,17 @@ def updating(target: Path, name: str | None = None) -> Iterator[Update]:
                 if name is None or not any(_files_in(update.new)):
                     shutil.rmtree(update.home, ignore_errors=True)
     except OSError as error:
-        raise CheckpointError(f"cannot write to {target}: {error}; it is as it was") from error
+        raise CheckpointError(f"cannot write to {target}: {error}; it was not changed") from error
 
 
 @contextmanager
 def updating_by_all(world: Group, target: Path) -> Iterator[Update]:
-    """``updating`` on all ranks of a job together. Rank 0 is the writer; it alone may call ``commit``.
+    """``updating`` on all ranks of a job together. Rank 0 is the writer, and only rank 0 may call ``commit``.
 
     Raises:
-        CheckpointError: on every rank, as ``updating`` does, or if a rank does not see the files of rank 0.
+        CheckpointError: on every rank, as for ``updating``, or if a rank does not find the files of rank 0.
     """
-    failed, update = f"{target} was not written, and is as it was", Update(target, target)
+    failed, update = f"{target} was not changed", Update(target, target)
     with ExitStack() as stack:
         with raise_on_all(world, failed):
             if world.rank == 0:
@@ -124,19 +124,19 @@ def updating_by_all(world: Group, target: Path) -> Iterator[Update]:
 
 
 def commit(update: Update, sources: SourceFolders, replaced: Iterable[str] = (), first: Iterable[str] = ()) -> None:
-    """Put all new files into the target at once. They replace files of the same names, and those in ``replaced``.
+    """Put all new files into the target at once. They replace files with their names, and the files in ``replaced``.
 
-    On a file system without symbolic links, files change one after the other. Those in ``first`` are removed before all
-    others and written last, so that no reader takes half a checkpoint for a whole one.
+    On a file system without symbolic links, files change one after the other. Files in ``first`` are removed before all
+    others and written last, so that no reader can mistake half a checkpoint for a whole one.
 
     Args:
         sources: the folders from which the new files were made.
-        replaced: names of files in the target that belong to the checkpoint which is replaced.
+        replaced: names of files in the target that belong to the old checkpoint.
         first: names of files without which no reader recognises a checkpoint.
 
     Raises:
-        CheckpointError: a file cannot be replaced, a source was changed meanwhile, or the lock was lost. Then nothing
-            has changed.
+        CheckpointError: a file cannot be replaced, a source was changed during the save, or the lock was lost. Then
+            nothing has changed.
     """
     sources.require_unchanged()
     new = sorted(_files_in(update.new))
@@ -164,7 +164,7 @@ def commit(update: Update, sources: SourceFolders, replaced: Iterable[str] = (),
 
 
 def _point(update: Update, side: str) -> None:
-    """Make ``live`` lead to ``side``, in one step."""
+    """Make ``live`` point to ``side``, in one step."""
     link = update.home / "next"
     link.symlink_to(side)
     link.replace(update.live)
@@ -203,7 +203,7 @@ def _put_one_by_one(update: Update, new: Iterable[str], names: Iterable[str], fi
 
 
 def _settle(update: Update, last: Iterable[str] = ()) -> None:
-    """Move the files that ``live`` leads to into the target, and remove our links that lead nowhere."""
+    """Move the files to which ``live`` points into the target, and remove our links that point to nothing."""
     live, heads = update.live, {*last}
     name_of_side, names = read_commit(update.target, live, update.names_file)
     side = update.home / name_of_side
@@ -219,7 +219,7 @@ def _settle(update: Update, last: Iterable[str] = ()) -> None:
 
 
 def _replace(path: Path, file: Path, link: Path) -> None:
-    """Put a file where a link leads to it. It keeps its first name too, for readers that follow the link just now."""
+    """Replace a link by its file. The file also keeps its first name, for readers that just follow the link."""
     try:
         os.link(file, link, follow_symlinks=False)
     except OSError:  # a file system without hard links
@@ -260,7 +260,7 @@ def _is_there(path: Path) -> bool:
 
 
 def _flush(folder: Path) -> None:
-    """Wait until the files of a folder are on disk. A network file system may promise less."""
+    """Wait until the files of a folder are on disk. A network file system may guarantee less."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -268,10 +268,10 @@ def _flush(folder: Path) -> None:
 
 
 def require_files(folder: Path, names: Iterable[str]) -> None:
-    """Check that the files which all ranks wrote are in ``folder`` on this rank.
+    """Check that this rank finds the files of all ranks in ``folder``.
 
     Raises:
-        CheckpointError: files are missing, as when each rank has a folder of its own by this name.
+        CheckpointError: files are missing, for example because this path is another folder on each rank.
     """
     if absent := [name for name in names if not (folder / name).is_file()]:
         raise CheckpointError(

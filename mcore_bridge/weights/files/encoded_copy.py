@@ -1,4 +1,4 @@
-"""Copies slices of encoded weights into parameters: codes and scales are read, and decoded on the target's device."""
+"""Copy slices of encoded weights into parameters: read codes and scales, and decode them on the target's device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ALIGNMENT = 8
 _COMPARED = 1 << 20
 """The number of elements to decode and compare at once."""
 _SCRATCH = 8
-"""Bytes of a slot per element that is decoded on a CPU at once. Temporary tensors need as much again."""
+"""Bytes of a slot per element that is decoded on a CPU at once. Temporary tensors need as many bytes again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class EncodedCopy:
         return True
 
     def pieces(self, num_bytes: int) -> Iterator[EncodedCopy]:
-        """Smaller copies that read at most ``num_bytes``; on a CPU, less."""
+        """Split into smaller copies that read at most ``num_bytes``; on a CPU, less."""
         num_elements = (
             num_bytes // _SCRATCH if self.target.is_cpu else num_bytes * self.source.weight.codec.per_byte // 2
         )
@@ -62,7 +62,7 @@ class EncodedCopy:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that this copy takes in a slot: what it reads and, for a target on CPU, memory for decoding."""
+        """Bytes that this copy takes in a slot: for the parts that it reads and, for a target on CPU, for decoding."""
         return sum(part.nbytes for part in self.source.parts) + (
             self.target.numel() * _SCRATCH if self.target.is_cpu else 0
         )
@@ -85,7 +85,7 @@ def submit(copies: Sequence[EncodedCopy], staging: Staging) -> None:
 
 
 def _alike(copies: Sequence[EncodedCopy]) -> list[list[EncodedCopy]]:
-    """Groups of copies that can be decoded together."""
+    """Group copies that can be decoded together."""
     groups: dict[object, list[EncodedCopy]] = {}
     for copy in copies:
         groups.setdefault(copy.source.geometry, []).append(copy)
@@ -93,7 +93,7 @@ def _alike(copies: Sequence[EncodedCopy]) -> list[list[EncodedCopy]]:
 
 
 def _lay_out(parts: Sequence[Sequence[Tensor]]) -> list[int]:
-    """Where the parts lie in a slot: the codes of all copies, then all their scales, and so on; at last the end."""
+    """The offsets of parts in a slot: the codes of all copies, then all scales, and so on, and at last the end."""
     places = [0]
     for views in parts:
         size = sum(view.nbytes for view in views)
@@ -110,7 +110,7 @@ def _read(
 
 
 def _put(groups: Sequence[Sequence[EncodedCopy]], places: Sequence[int], memory: Tensor, slot: Slot) -> None:
-    """Copy the whole slot to the device, and decode slices of the same geometry together."""
+    """Copy the whole slot to the device, and decode slices of equal geometry together."""
     device, starts = groups[0][0].target.device, [*places]
     arrived = memory.to(device, non_blocking=True)
     for group in groups:

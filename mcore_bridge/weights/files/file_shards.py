@@ -1,4 +1,4 @@
-"""Assignment of tensors to the files of a checkpoint and to the ranks that write them, the same on every rank."""
+"""Assignment of tensors to the files of a checkpoint and to the ranks that write them, equal on every rank."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class FileShard:
 def assign_files(
     specs: Sequence[TensorSpec], world_size: int, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> tuple[FileShard, ...]:
-    """Assign tensors to ranks, so that all ranks write equally much and all the time, and cut them into files.
+    """Assign tensors to ranks and to files, so that all ranks write equally much, and all the time.
 
-    Neighbours go to different ranks and files. An export yields one tensor after the other; if neighbours were in one
-    file, only one thread would write at a time. If files would be small, there are fewer of them.
+    Consecutive tensors go to different ranks and files. An export yields one tensor after the other; if consecutive
+    tensors were in one file, only one thread would write at a time. If files would be small, there are fewer files.
 
     Args:
         max_shard_bytes: upper limit on the size of a file, unless one tensor is larger.
@@ -49,12 +49,12 @@ def assign_files(
 
 
 def shard_names_of(count: int) -> tuple[str, ...]:
-    """The names of so many files of weights, numbered as in transformers."""
+    """The names of ``count`` files of weights, numbered as in transformers."""
     return tuple(f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1))
 
 
 def _shares(specs: Iterable[TensorSpec], num_writers: int) -> list[set[str]]:
-    """The names for each writer: from the largest tensor on, each goes to the writer with fewest bytes."""
+    """The names for each writer: each tensor, from the largest on, goes to the writer with the fewest bytes."""
     shares: list[set[str]] = [set() for _ in range(num_writers)]
     loads = [(0, writer) for writer in range(num_writers)]
     for spec in sorted(specs, key=lambda spec: -spec.num_bytes):

@@ -1,7 +1,9 @@
-"""One writer at a time for a folder: a lock file in it names the writer, and its age says whether that is alive.
+"""One writer at a time for a folder: a lock file in the folder names the writer, and its age shows whether the writer
+is alive.
 
-A writer on the same machine is alive if its process is, which number and start time identify. For any other writer only
-the age of the lock is known. A thread renews the lock every ``BEAT`` seconds; after ``STALE`` seconds it is void.
+A writer on this machine is alive if its process is alive. The process is identified by its id and start time. For a
+writer on another machine only the age of the lock is known. A thread renews the lock every ``BEAT`` seconds; after
+``STALE`` seconds without renewal it is invalid.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ BEAT = 20.0
 STALE = 600.0
 """Age in seconds at which the lock of a writer on another machine is taken over."""
 _LOCK_BYTES = 4096
-"""More than any lock has."""
+"""More bytes than any lock has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +50,16 @@ class Writer:
 
     @property
     def is_here(self) -> bool:
-        """Whether its process runs, or ran, on this machine, where this process can see it."""
+        """Whether its process runs or ran on this machine, so that this process can check it."""
         return bool(self.machine) and self.machine == this_machine()
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[Writer]:
-    """Hold the lock of a folder. The folder is made if it is missing, and removed again if it stays empty.
+    """Hold the lock of a folder. A missing folder is created, and removed again if it stays empty.
 
     Raises:
-        CheckpointError: another writer holds it, or may hold it; the message names it, and the file to remove.
+        CheckpointError: another writer holds it, or may hold it. The message names the writer, and the file to remove.
     """
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     own = Writer()
@@ -80,23 +82,23 @@ def locked(folder: Path) -> Iterator[Writer]:
 
 
 def _remove_empty(folders: Iterable[Path]) -> None:
-    """Remove folders that were made, the innermost first, up to one that has files by now."""
+    """Remove the folders that were created, the innermost first, up to a folder with files."""
     for path in folders:
         with suppress(OSError):
             path.rmdir()
 
 
 def require_held(folder: Path, own: Writer | None) -> None:
-    """Raise if ``own`` has lost the lock to another writer, as a machine may that was suspended for long."""
+    """Raise if ``own`` has lost the lock to another writer, for example after its machine was suspended."""
     if (holder := _holder(folder)) != own:
-        who = f"{holder} holds it now" if holder else "no process holds it now"
+        who = f"{holder} holds the lock now" if holder else "no process holds the lock now"
         raise CheckpointError(f"the lock {folder / LOCK} was lost while {own} wrote: {who}; save again")
 
 
 def _acquire(folder: Path, own: Writer) -> None:
     path, text = folder / LOCK, json.dumps(asdict(own)).encode()
     while True:
-        folder.mkdir(parents=True, exist_ok=True)  # again, if another writer has made it, failed and removed it
+        folder.mkdir(parents=True, exist_ok=True)  # try again if another writer has made it, failed and removed it
         try:
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except FileExistsError:
@@ -123,7 +125,7 @@ def _take_over(folder: Path, own: Writer) -> None:
     path = folder / LOCK
     holder = _holder(folder, patience=1.0)
     if holder is None:
-        if os.path.lexists(path):  # a link to nothing is in the way, too
+        if os.path.lexists(path):  # a link that points to nothing also blocks
             raise CheckpointError(f"{path} does not name the writer of {folder}: remove it if no process writes there")
         return
     if holder.is_here:
@@ -142,7 +144,7 @@ def _take_over(folder: Path, own: Writer) -> None:
         path.rename(apart)
     except FileNotFoundError:
         return
-    if _read(apart) != holder:  # this is the lock of another process, which was faster
+    if _read(apart) != holder:  # another process was faster, and this is its lock
         with suppress(OSError):
             os.link(apart, path)
     apart.unlink(missing_ok=True)
@@ -155,11 +157,11 @@ def _holder(folder: Path, patience: float = 0.0) -> Writer | None:
         holder = _read(path)
         if holder is not None or not os.path.lexists(path) or time.monotonic() > end:
             return holder
-        time.sleep(0.05)  # its writer may be writing it
+        time.sleep(0.05)  # its writer may not have finished it
 
 
 def _read(path: Path) -> Writer | None:
-    """The writer that a lock names; None for anything else, which another program may have put there."""
+    """The writer in a lock file; None if the file is no lock, because another program put it there."""
     try:
         fields = read_json(path, most=_LOCK_BYTES)
     except CheckpointError:

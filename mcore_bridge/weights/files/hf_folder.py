@@ -1,8 +1,8 @@
 """A folder of safetensors as a lazy mapping: each tensor is a view of a mapped file.
 
-Files are mapped once. The pages of a tensor are freed when its reader moves on, so reading a checkpoint of any size
-keeps one tensor resident. A load reads the files by position instead. All processes of a node share the
-page cache.
+Files are mapped once. The pages of a tensor are freed when its reader takes the next tensor. So only one tensor of a
+checkpoint is in memory at a time. A load does not use the maps; it reads files by position. All processes of a node
+share the page cache.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mcore_bridge.weights.files.safetensors import DTYPES, SafetensorsFile
 SINGLE = "model.safetensors"
 INDEX = f"{SINGLE}.index.json"
 HEADS = ("config.json", INDEX, SINGLE)
-"""Files without which no reader takes a folder for a checkpoint."""
+"""Files that every reader requires in a checkpoint."""
 _READ_WHOLE, _SAMPLES, _SAMPLE = 64 << 20, 16, 1 << 12
 _ATTEMPTS = 5
 _SHARDS = "model-[0-9]*-of-[0-9]*.safetensors"
@@ -37,9 +37,9 @@ _OTHERS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5", ".npz")
 
 
 def content_of(folder: str | os.PathLike[str]) -> Content:
-    """A folder for ranks to compare: its files of tensors. Each rank may read a copy of its own.
+    """A value that ranks can compare for a folder, from its files of tensors. Each rank may read another copy.
 
-    Files of up to 64 MB are read whole, and of larger ones a few KB.
+    Files of up to 64 MB are read whole. Of larger files a few KB are read.
     """
     texts: list[str | bytes] = []
     for path in sorted(Path(folder).glob(f"*{_SUFFIX}")):
@@ -60,7 +60,7 @@ class Checkpoint(Mapping[str, Tensor]):
         files: the file of each tensor.
 
     Raises:
-        CheckpointError: the folder is missing, or a file of it is missing, damaged or contradicts the index.
+        CheckpointError: the folder is missing, or one of its files is missing, damaged or contradicts the index.
 
     Example:
         >>> Checkpoint("Qwen3-8B")["model.norm.weight"].shape  # doctest: +SKIP
@@ -69,9 +69,10 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = given_path(folder)
-        if not os.path.isdir(self.folder):  # Path.is_dir raises if a folder above may not be entered
+        if not os.path.isdir(self.folder):  # Path.is_dir raises if a parent folder may not be entered
             raise CheckpointError(
-                f"no folder {self.folder}: expected one with *.safetensors files, as `hf download NAME` prints it"
+                f"no folder {self.folder}: expected a folder with *.safetensors files, such as `hf download NAME` "
+                "prints"
             )
         failed = None
         for _ in range(_ATTEMPTS):
@@ -80,7 +81,8 @@ class Checkpoint(Mapping[str, Tensor]):
                 self._open()
             except CheckpointError:
                 if _identity(self.folder) == before:
-                    if failed == before:  # once may be by chance: a save moved a file while we followed a link to it
+                    # one failure may be chance: a save moved a file while we followed a link to it
+                    if failed == before:
                         raise
                     failed = before
             else:
@@ -111,7 +113,7 @@ class Checkpoint(Mapping[str, Tensor]):
         return names
 
     def _locate(self) -> dict[str, SafetensorsFile]:
-        """The file of each tensor. As for transformers 5, the index may omit tensors; it cannot choose between two."""
+        """The file of each tensor. As in transformers 5, the index may omit tensors. No tensor may be in two files."""
         file_of: dict[str, SafetensorsFile] = {}
         twice = [
             f"{name} is in {other.path} and in {file_name}"
@@ -122,16 +124,14 @@ class Checkpoint(Mapping[str, Tensor]):
         if twice:
             raise CheckpointError(
                 f"expected each tensor in one file, found {len(twice)} in two: {'; '.join(twice[:5])}; remove the "
-                "files that are left of another save"
+                "files of another save"
             )
         return file_of
 
     def _check_index(self) -> None:
         wrong = [name for name, file in (self._index or {}).items() if name not in self._files[file].entries]
         if wrong:
-            raise CheckpointError(
-                f"{self.folder / INDEX} promises {len(wrong)} tensors that its files lack: {wrong[:5]}"
-            )
+            raise CheckpointError(f"{self.folder / INDEX} lists {len(wrong)} tensors that the files lack: {wrong[:5]}")
 
     def __getitem__(self, name: str) -> Tensor:
         return self.files[name].tensor(name)
@@ -146,13 +146,13 @@ class Checkpoint(Mapping[str, Tensor]):
         return len(self.files)
 
     def spec(self, name: str) -> TensorSpec | None:
-        """Name, shape and dtype of a tensor by the header of its file; None if torch lacks the dtype."""
+        """Name, shape and dtype of a tensor from the header of its file; None if torch lacks the dtype."""
         entry = self.files[name].entries[name]
         dtype = DTYPES.get(entry.dtype)
         return TensorSpec(name, entry.shape, dtype) if dtype is not None else None
 
     def require_unchanged(self) -> None:
-        """Raise ``CheckpointError`` if a file was written to since it was opened. A new file at its path is another."""
+        """Raise ``CheckpointError`` if an opened file was written to. A new file at its path does not count."""
         for file in self._files.values():
             file.require_unchanged()
 
@@ -166,7 +166,7 @@ def names_in(folder: str | os.PathLike[str]) -> tuple[str, ...]:
 def weight_files(folder: Path) -> list[str]:
     """The names of the files of a checkpoint's weights, its index included. Some of them may be missing.
 
-    Other ``*.safetensors``, such as those of an adapter, do not belong to the checkpoint: its index does not name them.
+    Other ``*.safetensors``, such as files of an adapter, do not belong to the checkpoint: its index does not name them.
     """
     try:
         listed = {Path(name).name for name in (_read_index(folder) or {}).values()}
@@ -176,13 +176,13 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def foreign_weights(folder: Path) -> list[str]:
-    """The names of all files in a folder that hold weights, of whatever format, or belong to them."""
+    """The names of all files in a folder that hold weights of any format, or belong to weights."""
     names = os.listdir(folder) if folder.is_dir() else []
     return sorted(name for name in names if name in (INDEX, *_OF_MEGATRON) or name.endswith((_SUFFIX, *_OTHERS)))
 
 
 def shard_names(folder: Path) -> list[str]:
-    """The names ``*.safetensors`` in a folder, whether files or not; empty if there is no folder.
+    """The names ``*.safetensors`` in a folder, of files and others; empty if there is no folder.
 
     Raises:
         CheckpointError: the folder may not be read.
@@ -196,7 +196,7 @@ def shard_names(folder: Path) -> list[str]:
 
 
 def _advice(folder: Path) -> str:
-    """What to do with a folder without weights of HF: what else is in it says what somebody took it for."""
+    """Advice for a folder without HF weights, by the other files in it."""
     names = sorted(os.listdir(folder))
     if any(name in _OF_MEGATRON for name in names):
         return "it is a checkpoint of megatron-core: use load_checkpoint, or make an HF folder by mcore-bridge convert"
@@ -220,9 +220,9 @@ def write_index(folder: Path, files: Mapping[str, Iterable[TensorSpec]]) -> None
 
 
 def _identity(folder: Path) -> list[tuple[int, int, int] | None]:
-    """Device, inode and time of the index and of a single file of weights. A save replaces one of these with the rest.
+    """Device, inode and time of the index and of a single file of weights. Every save replaces one of these files.
 
-    The time is needed because a second save may get the inode that the first one gave back.
+    The time is needed because a second save may reuse the inode of the first one.
     """
     identity: list[tuple[int, int, int] | None] = []
     for name in (INDEX, SINGLE):
@@ -235,7 +235,7 @@ def _identity(folder: Path) -> list[tuple[int, int, int] | None]:
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:
-    """The file of each tensor. None without an index, or beside a single file, which transformers prefers, too."""
+    """The file of each tensor. None without an index, or if there is a single file, which transformers prefers."""
     path = folder / INDEX
     if not _is_there(path) or _is_there(folder / SINGLE):
         return None
@@ -260,7 +260,7 @@ def _is_there(path: Path) -> bool:
 
 
 def _leads_nowhere(path: Path) -> bool:
-    """Whether ``path`` is a link to nothing: a save that dies leaves such links for files of the other set."""
+    """Whether ``path`` is a link to a missing file. A save that dies leaves such links for files of the other set."""
     return os.path.islink(path) and not os.path.exists(path)
 
 

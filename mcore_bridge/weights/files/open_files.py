@@ -1,7 +1,7 @@
-"""Files that are read or written at offsets, of which more may be in use than a process may have open.
+"""Files that are read or written at offsets. More of them may be in use than a process may have open.
 
-A checkpoint may have thousands of files, and ``ulimit -n`` may be 256. So a file is opened when it is needed, and is
-closed when others need the room: first that which was not used for longest. Threads may use files at the same time.
+A checkpoint may have thousands of files, and ``ulimit -n`` may be 256. So a file is opened when it is needed. If too
+many files are open, the least recently used one is closed. Threads may use files at the same time.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from mcore_bridge.foreign_files import FULL
 Result = TypeVar("Result")
 IsFull = Callable[[Exception], bool]
 _SHARE = 4
-"""Of the files that a process may have open, ours are at most one in so many: libraries need the rest."""
+"""We use at most this fraction (1 / _SHARE) of the files that a process may have open: libraries need the rest."""
 _MOST = 1 << 16
 _changed = threading.Condition(threading.RLock())
 _open: OrderedDict[int, OpenFile] = OrderedDict()
-"""Files that are open, by number of the object. The one that was used last is the last."""
+"""Open files by the id of the object, in the order of their last use."""
 
 
 class OpenFile:
-    """A file that is open now, and may be closed and opened again.
+    """A file that may be closed and opened again while it is in use.
 
     Args:
-        path: of the file.
-        flags: with which it is opened again.
+        path: the path of the file.
+        flags: the flags to open it again.
         fd: its descriptor, which belongs to this object from now on.
     """
 
@@ -50,7 +50,7 @@ class OpenFile:
         """A descriptor that stays open in the block. A thread uses one file at a time.
 
         Raises:
-            CheckpointError: the file was closed for want of room, and another one is at its path now.
+            CheckpointError: the file was closed because too many were open, and another file is at its path now.
             OSError: it cannot be opened again.
         """
         with _changed:
@@ -92,9 +92,9 @@ def with_room(act: Callable[[], Result], *, held: int = 0, is_full: IsFull | Non
     """Call ``act``, which opens a file. If too many are open, close others of ours, or wait until one can be closed.
 
     Args:
-        act: what may be called again after it has failed.
-        held: how many files of ours the caller uses itself.
-        is_full: whether an error means that too many files are open; by default an ``OSError`` with such a number.
+        act: a function that may be called again after it has failed.
+        held: how many of our files the caller itself uses.
+        is_full: whether an error means that too many files are open; by default this is decided by its errno.
     """
     is_full = is_full or (lambda error: isinstance(error, OSError) and error.errno in FULL)
     while True:
@@ -114,7 +114,7 @@ def with_room(act: Callable[[], Result], *, held: int = 0, is_full: IsFull | Non
 
 
 def _close_idle(newest: int) -> None:
-    """Close files until no more are open than our share; all, if the process has so many that ``newest`` is high."""
+    """Close idle files above our share of the process's limit; all idle files if ``newest`` is near the limit."""
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     allowed = _MOST if allowed < 0 else allowed
     share = 0 if newest > allowed - allowed // _SHARE else allowed // _SHARE

@@ -1,4 +1,4 @@
-"""Reads and writes at offsets of open files. Threads may do so in parallel: they share no position and release the GIL.
+"""Read and write at offsets of open files. Threads may do this in parallel: they share no position and release the GIL.
 
 Files are read and not mapped. So a file that has become shorter is an error and no signal, and the kernel reads ahead
 what is not in the page cache. All processes of a node share that cache.
@@ -48,7 +48,7 @@ def open_file(path: Path) -> int:
 def read_array(fd: int, offset: int, out: Array, strides: tuple[int, ...]) -> None:
     """Read a strided array from a file.
 
-    Small gaps are read with the array, because a call costs more than they do.
+    Small gaps are read with the array, because a second call costs more.
 
     Args:
         offset: the byte of the file at which the array begins.
@@ -75,7 +75,7 @@ def read_array(fd: int, offset: int, out: Array, strides: tuple[int, ...]) -> No
 
 
 def read_scattered(fd: int, parts: Iterable[tuple[int, memoryview]]) -> None:
-    """Read parts of a file into buffers; neighbours in the file go by one call, which costs more than a small part.
+    """Read parts of a file into buffers. One call reads adjacent parts, since a call costs more than a small part.
 
     Args:
         parts: the byte of the file at which each begins, and its buffer of bytes.
@@ -107,7 +107,7 @@ def _read(fd: int, offset: int, out: Array) -> None:
 
 
 def _read_into(fd: int, offset: int, buffers: list[memoryview]) -> None:
-    """Read consecutive bytes of a file into buffers, of which the list is used up."""
+    """Read consecutive bytes of a file into buffers. The list of buffers is emptied."""
     while left := sum(map(len, buffers)):
         read = os.preadv(fd, buffers, offset)
         if not read:
@@ -130,10 +130,10 @@ def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -
 
 
 class _Memory:
-    """A tensor's memory in numpy's interface. After ``Tensor.numpy``, a trainer could not resize the tensor."""
+    """A tensor's memory in numpy's array interface. (``Tensor.numpy`` would forbid a trainer to resize the tensor.)"""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor  # it must live as long as the array
+        self._tensor = tensor  # the tensor must live as long as the array
         self.__array_interface__ = {
             "version": 3,
             "typestr": f"<i{tensor.itemsize}",
@@ -143,7 +143,7 @@ class _Memory:
 
 
 def array_of(tensor: Tensor) -> Array:
-    """A contiguous CPU tensor as an array of integers of the same size: numpy lacks some of torch's dtypes."""
+    """A contiguous CPU tensor as an array of integers of equal size, since numpy lacks some of torch's dtypes."""
     assert tensor.is_contiguous()
     return np.asarray(_Memory(tensor)) if tensor.numel() else np.empty(tensor.shape, f"<i{tensor.itemsize}")
 
@@ -155,7 +155,7 @@ def mapped(path: str, num_bytes: int) -> Array:
     """The first bytes of a file, uint8. Writes to them stay in this process.
 
     Args:
-        path: of the file, which may be that of a descriptor that the caller uses.
+        path: the path of the file, or of an open descriptor of the caller.
 
     Raises:
         RuntimeError: the file cannot be mapped.

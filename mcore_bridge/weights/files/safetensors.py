@@ -58,10 +58,10 @@ _DTYPES = {
     "BOOL": "bool",
 }
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, ours) for name, ours in _DTYPES.items() if hasattr(torch, ours)}
-"""The dtypes that the installed torch has, by their names in the format. It has none for the format's two of 6 bits."""
+"""The dtypes of the installed torch by their names in the format. torch lacks the format's two dtypes of 6 bits."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PAIRS = "F4"
-"""A dtype of which torch has two values in an element, so that its last dim is half that of the format."""
+"""A dtype that torch stores as two values per element. So torch's last dim is half of the format's."""
 _FIELDS = ("dtype", "shape", "data_offsets")
 
 
@@ -77,9 +77,9 @@ class _Entry(NamedTuple):
 class SafetensorsFile:
     """A file to read. The whole header is checked when the file is opened; data is touched when tensors are read.
 
-    The ``safetensors`` library decides whether a header is valid; it opens the file for that and closes it. We add one
-    rule: no key may be there twice, where the library takes the last. Header and data are those of one file, also if
-    another process replaces it.
+    The ``safetensors`` library decides whether a header is valid; for this it opens and closes the file. We add one
+    rule: no key may occur twice (the library uses the last one). Header and data always come from one file, even if
+    another process replaces the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -88,7 +88,7 @@ class SafetensorsFile:
         weakref.finalize(self, self._file.close)
         with self._file.descriptor() as fd:
             self._stamp = _stamp(fd)
-            opened = f"/dev/fd/{fd}"  # the path may have become that of another file
+            opened = f"/dev/fd/{fd}"  # another file may be at the path now
             opened, size = opened if os.path.exists(opened) else str(path), os.fstat(fd).st_size
             self._require_whole(opened, size)
             try:
@@ -99,19 +99,19 @@ class SafetensorsFile:
 
     def _require_whole(self, opened: str, size: int) -> None:
         def is_full(error: Exception) -> bool:
-            return isinstance(error, FileNotFoundError) and os.path.exists(opened)  # as the library says it
+            return isinstance(error, FileNotFoundError) and os.path.exists(opened)  # the text of the library's error
 
         try:
             with_room(lambda: safe_open(opened, "numpy").__exit__(None, None, None), held=1, is_full=is_full)
         except SafetensorError as error:
-            if "unknown variant" in str(error):  # an unknown dtype, which is no damage
+            if "unknown variant" in str(error):  # an unknown dtype; the file is not damaged
                 raise CheckpointError(
                     f"{self.path} has a dtype that is not supported by the installed safetensors {version}: {error}; "
                     "install a newer one, or save the file in other dtypes"
                 ) from None
             raise CheckpointError(
-                f"{self.path} has {size} bytes and is no whole file of the safetensors format, "
-                f"as the library of that name says ({error}): it is damaged or truncated; copy it again"
+                f"{self.path} has {size} bytes and is no complete safetensors file, by the error of the safetensors "
+                f"library ({error}): it is damaged or truncated; copy it again"
             ) from None
         except FileNotFoundError:
             raise too_many(self.path) from None
@@ -130,8 +130,8 @@ class SafetensorsFile:
         """The tensor as a view of the mapped file.
 
         Raises:
-            CheckpointError: the file is good, but torch lacks the dtype or cannot have the shape. Or it has become
-                shorter since it was opened: to touch a map of what is gone would end the process.
+            CheckpointError: the file is good, but torch lacks the dtype or cannot have the shape. Or the file has
+                become shorter since it was opened: access to the missing part of a map would kill the process.
         """
         entry = self.entries[name]
         with self._file.descriptor() as fd:
@@ -144,7 +144,7 @@ class SafetensorsFile:
         dtype, shape = DTYPES.get(entry.dtype), _shape_in_torch(entry)
         try:
             if dtype is None or shape is None:
-                raise TypeError("torch has no such dtype" if dtype is None else "torch has two values in an element")
+                raise TypeError("torch has no such dtype" if dtype is None else "torch stores two values in an element")
             if entry.start == entry.stop:
                 return torch.empty(shape, dtype=dtype)
             count = (entry.stop - entry.start) // dtype.itemsize
@@ -158,11 +158,11 @@ class SafetensorsFile:
     def read(self, views: Sequence[Tensor], out: Array) -> None:
         """Read slices of the file's tensors into ``out``, one behind the other. The map is not used.
 
-        Neighbours in the file are read at once, in whatever order they come.
+        Adjacent slices are read at once, in any order of ``views``.
 
         Args:
             views: slices of tensors of one dtype.
-            out: what ``array_of`` returned.
+            out: the array to fill, from ``array_of``.
 
         Raises:
             CheckpointError: the file cannot be read, or has become shorter since it was opened.
@@ -184,7 +184,7 @@ class SafetensorsFile:
             raise CheckpointError(f"cannot read {self.path}: {error}; copy it again") from None
 
     def require_unchanged(self) -> None:
-        """Raise if the file was written to since it was opened, so that what was read may be of both versions.
+        """Raise if the file was written to after it was opened, since the bytes that were read may mix both versions.
 
         Raises:
             CheckpointError: naming the file.
@@ -192,7 +192,7 @@ class SafetensorsFile:
         try:
             with self._file.descriptor() as fd:
                 now: object = _stamp(fd)
-        except OSError:  # it was closed for want of room, and is gone
+        except OSError:  # it was closed because too many were open, and is gone
             now = None
         if now != self._stamp:
             raise CheckpointError(
@@ -206,7 +206,7 @@ class SafetensorsFile:
 
 
 def _stamp(fd: int) -> tuple[int, int]:
-    """Size and time of the last write. A save that puts another file at the path leaves them as they are."""
+    """Size and time of the last write. A save that puts another file at the path does not change them."""
     status = os.fstat(fd)
     return status.st_size, status.st_mtime_ns
 
@@ -214,7 +214,7 @@ def _stamp(fd: int) -> tuple[int, int]:
 def _entry(value: Any, base: int) -> _Entry:
     """The entry of a header for one tensor.
 
-    The library also accepts the fields as an array, and a dtype as an object with one key, whose value is null.
+    The library also accepts the fields as an array, and a dtype as an object with one key and the value null.
     """
     fields = value if isinstance(value, dict) else dict(zip(_FIELDS, value, strict=True))
     (dtype,) = [fields["dtype"]] if isinstance(fields["dtype"], str) else fields["dtype"]

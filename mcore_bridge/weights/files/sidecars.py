@@ -17,7 +17,7 @@ _TOKENIZER = (
     *("chat_template*", "*.jinja"),
 )
 _COMPANIONS = ("generation_config.json", "*processor_config.json", "*.py")
-"""Further files to copy; code is that of the model, the tokenizer and the processor, and what they import."""
+"""Other files to copy. Python files are the code of the model, the tokenizer and the processor, with their imports."""
 MODELOPT = "hf_quant_config.json"
 NOTES = (
     MODELOPT,
@@ -28,26 +28,26 @@ NOTES = (
     "quanto_qmap.json",  # the parameters that Quanto has encoded
     "kv_cache_scales.json",
 )
-"""Files that describe encoded weights. What we write is plain: a save removes them, and copies none."""
+"""Files that describe encoded weights. A save writes plain weights, so it removes these files, and copies none."""
 _OF_OTHERS = (*NOTES, "adapter_config.json", "*.index.json")
-"""Files that describe other weights than those which are written beside them."""
+"""Files that would not describe the weights that a save writes."""
 _MOST_BYTES = 2 << 30
-"""More than any such file has. A file with a hole of terabytes would fill the disk with zeros."""
+"""More bytes than any such file has. A copy of a sparse file of terabytes would fill the disk with zeros."""
 
 
 def copy_companions(
     source: str | os.PathLike[str] | None, target: Path, *others: str, kept: Collection[str] = ()
 ) -> None:
-    """Copy the tokenizer, the model's own code, and files that match ``others``.
+    """Copy the tokenizer, the model's code, and files that match ``others``.
 
     Args:
         source: the folder that the model came from; without one, nothing is copied.
         others: ``fnmatch`` patterns. Files that describe weights are left out.
-        kept: names of files that are in ``target`` already, and stay. If a tokenizer is among them, none is copied: an
-            old ``special_tokens_map.json`` would override a new ``tokenizer_config.json``.
+        kept: names of files in ``target`` that stay. If a tokenizer is among them, no tokenizer is copied: an old
+            ``special_tokens_map.json`` would override a new ``tokenizer_config.json``.
 
     Raises:
-        CheckpointError: a file is larger than any of its kind.
+        CheckpointError: a file is too large to be a file beside weights.
     """
     tokenizer = () if any(matches(name, _TOKENIZER) for name in kept) else _TOKENIZER
     for path in Path(source).iterdir() if source is not None else ():
@@ -61,7 +61,7 @@ def copy_companions(
 
 
 def forget_quantization(folder: Path) -> None:
-    """Remove what the config of a folder says of quantized weights, as its weights are plain now."""
+    """Remove the description of quantized weights from the config of a folder, since its weights are plain now."""
     config = folder / "config.json"
     fields = read_json(config, finite=False)
     parts = [part for part in (fields, *fields.values()) if isinstance(part, dict) and "quantization_config" in part]
@@ -72,15 +72,15 @@ def forget_quantization(folder: Path) -> None:
 
 
 def config_folders(source: Path, iteration: Path) -> tuple[Path, ...]:
-    """The folders in which the HF config of a checkpoint may be: its own, or those to which verl writes it.
+    """The folders that may have the HF config of a checkpoint: its own, or the folders to which verl writes it.
 
     Args:
         source: the folder that the caller named.
-        iteration: the folder of the iteration in it; or ``source``.
+        iteration: the folder of the iteration in ``source``, or ``source`` itself.
     """
     return tuple(dict.fromkeys((iteration, source, source / "huggingface", iteration.parent / "huggingface")))
 
 
 def first_with_config(folders: Iterable[Path]) -> Path | None:
-    """The first of these folders that has an HF config; None if none has."""
+    """The first of these folders with an HF config; None if none has one."""
     return next((folder for folder in folders if (folder / "config.json").is_file()), None)

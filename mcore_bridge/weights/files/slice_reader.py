@@ -1,6 +1,6 @@
-"""Slices of HF tensors that become slices of parameters: copied from memory, or read from files by threads.
+"""Copy slices of HF tensors to slices of parameters, from memory, or from files by threads.
 
-Slices of encoded weights go the same way, and are decoded where they arrive (``encoded_copy.py``).
+Slices of encoded weights are read in this way, too, and are decoded on their target device (``encoded_copy.py``).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class FileCopy:
         self.target.copy_(self.source.to(self.crossing))
 
     def is_in_place(self) -> bool:
-        """Whether the target holds the values of the source already."""
+        """Whether the target already holds the values of the source."""
         return all(
             torch.equal(piece.target, piece.source.to(piece.crossing).to(piece.target))
             for piece in self.pieces(_COMPARED)
@@ -84,13 +84,13 @@ class FileCopy:
 
 AnyCopy: TypeAlias = FileCopy | EncodedCopy
 _Batch: TypeAlias = tuple[SafetensorsFile, list[AnyCopy]]
-"""Pieces of a file that fit into one slot. They have one dtype and one device, so that one tensor holds them."""
+"""Pieces of a file that fit into one slot. They have one dtype and one device, so that one tensor can hold them."""
 AHEAD = 64
-"""Batches that are planned before threads begin to read them, because the threads need the GIL between two reads."""
+"""How many batches are planned before threads read them, because threads need the GIL between two reads."""
 
 
 def read(slices: Iterable[AnyCopy], staging: Staging) -> None:
-    """Have threads read the sources of ``slices`` from their files. All targets are filled when ``staging`` exits."""
+    """Let threads read the sources of ``slices`` from their files. All targets are filled when ``staging`` exits."""
     batches = _batches(slices, staging.slot_bytes)
     while portion := list(islice(batches, AHEAD)):
         for file, pieces in portion:
@@ -111,7 +111,7 @@ def _submit(file: SafetensorsFile, pieces: Sequence[FileCopy], staging: Staging)
 
 
 def _batches(slices: Iterable[AnyCopy], num_bytes: int) -> Iterator[_Batch]:
-    """Join small pieces into batches: handing one to a thread costs more than reading it."""
+    """Join small pieces into batches: to hand a small piece to a thread costs more than to read it."""
     pieces = (piece for slice_copy in slices for piece in slice_copy.pieces(num_bytes))
     for (file, *_), alike in groupby(pieces, lambda piece: (piece.files[0], *piece.kind)):
         for batch in runs_within(alike, lambda piece: piece.num_bytes, num_bytes):

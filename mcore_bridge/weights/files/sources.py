@@ -1,8 +1,8 @@
-"""Folders that are read while another one is written: they must not be that one, nor change meanwhile.
+"""Folders that are read while a target is written. They must not be the target, and must not change.
 
 A conversion opens a folder several times, in several processes. If a trainer saves there in between, old and new
-tensors would be mixed without any error. So the state of all files is taken before the first one is read, and compared
-before anything is put in place.
+tensors would be mixed without any error. So the state of all files is recorded before the first one is read, and
+compared before the result is put in place.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from mcore_bridge.errors import CheckpointError
 
 _WEIGHTS = ("*.safetensors", "*.distcp", "*.pt", "mp_rank_*/*.pt")
 _CONTENT = (*_WEIGHTS, "*.json", ".metadata")
-"""Files that decide what is written. Others of the folder, such as logs, may change."""
+"""Files that influence the result. Other files of the folder, such as logs, may change."""
 State = Mapping[str, tuple[int, ...]]
-"""Size, times of change and inode of each file by its name in the folder; nothing for a link to nothing."""
+"""Size, times of change and inode of each file by its name in the folder; empty for a link to a missing file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class SourceFolders:
     """The folders that a writer reads. Make it before any of them is opened.
 
     Attributes:
-        states: of each folder, in the beginning.
-        kept: those of the folders that must not be written to.
+        states: the state of each folder at the beginning.
+        kept: the folders that must not be written to.
     """
 
     states: Mapping[Path, State] = field(default_factory=dict)
@@ -40,21 +40,21 @@ class SourceFolders:
 
         Args:
             folders: what is converted, merged or copied.
-            configs: folders that are read for their config and tokenizer. If they hold no weights, they may be written
-                to, as the folder ``huggingface`` of verl is.
+            configs: folders that are read for their config and tokenizer. If they hold no weights, they may be the
+                target, such as verl's folder ``huggingface``.
         """
         read, described = ([*map(given_path, paths)] for paths in (folders, configs))
         kept = [*read, *(folder for folder in described if any(_matching(folder, _WEIGHTS)))]
         return cls({folder: _state_of(folder) for folder in (*read, *described)}, tuple(dict.fromkeys(kept)))
 
     def as_json(self) -> object:
-        """A value that is equal as long as the folders are."""
+        """A value that is equal as long as the folders do not change."""
         return [[str(folder.absolute()), sorted(state.items())] for folder, state in self.states.items()]
 
     def require_apart(self, target: Path) -> None:
-        """Raise if ``target`` is one of the folders, by whatever path, or has the files to which their links lead.
+        """Raise if ``target`` is one of the folders, by any path, or has files to which their links point.
 
-        A folder inside of a source, or around it, is another folder: no file of the source is replaced there.
+        A folder inside of a source, or around it, is allowed: no file of the source is replaced there.
 
         Raises:
             CheckpointError: naming both.
@@ -68,7 +68,7 @@ class SourceFolders:
                 )
 
     def require_unchanged(self) -> None:
-        """Raise if a file of the folders was added, removed, replaced or rewritten since this was made.
+        """Raise if a file of the folders was added, removed, replaced or rewritten after this object was made.
 
         Raises:
             CheckpointError: naming the folder and the files.

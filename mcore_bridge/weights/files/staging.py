@@ -1,8 +1,8 @@
 """Host memory between files and devices: a few slots, and the threads that fill or empty them.
 
-Work begins in the order in which it is submitted, and ends in that order for the caller. Each piece of work has a slot,
-so memory is bounded, and a slow disk or device blocks the caller only while all slots are taken. An error in a thread
-is raised in the caller.
+Work begins in the order in which it is submitted, and the caller gets results in this order. Each piece of work needs a
+slot, so memory is bounded. A slow disk or device blocks the caller only while all slots are in use. An error in a
+thread is raised in the caller.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Slot:
     def memory(self, num_bytes: int, device: torch.device) -> Tensor:
         """The first ``num_bytes`` of the slot, uint8, for copies from or to ``device``. The first call allocates it.
 
-        The slot grows if one indivisible piece needs more.
+        The slot grows if a single piece needs more.
         """
         if self._memory is None or self._memory.nbytes < num_bytes:
             size = max(self._num_bytes, num_bytes, 8)
@@ -75,8 +75,7 @@ class Staging:
     def take(self) -> Slot:
         """The next slot, after the work that was submitted with it has finished.
 
-        Raises:
-            Exception: what that work raised.
+        Raises: Exception: the error of that work.
         """
         if not self._free:
             self._finish()

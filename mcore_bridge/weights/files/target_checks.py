@@ -25,10 +25,11 @@ NEW, OLD = "new", "old"
 
 
 def read_commit(target: Path, live: Path, names_file: Path) -> tuple[str, list[str]]:
-    """The set of files to which ``live`` leads, and the names of all files that change.
+    """The set of files to which ``live`` points, and the names of all files that change.
 
     Raises:
-        CheckpointError: no commit has left this, as a name leads out of the target. Nothing was touched.
+        CheckpointError: these files cannot be from a commit, for example because a name is outside of the target.
+            Nothing was changed.
     """
     home = live.parent
     try:
@@ -43,13 +44,13 @@ def read_commit(target: Path, live: Path, names_file: Path) -> tuple[str, list[s
             raise ValueError(f"{len(outside)} names lead out of it, such as {outside[0]!r}")
     except (CheckpointError, OSError, ValueError) as error:
         raise CheckpointError(
-            f"expected in {home} what a save has left, found another thing: {error}; remove that folder"
+            f"expected in {home} the files of an interrupted save, found others: {error}; remove that folder"
         ) from None
     return side, names
 
 
 def _is_inside(folder: Path, name: str) -> bool:
-    """Whether ``name`` is that of a file in ``folder``, whatever links there are."""
+    """Whether ``name`` is a file in ``folder``, with links resolved."""
     path = folder / name
     return (
         "\0" not in name
@@ -60,9 +61,9 @@ def _is_inside(folder: Path, name: str) -> bool:
 
 
 def require_own(home: Path) -> None:
-    """Remove from the home of an interrupted conversion what no conversion leaves.
+    """Remove entries from the home of an interrupted conversion that cannot be from a conversion.
 
-    A link, or a second name of a file, would lead writes elsewhere, and a FIFO would block them.
+    Through a link or a hard link, writes would change other files. A FIFO would block them.
 
     Raises:
         CheckpointError: the home itself is a link.
@@ -76,7 +77,7 @@ def require_own(home: Path) -> None:
 
 
 def require_replaceable(target: Path, names: Iterable[str]) -> None:
-    """Raise if a file of the target cannot be replaced by a rename, before any file is."""
+    """Raise if a file of the target cannot be replaced by a rename, before any file is replaced."""
     mounts, device = _mount_points(), target.stat().st_dev
     problems = []
     for name in names:
@@ -96,7 +97,7 @@ def require_replaceable(target: Path, names: Iterable[str]) -> None:
 
 
 def _mount_points() -> frozenset[str]:
-    """The paths at which file systems are mounted, as far as the system lists them."""
+    """The paths of mount points, as far as the system lists them."""
     with suppress(OSError):
         paths = (line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines())
         return frozenset(re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), path) for path in paths)

@@ -1,4 +1,4 @@
-"""Files of ``torch.save`` with one tensor in memory at a time: first laid out, then filled; and read as maps."""
+"""Files of ``torch.save``. A write keeps one tensor in memory at a time. A read maps the file."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def write_torch_file(path: Path, content: object, tensors: Iterable[Tensor]) -> 
     The checksums of its records are left out; ``torch.load`` does not check them.
 
     Args:
-        content: an object whose tensors give shapes and dtypes. Each has a storage of its own; if ``torch.empty`` made
-            it, it takes no memory.
-        tensors: the values, in the same order. Each is asked for after the one before it is written.
+        content: an object whose tensors give shapes and dtypes. Each tensor has a separate storage, which takes no
+            memory if ``torch.empty`` made it.
+        tensors: the values, in this order. The next one is taken after the one before is written.
 
     Raises:
         CheckpointError: ``tensors`` do not have the sizes in ``content``.
@@ -54,7 +54,7 @@ def _storages(path: Path) -> Iterator[tuple[int, int]]:
 
 
 class Opaque:
-    """Takes the place of an object whose class or function must not be called."""
+    """A placeholder for an object whose class or function must not be called."""
 
     def __init__(self, *arguments: object) -> None:
         """Ignore the arguments of the object."""
@@ -66,14 +66,14 @@ class Opaque:
 def read_torch_file(path: Path) -> dict[str, Any]:
     """Read a file of ``torch.save``, with tensors as views of the mapped file.
 
-    No code in it is run. Objects of classes that torch considers unsafe, such as the arguments of a trainer, become
-    ``Opaque``. This does not work for subclasses of dict, list and Tensor.
+    No code in the file is run. Objects of classes that torch considers unsafe, such as the arguments of a trainer,
+    become ``Opaque``. Subclasses of dict, list and Tensor cannot be replaced in this way.
 
     Raises:
         CheckpointError: the file cannot be read, or holds such a subclass.
     """
     others: list[str] = []
-    os.close(open_file(path))  # a FIFO would be waited for
+    os.close(open_file(path))  # to open a FIFO would block
     try:
         _require_stored(path)
         others = torch.serialization.get_unsafe_globals_in_checkpoint(path)
@@ -93,8 +93,8 @@ def read_torch_file(path: Path) -> dict[str, Any]:
 
 
 def _require_stored(path: Path) -> None:
-    """Raise ``ValueError`` if a record is larger than its bytes in the file: it could fill any memory."""
-    if zipfile.is_zipfile(path):  # torch says what is wrong with others
+    """Raise ``ValueError`` if a record claims to be larger than its bytes in the file: it could exhaust the memory."""
+    if zipfile.is_zipfile(path):  # torch reports other faults
         with zipfile.ZipFile(path) as archive:
             if packed := [info.filename for info in archive.infolist() if info.file_size > info.compress_size]:
                 raise ValueError(

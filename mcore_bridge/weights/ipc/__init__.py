@@ -1,1 +1,1 @@
-"""A ring of buffers from which the process of an engine reads HF tensors. All of it needs torch alone."""
+"""A ring of buffers from which the process of an engine reads HF tensors. It needs only torch."""

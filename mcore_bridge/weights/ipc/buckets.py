@@ -1,4 +1,4 @@
-"""The plan of a transfer to another process: which tensors share a slot, and at which byte each lies.
+"""The plan of a transfer to another process: which tensors share a slot, and at which byte each tensor begins.
 
 A plan is made from a manifest, before memory is allocated and before weights move. Both processes hold the same plan,
 so later they exchange only numbers of buckets. This module needs only torch: an engine's process imports it.
@@ -37,7 +37,7 @@ class Bucket:
     """The tensors that lie in a slot at one time."""
 
     number: int
-    """The index among the buckets of the plan. A ``Receiver`` needs to know nothing else."""
+    """The index among the buckets of the plan. A ``Receiver`` needs nothing else."""
     slot: int
     pieces: tuple[BucketEntry, ...]
 
@@ -69,7 +69,7 @@ class BucketPlan:
     """The digest of the engine map whose slices are sent; empty for whole HF tensors."""
 
     def digest(self) -> str:
-        """What is equal for equal plans, in every process."""
+        """A digest that is equal for equal plans, in every process."""
         pieces = (piece for bucket in self.buckets for piece in bucket.pieces)
         entries = [(piece.name, piece.dtype, tuple(piece.shape), piece.offset) for piece in pieces]
         whole = (self.num_slots, self.slot_bytes, [len(bucket.pieces) for bucket in self.buckets], entries, self.target)
@@ -89,14 +89,14 @@ def plan_buckets(
     """Distribute the tensors of a manifest, in its order, over slots of one size.
 
     Projections of one input (q, k and v; gate and up) always share a slot, because engines fuse them. The experts of a
-    layer do so if one slot holds them all.
+    layer share a slot if it holds them all.
 
     Args:
         manifest: names, shapes and dtypes in the order in which the tensors will come, such as ``mb.manifest(models)``
             for ``mb.iter_hf_weights(models)``.
         num_slots: the number of slots. With two, one is filled while the other is read.
-        slot_bytes: bytes of a slot; ``num_slots`` times as many are allocated. None is 512 MiB, less for a smaller
-            model, and more for one with a larger tensor or group.
+        slot_bytes: bytes of a slot; ``num_slots`` times as many are allocated. None means 512 MiB, less for a smaller
+            model, and more for a larger tensor or group.
         together: further groups of names that must share a slot. Tensors between the first and the last of a group in
             the manifest travel with them.
 
@@ -145,7 +145,7 @@ def _fused(specs: Iterable[TensorSpec]) -> Iterable[Collection[str]]:
 
 
 def _runs(specs: Sequence[TensorSpec], together: Iterable[Collection[str]]) -> Iterator[Sequence[TensorSpec]]:
-    """Cut the manifest wherever nothing has to stay together."""
+    """Cut the manifest into the smallest runs of tensors that have to stay together."""
     index_of = {spec.name: index for index, spec in enumerate(specs)}
     if len(index_of) < len(specs):
         twice = sorted({spec.name for index, spec in enumerate(specs) if index_of[spec.name] != index})
@@ -153,7 +153,7 @@ def _runs(specs: Sequence[TensorSpec], together: Iterable[Collection[str]]) -> I
     last_with = list(range(len(specs)))
     for group in together:
         if unknown := sorted(set(group) - index_of.keys()):
-            raise TransferError(f"the group {sorted(group)} names {unknown}, which the manifest lacks; leave those out")
+            raise TransferError(f"the group {sorted(group)} names {unknown}, which the manifest lacks; leave them out")
         if group:
             first = min(index_of[name] for name in group)
             last_with[first] = max(last_with[first], *(index_of[name] for name in group))
@@ -168,7 +168,7 @@ def _runs(specs: Sequence[TensorSpec], together: Iterable[Collection[str]]) -> I
 
 
 def _in_layers(runs: Iterable[Sequence[TensorSpec]], slot_bytes: int) -> Iterator[Sequence[TensorSpec]]:
-    """Join the experts of a layer to one run, if they are neighbours and one slot holds them all."""
+    """Join the experts of a layer into one run, if they are consecutive and one slot holds them all."""
     for layer, neighbours in groupby(runs, lambda run: run[0].name.rpartition(".experts.")[0]):
         of_layer = list(neighbours)
         fits = layer and sum(map(_size, of_layer)) <= slot_bytes

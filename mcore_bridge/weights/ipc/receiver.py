@@ -23,16 +23,16 @@ Pairs = list[tuple[str, Tensor]]
 
 
 class EngineInput(Protocol):
-    """What takes the HF tensors of a round into the tensors of an engine, such as a ``MappedEngine``."""
+    """An object that copies the HF tensors of a round into an engine, such as a ``MappedEngine``."""
 
     def begin(self, plan: BucketPlan) -> None:
         """Announce a round of all HF tensors of ``plan``."""
 
     def write(self, pairs: Pairs, *, stay: bool = False) -> None:
-        """Write some of them before this returns; ``stay`` if later rounds bring this very list, in the same memory."""
+        """Copy ``pairs`` before this returns. ``stay``: later rounds pass this list again, in unchanged memory."""
 
     def complete(self, version: int | None = None) -> None:
-        """All of them have come."""
+        """End the round after all HF tensors have come."""
 
     def break_off(self) -> None:
         """Forget a round that did not end."""
@@ -43,10 +43,10 @@ class Receiver:
 
     Args:
         plan: the plan of the ring.
-        handles: what ``BufferRing.handles`` returned for this process.
+        handles: the result of ``BufferRing.handles`` for this process.
 
     Raises:
-        TransferError: when plan and slots do not fit, or this process does not see the sender's GPU.
+        TransferError: when plan and slots do not fit, or this process cannot open memory of the sender's GPU.
 
     Example:
         >>> ring = mb.BufferRing(mb.plan_buckets(mb.manifest(models)), device="cpu")
@@ -63,7 +63,7 @@ class Receiver:
         require(TransferError, **kinds)
         _check(plan)
         self.plan = plan
-        other = "expected the plan of the ring that the handles are of, found another one: send ring.plan with them"
+        other = "expected the plan of the ring of these handles, found another one: send ring.plan with the handles"
         self._slots = open_all(handles, plan.digest(), other)
         sizes = [slot.numel() for slot in self._slots]
         if sizes != [plan.slot_bytes] * plan.num_slots:
@@ -76,7 +76,7 @@ class Receiver:
     def open(self, number: int) -> Iterator[Pairs]:
         """Yield the tensors of bucket ``number``, as views of its slot. They may be overwritten when the block ends.
 
-        The block ends after all that it has queued on the current stream. Then acknowledge the bucket.
+        The end of the block waits for all work that was queued on the current stream. Then acknowledge the bucket.
 
         Raises:
             TransferError: when another bucket is due.
@@ -87,21 +87,21 @@ class Receiver:
 
     @torch.no_grad()
     def copy_into(self, number: int, engine: EngineInput) -> None:
-        """Copy bucket ``number`` into the tensors of an engine by its map: no loader, and nothing for each tensor.
+        """Copy bucket ``number`` into the tensors of an engine by its map, without its loader.
 
         When this returns the slot may be overwritten, as after ``open``. ``engine.state`` is ``"half"`` from the first
-        bucket on until ``finish``. The map may have been made for another engine or plan. Then the engine's loader
-        takes the buckets of this round, and ``engine.reason`` says why.
+        bucket on until ``finish``. If the map does not fit the engine or the plan, the engine's loader takes the
+        buckets of this round, and ``engine.reason`` says why.
 
         Raises:
-            TransferError: when another bucket is due; or, before the first is copied, when it has slices of HF tensors
-                and the map cannot be used.
+            TransferError: when another bucket is due. Also when the plan has slices of HF tensors and the map cannot be
+                used; then nothing was copied.
         """
         bucket, slot = self._due(number)
         if number == 0:
             engine.begin(self.plan)
         elif engine is not self._engine:
-            raise TransferError("this engine has not had the buckets before; begin a round with bucket 0")
+            raise TransferError("this engine did not get the previous buckets; begin a round with bucket 0")
         self._engine = engine
         if number not in self._views:
             self._views[number] = _pairs(bucket, slot)
@@ -149,7 +149,7 @@ class Receiver:
         self._next, self._engine = 0, None
 
     def close(self) -> None:
-        """Close the slots. No views of them may be left. The sender frees the memory afterwards."""
+        """Close the slots. No views of the slots may be left. The sender frees the memory afterwards."""
         self._slots.clear()
         self._views.clear()
 
@@ -159,7 +159,7 @@ def _pairs(bucket: Bucket, slot: Tensor) -> Pairs:
 
 
 def _check(plan: BucketPlan) -> None:
-    """Check that every tensor lies within a slot, apart from the others, and has a name of its own."""
+    """Check that every tensor lies within a slot, does not overlap other tensors, and has a unique name."""
     names: set[str] = set()
     for place, bucket in enumerate(plan.buckets):
         if bucket.number != place or bucket.slot != place % plan.num_slots:

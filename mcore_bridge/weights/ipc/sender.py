@@ -1,7 +1,7 @@
 """The sender's side: a ring of flat buffers, allocated once, filled in order, and read by another process in place.
 
-The caller provides the channel between the processes. It carries the plan and the handles once, the number of each
-bucket when it is filled, and an answer when it has been read.
+The caller provides the channel between the processes. Through it go the plan and the handles once, the number of each
+filled bucket, and an answer when the bucket was read.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class BufferRing:
     """The slots of a plan, in memory that another process can open. They serve any number of rounds.
 
     Args:
-        plan: what ``plan_buckets`` made from the manifest.
-        device: a CUDA device, or the CPU; None is the current CUDA device if there is one.
+        plan: the result of ``plan_buckets`` for the manifest.
+        device: a CUDA device, or the CPU. None means the current CUDA device if there is one.
 
     Example:
         >>> ring = mb.BufferRing(mb.plan_buckets(mb.manifest(models)), device="cpu")
@@ -51,29 +51,30 @@ class BufferRing:
         self._views: dict[int, list[Tensor]] = {}
 
     def handles(self) -> tuple[Handle, ...]:
-        """A handle for each slot, for one consumer. Every consumer needs handles of its own, and opens each once."""
+        """A handle for each slot, for one consumer. Call this once for each consumer, which opens each handle once."""
         digest = self.plan.digest()
         return tuple(share(slot, digest) for slot in self._slots)
 
     def slot(self, bucket: Bucket) -> Tensor:
-        """The memory in which ``bucket`` lies, uint8 [slot_bytes], for channels of other projects."""
+        """The memory of ``bucket``, uint8 [slot_bytes], for channels of other projects."""
         return self._slots[bucket.slot]
 
     def fill(
         self, pairs: Iterable[Pair], *, acknowledged: Callable[[], object], in_flight: int | None = None
     ) -> Generator[Bucket, None, None]:
-        """Yield each bucket of the plan when it lies in its slot, complete for any process that reads it.
+        """Yield each bucket of the plan when it is complete in its slot, so that another process can read it.
 
-        When the iterator is exhausted, every bucket has been read. ``pairs`` is closed in any case, so that no rank of
-        an export waits in vain.
+        When the iterator is exhausted, every bucket has been read. ``pairs`` is always closed, so that no rank of an
+        export waits in vain.
 
         Args:
             pairs: the tensors of the plan in its order, on any device: ``iter_hf_weights`` with the arguments of the
-                manifest. A tensor must stay as it is until its bucket is yielded: some are copied later, together.
+                manifest. A tensor must not change until its bucket is yielded: some tensors are copied later, together.
             acknowledged: waits until all consumers have read the oldest bucket that is not yet acknowledged. It must
-                raise if there will be no answer. It is called when no slot is free, and at the end.
-            in_flight: the most buckets that may be unread when the next one is yielded, by default the number of slots.
-                Pass 1 for a channel on which questions and answers alternate. The next slot is filled meanwhile.
+                raise if no answer will come. It is called when no slot is free, and at the end.
+            in_flight: the most buckets that may be unread when the next bucket is yielded, by default the number of
+                slots. Pass 1 for a channel on which questions and answers alternate. The next slot is filled while the
+                consumer reads.
 
         Raises:
             TransferError: when a tensor is not the next one of the plan, or the last round broke off.
@@ -92,7 +93,7 @@ class BufferRing:
         self._wait(acknowledged, 0)
 
     def _places(self, bucket: Bucket) -> list[Tensor]:
-        """Where the tensors of a bucket go, as whole numbers, which every copy keeps bit for bit."""
+        """The targets of a bucket's tensors in the slot, with integer dtypes, so that copies keep every bit."""
         if bucket.number not in self._views:
             slot = self._slots[bucket.slot]
             self._views[bucket.number] = [piece.view(slot).view(WORDS[piece.dtype.itemsize]) for piece in bucket.pieces]
@@ -154,7 +155,8 @@ def _closing(pairs: Iterable[Pair]) -> Iterator[Iterator[Pair]]:
         yield iterator
     finally:
         if isinstance(iterator, Generator):
-            if inspect.getgeneratorstate(iterator) == inspect.GEN_CREATED:  # before it has begun, close does nothing
+            # close does nothing for a generator that has not begun
+            if inspect.getgeneratorstate(iterator) == inspect.GEN_CREATED:
                 with suppress(Exception):  # the first error is raised
                     next(iterator, None)
             iterator.close()

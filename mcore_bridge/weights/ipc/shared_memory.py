@@ -26,7 +26,7 @@ _DEVICE = 6  # the index of the device among the arguments with which torch rebu
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """A handle that another process opens a buffer with; it can be pickled. ``rebuild(*args)`` is the buffer.
+    """A handle with which another process opens a buffer; it can be pickled. ``rebuild(*args)`` is the buffer.
 
     On a GPU the pair comes from ``torch.multiprocessing.reductions.reduce_tensor``.
     """
@@ -36,7 +36,7 @@ class Handle:
     gpu: str | None
     """The UUID of the GPU that has the memory."""
     digest: str = ""
-    """The digest of the plan or the engine map by which the memory is written; empty for other memory."""
+    """The digest of the plan or the engine map of the memory; empty for other memory."""
 
 
 def allocate(num_bytes: int, device: torch.device) -> Tensor:
@@ -45,7 +45,7 @@ def allocate(num_bytes: int, device: torch.device) -> Tensor:
         return _allocate_file(num_bytes)
     if device.type != "cuda":
         raise TransferError(
-            f"memory of {device} cannot be handed to another process; expected a CUDA device or the CPU"
+            f"expected a CUDA device or the CPU, found {device}, whose memory another process cannot open"
         )
     with _without_expandable_segments():
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -71,7 +71,8 @@ def share_part(memory: Tensor, digest: str = "") -> Handle:
         digest: that of the handle.
 
     Raises:
-        TransferError: when its allocator's memory cannot be opened elsewhere. vLLM's sleep mode has such an allocator.
+        TransferError: when another process cannot open memory of this allocator, such as the allocator of vLLM's sleep
+            mode.
     """
     if not memory.is_cuda:
         path = memory.untyped_storage().filename if memory.device.type == "cpu" else None
@@ -86,8 +87,8 @@ def share_part(memory: Tensor, digest: str = "") -> Handle:
         rebuild, args = reduce_tensor(memory)
     except RuntimeError as error:  # cudaIpcGetMemHandle
         raise TransferError(
-            f"CUDA IPC cannot open the memory ({str(error).splitlines()[0]}). Its allocator maps memory itself, "
-            "as sleep modes and expandable_segments do: send buckets through a ring, or turn that off"
+            f"CUDA IPC cannot open the memory ({str(error).splitlines()[0]}). Its allocator maps memory itself, like "
+            "sleep modes and expandable_segments: send buckets through a ring, or turn these off"
         ) from None
     return Handle(rebuild, args, _uuid(memory.device.index), digest)
 
@@ -103,11 +104,12 @@ def open_shared(handle: Handle) -> Tensor:
     """Open a handle in this process. The buffer is the same memory as the sender's.
 
     Memory of a GPU is opened for the current device, which may be another GPU of the machine. Then kernels of the
-    current device reach the memory over the link between the two, and the tensor counts as one of the current device.
-    The other GPU need not be visible in this process. CUDA lets no third device reach memory of another process.
+    current device access the memory over the link between the two GPUs, and the tensor has the current device. The
+    other GPU need not be visible in this process. CUDA does not allow a third device to access memory of another
+    process.
 
     Raises:
-        TransferError: when the current device cannot reach the memory, or the buffer is gone.
+        TransferError: when the current device cannot access the memory, or the buffer is gone.
     """
     if handle.gpu is None:
         return handle.rebuild(*handle.args)
@@ -130,8 +132,8 @@ def _uuid(index: int) -> str:
 def _without_expandable_segments() -> Iterator[None]:
     """Make torch allocate with cudaMalloc in the block, and not in expandable segments.
 
-    An expandable segment is shared as a file descriptor, which a container may forbid another process to take. Torch
-    forgets settings that a call omits, so the other ones are set again.
+    An expandable segment is shared as a file descriptor, which a container may forbid another process to open. torch
+    resets settings that a call omits, so the other settings are passed again.
     """
     settings = torch.cuda.memory._snapshot()["allocator_settings"]
     if not settings["expandable_segments"]:
@@ -147,18 +149,18 @@ def _without_expandable_segments() -> Iterator[None]:
 
 
 def _set_allocator(settings: str) -> None:
-    newer = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # where it exists, the older one warns
+    newer = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # if it exists, the older name warns
     (newer or torch.cuda.memory._set_allocator_settings)(settings)
 
 
 def _allocate_file(num_bytes: int) -> Tensor:
     """Memory of a file without a name, which other processes open by this process and its descriptor.
 
-    So nothing of it stays behind, whatever ends this process.
+    So no file is left, however this process ends.
     """
     file = tempfile.TemporaryFile(dir=_MEMORY_FILES if _MEMORY_FILES.is_dir() else None)  # noqa: SIM115
     try:
-        os.posix_fallocate(file.fileno(), 0, num_bytes)  # if there are too few pages, a later write would end us
+        os.posix_fallocate(file.fileno(), 0, num_bytes)  # with too few pages, a later write would kill this process
         buffer = _map_file(f"/proc/{os.getpid()}/fd/{file.fileno()}", num_bytes)
     except OSError as error:
         file.close()
@@ -174,7 +176,7 @@ def _map_file(path: str, num_bytes: int) -> Tensor:
     if size != num_bytes:  # torch would create or enlarge the file
         raise TransferError(
             f"expected a buffer of {num_bytes} bytes at {path}, found {size}; the sender may have ended, or run in a "
-            "container whose processes this one does not see"
+            "container whose processes are not visible here"
         )
     return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
 

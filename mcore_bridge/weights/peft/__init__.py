@@ -1,1 +1,1 @@
-"""Folders of adapters as peft writes them: their config, their tensors, and their names."""
+"""PEFT folders of adapters: their config, their tensors, and their names."""

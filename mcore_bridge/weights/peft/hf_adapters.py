@@ -1,4 +1,4 @@
-"""The adapters of a model in HF names, and as a PEFT folder, by the plans, messages and files of weights."""
+"""Export adapters under HF names and save or load PEFT folders, with the plans, messages and files of weights."""
 
 from __future__ import annotations
 
@@ -54,19 +54,19 @@ def iter_hf_adapters(
     bucket_bytes: int | None = None,
     target: Target = "everything",
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield each ``lora_A`` and ``lora_B``, whole, on every rank: same names, order, shapes and bits.
+    """Yield each ``lora_A`` and ``lora_B``, whole, with equal names, order and bits on every rank.
 
-    The adapters of experts that HF holds in one tensor come as one too, ``[experts, rank, in]`` and
-    ``[experts, out, rank]``. All ranks of a model replica iterate together. Tensors are copies that the caller may
-    keep. The scale ``alpha / rank`` is not in them.
+    If HF holds experts in one tensor, their adapters come in one tensor too, ``[experts, rank, in]`` and ``[experts,
+    out, rank]``. All ranks of a model replica iterate together. Tensors are copies that the caller may keep. The scale
+    ``alpha / rank`` is not in them.
 
     Args:
         models: this rank's chunks with adapters, wrapped or not.
-        dtype, device, bucket_bytes, target: as for ``iter_hf_weights``. An ``EngineRank`` gets the slices of an engine
-            that cuts adapters as it cuts the weights. Most engines cut them themselves, and take everything.
+        dtype, device, bucket_bytes, target: as for ``iter_hf_weights``. With an ``EngineRank``, adapters are cut like
+            the weights. Most engines cut adapters themselves, and need "everything".
 
     Raises:
-        ConfigError: they have no adapters.
+        ConfigError: the models have no adapters.
         ExportError, TargetError: on every rank of the group, when any of them fails.
 
     Example:
@@ -90,7 +90,7 @@ def iter_hf_adapters(
 
 
 def iter_peft_adapters(models: Models, *, device: torch.device | str | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that ``save_hf_adapters`` writes, whole, on every rank: in PEFT's names and order.
+    """Yield the tensors that ``save_hf_adapters`` writes, whole, on every rank, with PEFT's names and order.
 
     Args:
         models: this rank's chunks with adapters, wrapped or not.
@@ -109,15 +109,15 @@ def save_hf_adapters(
 ) -> Manifest:
     """Write the adapters as a folder that ``peft``, vLLM and SGLang load: ``adapter_config.json`` and one file.
 
-    The config has one rank and one ``lora_alpha``, whatever the adapters were made from, and names each module that has
-    an adapter. Experts in one tensor have PEFT's names and order for such parameters. All ranks of the job call it
-    together, with a ``folder`` on a file system that they share. It replaces the files of an older adapter in one step,
-    as ``save_hf_checkpoint`` does; all other files of the folder stay.
+    The config always has one rank and one ``lora_alpha``, and names each module with an adapter. Experts in one tensor
+    have PEFT's names and order for such parameters. All ranks of the job call it together, with a ``folder`` on a file
+    system that they share. Like ``save_hf_checkpoint``, it replaces the files of an older adapter in one step; all
+    other files of the folder stay.
 
     Args:
         models: this rank's chunks with adapters, wrapped or not.
-        folder: made if it is not there.
-        dtype: cast tensors to this; by default each is written in its own dtype.
+        folder: created if it does not exist.
+        dtype: cast tensors to this; by default each tensor keeps its dtype.
         slot_bytes: bytes that are written at once.
 
     Returns:
@@ -133,11 +133,11 @@ def save_hf_adapters(
         (16, 'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight')
     """
     made, provenance, world = adapters_of(models), provenance_on(models), Group(None)
-    with raise_on_all(world, f"{folder} was not written, and is as it was"):
+    with raise_on_all(world, f"{folder} was not changed"):
         target = target_of(folder)
         require(CheckpointError, slot_bytes=(slot_bytes, COUNT))
     require_alike(world, {"dtype": dtype, "slot_bytes": slot_bytes})
-    together = partial(raise_on_all, world, f"{target} was not written, and is as it was")
+    together = partial(raise_on_all, world, f"{target} was not changed")
     bucket_bytes = BUCKET_SLOTS * slot_bytes
     with updating_by_all(world, target) as update, ExitStack() as stack:
         with together():
@@ -163,22 +163,22 @@ def save_hf_adapters(
 
 
 def load_adapters(models: Models, folder: str | os.PathLike[str], *, dtype: Dtypes = None) -> LoadReport:
-    """Copy the adapters of a PEFT folder into those of the models, in place and at any mesh.
+    """Copy the adapters of a PEFT folder into the adapters of the models, in place and at any mesh.
 
-    All ranks of a replica call it together, and compare what they are about to read. The folder must have each of the
-    adapters once, and no others, with the same largest rank. Smaller ranks are padded with zeros, which is exact. If a
-    module's scale is not that of the models, the ratio is folded into its B. That is rounded once, and exact where it
-    is a power of two. ``cast`` of the report names these tensors.
+    All ranks of a replica call it together, and compare what they are about to read. The folder must have exactly the
+    adapters of the models, with an equal largest rank. Smaller ranks are padded with zeros, which is exact. If the
+    scale of a module differs from the models' scale, its B is multiplied by the ratio and rounded once. This is exact
+    if the ratio is a power of two. ``cast`` of the report names these tensors.
 
     Args:
         models: this rank's chunks with adapters, wrapped or not.
-        folder: what ``peft`` or ``save_hf_adapters`` wrote. Every rank reads it, or a copy of it.
-        dtype: cast tensors to this first, where an adapter cannot hold every value. By default that is an error.
+        folder: a folder of ``peft`` or ``save_hf_adapters``. Every rank reads it, or a copy of it.
+        dtype: cast tensors to this first, if an adapter cannot hold every value. By default this is an error.
 
     Raises:
         ConfigError: the models have no adapters.
-        CheckpointError: naming all that no adapter here can be (dropout, DoRA, biases, ...), or the tensors that are
-            missing, unexpected, of another shape, or would lose bits. Nothing has been written then.
+        CheckpointError: naming all unsupported features (dropout, DoRA, biases, ...), or the tensors that are missing,
+            unexpected, of another shape, or would lose bits. Then nothing was written.
 
     Example:
         >>> mb.load_adapters(policy, "run/adapter_100").num_tensors
@@ -190,8 +190,8 @@ def load_adapters(models: Models, folder: str | os.PathLike[str], *, dtype: Dtyp
         made, given = adapters_of(models), open_peft_for(models, folder)
         if given.rank != made.rank:
             raise CheckpointError(
-                f"the adapter in {folder} has rank {given.rank}, the models {made.rank}: add adapters of that rank, or "
-                "give the folder to add_adapters"
+                f"the adapter in {folder} has rank {given.rank}, the models {made.rank}: add adapters of that rank, "
+                "or pass the folder to add_adapters"
             )
         bound = bind(models, adapters=made)
         shared = {"folder": content_of(folder), "scales": sorted(given.scales.items()), "dtype": dtype}
@@ -211,7 +211,7 @@ def open_peft_for(models: Models, folder: str | os.PathLike[str]) -> PeftFolder:
 
 @torch.no_grad()
 def load_peft(bound: BoundModel, made: Adapters, given: PeftFolder, dtype: Dtypes) -> LoadReport:
-    """Copy the adapters of an open folder into the tensors of adapters that are bound."""
+    """Copy the adapters of an open folder into bound tensors of adapters."""
     scale = made.alpha / made.rank
     report = load_bound(bound, _without_further(given.at(made.rank, scale), made), dtype)
     given.file.require_unchanged()
@@ -220,7 +220,7 @@ def load_peft(bound: BoundModel, made: Adapters, given: PeftFolder, dtype: Dtype
 
 
 def adapters_of(models: Models) -> Adapters:
-    """What was added to models.
+    """The adapters that ``add_adapters`` has added to models.
 
     Raises:
         ConfigError: they have no adapters.
@@ -232,12 +232,12 @@ def adapters_of(models: Models) -> Adapters:
 
 
 def switch_of(made: Adapters) -> str:
-    """The name among megatron-core's states of random numbers that says that these adapters are off."""
+    """The name of a state in megatron-core's tracker of random numbers, which switches these adapters off."""
     return f"mcore_bridge: without adapters {id(made)}"
 
 
 def adapters_in_use(models: Models) -> str | None:
-    """What a forward of models computes beside their base, for ranks to compare; None without adapters."""
+    """A description of the adapters that a forward uses, for ranks to compare; None without adapters."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     made: Adapters | None = getattr(chunks_of(models)[0], "bridge_adapters", None)
@@ -254,12 +254,12 @@ def _with_further(specs: Iterable[TensorSpec], made: Adapters) -> Iterator[Tenso
 
 
 def _without_further(tensors: dict[str, Tensor], made: Adapters) -> dict[str, Tensor]:
-    """The tensors that adapters here have. Those that only ``peft`` has beside them must be the same bits."""
+    """The tensors for adapters of these models. Further copies that ``peft`` needs must have equal bits."""
     again = {other: name for name in tensors for other in made.further_names(name)}
     if differ := [other for other, name in again.items() if not has_same_bits(tensors[name], tensors.get(other))]:
         raise CheckpointError(
-            f"expected the same lora_A for all projections of a layer, as kind='shared' has, and {len(differ)} differ "
-            f"or are missing, such as {differ[:4]}: add adapters of kind='own'"
+            f"expected the same lora_A for all projections of a layer, as kind='shared' has, and {len(differ)} "
+            f"differ or are missing, such as {differ[:4]}: add adapters of kind='own'"
         )
     return {name: tensor for name, tensor in tensors.items() if name not in again}
 
@@ -283,7 +283,7 @@ def _as_peft(spec: TensorSpec, naming: PeftNames, dtype: Dtypes) -> ManifestEntr
 
 
 def _config(made: Adapters, provenance: Provenance, names: Sequence[str], naming: PeftNames) -> dict[str, Any]:
-    """The config for adapters with these names. Modules are named by their last words where these are enough."""
+    """The config for adapters with these names. If the last words of a module's name are unique, they are used."""
     adapted = dict.fromkeys(map(base_name, names))
     modules = [module for module in adapted if not naming.is_stack(module)]
     parameters = {".".join(naming.in_memory(module).split(".")[-3:]) for module in adapted if naming.is_stack(module)}

@@ -1,7 +1,7 @@
 """The config of a PEFT folder, and the names and shapes that ``peft`` gives the tensors of an adapter.
 
-An adapter that all readers understand has one rank, one ``lora_alpha`` and no patterns. We write nothing else, and read
-the rest.
+An adapter that all readers understand has one rank, one ``lora_alpha`` and no patterns. We write only such folders, but
+read others, too.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from mcore_bridge.rules.mapping import Prefixes, respelled_name
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""What all names of tensors in a PEFT folder begin with."""
+"""The prefix of all names of tensors in a PEFT folder."""
 STACKS = ("gate_up_proj", "up_proj", "down_proj")
-"""The parameters of a module that has all experts of a layer, in its order. ``peft`` wraps the first one first."""
+"""The parameters of a module with all experts of a layer, in its order. ``peft`` wraps the first one first."""
 # fmt: off
-STACKED = {"lora_A": Rearrange("(experts r) i", "experts r i"),  # from PEFT's tensor to one that stacks experts
+STACKED = {"lora_A": Rearrange("(experts r) i", "experts r i"),  # from PEFT's tensor to a stack of experts
            "lora_B": Rearrange("o (r experts)", "experts o r")}
-SWAPPED = {"lora_A": Rearrange("i (r experts)", "experts r i"),  # where PEFT's A has the outputs, and its B the inputs
+SWAPPED = {"lora_A": Rearrange("i (r experts)", "experts r i"),  # if PEFT's A has the outputs, and its B the inputs
            "lora_B": Rearrange("(experts r) o", "experts o r")}
 # fmt: on
 _OTHER = {"lora_A": "lora_B", "lora_B": "lora_A"}
@@ -37,10 +37,10 @@ class PeftNames:
     """The names of an adapter's tensors in a PEFT folder, and their order of experts.
 
     Args:
-        stacks: those of ``STACKS`` that have adapters.
-        memory: prefixes of HF names, each with what transformers has in its place in memory, where ``peft`` looks.
-        renamed: parts of HF names, each with what transformers has in its place: ``Architecture.renamed_in_memory``.
-        swapped: of ``stacks``, whether PEFT's A has the outputs and its B the inputs: ``Architecture.swapped_in_peft``.
+        stacks: the names in ``STACKS`` with adapters.
+        memory: prefixes of HF names, each with the prefix in transformers' memory, which ``peft`` uses.
+        renamed: parts of HF names, each with its name in memory: ``Architecture.renamed_in_memory``.
+        swapped: whether in ``stacks`` PEFT's A has the outputs and its B the inputs: ``Architecture.swapped_in_peft``.
     """
 
     stacks: tuple[str, ...] = ()
@@ -63,7 +63,7 @@ class PeftNames:
         return f"{PREFIX}{base}.{factor}.weight"
 
     def to_hf(self, name: str) -> str:
-        """The inverse of ``to_peft``, with names as in memory. Of a name of another kind, what follows ``PREFIX``."""
+        """The inverse of ``to_peft``, with names as in memory. From other names only ``PREFIX`` is removed."""
         plain = name.removeprefix(PREFIX)
         match = _WRAPPED.fullmatch(plain)
         number = len(self.stacks) - 1 - match["depth"].count(".") if match else -1
@@ -73,7 +73,7 @@ class PeftNames:
         return f"{match['module']}.{self.stacks[number]}.{factor}.weight"
 
     def is_stack(self, module: str) -> bool:
-        """Whether an HF name is that of a parameter with all experts of a layer."""
+        """Whether an HF name is the name of a parameter with all experts of a layer."""
         inside, _, last = self.in_memory(module).rpartition(".")
         return inside.endswith(".experts") and last in self.stacks
 
@@ -84,14 +84,14 @@ class PeftNames:
         return respelled_name(module, self.memory)
 
     def unstacked(self, name: str, tensor: Tensor) -> Tensor:
-        """A tensor of an adapter, by its HF name, as it is in a PEFT folder: ``[experts, rank, in]`` becomes flat."""
+        """A tensor of an adapter in the form of a PEFT folder: ``[experts, rank, in]`` becomes two-dimensional."""
         if tensor.dim() != 3:
             return tensor
         (flat,) = (~self._layout(name))((tensor,), {"experts": len(tensor)})
         return flat
 
     def stacked(self, name: str, tensor: Tensor, num_experts: int) -> Tensor:
-        """The inverse of ``unstacked``, of a factor of experts in one tensor.
+        """The inverse of ``unstacked``, for a factor of experts in one tensor.
 
         Raises:
             ValueError: the tensor cannot have so many experts.
@@ -115,7 +115,7 @@ def portable_config(
     """The config of an adapter that ``peft``, vLLM and SGLang read.
 
     Args:
-        modules, parameters: ends of the names of what has adapters.
+        modules, parameters: ends of names of the targets.
         base: the folder or hub name of the model.
         head: the model's head.
     """
@@ -141,7 +141,7 @@ def portable_config(
 
 
 def shortest_ends(modules: Iterable[str], others: Iterable[str]) -> list[str] | None:
-    """Ends of names, each of whole words, that all ``modules`` have and none of ``others``. None if there are none.
+    """Ends of names (whole words) that match all ``modules`` and none of ``others``; None if there are no such ends.
 
     Args:
         modules, others: patterns of names.

@@ -1,7 +1,8 @@
-"""A PEFT folder as the adapters of a model: its tensors in our names, at one rank and one scale.
+"""Read a PEFT folder as the adapters of a model: tensors under HF names, with one rank and one scale.
 
-A smaller rank is padded with zeros, which changes nothing. If scales differ, that of most modules is kept; the others
-are folded into B, in fp64 and rounded once. That is exact where the ratio of the scales is a power of two.
+A smaller rank is padded with zeros, which changes nothing. If scales differ, the most frequent scale is kept. The B of
+a module with another scale is multiplied by the ratio, in fp64 and rounded once. This is exact if the ratio is a power
+of two.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from mcore_bridge.weights.provenance import Provenance
 _TEXT = "model."
 _FACTORS = (".lora_A.weight", ".lora_B.weight")
 _MANY = 30
-"""That many reasons are named in an error. Adapters of another base have a reason for each module."""
+"""The most reasons in one error. Adapters of another base have a reason for each module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +40,11 @@ class PeftFolder:
     """The adapters of a PEFT folder that fit a model.
 
     Attributes:
-        config: what its config says of ranks, scales and targets.
-        tensors: by HF name; those of experts in one tensor are ``[experts, ...]``. They are views of the file.
-        ranks, scales: of each module, by HF name.
-        dialect: how the experts are held; None if none have adapters.
-        file: of the tensors.
+        config: the ranks, scales and targets of its config.
+        tensors: the tensors by HF name, as views of the file. Experts in one tensor are ``[experts, ...]``.
+        ranks, scales: the rank and scale of each module, by HF name.
+        dialect: the dialect of experts; None if no expert has an adapter.
+        file: the file of the tensors.
     """
 
     config: PeftConfig
@@ -60,13 +61,13 @@ class PeftFolder:
 
     @property
     def scale(self) -> float:
-        """The scale that most modules have; of several such, the largest."""
+        """The most frequent scale of modules; in a tie, the largest of these."""
         counts = Counter(self.scales.values())
         return max(counts, key=lambda scale: (counts[scale], scale))
 
     @property
     def alpha(self) -> float:
-        """What gives all modules this rank and this scale."""
+        """The alpha for which all modules have this rank and this scale."""
         return self.config.alpha if self.scale == self.config.alpha / self.rank else self.scale * self.rank
 
     @property
@@ -75,12 +76,12 @@ class PeftFolder:
         return tuple(dict.fromkeys(map(pattern_of, self.ranks)))
 
     def factors(self, scale: float) -> dict[str, float]:
-        """By what each B whose module has another scale is multiplied, by HF name."""
+        """The factor for each B whose module has another scale, by HF name."""
         modules = {module: own / scale for module, own in self.scales.items() if own != scale}
         return {f"{module}{_FACTORS[1]}": factor for module, factor in modules.items()}
 
     def at(self, rank: int, scale: float) -> dict[str, Tensor]:
-        """The tensors of adapters that all have this rank and scale."""
+        """The tensors, converted to this rank and this scale."""
         factors = self.factors(scale)
         return {name: _at(name, tensor, rank, factors.get(name, 1.0)) for name, tensor in self.tensors.items()}
 
@@ -91,7 +92,7 @@ def open_peft(
     """Open the adapters of a folder for a model.
 
     Raises:
-        CheckpointError: the folder cannot be read, or it has what cannot be an adapter here; all of that is named.
+        CheckpointError: the folder cannot be read, or it has unsupported features; the error names all of them.
     """
     path = given_path(folder)
     fields, file = read_fields(_config_in(path)), _weights_in(path)
@@ -126,7 +127,7 @@ def open_peft(
 
 
 def _at(name: str, tensor: Tensor, rank: int, factor: float) -> Tensor:
-    """A factor with zeros up to ``rank``, multiplied by ``factor``."""
+    """A factor, padded with zeros up to ``rank`` and multiplied by ``factor``."""
     is_first = name.endswith(_FACTORS[0])
     missing = rank - tensor.shape[-2 if is_first else -1]
     if factor != 1.0:
@@ -155,7 +156,7 @@ def require_shapes(folder: Path, given: PeftFolder, wanted: Mapping[str, Shape])
 
     Args:
         given: the adapters of ``folder``, whose ranks have been checked.
-        wanted: the shape of a factor by HF name, at any rank; of experts in one tensor, that of one expert.
+        wanted: the shape of a factor by HF name, at any rank; for experts in one tensor, the shape for one expert.
 
     Raises:
         CheckpointError: naming all that differ.
@@ -191,15 +192,15 @@ def _dialect(modules: Iterable[str], naming: PeftNames) -> Dialect | None:
 
 
 def _weight(module: str, mapping: WeightMapping) -> str:
-    """The name of the weight of a module, or of the parameter itself that stacks experts."""
+    """The name of the weight of a module; for a stack of experts, the name of the parameter."""
     return module if mapping.consumers(module) else f"{module}.weight"
 
 
 def _spelled(modules: Iterable[str], provenance: Provenance, mapping: WeightMapping) -> dict[str, str]:
-    """Each module, with the name that the model's folder has for it; its own, if that has none.
+    """Each module, with its name in the model's folder, or its own name if the folder lacks it.
 
-    transformers names the modules of a composite in memory, where ``peft`` finds them, by another prefix than files do.
-    It renames those of some families, too.
+    In memory, where ``peft`` finds them, transformers gives the modules of a composite another prefix than the files
+    have. For some families it renames modules, too.
     """
     modules = [*modules]
 
@@ -216,9 +217,9 @@ def _spelled(modules: Iterable[str], provenance: Provenance, mapping: WeightMapp
 
 
 def memory_prefixes(provenance: Provenance) -> Prefixes:
-    """The prefix of the text's names in the model's folder, with that of transformers in memory, where it is another.
+    """The prefix of the text's names in the model's folder, with the prefix in transformers' memory, if these differ.
 
-    transformers 5 has the text of every composite with a tower that it builds as ``model.language_model``.
+    In transformers 5 the text of every composite with a tower is ``model.language_model``.
     """
     if not provenance.spelling or (provenance.whole and provenance.whole.composite.without_tower):
         return ()
@@ -237,7 +238,7 @@ def _unspelled(name: str, spelling: Prefixes) -> str:
 
 
 def _foreign(modules: Iterable[str], mapping: WeightMapping, num_layers: int) -> Iterator[str]:
-    """Yield what is wrong with modules that have no adapters here."""
+    """Yield the reasons why modules cannot have adapters."""
     known = []
     for module in modules:
         weight = _weight(module, mapping)
@@ -259,7 +260,7 @@ def _foreign(modules: Iterable[str], mapping: WeightMapping, num_layers: int) ->
 
 
 def _whole(file: SafetensorsFile, own: str, name: str, naming: PeftNames, num_experts: int) -> Tensor:
-    """A factor of the file; of experts in one tensor, ``[experts, ...]``."""
+    """A factor from the file; for experts in one tensor, ``[experts, ...]``."""
     tensor = file.tensor(own)
     try:
         if tensor.dim() != 2:

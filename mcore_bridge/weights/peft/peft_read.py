@@ -27,14 +27,14 @@ SECONDS = 5.0
 """Time for all comparisons of one file. A good pattern needs a few microseconds for a name."""
 _LENGTH = 10_000
 _REPEATS = 10_000
-"""The largest product of the counts in a pattern: ``regex`` writes out what is repeated."""
+"""The largest product of the counts in a pattern, since ``regex`` expands repetitions."""
 _COUNT = re.compile(r"\{(\d*),?(\d*)\}")
 _ONLY_REGEX = re.compile(r"(?<!\\)\{(?!\d+(?:,\d*)?\}|,\d+\})|\[:")
-"""Errors that are allowed, and classes of POSIX: characters to ``re``, but not to ``regex``."""
+"""Syntax for fuzzy matching and for POSIX classes, which ``re`` reads as plain characters, but ``regex`` does not."""
 
 
 def problem_of(pattern: str) -> str:
-    """Why a pattern is not run, or an empty string."""
+    """The reason why a pattern is refused, or an empty string."""
     if len(pattern) > _LENGTH:
         return f"it has more than {_LENGTH} characters"
     try:
@@ -60,8 +60,8 @@ class Comparisons:
         """Whether a pattern matches the whole of a name, as by ``re.fullmatch``.
 
         Args:
-            pattern: one of which ``problem_of`` says nothing.
-            name: of a module or a tensor.
+            pattern: a pattern without a ``problem_of``.
+            name: the name of a module or a tensor.
 
         Raises:
             CheckpointError: the comparisons of this file take too long.
@@ -92,17 +92,17 @@ _WITHOUT_EFFECT = frozenset(
         *("peft_version", "qalora_group_size", "revision", "task_type", "eva_config", "runtime_config"),
     }
 )
-"""Fields that describe where an adapter came from, or that belong to others which are refused."""
+"""Fields that describe the origin of an adapter, or that only matter together with a refused field."""
 # fmt: off
 _REFUSED = {
-    "lora_dropout":          "dropout: train with 0, or set it to 0 in the config to use the adapter as it is",
-    "use_dora":              "DoRA changes the weight by more than a product: merge it into the base",
-    "bias":                  "biases of the base are trained: merge it into the base",
+    "lora_dropout":          "dropout: train with 0, or set it to 0 in the config to use the adapter without dropout",
+    "use_dora":              "DoRA changes the weight by more than a product: merge the adapter into the base",
+    "bias":                  "biases of the base are trained: merge the adapter into the base",
     "lora_bias":             "the adapters have biases",
     "modules_to_save":       "whole modules are trained, which are no adapters",
     "fan_in_fan_out":        "weights are [in, out]",
     "layers_to_transform":   "only some layers have adapters",
-    "layer_replication":     "layers are there more than once",
+    "layer_replication":     "layers are used more than once",
     "trainable_token_indices": "rows of the embedding are trained",
 }
 # fmt: on
@@ -125,7 +125,7 @@ class PeftConfig:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> PeftConfig:
-        """The config of fields in which ``unreadable_in`` has found none."""
+        """The config from fields that ``unreadable_in`` has accepted."""
         return cls(
             fields["r"],
             fields["lora_alpha"],
@@ -139,7 +139,7 @@ class PeftConfig:
 
     @property
     def stacks(self) -> tuple[str, ...]:
-        """Those of ``STACKS`` that have adapters."""
+        """The names in ``STACKS`` with adapters."""
         return tuple(name for name in STACKS if any(_ends(target, name) for target in self.target_parameters))
 
     def rank_of(self, module: str) -> int:
@@ -147,13 +147,13 @@ class PeftConfig:
         return int(self._by_pattern(self.rank_pattern, module, self.rank))
 
     def scale_of(self, module: str) -> float:
-        """What the product of its factors is multiplied by."""
+        """The scale by which the product of its factors is multiplied."""
         rank = self.rank_of(module)
         alpha = float(self._by_pattern(self.alpha_pattern, module, self.alpha))
         return alpha / rank**0.5 if self.use_rslora else alpha / rank
 
     def lists(self, module: str) -> bool:
-        """Whether a module is a target in a list of them."""
+        """Whether a module is a target in a list of targets."""
         is_list = not isinstance(self.target_modules, str)
         return is_list and self._selects(self.target_modules, module) and not self._excludes(module)
 
@@ -171,20 +171,20 @@ class PeftConfig:
         return self._selects(self.exclude_modules, module)
 
     def _selects(self, names: str | frozenset[str], module: str) -> bool:
-        """As ``peft`` selects modules: by one regular expression for the whole name, or by ends of names."""
+        """Whether ``peft`` would select a module: by one regular expression for the whole name, or by ends of names."""
         if isinstance(names, str):
             return self.comparisons.fullmatch(names, module)
         words = module.split(".")
         return any(".".join(words[first:]) in names for first in range(len(words)))  # a list may have all modules
 
     def _by_pattern(self, values: Mapping[str, Any], module: str, otherwise: float) -> float:
-        """The value for a module: ``peft`` takes that of the first pattern which the end of its name matches."""
+        """The value for a module: like ``peft``, the value of the first pattern that matches the end of its name."""
         matching = (value for key, value in values.items() if self.comparisons.fullmatch(rf"(.*\.)?({key})$", module))
         return next(matching, otherwise)
 
 
 def unreadable_in(fields: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the fields that have no such value in any adapter."""
+    """Yield the fields whose value is invalid in any adapter."""
     if fields.get("peft_type") != "LORA":
         yield f"peft_type must be 'LORA', found {fields.get('peft_type')!r}"
     for name, is_good in _CHECKS.items():
@@ -194,18 +194,18 @@ def unreadable_in(fields: Mapping[str, Any]) -> Iterator[str]:
 
 
 def refused_in(fields: Mapping[str, Any]) -> Iterator[str]:
-    """Yield all reasons why an adapter with this config cannot be one here."""
+    """Yield all reasons why an adapter with this config is not supported."""
     init = fields.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(_CHANGES_BASE):
         yield f"init_lora_weights={init!r} has changed the base: convert the adapter as peft's documentation says"
     for name, value in fields.items():
         if name in _READ | _WITHOUT_EFFECT | {"peft_type", "init_lora_weights"} or _is_unset(name, value):
             continue
-        yield f"{name}={shown(value)}: {_REFUSED.get(name, 'this field is not known here')}"
+        yield f"{name}={shown(value)}: {_REFUSED.get(name, 'this field is not supported')}"
 
 
 def _is_unset(name: str, value: Any) -> bool:
-    """Whether a field says what ``peft`` does without it. In ``layers_to_transform`` 0 is a layer."""
+    """Whether a field has no effect in ``peft``. In ``layers_to_transform``, 0 is a layer."""
     is_layer = name == "layers_to_transform" and is_number(value)
     return not is_layer and (not value or value == "none")
 
@@ -215,7 +215,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _is_pattern(value: Any) -> bool:
-    """A list of ends of names, or one regular expression."""
+    """Whether a value is one regular expression, and not a list of ends of names."""
     if not isinstance(value, str):
         return _is_list(value)
     return not problem_of(value)

@@ -1,1 +1,1 @@
-"""Plans of exports: what travels when, as data that is the same on every rank. It imports ``errors`` and ``rules``."""
+"""Plans of exports: which bytes travel when, as data, equal on every rank. It imports ``errors`` and ``rules``."""

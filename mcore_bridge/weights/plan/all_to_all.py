@@ -1,4 +1,4 @@
-"""Plans of an export in which ranks get different things: one stream from each sender to each receiver."""
+"""Plans of an export in which ranks get different tensors: one stream from each sender to each receiver."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from mcore_bridge.weights.plan.wanted import wanted_by
 TO_TARGETS = 1 << 30
 """Upper limit on the bytes of all messages in flight, received and sent, unless the caller asks for more."""
 GAP = 2
-"""Messages between the end of what precedes a large tensor and its beginning. Other senders may be one behind."""
+"""Messages between a large tensor and the tensor before it. Other senders may be one message behind."""
 RARE = 32
-"""A stream has at most one such gap for this many messages, because a gap travels empty."""
+"""A stream has at most one gap for this many messages, because a gap travels empty."""
 SHARED = 1 << 20
-"""Bytes from which on all holders of a shard share the sending of it to a target."""
+"""All holders of a shard send parts of it to a target if the shard has at least this many bytes."""
 
 
 def plan_targets(
@@ -38,16 +38,16 @@ def plan_targets(
     *,
     bucket_bytes: int | None,
 ) -> TargetPlans:
-    """Plan the export of what each rank asks for. Only what is needed travels.
+    """Plan an export to the targets of all ranks. Only needed bytes travel.
 
     Args:
-        targets: what each rank of the group asks for.
-        bucket_bytes: limits the messages in flight to and from a rank, with what it copies from itself meanwhile.
-            None leaves room in ``MEMORY`` for the largest tensor and for what else is incomplete.
+        targets: the target of each rank of the group.
+        bucket_bytes: limits the messages in flight to and from a rank, with the bytes that it copies from itself at
+            that time. None leaves room in ``MEMORY`` for the largest tensor and all other incomplete tensors.
 
     Raises:
         MappingError: what ``merge_inventories`` raises.
-        TargetError: when the model cannot be cut as a target says.
+        TargetError: when the model cannot be cut for a target.
     """
     entries = merge_inventories(mapping, axes, num_layers, inventories)
     requests = {
@@ -62,8 +62,9 @@ def plan_targets(
         own.num_bytes + sum(other.bytes_from(rank) for other in receivers) for rank, own in enumerate(receivers)
     )
     largest = max((output.num_bytes for request in requests.values() for output in request.payload.outputs), default=0)
-    room = 2 * bucket_bytes + largest if bucket_bytes else MEMORY // 2  # for outputs, beside messages
-    beside = max(MEMORY, largest * 5 // 4) - largest  # for messages, and for outputs that are open with the largest
+    room = 2 * bucket_bytes + largest if bucket_bytes else MEMORY // 2  # bytes of outputs, without messages
+    # bytes of messages and of open outputs, without the largest output
+    beside = max(MEMORY, largest * 5 // 4) - largest
     bucket_bytes = bucket_bytes or min(max((MEMORY - largest * 3 // 2) // 2, beside // 3), TO_TARGETS)
     count = max(-(-busiest // max(bucket_bytes // MESSAGES_IN_FLIGHT, MIN_WINDOW * len(targets))), 1)
     stages = [inventory.ranks["pp"] for inventory in inventories]
@@ -80,9 +81,10 @@ class TargetPlans:
     schedule: SendSchedule
 
     def plans_of(self, rank: int) -> tuple[ExportPlan, ...]:
-        """What travels to each rank, as far as ``rank`` must know it.
+        """The plans for all receivers, with the parts that ``rank`` needs.
 
-        For ``rank`` itself this is all that it receives, for any other rank only what ``rank`` sends to it.
+        For ``rank`` itself this is everything that it receives. For any other rank this is only what ``rank`` sends to
+        it.
         """
         return tuple(
             plan.arriving(self.schedule) if receiver == rank else plan.sent_by(rank, self.schedule)
@@ -93,8 +95,8 @@ class TargetPlans:
 class SendSchedule:
     """When each rank sends to each receiver: in all messages, or in one period of them for each pipeline stage.
 
-    Periods keep fewer outputs open at a receiver. Receivers begin with different stages, those with the same target
-    too, so that all stages send all the time.
+    With periods, fewer outputs are open at a receiver. Receivers begin with different stages, also receivers with equal
+    targets, so that all stages send all the time.
 
     Args:
         count: messages that the busiest rank needs.
@@ -137,13 +139,13 @@ class SendSchedule:
 
 
 class ReceiverPlan:
-    """The plan for one receiver: a stream from each rank. Bytes that it holds itself, it copies at the same pace.
+    """The plan for one receiver: a stream from each rank. The receiver copies its own bytes at the pace of the streams.
 
     Args:
-        request: what it asks for.
-        shards: the shards of that.
-        loads: bytes that each rank has to send; what is sent to this receiver is added.
-        receiver: its rank.
+        request: the request of the receiver.
+        shards: the shards of the request.
+        loads: bytes that each rank has to send; the bytes for this receiver are added.
+        receiver: the rank of the receiver.
     """
 
     def __init__(self, request: Request, shards: Sequence[SourceShard], loads: list[int], receiver: int) -> None:
@@ -154,7 +156,7 @@ class ReceiverPlan:
         own = self._ranges[receiver]
         self._bytes[receiver] = sum(aligned(part.rows * self._row_bytes[part.entry]) for part in own)
         self.num_bytes = sum(self._bytes)
-        """Bytes that become outputs: those that travel here, and the receiver's own."""
+        """Bytes that become outputs: bytes that travel here, and the receiver's own bytes."""
 
     def bytes_from(self, sender: int) -> int:
         """Bytes that travel from a rank."""
@@ -163,8 +165,8 @@ class ReceiverPlan:
     def open_bytes(self) -> int:
         """Bytes of outputs that are incomplete at once if all ranks send at the same time.
 
-        For each stream two groups of outputs are counted. They are the largest one that arrives in this stream alone,
-        and the largest one that arrives in other streams too.
+        For each stream two groups of outputs are counted: the largest group that arrives only in this stream, and the
+        largest group that also arrives in other streams.
         """
         keys, sizes = self._request.keys, self._request.sizes
         streams = [dict.fromkeys(keys[part.entry] for part in ranges) for ranges in self._ranges]
@@ -215,13 +217,13 @@ class ReceiverPlan:
 
 
 def _large_last(ranges: Sequence[SendRange], large: Collection[int]) -> Sequence[SendRange]:
-    """Put an embedding behind the layers: a consumer may hold another stage's output layer while this stage begins."""
+    """Move an embedding behind the layers: a consumer may hold another stage's output layer when this stage begins."""
     ends_large = bool(ranges) and ranges[-1].entry in large
     return ranges if ends_large else sorted(ranges, key=lambda part: part.entry in large)
 
 
 def _before_large(ranges: Sequence[SendRange], large: Collection[int], limit: int) -> list[Sequence[SendRange]]:
-    """Split before each large entry that follows others, so that these are complete by then.
+    """Split before each large entry that is not the first, so that the entries before it are complete when it begins.
 
     With more than ``limit`` such borders, do not split.
     """
@@ -233,6 +235,6 @@ def _before_large(ranges: Sequence[SendRange], large: Collection[int], limit: in
 
 
 def _rooms(widths_by_message: Sequence[tuple[int, ...]]) -> list[int]:
-    """The bytes of memory of each message: all are alike. Few widths differ, and most are the same object."""
+    """The bytes of memory of each message, equal for all. (Few widths differ, and most are one object.)"""
     distinct = {id(windows): windows for windows in widths_by_message}.values()
     return [max(map(sum, distinct))] * len(widths_by_message)

@@ -59,7 +59,7 @@ class BoxCopy:
 
     @classmethod
     def place_of(cls, tensor: Tensor) -> BoxCopy:
-        """The elements of a tensor in its storage, as the targets of a copy of one element."""
+        """The elements of a tensor in its storage, as a copy of one element into all of them."""
         return cls.of(0, tensor.shape, (0,) * tensor.dim(), int(tensor.storage_offset()), tensor.stride())
 
     def source_in(self, memory: Tensor) -> Tensor:
@@ -80,16 +80,16 @@ class BoxCopy:
 
     @property
     def target_end(self) -> int:
-        """The place behind the last element in the target."""
+        """The index after the last element in the target."""
         return self.target + 1 + sum((dim.size - 1) * dim.target for dim in self.dims) if self.num_elements else 0
 
     @property
     def source_end(self) -> int:
-        """The place behind the last element in the source."""
+        """The index after the last element in the source."""
         return self.source + 1 + sum((dim.size - 1) * dim.source for dim in self.dims) if self.num_elements else 0
 
     def is_within(self, source: int, target: int) -> bool:
-        """Whether it copies between memories of so many elements. In a damaged map sizes may be negative, too."""
+        """Whether the copy stays within memories of these sizes. In a damaged map sizes may be negative, too."""
         if any(dim.size < 0 or dim.target < 0 for dim in self.dims):
             return False
         return not self.num_elements or all(
@@ -99,13 +99,13 @@ class BoxCopy:
         )
 
     def after(self, first: BoxCopy) -> BoxCopy | None:
-        """The composition of ``first`` and this copy, which reads the memory that ``first`` writes.
+        """The composition: ``first``, and then this copy, which reads the memory that ``first`` writes.
 
         Returns:
             A copy of the elements that pass through both; None if there are none.
 
         Raises:
-            ValueError: when the composition is no box, or when this function cannot tell.
+            ValueError: when the composition is no box, or when this function cannot decide.
         """
         between = [*(dim.target for dim in first.dims), *(dim.source for dim in self.dims)]
         radices = _radices(between)
@@ -126,7 +126,7 @@ class BoxCopy:
 def are_apart(boxes: Iterable[BoxCopy]) -> bool:
     """Whether the targets of copies lie behind one another, so that no two write the same element.
 
-    False says nothing: they may also alternate.
+    If they alternate, the result is False although no element is written twice.
     """
     ends = sorted((box.target, box.target_end) for box in boxes)
     return all(before[1] <= after[0] for before, after in pairwise(ends))
@@ -150,7 +150,7 @@ def joined(dims: Iterable[tuple[int, int, int]]) -> tuple[Dim, ...]:
 
 
 class _Digit(NamedTuple):
-    """A range of one digit of an address, and the stride of that digit in the other memory."""
+    """A range of one digit of an address, and the stride of this digit in the other memory."""
 
     low: int
     size: int
@@ -228,10 +228,10 @@ class ByteCopy(NamedTuple):
             )
 
     def then(self, box: BoxCopy) -> Iterator[ByteCopy]:
-        """The copies that do both: this copy, and ``box`` out of what this copy writes.
+        """The composition: this copy, followed by ``box``, which reads what this copy writes.
 
         Raises:
-            ValueError: when these are not a few boxes, or this function cannot tell.
+            ValueError: when the result is not a few boxes, or this function cannot decide.
         """
         item = self.item
         near, far = (self.source_row, self.source_col), (self.target_row, self.target_col)
@@ -263,7 +263,7 @@ def stacked(byte_copies: Iterable[ByteCopy]) -> list[ByteCopy]:
 
 
 def _with_row(joined: ByteCopy, byte_copy: ByteCopy) -> ByteCopy | None:
-    """Add the one row of ``byte_copy`` below the rows of ``joined``; None if it does not lie there."""
+    """Add the single row of ``byte_copy`` below the rows of ``joined``; None if it is not the next row."""
     if byte_copy.rows != 1 or (byte_copy.cols, byte_copy.item) != (joined.cols, joined.item):
         return None
     if (byte_copy.source, byte_copy.target) != (joined.source, joined.target):

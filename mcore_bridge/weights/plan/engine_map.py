@@ -1,7 +1,7 @@
 """Engine maps: the slices of HF tensors that make up each tensor of an engine. Made once, they are kept in a file.
 
-A map belongs to one rank of one engine. It depends on the names, shapes and dtypes of HF tensors, and on no family and
-no mesh of a trainer. This module needs torch only, since an engine's process imports it.
+A map belongs to one rank of one engine. It depends on the names, shapes and dtypes of HF tensors, but not on the family
+or on a trainer's mesh. This module needs torch only, since an engine's process imports it.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from mcore_bridge.weights.plan.boxes import BoxCopy, Dim, are_apart
 
 _MOST_BYTES = 1 << 30
 FORMAT = "mcore_bridge engine map 1"
-"""The first line of a file, which names the version of its format."""
+"""The first line of a file, with the version of the format."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineTensor:
-    """A tensor of the engine as the map was made for it: its name there, and how it lies in memory."""
+    """A tensor of the engine when the map was made: its name in the engine, and its geometry in memory."""
 
     name: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
     kept: int = field(default=0, compare=False)
-    """Elements that the engine's loader leaves as they are."""
+    """The number of elements that the engine's loader does not write."""
 
     @property
     def span(self) -> int:
@@ -52,7 +52,8 @@ class EngineTensor:
 class SliceCopy:
     """A slice of an HF tensor that becomes a slice of an engine's tensor.
 
-    ``box`` counts the elements of the HF tensor, which is contiguous, and those of the engine's from its first one.
+    ``box`` counts elements of the HF tensor, which is contiguous, and elements of the engine's tensor from its first
+    one.
     """
 
     hf: str
@@ -76,7 +77,7 @@ class SliceFill:
 
 @dataclass(frozen=True, slots=True)
 class Uncovered:
-    """A tensor of the engine that is not made of slices: the engine's own loader makes it of these HF tensors."""
+    """A tensor of the engine that is not made of slices: only the engine's loader can make it from these HF tensors."""
 
     tensor: str
     reason: str
@@ -93,7 +94,8 @@ class EngineMap:
         tensors: the engine's tensors that depend on them.
         copies, fills: the slices of tensors that the map covers.
         uncovered: the tensors that only the engine's loader can write.
-        aliases: further names of the engine for memory of ``tensors``: name, tensor, and the first element there.
+        aliases: other names in the engine for memory of ``tensors``: the name, the tensor, and the index of its first
+            element there.
 
     Example:
         >>> head = torch.nn.Linear(48, 96, bias=False)
@@ -113,12 +115,12 @@ class EngineMap:
     aliases: tuple[tuple[str, str, int], ...] = ()
 
     def __post_init__(self) -> None:
-        """Keep plain specs, which are what a file gives back: those of a ``Manifest`` are equal to none of these."""
+        """Convert to plain specs, as a loaded file has them: specs of a ``Manifest`` are not equal to plain ones."""
         plain = tuple(TensorSpec.of(spec.name, spec) for spec in self.sources)
         object.__setattr__(self, "sources", plain)
 
     def __hash__(self) -> int:
-        """That of the digest: the fields of a large model have many thousands of entries."""
+        """The hash of the digest: the fields of a large model have many thousands of entries."""
         return hash(self.digest)
 
     @cached_property
@@ -146,7 +148,7 @@ class EngineMap:
 
     @cached_property
     def by_loader(self) -> frozenset[str]:
-        """The HF tensors that the engine's loader is still given, for what is not covered."""
+        """The HF tensors that the engine's loader still gets, for tensors that the map does not cover."""
         return frozenset(hf for entry in self.uncovered for hf in entry.hf)
 
     @cached_property
@@ -166,7 +168,7 @@ class EngineMap:
         return hashlib.sha256(self._json().encode()).hexdigest()
 
     def differences(self, sources: Iterable[TensorSpec]) -> list[str]:
-        """A line for each HF tensor that ``sources`` lacks, that the map lacks, or that has another shape or dtype."""
+        """A line for each HF tensor that only the map or only ``sources`` has, or whose shape or dtype differs."""
         mine = {spec.name: (spec.shape, spec.dtype) for spec in self.sources}
         theirs = {spec.name: (tuple(spec.shape), spec.dtype) for spec in sources}
         return [
@@ -179,7 +181,7 @@ class EngineMap:
         """A line for each contradiction in the map: slices out of bounds, and elements that two copies or none write.
 
         Args:
-            device: the device for a count of a byte per element, for one tensor at a time.
+            device: the device for the check, which takes one byte per element of one tensor at a time.
         """
         specs = {spec.name: torch.Size(spec.shape).numel() for spec in self.sources}
         wrong = []
@@ -206,10 +208,10 @@ class EngineMap:
                 wrong.append(f"{tensor.name}: expected {expected} elements that are written, found {num_written}")
         names = {tensor.name for tensor in self.tensors}
         unknown = {copy.tensor for copy in self.copies} | {entry.tensor for entry in self.fills}
-        return wrong + [f"{name}: the map copies into it and does not describe it" for name in sorted(unknown - names)]
+        return wrong + [f"{name}: the map copies into it but does not describe it" for name in sorted(unknown - names)]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to a file that names its format and its digest."""
+        """Write the map to a file, with its format and its digest."""
         given_path(path, TransferError).write_text(f"{FORMAT}\n{self.digest}\n{self._json()}\n")
 
     @classmethod
@@ -228,7 +230,9 @@ class EngineMap:
                 f"{path}: expected a file that begins with {FORMAT!r}, found {form[:60]!r}; make another"
             )
         if hashlib.sha256(body.rstrip("\n").encode()).hexdigest() != digest:
-            raise TransferError(f"{path}: its digest is not that of its text; the file was changed, so make another")
+            raise TransferError(
+                f"{path}: expected the digest of its text, found another; the file was changed, so make another map"
+            )
         try:
             return _read(parse(body.encode()))
         except (ValueError, TypeError, LookupError, AttributeError) as error:
@@ -254,7 +258,7 @@ class EngineMap:
 def _count(
     tensor: EngineTensor, copies: Sequence[BoxCopy], fills: Sequence[BoxCopy], device: torch.device | str
 ) -> tuple[int, bool]:
-    """How many elements are written, and whether two copies write the same one."""
+    """How many elements are written, and whether two copies write one element."""
     if are_apart([*copies, *fills]):
         return sum(box.num_elements for box in (*copies, *fills)), False
     count = torch.zeros(tensor.span, dtype=torch.uint8, device=device)

@@ -1,7 +1,7 @@
 """Slices of parameters for a rank of an engine: slices of shards that become slices of HF tensors.
 
-What an engine cuts follows from the layouts at the engine's sizes, just as what a trainer cuts follows from its own. So
-any trainer fits any engine: a slice is put together from what each shard has of it.
+The cuts of an engine follow from the layouts at the engine's sizes, and the cuts of a trainer from the layouts at its
+sizes. So any trainer fits any engine: a slice is assembled from its parts in all shards.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HEADS = "heads_per_group"
 
 
 class Slicer:
-    """Cuts parameters for one target. Layers and experts that are alike are computed once."""
+    """Cuts parameters for one target. Equal layers and experts are computed once."""
 
     def __init__(self, target: EngineRank, mapping: WeightMapping, axes: Axes, num_layers: int) -> None:
         _check(target, axes)
@@ -39,14 +39,14 @@ class Slicer:
         self._known: dict[tuple[object, ...], dict[int, tuple[Trace, tuple[int, ...]]]] = {}
 
     def slices(self, entries: Sequence[ParamEntry]) -> Iterator[ParamEntry]:
-        """Yield what the target takes of ``entries``, in their order, and an entry for each shard."""
+        """Yield the parts of ``entries`` that the target takes, in their order, with one entry for each shard."""
         for entry in filter(None, map(self.named, entries)):
             for shard, (traced, starts) in self._sliced(entry).items():
                 holders = {shard: entry.holders[shard]} if traced.to_hf else {}
                 yield replace(entry, trace=traced, holders=holders, starts=starts)
 
     def named(self, entry: ParamEntry) -> ParamEntry | None:
-        """The entry with the names that the target has for it; None if the target does not have it."""
+        """The entry with the names that it has on the target; None if the target does not have it."""
         mcore, target = entry.held.name, self._target
         layer, expert = layer_of(mcore), expert_of(mcore)
         if mcore.startswith("embedding."):
@@ -58,7 +58,7 @@ class Slicer:
             entry = replace(entry, hf=tuple(_LAYER.sub(local, name, count=1) for name in entry.hf))
         if expert is not None and expert not in self._experts:
             return None
-        if not entry.stack:  # nothing else is numbered anew
+        if not entry.stack:  # a tensor of one layer or expert; stacks get new numbers of experts
             return entry
         first = self._experts.start
         names = map(unstacked, entry.hf)
@@ -66,7 +66,7 @@ class Slicer:
         return replace(entry, hf=hf, stack=len(self._experts))
 
     def _embedding(self, entry: ParamEntry) -> ParamEntry | None:
-        """The embedding as the target has it. MTP layers and a tied head, which use it again, are in the last stage."""
+        """The embedding on the target. The last stage also has it, for MTP layers and a tied head."""
         target = self._target
         if target.is_first_stage:
             return entry if target.is_last_stage else replace(entry, copies=())
@@ -77,7 +77,7 @@ class Slicer:
         return replace(entry, hf=entry.copies[:1], copies=entry.copies[1:]) if entry.copies else None
 
     def _sliced(self, entry: ParamEntry) -> dict[int, tuple[Trace, tuple[int, ...]]]:
-        """For each shard, the trace of what the target takes, and where each copy begins in what travels."""
+        """For each shard, the trace of the part that the target takes, and the start of each copy in the sent bytes."""
         rule = self._mapping.rule_of(entry.held.name)
         key = (id(entry.trace), id(rule), self._cuts(entry, rule))
         if key not in self._known:
@@ -85,7 +85,7 @@ class Slicer:
         return self._known[key]
 
     def _cuts(self, entry: ParamEntry, rule: Rule) -> tuple[tuple[int, int], ...]:
-        """For each part, the number of ranks among which it is cut, and the target's rank among them."""
+        """For each part, the number of ranks that share it, and the target's rank among them."""
         return tuple(self._target.cut(unstacked(name)[0], routed=rule.axis == "etp") for name in entry.hf)
 
     def taken(self, entry: ParamEntry) -> tuple[Indices, ...]:
@@ -99,9 +99,9 @@ class Slicer:
                 indices.append(_taken(rule.layout, shapes, tuple(sorted(sizes.items())), tp, rank)[part])
             except (LookupError, ValueError, RuntimeError) as error:  # einops raises EinopsError, a RuntimeError
                 raise TargetError(
-                    f"{entry.hf[part]} of shape {list(shapes[part])} cannot be cut for {tp} ranks of the engine, which "
-                    "must divide what is cut (heads, or rows of an MLP). Change tp, or etp of the experts, or name it "
-                    f"in whole= ({str(error).strip().splitlines()[-1]})"
+                    f"{entry.hf[part]} of shape {list(shapes[part])} cannot be cut for {tp} ranks of the engine, "
+                    "which must divide the heads, or the rows of an MLP. Change tp, or etp of the experts, or name "
+                    f"it in whole= ({str(error).strip().splitlines()[-1]})"
                 ) from None
         return tuple(indices)
 
@@ -112,7 +112,7 @@ def _check(target: EngineRank, axes: Axes) -> None:
     if heads % target.tp:
         wrong.append(f"tp={target.tp} does not divide {heads} attention heads")
     if groups % target.tp and target.tp % groups:
-        wrong.append(f"of tp={target.tp} and {groups} KV heads, neither divides the other")
+        wrong.append(f"neither of tp={target.tp} and {groups} KV heads divides the other")
     if target.ep > max(axes["experts"], 1):
         wrong.append(f"ep={target.ep} is more than {axes['experts']} experts")
     if axes.get("key_heads", 0) % target.tp:
@@ -128,7 +128,7 @@ def dims_of(traced: Trace) -> list[int]:
 
 
 def sliced_shards(traced: Trace, taken: Sequence[Indices]) -> dict[int, tuple[Trace, tuple[int, ...]]]:
-    """For each shard, the trace of what is taken of it, and where each copy begins in what travels.
+    """For each shard, the trace of the part that is taken, and the start of each copy in the sent bytes.
 
     Args:
         taken: the indices of each part that are taken, along the dim that is cut.
@@ -146,7 +146,7 @@ def sliced_shards(traced: Trace, taken: Sequence[Indices]) -> dict[int, tuple[Tr
         for offset, size, first, step in _runs(positions[copy.part][copy.part_start : stop : copy.part_step]):
             part = replace(copy, part_start=first, part_step=step, shard_start=copy.shard_start + offset, size=size)
             by_shard.setdefault(copy.shard, []).append(part)
-    if not by_shard:  # an empty slice, such as that of a small vocabulary on the last rank
+    if not by_shard:  # an empty slice, such as the last rank's slice of a small vocabulary
         by_shard[0] = []
     sliced = {}
     for shard, copies in sorted(by_shard.items()):
@@ -159,7 +159,7 @@ def _runs(positions: Indices) -> Iterator[tuple[int, int, int, int]]:
     """Yield ``(offset, size, position, step)`` for each run of neighbours whose positions are equally far apart.
 
     Args:
-        positions: where each element goes; below 0 if it is not taken.
+        positions: the target position of each element; below 0 if it is not taken.
     """
     taken = np.flatnonzero(positions >= 0)
     for neighbours in np.split(taken, np.flatnonzero(np.diff(taken) != 1) + 1):
@@ -192,7 +192,7 @@ def _taken(layout: Layout, part_shapes: tuple[Shape, ...], sizes: Sizes, tp: int
 def _repeated(
     layout: Chain, joined: Concat, part_shapes: Sequence[Shape], axes: Axes, rank: int
 ) -> tuple[Indices, ...]:
-    """The same with more ranks than KV heads: ranks share a group, cut its queries and repeat its keys and values."""
+    """Like ``_taken`` with more ranks than KV heads: ranks share a group, cut queries, and repeat keys and values."""
     assert layout.steps[-2:] == (~GROUPS, COLUMN)
     share = axes["tp"] // axes["groups"]
     (groups,) = Chain(layout.steps[:-2])(lines(part_shapes, 0), axes)

@@ -1,4 +1,4 @@
-"""The plan of an export: which bytes travel together and what they become. It is the same on every rank.
+"""The plan of an export: which bytes travel together, and which HF tensors they become. It is equal on every rank.
 
 A rank sends one stream of bytes: its shards in order, cut at the ends of rows into messages of one or two sizes. All
 ranks send one window per message at the same time. So all pipeline stages send at once, and the number of messages
@@ -34,7 +34,7 @@ class Message:
     widths: tuple[int, ...]
     """Bytes of the window of each rank."""
     room: int
-    """Bytes of memory for all windows; messages of one size have it in common."""
+    """Bytes of memory for all windows; messages of one size share it."""
     done: tuple[int, ...]
     """The outputs that are complete with this message, by index."""
     streams: Streams = field(repr=False, compare=False)
@@ -42,8 +42,8 @@ class Message:
 
     @property
     def pieces(self) -> tuple[WindowSlice, ...]:
-        """The contents of all windows. They are not kept: all messages together may have many millions."""
-        senders = (sender for sender, width in enumerate(self.widths) if width != HEADER)  # an idle one has only that
+        """The contents of all windows. They are not cached: all messages together may have many millions of pieces."""
+        senders = (sender for sender, width in enumerate(self.widths) if width != HEADER)  # idle windows have no more
         return tuple(piece for sender in senders for piece in self.pieces_of(sender))
 
     def pieces_of(self, sender: int) -> Iterator[WindowSlice]:
@@ -61,7 +61,7 @@ class ExportPlan:
 
     @cached_property
     def widths(self) -> Counter[tuple[int, ...]]:
-        """How many messages have windows of these bytes. Only few combinations occur."""
+        """The number of messages by the bytes of their windows. There are only few combinations."""
         counts: Counter[tuple[int, ...]] = Counter()
         for widths, messages in groupby(self.messages, key=attrgetter("widths")):
             counts[widths] += len(tuple(messages))
@@ -71,17 +71,17 @@ class ExportPlan:
     def open_bytes_by_message(self) -> tuple[int, ...]:
         """Bytes of the outputs that exist at once, with each message.
 
-        An output exists from the message that first writes to it to its last, and a little longer at the consumer.
+        An output exists from the first message that writes to it to the last one, and a little longer at the consumer.
         """
         return tuple(_open_bytes(self))
 
     def checksum(self) -> int:
-        """A hash of the plan, the same in every process."""
+        """A hash of the plan, equal in every process."""
         messages = tuple((message.widths, message.room, message.done) for message in self.messages)
         return hash((self.payload.checksum, self.streams, messages))
 
     def stream_checksum(self, sender: int, receiver: int) -> int:
-        """A hash of what travels from one rank to another, the same in every process."""
+        """A hash of the bytes that travel from one rank to another, equal in every process."""
         widths = tuple(message.widths[sender] for message in self.messages)
         return hash((sender, receiver, self.payload.checksum, self.streams[sender], widths))
 
@@ -122,7 +122,7 @@ def _open_bytes(plan: ExportPlan) -> Iterator[int]:
 def _kept_by_consumer(done: Sequence[OutputTensor]) -> int:
     """Bytes of a message's outputs that the consumer may hold while the next message is unpacked.
 
-    These are the last output and those that share memory with it.
+    These are the last output and all outputs that share memory with it.
     """
     if done and 2 * done[-1].num_bytes > SLAB:
         return done[-1].num_bytes
@@ -143,9 +143,9 @@ def _first_messages(plan: ExportPlan) -> dict[int, int]:
 
 
 MESSAGES_IN_FLIGHT = 2
-"""Messages that travel at once, each in memory of its own."""
+"""Messages that travel at once, each in separate memory."""
 MEMORY = 2_000_000_000
-"""Bytes that an export takes beside the model by default, unless an HF tensor is too large for that."""
+"""Bytes that an export takes beside the model by default, unless an HF tensor needs more."""
 SLAB = 32 << 20
 """Size limit of an allocation that HF tensors of one shape share if they come with one message."""
 
@@ -161,8 +161,8 @@ def peak_bytes(plan: ExportPlan) -> int:
 def _message_bytes(rooms: Sequence[int], number: int) -> int:
     """Bytes of memory for messages while message ``number`` is unpacked.
 
-    This message and the next have memory. The messages after them may have another size. Memory for all messages in
-    flight is then allocated at once, beside that of the messages that are still to be unpacked.
+    This message and the next have memory. If the messages after them have another size, memory for all messages in
+    flight is allocated at once, while the messages that are not unpacked still have theirs.
     """
     if number + 1 == len(rooms):
         return sum(rooms[-MESSAGES_IN_FLIGHT:])

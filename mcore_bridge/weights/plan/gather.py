@@ -1,6 +1,7 @@
-"""Plans of an export in which every rank gets everything: who sends what, and where streams are cut into messages.
+"""Plans of an export in which every rank gets everything: which rank sends what, and where streams are cut into
+messages.
 
-``all_to_all.py`` plans exports to the ranks of engines. Neither needs a process group.
+``all_to_all.py`` plans exports to the ranks of engines. Neither module needs a process group.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from mcore_bridge.weights.plan.schedule import (
 from mcore_bridge.weights.plan.stream import HEADER, SendRange, Streams, WindowRun, cut, num_messages, widths
 
 MESSAGE_BYTES = tuple(megabytes << 20 for megabytes in (512, 384, 320, 256, 192, 128))
-"""Candidates for the bytes that a rank receives with a message. Smaller ones are slow, larger ones no faster."""
+"""Candidates for the bytes that a rank receives with a message. Smaller messages are slow, larger ones no faster."""
 BESIDE = (*MESSAGE_BYTES, *(megabytes << 20 for megabytes in (96, 64, 48, 32)))
 """Candidates for messages beside the few largest tensors, which may take most of ``MEMORY``."""
 OTHERWISE = 192 << 20
@@ -39,7 +40,7 @@ OTHERWISE = 192 << 20
 
 
 class Request(NamedTuple):
-    """What a receiver asks for, with the sizes that planning needs."""
+    """The entries that a receiver gets, with the sizes that planning needs."""
 
     payload: Payload
     keys: Sequence[object]
@@ -55,7 +56,7 @@ class Request(NamedTuple):
 
     @classmethod
     def of(cls, entries: Sequence[ParamEntry], bucket_bytes: int | None) -> Request:
-        """Ask for ``entries``. The experts of a layer are yielded together if they take at most a bucket."""
+        """A request for ``entries``. The experts of a layer are yielded together if they take at most a bucket."""
         payload = Payload.of(entries)
         keys = payload.load_groups(bucket_bytes or MEMORY // 8)
         sizes = payload.sizes_together(keys)
@@ -69,9 +70,9 @@ def plan_export(
     """Plan the export of a whole model to every rank of a group.
 
     Args:
-        inventories: what each rank of the group holds.
+        inventories: the inventory of each rank of the group.
         bucket_bytes: limits the messages in flight to a rank, unless one row takes more. By default messages are as
-            large as keeps the whole export within ``MEMORY``.
+            large as possible, with the whole export within ``MEMORY``.
 
     Raises:
         MappingError: what ``merge_inventories`` raises.
@@ -99,7 +100,7 @@ def _filling(
 ) -> ExportPlan:
     """Plan with the largest messages that keep the export within ``MEMORY``, or else within ``allowed`` bytes."""
     largest = max(output.num_bytes for output in otherwise.payload.outputs)
-    rest = MEMORY - max(largest, otherwise.open_bytes - largest)  # no size helps if many outputs are open
+    rest = MEMORY - max(largest, otherwise.open_bytes - largest)  # no size is small enough if many outputs are open
     sizes = [size for size in (BESIDE if large else MESSAGE_BYTES) if MESSAGES_IN_FLIGHT * size < rest]
     choices = [Sizes(max(size, MESSAGE_BYTES[-1]), size, large) for size in sizes]
     best = bisect_left(choices, True, key=lambda choice: peak_bytes(plan_with(choice)) <= MEMORY)
@@ -111,9 +112,9 @@ def _filling(
 def _larger(
     plan_with: Callable[[Sizes], ExportPlan], plan: ExportPlan, beside: int, large: frozenset[int], allowed: int
 ) -> ExportPlan:
-    """Plan with the largest usual messages that keep to ``allowed`` bytes; keep ``plan`` if that has fewer messages.
+    """Plan with the largest usual messages within ``allowed`` bytes. Return ``plan`` if it has fewer messages.
 
-    Beside large entries, messages stay as they are.
+    Messages beside large entries do not change.
     """
     for size in (size for size in MESSAGE_BYTES if size > beside and large):
         larger = plan_with(Sizes(size, beside, large))
@@ -152,16 +153,16 @@ def _plan_with(
 
 
 class SourceShard(NamedTuple):
-    """The rows of a shard that travel, and who may send them."""
+    """The rows of a shard that travel, and the ranks that may send them."""
 
     whole: SendRange
     holders: tuple[int, ...]
     shares: tuple[tuple[SendRange, int], ...]
-    """What each holder sends, and the bytes of that. With one share, one holder sends all."""
+    """The range and the bytes that each holder sends. With one share, one holder sends all."""
 
 
 def shards_of(request: Request, shared_from: int) -> list[SourceShard]:
-    """The shards of a request, in order. The holders of a shard of more than ``shared_from`` bytes share it."""
+    """The shards of a request, in order. Of a shard with more than ``shared_from`` bytes, each holder sends a part."""
     shards = []
     for index, (entry, rows, row_bytes) in enumerate(
         zip(request.payload.entries, request.rows, request.row_bytes, strict=True)
@@ -178,12 +179,12 @@ def shards_of(request: Request, shared_from: int) -> list[SourceShard]:
 def assign_senders(
     shards: Sequence[SourceShard], loads: list[int], receiver: int | None = None
 ) -> list[list[SendRange]]:
-    """Decide what each rank sends. A shard that is not shared goes to the holder with least to send so far.
+    """Decide what each rank sends. A shard with one sender is sent by the holder with the fewest bytes so far.
 
     Args:
-        shards: all that travels.
-        loads: bytes that each rank has to send; what is assigned is added.
-        receiver: the one rank that all is for, if there is one; it takes what it holds itself.
+        shards: all shards to send.
+        loads: bytes that each rank has to send; this function adds to them.
+        receiver: the receiver, if there is only one. It copies its own shards itself.
     """
     streams: list[list[SendRange]] = [[] for _ in loads]
     for whole, holders, shares in shards:
@@ -203,7 +204,7 @@ def assemble_plan(
     """Make the messages of a plan, each with the outputs that it completes.
 
     Args:
-        streams: what each rank sends.
+        streams: the stream of each rank.
         widths_by_message: bytes of the window of each rank, for each message.
         rooms: bytes of memory for the windows of each message.
     """

@@ -27,25 +27,24 @@ class Inventory:
 class ParamEntry:
     """One parameter of a model in an export: its HF names, the trace of its layout, and the holders of its shards.
 
-    A shard from which no HF tensor takes anything (a replica) is not listed. All holders of a shard are of one stage.
+    A shard that no HF tensor uses (a replica) is not listed. All holders of a shard are in one stage.
     """
 
     held: TensorSpec
     hf: tuple[str, ...]
     trace: Trace
     holders: Mapping[int, tuple[int, ...]]
-    """For each tensor-parallel rank, the ranks of the group that hold that shard."""
+    """For each tensor-parallel rank, the ranks of the group that hold its shard."""
     stack: int = 0
-    """Experts in the HF tensor, if it stacks experts; 0 if each HF name is that of a whole tensor."""
+    """The number of experts in the HF tensor, if it stacks experts; otherwise 0."""
     copies: tuple[str, ...] = ()
-    """Further names under which the first HF tensor is written."""
+    """Other names under which the first HF tensor is also written."""
     starts: tuple[int, ...] | None = None
-    """The index at which each copy of ``trace.to_hf`` begins in what travels, along its dim. None means that the whole
-    shard travels, and not only a part of it."""
+    """The index along its dim at which each copy of ``trace.to_hf`` begins in the sent part; None if all is sent."""
 
     @property
     def sent(self) -> Shape:
-        """The shape of what travels of a shard."""
+        """The shape of the sent part of a shard."""
         if self.starts is None:
             return self.held.shape
         copies = self.trace.to_hf
@@ -53,21 +52,21 @@ class ParamEntry:
         return (*self.held.shape[:dim], sum(copy.size for copy in copies), *self.held.shape[dim + 1 :])
 
     def copies_of(self, shard: int) -> Iterator[tuple[Copy, int]]:
-        """Yield the copies from a shard to HF tensors, and where each begins in what travels."""
+        """Yield the copies from a shard to HF tensors, and the start of each in the sent part."""
         copies = self.trace.to_hf
         starts = self.starts or [copy.shard_start for copy in copies]
         return ((copy, start) for copy, start in zip(copies, starts, strict=True) if copy.shard == shard)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row of what travels: an index of its dim 0."""
+        """Bytes of one row (an index of dim 0) of the sent part."""
         return math.prod(self.sent[1:]) * self.held.dtype.itemsize
 
 
 def merge_inventories(
     mapping: WeightMapping, axes: Axes, num_layers: int, inventories: Sequence[Inventory]
 ) -> tuple[ParamEntry, ...]:
-    """Merge what ranks hold into the parameters of the model, in the order of their first holders.
+    """Merge the inventories of ranks into the parameters of the model, in the order of their first holders.
 
     Raises:
         MappingError: when a parameter has no rule, a needed shard no holder, an HF name two sources, a layer no rank,
@@ -99,7 +98,7 @@ def merge_inventories(
 
 
 def _in_order(inventories: Sequence[Inventory], kind_by_name: Mapping[str, str]) -> list[str]:
-    """Names in the order of their first holder. Experts of one kind are neighbours, and their holders alternate."""
+    """Names in the order of their first holder. Experts of one kind follow each other, with alternating holders."""
     kinds: dict[str, int] = {}
     keys: dict[str, tuple[int, int, int]] = {}
     for rank, inventory in enumerate(inventories):
@@ -125,14 +124,14 @@ def _entry(
 
 
 def _of_one_stage(holders: Sequence[int], stages: Sequence[int]) -> tuple[int, ...]:
-    """Keep the holders of the first one's stage: copies that other stages tie to it would come at other times."""
+    """Keep only holders in the stage of the first holder: tied copies in other stages would be sent at other times."""
     return tuple(rank for rank in holders if stages[rank] == stages[holders[0]])
 
 
 def _check_numbers(num_layers: int, num_experts: int, entries: Sequence[ParamEntry]) -> None:
     layers = {layer for entry in entries if (layer := layer_of(entry.held.name)) is not None}
     has_all = layers == set(range(num_layers))
-    if not has_all and not all(is_adapter(entry.held.name) for entry in entries):  # which some layers may not have
+    if not has_all and not all(is_adapter(entry.held.name) for entry in entries):  # some layers may have no experts
         raise MappingError(
             f"the ranks of the group hold the layers {sorted(layers)}, expected 0 to {num_layers - 1}; "
             "the model was not built whole, or a chunk was not passed"

@@ -1,7 +1,7 @@
 """The slices of HF tensors that one rank of an engine uses, and its map when only these slices are sent.
 
-Trainer and engine compute them from the same map, each for itself. The shapes that are sent say along which dims an HF
-tensor was cut. This module needs torch and numpy, since an engine's process imports it.
+Trainer and engine each compute them from the map. The shapes of sent tensors show along which dims they were cut. This
+module needs torch and numpy, since an engine's process imports it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Indices = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 class MapSlices:
-    """What the copies of a map read of each HF tensor, along any dim."""
+    """The parts of each HF tensor that the copies of a map read, along any dim."""
 
     def __init__(self, engine_map: EngineMap) -> None:
         self._map = engine_map
@@ -30,11 +30,11 @@ class MapSlices:
         self._known: dict[tuple[object, ...], Indices] = {}
 
     def is_used(self, hf: str) -> bool:
-        """Whether the engine's rank needs anything of an HF tensor."""
+        """Whether the engine's rank needs any element of an HF tensor."""
         return hf in self._map.by_hf or hf in self._map.by_loader
 
     def taken(self, hf: str, dims: Sequence[int]) -> tuple[Indices, ...]:
-        """For each of ``dims``, the indices along it that are used, ascending; all of them if no slice would do."""
+        """For each of ``dims``, the used indices along it, ascending; all indices if no slice is enough."""
         taken = tuple(self._indices(hf, dim) for dim in dims)
         try:
             self._cut(hf, dict(zip(dims, taken, strict=True)))
@@ -43,10 +43,10 @@ class MapSlices:
         return taken
 
     def narrowed(self, specs: Iterable[TensorSpec]) -> EngineMap:
-        """The same map for the HF tensors that are sent, which may be slices of those that it was made for.
+        """The map for the sent tensors, which may be slices of the HF tensors for which the map was made.
 
         Raises:
-            TransferError: when one that is used is missing, or has another dtype or a shape that no slice has.
+            TransferError: when a used tensor is missing, or has another dtype or a shape that no slice has.
         """
         sent = tuple(TensorSpec.of(spec.name, spec) for spec in specs)
         if sent == self._map.sources:
@@ -83,10 +83,10 @@ class MapSlices:
         return self._cut(spec.name, taken)
 
     def _cut(self, hf: str, taken: Mapping[int, Indices]) -> Sequence[SliceCopy]:
-        """The copies out of an HF tensor of which only ``taken`` along some dims is there.
+        """The copies from an HF tensor of which only the indices ``taken`` along some dims were sent.
 
         Raises:
-            ValueError: when a copy cannot be said so.
+            ValueError: when a copy cannot be expressed in the sent part.
         """
         shape, copies = self._shapes[hf], self._map.by_hf.get(hf, ())
         for dim, indices in taken.items():
@@ -95,7 +95,7 @@ class MapSlices:
                 cut = [(copy, copy.box.after(place)) for copy in copies for place in places]
                 cut_copies = tuple(replace(copy, box=box) for copy, box in cut if box is not None)
                 if sum(c.box.num_elements for c in cut_copies) != sum(c.box.num_elements for c in copies):
-                    raise ValueError("its slices do not have all that is copied")
+                    raise ValueError("its slices lack elements that are copied")
                 shape, copies = (*shape[:dim], len(indices), *shape[dim + 1 :]), cut_copies
         return copies
 
@@ -119,7 +119,7 @@ def _read(boxes: Sequence[BoxCopy], shape: Sequence[int], dim: int) -> Indices:
 
 
 def _read_by(box: BoxCopy, inner: int, size: int) -> Indices | None:
-    """The indices that a box reads along a dim of ``size`` whose stride is ``inner``; None if that is not clear."""
+    """The indices that a box reads along a dim of ``size`` with stride ``inner``; None if they cannot be determined."""
     indices, rest = np.array([box.source // inner]), box.source % inner
     for count, stride in ((dim.size, dim.source) for dim in box.dims if dim.source):
         if stride < inner:
@@ -140,7 +140,7 @@ def _runs(indices: Indices) -> list[tuple[int, int, int]]:
 
 
 def _place(shape: Sequence[int], dim: int, num_there: int, run: tuple[int, int, int]) -> BoxCopy:
-    """The copy of a run of indices from the slices that are there to its place in the whole tensor."""
+    """The copy of a run of indices from the sent slices to its place in the whole tensor."""
     place, first, size = run
     there = (*shape[:dim], num_there, *shape[dim + 1 :])
     near, far = (_strides(sizes) for sizes in (there, shape))

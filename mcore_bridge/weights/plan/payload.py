@@ -1,4 +1,4 @@
-"""The payload of an export to one receiver: entries, and which of their rows become which part of which HF tensor."""
+"""The payload of an export to one receiver: entries, and the parts of HF tensors that their rows become."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from mcore_bridge.weights.plan.inventory import ParamEntry
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor(TensorSpec):
-    """An HF tensor, and the further names under which it is written."""
+    """An HF tensor, and the other names under which it is also written."""
 
     copies: tuple[str, ...] = ()
 
 
 class RowRange(NamedTuple):
-    """Rows of a shard, as it travels, that become a part of one output."""
+    """Rows of the sent part of a shard that become a part of one output."""
 
     output: int
     first: int
@@ -32,17 +32,17 @@ class RowRange(NamedTuple):
 
 @dataclass(frozen=True)
 class Payload:
-    """The entries that a receiver gets, and the outputs that they become. Both go by their index."""
+    """The entries that a receiver gets, and the outputs that they become. Both are identified by their index."""
 
     entries: tuple[ParamEntry, ...]
     outputs: tuple[OutputTensor, ...]
     destinations: tuple[tuple[tuple[int, int], ...], ...]
-    """For each part of each entry, the index of its output and the byte at which the part begins there."""
+    """For each part of each entry, the index of its output, and the byte at which the part begins in the output."""
     _row_ranges: dict[tuple[int, int], tuple[RowRange, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, entries: Sequence[ParamEntry]) -> Payload:
-        """The payload that consists of ``entries``. Several of them may make up one output."""
+        """The payload of ``entries``. Several entries may form one output."""
         outputs: list[OutputTensor] = []
         numbers: dict[str, int] = {}
         destinations = []
@@ -61,7 +61,7 @@ class Payload:
     def row_ranges(self, number: int, shard: int) -> tuple[RowRange, ...]:
         """Which rows of a shard of entry ``number`` become which output.
 
-        They are kept: many ranks send a part of one shard, and planning tries several plans.
+        The result is cached: many ranks send a part of one shard, and planning tries several plans.
         """
         if (number, shard) not in self._row_ranges:
             entry = self.entries[number]
@@ -77,8 +77,8 @@ class Payload:
 
     @cached_property
     def checksum(self) -> int:
-        """A hash of the payload and its order, the same in every process: it is made of numbers only."""
-        traces = {id(entry.trace): entry.trace for entry in self.entries}  # which many entries share
+        """A hash of the payload and its order, equal in every process, since it is made of numbers only."""
+        traces = {id(entry.trace): entry.trace for entry in self.entries}  # many entries share one trace
         copies = {key: _crc(repr(trace.to_hf)) for key, trace in traces.items()}
         rows = []
         for entry in self.entries:
@@ -101,7 +101,7 @@ class Payload:
         """A key for each entry: the outputs of entries with one key are yielded together.
 
         An engine fuses these in one load call: the projections of one input, the parts of one parameter, and the
-        experts of a layer. Experts go one by one if they alone take more than ``bucket_bytes``.
+        experts of a layer. Experts are yielded one by one if the experts of a layer take more than ``bucket_bytes``.
         """
         layers: dict[str, dict[int, int]] = {}
         for entry, destinations in zip(self.entries, self.destinations, strict=True):

@@ -1,4 +1,4 @@
-"""Which ranks send at the same time: all of them, one pipeline stage after the other, or a few experts at a time.
+"""Which ranks send at the same time: all ranks, one pipeline stage after the other, or ranks with some experts.
 
 A rank sends in the order of the entries. So a *period* is a range of entries, of one stage or of all. Within a period,
 a stage with more bytes than the others sends the rest in a *phase* of its own.
@@ -20,7 +20,7 @@ from mcore_bridge.weights.plan.payload import Payload
 from mcore_bridge.weights.plan.stream import SendRange
 
 MANY = 128
-"""With more ranks, only the schedule that takes least memory is planned: if all sent at once, it would be too much."""
+"""With more ranks, only the schedule with the least memory is planned: if all sent at once, it would not fit."""
 MIN_WINDOW = 4096
 """Lower limit on the bytes that a rank sends with a message."""
 RangesByRank = Mapping[int, Sequence[SendRange]]
@@ -28,7 +28,7 @@ RangesByRank = Mapping[int, Sequence[SendRange]]
 
 
 class Schedule(NamedTuple):
-    """How periods are cut: all stages together, or one after the other and each of them at these ``borders``."""
+    """How periods are cut: all stages together, or one stage after the other, each cut at these ``borders``."""
 
     together: bool
     borders: Sequence[int] = ()
@@ -39,9 +39,9 @@ def candidate_schedules(
 ) -> Iterator[Schedule]:
     """Yield schedules, from the fastest to the one that takes least memory.
 
-    Each rank that sends keeps outputs open at the receivers, so stages may send one after the other. In the message in
-    which one tensor ends and the next begins, both are open. So the last schedule gives large entries messages of their
-    own. If experts lie on many ranks, they are sent a few at a time, which take at most ``room`` bytes.
+    Each rank that sends keeps outputs open at the receivers. So stages may send one after the other. If one tensor ends
+    and the next begins in one message, both are open. So the last schedule gives each large entry separate messages. If
+    experts lie on many ranks, a few are sent at a time, which take at most ``room`` bytes.
 
     Args:
         keys: the key of each entry; outputs of entries with one key are yielded together.
@@ -59,7 +59,7 @@ def candidate_schedules(
 
 
 def _shifts(payload: Payload, keys: Sequence[object], sizes: Sequence[int], room: int) -> Iterator[int]:
-    """Yield borders between experts that are yielded one by one, so that in a period all holders send equally many."""
+    """Yield borders between experts that are yielded one by one, so that all holders send equally many in a period."""
     entries_of_key = Counter(keys)
 
     def kind(number: int) -> tuple[str, int]:
@@ -77,10 +77,10 @@ def _shifts(payload: Payload, keys: Sequence[object], sizes: Sequence[int], room
 
 
 def periods_of(schedule: Schedule, ranges: Sequence[Sequence[SendRange]], stages: Sequence[int]) -> list[RangesByRank]:
-    """What the ranks send in each period.
+    """The ranges that each rank sends in each period.
 
     Args:
-        ranges: all that each rank sends.
+        ranges: the stream of each rank.
         stages: the pipeline stage of each rank.
     """
     if schedule.together:
@@ -99,17 +99,17 @@ def window_of(message_bytes: int, num_senders: int) -> int:
 
 
 def bytes_of(ranges: Sequence[SendRange], row_bytes: Sequence[int]) -> int:
-    """Bytes of what is sent, given those of a row of each entry."""
+    """Bytes of send ranges, given the bytes of a row of each entry."""
     return sum(part.rows * row_bytes[part.entry] for part in ranges)
 
 
 def phases_of(
     period: RangesByRank, row_bytes: Sequence[int], stages: Sequence[int], message_bytes: int
 ) -> Iterator[RangesByRank]:
-    """Yield what ranks send at the same time in a period; a stage sends what it has more by itself, before or after.
+    """Yield what ranks send together in a period. A stage with more bytes sends the rest alone, before or after.
 
-    So no window travels half empty. If the first and the last stage have a large tensor more, which stays open for
-    long, no other large tensor is open at that time.
+    So no window travels half empty. If the first and the last stage have an additional large tensor, which stays open
+    for long, no other large tensor is open at that time.
     """
     rest = dict(period)
     totals = {rank: bytes_of(ranges, row_bytes) for rank, ranges in period.items()}
@@ -151,12 +151,12 @@ FEW = 4
 
 
 class Span(NamedTuple):
-    """From which byte to which of what each rank sends messages are small."""
+    """The range of bytes of each rank's stream in which messages are small."""
 
     start: int
     end: int
     starts: dict[int, int]
-    """The start on ranks whose own large entry begins a little later."""
+    """The start on ranks whose large entry begins a little later."""
 
 
 class Sizes(NamedTuple):
@@ -182,10 +182,10 @@ def large_entries(keys: Sequence[object], sizes: Mapping[object, int]) -> frozen
 
 
 def sized(phases: Iterable[RangesByRank], row_bytes: Sequence[int], sizes: Sizes) -> Iterator[tuple[int, RangesByRank]]:
-    """Yield what ranks send at the same time, cut where the size of messages changes, with that size.
+    """Yield the ranges that ranks send together with one size of messages, and this size.
 
-    A large entry begins a message, so that those before it are complete. Messages in flight when its last row arrives
-    are small, too, and so is what follows while a consumer holds the tensor.
+    A large entry begins a new message, so that the entries before it are complete. Messages in flight when its last row
+    arrives are small, too. Messages stay small while a consumer holds the tensor.
     """
     behind = 0  # messages that must still be small
     for phase in phases:
@@ -220,8 +220,8 @@ def _spans(
     Args:
         first: bytes of small messages at the beginning.
         behind: bytes of small messages after a large entry.
-        least: bytes between two spans; two that are nearer are joined.
-        near: bytes that a rank may be ahead of others.
+        least: bytes between two spans; nearer spans are joined.
+        near: bytes that a rank may be ahead of other ranks.
     """
     spans = [Span(0, first, dict.fromkeys(phase, 0))] if first else []
     for start, end, rank in sorted(_large_ranges(phase, row_bytes, large)):
@@ -238,7 +238,7 @@ def _spans(
 def _large_ranges(
     phase: RangesByRank, row_bytes: Sequence[int], large: frozenset[int]
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield first byte, last byte and rank for each large entry in what a rank sends."""
+    """Yield first byte, last byte and rank for each large entry in the stream of a rank."""
     sent: Counter[int] = Counter()
     for rank, ranges in phase.items():
         for part in ranges if large else ():

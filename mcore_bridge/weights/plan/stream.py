@@ -1,8 +1,8 @@
 """Streams of bytes, cut into messages. Runs describe them, so that the cost depends on parameters, not on bytes.
 
 Most of a shard travels at the same offset of consecutive windows. So a shard takes three runs at most, however many
-messages it needs. The first fills up the window in which the shard begins, the next fills whole windows, the last has
-the rest.
+messages it needs. The first run fills up the window in which the shard begins, the second fills whole windows, and the
+third has the rest.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def cut(
     """Cut streams into messages: at the end of a row, when the window is full.
 
     Args:
-        streams: what each rank sends.
+        streams: the ranges that each rank sends.
         row_bytes: bytes of a row of each entry.
         windows: bytes of each rank's window, its header included. A window is larger if one row takes more.
         first: the number of the first message.
@@ -80,7 +80,7 @@ def num_messages(streams: Streams) -> int:
 
 
 def widths(stream: Sequence[WindowRun], row_bytes: Sequence[int], count: int) -> tuple[int, int]:
-    """Bytes of a rank's window: in all but the last of ``count`` messages, and in the last."""
+    """Bytes of a rank's window: in all of ``count`` messages except the last, and in the last message."""
     width, last_width = HEADER, HEADER
     for run in stream:
         end = aligned(run.start + run.rows * row_bytes[run.entry])
@@ -109,7 +109,7 @@ def _runs(stream: Sequence[SendRange], row_bytes: Sequence[int], window: int, me
 
 
 def pieces(stream: Sequence[WindowRun], sender: int, number: int) -> Iterator[WindowSlice]:
-    """Yield what a stream has in the window of message ``number``."""
+    """Yield the pieces of a stream in the window of message ``number``."""
     for index in range(bisect_left(stream, number, key=WindowRun.last), len(stream)):
         entry, shard, first, count, start, message, _ = stream[index]
         if message > number:

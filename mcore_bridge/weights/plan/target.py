@@ -1,4 +1,4 @@
-"""Targets: what a rank gets in an export. Each rank chooses everything, nothing, or what a rank of an engine holds."""
+"""Targets: the part of an export that a rank gets: everything, nothing, or the slices of a rank of an engine."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ class EngineRank:
 
     Args:
         tp, tp_rank: size of tensor parallelism, and this rank in it.
-        pp, pp_rank: pipeline parallelism. The first stage has the embedding. The last one has the final norm, the head,
-            MTP layers, and the embedding again if the head is tied to it.
+        pp, pp_rank: pipeline parallelism. The first stage has the embedding. The last stage has the final norm, the
+            head, MTP layers, and also a tied embedding.
         ep, ep_rank: expert parallelism. Each rank has whole, consecutive experts; if there is a remainder, the first
             ranks have one more.
-        etp, etp_rank: tensor parallelism of routed experts. By default it is that of all else with ``ep=1``, and
-            otherwise 1.
+        etp, etp_rank: tensor parallelism of routed experts. By default it equals ``tp`` with ``ep=1``, and is 1
+            otherwise.
         layers: decoder layers of each stage. By default as in vLLM: evenly, with the remainder on the last stages
-            before that of the head.
-        local_names: number decoder layers from 0 in each stage. Where one tensor has all experts of a layer, experts
-            always count from the first that this rank has.
+            before the stage of the head.
+        local_names: number decoder layers from 0 in each stage. In a tensor with all experts of a layer, experts always
+            count from the first expert of this rank.
         whole: ``fnmatch`` patterns of the names of HF tensors that the engine does not cut.
         vocab_multiple: the engine pads vocabularies to a multiple of this before it cuts them.
         cuts: ``(pattern, size, rank)`` for HF tensors that the engine cuts differently, with patterns as in ``whole``;
-            the first match counts. Engines with data parallel attention need it.
+            the first match counts. Engines with data parallel attention need this.
 
     Raises:
         TargetError: when the arguments contradict each other.
@@ -144,9 +144,10 @@ class EngineRank:
 
 
 Target = Literal["everything", "nothing"] | EngineRank | EngineMap
-"""What a rank gets: every HF tensor whole; nothing, so that it only sends; or what a rank of an engine holds.
+"""What a rank gets: every HF tensor whole; nothing, so that it only sends; or the slices of a rank of an engine.
 
-An engine's rank is described by its sizes, or by the map of its loader, which may need any slices."""
+An engine's rank is described by its sizes, or by the map of its loader, which may need any slices.
+"""
 
 
 def engine_ranks(
@@ -161,8 +162,8 @@ def engine_ranks(
 ) -> tuple[EngineRank, ...]:
     """All ranks of an engine in the order of vLLM and SGLang: tensor parallelism innermost, then pipeline stages.
 
-    With ``ep``, each rank of a stage has whole experts. If ``ep`` is below ``tp``, neighbouring ranks have the same
-    experts and cut them among themselves, as in SGLang.
+    With ``ep``, each rank of a stage has whole experts. If ``ep`` is below ``tp``, neighbouring ranks share experts and
+    cut them among themselves, as in SGLang.
 
     Args:
         tp, pp, ep, layers, local_names, whole, vocab_multiple: as for ``EngineRank``.
@@ -204,12 +205,13 @@ _MOST_RANKS = 2**20
 def _check_sizes(**sizes: int) -> None:
     if wrong := {axis: size for axis, size in sizes.items() if not is_count(size) or size > _MOST_RANKS}:
         raise TargetError(
-            f"expected sizes of at least 1, found {wrong}; leave out what the engine does not have. No engine has more "
+            f"expected sizes of at least 1, found {wrong}; leave out sizes that the engine does not have. No engine "
+            "has more "
             f"than {_MOST_RANKS} ranks"
         )
 
 
 def _evenly(num_layers: int, stages: int) -> tuple[int, ...]:
-    """Layers of each stage, as in vLLM's ``get_pp_indices``. The last stage has the head, and no remainder."""
+    """Layers of each stage, as in vLLM's ``get_pp_indices``. The last stage has the head, and gets no remainder."""
     quotient, remainder = divmod(num_layers, stages)
     return tuple(quotient + (stages - 1 - remainder <= stage < stages - 1) for stage in range(stages))

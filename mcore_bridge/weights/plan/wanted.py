@@ -24,10 +24,10 @@ from mcore_bridge.weights.plan.target import EngineRank, Target
 def wanted_by(
     target: Target, mapping: WeightMapping, axes: Axes, num_layers: int, entries: Sequence[ParamEntry]
 ) -> Sequence[ParamEntry]:
-    """Select what ``target`` takes of ``entries``, in the same order. An engine's rank gets an entry for each shard.
+    """Select the parts of ``entries`` for ``target``, in their order. An engine's rank has an entry for each shard.
 
     Raises:
-        TargetError: when the model cannot be cut as the target says, or it is no target.
+        TargetError: when the model cannot be cut for the target, or ``target`` is no target.
     """
     if isinstance(target, EngineRank):
         return tuple(Slicer(target, mapping, axes, num_layers).slices(entries))
@@ -39,9 +39,10 @@ def wanted_by(
 
 
 def wanted_by_map(target: EngineMap, entries: Sequence[ParamEntry]) -> Iterator[ParamEntry]:
-    """Yield what a rank of an engine uses of ``entries``, in their order, and an entry for each shard.
+    """Yield the parts of ``entries`` that a rank of an engine uses, in their order, with one entry for each shard.
 
-    An HF tensor is cut along the dim along which megatron-core cuts it. One that stacks experts is cut along these too.
+    An HF tensor is cut along the dim along which megatron-core cuts it. A stack of experts is also cut along the
+    experts.
 
     Raises:
         TargetError: when the map was made for HF tensors of other names or shapes.
@@ -74,11 +75,11 @@ def _check(target: EngineMap, entries: Sequence[ParamEntry]) -> None:
 
 
 def _cut(slices: MapSlices, entry: ParamEntry) -> tuple[ParamEntry, list[Indices]] | None:
-    """An entry with the names that are used, and the indices of each part that are; None if there are none."""
+    """An entry with the used names and the used indices of each part; None if nothing is used."""
     names = [name for name in (unstacked(entry.hf[0])[0], *entry.copies) if slices.is_used(name)]
     if not names and not any(slices.is_used(unstacked(name)[0]) for name in entry.hf[1:]):
         return None
-    if len(names) > 1:  # one tensor is written under several names, so all of it is sent
+    if len(names) > 1:  # the tensor is written under several names, so all of it is sent
         others = tuple(name for name in names if name in entry.copies and name != names[0])
         first = entry.hf[0] if names[0] not in entry.copies else names[0]
         entry = replace(entry, hf=(first, *entry.hf[1:]), copies=others)
@@ -99,7 +100,7 @@ def _whole(entry: ParamEntry) -> list[Indices]:
 
 
 def _of_stack(slices: MapSlices, entry: ParamEntry) -> tuple[ParamEntry, list[Indices]] | None:
-    """The same for parts of HF tensors that stack experts: those of this rank are numbered anew."""
+    """Like ``_cut`` for parts of stacked experts: the experts of this rank get new numbers."""
     pairs = [unstacked(name) for name in entry.hf]
     taken = [slices.taken(name, (0, dim + 1)) for (name, _), dim in zip(pairs, dims_of(entry.trace), strict=True)]
     experts = [of_part[0].tolist() for of_part in taken]

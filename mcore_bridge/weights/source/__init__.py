@@ -1,1 +1,1 @@
-"""HF weights from anywhere, opened once: plain names and values, however a folder, a mapping or pairs store them."""
+"""Sources of HF weights: a folder, a mapping or pairs, opened once, with plain names and decoded values."""

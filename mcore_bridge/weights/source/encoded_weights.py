@@ -1,4 +1,4 @@
-"""The encoded weights of a source: what its tensors and its config say of them, and how one is opened."""
+"""The encoded weights of a source: find them by tensors and config, and open them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def quantization_in(folder: Path) -> Quantization | None:
 
 
 def _note_in(fields: object) -> object:
-    """The note on quantization in a config; of a composite, the text config may have it."""
+    """The note on quantization in a config; in a composite, the text config may have it."""
     text = fields.get("text_config") if isinstance(fields, dict) else None
     parts = [part for part in (fields, text) if isinstance(part, dict)]
     return next((part[_NOTE] for part in parts if part.get(_NOTE) is not None), None)

@@ -32,10 +32,11 @@ from mcore_bridge.weights.source.encoded_weights import encoded, scheme_in, sche
 class Pairs(Iterable[tuple[str, Weight]]):
     """Pairs of HF names and tensors.
 
-    Parts of an encoded weight wait for each other, and so do the two stacks of experts of a layer.
+    The parts of an encoded weight are kept until all have arrived. This also holds for the two stacks of experts of a
+    layer.
 
     Attributes:
-        unused: once all have come, the names of tensors that no weight needs, such as scales of activations.
+        unused: after the last pair, the names of tensors that no weight needs, such as scales of activations.
     """
 
     def __init__(self, pairs: Iterable[tuple[str, Tensor]], quantization: Quantization | None) -> None:
@@ -47,8 +48,8 @@ class Pairs(Iterable[tuple[str, Weight]]):
         """Yield plain names and tensors, by the names, and in the orientation, of a model's rules.
 
         Raises:
-            CheckpointError: something else comes than pairs, or a tensor comes twice. At the end: parts of encoded
-                weights are incomplete; the message names them.
+            CheckpointError: an item is no pair, or a tensor comes twice. At the end: parts of encoded weights are
+                incomplete; the message names them.
         """
         prefix, stacks = prefix_in(mapping), stacks_of(mapping)
         layers: dict[str, dict[str, Tensor]] = {}
@@ -104,7 +105,7 @@ class Pairs(Iterable[tuple[str, Weight]]):
             yield pair
 
     def _complete(self, group: Mapping[str, Tensor]) -> list[tuple[str, Encoding]]:
-        """The encoded weight of ``group``, if all its parts have come. The stored shape of int4 is one of them."""
+        """The encoded weight of ``group``; None until all parts have come. The stored shape of int4 is a part, too."""
         try:
             held = scheme_within(specs_of(group), self._quantization).held
         except CheckpointError:  # incomplete, or wrong, which raises at the end
@@ -122,7 +123,7 @@ class Stored(NamedTuple):
     Attributes:
         names: its name in the source or, if it is encoded, the names of its parts.
         encoding: the codec and the shapes of an encoded weight; None for a plain tensor.
-        is_transposed: whether the last two dims are stored the other way round than the model's rules say.
+        is_transposed: whether the last two dims are stored in the reverse order of the model's rules.
     """
 
     names: tuple[str, ...]
@@ -149,7 +150,7 @@ class Source(Mapping[str, Weight]):
         self._files = tensors.files if isinstance(tensors, Checkpoint) else {}
 
     def for_model(self, mapping: WeightMapping) -> Self:
-        """The same source by the names, and in the orientation, of a model's rules."""
+        """A view of this source with the names and the orientation of a model's rules."""
         new, names = copy.copy(self), model_names(self, mapping)
         if names:
             new._table = {names.get(name, name): stored for name, stored in self._table.items()}
@@ -178,7 +179,7 @@ class Source(Mapping[str, Weight]):
         return self._table[name]
 
     def described(self, name: str) -> Weight | Encoding:
-        """What a check of shapes needs. Most encoded tensors are not opened for it."""
+        """Shape and dtype of a tensor, for a check. Most encoded tensors are not opened for it."""
         encoding = self._table[name].encoding
         return self[name] if encoding is None or encoding.shape_tensor is not None else encoding
 
@@ -194,7 +195,7 @@ class Source(Mapping[str, Weight]):
     def read(self, name: str, part: Tensor) -> Tensor:
         """A part of a plain tensor. If the tensor is in a file, it is read by position, into new memory.
 
-        The file may become shorter meanwhile, and to touch a map of what is gone would end the process.
+        A memory map is not used here: if the file becomes shorter, access to the missing part would kill the process.
         """
         if not (files := self.files(name)):
             return part
@@ -208,19 +209,19 @@ class Source(Mapping[str, Weight]):
             self._files[own].release(own)
 
     def require_unchanged(self) -> None:
-        """Raise ``CheckpointError`` if a file was written to since it was opened."""
+        """Raise ``CheckpointError`` if a file was changed after it was opened."""
         if isinstance(self._tensors, Checkpoint):
             self._tensors.require_unchanged()
 
     def pairs(self, names: Iterable[str]) -> Iterator[tuple[str, Weight]]:
-        """Yield ``(name, tensor)`` for each of ``names``. The next one frees the memory of the one before."""
+        """Yield ``(name, tensor)`` for each of ``names``. Each step frees the memory of the tensor before."""
         for name in names:
             yield name, self[name]
             self.release(name)
 
 
 def open_folder(folder: str | os.PathLike[str], mapping: WeightMapping | None = None) -> Source:
-    """The tensors of a folder: with ``mapping`` as a model has them, else by the names in the folder.
+    """The tensors of a folder: with the names of ``mapping``, else with the names in the folder.
 
     Raises:
         CheckpointError: the folder cannot be read; or encoded weights cannot be decoded, or differ from the config.
@@ -232,18 +233,18 @@ def open_folder(folder: str | os.PathLike[str], mapping: WeightMapping | None = 
 
 
 HFWeights: TypeAlias = Union[str, "os.PathLike[str]", Mapping[str, Tensor], Source, Iterable[tuple[str, Tensor]]]
-"""What weights are loaded from: a folder or its hub name, HF names with their tensors, or pairs of both."""
+"""The sources of a load: a folder or its hub name, a mapping of HF names to tensors, or pairs of these."""
 
 
 def open_source(weights: HFWeights, note: object = None) -> Source | Pairs:
-    """Open HF weights, whatever they come from. Only pairs cannot be looked at before they come.
+    """Open HF weights from any kind of source. Only pairs cannot be checked before they arrive.
 
     Args:
         weights: see ``HFWeights``.
-        note: what a config says of quantization. A folder has a config of its own, which counts instead.
+        note: the quantization in a config. A folder has its own config, which is used instead.
 
     Raises:
-        CheckpointError: ``weights`` is something else; or as for ``open_folder``.
+        CheckpointError: ``weights`` has another type; or as for ``open_folder``.
         ConfigError: the name stands for no folder, or the config names a format that is not supported.
     """
     if isinstance(weights, Source):
@@ -254,9 +255,7 @@ def open_source(weights: HFWeights, note: object = None) -> Source | Pairs:
     if isinstance(weights, Mapping):
         tensors: Mapping[str, Any] = weights
         if foreign := [name for name in tensors if not isinstance(name, str)]:
-            raise CheckpointError(
-                f"the source must be by HF names, found {shown(foreign[0])} among its names: leave it out"
-            )
+            raise CheckpointError(f"the source must have HF names as keys, found {shown(foreign[0])}: leave it out")
         return Source(tensors, scheme_within(specs_of(tensors), quantization))
     if isinstance(weights, Iterable):
         return Pairs(weights, quantization)

@@ -1,8 +1,8 @@
 """Tensors that a checkpoint has twice while the model has one parameter: both must be equal.
 
 The common case is a head beside the embedding to which it is tied. We do what the installed transformers does
-(``tie_weights`` in ``modeling_utils.py``). Release 5 ties both if they are equal, or if one of them is missing; it
-does not if they differ. Release 4 always ties them, and does not load a head alone.
+(``tie_weights`` in ``modeling_utils.py``). Release 5 ties both if they are equal, or if one of them is missing. If they
+differ, it does not tie them. Release 4 always ties them, and cannot load a folder with a head but no embedding.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger("mcore_bridge")
 
 
 def is_tied(folder: str, names: Iterable[str], embedding: str, lm_head: str = HEAD) -> bool:
-    """Whether the head of a checkpoint is its embedding, given that its config says so.
+    """Whether the head of a checkpoint is really tied to its embedding, if its config has ``tie_word_embeddings=True``.
 
     Args:
         folder: the folder of the checkpoint.
@@ -48,13 +48,13 @@ def is_tied(folder: str, names: Iterable[str], embedding: str, lm_head: str = HE
     if ties_any_head():
         _warn(f"{warning}: it is not used, as in transformers 4, while transformers 5 uses it")
         return True
-    _warn(f"{warning}: the model has a head of its own, as in transformers 5, and saved configs say False")
+    _warn(f"{warning}: the model has a separate head, as in transformers 5, and saved configs say False")
     return False
 
 
 @functools.cache
 def ties_any_head() -> bool:
-    """Whether the installed transformers ties the head if the config says so, even to an embedding that differs."""
+    """Whether the installed transformers follows ``tie_word_embeddings=True`` even if head and embedding differ."""
     from transformers import __version__
 
     return int(__version__.split(".")[0]) < 5
@@ -62,15 +62,15 @@ def ties_any_head() -> bool:
 
 @functools.cache
 def _warn(message: str) -> None:
-    """Warn once in a process, because several calls ask about one folder."""
+    """Warn once in a process, because several calls check one folder."""
     logger.warning(message)
 
 
 def are_equal(source: Source, one: str, other: str) -> bool:
-    """Whether two tensors have the same shape and values, in the sense of ``torch.equal``, whatever their dtypes.
+    """Whether two tensors have equal shapes and values, in the sense of ``torch.equal``, for any dtypes.
 
-    They are read in pieces, up to the first that differs. A process compares tensors in files once. Equal tensors of
-    1 GB take about a second if the page cache has both.
+    They are read in pieces, up to the first difference. A process compares each pair of tensors in files once. Equal
+    tensors of 1 GB take about a second if the page cache has both.
     """
     files = (*source.files(one), *source.files(other))
     key = (one, other, *(_identity(str(file.path)) for file in files))
@@ -90,7 +90,7 @@ def _identity(path: str) -> tuple[object, ...]:
 
 
 def _same(left: Tensor, right: Tensor) -> bool:
-    if left.dtype != right.dtype:  # neither may hold all values of the other
+    if left.dtype != right.dtype:  # neither dtype may hold all values of the other
         left, right = left.double(), right.double()
     return torch.equal(left, right.to(left.device))
 
@@ -108,7 +108,7 @@ def _pieces(source: Source, name: str) -> Iterator[Tensor]:
 
 
 def require_equal(source: Source, mapping: WeightMapping) -> None:
-    """Check that a tensor under further names has the same values as under its main name.
+    """Check that the copies of a tensor under other names equal the tensor under its main name.
 
     Raises:
         CheckpointError: naming all tensors that differ.
@@ -120,7 +120,7 @@ def require_equal(source: Source, mapping: WeightMapping) -> None:
 
 
 def differing(mapping: WeightMapping, pairs: Sequence[tuple[str, str]]) -> CheckpointError:
-    """The error for tensors that differ while the model has one parameter for both."""
+    """The error for copies that differ although the model has one parameter for them."""
     names = [name for name, _ in pairs]
     differences = "; ".join(f"{name} differs from {original}" for name, original in pairs)
     advice = []
@@ -131,7 +131,7 @@ def differing(mapping: WeightMapping, pairs: Sequence[tuple[str, str]]) -> Check
         )
     if any(mapping.is_copy(name) for name in names):
         advice.append(
-            "MTP layers of megatron-core have no embedding or head of their own: build without MTP layers, or leave "
+            "MTP layers of megatron-core share the embedding and the head: build without MTP layers, or leave "
             "these names out of the source"
         )
     return CheckpointError(f"{differences}, and the model has one parameter for both; {'; '.join(advice)}")

@@ -1,1 +1,1 @@
-"""Runs plans, with collectives and copies of bytes. It imports ``plan`` and ``rules``."""
+"""Run plans, with collectives and copies of bytes. It imports ``plan`` and ``rules``."""

@@ -44,7 +44,7 @@ class Lineup(NamedTuple):
     starts: tuple[int, ...]
     """The byte at which the window of each rank begins."""
     columns: tuple[int, ...]
-    """Bytes of each column; empty if windows lie one behind the other."""
+    """Bytes of each column, the windows of one rank of each stage; empty if windows lie in the order of ranks."""
     rows: tuple[Row, ...]
     """All ranks, in order."""
 
@@ -55,7 +55,7 @@ def lineup(widths: tuple[int, ...], num_stages: int) -> Lineup:
 
     Args:
         widths: bytes of the window of each rank. All stages have equally many ranks, and these are consecutive.
-        num_stages: 1 if windows must lie one behind the other, whatever their widths.
+        num_stages: 1 if windows must lie one behind the other, for any widths.
     """
     columns: tuple[int, ...] = ()
     if num_stages == 1 or len({*widths}) == 1:
@@ -89,7 +89,7 @@ MODULUS = 1 << 40
 
 
 def _gather(group: dist.ProcessGroup | None, whole: Tensor, own: Tensor, widths: Sequence[int]) -> list[Any]:
-    """Begin to gather windows, one behind the other in ``whole``; this rank's ``own`` is a part of it."""
+    """Begin to gather windows, one behind the other in ``whole``. This rank's ``own`` is a part of ``whole``."""
     if len({*widths}) == 1:
         return [dist.all_gather_into_tensor(whole, own, group=group, async_op=True)]
     windows = whole.split([*widths])
@@ -118,7 +118,7 @@ class Group:
 
         Args:
             group: None is the world.
-            column: if the group has many pipeline stages, the ranks with this rank's place in each stage.
+            column: if the group has many pipeline stages, the ranks at this rank's position in each stage.
             stage: the ranks of this rank's stage.
         """
         note_process()
@@ -138,7 +138,7 @@ class Group:
 
     @property
     def is_fake(self) -> bool:
-        """Whether the other ranks are none but torch's ``fake`` backend, so that nothing comes from them."""
+        """Whether the group has torch's ``fake`` backend, so that no data comes from other ranks."""
         return dist.get_backend(self.group) == "fake"
 
     @classmethod
@@ -155,8 +155,8 @@ class Group:
     def of_replica(cls, groups: ProcessGroupCollection) -> Group:
         """The smallest group with a whole model: dense parameters lie within ``mp``, experts within ``tp_ep_pp``.
 
-        Sizes decide, because all ranks know them. If neither size divides the other, one group is within the other on
-        some ranks and not on all. Then only the world is the same group for all ranks.
+        The group is chosen by sizes, because these are equal on all ranks. If neither size divides the other, no group
+        contains the other on all ranks. Then only the world will do.
         """
         dense, experts = groups.mp.size(), groups.tp_ep_pp.size()
         if dense % experts == 0:
@@ -167,7 +167,7 @@ class Group:
 
     @classmethod
     def across_replicas(cls, groups: ProcessGroupCollection) -> Group:
-        """The ranks with the same position in each replica as this rank. Replicas are those of ``of_replica``."""
+        """The ranks at this rank's position in each replica, with the replicas of ``of_replica``."""
         dense, experts = groups.mp.size(), groups.tp_ep_pp.size()
         if dense % experts == 0:
             return cls(groups.dp_cp)
@@ -176,7 +176,7 @@ class Group:
     def _are_grid(self, column: dist.ProcessGroup, stage: dist.ProcessGroup) -> bool:
         """Whether the group has more than ``FLAT`` ranks and forms a grid, stage after stage.
 
-        This rank's row is then ``stage``, and its column is ``column``, with one rank of every stage.
+        Then ``stage`` is this rank's row, and ``column`` is its column, with one rank of every stage.
         """
         if min(column.size(), stage.size()) == 1 or not self.size == column.size() * stage.size() > FLAT:
             return False
@@ -197,7 +197,7 @@ class Group:
         """Begin to gather windows, which lie in ``whole`` one behind the other, or column by column.
 
         Windows in columns first go to this rank's column. Then the whole column goes to this rank's stage. On a GPU,
-        the collectives of several groups are enqueued on a stream of their own, one after the other.
+        the collectives of several groups are enqueued on a separate stream, one after the other.
         """
         if self._grid is None:
             return _gather(self.group, whole, own, widths)
@@ -216,17 +216,17 @@ class Group:
 
     @naming_lost_ranks("sending windows of weights")
     def exchange_windows(self, received: Tensor, sent: Tensor, widths: Sequence[int], own: Sequence[int]) -> list[Any]:
-        """Begin to exchange windows: this rank's lie one behind the other in ``sent``, each for another rank.
+        """Begin to exchange windows: ``sent`` has this rank's window for each rank, one behind the other.
 
         Args:
             received: memory for the windows of all ranks, one behind the other.
-            widths, own: bytes of each window that is received, and of each that is sent.
+            widths, own: bytes of each window that is received, and of each window that is sent.
         """
         return [dist.all_to_all_single(received, sent, [*widths], [*own], group=self.group, async_op=True)]
 
     @contextmanager
     def _beside_current(self) -> Iterator[None]:
-        """Run the block on a stream of its own, after what is enqueued on the current stream by now."""
+        """Run the block on a separate stream, after all work that is already enqueued on the current stream."""
         if self._stream is None:
             yield
             return
@@ -239,7 +239,7 @@ class Group:
         return not self.most([not is_well])[0]
 
     def first_in_common(self, fits: Sequence[bool], count: int, version: int) -> int | None:
-        """The first of ``count`` indices that fits on every rank; None if none does, or if versions differ."""
+        """The first of ``count`` indices that fits on every rank; None if no index fits, or if versions differ."""
         misfits = [*(int(not fit) for fit in fits), *[1] * (count - len(fits))]
         *misfits, largest, negated = self.most([*misfits, version, -version])
         return misfits.index(0) if 0 in misfits and largest == -negated else None
@@ -275,12 +275,12 @@ class Group:
 
     @naming_lost_ranks("broadcasting a tensor")
     def broadcast(self, tensor: Tensor, rank: int) -> None:
-        """Overwrite the tensor of every rank with that of ``rank``."""
+        """Overwrite the tensor of every rank with the tensor of ``rank``."""
         dist.broadcast(tensor, self.members[rank], group=self.group)
 
     @naming_lost_ranks("exchanging descriptions with other ranks")
     def all_gather_object(self, value: T) -> list[T]:
-        """The ``value`` of every rank, pickled on the way."""
+        """The ``value`` of every rank, sent as a pickle."""
         if self.size == 1:
             return [value]
         values: list[T | None] = [None] * self.size

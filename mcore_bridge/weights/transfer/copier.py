@@ -1,4 +1,4 @@
-"""Runs copies of bytes between buffers: on a GPU all at once by one kernel, elsewhere one after the other."""
+"""Run copies of bytes between buffers: on a GPU all at once by one kernel, elsewhere one after the other."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from mcore_bridge.weights.transfer.triton_copy import Launch
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Whole numbers by their bytes: a copy of these keeps every bit."""
+"""Integer dtypes by their size: a copy as integers keeps every bit."""
 Addresses = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 class Buffers:
-    """Contiguous tensors between which bytes are copied, with what a kernel needs to know of them.
+    """Contiguous tensors between which bytes are copied, with their addresses for a kernel.
 
     Args:
         tensors: the tensors, by number.
-        gpus: the indices of the GPUs that have them, where the caller knows; None looks at every tensor.
+        gpus: the indices of the GPUs of the tensors, if the caller has them; None looks at every tensor.
     """
 
     def __init__(self, tensors: Sequence[Tensor], gpus: frozenset[int] | None = None) -> None:
@@ -42,7 +42,7 @@ class Buffers:
         return np.array([tensor.data_ptr() for tensor in self.tensors], dtype=np.int64)
 
     def addresses_on(self, device: torch.device) -> Tensor:
-        """The addresses as a tensor on a GPU, int64 [buffers]. It is sent there once."""
+        """The addresses as a tensor on a GPU, int64 [buffers]. They are sent to the GPU once."""
         if device not in self._on_device:
             pinned = torch.empty(len(self.tensors), dtype=torch.int64, pin_memory=True)
             pinned.numpy()[:] = self.addresses
@@ -56,19 +56,19 @@ class Buffers:
 
     @cached_property
     def on_gpu(self) -> bool:
-        """Whether a kernel reaches all tensors: each is on a GPU, or pinned on the host."""
+        """Whether a kernel can access all tensors: each is on a GPU, or pinned on the host."""
         return all(tensor.is_cuda or tensor.is_pinned() for tensor in self.tensors)
 
     @cached_property
     def gpus(self) -> frozenset[int]:
-        """The indices of the GPUs that have the tensors."""
+        """The indices of the GPUs on which the tensors are."""
         if self._gpus is not None:
             return self._gpus
         return frozenset(tensor.device.index for tensor in self.tensors if tensor.is_cuda)
 
 
 class CopyTable:
-    """Copies that write to different bytes, as a table, and what a kernel needs to run them."""
+    """Copies that write to different bytes, as a table for a kernel."""
 
     def __init__(self, copies: Iterable[ByteCopy]) -> None:
         self.table: Table = np.array([*copies], dtype=np.int64).reshape(-1, len(ByteCopy._fields))
@@ -77,16 +77,16 @@ class CopyTable:
     def run(self, staying: Buffers, passing: Buffers, device: torch.device) -> None:
         """Run all copies on the current stream of ``device``, in any order, without waiting for them.
 
-        No copy may read what another one writes. The current streams of other GPUs that have buffers wait as they do
-        for a copy of torch between two GPUs: the kernel for them, and they for the kernel.
+        No copy may read what another one writes. Streams are ordered as for torch's copies between two GPUs: the kernel
+        waits for the current streams of other GPUs with buffers, and these wait for the kernel.
 
         Args:
-            staying: the first buffers by number, which many tables share. They may be anywhere and begin anywhere.
-            passing: the buffers that follow, on a GPU or pinned. They begin at multiples of ``WIDEST``.
-            device: where the kernel runs. It reaches buffers on other GPUs of the machine over their links.
+            staying: the first buffers by number, which many tables share. They may be on any device, at any address.
+            passing: the following buffers, on a GPU or pinned, at multiples of ``WIDEST``.
+            device: where the kernel runs. It accesses buffers on other GPUs of the machine over their links.
 
         Raises:
-            TransferError: when this machine lets no kernel of ``device`` reach the GPU of a buffer.
+            TransferError: when kernels of ``device`` cannot access the GPU of a buffer on this machine.
         """
         if device.type == "cuda" and has_triton() and staying.on_gpu:
             self._launch(staying, passing, device)
@@ -110,7 +110,7 @@ class CopyTable:
 
 
 def indexed(device: torch.device) -> torch.device:
-    """The same device with its index, which is that of the current device if ``device`` has none."""
+    """``device`` with an index: its own, or else the index of the current device."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
@@ -118,7 +118,7 @@ def indexed(device: torch.device) -> torch.device:
 
 @contextmanager
 def _beside_peers(device: torch.device, gpus: frozenset[int]) -> Iterator[None]:
-    """Let kernels of the block reach the memory of ``gpus``, in the order of all current streams."""
+    """Let kernels of the block access the memory of ``gpus``, ordered with their current streams."""
     peers = [torch.device("cuda", index) for index in gpus if index != device.index]
     for peer in peers:
         _enable_peer_access(device, peer)
@@ -130,14 +130,14 @@ def _beside_peers(device: torch.device, gpus: frozenset[int]) -> Iterator[None]:
 
 @cache
 def _enable_peer_access(device: torch.device, peer: torch.device) -> None:
-    """Let kernels of one GPU reach the memory of another one.
+    """Let kernels of one GPU access the memory of another GPU.
 
     Raises:
-        TransferError: when the machine has no such access.
+        TransferError: when the machine does not allow this.
     """
     if not torch.cuda.can_device_access_peer(device, peer):
         raise TransferError(
-            f"expected two GPUs that reach each other's memory, found {device}, which cannot reach {peer} on this "
+            f"expected two GPUs with peer access, found {device}, which cannot access the memory of {peer} on this "
             'machine: send buckets through a ring with device="cpu"'
         )
     torch.zeros(1, device=peer).copy_(torch.zeros(1, device=device))  # torch's first copy enables the access for good
@@ -173,7 +173,7 @@ def compiling(device: torch.device) -> Iterator[None]:
 @cache
 def _compile(device: torch.device) -> None:
     """Compile the kernel for the two shapes of tiles that the copies of most exports have."""
-    with suppress(Exception), torch.cuda.device(device):  # an export that needs it raises then
+    with suppress(Exception), torch.cuda.device(device):  # an export that needs the kernel raises then
         for rows in (1, 128):
             copy = ByteCopy(0, 0, 1, 0, rows, WIDEST, 1, WIDEST, 1, WIDEST, 1)
             source, target = (torch.empty(copy.num_bytes(), dtype=torch.uint8, device=device) for _ in range(2))
@@ -182,5 +182,5 @@ def _compile(device: torch.device) -> None:
 
 @cache
 def has_triton() -> bool:
-    """Whether copies on a GPU are made by a kernel."""
+    """Whether a kernel runs copies on a GPU."""
     return find_spec("triton") is not None

@@ -1,4 +1,4 @@
-"""The tensors at both ends of an exchange: those that a rank holds, and HF tensors that are not complete yet."""
+"""The tensors at both ends of an exchange: the tensors of a rank, and HF tensors that are not complete yet."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mcore_bridge.weights.transfer.copier import Buffers
 from mcore_bridge.weights.transfer.program import Program, Step
 
 Merge = Callable[[Tensor], Tensor]
-"""Makes of a tensor that a rank holds the one that it sends in its place, of the same shape and dtype."""
+"""A function from a tensor of this rank to the tensor that is sent in its place, with equal shape and dtype."""
 NO_MERGES: Mapping[str, Merge] = {}
 
 
@@ -35,7 +35,7 @@ def _storage_of(name: str, tensor: Tensor) -> torch.UntypedStorage:
 class Sources:
     """This rank's tensors, in the memory that they have when an export begins.
 
-    Those with a merge are made when a step first reads them, and dropped after its last message.
+    A tensor with a merge is made when a step first reads it, and freed after its last message.
 
     Raises:
         ExportError: when any of them has no memory.
@@ -46,7 +46,7 @@ class Sources:
     ) -> None:
         self._program, self._names = program, program.names
         own = [tensors[name] for name in self._names]
-        self._storages = [*map(_storage_of, self._names, own)]  # they stay if tensors get others
+        self._storages = [*map(_storage_of, self._names, own)]  # these stay even if tensors get another memory
         self._addresses = [storage.data_ptr() for storage in self._storages]
         self._buffers = Buffers([tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in own])
         self._buffers.addresses  # noqa: B018  # computed now, and kept
@@ -55,7 +55,7 @@ class Sources:
         self._current = self._buffers
 
     def read_by(self, step: Step) -> Buffers:
-        """All tensors, after a check that the ones which a step reads have not moved."""
+        """All tensors, after a check that the tensors of a step have not moved."""
         pairs = ((number, self._storages[number].data_ptr() == self._addresses[number]) for number in step.held)
         if moved := [number for number, is_there in pairs if not is_there]:
             raise ExportError(
@@ -68,7 +68,7 @@ class Sources:
         return self._current
 
     def passed(self, message: int) -> None:
-        """Drop the merged tensors of which no message soon after this one has a part."""
+        """Free merged tensors that no message soon after this one needs."""
         idle = self._merged.keys() & self._program.idle_after.get(message, ()) if self._merged else ()
         for number in idle:
             del self._merged[number]
@@ -87,14 +87,14 @@ class Outputs:
         self._outputs = plan.payload.outputs
         self._like = {dtype: torch.empty(0, dtype=dtype, device=device) for dtype in plan.dtypes}
         self._gpus = Buffers([torch.empty(0, device=device)]).gpus
-        """The GPUs that have outputs and windows: a look at each of thousands of tensors would take longer."""
+        """The GPUs of outputs and windows. A check of each of thousands of tensors would take longer."""
         self._open: dict[int, Tensor] = {}
 
     def run(self, step: Step, held: Buffers, passing: Sequence[Tensor], device: torch.device) -> None:
-        """Run a step that reads what this rank holds, and windows. Outputs that nothing was written to are allocated.
+        """Run a step that reads this rank's tensors and windows. Outputs that do not exist yet are allocated.
 
         Args:
-            passing: the buffers between what is held and the outputs, in their order.
+            passing: the buffers between this rank's tensors and the outputs, in their order.
         """
         for output, numbers in step.alike:
             is_new = self._open.keys().isdisjoint(numbers)
@@ -112,8 +112,8 @@ class Outputs:
     def _allocated(self, output: OutputTensor, count: int) -> Sequence[Tensor]:
         """``count`` new tensors like ``output``.
 
-        On GPUs small ones share an allocation, as the allocator takes longer than the transfer. They do not know that
-        they are parts of one tensor. Pickling one writes the whole allocation.
+        On GPUs small tensors share an allocation, since allocations would take longer than the transfer. Torch does not
+        treat them as views of one tensor. To pickle one writes the whole allocation.
         """
         like, num_bytes = self._like[output.dtype], output.num_bytes
         is_small = like.is_cuda and 0 < num_bytes <= SLAB and num_bytes % ALIGNMENT == 0
@@ -126,14 +126,14 @@ class Outputs:
         return tensors
 
     def lend(self, step: Step, windows: Tensor) -> None:
-        """Take outputs that lie whole in ``windows`` as views of them."""
+        """Use views of ``windows`` as outputs, for outputs that lie whole in them."""
         for number, start in step.lent:
             output = self._outputs[number]
             view = windows[start : start + output.num_bytes].view(output.dtype)
             self._open[number] = view.view(output.shape)
 
     def closed(self, message: Message) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that are complete with a message; from here on they belong to the caller."""
+        """Yield the tensors that a message completes. From then on they belong to the caller."""
         for number in message.done:
             output = self._outputs[number]
             tensor = self._open.pop(number, None)

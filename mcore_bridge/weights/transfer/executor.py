@@ -1,8 +1,8 @@
-"""Runs a program: while the tensors of one message are yielded, the next two messages travel.
+"""Run a program: while the tensors of one message are yielded, the next two messages travel.
 
 A rank that stops early keeps sending until all have stopped. A rank that fails makes every rank of its group raise. The
-state of a rank travels with its windows, so the others see it at most three messages later. At the end, a collective
-says whether all ranks have come there without a failure.
+state of a rank travels with its windows, so other ranks get it at most three messages later. At the end, a collective
+checks whether all ranks arrived without a failure.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from mcore_bridge.weights.transfer.windows import Memory, State, Windows
 
 Pairs = Iterator[tuple[str, Tensor]]
 Ends = tuple[Program, Outputs]
-"""What runs on this rank, and where its outputs are."""
+"""The program of this rank, and its outputs."""
 
 
 def new_tensors(program: Program, device: torch.device) -> Ends:
-    """The usual end of an export: HF tensors that are allocated when something is first written to them."""
+    """The usual end of an export: HF tensors that are allocated before the first write to them."""
     return program, Outputs(program.plan, device)
 
 
@@ -40,7 +40,7 @@ def run_program(
     merges: Mapping[str, Merge] = NO_MERGES,
     lend: bool = False,
 ) -> Generator[tuple[str, Tensor], None, None]:
-    """Yield every HF tensor of ``program``, ready on the current stream: like ``run_messages``, but one at a time."""
+    """Yield every HF tensor of ``program``, ready on the current stream: ``run_messages``, one tensor at a time."""
     with closing(run_messages(program, group, tensors, merges=merges, lend=lend)) as messages:
         for pairs in messages:
             yield from pairs
@@ -55,25 +55,25 @@ def run_messages(
     lend: bool = False,
     into: Callable[[Program, torch.device], Ends] = new_tensors,
 ) -> Generator[Pairs, None, None]:
-    """Yield an iterator for each message, over the HF tensors that are complete with it. Exhaust it before the next.
+    """Yield an iterator for each message, over the HF tensors that it completes. Exhaust it before the next message.
 
-    Every rank gets equally many iterators, so their number says how far all ranks are.
+    Every rank gets equally many iterators, so their number shows the progress of all ranks.
 
     Args:
-        tensors: what this rank holds, by canonical name.
-        merges: what makes of some of these, by name, the tensors that are sent.
-        lend: yield tensors that lie whole in the windows as views, valid until the next tensor is asked for. All other
+        tensors: this rank's tensors by canonical name.
+        merges: functions, by name, from some of these to the tensors that are sent.
+        lend: yield tensors that lie whole in the windows as views, valid until the next step of the iterator. All other
             tensors are new and belong to the caller. While it reads views, one message less is in flight.
-        into: makes the end of the export on this rank, from the program and the device of the group.
+        into: makes the program and the outputs of this rank, from the program and the device of the group.
 
     Raises:
-        ExportError: on every rank of the group, when any of them fails; names rank and parameter.
+        ExportError: on every rank of the group, when any rank fails. The error names the rank and the parameter.
     """
     if group.size == 1:
         yield from _alone(*into(program, group.device), Sources(program, tensors, merges), group.device)
         return
     exchange = None
-    with raise_on_all(group, kind=ExportError):  # such as no memory: others must hear of it before they wait
+    with raise_on_all(group, kind=ExportError):  # such as out of memory: other ranks must be informed before they wait
         exchange = _Exchange(*into(program, group.device), group, Sources(program, tensors, merges), lend=lend)
     assert exchange is not None
     yield from exchange.messages()
@@ -106,7 +106,7 @@ class _Exchange:
         self._closed = False
         self._failure: ExportError | None = None
         first = self._following(0)
-        self._steps(None, first)  # now, while a rank that cannot copy bytes at all can still say so
+        self._steps(None, first)  # now, while a rank that cannot copy bytes at all can still report it
         self._sent.append(first)
 
     def messages(self) -> Generator[Pairs, None, None]:
@@ -132,12 +132,12 @@ class _Exchange:
                 if ends:
                     return
         finally:
-            for windows in self._sent:  # the same messages on every rank, as all ranks read the same states
+            for windows in self._sent:  # the same messages on every rank, since all ranks read equal states
                 windows.wait()
         require_all(self._group, str(self._failure or ""))  # no window was left to carry the state
 
     def _yielded(self, message: Message) -> Pairs:
-        """Yield what is complete with a message. If the consumer raises into it, all ranks fail."""
+        """Yield the tensors that a message completes. If the consumer throws an error into this, all ranks fail."""
         try:
             yield from self._outputs.closed(message)
         except Exception as problem:
@@ -154,7 +154,7 @@ class _Exchange:
         following = self._following(number) if number is not None else None
         try:
             self._steps(arrived, following)
-        except Exception as problem:  # whatever it is, the other ranks are waiting for this window
+        except Exception as problem:  # any error: the other ranks are waiting for this window
             windows = following or arrived
             assert windows is not None
             self._fail(problem, windows.number)
@@ -182,7 +182,7 @@ class _Exchange:
         )
 
     def _steps(self, arrived: Windows | None, following: Windows | None) -> None:
-        """Unpack and pack in one step, unless this rank's next window overlaps windows that others have sent."""
+        """Unpack and pack in one step, unless this rank's next window overlaps windows that other ranks have sent."""
         if arrived and following and following.overlaps(arrived):
             self._step(arrived, None)
             self._step(None, following)
@@ -210,5 +210,5 @@ class _Exchange:
     def _fail(self, problem: Exception, number: int) -> None:
         entries = self._program.plan.payload.entries
         names = [entries[piece.entry].held.name for piece in self._messages[number].pieces]
-        where = f"in the message of {names[0]} to {names[-1]}" if names else "in a message for others"
+        where = f"in the message of {names[0]} to {names[-1]}" if names else "in a message for other ranks"
         self._failure = ExportError(f"{type(problem).__name__} {where}: {problem}")

@@ -1,4 +1,4 @@
-"""Raises on all ranks what fails on one of them, so that no rank waits for one that has left."""
+"""Raise on all ranks if one rank fails, so that no rank waits for a rank that has left."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def raise_on_all(group: Group, what: str = "", kind: type[BridgeError] = Checkpo
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except BaseException as error:  # torch's CheckpointException is no Exception; other ranks must hear of it, too
+    except BaseException as error:  # torch's CheckpointException is no Exception; other ranks need it, too
         problem = describe(error)
     require_all(group, problem, what, kind)
 
@@ -38,7 +38,7 @@ def require_all(group: Group, problem: str, what: str = "", kind: type[BridgeErr
 
 
 def raise_failures(problems: Sequence[str], what: str = "", kind: type[BridgeError] = ExportError) -> None:
-    """Raise ``kind`` if any rank has a problem. ``problems`` are known here already, by rank."""
+    """Raise ``kind`` if any rank has a problem. This rank already has the ``problems`` of all ranks."""
     if failures := grouped_by_rank(problems):
         raise kind(f"{what}: {failures}" if what else failures)
 

@@ -21,19 +21,20 @@ from mcore_bridge.weights.transfer.collectives import Lineup, lineup
 from mcore_bridge.weights.transfer.copier import CopyTable
 
 WINDOWS, HEADER_SENT, HEADERS, OWN_WINDOWS, OUTPUTS = range(5)
-"""Buffers of a step; their numbers follow those of the tensors that this rank holds.
+"""Buffers of a step; their numbers follow the numbers of the tensors that this rank holds.
 
-They are the windows that have arrived, this rank's header, the headers of all ranks, this rank's windows of the next
-message, and then outputs."""
+In this order: the arrived windows, this rank's header, the headers of all ranks, this rank's windows of the next
+message, and then outputs.
+"""
 
 
 Side = Literal["held", "sent", "part"]
-"""One of three buffers: the tensor that a rank holds, what travels of it, or a part, which is an HF tensor."""
+"""One of three buffers: the tensor of a rank, the sent part of it, or a part of an HF tensor."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """Unpacks a message that has arrived, and packs the next one. A rank's own tensors do not pass through windows."""
+    """Unpack a message that has arrived, and pack the next one. A rank's own tensors do not pass through windows."""
 
     copies: CopyTable
     held: tuple[int, ...]
@@ -41,13 +42,13 @@ class Step:
     outputs: tuple[int, ...]
     """Outputs that the step writes to, by index."""
     alike: tuple[tuple[OutputTensor, tuple[int, ...]], ...]
-    """These outputs grouped by shape and dtype: one of each group, and the indices of all."""
+    """These outputs, grouped by shape and dtype: one output of each group, and the indices of all its outputs."""
     lent: tuple[tuple[int, int], ...]
-    """Outputs that lie whole in the windows that have arrived, with the byte at which they begin there."""
+    """Outputs that lie whole in the arrived windows, with the byte at which they begin there."""
 
 
 class Program:
-    """The steps of one rank. Each is computed when it is first asked for, and kept.
+    """The steps of one rank. Each step is computed on first use, and cached.
 
     Args:
         plans: one plan for all ranks alike, or one for each receiver.
@@ -61,19 +62,19 @@ class Program:
         """Whether each rank sends one window to all receivers. Otherwise it sends one to each."""
         self.num_stages = num_stages if self.is_gather else 1
         self.plan = plans[0 if self.is_gather else rank]
-        """The plan of what this rank gets."""
+        """The plan of the tensors that this rank gets."""
         payloads = {id(plan.payload): plan.payload for plan in plans}  # receivers with one target share an object
         entries = (entry for payload in payloads.values() for entry in payload.entries)
         held = (entry.held.name for entry in entries if any(rank in holders for holders in entry.holders.values()))
         self.names = tuple(dict.fromkeys(held))
-        """The canonical names of what this rank sends, or copies to outputs of its own."""
+        """The canonical names of the tensors that this rank sends, or copies to its own outputs."""
         self._numbers = {name: number for number, name in enumerate(self.names)}
         self._steps: dict[tuple[int | None, int | None, bool, bool, bool], Step] = {}
         self._known: dict[tuple[object, ...], list[list[ByteCopy]]] = {}
 
     @cached_property
     def idle_after(self) -> dict[int, list[int]]:
-        """By message, the tensors of this rank, by index, of which none that follows soon has a part.
+        """For each message, the indices of this rank's tensors that the next messages do not need.
 
         Different receivers may get parts of a tensor at different times.
         """
@@ -91,9 +92,9 @@ class Program:
         return idle
 
     def balance(self) -> int:
-        """A hash of what this rank sends, minus one of what it expects.
+        """A hash of what this rank sends, minus a hash of what it expects.
 
-        Over all ranks of a group these add up to 0 if the plans fit together, and otherwise hardly ever.
+        If the plans fit together, the sum over all ranks of a group is 0. Otherwise it is almost never 0.
         """
         own, ranks = self.rank, range(len(self.plan.streams))
         if self.is_gather:
@@ -106,15 +107,15 @@ class Program:
         return self.plan.messages[number].widths
 
     def lineup(self, number: int) -> Lineup:
-        """Where the windows of a message lie when they have arrived."""
+        """The positions of the windows of a message after their arrival."""
         return lineup(self.received(number), self.num_stages)
 
     def sent(self, number: int) -> tuple[int, ...]:
-        """Bytes of this rank's window for each receiver, or of the one window that all receivers get."""
+        """Bytes of this rank's window for each receiver, or of its single window for all receivers."""
         return tuple(plan.messages[number].widths[self.rank] for plan in self.plans)
 
     def room(self, number: int) -> tuple[int, int]:
-        """Bytes of memory for a message: for the windows received, and for those sent if they lie elsewhere."""
+        """Bytes of memory for a message: for received windows, and for sent windows if they need separate memory."""
         return self.plan.messages[number].room, self._most_sent
 
     @cached_property
@@ -129,8 +130,8 @@ class Program:
 
         Args:
             arrived, following: the numbers of the message to unpack and of the message to pack.
-            unpack, pack: whether to do so; otherwise only headers are copied.
-            lend: leave outputs that lie whole in a window where they are.
+            unpack, pack: whether to do this; otherwise only headers are copied.
+            lend: do not copy outputs that lie whole in a window.
         """
         key = (arrived, following, unpack, pack, lend)
         if key not in self._steps:
@@ -194,7 +195,7 @@ class Program:
         return ByteCopy(*ends, 1, HEADER, 1, HEADER, 1, HEADER, 1)
 
     def _headers_arrived(self, windows: Lineup) -> Iterator[ByteCopy]:
-        """Yield the copies of all headers but this rank's own, which may already be that of the next message."""
+        """Yield the copies of all headers except this rank's, which may already belong to the next message."""
         for row in windows.rows:
             end = row.first + row.length
             for first, last in ((row.first, min(end, self.rank)), (max(row.first, self.rank + 1), end)):
@@ -215,7 +216,7 @@ class Program:
             )
 
     def _unpack(self, piece: WindowSlice, window: int, outputs: dict[int, list[ByteCopy]]) -> None:
-        """Add the copies of a piece to those of the outputs that it is a part of."""
+        """Add the copies of a piece to the copies of the outputs that contain it."""
         payload = self.plan.payload
         entry, destinations = payload.entries[piece.entry], payload.destinations[piece.entry]
         is_own = piece.sender == self.rank
@@ -237,7 +238,7 @@ class Program:
         return is_viewable and byte_copies[0].is_dense() and byte_copies[0].num_bytes() == output.num_bytes
 
     def _byte_copies(self, entry: ParamEntry, piece: WindowSlice, source: Side, target: Side) -> list[list[ByteCopy]]:
-        """The copies of a piece from one side to the other: a list for each part if ``target`` is that, else one list.
+        """The copies of a piece between two sides: a list for each part if ``target`` is "part", else one list.
 
         Bytes count from the beginning of the held tensor, of the piece, or of the part.
         """
@@ -253,12 +254,12 @@ class Program:
 
 
 def _box(entry: ParamEntry, piece: WindowSlice, copy: Copy, start: int, source: Side, target: Side) -> BoxCopy | None:
-    """What ``copy`` has in the rows of ``piece``, in elements of the two sides; None if it has nothing there.
+    """The part of ``copy`` in the rows of ``piece``, in elements of the two sides; None if there is none.
 
     Args:
-        start: where ``copy`` begins in what travels, along its dim.
+        start: where ``copy`` begins in the sent part, along its dim.
     """
-    offset = start if copy.dim == 0 else 0  # row 0 of the views is this row of what travels
+    offset = start if copy.dim == 0 else 0  # row 0 of the views is this row of the sent part
     near, far = (_view(entry, copy, start, side) for side in (source, target))
     first = max(piece.first, offset) - offset
     last = min(piece.first + piece.count, offset + near.shape[0]) - offset

@@ -1,7 +1,7 @@
 """The kernel behind ``CopyTable.run``: all copies of a table in one launch, each cut into tiles of some KB.
 
-Tiles of one size keep all multiprocessors busy, whether a table has three large copies or three thousand small ones. A
-program finds its copy by bisection in the cumulative number of tiles.
+Tiles of one size keep all multiprocessors busy, with three large copies or with three thousand small ones. A program
+finds its copy by bisection in the cumulative number of tiles.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ class Launch:
     wide: bool
     tile: tuple[int, int]
     table: Tensor
-    """What the kernel reads, int64 [11, copies]. Rows: number of the source and first byte in it, the same of the
-    target, rows, columns, strides of rows and of columns (source, target; in words), last tile."""
+    """The input of the kernel, int64 [11, copies]. Its rows are: source buffer, first byte in it, target buffer, first
+    byte in it, rows, columns, strides of rows and of columns (source, target; in words), last tile.
+    """
     num_tiles: int
 
 
@@ -39,7 +40,7 @@ def prepare(copies: Table, *, aligned: bool, device: torch.device) -> tuple[Laun
 
     Args:
         copies: fields of ``ByteCopy``.
-        aligned: whether all buffers begin at multiples of ``WIDEST``, so that words of half of it can be used.
+        aligned: whether all buffers begin at multiples of ``WIDEST``, so that words of half this size can be used.
         device: where the kernel will run.
     """
     column = dict(zip(ByteCopy._fields, copies.T, strict=True))

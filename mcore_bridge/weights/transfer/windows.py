@@ -1,7 +1,7 @@
 """The windows of one message in flight, and the memory for them.
 
-Every window carries a header with the state of its sender. So a rank that fails or stops consuming tells the others
-without a collective of its own, and no rank waits in vain.
+Every window carries a header with the state of its sender. So a rank that fails or stops consuming informs other ranks
+without an extra collective, and no rank waits in vain.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class State(IntEnum):
 
 
 class Memory:
-    """Memory for one message at a time: for the windows received, and for those sent if they lie elsewhere."""
+    """Memory for one message at a time: for received windows, and for sent windows if they need separate memory."""
 
     def __init__(self, group: Group, received: int, sent: int) -> None:
         on_gpu = group.device.type == "cuda"
@@ -46,7 +46,7 @@ class Memory:
 
     def header(self, state: State, message: str) -> Tensor:
         """The header for a state and a message: uint8 [HEADER]."""
-        if (state, message) not in self._stamps:  # nearly always CONSUMING, which need not go to a GPU twice
+        if (state, message) not in self._stamps:  # nearly always CONSUMING, which is sent to a GPU only once
             text = message.encode()[: HEADER - 1]
             header = torch.frombuffer(bytearray([state, *text.ljust(HEADER - 1, b"\0")]), dtype=torch.uint8)
             self._stamps[state, message] = header.to(self.own.device)
@@ -56,7 +56,7 @@ class Memory:
 class Windows:
     """One message in flight: this rank's windows, and memory for the windows of all ranks of a group.
 
-    Windows travel asynchronously. What is enqueued on the current stream after ``wait`` sees them.
+    Windows travel asynchronously. Work that is enqueued on the current stream after ``wait`` can read them.
 
     Args:
         number: the number of the message.
@@ -77,16 +77,16 @@ class Windows:
         self.all = memory.all[: sum(received)]
         """The windows of all ranks, lined up."""
         self.own = memory.own[: sum(sent)] if len(sent) > 1 else self.all[start : start + sent[0]]
-        """This rank's windows. If one window is for all ranks, it lies among those of all ranks."""
+        """This rank's windows. A single window for all ranks lies among the windows of all ranks."""
         self._own_state = State.CONSUMING, ""
         self._works: list[Any] = []
 
     def overlaps(self, other: Windows) -> bool:
-        """Whether this rank's windows lie where another message has the windows of other ranks."""
+        """Whether this rank's windows overlap the windows of other ranks in another message."""
         return len(self._sent) == 1 and self._received != other._received
 
     def send(self) -> None:
-        """Send this rank's windows, and begin to receive those of all ranks."""
+        """Send this rank's windows, and begin to receive the windows of all ranks."""
         if len(self._sent) > 1:
             self._works = self._group.exchange_windows(self.all, self.own, self._received, self._sent)
         else:
@@ -95,7 +95,7 @@ class Windows:
     @naming_lost_ranks("receiving windows of weights")
     def wait(self) -> None:
         """Make the current stream wait for all windows."""
-        while self._works:  # a work keeps its memory alive
+        while self._works:  # each work object keeps memory alive, so drop it
             self._works.pop().wait()
 
     def leave(self) -> None:
@@ -103,12 +103,12 @@ class Windows:
         self.all = self.own = self._memory.all = self._memory.own = self.all.new_empty(0)
 
     def mark(self) -> None:
-        """Have ``states`` wait for all that is enqueued by now."""
+        """Make ``states`` wait for all work that is enqueued so far."""
         if self._memory.arrived is not None:
             self._memory.arrived.record(torch.cuda.current_stream(self._memory.all.device))
 
     def stamped(self, state: State, message: str = "") -> Tensor:
-        """The header that tells other ranks the state of this rank."""
+        """The header with the state of this rank, for other ranks."""
         self._own_state = state, message
         return self._memory.header(state, message)
 
@@ -117,8 +117,8 @@ class Windows:
         if self._memory.arrived is not None:
             self._memory.arrived.synchronize()
         headers, own = self.headers.numpy(), self._group.rank
-        states = bytearray(headers[:, 0].tobytes())  # of thousands of ranks, with each message
-        states[own], message = self._own_state  # its row may already be that of the next message
+        states = bytearray(headers[:, 0].tobytes())  # from thousands of ranks, with each message
+        states[own], message = self._own_state  # its row may already belong to the next message
         failures = [""] * len(states)
         if State(max(states)) is State.FAILED:
             for rank in (rank for rank, state in enumerate(states) if state == State.FAILED):

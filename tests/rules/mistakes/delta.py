@@ -1,4 +1,4 @@
-"""Planted mistakes in linear attention and in gated full attention: in rules, in layouts, in what gradients show."""
+"""Planted mistakes in linear attention and gated full attention: in rules, layouts, and code that affects gradients."""
 
 from unittest import mock
 

@@ -1,4 +1,4 @@
-"""Planted mistakes in experts: in their rules, in the order of gate and up, in sinks, in what the router does."""
+"""Planted mistakes in experts: in their rules, in the order of gate and up, in sinks, in the router."""
 
 from dataclasses import replace
 

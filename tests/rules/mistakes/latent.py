@@ -1,4 +1,4 @@
-"""Planted mistakes in latent attention: in its rules, its norms, its scale, and in what only gradients show."""
+"""Planted mistakes in latent attention: in rules, norms, the scale, and code that affects only gradients."""
 
 from mcore_bridge import ParallelDims
 from mcore_bridge.config.rope import Rope

@@ -1,4 +1,4 @@
-"""Mistakes planted on purpose where norms stand elsewhere, scores are capped and layers rotate apart."""
+"""Planted mistakes in families with other places of norms, capped scores, and a different rope in each layer."""
 
 from contextlib import AbstractContextManager
 from typing import Any
@@ -47,7 +47,7 @@ def stack_the_other_way(both: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor
 
 
 def unmarked() -> AbstractContextManager[Any]:
-    """Post norms that do not say that they see a part of the tokens."""
+    """Post norms that are not marked as computed from a part of the tokens."""
     true = norms.PostNorm.__init__
 
     def mistaken(self: Any, *sizes: int, **arguments: Any) -> None:

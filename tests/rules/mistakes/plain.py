@@ -1,4 +1,4 @@
-"""Planted mistakes in what the families of ``zoo/plain.py`` add: fused projections, norms, MLPs, rope, temperature."""
+"""Planted mistakes for the families of ``zoo/plain.py``: in fused projections, norms, MLPs, rope, temperature."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -62,7 +62,7 @@ RULES = {
 
 @contextlib.contextmanager
 def entries(model_type: str, *wrong: Field) -> Iterator[None]:
-    """The family with these entries in its table."""
+    """The family with these entries added to its table."""
     true = architecture.architecture_of(model_type)
     architecture._REGISTRY[model_type] = replace(true, fields=but(true.fields, *wrong))
     try:

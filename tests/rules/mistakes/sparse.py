@@ -1,4 +1,4 @@
-"""Planted mistakes in sparse attention: in the rules of its indexer, in what it selects, and in what layers share."""
+"""Planted mistakes in sparse attention: in the indexer's rules, the selection, and the sharing between layers."""
 
 from unittest import mock
 
