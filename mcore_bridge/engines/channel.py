@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
+import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +17,8 @@ from typing import Any, TypeVar
 from mcore_bridge.errors import TransferError
 
 KEY_BYTES = 32
+HANDSHAKE = 5.0
+"""Seconds that a worker has to prove that it has the key."""
 T = TypeVar("T")
 
 
@@ -64,10 +68,13 @@ class Listener:
         except TimeoutError:
             return None
         accepted.settimeout(None)
+        _limit_reads(accepted, HANDSHAKE)  # another program may connect, and never answer
         pipe = Connection(accepted.detach())
         try:
             deliver_challenge(pipe, self._key)
             answer_challenge(pipe, self._key)
+            with socket.socket(fileno=os.dup(pipe.fileno())) as same:
+                _limit_reads(same, 0)
         except (OSError, EOFError, AuthenticationError):
             pipe.close()
             return None
@@ -76,6 +83,12 @@ class Listener:
     def close(self) -> None:
         """Accept nobody any more."""
         self.socket.close()
+
+
+def _limit_reads(connection: socket.socket, seconds: float) -> None:
+    """Let reads fail after some seconds; 0 is never."""
+    whole, part = int(seconds), int(seconds % 1 * 1e6)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", whole, part))
 
 
 def own_host() -> str:

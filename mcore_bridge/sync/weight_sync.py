@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mcore_bridge.arguments import LEAST_0, Kind, instance_of, problem_of, require
-from mcore_bridge.engines.channel import Listener, WorkerLine, own_host
+from mcore_bridge.engines.channel import HANDSHAKE, Listener, WorkerLine, own_host
 from mcore_bridge.engines.engine_worker import Identity
 from mcore_bridge.errors import BridgeError, TransferError, describe, grouped_by_rank
 from mcore_bridge.machine import this_machine
@@ -199,7 +199,7 @@ class WeightSync:
         reports, failure = [], None
         try:
             if any(served.is_new for served in roster):
-                self._raise(_problem_of(lambda: self._connect(mine)))
+                self._raise(_problem_of(lambda: self._connect(mine), Exception))
             for row in range(rows):
                 in_row = [_row(roster, rank, row) for rank in range(self._group.size)]
                 is_new = any(served.is_new for served in chain.from_iterable(in_row))
@@ -252,7 +252,7 @@ class WeightSync:
                     f"expected {[worker.name for worker in due.values()]} to connect to {self._host} within "
                     f"{self._seconds:.0f} s, found that they did not; pass an address that the engines reach"
                 )
-            if pipe is None:
+            if pipe is None or not pipe.poll(HANDSHAKE):
                 continue
             worker = due.pop(pipe.recv())
             line = WorkerLine(pipe, worker.name, self._seconds)
@@ -326,12 +326,12 @@ def _row(served: Sequence[Served], rank: int, row: int) -> list[Served]:
     return [entry for entry in served if entry.trainer == rank][row : row + 1]
 
 
-def _problem_of(action: Any) -> str:
+def _problem_of(action: Any, kind: type[Exception] = TransferError) -> str:
     """Run it; the message of an error that one worker alone has."""
     try:
         action()
-    except TransferError as error:
-        return str(error)
+    except kind as error:
+        return describe(error)
     return ""
 
 

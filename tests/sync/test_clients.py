@@ -2,9 +2,11 @@
 
 import json
 import multiprocessing
+import socket
 import threading
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler
+from multiprocessing.connection import Client
 from socketserver import ThreadingTCPServer
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import mcore_bridge as mb
-from mcore_bridge.engines import EngineWorker
+from mcore_bridge.engines import EngineWorker, channel
 from mcore_bridge.errors import TransferError
 from mcore_bridge.sync.clients import call_of
 from tests.support import pool
@@ -125,6 +127,11 @@ def failing():
             "nobody": raised("http://127.0.0.1:9"),
         }
         assert torch.equal(weight, mb.to_hf_state_dict(models)[HEAD])  # of the engine beside the one that raised
+        channel.HANDSHAKE = 0.2
+        address = sync._listener.address
+        with socket.create_connection((address.host, address.port)) as scanner, closing(Client(scanner.getpeername())):
+            sync.set_engines(worker.receive)  # beside programs that connect and have no key
+            sync()
         with server(worker.receive, [], broken=("/finish_weight_update",)) as address:
             found["500"] = raised(address)
         with pytest.raises(TransferError, match="expected an engine: vLLM's LLM"):

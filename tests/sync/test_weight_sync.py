@@ -111,7 +111,7 @@ def survive(addresses, dims, rounds):
     return problems
 
 
-NUM_ROUNDS = int(os.environ.get("MCORE_BRIDGE_ROUNDS", "12"))
+NUM_ROUNDS = int(os.environ.get("MCORE_BRIDGE_ROUNDS", "20"))
 
 
 def test_an_engine_that_dies_between_any_two_messages_harms_no_other(tmp_path):
