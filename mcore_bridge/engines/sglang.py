@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_bridge.engines.engine_worker import EngineWorker
+from mcore_bridge.errors import TransferError
 from mcore_bridge.foreign_files import parse
 
 LOAD = "mcore_bridge.engines.sglang.load"
@@ -34,7 +35,9 @@ def client(engine: Any) -> Callable[[Mapping[str, Any]], None]:
 
     def call(info: Mapping[str, Any]) -> None:
         message = torch.frombuffer(bytearray(json.dumps(dict(info)).encode()), dtype=torch.uint8)
-        engine.update_weights_from_tensor([(_NAME, message)], load_format=LOAD, flush_cache=True)
+        answer = engine.update_weights_from_tensor([(_NAME, message)], load_format=LOAD, flush_cache=True)
+        if isinstance(answer, tuple) and not answer[0]:
+            raise TransferError(f"expected SGLang to take the weights, found that it did not: {answer[1]}")
 
     return call
 
@@ -43,7 +46,7 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     """What SGLang calls: take part in a round of a ``WeightSync``."""
     ((name, message),) = named_tensors
     if name != _NAME:
-        raise ValueError(f"expected a message of a WeightSync, found a tensor {name}; use another load_format")
+        raise TransferError(f"expected a message of a WeightSync, found a tensor {name}; use another load_format")
     worker = _workers.get(model)
     if worker is None:
         worker = _workers[model] = _worker_of(model)

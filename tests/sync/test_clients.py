@@ -1,5 +1,6 @@
 """Each kind of client reaches the workers of its engine; what is none is refused, and an engine that fails is named."""
 
+import importlib
 import json
 import multiprocessing
 import socket
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import mcore_bridge as mb
-from mcore_bridge.engines import EngineWorker, channel
+from mcore_bridge.engines import EngineWorker, channel, sglang
 from mcore_bridge.errors import TransferError
 from mcore_bridge.sync.clients import call_of
 from tests.support import pool
@@ -189,3 +190,37 @@ def test_all_ranks_refuse_what_one_of_them_cannot_take():
         assert part in text
     with pytest.raises(TransferError, match="found 7"):
         call_of(7)
+
+
+class Schedulers:
+    """What SGLang's ``Engine`` does with a loader of ours, for one scheduler with a model of its own."""
+
+    def __init__(self, model):
+        self._model = model
+
+    def update_weights_from_tensor(self, named_tensors, load_format=None, flush_cache=True):
+        assert flush_cache
+        module, _, name = load_format.rpartition(".")
+        try:
+            getattr(importlib.import_module(module), name)(self._model, named_tensors)
+        except Exception as error:
+            return False, str(error)
+        return True, "Success"
+
+
+def by_sglang():
+    models, weight, worker = model_and_worker()
+    model = torch.nn.Linear(1, 1)
+    sglang._workers[model] = worker
+    call = sglang.client(Schedulers(model))
+    with mb.WeightSync(models, call, timeout=30) as sync:
+        sync()
+        assert torch.equal(weight, mb.to_hf_state_dict(models)[HEAD])
+        with pytest.raises(TransferError, match="SGLang to take the weights, .* expected what a WeightSync has sent"):
+            call({"address": 3})
+    with pytest.raises(TransferError, match="found a tensor w"):
+        sglang.load(model, [("w", weight)])
+
+
+def test_sglangs_loader_of_ours_takes_a_round_from_its_one_tensor():
+    pool.run(1, by_sglang)
