@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -31,9 +31,9 @@ def register() -> None:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     except ImportError:  # a release without weight transfer
         return
-    is_known = BACKEND in WeightTransferEngineFactory._registry
-    if not is_known and hasattr(WeightTransferEngine, "start_weight_update"):
-        WeightTransferEngineFactory.register_engine(BACKEND, "mcore_bridge.engines.vllm_backend", "Backend")
+    if hasattr(WeightTransferEngine, "start_weight_update"):
+        with suppress(ValueError):  # vLLM may load plug-ins twice in a process
+            WeightTransferEngineFactory.register_engine(BACKEND, "mcore_bridge.engines.vllm_backend", "Backend")
 
 
 def worker_of(model: nn.Module, config: Any, model_config: Any, device: torch.device, rank: int) -> EngineWorker:

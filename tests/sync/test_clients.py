@@ -5,9 +5,12 @@ import json
 import multiprocessing
 import socket
 import threading
+import tomllib
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler
+from importlib.metadata import EntryPoint
 from multiprocessing.connection import Client
+from pathlib import Path
 from socketserver import ThreadingTCPServer
 
 import pytest
@@ -224,3 +227,9 @@ def by_sglang():
 
 def test_sglangs_loader_of_ours_takes_a_round_from_its_one_tensor():
     pool.run(1, by_sglang)
+
+
+def test_the_plug_in_of_vllm_is_the_function_that_is_declared_and_harms_no_process_without_vllm():
+    project = tomllib.loads((Path(mb.__file__).parent.parent / "pyproject.toml").read_text())
+    (home,) = project["project"]["entry-points"]["vllm.general_plugins"].values()
+    assert EntryPoint("mcore_bridge", home, "vllm.general_plugins").load()() is None
