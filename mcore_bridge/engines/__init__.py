@@ -10,7 +10,6 @@ _HOMES = {
     "map_engine": "weights.engine.map_engine",
     "MappedEngine": "weights.engine.mapped_engine",
     "EngineMap": "weights.plan.engine_map",
-    "EngineWriter": "weights.engine.writer",
     "BufferRing": "weights.ipc.sender",
     "Receiver": "weights.ipc.receiver",
     "plan_buckets": "weights.ipc.buckets",

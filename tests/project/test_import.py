@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 import mcore_bridge
 from tests.support.house import MODULES, PACKAGE, ROOT, import_graph, imports, module_of
 
@@ -116,16 +118,27 @@ def test_a_change_would_be_seen() -> None:
     assert "torch.nn.Linear.forward" in changed
 
 
-def test_importing_needs_neither_transformer_engine_nor_a_gpu() -> None:
+@pytest.mark.parametrize(
+    ("blocked", "action"),
+    [
+        (("transformer_engine", "apex", "megatron", "transformers"), f"import mcore_bridge\n{USE_ALL}"),
+        (
+            ("megatron", "transformers", "einops", "safetensors", "accelerate"),  # an engine's process has torch alone
+            "import mcore_bridge.engines as engines, mcore_bridge.engines.vllm, mcore_bridge.engines.sglang\n"
+            "for name in engines.__all__: getattr(engines, name)",
+        ),
+    ],
+    ids=["everything", "engines"],
+)
+def test_importing_needs_few_packages(blocked: tuple[str, ...], action: str) -> None:
     block = (
         "import sys\n"
         "class Block:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.partition('.')[0] in ('transformer_engine', 'apex', 'megatron', 'transformers'):\n"
+        f"        if name.partition('.')[0] in {blocked}:\n"
         "            raise ImportError(name)\n"
         "sys.meta_path.insert(0, Block())\n"
-        "import mcore_bridge\n"
-        f"{USE_ALL}\n"
+        f"{action}\n"
     )
     finished = subprocess.run([sys.executable, "-W", "error", "-c", block], capture_output=True, text=True, cwd=ROOT)
     assert finished.returncode == 0, finished.stderr
