@@ -69,7 +69,7 @@ def main() -> None:
     config = with_images() if "--images" in sys.argv[2:] else text()
     drawn = draw(config, sys.argv[1], dtype=torch.bfloat16, max_shard_bytes=30_000_000)
     count = sum(name.endswith(".safetensors") for name in drawn.files)
-    print(f"{sys.argv[1]}: {drawn.num_bytes / 1e6:.0f} MB in {count} files")
+    print(f"{sys.argv[1]}: {drawn.bytes / 1e6:.0f} MB in {count} files")
 
 
 if __name__ == "__main__":

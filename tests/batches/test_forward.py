@@ -527,7 +527,7 @@ def test_a_loss_that_is_none_raises_on_all_ranks(dims):
 
 TURNED, LATE = "turned", "late"
 OTHERS = {
-    r"same input_ids on every rank, found .*input_ids='int64 .*; deal batches": {"input_ids": TURNED},
+    r"same input_ids on every rank, found .*input_ids='int64 .*; distribute batches": {"input_ids": TURNED},
     "same input_ids on": {"input_ids": LATE, "attention_mask": None},
     "same micro_batch_size on .* of the job: micro_batch_size=2;": {"micro_batch_size": 2},
     "same temperature on .*: temperature=0.5;": {"temperature": 0.5},
