@@ -240,8 +240,8 @@ class _Run:
         if non_loss_data:
             return data
         assert self._loss is not None
-        if number >= len(self._rows):  # it only fills the last round of virtual stages
-            return stacked.sum() * 0.0, data
+        if number >= len(self._rows):  # it only fills the last round of virtual stages: padding, whose values are zero
+            return stacked.sum(), data
         return self._loss_of(number, stacked) * (len(self._micro_batches) / len(self._rows)), data
 
     def _loss_of(self, number: int, stacked: Tensor) -> Tensor:

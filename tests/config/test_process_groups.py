@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from mcore_bridge.config.mesh import process_groups
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.mesh.process_groups import _rank_and_world_size
 from mcore_bridge.errors import MeshError
@@ -269,3 +270,21 @@ def test_a_process_ends_well_while_a_thread_of_gloo_is_at_work() -> None:
     finished = _start(ENDING, {}, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
     _, error = finished.communicate(timeout=120)
     assert finished.returncode == 0, error[-3000:]
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        [[("R", "1")], [("R", "1")], [("S", "2")], [("S", "2")]],  # it computes, and does not wait for the GIL
+        [[("S", "1")], [("S", "2")], [("S", "2")]],  # it has worked between two looks
+        [[("S", "1"), ("R", "1")], [("S", "1"), ("R", "1")], []],
+    ],
+    ids=["running", "woken", "one of two"],
+)
+def test_the_end_waits_until_two_looks_find_each_thread_of_gloo_asleep(
+    seen: list[list[tuple[str, str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = iter(seen)
+    monkeypatch.setattr(process_groups, "_gloo_threads", lambda: next(looks))
+    process_groups._let_gloo_rest()
+    assert not list(looks), "it has not looked so often"

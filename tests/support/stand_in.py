@@ -211,7 +211,7 @@ class StandIn(nn.Module):
         layer.w13.data[expert].narrow(0, start, half).copy_(tensor.chunk(self.tp, 0)[self.rank])
 
     def _prepare(self, layer):
-        layer.constant.data.fill_(0.5)
+        layer.constant.data.fill_(-0.5)  # its highest bit is set
         layer.prepared = torch.nn.functional.pad(layer.o_proj.t().contiguous(), (0, 0, 0, 3))
         if self.shuffles:
             words = layer.prepared.view(torch.int16).numpy()

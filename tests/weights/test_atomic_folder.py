@@ -302,6 +302,9 @@ def test_another_writer_is_judged_by_its_process_or_by_its_last_sign_of_life(tmp
     refused(lock_of(tmp_path), r"process 77 on far .*renewed its lock \d+ s ago.*remove .*try again when")
     (tmp_path / LOCK).write_text("{")
     refused(tmp_path / LOCK, f"{LOCK} does not name the writer of .*: remove it if no process writes there")
+    (tmp_path / LOCK).write_text("{")
+    threading.Timer(0.2, lock_of, (tmp_path,), alive).start()  # its writer is only slow
+    refused(tmp_path / LOCK, f"process {os.getppid()} on here .since yesterday. writes to")
     assert whose(tmp_path, digests) == "a"
     taken_over(lock_of(tmp_path, **{**alive, "started": "1"}))  # another process has its number by now
     taken_over(lock_of(tmp_path, **here, pid=1 << 22))

@@ -17,6 +17,7 @@ from mcore_bridge.weights import merging
 from mcore_bridge.weights.manifest import digest
 from mcore_bridge.weights.model_tensors import held_tensors
 from mcore_bridge.weights.transfer.endpoints import Sources
+from mcore_bridge.weights.transfer.program import Program
 from tests import zoo
 from tests.support import experts, pool, stepping, tiny
 from tests.support.fake_mesh import rank_of
@@ -205,3 +206,18 @@ def test_a_merged_weight_is_dropped_where_no_message_soon_has_a_part_of_it():
         sources.passed(message)
     assert [merged() is None for merged in made] == [True, False]
     assert [float(tensor[0]) for tensor in sources.read_by(SimpleNamespace(held=(1,))).tensors] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("runs", "expected"),
+    [
+        ([(0, 1), (5, 5)], [1, 5]),  # messages 2 to 4 are without it
+        ([(0, 1), (4, 5)], [5]),
+        ([(4, 5), (0, 6), (10, 12)], [6, 12]),  # runs of several receivers overlap
+    ],
+)
+def test_a_tensor_is_idle_between_messages_that_are_not_in_flight_together(runs, expected):
+    streams = [[SimpleNamespace(entry=0, message=first, last=lambda last=last: last) for first, last in runs]]
+    plan = SimpleNamespace(streams=streams, payload=SimpleNamespace(entries="a"), messages=range(13))
+    program = SimpleNamespace(plans=[plan], plan=plan, rank=0, _number=lambda _: 7)
+    assert Program.idle_after.func(program) == {message: [7] for message in expected}

@@ -4,6 +4,7 @@ that die or write to one target are in ``test_atomic_folder.py``.
 
 import json
 import os
+import re
 import resource
 import shutil
 import threading
@@ -257,9 +258,19 @@ def save_what_has_changed(folder):
         where = folder if call is mb.save_hf_checkpoint else random_state(HF)
         with pytest.raises(BridgeError, match=r"1 that match none: \['\*\.nrom\.weight'\]"):
             call(models, where, dtype={"*.nrom.weight": torch.float32, "*.layers.3.*norm.weight": torch.float32})
-    with pytest.raises(CheckpointError, match=r"expected equal values in common .* at \['rng'\]"):
-        mb.save_checkpoint(models, folder, common={"same": {"a", "b"}, "rng": torch.full((3,), dist.get_rank())})
-    mb.save_checkpoint(models, folder, common={"same": {"a", "b"}, "loss": float("nan"), "rng": torch.zeros(3)})
+    rank, loss = dist.get_rank(), float("nan")
+    in_another_order = dict([("a", loss), ("b", (1, 2))][:: 1 - 2 * rank])  # so that the pickles differ
+    same = {"set": {"a", "b"}, "items": [in_another_order]}
+    others = {
+        "fewer keys": dict.fromkeys("ab"[: 2 - rank]),
+        "longer": [1] * (1 + rank),
+        "more keys": dict.fromkeys("ab"[: 1 + rank]),
+        "rng": torch.full((3,), rank),
+        "shorter": (1,) * (2 - rank),
+    }
+    with pytest.raises(CheckpointError, match=f"expected equal values in common .* at {re.escape(str([*others]))} "):
+        mb.save_checkpoint(models, folder, common={**same, **others})
+    mb.save_checkpoint(models, folder, common={**same, "loss": loss, "rng": torch.zeros(3)})
 
 
 def test_models_that_lost_a_tensor_and_arguments_that_mean_nothing_are_refused(tmp_path):

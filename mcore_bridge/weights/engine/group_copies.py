@@ -151,7 +151,7 @@ def fill(engine_map: EngineMap, targets: Buffers) -> None:
         view = entry.box.target_in(_elements(targets.tensors[engine_map.places[entry.tensor]], WORDS[item]))
         if entry.bits:
             half = 1 << (8 * item - 1)
-            view.fill_(entry.bits if item == 1 or entry.bits < half else entry.bits - 2 * half)
+            view.fill_(entry.bits if entry.bits < half else entry.bits - 2 * half)
         else:
             zeros.append(view)
     if zeros:
