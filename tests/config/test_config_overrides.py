@@ -66,7 +66,7 @@ def test_quantized_parameters_are_refused(kind: str, tmp_path: Path) -> None:
 def test_a_kernel_of_another_activation_is_refused(hf: Any, switch: str) -> None:
     with pytest.raises(ConfigError, match=f"{switch} must be False"):
         mb.to_transformer_config(hf, overrides={switch: True})
-    assert mb.to_transformer_config(tiny("llama"), overrides={"bias_activation_fusion": True})
+    assert mb.to_transformer_config(tiny("llama"), overrides={switch: True})
 
 
 def test_every_field_of_the_mesh_is_refused_as_an_override(tmp_path: Path) -> None:
