@@ -326,7 +326,7 @@ def test_what_does_not_fit_is_named(tmp_path):
     (source / "config.json").write_text(json.dumps(config))
     convert(source, tmp_path / "dist", on_event=quiet)
     for folder in (source, tmp_path / "dist"):
-        with pytest.raises(ConfigError, match="strict_config=True accepts only .* found a_note='unread'"):
+        with pytest.raises(ConfigError, match=r"strict_config=True accepts only .* found a_note='unread'"):
             convert(folder, tmp_path / "back", strict_config=True, on_event=quiet)
     for change, message, of_hf in (
         ({"num_hidden_layers": 3}, r"unexpected.*decoder\.layers\.3\.", r"unexpected \['model\.layers\.3\."),
