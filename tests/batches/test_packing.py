@@ -9,12 +9,15 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core import parallel_state
 
 import mcore_bridge as mb
 from mcore_bridge.batches import logprobs
-from mcore_bridge.batches.rows import lay_out_packed, lay_out_rows
+from mcore_bridge.batches.rows import lay_out_packed, lay_out_rows, whole_rows
 from mcore_bridge.errors import BatchError
+from mcore_bridge.launch.fake_rank import rank_of
 from tests.support import pool
+from tests.support.bounds import ONE
 
 
 @st.composite
@@ -127,6 +130,18 @@ def test_padded_rows_that_do_not_fit_context_parallelism_or_their_parameters_are
             lay_out_packed(ids, ids == 1, SimpleNamespace(**{**vars(params), **change}), 2, 0)
     with pytest.raises(BatchError, match="must have a multiple of 4 tokens at cp=2, found 6: pad them"):
         lay_out_rows(ids[:, :6], 2, 0)
+
+
+def test_only_a_mask_of_rows_shows_which_tokens_count():
+    """Without a mask, or with another kind of mask, such as one of attention, all tokens count."""
+    ids = torch.arange(8).view(2, 4)
+    of_rows, of_attention = (ids % 4 < 3).long(), torch.ones(2, 1, 4, 4, dtype=torch.bool)
+    with rank_of(ONE, 0, 1):
+        group = parallel_state.get_context_parallel_group()
+        for mask, expected in ((of_rows, of_rows == 1), (None, ids >= 0), (of_attention, ids >= 0)):
+            rows = whole_rows({"input_ids": ids, "attention_mask": mask}, group)
+            assert torch.equal(rows.mask, expected)
+            assert torch.equal(rows.input_ids, ids)
 
 
 # log-probabilities over a cut vocabulary ------------------------------------------------------------------------------

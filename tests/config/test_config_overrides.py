@@ -54,19 +54,22 @@ def test_quantized_parameters_are_refused(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hf", "switch"),
+    ("hf", "switch", "others"),
     [
-        (tiny("llama", hidden_act="gelu"), "bias_activation_fusion"),
-        (tiny("llama", hidden_act="gelu"), "use_te_activation_func"),
-        (zoo.cases()["nemotron"].hf, "use_te_activation_func"),
-        (zoo.cases()["gpt_oss"].hf, "use_te_activation_func"),
+        (tiny("llama", hidden_act="gelu"), "bias_activation_fusion", {}),
+        (tiny("llama", hidden_act="gelu"), "use_te_activation_func", {}),
+        (tiny("llama"), "use_te_activation_func", {"activation_func_clamp_value": 7.0}),
+        (tiny("llama"), "use_te_activation_func", {"glu_linear_offset": 1.0}),
+        (tiny("llama"), "use_te_activation_func", {"gated_linear_unit": False}),
+        (zoo.cases()["nemotron"].hf, "use_te_activation_func", {}),
+        (zoo.cases()["gpt_oss"].hf, "use_te_activation_func", {}),
     ],
     ids=lambda value: getattr(value, "model_type", value),
 )
-def test_a_kernel_of_another_activation_is_refused(hf: Any, switch: str) -> None:
+def test_a_kernel_of_another_activation_is_refused(hf: Any, switch: str, others: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"{switch} must be False"):
-        mb.to_transformer_config(hf, overrides={switch: True})
-    assert mb.to_transformer_config(tiny("llama"), overrides={"bias_activation_fusion": True})
+        mb.to_transformer_config(hf, overrides={switch: True, **others})
+    assert mb.to_transformer_config(tiny("llama"), overrides={switch: True})
 
 
 def test_every_field_of_the_mesh_is_refused_as_an_override(tmp_path: Path) -> None:

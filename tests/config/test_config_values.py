@@ -190,19 +190,20 @@ def test_biases_are_where_hf_has_them(model_type: str, change: Json, expected: o
 
 
 def test_the_parameters_of_hf_say_the_same_about_biases(tmp_path: Path) -> None:
-    """An oracle for the rows above: the bias names of transformers' own model."""
+    """An oracle for the rows above, and for families with all biases: the names of transformers' own model."""
     from transformers import AutoModelForCausalLM
 
-    for model_type in FAMILIES:
-        hf = read(family(model_type), tmp_path / model_type)
+    biased = (zoo.cases()[name].hf for name in ("phi", "gpt_neox", "gpt_oss"))
+    for hf in (*(read(family(model_type), tmp_path / model_type) for model_type in FAMILIES), *biased):
         config = to_transformer_config(hf, table_of(hf))
         with torch.device("meta"):
-            names = dict(AutoModelForCausalLM.from_config(hf).named_parameters())
-        layer = "model.layers.0."
-        assert (f"{layer}self_attn.q_proj.bias" in names) == (config.add_qkv_bias or config.add_bias_linear)
-        assert (f"{layer}self_attn.o_proj.bias" in names) == config.attention_output_bias
-        assert (f"{layer}mlp.up_proj.bias" in names) == config.add_bias_linear
-        assert (f"{layer}self_attn.q_norm.weight" in names) == config.qk_layernorm
+            names = {name.partition(".0.")[2] for name, _ in AutoModelForCausalLM.from_config(hf).named_parameters()}
+        mlp = {"mlp.up_proj.bias", "mlp.fc1.bias", "mlp.dense_h_to_4h.bias", "mlp.experts.gate_up_proj_bias"}
+        outputs = {"self_attn.o_proj.bias", "self_attn.dense.bias", "attention.dense.bias"}
+        assert bool(names & {"self_attn.q_proj.bias", "attention.query_key_value.bias"}) == config.add_qkv_bias
+        assert bool(names & outputs) == config.attention_output_bias
+        assert bool(names & mlp) == config.add_bias_linear
+        assert bool(names & {"self_attn.q_norm.weight", "self_attn.q_layernorm.weight"}) == config.qk_layernorm
 
 
 @pytest.mark.parametrize("cap", [True, "30", 0.0, -1.0])

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from mcore_bridge.config.tables import BASE
 from mcore_bridge.config.unread_fields import notes_on, unread_fields
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.blueprint import BuildOptions
+from mcore_bridge.launch.fake_rank import rank_of
 from tests import zoo
+from tests.support.bounds import ONE
 from tests.support.families import family, write
 
 CASES = {case.model_type: case.hf for case in zoo.cases().values()}
@@ -158,6 +161,11 @@ def test_unread_fields_are_accepted_named_and_refused_when_strict(
     assert "vLLM" in engines
     planned = Planned.of(plan(folder, BuildOptions()))
     assert line in render(planned).renderables
+    build = partial(mb.build_model, folder, load_weights=False, device="meta")
+    with rank_of(ONE, 0, 1):
+        assert build()
+        with pytest.raises(ConfigError, match=r"dual_chunk_attention_config=.*unk_token_id=0, use_qk_norm=True"):
+            build(strict_config=True)
     for call in (
         lambda: mb.to_transformer_config(folder, strict_config=True),
         lambda: plan(folder, BuildOptions(strict_config=True)),

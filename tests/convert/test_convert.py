@@ -16,7 +16,7 @@ from mcore_bridge import ParallelDims
 from mcore_bridge.commands.app import app
 from mcore_bridge.convert.convert import convert
 from mcore_bridge.convert.reference_model import _placed, whole_model
-from mcore_bridge.errors import CheckpointError
+from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.dist_checkpoint.folder import TorchDistFolder, find_checkpoint
 from mcore_bridge.weights.files.hf_folder import Checkpoint
@@ -320,9 +320,14 @@ def test_folders_with_nothing_to_convert_say_what_was_expected(tmp_path):
 
 
 def test_what_does_not_fit_is_named(tmp_path):
+    """A field of the config that no code reads fits, unless ``strict_config`` refuses it."""
     source = small(tmp_path / "hf")
+    config = {**json.loads((source / "config.json").read_text()), "a_note": "unread"}
+    (source / "config.json").write_text(json.dumps(config))
     convert(source, tmp_path / "dist", on_event=quiet)
-    config = json.loads((source / "config.json").read_text())
+    for folder in (source, tmp_path / "dist"):
+        with pytest.raises(ConfigError, match=r"strict_config=True accepts only .* found a_note='unread'"):
+            convert(folder, tmp_path / "back", strict_config=True, on_event=quiet)
     for change, message, of_hf in (
         ({"num_hidden_layers": 3}, r"unexpected.*decoder\.layers\.3\.", r"unexpected \['model\.layers\.3\."),
         ({"num_hidden_layers": 5}, r"missing.*decoder\.layers\.4\.", r"missing \['model\.layers\.4\."),

@@ -137,6 +137,7 @@ def test_configs_as_they_are_published_are_read(fields: dict[str, Any], tmp_path
         ("arcee", plain.partial(0.5), "must not have .*partial_rotary_factor"),
         ("smollm3", {"layer_types": ["sliding_attention"] * 4, "sliding_window": 5}, "use_sliding_window must be True"),
         ("smollm3", {"no_rope_layers": [1, 2, 1, 1]}, "no_rope_layers must have a 1"),
+        ("smollm3", {"no_rope_layers": [1, 0], "layer_types": ["full_attention"] * 4}, r"4 layers, found \[1, 0\]"),
     ],
 )
 def test_what_is_not_reproduced_is_refused(model_type: str, fields: dict[str, Any], message: str) -> None:

@@ -46,6 +46,7 @@ def synced(reshard, models, gather):
     assert max(sizes) <= sum(sizes) / 2
     own = {tensor.untyped_storage().data_ptr() for tensor in held_tensors(models).values()}
     assert not own & {tensor.untyped_storage().data_ptr() for tensor in found.values() if tensor.numel()}
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in found.values()), "views would change"
     return found
 
 

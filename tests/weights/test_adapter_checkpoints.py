@@ -63,7 +63,10 @@ def optimized(chunks, dims):
 
 
 def adapters(models):
-    return {name: tensor.clone() for name, tensor in iter_hf_adapters(models)}
+    """All adapters, which the caller may keep: no tensor is a view of received memory."""
+    kept = dict(iter_hf_adapters(models))
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in kept.values())
+    return kept
 
 
 def go_on(folder, target):

@@ -395,7 +395,7 @@ needs_mounts = pytest.mark.skipif(not can_mount(), reason="user namespaces are f
 @needs_mounts
 def test_mounts_stay_where_they_are(tmp_path, models, digests):
     """In a folder of the target, on the target itself; one on a file that would be replaced is named before."""
-    target, mine = tmp_path / "out", tmp_path / "mine.json"
+    target, mine = tmp_path / "an output", tmp_path / "mine.json"  # the system writes the blank as an octal number
     (target / "logs").mkdir(parents=True)
     (tmp_path / "mounted").mkdir()
     save(models["a"], target)

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from mcore_bridge import ParallelDims
 from mcore_bridge.weights.transfer import collectives
-from mcore_bridge.weights.transfer.collectives import Group, lineup
+from mcore_bridge.weights.transfer.collectives import MODULUS, Group, lineup
 from mcore_bridge.weights.transfer.windows import Memory, Windows
 from tests.support import pool
 
@@ -66,6 +66,22 @@ def travelled(all_widths):
         places = zip(lined_up.starts, widths, strict=True)
         found.append([windows.all[start : start + width].unique().tolist() for start, width in places])
     return found
+
+
+def balances(all_numbers):
+    """Whether the numbers of both ranks balance, for each pair of numbers."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    ParallelDims(tp=2).initialize(device="cpu")
+    group = Group.of_replica(ProcessGroupCollection.use_mpu_process_groups())
+    return [group.sums_to_zero(numbers[group.rank]) for numbers in all_numbers]
+
+
+def test_numbers_balance_if_their_sum_is_a_multiple_of_the_modulus():
+    """Checksums of plans are far larger than the modulus."""
+    balanced = [(0, 0), (5, -5), (7 << 60, -7 << 60), (MODULUS + 3, -3), (MODULUS // 2, 3 * MODULUS // 2)]
+    others = [(0, 1), (5, -4), (7 << 60, 1 - (7 << 60)), (MODULUS // 2, MODULUS // 4), (MODULUS - 1, MODULUS)]
+    assert pool.run(2, balances, balanced + others) == [[True] * len(balanced) + [False] * len(others)] * 2
 
 
 def test_windows_of_any_width_travel_to_their_place():
