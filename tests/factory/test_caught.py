@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mcore_bridge.factory.vision.deepstack import carried
 from mcore_bridge.factory.vision.text_stub import Caught, called
 from tests.support import seeing, towers
 
@@ -54,3 +55,18 @@ def test_transformers_calls_its_language_model_with(name: str, tmp_path: Path) -
     if name not in towers.NAMES:
         pytest.skip("the installed transformers does not build its tower")
     assert called_with(name, tmp_path) == EXPECTED[name]
+
+
+def test_layers_get_features_as_leaves_so_that_each_recomputed_layer_does_not_run_the_tower_backward() -> None:
+    hidden, weight = torch.zeros(2, 1, 3, requires_grad=True), torch.ones(2, 1, 3, requires_grad=True)
+    output, held = carried(hidden, [weight * 2, weight * 3])
+    assert all(feature.is_leaf and feature.requires_grad for feature in held.features)
+    for number, feature in enumerate(held.features):
+        (feature * (number + 1)).sum().backward()
+    assert weight.grad is None
+    output.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.eq(2 * 1 + 3 * 2).all()
+    with torch.no_grad():
+        made = [weight * 2]
+        assert carried(hidden, made)[1].features is made
