@@ -1,5 +1,6 @@
 """Ropes that depend on the length: a row has the log-probs that transformers gives it alone, whatever is beside it."""
 
+import dataclasses
 import tempfile
 from functools import cache
 
@@ -118,10 +119,12 @@ def by_trainers():
         ids, mask = batch()
         packed = mb.pack_sequences(ids, mask)
         rows = mb.pack_sequences(ids, mask, packed=False)
+        positions = torch.arange(rows.input_ids.size(1)).expand_as(rows.input_ids)
+        counted = dataclasses.replace(rows, position_ids=positions)  # padding, too, so that only the mask tells
         calls = {
             "packed": (packed, {"packed_seq_params": packed.packed_seq_params}),
             "places": (rows, {}),
-            "mask": (rows, {"attention_mask": rows.places[0] >= 0}),
+            "mask": (counted, {"attention_mask": rows.places[0] >= 0}),
         }
         with torch.no_grad():
             return {

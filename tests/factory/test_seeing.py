@@ -12,6 +12,7 @@ from torch import Tensor
 import mcore_bridge as mb
 from mcore_bridge.config.hf import read_config
 from mcore_bridge.errors import BatchError, ConfigError, MeshError
+from mcore_bridge.factory.vision.check_features import MisfitError, misfit
 from mcore_bridge.launch.fake_rank import rank_of
 from tests.support import composites, pool, seeing
 from tests.support.bounds import ONE
@@ -97,6 +98,11 @@ def test_a_row_that_is_cut_inside_an_image_is_named_on_a_pipeline(name: str) -> 
     errors = pool.run(2, seeing.misfitting, folder, PP, batch)
     assert "found in row 2" in errors[0], errors
     assert ("found in row 2" if name == "qwen3_vl" else "on another rank") in errors[1], errors
+
+
+def test_a_fault_in_the_padding_of_a_pack_names_the_last_row() -> None:
+    """A sequence of padding may follow the sequences of the rows."""
+    assert "found in row 4: a fault" in str(misfit(MisfitError(2, "a fault"), [3, 4]))
 
 
 def test_what_no_model_could_see_is_refused_by_name() -> None:

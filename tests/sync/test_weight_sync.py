@@ -117,7 +117,7 @@ NUM_ROUNDS = int(os.environ.get("MCORE_BRIDGE_ROUNDS", "20"))
 def test_an_engine_that_dies_between_any_two_messages_harms_no_other(tmp_path):
     chance = random.Random(NUM_ROUNDS)
     kinds = [(TP1, {"shared": True}), (TP2, {}), (TP2, {"elsewhere": True})]
-    rounds = [(kinds[n % 3], chance.randrange(len(kinds[n % 3][0])), n // 2) for n in range(NUM_ROUNDS)]
+    rounds = [(kinds[n % 3], chance.randrange(len(kinds[n % 3][0])), n // 3 % 6) for n in range(NUM_ROUNDS)]
     addresses, processes = engines(str(tmp_path), (TP2, {"shared": True}), *(kind for kind, *_ in rounds))
     first, second = pool.run(2, survive, addresses, mb.ParallelDims(tp=2), rounds, timeout=40.0)
     assert first == second

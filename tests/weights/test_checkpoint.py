@@ -93,7 +93,7 @@ def test_every_family_says_the_same_of_itself_on_any_mesh(name):
     hf = zoo.cases()[name].hf
     state = random_state(hf)
     experts = bool(getattr(hf, "num_experts", 0) or getattr(hf, "n_routed_experts", 0) or "moe" in hf.model_type)
-    dims = ParallelDims(tp=2, pp=2, ep=2 if experts else 1)
+    dims = ParallelDims(tp=2, pp=2, sp=True, ep=2 if experts else 1)
     found = whole(hf, dims, state)
     assert hf.model_type in WITHOUT_ADAPTERS or any(".adapter.linear_out." in key for key in found)
     assert_same(found, whole(hf, ParallelDims(), state), hf.vocab_size)

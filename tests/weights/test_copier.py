@@ -75,6 +75,12 @@ def test_the_gpus_of_buffers_are_what_the_caller_knows_or_those_of_the_tensors()
     assert Buffers(tensors, frozenset({1})).gpus == {1}
 
 
+def test_buffers_are_aligned_if_each_begins_where_the_widest_words_can():
+    whole = torch.empty(64, dtype=torch.uint8)
+    assert Buffers([whole, whole[16:]]).is_aligned
+    assert not Buffers([whole, whole[8:]]).is_aligned
+
+
 def test_only_moves_in_order_are_dense():
     move = ByteCopy(0, 64, 2, 0, 4, 8, 2, 16, 2, 16, 2)
     assert move.is_dense()

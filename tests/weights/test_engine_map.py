@@ -583,7 +583,7 @@ def test_a_file_that_was_changed_is_refused(tmp_path):
     "dtype",
     [
         *(torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2),
-        *(torch.uint8, torch.int8, torch.int32, torch.int64),
+        *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),  # a bool is one of nine digits
     ],
     ids=str,
 )
