@@ -288,3 +288,8 @@ def test_the_end_waits_until_two_looks_find_each_thread_of_gloo_asleep(
     monkeypatch.setattr(process_groups, "_gloo_threads", lambda: next(looks))
     process_groups._let_gloo_rest()
     assert not list(looks), "it has not looked so often"
+
+
+def test_a_thread_of_gloo_that_ends_before_its_state_is_read_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "glob", lambda *_: [Path("/proc/self/task/0/status")])  # no thread has this number
+    assert process_groups._gloo_threads() == []

@@ -217,6 +217,14 @@ def test_freeze_takes_the_names_of_all_stages_and_experts_and_no_other(name):
         assert len(moved) > 1 or name == "falcon_h1"  # whose layers are alike
 
 
+def test_freeze_accepts_every_pattern_where_other_ranks_do_not_answer():
+    dims, freeze = ParallelDims(pp=2), ["decoder.layers.99.*", "embedding.*"]
+    with rank_of(dims, 0, 2):
+        chunks = build_model(tiny.config("qwen3"), dims=dims, device="meta", load_weights=False, freeze=freeze)
+    frozen = [name for name, tensor in held_tensors(chunks).items() if not tensor.requires_grad]
+    assert frozen == ["embedding.word_embeddings.weight"]
+
+
 # -- heads -------------------------------------------------------------------------------------------------------------
 
 

@@ -211,6 +211,14 @@ def test_other_ranks_and_scales_become_one(options, num_exact, tmp_path):
         torch.testing.assert_close(loaded(batch()).logits, model(batch()).logits, atol=1e-5, rtol=1e-5)
 
 
+def test_the_alpha_of_a_config_is_kept_although_its_scale_is_rounded(tmp_path):
+    assert 29 / 7 * 7 != 29
+    name = "model.layers.1.self_attn.q_proj.lora"
+    tensors = {f"{name}_A.weight": torch.ones(7, 2), f"{name}_B.weight": torch.ones(2, 7)}
+    write(tmp_path, {"r": 7, "lora_alpha": 29, "target_modules": ["q_proj"]}, tensors)
+    assert open_peft(tmp_path, provenance_of(experts.HF), num_layers=2, num_experts=8).alpha == 29
+
+
 REFUSED = {
     "lora_dropout": 0.1,
     "use_dora": True,

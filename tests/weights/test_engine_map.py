@@ -72,6 +72,7 @@ def test_a_copy_after_a_copy_is_what_both_do(data):
     rows, cols = data.draw(st.integers(1, 7)), data.draw(st.integers(1, 8))
     source, between = torch.arange(rows * cols * 2).view(rows, 2 * cols), torch.full((rows, 2 * cols), -1)
     first = data.draw(narrowed(source))
+    assert copied(first, first).source_end == first.max() + 1
     place = between[: first.shape[0], : first.shape[1]]
     place.copy_(first)
     read = data.draw(narrowed(between.view(rows, 2, cols) if data.draw(st.booleans()) else between))
@@ -184,7 +185,8 @@ def test_a_map_does_what_the_loader_does(options, num_loads, computed, tp, rank,
     assert model.num_loads == num_loads
     assert engine.map.problems() == []
     assert len(engine.map.uncovered) == caplog.text.count("norm in every round: its loader computes it") == computed
-    assert all(entry.tensor.endswith(".norm") and "computes" in entry.reason for entry in engine.map.uncovered)
+    reason = "its loader computes it: the slices that a probe found give other values"
+    assert all(entry.tensor.endswith(".norm") and entry.reason == reason for entry in engine.map.uncovered)
     assert ("head.weight", "embed", 0) in engine.map.aliases
     engine.map.save(tmp_path / "map")
     assert mb.EngineMap.load(tmp_path / "map") == engine.map
@@ -196,6 +198,16 @@ def test_a_map_does_what_the_loader_does(options, num_loads, computed, tp, rank,
             model.layers[0].constant.data.fill_(torch.nan)  # and it has lost what was in it
     assert model.num_loads == num_loads + (3 if computed else 0)
     assert bool(engine.reason) == ("adds" in options and "layerwise" in options), engine.reason
+
+
+def test_bits_that_an_engine_keeps_as_another_dtype_are_copied_without_a_cast():
+    held, loads, spec = torch.zeros(3, 2, dtype=torch.int16), [], TensorSpec("a", (3, 2), torch.bfloat16)
+
+    def load(pairs):
+        loads.append([held.copy_(tensor.view(torch.int16)) for _, tensor in pairs])
+
+    engine = mb.map_engine([spec], lambda: {"words": held}, load)
+    assert ([copy.casts for copy in engine.map.copies], engine.map.uncovered, len(loads)) == ([False], (), 2)
 
 
 def test_a_kept_map_is_proven_by_one_load(ring, caplog):
@@ -501,7 +513,7 @@ def test_a_second_ring_and_other_groups_are_copied_by_their_own_places(ring):
             with closing(Receiver(sender.plan, sender.handles())) as receiver:
                 send(sender, receiver, engine, weights(seed))
             assert differing(model.held(), loaded(weights(seed))) == []
-    for seed, size in enumerate([7, 11, 7, len(SPECS)]):
+    for seed, size in enumerate([7, 11, 1, 7, len(SPECS)]):
         engine.begin(SPECS)
         for bucket in buckets_of(weights(seed), size):
             engine.write(bucket)

@@ -297,6 +297,7 @@ def test_names_may_count_from_the_first_layer_of_a_stage():
     state = random_state(hf)
     held = held_by(hf, ParallelDims(tp=2, sp=True), state)
     ranks = engine_ranks(pp=2, layers=(1, 5), local_names=True)
+    assert not any(rank.local_names for rank in engine_ranks(pp=2))
     first, last = fake_mesh.export_to(held, ranks)[0]
     assert {name for name in first if "layers" in name} == {name for name in state if ".layers.0." in name}
     for layer in range(5):
