@@ -2,12 +2,15 @@
 
 import gc
 import os
+import tempfile
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+_maps = tempfile.TemporaryDirectory()  # so that no test finds a map that an earlier run has kept
+os.environ.setdefault("MCORE_BRIDGE_CACHE", _maps.name)
 
 settings.register_profile(
     "ci",
