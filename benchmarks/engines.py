@@ -14,7 +14,6 @@ import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 
 import mcore_bridge as mb
 from mcore_bridge.engines import EngineWorker
+from mcore_bridge.engines.vllm import name_loaders
 from mcore_bridge.weights.engine.prove import checksums
 
 Pairs = Iterable[tuple[str, Tensor]]
@@ -216,10 +216,7 @@ class VllmWorker(Worker):
 
     def __init__(self, worker: Any) -> None:
         self.model, self.device, self._config = worker.model_runner.model, worker.device, worker.model_config
-        for parameter in self.model.parameters():
-            loader = getattr(parameter, "weight_loader", None)
-            if isinstance(loader, partial):
-                loader.__name__ = "partial"  # vLLM 0.24 asks each loader for its name
+        name_loaders(self.model)
 
     def plain(self, pairs: Pairs) -> None:
         self.model.load_weights(pairs)

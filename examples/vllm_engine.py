@@ -9,7 +9,6 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 import mcore_bridge as mb
+from mcore_bridge.engines.vllm import name_loaders, reload
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -37,14 +37,7 @@ class WeightReceiver:
         """
         self._receiver = mb.Receiver(plan, handles[self.rank])
         self._by_map, self._engine = by_map, None
-        self.name_loaders()
-
-    def name_loaders(self) -> None:
-        """Give each loader of a parameter a name, for which vLLM's reload asks."""
-        for parameter in self.model_runner.model.parameters():
-            loader = getattr(parameter, "weight_loader", None)
-            if isinstance(loader, partial):
-                loader.__name__ = "partial"
+        name_loaders(self.model_runner.model)
 
     @torch.no_grad()
     def forget_weights(self) -> None:
@@ -61,13 +54,7 @@ class WeightReceiver:
 
     def reload(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
         """Load by vLLM's own loader, layer by layer, and bring each into the form that its kernels take."""
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-        model = self.model_runner.model
-        with torch.device(self.device):
-            initialize_layerwise_reload(model)
-            model.load_weights(pairs)
-            finalize_layerwise_reload(model, self.model_config)
+        reload(self.model_runner.model, self.model_config, self.device, pairs)
 
     def load_bucket(self, number: int) -> None:
         """Take the weights of a bucket out of its slot: by the map where there is one."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,6 @@ from mcore_bridge.foreign_files import parse
 LOAD = "mcore_bridge.engines.sglang.load"
 """The ``load_format``, which SGLang's ``custom_weight_loader`` must list."""
 _NAME = "mcore_bridge"
-_workers: WeakKeyDictionary[nn.Module, EngineWorker] = WeakKeyDictionary()
 
 
 def client(engine: Any) -> Callable[[Mapping[str, Any]], None]:
@@ -47,12 +46,10 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     ((name, message),) = named_tensors
     if name != _NAME:
         raise TransferError(f"expected a message of a WeightSync, found a tensor {name}; use another load_format")
-    worker = _workers.get(model)
-    if worker is None:
-        worker = _workers[model] = _worker_of(model)
-    worker.receive(parse(bytes(message.cpu().numpy())))
+    _worker_of(model).receive(parse(bytes(message.cpu().numpy())))
 
 
+@cache
 def _worker_of(model: nn.Module) -> EngineWorker:
     import sglang
     from sglang.srt.distributed import get_pp_group, get_tp_group, get_world_group

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mcore_bridge.engines.engine_worker import EngineWorker
-from mcore_bridge.errors import TransferError
 
 BACKEND = "mcore_bridge"
 
@@ -49,13 +48,14 @@ def worker_of(model: nn.Module, config: Any, model_config: Any, device: torch.de
     import vllm
 
     parallel = config.parallel_config
-    first = parallel.data_parallel_index * parallel.world_size if _is_one_engine(parallel) else 0
-    size = parallel.world_size * (parallel.data_parallel_size if _is_one_engine(parallel) else 1)
+    first, size = 0, parallel.world_size
+    if _is_one_engine(parallel):
+        first, size = parallel.data_parallel_index * size, parallel.data_parallel_size * size
     mesh = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size, bool(parallel.enable_expert_parallel))
     fields = repr(sorted(model_config.hf_config.to_dict().items(), key=str))
     digest = hashlib.sha256(f"{fields} {model_config.dtype} {model_config.quantization} {mesh}".encode()).hexdigest()
     name = f"vllm {vllm.__version__}, {type(model).__name__} {digest[:12]}, worker {first + rank} of {size}"
-    loader = partial(_reload, model, model_config, device)
+    loader = partial(reload, model, model_config, device)
     return EngineWorker(model, loader, name=name, rank=first + rank, size=size, hidden=_hidden_weights(device))
 
 
@@ -74,14 +74,19 @@ def _is_one_engine(parallel: Any) -> bool:
     return not (getattr(parallel, "local_engines_only", False) or "VLLM_DP_RANK" in os.environ)
 
 
-def _reload(model: nn.Module, model_config: Any, device: torch.device, pairs: Iterator[tuple[str, Tensor]]) -> None:
-    """Load by vLLM's own loader, and bring each layer into the form that its kernels take."""
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
+def name_loaders(model: nn.Module) -> None:
+    """Give each loader of a parameter a name, for which vLLM's reload asks."""
     for parameter in model.parameters():
         loader = getattr(parameter, "weight_loader", None)
         if isinstance(loader, partial):
-            loader.__name__ = "partial"  # type: ignore[attr-defined]  # vLLM's reload asks for it
+            loader.__name__ = "partial"  # type: ignore[attr-defined]
+
+
+def reload(model: nn.Module, model_config: Any, device: torch.device, pairs: Iterable[tuple[str, Tensor]]) -> None:
+    """Load by vLLM's own loader, and bring each layer into the form that its kernels take."""
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    name_loaders(model)
     with ExitStack() as stack:
         stack.enter_context(torch.device(device))
         try:
@@ -104,18 +109,11 @@ class Extension:
     device: torch.device
     rank: int
 
+    @cached_property
+    def worker_of_trainer(self) -> EngineWorker:
+        """The part of this worker in weight syncs."""
+        return worker_of(self.model_runner.model, self.vllm_config, self.model_config, self.device, self.rank)
+
     def receive_from_trainer(self, info: Mapping[str, Any]) -> None:
         """Take part in a round of a ``WeightSync``."""
-        worker = getattr(self, "_mcore_bridge_worker", None)
-        if worker is None:
-            model = self.model_runner.model
-            worker = worker_of(model, self.vllm_config, self.model_config, self.device, self.rank)
-            self._mcore_bridge_worker = worker
-        worker.receive(info)
-
-    def leave_trainer(self) -> None:
-        """Let go of the trainer, and of memory that is shared with it."""
-        worker = getattr(self, "_mcore_bridge_worker", None)
-        if worker is None:
-            raise TransferError("expected a worker that has received weights, found none: sync first")
-        worker.close()
+        self.worker_of_trainer.receive(info)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from vllm.distributed.weight_transfer.base import (
@@ -56,7 +56,7 @@ class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
             rank = self.parallel_config.rank
             worker = worker_of(self.model, self.vllm_config, self.model_config, self.device, rank)
             self._workers[id(self.model)] = worker
-        worker.receive({"address": update_info.address, "engine": update_info.engine, "seconds": update_info.seconds})
+        worker.receive(asdict(update_info))
 
     def shutdown(self) -> None:
         """Let go of the trainer."""

@@ -8,6 +8,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mcore_bridge.engines.vllm import Extension
 from mcore_bridge.errors import TransferError, shown
 
 Call = Callable[[Mapping[str, Any], int], object]
@@ -16,8 +17,6 @@ second argument is the version of the weights."""
 
 _FOUR = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
 """The methods of vLLM's clients."""
-RECEIVE = "receive_from_trainer"
-"""The method that our worker extension adds to vLLM's workers."""
 
 
 def call_of(engine: object) -> Call:
@@ -50,7 +49,7 @@ def call_of(engine: object) -> Call:
 def _in_process(llm: Any) -> Call:
     def call(info: Mapping[str, Any], version: int) -> None:
         if getattr(llm.llm_engine.vllm_config, "weight_transfer_config", None) is None:
-            llm.collective_rpc(RECEIVE, args=(dict(info),))
+            llm.collective_rpc(Extension.receive_from_trainer.__name__, args=(dict(info),))
         else:
             llm.start_weight_update()
             llm.update_weights({"update_info": dict(info)})

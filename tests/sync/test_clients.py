@@ -214,7 +214,7 @@ class Schedulers:
 def by_sglang():
     models, weight, worker = model_and_worker()
     model = torch.nn.Linear(1, 1)
-    sglang._workers[model] = worker
+    sglang._worker_of = {model: worker}.__getitem__
     call = sglang.client(Schedulers(model))
     with mb.WeightSync(models, call, timeout=30) as sync:
         sync()

@@ -47,7 +47,6 @@ class Rank(NamedTuple):
         worker = WeightReceiver()
         worker.model_runner = type("Runner", (), {"model": model})
         worker.model_config, worker.device, worker.rank = self.config.model_config, torch.device("cpu"), dist.get_rank()
-        worker.name_loaders()
 
         def reload(pairs: Iterator[tuple[str, Tensor]]) -> None:
             pack_experts_again(model)
