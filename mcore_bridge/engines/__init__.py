@@ -1,30 +1,11 @@
 """What an inference engine's process imports. It needs torch, and neither megatron-core nor transformers."""
 
-from __future__ import annotations
+from mcore_bridge.engines.engine_worker import EngineWorker
+from mcore_bridge.weights.engine.map_engine import map_engine
+from mcore_bridge.weights.engine.mapped_engine import MappedEngine
+from mcore_bridge.weights.ipc.buckets import plan_buckets
+from mcore_bridge.weights.ipc.receiver import Receiver
+from mcore_bridge.weights.ipc.sender import BufferRing
+from mcore_bridge.weights.plan.engine_map import EngineMap
 
-from importlib import import_module
-from typing import Any
-
-_HOMES = {
-    "EngineWorker": "engines.engine_worker",
-    "map_engine": "weights.engine.map_engine",
-    "MappedEngine": "weights.engine.mapped_engine",
-    "EngineMap": "weights.plan.engine_map",
-    "BufferRing": "weights.ipc.sender",
-    "Receiver": "weights.ipc.receiver",
-    "plan_buckets": "weights.ipc.buckets",
-}
-
-__all__ = [*_HOMES]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"mcore_bridge.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__all__ = ["EngineWorker", "map_engine", "MappedEngine", "EngineMap", "BufferRing", "Receiver", "plan_buckets"]

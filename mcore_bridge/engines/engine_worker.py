@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -22,18 +23,17 @@ from torch import Tensor
 
 from mcore_bridge.arguments import COUNT, LEAST_0, MAPPING, instance_of, require
 from mcore_bridge.engines.channel import Address
-from mcore_bridge.engines.pair import WORKER, ProcessPair, find_store
+from mcore_bridge.engines.pair import WORKER, ProcessPair, open_store
 from mcore_bridge.errors import TransferError, describe
 from mcore_bridge.machine import this_machine
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.engine.engine_tensors import Source, all_tensors
-from mcore_bridge.weights.engine.loader_thread import Loader, LoaderThread
+from mcore_bridge.weights.engine.engine_tensors import Source, device_of
+from mcore_bridge.weights.engine.loader_thread import Loader
 from mcore_bridge.weights.engine.map_engine import map_engine
-from mcore_bridge.weights.engine.mapped_engine import MappedEngine
-from mcore_bridge.weights.engine.prove import checksums
+from mcore_bridge.weights.engine.mapped_engine import MappedEngine, engine_without_map
 from mcore_bridge.weights.ipc.buckets import BucketPlan
-from mcore_bridge.weights.ipc.receiver import EngineInput, Receiver
-from mcore_bridge.weights.ipc.shared_memory import Handle
+from mcore_bridge.weights.ipc.receiver import Receiver
+from mcore_bridge.weights.ipc.shared_memory import Handle, gpu_of
 from mcore_bridge.weights.plan.engine_map import EngineMap
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,10 @@ class Identity:
     machine: str
     gpu: str
     """The UUID of its GPU; empty on a CPU."""
+
+    def is_on(self, machine: str) -> bool:
+        """Whether the worker is on a machine, which must be known."""
+        return self.machine == machine != ""
 
     @property
     def place(self) -> tuple[int, int]:
@@ -119,16 +123,15 @@ class EngineWorker:
         self._control: Connection | None = None
         self._data: Connection | None = None
         self._address: Address | None = None
-        self._mapped: MappedEngine | None = None
-        self._input: EngineInput | None = None
+        self._engine: MappedEngine | None = None
         self._receiver: Receiver | None = None
         self._pair: ProcessPair | None = None
         self._slots: list[Tensor] = []
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         """The device of the engine's tensors."""
-        return next(iter(all_tensors(self._source).values()), torch.empty(0)).device
+        return device_of(self._source)
 
     @torch.no_grad()
     def receive(self, info: Mapping[str, Any]) -> None:
@@ -158,9 +161,7 @@ class EngineWorker:
             raise TransferError(problem)
 
     def _identity(self, engine: int) -> Identity:
-        device = self.device
-        gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-        return Identity(engine, self._name, self._rank, self._size, this_machine(), gpu)
+        return Identity(engine, self._name, self._rank, self._size, this_machine(), gpu_of(self.device))
 
     def _take_part(self, control: Connection, identity: Identity, seconds: float) -> str:
         """Do what the trainer asks until the round ends; what went wrong in it, or an empty string."""
@@ -199,8 +200,8 @@ class EngineWorker:
         with suppress(Exception):
             if self._receiver is not None:
                 self._receiver.restart()
-            if self._input is not None:
-                self._input.break_off()
+            if self._engine is not None:
+                self._engine.break_off()
         for part in (self._data, self._receiver, self._pair):
             if part is not None:
                 part.close()
@@ -227,19 +228,19 @@ class EngineWorker:
                 kept = EngineMap.load(path)
             except TransferError as error:
                 logger.warning("%s. A new map is made now", error)
-        self._mapped = map_engine(specs, self._source, self._load, engine=self._name, kept=kept)
-        self._input = self._mapped
-        if self._mapped.map is not kept:
-            _save(self._mapped.map, path)
-        return self._mapped.map
+        self._engine = map_engine(specs, self._source, self._load, engine=self._name, kept=kept)
+        if self._engine.map is not kept:
+            _save(self._engine.map, path)
+        return self._engine.map
 
-    def ask_loader(self) -> None:
+    def ask_loader(self, specs: Sequence[TensorSpec]) -> None:
         """Take whole HF tensors by the engine's loader from now on."""
-        self._input = LoaderInput(self._load, self.device)
+        self._engine = engine_without_map(specs, self._source, self._load, self._name)
 
     def ask_share(self) -> tuple[Handle, ...] | None:
         """Announce a round in which the trainer writes into the engine's memory."""
-        return self._by_map().share()
+        assert self._engine is not None
+        return self._engine.share()
 
     def ask_ring(self, plan: BucketPlan, handles: Sequence[Handle]) -> None:
         """Open the trainer's slots."""
@@ -247,21 +248,21 @@ class EngineWorker:
 
     def ask_network(self, plan: BucketPlan, host: str, port: int, seconds: float) -> None:
         """Make slots of this worker's own, which the trainer fills over the network."""
-        device = self.device
-        self._slots = [torch.empty(plan.slot_bytes, dtype=torch.uint8, device=device) for _ in range(plan.num_slots)]
+        options: Any = {"dtype": torch.uint8, "device": self.device}
+        self._slots = [torch.empty(plan.slot_bytes, **options) for _ in range(plan.num_slots)]
         digest = plan.digest()
         handles = [Handle(lambda slot=slot: slot, (), None, digest) for slot in self._slots]
         self._receiver = Receiver(plan, handles)
-        self._pair = ProcessPair(find_store(host, port, seconds), WORKER, device, seconds)
+        self._pair = ProcessPair(open_store(host, seconds, port), WORKER, self.device, seconds)
 
     def ask_bucket(self, number: int) -> None:
         """Take a bucket out of its slot, after it has come if the trainer is elsewhere."""
         assert self._receiver is not None
-        assert self._input is not None
+        assert self._engine is not None
         if self._pair is not None:
             bucket = self._receiver.plan.buckets[number]
             self._pair.receive(self._slots[bucket.slot][: bucket.num_bytes])
-        self._receiver.copy_into(number, self._input)
+        self._receiver.copy_into(number, self._engine)
 
     def ask_finish(self, version: int) -> None:
         """All buckets have come."""
@@ -271,60 +272,13 @@ class EngineWorker:
 
     def ask_complete(self, version: int) -> None:
         """The trainer has written everything."""
-        self._by_map().complete(version)
+        assert self._engine is not None
+        self._engine.complete(version)
         self._synchronize()
 
-    def ask_checksums(self) -> dict[str, int]:
-        """Of the engine's tensors that depend on HF tensors."""
-        tensors = all_tensors(self._source)
-        if self._mapped is not None:
-            tensors = {name: tensors[name] for name in self._mapped.map.places if name in tensors}
-        return checksums(tensors)
-
-    def _by_map(self) -> MappedEngine:
-        if self._mapped is None:
-            raise TransferError("expected a map of this engine, found none: ask for one first")
-        return self._mapped
-
     def _synchronize(self) -> None:
-        device = self.device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # whichever stream the engine computes on next
-
-
-class LoaderInput:
-    """An engine whose loader takes every HF tensor, where no map can be made.
-
-    Args:
-        load: the engine's loader.
-        device: where the engine's tensors are.
-    """
-
-    def __init__(self, load: Loader, device: torch.device) -> None:
-        self._load, self._device = load, device
-        self._loading: LoaderThread | None = None
-
-    def begin(self, plan: BucketPlan) -> None:
-        """Start the loader."""
-        self.break_off()
-        self._loading = LoaderThread(self._load, self._device)
-
-    def write(self, pairs: list[tuple[str, Tensor]], *, stay: bool = False) -> None:
-        """Have the loader take copies of HF tensors."""
-        assert self._loading is not None
-        self._loading.send(pairs)
-
-    def complete(self, version: int | None = None) -> None:
-        """Return when the loader does."""
-        loading, self._loading = self._loading, None
-        assert loading is not None
-        loading.finish()
-
-    def break_off(self) -> None:
-        """End a call of the loader that did not get all tensors."""
-        loading, self._loading = self._loading, None
-        if loading is not None:
-            loading.break_off()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # whichever stream the engine computes on next
 
 
 def _cache() -> Path:

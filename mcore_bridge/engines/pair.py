@@ -20,14 +20,9 @@ TRAINER, WORKER = 0, 1
 _dist: Any = dist  # its stores are missing from torch's types
 
 
-def make_store(host: str, seconds: float) -> Any:
-    """The store at which the worker finds the trainer rank; its port is ``store.port``."""
-    return _dist.TCPStore(host, 0, None, True, timedelta(seconds=seconds), wait_for_workers=False)
-
-
-def find_store(host: str, port: int, seconds: float) -> Any:
-    """The trainer rank's store, in the process of the worker."""
-    return _dist.TCPStore(host, port, None, False, timedelta(seconds=seconds))
+def open_store(host: str, seconds: float, port: int = 0) -> Any:
+    """The store at which the two find each other. The trainer rank makes it, and the worker gets its ``port``."""
+    return _dist.TCPStore(host, port, None, not port, timedelta(seconds=seconds), wait_for_workers=False)
 
 
 class ProcessPair:

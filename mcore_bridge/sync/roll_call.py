@@ -168,6 +168,6 @@ def _is_whole(workers: Mapping[int, _Here]) -> bool:
 
 def _distance(worker: Identity, place: Place) -> int:
     """0 on the GPU of a trainer rank, 1 on its machine, 2 elsewhere."""
-    if worker.machine != place.machine or not worker.machine:
+    if not worker.is_on(place.machine):
         return 2
     return 0 if worker.gpu == place.gpu else 1

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from mcore_bridge.engines.channel import WorkerLine
-from mcore_bridge.engines.pair import TRAINER, ProcessPair, make_store
+from mcore_bridge.engines.pair import TRAINER, ProcessPair, open_store
 from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.engine.writer import EngineWriter, export_into
@@ -79,7 +79,7 @@ class Route(NoRoute):
                 return
             except TransferError as error:
                 self._add(f"no map: {error}")
-        self.line("loader")
+        self.line("loader", specs)
         self.target, self._map = "everything", None
         self._allowed = tuple(way for way in self._allowed if way != "shards")
 
@@ -116,13 +116,18 @@ class Route(NoRoute):
         self._is_announced = True
 
     def _open_ring(self, manifest: Manifest) -> None:
-        self._ring = BufferRing(plan_buckets(manifest), self._device)
-        self.line("ring", self._ring.plan, self._ring.handles())
+        ring = self._slots(manifest)
+        self.line("ring", ring.plan, ring.handles())
+
+    def _slots(self, manifest: Manifest) -> BufferRing:
+        """One ring for all ways that need slots."""
+        if self._ring is None:
+            self._ring = BufferRing(plan_buckets(manifest), self._device)
+        return self._ring
 
     def _open_network(self, manifest: Manifest) -> None:
-        self._ring = BufferRing(plan_buckets(manifest), self._device)
-        store = make_store(self._host, self.line.seconds)
-        self.line.send("network", (self._ring.plan, self._host, store.port, self.line.seconds))
+        store = open_store(self._host, self.line.seconds)
+        self.line.send("network", (self._slots(manifest).plan, self._host, store.port, self.line.seconds))
         self._pair = self.line.meet(lambda: ProcessPair(store, TRAINER, self._device, self.line.seconds))
 
     def send(self, models: Models, version: int, **options: Any) -> None:

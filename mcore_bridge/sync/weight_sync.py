@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count
 from threading import TIMEOUT_MAX
 from types import TracebackType
 from typing import Any
@@ -16,16 +15,19 @@ import torch
 from mcore_bridge.arguments import LEAST_0, Kind, instance_of, problem_of, require
 from mcore_bridge.engines.channel import HANDSHAKE, Listener, WorkerLine, own_host
 from mcore_bridge.engines.engine_worker import Identity
-from mcore_bridge.errors import BridgeError, TransferError, describe, grouped_by_rank
+from mcore_bridge.errors import TransferError, describe
 from mcore_bridge.machine import this_machine
 from mcore_bridge.rules.mapping import Dialect
 from mcore_bridge.sync.clients import call_of
 from mcore_bridge.sync.roll_call import Place, RollCall, Served
 from mcore_bridge.sync.routes import WAYS, NoRoute, Route, Transport
+from mcore_bridge.weights.ipc.shared_memory import gpu_of
 from mcore_bridge.weights.manifest import manifest
 from mcore_bridge.weights.model_chunks import Models, modules_of
 from mcore_bridge.weights.transfer.collectives import Group
+from mcore_bridge.weights.transfer.failures import raise_failures, raise_on_all
 
+_ALL = "expected all ranks to go on, found"
 _SECONDS = Kind(
     f"a number of seconds above 0 and up to {TIMEOUT_MAX:.0f}",
     lambda value: isinstance(value, int | float) and 0 < value <= TIMEOUT_MAX,
@@ -132,27 +134,25 @@ class WeightSync:
         self._roll_call: RollCall | None = None
         self.version = 0
         """The version of the last round."""
-        problem = problem_of(
+        wrong = problem_of(
             transport=(transport, _TRANSPORT),
             loads=(loads, instance_of("True or False", bool)),
             address=(address, _HOST.or_none()),
             timeout=(timeout, _SECONDS),
         )
-        self._clients: list[object] = []
-        try:
+        self._clients: dict[int, object] = {}
+        self._numbers = count()
+        with raise_on_all(self._group, _ALL, TransferError):
             modules_of(models)
-            if problem:
-                raise TransferError(problem)
+            if wrong:
+                raise TransferError(wrong)
             self._host = address or own_host()
             self._listener = Listener(self._host)
             if self._group.rank == 0:
                 self._roll_call = RollCall({}, self._listener, timeout)
                 self.set_engines(engines)
-        except BridgeError as error:
-            problem = describe(error)
-        self._raise(problem)
         self._device = self._own_device()
-        own = Place(this_machine(), _gpu(self._device), self._listener.address)
+        own = Place(this_machine(), gpu_of(self._device), self._listener.address)
         places = self._group.all_gather_object(own)
         if self._roll_call is not None:
             self._roll_call.places = places
@@ -171,13 +171,12 @@ class WeightSync:
         """
         if self._roll_call is None:
             raise TransferError(f"expected rank 0 to name the engines, found rank {self._group.rank}")
-        listed = list(engines) if isinstance(engines, list | tuple) else [engines]
-        calls = {}
-        for engine in listed:
-            known = [number for number, client in enumerate(self._clients) if client == engine]
-            calls[known[0] if known else len(self._clients)] = call_of(engine)
-            self._clients += [] if known else [engine]
-        self._roll_call.calls = calls
+        clients = {}
+        for engine in list(engines) if isinstance(engines, list | tuple) else [engines]:
+            known = next((number for number, client in self._clients.items() if client == engine), None)
+            clients[next(self._numbers) if known is None else known] = engine
+        self._roll_call.calls = {number: call_of(engine) for number, engine in clients.items()}
+        self._clients = clients
 
     def __call__(self, version: int | None = None) -> SyncReport:
         """Send all weights to all engines. All ranks of the trainer call this together.
@@ -193,18 +192,19 @@ class WeightSync:
         """
         start = time.perf_counter()
         version, roster, absent = self._called(version)
-        mine = [served for served in roster if served.trainer == self._group.rank]
+        queues: dict[int, list[Served]] = {}
+        for served in roster:
+            queues.setdefault(served.trainer, []).append(served)
+        mine = queues.get(self._group.rank, [])
         self._close_all({*self._routes} - {served.worker.place for served in mine if not served.is_new})
-        rows = max(Counter(served.trainer for served in roster).values(), default=0)
         reports, failure = [], None
         try:
             if any(served.is_new for served in roster):
-                self._raise(_problem_of(lambda: self._connect(mine), Exception))
-            for row in range(rows):
-                in_row = [_row(roster, rank, row) for rank in range(self._group.size)]
-                is_new = any(served.is_new for served in chain.from_iterable(in_row))
-                worker = next((served.worker for served in in_row[self._group.rank]), None)
-                reports += self._send(worker, is_new, version, start)
+                with raise_on_all(self._group, _ALL, TransferError):
+                    self._connect(mine)
+            for row in range(max(map(len, queues.values()), default=0)):
+                is_new = any(served.is_new for queue in queues.values() for served in queue[row : row + 1])
+                reports += self._send(mine[row].worker if row < len(mine) else None, is_new, version, start)
         except Exception as error:
             failure = error
         problem = "" if failure is None else describe(failure)
@@ -214,8 +214,7 @@ class WeightSync:
         absent = {**self._ended(workers, [text for _, text in gathered], absent), **absent}
         if failure is not None:
             raise failure
-        if failures := grouped_by_rank([text for _, text in gathered]):
-            raise TransferError(f"expected all ranks to go on, found {failures}")
+        raise_failures([text for _, text in gathered], _ALL, TransferError)
         wrong = [f"{worker.name} of engine {worker.engine}: {worker.problem}" for worker in workers if worker.problem]
         wrong += [f"engine {engine}: {reason}" for engine, reason in sorted(absent.items())]
         if wrong:
@@ -256,7 +255,7 @@ class WeightSync:
                 continue
             worker = due.pop(pipe.recv())
             line = WorkerLine(pipe, worker.name, self._seconds)
-            is_near = worker.machine == this_machine() != ""
+            is_near = worker.is_on(this_machine())
             self._routes[worker.place] = Route(line, self._device, self._allowed, is_near, self._host)
 
     def _send(self, worker: Identity | None, is_new: bool, version: int, start: float) -> list[WorkerReport]:
@@ -271,11 +270,11 @@ class WeightSync:
             NoRoute().send(self._models, version, **self._options)
         else:
             problem = _problem_of(lambda: route.send(self._models, version, **self._options))
-        if worker is None or not isinstance(route, Route):
+        if worker is None:
             return []
-        seconds = time.perf_counter() - start
-        kinds = (route.transport, route.reason, route.num_bytes, seconds, problem)
-        return [WorkerReport(worker.engine, worker.rank, worker.name, self._group.rank, *kinds)]
+        taken = self._routes[worker.place]
+        figures = (taken.transport, taken.reason, taken.num_bytes, time.perf_counter() - start, problem)
+        return [WorkerReport(worker.engine, worker.rank, worker.name, self._group.rank, *figures)]
 
     def _ended(
         self, workers: Sequence[WorkerReport], problems: Sequence[str], absent: dict[int, str]
@@ -289,11 +288,6 @@ class WeightSync:
             answer = self._roll_call.end(everywhere, {**absent, **failed})
         by_engine = self._group.all_gather_object(answer)[0]
         return {number: text for number, text in by_engine.items() if number not in failed}
-
-    def _raise(self, problem: str) -> None:
-        """Raise on all ranks if one of them has a problem."""
-        if failures := grouped_by_rank(self._group.all_gather_object(problem)):
-            raise TransferError(f"expected all ranks to go on, found {failures}")
 
     def _own_device(self) -> torch.device:
         on_gpu = torch.cuda.is_available() and any(
@@ -321,19 +315,10 @@ class WeightSync:
         self.close()
 
 
-def _row(served: Sequence[Served], rank: int, row: int) -> list[Served]:
-    """The worker that a rank serves in this row, in a list of at most one."""
-    return [entry for entry in served if entry.trainer == rank][row : row + 1]
-
-
-def _problem_of(action: Any, kind: type[Exception] = TransferError) -> str:
+def _problem_of(action: Callable[[], None]) -> str:
     """Run it; the message of an error that one worker alone has."""
     try:
         action()
-    except kind as error:
-        return describe(error)
+    except TransferError as error:
+        return str(error)
     return ""
-
-
-def _gpu(device: torch.device) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""

@@ -18,7 +18,8 @@ def serve(address, arguments, options, rank, size):
         memory.append(in_shared_memory(model))  # a loader of this kind makes some tensors anew
 
     loader = load_into_files if options.get("shared") else load
-    worker = EngineWorker(model, loader, name=f"stand-in {arguments} {options}", rank=rank, size=size)
+    names = {"name": f"stand-in {arguments} {options}", "hidden": options.get("hidden", "")}
+    worker = EngineWorker(model, loader, **names, rank=rank, size=size)
     if options.get("elsewhere"):
         import mcore_bridge.engines.engine_worker as module
 

@@ -15,6 +15,7 @@ from tests.support.strategies import random_state, tiny
 from tests.support.sync_engine import Client, serve
 
 TP1, TP2, PP2 = [(1, 0)], [(2, 0), (2, 1)], [(1, 0, 2, 0), (1, 0, 2, 1)]
+HIDDEN = "a kernel keeps its weights elsewhere"
 MESHES = {
     "TP2": (2, mb.ParallelDims(tp=2)),
     "PP2 EP2": (4, mb.ParallelDims(pp=2, ep=2)),
@@ -62,8 +63,10 @@ def serve_rounds(addresses, dims, transports):
             assert report.version == seed + 1
             ways = {worker.engine: worker.transport for worker in report.workers}
             assert list(ways.values()) == transports, report
-            for number, workers in enumerate((TP2, PP2, TP1)):
+            for number, workers in enumerate((TP2, PP2, TP1, TP1)):
                 assert trainer.has(clients[number] if clients else None, workers)
+            assert [worker.reason for worker in report.workers if "no map" in worker.reason and HIDDEN in worker.reason]
+        clients = clients[:3]  # the last one has no map
         counts = [client.ask("loads") for client in clients]
         trainer.step(7)
         assert sync(70).version == sync.version == 70
@@ -74,10 +77,11 @@ def serve_rounds(addresses, dims, transports):
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_engine_gets_every_bit_by_the_best_way(mesh, tmp_path):
     world, dims = MESHES[mesh]
-    addresses, processes = engines(str(tmp_path), (TP2, {"shared": True}), (PP2, {}), (TP1, {"elsewhere": True}))
-    served, *others = pool.run(world, serve_rounds, addresses, dims, ["shards", "ring", "network"])
+    kinds = (TP2, {"shared": True}), (PP2, {}), (TP1, {"elsewhere": True}), (TP1, {"hidden": HIDDEN})
+    addresses, processes = engines(str(tmp_path), *kinds)
+    served, *others = pool.run(world, serve_rounds, addresses, dims, ["shards", "ring", "network", "ring"])
     assert all(each == served for each in others)
-    assert {engine for engine, _ in served} == {0, 1, 2}
+    assert {engine for engine, _ in served} == {0, 1, 2, 3}
     assert len({trainer for _, trainer in served}) == world  # workers are dealt to all ranks
     for process in processes:
         process.join(20)

@@ -35,6 +35,11 @@ def all_tensors(source: Source) -> dict[str, Tensor]:
     return tensors
 
 
+def device_of(source: Source) -> torch.device:
+    """The device of the engine's first tensor; the CPU if it has none."""
+    return next((tensor.device for tensor in all_tensors(source).values()), torch.device("cpu"))
+
+
 def tensors_named(source: Source, names: Iterable[str]) -> dict[str, Tensor]:
     """The engine's tensors with these names. Names that the engine lacks are left out."""
     if not isinstance(source, nn.Module):

@@ -16,7 +16,7 @@ from torch import Tensor
 from mcore_bridge.arguments import FUNCTION, LEAST_0, Kind, instance_of, list_of, require
 from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.engine.engine_tensors import EngineMemory, Source, all_tensors, described, hosts
+from mcore_bridge.weights.engine.engine_tensors import EngineMemory, Source, all_tensors, described, device_of, hosts
 from mcore_bridge.weights.engine.loader_thread import Loader
 from mcore_bridge.weights.engine.mapped_engine import MappedEngine, specs_of
 from mcore_bridge.weights.engine.probe import MOST_SLICES, RunningNumbers, probe
@@ -113,8 +113,7 @@ class MapSearch:
     def __init__(self, specs: Sequence[TensorSpec], source: Source, load: Loader, engine: str) -> None:
         self._specs, self._source, self._load, self._engine = tuple(specs), source, load, engine
         self._by_name = {spec.name: spec for spec in specs}
-        first = next(iter(all_tensors(source).values()), torch.empty(0))
-        self._device = first.device
+        self._device = device_of(source)
         self._tensors: dict[str, _Tensor] = {}
         self._aliases: dict[str, tuple[str, int]] = {}
         self.reference: dict[str, int] = {}

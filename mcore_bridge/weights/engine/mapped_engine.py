@@ -11,13 +11,13 @@ import torch
 
 from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.engine.engine_tensors import EngineMemory, Source
+from mcore_bridge.weights.engine.engine_tensors import EngineMemory, Source, all_tensors, described
 from mcore_bridge.weights.engine.group_copies import MapCopies, Pair, require_expected
 from mcore_bridge.weights.engine.loader_thread import Loader, LoaderThread
 from mcore_bridge.weights.engine.prove import disagreement
 from mcore_bridge.weights.ipc.buckets import BucketPlan
 from mcore_bridge.weights.ipc.shared_memory import Handle, allocate, share, share_part
-from mcore_bridge.weights.plan.engine_map import EngineMap
+from mcore_bridge.weights.plan.engine_map import EngineMap, Uncovered
 from mcore_bridge.weights.plan.map_slices import MapSlices
 from mcore_bridge.weights.transfer.copier import Buffers
 
@@ -268,6 +268,15 @@ class MappedEngine:
         self._left, self._due, self._shared = None, 0, None
         if loading is not None:
             loading.break_off()
+
+
+def engine_without_map(specs: Sequence[TensorSpec], source: Source, load: Loader, engine: str) -> MappedEngine:
+    """An engine whose loader takes every HF tensor in every round: its map covers nothing."""
+    names = tuple(spec.name for spec in specs)
+    name, first = next(iter(all_tensors(source).items()))
+    uncovered = (Uncovered(name, "it was asked for", names),)
+    whole = EngineMap(engine, tuple(specs), (described(name, first),), (), (), uncovered)
+    return MappedEngine(whole, source, load, disproof="it was asked to take every HF tensor")
 
 
 def specs_of(plan: BucketPlan) -> tuple[TensorSpec, ...]:

@@ -59,7 +59,7 @@ def share(buffer: Tensor, digest: str = "") -> Handle:
     """
     if buffer.is_cuda:
         rebuild, args = reduce_tensor(buffer)
-        return Handle(rebuild, args, _uuid(buffer.device.index), digest)
+        return Handle(rebuild, args, gpu_of(buffer.device), digest)
     return Handle(_map_file, (buffer.untyped_storage().filename, buffer.numel()), None, digest)
 
 
@@ -90,7 +90,7 @@ def share_part(memory: Tensor, digest: str = "") -> Handle:
             f"CUDA IPC cannot open the memory ({str(error).splitlines()[0]}). Its allocator maps memory itself, like "
             "sleep modes and expandable_segments: send buckets through a ring, or turn these off"
         ) from None
-    return Handle(rebuild, args, _uuid(memory.device.index), digest)
+    return Handle(rebuild, args, gpu_of(memory.device), digest)
 
 
 def open_all(handles: Sequence[Handle], digest: str, otherwise: str) -> list[Tensor]:
@@ -113,19 +113,20 @@ def open_shared(handle: Handle) -> Tensor:
     """
     if handle.gpu is None:
         return handle.rebuild(*handle.args)
-    current = torch.cuda.current_device()
+    current = torch.device("cuda", torch.cuda.current_device())
     try:
-        return handle.rebuild(*handle.args[:_DEVICE], current, *handle.args[_DEVICE + 1 :])
+        return handle.rebuild(*handle.args[:_DEVICE], current.index, *handle.args[_DEVICE + 1 :])
     except RuntimeError as error:  # cudaIpcOpenMemHandle
         raise TransferError(
-            f"expected memory that cuda:{current} (GPU {_uuid(current)}) reaches, found memory of GPU {handle.gpu} "
+            f"expected memory that {current} (GPU {gpu_of(current)}) reaches, found memory of GPU {handle.gpu} "
             f"that it cannot open ({str(error).splitlines()[0]}). The sender may have ended, or the two GPUs have no "
             'peer access: send buckets through a ring with device="cpu"'
         ) from None
 
 
-def _uuid(index: int) -> str:
-    return str(torch.cuda.get_device_properties(index).uuid)
+def gpu_of(device: torch.device) -> str:
+    """The UUID of a GPU, which is equal in all processes; empty for a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 @contextmanager

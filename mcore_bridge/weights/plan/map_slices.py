@@ -49,7 +49,7 @@ class MapSlices:
             TransferError: when a used tensor is missing, or has another dtype or a shape that no slice has.
         """
         sent = tuple(TensorSpec.of(spec.name, spec) for spec in specs)
-        if sent == self._map.sources:
+        if not self._map.differences(sent):  # in any order
             return self._map
         names = {spec.name for spec in sent}
         wrong = [
