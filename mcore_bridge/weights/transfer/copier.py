@@ -49,6 +49,13 @@ class Buffers:
             self._on_device[device] = pinned.to(device, non_blocking=True)
         return self._on_device[device]
 
+    def beside(self, others: Buffers) -> Buffers:
+        """These buffers, and then ``others``."""
+        joined = Buffers([*self.tensors, *others.tensors], self.gpus | others.gpus)
+        joined.addresses = np.concatenate([self.addresses, others.addresses])
+        joined.on_gpu = self.on_gpu and others.on_gpu
+        return joined
+
     @cached_property
     def is_aligned(self) -> bool:
         """Whether all tensors begin at a multiple of ``WIDEST``."""

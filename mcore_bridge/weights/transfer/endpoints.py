@@ -84,7 +84,7 @@ class Outputs:
     """HF tensors that are open: allocated, and not yet yielded."""
 
     def __init__(self, plan: ExportPlan, device: torch.device) -> None:
-        self._outputs = plan.payload.outputs
+        self._outputs, self._device = plan.payload.outputs, device
         self._like = {dtype: torch.empty(0, dtype=dtype, device=device) for dtype in plan.dtypes}
         self._gpus = Buffers([torch.empty(0, device=device)]).gpus
         """The GPUs of outputs and windows. A check of each of thousands of tensors would take longer."""
@@ -100,14 +100,13 @@ class Outputs:
             is_new = self._open.keys().isdisjoint(numbers)
             new = numbers if is_new else [number for number in numbers if number not in self._open]
             self._open.update(zip(new, self._allocated(output, len(new)), strict=True))
-        self._copy(step, held, [*passing, *map(self._tensor, step.outputs)], device)
+        if len(step.copies.table):
+            others = [*passing, *map(self._open.__getitem__, step.outputs)]
+            step.copies.run(held, Buffers(others, self._gpus), device)
 
-    def _tensor(self, number: int) -> Tensor:
-        """The memory of an output."""
-        return self._open[number]
-
-    def _copy(self, step: Step, held: Buffers, others: Sequence[Tensor], device: torch.device) -> None:
-        step.copies.run(held, Buffers(others, self._gpus), device)
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Memory for windows, uint8 [num_bytes]."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def _allocated(self, output: OutputTensor, count: int) -> Sequence[Tensor]:
         """``count`` new tensors like ``output``.
