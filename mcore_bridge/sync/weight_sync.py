@@ -16,7 +16,7 @@ from mcore_bridge.arguments import LEAST_0, Kind, instance_of, problem_of, requi
 from mcore_bridge.engines.channel import HANDSHAKE, Listener, WorkerLine, own_host
 from mcore_bridge.engines.engine_worker import Identity
 from mcore_bridge.errors import TransferError, describe
-from mcore_bridge.machine import this_machine
+from mcore_bridge.machine import this_machine, uncollected
 from mcore_bridge.rules.mapping import Dialect
 from mcore_bridge.sync.clients import call_of
 from mcore_bridge.sync.roll_call import Place, RollCall, Served
@@ -178,6 +178,7 @@ class WeightSync:
         self._roll_call.calls = {number: call_of(engine) for number, engine in clients.items()}
         self._clients = clients
 
+    @uncollected()
     def __call__(self, version: int | None = None) -> SyncReport:
         """Send all weights to all engines. All ranks of the trainer call this together.
 

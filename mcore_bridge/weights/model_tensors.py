@@ -61,10 +61,13 @@ def require_as_built(models: Sequence[nn.Module], held: Mapping[str, Tensor]) ->
     built: dict[str, Shape] = {}
     for chunk in map(unwrap, models):
         built |= getattr(chunk, "bridge_built", {})
+    shapes = {name: tensor.shape for name, tensor in held.items()}
+    if built.items() <= shapes.items():  # nearly always
+        return
     wrong = [
-        f"{name} had the shape {tuple(shape)}, and " + (f"has {tuple(held[name].shape)}" if name in held else "is gone")
+        f"{name} had the shape {tuple(shape)}, and " + (f"has {tuple(shapes[name])}" if name in shapes else "is gone")
         for name, shape in built.items()
-        if name not in held or held[name].shape != shape
+        if shapes.get(name) != shape
     ]
     if wrong:
         raise MappingError(
@@ -88,8 +91,8 @@ def _require_own_memory(held: Mapping[str, Tensor]) -> None:
 class _Roll:
     """The canonical names of the tensors of a chunk, and where in the chunk they are.
 
-    It is cached on the chunk, because every export needs it. One comparison checks for all thousands of modules whether
-    it is still valid.
+    It is cached on the chunk, because every export needs it. A few comparisons check for all thousands of modules
+    whether it is still valid.
     """
 
     names: tuple[str, ...]
@@ -97,8 +100,12 @@ class _Roll:
     """The position of each named tensor among all tensors in ``holders``."""
     children: tuple[dict[str, nn.Module | None], ...]
     """The ``_modules`` of each module."""
+    known: tuple[dict[str, nn.Module | None], ...]
+    """Copies of ``children``."""
     holders: tuple[dict[str, Tensor | None], ...]
-    """The ``_parameters`` and ``_buffers`` of each module."""
+    """The ``_parameters`` and ``_buffers`` of each module that has any."""
+    empty: tuple[dict[str, Tensor | None], ...]
+    """Those without tensors."""
     seen: tuple[list[object], ...]
     """The result of ``_look`` when this was made."""
 
@@ -107,26 +114,26 @@ class _Roll:
         numbering = numbering_of(chunk)
         modules = dict(chunk.named_modules())
         children = tuple(module._modules for module in modules.values())
-        holders = tuple(chain.from_iterable((module._parameters, module._buffers) for module in modules.values()))
-        prefixes = (f"{prefix}." if prefix else "" for prefix in modules for _ in range(2))
-        paths = [prefix + name for prefix, holder in zip(prefixes, holders, strict=True) for name in holder]
+        both = [(prefix, each) for prefix, module in modules.items() for each in (module._parameters, module._buffers)]
+        holders = tuple(holder for _, holder in both if holder)
+        paths = [f"{prefix}.{name}" if prefix else name for prefix, holder in both for name in holder]
         numbers = {path: number for number, path in enumerate(paths)}
         own = [name for name, _ in _tensors(chunk)]
         names = tuple(canonical(name, numbering) for name in own)
         indices = tuple(numbers[name] for name in own)
-        return cls(names, indices, children, holders, cls._look(children, holders))
+        empty = tuple(holder for _, holder in both if not holder)
+        return cls(names, indices, children, tuple(map(dict, children)), holders, empty, cls._look(holders))
 
     @staticmethod
-    def _look(children: Sequence[dict[str, Any]], holders: Sequence[dict[str, Any]]) -> tuple[list[object], ...]:
-        """The children and names of all modules, the number that each module has, and which tensors are None."""
+    def _look(holders: Sequence[dict[str, Any]]) -> tuple[list[object], ...]:
+        """All names of tensors, the number of tensors that each module has, and which of them are None."""
         join = chain.from_iterable
         absent = map(is_, join(map(dict.values, holders)), repeat(None))
-        columns = join(map(dict.values, children)), map(len, children), join(holders), map(len, holders), absent
-        return tuple([*column] for column in columns)
+        return tuple([*column] for column in (join(holders), map(len, holders), absent))
 
     def is_valid(self) -> bool:
         """Whether the chunk still has these modules, with these names."""
-        return self._look(self.children, self.holders) == self.seen
+        return self.children == self.known and not any(self.empty) and self._look(self.holders) == self.seen
 
     def tensors(self) -> Iterator[Any]:
         """The current tensors of ``names``."""

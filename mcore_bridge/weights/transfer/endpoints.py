@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from mcore_bridge.errors import ExportError
 from mcore_bridge.rules.spec import ALIGNMENT
@@ -21,15 +21,10 @@ NO_MERGES: Mapping[str, Merge] = {}
 
 def check_storage(tensors: Mapping[str, Tensor]) -> None:
     """Raise ``ExportError`` if a tensor has no values to export."""
-    for name, tensor in tensors.items():
-        _storage_of(name, tensor)
-
-
-def _storage_of(name: str, tensor: Tensor) -> torch.UntypedStorage:
-    storage = tensor.untyped_storage()
-    if storage.nbytes() < tensor.nbytes or tensor.is_meta:
-        raise ExportError(f"{name} has no storage: it is on the meta device or its memory was freed; bring it back")
-    return storage
+    sizes = map(UntypedStorage.nbytes, map(Tensor.untyped_storage, tensors.values()))
+    for name, size, tensor in zip(tensors, sizes, tensors.values(), strict=True):
+        if size < tensor.nbytes or tensor.is_meta:
+            raise ExportError(f"{name} has no storage: it is on the meta device or its memory was freed; bring it back")
 
 
 class Sources:
@@ -46,9 +41,10 @@ class Sources:
     ) -> None:
         self._program, self._names = program, program.names
         own = [tensors[name] for name in self._names]
-        self._storages = [*map(_storage_of, self._names, own)]  # these stay even if tensors get another memory
-        self._addresses = [storage.data_ptr() for storage in self._storages]
-        self._buffers = Buffers([tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in own])
+        check_storage(dict(zip(self._names, own, strict=True)))
+        self._storages = [*map(Tensor.untyped_storage, own)]  # these stay even if tensors get another memory
+        self._addresses = [*map(UntypedStorage.data_ptr, self._storages)]
+        self._buffers = Buffers([*map(Tensor.contiguous, own)])
         self._buffers.addresses  # noqa: B018  # computed now, and kept
         self._merges = {number: merges[name] for number, name in enumerate(self._names) if name in merges}
         self._merged: dict[int, Tensor] = {}
@@ -56,8 +52,8 @@ class Sources:
 
     def read_by(self, step: Step) -> Buffers:
         """All tensors, after a check that the tensors of a step have not moved."""
-        pairs = ((number, self._storages[number].data_ptr() == self._addresses[number]) for number in step.held)
-        if moved := [number for number, is_there in pairs if not is_there]:
+        storages, addresses = self._storages, self._addresses
+        if moved := [number for number in step.held if storages[number].data_ptr() != addresses[number]]:
             raise ExportError(
                 f"{self._names[moved[0]]} was freed or moved during an export; leave the model in place until it ends"
             )
