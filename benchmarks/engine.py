@@ -227,6 +227,8 @@ class Case:
         engine = self.engine
         engine("connect", self.ring.plan, self.ring.handles())
         self.publish("raw copy of the bytes, engine", engine("raw_copy", repeats))
+        if self.arguments.engine_device:
+            self.time(f"raw copy to {self.arguments.engine_device}", repeats, self.raw_copy)
         self.time("export alone", repeats, self.drain)
         self.time("ring, nobody loads", repeats, lambda: self.sync("none"))
         expected = self.time_sync("whole", slow)
@@ -301,6 +303,15 @@ class Case:
             self.writer = mb.EngineWriter(engine_map, handles)
         assert self.writer is not None
         return self.writer
+
+    def raw_copy(self) -> None:
+        """As many bytes as the weights have, over the link to the engine's GPU, 1 GiB at a time."""
+        source = torch.ones(1 << 30, dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source, device=self.arguments.engine_device)
+        for first in range(0, self.manifest.num_bytes, source.numel()):
+            size = min(source.numel(), self.manifest.num_bytes - first)
+            target[:size].copy_(source[:size])
+        torch.cuda.synchronize(self.arguments.engine_device)
 
     def drain(self) -> None:
         """The export, of which nobody keeps anything."""

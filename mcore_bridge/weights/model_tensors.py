@@ -114,9 +114,9 @@ class _Roll:
         numbering = numbering_of(chunk)
         modules = dict(chunk.named_modules())
         children = tuple(module._modules for module in modules.values())
-        both = [(prefix, each) for prefix, module in modules.items() for each in (module._parameters, module._buffers)]
+        both = [(path, holder) for path, m in modules.items() for holder in (m._parameters, m._buffers)]
         holders = tuple(holder for _, holder in both if holder)
-        paths = [f"{prefix}.{name}" if prefix else name for prefix, holder in both for name in holder]
+        paths = [f"{path}.{name}" if path else name for path, holder in both for name in holder]
         numbers = {path: number for number, path in enumerate(paths)}
         own = [name for name, _ in _tensors(chunk)]
         names = tuple(canonical(name, numbering) for name in own)
