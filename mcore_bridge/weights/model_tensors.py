@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, repeat
-from operator import is_
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -30,9 +29,12 @@ def held_tensors(models: Sequence[nn.Module]) -> dict[str, Tensor]:
     held: dict[str, Tensor] = {}
     for chunk in map(unwrap, models):
         roll: _Roll | None = getattr(chunk, "bridge_roll", None)
-        if roll is None or not roll.is_valid():
+        current = roll.look() if roll else None
+        if roll is None or current is None:
             roll = chunk.bridge_roll = _Roll.of(chunk)
-        own = dict(zip(roll.names, roll.tensors(), strict=True))
+            current = roll.look()
+            assert current is not None
+        own = dict(zip(roll.names, map(current.__getitem__, roll.indices), strict=True))
         if twice := held.keys() & own.keys():
             raise MappingError(f"{min(twice)} is in two of the {len(models)} chunks given; pass each chunk once")
         held |= own
@@ -106,8 +108,12 @@ class _Roll:
     """The ``_parameters`` and ``_buffers`` of each module that has any."""
     empty: tuple[dict[str, Tensor | None], ...]
     """Those without tensors."""
-    seen: tuple[list[object], ...]
-    """The result of ``_look`` when this was made."""
+    paths: list[str]
+    """The names of all tensors in ``holders``, within their modules."""
+    lengths: list[int]
+    """The number of tensors in each of ``holders``."""
+    absent: list[int]
+    """The positions of those that are None."""
 
     @classmethod
     def of(cls, chunk: GPTModel) -> _Roll:
@@ -119,26 +125,33 @@ class _Roll:
         paths = [f"{path}.{name}" if path else name for path, holder in both for name in holder]
         numbers = {path: number for number, path in enumerate(paths)}
         own = [name for name, _ in _tensors(chunk)]
-        names = tuple(canonical(name, numbering) for name in own)
-        indices = tuple(numbers[name] for name in own)
-        empty = tuple(holder for _, holder in both if not holder)
-        return cls(names, indices, children, tuple(map(dict, children)), holders, empty, cls._look(holders))
+        return cls(
+            names=tuple(canonical(name, numbering) for name in own),
+            indices=tuple(numbers[name] for name in own),
+            children=children,
+            known=tuple(map(dict, children)),
+            holders=holders,
+            empty=tuple(holder for _, holder in both if not holder),
+            paths=[*chain.from_iterable(holders)],
+            lengths=[*map(len, holders)],
+            absent=_absent([*chain.from_iterable(map(dict.values, holders))]),
+        )
 
-    @staticmethod
-    def _look(holders: Sequence[dict[str, Any]]) -> tuple[list[object], ...]:
-        """All names of tensors, the number of tensors that each module has, and which of them are None."""
-        join = chain.from_iterable
-        absent = map(is_, join(map(dict.values, holders)), repeat(None))
-        return tuple([*column] for column in (join(holders), map(len, holders), absent))
+    def look(self) -> list[Any] | None:
+        """All tensors of the chunk; None if its modules or names are no longer those of this roll."""
+        current = [*chain.from_iterable(map(dict.values, self.holders))]
+        is_valid = (
+            self.children == self.known
+            and not any(self.empty)
+            and [*map(len, self.holders)] == self.lengths
+            and [*chain.from_iterable(self.holders)] == self.paths
+            and _absent(current) == self.absent
+        )
+        return current if is_valid else None
 
-    def is_valid(self) -> bool:
-        """Whether the chunk still has these modules, with these names."""
-        return self.children == self.known and not any(self.empty) and self._look(self.holders) == self.seen
 
-    def tensors(self) -> Iterator[Any]:
-        """The current tensors of ``names``."""
-        tensors = [*chain.from_iterable(map(dict.values, self.holders))]
-        return map(tensors.__getitem__, self.indices)
+def _absent(tensors: list[Any]) -> list[int]:
+    return [number for number, tensor in enumerate(tensors) if tensor is None]
 
 
 def _tensors(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:

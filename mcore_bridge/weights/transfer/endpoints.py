@@ -19,12 +19,13 @@ Merge = Callable[[Tensor], Tensor]
 NO_MERGES: Mapping[str, Merge] = {}
 
 
-def check_storage(tensors: Mapping[str, Tensor]) -> None:
-    """Raise ``ExportError`` if a tensor has no values to export."""
-    sizes = map(UntypedStorage.nbytes, map(Tensor.untyped_storage, tensors.values()))
-    for name, size, tensor in zip(tensors, sizes, tensors.values(), strict=True):
+def check_storage(tensors: Mapping[str, Tensor]) -> list[UntypedStorage]:
+    """The storage of each tensor. Raise ``ExportError`` if a tensor has no values to export."""
+    storages = [*map(Tensor.untyped_storage, tensors.values())]
+    for (name, tensor), size in zip(tensors.items(), map(UntypedStorage.nbytes, storages), strict=True):
         if size < tensor.nbytes or tensor.is_meta:
             raise ExportError(f"{name} has no storage: it is on the meta device or its memory was freed; bring it back")
+    return storages
 
 
 class Sources:
@@ -41,8 +42,7 @@ class Sources:
     ) -> None:
         self._program, self._names = program, program.names
         own = [tensors[name] for name in self._names]
-        check_storage(dict(zip(self._names, own, strict=True)))
-        self._storages = [*map(Tensor.untyped_storage, own)]  # these stay even if tensors get another memory
+        self._storages = check_storage(dict(zip(self._names, own, strict=True)))  # these stay even if tensors move
         self._addresses = [*map(UntypedStorage.data_ptr, self._storages)]
         self._buffers = Buffers([*map(Tensor.contiguous, own)])
         self._buffers.addresses  # noqa: B018  # computed now, and kept
