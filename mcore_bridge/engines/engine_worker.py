@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mcore_bridge.arguments import COUNT, LEAST_0, MAPPING, instance_of, require
 from mcore_bridge.engines.channel import Address
-from mcore_bridge.engines.pair import WORKER, ProcessPair, open_store
+from mcore_bridge.engines.guest import Guest
+from mcore_bridge.engines.joint_group import JointGroup, open_store
 from mcore_bridge.errors import TransferError, describe
 from mcore_bridge.machine import this_machine
 from mcore_bridge.rules.spec import TensorSpec
@@ -37,6 +37,7 @@ from mcore_bridge.weights.ipc.receiver import Receiver
 from mcore_bridge.weights.ipc.shared_memory import Handle, gpu_of
 from mcore_bridge.weights.plan.boxes import Table
 from mcore_bridge.weights.plan.engine_map import EngineMap
+from mcore_bridge.weights.transfer.program import Program
 
 logger = logging.getLogger(__name__)
 CACHE = "MCORE_BRIDGE_CACHE"
@@ -128,8 +129,7 @@ class EngineWorker:
         self._engine: MappedEngine | None = None
         self._puller: Puller | None = None
         self._receiver: Receiver | None = None
-        self._pair: ProcessPair | None = None
-        self._slots: list[Tensor] = []
+        self._guest: Guest | None = None
 
     @cached_property
     def device(self) -> torch.device:
@@ -205,11 +205,10 @@ class EngineWorker:
                 self._receiver.restart()
             if self._engine is not None:
                 self._engine.break_off()
-        for part in (self._data, self._puller, self._receiver, self._pair):
+        for part in (self._data, self._puller, self._receiver, self._guest):
             if part is not None:
                 part.close()
-        self._data = self._puller = self._receiver = self._pair = None
-        self._slots = []
+        self._data = self._puller = self._receiver = self._guest = None
 
     def close(self) -> None:
         """Let go of the trainer and of all memory that is shared with it."""
@@ -270,22 +269,30 @@ class EngineWorker:
         """Open the trainer's slots."""
         self._receiver = Receiver(plan, handles)
 
-    def ask_network(self, plan: BucketPlan, host: str, port: int, seconds: float) -> None:
-        """Make slots of this worker's own, which the trainer fills over the network."""
-        options: Any = {"dtype": torch.uint8, "device": self.device}
-        self._slots = [torch.empty(plan.slot_bytes, **options) for _ in range(plan.num_slots)]
-        digest = plan.digest()
-        handles = [Handle(lambda slot=slot: slot, (), None, digest) for slot in self._slots]
-        self._receiver = Receiver(plan, handles)
-        self._pair = ProcessPair(open_store(host, seconds, port), WORKER, self.device, seconds)
+    def ask_join(self, host: str, port: int, rank: int, size: int, seconds: float) -> None:
+        """Take rounds as a member of a group with all ranks of the trainer's replica."""
+        assert self._engine is not None
+        assert self._data is not None
+        if self._guest is not None:
+            self._guest.close()
+        store = open_store(host, seconds, port)
+        self._guest = Guest(self._engine, JointGroup(store, rank, size, self.device, seconds, [self._data]))
+
+    def ask_follow(self, program: Program) -> None:
+        """Take these steps in each round."""
+        assert self._guest is not None
+        self._guest.follow(program)
+
+    def ask_exchange(self, version: int) -> None:
+        """Take a round as a member of the group."""
+        assert self._guest is not None
+        self._guest.exchange(version)
+        self._synchronize()
 
     def ask_bucket(self, number: int) -> None:
-        """Take a bucket out of its slot, after it has come if the trainer is elsewhere."""
+        """Take a bucket out of its slot."""
         assert self._receiver is not None
         assert self._engine is not None
-        if self._pair is not None:
-            bucket = self._receiver.plan.buckets[number]
-            self._pair.receive(self._slots[bucket.slot][: bucket.num_bytes])
         self._receiver.copy_into(number, self._engine)
 
     def ask_finish(self, version: int) -> None:

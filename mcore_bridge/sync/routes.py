@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 
 from mcore_bridge.engines.channel import WorkerLine
-from mcore_bridge.engines.pair import TRAINER, ProcessPair, open_store
 from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.bound import bind
@@ -26,8 +25,10 @@ from mcore_bridge.weights.plan.target import Target
 Transport = Literal["shards", "pull", "ring", "network"]
 WAYS: tuple[Transport, ...] = ("shards", "pull", "ring", "network")
 """``shards``: the trainer writes its shards into the engine's memory. ``pull``: the engine's process opens the memory
-of the shards, and copies them. ``ring``: slots with HF tensors, which the engine's process opens. ``network``: such
-slots, sent by NCCL or gloo."""
+of the shards, and copies them. ``ring``: slots with HF tensors, which the engine's process opens. ``network``: each
+rank sends what the worker needs of its shards, by NCCL or gloo (``Elsewhere``)."""
+WorkerKey = tuple[int, int]
+"""The number of an engine, and the rank of a worker in it."""
 
 
 _BY_MAP = frozenset({"shards", "pull"})
@@ -62,13 +63,14 @@ class NoRoute:
 class Route(NoRoute):
     """The way to one worker. Its transport is chosen when the worker connects, and again after a round that failed.
 
+    A route by ``network`` sends nothing itself.
+
     Args:
         models, options: as for ``NoRoute``.
         line: the connection to the worker.
         device: where this trainer rank has its memory.
         allowed: the transports to try, in this order.
         is_near: whether the worker's process is on this machine.
-        host: the number under which the worker reaches this machine.
     """
 
     def __init__(
@@ -80,10 +82,9 @@ class Route(NoRoute):
         device: torch.device,
         allowed: tuple[Transport, ...],
         is_near: bool,
-        host: str,
     ) -> None:
         super().__init__(models, options)
-        self.line, self._device, self._host = line, device, host
+        self.line, self._device = line, device
         self._allowed = allowed if is_near else tuple(way for way in allowed if way == "network")
         self.transport: Transport | None = None
         self.reason = "" if is_near else "the engine's process is on another machine"
@@ -92,7 +93,6 @@ class Route(NoRoute):
         self._writer: EngineWriter | PullWriter | None = None
         self._is_announced = False
         self._ring: BufferRing | None = None
-        self._pair: ProcessPair | None = None
 
     def find(self, specs: tuple[TensorSpec, ...], loads: bool) -> None:
         """Have the worker make a map of its loader, or take weights by the loader itself."""
@@ -153,19 +153,11 @@ class Route(NoRoute):
         self._writer = writer
 
     def _open_ring(self, manifest: Manifest) -> None:
-        ring = self._slots(manifest)
-        self.line("ring", ring.plan, ring.handles())
-
-    def _slots(self, manifest: Manifest) -> BufferRing:
-        """One ring for all ways that need slots."""
-        if self._ring is None:
-            self._ring = BufferRing(plan_buckets(manifest), self._device)
-        return self._ring
+        self._ring = BufferRing(plan_buckets(manifest), self._device)
+        self.line("ring", self._ring.plan, self._ring.handles())
 
     def _open_network(self, manifest: Manifest) -> None:
-        store = open_store(self._host, self.line.seconds)
-        self.line.send("network", (self._slots(manifest).plan, self._host, store.port, self.line.seconds))
-        self._pair = self.line.meet(lambda: ProcessPair(store, TRAINER, self._device, self.line.seconds))
+        """Nothing to open for one worker alone."""
 
     def send(self, version: int) -> None:
         """Export a round to the worker, together with all ranks of the replica."""
@@ -186,13 +178,11 @@ class Route(NoRoute):
         with closing(self._ring.fill(pairs, acknowledged=self.line.answer)) as buckets:
             for bucket in buckets:
                 self.line.send("bucket", (bucket.number,))
-                if self._pair is not None:
-                    self._pair.send(self._ring.slot(bucket)[: bucket.num_bytes])
         self.line("finish", version)
 
     def close(self) -> None:
         """Let go of the worker and of its memory, whatever state it is in."""
-        for part in (self._writer, self._pair, self.line.pipe, self._ring):
+        for part in (self._writer, self.line.pipe, self._ring):
             with suppress(Exception):
                 if part is not None:
                     part.close()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, count
 from threading import TIMEOUT_MAX
 from types import TracebackType
@@ -19,8 +21,9 @@ from mcore_bridge.errors import TransferError, describe
 from mcore_bridge.machine import this_machine, uncollected
 from mcore_bridge.rules.mapping import Dialect
 from mcore_bridge.sync.clients import call_of
+from mcore_bridge.sync.elsewhere import Elsewhere
 from mcore_bridge.sync.roll_call import Place, RollCall, Served
-from mcore_bridge.sync.routes import WAYS, NoRoute, Route, Transport
+from mcore_bridge.sync.routes import WAYS, NoRoute, Route, Transport, WorkerKey
 from mcore_bridge.weights.ipc.shared_memory import gpu_of
 from mcore_bridge.weights.manifest import manifest
 from mcore_bridge.weights.model_chunks import Models, modules_of
@@ -130,7 +133,7 @@ class WeightSync:
         self._allowed: tuple[Transport, ...] = WAYS if transport is None else (transport,)
         self._options: dict[str, Any] = {"dialect": dialect, "merged": merged}
         self._group = Group.of_trainer()
-        self._routes: dict[tuple[int, int], Route] = {}
+        self._routes: dict[WorkerKey, Route] = {}
         self._roll_call: RollCall | None = None
         self.version = 0
         """The version of the last round."""
@@ -157,6 +160,8 @@ class WeightSync:
         if self._roll_call is not None:
             self._roll_call.places = places
         self._specs = tuple(manifest(models, **self._options))
+        self._idle = NoRoute(models, self._options)
+        self._elsewhere = Elsewhere(models, self._options, self._device, self._host, timeout)
 
     def set_engines(self, engines: object) -> None:
         """Serve these engines from the next round on: those that have come, and no longer those that have gone.
@@ -193,19 +198,13 @@ class WeightSync:
         """
         start = time.perf_counter()
         version, roster, absent = self._called(version)
-        queues: dict[int, list[Served]] = {}
-        for served in roster:
-            queues.setdefault(served.trainer, []).append(served)
-        mine = queues.get(self._group.rank, [])
+        mine = [served for served in roster if served.trainer == self._group.rank]
         self._close_all({*self._routes} - {served.worker.place for served in mine if not served.is_new})
         reports, failure = [], None
         try:
-            if any(served.is_new for served in roster):
-                with raise_on_all(self._group, _ALL, TransferError):
-                    self._connect(mine)
-            for row in range(max(map(len, queues.values()), default=0)):
-                is_new = any(served.is_new for queue in queues.values() for served in queue[row : row + 1])
-                reports += self._send(mine[row].worker if row < len(mine) else None, is_new, version, start)
+            new = Counter(served.trainer for served in roster if served.is_new)
+            problems = self._opened([served.worker for served in mine if served.is_new], max(new.values(), default=0))
+            reports = self._sent([served.worker for served in mine], problems, version, start)
         except Exception as error:
             failure = error
         problem = "" if failure is None else describe(failure)
@@ -241,9 +240,29 @@ class WeightSync:
             raise TransferError(answer)
         return answer
 
-    def _connect(self, mine: Sequence[Served]) -> None:
+    def _opened(self, new: Sequence[Identity], num_rows: int) -> dict[WorkerKey, str]:
+        """Connect workers that are new on this rank, and choose their transports; what went wrong for a worker.
+
+        Args:
+            num_rows: the most workers that are new on one rank. All ranks take part for each of them.
+        """
+        if num_rows:
+            with raise_on_all(self._group, _ALL, TransferError):
+                self._connect(new)
+        problems = {}
+        for row in range(num_rows):
+            place = new[row].place if row < len(new) else None
+            route = self._idle if place is None else self._routes[place]
+            problem = _problem_of(partial(route.find, self._specs, self._loads))
+            specs = manifest(self._models, **self._options, target=route.target)
+            problem = problem or _problem_of(partial(route.open, specs))
+            if place is not None and problem:
+                problems[place] = problem
+        return problems
+
+    def _connect(self, new: Sequence[Identity]) -> None:
         """Accept the workers that are new on this rank."""
-        due = {served.worker.place: served.worker for served in mine if served.is_new}
+        due = {worker.place: worker for worker in new}
         deadline = time.monotonic() + self._seconds
         while due:
             pipe = self._listener.accept(max(deadline - time.monotonic(), 0.0))
@@ -262,27 +281,34 @@ class WeightSync:
                 device=self._device,
                 allowed=self._allowed,
                 is_near=worker.is_on(this_machine()),
-                host=self._host,
             )
 
-    def _send(self, worker: Identity | None, is_new: bool, version: int, start: float) -> list[WorkerReport]:
-        """One export, into at most one worker for each rank. All ranks take part."""
-        idle = NoRoute(self._models, self._options)
-        route = idle if worker is None else self._routes[worker.place]
-        problem = ""
-        if is_new:
-            problem = _problem_of(lambda: route.find(self._specs, self._loads))
-            specs = manifest(self._models, **self._options, target=route.target)
-            problem = problem or _problem_of(lambda: route.open(specs))
-        if problem:
-            idle.send(version)
-        else:
-            problem = _problem_of(lambda: route.send(version))
-        if worker is None:
-            return []
-        taken = self._routes[worker.place]
-        figures = (taken.transport, taken.reason, taken.num_bytes, time.perf_counter() - start, problem)
-        return [WorkerReport(worker.engine, worker.rank, worker.name, self._group.rank, *figures)]
+    def _sent(
+        self, mine: Sequence[Identity], problems: dict[WorkerKey, str], version: int, start: float
+    ) -> list[WorkerReport]:
+        """Export to all workers. All ranks take part: once for each row of near workers, and once for all others."""
+        routes = {worker.place: self._routes[worker.place] for worker in mine if worker.place not in problems}
+        far = {place: route for place, route in routes.items() if route.transport == "network"}
+        near = [place for place in routes if place not in far]
+        ranks = self._group.all_gather_object((len(near), bool(far), self._elsewhere.has_changed(far)))
+        seconds = dict.fromkeys(problems, time.perf_counter() - start)
+        for row in range(max(num_near for num_near, *_ in ranks)):
+            place = near[row] if row < len(near) else None
+            route = self._idle if place is None else routes[place]
+            problem = _problem_of(partial(route.send, version))
+            if place is not None:
+                seconds[place] = time.perf_counter() - start
+                problems |= {place: problem} if problem else {}
+        of_replica = [ranks[member][1:] for member in self._elsewhere.members]
+        if any(map(any, of_replica)):
+            problems |= self._elsewhere.send(far, version, any(has_changed for _, has_changed in of_replica))
+        seconds |= dict.fromkeys(far, time.perf_counter() - start)
+        return [self._report(worker, seconds[worker.place], problems.get(worker.place, "")) for worker in mine]
+
+    def _report(self, worker: Identity, seconds: float, problem: str) -> WorkerReport:
+        route = self._routes[worker.place]
+        figures = route.transport, route.reason, route.num_bytes, seconds, problem
+        return WorkerReport(worker.engine, worker.rank, worker.name, self._group.rank, *figures)
 
     def _ended(
         self, workers: Sequence[WorkerReport], problems: Sequence[str], absent: dict[int, str]
@@ -303,12 +329,13 @@ class WeightSync:
         )
         return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
-    def _close_all(self, places: Collection[tuple[int, int]]) -> None:
+    def _close_all(self, places: Collection[WorkerKey]) -> None:
         for place in places:
             self._routes.pop(place).close()
 
     def close(self) -> None:
         """Let go of all engines."""
+        self._elsewhere.close()
         self._close_all({*self._routes})
         if self._roll_call is not None:
             self._roll_call.close()

@@ -6,7 +6,7 @@ A plan is kept until anything that it depends on changes on any rank.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, TypedDict, Unpack
@@ -45,6 +45,7 @@ class _Kept:
     fingerprint: object
     number: int
     program: Program
+    guest_program: Callable[[int], Program]
 
 
 _plans: weakref.WeakKeyDictionary[nn.Module, tuple[_Kept, ...]] = weakref.WeakKeyDictionary()
@@ -58,6 +59,8 @@ class Export:
     program: Program
     group: Group
     bound: BoundModel
+    guest_program: Callable[[int], Program]
+    """The program of each guest, by its number."""
 
 
 class Options(TypedDict, total=False):
@@ -70,6 +73,7 @@ class Options(TypedDict, total=False):
     dtype: Dtypes
     merged: bool | None
     adapters: Adapters | None
+    guests: tuple[Target, ...]
     shared: Shared
 
 
@@ -106,6 +110,7 @@ def agree_on_plan(
     dtype: Dtypes = None,
     merged: bool | None = None,
     adapters: Adapters | None = None,
+    guests: tuple[Target, ...] = (),
     shared: Shared = MappingProxyType({}),
 ) -> Export:
     """Agree with the group on a plan.
@@ -116,6 +121,7 @@ def agree_on_plan(
     Args:
         models, hf, head, dialect, bucket_bytes, target, dtype, merged: as for ``iter_hf_weights``.
         adapters: the adapters of the models, to export only these.
+        guests: targets of receivers that are no ranks of the group. They hold nothing, and come after its ranks.
         problem: the reason why this rank cannot export, if the caller knows one. Every rank then raises it.
         shared: further arguments that must be equal on all ranks.
 
@@ -135,7 +141,7 @@ def agree_on_plan(
         error = error or bound.problem_of(dtype)
     except Exception as failure:  # also errors of files: other ranks must be informed
         error = describe(failure)
-    fingerprint = (repr(given), target, group.rank, group.size, group.num_stages, bound and bound.fingerprint())
+    fingerprint = (repr(given), target, guests, group.rank, group.size, group.num_stages, bound and bound.fingerprint())
     plans = _plans.get(first, ())
     fits = [not error and plan.fingerprint == fingerprint for plan in plans]
     index = group.first_in_common(fits, _NUM_PLANS, plans[0].number if plans else 0)
@@ -145,11 +151,11 @@ def agree_on_plan(
         given |= {"hf": identity(provenance)} if bound else {}
         own = _Answer(error, sendable(given), bucket_bytes, target, group.num_stages, *of_bound)
         answers = group.all_gather_object((own, plans[0].number if plans else 0))
-        program = _agreed(group, bound, first, [answer for answer, _ in answers])
-        kept = _Kept(fingerprint, 1 + max(number for _, number in answers), program)
+        programs = _agreed(group, bound, first, [answer for answer, _ in answers], guests)
+        kept = _Kept(fingerprint, 1 + max(number for _, number in answers), *programs)
         _plans[first] = (kept, *plans)[:_NUM_PLANS]
     assert bound is not None
-    return Export(kept.program, group, bound)
+    return Export(kept.program, group, bound, kept.guest_program)
 
 
 _TARGET = instance_of('"everything", "nothing", "share", an EngineRank or an EngineMap', str, EngineRank, EngineMap)
@@ -167,13 +173,21 @@ class _Answer(NamedTuple):
     inventory: Inventory | None = None
 
 
-def _agreed(group: Group, bound: BoundModel | None, chunk: GPTModel, answers: Sequence[_Answer]) -> Program:
+def _agreed(
+    group: Group, bound: BoundModel | None, chunk: GPTModel, answers: Sequence[_Answer], guests: tuple[Target, ...]
+) -> tuple[Program, Callable[[int], Program]]:
     """Make the plan on this rank, and check that the plans of all ranks fit together."""
     try:
-        plans = _planned(bound, chunk, answers, group.rank)
+        plans_of = _planned(bound, chunk, answers, guests)
         stages = {answer.num_stages for answer in answers}
-        program = Program(plans, group.rank, stages.pop() if len(stages) == 1 else 1)
+        program = Program(plans_of(group.rank), group.rank, stages.pop() if len(stages) == 1 else 1)
+
+        def guest_program(number: int) -> Program:
+            return Program(plans_of(group.size + number), group.size + number)
+
         balance = program.balance()
+        if group.rank == 0:
+            balance += sum(guest_program(number).balance() for number in range(len(guests)))
     except Exception:  # on every rank alike; if not, the other ranks must be informed
         group.sums_to_zero(1)
         raise
@@ -182,13 +196,16 @@ def _agreed(group: Group, bound: BoundModel | None, chunk: GPTModel, answers: Se
             "the ranks made plans that do not fit together, or another rank made none, so nothing was sent. Run one "
             "version of Python and of mcore_bridge on all ranks; if you do, please report this, with the mesh"
         )
-    return program
+    return program, guest_program
 
 
-def _planned(bound: BoundModel | None, chunk: GPTModel, answers: Sequence[_Answer], rank: int) -> Sequence[ExportPlan]:
+def _planned(
+    bound: BoundModel | None, chunk: GPTModel, answers: Sequence[_Answer], guests: tuple[Target, ...]
+) -> Callable[[int], Sequence[ExportPlan]]:
+    """The plans for all receivers, with the parts that a rank needs, by rank. Guests are the last ranks."""
     raise_failures([answer.error for answer in answers])
     assert bound is not None
-    targets = [answer.target for answer in answers]
+    targets = [*(answer.target for answer in answers), *guests]
     if problem := difference([answer.given for answer in answers], ExportError):
         raise problem
     if any(answer.rules != bound.mapping.rules for answer in answers):
@@ -196,8 +213,10 @@ def _planned(bound: BoundModel | None, chunk: GPTModel, answers: Sequence[_Answe
     inventories = [answer.inventory for answer in answers if answer.inventory]
     if not any(inventory.held for inventory in inventories):
         raise ExportError("no rank of the group holds a tensor to export: give targets of adapters that the model has")
+    inventories += [Inventory(dict.fromkeys(inventories[0].ranks, 0), ())] * len(guests)
     arguments = bound.mapping, bound.axes, whole_config(chunk).num_layers, inventories
     bucket_bytes = answers[0].bucket_bytes
-    if set(targets) == {"everything"}:
-        return [plan_export(*arguments, bucket_bytes=bucket_bytes)]
-    return plan_targets(*arguments, targets, bucket_bytes=bucket_bytes).plans_of(rank)
+    if set(targets) == {"everything"} and not guests:
+        plan = plan_export(*arguments, bucket_bytes=bucket_bytes)
+        return lambda rank: [plan]
+    return plan_targets(*arguments, targets, bucket_bytes=bucket_bytes).plans_of

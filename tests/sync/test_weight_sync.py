@@ -79,10 +79,10 @@ def serve_rounds(addresses, dims, transports):
             assert report.version == seed + 1
             ways = {worker.engine: worker.transport for worker in report.workers}
             assert list(ways.values()) == transports, report.workers
-            for number, workers in enumerate((TP2, PP2, TP1, TP1)):
+            for number, workers in enumerate((TP2, PP2, TP2, TP1, TP1)):
                 assert trainer.has(clients[number] if clients else None, workers)
             assert [worker.reason for worker in report.workers if "no map" in worker.reason and HIDDEN in worker.reason]
-        clients = clients[:3]  # the last one has no map
+        clients = clients[:3]  # the others have no map
         counts = [client.ask("loads") for client in clients]
         trainer.step(7)
         assert sync(70).version == sync.version == 70
@@ -93,11 +93,12 @@ def serve_rounds(addresses, dims, transports):
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_engine_gets_every_bit_by_the_best_way(mesh, tmp_path):
     world, dims, way = MESHES[mesh]
-    kinds = (TP2, {"shared": True}), (PP2, {}), (TP1, {"elsewhere": True}), (TP1, {"hidden": HIDDEN})
+    kinds = [(TP2, {"shared": True}), (PP2, {}), (TP2, {"elsewhere": True})]
+    kinds += [(TP1, {"hidden": HIDDEN}), (TP1, {"hidden": HIDDEN, "elsewhere": True})]
     addresses, processes = engines(str(tmp_path), *kinds)
-    served, *others = pool.run(world, serve_rounds, addresses, dims, ["shards", way, "network", "ring"])
+    served, *others = pool.run(world, serve_rounds, addresses, dims, ["shards", way, "network", "ring", "network"])
     assert all(each == served for each in others)
-    assert {engine for engine, _ in served} == {0, 1, 2, 3}
+    assert {engine for engine, _ in served} == {0, 1, 2, 3, 4}
     assert len({trainer for _, trainer in served}) == world  # workers are dealt to all ranks
     for process in processes:
         process.join(20)

@@ -14,7 +14,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from mcore_bridge.weights.engine.group_copies import Pair
+from mcore_bridge.weights.engine.group_copies import GroupCopies, Pair
 from mcore_bridge.weights.plan.boxes import ByteCopy, stacked
 from mcore_bridge.weights.plan.engine_map import EngineMap, SliceCopy
 from mcore_bridge.weights.plan.export_plan import Message
@@ -156,6 +156,36 @@ class MapWriter(ABC):
 
         On a GPU they may be overwritten in the order of the current stream.
         """
+
+
+class MemoryWriter(MapWriter):
+    """Writes into memory that this process has.
+
+    Args:
+        engine_map: the engine's map.
+    """
+
+    def __init__(self, engine_map: EngineMap) -> None:
+        super().__init__(engine_map)
+        self.memory = Buffers([])
+        """The engine's tensors in the order of its map, uint8 [bytes] each."""
+        self._buffers = Buffers([])
+
+    def write_group(self, group: Sequence[Pair]) -> None:
+        """See ``MapWriter``."""
+        assert self.program is not None
+        GroupCopies(self.program.map, group).run(group, self.memory, by_kernel=False)
+
+    def complete(self) -> None:
+        """See ``MapWriter``."""
+        for index in self.memory.gpus:
+            torch.cuda.current_stream(index).synchronize()
+
+    def _hold(self, held: Buffers) -> None:
+        self._buffers = held.beside(self.memory)
+
+    def _run(self, table: CopyTable, windows: Tensor) -> None:
+        table.run(self._buffers, Buffers([windows], frozenset()), windows.device)
 
 
 class EngineOutputs(Outputs):

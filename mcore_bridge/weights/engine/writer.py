@@ -8,28 +8,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
 
 from mcore_bridge.arguments import COUNT, instance_of, list_of, problem_of, require
 from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.mapping import Dialect
 from mcore_bridge.rules.spec import runs_within
 from mcore_bridge.weights.agreement import Options, open_export
-from mcore_bridge.weights.engine.composed import MapWriter
-from mcore_bridge.weights.engine.group_copies import GroupCopies, MapCopies, Pair, take_expected
+from mcore_bridge.weights.engine.composed import MapWriter, MemoryWriter
+from mcore_bridge.weights.engine.group_copies import MapCopies, Pair, take_expected
 from mcore_bridge.weights.ipc.shared_memory import Handle, open_all
 from mcore_bridge.weights.model_chunks import Models
 from mcore_bridge.weights.plan.engine_map import EngineMap
 from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.provenance import HF
-from mcore_bridge.weights.transfer.copier import Buffers, CopyTable
+from mcore_bridge.weights.transfer.copier import Buffers
 from mcore_bridge.weights.transfer.executor import run_messages
 
 GROUP_BYTES = 1 << 30
 """Bytes of HF tensors that one kernel copies. They are kept in memory until then."""
 
 
-class EngineWriter(MapWriter):
+class EngineWriter(MemoryWriter):
     """Writes into the memory of one rank of an engine on the same machine. It works for any number of rounds.
 
     The engine's GPU may differ from the current device, which then writes over the link between the two.
@@ -76,8 +75,7 @@ class EngineWriter(MapWriter):
         )
         self._mark, *tensors = open_all(handles, engine_map.digest, other)
         self.memory = Buffers(tensors)
-        """The engine's tensors in the order of its map, uint8 [bytes] each."""
-        self._copies, self._buffers = MapCopies(engine_map), Buffers([])
+        self._copies = MapCopies(engine_map)
 
     def write(self, pairs: Iterable[Pair]) -> None:
         """Write all HF tensors, as ``iter_hf_weights`` yields them. When this returns, the GPU has written them.
@@ -94,17 +92,6 @@ class EngineWriter(MapWriter):
         if expected:
             raise TransferError(f"{len(expected)} tensors never came, such as {next(iter(expected))}")
         self.complete()
-
-    def write_group(self, group: Sequence[Pair]) -> None:
-        """See ``MapWriter``."""
-        assert self.program is not None
-        GroupCopies(self.program.map, group).run(group, self.memory, by_kernel=False)
-
-    def _hold(self, held: Buffers) -> None:
-        self._buffers = held.beside(self.memory)
-
-    def _run(self, table: CopyTable, windows: Tensor) -> None:
-        table.run(self._buffers, Buffers([windows], frozenset()), windows.device)
 
     def complete(self) -> None:
         """Wait until everything is written, then set the mark, by which the engine detects writes to old addresses."""

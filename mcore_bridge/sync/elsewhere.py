@@ -1,0 +1,136 @@
+"""Workers on other machines: they and the ranks of a replica are one group, and take part in one export.
+
+What a worker needs of the shard of a rank goes from this rank straight to the worker. No rank gathers it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from mcore_bridge.engines.joint_group import JointGroup, break_store, open_store
+from mcore_bridge.errors import BridgeError, TransferError, describe
+from mcore_bridge.sync.routes import Route, WorkerKey
+from mcore_bridge.weights.agreement import Export, open_export
+from mcore_bridge.weights.model_chunks import Models, chunks_of
+from mcore_bridge.weights.plan.target import Target
+from mcore_bridge.weights.transfer.collectives import Group
+from mcore_bridge.weights.transfer.executor import run_messages
+from mcore_bridge.weights.transfer.program import Program
+
+Routes = Mapping[WorkerKey, Route]
+"""This rank's routes to workers elsewhere."""
+
+
+class Elsewhere:
+    """The workers elsewhere that the ranks of one replica serve.
+
+    Args:
+        models, options: as for ``NoRoute``.
+        device: where this rank has its memory.
+        host: the number under which workers reach this rank's machine.
+        seconds: how long one member of the group waits for another.
+    """
+
+    def __init__(
+        self, models: Models, options: Mapping[str, Any], device: torch.device, host: str, seconds: float
+    ) -> None:
+        self._models, self._options = models, options
+        self._device, self._host, self._seconds = device, host, seconds
+        self._replica = Group.of_replica(chunks_of(models)[0].pg_collection)
+        self._group: JointGroup | None = None
+        self._store: Any = None  # stays until the next one: another rank may still have to connect to it
+        self._program: Program | None = None
+        self._targets: dict[WorkerKey, Target] = {}
+        """What each worker of the replica gets, in the order in which they follow the ranks."""
+        self._own: frozenset[WorkerKey] | None = frozenset()
+        """This rank's workers in the group; None after it broke."""
+        self.members = self._replica.members
+        """The ranks of the replica in the world."""
+
+    def has_changed(self, routes: Routes) -> bool:
+        """Whether the group has other workers of this rank than these, or has broken."""
+        return self._own != frozenset(routes)
+
+    def send(self, routes: Routes, version: int, is_new: bool) -> dict[WorkerKey, str]:
+        """Export a round to all workers of the replica; what went wrong, for each of this rank's workers that failed.
+
+        Args:
+            is_new: whether any rank of the replica needs another group.
+
+        Raises:
+            ExportError, MappingError: as ``iter_hf_weights``.
+        """
+        try:
+            if is_new:
+                self._join(routes)
+        except TransferError as error:
+            self.close()
+            return dict.fromkeys(routes, str(error))
+        if self._group is None:
+            return {}
+        targets = tuple(self._targets.values())
+        export = open_export(self._models, None, "lm", **self._options, target="nothing", guests=targets)
+        try:
+            self._exchange(self._group, export, routes, version)
+        except (BridgeError, RuntimeError) as error:
+            self.close()
+            return dict.fromkeys(routes, describe(error))
+        problems = {}
+        for place, route in routes.items():
+            try:
+                route.line.answer()
+            except TransferError as error:
+                problems[place] = str(error)
+        return problems
+
+    def _join(self, routes: Routes) -> None:
+        """Make a group of all ranks of the replica and all workers."""
+        self.close()
+        own = {place: route.target for place, route in routes.items()}
+        self._targets = {p: t for of_rank in self._replica.all_gather_object(own) for p, t in of_rank.items()}
+        self._own = frozenset(routes)
+        if not self._targets:
+            return
+        own_store = open_store(self._host, self._seconds) if self._replica.rank == 0 else None
+        host, port = self._replica.all_gather_object((self._host, own_store.port if own_store else 0))[0]
+        self._store = own_store or open_store(host, self._seconds, port)
+        size = self._replica.size + len(self._targets)
+        try:
+            for number, place in enumerate(self._targets, self._replica.size):
+                if place in routes:
+                    routes[place].line.send("join", (host, port, number, size, self._seconds))
+        except TransferError:
+            break_store(self._store)  # other ranks wait
+            raise
+        pipes = [route.line.pipe for route in routes.values()]
+        self._group = JointGroup(self._store, self._replica.rank, size, self._device, self._seconds, pipes)
+        for route in routes.values():
+            route.line.answer()
+
+    def _exchange(self, group: JointGroup, export: Export, routes: Routes, version: int) -> None:
+        try:
+            if export.program is not self._program:
+                for number, place in enumerate(self._targets):
+                    if place in routes:
+                        routes[place].line("follow", export.guest_program(number))
+                self._program = export.program
+            for route in routes.values():
+                route.line.send("exchange", (version,))
+        except TransferError:  # other ranks wait
+            group.close()
+            raise
+        bound = export.bound
+        with group.watched():
+            for pairs in run_messages(export.program, group, bound.tensors, merges=bound.merges):
+                for _ in pairs:
+                    pass
+
+    def close(self) -> None:
+        """Break the group, if there is one."""
+        if self._group is not None:
+            self._group.close()
+        self._group = self._program = self._own = None
+        self._targets = {}
