@@ -27,6 +27,7 @@ from mcore_bridge.engines.pair import WORKER, ProcessPair, open_store
 from mcore_bridge.errors import TransferError, describe
 from mcore_bridge.machine import this_machine
 from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights.engine.comparison import Compared, MapComparison
 from mcore_bridge.weights.engine.engine_tensors import Source, device_of
 from mcore_bridge.weights.engine.loader_thread import Loader
 from mcore_bridge.weights.engine.map_engine import map_engine
@@ -130,6 +131,7 @@ class EngineWorker:
         self._receiver: Receiver | None = None
         self._pair: ProcessPair | None = None
         self._slots: list[Tensor] = []
+        self._comparison: MapComparison
 
     @cached_property
     def device(self) -> torch.device:
@@ -279,14 +281,30 @@ class EngineWorker:
         self._receiver = Receiver(plan, handles)
         self._pair = ProcessPair(open_store(host, seconds, port), WORKER, self.device, seconds)
 
-    def ask_bucket(self, number: int) -> None:
-        """Take a bucket out of its slot, after it has come if the trainer is elsewhere."""
+    def ask_bucket(self, number: int, compares: bool = False) -> None:
+        """Take a bucket out of its slot, after it has come if the trainer is elsewhere; or only compare it."""
         assert self._receiver is not None
         assert self._engine is not None
+        if compares and number == 0:
+            self._engine.require_whole()
+            self._comparison = MapComparison(self._engine.map, self._source)
         if self._pair is not None:
             bucket = self._receiver.plan.buckets[number]
             self._pair.receive(self._slots[bucket.slot][: bucket.num_bytes])
-        self._receiver.copy_into(number, self._engine)
+        self._receiver.copy_into(number, self._comparison if compares else self._engine)
+
+    def ask_compared(self, closes: bool) -> Compared:
+        """All buckets were compared; what was found.
+
+        Args:
+            closes: whether the slots are no longer needed.
+        """
+        assert self._receiver is not None
+        self._receiver.finish()
+        if closes:
+            self._receiver.close()
+            self._receiver = None
+        return self._comparison.result
 
     def ask_finish(self, version: int) -> None:
         """All buckets have come."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, count
 from threading import TIMEOUT_MAX
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -21,6 +22,8 @@ from mcore_bridge.rules.mapping import Dialect
 from mcore_bridge.sync.clients import call_of
 from mcore_bridge.sync.roll_call import Place, RollCall, Served
 from mcore_bridge.sync.routes import WAYS, NoRoute, Route, Transport
+from mcore_bridge.sync.verification import VerifyReport, WorkerWeights, asked, differences_of, given_by_first
+from mcore_bridge.weights.engine.comparison import Compared
 from mcore_bridge.weights.ipc.shared_memory import gpu_of
 from mcore_bridge.weights.manifest import manifest
 from mcore_bridge.weights.model_chunks import Models, modules_of
@@ -34,6 +37,24 @@ _SECONDS = Kind(
 )
 _HOST = Kind("a name or number of this machine", lambda value: isinstance(value, str) and value != "")
 _TRANSPORT = Kind(f"one of {', '.join(WAYS)}, or None", lambda value: value is None or value in WAYS)
+
+
+class _Outcome(Protocol):
+    """What came of one worker in a round."""
+
+    @property
+    def engine(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def problem(self) -> str: ...
+
+
+Outcome = TypeVar("Outcome", bound=_Outcome)
+Exchange = Callable[[Identity | None, bool, int], list[Outcome]]
+"""What a round does with one worker, or with none: it gets the worker, whether a worker is new, and the version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +127,13 @@ class WeightSync:
         >>> model = torch.nn.Linear(48, 96, bias=False)               # an engine with one worker, in this process
         >>> load = lambda pairs: model.weight.data.copy_(dict(pairs)["lm_head.weight"])
         >>> worker = EngineWorker(model, load, name="example, worker 0 of 1")
-        >>> with mb.WeightSync(models, worker.receive) as sync:
-        ...     report = sync()
+        >>> sync = mb.WeightSync(models, worker.receive)
+        >>> report = sync()
         >>> report.version, report.workers[0].transport
         (1, 'ring')
+        >>> print(sync.verify(weights=True))                              # with prompts it compares log-probs too
+        version 1, worker 0 of engine 0: 1 tensors equal in every bit
+        >>> sync.close()
         >>> torch.equal(model.weight, mb.to_hf_state_dict(models)["lm_head.weight"])
         True
     """
@@ -192,20 +216,82 @@ class WeightSync:
             ExportError, MappingError: as ``iter_hf_weights``.
         """
         start = time.perf_counter()
+        version, workers = self._round(version, partial(self._send, start=start))
+        self.version = version
+        return SyncReport(version, time.perf_counter() - start, workers)
+
+    def verify(
+        self,
+        prompts: object = (),
+        log_probs: object = None,
+        *,
+        weights: bool = False,
+        atol: float | None = None,
+        **options: Any,
+    ) -> VerifyReport:
+        """Compare the engines with the trainer: log-probabilities of prompts, and bits of weights. Nothing changes.
+
+        All ranks of the trainer call this together. The arguments of rank 0 count, except for ``options``. Call it
+        between a round and the next step of the optimizer, since the trainer has other weights afterwards.
+
+        Args:
+            prompts: lists of token ids, or int64 ``[batch, seq]`` without padding. A prompt may include a response.
+            log_probs: what an engine says of the prompts: for each prompt a row of log-probabilities, which belong to
+                its last tokens. So a rollout's own log-probabilities of a response fit. Or a function of the prompts
+                that returns these rows. None: an ``LLM`` or a server of vLLM is asked, and any client that has such a
+                function as its method ``log_probs``.
+            weights: whether to compare every bit of every tensor too. This takes about as long as a round.
+            atol: raise if a log-probability is further apart, or if a weight differs.
+            options: further arguments of ``forward``, such as ``micro_batch_size``, ``temperature`` and ``images``.
+
+        Raises:
+            TransferError: on every rank. An engine gives no log-probabilities, or other values. ``atol`` is exceeded;
+                the message has the lines of the report. A worker cannot compare its weights, as before its first round.
+            BatchError: as ``forward``.
+
+        Example:
+            >>> print(sync.verify([[3, 14, 15, 92], [65, 35]], atol=0.1))    # docs/guide/sync.md shows what it prints
+        """
+        ask = partial(asked, self._clients, prompts, log_probs, weights, atol, self._seconds)
+        given = given_by_first(self._group, ask)
+        differences = differences_of(self._group, self._models, given, self._options["merged"] is False, options)
+        held = self._round(self.version, self._compare)[1] if given.weights else ()
+        return VerifyReport(self.version, differences, held).within(given.atol)
+
+    def _compare(self, worker: Identity | None, is_new: bool, version: int) -> list[WorkerWeights]:
+        """One export, with which at most one worker for each rank compares its weights. All ranks take part."""
+        served = None if worker is None else self._routes[worker.place]
+        is_ready = served is not None and served.transport is not None
+        route = served if served is not None and is_ready else NoRoute(self._models, self._options)
+        compared: list[Compared | None] = []
+        specs = manifest(self._models, **self._options, target=route.target)
+        problem = _problem_of(lambda: compared.append(route.compare(specs)))
+        if worker is None:
+            return []
+        problem = problem if is_ready else "it has no weights of this trainer: sync first"
+        return [WorkerWeights(worker.engine, worker.rank, worker.name, compared[0] if compared else None, problem)]
+
+    def _round(self, version: int | None, exchange: Exchange[Outcome]) -> tuple[int, tuple[Outcome, ...]]:
+        """Call all engines, and exchange data with each worker. Returns the version, and what came of each worker.
+
+        Args:
+            exchange: all ranks call it together; a rank that has no worker to serve gets None.
+        """
         version, roster, absent = self._called(version)
         queues: dict[int, list[Served]] = {}
         for served in roster:
             queues.setdefault(served.trainer, []).append(served)
         mine = queues.get(self._group.rank, [])
         self._close_all({*self._routes} - {served.worker.place for served in mine if not served.is_new})
-        reports, failure = [], None
+        reports: list[Outcome] = []
+        failure = None
         try:
             if any(served.is_new for served in roster):
                 with raise_on_all(self._group, _ALL, TransferError):
                     self._connect(mine)
             for row in range(max(map(len, queues.values()), default=0)):
                 is_new = any(served.is_new for queue in queues.values() for served in queue[row : row + 1])
-                reports += self._send(mine[row].worker if row < len(mine) else None, is_new, version, start)
+                reports += exchange(mine[row].worker if row < len(mine) else None, is_new, version)
         except Exception as error:
             failure = error
         problem = "" if failure is None else describe(failure)
@@ -223,8 +309,7 @@ class WeightSync:
                 f"expected all engines to have version {version}, found {len(wrong)} failures: {'; '.join(wrong)}. "
                 "Their weights may be half old and half new: sync again before they sample"
             )
-        self.version = version
-        return SyncReport(version, time.perf_counter() - start, workers)
+        return version, workers
 
     def _called(self, version: int | None) -> tuple[int, list[Served], dict[int, str]]:
         """The version of the round, the workers of all engines that have come, and why engines did not."""
@@ -265,7 +350,7 @@ class WeightSync:
                 host=self._host,
             )
 
-    def _send(self, worker: Identity | None, is_new: bool, version: int, start: float) -> list[WorkerReport]:
+    def _send(self, worker: Identity | None, is_new: bool, version: int, *, start: float) -> list[WorkerReport]:
         """One export, into at most one worker for each rank. All ranks take part."""
         idle = NoRoute(self._models, self._options)
         route = idle if worker is None else self._routes[worker.place]
@@ -284,9 +369,7 @@ class WeightSync:
         figures = (taken.transport, taken.reason, taken.num_bytes, time.perf_counter() - start, problem)
         return [WorkerReport(worker.engine, worker.rank, worker.name, self._group.rank, *figures)]
 
-    def _ended(
-        self, workers: Sequence[WorkerReport], problems: Sequence[str], absent: dict[int, str]
-    ) -> dict[int, str]:
+    def _ended(self, workers: Sequence[Outcome], problems: Sequence[str], absent: dict[int, str]) -> dict[int, str]:
         """Tell all workers that the round has ended; which engines failed in their own way."""
         failed = {worker.engine: worker.problem for worker in workers if worker.problem}
         self._close_all({place for place in self._routes if place[0] in failed or any(problems)})
