@@ -108,7 +108,7 @@ class EngineWorker:
     Example:
         >>> model = torch.nn.Linear(48, 96, bias=False)
         >>> load = lambda pairs: model.weight.data.copy_(dict(pairs)["lm_head.weight"])
-        >>> worker = EngineWorker(model, load, name="example, worker 0 of 1")
+        >>> worker = engines.EngineWorker(model, load, name="example, worker 0 of 1")
         >>> # worker.receive(info)                        at each round, with what the trainer's call carries
     """
 

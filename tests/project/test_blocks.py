@@ -153,8 +153,8 @@ import doctest
 from megatron.core import parallel_state
 given = {key: value for key, value in globals().items() if not key.startswith("_")}
 finder, runner = doctest.DocTestFinder(recurse=False), doctest.DocTestRunner(optionflags=doctest.REPORT_NDIFF)
-for name in mb.__all__:
-    (test,) = finder.find(getattr(mb, name), name, module=False, globs=dict(given))
+for home, name in [*((mb, name) for name in mb.__all__), *((engines, name) for name in engines.__all__)]:
+    (test,) = finder.find(getattr(home, name), name, module=False, globs=dict(given))
     assert test.examples and not any(doctest.SKIP in example.options for example in test.examples), name
     runner.run(test)
 assert runner.summarize().failed == 0
