@@ -205,6 +205,9 @@ class Route(NoRoute):
         Args:
             manifest: what an export with ``target`` yields on this rank.
         """
+        if self.transport is None:
+            super().compare(manifest)
+            raise TransferError("expected an engine with weights of this trainer, found a new one: sync first")
         if self._map is None:
             return super().compare(manifest)
         is_without_slots = self._ring is None

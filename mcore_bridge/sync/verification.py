@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,6 @@ from mcore_bridge.sync.log_probs import (
     prompts_of,
     rows_of,
 )
-from mcore_bridge.weights.engine.comparison import Compared
 from mcore_bridge.weights.model_chunks import Models
 from mcore_bridge.weights.peft.hf_adapters import adapters_in_use
 from mcore_bridge.weights.transfer.collectives import Group
@@ -29,73 +28,6 @@ from mcore_bridge.weights.transfer.failures import raise_on_all
 
 _ATOL = Kind("a number of at least 0", lambda value: isinstance(value, int | float) and value >= 0)
 _FAILED = "expected all ranks to go on, found"
-_FEW = 4
-"""Wrong slices that one line names."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerWeights:
-    """Whether one worker of an engine holds the trainer's weights, bit for bit."""
-
-    engine: int
-    """The number of the engine, as ``WeightSync`` was given them."""
-    rank: int
-    """The worker's number among those of the engine."""
-    name: str
-    """Engine, release, model, and the worker's place in the engine's mesh."""
-    compared: Compared | None
-    """What was found; None if the worker has no map of its loader, so that nothing was compared."""
-    problem: str = ""
-    """Why the comparison failed."""
-
-    def __str__(self) -> str:
-        """One line."""
-        who = f"worker {self.rank} of engine {self.engine}"
-        if self.compared is None:
-            return f"{who}: weights not compared, since its loader takes all of them"
-        wrong, left_out = self.compared.wrong, len(self.compared.left_out)
-        others = f", {left_out} that only its loader makes not compared" if left_out else ""
-        if not wrong:
-            return f"{who}: {self.compared.num_tensors} tensors equal in every bit{others}"
-        number = len({entry.tensor for entry in wrong})
-        rest = f"; and {len(wrong) - _FEW} more slices" if len(wrong) > _FEW else ""
-        shown = "; ".join(map(str, wrong[:_FEW]))
-        return f"{who}: {number} of {self.compared.num_tensors} tensors differ ({shown}{rest}){others}"
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyReport:
-    """What ``WeightSync.verify`` found. It is equal on all ranks of the trainer. ``print`` shows a line for each
-    engine, and for each worker whose weights were compared.
-    """
-
-    version: int
-    """The version of the last round."""
-    log_probs: tuple[EngineDifference, ...]
-    """For each engine how far its log-probabilities are from the trainer's."""
-    weights: tuple[WorkerWeights, ...]
-    """For each worker whether its weights are the trainer's; empty if they were not compared."""
-
-    def __str__(self) -> str:
-        return "\n".join(f"version {self.version}, {part}" for part in (*self.log_probs, *self.weights))
-
-    def within(self, atol: float | None) -> VerifyReport:
-        """The report itself.
-
-        Raises:
-            TransferError: when a log-probability is further apart than ``atol``, or a weight differs.
-        """
-        if atol is not None and (wrong := [*self._beyond(atol)]):
-            raise TransferError(f"expected log-probs within {atol} and equal weights, found: {'; '.join(wrong)}")
-        return self
-
-    def _beyond(self, atol: float) -> Iterator[str]:
-        for engine in self.log_probs:
-            if engine.worst.distance > atol:
-                yield str(engine)
-        for worker in self.weights:
-            if worker.compared is not None and worker.compared.wrong:
-                yield str(worker)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count
 from threading import TIMEOUT_MAX
@@ -20,9 +19,10 @@ from mcore_bridge.errors import TransferError, describe
 from mcore_bridge.machine import this_machine, uncollected
 from mcore_bridge.rules.mapping import Dialect
 from mcore_bridge.sync.clients import call_of
+from mcore_bridge.sync.reports import SyncReport, VerifyReport, WorkerReport, WorkerWeights
 from mcore_bridge.sync.roll_call import Place, RollCall, Served
 from mcore_bridge.sync.routes import WAYS, NoRoute, Route, Transport
-from mcore_bridge.sync.verification import VerifyReport, WorkerWeights, asked, differences_of, given_by_first
+from mcore_bridge.sync.verification import asked, differences_of, given_by_first
 from mcore_bridge.weights.engine.comparison import Compared
 from mcore_bridge.weights.ipc.shared_memory import gpu_of
 from mcore_bridge.weights.manifest import manifest
@@ -55,49 +55,6 @@ class _Outcome(Protocol):
 Outcome = TypeVar("Outcome", bound=_Outcome)
 Exchange = Callable[[Identity | None, bool, int], list[Outcome]]
 """What a round does with one worker, or with none: it gets the worker, whether a worker is new, and the version."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerReport:
-    """What one worker of an engine got in a round."""
-
-    engine: int
-    """The number of the engine, as ``WeightSync`` was given them."""
-    rank: int
-    """The worker's number among those of the engine."""
-    name: str
-    """Engine, release, model, and the worker's place in the engine's mesh."""
-    trainer: int
-    """The trainer rank that served the worker."""
-    transport: Transport | None
-    """``"shards"``, ``"pull"``, ``"ring"`` or ``"network"``; None if no way was found."""
-    reason: str
-    """Why no faster transport was taken; empty for the fastest."""
-    num_bytes: int
-    """Bytes of HF tensors, or of the slices of HF tensors that the worker uses."""
-    seconds: float
-    """From the begin of the round on the trainer rank until this worker had the weights."""
-    problem: str = ""
-    """What went wrong; empty if the worker has the new weights."""
-
-
-@dataclass(frozen=True, slots=True)
-class SyncReport:
-    """What a round did. It is equal on all ranks of the trainer, but for ``seconds``."""
-
-    version: int
-    seconds: float
-    """How long the call took on this rank."""
-    workers: tuple[WorkerReport, ...]
-
-    def __str__(self) -> str:
-        """One line for a log."""
-        ways = sorted({f"{worker.transport}" for worker in self.workers})
-        total = sum(worker.num_bytes for worker in self.workers) / 1e9
-        return (
-            f"version {self.version} in {self.seconds:.3f} s: {len(self.workers)} workers, {total:.2f} GB by "
-            f"{', '.join(ways)}"
-        )
 
 
 class WeightSync:
@@ -260,15 +217,12 @@ class WeightSync:
 
     def _compare(self, worker: Identity | None, is_new: bool, version: int) -> list[WorkerWeights]:
         """One export, with which at most one worker for each rank compares its weights. All ranks take part."""
-        served = None if worker is None else self._routes[worker.place]
-        is_ready = served is not None and served.transport is not None
-        route = served if served is not None and is_ready else NoRoute(self._models, self._options)
+        route = NoRoute(self._models, self._options) if worker is None else self._routes[worker.place]
         compared: list[Compared | None] = []
         specs = manifest(self._models, **self._options, target=route.target)
         problem = _problem_of(lambda: compared.append(route.compare(specs)))
         if worker is None:
             return []
-        problem = problem if is_ready else "it has no weights of this trainer: sync first"
         return [WorkerWeights(worker.engine, worker.rank, worker.name, compared[0] if compared else None, problem)]
 
     def _round(self, version: int | None, exchange: Exchange[Outcome]) -> tuple[int, tuple[Outcome, ...]]:
