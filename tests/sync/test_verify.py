@@ -1,6 +1,7 @@
 """``WeightSync.verify`` shows how far an engine is from the trainer: which token, which weight, to the bit."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,7 +17,12 @@ from tests.support import pool
 from tests.support.strategies import tiny
 
 PROMPTS = [[5, 17, 3, 60, 44, 9], [8, 71, 71], [2, 33, 90, 12, 6, 28, 51, 40, 19]]
-MESHES = {"TP2": mb.ParallelDims(tp=2, sp=True), "PP2": mb.ParallelDims(pp=2)}
+MESHES = {
+    "TP2": mb.ParallelDims(tp=2, sp=True),
+    "PP2": mb.ParallelDims(pp=2),
+    "CP2": mb.ParallelDims(cp=2),
+    "DP2": mb.ParallelDims(),
+}
 
 
 class Engine:
@@ -138,10 +144,37 @@ def verified(dims, transport):
     return str(head)
 
 
-@pytest.mark.parametrize(("mesh", "transport"), [("TP2", "ring"), ("PP2", "network")])
+@pytest.mark.parametrize(("mesh", "transport"), [("TP2", "ring"), ("PP2", "network"), ("CP2", "ring"), ("DP2", "ring")])
 def test_a_planted_wrong_weight_shows_at_its_place(mesh, transport):
     first, second = pool.run(2, verified, MESHES[mesh], transport)
     assert first == second
+
+
+def of_adapters(merged):
+    """How far log-probs are apart, of an engine that has merged weights or the base; and of the other policy."""
+    mb.ParallelDims().initialize(device="cpu")
+    hf = tiny("qwen3", num_hidden_layers=2, vocab_size=96, tie_word_embeddings=False)
+    models = mb.build_model(hf, device="cpu", dtype=torch.float32, load_weights=False)
+    mb.add_adapters(models, rank=4, alpha=8, targets=["q_proj", "down_proj"])
+    for name, parameter in models[0].named_parameters():
+        if "adapter" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    engine = Engine(hf)
+    with mb.WeightSync(models, engine, merged=merged, timeout=60) as sync:
+        sync()
+        report = sync.verify(PROMPTS, weights=True, atol=1e-4)
+    rows = [torch.tensor([prompt]) for prompt in PROMPTS]
+    with nullcontext() if not merged else mb.without_adapters(models):
+        other = [mb.forward(models, row).log_probs[0] for row in rows]
+    pairs = zip(engine.log_probs(PROMPTS), other, strict=True)
+    return report.log_probs[0].mean, max((ours - theirs[1:]).abs().max().item() for ours, theirs in pairs)
+
+
+@pytest.mark.parametrize("merged", [True, False])
+def test_the_policy_that_the_engine_has_is_compared(merged):
+    ((apart, from_other),) = pool.run(1, of_adapters, merged)
+    assert apart < 1e-5
+    assert from_other > 1e-2
 
 
 def test_values_that_are_no_numbers_are_the_worst():
