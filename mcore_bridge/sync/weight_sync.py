@@ -195,8 +195,8 @@ class WeightSync:
             prompts: lists of token ids, or int64 ``[batch, seq]`` without padding. A prompt may include a response.
             log_probs: what an engine says of the prompts: for each prompt a row of log-probabilities, which belong to
                 its last tokens. So a rollout's own log-probabilities of a response fit. Or a function of the prompts
-                that returns these rows. None: an ``LLM`` or a server of vLLM is asked, and any client that has such a
-                function as its method ``log_probs``.
+                that returns these rows. None: vLLM's ``LLM`` or server is asked, or SGLang, or any client that has
+                such a function as its method ``log_probs``.
             weights: whether to compare every bit of every tensor too. This takes about as long as a round.
             atol: raise if a log-probability is further apart, or if a weight differs.
             options: further arguments of ``forward``, such as ``micro_batch_size``, ``temperature`` and ``images``.

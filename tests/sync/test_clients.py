@@ -241,6 +241,12 @@ class Schedulers:
             return False, str(error)
         return True, "Success"
 
+    def generate(self, input_ids, sampling_params, return_logprob, logprob_start_len):
+        """Every token has a log-probability that is its id, negated; the first has none."""
+        assert (sampling_params["max_new_tokens"], return_logprob, logprob_start_len) == (1, True, 0)
+        rows = [[(None, row[0], None), *((-token, token, None) for token in row[1:])] for row in input_ids]
+        return [{"meta_info": {"input_token_logprobs": row}} for row in rows]
+
 
 def by_sglang():
     models, weight, worker = model_and_worker()
@@ -250,6 +256,8 @@ def by_sglang():
     with mb.WeightSync(models, call, timeout=30) as sync:
         sync()
         assert torch.equal(weight, mb.to_hf_state_dict(models)[HEAD])
+        (found,) = sync.verify([[1, 2, 3], [4, 5]]).log_probs
+        assert [(token.token, token.engine) for token in found.tokens] == [(2, -2.0), (3, -3.0), (5, -5.0)]
         with pytest.raises(TransferError, match=r"SGLang to take the weights, .* expected what a"):
             call({"address": 3})
     with pytest.raises(TransferError, match="found a tensor w"):
