@@ -123,7 +123,7 @@ def of_trainer(models: Models, prompts: Prompts, **options: Any) -> Rows:
     The forward is that of eval mode.
 
     Args:
-        options: as for ``forward``.
+        options: as for ``forward``. Without them a microbatch is one prompt, since logits of all may take much memory.
 
     Raises:
         BatchError: as ``forward``.
@@ -136,7 +136,7 @@ def of_trainer(models: Models, prompts: Prompts, **options: Any) -> Rows:
     try:
         for module in modules:
             module.training = False
-        values = forward(models, ids, mask, **options).log_probs
+        values = forward(models, ids, mask, **{"micro_batch_size": 1, **options}).log_probs
     finally:
         for module in modules:
             module.training = True

@@ -199,7 +199,8 @@ class WeightSync:
                 such a function as its method ``log_probs``.
             weights: whether to compare every bit of every tensor too. This takes about as long as a round.
             atol: raise if a log-probability is further apart, or if a weight differs.
-            options: further arguments of ``forward``, such as ``micro_batch_size``, ``temperature`` and ``images``.
+            options: further arguments of ``forward``, such as ``temperature``, ``images`` and ``micro_batch_size``. The
+                latter is 1 by default.
 
         Raises:
             TransferError: on every rank. An engine gives no log-probabilities, or other values. ``atol`` is exceeded;
