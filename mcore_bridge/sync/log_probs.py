@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -104,17 +105,23 @@ def prompts_of(given: object) -> Prompts:
     Raises:
         TransferError: for anything else, and for a prompt without a token that follows another one.
     """
-    rows = given.tolist() if isinstance(given, torch.Tensor) else given
-    if isinstance(rows, Sequence) and all(_are_tokens(row) for row in rows):
-        return rows
-    raise TransferError(
-        "prompts must be lists of at least two token ids each, or an int64 tensor [batch, seq] without padding, found "
-        f"{shown(given)}"
-    )
+    rows = [_listed(row) for row in given] if isinstance(given, Iterable) else None
+    if rows is None or not all(_are_tokens(row) for row in rows):
+        raise TransferError(
+            "prompts must be lists of at least two token ids each, or an int64 tensor [batch, seq] without padding, "
+            f"found {shown(given)}"
+        )
+    return [[*map(int, row)] for row in rows]
 
 
-def _are_tokens(row: object) -> bool:
-    return isinstance(row, Sequence) and len(row) > 1 and all(type(token) is int and token >= 0 for token in row)
+def _listed(row: object) -> list[Any]:
+    """The entries of a list, a tensor or an array."""
+    listed = row.tolist() if isinstance(row, torch.Tensor) else row
+    return [*listed] if isinstance(listed, Iterable) else [listed]
+
+
+def _are_tokens(row: Sequence[object]) -> bool:
+    return len(row) > 1 and all(isinstance(token, Integral) and int(token) >= 0 for token in row)
 
 
 def of_trainer(models: Models, prompts: Prompts, **options: Any) -> Rows:
@@ -160,23 +167,18 @@ def rows_of(engine: int, prompts: Prompts, values: object) -> Rows:
     for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
         if len(row) == len(prompt):
             del row[0]
-        if not 0 < len(row) < len(prompt) or not all(isinstance(value, int | float) for value in row):
+        if not 0 < len(row) < len(prompt) or not all(isinstance(value, Real) for value in row):
             raise TransferError(
                 f"expected log-probs of the last tokens of prompt {number} by engine {engine}, at most "
                 f"{len(prompt) - 1} numbers, found {shown(row)}"
             )
-    return rows
-
-
-def _listed(row: object) -> list[Any]:
-    listed = row.tolist() if isinstance(row, torch.Tensor) else row
-    return [*listed] if isinstance(listed, Iterable) else [listed]
+    return [[*map(float, row)] for row in rows]
 
 
 def difference(engine: int, prompts: Prompts, of_engine: Rows, of_trainer: Rows) -> EngineDifference:
     """Compare what an engine said of prompts with what the trainer says."""
     tokens = (
-        TokenLogProbs(number, position, prompt[position], float(value), own[position - 1])
+        TokenLogProbs(number, position, prompt[position], value, own[position - 1])
         for number, (prompt, row, own) in enumerate(zip(prompts, of_engine, of_trainer, strict=True))
         for position, value in enumerate(row, len(prompt) - len(row))
     )

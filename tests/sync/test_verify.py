@@ -3,6 +3,7 @@
 import math
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import mcore_bridge as mb
 from mcore_bridge.engines import EngineWorker
 from mcore_bridge.errors import BatchError, TransferError
-from mcore_bridge.sync.log_probs import difference, rows_of
+from mcore_bridge.sync.log_probs import difference, prompts_of, rows_of
 from mcore_bridge.weights.engine.comparison import Compared
 from tests.support import pool
 from tests.support.strategies import tiny
@@ -183,4 +184,7 @@ def test_values_that_are_no_numbers_are_the_worst():
     assert found.worst.token == 9
     assert math.isinf(found.mean)
     assert difference(0, prompts, rows_of(0, prompts, [[None, -1.0, -2.0, -3.0]]), own).mean == 0
+    numbers = np.array([[7, 8, 9, 10]]), np.array([[-1.0, -2.0, -3.0]], dtype=np.float32)
+    assert prompts_of(numbers[0]) == prompts_of(torch.tensor(prompts)) == prompts
+    assert rows_of(0, prompts, numbers[1]) == own
     assert math.isclose(difference(0, [[7, 8]], [[-1.0]], [[-1.0 + math.log(2)]]).kl, 2 - 1 - math.log(2))
