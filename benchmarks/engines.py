@@ -250,15 +250,15 @@ def vllm_engine(config: dict[str, Any], arguments: Namespace) -> Ask:
     from vllm_engine import VllmEngine
 
     options = {"worker_extension_cls": "engines.VllmExtension", "enable_sleep_mode": arguments.sleeps}
-    options |= {"tensor_parallel": arguments.ranks, "enable_expert_parallel": arguments.expert_parallel}
-    engine = VllmEngine({**config, "dtype": "bfloat16"}, torch.bfloat16, arguments.device, **options)
-    if arguments.sleeps:
-        engine._llm.wake_up()
+    options |= {"tensor_parallel_size": arguments.ranks, "enable_expert_parallel": arguments.expert_parallel}
+    fields = {"architectures": ["Qwen3ForCausalLM"], **config, "dtype": "bfloat16"}
+    engine = VllmEngine(fields, torch.bfloat16, arguments.device, weight_transfer_config=None, **options)
+    engine.wake()
 
     def ask(method: str, arguments_by_rank: Sequence[Sequence[Any]]) -> list[Any]:
-        answers = engine._llm.collective_rpc("bench", args=(method, arguments_by_rank))
+        answers = engine.llm.collective_rpc("bench", args=(method, arguments_by_rank))
         if method in ("finish", "complete"):
-            engine._llm.reset_prefix_cache()
+            engine.llm.reset_prefix_cache()
         return answers
 
     return ask

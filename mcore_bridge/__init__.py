@@ -107,7 +107,12 @@ _HOMES = {
     "enable_cpu": "cpu",
 }
 
-__all__ = list(_HOMES)
+_OF_ENGINES = {
+    *("plan_buckets", "BufferRing", "Receiver", "map_engine", "EngineMap", "export_into", "EngineWriter"),
+}
+"""Their page is the page of ``mcore_bridge.engines``. Trainers may import them from here, too."""
+
+__all__ = [name for name in _HOMES if name not in _OF_ENGINES]
 
 
 def __getattr__(name: str) -> Any:

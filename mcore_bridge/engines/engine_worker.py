@@ -27,6 +27,7 @@ from mcore_bridge.engines.joint_group import JointGroup, open_store
 from mcore_bridge.errors import TransferError, describe
 from mcore_bridge.machine import this_machine
 from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights.engine.comparison import Compared, MapComparison
 from mcore_bridge.weights.engine.engine_tensors import Source, device_of
 from mcore_bridge.weights.engine.loader_thread import Loader
 from mcore_bridge.weights.engine.map_engine import map_engine
@@ -108,7 +109,7 @@ class EngineWorker:
     Example:
         >>> model = torch.nn.Linear(48, 96, bias=False)
         >>> load = lambda pairs: model.weight.data.copy_(dict(pairs)["lm_head.weight"])
-        >>> worker = EngineWorker(model, load, name="example, worker 0 of 1")
+        >>> worker = engines.EngineWorker(model, load, name="example, worker 0 of 1")
         >>> # worker.receive(info)                        at each round, with what the trainer's call carries
     """
 
@@ -130,6 +131,7 @@ class EngineWorker:
         self._puller: Puller | None = None
         self._receiver: Receiver | None = None
         self._guest: Guest | None = None
+        self._comparison: MapComparison
 
     @cached_property
     def device(self) -> torch.device:
@@ -283,17 +285,42 @@ class EngineWorker:
         assert self._guest is not None
         self._guest.follow(program)
 
-    def ask_exchange(self, version: int) -> None:
-        """Take a round as a member of the group."""
+    def ask_exchange(self, version: int, compares: bool) -> Compared | None:
+        """Take a round as a member of the group, or only compare it; what was found."""
         assert self._guest is not None
-        self._guest.exchange(version)
-        self._synchronize()
+        assert self._engine is not None
+        if not compares:
+            self._guest.exchange(version, self._engine)
+            self._synchronize()
+            return None
+        if not self._engine.map.copies:  # its loader takes all weights
+            self._guest.exchange(version, None)
+            return None
+        self._comparison = MapComparison(self._engine.map, self._source)
+        self._guest.exchange(version, self._comparison)
+        return self._comparison.result
 
-    def ask_bucket(self, number: int) -> None:
-        """Take a bucket out of its slot."""
+    def ask_bucket(self, number: int, compares: bool = False) -> None:
+        """Take a bucket out of its slot, or only compare it."""
         assert self._receiver is not None
         assert self._engine is not None
-        self._receiver.copy_into(number, self._engine)
+        if compares and number == 0:
+            self._engine.require_whole()
+            self._comparison = MapComparison(self._engine.map, self._source)
+        self._receiver.copy_into(number, self._comparison if compares else self._engine)
+
+    def ask_compared(self, closes: bool) -> Compared:
+        """All buckets were compared; what was found.
+
+        Args:
+            closes: whether the slots are no longer needed.
+        """
+        assert self._receiver is not None
+        self._receiver.finish()
+        if closes:
+            self._receiver.close()
+            self._receiver = None
+        return self._comparison.result
 
     def ask_finish(self, version: int) -> None:
         """All buckets have come."""

@@ -6,6 +6,7 @@ from contextlib import closing
 
 from mcore_bridge.engines.joint_group import JointGroup
 from mcore_bridge.errors import TransferError
+from mcore_bridge.weights.engine.comparison import MapComparison
 from mcore_bridge.weights.engine.composed import MemoryWriter
 from mcore_bridge.weights.engine.mapped_engine import MappedEngine
 from mcore_bridge.weights.transfer.executor import new_tensors, run_messages
@@ -30,33 +31,41 @@ class Guest:
         self._program, self._specs = program, tuple(program.plan.tensors())
         self._writer = None if self._engine.map.uncovered else MemoryWriter(self._engine.map)
 
-    def exchange(self, version: int) -> None:
+    def exchange(self, version: int, taker: MappedEngine | MapComparison | None) -> None:
         """Take one round, together with all members of the group.
+
+        Args:
+            version: the version of the weights.
+            taker: what takes the HF tensors of the round: the engine, or a comparison with it. None takes nothing.
 
         Raises:
             TransferError: when the engine cannot take it. The round of other members goes on.
         """
         assert self._program is not None
+        writer = self._writer if taker is self._engine else None
         problem = None
         try:
-            if self._writer is None:
-                self._engine.begin(self._specs)
-            else:
-                self._writer.memory = self._engine.announce(self._specs)
+            if isinstance(taker, MapComparison):
+                self._engine.require_whole()
+            if writer is not None:
+                writer.memory = self._engine.announce(self._specs)
+            elif taker is not None:
+                taker.begin(self._specs)
         except TransferError as error:  # other members wait for this one
-            problem = error
-        into = self._writer.begin if self._writer and not problem else new_tensors
+            problem, taker = error, None
+        into = writer.begin if writer is not None and problem is None else new_tensors
         with self._group.watched(), closing(run_messages(self._program, self._group, {}, into=into)) as messages:
             for pairs in messages:
-                if problem is not None:
+                if taker is None:
                     break
                 if group := [*pairs]:
-                    self._engine.write(group)
+                    taker.write(group)
         if problem is not None:
             raise problem
-        if self._writer is not None:
-            self._writer.end(self._group.device)
-        self._engine.complete(version)
+        if writer is not None:
+            writer.end(self._group.device)
+        if taker is not None:
+            taker.complete(version)
 
     def close(self) -> None:
         """Leave the group, which breaks it."""

@@ -25,20 +25,37 @@ LOAD = "mcore_bridge.engines.sglang.load"
 _NAME = "mcore_bridge"
 
 
-def client(engine: Any) -> Callable[[Mapping[str, Any]], None]:
-    """The function of ``info`` that ``WeightSync`` takes for an engine.
+class _Client:
+    """Brings a round to SGLang's schedulers, and asks SGLang for log-probabilities."""
 
-    Args:
-        engine: SGLang's ``Engine``, or what has its ``update_weights_from_tensor``.
-    """
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
 
-    def call(info: Mapping[str, Any]) -> None:
+    def __call__(self, info: Mapping[str, Any]) -> None:
+        """Have each scheduler take part in a round."""
         message = torch.frombuffer(bytearray(json.dumps(dict(info)).encode()), dtype=torch.uint8)
-        answer = engine.update_weights_from_tensor([(_NAME, message)], load_format=LOAD, flush_cache=True)
+        answer = self._engine.update_weights_from_tensor([(_NAME, message)], load_format=LOAD, flush_cache=True)
         if isinstance(answer, tuple) and not answer[0]:
             raise TransferError(f"expected SGLang to take the weights, found that it did not: {answer[1]}")
 
-    return call
+    def log_probs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """The log-probability of each token of each prompt but its first."""
+        answers = self._engine.generate(
+            input_ids=[[*prompt] for prompt in prompts],
+            sampling_params={"max_new_tokens": 1, "temperature": 0},
+            return_logprob=True,
+            logprob_start_len=0,
+        )
+        return [[float(entry[0]) for entry in answer["meta_info"]["input_token_logprobs"][1:]] for answer in answers]
+
+
+def client(engine: Any) -> Callable[[Mapping[str, Any]], None]:
+    """The client of an engine, for ``WeightSync``.
+
+    Args:
+        engine: SGLang's ``Engine``, or what has its ``update_weights_from_tensor`` and ``generate``.
+    """
+    return _Client(engine)
 
 
 def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import cached_property, partial
 from typing import Any
@@ -117,3 +117,35 @@ class Extension:
     def receive_from_trainer(self, info: Mapping[str, Any]) -> None:
         """Take part in a round of a ``WeightSync``."""
         self.worker_of_trainer.receive(info)
+
+
+def receive(llm: Any, info: Mapping[str, Any], version: int = 0) -> None:
+    """Have an ``LLM`` take part in a round of a ``WeightSync``, in whichever process it is.
+
+    Args:
+        llm: vLLM's ``LLM``, with our backend or our extension.
+        info: what the trainer's call carries.
+        version: what the ``LLM`` calls its new weights.
+    """
+    if getattr(llm.llm_engine.vllm_config, "weight_transfer_config", None) is None:
+        llm.collective_rpc(Extension.receive_from_trainer.__name__, args=(dict(info),))
+    else:
+        llm.start_weight_update()
+        llm.update_weights({"update_info": dict(info)})
+        llm.finish_weight_update()
+    llm.reset_prefix_cache()
+    for name in ("reset_mm_cache", "reset_encoder_cache"):  # what towers made of images with older weights
+        getattr(llm.llm_engine, name, lambda: None)()
+    getattr(llm.llm_engine, "set_weight_version", lambda text: None)(str(version))
+
+
+def log_probs(llm: Any, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+    """The log-probability of each token of each prompt but its first, by an ``LLM``."""
+    from vllm import SamplingParams
+
+    asked = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+    answers = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], asked, use_tqdm=False)
+    return [
+        [ranked[token].logprob for token, ranked in zip(prompt[1:], answer.prompt_logprobs[1:], strict=True)]
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]

@@ -6,10 +6,13 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from mcore_bridge.engines.vllm import Extension
+from mcore_bridge.engines import vllm
 from mcore_bridge.errors import TransferError, shown
+from mcore_bridge.foreign_files import parse
+from mcore_bridge.sync.log_probs import LogProbs, Prompts, Rows
 
 Call = Callable[[Mapping[str, Any], int], object]
 """Has every worker of an engine run ``EngineWorker.receive(info)``, and returns when all of them have returned. The
@@ -33,7 +36,7 @@ def call_of(engine: object) -> Call:
     if isinstance(engine, str):
         return _server(engine)
     if hasattr(engine, "collective_rpc"):
-        return _in_process(engine)
+        return partial(vllm.receive, engine)
     if all(hasattr(engine, name) for name in _FOUR):
         return _client(engine)
     if hasattr(engine, "send") and hasattr(engine, "recv"):
@@ -44,22 +47,6 @@ def call_of(engine: object) -> Call:
         "expected an engine: vLLM's LLM or one of its clients, the address of a server, a connection or a function; "
         f"found {shown(engine)}"
     )
-
-
-def _in_process(llm: Any) -> Call:
-    def call(info: Mapping[str, Any], version: int) -> None:
-        if getattr(llm.llm_engine.vllm_config, "weight_transfer_config", None) is None:
-            llm.collective_rpc(Extension.receive_from_trainer.__name__, args=(dict(info),))
-        else:
-            llm.start_weight_update()
-            llm.update_weights({"update_info": dict(info)})
-            llm.finish_weight_update()
-        llm.reset_prefix_cache()
-        for name in ("reset_mm_cache", "reset_encoder_cache"):  # what towers made of images with older weights
-            getattr(llm.llm_engine, name, lambda: None)()
-        getattr(llm.llm_engine, "set_weight_version", lambda text: None)(str(version))
-
-    return call
 
 
 def _client(client: Any) -> Call:
@@ -82,27 +69,66 @@ def _pipe(pipe: Any) -> Call:
 
 
 def _server(address: str) -> Call:
-    def post(path: str, body: Mapping[str, Any] | None, seconds: float) -> None:
-        request = urllib.request.Request(
-            f"{address.rstrip('/')}/{path}",
-            data=json.dumps(body or {}).encode(),
-            headers={"Content-Type": "application/json"},
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=seconds):
-                pass
-        except urllib.error.HTTPError as error:
-            text = error.read(2000).decode(errors="replace")
-            raise TransferError(f"{request.full_url} answered {error.code}: {text}") from None
-        except OSError as error:
-            raise TransferError(f"expected a vLLM server at {address}, found none ({error})") from None
-
     def call(info: Mapping[str, Any], version: int) -> None:
         seconds = 2 * float(info["seconds"])
-        post("start_weight_update", None, seconds)
-        post("update_weights", {"update_info": dict(info)}, seconds)
-        post("finish_weight_update", {"weight_version": str(version)}, seconds)
+        _post(address, "start_weight_update", {}, seconds)
+        _post(address, "update_weights", {"update_info": dict(info)}, seconds)
+        _post(address, "finish_weight_update", {"weight_version": str(version)}, seconds)
         for cache in ("reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache"):
-            post(cache, None, seconds)
+            _post(address, cache, {}, seconds)
 
     return call
+
+
+def _post(address: str, path: str, body: Mapping[str, Any], seconds: float) -> bytes:
+    """Ask a server; its answer."""
+    request = urllib.request.Request(
+        f"{address.rstrip('/')}/{path}", data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=seconds) as answer:
+            return bytes(answer.read())
+    except urllib.error.HTTPError as error:
+        text = error.read(2000).decode(errors="replace")
+        raise TransferError(f"{request.full_url} answered {error.code}: {text}") from None
+    except OSError as error:
+        raise TransferError(f"expected a vLLM server at {address}, found none ({error})") from None
+
+
+# log-probabilities ----------------------------------------------------------------------------------------------------
+
+
+def log_probs_of(engine: Any, seconds: float) -> LogProbs | None:
+    """The function that asks a client for log-probabilities of prompts; None if the client has no way to ask.
+
+    Args:
+        engine: as for ``call_of``. A client may have a method ``log_probs``, which is this function.
+        seconds: how long a server may take to answer.
+    """
+    if hasattr(engine, "log_probs"):
+        function: LogProbs = engine.log_probs
+        return function
+    address = engine if isinstance(engine, str) else getattr(engine, "base_url", None)
+    if isinstance(address, str):
+        return partial(_completed, address, seconds=seconds)
+    if hasattr(engine, "collective_rpc"):
+        return partial(vllm.log_probs, engine)
+    return None
+
+
+def _completed(address: str, prompts: Prompts, seconds: float) -> Rows:
+    """Ask a server of vLLM."""
+    body = {"prompt": prompts, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+    answer = _post(address, "v1/completions", body, seconds)
+    try:
+        choices = sorted(parse(answer)["choices"], key=lambda choice: int(choice["index"]))
+        rows = [choice["prompt_logprobs"][1:] for choice in choices]
+        return [
+            [float(ranked[str(token)]["logprob"]) for token, ranked in zip(prompt[1:], row, strict=True)]
+            for prompt, row in zip(prompts, rows, strict=True)
+        ]
+    except (ValueError, TypeError, LookupError) as error:
+        raise TransferError(
+            f"expected log-probs of prompts from the server at {address}, found another answer ({error!r}): "
+            f"{answer[:200].decode(errors='replace')}"
+        ) from None

@@ -14,6 +14,7 @@ from mcore_bridge.engines.joint_group import JointGroup, break_store, open_store
 from mcore_bridge.errors import BridgeError, TransferError, describe
 from mcore_bridge.sync.routes import Route, WorkerKey
 from mcore_bridge.weights.agreement import Export, open_export
+from mcore_bridge.weights.engine.comparison import Compared
 from mcore_bridge.weights.model_chunks import Models, chunks_of
 from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.transfer.collectives import Group
@@ -22,6 +23,8 @@ from mcore_bridge.weights.transfer.program import Program
 
 Routes = Mapping[WorkerKey, Route]
 """This rank's routes to workers elsewhere."""
+Answer = Compared | TransferError | None
+"""What a worker found in a comparison, its error, or None after a sync."""
 
 
 class Elsewhere:
@@ -54,11 +57,12 @@ class Elsewhere:
         """Whether the group has other workers of this rank than these, or has broken."""
         return self._own != frozenset(routes)
 
-    def send(self, routes: Routes, version: int, is_new: bool) -> dict[WorkerKey, str]:
-        """Export a round to all workers of the replica; what went wrong, for each of this rank's workers that failed.
+    def exchange(self, routes: Routes, version: int, *, is_new: bool, compares: bool) -> dict[WorkerKey, Answer]:
+        """Export a round to all workers of the replica. Returns what each of this rank's workers answers, or its error.
 
         Args:
             is_new: whether any rank of the replica needs another group.
+            compares: whether the workers only compare the round with what they hold.
 
         Raises:
             ExportError, MappingError: as ``iter_hf_weights``.
@@ -68,29 +72,29 @@ class Elsewhere:
                 self._join(routes)
         except TransferError as error:
             self.close()
-            return dict.fromkeys(routes, str(error))
+            return {key: TransferError(str(error)) for key in routes}
         if self._group is None:
             return {}
         targets = tuple(self._targets.values())
         export = open_export(self._models, None, "lm", **self._options, target="nothing", guests=targets)
         try:
-            self._exchange(self._group, export, routes, version)
+            self._run(self._group, export, routes, (version, compares))
         except (BridgeError, RuntimeError) as error:
             self.close()
-            return dict.fromkeys(routes, describe(error))
-        problems = {}
-        for place, route in routes.items():
+            return {key: TransferError(describe(error)) for key in routes}
+        answers: dict[WorkerKey, Answer] = {}
+        for key, route in routes.items():
             try:
-                route.line.answer()
+                answers[key] = route.line.answer()
             except TransferError as error:
-                problems[place] = str(error)
-        return problems
+                answers[key] = error
+        return answers
 
     def _join(self, routes: Routes) -> None:
         """Make a group of all ranks of the replica and all workers."""
         self.close()
-        own = {place: route.target for place, route in routes.items()}
-        self._targets = {p: t for of_rank in self._replica.all_gather_object(own) for p, t in of_rank.items()}
+        own = {key: route.target for key, route in routes.items()}
+        self._targets = {key: t for of_rank in self._replica.all_gather_object(own) for key, t in of_rank.items()}
         self._own = frozenset(routes)
         if not self._targets:
             return
@@ -99,9 +103,9 @@ class Elsewhere:
         self._store = own_store or open_store(host, self._seconds, port)
         size = self._replica.size + len(self._targets)
         try:
-            for number, place in enumerate(self._targets, self._replica.size):
-                if place in routes:
-                    routes[place].line.send("join", (host, port, number, size, self._seconds))
+            for number, key in enumerate(self._targets, self._replica.size):
+                if key in routes:
+                    routes[key].line.send("join", (host, port, number, size, self._seconds))
         except TransferError:
             break_store(self._store)  # other ranks wait
             raise
@@ -110,15 +114,15 @@ class Elsewhere:
         for route in routes.values():
             route.line.answer()
 
-    def _exchange(self, group: JointGroup, export: Export, routes: Routes, version: int) -> None:
+    def _run(self, group: JointGroup, export: Export, routes: Routes, what: tuple[int, bool]) -> None:
         try:
             if export.program is not self._program:
-                for number, place in enumerate(self._targets):
-                    if place in routes:
-                        routes[place].line("follow", export.guest_program(number))
+                for number, key in enumerate(self._targets):
+                    if key in routes:
+                        routes[key].line("follow", export.guest_program(number))
                 self._program = export.program
             for route in routes.values():
-                route.line.send("exchange", (version,))
+                route.line.send("exchange", what)
         except TransferError:  # other ranks wait
             group.close()
             raise

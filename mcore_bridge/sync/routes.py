@@ -12,6 +12,7 @@ from mcore_bridge.engines.channel import WorkerLine
 from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.bound import bind
+from mcore_bridge.weights.engine.comparison import Compared
 from mcore_bridge.weights.engine.pull_writer import PullWriter
 from mcore_bridge.weights.engine.writer import EngineWriter, export_into
 from mcore_bridge.weights.export import iter_hf_weights
@@ -58,6 +59,11 @@ class NoRoute:
         """Take part in an export."""
         for _ in iter_hf_weights(self._models, target="nothing", **self._options):
             pass
+
+    def compare(self, manifest: Manifest) -> Compared | None:
+        """Take part in an export with which another worker compares its weights."""
+        NoRoute.send(self, 0)
+        return None
 
 
 class Route(NoRoute):
@@ -173,12 +179,37 @@ class Route(NoRoute):
             export_into(self._models, self._writer, **self._options)
             self.line("complete", version)
             return
+        self._send_buckets()
+        self.line("finish", version)
+
+    def _send_buckets(self, *, compares: bool = False) -> None:
         assert self._ring is not None
         pairs = iter_hf_weights(self._models, target=self.target, **self._options)
         with closing(self._ring.fill(pairs, acknowledged=self.line.answer)) as buckets:
             for bucket in buckets:
-                self.line.send("bucket", (bucket.number,))
-        self.line("finish", version)
+                self.line.send("bucket", (bucket.number, compares))
+
+    def compare(self, manifest: Manifest) -> Compared | None:
+        """As ``send``, but the worker compares the round with what it holds; None if its loader takes all weights.
+
+        Args:
+            manifest: what an export with ``target`` yields on this rank.
+        """
+        if self._map is None:
+            return super().compare(manifest)
+        is_without_slots = self._ring is None
+        if is_without_slots:
+            try:
+                self._open_ring(manifest)
+            except TransferError:
+                super().send(0)
+                raise
+        self._send_buckets(compares=True)
+        compared: Compared = self.line("compared", is_without_slots)
+        if is_without_slots and self._ring is not None:
+            self._ring.close()
+            self._ring = None
+        return compared
 
     def close(self) -> None:
         """Let go of the worker and of its memory, whatever state it is in."""

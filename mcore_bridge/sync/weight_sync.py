@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, count
+from itertools import count
 from threading import TIMEOUT_MAX
 from types import TracebackType
 from typing import Any
@@ -21,15 +21,19 @@ from mcore_bridge.errors import TransferError, describe
 from mcore_bridge.machine import this_machine, uncollected
 from mcore_bridge.rules.mapping import Dialect
 from mcore_bridge.sync.clients import call_of
-from mcore_bridge.sync.elsewhere import Elsewhere
+from mcore_bridge.sync.elsewhere import Answer, Elsewhere
+from mcore_bridge.sync.reports import SyncReport, VerifyReport, WorkerReport, WorkerWeights
 from mcore_bridge.sync.roll_call import Place, RollCall, Served
 from mcore_bridge.sync.routes import WAYS, NoRoute, Route, Transport, WorkerKey
+from mcore_bridge.sync.verification import asked, differences_of, given_by_first
+from mcore_bridge.weights.engine.comparison import Compared
 from mcore_bridge.weights.ipc.shared_memory import gpu_of
-from mcore_bridge.weights.manifest import manifest
+from mcore_bridge.weights.manifest import Manifest, manifest
 from mcore_bridge.weights.model_chunks import Models, modules_of
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.failures import raise_failures, raise_on_all
 
+_SYNC_FIRST = "expected an engine with weights of this trainer, found a new one: sync first"
 _ALL = "expected all ranks to go on, found"
 _SECONDS = Kind(
     f"a number of seconds above 0 and up to {TIMEOUT_MAX:.0f}",
@@ -40,46 +44,28 @@ _TRANSPORT = Kind(f"one of {', '.join(WAYS)}, or None", lambda value: value is N
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerReport:
-    """What one worker of an engine got in a round."""
+class _Outcome:
+    """What came of one worker in a round, as the trainer rank that serves it has seen it."""
 
-    engine: int
-    """The number of the engine, as ``WeightSync`` was given them."""
-    rank: int
-    """The worker's number among those of the engine."""
-    name: str
-    """Engine, release, model, and the worker's place in the engine's mesh."""
+    worker: Identity
     trainer: int
-    """The trainer rank that served the worker."""
     transport: Transport | None
-    """``"shards"``, ``"pull"``, ``"ring"`` or ``"network"``; None if no way was found."""
     reason: str
-    """Why no faster transport was taken; empty for the fastest."""
     num_bytes: int
-    """Bytes of HF tensors, or of the slices of HF tensors that the worker uses."""
     seconds: float
-    """From the begin of the round on the trainer rank until this worker had the weights."""
-    problem: str = ""
-    """What went wrong; empty if the worker has the new weights."""
+    compared: Compared | None
+    problem: str
 
+    def report(self) -> WorkerReport:
+        """After a sync."""
+        worker = self.worker
+        figures = self.transport, self.reason, self.num_bytes, self.seconds, self.problem
+        return WorkerReport(worker.engine, worker.rank, worker.name, self.trainer, *figures)
 
-@dataclass(frozen=True, slots=True)
-class SyncReport:
-    """What a round did. It is equal on all ranks of the trainer, but for ``seconds``."""
-
-    version: int
-    seconds: float
-    """How long the call took on this rank."""
-    workers: tuple[WorkerReport, ...]
-
-    def __str__(self) -> str:
-        """One line for a log."""
-        ways = sorted({f"{worker.transport}" for worker in self.workers})
-        total = sum(worker.num_bytes for worker in self.workers) / 1e9
-        return (
-            f"version {self.version} in {self.seconds:.3f} s: {len(self.workers)} workers, {total:.2f} GB by "
-            f"{', '.join(ways)}"
-        )
+    def weights(self) -> WorkerWeights:
+        """After a comparison."""
+        worker = self.worker
+        return WorkerWeights(worker.engine, worker.rank, worker.name, self.compared, self.problem)
 
 
 class WeightSync:
@@ -109,10 +95,13 @@ class WeightSync:
         >>> model = torch.nn.Linear(48, 96, bias=False)               # an engine with one worker, in this process
         >>> load = lambda pairs: model.weight.data.copy_(dict(pairs)["lm_head.weight"])
         >>> worker = EngineWorker(model, load, name="example, worker 0 of 1")
-        >>> with mb.WeightSync(models, worker.receive) as sync:
-        ...     report = sync()
+        >>> sync = mb.WeightSync(models, worker.receive)
+        >>> report = sync()
         >>> report.version, report.workers[0].transport
         (1, 'ring')
+        >>> print(sync.verify(weights=True))                              # with prompts it compares log-probs too
+        version 1, worker 0 of engine 0: 1 tensors equal in every bit
+        >>> sync.close()
         >>> torch.equal(model.weight, mb.to_hf_state_dict(models)["lm_head.weight"])
         True
     """
@@ -197,33 +186,97 @@ class WeightSync:
             ExportError, MappingError: as ``iter_hf_weights``.
         """
         start = time.perf_counter()
+        version, outcomes = self._round(version, start, compares=False)
+        self.version = version
+        return SyncReport(version, time.perf_counter() - start, tuple(outcome.report() for outcome in outcomes))
+
+    def verify(
+        self,
+        prompts: object = (),
+        log_probs: object = None,
+        *,
+        weights: bool = False,
+        atol: float | None = None,
+        **options: Any,
+    ) -> VerifyReport:
+        """Compare the engines with the trainer: log-probabilities of prompts, and bits of weights. Nothing changes.
+
+        All ranks of the trainer call this together. The arguments of rank 0 count, except for ``options``. Call it
+        between a round and the next step of the optimizer, since the trainer has other weights afterwards.
+
+        Args:
+            prompts: lists of token ids, or int64 ``[batch, seq]`` without padding. A prompt may include a response.
+            log_probs: what an engine says of the prompts: for each prompt a row of log-probabilities, which belong to
+                its last tokens. So a rollout's own log-probabilities of a response fit. Or a function of the prompts
+                that returns these rows. None: vLLM's ``LLM`` or server is asked, or SGLang, or any client that has
+                such a function as its method ``log_probs``.
+            weights: whether to compare every bit of every tensor too. This takes about as long as a round.
+            atol: raise if a log-probability is further apart, or if a weight differs.
+            options: further arguments of ``forward``, such as ``temperature``, ``images`` and ``micro_batch_size``. The
+                latter is 1 by default.
+
+        Raises:
+            TransferError: on every rank. An engine gives no log-probabilities, or other values. ``atol`` is exceeded;
+                the message has the lines of the report. A worker cannot compare its weights, as before its first round.
+            BatchError: as ``forward``.
+
+        Example:
+            >>> print(sync.verify([[3, 14, 15, 92], [65, 35]], atol=0.1))    # docs/guide/sync.md shows what it prints
+        """
+        ask = partial(asked, self._clients, prompts, log_probs, weights, atol, self._seconds)
+        given = given_by_first(self._group, ask)
+        differences = differences_of(self._group, self._models, given, self._options["merged"] is False, options)
+        outcomes = self._round(self.version, time.perf_counter(), compares=True)[1] if given.weights else []
+        held = tuple(outcome.weights() for outcome in outcomes)
+        return VerifyReport(self.version, differences, held).within(given.atol)
+
+    def _round(self, version: int | None, start: float, *, compares: bool) -> tuple[int, list[_Outcome]]:
+        """Call all engines, and export to each worker, or compare. Returns the version, and what came of each worker.
+
+        Raises:
+            TransferError: on every rank, when it failed for any engine.
+        """
         version, roster, absent = self._called(version)
-        mine = [served for served in roster if served.trainer == self._group.rank]
-        self._close_all({*self._routes} - {served.worker.place for served in mine if not served.is_new})
-        reports, failure = [], None
+        mine = [served.worker for served in roster if served.trainer == self._group.rank]
+        new = [served for served in roster if served.is_new]
+        self._close_all({*self._routes} - ({worker.place for worker in mine} - {each.worker.place for each in new}))
+        outcomes: list[_Outcome] = []
+        failure = None
         try:
-            new = Counter(served.trainer for served in roster if served.is_new)
-            problems = self._opened([served.worker for served in mine if served.is_new], max(new.values(), default=0))
-            reports = self._sent([served.worker for served in mine], problems, version, start)
+            rows = max(Counter(served.trainer for served in new).values(), default=0)
+            problems = self._opened([each.worker for each in new if each.trainer == self._group.rank], rows, compares)
+            answers = self._exchanged(problems, version, compares)
+            outcomes = [
+                self._outcome(worker, answer, when - start)
+                for worker in mine
+                for answer, when in [answers[worker.place]]
+            ]
         except Exception as error:
             failure = error
         problem = "" if failure is None else describe(failure)
-        gathered = self._group.all_gather_object((tuple(reports), problem))
-        parts = chain.from_iterable(part for part, _ in gathered)
-        workers = tuple(sorted(parts, key=lambda report: (report.engine, report.rank)))
-        absent = {**self._ended(workers, [text for _, text in gathered], absent), **absent}
+        gathered = self._group.all_gather_object((outcomes, problem))
+        outcomes = [outcome for of_rank, _ in gathered for outcome in of_rank]
+        outcomes.sort(key=lambda outcome: outcome.worker.place)
+        absent = {**self._ended(outcomes, [text for _, text in gathered], absent), **absent}
         if failure is not None:
             raise failure
         raise_failures([text for _, text in gathered], _ALL, TransferError)
-        wrong = [f"{worker.name} of engine {worker.engine}: {worker.problem}" for worker in workers if worker.problem]
+        failed = [outcome for outcome in outcomes if outcome.problem]
+        wrong = [f"{each.worker.name} of engine {each.worker.engine}: {each.problem}" for each in failed]
         wrong += [f"engine {engine}: {reason}" for engine, reason in sorted(absent.items())]
         if wrong:
             raise TransferError(
                 f"expected all engines to have version {version}, found {len(wrong)} failures: {'; '.join(wrong)}. "
                 "Their weights may be half old and half new: sync again before they sample"
             )
-        self.version = version
-        return SyncReport(version, time.perf_counter() - start, workers)
+        return version, outcomes
+
+    def _outcome(self, worker: Identity, answer: Answer, seconds: float) -> _Outcome:
+        route = self._routes[worker.place]
+        figures = route.transport, route.reason, route.num_bytes, seconds
+        if isinstance(answer, TransferError):
+            return _Outcome(worker, self._group.rank, *figures, None, str(answer))
+        return _Outcome(worker, self._group.rank, *figures, answer, "")
 
     def _called(self, version: int | None) -> tuple[int, list[Served], dict[int, str]]:
         """The version of the round, the workers of all engines that have come, and why engines did not."""
@@ -240,7 +293,7 @@ class WeightSync:
             raise TransferError(answer)
         return answer
 
-    def _opened(self, new: Sequence[Identity], num_rows: int) -> dict[WorkerKey, str]:
+    def _opened(self, new: Sequence[Identity], num_rows: int, compares: bool) -> dict[WorkerKey, TransferError]:
         """Connect workers that are new on this rank, and choose their transports; what went wrong for a worker.
 
         Args:
@@ -249,15 +302,17 @@ class WeightSync:
         if num_rows:
             with raise_on_all(self._group, _ALL, TransferError):
                 self._connect(new)
+        if compares:
+            return {worker.place: TransferError(_SYNC_FIRST) for worker in new}
         problems = {}
         for row in range(num_rows):
-            place = new[row].place if row < len(new) else None
-            route = self._idle if place is None else self._routes[place]
-            problem = _problem_of(partial(route.find, self._specs, self._loads))
-            specs = manifest(self._models, **self._options, target=route.target)
-            problem = problem or _problem_of(partial(route.open, specs))
-            if place is not None and problem:
-                problems[place] = problem
+            key = new[row].place if row < len(new) else None
+            route = self._idle if key is None else self._routes[key]
+            answer = _answer_of(partial(route.find, self._specs, self._loads))
+            specs = self._manifest(route)
+            answer = answer or _answer_of(partial(route.open, specs))
+            if key is not None and isinstance(answer, TransferError):
+                problems[key] = answer
         return problems
 
     def _connect(self, new: Sequence[Identity]) -> None:
@@ -283,38 +338,38 @@ class WeightSync:
                 is_near=worker.is_on(this_machine()),
             )
 
-    def _sent(
-        self, mine: Sequence[Identity], problems: dict[WorkerKey, str], version: int, start: float
-    ) -> list[WorkerReport]:
-        """Export to all workers. All ranks take part: once for each row of near workers, and once for all others."""
-        routes = {worker.place: self._routes[worker.place] for worker in mine if worker.place not in problems}
-        far = {place: route for place, route in routes.items() if route.transport == "network"}
-        near = [place for place in routes if place not in far]
+    def _exchanged(
+        self, problems: Mapping[WorkerKey, TransferError], version: int, compares: bool
+    ) -> dict[WorkerKey, tuple[Answer, float]]:
+        """One export into each worker of this rank, or a comparison with it: its answer, and when it came.
+
+        All ranks take part: once for each row of near workers, and once for all workers elsewhere.
+        """
+        routes = {key: route for key, route in self._routes.items() if key not in problems}
+        far = {key: route for key, route in routes.items() if route.transport == "network"}
+        near = [key for key in routes if key not in far]
         ranks = self._group.all_gather_object((len(near), bool(far), self._elsewhere.has_changed(far)))
-        seconds = dict.fromkeys(problems, time.perf_counter() - start)
+        answers: dict[WorkerKey, tuple[Answer, float]] = {key: (e, time.perf_counter()) for key, e in problems.items()}
         for row in range(max(num_near for num_near, *_ in ranks)):
-            place = near[row] if row < len(near) else None
-            route = self._idle if place is None else routes[place]
-            problem = _problem_of(partial(route.send, version))
-            if place is not None:
-                seconds[place] = time.perf_counter() - start
-                problems |= {place: problem} if problem else {}
+            key = near[row] if row < len(near) else None
+            route = self._idle if key is None else routes[key]
+            action = partial(route.compare, self._manifest(route)) if compares else partial(route.send, version)
+            answer = _answer_of(action)
+            if key is not None:
+                answers[key] = answer, time.perf_counter()
         of_replica = [ranks[member][1:] for member in self._elsewhere.members]
         if any(map(any, of_replica)):
-            problems |= self._elsewhere.send(far, version, any(has_changed for _, has_changed in of_replica))
-        seconds |= dict.fromkeys(far, time.perf_counter() - start)
-        return [self._report(worker, seconds[worker.place], problems.get(worker.place, "")) for worker in mine]
+            is_new = any(has_changed for _, has_changed in of_replica)
+            elsewhere = self._elsewhere.exchange(far, version, is_new=is_new, compares=compares)
+            answers |= {key: (answer, time.perf_counter()) for key, answer in elsewhere.items()}
+        return answers
 
-    def _report(self, worker: Identity, seconds: float, problem: str) -> WorkerReport:
-        route = self._routes[worker.place]
-        figures = route.transport, route.reason, route.num_bytes, seconds, problem
-        return WorkerReport(worker.engine, worker.rank, worker.name, self._group.rank, *figures)
+    def _manifest(self, route: NoRoute) -> Manifest:
+        return manifest(self._models, **self._options, target=route.target)
 
-    def _ended(
-        self, workers: Sequence[WorkerReport], problems: Sequence[str], absent: dict[int, str]
-    ) -> dict[int, str]:
+    def _ended(self, outcomes: Sequence[_Outcome], problems: Sequence[str], absent: dict[int, str]) -> dict[int, str]:
         """Tell all workers that the round has ended; which engines failed in their own way."""
-        failed = {worker.engine: worker.problem for worker in workers if worker.problem}
+        failed = {outcome.worker.engine: outcome.problem for outcome in outcomes if outcome.problem}
         self._close_all({place for place in self._routes if place[0] in failed or any(problems)})
         answer: dict[int, str] = {}
         if self._roll_call is not None:
@@ -350,10 +405,9 @@ class WeightSync:
         self.close()
 
 
-def _problem_of(action: Callable[[], None]) -> str:
-    """Run it; the message of an error that one worker alone has."""
+def _answer_of(action: Callable[[], Compared | None]) -> Answer:
+    """Run it. An error that one worker alone has is returned."""
     try:
-        action()
+        return action()
     except TransferError as error:
-        return str(error)
-    return ""
+        return error

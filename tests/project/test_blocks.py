@@ -60,6 +60,18 @@ input_ids, attention_mask, (inputs, _) = torch.load("images.pt")
 loss = lambda outputs, rows: outputs.log_probs.mean()
 """
 SYNC = "engines, num_steps, train = [], 2, print\n"
+VERIFY = """
+from mcore_bridge.engines import EngineWorker
+head = torch.nn.Linear(48, 96, bias=False)
+class Own:
+    worker = EngineWorker(head, lambda pairs: head.weight.data.copy_(dict(pairs)["lm_head.weight"]), name="own")
+    def __call__(self, info):
+        self.worker.receive(info)
+    def log_probs(self, prompts):
+        return mb.forward(models, torch.tensor(prompts)).log_probs
+sync, prompts = mb.WeightSync(models, Own()), [[1, 2, 3], [4, 5, 6]]
+sync()
+"""
 PAGES = {
     "README.md": ([TOKENS + ENGINE], (4,)),
     "docs/index.md": ([ENGINE], (4,)),
@@ -70,7 +82,7 @@ PAGES = {
     "docs/internals/design.md": (["from mcore_bridge.rules.layout import Concat, GROUPS, Rearrange", "", ""], (1, 2)),
     "docs/guide/embedding.md": (["", TOKENS + ACTOR], (1, 2)),
     "docs/guide/load.md": (["", ""], (2,)),
-    "docs/guide/sync.md": ([MODELS + SYNC, "", ENGINE], (1,)),
+    "docs/guide/sync.md": ([MODELS + SYNC, VERIFY, "", "", ENGINE], (1,)),
     "docs/reference/api.md": ([""], (1,)),
     "docs/guide/handing_on.md": ([""], (1, 2)),
     "docs/trainers/rlinf.md": ([MODELS + RLINF], (1, 2)),
@@ -79,7 +91,7 @@ PAGES = {
 }
 """Code to run before each block, since a reader already has its results; and numbers of processes."""
 NOT_HERE = {
-    ("docs/guide/sync.md", 1): "its engines are real ones",
+    ("docs/guide/sync.md", 3): "its engines are real ones",
     ("docs/guide/handing_on.md", 1): "its engine is another process, as in tests/weights/test_direct_export.py",
     ("docs/guide/adapters.md", 3): "it multiplies large matrices in fp64, for figures alone",
     ("docs/trainers/sglang.md", 0): "SGLang is not installed",
@@ -141,8 +153,8 @@ import doctest
 from megatron.core import parallel_state
 given = {key: value for key, value in globals().items() if not key.startswith("_")}
 finder, runner = doctest.DocTestFinder(recurse=False), doctest.DocTestRunner(optionflags=doctest.REPORT_NDIFF)
-for name in mb.__all__:
-    (test,) = finder.find(getattr(mb, name), name, module=False, globs=dict(given))
+for home, name in [*((mb, name) for name in mb.__all__), *((engines, name) for name in engines.__all__)]:
+    (test,) = finder.find(getattr(home, name), name, module=False, globs=dict(given))
     assert test.examples and not any(doctest.SKIP in example.options for example in test.examples), name
     runner.run(test)
 assert runner.summarize().failed == 0

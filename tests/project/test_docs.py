@@ -11,6 +11,7 @@ import pytest
 import transformers
 
 import mcore_bridge
+from mcore_bridge import engines
 from mcore_bridge.architecture import architectures
 from mcore_bridge.commands.doctor import MINIMUM, TESTED
 
@@ -61,11 +62,19 @@ def test_the_glossary_has_each_attribute_that_we_put_on_chunks() -> None:
 def test_python_blocks_parse_and_use_public_names(page: str) -> None:
     for block in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL):
         names = {
-            node.attr
+            (node.value.id, node.attr)
             for node in ast.walk(ast.parse(block))
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "mb"
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
         }
-        assert names <= set(mcore_bridge.__all__)
+        assert {name for home, name in names if home == "mb"} <= set(mcore_bridge.__all__)
+        assert {name for home, name in names if home == "engines"} <= set(engines.__all__)
+
+
+def test_the_page_of_python_has_each_public_name_once() -> None:
+    text = (ROOT / "docs/reference/api.md").read_text().partition("## Errors")[0]
+    for home, part in zip((mcore_bridge, engines), text.split("## For authors of engines"), strict=True):
+        listed = re.findall(r"(?m)^\.\. auto\w+:: (\w+)$", part)
+        assert sorted(listed) == sorted({*home.__all__} - {"BridgeError"})
 
 
 def test_the_family_on_its_page_is_a_file() -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import mcore_bridge as mb
+from mcore_bridge import engines
 from mcore_bridge.commands.app import app
 from mcore_bridge.convert import convert as api
 from mcore_bridge.convert.hf_to_torch import rank_files
@@ -465,7 +466,7 @@ TABLE: dict[str, dict[str, Cell] | str] = {
             *("ParallelDims", "CheckpointReport", "engine_ranks", "EngineRank", "plan_buckets", "BufferRing"),
             *("Receiver", "forward", "TokenOutputs", "log_probs", "pack_sequences", "unpack_sequences"),
             *("PackedSequences", "Adapters", "iter_hf_adapters", "without_adapters", "Architecture", "register"),
-            *("LoadReport", "BridgeError", "enable_cpu", "EngineWriter", "WeightSync"),
+            *("LoadReport", "BridgeError", "enable_cpu", "EngineWriter", "EngineWorker", "MappedEngine", "WeightSync"),
         ],
         NO_PATH,
     ),
@@ -554,7 +555,7 @@ TABLE: dict[str, dict[str, Cell] | str] = {
 def test_every_entry_point_is_in_the_table() -> None:
     commands = {info.name for info in app.registered_commands}
     below = {"api.convert", "api.merge", "iter_mg_weights", "convert_hf_to_mg"}
-    assert TABLE.keys() == {*mb.__all__, *commands, *below, *SCRIPTS}
+    assert TABLE.keys() == {*mb.__all__, *engines.__all__, *commands, *below, *SCRIPTS}
     assert all(cells.keys() == {*CHECKS} for cells in TABLE.values() if not isinstance(cells, str))
 
 

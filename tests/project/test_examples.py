@@ -16,21 +16,21 @@ EXAMPLES = ROOT / "examples"
 STALE = f"""
 import sys
 sys.path.insert(0, {str(EXAMPLES)!r})
-import rollout_engine
+import mcore_bridge as mb
 
-class Stale(rollout_engine.RemoteEngine):  # it neither sleeps nor takes weights after the first time
-    fed = False
+class Stale(mb.WeightSync):  # its engine gets no weights after the first time
+    def __call__(self):
+        return self.version or super().__call__()
 
-    def __call__(self, method, *arguments):
-        return None if method == "sleep" or (method == "wake" and self.fed) else super().__call__(method, *arguments)
-
-    def sync(self, ring, pairs):
-        list(pairs) if self.fed else super().sync(ring, pairs)
-        self.fed = True
+def awake(pipe, method, *rest):  # from the first time on
+    if method not in left_out:
+        left_out.update({{method}} - {{"generate"}})
+        return ask(pipe, method, *rest)
 
 if __name__ == "__main__":
-    rollout_engine.RemoteEngine = Stale
+    mb.WeightSync = Stale
     import grpo
+    grpo.ask, ask, left_out = awake, grpo.ask, {{"sleep"}}
     grpo.main()
 """
 
@@ -38,8 +38,10 @@ DIGESTED = f"""
 import multiprocessing
 import sys
 sys.path.insert(0, {str(EXAMPLES)!r})
+import engine_process
 import rollout_engine
 import torch
+import mcore_bridge as mb
 from mcore_bridge.weights.manifest import digest
 
 class Digested(rollout_engine.Engine):
@@ -50,26 +52,25 @@ class Digested(rollout_engine.Engine):
         super().load_weights(pairs)
 
     def digests(self):
-        assert self.loads == 2  # both to make the map
-        return {{name: digest(weight) for name, weight in self._weights.items()}}
+        assert self.loads <= 2  # all to make the map, or to prove a kept one
+        return {{name: digest(weight) for name, weight in self.weights.items()}}
 
-class Checked(rollout_engine.RemoteEngine):  # what the engine holds after a round is what the trainer gave, bit for bit
+class Checked(mb.WeightSync):  # what the engine holds after a round is what the trainer gave, bit for bit
     before = None
 
-    def sync(self, ring, pairs):
-        given = {{}}
+    def __init__(self, models, engine):
+        super().__init__(models, engine)
+        self.models, self.engine = models, engine
 
-        def noted():
-            for name, tensor in pairs:
-                given[name] = digest(tensor)
-                yield name, tensor
-
-        super().sync(ring, noted())
-        held = self("digests")
-        assert held == given, [name for name in given if held.get(name) != given[name]]
-        assert self.before is None or all(self.before[name] != given[name] for name in given)
-        self.before = given
-        print("the same,", len(given), "weights", flush=True)
+    def __call__(self):
+        super().__call__()
+        given = {{entry.name: entry.sha256 for entry in mb.manifest(self.models, digests=True)}}
+        if self.engine:
+            held = engine_process.ask(self.engine, "digests")
+            assert held == given, [name for name in given if held.get(name) != given[name]]
+            assert self.before is None or all(self.before[name] != given[name] for name in given)
+            self.before = given
+            print("the same,", len(given), "weights", flush=True)
 
 def watched(chunks, arguments):  # ranks that hold the model of images change it in the same way
     models, step = prepare(chunks, arguments)
@@ -87,7 +88,7 @@ def watched(chunks, arguments):  # ranks that hold the model of images change it
 if __name__ == "__main__":
     get_context = multiprocessing.get_context
     multiprocessing.get_context = lambda kind: get_context("forkserver")  # it has imported torch already
-    rollout_engine.Engine, rollout_engine.RemoteEngine = Digested, Checked
+    rollout_engine.Engine, mb.WeightSync = Digested, Checked
     import grpo
     grpo.prepare, prepare = watched, grpo.prepare
     grpo.main()
@@ -100,7 +101,7 @@ def test_engine_and_trainer_agree_in_every_bit_at_every_step(tmp_path):
     codes, said = forked(tmp_path / "digested.py", 2, "--device", "cpu", "--steps", "5", "--pp", "2")
     assert codes == [0, 0], said
     assert re.findall(r"^the same, (\d+) weights$", said, re.MULTILINE) == ["47"] * 5
-    steps = re.findall(r"^step (\d+): reward 0\.\d+, .* (\S+) apart$", said, re.MULTILINE)
+    steps = re.findall(r"^step (\d+): reward 0\.\d+, .* (\S+) at worst .*$", said, re.MULTILINE)
     assert [int(step) for step, _ in steps] == list(range(5))
     assert all(float(apart) < 1e-5 for _, apart in steps), said
 
@@ -119,7 +120,7 @@ def test_a_model_learns_to_look_at_images(tmp_path, monkeypatch):
     assert re.findall(r"^the same, (\d+) weights$", said, re.MULTILINE) == [str(len(names))] * steps
     tower = sum(name.startswith("model.visual.") for name in names)
     assert re.findall(r"^towers of (\d+)$", said, re.MULTILINE) == [str(tower)] * 2 * steps
-    found = re.findall(r"^step \d+: reward (\S+), .* (\S+) apart$", said, re.MULTILINE)
+    found = re.findall(r"^step \d+: reward (\S+), .* (\S+) at worst .*$", said, re.MULTILINE)
     assert all(float(apart) < 1e-5 for _, apart in found), said
     rewards = [float(reward) for reward, _ in found]
     assert sum(rewards[-3:]) / 3 > 0.6 > 0.55 > sum(rewards[:3]) / 3, said
@@ -128,8 +129,8 @@ def test_a_model_learns_to_look_at_images(tmp_path, monkeypatch):
 def test_stale_weights_end_the_run(tmp_path):
     """As a user starts it: torchrun and three fresh interpreters, one of them the engine's."""
     (tmp_path / "stale.py").write_text(STALE)
-    finished = torchrun(tmp_path / "stale.py", 2, "--steps", "3", "--tp", "2", "--engine-loads", "by-loader")
+    finished = torchrun(tmp_path / "stale.py", 2, "--steps", "3", "--tp", "2")
     assert finished.returncode
     assert "step 0" in finished.stdout
     assert "step 2" not in finished.stdout
-    assert "its weights are not the trainer's" in finished.stderr
+    assert "expected log-probs within 0.001 and equal weights" in finished.stderr

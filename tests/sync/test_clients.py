@@ -37,6 +37,14 @@ def model_and_worker(seed=0):
     return models, head.weight, EngineWorker(head, load, name="a head, worker 0 of 1")
 
 
+def completions(body):
+    """What vLLM answers if every token has a log-probability that is its id, negated."""
+    assert body == {"prompt": body["prompt"], "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+    rows = [[None, *({str(token): {"logprob": -token, "rank": 1}} for token in row[1:])] for row in body["prompt"]]
+    choices = [{"index": number, "prompt_logprobs": row} for number, row in enumerate(rows)]
+    return {"choices": choices[::-1]} if len(rows) > 1 else {"choices": [{"index": 0, "text": ""}]}
+
+
 @contextmanager
 def server(receive, calls, broken=()):
     """A server with the routes of vLLM's."""
@@ -52,6 +60,8 @@ def server(receive, calls, broken=()):
                 receive(body["update_info"])
             self.send_response(200)
             self.end_headers()
+            if self.path == "/v1/completions":
+                self.wfile.write(json.dumps(completions(body)).encode())
 
         def log_message(self, *arguments):
             pass
@@ -104,6 +114,27 @@ def reached(kind):
         thread.join()
     assert torch.equal(weight, expected)
     return calls
+
+
+def asked():
+    """Log-probs of prompts, by the server's address or by a client that has it."""
+    models, _, _ = model_and_worker()
+    said = []
+    with server(None, []) as address, mb.WeightSync(models, timeout=30) as sync:
+        client = FourMethods(None, [])
+        client.base_url = address
+        for engine in (address, client):
+            sync.set_engines(engine)
+            (found,) = sync.verify([[1, 2, 3], [4, 5]]).log_probs
+            said.append([(token.token, token.engine) for token in found.tokens])
+            with pytest.raises(TransferError, match="expected log-probs of prompts from the server"):
+                sync.verify([[1, 2, 3]])
+    return said
+
+
+def test_a_server_is_asked_for_log_probs():
+    (said,) = pool.run(1, asked)
+    assert said == [[(2, -2.0), (3, -3.0), (5, -5.0)]] * 2
 
 
 @pytest.mark.parametrize("kind", ["server", "client", "pipe"])
@@ -210,6 +241,12 @@ class Schedulers:
             return False, str(error)
         return True, "Success"
 
+    def generate(self, input_ids, sampling_params, return_logprob, logprob_start_len):
+        """Every token has a log-probability that is its id, negated; the first has none."""
+        assert (sampling_params["max_new_tokens"], return_logprob, logprob_start_len) == (1, True, 0)
+        rows = [[(None, row[0], None), *((-token, token, None) for token in row[1:])] for row in input_ids]
+        return [{"meta_info": {"input_token_logprobs": row}} for row in rows]
+
 
 def by_sglang():
     models, weight, worker = model_and_worker()
@@ -219,6 +256,8 @@ def by_sglang():
     with mb.WeightSync(models, call, timeout=30) as sync:
         sync()
         assert torch.equal(weight, mb.to_hf_state_dict(models)[HEAD])
+        (found,) = sync.verify([[1, 2, 3], [4, 5]]).log_probs
+        assert [(token.token, token.engine) for token in found.tokens] == [(2, -2.0), (3, -3.0), (5, -5.0)]
         with pytest.raises(TransferError, match=r"SGLang to take the weights, .* expected what a"):
             call({"address": 3})
     with pytest.raises(TransferError, match="found a tensor w"):

@@ -82,6 +82,9 @@ def serve_rounds(addresses, dims, transports):
             for number, workers in enumerate((TP2, PP2, TP2, TP1, TP1)):
                 assert trainer.has(clients[number] if clients else None, workers)
             assert [worker.reason for worker in report.workers if "no map" in worker.reason and HIDDEN in worker.reason]
+            held = {worker.compared for worker in sync.verify(weights=True, atol=0).weights}
+            assert None in held  # the one without a map
+            assert all(each is None or each.num_tensors > 10 for each in held)
         clients = clients[:3]  # the others have no map
         counts = [client.ask("loads") for client in clients]
         trainer.step(7)

@@ -13,34 +13,34 @@ from transformers import AutoConfig
 import mcore_bridge as mb
 from tests.support import pool
 from tests.support.stand_in import connected
-from tests.workers.vllm_sync import CONFIG, serve
+from tests.workers.vllm_sync import CONFIG, Client, serve
 
 if importlib.util.find_spec("vllm") is None or torch.cuda.is_available():
     pytest.skip("needs vLLM, built for CPUs", allow_module_level=True)
 
 
 def trained(address):
-    """How far apart log-probs are after each round, on rank 0; and the ways that were taken."""
+    """What ``verify`` says after each round, and after a step of which vLLM has not heard; the ways that were taken."""
     dims = mb.ParallelDims(tp=2)
     dims.initialize(device="cpu")
     hf = AutoConfig.for_model("qwen3", tie_word_embeddings=False, **CONFIG)
     models = mb.build_model(hf, dims=dims, dtype=torch.float32, device="cpu", load_weights=False)
-    tokens = torch.randint(0, CONFIG["vocab_size"], (3, 20), generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, CONFIG["vocab_size"], (size,), generator=generator).tolist() for size in (20, 3, 50)]
     is_lead, apart = torch.distributed.get_rank() == 0, []
-    engine = connected(address) if is_lead else ()
+    engine = Client(connected(address)) if is_lead else ()
     with mb.WeightSync(models, engine) as sync:
-        for step in range(3):
+        for step in range(4):
             for parameter in models[0].parameters():
                 generator = torch.Generator().manual_seed(step)
                 parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
-            report = sync()
-            logs = mb.forward(models, tokens).log_probs
-            if is_lead:
-                engine.send(tokens.tolist())
-                apart.append((torch.tensor(engine.recv()) - logs[:, -19:]).abs().max().item())
+            if step < 3:
+                report = sync()
+            verified = sync.verify(prompts, weights=True)
+            are_wrong = [worker.compared and len(worker.compared.wrong) > 0 for worker in verified.weights]
+            apart.append((verified.log_probs[0].worst.distance, are_wrong))
         if is_lead:
-            engine.send("version")
-            assert engine.recv() == "7"
+            assert engine.version() == "7"
     return apart, [(worker.transport, "no map" in worker.reason) for worker in report.workers]
 
 
@@ -57,8 +57,11 @@ def test_one_setting_gives_the_trainers_log_probs(setting, tensor_parallel, pack
     arguments = (address, setting, tensor_parallel, packs)
     process = multiprocessing.get_context("spawn").Process(target=serve, args=arguments)
     process.start()
-    (apart, found), (_, on_other) = pool.run(2, trained, address)
-    assert found == on_other == ways
-    assert all(0 < distance < 1e-5 for distance in apart), apart
+    (apart, found), other = pool.run(2, trained, address)
+    assert other == (apart, found)
+    assert found == ways
+    assert all(0 < distance < 1e-5 for distance, _ in apart[:3]), apart
+    assert apart[3][0] > 0.1
+    assert [wrong for _, wrong in apart] == [[None if no_map else step > 2 for _, no_map in ways] for step in range(4)]
     process.join(60)
     process.kill()

@@ -1,29 +1,24 @@
 """vLLM in a separate process, which serves adapters from folders, and from memory if verl's class is installed."""
 
 import os
-import sys
 import traceback
 
 import torch
 
-from tests.workers.vllm_rollout import EXAMPLES, Absent
+from tests.support.remote_engine import RemoteEngine
+from tests.workers.vllm_rollout import ON_CPU, Absent
 
 
 def engine_of(folder, rank, environment, **options):
     """A process with vLLM for the checkpoint in ``folder``, in fp32 on CPU, and for one adapter of this rank."""
-    sys.path[:0] = [EXAMPLES] if EXAMPLES not in sys.path else []
-    from rollout_engine import RemoteEngine
-
     return RemoteEngine(make_engine, str(folder), rank, environment, options)
 
 
 def make_engine(folder, rank, environment, options):
     """In the engine's process."""
-    os.environ.update(environment, VLLM_ALLOW_LONG_MAX_MODEL_LEN="1")
-    import vllm_engine
+    os.environ.update(environment, **ON_CPU)
     from vllm import LLM
 
-    vllm_engine._prepare_environment("cpu")
     try:
         options |= {"max_model_len": 64, "kv_cache_memory_bytes": 1 << 28, "enforce_eager": True}
         adapters = {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
@@ -58,9 +53,6 @@ class Serving:
         answers = [each.outputs[0] for each in self._llm.generate(inputs, asked, use_tqdm=False, lora_request=request)]
         logs = [[found[token].logprob for token, found in _ranked(answer)] for answer in answers]
         return torch.tensor([list(answer.token_ids) for answer in answers]), torch.tensor(logs)
-
-    def close(self):
-        """Nothing is to be given back."""
 
 
 def _ranked(answer):

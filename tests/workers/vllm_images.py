@@ -1,32 +1,28 @@
 """vLLM in a process of its own, which is shown images."""
 
-import sys
+import os
 import traceback
 
 import torch
 
-from tests.workers.vllm_rollout import EXAMPLES, Absent
+from tests.support.remote_engine import RemoteEngine
+from tests.workers.vllm_rollout import EXAMINED, ON_CPU, Absent, Fed
 
 
 def engine_of(folder, dtype):
     """A process with vLLM for the config and the processor of ``folder``, on one rank of CPU, without weights."""
-    sys.path[:0] = [EXAMPLES] if EXAMPLES not in sys.path else []
-    from rollout_engine import RemoteEngine
-
     return RemoteEngine(make_engine, str(folder), dtype)
 
 
 def make_engine(folder, dtype):
     """In the engine's process."""
-    import vllm_engine
+    os.environ.update(ON_CPU)
     from vllm import LLM
 
-    vllm_engine._prepare_environment("cpu")
-
-    class Seeing(vllm_engine.VllmEngine):
+    class Seeing(Fed):
         def __init__(self):
-            self._sleeps = self._by_map = False
-            self._llm = LLM(
+            self.sleeps = self.takes_by_map = False
+            self.llm = LLM(
                 model=folder,
                 dtype=dtype,
                 load_format="dummy",
@@ -36,7 +32,7 @@ def make_engine(folder, dtype):
                 enforce_eager=True,
                 limit_mm_per_prompt={"image": 2, "video": 0},
                 mm_device_do_normalize=False,  # it is by buffers, which "dummy" overwrites in vLLM 0.32
-                worker_extension_cls="tests.workers.rollout_worker.Examined",
+                worker_extension_cls=EXAMINED,
             )
 
         def log_probs(self, prompts):
@@ -45,7 +41,7 @@ def make_engine(folder, dtype):
 
             asked = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
             inputs = [{"prompt_token_ids": ids, "multi_modal_data": {"image": images}} for ids, images in prompts]
-            answers = self._llm.generate(inputs, asked, use_tqdm=False)
+            answers = self.llm.generate(inputs, asked, use_tqdm=False)
             return [(each.prompt_token_ids, _logs(each)) for each in answers]
 
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,8 +15,6 @@ from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
 from tests.workers.rollout_families import ENGINE_FIELDS
-
-EXAMPLES = str(Path(__file__).parent.parent.parent / "examples")
 
 
 class Rank(NamedTuple):
@@ -39,26 +36,20 @@ class Rank(NamedTuple):
         return model
 
     def reloader(self, model: nn.Module) -> Any:
-        """The example's loader of weights that are not the first."""
-        from vllm_engine import WeightReceiver
-
+        """The loader of weights that are not the first."""
+        from mcore_bridge.engines.vllm import reload
         from tests.workers.rollout_worker import pack_experts_again
 
-        worker = WeightReceiver()
-        worker.model_runner = type("Runner", (), {"model": model})
-        worker.model_config, worker.device, worker.rank = self.config.model_config, torch.device("cpu"), dist.get_rank()
-
-        def reload(pairs: Iterator[tuple[str, Tensor]]) -> None:
+        def reloaded(pairs: Iterator[tuple[str, Tensor]]) -> None:
             pack_experts_again(model)
-            worker.reload(pairs)
+            reload(model, self.config.model_config, torch.device("cpu"), pairs)
 
-        return reload
+        return reloaded
 
 
 @contextlib.contextmanager
 def rank(family: str, hf: Any, folder: Path, dtype: torch.dtype, mesh: Mapping[str, Any]) -> Iterator[Rank]:
     """One rank in the worker's process group, and nothing of it afterwards."""
-    sys.path[:0] = [EXAMPLES] if EXAMPLES not in sys.path else []
     os.environ.update(VLLM_ALLOW_LONG_MAX_MODEL_LEN="1", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_MLA_DISABLE="1")
     os.environ["VLLM_DIST_IDENT"] = str(os.getppid())  # which the ranks of an engine share
     from vllm import _custom_ops

@@ -1,16 +1,16 @@
 """vLLM in a process of its own, fed by a trainer: what its tests on GPUs and on CPU share."""
 
 import os
-import sys
 import traceback
-from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
 import mcore_bridge as mb
+from mcore_bridge.engines.vllm import log_probs
 from tests.support.gpus import ranks_per_gpu
+from tests.support.remote_engine import RemoteEngine, VllmEngine
 from tests.workers.rollout_families import ENGINE_FIELDS
 
 SHARING = {
@@ -19,14 +19,18 @@ SHARING = {
     "disable_custom_all_reduce": True,
 }
 """Options of vLLM whose ranks share a GPU."""
-EXAMPLES = str(Path(__file__).parent.parent.parent / "examples")
+EXAMINED = "tests.workers.rollout_worker.Examined"
+ON_CPU = {
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+}
+"""The environment of an engine that is no ``VllmEngine``."""
 
 
 def engine_of(family, hf, tensor_parallel, device="cuda:0", dtype=torch.bfloat16, **options):
     """A process with vLLM in it; it never sleeps, since it measures the memory of a GPU that others use as well."""
-    sys.path[:0] = [EXAMPLES] if EXAMPLES not in sys.path else []
-    from rollout_engine import RemoteEngine
-
     fields = {
         **hf.to_dict(),
         "architectures": [CLASSES.get(hf.model_type)],
@@ -34,6 +38,56 @@ def engine_of(family, hf, tensor_parallel, device="cuda:0", dtype=torch.bfloat16
         **ENGINE_FIELDS.get(family, {}),
     }
     return RemoteEngine(make_engine, fields, dtype, device, tensor_parallel, options)
+
+
+class Fed(VllmEngine):
+    """The example's engine, always awake, which takes weights out of the slots of a ring.
+
+    Args:
+        takes_by_map: whether by a map of vLLM's loader, or by the loader.
+        arguments, options: as for ``VllmEngine``.
+    """
+
+    def __init__(self, takes_by_map, *arguments, **options):
+        self.takes_by_map = takes_by_map
+        super().__init__(*arguments, weight_transfer_config=None, worker_extension_cls=EXAMINED, **options)
+
+    def sleep(self):
+        pass
+
+    def wake(self):
+        self.llm.collective_rpc("forget_weights")
+
+    def connect(self, plan, *handles):
+        """Open the slots of the trainer; each worker has ``handles`` of its own."""
+        self.llm.collective_rpc("connect_trainer", args=(plan, handles, self.takes_by_map))
+
+    def load(self, number):
+        """Take the weights of a bucket out of its slot."""
+        self.llm.collective_rpc("load_bucket", args=(number,))
+
+    def finish(self):
+        """Every weight has come, or this raises. What was computed with older weights is forgotten."""
+        self.llm.collective_rpc("finish_round")
+        self.llm.reset_prefix_cache()
+        self.llm.llm_engine.engine_core.reset_encoder_cache()  # what a tower made of images
+
+    def digests(self):
+        """Of the weights of each worker, by vLLM's names."""
+        return self.llm.collective_rpc("digests")
+
+    def load_folder(self, folder):
+        """Take all weights from a checkpoint's files."""
+        self.llm.collective_rpc("load_folder", args=(folder,))
+        self.llm.reset_prefix_cache()
+
+    def by_map(self):
+        """Whether each worker has its weights by a map, whole: their version, and why not; what goes by loader."""
+        return self.llm.collective_rpc("by_map")
+
+    def prompt_log_probs(self, tokens):
+        """Of ``tokens`` ``[batch, seq]`` as a prompt: fp32 ``[batch, seq - 1]``."""
+        return torch.tensor(log_probs(self.llm, tokens.tolist()))
 
 
 class Absent:
@@ -55,58 +109,20 @@ def make_engine(fields, dtype, device, tensor_parallel, options):
         os.environ["VLLM_ALLREDUCE_USE_SYMM_MEM"] = "0"
         options = {**options, **SHARING}
     from vllm import ModelRegistry, _custom_ops
-    from vllm_engine import VllmEngine
 
     from tests.workers.rollout_worker import register_configs
 
     register_configs()
-    if device == "cpu" and options.get("by_map"):
+    by_map = options.pop("by_map", device != "cpu")
+    if device == "cpu" and by_map:
         _custom_ops._supports_onednn = False  # whose kernels have weights in a form of their own, out of reach of a map
-
-    class Awake(VllmEngine):
-        def sleep(self):
-            pass
-
-        def wake(self):
-            self._llm.collective_rpc("forget_weights")
-
-        def digests(self):
-            """Of the weights of each worker, by vLLM's names."""
-            return self._llm.collective_rpc("digests")
-
-        def load_folder(self, folder):
-            """Take all weights from a checkpoint's files."""
-            self._llm.collective_rpc("load_folder", args=(folder,))
-            self._llm.reset_prefix_cache()
-
-        def by_map(self):
-            """Whether each worker has its weights by a map, whole: their version, and why not; what goes by loader."""
-            return self._llm.collective_rpc("by_map")
-
-        def prompt_log_probs(self, tokens):
-            """Of ``tokens`` ``[batch, seq]`` as a prompt: fp32 ``[batch, seq - 1]``."""
-            from vllm import SamplingParams
-
-            asked = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-            answers = self._llm.generate([{"prompt_token_ids": row} for row in tokens.tolist()], asked, use_tqdm=False)
-            rows = zip(tokens.tolist(), answers, strict=True)
-            return torch.tensor(
-                [
-                    [found[token].logprob for token, found in zip(row[1:], answer.prompt_logprobs[1:], strict=True)]
-                    for row, answer in rows
-                ]
-            )
 
     (name,) = fields["architectures"]
     if name not in ModelRegistry.get_supported_archs():
         return Absent(NotImplementedError(f"vLLM has no {name}"))
     try:
-        options = {
-            **options,
-            "gdn_prefill_backend": "triton",
-            "worker_extension_cls": "tests.workers.rollout_worker.Examined",
-        }
-        return Awake(fields, dtype, device, tensor_parallel, **options)
+        options |= {"gdn_prefill_backend": "triton", "tensor_parallel_size": tensor_parallel}
+        return Fed(by_map, fields, dtype, device, **options)
     except Exception:
         return Absent(RuntimeError(traceback.format_exc()))
 

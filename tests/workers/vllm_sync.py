@@ -16,6 +16,31 @@ CONFIG = {
     "head_dim": 32,
     "max_position_embeddings": 512,
 }
+
+
+class Client:
+    """What the trainer's rank 0 has of that process."""
+
+    def __init__(self, pipe):
+        self._pipe = pipe
+
+    def _ask(self, message):
+        self._pipe.send(message)
+        answer = self._pipe.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def __call__(self, info):
+        self._ask(dict(info))
+
+    def log_probs(self, prompts):
+        return self._ask(prompts)
+
+    def version(self):
+        return self._ask("version")
+
+
 SETTINGS = {
     "backend": {"weight_transfer_config": {"backend": "mcore_bridge"}},
     "extension": {"worker_extension_cls": "mcore_bridge.engines.vllm.Extension"},
@@ -30,9 +55,9 @@ def serve(address, setting, tensor_parallel, packs):
     """
     os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_WORKER_MULTIPROC_METHOD="spawn")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM, SamplingParams, _custom_ops
+    from vllm import LLM, _custom_ops
 
-    from mcore_bridge.sync.clients import call_of
+    from mcore_bridge.engines.vllm import log_probs, receive
 
     if not packs:
         _custom_ops._supports_onednn = False
@@ -50,7 +75,6 @@ def serve(address, setting, tensor_parallel, packs):
         kv_cache_memory_bytes=1 << 26,
         **SETTINGS[setting],
     )
-    call, asked = call_of(llm), SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
     with Listener(address) as listener, listener.accept() as pipe:
         while True:
             try:
@@ -59,15 +83,11 @@ def serve(address, setting, tensor_parallel, packs):
                 return
             try:
                 if isinstance(message, dict):
-                    answer = call(message, 7)
+                    answer = receive(llm, message, 7)
                 elif message == "version":
                     answer = llm.get_weight_version() if hasattr(llm, "get_weight_version") else "7"
                 else:
-                    answers = llm.generate([{"prompt_token_ids": row} for row in message], asked, use_tqdm=False)
-                    rows = zip(message, (answer.prompt_logprobs[1:] for answer in answers), strict=True)
-                    answer = [
-                        [found[token].logprob for token, found in zip(row[1:], logs, strict=True)] for row, logs in rows
-                    ]
+                    answer = log_probs(llm, message)
             except Exception as error:
                 answer = RuntimeError(str(error))
             pipe.send(answer)

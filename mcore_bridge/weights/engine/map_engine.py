@@ -63,8 +63,8 @@ def map_engine(
         ...     for name, tensor in pairs:
         ...         if name == "lm_head.weight":
         ...             head.weight.data.copy_(tensor)
-        >>> plan = mb.plan_buckets(mb.manifest(models))
-        >>> engine = mb.map_engine(plan, head, load_weights, engine="example, tp 0 of 1")
+        >>> plan = engines.plan_buckets(mb.manifest(models))
+        >>> engine = engines.map_engine(plan, head, load_weights, engine="example, tp 0 of 1")
         >>> len(engine.map.tensors), engine.map.uncovered             # then receiver.copy_into(number, engine)
         (1, ())
     """

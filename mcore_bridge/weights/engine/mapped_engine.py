@@ -55,6 +55,16 @@ class MappedEngine:
 
     Raises:
         TransferError: when the loader copies no HF tensor into any tensor of the engine.
+
+    Example:
+        >>> head = torch.nn.Linear(48, 96, bias=False)
+        >>> load_weights = lambda pairs: head.weight.data.copy_(dict(pairs)["lm_head.weight"])
+        >>> engine = engines.map_engine(mb.manifest(models), head, load_weights)
+        >>> engine.begin(mb.manifest(models))
+        >>> engine.write(list(mb.iter_hf_weights(models)))
+        >>> engine.complete()
+        >>> engine.require_whole()                                    # the version of the weights
+        1
     """
 
     def __init__(

@@ -39,12 +39,12 @@ class Puller:
         self._windows: dict[int, Tensor] = {}
 
     def open(self, handles: Sequence[Handle]) -> list[Tensor]:
-        """The sender's memory.
+        """The sender's memory. There is none if the sender holds nothing that this engine needs.
 
         Raises:
             TransferError: when the handles belong to another map, or this process cannot open the memory.
         """
-        return open_all(handles, self._engine.map.digest, _OTHER)
+        return open_all(handles, self._engine.map.digest, _OTHER) if handles else []
 
     def begin(self, handles: Sequence[Handle]) -> None:
         """Announce a round, and open the sender's memory for it.

@@ -48,8 +48,8 @@ class EngineWriter(MemoryWriter):
         >>> head = torch.nn.Linear(48, 96, bias=False)                # an engine, and its loader
         >>> head.weight.data = torch.from_file("head", shared=True, size=96 * 48).view(96, 48)  # a GPU needs no file
         >>> load_weights = lambda pairs: head.weight.data.copy_(dict(pairs)["lm_head.weight"])
-        >>> engine = mb.map_engine(mb.manifest(models), head, load_weights)
-        >>> writer = mb.EngineWriter(engine.map, engine.share())      # in the trainer's process
+        >>> engine = engines.map_engine(mb.manifest(models), head, load_weights)
+        >>> writer = engines.EngineWriter(engine.map, engine.share())      # in the trainer's process
         >>> writer.write(mb.iter_hf_weights(models))
         >>> engine.complete()                                         # in the engine's process
         >>> torch.equal(head.weight, mb.to_hf_state_dict(models)["lm_head.weight"])
@@ -138,9 +138,9 @@ def export_into(
         >>> head = torch.nn.Linear(48, 96, bias=False)                # an engine, and its loader
         >>> head.weight.data = torch.from_file("head", shared=True, size=96 * 48).view(96, 48)  # a GPU needs no file
         >>> load_weights = lambda pairs: head.weight.data.copy_(dict(pairs)["lm_head.weight"])
-        >>> engine = mb.map_engine(mb.manifest(models), head, load_weights)
-        >>> writer = mb.EngineWriter(engine.map, engine.share())      # in the trainer's process
-        >>> mb.export_into(models, writer)
+        >>> engine = engines.map_engine(mb.manifest(models), head, load_weights)
+        >>> writer = engines.EngineWriter(engine.map, engine.share())      # in the trainer's process
+        >>> engines.export_into(models, writer)
         >>> engine.complete()                                         # in the engine's process
         >>> torch.equal(head.weight, mb.to_hf_state_dict(models)["lm_head.weight"])
         True

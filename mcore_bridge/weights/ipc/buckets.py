@@ -105,7 +105,7 @@ def plan_buckets(
             lacks, or the manifest has a tensor twice.
 
     Example:
-        >>> plan = mb.plan_buckets(mb.manifest(models), num_slots=2)
+        >>> plan = engines.plan_buckets(mb.manifest(models), num_slots=2)
         >>> plan.num_slots, len(plan.buckets)
         (2, 1)
     """

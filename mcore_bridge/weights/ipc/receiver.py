@@ -49,8 +49,8 @@ class Receiver:
         TransferError: when plan and slots do not fit, or this process cannot open memory of the sender's GPU.
 
     Example:
-        >>> ring = mb.BufferRing(mb.plan_buckets(mb.manifest(models)), device="cpu")
-        >>> receiver = mb.Receiver(ring.plan, ring.handles())         # in the process of the engine
+        >>> ring = engines.BufferRing(engines.plan_buckets(mb.manifest(models)), device="cpu")
+        >>> receiver = engines.Receiver(ring.plan, ring.handles())         # in the process of the engine
         >>> for bucket in ring.fill(mb.iter_hf_weights(models), acknowledged=lambda: "read"):
         ...     with receiver.open(bucket.number) as pairs:           # views of the slot: load them here
         ...         print(len(pairs))

@@ -33,7 +33,7 @@ class BufferRing:
         device: a CUDA device, or the CPU. None means the current CUDA device if there is one.
 
     Example:
-        >>> ring = mb.BufferRing(mb.plan_buckets(mb.manifest(models)), device="cpu")
+        >>> ring = engines.BufferRing(engines.plan_buckets(mb.manifest(models)), device="cpu")
         >>> for bucket in ring.fill(mb.iter_hf_weights(models), acknowledged=lambda: "read"):
         ...     print(bucket.number)                      # send it; acknowledged waits for the answer
         0

@@ -100,9 +100,9 @@ class EngineMap:
     Example:
         >>> head = torch.nn.Linear(48, 96, bias=False)
         >>> load_weights = lambda pairs: head.weight.data.copy_(dict(pairs)["lm_head.weight"])
-        >>> engine = mb.map_engine(mb.manifest(models), head, load_weights, engine="example")
+        >>> engine = engines.map_engine(mb.manifest(models), head, load_weights, engine="example")
         >>> engine.map.save("engine.json")
-        >>> mb.EngineMap.load("engine.json").digest == engine.map.digest
+        >>> engines.EngineMap.load("engine.json").digest == engine.map.digest
         True
     """
 
