@@ -1,8 +1,8 @@
 """Composites: checkpoints that join a text model to models of images, video or sound.
 
 A composite refers to a text architecture. It has the prefixes of the text model's tensors, and a table for its own
-config fields. All other tensors in its files belong to its tower, which transformers builds. Or they are carried: no
-parameter uses them, and a save copies their bytes.
+config fields. All other tensors in its files belong to its tower, which transformers builds. If the tower is not built,
+these tensors are carried: no parameter uses them, and a save copies their bytes.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Small files that other programs wrote: each is read whole, up to a size. JSON reads as any other reader reads it."""
+"""Reads small files that other programs wrote: each is read whole, up to a maximal size. Ambiguous JSON raises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cut a batch into microbatches for megatron-core's schedule, of equal length if this is required."""
+"""Cuts a batch into microbatches for megatron-core's schedule. Pipeline stages need microbatches of equal length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``mcore-bridge draw``: a random checkpoint of any config, whose tensors can be told apart."""
+"""``mcore-bridge draw``: writes a random checkpoint for any config. Its tensors differ from each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options that several commands share, and what their values mean. Nothing heavy is imported, for ``--help``."""
+"""Options that several commands share, and their values. It imports nothing heavy, so that ``--help`` is fast."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Random values that tell tensors apart. They depend on the name of a tensor and a seed alone.
+"""Random weights that differ from each other. They depend only on the name of a tensor and a seed.
 
-Weights that nobody has trained tell little: norms are one, biases are zero, and copied experts are equal. If two such
-tensors lie in each other's places, nothing shows it.
+Untrained weights hide mistakes: norms are one, biases are zero, and copied experts are equal. If two equal tensors are
+exchanged, no comparison of values shows it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The report of ``verify`` as a table, and the progress bar while it runs."""
+"""The report of ``verify`` as a table, and its progress bar."""
 
 from __future__ import annotations
 

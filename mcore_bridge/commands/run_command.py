@@ -1,4 +1,6 @@
-"""What surrounds every command: the answer goes to stdout, and an error becomes one message in the command's words."""
+"""The frame of every command: it prints the answer to stdout, and turns an error into one message with the names of
+options.
+"""
 
 from __future__ import annotations
 

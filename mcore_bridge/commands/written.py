@@ -1,4 +1,4 @@
-"""What ``convert`` and ``merge`` have written, and their report."""
+"""The answer of ``convert`` and ``merge``: the folder that they wrote, with its contents, and a report of it."""
 
 from __future__ import annotations
 

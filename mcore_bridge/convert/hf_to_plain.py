@@ -1,4 +1,4 @@
-"""Convert an HF folder with encoded weights to plain tensors. No model is built, so any family works."""
+"""Decodes the encoded weights of an HF folder to plain tensors. No model is built, so any family works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``build_model``. Everything is checked before anything is built.
+"""``build_model``. All checks come before anything is built.
 
 Each chunk is constructed exactly once, in the order of the virtual stages, and is returned, since some trainers hook
 into constructors.

@@ -1,6 +1,6 @@
-"""Builds a chunk: the ``GPTModel`` of one stage. Modules that mcore cannot build are replaced afterwards.
+"""Builds a chunk: the ``GPTModel`` of one stage. Modules that megatron-core cannot build are replaced afterwards.
 
-Attributes of parameters that megatron-core's optimizer reads, set where megatron-core 0.16 does not set them.
+It also sets attributes of parameters that megatron-core's optimizer reads and that megatron-core 0.16 does not set.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The inputs of ``GPTModel``, for callers who build it themselves: its config, other arguments and layer specs."""
+"""The arguments of ``GPTModel`` for callers who build it themselves: its config, its sizes and its layer specs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts the parameters of an HF model by its config, without building the model."""
+"""Counts the parameters of an HF model from its config, without building the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replace modules of a trainer. This must happen before the trainer imports them, because it keeps imported names."""
+"""Replaces modules of a trainer. This must happen before the trainer imports names from them."""
 
 import functools
 import importlib

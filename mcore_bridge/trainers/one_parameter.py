@@ -1,4 +1,4 @@
-"""The rule of a parameter that a trainer hands over by itself, which adapters and halves of layers cannot be."""
+"""The rule of a single parameter that a trainer passes. Adapters and halves of layers cannot be passed alone."""
 
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.rules.adapters import is_adapter

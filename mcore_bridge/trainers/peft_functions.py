@@ -1,6 +1,6 @@
 """Megatron-Bridge's functions for adapters, as verl calls them, implemented with this library.
 
-Megatron-Bridge ignores unknown keys, so a typo would have no effect. Here each key is used, left to verl or refused.
+Megatron-Bridge ignores unknown keys, so a typo has no effect there. Here each key is used, left to verl, or refused.
 """
 
 from __future__ import annotations

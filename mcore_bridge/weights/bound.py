@@ -1,4 +1,4 @@
-"""The tensors of one rank, bound to their HF names: loads and exports begin here. Nothing here communicates."""
+"""Binds the tensors of one rank to their HF names. Loads and exports begin here. Nothing here communicates."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""mcore to HF: agree on a plan, run it, and yield HF tensors. Saves, manifests and trainers all use this iterator.
+"""Exports weights from mcore to HF: agree on a plan, run it, and yield HF tensors. Saves and trainers use this
+iterator.
 
-Nothing communicates until the first ``next``.
-
-The slices of HF tensors that a rank holds, without communication: for callers that transfer weights themselves.
+Nothing communicates until the first ``next``. ``iter_hf_pieces`` never communicates: it yields the slices that a rank
+holds, for callers that transfer weights themselves.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""HF to mcore: every rank copies its slices straight into its parameters, without communication.
+"""Loads HF weights: every rank copies its slices straight into its parameters, without communication.
 
 Each element of each parameter is written exactly once, and each HF tensor of this rank is read once. Every other tensor
 of a source must belong to another pipeline stage, or be in the architecture's list of ignored names.

@@ -1,8 +1,8 @@
-"""Estimates what one token leaves in memory for the backward pass, from a ``TransformerConfig``.
+"""Estimates the activations that one token keeps for the backward pass, from a ``TransformerConfig``.
 
-The numbers are elements of the parameters' dtype. Kernels of flash attention are assumed: they keep no scores. Dropout
-is assumed to be off, as RL trainers have it. ``benchmarks/memory.py`` compares these numbers with what a GPU allocates,
-and ``tests/commands/test_suggest.py`` with the tensors that autograd keeps on a CPU.
+The numbers count elements of the parameters' dtype. Two things are assumed: flash attention, which keeps no scores, and
+no dropout, as in RL trainers. ``benchmarks/memory.py`` compares these numbers with the memory that a GPU allocates, and
+``tests/commands/test_suggest.py`` compares them with the tensors that autograd keeps on a CPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The cost of an export, or of feeding rollout engines, computed from the plans: bytes, messages, seconds, memory."""
+"""The cost of an export, or of sending to rollout engines, from the plans: bytes, messages, seconds, memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank of a mesh would hold, from the model that megatron-core builds for it.
+"""Counts the tensors that each rank of a mesh holds, in the model that megatron-core builds for that rank.
 
 The model is on the meta device, and the process group is torch's `fake` backend: no process is started, and no storage
 is allocated. Ranks of one pipeline stage hold equal shapes, so only the first rank of each stage is built.

@@ -1,7 +1,7 @@
-"""Suggests meshes for a model and a number of GPUs.
+"""Suggests meshes for a model and a number of GPUs: the meshes that fit into memory, the best first.
 
-Every mesh of the search is checked as ``build_model`` checks it. The memory of each is estimated from counted
-parameters. The best are then planned in full: their parameters are those of the ``GPTModel`` that megatron-core builds.
+Each mesh of the search passes the checks of ``build_model``, and its memory is estimated from counted parameters. The
+best meshes are then planned in full, with the ``GPTModel`` that megatron-core builds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What ``plan --gpus`` prints: suggested meshes with the memory of their fullest rank."""
+"""The report of ``plan --gpus``: suggested meshes, with the memory of their fullest rank."""
 
 from __future__ import annotations
 

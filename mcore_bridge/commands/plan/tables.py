@@ -1,4 +1,4 @@
-"""``mcore-bridge plan``: tables of what every rank would hold."""
+"""``mcore-bridge plan``: tables of the tensors and memory of every rank of a mesh."""
 
 from __future__ import annotations
 

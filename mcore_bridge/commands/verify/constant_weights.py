@@ -1,7 +1,7 @@
-"""Weights that cannot show where they lie: both sides of a comparison of logits get other values in their place.
+"""Replaces constant weights in a comparison of logits: norms of ones, biases of zeros, and tensors that are equal.
 
-A rule that exchanges two norms is not seen while both are one. So whatever is flat, or equal to another tensor, is
-changed in the model and in its reference, by the same random values for each HF name. Files stay as they are.
+If a rule exchanges two norms whose values are all one, logits do not change. So ``verify`` changes such tensors in the
+model and in its reference. The new values are random, and depend on the HF name alone. Files stay unchanged.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Compares logits of the mesh with those of transformers, both in fp32, on a small random batch.
+"""Compares the logits of a mesh with transformers' logits, both in fp32, on a small random batch.
 
-If exact weights lie in wrong places, the export may still be exact. Only the computed values show such an error.
+If a load puts weights in wrong places, an export may still take them back from there. Only computed values show such a
+mistake.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A random image for ``verify``, in the form that a processor of transformers would give it, and its tokens."""
+"""A random image for ``verify``, with its image tokens, in the form that an image processor of transformers returns."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The work of one rank of ``verify``: build, load, export, and compare the result with the files, bit by bit.
 
-It runs in a process of its own, and sends its results back as data.
+It runs in a separate process, and returns its results as data.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""transformers' logits of a folder, with which ours are compared: how they are computed, and where there are none."""
+"""Computes transformers' logits of a folder as a reference, or gives the reason why there is no reference."""
 
 from __future__ import annotations
 

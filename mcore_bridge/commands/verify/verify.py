@@ -1,4 +1,4 @@
-"""``mcore-bridge verify``: checks that a checkpoint survives a mesh bit by bit, and computes what transformers does."""
+"""``mcore-bridge verify``: checks that a mesh exports a checkpoint bit by bit, and computes transformers' logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check that a mesh fits a model, before anything is built: megatron-core's divisions must leave no remainder."""
+"""Checks that a mesh fits a model, before anything is built: megatron-core's divisions must leave no remainder."""
 
 from __future__ import annotations
 

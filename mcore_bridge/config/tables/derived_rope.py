@@ -1,7 +1,4 @@
-"""Entries of config tables about positions: the ropes that a family supports, and its layers without rope.
-
-Entries of config tables for models with different ropes in different layers, or with a rope in some only.
-"""
+"""Entries of config tables about positions: the ropes that a family supports, and layers with another rope or none."""
 
 import math
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The config table of sparse attention, whose indexer selects tokens for each query, and its entries.
+"""The config table, with its entries, of sparse attention, whose indexer selects tokens for each query.
 
 In megatron-core the layers up to ``offset`` (counted from 1) have an indexer, and after that every ``freq``-th layer.
 """

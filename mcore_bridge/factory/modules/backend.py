@@ -1,6 +1,6 @@
 """The two backends of a model, "te" and "torch", and helpers for the functions that adapt layer specs.
 
-Warnings about modules of torch that are used instead of TransformerEngine's.
+``say`` logs a warning once, for example if torch's modules replace TransformerEngine's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Two ropes in one model: layers with a window use ``config.hf_sliding_rope``, other layers ``hf_rope``.
+"""Two ropes in one model: layers with a window use ``config.hf_sliding_rope``, all other layers use ``hf_rope``.
 
-mcore computes one tensor of angles for all layers. Here the tensor holds the angles of both ropes, and each layer uses
-the angles of its rope.
+megatron-core computes one tensor of angles for all layers. Here this tensor holds the angles of both ropes, and each
+layer takes the angles that it needs.
 """
 
 from __future__ import annotations

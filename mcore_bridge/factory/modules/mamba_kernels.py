@@ -1,9 +1,7 @@
-"""The operations of a Mamba-2 mixer: in torch on any device, or by kernels of mamba-ssm and causal-conv1d on a GPU.
+"""The two operations of a Mamba-2 mixer: in torch on any device, or by kernels of mamba-ssm and causal-conv1d on a GPU.
 
-The kernels take packed sequences in one call. They are used if both packages are installed and the numbers are halves:
-in fp32 Triton's products are TF32, which torch's are not.
-
-The recurrence of Mamba-2 in plain torch, a chunk of tokens at a time.
+The kernels take packed sequences in one call. They are used if both packages are installed and the dtype has 16 bits:
+in fp32 Triton computes products in TF32, and torch does not. In torch, the recurrence runs over chunks of tokens.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The rotary embedding of a model: the inverse frequencies of transformers with the interface of mcore.
+"""The rotary embedding of a model: the inverse frequencies of transformers with the interface of megatron-core.
 
-If frequencies depend on lengths, each sequence has the frequencies of its own length. Other sequences of the microbatch
-and earlier lengths have no effect. mcore reads the attention factor from the config, and multiplies cosines and sines
-by it.
+If frequencies depend on the length of a sequence, each sequence of a microbatch has its frequencies, and earlier
+lengths have no effect. megatron-core reads the attention factor from the config, and multiplies cosines and sines by
+it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Deepstack: features of several depths of a tower, which are added after the first layers of the text.
+"""Deepstack: features from several depths of a tower, which are added after the first layers of the text.
 
-megatron-core has no place for them. They are passed in ``attention_bias``, which megatron-core gives to each layer,
-also in a recompute. A separate object for each microbatch keeps microbatches apart.
+megatron-core has no argument for these features. They are passed in ``attention_bias``, which megatron-core gives to
+each layer, also in a recompute. Each microbatch has a separate object, so microbatches do not mix.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Give each parameter of a tower one gradient in each microbatch, in a fixed order.
+"""Gives each parameter of a tower one gradient in each microbatch, in a fixed order.
 
 megatron-core's reducers start a collective as soon as all parameters of a bucket have a gradient. All replicas must
 start equal collectives in one order. But in a microbatch one replica may have images and another only text, and some
-towers have parameters that no feature depends on. So the tower computes with aliases of its parameters. Their gradients
-are passed on one by one, by a chain of nodes in autograd's graph.
+towers have parameters that no feature depends on. So the tower computes with aliases of its parameters. A chain of
+nodes in autograd's graph passes the gradients of the aliases on to the parameters, one by one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A stub in the place of a composite's language model, which records the arguments of transformers' call.
 
 transformers' ``forward`` of the composite runs the tower, replaces image tokens by features, and computes positions and
-masks. All results are arguments of this call, so there is no second formula.
+masks. It passes all results as arguments to the language model, so this library needs no second formula.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """The tower of a composite: transformers' model of images and text, without its language model.
 
-A model of its first stage has it as ``vision``. It is the same on all tensor-parallel ranks.
+A model of the first stage has it as ``vision``. It is equal on all tensor-parallel ranks.
 
-Queries, keys and values of a tower in one weight, as published files have them.
-
-transformers has three layers in its place. It also orders the rows of each head in another way, since it rotates halves
-of a head where the published code rotates neighbours.
+Published files may store the queries, keys and values of a tower in one weight, for which transformers has three
+layers. transformers also orders the rows of each head differently: it rotates halves of a head, and the published code
+rotates neighbouring dims.
 """
 
 from __future__ import annotations

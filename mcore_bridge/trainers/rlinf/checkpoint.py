@@ -1,6 +1,7 @@
-"""Find the checkpoint that Megatron loads after the model is built, and check that Megatron will load all of it.
+"""Finds the checkpoint that Megatron loads after the model is built, and checks that Megatron will load all of it.
 
-Without a checkpoint, Megatron's trainer ends without an error. Parameters that a file does not fit keep random values.
+If Megatron's trainer finds no checkpoint, it ends without an error. If a parameter does not fit, it keeps random
+values.
 """
 
 from __future__ import annotations

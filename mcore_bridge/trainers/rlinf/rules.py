@@ -1,4 +1,4 @@
-"""Translate our rules to rules of RLinf's convertors: patterns of Megatron's names, a transform, HF's names."""
+"""Translates our rules to RLinf's form for its convertors: patterns of Megatron's names, a transform, HF's names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ``common`` of a checkpoint: one rank writes it for all, so all must pass equal values."""
+"""The ``common`` part of a checkpoint: one rank writes it for all ranks, so all must pass equal values."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Read and write at offsets of open files. Threads may do this in parallel: they share no position and release the GIL.
+"""Reads, writes and maps open files at offsets. Threads may do this in parallel: they share no position and release the
+GIL.
 
-Files are read and not mapped. So a file that has become shorter is an error and no signal, and the kernel reads ahead
-what is not in the page cache. All processes of a node share that cache.
-
-Files as memory. A map keeps no descriptor, so that there may be more maps than files that a process may open.
+A load reads files and does not map them. So a file that has become shorter is an error and no signal, and the kernel
+reads ahead. All processes of a node share the kernel's page cache. A map keeps no descriptor, so a process may have
+more maps than open files.
 """
 
 from __future__ import annotations

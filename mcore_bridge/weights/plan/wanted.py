@@ -1,6 +1,6 @@
-"""What a receiver takes of the parameters of a model, for each kind of target.
+"""Selects the parts of parameters that a receiver gets, for each kind of target.
 
-Slices of parameters for a target that is an engine map: what that rank of the engine uses, and nothing else.
+If the target is an engine map, these are the slices that the rank of the engine uses.
 """
 
 from __future__ import annotations

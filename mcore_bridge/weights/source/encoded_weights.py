@@ -1,4 +1,4 @@
-"""The encoded weights of a source: find them by tensors and config, and open them."""
+"""Finds the encoded weights of a source by its tensors and config, and opens them."""
 
 from __future__ import annotations
 

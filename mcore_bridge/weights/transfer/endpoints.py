@@ -1,4 +1,4 @@
-"""The tensors at both ends of an exchange: the tensors of a rank, and HF tensors that are not complete yet."""
+"""The memory at both ends of an exchange: the tensors of this rank, and HF tensors that are not complete yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Raise on all ranks if one rank fails, so that no rank waits for a rank that has left."""
+"""Raises on all ranks if one rank fails, so that no rank waits for a rank that has left."""
 
 from __future__ import annotations
 
