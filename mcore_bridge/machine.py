@@ -1,4 +1,4 @@
-"""The processes of this machine: which are alive, read from Linux's ``/proc``. Also a pause of the garbage collector."""
+"""The processes of this machine: which are alive, read from Linux's ``/proc``. Also pauses garbage collection."""
 
 from __future__ import annotations
 

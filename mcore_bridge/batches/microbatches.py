@@ -109,7 +109,7 @@ def _longest(chunk: GPTModel, batches: Sequence[PackedSequences]) -> int:
     """Tokens in a row of the longest microbatch: on this rank, or on all that share experts and need equal lengths.
 
     Raises:
-        BatchError: on all ranks that share experts, if one of them would wait for another forever.
+        BatchError: on all ranks that share experts, if a rank would wait for another forever.
     """
     own, count = max((batch.num_tokens for batch in batches), default=0), len(batches)
     if not chunk.config.num_moe_experts:

@@ -37,10 +37,10 @@ class Line:
     """One line of the report.
 
     Attributes:
-        name: what was looked at.
-        state: what was found.
-        advice: what to do; it may be empty.
-        is_problem: whether nothing works before the advice is followed.
+        name: the package or setting that was checked.
+        state: its version or value.
+        advice: the change that is needed; it may be empty.
+        is_problem: whether nothing works without this change.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Diagnosis:
     """What was found.
 
     Attributes:
-        lines: of the report.
+        lines: the lines of the report.
     """
 
     lines: tuple[Line, ...]
@@ -96,7 +96,7 @@ def _required(name: str) -> Line:
 
 
 def _judged(name: str, installed: str) -> Line:
-    """Compares a version with the oldest that works and those that were tested."""
+    """Compares a version with the oldest release that works and the newest release that was tested."""
     if name not in TESTED:
         return Line(name, installed)
     oldest, newest = TESTED[name]
@@ -170,7 +170,7 @@ def _provides(distribution: metadata.Distribution) -> bool:
 
 
 def _self() -> Line:
-    """Whether our distribution is installed, and where the running package is."""
+    """A line that shows whether this distribution is installed, and the folder of the running package."""
     here = Path(__file__).parent.parent
     version = _version(DISTRIBUTION)
     if version is None:

@@ -82,7 +82,7 @@ def one_of(option: str, value: str, choices: tuple[str, ...]) -> str:
 
 
 def build_options(context: typer.Context) -> BuildOptions:
-    """The options of a command that say what is built. An option that it lacks has its default."""
+    """The options of a command that describe the model to build. Options that the command lacks have their defaults."""
     from mcore_bridge.config.mesh.parallel_dims import ParallelDims
     from mcore_bridge.factory.blueprint import BuildOptions
 

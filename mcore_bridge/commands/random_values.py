@@ -31,8 +31,8 @@ def varied(name: str, tensor: Tensor, *, seed: int = 0) -> Tensor:
     """A tensor with each value changed a little, in fp32. Zeros, and values that are all nearly zero, become others.
 
     Args:
-        name: of the tensor; other names get other values.
-        tensor: of any shape.
+        name: the name of the tensor; other names give other values.
+        tensor: a tensor of any shape.
         seed: other seeds get other values.
     """
     own, offsets = tensor.float(), _offsets(name, tensor.shape, seed)

@@ -84,7 +84,7 @@ def render(verdict: Verdict) -> Table:
 
 
 def _kind(verdict: Verdict) -> str:
-    """The ``model_type``, and that of the text where a composite is around it."""
+    """The ``model_type`` of the checkpoint, and of its text if it is a composite without a tower."""
     provenance = verdict.blueprint.provenance
     kind: str = provenance.config.model_type
     if provenance.whole is None or provenance.tower:

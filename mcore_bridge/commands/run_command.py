@@ -27,11 +27,11 @@ from mcore_bridge.commands.options import MESH
 from mcore_bridge.errors import BridgeError, TargetError, describe
 
 Answer = Callable[[Any, Callable[[Any], RenderableType]], None]
-"""Prints what a command has found: the report that the function makes of it, or its ``plain`` form for ``--json``."""
+"""Prints the answer of a command: as a report that the given function makes, or as JSON (``plain``) for ``--json``."""
 
 _AXES = frozenset({"tp", "pp", "vp", "cp", "ep", "etp", "sp"})
 _OPTION_OF = {"mtp_num_layers": "mtp", "expert_tensor_parallel_size": "etp"}
-"""Names of Python that no option has, with that of the option."""
+"""Arguments whose option has another name, each with that name."""
 
 _JSON = "mcore_bridge.json"
 
@@ -127,7 +127,7 @@ def plain(value: Any) -> Any:
 
 
 def keys_of(answer: type) -> list[str]:
-    """The keys that JSON has of a dataclass. docs/tools/command_page.py takes what they say from its docstring."""
+    """The keys of a dataclass in JSON. docs/tools/command_page.py describes them by the dataclass's docstring."""
     computed = [name for name, member in vars(answer).items() if isinstance(member, property)]
     return computed + [field.name for field in fields(answer) if field.repr]
 
@@ -156,9 +156,9 @@ def in_options(message: str, parameters: Collection[str], *, of_engine: bool = F
     Only names change. What a command has no option for is no part of a message, but of ``BridgeError.in_python``.
 
     Args:
-        message: as the library says it.
+        message: the message of the library.
         parameters: names of the command's options. Other names stay as they are.
-        of_engine: whether sizes are those of an engine.
+        of_engine: whether the message is about the sizes of an engine.
 
     Example:
         >>> in_options('tp=3 must divide 8: use layout="balanced" or sp=True', ["tp", "layout", "sp"])

@@ -30,7 +30,7 @@ def to_transformer_config(
     Args:
         hf: a folder, the name of a repository in the local hub cache, or a config.
         dims: the mesh. None: a single rank.
-        dtype: of the parameters: float32, bfloat16 or float16.
+        dtype: the dtype of the parameters: float32, bfloat16 or float16.
         overrides: ``TransformerConfig`` fields and ``GPTModel`` arguments by name, as for ``build_model``.
         strict_config: refuse fields that the architecture does not claim, even if no code of transformers reads them.
 

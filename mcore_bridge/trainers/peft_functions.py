@@ -64,7 +64,7 @@ DEFAULT_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 @dataclass
 class Peft:
-    """What a trainer keeps as its ``peft_cls``: adapters that are to be added when the model is built.
+    """The adapters to add when the model is built. A trainer keeps this object as its ``peft_cls``.
 
     Attributes:
         dim, alpha, dropout: under Megatron-Bridge's names.

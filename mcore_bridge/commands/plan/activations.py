@@ -86,5 +86,5 @@ def _experts(config: Any) -> int:
 
 
 def _activated(config: Any, size: int) -> int:
-    """What enters the activation function and what leaves it; with a gate, that enters too, and so does the product."""
+    """Elements around the activation function: its input and output; with a gate, also the gate and the product."""
     return size * (2 + 2 * config.gated_linear_unit)

@@ -64,7 +64,7 @@ class TooLarge:
 
     Attributes:
         mesh: as of ``verify``.
-        bytes: of the fullest rank.
+        bytes: the memory of the fullest rank.
     """
 
     mesh: ParallelDims
@@ -86,14 +86,14 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What was found for a number of GPUs.
+    """The meshes that were compared for a number of GPUs.
 
     Attributes:
         gpus: ranks of the whole job.
-        gpu_bytes: what a GPU may hold.
-        batch: what one step computes at a time.
+        gpu_bytes: the bytes that a GPU may hold.
+        batch: the batch of one step on one replica.
         suggestions: meshes that fit, best first.
-        too_large: meshes that do not fit, least first.
+        too_large: meshes that do not fit, the smallest first.
         refused: meshes that cannot be built, by reason.
         has_experts: whether the model has routed experts.
     """
@@ -112,7 +112,7 @@ def meshes(num_gpus: int, config: TransformerConfig, given: Mapping[str, int]) -
 
     Args:
         num_gpus: ranks of the whole job.
-        config: of the model.
+        config: the config of the model.
         given: sizes that are not searched, by axis.
     """
     sizes = [size for size in range(1, num_gpus + 1) if num_gpus % size == 0]
@@ -152,11 +152,11 @@ def suggest(
     Args:
         folder: with a config.json.
         num_gpus: ranks of the whole job.
-        options: of the build. Mesh, device and head are replaced.
-        gpu_bytes: what a GPU may hold.
+        options: options of the build. Mesh, device and head are replaced.
+        gpu_bytes: the bytes that a GPU may hold.
         given: sizes that are not searched, by axis.
-        batch: what one step computes at a time.
-        dtype: of the parameters. None: that of the config, or bfloat16.
+        batch: the batch of one step on one replica.
+        dtype: the dtype of the parameters. None: the dtype in the config, or bfloat16.
         count: the number of suggestions at most.
         bandwidth: GB/s that a rank receives in an export.
         on_plan: called before a mesh is planned in full, with the number of suggestions so far.

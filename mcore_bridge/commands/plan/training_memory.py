@@ -24,7 +24,7 @@ OPTIMIZER = 12
 
 @dataclass(frozen=True, slots=True)
 class RankSize:
-    """What a rank holds of the model: numbers of parameters that are trained, and bytes of all tensors."""
+    """The part of the model on one rank: the number of trained parameters, and the bytes of all tensors."""
 
     num_parameters: int
     num_expert_parameters: int
@@ -47,8 +47,8 @@ def counted_sizes(blueprint: Blueprint, counts: ParamCounts) -> list[RankSize]:
     """By pipeline rank, from counted parameters: all but experts are taken to be cut by tensor parallelism.
 
     Args:
-        blueprint: of the model on its mesh.
-        counts: of the whole model.
+        blueprint: the model on its mesh.
+        counts: parameters of the whole model.
     """
     dims = blueprint.dims
     sizes = []
@@ -78,14 +78,14 @@ def _num_frozen(blueprint: Blueprint, chunks: Iterable[Chunk]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TrainingMemory:
-    """Bytes on one rank at the end of a forward pass. What kernels and the allocator need besides is not counted.
+    """Bytes on one rank at the end of a forward pass. Memory of kernels and of the allocator is not counted.
 
     Attributes:
         parameters: all tensors of the model.
         gradients: in fp32.
         optimizer: Adam's state, sharded over data parallel ranks.
-        activations: what layers keep for the backward pass.
-        logits: what the output layer and the loss keep.
+        activations: tensors that layers keep for the backward pass.
+        logits: tensors that the output layer and the loss keep.
     """
 
     parameters: int
@@ -109,10 +109,10 @@ def training_memory(
     pipeline ranks.
 
     Args:
-        blueprint: of the model on its mesh.
-        ranks: what a rank of each pipeline stage holds.
-        world_size: of the whole job.
-        batch: what one step computes at a time.
+        blueprint: the model on its mesh.
+        ranks: the part of the model on a rank of each pipeline stage.
+        world_size: the ranks of the whole job.
+        batch: the batch of one step on one replica.
     """
     memories = [_of_rank(blueprint, pp_rank, held, world_size, batch) for pp_rank, held in enumerate(ranks)]
     return max(memories, key=lambda memory: memory.total)

@@ -26,7 +26,7 @@ class Shown:
 
     Attributes:
         input_ids: int64 ``[rows, seq]``, on CPU.
-        images: of each row, the inputs of its images; empty for a row of text.
+        images: for each row, the inputs of its images; empty for a row of text.
         missing: why there are no images although the model has a tower; "" if there are.
     """
 

@@ -32,7 +32,7 @@ _BYTES = 4  # of an fp32 number
 
 
 def why_no_reference(folder: Path, adapter: Path | None = None) -> str:
-    """Why transformers, or ``peft``, has no right logits of a folder, the same on every rank; empty where it has."""
+    """The reason why transformers, or ``peft``, has no right logits of a folder; "" if it has. Equal on every rank."""
     hf = read_hf(folder)
     if is_borrowed(type(hf)):
         return f"no reference for logits, as the installed transformers has no model of {hf.model_type}"
@@ -42,7 +42,7 @@ def why_no_reference(folder: Path, adapter: Path | None = None) -> str:
 
 
 def _why_not_decoded(folder: Path) -> str:
-    """Why transformers does not decode the weights of a folder as we do; empty where it does."""
+    """The reason why transformers decodes the weights of a folder differently; an empty string if it does not."""
     source, quantization = open_folder(folder), quantization_in(folder)
     if quantization is None or not source.is_encoded:
         return ""

@@ -40,7 +40,7 @@ def has_transformer_engine() -> bool:
 
 
 def kernels_of(backend: Backend) -> dict[str, object]:
-    """Config fields that choose the fast kernels of a backend for experts; results are the same."""
+    """Config fields that choose the fast kernels of a backend for experts. Results do not change."""
     from megatron.core.utils import is_te_min_version
 
     return {"moe_grouped_gemm": backend == "te", "moe_permute_fusion": backend == "te" and is_te_min_version("2.1.0")}

@@ -25,7 +25,7 @@ _FULL, _SLIDING = 0, 1
 
 
 def adapt_layer_rope(layer: Any, config: TransformerConfig, backend: str) -> None:
-    """Makes a layer's attention take the angles of its own rope, if ``config.hf_sliding_rope`` is set."""
+    """Makes a layer's attention take only the angles of the layer's rope, if ``config.hf_sliding_rope`` is set."""
     if getattr(config, "hf_sliding_rope", None) is not None:
         layer.self_attention.module = mixed(OwnRope, layer.self_attention.module)
 

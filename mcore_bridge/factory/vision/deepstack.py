@@ -74,7 +74,7 @@ def carried(hidden: Tensor, features: Sequence[Tensor]) -> tuple[Tensor, LayerFe
 
     Args:
         hidden: the input of the first layer, ``[s, b, h]``.
-        features: of the same shape.
+        features: the features to add, in the shape of the hidden states.
     """
     if not torch.is_grad_enabled() or not any(feature.requires_grad for feature in features):
         return hidden, LayerFeatures(features)

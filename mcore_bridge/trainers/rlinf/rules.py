@@ -32,7 +32,7 @@ class ConvertorRule:
 
     Attributes:
         pattern: matches whole Megatron names, with groups ``i`` (layer), ``ei`` (expert) and ``wb`` (weight or bias).
-        transform: what to do with the tensor.
+        transform: the name of the transform of the tensor.
         targets: HF names, as templates of ``re.Match.expand``.
         post: always None.
     """

@@ -136,7 +136,7 @@ class Source(Mapping[str, Weight]):
 
     Args:
         tensors: all that is stored.
-        scheme: which of it is encoded.
+        scheme: the encoding of each encoded tensor.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], scheme: Scheme | None = None) -> None:

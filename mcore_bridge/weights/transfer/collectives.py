@@ -141,7 +141,7 @@ class Group:
 
     @classmethod
     def of_trainer(cls) -> Group:
-        """All ranks of the job, by gloo: a group of its own beside those that carry weights. ``close`` ends it."""
+        """All ranks of the job, by gloo: a separate group, which carries no weights. ``close`` ends it."""
         return cls(dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None)
 
     def close(self) -> None:

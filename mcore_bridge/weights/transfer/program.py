@@ -1,4 +1,4 @@
-"""Turns a plan into copies of bytes on one rank: from its tensors to its windows, and from all windows to HF tensors."""
+"""A plan as copies of bytes on one rank: from its tensors to its windows, and from all windows to HF tensors."""
 
 from __future__ import annotations
 
