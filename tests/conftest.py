@@ -1,4 +1,4 @@
-"""Profiles and markers: `multigpu` and `slow` run only when they are asked for with -m."""
+"""Profiles and markers: `multigpu` and `slow` tests run only if -m names them."""
 
 import gc
 import os

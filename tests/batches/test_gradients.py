@@ -1,4 +1,4 @@
-"""Gradients after ``forward`` equal those of one rank, on every mesh, with and without megatron-core's DDP."""
+"""Gradients after ``forward`` equal the gradients of one rank, on every mesh, with and without megatron-core's DDP."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Ropes that depend on the length: a row has the log-probs that transformers gives it alone, whatever is beside it."""
+"""Ropes that depend on the length: transformers gives a row alone the same log-probs, whatever the other rows are."""
 
 import dataclasses
 import tempfile

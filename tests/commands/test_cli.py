@@ -1,4 +1,4 @@
-"""Run the command as users do: correct input passes; wrong input gives exit code 1 and one message with the reason."""
+"""Runs the command as users do: correct input passes; wrong input gives exit code 1 and one message with the reason."""
 
 import json
 import os

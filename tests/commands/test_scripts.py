@@ -1,4 +1,4 @@
-"""Output for scripts: stdout has one JSON object, whose keys the page of the command line lists, and nothing else."""
+"""Output for scripts: stdout has one JSON object and nothing else. The page of the command line lists its keys."""
 
 import json
 import re

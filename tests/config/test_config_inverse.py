@@ -1,4 +1,4 @@
-"""Config tables are two-way: what goes in comes out, over all geometries."""
+"""Config tables work in both directions: a config that is translated and translated back is unchanged, for all sizes."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Biases, windows and refusals: what the tables derive, field by field."""
+"""Biases, windows and refusals: the values that tables derive, field by field."""
 
 import json
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""If a rank is killed, the other ranks report its number at once, whatever they are doing."""
+"""If a rank is killed, the other ranks report its number at once, in any operation."""
 
 import datetime
 import inspect

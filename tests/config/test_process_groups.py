@@ -1,4 +1,4 @@
-"""Meshes from and to real processes: gloo, torchrun's environment, megatron-core's ``parallel_state``."""
+"""Process groups of a mesh, made or read in real processes: gloo, torchrun's environment, ``parallel_state``."""
 
 import json
 import os

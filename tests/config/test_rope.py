@@ -1,4 +1,4 @@
-"""Rope is what transformers computes: every type, both spellings, short and long, and a refusal for all else."""
+"""Ropes equal transformers' ropes: every type, both spellings, short and long texts. All other types raise."""
 
 import importlib
 import math

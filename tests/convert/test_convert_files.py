@@ -1,4 +1,4 @@
-"""HF folders to Megatron's older files, one for each place on a mesh, and back."""
+"""Converts HF folders to Megatron's older files, one for each place on a mesh, and back."""
 
 import collections
 import os

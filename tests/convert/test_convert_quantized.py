@@ -1,4 +1,4 @@
-"""Quantized HF folders to plain ones, and to checkpoints of megatron-core."""
+"""Converts quantized HF folders to plain folders, and to checkpoints of megatron-core."""
 
 import json
 import os

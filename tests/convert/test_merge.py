@@ -1,4 +1,4 @@
-"""``merge``: an HF folder with the bits of ``peft``'s merge in fp64, and all else as it was."""
+"""``merge``: an HF folder with the bits of ``peft``'s merge in fp64; all other tensors are unchanged."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The offline convertor: its files against the state of real models, its stages, and who may write what when."""
+"""RLinf's offline convertor: its files against the state of real models, its stages, and one writer at a time."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A step with adapters, held against ``peft``: loss and the gradient of each A and B, over the meshes."""
+"""A step with adapters against ``peft``: the loss and the gradient of each A and B, over the meshes."""
 
 import pytest
 import torch

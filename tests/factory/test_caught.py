@@ -1,4 +1,6 @@
-"""What transformers calls the language model of each composite with: a change there is seen at once."""
+"""The arguments with which transformers calls the language model of each composite. A change in transformers fails
+here.
+"""
 
 from pathlib import Path
 from typing import Any

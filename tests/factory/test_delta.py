@@ -1,4 +1,4 @@
-"""Linear attention by itself: the rule, gradients on every mesh against transformers', and what is refused."""
+"""Linear attention alone: the gated delta rule, gradients on every mesh against transformers', and refusals."""
 
 import importlib.util
 import sys

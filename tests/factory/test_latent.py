@@ -1,4 +1,4 @@
-"""Latent attention: configs as they are published, what is refused and why, and layers that are not built."""
+"""Latent attention: published configs, refusals with their reasons, and layers that are not built."""
 
 import json
 

@@ -1,4 +1,6 @@
-"""Mamba-2 mixers and layers of them: the recurrence, gradients on every mesh against transformers', checkpoints."""
+"""Mamba-2 mixers and the layers that contain them: the recurrence, gradients on every mesh against transformers',
+saves.
+"""
 
 import functools
 from unittest import mock

@@ -1,6 +1,7 @@
 """Mamba-2 mixers with the kernels of mamba-ssm and causal-conv1d: when they are used, their arguments, equal results.
 
-The kernels need a GPU. Here stand-ins with their arguments take the calls; ``tests/gpu/test_gpu_mamba.py`` has them.
+The kernels need a GPU. Here stand-ins with equal arguments replace them; ``tests/gpu/test_gpu_mamba.py`` runs the
+kernels themselves.
 """
 
 import logging

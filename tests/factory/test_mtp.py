@@ -1,4 +1,4 @@
-"""MTP layers: built or not, in the file or not, in the last stage or a separate one; each tensor has one owner."""
+"""MTP layers: built or not, in the file or not, in the last stage or a separate stage. Each tensor has one owner."""
 
 from operator import itemgetter
 

@@ -1,4 +1,4 @@
-"""The reference policy: the base inside ``without_adapters``, and a recompute sees what its forward saw."""
+"""The reference policy: inside ``without_adapters`` the base computes, also in a recompute of such a forward."""
 
 from contextlib import nullcontext, suppress
 

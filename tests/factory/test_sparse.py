@@ -1,4 +1,4 @@
-"""Sparse attention: configs as they are published, what is refused and why, and what layers share."""
+"""Sparse attention: published configs, refusals with their reasons, and selections that layers share."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The modules of the torch backend by themselves, and what ``enable_cpu`` changes."""
+"""The modules of the torch backend alone, and the names that ``enable_cpu`` replaces."""
 
 import math
 import multiprocessing

@@ -1,4 +1,4 @@
-"""Sparse attention trains as transformers does, on every axis; the indexer, which only selects, does not."""
+"""Sparse attention trains as in transformers, on every axis. The indexer only selects, so it gets no gradient."""
 
 import pytest
 

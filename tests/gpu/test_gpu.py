@@ -1,4 +1,4 @@
-"""On real GPUs over NCCL: build, load and export exactly with either backend, and logits against transformers."""
+"""On real GPUs over NCCL: both backends build, load and export exactly, and have the logits of transformers."""
 
 import os
 import traceback

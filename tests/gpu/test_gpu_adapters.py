@@ -1,4 +1,4 @@
-"""Adapters of TransformerEngine's layers on GPUs: bf16 gradients have errors like the gradients of torch's modules."""
+"""Adapters of TransformerEngine's layers on GPUs: errors of bf16 gradients are like the errors of torch's modules."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Checkpoints and TransformerEngine: megatron-core loads our files into its modules, and we load the files it saves."""
+"""Checkpoints and TransformerEngine: megatron-core's modules load our files, and we load the files of these modules."""
 
 import pytest
 import torch

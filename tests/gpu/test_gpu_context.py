@@ -1,6 +1,6 @@
 """Every way in which context-parallel ranks exchange keys (``cp_comm_type``), on real GPUs with TransformerEngine.
 
-The reference is torch's attention in fp32 on the same mesh. Log-probs and gradients in bf16 may have twice the error of
+The reference is torch's attention in fp32 on an equal mesh. Log-probs and gradients in bf16 may have twice the error of
 torch's attention in bf16, since ways differ only in the order of sums. Every expert gets every token: otherwise routers
 that choose differently in bf16 would cause most of the error.
 """

@@ -1,4 +1,6 @@
-"""Exports on real GPUs over NCCL: every trainer to every engine bit for bit, and all memory back whatever happens."""
+"""Exports on real GPUs over NCCL: from every trainer to every engine bit for bit, and all memory is freed in every
+case.
+"""
 
 import gc
 import os

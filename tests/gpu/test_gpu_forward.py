@@ -1,16 +1,16 @@
 """``forward`` on real GPUs: log-probs of packed and padded batches on every mesh against transformers, both backends.
 
-Every family that is built is here: some in sizes that kernels like, the others as they are in the zoo.
+Every family that is built is here: some in sizes that kernels require, the others in the sizes of the zoo.
 
-In fp32 they must agree. The reference is transformers in fp32. In bf16 (and in fp16, for one family) the error of a row
-is the norm of its tokens' errors. In a dense model it may be twice the error of transformers in that dtype: both round
-equally often, but tensor ranks also round their parts of each sum, which gives three times the variance, and norms of
-forty errors vary.
+In fp32 the log-probs must agree. The reference is transformers in fp32. In bf16 (and in fp16, for one family) the error
+of a row is the norm of its tokens' errors. In a dense model it may be twice the error of transformers in that dtype.
+The two round equally often, but tensor ranks also round their parts of each sum. This gives three times the variance,
+and norms of forty errors vary.
 
-A router may choose other experts for some tokens, in transformers' bf16 as well, and the errors of such tokens are
-large. With experts the 75 % quantile of the errors may therefore be three times the 75 % quantile of transformers'
-errors. (On CPU, for four states of each family on TP1 and TP2, the ratio is at most 2.3. The 90 % quantile depends on
-the number of tokens with other experts.)
+A router may choose other experts for some tokens, also in transformers' bf16, and the errors of such tokens are large.
+With experts the 75 % quantile of the errors may therefore be three times the 75 % quantile of transformers' errors. (On
+CPU, for four states of each family on TP1 and TP2, the ratio is at most 2.3. The 90 % quantile depends on the number of
+tokens with other experts.)
 """
 
 import importlib.util

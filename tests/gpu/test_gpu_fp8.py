@@ -1,8 +1,8 @@
-"""Computing in FP8 with bf16 parameters: log-probs and gradients in every recipe, on real GPUs.
+"""Computes in FP8 with bf16 parameters: log-probs and gradients in every recipe, on real GPUs.
 
-Forward FP8 keeps 3 bits behind the point where bf16 keeps 7, and backward 2: so log-probs may be 2**4 times as far from
-fp32 as in bf16, and gradients 2**5 times. Every expert has every token, as in ``test_gpu_context``. An export after a
-backward gives back what was loaded.
+bf16 keeps 7 bits behind the point. FP8 keeps 3 bits in the forward and 2 in the backward. So log-probs may be 2**4
+times as far from fp32 as in bf16, and gradients 2**5 times. Every expert gets every token, as in
+``test_gpu_context.py``. An export after a backward has the bits that were loaded.
 """
 
 import importlib.util

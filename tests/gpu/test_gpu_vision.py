@@ -1,7 +1,7 @@
-"""Images on real GPUs: log-probs and gradients of the tower are those of transformers, on every mesh, both backends.
+"""Images on real GPUs: log-probs and gradients of the tower equal transformers', on every mesh, both backends.
 
-In fp32 they must agree, and replicas of a tower have gradients of the same bits. In bf16 log-probs may be as far from
-transformers' fp32 as ``test_gpu_forward.py`` allows, by how far transformers' own bf16 is off.
+In fp32 they must agree, and the gradients of a tower have equal bits on all replicas. In bf16 log-probs may have as
+large an error as ``test_gpu_forward.py`` allows, in relation to the error of transformers in bf16.
 """
 
 import importlib.util

@@ -1,8 +1,8 @@
 """vLLM loads our stream, family by family; its log-probs of its samples equal transformers' log-probs.
 
-Its engines start without weights, each in a process of its own, and are fed five times through buffers of two sizes.
+Its engines start without weights, each in a separate process, and get weights five times through buffers of two sizes.
 The median error of its log-probs, against transformers in fp32, may be three times the median error of transformers in
-bf16, as in ``test_gpu_forward``. The same bound holds against the trainer's model. In the end vLLM's weights have the
+bf16, as in ``test_gpu_forward.py``. The bound against the trainer's model is equal. In the end vLLM's weights have the
 bits that vLLM reads from a checkpoint's files.
 """
 

@@ -1,4 +1,4 @@
-"""Ling 2.0, which transformers lacks: logits, round trips and counts of a twin that it has; configs; the router."""
+"""Ling 2.0, which transformers lacks: its logits, round trips and parameter counts against an equivalent family."""
 
 import json
 from pathlib import Path

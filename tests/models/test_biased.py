@@ -1,4 +1,4 @@
-"""A bias for softmax scores: on every mesh, in training, with other options of mcore's router; configs; its bits."""
+"""Routers with a bias for softmax scores: on every mesh, in training, with other options of megatron-core's router."""
 
 from pathlib import Path
 from types import SimpleNamespace

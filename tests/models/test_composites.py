@@ -1,4 +1,4 @@
-"""Composites: their text loads from the published names and computes what transformers does; all else is carried."""
+"""Composites: their text loads from published names and has transformers' logits. All other tensors are carried."""
 
 import json
 import logging

@@ -1,4 +1,6 @@
-"""Names of tensors in published checkpoints: each is a parameter's or is left out for a reason, and none is missing."""
+"""Names of tensors in published checkpoints: each belongs to a parameter or is left out for a reason, and none is
+missing.
+"""
 
 import json
 from pathlib import Path

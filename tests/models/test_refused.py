@@ -1,4 +1,4 @@
-"""Each refused name or value raises the documented reason, and the code that the documentation names exists."""
+"""Each refused name or value raises the reason that the documentation has, and the code that it refers to exists."""
 
 import dataclasses
 import importlib

@@ -1,4 +1,4 @@
-"""The registry finds our architectures and those that users add; the error for an unknown name lists similar names."""
+"""The registry has our architectures and the architectures that users add. An unknown name raises, with similar names."""
 
 import dataclasses
 import subprocess

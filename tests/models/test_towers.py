@@ -1,4 +1,4 @@
-"""Towers: transformers' models of images, on the first stage, go round under published names."""
+"""Towers: transformers' models of images, on the first stage, are loaded and saved under published names."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Families that transformers lacks compute what their twins do; Ling is held to more in ``test_bailing``."""
+"""Families that transformers lacks have the logits of an equivalent family. ``test_bailing.py`` has more tests of Ling."""
 
 import pytest
 import torch

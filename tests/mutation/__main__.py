@@ -1,7 +1,7 @@
-"""Draw mutants, run for each the tests that reach it, and report how many were found.
+"""Draws mutants, runs for each the tests that reach it, and reports how many were found.
 
-What each test reaches is recorded first, in as long as the suite takes. It is kept in ``--folder`` with the results, so
-that a run which was broken off goes on. All of it happens in a copy of the tree.
+The lines that each test reaches are recorded first, which takes as long as the suite. The record is kept in
+``--folder`` with the results, so that an interrupted run continues. All of it happens in a copy of the tree.
 
     python -m tests.mutation --count 300 --seed 1
 """

@@ -1,7 +1,7 @@
-"""Runs some tests in a fork of a process that has imported torch, transformers and megatron-core, but nothing of ours.
+"""Runs some tests in a fork of a process that has imported torch, transformers and megatron-core, but not this library.
 
-Each fork has a further one, from which the workers of ``tests/support/pool.py`` are forked: Python's own server has
-imported nothing yet.
+A second fork of each is the parent of the workers of ``tests/support/pool.py``: Python's fork server would have to
+import everything again.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""The scope of mutation: all names of project files are in this module."""
+"""The files that are mutated, and the names of all files of the project that mutation testing uses."""
 
 CODE = (
     *("rules/*.py", "batches/*.py", "weights/*.py", "config/*.py", "factory/*.py", "launch/*.py", "convert/**/*.py"),

@@ -1,4 +1,4 @@
-"""Run chosen tests in this process in a given order; report the first failure and the lines that tests reach."""
+"""Runs chosen tests in this process in a given order; reports the first failure and the lines that tests reach."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The benchmarks of exports and files run, on two ranks without GPUs, and print what results are made of."""
+"""The benchmarks of exports and files run on two ranks without GPUs, and print the lines that results consist of."""
 
 import contextlib
 import io

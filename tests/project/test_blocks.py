@@ -1,7 +1,7 @@
-"""The Python blocks of README.md and docs/ run as they are written: those of a page in one flat script.
+"""The Python blocks of README.md and docs/ run as they are written: all blocks of a page in one flat script.
 
 Each page is started once for each number of processes, as torchrun does it: with its environment, and as ``__main__``.
-The processes are forked from one that has imported torch. Torchrun itself starts a script of ``test_examples.py``.
+The processes are forked from one that has imported torch. ``test_examples.py`` starts a script by torchrun itself.
 """
 
 import re

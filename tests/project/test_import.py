@@ -1,4 +1,4 @@
-"""Importing the library costs next to nothing and changes nothing; its own modules import each other one way."""
+"""Importing the library is fast and changes nothing. The modules of the library import each other in one direction."""
 
 import ast
 import functools

@@ -1,8 +1,8 @@
 """Prose is understood at first sight: sentences are short, and names that do not describe a value are not used.
 
-A sentence ends with a full stop, a question mark or an exclamation mark, and a paragraph or the entry of a list ends it
-too. What is code counts as one word: a span in backticks, a list of such spans, a link's address, and the value in an
-f-string. Blocks of code, tables, headings, doctests and the names before the colons of ``Args:`` are left out.
+A sentence ends with a full stop, a question mark or an exclamation mark. The end of a paragraph or of an entry of a
+list ends it, too. Code counts as one word: a span in backticks, a list of such spans, a link's address, and the value
+in an f-string. Blocks of code, tables, headings, doctests and the names before the colons of ``Args:`` are left out.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""Each argument of a call that all ranks make is compared between them, or may differ for a reason that stands here."""
+"""Each argument of a call that all ranks make is compared between them, or this file has a reason why it may differ."""
 
 import inspect
 from pathlib import Path

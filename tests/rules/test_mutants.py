@@ -1,7 +1,7 @@
-"""Planted mistakes: each is one slip in a table or a name, and the tests of the stated tier must detect it.
+"""Planted mistakes: each is one slip in a table or a name, and the tests of the given tier must detect it.
 
-A wrong bijection is still a bijection: those that only ``logits`` kills pass every round trip and every shape check.
-The tables are in ``mistakes/``. Without a mistake nothing is killed.
+A wrong permutation is still a permutation: mistakes that only ``logits`` finds pass every round trip and every check of
+shapes. The tables are in ``mistakes/``. Controls without a mistake must pass.
 """
 
 import pkgutil

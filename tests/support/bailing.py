@@ -1,7 +1,7 @@
-"""Ling 2.0, which transformers lacks: configs as they are published, and checkpoints that are a glm4_moe's renamed.
+"""Ling 2.0, which transformers lacks: published configs, and checkpoints of a glm4_moe with renamed tensors.
 
-That family computes the same; but where all biased scores of a group are below zero, it prefers what it left out, at 0,
-so that the biases of these states are not negative.
+Both families compute equal logits, with one exception. If all biased scores of a group are below zero, glm4_moe prefers
+experts that it left out, whose score is 0. So the biases of these checkpoints are not negative.
 """
 
 import json

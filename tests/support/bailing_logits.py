@@ -1,4 +1,4 @@
-"""Logits of Bailing's own code."""
+"""Logits that the code of Ling's publisher computes."""
 
 from pathlib import Path
 from typing import Any

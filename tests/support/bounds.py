@@ -1,4 +1,4 @@
-"""Bounds for differences of logits and log-probs to transformers, and the meshes that are compared."""
+"""Bounds for differences between our logits or log-probs and transformers', and the meshes that are compared."""
 
 import mcore_bridge as mb
 

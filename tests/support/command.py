@@ -1,4 +1,4 @@
-"""The command, run in this process."""
+"""Runs the command in this process."""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Small composites of transformers: a text of the zoo, and the other parts as small as their configs allow."""
+"""Small composites of transformers: a text of the zoo, and other parts as small as their configs allow."""
 
 import re
 from collections.abc import Iterator

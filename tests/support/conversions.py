@@ -1,4 +1,4 @@
-"""Folders to convert, and how they are compared."""
+"""Folders to convert, and their comparison."""
 
 from pathlib import Path
 from typing import Any

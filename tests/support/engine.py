@@ -1,7 +1,7 @@
 """Another process that reads weights from a sender's slots, like an inference engine, and reports what it read.
 
-It is started with nothing but a pipe. What it loads it copies on its own stream, as an engine does, and looks at only
-when the round is over: a slot that was overwritten too early shows.
+It gets only a pipe. It copies weights on a separate stream, as an engine does, and reads the copies only when the round
+is over. So a slot that was overwritten too early shows.
 """
 
 import multiprocessing

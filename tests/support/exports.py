@@ -1,4 +1,4 @@
-"""Models to export, and how exports are compared."""
+"""Models to export, and the comparison of exports."""
 
 import torch
 

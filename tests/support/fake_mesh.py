@@ -1,6 +1,7 @@
-"""The real ``GPTModel`` of any rank of any mesh, in this one process: torch's `fake` backend, no mock of ours.
+"""The real ``GPTModel`` of any rank of any mesh, in this one process, by torch's `fake` backend.
 
-A rank's chunks are bound while its process groups exist; transport is then a list of the windows that each rank packs.
+A rank's chunks are bound while its process groups exist. Then a list of the windows that each rank packs replaces the
+transport.
 """
 
 from collections.abc import Callable, Sequence

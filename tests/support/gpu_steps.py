@@ -1,4 +1,4 @@
-"""Steps of training on GPUs, and how far they are apart."""
+"""Steps of training on GPUs, and the difference between two of them."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""One process for each rank that a test wants, on GPUs of their own or shared, and what such tests share otherwise."""
+"""Starts one process for each rank of a test on GPUs, each with a GPU or sharing one, and other parts of such tests."""
 
 import contextlib
 import os

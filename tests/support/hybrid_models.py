@@ -1,4 +1,4 @@
-"""A ``HybridModel`` as another trainer builds it: of megatron-core's own stack and layers, which count halves."""
+"""A ``HybridModel`` as another trainer builds it: with megatron-core's own stack, which numbers halves of layers."""
 
 import copy
 from typing import Any

@@ -1,4 +1,4 @@
-"""One rank of an engine, fed by a map of its loader, beside a new model that the loader filled."""
+"""One rank of an engine, written by a map of its loader, beside a new model that the loader filled."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Checkpoints with MTP layers, as publishers write them, and reference results from transformers' modules. transformers
-has no MTP layers: here their tensors come from a model of one layer, under the publisher's names.
+"""Checkpoints with MTP layers, as publishers write them, and reference results from transformers' modules.
+
+transformers has no MTP layers: their tensors come from a model of one layer, under the publisher's names.
 """
 
 import tempfile

@@ -1,8 +1,8 @@
 """A training step with the loss of MTP layers, computed by transformers' modules and autograd.
 
-The formula comes from DeepSeek-V3's report; vLLM, SGLang and megatron-core use it, too. At depth k, the hidden states
-of depth k - 1 and the embeddings of the tokens k places further on go through a norm each, together through a
-projection, and through the inner layer and a norm. The head of the model then predicts the token after those.
+The formula comes from DeepSeek-V3's report; vLLM, SGLang and megatron-core use it, too. Depth k takes the hidden states
+of depth k - 1 and the embeddings of the tokens k places further on. Each goes through a norm, and both together through
+a projection, the inner layer and a norm. The head of the model then predicts the token after the embedded one.
 """
 
 import tempfile

@@ -1,4 +1,4 @@
-"""Runs planted mistakes, which are in the tables of ``tests/rules/mistakes/``, and has what the tables are made of."""
+"""Runs planted mistakes from the tables of ``tests/rules/mistakes/``, and has the parts of these tables."""
 
 import contextlib
 import importlib

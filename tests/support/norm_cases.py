@@ -1,4 +1,4 @@
-"""Models whose norms stand elsewhere."""
+"""Models with norms in other places."""
 
 from typing import Any
 

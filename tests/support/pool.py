@@ -1,9 +1,9 @@
 """A pool of gloo processes that start once and serve the whole session: importing torch costs more than most tests.
 
 ``run(world_size, function, *args)`` runs ``function(*args)`` on the first ``world_size`` workers, in a fresh default
-process group, and returns what each rank returned. The function must be importable by name from its module. A rank that
-raises makes ``run`` raise its error, with rank and traceback in the notes; a rank that hangs costs the pool its life,
-and the next ``run`` a new one.
+process group, and returns the result of each rank. The function must be importable by name from its module. A rank that
+raises makes ``run`` raise its error, with rank and traceback in the notes. A rank that hangs ends the pool, and the
+next ``run`` starts a new one.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Imported once by the server that the workers of ``pool.py`` are forked from."""
+"""The imports of the server process from which the workers of ``pool.py`` are forked."""
 
 import gc
 import os

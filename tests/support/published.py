@@ -1,6 +1,6 @@
 """Configs of published models, in ``tests/data/published``, and the outcome of the library for each.
 
-``python -m tests.support.published`` writes the latter down for the releases that are installed.
+``python -m tests.support.published`` writes the outcomes for the installed releases.
 """
 
 import json

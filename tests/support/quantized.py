@@ -1,6 +1,6 @@
 """Checkpoints as publishers quantize them, made from plain ones; and their decoded values, by the publishers' formulas.
 
-Nothing here is from the library: blocks are spread by repeating scales, and nibbles are taken one by one.
+No code of the library is used: scales are repeated over their blocks, and nibbles are taken one by one.
 """
 
 import json

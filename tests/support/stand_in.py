@@ -2,9 +2,10 @@
 
 One rank of ``tp`` in a stage of ``pp`` has queries, keys and values in one parameter, with KV heads repeated if there
 are fewer than ranks. Experts are a stack of gate and up and a stack of down. The vocabulary is padded, the router is
-cast, and the head is tied. A copy of a projection, transposed and padded, is made after loading. There are four
-switches: norms to which one is added, which is no copy; rows that numpy shuffles after loading, which torch does not
-see; a loader with memory of its own; and a loader that works in a thread of its own.
+cast, and the head is tied. A copy of a projection, transposed and padded, is made after loading.
+
+There are four switches: norms to which one is added, which is no copy; rows that numpy shuffles after loading, which a
+recorder of torch's operations cannot record; a loader with separate memory; and a loader that works in another thread.
 """
 
 import os

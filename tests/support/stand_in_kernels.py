@@ -1,7 +1,7 @@
-"""Stand-ins for the kernels of causal-conv1d and mamba-ssm, which need a GPU: their arguments, by their source.
+"""Stand-ins for the kernels of causal-conv1d and mamba-ssm, which need a GPU. They check arguments like the kernels.
 
-Names, order and defaults of the arguments are those of causal-conv1d 1.7.0 and mamba-ssm 2.3.2; so is what their source
-asks of shapes, dtypes and strides. The results are computed token by token.
+Names, order and defaults of the arguments come from the source of causal-conv1d 1.7.0 and mamba-ssm 2.3.2, and so do
+the checks of shapes, dtypes and strides. The results are computed token by token.
 """
 
 import sys

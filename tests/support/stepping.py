@@ -1,6 +1,6 @@
 """A training step like a trainer's: mcore's DDP, schedules and gradient finalization around bare chunks.
 
-All of it runs in workers of the pool; what comes back is by HF names, through the export.
+It runs in workers of the pool. Results come back under HF names, through the export.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Engines of several processes, which a ``WeightSync`` serves: each worker has torch, and a stand-in for a model."""
+"""Engines of several processes for tests of ``WeightSync``: each worker has torch, and a stand-in for a model."""
 
 import os
 from multiprocessing.connection import Listener

@@ -1,4 +1,4 @@
-"""Models, engines, and what each of their ranks is to get."""
+"""Models, engines, and the slices that each rank of an engine must get."""
 
 import re
 

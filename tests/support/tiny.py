@@ -1,7 +1,8 @@
 """Tiny HF models in which no value is zero, one or equal by chance, and the results of transformers with them.
 
-Dims are pairwise distinct, so that a transposed or misplaced matrix cannot fit; ``SQUARE`` has them all equal, so that
-nothing but the rules can tell matrices apart. Four key-value heads and eight queries: tp=8 splits within a group.
+Dims are pairwise distinct, so that a transposed or misplaced matrix cannot fit. In ``SQUARE`` all dims are equal, so
+that only the rules can tell matrices apart. There are four key-value heads and eight queries: tp=8 splits within a
+group.
 """
 
 from collections.abc import Mapping, Sequence

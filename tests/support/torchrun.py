@@ -1,4 +1,4 @@
-"""A script under torchrun, as users start it; or in forked processes, which is quicker."""
+"""Runs a script under torchrun, as users start it, or in forked processes, which is quicker."""
 
 import os
 import runpy

@@ -1,4 +1,4 @@
-"""Steps of training on meshes, held against transformers."""
+"""Steps of training on meshes, compared with transformers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

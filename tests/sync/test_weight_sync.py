@@ -1,4 +1,4 @@
-"""A trainer's weights in real engine processes, by one object: every bit, every way, engines that come and go."""
+"""A ``WeightSync`` into real engine processes: every bit, every transport, and engines that join and leave."""
 
 import os
 import random

@@ -1,6 +1,6 @@
-"""Composites of text and images through what trainers call: their text trains, and all else is carried.
+"""Composites of text and images through the calls of trainers: their text trains, and all other tensors are carried.
 
-verl takes a model whose config has a ``vision_config`` for one of images: it hands over padded rows, packed or not.
+verl treats every model whose config has a ``vision_config`` as a model of images: it passes padded rows, packed or not.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""Engines under verl and RLinf go by a map from their second round on, as the diffs of the pages have it.
+"""Engines under verl and RLinf are written by a map from their second round on, with the diffs of the documentation.
 
-Each diff is applied to the package that is installed, and its own code then runs on CPU. What is not installed is left
-out; docs/trainers/verl.md, rlinf.md and vllm.md say how to install it.
+Each diff is applied to the installed package, whose code then runs on CPU. Packages that are not installed are left
+out; docs/trainers/verl.md, rlinf.md and vllm.md describe how to install them.
 """
 
 import importlib.metadata

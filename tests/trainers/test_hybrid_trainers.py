@@ -1,4 +1,4 @@
-"""``model="hybrid"`` through what trainers call: a step and its export have the bits of ``model="gpt"``."""
+"""``model="hybrid"`` through the calls of trainers: a step and its export have the bits of ``model="gpt"``."""
 
 import re
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""How trainers come to use us: what their users write, and nothing without it."""
+"""How a trainer is made to use this library: the setting that its user writes, and no change without it."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""RLinf's actor blocks: every key is translated, what disagrees with the HF config raises, the provider builds it."""
+"""RLinf's actor blocks: every key is translated, a conflict with the HF config raises, the provider builds the model."""
 
 import shutil
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""RLinf's training step on images, by the functions of its own worker: the loss and gradients of transformers.
+"""RLinf's training step on images, by the functions of RLinf's worker: the loss and gradients of transformers.
 
-Runs where RLinf 0.3.0 or newer is found; its wheel without what it needs is enough.
+Runs if RLinf 0.3.0 or newer is found; its wheel without dependencies is enough.
 """
 
 from pathlib import Path

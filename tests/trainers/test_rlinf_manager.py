@@ -1,9 +1,9 @@
 """RLinf's runner and model manager, with Megatron-LM's trainer, use the library: the source of a run's weights.
 
-What is RLinf's and Megatron-LM's runs: the runner's call of the convertor, validated configs, the manager with the
-diffs of docs/trainers/rlinf.md, DDP, the optimizer, and the loading of checkpoints. Replaced is what needs CUDA
-(kernels that the manager compiles, "cuda" as a device), Ray (the runner's workers), and a tokenizer; arguments that
-RLinf 0.3.0 does not know of Megatron-LM 0.16.1 have Megatron-LM's own defaults.
+The code of RLinf and Megatron-LM runs: the runner's call of the convertor, validated configs, the manager with the
+diffs of docs/trainers/rlinf.md, DDP, the optimizer, and the loading of checkpoints. Three things are replaced: CUDA
+(kernels that the manager compiles, "cuda" as a device), Ray (the runner's workers), and a tokenizer. Some arguments of
+Megatron-LM 0.16.1 are unknown to RLinf 0.3.0, and have Megatron-LM's defaults.
 """
 
 import functools

@@ -1,4 +1,6 @@
-"""RLinf's resharder: what each rank hands on, against slices of the HF checkpoint, for each generation of callers."""
+"""RLinf's resharder: the tensors that each rank yields, against slices of the HF checkpoint, for each form of its
+calls.
+"""
 
 import inspect
 import re

@@ -1,4 +1,4 @@
-"""Each row of the table of settings in docs/trainers/verl.md is true of the installed megatron-core."""
+"""Each row of the table of settings in docs/trainers/verl.md holds for the installed megatron-core."""
 
 from typing import Any
 

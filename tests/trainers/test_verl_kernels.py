@@ -1,4 +1,4 @@
-"""verl's fused kernels are kept from models whose logits are more than hidden states times a weight."""
+"""verl's fused kernels are not used for models whose logits are more than hidden states times a weight."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Plans that are kept: calls that differ in anything follow each other, and each gets what a first call would get."""
+"""Reused plans: calls that differ in any argument follow each other, and each yields what a first call would yield."""
 
 from dataclasses import replace
 

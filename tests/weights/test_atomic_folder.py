@@ -1,6 +1,6 @@
 """Saves to a folder: no other file is lost, and readers find either all old files or all new ones.
 
-Savers here are processes forked from this one, which has torch imported: they are killed, stopped and started at will.
+Savers are processes forked from this one, which has imported torch. Tests kill, stop and start them.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""Parts of a checkpoint that are not built: a save copies them unchanged, or its config has 0 of them."""
+"""Parts of a checkpoint that are not built: a save copies them unchanged, or its config counts 0 of them."""
 
 import json
 import logging

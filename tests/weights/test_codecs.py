@@ -1,4 +1,4 @@
-"""Codecs and schemes: what codes and scales stand for, in any slice; and what cannot be decoded."""
+"""Codecs and schemes: the values of codes and scales, in any slice; and encodings that cannot be decoded."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Shards of a trainer in an engine's own memory, by its map: through a ring of slices, and with nothing in between."""
+"""Shards of a trainer go to an engine's memory by its map: through a ring of slices, or straight into the parameters."""
 
 import datetime
 import multiprocessing

@@ -1,4 +1,4 @@
-"""An engine's tensors written by a map of its loader: how maps are made, what they contain, and what they refuse."""
+"""Maps of an engine's loader: how they are made, what they contain, how they write tensors, and refusals."""
 
 import re
 from contextlib import closing

@@ -1,4 +1,4 @@
-"""Rounds into one engine in any order: whole, broken off, short, of other buckets, and while the engine changes."""
+"""Rounds into one engine in any order: complete, stopped, short, with other buckets, and while the engine changes."""
 
 from contextlib import closing
 

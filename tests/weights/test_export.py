@@ -1,4 +1,4 @@
-"""Exports over real gloo processes: same bits on every rank, and nobody left waiting whatever a rank does."""
+"""Exports over real gloo processes: equal bits on every rank, and no rank waits forever if another stops or fails."""
 
 import itertools
 from contextlib import closing

@@ -1,8 +1,7 @@
-"""Damaged folders of checkpoints: if transformers loads a folder completely, we load equal bits, and we refuse the
-others.
+"""Damaged folders of checkpoints: if transformers loads a folder completely, we load equal bits; others are refused.
 
-Folders are drawn whole and then harmed in a place or two: tensors, the index, headers, and the files themselves.
-Differences to transformers are listed by the message of the one that refuses.
+A folder is drawn whole and then damaged in a place or two: tensors, the index, headers, and the files themselves.
+Differences to transformers are listed by the message of the library that refuses the folder.
 """
 
 import contextlib

@@ -1,5 +1,6 @@
-"""Ranks make equal plans although each has another hash seed, like processes that were started one by one. Processes of
-``pool.py`` are forked from one process and share its seed, so other tests cannot find such errors.
+"""Ranks make equal plans although each has another hash seed, like processes that were started one by one.
+
+Processes of ``pool.py`` are forked from one process and share its seed, so other tests cannot find such errors.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""Headers of files: we accept and refuse the same files as the ``safetensors`` library, with equal bits.
+"""Headers of files: we accept and refuse the same files as the ``safetensors`` library, and read equal bits.
 
-The library, pinned in ``constraints/``, is the oracle. Headers are drawn whole and then harmed in up to three places.
-A rule is our own: a key that is there twice is refused.
+The library, pinned in ``constraints/``, is the reference. A header is drawn whole and then damaged in up to three
+places. One rule is ours alone: a repeated key is refused.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Malicious folders: no file outside is touched, no code runs, and no process hangs.
 
-Each row harms a whole folder in one place. Then a read either raises an error with a message, or returns correct
+Each row damages a whole folder in one place. Then a read either raises an error with a message, or returns correct
 values. Headers of files and indexes are drawn at random in ``test_headers.py`` and ``test_folders.py``.
 """
 

@@ -1,4 +1,6 @@
-"""Weights in flat buffers on a GPU, read by another process through CUDA IPC, whatever torch's allocator is set to."""
+"""Weights in flat buffers on a GPU, which another process reads through CUDA IPC, with any setting of torch's
+allocator.
+"""
 
 import os
 from contextlib import closing

@@ -1,4 +1,4 @@
-"""Loading: strict both ways, from any kind of source, reading only what the rank owns."""
+"""Loads: a missing or unexpected tensor raises, any kind of source works, and a rank reads only its part."""
 
 import json
 import os

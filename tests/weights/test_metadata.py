@@ -1,4 +1,4 @@
-"""The metadata of a checkpoint of megatron-core: the names that its pickle may contain, and every harmful content."""
+"""The metadata of a checkpoint of megatron-core: the names that its pickle may contain, and harmful pickles."""
 
 import importlib
 import os

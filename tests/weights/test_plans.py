@@ -1,7 +1,7 @@
 """Plans do not change by accident: senders, messages and memory are recorded here.
 
-Most changes to a planner leave every export right, only slower or larger. So a change to a plan is made on purpose, and
-``python -m tests.weights.test_plans`` prints the lines of PLANS anew.
+Most changes to a planner leave exports right, and only make them slower or larger. So a change to a plan must be made
+on purpose: ``python -m tests.weights.test_plans`` prints the new lines of PLANS.
 """
 
 import functools

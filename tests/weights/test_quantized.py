@@ -1,4 +1,4 @@
-"""Checkpoints as they are published, quantized: decoded bit by bit as transformers or the publisher's own code does."""
+"""Quantized checkpoints as they are published, decoded bit by bit like transformers or the publisher's code."""
 
 import dataclasses
 import json

@@ -1,5 +1,6 @@
-"""Saves: written files can be loaded on any mesh and by transformers, and no file is held in memory. Tests of processes
-that die or write to one target are in ``test_atomic_folder.py``.
+"""Saves: written files can be loaded on any mesh and by transformers, and no file is held in memory.
+
+Tests of processes that die or write to one target are in ``test_atomic_folder.py``.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Messages of two sizes: large ones, but small ones beside a tensor that takes most of the memory."""
+"""Messages of two sizes: large ones, and small ones beside a tensor that takes most of the memory."""
 
 import contextlib
 import math

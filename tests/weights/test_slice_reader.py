@@ -1,4 +1,6 @@
-"""Files of the format: slices read by position are what was written, and what is written others can read."""
+"""Files of the safetensors format: slices read by position equal the written values, and other libraries read our
+files.
+"""
 
 import contextlib
 import math

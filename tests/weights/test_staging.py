@@ -1,4 +1,4 @@
-"""Slots and threads: bounded, in order, and no error or thread is lost."""
+"""Slots and threads: memory is bounded, results come in order, and no error or thread is lost."""
 
 import threading
 import time

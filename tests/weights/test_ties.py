@@ -1,5 +1,6 @@
-"""A tensor that a checkpoint holds twice is compared with its copy before it is dropped. For a head beside a tied
-embedding, the reference is the model that the installed transformers makes of the folder.
+"""A tensor that a checkpoint holds twice is compared with its copy before the copy is ignored.
+
+For a head beside a tied embedding, the reference is the model that the installed transformers makes of the folder.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""RLinf's training step on rows with images: its own functions, cut out of files that import all of Megatron-LM."""
+"""RLinf's training step on rows with images: RLinf's functions, cut out of files that import all of Megatron-LM."""
 
 from __future__ import annotations
 

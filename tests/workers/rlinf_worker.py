@@ -1,6 +1,6 @@
-"""RLinf's own actor and engine worker in workers of the pool, with the diffs of docs/trainers/rlinf.md applied.
+"""RLinf's actor and engine worker in workers of the pool, with the diffs of docs/trainers/rlinf.md applied.
 
-What is RLinf's runs. Replaced is what needs Ray (a worker's start, the way of its messages), CUDA, and SGLang itself.
+RLinf's code runs. Three things are replaced: Ray (a worker's start and its messages), CUDA, and SGLang itself.
 """
 
 import contextlib

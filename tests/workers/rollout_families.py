@@ -1,6 +1,6 @@
-"""Families in sizes that a rollout engine's kernels take, and what vLLM reads of a config that transformers leaves out.
+"""Families in sizes that a rollout engine's kernels take, and fields of configs that vLLM reads and transformers lacks.
 
-Published files have those fields; transformers drops them, or moves them elsewhere.
+Published files have those fields; transformers drops or moves them.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
-"""SGLang's own model classes, loader and weight updater, on CPU, in workers of the pool.
+"""SGLang's model classes, loader and weight updater, on CPU, in workers of the pool.
 
-All of it is SGLang's but for its compiled kernels: ``sgl_kernel`` needs a CUDA driver, or a build of its own for CPUs,
-before it can be imported. Here it is a module whose functions raise: models compute with them, and loading calls none.
+Only SGLang's compiled kernels are replaced: ``sgl_kernel`` needs a CUDA driver, or a build for CPUs, before it can be
+imported. Here it is a module whose functions raise: models compute with them, and loading calls none.
 """
 
 from __future__ import annotations

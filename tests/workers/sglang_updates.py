@@ -1,4 +1,4 @@
-"""The ways in which a trainer hands its weights to SGLang's updater, and rounds of them."""
+"""The calls by which a trainer passes its weights to SGLang's updater, and rounds of them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing

@@ -1,4 +1,4 @@
-"""siiRL's own Megatron workers in workers of the pool: what they need on a CPU, and on the megatron-cores of ours."""
+"""siiRL's Megatron workers in workers of the pool, changed to run on a CPU and with the installed megatron-core."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""vLLM in a process of its own, which is shown images."""
+"""vLLM in a separate process, which gets prompts with images."""
 
 import sys
 import traceback

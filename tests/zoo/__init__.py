@@ -1,9 +1,9 @@
-"""Small models of every family, by name: what ``test_parity`` and ``test_families`` hold each of them to.
+"""Small models of every family, by name, for the tests that every family must pass.
 
-Each file of this folder has ``CASES``. ``cases()`` lacks those for which the installed releases are too old:
-transformers lacks the ``model_type``, or the architecture needs a later megatron-core. A test that names cases takes
-them from ``params`` or ``here``, which raise if no file has such a case. Dims are pairwise distinct where the family
-allows it, so that a transposed or misplaced matrix cannot fit.
+Each file of this folder has ``CASES``. ``cases()`` leaves out a case if an installed release is too old: transformers
+lacks the ``model_type``, or the architecture needs a later megatron-core. A test that names cases takes them from
+``params`` or ``here``, which raise if no file has such a case. Dims are pairwise distinct if the family allows it, so
+that a transposed or misplaced matrix cannot fit.
 """
 
 import importlib

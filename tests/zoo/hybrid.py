@@ -1,4 +1,4 @@
-"""Layers with Mamba-2 mixers: of one half each (a mixer, attention without rope, an MLP or experts), and whole ones."""
+"""Layers with Mamba-2 mixers: layers with only a mixer, attention, an MLP or experts, and layers with both halves."""
 
 from tests.zoo import case, rope
 from tests.zoo.submodules import EXPERTS as OF_GRANITE

@@ -1,4 +1,4 @@
-"""Families that differ from llama in norm, activation, rope, biases and fused projections, and in little else."""
+"""Families that differ from llama only in norm, activation, rope, biases and fused projections."""
 
 from typing import Any
 

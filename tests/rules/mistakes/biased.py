@@ -1,4 +1,4 @@
-"""Planted mistakes where softmax scores have a bias, and where q, k and v are one tensor."""
+"""Planted mistakes in models whose softmax scores have a bias, or whose q, k and v are one tensor."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Mistakes planted on purpose in the submodules of a layer that add residuals and norm what the MLP reads."""
+"""Planted mistakes in the submodules of a layer that add residuals, or that norm the input of the MLP."""
 
 from typing import Any
 
