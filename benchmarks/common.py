@@ -1,4 +1,4 @@
-"""What the benchmarks share: models of known sizes, checkpoints of random values, a mesh, a clock and a report."""
+"""Shared by the benchmarks: models of known sizes, checkpoints of random values, a mesh, a clock and a report."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Seconds and memory of ``mcore-bridge convert``: ``python benchmarks/convert.py FOLDER [--layers 2] [--experts 256]``.
 
-DeepSeek-V3 at full width with layers cut out, as sparse files of zeros, is converted to a checkpoint of megatron-core
-and back, in a process each, whose largest resident size is shown; with ``--files "--tp 2 --ep 4"``, to Megatron's older
-files of that mesh and back. The folder needs room for one result: zeros that were written are made holes of files
-again. To see it fit, run it where Linux allows no more, as in
+DeepSeek-V3 at full width with few layers, as sparse files of zeros, is converted to a checkpoint of megatron-core and
+back. With ``--files "--tp 2 --ep 4"`` it is converted to Megatron's older files of that mesh and back. Each conversion
+runs in a separate process, whose largest resident size is shown. The folder needs room for one result: written zeros
+are made holes of files again. To prove that the memory is enough, run it with a limit, as in
 
     systemd-run --scope -p MemoryMax=8G -p MemorySwapMax=0 python benchmarks/convert.py FOLDER
 """

@@ -5,17 +5,16 @@
     torchrun --nproc-per-node 2 benchmarks/engine.py "qwen3-30b-a3b layers=12 tp=2 ep=2 sp=1" --engine vllm ...
     torchrun --nproc-per-node 2 benchmarks/engine.py "qwen3-8b tp=2" --engine vllm --engine-device cuda:2 ...
 
-Weights are random. The engine is a process of its own, which may have a path of its own. It has as many ranks as the
-trainer, by tensor parallelism, on the same GPUs or on those from ``--engine-device`` on. Each trainer rank serves
-one of them. A sync lasts from the call on the trainer until the engine has answered at the end of the round. It has all
-checks, copies and answers in it; caches are reset, and both devices are synchronised. There is one warm-up, then the
-median and the worst of rank 0 are published.
+Weights are random. The engine is a separate process, which may have a different ``PYTHONPATH``. It has as many ranks as
+the trainer, by tensor parallelism, on the trainer's GPUs or on the GPUs from ``--engine-device`` on. Each trainer rank
+serves one rank of the engine. A sync lasts from the call on the trainer until the engine has answered at the end of the
+round. It includes all checks, copies and answers; caches are reset, and both devices are synchronised. There is one
+warm-up, then the median and the worst of rank 0 are published.
 
-``plain`` is the engine's loader alone, and ``whole`` its loader with what it does after loading, which is the
-layerwise reload of vLLM. ``map`` copies out of the ring by the map. ``direct`` writes HF tensors straight into the
-engine's parameters, and ``shards`` megatron-core's shards, with no HF tensor between. ``sync`` is a ``WeightSync``,
-which chooses by itself, and once more with each of ``--transports``. Checksums of every parameter are compared after
-each way.
+``plain`` is the engine's loader alone. ``whole`` is the loader with the work after it: vLLM's layerwise reload. ``map``
+copies out of the ring by the map. ``direct`` writes HF tensors straight into the engine's parameters, and ``shards``
+megatron-core's shards, with no HF tensor between. ``sync`` is a ``WeightSync``, which chooses by itself, and once more
+with each of ``--transports``. Checksums of every parameter are compared after each way.
 """
 
 from __future__ import annotations

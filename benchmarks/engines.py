@@ -1,7 +1,7 @@
 """The engine's process of ``engine.py``: vLLM, or a stand-in of ours that needs torch alone.
 
-It is started with an address, and asked through it for methods by name, with arguments for each rank of the engine. It
-answers with a list. What it is asked for is timed there.
+It is started with an address. Through it come calls of methods by name, with arguments for each rank of the engine, and
+the answers go back as lists. A call is timed in this process.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Seconds of an export to every rank, beside raw all-gathers of the same bytes in the same run.
+"""Times exports to every rank, and raw all-gathers of equally many bytes in the same run.
 
     torchrun --nproc-per-node 4 benchmarks/export.py "qwen3-8b tp=2 pp=2" "qwen3-30b-a3b layers=12 ep=4 tp=2 sp=1"
     torchrun --nproc-per-node 4 benchmarks/export.py --device cpu "tiny tp=2 pp=2" "tiny-moe ep=4"
 
-Weights are random. Each rank takes every HF tensor as a tensor of its own, and lets go of it at the next one.
-``first_s`` is the very first export of a case and size of buckets: all that it does once there is a communicator, such
-as exchanging inventories and planning; the kernel has been compiled while the model was built. GB/s count what a rank
-has in the end, for raw all-gathers too; its own share of that does not travel.
+Weights are random. Each rank gets every HF tensor as a separate tensor, and drops it at the next one. ``first_s`` is
+the first export of a case and size of buckets. It includes exchanging inventories and planning, and no compilation: the
+kernel was compiled while the model was built. GB/s count all bytes that a rank has in the end, for raw all-gathers too;
+a rank's own share of these bytes does not travel.
 """
 
 from __future__ import annotations

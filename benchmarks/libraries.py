@@ -1,7 +1,7 @@
-"""The published libraries that do what mcore_bridge does, each behind the same four calls.
+"""The published libraries that also convert between HF and megatron-core, each behind four calls with equal names.
 
-Each builds its own model, with its own code, on a ``parallel_state`` that is there. Nothing of a library is imported
-before it is asked for: one of them is named ``mcore_bridge`` as well.
+Each builds a model with its own code, on an existing ``parallel_state``. A library is imported only when it is used,
+since one of them is also named ``mcore_bridge``.
 """
 
 from __future__ import annotations

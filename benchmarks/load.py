@@ -1,12 +1,12 @@
-"""How long a load takes, against a raw read of the same files in the same run.
+"""Times a load, and a raw read of its files in the same run.
 
 torchrun --nproc-per-node 4 benchmarks/load.py --model qwen3-8b --tp 2 --pp 2 --folder FOLDER
 
-The raw read is what memory of the host allows: all ranks together read the bytes of the files once from the page cache,
-in pieces that are dealt to the ranks. Eight threads of each take theirs one after the other, into pinned memory and on
-to the GPU where there is one, so that a thread reads a piece while its last one crosses. Nothing looks at what is read.
-A load reads more where ranks hold the same, and has names and headers to look at. ``ratio`` is the part of the raw
-read's speed that it reaches.
+The raw read shows the speed of the host's memory: all ranks together read the bytes of the files once from the page
+cache, and each rank gets some pieces. Eight threads of a rank read its pieces into pinned memory and copy them to the
+GPU, if there is one. A thread reads one piece while the piece before is copied. The bytes are not used. A load reads
+more bytes if ranks hold equal tensors, and it also reads names and headers. ``ratio`` is the speed of the load divided
+by the speed of the raw read.
 """
 
 import os

@@ -1,10 +1,11 @@
-"""Memory of one training step on one GPU, beside what ``mcore-bridge plan --gpus`` estimates for it.
+"""Measures the memory of one training step on one GPU, and compares it with the estimate of ``plan --gpus``.
 
     python benchmarks/memory.py "qwen3-8b layers=4" "qwen3-30b-a3b layers=2" "moonlight layers=2" --lengths 4096 8192
 
 The model is wrapped in megatron-core's DDP with gradients in fp32, and has its distributed optimizer. The first step
 makes the optimizer's state; the second one is measured. ``ratio`` is the estimate as a part of what torch allocated at
-most. What the decoder, and the rest up to the loss, keep for the backward pass is reported beside its estimate.
+most. The tensors that the decoder, and the modules after it, keep for the backward pass are reported beside their
+estimate.
 """
 
 from __future__ import annotations

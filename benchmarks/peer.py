@@ -1,4 +1,4 @@
-"""The figures of one library for one case. Started by ``peers.py``, with torchrun and the library's own path."""
+"""Measures one library for one case. ``peers.py`` starts it by torchrun, with the path of the library."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Draw the newest figures for README and site: ``python benchmarks/picture.py``; ``--check`` compares only.
+"""Draws the newest figures for README and site: ``python benchmarks/picture.py``; ``--check`` compares only.
 
-Whole syncs of an engine are lines of JSON, copied from ``results/DATE_engine_HARDWARE.md``. The other lines are
-those that ``peers.py`` printed, kept as ``results/DATE_peers_HARDWARE.jsonl``, and those of a model with experts as
+Whole syncs of an engine are lines of JSON, copied from ``results/DATE_engine_HARDWARE.md``. The other lines were
+printed by ``peers.py``. They are kept as ``results/DATE_peers_HARDWARE.jsonl``, and for a model with experts as
 ``results/DATE_peers-experts_HARDWARE.jsonl``.
 """
 

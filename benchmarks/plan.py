@@ -1,6 +1,6 @@
-"""Time ``mcore-bridge plan``, imports included, and show its figures: ``python benchmarks/plan.py``.
+"""Times ``mcore-bridge plan``, imports included, and shows its figures: ``python benchmarks/plan.py``.
 
-Each plan is a process of its own. Needs no GPU; seconds of CPU (user and system) are those of that process alone.
+Each plan runs in a separate process, whose seconds of CPU (user and system) are counted. No GPU is needed.
 """
 
 from __future__ import annotations

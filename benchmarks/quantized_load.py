@@ -1,13 +1,13 @@
-"""How long quantized folders take to load beside bf16, and how much host memory, in one run.
+"""Times loads of quantized folders and of a bf16 folder, with their host memory, in one run.
 
 python benchmarks/quantized_load.py --folder FOLDER                   # as large as below, on one GPU; 90 GB of disk
 python benchmarks/quantized_load.py --folder FOLDER --size tiny --device cpu
 
 It writes folders of random codes: DeepSeek-V3 in FP8 with most of its layers cut out, gpt-oss-20b in MXFP4, and layers
-of Qwen3-30B-A3B in FP8 and in bf16. They are kept for the next run. Each is then loaded into a bf16 model several
-times. Speeds are in GB of the files per second and in GB of bf16 parameters per second. Memory is what the process
-takes for the first load beyond what it held; files that are only mapped do not count. ``ratio`` is the speed per byte
-of a file, as a part of that of the first folder.
+of Qwen3-30B-A3B in FP8 and in bf16. The folders are kept for the next run. Each is then loaded into a bf16 model
+several times. Speeds are in GB of the files per second and in GB of bf16 parameters per second. Memory is the growth of
+the process during the first load; files that are only mapped do not count. ``ratio`` is the speed in bytes of files,
+divided by the speed for the first folder.
 """
 
 from __future__ import annotations

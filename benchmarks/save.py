@@ -1,12 +1,12 @@
-"""How long a save takes, against a raw write of the same bytes in the same run.
+"""Times a save, and a raw write of equally many bytes in the same run.
 
 torchrun --nproc-per-node 4 benchmarks/save.py --model qwen3-8b --tp 2 --pp 2 --folder FOLDER
 
-The export is one without files. The raw write is what the file system allows: eight threads of each rank write its
-share of the bytes, to a file each, since a kernel lets one thread at a time write to a file; from memory that is there
-already, pinned where there is a GPU, and to the same file system. It neither exports nor crosses from a GPU, and its
-files have no headers. Before each measurement all is flushed to the disk, and during none. ``ratio`` is the part of the
-raw write's speed that a save reaches.
+The export is one without files. The raw write shows the speed of the file system. Eight threads of each rank write the
+rank's share of the bytes, each to a separate file, since a kernel lets only one thread at a time write to a file. They
+write from existing memory (pinned, if there is a GPU) to the file system of the save. The raw write neither exports nor
+copies from a GPU, and its files have no headers. Before each measurement all files are flushed to the disk, and during
+none. ``ratio`` is the speed of the save divided by the speed of the raw write.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What the benchmarks of steps share: libraries in turns, and forward and backward passes of what they build."""
+"""Shared by the benchmarks of steps: turns of several libraries, and forward and backward passes of their models."""
 
 from __future__ import annotations
 

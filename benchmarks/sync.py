@@ -1,12 +1,13 @@
-"""Seconds of a ``WeightSync`` into several engines at once, each a process with ranks of its own.
+"""Times a ``WeightSync`` into several engines at once. Each engine is a process with its own ranks.
 
     torchrun --nproc-per-node 4 benchmarks/sync.py "qwen3-30b-a3b layers=24 tp=4 ep=4 sp=1" --engine vllm \
         --engine-path SITE --engine-devices cuda:0 cuda:2 --engine-tp 2
     torchrun --nproc-per-node 2 benchmarks/sync.py "tiny-moe tp=2 ep=2 sp=1" --device cpu --engine-devices cpu cpu
 
-Weights are random. The engines of ``engines.py`` are asked, and each has ``--engine-tp`` ranks from its device on.
-First all engines take the weights by their own loaders. The checksums of all parameters are compared with those after
-a round by the chosen ways, from NaN on. There is one warm-up, then the median and the worst of rank 0 are published.
+Weights are random. The engines are those of ``engines.py``; each has ``--engine-tp`` ranks on the devices from its own
+device on. First all engines take the weights by their loaders. Then the parameters are set to NaN, and a round by the
+chosen ways must give all of them equal checksums. There is one warm-up, then the median and the worst of rank 0 are
+published.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tokens per second of a forward and backward pass with images, beside the same of Megatron-Bridge.
+"""Measures tokens per second of a forward and backward pass with images, for our model and Megatron-Bridge's.
 
     torchrun --nproc-per-node 1 benchmarks/vision.py --site SITE "qwen2.5-vl-7b layers=12" "qwen3-vl-8b layers=12"
     torchrun --nproc-per-node 1 benchmarks/vision.py --only ours --device cpu --tokens 96 --grid 4 "tiny-vl"

@@ -1,4 +1,4 @@
-"""Images of each row: an input that does not fit is named on every rank, and one mapping for all rows is split by rows."""
+"""Images of each row: an input that does not fit is named on all ranks, and one mapping for all rows is split by rows."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Packing and its inverse: every token once, in its place, with the token after it, on any mesh; log-probs cut over TP."""
+"""Packing and its inverse: every token once, in place, with the token after it, on any mesh; log-probs cut over TP."""
 
 import itertools
 import re

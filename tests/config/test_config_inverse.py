@@ -1,4 +1,4 @@
-"""Config tables work in both directions: a config that is translated and translated back is unchanged, for all sizes."""
+"""Config tables work in both directions: a config that is translated and back is unchanged, for all sizes."""
 
 import json
 

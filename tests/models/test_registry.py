@@ -1,4 +1,4 @@
-"""The registry has our architectures and the architectures that users add. An unknown name raises, with similar names."""
+"""The registry has our architectures and those that users add. An unknown name raises, with similar names."""
 
 import dataclasses
 import subprocess

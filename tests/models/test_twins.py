@@ -1,4 +1,4 @@
-"""Families that transformers lacks have the logits of an equivalent family. ``test_bailing.py`` has more tests of Ling."""
+"""Families that transformers lacks have the logits of an equivalent family. ``test_bailing.py`` tests more of Ling."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""RLinf's actor blocks: every key is translated, a conflict with the HF config raises, the provider builds the model."""
+"""RLinf's actor blocks: every key is translated, conflicts with the HF config raise, the provider builds the model."""
 
 import shutil
 from pathlib import Path

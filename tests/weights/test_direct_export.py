@@ -1,4 +1,4 @@
-"""Shards of a trainer go to an engine's memory by its map: through a ring of slices, or straight into the parameters."""
+"""Shards of a trainer go to an engine's memory by its map: through a ring of slices, or straight into parameters."""
 
 import datetime
 import multiprocessing
