@@ -27,7 +27,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 def pytest_addoption(parser):
-    """Of the tests on GPUs."""
+    """Add the options of the tests on GPUs."""
     parser.addoption("--record", metavar="FILE", help="append what passed on GPUs, for docs/reference/support.md")
     parser.addoption("--families", metavar="NAMES", help="only these, with commas, where a test is of all families")
     parser.addoption("--meshes", metavar="NAMES", help="only these, as test_gpu_training prints them, with commas")
@@ -35,7 +35,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """On CPU megatron-core's fused functions run as Python: to compile them with a C++ compiler takes long."""
+    """On CPU megatron-core's fused functions run as Python, since compiling them takes long."""
     os.environ["RANKS_PER_GPU"] = str(config.getoption("--ranks-per-gpu"))  # of ``gpus.py``, and its processes
     if "multigpu" not in config.getoption("-m"):
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")

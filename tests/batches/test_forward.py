@@ -138,8 +138,9 @@ def balanced(kind, dims, ways):
 )
 @pytest.mark.parametrize("kind", BALANCED)
 def test_routers_learn_nothing_from_padding(kind, dims):
-    """All of it is one token, which goes to the same experts. Of ranks that have parts of a sequence, z_loss is a mean
-    over their own means, which depends on where they are cut."""
+    """All padding is one token, so all of it would go to the same experts. If ranks have parts of a sequence, z_loss is
+    the mean of the means of the ranks, so it depends on the cuts.
+    """
     if kind == "z_loss" and dims.sp:
         pytest.skip("megatron-core takes the mean of each rank's tokens")
     packed = [{"multiple_of": 1}, {"multiple_of": 64}, {"multiple_of": 64, "packed": False}]
@@ -228,7 +229,7 @@ def gradients(name, dims, modules):
 @pytest.mark.parametrize("dims", [mb.ParallelDims(), mb.ParallelDims(tp=2, sp=True)], ids=str)
 @pytest.mark.parametrize("name", RECOMPUTED)
 def test_what_is_computed_again_has_the_same_gradients(name, dims):
-    """Also where attention has sinks or caps, or is latent."""
+    """Recomputed layers have equal gradients, also if attention has sinks or caps, or is latent."""
     known, again = (pool.run(dims.tp, gradients, name, dims, modules) for modules in ([], RECOMPUTED[name]))
     for expected, found in zip(known, again, strict=True):
         assert sum(float(each.abs().sum()) for each in expected.values()) > 0
@@ -379,7 +380,7 @@ def gradients_of(chunks, name):
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "rows"])
 @pytest.mark.parametrize("dims", MESHES, ids=str)
 def test_gradients_are_those_of_unpadded_rows(dims, packed, size):
-    """Of the mean over two microbatches, or of one with both rows, beside which virtual stages have one of padding."""
+    """The mean over two microbatches, or one microbatch with both rows; virtual stages then add one of padding."""
     (expected,) = pool.run(1, by_hand)
     for _, found in pool.run(
         dims.pp * dims.tp * dims.cp, by_forward, dims, {"packed": packed, "micro_batch_size": size}
@@ -411,7 +412,7 @@ def uneven_batch():
 
 
 def uneven_loss(log_probs, entropies, rows):
-    """A mean over the places of a microbatch, so that rows which only fill it would be seen."""
+    """A mean over all places of a microbatch, so that rows of padding would change it."""
     of_log_probs, of_entropies = uneven_batch()[2][:, rows]
     return (log_probs * of_log_probs + entropies * of_entropies).mean()
 
@@ -446,7 +447,7 @@ def uneven_by_hand(size):
 
 @pytest.mark.parametrize(("dims", "size", "packed"), SIZES, ids=str)
 def test_three_rows_that_no_microbatch_and_no_mesh_divides(dims, size, packed):
-    """Outputs equal those of each row alone, and gradients those of the mean over microbatches."""
+    """Outputs equal the outputs of each row alone, and gradients the gradients of the mean over microbatches."""
     (expected,) = pool.run(1, uneven_by_hand, size)
     for found in pool.run(dims.smallest_world, uneven_by_forward, dims, size, packed):
         for ours, theirs in zip(found[:2], expected[:2], strict=True):
@@ -486,7 +487,7 @@ def test_what_a_head_says_is_at_its_token(head):
 
 
 def of_a_user(out, rows):
-    """On one tensor rank alone, and with the second microbatch alone."""
+    """A loss that fails only on one tensor rank, and only in the second microbatch."""
     if rows.start and not parallel_state.get_tensor_model_parallel_rank():
         raise KeyError("of a user")
     return None if rows.start else out.entropy.sum()
@@ -504,7 +505,7 @@ LOSSES = {
 
 
 def losses_that_are_none(dims):
-    """The end of each call on this rank; the same ranks make all calls."""
+    """The outcome of each call on this rank. All ranks make all calls."""
     with stepping.mesh(dims):
         chunks = mb.build_model(HF, dims=dims, dtype=torch.float32, device="cpu", load_weights=random_state(HF))
         wrapped, found = stepping.wrap(chunks), []

@@ -10,7 +10,7 @@ from tests.support import pool, stepping
 from tests.support.strategies import random_state, tiny
 
 ROWS, SEQ, SIZE = 3, 11, 2
-"""Of each replica: the second microbatch has one row."""
+"""The batch of each replica. Its second microbatch has one row."""
 D = mb.ParallelDims
 CASES = [  # models, the number of ranks, and meshes
     ("dense", 2, D()),

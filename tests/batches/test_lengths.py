@@ -120,7 +120,7 @@ def by_trainers():
         packed = mb.pack_sequences(ids, mask)
         rows = mb.pack_sequences(ids, mask, packed=False)
         positions = torch.arange(rows.input_ids.size(1)).expand_as(rows.input_ids)
-        counted = dataclasses.replace(rows, position_ids=positions)  # padding, too, so that only the mask tells
+        counted = dataclasses.replace(rows, position_ids=positions)  # also at padding: only the mask marks it
         calls = {
             "packed": (packed, {"packed_seq_params": packed.packed_seq_params}),
             "places": (rows, {}),
@@ -143,7 +143,7 @@ def by_trainers():
 
 
 def test_a_config_may_choose_the_long_factors_for_every_row():
-    """As vLLM does, if it may go beyond the original length."""
+    """vLLM does this, if texts may be longer than the original length."""
     hf = config_of("phi3")
     long = mb.to_transformer_config(hf).hf_rope.frequencies(ORIGINAL + 1)
     scaling = hf.rope_parameters if zoo.NEWEST else hf.rope_scaling

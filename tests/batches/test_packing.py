@@ -71,7 +71,7 @@ def test_every_token_is_in_one_place_with_its_successor(batch):
     found = [(ids[: len(ids) - ids.count(0)], ids, labels) for row in rows for ids, labels in row]
     assert [real for real, _, _ in found if real] == [row for row in expected if row]
     for real, ids, labels in found:
-        assert ids == real + [0] * (len(ids) - len(real))  # padding is behind
+        assert ids == real + [0] * (len(ids) - len(real))  # padding is at the end
         assert labels == real[1:] + [0] * (len(ids) - max(len(real) - 1, 0))
     if params:
         longest = max(max((len(row) for row in expected), default=0), 512)  # padding is never longer
@@ -116,7 +116,7 @@ def test_what_does_not_fit_is_refused():
 
 
 def test_padded_rows_that_do_not_fit_context_parallelism_or_their_parameters_are_refused():
-    """As trainers give them, with parameters that they have made."""
+    """The rows and parameters are made as trainers make them."""
     ids, starts = torch.ones(2, 8, dtype=torch.long), torch.tensor([0, 8, 16])
     params = SimpleNamespace(cu_seqlens_q=starts, cu_seqlens_q_padded=None)
     assert lay_out_packed(ids, ids == 1, params, 2, 1).input_ids.shape == (1, 8)
@@ -186,7 +186,7 @@ def test_log_probs_and_entropies_of_a_cut_vocabulary(world_size, temperature):
 
 
 def peaks(num_tokens, vocab, chunk):
-    """Bytes that log-probs take, and their gradient, beside what they give, in fp32 chunks of logits in bf16."""
+    """Bytes that log-probs and their gradient take in addition to the results, in fp32 chunks of bf16 logits."""
     logprobs.CHUNK, kept = chunk, logprobs.CHUNK
     logits = torch.randn(num_tokens, vocab).bfloat16().requires_grad_()
     labels = torch.randint(0, vocab, (num_tokens,))
@@ -209,7 +209,7 @@ def peak_of(function):
 
 
 def test_log_probs_take_few_chunks():
-    """Nothing that is as large as the logits: 64 MB four times are what the documentation says."""
+    """No buffer is as large as the logits. The documentation promises at most four buffers of 64 MB."""
     ((forward, backward),) = pool.run(1, peaks, 4096, 1024, 1 << 18)
     assert 1 < forward < 3.8
     assert 1 < backward < 3.8

@@ -354,7 +354,7 @@ def test_a_rank_that_leaves_ends_the_others(leaver: int, world_size: int, said: 
 
 
 def test_help_is_quick() -> None:
-    """As a shell asks for completions at each key, the command itself brings no torch."""
+    """The command does not import torch, since a shell runs it for completions at each key."""
     script = "import sys, mcore_bridge.commands.app; print({'torch', 'numpy', 'transformers'} & sys.modules.keys())"
     finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert finished.stdout == "set()\n"

@@ -32,7 +32,7 @@ def planned(num_layers: int, dims: ParallelDims) -> MeshPlan:
 
 
 def open_bytes(plan: ExportPlan) -> int:
-    """Of outputs at once at most, as a program opens and closes them."""
+    """The most bytes of outputs that are open at once, counted in the steps of a program."""
     program = Program([plan], 0)
     held: dict[int, int] = {}
     most = before = 0
@@ -131,7 +131,7 @@ WIDE = {"num_experts": 96, "moe_intermediate_size": 1536, "hidden_size": 7168, "
     ids=str,
 )
 def test_experts_go_in_shifts_where_memory_asks_for_it(dims: ParallelDims, world_size: int) -> None:
-    """As many ranks as there are experts, and each with one on its way, would take 6 GB."""
+    """There is a rank for each expert. If each rank sent its expert at once, this would take 6 GB."""
     hf = sparse(4, **WIDE, mlp_only_layers=[], num_attention_heads=32, num_key_value_heads=8)
     plan = plan_mesh(
         make_blueprint(hf, BuildOptions(dims=dims, dtype=torch.bfloat16, device="meta")), world_size=world_size
@@ -240,7 +240,7 @@ def test_one_rank_alone_sends_nothing() -> None:
 
 
 def row_by_row(stream: Sequence[SendRange], row_bytes: Sequence[int], window: int) -> dict[tuple[int, int, int], int]:
-    """The message of each row, found the slow way: pieces end where a window is full or a part ends."""
+    """The message of each row, computed row by row: a piece ends if a window is full or a part ends."""
     found, message, filled = {}, 0, HEADER
     for entry, shard, first, rows in stream:
         start = filled
@@ -371,6 +371,6 @@ def test_the_ends_are_built_and_what_has_other_layers(dense: list[int], num_buil
 
 
 def test_the_last_message_is_as_wide_as_it_must_be():
-    """What only the last message has makes no other message wider."""
+    """A large tensor in the last message makes no other message wider."""
     last = WindowRun(entry=0, shard=0, first=0, rows=3, start=HEADER, message=1, times=1)
     assert widths([last], [1024], 2) == (HEADER, HEADER + 3 * 1024)

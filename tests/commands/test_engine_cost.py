@@ -60,7 +60,7 @@ def test_nothing_travels_where_engines_are_cut_as_the_trainer_is() -> None:
 
 
 def test_ranks_of_a_replica_feed_by_their_places_in_the_job() -> None:
-    """Of two replicas, each has the ranks 0 and 1, or 2 and 3, of engines of four: other slices than of two."""
+    """Engines have four ranks, and a replica feeds ranks 0 and 1, or 2 and 3: other slices than for engines of two."""
     dims, engine = ParallelDims(tp=2, pp=2, sp=True), engine_ranks(tp=4)
     once, twice = (feed(trainer(dims, world_size), engine) for world_size in (4, 8))
     assert once != twice

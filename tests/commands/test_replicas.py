@@ -77,7 +77,7 @@ def test_where_neither_kind_of_axes_lies_in_the_other_all_ranks_export_together(
         for piece in message.pieces:
             loads[piece.sender] += piece.count * plan.payload.entries[piece.entry].row_bytes
     assert set(loads) == set(range(6))
-    assert max(loads.values()) < 1.2 * min(loads.values())  # what several hold, each sends a part of
+    assert max(loads.values()) < 1.2 * min(loads.values())  # each holder of a tensor sends a part of it
 
 
 @pytest.mark.parametrize("dims", MESHES[3:], ids=str)

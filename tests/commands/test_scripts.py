@@ -98,7 +98,7 @@ WRONG = {
     "verify": [("--tokens", 0), ("--mtp", -1)],
     "draw": [(".", "--layers", 0), (".", "--seed", 2**64)],
 }
-"""By command, options that have such a value for nobody."""
+"""For each command, options with wrong values."""
 
 
 def test_a_logit_that_is_no_number_is_null() -> None:

@@ -107,16 +107,16 @@ LAWS = {
     "ep": ({}, 1, "<<= =="),
     "etp": ({"tp": 2, "ep": 2}, 1, "<<= =="),
 }
-"""By axis, a mesh, how many times as many GPUs there are for twice the axis, and what becomes of each of ``PARTS``.
-
-It is halved (/), becomes less (<) or stays (=). Replicas share the optimizer's state, and their number is the same.
+"""For each axis: a mesh, the factor of the number of GPUs if the axis is doubled, and the change of each of ``PARTS``:
+it is halved (/), becomes smaller (<) or stays equal (=). Replicas share the optimizer's state, and their number stays
+equal.
 """
 
 
 @pytest.mark.parametrize("axis", LAWS)
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_each_part_of_the_memory_is_cut_by_the_axes_that_cut_it(name: str, axis: str, tmp_path: Path) -> None:
-    """With logits that outweigh the rest, so that the rank which needs most is of the last stage."""
+    """Logits are the largest part, so that the fullest rank is in the last stage."""
     if name == "llama" and axis in ("ep", "etp"):
         return
     given = copy.deepcopy(zoo.cases()[name].hf)

@@ -47,7 +47,7 @@ def _mutated(name: str, value: object) -> object:
 
 
 def _outcome(raw: Json, name: str, base: dict[str, object], folder: Path) -> str:
-    """What changing the field does: "changes" what is built, "raises" ConfigError, or "nothing"."""
+    """The effect of another value of the field: "changes" (of the model), "raises" (ConfigError) or "nothing"."""
     value = _mutated(name, raw.get(name, getattr(read(raw, folder / "base"), name, None)))
     fields = {**raw, name: value}
     if name == "num_hidden_layers" and "layer_types" in raw:

@@ -89,6 +89,6 @@ def test_what_comes_back_is_read_alike(fields: Json) -> None:
 
 
 def test_every_nth_layer_counts_from_one() -> None:
-    """As megatron-core counts them: with 4, the fourth layer and the eighth have full attention."""
+    """With n = 4, the fourth and the eighth layer have full attention, as in megatron-core."""
     mcore = {"num_layers": 8, "linear_attention_freq": 4}
     assert layers_but_full(mcore, "linear_attention_freq", unset=0) == [1, 1, 1, 0, 1, 1, 1, 0]

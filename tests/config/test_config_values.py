@@ -65,7 +65,7 @@ def test_what_mcore_cannot_express_is_refused_with_the_reason(change: Json, mess
     ],
 )
 def test_a_value_of_another_type_is_refused(name: str, value: object, expected: str) -> None:
-    """By us, since transformers 4 takes any value."""
+    """This library refuses it, since transformers 4 accepts any value."""
     hf = CONFIG_MAPPING["llama"]()
     with pytest.raises(ConfigError, match=f"{name} must be {expected}, as megatron-core's .* is, found {value!r}"):
         to_mcore(table_of(hf), {**hf.to_dict(), name: value})
@@ -215,7 +215,7 @@ def test_a_soft_cap_that_is_no_positive_number_is_refused(cap: object) -> None:
 
 
 def test_a_list_of_equal_numbers_is_that_number() -> None:
-    """With one entry for each layer, also for a single layer."""
+    """The list has one entry for each layer, also for a single layer."""
     field = number("moe_topk", "moe_router_topk")
     for num_layers in (1, 3):
         assert field.to_mcore({"moe_topk": [8] * num_layers, "num_hidden_layers": num_layers}) == {"moe_router_topk": 8}

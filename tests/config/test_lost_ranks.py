@@ -82,7 +82,7 @@ def test_survivors_say_who_was_lost_as_far_as_they_can_know(tmp_path, machines, 
 
 
 def noted():
-    """Runs in each worker: what is known of the processes of the job, and its own."""
+    """Runs in each worker: the recorded processes of the job, and the process of this rank."""
     lost_ranks.note_process()
     lost_ranks.note_process()
     dist.barrier()
@@ -102,7 +102,7 @@ def test_what_breaks_elsewhere_is_left_as_it_is():
 
 
 def test_every_collective_of_a_group_names_lost_ranks():
-    """A method that calls torch.distributed says what was lost, as its decorator does."""
+    """Each method that calls torch.distributed has the decorator that names lost ranks."""
     methods = {name: method for name, method in vars(collectives.Group).items() if inspect.isfunction(method)}
     calling = {
         name for name, method in methods.items() if re.search(r"\bdist\.(all_|broad|scat)", inspect.getsource(method))

@@ -184,7 +184,7 @@ def test_heads_fit_exactly_when_megatron_core_can_build_its_attention(
     shape = {"num_attention_heads": heads, "num_query_groups": groups, "kv_channels": size}
     try:
         TransformerConfig(num_layers=4, hidden_size=heads * size, tensor_model_parallel_size=tp, **shape)
-        divide((heads + 2 * groups) * size, tp)  # what ColumnParallelLinear does with the rows of linear_qkv
+        divide((heads + 2 * groups) * size, tp)  # ColumnParallelLinear divides the rows of linear_qkv
         fits = True
     except (AssertionError, ValueError):
         fits = False

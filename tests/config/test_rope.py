@@ -51,7 +51,7 @@ def test_frequencies_are_those_of_transformers(tmp_path: Path, model_type, rope_
 
 @pytest.mark.parametrize("rope_type", ROPES)
 def test_each_rope_differs_from_the_default(rope_type: str, tmp_path: Path) -> None:
-    """Else the tests above would hold for a reader that drops everything."""
+    """Otherwise the tests above would pass for a reader that drops everything."""
     rope = rope_of(read_config(write(tmp_path, family("llama", rope_type))))
     plain = Rope(parameters={"rope_type": "default", "rope_theta": 1e4}, head_dim=16, max_position_embeddings=256)
     assert not torch.equal(rope.frequencies(1000), plain.frequencies(1000))
@@ -64,7 +64,7 @@ def test_only_dynamic_depends_on_the_length(tmp_path: Path) -> None:
         assert torch.equal(rope.frequencies(256), rope.frequencies())
         assert torch.equal(rope.frequencies(257), rope.frequencies()) == (rope_type != "dynamic")
         rope.frequencies(1000)
-        assert torch.equal(rope.frequencies(9), rope.frequencies())  # no state is left behind
+        assert torch.equal(rope.frequencies(9), rope.frequencies())  # no state remains from other lengths
 
 
 @pytest.mark.parametrize("rope_type", ROPES)
@@ -197,7 +197,7 @@ def test_llama3_scaling_by_mcore_arguments_is_mcore_s_own_scaling() -> None:
 
 
 def test_fused_latent_attention_gets_the_cosines_that_mcore_would_give_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the same yarn: in the kernel's shape and dtype, and with the attention factor."""
+    """Both follow from one yarn: in the kernel's shape and dtype, and with the attention factor."""
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
     from mcore_bridge.factory.modules.rotary import LatentRotaryEmbedding
@@ -267,7 +267,7 @@ def test_yarn_of_a_model_that_was_trained_with_it_is_yarn(tmp_path: Path) -> Non
 
 
 def test_the_old_name_of_a_type_is_understood() -> None:
-    """As configs have it that transformers has not read yet."""
+    """Configs that transformers has not converted yet have the old name."""
     assert merged({"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}})["rope_type"] == "linear"
     assert merged({"rope_theta": 1e4})["rope_type"] == "default"
 

@@ -40,7 +40,7 @@ def source(name: str, folder: Path) -> tuple[dict[str, Any], dict[str, torch.Ten
 
 @pytest.mark.parametrize("name", FORMS)
 def test_a_quantized_folder_becomes_plain(name: str, tmp_path: Path) -> None:
-    """With what lies beside; in several files, and not by building a model."""
+    """Other files of the folder are copied. Tensors go to several files, and no model is built."""
     files, plain = source(name, tmp_path / "quantized")
     (tmp_path / "quantized" / "tokenizer.json").write_text("{}")
     (tmp_path / "quantized" / "hf_quant_config.json").write_text("{}")

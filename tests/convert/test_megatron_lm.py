@@ -35,7 +35,7 @@ def write(hf: Any, dims: ParallelDims, state: State, folder: Path) -> None:
 
 
 def written(root: Path) -> None:
-    """Runs in a worker: three folders, and what stands in and beside them."""
+    """Runs in a worker: writes three folders, and the files that Megatron-LM expects in and beside them."""
     from megatron.core import dist_checkpointing
 
     models = built(TIED, ParallelDims(), random_state(TIED))

@@ -14,7 +14,7 @@ from tests.support.peft_models import ALPHA, EXPERTS, RANK, batch, entries, expe
 
 DENSE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SOME = ("q_proj", "v_proj", "up_proj")
-"""Of each layer of mcore that joins projections, some."""
+"""Some projections of each layer of mcore that joins projections."""
 LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 SHARED = ("shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert.down_proj")
 SP = {"tp": 2, "sp": True}

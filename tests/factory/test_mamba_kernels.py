@@ -74,7 +74,7 @@ def learned(mixer: Any, given: Tensor, packed: Any) -> dict[str, Tensor]:
 
 @pytest.mark.skipif("nemotron_h" not in zoo.cases(), reason="the installed transformers has no family with mixers")
 def test_the_kernels_get_what_torch_computes_with(calls: list[str], monkeypatch: Any) -> None:
-    """Rows, and packed sequences in one call, none of which sees the one before."""
+    """The inputs are rows, or packed sequences in one call. No sequence depends on the one before."""
     hf = zoo.cases()["nemotron_h"].hf
     with rank_of(ONE, 0, 1):
         (model,) = mb.build_model(hf, dims=ONE, dtype=torch.float32, device="cpu", load_weights=False)

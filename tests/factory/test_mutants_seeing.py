@@ -53,7 +53,7 @@ def features_a_layer_late(chunk: Any) -> None:
 
 
 def second_image_before_the_first(chunk: Any) -> None:
-    """Of the first row, whose images have 4 and 3 features."""
+    """Exchange the images of the first row, which have 4 and 3 features."""
 
     def hooked(module: Any, args: Any, output: Any) -> None:
         features = output.pooler_output
@@ -120,7 +120,7 @@ def steps(folder: Path, batch: Any) -> list[Any]:
 
 
 def test_killed_by_gradients() -> None:
-    """None of them moves log-probs."""
+    """Mistakes that change gradients, but not log-probs."""
     folder, batch, wanted = case("qwen3_vl")
     found = zip(*pool.run(2, steps, folder, batch), strict=True)
     for name, ranks in zip(GRADIENTS, found, strict=True):
@@ -131,7 +131,7 @@ def test_killed_by_gradients() -> None:
 
 @pytest.mark.parametrize("off_by", [-1, 1])
 def test_an_image_token_that_is_off_by_one_is_refused(off_by: int) -> None:
-    """Also if the caller marks the tokens of images: transformers then puts the features into other places."""
+    """It raises also if the caller marks the tokens of images: transformers would put features into wrong places."""
     folder, (ids, mask, images, _), _ = case("qwen3_vl")
     told = [
         each and {**each, "mm_token_type_ids": (ids == 5)[row] + 2 * (ids == 6)[row]} for row, each in enumerate(images)

@@ -62,7 +62,7 @@ def step(chunks, around_forward, around_backward):
 
 
 def gradients(folder, options):
-    """Runs in each worker: gradients of adapters where forward and backward ran with or without them."""
+    """Runs in each worker: gradients of adapters, if forward and backward ran with or without adapters."""
     for overrides in options:
         with stepping.mesh(mb.ParallelDims(tp=2, sp=True)):
             chunks, base = built(folder, mb.ParallelDims(tp=2, sp=True), overrides)

@@ -96,7 +96,7 @@ def test_two_levels_without_their_groups_are_refused() -> None:
 
 
 class Fused(torch.nn.Module):
-    """As TransformerEngine's attention: it has sinks that nobody initialised, and takes rows only."""
+    """Like TransformerEngine's attention: it has uninitialised sinks, and takes rows only."""
 
     def __init__(self, config: Any, *places: Any, **more: Any) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def test_what_torch_stands_in_for_is_said_once(
     adapt: Callable[[Any, Any, Any], None], config: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     say.cache_clear()
-    caplog.set_level(logging.WARNING, logger="mcore_bridge")  # the command line has raised that of all
+    caplog.set_level(logging.WARNING, logger="mcore_bridge")  # the command line has raised the level of all loggers
     for backend in ("torch", "te", "te"):
         layer = SimpleNamespace(self_attention=SimpleNamespace(submodules=SimpleNamespace()))
         adapt(layer, SimpleNamespace(**config), backend)

@@ -85,7 +85,7 @@ def test_attention_is_a_softmax_over_what_may_be_seen(num_queries, cached, heads
         hidden = hidden | (ahead < -window) | (ahead > 0)
     given_mask = torch.rand(2, 1, num_queries, num_keys) < 0.4 if masked else None
     if given_mask is not None:
-        given_mask = given_mask & (ahead != 0)  # a token always sees itself
+        given_mask = given_mask & (ahead != 0)  # a token always attends to itself
         hidden = hidden | given_mask
     core = attention(
         AttnMaskType.causal if causal else AttnMaskType.no_mask,
