@@ -83,7 +83,7 @@ def _share(dims):
 
 
 def known(family):
-    """By torch's modules, in fp32 and in bf16; where there is nothing but replicas."""
+    """The gradients of torch's modules, in fp32 and in bf16, on a mesh of replicas alone."""
     dtypes = torch.float32, torch.bfloat16
     return [gradients(family, mb.ParallelDims(), dtype=dtype, backend="torch") for dtype in dtypes]
 

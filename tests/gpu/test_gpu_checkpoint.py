@@ -33,7 +33,7 @@ def assert_holds(model, source):
 
 
 def check(rank, source, folder):
-    """In a process of its own, which megatron-core may fork to write."""
+    """Runs in a separate process, which megatron-core may fork to write."""
     from megatron.core import dist_checkpointing
 
     ParallelDims().initialize(device="cuda")

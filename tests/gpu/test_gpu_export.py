@@ -72,10 +72,10 @@ def test_the_grid_of_trainers_and_engines(world_size, flat, tmp_path):
 
 
 def predicted(rank, world_size):
-    """On either backend, of families with an MTP layer: what came back otherwise, and on one rank what the layer
-    predicts in fp32.
+    """For each backend and family with an MTP layer: tensors that an export changed, and on one rank the layer's logits
+    in fp32.
 
-    Its weights are bf16 values, so that fp32 holds the same.
+    The weights are bf16 values, so that fp32 holds them exactly.
     """
     from megatron.core import parallel_state
 
@@ -151,7 +151,7 @@ def run(models, ending, target, rank, *, copy):
 
 def memory(rank, world_size):
     """For meshes, targets and ways to end, the bytes that are allocated after one such export and after 20 more, beyond
-    those before any export of the model."""
+    the bytes before any export of the model."""
     from megatron.core import parallel_state
 
     left = {}
@@ -178,7 +178,7 @@ def memory(rank, world_size):
 def peaks(rank, world_size):
     """For models, meshes and buckets, the bytes that an export took at most, what was expected, and the bound.
 
-    The same arrives in all of them.
+    The exported tensors are equal in all cases.
     """
     from megatron.core import parallel_state
 

@@ -51,7 +51,7 @@ if importlib.util.find_spec("transformer_engine"):
     ]
 """Backend, dtype, and whether sequences are packed."""
 HALF = {"qwen3": [(WAYS[0][0], torch.float16, True)]}
-"""What is asked of a family besides."""
+"""Additional cases of single families."""
 MESHES = {
     1: [mb.ParallelDims()],
     2: [
@@ -78,7 +78,7 @@ MESHES = {
 
 
 def references(hf, state, dtypes):
-    """fp32 logits of transformers, and how far log-probs of its own half precision are off, by dtype."""
+    """transformers' logits in fp32, and the errors of its log-probs in each dtype of half precision."""
 
     def computed(dtype):
         with tempfile.TemporaryDirectory() as folder, torch.no_grad():

@@ -40,7 +40,7 @@ ALLOWED = 2**4, 2**5
 
 
 def examine(hf, dims, state):
-    """By recipe: how much further from fp32 than bf16, log-probs and gradients."""
+    """For each recipe, the errors of log-probs and gradients, divided by the errors of bf16."""
     exact = learn(hf, dims, state, packed=True, dtype=torch.float32, backend="torch")
     rounded = distances(learn(hf, dims, state, packed=True, backend="te"), exact)
     print(dims, hf.model_type, "bf16:", rounded, flush=True)

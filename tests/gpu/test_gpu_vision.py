@@ -58,9 +58,9 @@ def _on_gpu(value, dtype):
 
 
 def rank_main(rank, world_size, folders, batches, known):
-    """What a step of each family gives on every mesh of this size, in every way; or why it is refused.
+    """The results of a step of each family on every mesh of this size, in every way; or the reason of a refusal.
 
-    The first rank says at once what it has found, so that a run that ends early has told something.
+    The first rank prints results at once, so that an interrupted run has shown some.
     """
     os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
     mb.ParallelDims().initialize(device="cuda")

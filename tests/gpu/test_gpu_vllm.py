@@ -33,16 +33,16 @@ PROMPTS, PROMPT, SAMPLED, GREEDY = 4, 8, 24, 64
 
 
 def log_probs(model, tokens):
-    """Of all next tokens, fp32 [batch, seq - 1, vocab]."""
+    """Log-probs of all next tokens, fp32 [batch, seq - 1, vocab]."""
     with torch.no_grad():
         return model(tokens.cuda()).logits[:, :-1].float().log_softmax(-1)
 
 
 def examine(hf, engine, folder, tensor_parallel):
-    """What vLLM says otherwise than others, relative to what is allowed, after the first round and after the last.
+    """The errors of vLLM's log-probs, divided by the allowed errors, after the first and after the last round.
 
-    Of what it samples, and of the same as a prompt: than transformers, and than the trainer's model; and of what it
-    thinks likeliest.
+    They are log-probs of sampled tokens, of these tokens as a prompt, and of the likeliest tokens. The references are
+    transformers and the trainer's model.
     """
     models = mb.build_model(hf, dims=mb.ParallelDims(), dtype=torch.bfloat16, load_weights=False)
     models[0].eval()

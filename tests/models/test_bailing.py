@@ -121,7 +121,7 @@ def test_a_rotary_dim_that_agrees_is_read(tmp_path: Path) -> None:
 
 
 def chosen(folder: str, hidden: Tensor, bias: Tensor) -> Tensor:
-    """Runs in a worker: the weights that the router of the last layer gives to experts."""
+    """Runs in a worker: the weights of experts from the router of the last layer."""
     with stepping.mesh(ONE):
         (model,) = mb.build_model(folder, dims=ONE, dtype=torch.float32, device="cpu")
         router = model.eval().decoder.layers[-1].mlp.router

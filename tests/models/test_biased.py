@@ -44,7 +44,7 @@ MESHES: dict[int, list[dict[str, Any]]] = {
 
 
 PLAIN = zoo.case(NAME, **{**zoo.cases()[NAME].fields, "pad_token_id": None}).hf
-"""Without a token for padding, whose embedding transformers would not train."""
+"""A config without a token for padding, since transformers would not train its embedding."""
 KIND = Kind({NAME: PLAIN}, MESHES)
 
 

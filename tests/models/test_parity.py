@@ -22,7 +22,7 @@ TOGETHER = 20 if "PYTEST_XDIST_WORKER" in os.environ else 1
 
 @cache
 def differences(dims, names):
-    """By name, the results of all ranks; empty if several cases ran together and one raised. Each then runs alone."""
+    """The results of all ranks, by name. They are empty if one of several cases raised; each case then runs alone."""
     cases = [(zoo.cases()[name].hf, dims, reference_of(name)) for name in names]
     try:
         ranks = pool.run(dims.tp, worst_differences, cases)

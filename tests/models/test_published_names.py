@@ -21,7 +21,7 @@ RECORDS: list[dict[str, Any]] = [expand(record) for record in json.loads((FOLDER
 LEFT_OUT = {"mimo": ("model.mtp_layers.",), "qwen2_vl": ("visual.",), "qwen3_vl": ("model.visual.",)} | {
     "gemma3": ("vision_tower.", "multi_modal_projector.")
 }
-"""Towers, which are carried, and layers for multi-token prediction, which are not built; all else is the text's."""
+"""Prefixes of towers, which are carried, and of MTP layers, which are not built. All other names are the text's."""
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record["name"])

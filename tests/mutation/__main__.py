@@ -62,7 +62,9 @@ def copy(tree: Path) -> None:
 
 
 def recorded(tree: Path, folder: Path) -> dict[str, Any]:
-    """What each test takes and reaches; recorded again where its file has changed, or the code has."""
+    """The time of each test, and the lines that it reaches. It is recorded again if its file or the code has
+    changed.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     code = b"".join(path.read_bytes() for path in sorted((tree / "mcore_bridge").rglob("*.py")))
     whole: dict[str, Any] = {"seconds": {}, "reached": {}}
@@ -87,7 +89,7 @@ def recorded(tree: Path, folder: Path) -> dict[str, Any]:
 
 
 def lines_since(commit: str) -> dict[str, set[int]]:
-    """By file, the lines that a commit does not have; for a moved file, only the changed lines."""
+    """The lines that a commit does not have, by file; for a moved file, only the changed lines."""
     asked = ("git", "diff", "--unified=0", "--find-renames", commit, "--", "mcore_bridge")
     found: dict[str, set[int]] = {}
     for line in subprocess.run(asked, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines():
@@ -100,9 +102,9 @@ def lines_since(commit: str) -> dict[str, set[int]]:
 
 
 def tests_for(mutant: Mutant, tree: Path, record: dict[str, Any]) -> list[str]:
-    """The tests that reach a mutant, quickest first, but behind others that differ more from those before them.
+    """The tests that reach a mutant, quickest first; tests that differ more from earlier tests come before others.
 
-    If none does, those of its file.
+    If no test reaches it, the tests of its file.
     """
     lines, is_run_at_import = statement_at(ast.parse((tree / mutant.file).read_text()), mutant.line)
     reached = record["reached"].get(mutant.file, [])
@@ -124,7 +126,7 @@ def tests_for(mutant: Mutant, tree: Path, record: dict[str, Any]) -> list[str]:
 
 
 def statement_at(module: ast.Module, line: int) -> tuple[range, bool]:
-    """The lines of the smallest statement there, less those of its body; and whether it runs at import."""
+    """The lines of the smallest statement at ``line``, without the lines of its body; and whether it runs at import."""
     found, in_function = range(line, line + 1), False
     for node in ast.walk(module):
         if not isinstance(node, ast.stmt):
@@ -178,7 +180,7 @@ def run(tree: Path, mutants: list[Mutant], record: dict[str, Any], asked: argpar
 
 
 def write(path: Path, code: str, number: int) -> None:
-    """With a time of its own, by which Python knows what it has compiled of an earlier one."""
+    """Write a file with a new time of change, so that Python does not use the compiled code of an earlier one."""
     path.write_text(code)
     os.utime(path, (1_000_000_000 + number,) * 2)
 

@@ -14,7 +14,7 @@ PLAIN = ("-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short")
 AT_IMPORT = "what is at import"
 """The result if an error comes from outside of tests."""
 Reached = dict[str, dict[int, list[str]]]
-"""By file and line, the tests that run it; "" is what runs before them, at import, and has the number 0."""
+"""For each file and line, the tests that run it. The number 0 and the name "" mean the import, before all tests."""
 
 
 class Chosen:
@@ -97,9 +97,9 @@ def _reached(coverage: Any) -> Reached:
 
 
 def record(file: str, notes: str) -> dict[str, Any]:
-    """Seconds that each test of a file takes which passes, those of workers too, and what they reach.
+    """The seconds of each test of a file that passes, with its workers, and the lines that tests reach.
 
-    What they reach are pairs for each file of the code: lines, and the numbers of the tests that run these lines.
+    For each file of the code, these are pairs: lines, and the numbers of the tests that run the lines.
     """
     folder = Path(notes)
     folder.mkdir(parents=True, exist_ok=True)

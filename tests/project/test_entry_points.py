@@ -160,7 +160,7 @@ def saves(*paths: Callable[[Place, Any], object], own: Cell, changed: Cell, note
 
 
 def hf_over_its_source(place: Place) -> None:
-    """Trainers resume into a folder: a save over it is no mistake, and gives the same bits."""
+    """Trainers resume into a folder: a save over it is no mistake, and writes equal bits."""
     before = mb.Manifest.from_folder(place.hf, digests=True)
     mb.save_hf_checkpoint(place.models(), place.hf)
     assert mb.Manifest.from_folder(place.hf, digests=True).differences(before) == ()
@@ -216,7 +216,7 @@ def with_loaded_adapters(place: Place) -> Any:
 
 
 def peft_notes(place: Place) -> None:
-    """The base may lie in the folder: what describes it stays."""
+    """The base model may be in the folder. Files that describe it stay unchanged."""
     mb.save_hf_adapters(place.with_adapters(), place.with_notes())
     assert all((place.out / name).exists() for name in NOTES)
 
@@ -248,7 +248,7 @@ def convert(place: Place, source: Any, target: Any, **options: Any) -> None:
 
 
 def convert_onto_a_source(place: Place) -> None:
-    """By any path; and a folder of links, of which the files are in the target."""
+    """The target is the source by another path, or the source is a folder of links to files in the target."""
     linked, links = place.out.with_name("linked"), place.out.with_name("links")
     linked.symlink_to(place.hf)
     links.mkdir()

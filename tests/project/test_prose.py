@@ -47,7 +47,7 @@ def sentences(text: str) -> Iterator[str]:
 
 
 def paragraphs(text: str) -> Iterator[str]:
-    """What a blank line, the entry of a list or a section of a docstring sets apart, without code and tables."""
+    """Yield paragraphs. Blank lines, entries of lists and sections of docstrings separate them; code is left out."""
     lines: list[str] = []
     fenced = sample = section = False
     for line in [*text.expandtabs().splitlines(), ""]:
@@ -100,7 +100,7 @@ def long_sentences(texts: Iterator[tuple[int, str]]) -> list[tuple[int, str]]:
 
 
 def names(source: str) -> Iterator[tuple[int, str]]:
-    """Every name that a module gives or uses: variables, arguments, attributes, functions and classes."""
+    """Every name that a module defines or uses: variables, arguments, attributes, functions and classes."""
     for node in ast.walk(ast.parse(source)):
         for field in ("id", "arg", "attr", "name", "asname"):
             if isinstance(name := getattr(node, field, None), str):

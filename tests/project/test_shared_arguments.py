@@ -99,7 +99,7 @@ NEW: dict[str, Any] = {"rank": 2, "alpha": 4, "targets": ["q_proj"]}
 
 
 class Optimizer:
-    """What stands for one of megatron-core's. It is never asked."""
+    """Replaces an optimizer of megatron-core. It is never called."""
 
     def sharded_state_dict(self) -> None: ...
 
@@ -247,7 +247,7 @@ def calls(folders: dict[str, str]) -> dict[tuple[str, str], str]:
             function, usual, others = _usual(name, folders, models)
             for argument in [argument for cell, argument in CELLS if cell == name]:
                 other = others[argument]
-                if usual.get("folder", "").startswith(folders["out"]):  # the first rank may still remove that of a call
+                if usual.get("folder", "").startswith(folders["out"]):  # rank 0 may still remove the folder of a call
                     usual["folder"] = f"{folders['out']} {name} {argument}"
                 changed = other if isinstance(other, dict) and argument in ("self", "folder") else {argument: other}
                 try:
@@ -290,7 +290,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str],
 def test_ranks_that_differ_in_an_argument_both_raise(
     cell: tuple[str, str], said: list[dict[tuple[str, str], str]]
 ) -> None:
-    """One that went on alone would wait for the other, or both would compute with a mixture."""
+    """Otherwise one rank would wait for the other, or both would compute with a mixture of the two values."""
     first, second = (of_rank[cell] for of_rank in said)
     word = {"self": "dims", "attention_mask": "input_ids"}.get(cell[1], cell[1])
     assert word in first, first

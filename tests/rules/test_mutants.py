@@ -53,7 +53,7 @@ def reference(model: Any) -> torch.Tensor:
 
 
 def found(function: Any, family: str, dims: mb.ParallelDims, models: dict[str, Any]) -> list[dict[str, Any]]:
-    """By rank and name, what each mistake does on a mesh; without a mistake the name begins with ``no mistake``."""
+    """The effect of each mistake on a mesh, by rank and name. Names of controls begin with ``no mistake``."""
     true = {
         f"no mistake {number}": model for number, model in enumerate({id(hf): hf for hf in models.values()}.values())
     }
@@ -65,7 +65,7 @@ def found(function: Any, family: str, dims: mb.ParallelDims, models: dict[str, A
 
 @cache
 def fates(family: str, dims: mb.ParallelDims) -> list[dict[str, str]]:
-    """Of all mistakes in rules, on one rank of those alone that nothing shows there."""
+    """The checks that find each mistake in rules. On one rank, only mistakes that no check may find there run."""
     rules = table(family, "RULES")
     models = {name: model for name, (tier, model, _) in rules.items() if dims != ONE or tier.endswith(" at tp=2")}
     return found(mutants.fates, family, dims, models)
@@ -159,7 +159,7 @@ EXPORTS = {
         True,
     ),
 }
-"""What the export says; and whether it is alone, since a load finds all that it asks for."""
+"""The error of the export, and whether only the export raises, since a load finds all tensors that it needs."""
 
 
 def export(message: str) -> str:

@@ -73,4 +73,4 @@ FUSED = {
     "q, k and v by groups, as mcore has them": of("linear_qkv.weight", laid_out(BY_GROUP)),
     "norms of q and k exchanged": exchange("q_layernorm.weight", "k_layernorm.weight"),
 }
-"""Of Ling, which a twin stands for."""
+"""Mistakes in the fused projection of Ling, for which an equivalent family is used."""
