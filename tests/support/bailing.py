@@ -114,7 +114,7 @@ _NAMES = (
 
 
 def twin(fields: dict[str, Any]) -> Any:
-    """The config of transformers whose model computes the same."""
+    """The config of an equivalent model of transformers."""
     same = {name: fields[name] for name in _SAME}
     return zoo.case(
         "glm4_moe",

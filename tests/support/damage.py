@@ -51,7 +51,7 @@ class File:
 
     @classmethod
     def of(cls, found: bytes) -> "File":
-        """That of a whole file."""
+        """Read the bytes of a whole file."""
         end = 8 + struct.unpack("<Q", found[:8])[0]
         return cls(json.loads(found[8:end], object_pairs_hook=lambda pairs: Pairs(map(list, pairs))), found[end:])
 
@@ -127,7 +127,7 @@ def a_value(draw: Any) -> Any:
 
 
 def shift_number(draw: Any, file: File) -> None:
-    """So that ranges overlap, leave holes, or are negative, and shapes do not fit."""
+    """Change a number, so that ranges overlap, leave holes, or are negative, or shapes do not fit."""
     numbers = ((holder, index) for holder, index in places(file.header) if type(holder[index]) is int)
     for holder, index in drawn(draw, numbers):
         holder[index] += draw(st.sampled_from([-64, -8, -1, 1, 8, 64]))
@@ -154,7 +154,7 @@ def remove(draw: Any, file: File) -> None:
 
 
 def repeat(draw: Any, file: File) -> None:
-    """A key once more, with the same value or another: mostly of a tensor, as the library refuses a field twice."""
+    """Repeat a key, with an equal or another value. Mostly a tensor's name, as the library refuses a field twice."""
     for pairs in [file.header] if draw(st.booleans()) else drawn(draw, objects(file.header)):
         for key, value in drawn(draw, iter(pairs)):
             again = value if draw(st.integers(0, 3)) else a_value(draw)
@@ -180,13 +180,13 @@ def write_as_array(draw: Any, file: File) -> None:
 
 
 def change_data(draw: Any, file: File) -> None:
-    """Shorter or longer than the header says."""
+    """Make the data shorter or longer than in the header."""
     by = draw(st.sampled_from([-9, -1, 1, 9]))
     file.data = file.data[:by] if by < 0 else file.data + bytes(by)
 
 
 def change_length(draw: Any, file: File) -> None:
-    """Of the header, as the first 8 bytes have it."""
+    """Change the length of the header in the first 8 bytes."""
     file.longer = draw(st.sampled_from([-8, -1, 1, 8, 100_000_001, 2**63, 2**64 - 1]))
 
 

@@ -21,7 +21,7 @@ def built(dims=MESH, hf=None, **arguments):
 
 
 def assert_own_memory(exported):
-    """Each tensor may be changed alone, also where HF has several names for one."""
+    """Assert that each tensor can be changed alone, also if HF has several names for one tensor."""
     storages = [tensor.untyped_storage().data_ptr() for tensor in exported.values() if tensor.numel()]
     assert len({*storages}) == len(storages)
 

@@ -30,7 +30,7 @@ CPU, NOTHING = torch.device("cpu"), torch.empty(0)
 
 
 class NanOutputs(Outputs):
-    """The open tensors of an export, which are NaN where nothing has been written."""
+    """The open tensors of an export. Elements that were not written are NaN."""
 
     def _allocated(self, *arguments: Any) -> Sequence[Tensor]:
         return [tensor.fill_(torch.nan) for tensor in super()._allocated(*arguments)]
@@ -138,7 +138,7 @@ def export(held: Sequence[Any], *, bucket_bytes: int = 1 << 16) -> dict[str, Ten
             header = torch.full((HEADER,), rank, dtype=torch.uint8)
             step = programs[rank].step(None, number)
             step.copies.run(staying[rank], Buffers([NOTHING, header, NOTHING, own]), CPU)
-        for rank in [0, number % len(held)]:  # others would do the same
+        for rank in [0, number % len(held)]:  # other ranks would give equal results
             step = programs[rank].step(number, None)
             headers = torch.full((len(held), HEADER), rank, dtype=torch.uint8)
             outputs.run(step, staying[rank], [windows, NOTHING, headers, NOTHING], CPU)

@@ -9,7 +9,7 @@ LENGTHS = (LONG - 3, LONG)
 
 
 def batch_of(hf):
-    """Tokens and mask: the first row is shorter than the other, odd, and padded on the left."""
+    """Tokens and mask. The first row is shorter than the second, has an odd length, and is padded on the left."""
     ids, mask = tokens(hf, LONG), torch.zeros(BATCH, LONG, dtype=torch.long)
     padded = torch.zeros_like(ids)
     for row, length in enumerate(LENGTHS):

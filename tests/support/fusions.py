@@ -43,7 +43,9 @@ def apart(home: dict[str, int], groups: Iterable[set[str]]) -> list[set[str]]:
 
 
 def require_together(plan: ExportPlan, bucket_bytes: int) -> None:
-    """In the messages of an export, and in the slots of what is handed on: the smallest ones, and larger ones."""
+    """Assert that fused tensors are together in the messages of an export and in the slots of a ring, small and
+    large.
+    """
     specs = list(plan.tensors())
     groups = siblings(spec.name for spec in specs)
     given_out = {plan.payload.outputs[i].name: number for number, each in enumerate(plan.messages) for i in each.done}
@@ -56,7 +58,7 @@ def require_together(plan: ExportPlan, bucket_bytes: int) -> None:
 
 
 def smallest_buckets(specs: Iterable[TensorSpec]) -> BucketPlan:
-    """In slots that are as small as may be."""
+    """Assign tensors to slots that are as small as possible."""
     try:
         return plan_buckets(specs, slot_bytes=1)
     except TransferError as refusal:

@@ -33,7 +33,9 @@ def config(name: str, num_mtp_layers: int = 1) -> Any:
 
 
 def published(hf: Any, num_mtp_layers: int = 1) -> dict[str, Tensor]:
-    """The tensors of a checkpoint with MTP layers: behind the decoder's with copies, or one beside the decoder."""
+    """The tensors of a checkpoint with MTP layers: numbered after the decoder's, with copies, or one beside the
+    decoder.
+    """
     state = random_state(hf)
     for number in range(num_mtp_layers):
         prefixes, around = names_of(hf, number)
@@ -69,10 +71,10 @@ def one_layer(hf: Any) -> Any:
 
 
 def reference_logits(hf: Any) -> Tensor:
-    """What the one MTP layer of ``published(hf)`` predicts, fp32 [BATCH, SEQ, vocab].
+    """The logits of the one MTP layer of ``published(hf)``, fp32 [BATCH, SEQ, vocab].
 
-    The projection of the next token's embedding and of the decoder's output, both through norms, goes through a model
-    of one layer, whose norm and head are those of the MTP layer.
+    The next token's embedding and the decoder's output go through norms and a projection, and then through a model of
+    one layer, with the norm and head of the MTP layer.
     """
     state = published(hf)
     around = names_of(hf, 0)[1]
@@ -130,7 +132,7 @@ def _norm(hf: Any) -> str:
 
 
 def names_of(hf: Any, number: int) -> tuple[dict[str, str], dict[str, str]]:
-    """What stands before the names of the inner layer, by what a model of it has there; and what is around it."""
+    """Prefixes of the inner layer's names, by prefixes in a model of this layer; and names of the modules around it."""
     if _are_flat(hf):  # HF numbers halves through
         halves = len(hf.mtp_layers_block_type)
         places = [f"mtp.layers.{halves * number + half}." for half in range(halves)]

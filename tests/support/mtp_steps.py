@@ -28,10 +28,11 @@ def reference_step(
     Args:
         hf: a config of Nemotron-H.
         batch: int64 ``[sequences, length + 1]``, of which inputs and labels are one apart.
-        depths: how many tokens are predicted.
+        depths: the number of predicted tokens.
         repeated: whether one MTP layer predicts all.
-        scale: what the mean loss of all depths is multiplied by.
-        ranks: the places of each context-parallel rank, whose means megatron-core takes alike. None: there is one rank.
+        scale: the factor of the mean loss of all depths.
+        ranks: the places of each context-parallel rank. megatron-core gives the means of the ranks equal weights. None:
+            there is one rank.
     """
     held = 1 if repeated else depths
     state = published(hf, held)

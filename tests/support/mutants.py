@@ -29,7 +29,7 @@ def parts(*order: int):
 
 
 def exchange(one: str, other: str):
-    """A mutation that gives each of two parameters, of the decoder's layers if of layers, the other's HF names."""
+    """A mistake that exchanges the HF names of two parameters. In layers, it changes layers of the decoder."""
 
     def mutate(rules):
         hf = {rule.mcore: rule.hf for rule in rules if not rule.mcore.startswith("mtp.")}
@@ -114,7 +114,9 @@ def mutated(mutate: Callable[[list[Any]], list[Any]]) -> Iterator[None]:
 
 
 def fates(family: str, dims: mb.ParallelDims, jobs: list[tuple[str | None, Any, Any]]) -> list[str]:
-    """Runs in each worker: what kills each mistake in rules. A job is its name or None, the model, the reference."""
+    """Runs in each worker: the check that finds each mistake in rules. A job is a name or None, a model, a
+    reference.
+    """
     rules = table(family, "RULES")
     return [fate(rules[name][2] if name else itself, hf_of(model), dims, truth) for name, model, truth in jobs]
 
@@ -136,7 +138,7 @@ def fate(mutate: Any, hf: Any, dims: mb.ParallelDims, reference: Any) -> str:
 
 
 def differences(family: str, dims: mb.ParallelDims, jobs: list[tuple[str | None, Any, Any]]) -> list[float]:
-    """Runs in each worker: how far each mistake in modules, or None, moves the logits. Jobs as those of ``fates``."""
+    """Runs in each worker: the change of logits by each mistake in modules, or None. Jobs are as for ``fates``."""
     modules, found = table(family, "MODULES"), []
     for name, model, truth in jobs:
         plant, hf = modules[name][2] if name else {}, deepcopy(hf_of(model))

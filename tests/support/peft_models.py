@@ -100,11 +100,11 @@ def _of_experts(name, tensor, num_experts):
 def expected(hf, targets, dialect):
     """The factors of an adapter of ``peft``, its loss and its gradients, in our names."""
     own = copy.deepcopy(hf)
-    own._attn_implementation = "eager"  # that of transformers 4 leaves out the cap of scores
+    own._attn_implementation = "eager"  # other attention of transformers 4 leaves out the cap of scores
     model = tiny.random_model(own)
     config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, **of_peft(targets))
     if dialect == "fused":
-        model.config.model_type = ""  # in models that it knows, peft takes a shared gate_proj for that of all experts
+        model.config.model_type = ""  # for some model types, peft would use a shared gate_proj for all experts
     model = peft.get_peft_model(model, config).eval()
     generator, parameters = torch.Generator().manual_seed(5), {n: p.detach() for n, p in model.named_parameters()}
     values = dict(named(parameters, hf, dialect))
@@ -119,9 +119,9 @@ def expected(hf, targets, dialect):
 
 @torch.no_grad()
 def fill(chunks, made, values=None):
-    """Give the adapters of this rank their values, or some that are the same on every mesh.
+    """Write values to the adapters of this rank; by default values that are equal on every mesh.
 
-    What they hold beside those comes back, as views.
+    Return views of all other elements of the adapters.
     """
     bound, absent = bind(chunks, adapters=made), []
     for name, parameter in held(chunks).items():

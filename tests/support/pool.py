@@ -57,7 +57,7 @@ def run(world_size: int, function: Callable[..., Any], *args: Any, timeout: floa
 
 def started(function: Callable[..., Any], arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
     """New processes without a process group, one for each tuple of arguments; each is forked from the pool's server."""
-    _grow(1)  # so that the server is there, which has imported everything
+    _grow(1)  # starts the server, which imports everything
     processes = [_context.Process(target=function, args=each) for each in arguments]
     for process in processes:
         process.start()
@@ -179,8 +179,8 @@ def _serve(pipe: Any) -> None:
             return
         sys.path[:] = path
         pipe.send_bytes(_outcome(job, rank, world_size, store))
-        gc.collect()  # what the job's frames held until they were left, groups of gloo among it
-        gc.freeze()  # what is left is modules, which need no second look
+        gc.collect()  # objects that the frames of the job have held, such as groups of gloo
+        gc.freeze()  # the rest are modules, which need not be searched again
 
 
 def _outcome(job: bytes, rank: int, world_size: int, store: tuple[int, str]) -> bytes:

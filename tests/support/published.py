@@ -29,17 +29,16 @@ OBSTACLES = {
     r"(\w+) must be [^.]*, found": "value",
     r"(\w+)=\S+ must be": "value",
 }
-"""What the errors of the library say, as patterns, with the words for it in the files of outcomes.
-
-What one pattern matches is not looked at by those behind it.
+"""Patterns of the library's errors, each with its words in the files of outcomes. Text that one pattern matches is
+hidden from later patterns.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """One checkpoint: what its repository publishes as JSON, and where this was seen.
+    """One checkpoint: the JSON that its repository publishes, and the source of this JSON.
 
-    ``partial`` says what the source leaves out, where it quotes a part only.
+    ``partial`` describes the missing part, if the source quotes only a part.
     """
 
     name: str
@@ -73,10 +72,11 @@ def outcomes_file() -> Path:
 
 
 def outcome_of(record: Published, folder: Path) -> dict[str, Any]:
-    """What the library says of ``record``, whose files it writes into ``folder``.
+    """The outcome of the library for ``record``, whose files are written to ``folder``.
 
-    A config that loads has numbers of parameters of its text, ``active`` for each token, and its ``unread`` fields if
-    there are any. One that does not is ``refused``, with what ``obstacles_of_family`` or else ``obstacles`` says.
+    For a config that loads, it has the numbers of parameters of the text, also ``active`` ones for each token, and
+    ``unread`` fields if there are any. Otherwise it is ``refused``, with the result of ``obstacles_of_family`` or else
+    ``obstacles``.
     """
     try:
         blueprint = make_blueprint(
@@ -105,7 +105,7 @@ def obstacles_of_family(model_type: str) -> list[str]:
 
 
 def obstacles(message: str) -> list[str]:
-    """What the message of an error says, in the words of ``OBSTACLES``; a message that none fits stands for itself."""
+    """An error in the words of ``OBSTACLES``; the message itself if no pattern fits."""
     said = set[str]()
     rest = message
     for pattern, word in OBSTACLES.items():
@@ -154,7 +154,7 @@ def _numbered(pattern: str) -> list[str]:
 
 
 def waits_for_megatron_core(outcome: dict[str, Any]) -> bool:
-    """Whether the installed release of megatron-core is too old to say more."""
+    """Whether the installed release of megatron-core is too old for any other outcome."""
     return any(obstacle.startswith("megatron-core ") for obstacle in outcome.get("refused", ()))
 
 

@@ -19,7 +19,7 @@ from tests.support import composites as tiny
 from tests.support import stepping
 
 BOUND = 3e-5
-"""Of differences to transformers in log-probs and in gradients of towers, relative."""
+"""The bound for relative differences to transformers, in log-probs and in gradients of towers."""
 SPECIAL = {
     "image_token_id": 5,
     "image_token_index": 5,
@@ -105,7 +105,7 @@ ROWS: list[list[int | Grid | tuple[str, Grid]]] = [
     [2, ("video", (2, 4, 2)), 6, (1, 2, 2), 3],
     [1, (1, 4, 2), 9],
 ]
-"""Of each row, numbers of tokens of text, and grids of patches. The second row is of text."""
+"""For each row, numbers of text tokens, and grids of patches. The second row has only text."""
 
 
 def batch_of(model: Any, layout: Any = None) -> tuple[Tensor, Tensor, list[dict[str, Tensor] | None]]:
@@ -135,7 +135,7 @@ def batch_of(model: Any, layout: Any = None) -> tuple[Tensor, Tensor, list[dict[
 
 
 def layout_of(model_type: str) -> Any:
-    """The rows of a family. GLM takes no image beside a video, and others no video at all."""
+    """The rows of a family. GLM accepts no image beside a video, and other families accept no video."""
     if model_type.startswith("qwen") or model_type in ("llava_onevision", "llava_next_video", "video_llava"):
         return ROWS
     video: Any = [2, ("video", (2, 4, 2)), 6] if model_type.startswith("glm") else [2, (1, 4, 2), 6, (1, 4, 4), 1]
@@ -166,7 +166,7 @@ def _image(model: Any, grid: Grid, generator: torch.Generator, *, is_video: bool
 
 @torch.no_grad()
 def _tokens(model: Any, inputs: dict[str, Tensor], part: Any, *, is_video: bool) -> list[int]:
-    """The tokens that stand for an image or a video: one for each feature. Some families put text between frames."""
+    """The tokens of an image or a video: one for each feature. Some families put text between frames."""
     model_type = model.config.model_type
     base = base_of(model)
     features = (base.get_video_features if is_video else base.get_image_features)(
@@ -199,7 +199,7 @@ def expected(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """transformers' log-probs ``[rows, seq]``, and the gradients of the tower for the loss of ``step``.
 
-    With ``values``, outputs of the value head that we draw, in the place of log-probs.
+    With ``values``, it returns outputs of a random value head in the place of log-probs.
     """
     found = torch.zeros(ids.shape)
     size, std = model.config.text_config.hidden_size, model.config.text_config.initializer_range
@@ -262,7 +262,7 @@ def loss(log_probs: Tensor, rows: Any) -> Tensor:
 
 
 def built(folder: Path, dims: mb.ParallelDims, **options: Any) -> list[Any]:
-    """This rank's chunks with a tower that is trained, in fp32 on CPU unless asked for otherwise."""
+    """This rank's chunks with a trained tower, by default in fp32 on CPU."""
     options = {"dtype": torch.float32, "device": "cpu", "vision": "train", **options}
     return mb.build_model(folder, dims=dims, **options)
 
@@ -281,7 +281,7 @@ def step(
     """Runs in each worker: log-probs of its share of the rows, and the tower's gradients before a mean over TP.
 
     Args:
-        batch: that of ``batch_of``, and log-probs of ``expected``, which are zero where there is nothing to learn.
+        batch: the result of ``batch_of``, and log-probs of ``expected``, which are zero at tokens without a loss.
         recompute: recompute the layers of the tower.
         bare: without DDP.
     """
@@ -355,7 +355,7 @@ def problems(ranks: list[Any], wanted: tuple[Tensor, dict[str, Tensor]], bound: 
 
 
 def misfitting(folder: Path, sizes: dict[str, Any], batch: Any) -> str:
-    """Runs in each worker: the error for a row that is cut inside its last image, where the next has a token more."""
+    """Runs in each worker: the error for a row that is cut inside its last image. The next row has one token more."""
     ids, mask, images, _ = batch
     dims = mb.ParallelDims(**sizes)
     with stepping.mesh(dims):
@@ -374,7 +374,7 @@ def misfitting(folder: Path, sizes: dict[str, Any], batch: Any) -> str:
 def calls(folder: Path, sizes: dict[str, Any], batch: Any) -> dict[str, Tensor]:
     """Runs in each worker: log-probs of ``batch`` by each form of a trainer's call, on a mesh without a pipeline.
 
-    Of families that number tokens of images otherwise than text, with positions of the caller too, right and "swapped".
+    If a family numbers tokens of images differently, the caller also passes positions, right and "swapped".
     """
     from mcore_bridge.batches.rows import lay_out_rows, placed
     from mcore_bridge.batches.text_collectives import gather
@@ -385,7 +385,7 @@ def calls(folder: Path, sizes: dict[str, Any], batch: Any) -> dict[str, Tensor]:
         (model,) = built(folder, dims)
         groups = model.pg_collection
         packed = mb.pack_sequences(ids, mask, dims=dims, cp_rank=groups.cp.rank())
-        seq = -(-ids.size(1) // 4) * 4  # what context parallelism needs
+        seq = -(-ids.size(1) // 4) * 4  # a multiple for context parallelism
         wide, shown = (torch.nn.functional.pad(each, (0, seq - ids.size(1))) for each in (ids, mask.bool()))
         rows = lay_out_rows(wide, dims.cp, groups.cp.rank())
         own = {"attention_mask": placed(shown, rows.places[groups.cp.rank()]), "position_ids": rows.position_ids}

@@ -31,7 +31,7 @@ def _with_adapters(folder: Path, dims: mb.ParallelDims, given: Path | None = Non
 
 
 def expected(folder: Path, adapter: Path, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """By ``peft``: log-probs, and the gradient of each factor for the loss of ``seeing.loss``."""
+    """Computed by ``peft``: log-probs, and the gradient of each factor for the loss of ``seeing.loss``."""
     import peft
 
     model = peft.PeftModel.from_pretrained(seeing.reference(folder), adapter, is_trainable=True).eval()

@@ -48,7 +48,7 @@ HF_FIELDS = {
     "vocab_size": Sizes.vocab,
     "tie_word_embeddings": True,
 }
-"""Of a Qwen3-MoE that fits."""
+"""Fields of an HF config of Qwen3-MoE that fits the engine."""
 
 
 def specs(sizes, dtype=torch.bfloat16):
@@ -126,7 +126,7 @@ class StandIn(nn.Module):
         self.norm = nn.Parameter(torch.zeros(sizes.hidden, dtype=dtype, device=device), requires_grad=False)
         self.register_buffer("rotary", torch.arange(7.0, device=device))
         self.num_loads = 0
-        self.up_first = False  # a switch of its kernels, which is seen in no shape
+        self.up_first = False  # a setting of its kernels, which no shape shows
 
     @torch.no_grad()
     def load(self, pairs):
@@ -246,7 +246,7 @@ def loaded(pairs, *arguments, **options):
 
 
 def differing(held, expected):
-    """The names of tensors that are not the same, bit for bit."""
+    """The names of tensors whose bits differ."""
     assert held.keys() == expected.keys()
     return [n for n in held if not torch.equal(held[n].view(torch.uint8), expected[n].view(torch.uint8))]
 
@@ -316,7 +316,7 @@ def serve(listener, *arguments):
                 answer = engine.share()
             elif method == "complete":
                 engine.complete()
-            elif method == "move":  # as an engine that slept; what it shared before is still there
+            elif method == "move":  # like an engine that slept: the memory that it shared before still exists
                 memory.append(in_shared_memory(model))
             elif method == "held":
                 answer = held_bits(model.held()), model.num_loads, engine.state

@@ -37,7 +37,7 @@ def mesh(dims: ParallelDims, device: str = "cpu") -> Iterator[None]:
 
 
 def meet(dims: ParallelDims) -> None:
-    """Be on this mesh. Groups of the mesh before are kept if they are the same, since to make them takes long."""
+    """Make the groups of this mesh. Groups of an equal mesh before are kept, since making them takes long."""
     try:
         dims.initialize(device="cpu")
     except MeshError:
@@ -126,7 +126,7 @@ def train(
 
 @torch.no_grad()
 def gradients(chunks: Sequence[Any]) -> dict[str, Tensor]:
-    """Those in mcore's buffers, by HF name. They have the places of their parameters, whose values they replace."""
+    """The gradients in mcore's buffers, by HF name. They replace the values of their parameters and are exported."""
     for parameter in trained(chunks):
         parameter.copy_(parameter.main_grad)
     return {name: tensor.clone() for name, tensor in to_hf_state_dict(chunks).items()}
@@ -145,7 +145,7 @@ def wrap(chunks: Sequence[Any], **options: Any) -> list[Any]:
 
 
 def gathering_late(chunks: Sequence[Any]) -> list[Any]:
-    """mcore's DDP around each chunk, where it leaves parameters to the next forward."""
+    """mcore's DDP around each chunk, with which the next forward gathers parameters."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     settings = DistributedDataParallelConfig(
@@ -160,7 +160,7 @@ def let_megatron_save() -> None:
 
     module: Any = filesystem_async
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    module._results_queue = queue.SimpleQueue()  # it is read in this process, unless a save goes on behind training
+    module._results_queue = queue.SimpleQueue()  # it is read in this process, unless a save runs during training
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -210,7 +210,7 @@ def forward_backward(
 ) -> Tensor | None:
     """mcore's schedule over this DP rank's share of ``batch``; the mean loss on last stages.
 
-    The loss of a token is its cross entropy or, for a head, the mean square of what the head says.
+    The loss of a token is its cross entropy or, for a head, the mean square of the head's outputs.
     """
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func

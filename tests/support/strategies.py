@@ -121,8 +121,8 @@ def pipelines(draw: Any, pp: int, vp: int) -> tuple[int, dict[str, Any]]:
 def random_state(hf: Any, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
     """The tensors of a checkpoint, named and shaped as transformers writes them: random, every value non-zero.
 
-    Norms spread around what transformers begins with and biases are as large as what they are added to, so that none
-    can be swapped unseen. What selects experts stays in fp32, as in published checkpoints.
+    Norms are spread around transformers' initial values, and biases are as large as the values to which they are added,
+    so that any exchange shows. Biases that select experts stay in fp32, as in published checkpoints.
     """
     from tests.support.twins import TWINS  # which is made with this module
 

@@ -55,7 +55,7 @@ def serve(address, arguments, options, rank, size):
 
 
 class Client:
-    """What rank 0 calls: all workers of one engine."""
+    """The client that rank 0 calls. It forwards calls to all workers of one engine."""
 
     def __init__(self, addresses):
         self.pipes = [connected(address) for address in addresses]

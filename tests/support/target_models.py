@@ -75,7 +75,7 @@ def joined(tensor, lengths, cut):
 
 
 def heads_of(hf, tensor, target):
-    """Keys or values: with more ranks than heads, several ranks have the same one."""
+    """The heads of keys or values of a rank. If there are more ranks than heads, several ranks have one head."""
     groups = hf.num_key_value_heads
     if target.tp <= groups:
         return shared(tensor, 0, target.tp, target.tp_rank)
@@ -112,7 +112,7 @@ def slice_of(hf, name, tensor, target):
 
 
 def experts_of(target, num_experts):
-    """Neighbours on each rank; those that are left over go to the first ranks."""
+    """Each rank has neighbouring experts. If they do not divide evenly, the first ranks have one more."""
     return np.array_split(np.arange(num_experts), target.ep)[target.ep_rank]
 
 
@@ -170,7 +170,7 @@ def ranks_of(sizes):
 
 
 def assignments():
-    """The ranks of each engine in the order in which ranks of a trainer feed them; those of one in another order."""
+    """The ranks of each engine in the order of the trainer ranks that feed them. One engine has another order."""
     yield from map(ranks_of, ENGINES.values())
     ranks = engine_ranks(tp=2, pp=2, ep=2)
     yield [ranks[place] for place in (2, 0, 3, 1)]

@@ -28,9 +28,9 @@ NAMES = [name for name in tiny.NAMES if is_built(name)]
 
 
 def go_round(folder: Path, dims: mb.ParallelDims, work: Path) -> list[dict[str, Tensor]]:
-    """On each rank: load, export, save and write a checkpoint of megatron-core; then read this one.
+    """Runs on each rank: load, export, save and write a checkpoint of megatron-core, and read this checkpoint.
 
-    The tower with drawn values, and with those of the folder; nothing on a rank without it.
+    Return the tower with random values, and with the values of the folder; nothing on a rank without a tower.
     """
     dims.initialize(device="cpu")
     build: dict[str, Any] = {"dims": dims, "dtype": torch.float32, "device": "cpu", "vision": "train"}

@@ -25,7 +25,7 @@ OVERRIDES: dict[str, Any] = {
     "recompute_num_layers": None,
     "mtp_num_layers": None,
 }
-"""The default overrides of verl, beside the attention backend."""
+"""The default overrides of verl, without the attention backend."""
 DDP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "grad_reduce_in_fp32": True}
 _SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
@@ -212,7 +212,7 @@ def rlinf_config(hf: Any, dims: ParallelDims, **customized: Any) -> Any:
 
 
 def become_rlinfs(provider: Any, config: Any) -> None:
-    """The attributes that RLinf sets on a provider: every field of its own config, and then others."""
+    """Set the attributes that RLinf sets on a provider: every field of RLinf's config, and then others."""
     kept = provider.position_embedding_type
     for each in dataclasses.fields(type(provider)):
         if hasattr(config, each.name):
@@ -222,7 +222,7 @@ def become_rlinfs(provider: Any, config: Any) -> None:
 
 
 def violations(stream: Iterator[tuple[str, Tensor]], truth: dict[str, Tensor] | None) -> tuple[list[str], list[Any]]:
-    """What a stream of weights does that some consumer of verl breaks on, and the stream's order, shapes and dtypes."""
+    """Properties of a stream of weights that break a consumer of verl, and the stream's order, shapes and dtypes."""
     found, order, kept = [], [], {}
     offset = 0
     for name, tensor in stream:

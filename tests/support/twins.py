@@ -21,7 +21,7 @@ class Twin:
     """The functions from a family to its twin and back, from an HF config of the family."""
 
     config: Callable[[Any], Any]
-    """That of the twin."""
+    """The config of the equivalent family."""
     named: Callable[[State], State] = dict
     """The twin's tensors, as the family names them."""
     unnamed: Callable[[State, Any], State] = lambda state, hf: state
@@ -34,7 +34,7 @@ def _called(model_type: str) -> Callable[[Any], Any]:
 
 def _of_ling(hf: Any) -> Any:
     fields = hf.to_dict()
-    return bailing.twin({**fields.get("rope_parameters", {}), **fields})  # where transformers 5 keeps some
+    return bailing.twin({**fields.get("rope_parameters", {}), **fields})  # transformers 5 keeps some fields there
 
 
 TWINS = {
