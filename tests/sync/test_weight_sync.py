@@ -36,7 +36,7 @@ class Trainer:
         mb.load_hf_weights(self.models, self.state)
 
     def has(self, client, workers):
-        """Whether each worker has the bits of its own loader, on rank 0."""
+        """On rank 0: whether each worker has the bits that its own loader would write."""
         return not self.is_lead or client.ask("held") == [held_bits(loaded(self.state, *each)) for each in workers]
 
 
@@ -89,7 +89,7 @@ def test_every_engine_gets_every_bit_by_the_best_way(mesh, tmp_path):
 
 
 def survive(addresses, dims, rounds):
-    """In each round another engine joins, of which a worker dies after some messages; one engine stays."""
+    """In each round a new engine joins, and one of its workers dies after some messages. One engine stays."""
     trainer, problems = Trainer(dims), []
     kept = Client(addresses[0]) if trainer.is_lead else None
     with mb.WeightSync(trainer.models, kept or (), timeout=60) as sync:

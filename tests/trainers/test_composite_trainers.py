@@ -34,7 +34,7 @@ from tests.workers.verl_engine import CpuForCuda
 
 HYBRID, *SPARSE = ("qwen3_5", "qwen3_5_moe") if "qwen3_5" in composites.NAMES else ("qwen3_vl",)
 LENGTHS = [16, 11]
-"""Tokens of the two rows: what they are causes nothing in front of them."""
+"""The lengths of the two rows. Attention is causal, so padding has no effect on them."""
 CASES = {
     "mbridge-packed-sp": ("mbridge", "qwen3_vl", ParallelDims(tp=2, sp=True), True),
     "mbridge-packed-cp": ("mbridge", "qwen3_vl", ParallelDims(cp=2), True),
@@ -66,7 +66,7 @@ def starts_of(dims: ParallelDims) -> list[int]:
 
 
 def stepped(role: Any, dims: ParallelDims, packed: bool, **images: Tensor) -> Tensor | None:
-    """Logits of a batch on the last stage. Its gradients are those of a step of Adam."""
+    """Logits of a batch on the last stage. The gradients come from a step of Adam."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -188,7 +188,7 @@ def test_both_surfaces_build_a_tower_on_request_and_freeze_what_they_are_asked_t
 
 
 def with_an_image(dims: ParallelDims, face: str, folder: str, packed: bool) -> list[str]:
-    """Runs in a worker: what is not trained by a step with an image, of all that the folder has."""
+    """Runs in a worker: the tensors of the folder that a step with an image does not train."""
     with attention_switches(), stepping.mesh(dims):
         role = build_role(face, folder, dims, dtype=torch.float32, vision="train")
         role.load(folder)

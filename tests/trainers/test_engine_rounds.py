@@ -35,7 +35,7 @@ def missing(*names):
 
 
 class Served(StandIn):
-    """What a scheduler of SGLang loads into."""
+    """A model into which a scheduler of SGLang loads."""
 
     def load_weights(self, pairs):
         self.load(pairs)
@@ -79,7 +79,7 @@ RANKS = {"get_rollout_rank_to_actor_rank_map.return_value": {(0, 0): 0}}
 
 
 def stubs():
-    """Names of SGLang that stand for nothing."""
+    """Empty modules under names of SGLang."""
     scheduler_module()
 
     class Nothing(types.ModuleType):

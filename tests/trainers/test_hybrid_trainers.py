@@ -25,7 +25,7 @@ needs_it = pytest.mark.skipif(not RELEASE.is_installed, reason="the installed me
 
 
 def lives(folders: dict[str, str], out: str) -> list[str]:
-    """Runs in a worker: what differs between an actor, or a critic, of the one class and of the other."""
+    """Runs in a worker: the differences between an actor, or a critic, of the two classes."""
     differing = []
     for face, name, sizes in CASES:
         dims, is_critic, found = ParallelDims(**sizes), face == "megatron_bridge", []

@@ -21,7 +21,7 @@ for each in entry_points(group="verl.plugins"):
     except Exception:
         pass
 """
-"""What verl 0.9.1 does as it is imported."""
+"""The steps of verl 0.9.1 when it is imported."""
 ASK = """
 import sys
 import verl

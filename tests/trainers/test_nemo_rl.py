@@ -48,7 +48,7 @@ def refit_info(names):
 
 
 def expected(state, name):
-    """The shard of this rank, as NeMo-RL's placements have it: experts by number, all else along the tp dim."""
+    """The shard of this rank by NeMo-RL's placements: experts by number, all other tensors along the tp dim."""
     from megatron.core import parallel_state
 
     if ".experts." in name:

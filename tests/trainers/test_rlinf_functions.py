@@ -145,7 +145,7 @@ def dense_functions():
 
 
 def their_functions(model_type, config, tp):
-    """RLinf's own, where it is installed; it is not among what we test with, as it needs ray and more."""
+    """RLinf's own functions, if RLinf is installed. It is no dependency of the tests, as it needs ray and more."""
     try:
         from rlinf.utils.resharding.reshard_config import ReshardConfig
     except ImportError:

@@ -35,7 +35,9 @@ def batch_of(model: Any) -> dict[str, Any]:
 
 
 def expected(model: Any, batch: dict[str, Any]) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """By transformers: a share of the mean loss for each microbatch, as megatron-core reports it, and its gradients."""
+    """Computed by transformers: the part of the mean loss of each microbatch, like megatron-core's, and the
+    gradients.
+    """
     losses = []
     for row, shown in enumerate(batch["attention_mask"].bool()):
         ids = batch["prompt"][row : row + 1, shown]

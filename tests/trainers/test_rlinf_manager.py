@@ -98,10 +98,10 @@ def set_args_with_defaults(args: Any) -> None:
 
 
 def found_in(actor: Any, direct: bool) -> tuple[Mapping[str, torch.Tensor], bool]:
-    """Runs in a worker: what RLinf's manager has loaded, and whether the optimizer has the same.
+    """Runs in a worker: the weights that RLinf's manager has loaded, and whether the optimizer has equal ones.
 
     Args:
-        direct: whether HF weights are loaded without a conversion, as the page says.
+        direct: whether HF weights are loaded without a conversion, as described in docs/trainers/rlinf.md.
     """
     from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
     from megatron.core.rerun_state_machine import destroy_rerun_state_machine
@@ -134,7 +134,7 @@ def found_in(actor: Any, direct: bool) -> tuple[Mapping[str, torch.Tensor], bool
 
 
 def assert_loads(actor: Any, state: Mapping[str, torch.Tensor], *, direct: bool = False) -> None:
-    """On every rank of the mesh."""
+    """Assert that every rank of the mesh loads ``state``."""
     for found, optimizer_has_it in pool.run(WORLD, found_in, actor, direct, timeout=TIMEOUT):
         assert_gets(found, state)
         assert optimizer_has_it

@@ -22,7 +22,7 @@ from tests.support.target_models import assert_gets, expected
 
 
 def config_c(**fields):
-    """One of the generations since, which say how data parallel attention cuts."""
+    """A config of a newer generation, which has the sizes of data parallel attention."""
     sizes = {"rollout_moe_dense_tp_size": None, "rollout_full_tp_size": 1, "rollout_lm_head_tp_size": 1}
     return config_a(**{"enable_dp_attention": False, **sizes, **fields})
 
@@ -105,7 +105,7 @@ OLD = [
     (SPARSE, ParallelDims(tp=4, ep=2, etp=2, sp=True), [(2, 1), (2, 2), (1, 1), (4, 4)]),  # 2 of 4: not rank % 2
     (SPARSE, ParallelDims(tp=2, pp=2, vp=2, ep=2, sp=True), [(2, 1), (1, 1)]),
     (TIED, ParallelDims(tp=2, pp=2, sp=True, **SPLIT), [(2, 1), (1, 1)]),
-    (TIED, ParallelDims(tp=2, sp=True), [(2, 1)]),  # nothing travels, and buckets are alike in size all the same
+    (TIED, ParallelDims(tp=2, sp=True), [(2, 1)]),  # nothing travels, and buckets still have equal sizes
 ]
 NEW = [
     (SPARSE, ParallelDims(tp=2, pp=2, ep=2, sp=True), [(4, 1), (4, 4), (8, 2), (1, 1)]),
@@ -126,7 +126,7 @@ def test_every_destination_gets_its_slices_from_callers_since(hf, dims, rollouts
 
 
 def test_the_layout_in_which_rlinf_sends_wrong_experts_is_among_these():
-    """Its actor passes ``rank % tp``; where it sends to is another rank of the engine for half of the ranks."""
+    """RLinf's actor passes ``rank % tp``, but half of the ranks send to another rank of the engine."""
     _, dims, rollouts = OLD[0]
     wrong = [rank for rank in range(4) if rank % 2 != rank % dims.tp // (dims.tp // 2)]
     assert (2, 1) in rollouts
@@ -164,7 +164,7 @@ def test_data_parallel_attention_cuts_head_and_shared_experts_otherwise():
 
 
 def test_a_handle_of_cuda_has_its_device_where_rlinf_replaces_it():
-    """RLinf's receivers set argument 6 to their own device; what a handle is, is torch's to say."""
+    """RLinf's receivers set argument 6 of a handle to their device. torch defines the arguments of a handle."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     assert list(inspect.signature(rebuild_cuda_tensor).parameters)[6] == "storage_device"

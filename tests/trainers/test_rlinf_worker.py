@@ -132,7 +132,7 @@ def test_every_rank_of_every_rollout_loads_its_slices(
 
 
 def attention_in_parallel(dims: ParallelDims, layout: Layout, folder: str) -> int:
-    """Runs in a worker: a sync where the parts of an engine are cut otherwise; how many ranks were fed here."""
+    """Runs in a worker: a sync to an engine whose attention is data parallel; returns the number of ranks fed here."""
     dims.initialize(device="cpu")
     state = random_state(LATENT)
     models = mb.build_model(LATENT, dims=dims, dtype=torch.float32, device="cpu", load_weights=state)
@@ -197,7 +197,7 @@ def wrong_experts(dims: ParallelDims, layouts: list[Layout], folder: str) -> lis
 def test_rlinf_itself_sends_wrong_experts_in_layouts_of_the_grid(
     dims: ParallelDims, known: dict[int, set[tuple[int, int]]], tmp_path: Path
 ) -> None:
-    """Its actor says ``rank % tp`` to its resharder, and sends elsewhere; what it gets right shows that we run it."""
+    """RLinf's actor passes ``rank % tp`` to its resharder, and sends to other ranks. Right tensors show that it ran."""
     if is_newest():
         pytest.skip("this RLinf says to its resharder where it sends")
     GROUPED.save_pretrained(tmp_path)

@@ -33,7 +33,7 @@ pytestmark = [
 
 Fields = Mapping[str, Any]
 SPARSE = {"moe_intermediate_size": 64}
-"""Of an expert's rows, a rank on CPU takes no fewer than 32."""
+"""On CPU, a rank must have at least 32 rows of an expert."""
 ROPE = zoo.rope("yarn", **YARN, mscale=1.3, mscale_all_dim=0.7)
 """Latent attention has no other on SGLang's CPUs."""
 TEXT: Mapping[str, Fields] = {
@@ -45,9 +45,8 @@ TEXT: Mapping[str, Fields] = {
     "qwen3_5_moe": SPARSE,
     "qwen3_vl_moe": {**SPARSE, "mlp_only_layers": [], "decoder_sparse_step": 1},
 }
-"""What SGLang needs of a text: it leaves out untied heads of Gemma, and dense layers between sparse ones.
-
-It refuses those of Llama 4, and its biases. Its wrapper pads widths on CPU.
+"""Changes of texts for SGLang. It lacks untied heads of Gemma and dense layers between sparse ones. For Llama 4 it
+refuses dense layers and biases. Its wrapper pads widths on CPU.
 """
 VISION: Mapping[str, Fields] = {"gemma3": {"vision_use_head": False}, "llava_onevision": {"intermediate_size": 64}}
 """And of a tower: in Gemma's no head pools features, as published, and on CPU transformers' own backend pads widths."""
@@ -65,7 +64,7 @@ PUBLISHED: Mapping[str, Mapping[str, Fields]] = {
     "qwen3_5": QWEN3_5,
     "qwen3_5_moe": QWEN3_5,
 }
-"""What SGLang reads in configs as they are published, by part; transformers does not write it."""
+"""Fields of published configs, by part, that SGLang reads and transformers does not write."""
 BY_TRANSFORMERS = (
     *("exaone4_5", "got_ocr2", "internvl", "llava_next", "llava_next_video", "llava_onevision", "video_llava"),
     "vipllava",
@@ -80,13 +79,13 @@ NOT_READ = {
 Hunyuan-VL without its published names.
 """
 WARNED_OF = {"llama4": "Some weights are not initialized from checkpoints"}
-"""What a family says of each call that brings a part of the weights."""
+"""Warnings of a family in each call with a part of the weights."""
 AS_PUBLISHED = {
     "gemma3": "vision_tower.embeddings.patch_embedding.weight",
     "kimi_k25": "blocks",
     "qwen3_vl_moe": "must match the size",
 }
-"""Families of which it reads published names and shapes alone, with its error for those that transformers 5 writes."""
+"""Families of which SGLang reads only published names and shapes, with its error for files of transformers 5."""
 
 
 def write(family: str, folder: Path, seed: int = 0, *, published: bool) -> Path:
@@ -103,7 +102,7 @@ def write(family: str, folder: Path, seed: int = 0, *, published: bool) -> Path:
     if published:
         save_file(dict(composites.as_published(family, load_file(file))), file, metadata={"format": "pt"})
     index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(file), file.name)}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))  # where SGLang looks for Llama 4's tower
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))  # SGLang looks there for Llama 4's tower
     fields = json.loads((folder / "config.json").read_text())
     for part, values in PUBLISHED.get(family, {}).items():
         (fields[part] if part else fields).update(values)
@@ -112,8 +111,9 @@ def write(family: str, folder: Path, seed: int = 0, *, published: bool) -> Path:
 
 
 def feed(family: str, out: str) -> tuple[list[str], set[str], set[str]]:
-    """Runs in a worker, which trains and serves: what is not as it should be after each round, names that the engine
-    leaves out, and the names of the tower."""
+    """Runs in a worker, which trains and serves: wrong tensors after each round, names that the engine leaves out, and
+    the names of the tower.
+    """
     folders = [Path(out, str(seed)) for seed in range(len(sglang_updates.WAYS))]
     if dist.get_rank() == 0:
         for seed, folder in enumerate(folders):

@@ -103,7 +103,7 @@ def test_an_actor_and_its_reference(case, folders, tmp_path):
 
 
 def exported(worker: Any) -> dict[str, Tensor]:
-    """Of a critic, whose parameters are brought back for it, and away again."""
+    """The export of a critic. Its parameters are moved back to the device before, and away afterwards."""
     memory = siirl_module("utils.megatron.megatron_utils")
     memory.load_megatron_model_to_gpu(worker.critic_module)
     found = copied(worker.bridge.export_weights(worker.critic_module))
@@ -112,7 +112,7 @@ def exported(worker: Any) -> dict[str, Tensor]:
 
 
 def critic(folder: str, dims: ParallelDims, out: str) -> tuple[list[str], Tensor, Tensor]:
-    """Runs in a worker: a critic that is trained, saved and resumed; what it lost, its values, and its head."""
+    """Runs in a worker: trains, saves and resumes a critic; returns lost tensors, its values, and its head."""
     with in_siirl():
         arguments = arguments_of(folder, dims)
         siirl_module("engine.megatron_workers").global_initialize_model_parallel(arguments.actor_rollout_ref)

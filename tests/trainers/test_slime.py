@@ -70,7 +70,7 @@ def test_latents_are_given_out_in_pairs_in_whatever_order_they_come(name, first,
     args = SimpleNamespace(hf_checkpoint=tmp_path, mtp_num_layers=1 if name == "mtp" else None)
     params = parameters(hf, state, **({"mtp_num_layers": 1} if name == "mtp" else {}))
     near = sorted(params, key=lambda name: (name.rpartition("self_attention")[0], not name.endswith(first)))
-    apart = sorted(params, key=lambda name: not name.endswith(first))  # those of all layers before anything else
+    apart = sorted(params, key=lambda name: not name.endswith(first))  # first all first latents
     for order in (near, apart):
         assert_gets(union(args, {name: params[name] for name in order}), state)
 
@@ -119,7 +119,7 @@ def test_a_latent_that_comes_again_before_the_other_is_refused_once(again, missi
     with pytest.raises(ExportError, match=f"expected {missing}, found {found} a second time") as raised:
         convert_to_hf(args, "any", name, param)
     assert "begin this pass again" in str(raised.value)
-    for layer in (1, 2):  # from the start again, as it says
+    for layer in (1, 2):  # from the start again, as the error demands
         assert convert_to_hf(args, "any", name.replace(".2.", f".{layer}."), 3 * param) == []
         other, tensor = params[1 - again]
         given = convert_to_hf(args, "any", other.replace(".2.", f".{layer}."), 3 * tensor)

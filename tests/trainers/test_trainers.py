@@ -45,7 +45,7 @@ def on(dims: ParallelDims, world_size: int, function: Any, *args: Any) -> list[A
 
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory):
-    """A dense model whose head is its embedding, so that the critic beside it must be untied."""
+    """A dense model whose head is its embedding. A critic made from it must be untied."""
     hf = tiny.config("qwen2")
     return str(tiny.random_checkpoint(hf, tmp_path_factory.mktemp("qwen2"), dtype=torch.bfloat16))
 
@@ -71,7 +71,7 @@ def life(dims: ParallelDims, face: str, folder: str, out: str) -> dict[str, Any]
     truth = read(folder)
     actor = build_role(face, folder, dims)
     actor.load(folder)
-    early, late = actor.export(), actor.export()  # verl makes a generator and uses it later, behind another one
+    early, late = actor.export(), actor.export()  # verl makes a generator and uses it later, after another one
     broken, order = violations(late, truth)
     again, order_again = violations(early, truth)
     broken += again
@@ -160,7 +160,7 @@ def experts(dims: ParallelDims, face: str, folder: str) -> dict[str, Any]:
 
 
 def offload(models: list[Any]) -> None:
-    """As verl while its rollout uses the GPU: all parameters leave their storage, and later get another one."""
+    """Like verl while its rollout uses the GPU: all parameters lose their storage, and later get another one."""
     for model in models:
         for parameter in model.parameters():
             left, parameter.data = parameter.data, parameter.data.clone()
@@ -230,7 +230,7 @@ def say_no(dims: ParallelDims, folder: str) -> None:
     with pytest.raises(ConfigError, match="use_megatron_fsdp must be False"):
         provider.provide_distributed_model(wrap_with_ddp=False, use_megatron_fsdp=True)
     quantized = theirs.to_megatron_provider()
-    quantized.transformer_layer_spec = None  # what verl sets for QAT
+    quantized.transformer_layer_spec = None  # verl sets this for QAT
     with pytest.raises(ConfigError, match="transformer_layer_spec must not be overridden"):
         quantized.finalize()
     with pytest.raises(ConfigError, match="allowed_mismatched_params may only name"):
@@ -245,7 +245,7 @@ def say_no(dims: ParallelDims, folder: str) -> None:
 
 
 def replaying(dims: ParallelDims, folder: str) -> tuple[list[object], str]:
-    """Runs in a worker: what verl 0.7's routers find on the config, and what is said where there are none of verl's."""
+    """Runs in a worker: the values on the config for verl 0.7's routers, and the error without verl's routers."""
     from megatron.core.transformer.moe.router import TopKRouter
     from transformers import AutoConfig
 
@@ -292,7 +292,9 @@ def test_refusals(tied):
 
 
 def resume_without_head(dims: ParallelDims, face: str, folder: str, other: str) -> list[str]:
-    """Runs in a worker: what has changed after a critic was not resumed, from a causal LM and from another bridge's."""
+    """Runs in a worker: changes of a critic that loads a causal LM, and a critic of another bridge, without
+    resuming.
+    """
     critic = build_role(face, folder, dims, value=True)
     critic.load(folder)
     with torch.no_grad():

@@ -201,7 +201,7 @@ def part_of(whole, rank, *, dim, is_gated):
 
 
 def from_megatron_bridge(folder, target):
-    """Runs in each worker: reads folders with Megatron-Bridge's keys, and refuses them where keys do not fit."""
+    """Runs in each worker: reads folders with Megatron-Bridge's keys, and refuses them if keys do not fit."""
     dims, lora, rank = ParallelDims(tp=2), {"rank": RANK, "alpha": 3}, dist.get_rank()
     with stepping.mesh(dims):
         (chunk,) = mb.build_model(folder, dims=dims, device="cpu", dtype=torch.float32)

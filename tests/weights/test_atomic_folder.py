@@ -38,12 +38,14 @@ from tests.support.strategies import random_state, tiny
 from tests.support.strategies import save as save_state
 
 ROUNDS = int(os.environ.get("STRESS_ROUNDS", "20"))
-"""Of savers to one folder: ``STRESS_ROUNDS=200 pytest tests/weights/test_atomic_folder.py -k stress`` tries longer."""
+"""Rounds of several savers to one folder. Try ``STRESS_ROUNDS=200 pytest tests/weights/test_atomic_folder.py -k
+stress``.
+"""
 HF = {name: tiny("qwen3", vocab_size=97 + number, num_hidden_layers=1) for number, name in enumerate("abc")}
 
 
 def built(name):
-    """A model of its own: another vocabulary, so that its config fits no other weights, and other numbers."""
+    """A model with a different vocabulary and values for each name, so that its config fits no other weights."""
     return mb.build_model(
         HF[name], dims=mb.ParallelDims(), dtype=torch.float32, device="cpu", load_weights=state_of(name)
     )
@@ -54,7 +56,7 @@ def state_of(name):
 
 
 def save(models, folder, **options):
-    """In files of other sizes for each model, so that their names differ too."""
+    """Save with a different size of files for each model, so that names of files differ, too."""
     size = 16_000 + 3000 * models[0].config.hidden_size % 7 + models[0].vocab_size * 100
     mb.save_hf_checkpoint(models, folder, max_shard_bytes=size, **options)
 
@@ -176,7 +178,7 @@ def without(*names):
 def test_a_crash_at_any_moment_leaves_the_old_files_or_the_new_ones(
     tmp_path, models, digests, exists, lacks, monkeypatch
 ):
-    """Without links also neither: then nobody takes the folder for a checkpoint."""
+    """Without links, neither may be there: then no reader accepts the folder as a checkpoint."""
     monkeypatch.setattr(os, "fsync", lambda file: None)  # the machine stays alive
     outcomes, step = set(), 3 if exists and not lacks else 7
     for event in itertools.count(0, step):
@@ -251,7 +253,7 @@ class Logger(threading.Thread):
 
 
 def test_stress_of_savers_that_are_killed(tmp_path, models, digests, convertible):
-    """Each save becomes the whole target, or raises and names the other; what others write there stays."""
+    """Each save becomes the whole target, or raises and names the other saver. Foreign files in the target stay."""
     draw, target, seen = random.Random(5), tmp_path / "out", {"saved": 0, "killed": 0, "refused": 0}
     logger = Logger(target / "logs")
     logger.start()
@@ -314,7 +316,7 @@ def test_another_writer_is_judged_by_its_process_or_by_its_last_sign_of_life(tmp
 
 
 def test_a_writer_renews_its_lock_and_commits_nothing_without_it(tmp_path, models, digests, monkeypatch):
-    """As one that was suspended until another machine took it for dead."""
+    """Like a writer that was suspended until another machine considered it dead."""
     save(models["a"], tmp_path)
     monkeypatch.setattr(folder_lock, "BEAT", 0.01)
 
@@ -359,7 +361,7 @@ def test_a_working_folder_stays_under_those_who_stand_in_it(tmp_path, models, di
 
 @contextmanager
 def own_mounts(*, threads=False):
-    """Mounts of this process alone, which end with it; of this thread where there are others."""
+    """Mounts that only this process has, and that end with it; with ``threads``, only this thread has them."""
     libc = ctypes.CDLL(None, use_errno=True)
     user, mounts = 0x10000000, 0x20000
     ids = os.getuid(), os.getgid()
@@ -394,7 +396,9 @@ needs_mounts = pytest.mark.skipif(not can_mount(), reason="user namespaces are f
 
 @needs_mounts
 def test_mounts_stay_where_they_are(tmp_path, models, digests):
-    """In a folder of the target, on the target itself; one on a file that would be replaced is named before."""
+    """The mount is in a folder of the target, or on the target. If a file would be replaced, its mount raises
+    before.
+    """
     target, mine = tmp_path / "an output", tmp_path / "mine.json"  # the system writes the blank as an octal number
     (target / "logs").mkdir(parents=True)
     (tmp_path / "mounted").mkdir()

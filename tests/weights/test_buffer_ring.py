@@ -212,7 +212,7 @@ def test_a_round_that_breaks_off_closes_the_export_and_must_be_given_up():
     tensors = random_tensors(MIXED)
     ring, receiver = ring_and_receiver(tensors, slot_bytes=4096)
     closed = []
-    pairs = closed_pairs(tensors, closed)  # held here: letting go of it would close it as well
+    pairs = closed_pairs(tensors, closed)  # kept in a variable, since dropping it would close it
     buckets = ring.fill(pairs, acknowledged=lambda: None)
     with closing(buckets), receiver.open(next(buckets).number):
         pass

@@ -28,7 +28,7 @@ from tests.support.strategies import problems, random_state, save, tiny
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "num_key_value_heads": 2}
 WITHOUT_ADAPTERS = {"falcon_h1"}
-"""A multiplier is behind a projection of its MLP."""
+"""Families without adapters: a multiplier follows a projection of the MLP."""
 METADATA = {"non_homogeneous_layers": True, "singleton_local_shards": False}
 
 
@@ -168,7 +168,7 @@ def trained(folder: Path, dims: ParallelDims, batch: Any) -> tuple[Any, Any, Any
 
 
 def save_in_stacks(models: Any, target: Path, *, optimizer: Any, common: dict[str, Any]) -> None:
-    """By megatron-core alone: the layers in one tensor, as its trainers wrote them where all layers are alike."""
+    """Save by megatron-core alone, with all layers in one tensor, as its trainers wrote models with equal layers."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 
@@ -176,7 +176,7 @@ def save_in_stacks(models: Any, target: Path, *, optimizer: Any, common: dict[st
     metadata = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
     (ddp,) = models
     model = ddp.module
-    model.config.moe_layer_freq = 1  # a list, whatever it says, makes it number them
+    model.config.moe_layer_freq = 1  # for any list, megatron-core numbers the layers
     metadata["dp_cp_group"] = model.pg_collection.dp_cp
     state = model.sharded_state_dict(metadata=metadata)
     whole = {"model": state, "optimizer": optimizer.sharded_state_dict(state, metadata=metadata), **common}

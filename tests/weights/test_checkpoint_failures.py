@@ -112,7 +112,7 @@ def save_to_folders_of_their_own(folder, save):
 
 @pytest.mark.parametrize("save", [mb.save_checkpoint, mb.save_hf_checkpoint])
 def test_files_that_other_ranks_wrote_elsewhere_are_missed(tmp_path, save):
-    """As where the folder lies on a disk of each machine."""
+    """For example, each machine has the folder on its own disk."""
     for message in pool.run(2, save_to_folders_of_their_own, str(tmp_path), save):
         assert "name a folder on a file system that all ranks share" in message
     assert not any(path.name == "step" for path in tmp_path.rglob("*"))
@@ -147,6 +147,6 @@ def load_where_one_cannot(folder, dims, step):
     ids=["replica", "replica before", "stage before"],
 )
 def test_a_load_of_which_one_rank_cannot_ask_raises_on_all(dims, step, tmp_path):
-    """Alone in a replica, or beside others that would wait for what it asks."""
+    """The rank is alone in a replica, or others in its replica would wait for its request."""
     for message in pool.run(2, load_where_one_cannot, str(tmp_path / "step"), dims, step, timeout=60):
         assert "rank 1 of the group: RuntimeError: out of memory" in message

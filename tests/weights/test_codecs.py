@@ -68,7 +68,7 @@ def test_all_codes_and_scales_of_fp8_and_mxfp4() -> None:
 
 @pytest.mark.parametrize("form", [deepseek((128, 128)), deepseek((3, 5)), mxfp4()], ids=["fp8", "odd", "mxfp4"])
 def test_any_slice_is_a_slice_of_the_whole(form: Format) -> None:
-    """Of odd rows, every other column, transposed and by entries: what layouts take, and more."""
+    """Slices of odd rows, of every other column, transposed, and by entries: all slices of layouts, and more."""
     generator = torch.Generator().manual_seed(2)
     shape = (4, 96, 130) if "mxfp4" in form.note.values() else (300, 410)
     weight = torch.randn(shape, generator=generator)
@@ -109,7 +109,7 @@ def test_any_slice_is_a_slice_of_the_whole(form: Format) -> None:
     ids=["rows", "bf16 rows", "one scale", "blocks", "int4", "nvfp4", "modelopt nvfp4", "modelopt fp8"],
 )
 def test_formats_of_compressed_tensors_and_modelopt(form: Format, dtype: torch.dtype) -> None:
-    """Bitwise as the package decompresses; of ModelOpt, whose package wants CUDA, as its formula says."""
+    """Bits are equal to the package's result; for ModelOpt, whose package needs CUDA, to its formula."""
     weight = torch.randn(192, 256, generator=torch.Generator().manual_seed(4))
     parts = form.encode(weight)
     found = plain_of({f"x{end}": part for end, part in parts.items()}, form.note)["x.weight"].to(dtype)
@@ -283,7 +283,7 @@ def test_all_obstacles_are_named_at_once() -> None:
 
 
 def test_plain_tensors_with_like_names_stay_as_they_are() -> None:
-    """Whatever they are called, without codes beside them."""
+    """Tensors with any name, without codes beside them."""
     plain = {"a.k_scale": torch.ones(2), "a.scale": torch.ones(2), "a.weight": torch.ones(2, 2)}
     assert dict(plain_of(plain)) == dict(open_source(iter(plain.items()))) == plain
 

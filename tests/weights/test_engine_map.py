@@ -116,7 +116,9 @@ def test_a_recorder_follows_copies_through_other_memory():
 
 
 def test_a_loader_may_write_into_what_it_was_given():
-    """A row that it zeros is a constant from then on; the other rows are those of the HF tensor, without a cast."""
+    """A row that the loader zeros is a constant from then on. The other rows come from the HF tensor, without a
+    cast.
+    """
     parameter, given = torch.zeros(3, 2), torch.rand(3, 2)
     recorder, value = Recorder(), given.clone()
     with recorder:
@@ -566,7 +568,7 @@ def test_another_plan_goes_by_the_loader_unless_tensors_are_missing(ring):
 
 
 def test_slices_for_another_rank_are_refused_though_they_have_its_shapes():
-    """Those of rank 1 look like those of rank 0."""
+    """The slices of rank 1 have the shapes of the slices of rank 0."""
     maps = [mb.map_engine(SPECS, model, model.load) for model in (StandIn(2, 0), StandIn(2, 1))]
     plan = plan_buckets(Manifest(ENTRIES, target=maps[1].map.digest))
     with closing(BufferRing(plan, "cpu")) as ring, closing(Receiver(plan, ring.handles())) as receiver:

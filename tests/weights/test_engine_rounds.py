@@ -111,7 +111,7 @@ class Rounds(RuleBasedStateMachine):
     def breaks_off(self):
         self.engine.break_off()
         self.refused(self.engine.complete)
-        self.writer = None  # of a trainer that died: the next one needs handles of its own
+        self.writer = None  # its trainer died: the next trainer needs new handles
 
     @rule()
     def moves(self):

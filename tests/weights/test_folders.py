@@ -40,7 +40,7 @@ HF = tiny("llama", vocab_size=16, num_hidden_layers=1, hidden_size=16, intermedi
 STATE = random_state(HF)
 NAMES, ONE, TWO = sorted(STATE), "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 OUTSIDE = "outside.safetensors"
-"""A whole file beside the folder, with the tensors of its first shard."""
+"""A complete file outside of the folder, with the tensors of the folder's first shard."""
 
 STRICTER = {
     r"expected each key once, found \d+ twice": "JSON takes the last, and transformers with it",
@@ -75,10 +75,10 @@ class Folder:
     index: Any
     """``Pairs``, or whatever became of it; None without one."""
     text: bytes | None = None
-    """In place of the index."""
+    """The text that replaces the index."""
 
     def __repr__(self) -> str:
-        """Of tensors, dtypes and shapes: their values are long."""
+        """Show dtypes and shapes of tensors, since their values are long."""
         shards = {
             file: {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
             for file, tensors in self.shards.items()
@@ -87,7 +87,7 @@ class Folder:
 
     @property
     def map(self) -> Any:
-        """The ``weight_map``, where there is one still."""
+        """The ``weight_map``, if it still exists."""
         found = [value for key, value in self.index if key == "weight_map"] if isinstance(self.index, Pairs) else []
         return found[0] if found and isinstance(found[0], Pairs) else Pairs()
 
@@ -176,7 +176,7 @@ def change_index(draw: Any, folder: Folder) -> None:
 
 
 def lead_out(draw: Any, folder: Folder) -> None:
-    """To the same tensors, in a file beside the folder."""
+    """Let the index point to equal tensors in a file outside of the folder."""
     place = draw(st.sampled_from([f"../{OUTSIDE}", f"../hf/../{OUTSIDE}", "ABSOLUTE"]))
     for pair in folder.map:
         pair[1] = place if pair[1] == ONE else pair[1]
@@ -188,12 +188,12 @@ def drop_from_index(draw: Any, folder: Folder) -> None:
 
 
 def add_to_index(draw: Any, folder: Folder) -> None:
-    """A name that is there already, or a new one."""
+    """Add a name to the index, either an existing one or a new one."""
     folder.map.append([draw(st.sampled_from([*NAMES[:2], "other"])), draw(st.sampled_from([ONE, TWO]))])
 
 
 def harm_index(draw: Any, folder: Folder) -> None:
-    """As headers are: any value becomes another, and any key is there twice, once or not at all."""
+    """Damage an index like a header: change any value, repeat any key or remove it."""
     if isinstance(folder.index, Pairs):
         holder = File(folder.index, b"")
         draw(st.sampled_from([damage.replace, damage.remove, damage.repeat, damage.add, damage.rename]))(draw, holder)
@@ -245,7 +245,7 @@ def put_pointer(draw: Any, path: Path) -> None:
 
 
 def put_other(draw: Any, path: Path) -> None:
-    """By the name of a file, something else; or a link, which is as good as the file."""
+    """Replace a file by something else with its name, or by a link to it, which is allowed."""
     kinds = ["nothing", "fifo", "folder", "device", "dangling", "link", "link", "outside"]
     kind = draw(st.sampled_from(kinds))
     if kind == "link":
@@ -371,7 +371,7 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where folders are written, beside a file that none of them may lead to."""
+    """The parent of the folders. It has a file that no folder may read."""
     return tmp_path_factory.mktemp("folders")
 
 

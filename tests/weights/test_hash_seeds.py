@@ -17,7 +17,7 @@ SAY = "from tests.weights.test_hash_seeds import plans\nprint(*plans(), sep='\\n
 
 
 def plans():
-    """Exports and syncs to engines, on each mesh and with each size of buckets: what they are, as digests."""
+    """Digests of the plans of exports and syncs to engines, on each mesh and with each size of buckets."""
     hf, found = target_models.SPARSE, []
     for dims in (dims for dims in target_models.GRID if dims.pp == 2 and dims.vp == dims.etp == 1):
         held = target_models.held_by(hf, dims, random_state(hf))

@@ -26,7 +26,7 @@ EXAMPLES = 10 * settings.default.max_examples
 
 
 def told_by_library(path: Path) -> dict[str, Any] | None:
-    """Its tensors, or what it says of one; None where it refuses the file."""
+    """The tensors as the library reads them, or its error for one of them; None if it refuses the file."""
     found: dict[str, Any] = {}
     try:
         with safe_open(path, "pt") as file:
@@ -52,7 +52,7 @@ def has_a_key_twice(data: bytes) -> bool:
 
 
 def assert_refused(path: Path, target: Path) -> None:
-    """By a message with the file's name, and by ``convert`` before it makes anything."""
+    """Assert that an error names the file, and that ``convert`` raises before it makes anything."""
     for attempt in (lambda: SafetensorsFile(path), lambda: convert(path.parent, target, on_event=lambda *event: None)):
         with pytest.raises(CheckpointError, match=path.name):
             attempt()

@@ -58,7 +58,7 @@ HOME, LEFT = ".mcore_bridge.0123abcd", ".mcore_bridge.convert"
 
 @pytest.fixture
 def nobody_waits():
-    """A FIFO would block for ever. The pool has a limit of its own."""
+    """Limit the time of each test, since a FIFO would block forever. The pool has a separate limit."""
 
     def late(*_):
         raise TimeoutError("it waits for something that never comes")
@@ -418,7 +418,7 @@ def test_a_lock_beside_a_folder_follows_no_link(tmp_path):
 
 
 def metadata(change):
-    """A harm to what the metadata says."""
+    """Damage values of the metadata."""
 
     def harm(folder):
         content = pickle.loads((folder / ".metadata").read_bytes())
@@ -429,7 +429,7 @@ def metadata(change):
 
 
 def places(**fields):
-    """A harm to where tensors and objects lie."""
+    """Damage the places of tensors and objects."""
 
     def change(content, folder):
         for place in content.storage_data.values():

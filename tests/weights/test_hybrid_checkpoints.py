@@ -144,7 +144,7 @@ def test_training_goes_on_in_the_other_class(name, tmp_path):
 
 
 def read_parts(folder, saved):
-    """Runs in a worker: adapters alone and with all else, and layers in one tensor, read by the other class."""
+    """Runs in a worker: the other class reads adapters alone, adapters with the base, and layers in one tensor."""
     from megatron.core import dist_checkpointing
 
     dims, all_adapters = ParallelDims(), []
@@ -273,7 +273,7 @@ def go_elsewhere(folders, out):
 
 @needs_it
 def test_a_model_that_another_trainer_built(tmp_path):
-    """Its halves are those of HF's layers, wherever its pipeline is cut, and it reads what a GPTModel has written."""
+    """Its halves get the numbers of HF's layers, with any cut of the pipeline, and it reads a GPTModel's checkpoint."""
     folders = {name: str(checkpoint(name, tmp_path / f"{name}-hf")) for name in ELSEWHERE}
     assert pool.run(2, go_elsewhere, folders, str(tmp_path)) == [[], []]
 

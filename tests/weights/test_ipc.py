@@ -98,7 +98,7 @@ def test_another_process_reads_every_bit_on_the_same_gpu(name, monkeypatch):
 
 
 def send_model(rank, environment):
-    """A model's export, to an engine with an environment of its own, which sees our GPU or does not."""
+    """Send a model's export to an engine with another environment, in which our GPU is visible or not."""
     torch.cuda.set_device(0)
     hf = tiny("qwen3", vocab_size=97)
     dims = mb.ParallelDims()

@@ -93,7 +93,9 @@ def test_from_a_mapping_and_from_pairs_in_any_order(state):
 
 @pytest.mark.parametrize("case", ["qwen3", "gemma2"])
 def test_a_base_model_without_its_head_loads(case, tmp_path):
-    """As embedding models are published. transformers adds the prefix of its names, and so do we; exports have it."""
+    """Embedding models are published in this way. transformers adds the prefix of names, and so do we, also in
+    exports.
+    """
     hf = tiny(case, tie_word_embeddings=True, num_hidden_layers=2)
     base = AutoModel.from_config(hf, dtype=torch.float32)
     base.save_pretrained(tmp_path)
@@ -219,7 +221,7 @@ def test_all_ranks_raise_where_one_cannot_load_what_it_builds(folder):
 
 
 def test_a_model_holds_what_it_saves_as_it_is_now():
-    """Names are kept between calls, as long as the modules have the same."""
+    """Names are cached between calls, until the modules have other names."""
     with fake_mesh.rank_of(ONE, 0, 1):
         (chunk,) = mb.build_model(HF, dims=ONE, load_weights=False, device="cpu", dtype=torch.float32)
     built, inner = held_tensors([chunk]).keys(), chunk.decoder.layers[0].mlp
@@ -235,7 +237,7 @@ def test_a_model_holds_what_it_saves_as_it_is_now():
 
 
 def test_models_are_chunks_that_are_given_once(state):
-    """Whatever is asked of them."""
+    """All functions check this."""
     with fake_mesh.rank_of(ONE, 0, 1):
         (chunk,) = mb.build_model(HF, dims=ONE, load_weights=False, device="cpu", dtype=torch.float32)
         wrapped = torch.nn.Sequential()
@@ -441,7 +443,7 @@ def hungry(folder, hf):
     mb.ParallelDims(tp=2).initialize(device="cpu")
     models = mb.build_model(hf, dims=mb.ParallelDims(tp=2), dtype=torch.float32, device="cpu", load_weights=False)
     for parameter in models[0].parameters():
-        parameter.data.fill_(1.0)  # the share is resident before we measure: what is added is overhead
+        parameter.data.fill_(1.0)  # the parameters are resident before we measure, so any growth is overhead
     before, read = memory.begin(), memory.read_from_disk()
     dist.barrier()
     mb.load_hf_weights(models, folder)
@@ -469,7 +471,7 @@ def test_memory_and_disk_are_used_once(tmp_path):
 
 
 def storages_stay_resizable(folder):
-    """A trainer that moves its parameters away gives their memory back by making it smaller."""
+    """A trainer that moves its parameters away frees their memory by resizing it."""
     ONE.initialize(device="cpu")
     (model,) = mb.build_model(folder, dims=ONE, dtype=torch.float32, device="cpu", load_weights=True)
     mb.manifest(model, digests=True)

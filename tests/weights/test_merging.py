@@ -42,7 +42,7 @@ CASES = {
 }
 
 FACTORS = {"llama": FP32}
-"""The dtype of adapters, if it is not that of the weights."""
+"""The dtype of adapters, if it differs from the dtype of the weights."""
 
 
 def digests(pairs):

@@ -105,7 +105,7 @@ PLANS: dict[Case, tuple[int, int, int, int]] = {
     ("small tied", "TP4", "TP4", 0.0625): (5, 65024, 152, 2773123557),
     ("small tied", "TP4", "TP1", 0.0625): (27, 116672, 719, 199229607),
 }
-"""By model, mesh, engine and MB of a bucket: messages, bytes of memory, copies of a rank, and a checksum."""
+"""For each model, mesh, engine and size of buckets in MB: messages, bytes of memory, copies of a rank, a checksum."""
 
 
 @functools.cache

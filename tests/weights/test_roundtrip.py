@@ -98,7 +98,7 @@ def test_what_engines_fuse_comes_together_and_the_manifest_is_known_first(proble
 
 
 def test_replicas_send_once():
-    """A norm that every tensor-parallel rank holds travels from one of them."""
+    """A norm that every tensor-parallel rank holds is sent by one rank only."""
     hf = tiny("llama", num_hidden_layers=1)
     state = random_state(hf)
     held = fake_mesh.build_everywhere(
