@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-_maps = tempfile.TemporaryDirectory()  # so that no test finds a map that an earlier run has kept
+_maps = tempfile.TemporaryDirectory()  # so that no test uses a map of an earlier run
 os.environ.setdefault("MCORE_BRIDGE_CACHE", _maps.name)
 
 settings.register_profile(
@@ -17,7 +17,7 @@ settings.register_profile(
     deadline=None,
     max_examples=60,
     derandomize=True,
-    phases=[Phase.explicit, Phase.generate],  # to shrink an example that builds models takes minutes
+    phases=[Phase.explicit, Phase.generate],  # shrinking an example that builds models takes minutes
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile(
@@ -42,7 +42,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Deselect the tiers that nobody asked for. In the whole suite, mix files with and without processes."""
+    """Deselect the tiers that were not requested. In the whole suite, mix files with and without processes."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         _mix(items)
     asked = config.getoption("-m")
@@ -62,14 +62,14 @@ def _mix(items):
 
 
 def pytest_collection_finish():
-    """Later searches for garbage leave out modules and tests: to walk them took an eighth of the whole time."""
+    """Later garbage collections leave out modules and tests: searching them took an eighth of the whole time."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _frozen():
-    """The searches leave out what a file has imported, too, once its tests have run."""
+    """After the tests of a file, garbage collections leave out its imports, too."""
     yield
     gc.collect()
     gc.freeze()

@@ -18,7 +18,7 @@ from tests.zoo import rope
 from tests.zoo.plain import PHI, longrope
 
 ORIGINAL = 14
-"""Sequences that are longer have other frequencies."""
+"""Longer sequences have other frequencies."""
 LENGTHS = (15, 5, 13, 23, 14)
 """Microbatches of two rows have a short and a long row. Context parallelism pads 13 and 14 tokens."""
 DYNAMIC = {**rope("dynamic", factor=4.0), "max_position_embeddings": ORIGINAL}
@@ -105,7 +105,7 @@ def test_a_row_says_the_same_alone_and_beside_longer_ones(name, dims):
 
 
 def test_layers_that_are_computed_again_know_the_lengths_of_their_microbatch():
-    """Latent attention computes its rope itself, when the first stage has gone on to another microbatch."""
+    """Latent attention computes the rope again, after the first stage has begun another microbatch."""
     (dims,) = CASES["latent"]
     for own, again in zip(run("latent", dims, {}), run("latent", dims, FULL), strict=True):
         assert all(map(torch.equal, own, again))

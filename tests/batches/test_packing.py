@@ -87,7 +87,7 @@ def test_unpacking_is_the_inverse(batch):
     own = torch.stack([rank.input_ids for rank in ranks])
     assert torch.equal(mb.unpack_sequences(ranks[-1], own), input_ids * mask)
     labels = torch.stack([rank.labels for rank in ranks])
-    behind = mask.long().cumsum(1) > 1  # all but the first of each row
+    behind = mask.long().cumsum(1) > 1  # all tokens except the first of each row
     assert torch.equal(mb.unpack_sequences(ranks[-1], labels, following=True), input_ids * (mask & behind))
 
 
@@ -168,7 +168,9 @@ def on_this_rank(logits, labels, weights, temperature, chunk):
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probs_and_entropies_of_a_cut_vocabulary(world_size, temperature):
-    """Padded to 16 columns: of four ranks the last has one that counts; and 24, of which it has none."""
+    """Vocabularies are padded to 16 columns, of which the last of four ranks has one real one, and to 24, of which it
+    has none.
+    """
     for columns in (16, 24):
         generator = torch.Generator().manual_seed(columns)
         logits = torch.randn(3, 5, columns, generator=generator) * 4
@@ -285,7 +287,7 @@ CALLS = {
 
 
 def wrong_calls():
-    """How both ranks raise if the second one has another argument than the first."""
+    """The errors of both ranks if the second rank has another argument than the first."""
     said, usual = [], {"logits": torch.zeros(2, 8), "labels": torch.tensor([1, 2]), "vocab_size": VOCAB}
     for other in CALLS.values():
         with pytest.raises(BatchError) as caught:

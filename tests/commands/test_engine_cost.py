@@ -44,7 +44,7 @@ def test_it_is_what_the_programs_of_all_ranks_do(dims: ParallelDims, engine: tup
     received = [sum(sum(program.received(number)) for number in messages) - headers for program in programs]
     sent = [sum(sum(program.sent(number)) for number in messages) - headers for program in programs]
     for each, known in ((found.received, max(received)), (found.sent, max(sent)), (found.total, sum(sent))):
-        assert abs(each - known) < 0.03 * known  # windows of a lane are as wide as its fullest
+        assert abs(each - known) < 0.03 * known  # all windows of a lane are as wide as its widest
     most = max(ranks, key=received.__getitem__)
     taken = [
         max(each.plan.open_bytes_by_message) + min(MESSAGES_IN_FLIGHT, found.messages) * sum(each.room(0))

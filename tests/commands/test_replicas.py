@@ -62,7 +62,7 @@ def test_derived_inventories_are_the_real_ones(dims, world_of):
     found, groups = real(dims, world_size)
     firsts = [found[i * len(found) // dims.pp] for i in range(dims.pp)]
     assert replicas(firsts, dims, num_experts=12, world_size=world_size) == found
-    for rank, group in groups.items():  # or some would wait for others that do not come
+    for rank, group in groups.items():  # otherwise some ranks would wait forever
         assert rank in group
         assert all(groups[other] == group for other in group)
 
@@ -89,7 +89,7 @@ def test_plans_are_those_of_the_real_models(dims, tmp_path):
 
 
 def test_a_balanced_pipeline_counts_experts_as_ranks_hold_them():
-    """One dense layer in front weighs more than a layer of experts, once these are dealt out."""
+    """The first layer is dense, and has more bytes on a rank than a layer of experts, which ranks share."""
     hf = tiny(
         "qwen3_moe",
         num_hidden_layers=8,

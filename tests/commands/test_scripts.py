@@ -83,7 +83,7 @@ def test_an_error_is_an_object_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["verify", "plan", "convert", "merge", "draw", "doctor", "verfy", "--nothing"])
 def test_wrong_usage_is_an_object_too(command: str, tmp_path: Path) -> None:
-    """A missing argument, a command or an option that is not there, and values that it cannot have."""
+    """A missing argument, an unknown command or option, and invalid values."""
     wrong = [(), ("--nothing",), ("--tp", "two"), *([tmp_path, *option] for option in WRONG.get(command, ()))]
     for arguments in wrong[command == "doctor" :]:
         result = run(command, "--json", *arguments)

@@ -68,7 +68,7 @@ def test_a_folder_is_read_once_and_a_composite_is_its_text(tmp_path: Path, monke
 
 
 def assert_a_rank_holds_it(suggestion: Suggestion, folder: Path) -> None:
-    """Parameters, gradients and Adam's state of the rank that holds most, summed over the model that is built."""
+    """Parameters, gradients and Adam's state of the fullest rank, summed over the built model."""
     dims, totals = suggestion.mesh, []
     for pp_rank in range(dims.pp):
         with rank_of(dims, pp_rank * (4 // dims.pp), 4):
@@ -83,7 +83,9 @@ def assert_a_rank_holds_it(suggestion: Suggestion, folder: Path) -> None:
 
 
 def test_memory_grows_as_it_must(tmp_path: Path) -> None:
-    """Activations with tokens, less with recomputation and with tensor parallelism; all microbatches of 1F1B."""
+    """Activations grow with tokens, and shrink with recomputation and tensor parallelism; all microbatches of 1F1B
+    count.
+    """
     zoo.cases()["llama"].hf.save_pretrained(tmp_path)
 
     def memory(batch: Batch, **given: int) -> Any:

@@ -78,7 +78,7 @@ def test_hf_to_mcore_to_hf_is_the_identity(fields: Json) -> None:
 
 @given(checkpoints())
 def test_what_comes_back_is_read_alike(fields: Json) -> None:
-    """mcore to HF to mcore is the identity on what HF configs reach."""
+    """mcore to HF to mcore is the identity on all values that HF configs can have."""
     hf = read_config(CONFIG_MAPPING[fields["model_type"]].from_dict(json.loads(json.dumps(fields))))
     table = table_of(hf)
     back = to_hf_config(to_transformer_config(hf, table), to_gpt_arguments(hf, table), table)

@@ -109,7 +109,7 @@ def test_a_value_of_another_type_is_refused(name: str, value: object, expected: 
     ],
 )
 def test_values_of_no_sense_are_refused_by_name(case: str, change: Json, message: str, tmp_path: Path) -> None:
-    """They come from a file, whoever wrote it: no error of Python, and no endless list."""
+    """Values come from a file of any writer, so there is no error of Python, and no endless list."""
     fields = {**zoo.described()[case].hf.to_dict(), "rope_parameters": None, "rope_theta": 1e4, **change}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ConfigError, match=message):

@@ -41,7 +41,7 @@ CALLS = {export: ExportError, save: CheckpointError, forward: ExportError}
 
 
 def survive(rank, folder, machines, seconds):
-    """Rank 1 is killed when all have begun; the others write down how each call ends."""
+    """Rank 1 is killed when all ranks have begun. The other ranks write the outcome of each call to a file."""
     mock.patch.multiple(lost_ranks, this_machine=lambda: machines[rank], _SECONDS=seconds).start()
     world = dist.FileStore(os.path.join(folder, "store"), 3)
     timeout = datetime.timedelta(seconds=90)
@@ -56,7 +56,7 @@ def survive(rank, folder, machines, seconds):
         with Path(folder, str(rank)).open("a") as file:
             file.write(f"{raised.value}\n")
     ended = time.monotonic() + 90
-    while len(written(folder)) < 2 * len(CALLS) and time.monotonic() < ended:  # else it would be named as well
+    while len(written(folder)) < 2 * len(CALLS) and time.monotonic() < ended:  # otherwise it would be named, too
         time.sleep(0.05)
 
 

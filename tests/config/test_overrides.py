@@ -83,7 +83,7 @@ names = st.sampled_from(sorted(zoo.cases()))
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
-    """A case of the zoo and what is overridden: most of it what its table maps, some of it what others do."""
+    """A case of the zoo and its overrides: most are fields that its table maps, some are fields of other tables."""
     case = draw(names)
     hf = zoo.cases()[case].hf
     own = sorted(VALUES.keys() & decided_by(table_of(hf), hf.to_dict()))
@@ -234,7 +234,7 @@ VERL: dict[str, Any] = {
     "overlap_p2p_comm": False,
     "variable_seq_lengths": True,
 }
-"""All that verl 0.9.1 sets by itself, with both of its flavours; siiRL sets nothing of a model by itself."""
+"""All settings of verl 0.9.1 itself, for both of its bridges. siiRL itself sets no fields of a model."""
 EXAMPLES: dict[str, Any] = {
     "calculate_per_token_loss": True,
     "deallocate_pipeline_outputs": True,
@@ -294,7 +294,7 @@ def test_what_a_trainer_sets_is_taken(trainer: str) -> None:
 
 
 def test_rlinf_may_ask_for_another_number_of_experts_of_a_token() -> None:
-    """``mcore_customization_config``: the one override of RLinf's examples that makes another model."""
+    """``mcore_customization_config``: the only override of RLinf's examples that changes the model."""
     assert drawn(zoo.cases()["mixtral"].hf, {"moe_router_topk": 3}).provenance.overridden == {"num_experts_per_tok": 3}
 
 

@@ -195,7 +195,7 @@ def _initialize_levels() -> tuple[bool, list[list[int]], str, bool]:
     dims = ParallelDims(cp=4, hierarchical_context_parallel_sizes=(2, 2))
     dims.initialize(device="cpu")
     same = ParallelDims.from_mcore() == dims
-    ParallelDims(cp=4).initialize(device="cpu")  # who wants no hierarchy may have one
+    ParallelDims(cp=4).initialize(device="cpu")  # a mesh without a hierarchy fits groups with one
     levels = [dist.get_process_group_ranks(group) for group in state.get_hierarchical_context_parallel_groups()]
     with pytest.raises(MeshError) as refused:
         ParallelDims(cp=4, hierarchical_context_parallel_sizes=(4, 1)).initialize(device="cpu")
@@ -276,7 +276,7 @@ def test_a_process_ends_well_while_a_thread_of_gloo_is_at_work() -> None:
     "seen",
     [
         [[("R", "1")], [("R", "1")], [("S", "2")], [("S", "2")]],  # it computes, and does not wait for the GIL
-        [[("S", "1")], [("S", "2")], [("S", "2")]],  # it has worked between two looks
+        [[("S", "1")], [("S", "2")], [("S", "2")]],  # its counter has grown between two reads
         [[("S", "1"), ("R", "1")], [("S", "1"), ("R", "1")], []],
     ],
     ids=["running", "woken", "one of two"],

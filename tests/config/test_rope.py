@@ -261,7 +261,7 @@ def test_yarn_of_a_model_that_was_trained_with_it_is_yarn(tmp_path: Path) -> Non
     yarn = {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 64}
     ropes = [
         rope_of(read_config(write(tmp_path, {**_without_rope("llama"), "rope_theta": 1e4, "rope_scaling": rope})))
-        for rope in (yarn, {**yarn, "finetuned": True})  # as the code of its authors has it
+        for rope in (yarn, {**yarn, "finetuned": True})  # as in the authors' code
     ]
     assert ropes[0] == ropes[1]
 
@@ -274,14 +274,14 @@ def test_the_old_name_of_a_type_is_understood() -> None:
 
 @pytest.mark.parametrize("factor", [0.375, 1.5])
 def test_dims_that_cannot_be_rotated_are_refused(factor: float) -> None:
-    """Three of eight dims, and twelve."""
+    """Three of eight dims, and twelve dims."""
     parameters = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": factor}
     with pytest.raises(ConfigError, match="must rotate an even number of the 8 dims"):
         Rope(parameters=parameters, head_dim=8, max_position_embeddings=64)
 
 
 def test_a_factor_of_one_is_no_partial_rotation(tmp_path: Path) -> None:
-    """Other families have it in their configs as well."""
+    """Configs of other families have this field, too."""
     fields = family("llama") | {"rope_scaling": None} | spelling_5("linear")
     fields["rope_parameters"]["partial_rotary_factor"] = 1
     config = read_config(write(tmp_path, fields))

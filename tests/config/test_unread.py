@@ -177,7 +177,7 @@ def test_unread_fields_are_accepted_named_and_refused_when_strict(
 
 
 def test_a_borrowed_class_answers_for_its_own_fields_only(tmp_path: Path) -> None:
-    """kimi_k2 is read by the class of deepseek_v3: the code in its folders may read what that class lacks."""
+    """deepseek_v3's config class reads kimi_k2. The code in its folders may read fields that this class lacks."""
     hf = CASES["deepseek_v3"].to_dict()
     fields = {**hf, "model_type": "kimi_k2", "a_field_of_kimi": 1}
     folder = write(tmp_path, json.loads(json.dumps(fields, default=str)))

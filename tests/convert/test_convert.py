@@ -26,7 +26,7 @@ from tests.support.conversions import MOE, StoppedError, assert_exact, mb_config
 from tests.support.experts import fused
 from tests.support.strategies import random_state, save, tiny
 
-FAMILIES = [  # between them: every layout, and everything that megatron-core takes to pieces
+FAMILIES = [  # together they have every layout, and every parameter that megatron-core splits
     *("llama", "gemma2", "gpt_oss", "olmo2", "phi3", "qwen2_moe", "hunyuan_v1_moe", "minimax_m2", "starcoder2"),
     *("deepseek_v3", "deepseek_v32", "qwen3_next", "qwen3.5-moe", "mixtral"),
 ]
@@ -84,7 +84,7 @@ def read_and_write(sources: list[Path], converted: list[Path], folders: list[Pat
             expected, found = Checkpoint(source), mb.to_hf_state_dict(model)
             assert set(found) == set(expected)
             assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
-            for layer in model.decoder.layers:  # as a model whose specs have the norms apart says it
+            for layer in model.decoder.layers:  # keys of a model whose specs have separate norms
                 layer.submodules_config.sharded_state_dict_keys_map = {}
             save_as_trainers_do(model, target, singleton_local_shards=bool(experts))
         with stepping.mesh(ParallelDims(pp=2)):

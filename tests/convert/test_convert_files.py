@@ -91,7 +91,7 @@ def test_norms_are_in_the_modules_in_which_transformer_engine_has_them(name, tmp
 
 
 def ranks(source: Path, dims: ParallelDims, num_ranks: int, folder: Path) -> None:
-    """Each file loads into the model of its rank, strictly, and makes of it what the HF folder does."""
+    """Each file loads strictly into the model of its rank, which then equals a model loaded from the HF folder."""
     for rank in range(num_ranks):
         with rank_of(dims, rank, num_ranks):
             models, expected = (
@@ -173,7 +173,7 @@ def test_dtypes_are_cast_where_that_is_asked_for(tmp_path):
 
 
 def test_a_dtype_that_a_model_keeps_as_it_is_must_hold_what_is_stored(tmp_path):
-    """The bias of a router stays fp32 in a model, whatever its weights are cast to."""
+    """The bias of a router stays fp32 in a model of any dtype."""
     hf = zoo.cases()["deepseek_v3"].hf
     source = written(random_state(hf, dtype=torch.bfloat16), hf, tmp_path / "hf")
     convert(source, tmp_path / "files", rank_files=files("torch"), on_event=quiet)
@@ -273,7 +273,7 @@ class Mine(torch.Tensor):
 
 
 class Calls:
-    """Would call a function when it is read."""
+    """An object whose pickle would call a function when it is read."""
 
     def __init__(self, function, *arguments):
         self.made = function, arguments

@@ -19,7 +19,7 @@ DENSE = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
 
 
 def split(state):
-    """The same state with a tensor for each expert."""
+    """The tensors of ``state``, with a tensor for each expert."""
     parts = {}
     for name, tensor in state.items():
         head, _, kind = name.rpartition(".experts.")

@@ -100,7 +100,7 @@ def test_a_step_is_that_of_peft(case, tmp_path):
 
 
 def drawn(folder, meshes):
-    """Runs in each worker: A of two layers on each mesh, after what is refused."""
+    """Runs in each worker: A of two layers on each mesh, after calls that are refused."""
     found = []
     for sizes in meshes:
         dims = ParallelDims(**sizes)
@@ -143,7 +143,9 @@ def test_what_has_no_adapters_is_named():
 
 
 def of_no_layer():
-    """The errors of two stages for a target that only other models of the family have; and whether all is frozen."""
+    """The errors of two stages for a target that only other models of the family have; and whether all parameters are
+    frozen.
+    """
     dims = ParallelDims(pp=2)
     with stepping.mesh(dims):
         chunks = build_model(zoo.cases()["deepseek_v3-dense"].hf, dims=dims, device="cpu", load_weights=False)

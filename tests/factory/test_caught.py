@@ -26,7 +26,7 @@ EXPECTED: dict[str, Any] = {
     "hunyuan_vl": {**PLAIN, "position_ids": (4, 1, "s")},
     "exaone4_5": {**PLAIN, "position_ids": (1, "s")},
 }
-"""s tokens, n of them for images, h numbers each. Masks of rows without padding are not passed."""
+"""Shapes for s tokens, n of them for images, of size h. Masks of rows without padding are not passed."""
 
 
 def called_with(model_type: str, folder: Path) -> dict[str, Any]:

@@ -206,7 +206,7 @@ def test_only_known_classes_of_a_release_that_has_them():
 
 
 MTP = {"qwen3_next": 1, "deepseek_v3": 1, "nemotron_h-narrow-experts": 2}
-"""Cases, each with the number of MTP layers that predict two tokens. One that predicts both is repeated."""
+"""Cases, each with the number of MTP layers that predict two tokens. A single layer is repeated."""
 MTP_MESHES = [{"tp": 2, "sp": True, "ep": 2, "etp": 1}, {"pp": 2, "layout": "Etttt|mmL"}]
 
 

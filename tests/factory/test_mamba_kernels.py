@@ -63,7 +63,7 @@ def test_without_the_packages_a_gpu_computes_in_torch_and_says_why(caplog: Any) 
 
 
 def learned(mixer: Any, given: Tensor, packed: Any) -> dict[str, Tensor]:
-    """The output of a mixer, and the gradients of all that it is made of."""
+    """The output of a mixer, and the gradients of its inputs and parameters."""
     inputs = given.clone().requires_grad_()
     mixer.zero_grad(set_to_none=True)
     output, _ = mixer(inputs, packed_seq_params=packed)

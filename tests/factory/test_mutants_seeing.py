@@ -28,14 +28,14 @@ def probabilities_before_top_k(chunk: Any) -> None:
 
 
 def sections_of(model_type: str, chunk: Any) -> None:
-    """Sections lie as transformers has them for another family."""
+    """Sections are in the order of another family."""
     other = composites.model_class(model_type)(composites.config(model_type)).model.language_model.rotary_emb
     rope = chunk.rotary_pos_emb
     rope.recompose = partial(type(other).recomposition_frequencies, rope.recompose.__self__)
 
 
 def axes(order: Sequence[int], chunk: Any) -> None:
-    """Time, height and width exchanged; or time in the place of all, as in a text."""
+    """Exchange time, height and width; or use time in the place of all three, as in a text."""
     rope, right = chunk.rotary_pos_emb, chunk.rotary_pos_emb.recompose
     rope.recompose = lambda angles: right(angles[[*order]])
 
@@ -79,7 +79,7 @@ LOG_PROBS: dict[str, tuple[str, Callable[[Any], None]]] = {
 
 @pytest.mark.parametrize("name", LOG_PROBS)
 def test_killed_by_log_probs(name: str) -> None:
-    """Each moves them by more than 50 times the bound, and nothing else is wrong."""
+    """Each mistake changes log-probs by more than 50 times the bound. Without a mistake they are right."""
     family, plant = LOG_PROBS[name]
     folder, (ids, mask, images, wanted), _ = case(family)
     errors = []
@@ -93,7 +93,7 @@ def test_killed_by_log_probs(name: str) -> None:
 
 
 def own_slice(chunk: Any, own: Tensor) -> Tensor:
-    """The tokens of this rank, which has no gradients of other tokens."""
+    """The tokens of this rank. The gradients of other tokens are lost."""
     rank = parallel_state.get_tensor_model_parallel_rank()
     return own.transpose(0, 1).chunk(2)[rank].contiguous()
 

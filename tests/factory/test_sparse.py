@@ -50,7 +50,7 @@ PUBLISHED = {
       "vocab_size": 154880
     }"""),
 }
-"""The fields of the config.json of DeepSeek V3.2, but for fp8, and of GLM-5.2."""
+"""The fields of the config.json of DeepSeek V3.2, without fp8, and of GLM-5.2."""
 
 
 @built

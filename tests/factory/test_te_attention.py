@@ -125,7 +125,7 @@ def test_sinks_of_packed_sequences_are_those_of_rows() -> None:
     starts = torch.tensor([0, 3, 7])
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts)
     either = either.to(torch.float32)
-    either.softmax_offset = torch.nn.Parameter(torch.randn(4))  # as when a model on the meta device gets its storage
+    either.softmax_offset = torch.nn.Parameter(torch.randn(4))  # as for a model on the meta device
     found = either(query, key, value, **mask, packed_seq_params=packed)
     plain: Any = ScoresCoreAttention(config, *places, pg_collection=groups)
     plain.softmax_offset.data.copy_(either.softmax_offset)

@@ -159,7 +159,7 @@ def memory(rank, world_size):
         dims.initialize(device="cuda")
         models = mb.build_model(HF, dims=dims, load_weights=random_state(HF, dtype=torch.bfloat16))
         torch.cuda.synchronize()
-        gc.collect()  # of what was made to build it, and of the model before
+        gc.collect()  # temporary memory of the build, and the model before
         before = torch.cuda.memory_allocated()
         for target, copy in (("everything", True), ("everything", False), (mb.engine_ranks(tp=2)[1 - rank], True)):
             for ending in ENDINGS:
@@ -199,7 +199,7 @@ def peaks(rank, world_size):
         largest = max(spec.num_bytes for spec in known)
         for bucket_bytes in (64 << 20, 128 << 20, 256 << 20, None):
             plan = agree_on_plan(models, None, "lm", bucket_bytes=bucket_bytes).program.plan
-            for _ in range(2):  # the first makes tables, which stay
+            for _ in range(2):  # the first export makes tables, which are kept
                 before = torch.cuda.memory_allocated()
                 torch.cuda.reset_peak_memory_stats()
                 for _ in mb.iter_hf_weights(models, bucket_bytes=bucket_bytes):

@@ -39,7 +39,7 @@ for _name in ("nemotron_h", "falcon_h1", "granitemoehybrid"):  # transformers ch
         _module = importlib.import_module(f"transformers.models.{_name}.modeling_{_name}")
         with mock.patch.dict(sys.modules, {"mamba_ssm": None, "causal_conv1d": None}):
             importlib.reload(_module)
-"""So transformers computes mixers in torch, and only we by the kernels, whose products are TF32 in fp32."""
+"""So transformers computes mixers in torch, and only our model by the kernels, whose products are TF32 in fp32."""
 
 WAYS = [("torch", torch.float32, True), ("torch", torch.bfloat16, False)]
 if importlib.util.find_spec("transformer_engine"):

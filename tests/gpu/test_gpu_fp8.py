@@ -32,7 +32,7 @@ FAMILIES = {
     ),
     "deepseek_v3": tiny("deepseek_v3", **{**SIZES, **LATENT, **ALL, "q_lora_rank": 128, "kv_lora_rank": 128}),
 }
-"""Blockwise TransformerEngine gathers rows of multiples of 128 alone."""
+"""In the blockwise recipe, TransformerEngine gathers only rows that are multiples of 128."""
 RECIPES = ("delayed", "tensorwise", "blockwise")
 MESHES = {1: [mb.ParallelDims()], 2: [mb.ParallelDims(tp=2, sp=True), mb.ParallelDims(ep=2)]}
 ALLOWED = 2**4, 2**5
@@ -74,7 +74,7 @@ def rank_main(rank, world_size):
 
 
 def is_right(found):
-    """FP8 is what was computed in, and no more is off than its bits explain."""
+    """Results show that FP8 was used, and errors are no larger than its bits explain."""
     return isinstance(found, dict) and all(
         1.5 < own < most for ratios in found.values() for own, most in zip(ratios, ALLOWED, strict=True)
     )

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.multigpu
 
 
 def undropped(hf):
-    """The same without dropout, which some families have by their config: every mesh would drop others."""
+    """A model without dropout, which some configs have: every mesh would drop other values."""
     hf = copy.deepcopy(hf)
     for name in hf.to_dict():
         if name.endswith(("dropout", "pdrop")):
@@ -64,7 +64,7 @@ MESHES = {
     ],
     8: [mb.ParallelDims(tp=2, pp=4, sp=True), mb.ParallelDims(tp=2, cp=2, pp=2, ep=4, sp=True)],
 }
-"""Beside data parallelism alone; the first on 8 GPUs is siiRL's."""
+"""Meshes in addition to data parallelism alone. The first one of 8 GPUs is siiRL's."""
 SWITCHES = {
     "recompute all": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     "recompute blocks": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
@@ -81,7 +81,7 @@ SWITCHES = {
 }
 """Settings from configs of trainers, none of which changes results."""
 SHARED = {"overlapped shared experts": {"moe_shared_expert_overlap": True, "moe_token_dispatcher_type": "alltoall"}}
-"""The same of models with shared experts."""
+"""Settings for models with shared experts."""
 CHECKS = {
     "gradients": lambda task: task in ("gradients", "gradients of rows"),
     "gradients in bf16": lambda task: task == "bfloat16 gradients",
@@ -90,11 +90,11 @@ CHECKS = {
 }
 """The names of recorded checks, each with its tasks."""
 ROWS, AT_ONCE, LONG, STEPS = 16, 2, 48, 3
-BOUND = 2e-5  # of a gradient in fp32, relative to its largest value
+BOUND = 2e-5  # error of a gradient in fp32, relative to its largest value
 LINEAR = 5e-5  # for linear attention: qwen3_next has 2.1e-5 over two replicas
 CANCELLED = 1e-8  # of the norm: rounding errors of sums that are zero, such as for a bias of keys without rope
 OVERFLOW, HALVINGS = 2.0**26, 12
-"""A loss scale with which gradients of logits are beyond fp16, and after how many halvings they surely are not."""
+"""A loss scale with which gradients of logits overflow in fp16, and the number of halvings after which they do not."""
 
 
 def stand_in_for_apex():
@@ -163,7 +163,7 @@ def alone(hf, state):
     for parameter in trained([model]):
         parameter.grad = torch.zeros_like(parameter)  # the gradient of an expert without tokens stays zero
     loss = run(hf, model, slice(None), packed=False, micro_batch_size=1)
-    found = by_name([model], lambda parameter: AT_ONCE * parameter.grad)  # of the mean over fewer microbatches
+    found = by_name([model], lambda parameter: AT_ONCE * parameter.grad)  # since the mean is over fewer microbatches
     norm = torch.stack([grad.double().square().sum() for grad in found.values()]).sum().sqrt()
     return found, float(norm), float(loss)
 
@@ -416,7 +416,9 @@ def test_training_is_that_of_one_rank_and_exports_are_what_the_optimizer_holds(w
 
 
 LOSSES = {None: BOUND, "native": 2**-8, "te": BOUND}
-"""Implementations of megatron-core's loss, plain and fused, and how far gradients may be off: in one they are bf16."""
+"""Implementations of megatron-core's loss, plain and fused, and the bounds for gradients: in one implementation they
+are bf16.
+"""
 
 
 def losses(rank, world_size):
@@ -454,7 +456,7 @@ QWEN3_8B = AutoConfig.for_model(
     "qwen3",
     hidden_size=4096,
     intermediate_size=12288,
-    num_hidden_layers=4,  # of 36: one in each stage
+    num_hidden_layers=4,  # of 36 layers: one in each stage
     num_attention_heads=32,
     num_key_value_heads=8,
     head_dim=128,

@@ -90,7 +90,7 @@ def problems(key, ranks, exact, rounded):
     """A text that describes the errors."""
     name, _, backend, dtype, _ = key
     if texts := [each for each in ranks if isinstance(each, str)]:
-        words = ["refused"] if name == "gemma3" and backend == "te" else []  # masks that see both ways within an image
+        words = ["refused"] if name == "gemma3" and backend == "te" else []  # bidirectional masks
         words += ["context parallel"] if name.startswith("qwen3_5") else []  # of gated delta nets
         return [text for text in texts if not (text.startswith("refused") and any(word in text for word in words))]
     if dtype is torch.float32:

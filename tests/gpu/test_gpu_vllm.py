@@ -68,14 +68,14 @@ def examine(hf, engine, folder, tensor_parallel):
             allowed = 3 * (own - theirs)[:, since:].abs().median()
             found += [float((answer - other[:, since:]).abs().median() / allowed) for other in (own, trained)]
         passed_over = exact[1].max(-1).values - exact[1].gather(-1, greedy[:, 1:, None].cuda())[..., 0]
-        allowed = 2 * (exact[1] - rounded[1]).abs().max()  # the likeliest of two that rounding may change the order of
+        allowed = 2 * (exact[1] - rounded[1]).abs().max()  # rounding may exchange the two likeliest
         found.append(float(passed_over[:, PROMPT - 1 :].max() / allowed))
     held_as_from_files(engine, state, folder / "files")
     return found
 
 
 def attempt(hf, engine, folder, tensor_parallel):
-    """The findings, or why there are none."""
+    """The results, or the reason why there are none."""
     folder.mkdir()
     try:
         return examine(hf, engine, folder, tensor_parallel)

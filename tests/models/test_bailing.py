@@ -132,7 +132,9 @@ def chosen(folder: str, hidden: Tensor, bias: Tensor) -> Tensor:
 
 
 def test_a_group_that_is_left_out_stays_out_where_all_biased_scores_are_negative(folders: dict[str, str]) -> None:
-    """Experts of the two best groups, whose scores are sums of two, as the published code chooses them."""
+    """The experts that the published code chooses, from the two best groups. A group's score is the sum of its two
+    best.
+    """
     generator = torch.Generator().manual_seed(0)
     hidden, bias = torch.randn(50, 1, 48, generator=generator), -5 + torch.randn(8, generator=generator)
     weight = bailing.twin_state(TINY["grouped"])["model.layers.3.mlp.gate.weight"]

@@ -74,7 +74,9 @@ def test_the_bias_balances_experts_where_the_trainer_says_so(tmp_path: Path) -> 
 
 
 def replayed() -> list[Any]:
-    """Runs in a worker: logits as they are, while experts are recorded, without the bias, and so but replayed."""
+    """Runs in a worker: logits normally, while choices are recorded, without the bias, and without the bias but
+    replayed.
+    """
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
     hf = zoo.cases()[NAME].hf

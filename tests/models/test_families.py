@@ -155,7 +155,7 @@ def test_what_tensor_parallel_ranks_hold_a_part_of_counts_for_the_norm_of_gradie
 
 
 def test_shared_experts_that_are_overlapped_count_for_the_norm_of_gradients() -> None:
-    """megatron-core then takes the mode of parallelism from them, which it does to communicate elsewhere."""
+    """megatron-core reads the mode of parallelism of a layer from them, and communicates accordingly."""
     model = whole_model(zoo.cases()["deepseek_v3"].hf, ParallelDims(tp=2, sp=True))
     linears = [module for name, module in model.named_modules() if re.search(r"\.shared_experts\.linear_fc[12]$", name)]
     for linear in linears:

@@ -17,7 +17,7 @@ from tests.support.strategies import tiny
 from tests.zoo import rope
 
 TOGETHER = 20 if "PYTEST_XDIST_WORKER" in os.environ else 1
-"""Cases of one job of the pool in the whole suite, since to make the groups of a mesh takes longer than a case."""
+"""The number of cases in one job of the pool. Making the groups of a mesh takes longer than a case."""
 
 
 @cache

@@ -162,7 +162,7 @@ def test_a_part_of_a_frozen_tower_is_trained_and_each_tensor_is_accounted_for(tm
 @pytest.mark.skipif(not towers.NAMES, reason="the installed transformers is too old")
 @pytest.mark.parametrize("name", ["qwen3_5", "gemma3"])
 def test_a_plan_and_a_balanced_layout_count_the_tower_on_the_first_stage(name: str, tmp_path: Path) -> None:
-    """Whole for each tensor-parallel rank; a frozen one needs neither gradients nor an optimizer."""
+    """Every tensor-parallel rank has all of a tower. A frozen tower needs neither gradients nor an optimizer."""
     tiny.written(name, tmp_path)
     dims = mb.ParallelDims(tp=2, pp=2, layout="balanced")
     plans = {vision: plan(tmp_path, BuildOptions(dims=dims, vision=vision), dtype=torch.float32) for vision in VISIONS}
@@ -196,7 +196,7 @@ def test_the_layers_that_take_features_of_the_tower_are_on_the_first_stage() -> 
 
 @pytest.mark.skipif("kimi_k25" not in towers.NAMES, reason="the installed transformers is too old")
 def test_queries_keys_and_values_that_files_join_learn_as_in_transformers(tmp_path: Path) -> None:
-    """One weight has the gradients of three, in the order of its rows."""
+    """The joined weight has the gradients of three weights, in the order of its rows."""
     file = seeing.written("kimi_k25", tmp_path) / "model.safetensors"
     save_file(dict(tiny.as_published("kimi_k25", read(tmp_path))), file, metadata={"format": "pt"})
     model = seeing.reference(tmp_path)

@@ -12,7 +12,7 @@ from tests.support.twins import TWINS
 
 
 def difference(family, dims, reference):
-    """Runs in each worker: classes of such configs cannot travel."""
+    """Runs in each worker, since such configs cannot be pickled."""
     return worst_differences([(FAMILIES[family], dims, reference)])[0]
 
 

@@ -30,9 +30,9 @@ from tests.mutation.tests_of import AT_IMPORT
 
 ROOT = Path(__file__).parents[2]
 FIRST = 5.0
-"""Seconds of the tests that run first: they find most mutants, and to collect all takes as long."""
+"""Seconds of the tests that run first. They find most mutants, and collecting all tests would take as long."""
 PATIENCE = 10.0
-"""How much longer than when they were recorded tests may take before a mutant counts as one that hangs."""
+"""The factor of the recorded time after which a mutant counts as one that hangs."""
 
 
 def main() -> None:
@@ -118,7 +118,7 @@ def tests_for(mutant: Mutant, tree: Path, record: dict[str, Any]) -> list[str]:
     seconds, seen, found = record["seconds"], Counter[str](), []
     for name in sorted((first | further) - {""}, key=lambda name: (seconds[name], name)):
         function, _, parameters = name.partition("[")
-        words = parameters.rstrip("]").split("-") if parameters else ()  # one may be a family that is new
+        words = parameters.rstrip("]").split("-") if parameters else ()  # a family may be new
         known = seen[function] + min((seen[word] for word in words), default=0)
         found.append((name in further, (0.05 + seconds[name]) * (1 + known), name))
         seen.update((function, *words))

@@ -27,4 +27,4 @@ OF_TABLES = {
     "*/models/*": _FAMILIES,
     "*/rules/*layout*": ("test_layout*", "test_mapping*", "test_roundtrip*", "test_parity*"),
 }
-"""Tests that come first for what runs at import in files of tables, which have few functions to reach."""
+"""Tests that come first for code of tables that runs at import."""

@@ -49,7 +49,7 @@ def run(asked: list[str]) -> list[str]:
 
 
 class Tracing:
-    """A plugin of pytest that notes which lines each test reaches, in this process and in workers of the pool."""
+    """A plugin of pytest that records the lines that each test reaches, in this process and in workers of the pool."""
 
     def __init__(self, tree: Path, notes: Path) -> None:
         self.coverage, self.notes = started(tree, ""), notes
@@ -66,7 +66,7 @@ class Tracing:
         yield
         pool._run = real
         self.coverage.switch_context("")
-        for name, module in list(sys.modules.items()):  # who finds a result in a cache reaches what made it, too
+        for name, module in list(sys.modules.items()):  # whoever uses a cached result reaches its code, too
             if name.startswith("mcore_bridge"):
                 for each in list(vars(module).values()):
                     getattr(each, "cache_clear", int)()
@@ -81,7 +81,7 @@ def started(tree: Path, context: str) -> Any:
 
 
 def traced(notes: str, name: str, function: Any, *arguments: Any) -> Any:
-    """``function`` in a worker, with a note of what it reaches."""
+    """Run ``function`` in a worker, and record the lines that it reaches."""
     coverage, begin = started(Path.cwd(), name), time.monotonic()
     try:
         return function(*arguments)

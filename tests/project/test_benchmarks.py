@@ -28,7 +28,7 @@ def printed(script, arguments):
         contextlib.redirect_stdout(out),
     ):
         runpy.run_path(str(FOLDER / script), run_name="__main__")
-    for name in ("common", "export"):  # names that others may have, too
+    for name in ("common", "export"):  # other modules may have these names, too
         if name not in known:
             sys.modules.pop(name, None)
     return out.getvalue()

@@ -169,7 +169,7 @@ assert process.exitcode == 1
 
 
 def test_a_script_that_needs_a_guard_is_told_so_at_once(tmp_path):
-    """It runs again in a process that it starts; there it would wait for ranks that do not come."""
+    """A process that the page starts runs its code again. It would wait there for ranks that do not exist."""
     (tmp_path / "flat.py").write_text(FLAT)
     codes, said = forked(tmp_path / "flat.py", 1)
     assert codes == [0], said

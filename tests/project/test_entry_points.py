@@ -68,7 +68,7 @@ class Place:
 
     @contextlib.contextmanager
     def refuses(self, message: str, unchanged: Path | None = None) -> Iterator[None]:
-        """The block raises, and a folder stays as it is."""
+        """Assert that the block raises, and that the folder is unchanged."""
         before = _content(unchanged or self.out)
         with pytest.raises(BridgeError, match=message):
             yield
@@ -469,7 +469,7 @@ TABLE: dict[str, dict[str, Cell] | str] = {
         ],
         NO_PATH,
     ),
-    # functions of the library below them
+    # the functions of the library that they call
     "api.convert": saves(
         lambda place, path: convert(place, path, place.out),
         lambda place, path: convert(place, place.hf, path),

@@ -95,7 +95,7 @@ if __name__ == "__main__":
 
 
 def test_engine_and_trainer_agree_in_every_bit_at_every_step(tmp_path):
-    """Through the trainer's steps, and the engine's sleep in between; each step changes each weight."""
+    """They agree after the trainer's steps and the engine's sleep. Each step changes each weight."""
     (tmp_path / "digested.py").write_text(DIGESTED)
     codes, said = forked(tmp_path / "digested.py", 2, "--device", "cpu", "--steps", "5", "--pp", "2")
     assert codes == [0, 0], said

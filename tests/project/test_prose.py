@@ -27,7 +27,7 @@ VAGUE = frozenset({"found", "each", "many", "noted", "told"})
 """A participle or a quantity does not describe a value."""
 
 LONG: tuple[str, ...] = ()
-"""How the sentences begin that may be longer, as they are counted here."""
+"""The beginnings of sentences that may be longer."""
 
 CODE = "CODE"
 _SPAN = re.compile(r"``[^`]*``|`[^`]*`|\]\([^)]*\)|<?https?://\S+")

@@ -110,7 +110,7 @@ def _built(hf: Any = HF, **options: Any) -> Any:
 
 
 def _usual(name: str, folders: dict[str, str], models: dict[str, Any]) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """The call, the arguments of the first rank, and what the second one has in their place, one at a time."""
+    """The call, the arguments of the first rank, and different values for the second rank, one at a time."""
     plain, adapted, other = (
         models.get("plain"),
         models.get("adapted"),
@@ -273,7 +273,7 @@ def calls(folders: dict[str, str]) -> dict[tuple[str, str], str]:
             [name for name in TABLE if name in dict(CELLS) and name not in ("ParallelDims.initialize", "build_model")],
             models,
         )
-        mb.forward(models["plain"], torch.arange(8).view(2, 4))  # nothing is left half done
+        mb.forward(models["plain"], torch.arange(8).view(2, 4))  # no file is incomplete
     return said
 
 

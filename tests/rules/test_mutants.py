@@ -76,7 +76,7 @@ def test_rules_are_killed(family: str, name: str) -> None:
     tier, _, on_several_ranks = table(family, "RULES")[name][0].partition(" at tp=")
     for fate in fates(family, TWO):
         assert re.search(ERRORS[tier], fate[name]), fate[name]
-    if on_several_ranks:  # why every check runs on several ranks too
+    if on_several_ranks:  # this is why every check also runs on several ranks
         assert fates(family, ONE)[0][name] == "survives"
 
 
@@ -132,7 +132,7 @@ def test_fused_rules_are_killed(tmp_path: Path, name: str) -> None:
 
 
 def local_layers(name: str, numbering: Numbering) -> str:
-    """A stage's own numbers of layers for global ones."""
+    """The numbers of layers within a stage in the place of global numbers."""
     return TRUE_CANONICAL(name, replace(numbering, layers=tuple(range(len(numbering.layers)))))
 
 

@@ -125,13 +125,13 @@ def twin(fields: dict[str, Any]) -> Any:
 
 
 def twin_state(fields: dict[str, Any]) -> dict[str, Tensor]:
-    """The checkpoint of the twin."""
+    """The checkpoint of the equivalent family."""
     state = random_state(twin(fields))
     return {name: tensor.abs() if name.endswith("correction_bias") else tensor for name, tensor in state.items()}
 
 
 def renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The twin's tensors under Ling's names: q, k and v in one tensor, one after another."""
+    """The equivalent family's tensors under Ling's names: q, k and v in one tensor, one after another."""
     found: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if match := re.fullmatch(r"(.*)\.self_attn\.(q|k|v)_proj\.(weight|bias)", name):
@@ -145,7 +145,7 @@ def renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def unnamed(state: dict[str, Tensor], hf: Any) -> dict[str, Tensor]:
-    """The tensors of a model of this config under the twin's names."""
+    """The tensors of a model of this config under the equivalent family's names."""
     found: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if match := re.fullmatch(r"(.*)\.attention\.query_key_value\.(weight|bias)", name):

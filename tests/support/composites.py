@@ -67,7 +67,7 @@ def config(model_type: str, /, **text: Any) -> Any:
     default = CONFIG_MAPPING[model_type]()
     inner = {**TEXTS[text.get("model_type", default.text_config.model_type)].to_dict(), **text}
     if "num_nextn_predict_layers" in inner:
-        inner["num_nextn_predict_layers"] = 0  # the default of 5.17 is 1, and nothing here has such layers
+        inner["num_nextn_predict_layers"] = 0  # the default of 5.17 is 1, and the text here has no MTP layers
     parts = {
         name: _small(getattr(default, name), inner["hidden_size"])
         for name in ("vision_config", "audio_config")

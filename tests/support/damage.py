@@ -16,7 +16,7 @@ BITS = {**{name: 8 * dtype.itemsize for name, dtype in DTYPES.items()}, "F4": 4,
 
 
 class Pairs(list[Any]):
-    """An object of JSON, as a list of [key, value]: a key may be there twice."""
+    """An object of JSON, as a list of [key, value], in which a key may be repeated."""
 
 
 class Text(str):
@@ -74,7 +74,7 @@ def whole_files(draw: Any) -> File:
 
 @st.composite
 def files(draw: Any) -> bytes:
-    """Whole ones, harmed in up to three places."""
+    """Draw whole files, damaged in up to three places."""
     file = draw(whole_files())
     for _ in range(draw(st.sampled_from([1, 1, 1, 2, 3, 0]))):
         draw(st.sampled_from(HARMS))(draw, file)
@@ -116,13 +116,13 @@ def places(tree: Any) -> Iterator[tuple[list[Any], int]]:
 
 
 def drawn(draw: Any, found: Iterator[Any]) -> list[Any]:
-    """One of them; None if there is none."""
+    """Draw one of the entries; None if there are none."""
     some = list(found)
     return [draw(st.sampled_from(some))] if some else []
 
 
 def a_value(draw: Any) -> Any:
-    """One of ``VALUES``, which later harms may change."""
+    """Draw a copy of one of ``VALUES``, which later damage may change."""
     return copy.deepcopy(draw(st.sampled_from(VALUES)))
 
 
@@ -134,7 +134,7 @@ def shift_number(draw: Any, file: File) -> None:
 
 
 def shift_range(draw: Any, file: File) -> None:
-    """Both ends alike, so that the size stays right."""
+    """Shift both ends equally, so that the size stays right."""
     ranges = (pair for each in objects(file.header) for pair in each if pair[0] == "data_offsets")
     for pair in drawn(draw, ranges):
         if isinstance(pair[1], list) and all(type(each) is int for each in pair[1]):
@@ -173,7 +173,7 @@ def rename(draw: Any, file: File) -> None:
 
 
 def write_as_array(draw: Any, file: File) -> None:
-    """The fields of an entry without their keys, as the library takes them too."""
+    """Write the fields of an entry without keys, which the library accepts, too."""
     for pair in drawn(draw, iter(file.header)):
         if isinstance(pair[1], Pairs):
             pair[1] = [value for _, value in pair[1]]

@@ -8,7 +8,7 @@ from tests.support.strategies import random_state, tiny
 MESH = mb.ParallelDims(tp=2, pp=2, sp=True)
 
 
-BUCKET = 1 << 14  # a handful of parameters: exports take many buckets
+BUCKET = 1 << 14  # the size of a few parameters, so that exports take many buckets
 
 
 def built(dims=MESH, hf=None, **arguments):

@@ -67,7 +67,7 @@ def build_everywhere(
 
 
 def with_inventory(bound: BoundModel) -> Any:
-    """The inventory needs process groups: keep it with what it describes."""
+    """Compute the inventory now, since it needs process groups, and keep it with the model."""
     return bound, bound.inventory()
 
 

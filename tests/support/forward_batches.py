@@ -19,7 +19,9 @@ def batch_of(hf):
 
 
 def expected_of(logits, hf, temperature=1.0):
-    """Log-probs and entropies of transformers' logits for whole rows: causal, so that a prefix has its own."""
+    """Log-probs and entropies of transformers' logits for whole rows. Attention is causal, so a prefix has equal
+    values.
+    """
     log_probs, entropies = torch.zeros(BATCH, LONG), torch.zeros(BATCH, LONG)
     logs = torch.log_softmax(logits.float() / temperature, -1)
     ids = tokens(hf, LONG)

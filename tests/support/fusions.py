@@ -21,7 +21,7 @@ FUSED = (
 
 
 def siblings(names: Iterable[str]) -> list[set[str]]:
-    """Names that one parameter of an engine is made of."""
+    """Names of the tensors of which an engine makes one parameter."""
     known = sorted(names)
     matches = [(re.fullmatch(rf"(.*\.){first}(\..*)", name), others) for first, *others in FUSED for name in known]
     return [{m[0], *(f"{m[1]}{other}{m[2]}" for other in others)} & {*known} for m, others in matches if m]
@@ -38,7 +38,7 @@ def experts(specs: Iterable[TensorSpec], num_bytes: int) -> list[set[str]]:
 
 
 def apart(home: dict[str, int], groups: Iterable[set[str]]) -> list[set[str]]:
-    """The groups that have no home in common."""
+    """The groups whose names are in no common message or slot."""
     return [group for group in groups if len({home[name] for name in group}) > 1]
 
 
@@ -53,7 +53,7 @@ def require_together(plan: ExportPlan, bucket_bytes: int) -> None:
     smallest = smallest_buckets(specs)
     for buckets in smallest, plan_buckets(specs, slot_bytes=4 * smallest.slot_bytes):
         home = {piece.name: bucket.number for bucket in buckets.buckets for piece in bucket.pieces}
-        whole = experts(specs, buckets.slot_bytes // 2)  # aligned, tensors take more bytes than they have
+        whole = experts(specs, buckets.slot_bytes // 2)  # with alignment, tensors take more space
         assert apart(home, groups + whole) == []
 
 

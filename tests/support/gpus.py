@@ -52,7 +52,7 @@ def _rank(rank, world_size, port, folder, function, *arguments):
 def free_port():
     """A port on which no process listens. It is below the ports that Linux assigns, since gloo takes some of them."""
     while True:
-        port = 10_000 + secrets.randbelow(20_000)  # hypothesis seeds ``random`` alike in each process
+        port = 10_000 + secrets.randbelow(20_000)  # hypothesis gives ``random`` an equal seed in each process
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return str(port)

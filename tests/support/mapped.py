@@ -18,14 +18,14 @@ LOOKED_AT = (1, 2, 5)
 
 
 class Mapped(NamedTuple):
-    """How an engine's rank was mapped, and what was wrong."""
+    """The kinds of maps of an engine's rank, and errors."""
 
     copies: int
     fills: int
     loads: int
     uncovered: list[str]
     wrong: list[str]
-    """A line for each tensor that a round left with other bits, and for each contradiction in the map."""
+    """A line for each tensor with wrong bits after a round, and for each contradiction in the map."""
 
 
 def fed_by_map(

@@ -23,7 +23,7 @@ CASES = zoo.here(NAMES)
 
 
 def config(name: str, num_mtp_layers: int = 1) -> Any:
-    """The HF config of a case of the zoo, with MTP layers. Its last layer is of the kind that they are."""
+    """The HF config of a case of the zoo, with MTP layers. They are of the kind of its last layer."""
     hf = zoo.cases()[name].hf
     if getattr(hf, "mlp_layer_types", None):
         hf.mlp_layer_types = [*hf.mlp_layer_types[:-1], "sparse"]
@@ -60,7 +60,7 @@ def is_mtp(hf: Any, name: str) -> bool:
 
 
 def one_layer(hf: Any) -> Any:
-    """``hf`` with one layer, of the kind that MTP layers are, or with its two halves."""
+    """``hf`` with one layer of the kind of MTP layers, or with the two halves of this layer."""
     if _are_flat(hf):
         return type(hf).from_dict({**hf.to_dict(), "layers_block_type": hf.mtp_layers_block_type})
     fields = {**hf.to_dict(), "num_hidden_layers": 1, "first_k_dense_replace": 0, "mlp_only_layers": []}
@@ -94,7 +94,9 @@ def reference_logits(hf: Any) -> Tensor:
 
 
 def without_ends(hf: Any, state: dict[str, Tensor], number: int) -> dict[str, Tensor]:
-    """The tensors of ``one_layer`` within an MTP layer, whose norm is its own, with embedding and head of the model."""
+    """The tensors of ``one_layer`` from an MTP layer, with the norm of the MTP layer, and embedding and head of the
+    model.
+    """
     prefixes, around = names_of(hf, number)
     inner = {}
     for own, prefix in prefixes.items():

@@ -65,7 +65,7 @@ def _model(hf: Any, state: dict[str, Tensor]) -> Any:
 
 
 class _Layer:
-    """An MTP layer: transformers' model of the inner layer, without embedding and head, and what is around it."""
+    """An MTP layer: transformers' model of the inner layer, without embedding and head, and the modules around it."""
 
     def __init__(self, hf: Any, state: dict[str, Tensor], number: int) -> None:
         self.places, self.names = names_of(hf, number)

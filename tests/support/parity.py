@@ -16,7 +16,7 @@ from tests.support.twins import TWINS
 
 SEQ, BATCH = 24, 2
 LONG = 40
-"""Longer than every original rope length and every window of the zoo: positions past them are compared too."""
+"""Longer than every original rope length and every window of the zoo, so that later positions are compared, too."""
 
 
 def tokens(hf: Any, seq: int = SEQ) -> Tensor:

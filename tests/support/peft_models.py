@@ -21,7 +21,7 @@ NARROW = ("experts.up_proj", "experts.down_proj")
 
 
 def of_peft(targets):
-    """Targets as ``peft`` wants them: modules, and parameters that stack experts."""
+    """Targets in the form of ``peft``: modules, and parameters that stack experts."""
     stacks = [target for target in targets if target in EXPERTS + NARROW]
     return {
         "target_modules": [target for target in targets if target not in stacks],
@@ -34,7 +34,7 @@ def batch():
 
 
 SWAPPED = ("llama4_text",)
-"""Families of which ``peft`` takes the inputs of experts for their outputs, so that its A is our B turned."""
+"""Families for which ``peft`` exchanges inputs and outputs of experts, so that its A is our B transposed."""
 
 
 IN_FILES = {
@@ -42,7 +42,7 @@ IN_FILES = {
     "mixtral": (("mlp.experts", "block_sparse_moe.experts"),),
     "nemotron_h": (("model.", "backbone."),),
 }
-"""Parts of the names in transformers' memory, with what files have in their place."""
+"""Parts of the names in transformers' memory, each with its replacement in files."""
 
 
 def count_of(hf):
@@ -55,7 +55,8 @@ def named(parameters, hf, dialect):
     """The factors of ``peft`` by our names, as views. If ``peft`` has one tensor for experts: for each expert and
     projection.
 
-    ``peft`` holds gate and up of "split" as one with twice the rank, where only two blocks of B are not zero.
+    In the dialect "split", ``peft`` holds gate and up as one adapter with twice the rank. Only two blocks of B are not
+    zero.
     """
     for name, tensor in _named(parameters, hf, dialect):
         for old, new in IN_FILES.get(hf.model_type, ()):
@@ -136,7 +137,7 @@ def fill(chunks, made, values=None):
 
 
 def _drawn(name, shape):
-    """Some 0.1 in size, by the name alone."""
+    """Random values of about 0.1, which depend on the name alone."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.randn(shape, generator=generator) * 0.1
 

@@ -56,7 +56,7 @@ def run(world_size: int, function: Callable[..., Any], *args: Any, timeout: floa
 
 
 def started(function: Callable[..., Any], arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """New processes without a process group, one for each tuple of arguments; each is forked from the pool's server."""
+    """Start new processes without a process group, one for each tuple of arguments, forked from the pool's server."""
     _grow(1)  # starts the server, which imports everything
     processes = [_context.Process(target=function, args=each) for each in arguments]
     for process in processes:
@@ -82,7 +82,9 @@ def _in_turn(world_size: int) -> Iterator[None]:
 
 @functools.cache
 def _store() -> Any:
-    """Serves all jobs, each under a prefix. A store in a file would make ranks poll: a group would take 10 ms more."""
+    """The store of all jobs, each with a prefix. With a store in a file, ranks would poll, and a group would take 10 ms
+    more.
+    """
     from torch.distributed import TCPStore
 
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

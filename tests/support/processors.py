@@ -50,7 +50,7 @@ def folder_of(hf: Any, folder: Path) -> Path:
 
 
 def prompts(vocab_size: int) -> list[tuple[str, list[Any]]]:
-    """Texts and their images, of noise: with two images, without any, and with one that is resized."""
+    """Texts with images of noise: two images, none, and one that is resized."""
     from PIL import Image
 
     generator = torch.Generator().manual_seed(5)

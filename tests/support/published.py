@@ -93,7 +93,7 @@ def outcome_of(record: Published, folder: Path) -> dict[str, Any]:
 
 
 def obstacles_of_family(model_type: str) -> list[str]:
-    """Why no config of a family loads: it is refused, transformers lacks it, or nobody has written it here."""
+    """The reason why no config of a family loads: it is refused, transformers lacks it, or this library does."""
     from transformers import CONFIG_MAPPING
 
     if any(model_type in refusal.model_types for refusal in refusals()):
@@ -123,7 +123,7 @@ def outcomes() -> dict[str, dict[str, Any]]:
 
 
 def expand(value: Any) -> Any:
-    """``value`` with its short forms written out.
+    """Expand the short forms in ``value``.
 
     ``{"cycle": [a, b], "length": 5}`` is ``[a, b, a, b, a]``, and ``{"runs": [[a, 2], [b, 1]]}`` is ``[a, a, b]``.
     ``{"numbered": names}``, a list or a dict of names, has each ``x.{0-2,7}.y`` four times, with the numbers in its
@@ -159,7 +159,7 @@ def waits_for_megatron_core(outcome: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    """Write the outcomes down. One that waits for a newer megatron-core stays as it was."""
+    """Write all outcomes. Outcomes that need a newer megatron-core stay unchanged."""
     path = outcomes_file()
     before = json.loads(path.read_text()) if path.exists() else {}
     lines = [

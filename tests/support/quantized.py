@@ -81,7 +81,7 @@ class Mixed(Format):
 
 
 def write(hf: Any, form: Format, folder: Path, *, dtype: torch.dtype = torch.float32) -> tuple[State, State]:
-    """A random checkpoint of ``hf`` in a folder: its files, and what they decode to."""
+    """Write a random checkpoint of ``hf`` to a folder; returns its files, and their decoded values."""
     state = random_state(hf, dtype=dtype)
     folder.mkdir(parents=True, exist_ok=True)
     files = form.files(state)
@@ -170,7 +170,7 @@ def deepseek(block: tuple[int, int], dtype: torch.dtype = torch.float32, **argum
 
 
 def fbgemm() -> Format:
-    """Meta's files of Llama 3.1 405B."""
+    """The format of Meta's files of Llama 3.1 405B."""
     note = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
     bound = {".input_scale_ub": torch.tensor([1200.0])}
     return fp8((1, 0), note, name=".weight_scale", extra=bound)
@@ -222,7 +222,9 @@ def rows(dtype: torch.dtype = torch.float32, *, product: torch.dtype | None = No
 
 
 def rows_of_experts(*, alone: bool) -> Format:
-    """Rows whose scales are bf16, of experts alone or of all. Only products of other weights are rounded to bf16."""
+    """A bf16 scale for each row, in experts alone or in all weights. Only products of weights outside of experts are
+    rounded to bf16.
+    """
     experts, others = rows(torch.bfloat16, product=torch.float32), rows(torch.bfloat16)
     if alone:
         plain = ("lm_head", "re:.*self_attn.*", "re:.*mlp.shared_expert.*", "re:.*mlp.(gate|up|down)_proj")

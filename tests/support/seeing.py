@@ -30,13 +30,15 @@ SPECIAL = {
     "video_start_token_id": 3,
     "video_end_token_id": 4,
 }
-"""Ids inside the vocabulary of the zoo's texts, in the place of published ones."""
+"""Ids of special tokens inside the vocabulary of the zoo's texts. Published ids are larger."""
 FIRST, LAST = 10, 60
 """Ids of text."""
 _NORMS = {r"language_model\..*[qk]_norm\.weight$": 0.7, r"language_model\..*norm\d?\.weight$": 0.5}
-"""Means of weights of norms. Near zero, attention would be even, and positions would hardly matter."""
+"""Means of the weights of norms. With means near zero, attention would be uniform, and positions would hardly
+matter.
+"""
 _BY_PINPOINTS = ("llava_next", "llava_next_video", "llava_onevision")
-"""They cut an image into tiles of one size, by the nearest of some shapes."""
+"""Families that cut an image into tiles of one size, by the nearest of some shapes."""
 
 
 def config(model_type: str, /, **text: Any) -> Any:
@@ -46,11 +48,11 @@ def config(model_type: str, /, **text: Any) -> Any:
         setattr(hf, name, SPECIAL[name])
     vision, fields = hf.vision_config, hf.vision_config.to_dict()
     if "window_size" in fields:
-        vision.window_size = 2 if model_type == "got_ocr2" else 56  # in patches; in pixels, two by two features
+        vision.window_size = 2 if model_type == "got_ocr2" else 56  # in patches, or in pixels: two by two features
     if "deepstack_visual_indexes" in fields:
         vision.depth, vision.deepstack_visual_indexes = 3, [1, 2]
     if "num_hidden_layers" in fields and model_type != "kimi_k25":
-        vision.num_hidden_layers = 3  # since features may come from the last but one
+        vision.num_hidden_layers = 3  # features may come from the last layer but one
     if model_type == "hunyuan_vl":
         vision.max_image_size = 56
     if model_type == "qwen2_vl":
@@ -58,13 +60,13 @@ def config(model_type: str, /, **text: Any) -> Any:
     if model_type == "gemma3":
         hf.image_token_id = hf.text_config.vocab_size + 3  # beyond the vocabulary
         vision.image_size, hf.mm_tokens_per_image = 56, 4
-        for kind in hf.text_config.rope_parameters.values():  # transformers' dynamic one remembers earlier rows
+        for kind in hf.text_config.rope_parameters.values():  # transformers' dynamic rope remembers earlier rows
             kind.update(rope_type="linear", factor=2.0)
     if model_type in _BY_PINPOINTS:
         hf.image_grid_pinpoints = [[28, 56], [56, 28]]
     if model_type == "llama4":  # four tokens, each of four patches
         vision.image_size, vision.intermediate_size = 56, 4 * vision.hidden_size
-        hf.text_config.attn_temperature_tuning = True  # of queries in layers without a rope
+        hf.text_config.attn_temperature_tuning = True  # temperature of queries in layers without a rope
         hf.text_config.floor_scale, hf.text_config.attn_scale = 4, 0.5
     if model_type == "vipllava":
         hf.vision_feature_layers = [-1, -2]
@@ -86,7 +88,7 @@ def written(model_type: str, folder: Path, /, **text: Any) -> Path:
 
 
 def base_of(model: Any) -> Any:
-    """The composite inside of a model with a head. Llama 4 has no other one."""
+    """The composite in a model with a head. Llama 4 has only one class."""
     return getattr(model, "model", model)
 
 
@@ -206,7 +208,7 @@ def expected(
     head = torch.randn(1, size, generator=torch.Generator().manual_seed(0)) * std
     ropes: list[Any] = [module for module in model.modules() if hasattr(module, "max_seq_len_cached")]
     for row, shown in enumerate(mask.bool()):
-        for rope in ropes:  # a dynamic one would remember earlier rows
+        for rope in ropes:  # a dynamic rope would remember earlier rows
             rope.max_seq_len_cached = rope.original_max_seq_len
         inputs = _inputs(model, ids[row : row + 1, shown], images[row])
         if values:
@@ -312,7 +314,7 @@ def step(
         replicas, replica = dims.dp(dist.get_world_size()), parallel_state.get_data_parallel_rank()
         images, (ids, mask, wanted) = batch[2], (batch[place].to(device) for place in (0, 1, 3))
         own = range(len(ids))[replica * len(ids) // replicas : (replica + 1) * len(ids) // replicas]
-        for order in (own[::-1], own) if overlap else (own,):  # reducers learn from the first batch what to wait for
+        for order in (own[::-1], own) if overlap else (own,):  # reducers record parameters in the first batch
             for each in wrapped:
                 each.train()
                 each.zero_grad() if bare else each.zero_grad_buffer()
@@ -347,7 +349,7 @@ def problems(ranks: list[Any], wanted: tuple[Tensor, dict[str, Tensor]], bound: 
         error = float((each["log_probs"] - log_probs[each["rows"]]).abs().max() / log_probs.std())
         found += [f"rank {rank}: log-probs are {error:.1e} off"] if not error < bound else []
     for name, gradient in tower.items():
-        size = tower[name.replace("k_proj.bias", "k_proj.weight")].abs().max()  # such a bias has none but noise
+        size = tower[name.replace("k_proj.bias", "k_proj.weight")].abs().max()  # its gradient is only noise
         error = max(float((each[name] - gradient).abs().max() / size.clamp_min(1e-30)) for each in towers)
         found += [f"{name}: {error:.1e} off"] if not error < bound else []
         found += [f"{name} differs"] if any(not torch.equal(each[name], towers[0][name]) for each in towers) else []

@@ -47,7 +47,7 @@ def expected(folder: Path, adapter: Path, batch: Any) -> tuple[Tensor, dict[str,
 def step(
     folder: Path, adapter: Path, sizes: dict[str, Any], batch: Any, *, bare: bool = False, **options: Any
 ) -> dict[str, Any]:
-    """Runs in each worker: log-probs, the gradient of each factor by HF name, and what was left of the tower."""
+    """Runs in each worker: log-probs, the gradient of each factor by HF name, and gradients of the frozen tower."""
     dims = mb.ParallelDims(**sizes)
     with stepping.mesh(dims):
         chunks = _with_adapters(folder, dims, adapter, **options)

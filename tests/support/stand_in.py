@@ -91,12 +91,12 @@ class Layer(nn.Module):
         self.router = parameter(s.experts, s.hidden, dtype=torch.float32)
         self.w13 = parameter(s.experts, 2 * width, s.hidden)
         self.w2 = parameter(s.experts, s.hidden, width)
-        self.constant = parameter(3)  # as a bias that another rank adds
+        self.constant = parameter(3)  # like a bias that only another rank adds
         self.prepared = torch.zeros(self.heads * s.head_dim + 3, s.hidden, **options)  # of o_proj, by its kernel
 
 
 class StandIn(nn.Module):
-    """One rank. ``load`` is its loader with all that it does afterwards."""
+    """One rank. ``load`` is its loader with all its later work."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class StandIn(nn.Module):
         self.num_loads += 1
         if self.layerwise:
             self._load_layerwise(pairs)
-        elif self.threads:  # as SGLang does for models with experts
+        elif self.threads:  # SGLang does this for models with experts
             with ThreadPoolExecutor(1) as executor:
                 executor.submit(self._take_all, list(pairs)).result()
         else:
@@ -146,7 +146,7 @@ class StandIn(nn.Module):
             self._take(name, tensor)
 
     def _load_layerwise(self, pairs):
-        """Into new memory on the way, as vLLM's reload does: first onto the meta device, to count elements."""
+        """Load into new memory, like vLLM's reload: first onto the meta device, to count elements."""
         waiting = list(pairs)
         held = dict(self.named_parameters())
         for device in ("meta", self.embed.device):
@@ -219,7 +219,7 @@ class StandIn(nn.Module):
             words[:] = words[[*range(1, len(words), 2), *range(0, len(words), 2)]]
 
     def held(self):
-        """Every bit that a forward would read."""
+        """All tensors that a forward reads."""
         derived = {f"layers.{i}.prepared": layer.prepared for i, layer in enumerate(self.layers)}
         return {name: tensor.clone() for name, tensor in {**self.state_dict(), **derived}.items()}
 
@@ -230,7 +230,7 @@ def in_shared_memory(model):
     tensors = {id(t): t for t in [*model.state_dict(keep_vars=True).values(), *derived]}
     starts, size = {}, 0
     for key, tensor in tensors.items():
-        starts[key], size = size, size + -(-tensor.nbytes // 8) * 8  # seldom at a multiple of 16
+        starts[key], size = size, size + -(-tensor.nbytes // 8) * 8  # mostly not aligned to 16
     memory = allocate(size + 64, torch.device("cpu"))
     for key, tensor in tensors.items():
         place = memory[starts[key] : starts[key] + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -239,7 +239,7 @@ def in_shared_memory(model):
 
 
 def loaded(pairs, *arguments, **options):
-    """The tensors of an engine that has loaded these by its own loader."""
+    """The tensors of an engine whose own loader has loaded ``pairs``."""
     model = StandIn(*arguments, **options)
     model.load(pairs.items())
     return model.held()
@@ -278,7 +278,7 @@ def serve_all(addresses, engines):
 
 
 def connected(address):
-    """The pipe to an engine, which may not have begun yet, or has a name and does not listen yet."""
+    """The pipe to an engine. The engine may not have started yet, or may not listen yet."""
     while True:
         with suppress(FileNotFoundError, ConnectionRefusedError):
             return Client(address)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def install(monkeypatch: Any) -> list[str]:
-    """Make both importable; the result is the list of calls, by name, which grows."""
+    """Make both packages importable. Return the list of calls, to which each call adds its name."""
     calls: list[str] = []
     for name in ("causal_conv1d", "mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))

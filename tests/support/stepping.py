@@ -46,11 +46,13 @@ def meet(dims: ParallelDims) -> None:
 
 
 _left: list[Any] = []
-"""Groups of meshes that were left, as long as anybody may still hold them."""
+"""Groups of earlier meshes that objects may still hold."""
 
 
 def leave_mesh() -> None:
-    """Destroy megatron-core's groups, which it only forgets: threads of gloo would go on waking up for each of them."""
+    """Destroy megatron-core's groups. megatron-core only drops them, and threads of gloo would go on waking up for
+    each.
+    """
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel
 
@@ -67,12 +69,12 @@ def leave_mesh() -> None:
 
 
 def _end_groups() -> None:
-    """End the groups that nobody else holds, all at once: the end of each waits 10 ms for a thread of gloo."""
+    """End all groups that no object holds, together, since the end of each waits 10 ms for a thread of gloo."""
     alone: list[Any] = []
     held: list[Any] = []
     while _left:
         group = _left.pop()
-        (alone if sys.getrefcount(group) == 2 else held).append(group)  # of the variable and the argument
+        (alone if sys.getrefcount(group) == 2 else held).append(group)  # held by the variable and the argument
         del group
     _left.extend(held)
     threads = [threading.Thread(target=lambda: alone.pop() and None) for _ in alone]
@@ -91,7 +93,7 @@ LOSS_HELPERS = {
 def forget_metrics() -> None:
     """Empty megatron-core's trackers of losses: each has as many places as the first model of the process had layers.
 
-    They hold groups too. A module that nobody has imported has no tracker yet.
+    The trackers hold groups, too. A module that was not imported has no tracker yet.
     """
     for module, helper in LOSS_HELPERS.items():
         if module in sys.modules:
@@ -155,7 +157,9 @@ def gathering_late(chunks: Sequence[Any]) -> list[Any]:
 
 
 def let_megatron_save() -> None:
-    """It writes in forked processes, which the pool's may not have, and hears of them by a server that outlives it."""
+    """Let megatron-core save in a worker. It writes in forked processes, which workers may not start, and gets their
+    results from a server that outlives it.
+    """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     module: Any = filesystem_async
@@ -164,7 +168,9 @@ def let_megatron_save() -> None:
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Apex's, by its formula: the number of the step is in the group, so that mcore can read a state into a new one."""
+    """Apex's Adam, by its formula. The number of the step is in the group, so that mcore can load a state into a new
+    optimizer.
+    """
 
     def __init__(self, params: Any, adam_w_mode: bool = True, **settings: Any) -> None:
         super().__init__(params, settings)
@@ -185,7 +191,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 def distributed_optimizer(wrapped: Sequence[Any], *, lr: float, **options: Any) -> Any:
-    """mcore's Adam, whose state the DP ranks share out, as it is on a GPU: with an Adam of Apex, and types of CUDA."""
+    """mcore's distributed optimizer as on a GPU, with Apex's Adam and types of CUDA."""
     from megatron.core import optimizer as package
     from megatron.core.optimizer import distrib_optimizer, optimizer
 
@@ -276,7 +282,7 @@ def masters(models: Sequence[Any], optimizer: Any) -> dict[Any, Tensor]:
         for each in optimizers:
             if parameter in each.model_param_gbuf_map:
                 own = each._get_model_param_range_map(parameter)["param"]
-                held = getattr(parameter, "main_param", None)  # none of what is in fp32 itself
+                held = getattr(parameter, "main_param", None)  # no copy of parameters that are fp32 themselves
                 whole[own.start : own.end] = parameter.view(-1)[own.start : own.end] if held is None else held.view(-1)
         dist.all_reduce(whole, group=replicas[getattr(parameter, "allreduce", True)])
         found[parameter] = whole.view(parameter.shape)

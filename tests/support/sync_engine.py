@@ -68,7 +68,7 @@ class Client:
             raise problems[0]
 
     def tell(self, worker, num_messages):
-        """Have a worker die after so many messages of the trainer."""
+        """Make a worker die after this number of messages of the trainer."""
         self.pipes[worker].send(num_messages)
         assert self.pipes[worker].recv() is None
 

@@ -70,7 +70,7 @@ def shared(tensor, dim, size, rank):
 
 
 def joined(tensor, lengths, cut):
-    """Sections of a fused tensor, cut each."""
+    """Cut each section of a fused tensor."""
     return torch.cat([cut(number, section) for number, section in enumerate(tensor.split(lengths))])
 
 
@@ -160,7 +160,7 @@ ENGINES = {
     "TP2 PP2": {"tp": 2, "pp": 2},
     "TP2 PP2 EP2": {"tp": 2, "pp": 2, "ep": 2},
     "PP3": {"pp": 3},
-    "EP3": {"ep": 3},  # across ranks with attention each; the first two have an expert more
+    "EP3": {"ep": 3},  # over ranks that each have attention; the first two have one expert more
 }
 
 
@@ -192,7 +192,7 @@ GRID = [
 
 
 class Slices:
-    """A rank of an engine that holds slices of HF tensors; every second matrix lies in memory column by column."""
+    """A rank of an engine with slices of HF tensors. Every second matrix is stored column by column."""
 
     def __init__(self, hf, state, target):
         self.hf, self.target = hf, target

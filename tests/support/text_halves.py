@@ -62,7 +62,7 @@ if "mistral4" in CONFIG_MAPPING:
     from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM  # in no list, as it has images
 
     AutoModelForCausalLM.register(CONFIG_MAPPING["mistral4"], Mistral4ForCausalLM, exist_ok=True)
-if _SPEAKS_4:  # whose class has a name that its own list lacks
+if _SPEAKS_4:  # transformers' own list lacks its class
     CONFIG_MAPPING.register(CONFIG_MAPPING["glm4v_moe_text"].model_type, CONFIG_MAPPING["glm4v_moe_text"])
 for _half, _composite in COMPOSITES.items():
     if _half in CONFIG_MAPPING:

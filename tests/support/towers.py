@@ -42,7 +42,7 @@ def go_round(folder: Path, dims: mb.ParallelDims, work: Path) -> list[dict[str, 
     engine = mb.EngineRank(tp=2, tp_rank=torch.distributed.get_rank())
     sliced = dict(mb.iter_hf_weights(models, target=engine))
     _, of_tower = tiny.parts_of(folder)
-    assert all(torch.equal(sliced[name], tensor) for name, tensor in of_tower.items())  # whole, for the engine to cut
+    assert all(torch.equal(sliced[name], tensor) for name, tensor in of_tower.items())  # whole; an engine cuts it
     written = mb.save_hf_checkpoint(models, work / "saved")
     mb.save_checkpoint(models, work / "dist")
     again = mb.build_model(folder, **build, load_weights=False, seed=7)

@@ -67,7 +67,7 @@ class Kind:
                     ".indexer.",
                     "e_score_correction_bias",
                     ".experts.",
-                )  # transformers 4 runs no expert without a token
+                )  # transformers 4 does not run experts without a token
                 assert all(any(part in key for part in parts) for key in untrained), label
                 assert all(step["weights"][key].equal(held[key]) for key in untrained), label
                 for which, truth in (("grads", grads), ("weights", weights)):

@@ -130,7 +130,7 @@ def failing():
             "raises": raised([worker.receive, lambda info: 1 // 0]),
             "nobody": raised("http://127.0.0.1:9"),
         }
-        assert torch.equal(weight, mb.to_hf_state_dict(models)[HEAD])  # of the engine beside the one that raised
+        assert torch.equal(weight, mb.to_hf_state_dict(models)[HEAD])  # the weight of the engine that did not raise
         channel.HANDSHAKE = 0.2
         address = sync._listener.address
         with socket.create_connection((address.host, address.port)) as scanner, closing(Client(scanner.getpeername())):

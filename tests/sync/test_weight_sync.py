@@ -82,7 +82,7 @@ def test_every_engine_gets_every_bit_by_the_best_way(mesh, tmp_path):
     served, *others = pool.run(world, serve_rounds, addresses, dims, ["shards", "ring", "network", "ring"])
     assert all(each == served for each in others)
     assert {engine for engine, _ in served} == {0, 1, 2, 3}
-    assert len({trainer for _, trainer in served}) == world  # workers are dealt to all ranks
+    assert len({trainer for _, trainer in served}) == world  # all ranks share the workers
     for process in processes:
         process.join(20)
         assert process.exitcode == 0

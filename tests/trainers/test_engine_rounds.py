@@ -72,7 +72,7 @@ def test_the_scheduler_of_rlinf_syncs_by_a_map():
         scheduler.sync_hf_weight(None)
         assert differing(model.held(), loaded(pairs, 2, 1)) == []
     by_loader = len(buckets)
-    assert flushes == [by_loader, *[by_loader + 2] * 3]  # twice more to make the map, then never again
+    assert flushes == [by_loader, *[by_loader + 2] * 3]  # the loader runs twice more to make the map, then never
 
 
 RANKS = {"get_rollout_rank_to_actor_rank_map.return_value": {(0, 0): 0}}
@@ -95,7 +95,7 @@ def stubs():
 
 
 def verl_utils():
-    """verl's module of its worker as a user has it who follows the page."""
+    """verl's module of the worker, with the diff of the documentation."""
     (block,) = re.findall(
         r"```diff\n(\+from mcore_bridge\.weights\.ipc.*?)```", (PAGES / "verl.md").read_text(), re.DOTALL
     )
@@ -112,7 +112,7 @@ def verl_utils():
 
 
 def served_by_verl(folder):
-    """Runs in a worker: how many rounds the loader took part in, and what differs after each."""
+    """Runs in a worker: the number of rounds in which the loader ran, and differences after each round."""
     from tests.workers import vllm_rank
 
     hf = configs()["qwen3"]
@@ -128,7 +128,7 @@ def served_by_verl(folder):
         worker.model_runner = types.SimpleNamespace(model=model, vllm_config=rank.config)
         address = f"ipc://{folder}/socket"
         worker._get_zmq_handle = lambda: address
-        transfer.get_torch_device = mock.Mock()  # whose caches and streams a CPU lacks
+        transfer.get_torch_device = mock.Mock()  # a CPU lacks its caches and streams
         wrong, loads, load = [], [], model.load_weights
         model.load_weights = lambda pairs: (loads.append(number), load(pairs))
         for number, state in enumerate(states):

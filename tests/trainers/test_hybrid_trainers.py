@@ -85,7 +85,7 @@ def test_a_megatron_core_without_it_is_refused_by_every_surface(tmp_path: Any) -
 
 
 def test_parameters_one_by_one_are_refused(tmp_path: Any) -> None:
-    """slime and RLinf's functions get names alone, and halves of layers have the names of other layers."""
+    """slime's and RLinf's functions get only names, and names of halves equal the names of other layers."""
     hf = zoo.cases()["qwen3"].hf
     hf.save_pretrained(tmp_path)
     args, config = SimpleNamespace(hf_checkpoint=tmp_path), to_transformer_config(hf)

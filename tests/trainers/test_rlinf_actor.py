@@ -126,7 +126,7 @@ def test_what_disagrees_is_named_unless_it_is_an_override():
     config = read.blueprint(device="meta").config
     assert (config.moe_router_load_balancing_type, config.moe_aux_loss_coeff) == ("aux_loss", 0.0)
     assert config.init_method_std == 0.008
-    hf.norm_topk_prob = False  # scores before the selection are others then
+    hf.norm_topk_prob = False  # the scores before the selection are then different
     with pytest.raises(ConfigError, match="moe_router_pre_softmax=False, expected True"):
         read_actor(actor, hf=hf)
 
@@ -216,7 +216,7 @@ def test_a_critic_has_a_head_that_gives_a_value():
 
 
 def of_a_checkpoint(folder, hf, **block_of_convertor):
-    """A block whose checkpoint has been converted for TP2 from an HF folder that is gone."""
+    """A block whose checkpoint was converted for TP2. Its HF folder was deleted."""
     state, own = random_state(hf), {"te_ln_linear_qkv": False, "te_ln_linear_mlp_fc1": False}
     (folder / "hf").mkdir()
     save(state, hf, folder / "hf")

@@ -60,7 +60,7 @@ def test_every_key_of_our_examples_is_on_the_page() -> None:
     roles = list(roles_in(OWN.glob("*.yaml")))
     assert len(roles) == 4
     for path, role in roles:
-        role["megatron"].pop("ckpt", None)  # as the block of the convertor was called first
+        role["megatron"].pop("ckpt", None)  # the first name of the convertor's block
         assert not unknown_in(role), path
     known = roles[0][1]
     found = unknown_in({**known, "new": 1, "optim": {"new": 1}, "megatron": {"ckpt_convertor": {"new": 1}}})

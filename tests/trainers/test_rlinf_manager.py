@@ -46,7 +46,7 @@ WORLD = 4
 
 @functools.cache
 def module_of(file: str) -> types.ModuleType:
-    """A module of RLinf as a user has it who follows the page, for models that are not Megatron-Bridge's."""
+    """A module of RLinf with the diff of docs/trainers/rlinf.md, for models without Megatron-Bridge."""
     text = source_of(file)
     for diff in (diff for diff in diffs_of(PAGE) if diff.file == file):
         if "megatron.bridge" not in diff.changes[0][0]:
@@ -60,7 +60,7 @@ def module_of(file: str) -> types.ModuleType:
 
 
 def config_of(folder: str | None, save_path: Path, *, checkpoint: Path | None = None) -> Any:
-    """A whole actor block of RLinf's, with what RLinf fills in; ``checkpoint`` is ``megatron_checkpoint``."""
+    """A complete actor block, with the values that RLinf fills in; ``checkpoint`` is ``megatron_checkpoint``."""
     from omegaconf import OmegaConf
     from rlinf.config import validate_megatron_cfg
 
@@ -108,7 +108,7 @@ def found_in(actor: Any, direct: bool) -> tuple[Mapping[str, torch.Tensor], bool
     from megatron.training import checkpointing, global_vars
     from rlinf.utils import initialize
 
-    global_vars.unset_global_variables()  # of the run before, which was another process
+    global_vars.unset_global_variables()  # from the run before, which was another process
     unset_num_microbatches_calculator()
     destroy_rerun_state_machine()
     checkpointing._CHECKPOINT_VERSION = None
@@ -172,7 +172,7 @@ def test_without_a_conversion_hf_weights_are_loaded_directly(tmp_path: Path) -> 
 
 
 def test_a_run_without_the_conversion_that_it_asks_for_raises(tmp_path: Path) -> None:
-    """Megatron-LM would end the process, without an error."""
+    """Otherwise Megatron-LM would end the process without an error."""
     folder, _ = source(HF, tmp_path / "hf", torch.bfloat16)
     with pytest.raises(CheckpointError, match=r"found no latest_checkpointed_iteration\.txt"):
         pool.run(WORLD, found_in, config_of(folder, tmp_path / "mg"), False, timeout=TIMEOUT)

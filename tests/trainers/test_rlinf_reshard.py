@@ -33,7 +33,7 @@ def built(hf, dims, state):
 
 
 def synced(reshard, models, gather):
-    """One sync: all buckets joined, which must be as many on all ranks, and none with most of the model."""
+    """One sync, with all buckets joined. All ranks must have equally many buckets, and no bucket most of the model."""
     buckets = reshard.divide_model_to_bucket(models)
     counts = [None] * dist.get_world_size()
     dist.all_gather_object(counts, len(buckets))
@@ -58,7 +58,7 @@ def where_rlinf_sends(dims, tp):
 
 
 def old_callers(hf, dims, rollouts):
-    """They pass ``rank % rollout_tp``, wherever they send."""
+    """Actors of this generation pass ``rank % rollout_tp``, even if they send to another rank."""
     state = random_state(hf)
     models = built(hf, dims, state)
     for tp, ep in rollouts:
@@ -76,7 +76,7 @@ def old_callers(hf, dims, rollouts):
 
 
 def new_callers(hf, dims, rollouts):
-    """They pass the places of the engine's rank that they send to, of which a rank may have several, or none."""
+    """Actors of this generation pass the ranks of the engine to which they send: several, one or none."""
     state = random_state(hf)
     models = built(hf, dims, state)
     rank = dist.get_rank()
@@ -192,7 +192,7 @@ def mistakes():
         ExportError, match=r"rank 1 of the group: expected tp of at least 1 .* found 2 and 5"
     ):  # on both
         reshard.gather_and_reshard_model(bucket, 0 if rank == 0 else 5)
-    found = reshard.gather_and_reshard_model(models, rank)  # as RLinf had it before it had buckets
+    found = reshard.gather_and_reshard_model(models, rank)  # RLinf's call before it had buckets
     assert_gets(found, expected(TIED, state, EngineRank(tp=2, tp_rank=rank)))
 
 

@@ -59,7 +59,7 @@ class Fed:
 WIDE = {"hidden_size": 192}
 """The heads of one token are as wide as its hidden state: SGLang sizes norms by it, or derives ``head_dim`` from it."""
 ROPE = zoo.rope("yarn", **YARN, mscale=1.3, mscale_all_dim=0.7)
-"""Latent attention has no other on SGLang's CPUs."""
+"""The only backend of latent attention on CPUs in SGLang."""
 UNGROUPED = {"n_group": 1, "topk_group": 1}
 SOFTMAX = {"moe_layer_freq": 1, "scoring_func": "softmax"}
 SIGMOID = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
@@ -140,7 +140,7 @@ UNREAD = {
     "llama4_text": "it leaves out experts, with a warning",
     "phi": "it asks for partial_rotary_factor, which transformers 5 has elsewhere",
 }
-"""Families that both have, and that SGLang cannot be fed here, whoever feeds it."""
+"""Families that both have, but that SGLang cannot load here from any trainer."""
 
 
 def trained(fed: Fed) -> Any:
@@ -207,10 +207,11 @@ CHANGED = ("gemma", "gpt_oss", "gpt_oss-uneven", "nemotron_h")
 
 
 def slices(name: str, out: str) -> tuple[int, int, int]:
-    """Runs in a worker, which trains a stage and serves a rank: how many rows of its slices and of the engine's
-    parameters are alike, and how many each has alone."""
+    """Runs in a worker, which trains a stage and serves a rank: the number of rows that slices and the engine's
+    parameters share, and the numbers of other rows of each.
+    """
     fed, folder, rank, size = FED[name], Path(out), dist.get_rank(), dist.get_world_size()
-    fed = replace(fed, changes={**fed.changes, "intermediate_size": 128})  # on CPU alone, others are padded first
+    fed = replace(fed, changes={**fed.changes, "intermediate_size": 128})  # only on CPU: others are padded first
     if "shared_expert_intermediate_size" in fed.hf.to_dict():
         fed = replace(fed, changes={**fed.changes, "shared_expert_intermediate_size": 64})
     dims, state = mb.ParallelDims(pp=size), random_state(fed.hf, dtype=torch.bfloat16)
@@ -261,7 +262,9 @@ def in_halves(name: str, out: str) -> list[str]:
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("name", FED)
 def test_the_engine_holds_what_it_reads_from_files(name, tp, tmp_path):
-    """Three rounds with three states, each by another way; no name causes a warning, or is skipped by all ranks."""
+    """Three rounds with three states, each in another way. No name causes a warning, and none is skipped by all
+    ranks.
+    """
     found, unused = zip(*pool.run(tp, feed, name, str(tmp_path)), strict=True)
     assert found == ([],) * tp
     assert set.intersection(*unused) == set()
@@ -287,7 +290,7 @@ def test_slices_are_what_each_rank_of_the_engine_holds(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe_lite", "qwen3"])
 def test_latents_are_lost_without_a_word_when_they_come_apart(name, tmp_path):
-    """Why ``plan_buckets`` keeps them together: nothing else of SGLang needs it."""
+    """This is the only case in which SGLang needs ``plan_buckets`` to keep tensors together."""
     (found,) = pool.run(1, in_halves, name, str(tmp_path))
     layers = range(FED[name].hf.num_hidden_layers if name != "qwen3" else 0)
     assert found == [f"model.layers.{layer}.self_attn.fused_qkv_a_proj_with_mqa.weight" for layer in layers]

@@ -35,7 +35,7 @@ Fields = Mapping[str, Any]
 SPARSE = {"moe_intermediate_size": 64}
 """On CPU, a rank must have at least 32 rows of an expert."""
 ROPE = zoo.rope("yarn", **YARN, mscale=1.3, mscale_all_dim=0.7)
-"""Latent attention has no other on SGLang's CPUs."""
+"""The only backend of latent attention on CPUs in SGLang."""
 TEXT: Mapping[str, Fields] = {
     "gemma3": {"tie_word_embeddings": True},
     "glm4v_moe": SPARSE,
@@ -49,7 +49,7 @@ TEXT: Mapping[str, Fields] = {
 refuses dense layers and biases. Its wrapper pads widths on CPU.
 """
 VISION: Mapping[str, Fields] = {"gemma3": {"vision_use_head": False}, "llava_onevision": {"intermediate_size": 64}}
-"""And of a tower: in Gemma's no head pools features, as published, and on CPU transformers' own backend pads widths."""
+"""Changes of towers for SGLang: Gemma's has no pooling head, as published; on CPU transformers' backend pads widths."""
 KIMI = {"architectures": ["DeepseekV3ForCausalLM"], "moe_layer_freq": 1, "scoring_func": "sigmoid"}
 OF_KIMI = {"vt_hidden_size": 32, "vt_intermediate_size": 48, "vt_num_attention_heads": 2, "vt_num_hidden_layers": 1}
 QWEN3_5 = {"text_config": {"full_attention_interval": 2}, "vision_config": {"deepstack_visual_indexes": []}}
@@ -129,7 +129,7 @@ def feed(family: str, out: str) -> tuple[list[str], set[str], set[str]]:
 
 
 def read(family: str, out: str) -> None:
-    """Runs in a worker, without a model of ours: SGLang reads what transformers wrote."""
+    """Runs in a worker, without a model of ours: SGLang reads the files of transformers."""
     folder = str(write(family, Path(out), published=False))
     with sglang_engine.server(folder) as server:
         server.read(folder)
@@ -141,7 +141,9 @@ FED = [family for family in towers.NAMES if family not in NOT_READ]
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("family", FED)
 def test_the_engine_holds_what_it_reads_from_files(family: str, tp: int, tmp_path: Path) -> None:
-    """Three rounds with three states, each by another way; no name causes a warning, or is skipped by all ranks."""
+    """Three rounds with three states, each in another way. No name causes a warning, and none is skipped by all
+    ranks.
+    """
     found, unused, of_tower = zip(*pool.run(tp, feed, family, str(tmp_path)), strict=True)
     assert found == ([],) * tp
     assert set.intersection(*unused) == set()

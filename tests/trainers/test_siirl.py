@@ -150,7 +150,7 @@ FAILS = {
 
 
 def failure(folder: str, out: str, name: str) -> str:
-    """Runs in a worker: how an actor fails without one of the things that it needs, up to its first checkpoint."""
+    """Runs in a worker: the errors of an actor without one of its requirements, up to its first checkpoint."""
     with in_siirl(but=name):
         arguments = arguments_of(folder, ParallelDims())
         try:
@@ -190,7 +190,7 @@ def test_the_page_has_every_key_of_siirls_megatron():
 
 
 def unknown(folder: str) -> str:
-    """Runs in a worker: how siiRL fails with an architecture that it does not list."""
+    """Runs in a worker: siiRL's error for an architecture that is not on its list."""
     with in_siirl(), pytest.raises(NotImplementedError) as caught:
         worker_of("ActorWorker", arguments_of(folder, ParallelDims()).actor_rollout_ref)
     return str(caught.value)

@@ -179,7 +179,7 @@ def test_experts_and_latent_attention(face, sparse):
         assert rank["biases"] == {torch.float32}
         assert MLATransformerConfig in rank["config"]
     assert any(dtype == "torch.float32" for _, _, dtype in ranks[0]["order"])
-    logits = torch.cat([rank["logits"] for rank in ranks], -1)  # of a vocabulary that is padded by one
+    logits = torch.cat([rank["logits"] for rank in ranks], -1)  # the vocabulary is padded by one token
     assert logits.shape[-1] == 98
     entropy = torch.softmax(logits / 1e-8, -1) * (logits / 1e-8)  # verl divides padding's logits by 1e-8
     assert entropy.isfinite().all()
@@ -269,7 +269,7 @@ def test_routers_of_verl_find_what_it_says_of_replay(sparse):
 
 
 def uneven_shares() -> list[str]:
-    """Runs in a worker: how verl's kernels are kept from ranks that would not go together, and from capped logits."""
+    """Runs in a worker: errors that prevent verl's kernels, for ranks that would differ and for capped logits."""
     said = []
     for rows, marks in ((1025, {"hf_vocab_size": 2049}), (3, {"hf_vocab_size": 3}), (4, {"logit_softcap": 30.0})):
         weight = torch.empty(rows, 8)
@@ -317,7 +317,7 @@ def test_a_critic_does_not_resume_without_its_head(face, tied, tmp_path):
 
 
 def as_siirl(dims: ParallelDims, folder: str, out: str) -> tuple[Any, ...]:
-    """Runs in a worker: a critic of a tied model that nobody has untied, with no argument that may be left out."""
+    """Runs in a worker: a critic of a tied model that stays tied, made with required arguments only."""
     from transformers import AutoConfig
 
     bridge = mbridge.AutoBridge.from_config(AutoConfig.from_pretrained(folder))
@@ -369,7 +369,7 @@ def provider_of(name: str, tmp_path: Path) -> tuple[Any, Any]:
     return provider, read_hf(tmp_path)
 
 
-OTHERWISE = {  # of what RLinf builds for every model, what these are not
+OTHERWISE = {  # attributes that RLinf sets for every model, and that do not fit these
     "gpt_oss": ["activation_func", "glu_linear_offset", "softmax_type='vanilla'", "window_size=None"],
     "olmo3": ["qk_layernorm=False", "window_attn_skip_freq=None, expected [1, 0, 1, 0]"],
     "qwen3_next": ["linear_attention_freq=None", "layernorm_zero_centered_gamma=False", "moe_shared_expert_gate"],
@@ -452,7 +452,7 @@ def test_a_size_for_experts_that_nobody_sets_is_that_of_parallel_state(etp, spar
 
 
 def with_mtp(dims: ParallelDims, face: str, folder: str, settings: dict[str, Any]) -> tuple[Any, set[str]]:
-    """Runs in a worker: how many MTP layers there are, and what is exported."""
+    """Runs in a worker: the number of MTP layers, and the exported names."""
     from transformers import AutoConfig
 
     bridge: Any

@@ -56,7 +56,7 @@ def optimized(chunks, dims):
         optimizer.zero_grad()
         loss = stepping.forward_backward(wrapped, dims, batch)
         assert not optimizer.prepare_grads()
-        assert optimizer.step_with_ready_grads()  # step() takes a norm of gradients on CUDA between the two
+        assert optimizer.step_with_ready_grads()  # between them, step() computes a norm of gradients on CUDA
         return None if loss is None else loss.item()
 
     return wrapped, optimizer, step
@@ -195,7 +195,7 @@ def theirs(chunk, wholes, *, stacked):
 
 
 def part_of(whole, rank, *, dim, is_gated):
-    """The part of one of two ranks, of each half if these are gate and up."""
+    """The part of one of two ranks, cut in each half for gate and up."""
     halves = whole.chunk(2, dim) if is_gated else (whole,)
     return torch.cat([half.chunk(2, dim)[rank] for half in halves], dim)
 

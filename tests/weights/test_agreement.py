@@ -77,7 +77,7 @@ def one_rank_forgets():
         for options in ({}, {"bucket_bytes": 1 << 14}, {}):
             assert described(models, options) == described(models, options)
     newest, *others = agreement._plans[models[0]]
-    newest = replace(newest, number=newest.number + dist.get_rank())  # as if made with other ranks
+    newest = replace(newest, number=newest.number + dist.get_rank())  # like a plan made with other ranks
     agreement._plans[models[0]] = (newest, *others)
     again = agree_on_plan(models, None, "lm")
     assert again.program is not newest.program

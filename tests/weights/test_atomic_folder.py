@@ -130,7 +130,7 @@ def forked(act):
 
 
 def outcome(child, reading):
-    """How a child ended: "saved", "killed", or what it raised."""
+    """The end of a child: "saved", "killed", or its error."""
     _, status = os.waitpid(child, 0)
     with os.fdopen(reading, "rb") as pipe:
         said = pipe.read().decode()
@@ -161,7 +161,7 @@ def crash_at(event, act, folder):
 
 
 def without(*names):
-    """A file system that cannot do these."""
+    """A file system that lacks these operations."""
 
     def refuse(*paths, **options):
         raise PermissionError(1, "not supported")
@@ -229,7 +229,7 @@ def test_what_takes_the_place_of_files_is_on_disk_before(tmp_path, models, monke
 
 
 class Logger(threading.Thread):
-    """Somebody who writes into the target all the time: new files, and through one that is open."""
+    """Another process that writes to the target all the time: new files, and through an open file."""
 
     def __init__(self, folder):
         super().__init__()
@@ -264,7 +264,7 @@ def test_stress_of_savers_that_are_killed(tmp_path, models, digests, convertible
         before = whose(target, digests)
         children = [forked(act) for act in draw.sample(acts, len(acts))]
         if number % 4:
-            time.sleep(draw.uniform(0, 0.15) if number % 4 > 1 else 0)  # a fast one is killed as well
+            time.sleep(draw.uniform(0, 0.15) if number % 4 > 1 else 0)  # a fast save is killed, too
             os.kill(draw.choice(children)[0], signal.SIGKILL)
         outcomes = [outcome(*child) for child in children]
         after = whose(target, digests)
@@ -305,10 +305,10 @@ def test_another_writer_is_judged_by_its_process_or_by_its_last_sign_of_life(tmp
     (tmp_path / LOCK).write_text("{")
     refused(tmp_path / LOCK, f"{LOCK} does not name the writer of .*: remove it if no process writes there")
     (tmp_path / LOCK).write_text("{")
-    threading.Timer(0.2, lock_of, (tmp_path,), alive).start()  # its writer is only slow
+    threading.Timer(0.2, lock_of, (tmp_path,), alive).start()  # the writer is only slow
     refused(tmp_path / LOCK, f"process {os.getppid()} on here .since yesterday. writes to")
     assert whose(tmp_path, digests) == "a"
-    taken_over(lock_of(tmp_path, **{**alive, "started": "1"}))  # another process has its number by now
+    taken_over(lock_of(tmp_path, **{**alive, "started": "1"}))  # another process has its id now
     taken_over(lock_of(tmp_path, **here, pid=1 << 22))
     os.utime(old := lock_of(tmp_path), (time.time() - STALE - 5,) * 2)
     taken_over(old)
@@ -445,7 +445,7 @@ def test_a_conversion_to_a_disk_that_is_full_says_what_to_do(tmp_path, convertib
 
 
 def lost(folder, names):
-    """A file that a rank has written is not there when all are looked for."""
+    """A file that a rank has written is missing when all files are checked."""
     names = [*names]
     (folder / names[0]).unlink()
     require_files(folder, names)
@@ -479,7 +479,7 @@ def differing(folder, rank, what):
             said.append(str(error))
 
     said = []
-    thread = threading.Thread(target=act)  # whose mounts end with it
+    thread = threading.Thread(target=act)  # its mounts end with it
     thread.start()
     thread.join()
     return said[0]
@@ -511,7 +511,9 @@ def test_ranks_that_differ_raise_on_all_and_leave_nothing(tmp_path, what, messag
 
 
 def test_a_reader_is_not_disturbed_by_what_a_save_has_put_there(tmp_path, models, digests):
-    """While another process saves, over and over, a folder is always whole for who opens it by its index."""
+    """While another process saves again and again, a reader that opens the folder by its index gets a complete
+    folder.
+    """
     target = tmp_path / "out"
     save(models["a"], target)
     child = forked(lambda: [save(models[name], target) for name in "ba" * 4])

@@ -66,7 +66,7 @@ def counts_in(folder: Path) -> list[int]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_mtp_layers_that_are_not_built_are_copied_or_dropped(name: str, tmp_path: Path, caplog: Any) -> None:
-    """The rest has the dtype of the model, and is not copied. Engines get what is trained alone."""
+    """Other tensors have the dtype of the model, and are not copied. Engines get only trained tensors."""
     caplog.set_level(logging.WARNING)
     _, state, own = source_of(name, tmp_path / "source")
     models = built(tmp_path / "source")

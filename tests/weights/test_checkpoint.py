@@ -70,7 +70,7 @@ def whole(hf: Any, dims: ParallelDims, state: dict[str, torch.Tensor], **metadat
 def adapt(chunks: list[Any]) -> None:
     """Add adapters to all linear layers, with values that follow from the HF names of their tensors."""
     modules = {path.rpartition(".")[2] for chunk in chunks for path, _ in chunk.named_modules()}
-    refused = {"out_proj"} if hasattr(chunks[0].config, "layer_kinds") else set()  # of Mamba-2, as by peft
+    refused = {"out_proj"} if hasattr(chunks[0].config, "layer_kinds") else set()  # of Mamba-2, like peft
     made = add_adapters(chunks, rank=2, alpha=1, targets=sorted((modules & LINEAR) - refused))
     bound = bind(chunks, adapters=made)
     for name, parameter in bound.tensors.items():
@@ -161,7 +161,7 @@ def trained(folder: Path, dims: ParallelDims, batch: Any) -> tuple[Any, Any, Any
         optimizer.zero_grad()
         loss = stepping.forward_backward(wrapped, dims, batch)
         assert not optimizer.prepare_grads()
-        assert optimizer.step_with_ready_grads()  # step() takes a norm of gradients on CUDA between the two
+        assert optimizer.step_with_ready_grads()  # between them, step() computes a norm of gradients on CUDA
         return None if loss is None else loss.item()
 
     return wrapped, optimizer, step
@@ -258,7 +258,7 @@ STATE = {
 
 
 def load_with_states(source: Path, folder: Path, saved: Path) -> int:
-    """megatron-core loads, with no help of ours, into modules that ask for a state as TransformerEngine's do."""
+    """megatron-core loads, without this library, into modules with an extra state like TransformerEngine's."""
     from megatron.core import dist_checkpointing
 
     expected = Checkpoint(source)
@@ -312,7 +312,7 @@ def refuse(folder: Path) -> None:
             assert all(torch.equal(tensor, before[name]) for name, tensor in mb.to_hf_state_dict(model).items())
         hf = tiny("qwen3_moe", vocab_size=97, **MOE)
         (model,) = mb.build_model(hf, device="cpu", load_weights=False)
-        del model.bridge, model.bridge_built, model.decoder.layers[3]  # as somebody else would have built it
+        del model.bridge, model.bridge_built, model.decoder.layers[3]  # like a model of another builder
         with pytest.raises(CheckpointError, match="call adopt"):
             mb.load_checkpoint(model, folder)
         report = mb.load_checkpoint(model, folder, hf=hf, strict=False)
@@ -324,7 +324,7 @@ def refuse(folder: Path) -> None:
 
 
 def refuse_dtypes(folder: Path) -> None:
-    """Bits are lost only on request."""
+    """A load loses bits only on request."""
     with stepping.mesh(ParallelDims()):
         (model,) = mb.build_model(folder, device="cpu", load_weights=False)
         with pytest.raises(
@@ -348,7 +348,7 @@ def test_bits_are_lost_only_where_that_is_asked_for(folder, tmp_path):
 
 
 def test_a_folder_with_two_spellings_of_a_parameter_is_refused():
-    """Backends fuse norms into linear layers, or do not: one of the two would be passed over."""
+    """Backends either fuse norms into linear layers or not, and without a check one kind of names would be skipped."""
     norms = ("decoder.layers.0.input_layernorm.weight", "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight")
     assert [*by_plain_key(norms[:1])] == [*by_plain_key(norms[1:])]
     with pytest.raises(

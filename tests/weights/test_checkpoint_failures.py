@@ -96,7 +96,7 @@ def load(folder, rank):
 
 @pytest.mark.parametrize(("rank", "message"), [(1, "of-another-node"), (None, "was not read, or in part")])
 def test_a_load_that_one_rank_fails_in_raises_on_all(tmp_path, rank, message):
-    """Who does not see the folder, or reads a file that was cut short."""
+    """The rank that does not find the folder, or reads a truncated file."""
     folder = tmp_path / "out"
     pool.run(2, saved, str(folder))
     if rank is None:
@@ -128,7 +128,7 @@ def load_what_another_writes(folder):
 
 
 def test_all_ranks_load_the_same_iteration(tmp_path):
-    """A trainer may write the next one between the looks of two ranks."""
+    """A trainer may write the next checkpoint after one rank has looked and before another one does."""
     for message in pool.run(2, load_what_another_writes, str(tmp_path)):
         assert "ranks found different checkpoints" in message
         assert "['iter_0000001', 'iter_0000002']" in message

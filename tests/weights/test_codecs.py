@@ -81,7 +81,7 @@ def test_any_slice_is_a_slice_of_the_whole(form: Format) -> None:
         lambda each: each[-1:, ..., 3:64:2],
         lambda each: each[3],
         lambda each: each[..., 31:65, :].transpose(0, -1),
-        lambda each: each[..., :12:2, :30:3],  # of as many rows and columns as two blocks have
+        lambda each: each[..., :12:2, :30:3],  # with the rows and columns of two blocks
     ]
     for cut in cuts:
         assert torch.equal(weights.cut(cut).to(torch.float32), cut(whole))
@@ -141,7 +141,7 @@ NOTE = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 @pytest.mark.parametrize("shape", [(5, 20, 12), (1, 20, 12), (5, 4, 12), (2, 3, 20, 12)], ids=str)
 def test_scales_of_stacked_experts_may_have_any_shape_of_a_matrix(shape: tuple[int, ...]) -> None:
-    """One for each row, for each block of 8 x 8, at whose edges are smaller ones, or for the only expert."""
+    """Scales for each row, for each block of 8 x 8 with smaller blocks at edges, or for the only expert."""
     generator = torch.Generator().manual_seed(6)
     codes = (torch.rand(shape, generator=generator) * 100).to(torch.float8_e4m3fn)
     *outer, rows, columns = shape

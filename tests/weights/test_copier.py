@@ -18,12 +18,12 @@ SIZE = 1 << 16  # bytes of a buffer
 
 @st.composite
 def tables(draw):
-    """Moves whose targets do not overlap: each has a stretch of its target to itself."""
+    """Moves whose targets do not overlap: each has a separate range of its target."""
     moves, start = [], 0
     for _ in range(draw(st.integers(1, 6))):
         item = draw(st.sampled_from([1, 2, 4, 8]))
         rows, cols = draw(st.integers(1, 40)), draw(st.sampled_from([1, 3, 8, 64, 100]))
-        unit = draw(st.sampled_from([item, 16, 256]))  # everything a multiple of this, or nearly
+        unit = draw(st.sampled_from([item, 16, 256]))  # all numbers are multiples of this, or nearly
         run = -(-cols * item // unit) * unit
         turned = draw(st.booleans())  # columns and rows exchanged in the source
         near = (item, -(-rows * item // unit) * unit) if turned else (run + unit * draw(st.integers(0, 2)), item)
@@ -132,7 +132,7 @@ WITH_A_DEVICE = {"Stream", "current_stream", "default_stream", "synchronize", "r
 def test_no_launch_event_or_stream_leaves_its_device_open():
     """A process may have tensors on a GPU that is not its current one."""
     for path in sorted(PACKAGE.rglob("*.py")):
-        if path.name == "cpu.py":  # which defines these names for machines without a GPU
+        if path.name == "cpu.py":  # it defines these names for machines without a GPU
             continue
         tree = ast.parse(path.read_text())
         for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):

@@ -54,7 +54,7 @@ def abandon(stops):
         num_sent = send.call_count
         for name, tensor in taken.items():
             assert torch.equal(tensor, state[name])
-        again = mb.to_hf_state_dict(models, bucket_bytes=BUCKET)  # nothing of what was abandoned is left in the groups
+        again = mb.to_hf_state_dict(models, bucket_bytes=BUCKET)  # no old message is left in the groups
     assert_exact(again, state)
     num_messages = send.call_count - num_sent
     assert num_sent < num_messages if None not in stops else num_sent == num_messages, "who stops last ends it"
@@ -199,7 +199,7 @@ def fail_amid(rank):
         message = str(error)
     storage.resize_(size)
     weight.copy_(kept)
-    with closing(mb.iter_hf_weights(models, bucket_bytes=1)) as pairs:  # who stops early sends, who has failed does not
+    with closing(mb.iter_hf_weights(models, bucket_bytes=1)) as pairs:  # ranks that stop early send
         taken = dict(itertools.islice(pairs, 1 if dist.get_rank() == rank else None))
     assert_exact(taken, {name: state[name] for name in taken})
     assert_exact(mb.to_hf_state_dict(models, bucket_bytes=1), state)
@@ -330,7 +330,7 @@ def test_all_ranks_issue_the_same_collectives_and_a_second_export_exchanges_noth
     assert len(second) < len(first)
     assert {call.group for call in (*first, *second)} == {(0, 1, 2, 3)}
     begin, windows, end = second[:2], second[2:-1], second[-1]
-    for call in (*begin, end):  # the plan is right; everybody has memory; all have come to the end
+    for call in (*begin, end):  # the plan is right; all ranks have memory; all have come to the end
         assert call.name.startswith("c10d.allreduce_")
         (((size,), dtype),) = call.tensors
         assert size <= 6
@@ -467,7 +467,7 @@ def offload(models, state):
 
 
 def regroup(models, state):
-    """Process groups are made anew, as trainers do that destroy communicators to free their memory."""
+    """Process groups are replaced, as by trainers that destroy communicators to free memory."""
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -498,7 +498,7 @@ def test_a_cached_plan_gives_what_a_fresh_one_gives(change):
 
 
 class Float16Module(torch.nn.Module):
-    """A wrapper as mcore's: the model is at ``module``."""
+    """A wrapper like mcore's, with the model at ``module``."""
 
     def __init__(self, module):
         super().__init__()
@@ -552,7 +552,7 @@ def export_alone():
 
 
 def export_elsewhere_built():
-    """A model that mcore itself built, from its own spec: nothing on it is ours."""
+    """A model that mcore built from its own spec, without modules or attributes of ours."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
@@ -645,7 +645,9 @@ def test_nonsense_on_one_rank_raises_on_all():
 
 
 def export_wrapped():
-    """Out of megatron-core's own wrappers, before and after a step of training, and with parameters on the CPU anew."""
+    """Exports from megatron-core's wrappers, before and after a step of training, and with new parameters on the
+    CPU.
+    """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer.module import Float16Module
 
@@ -664,7 +666,9 @@ def test_megatrons_own_wrappers_are_seen_through():
 
 
 def export_what_replicas_have_yet_to_gather(unwrapped):
-    """A distributed optimizer's step changes a replica's share of the parameters, and leaves the rest to a forward."""
+    """A step of a distributed optimizer changes a replica's share of the parameters. The next forward gathers the
+    rest.
+    """
     chunks, state = built(mb.ParallelDims(tp=2))
     wrapped = stepping.gathering_late(chunks)
     models = chunks if unwrapped else wrapped
@@ -677,7 +681,7 @@ def export_what_replicas_have_yet_to_gather(unwrapped):
     with pytest.raises(ExportError, match="have not gathered yet"):
         list(mb.iter_hf_pieces(models))
     assert_exact(mb.to_hf_state_dict(models), {name: -tensor for name, tensor in state.items()})
-    assert not any(group.param_gather_dispatched for group in wrapped[0].bucket_groups)  # a step may come now
+    assert not any(group.param_gather_dispatched for group in wrapped[0].bucket_groups)  # from now on a step may follow
     wrapped[0].start_param_sync(force_sync=True)
     assert list(mb.iter_hf_pieces(models))
     if dist.get_rank() % 2:  # the other rank of the replica raises, too

@@ -73,7 +73,7 @@ class Folder:
 
     shards: dict[str, dict[str, Tensor]]
     index: Any
-    """``Pairs``, or whatever became of it; None without one."""
+    """The index as ``Pairs``, or its replacement; None without an index."""
     text: bytes | None = None
     """The text that replaces the index."""
 
@@ -101,7 +101,7 @@ class Folder:
 
 @st.composite
 def whole_folders(draw: Any) -> Folder:
-    """One file, or two of them with an index or without."""
+    """Draw one file, or two files with or without an index."""
     kind = draw(st.sampled_from(["sharded", "sharded", "sharded", "single", "no index", "both"]))
     if kind == "single":
         return Folder({SINGLE: dict(STATE)}, None)
@@ -119,13 +119,13 @@ def whole_folders(draw: Any) -> Folder:
 
 
 def a_tensor(draw: Any, folder: Folder) -> tuple[dict[str, Tensor], str]:
-    """A tensor of some shard."""
+    """Draw a tensor of some shard."""
     shard = folder.shards[draw(st.sampled_from(sorted(folder.shards)))]
     return shard, draw(st.sampled_from(sorted(shard)))
 
 
 def reshape(draw: Any, folder: Folder) -> None:
-    """The same number of values, or other ones."""
+    """Change the shape, with an equal or another number of values."""
     shard, name = a_tensor(draw, folder)
     shard[name] = draw(st.sampled_from([shard[name].T, shard[name].flatten(), shard[name][:-1], shard[name][None]]))
     shard[name] = shard[name].contiguous()
@@ -234,7 +234,7 @@ def flip(draw: Any, path: Path) -> None:
 
 
 def harm_header(draw: Any, path: Path) -> None:
-    with contextlib.suppress(Exception):  # it has been harmed already
+    with contextlib.suppress(Exception):  # it was damaged before
         file = File.of(path.read_bytes())
         draw(st.sampled_from(damage.HARMS))(draw, file)
         path.write_bytes(file.packed())
@@ -268,7 +268,7 @@ FILES = [cut, flip, harm_header, harm_header, put_pointer, put_other]
 
 
 def by_transformers(path: Path) -> dict[str, Tensor] | str:
-    """The weights; or why they are not all of the checkpoint, and no others."""
+    """The weights, or the reason why they are not exactly those of the checkpoint."""
     try:
         model, found = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
     except Exception as error:
@@ -291,7 +291,7 @@ def by_us(source: Path | dict[str, Tensor], model: Any) -> dict[str, Tensor] | s
 def assert_not_converted(path: Path) -> None:
     """A folder that is not loaded is not converted, and nothing is left of the attempt.
 
-    One without a head is not loaded as a causal LM, which is what the tests ask for, and is converted as what it is.
+    A folder without a head is not loaded as a causal LM, which the tests request, but it is converted.
     """
     with contextlib.suppress(BridgeError, OSError, ValueError):
         if head_of(path) == "none":
@@ -321,7 +321,7 @@ def reason_to_refuse(path: Path) -> str:
         names = {each.name for each in path.glob("*.safetensors")}
     found: list[str] = []
     for file in (path / name for name in names if isinstance(name, str)):
-        if os.path.isfile(file):  # a FIFO would be waited for
+        if os.path.isfile(file):  # reading a FIFO would wait forever
             with contextlib.suppress(SafetensorError), safe_open(file, "pt") as opened:
                 found += opened.keys()
     return "a tensor in two files" if len(found) > len(set(found)) else ""
@@ -343,7 +343,7 @@ def compare(path: Path, model: Any) -> str:
         assert_not_converted(path)
     if reason := reason_to_refuse(path):
         assert isinstance(ours, str), reason
-    if any(stat.S_ISFIFO(each.lstat().st_mode) for each in path.iterdir()):  # transformers might wait for ever
+    if any(stat.S_ISFIFO(each.lstat().st_mode) for each in path.iterdir()):  # transformers might wait forever
         return "a FIFO"
     theirs = by_transformers(path)
     if isinstance(theirs, str):
@@ -451,7 +451,7 @@ def test_what_may_not_be_read_is_refused_and_named(name, mode, message):
         path = Path(top) / "above" / "hf"
         HF.save_pretrained(path)
         Folder({ONE: STATE}, Pairs([["weight_map", Pairs([key, ONE] for key in NAMES)]])).write(path)
-        refusals(path / "nothing")  # which imports what a process without privileges may not read
+        refusals(path / "nothing")  # it imports files that a process without privileges may not read
         os.chmod(top, 0o755)
         os.chmod(path / name, mode)
         said = without_privileges(refusals, path)

@@ -33,7 +33,7 @@ def plans():
 
 
 def test_plans_are_those_of_any_process():
-    seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"  # another one than this process has
+    seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"  # not the seed of this process
     environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     done = subprocess.run([sys.executable, "-c", SAY], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

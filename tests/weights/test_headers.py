@@ -41,7 +41,7 @@ def told_by_library(path: Path) -> dict[str, Any] | None:
 
 
 def has_a_key_twice(data: bytes) -> bool:
-    """Whether an object of a header that the library has taken has one."""
+    """Whether a header that the library accepted has a repeated key."""
 
     def is_new(pairs: list[tuple[str, Any]]) -> None:
         twice.extend(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))

@@ -80,7 +80,7 @@ def whole(tmp_path_factory):
 
 
 class Gadget:
-    """Whoever unpickles it makes a file."""
+    """An object that makes a file when it is unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -296,7 +296,7 @@ def test_errors_control_no_terminal():
 
 
 def in_file(change):
-    """A harm to what a rank's file holds."""
+    """Damage the content of a rank's file."""
 
     def harm(path):
         content = torch.load(path, weights_only=True)
@@ -315,7 +315,7 @@ def scalar(name):
 
 
 def packed(path):
-    """A record that is small in the file alone."""
+    """A record that is small only in the file."""
     torch.save(torch.load(path, weights_only=True), path)  # ours have no checksums
     with zipfile.ZipFile(path) as archive:
         records = {name: archive.read(name) for name in archive.namelist()}
@@ -374,7 +374,7 @@ def test_what_is_no_manifest_is_refused(text):
 
 
 def test_a_map_copies_nothing_outside_of_its_tensors(tmp_path):
-    """Whoever writes a file writes its digest as well."""
+    """An attacker who writes a file also writes its digest."""
     spec, tensor = TensorSpec("a", (4,), torch.int8), EngineTensor("b", (4,), (1,), torch.int8)
     good = EngineMap("e", (spec,), (tensor,), (SliceCopy("a", "b", BoxCopy(0, 0, (Dim(4, 1, 1),)), False),))
     assert not good.problems()
@@ -440,7 +440,7 @@ def places(**fields):
 
 
 def chunks(*rows):
-    """A harm to the chunks of one tensor: they have these rows, from and to."""
+    """Damage the chunks of one tensor: they get these rows, from and to."""
 
     def change(content, folder):
         tensor, data = content.state_dict_metadata[KEY], io.BytesIO()
@@ -458,7 +458,7 @@ def chunks(*rows):
 
 
 def run_by_an_object(content, folder):
-    """An extra state that is a program, in a file that is whole."""
+    """An extra state that is a program, in an otherwise right file."""
     data = io.BytesIO()
     torch.save([Gadget(folder / "ran")], data)
     (folder / "__9_0.distcp").write_bytes(data.getvalue())

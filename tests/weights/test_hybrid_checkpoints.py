@@ -183,7 +183,7 @@ def test_each_class_reads_adapters_and_layers_in_one_tensor(tmp_path):
 @needs_it
 @pytest.mark.parametrize("name", zoo.params(KEYED))
 def test_keys_are_those_of_megatron_cores_own_layers(name):
-    """Its stack counts the layers, and its layer of Mamba names its parts."""
+    """megatron-core's stack numbers the layers, and its Mamba layer names the parts."""
     hf, predicted = zoo.cases()[name].hf, int(name.startswith("nemotron_h"))
     if predicted:
         hf.num_nextn_predict_layers, hf.mtp_layers_block_type = 1, ["full_attention", "mlp"]
@@ -209,7 +209,7 @@ def shapes_of(state):
 
 @needs_it
 def test_keys_of_every_family_are_those_of_the_other_class_and_back():
-    """And of megatron-core's own stack and layers. Those of moments in an optimizer follow from them."""
+    """Keys of megatron-core's own stack and layers. Keys of an optimizer's moments follow from them."""
     build, compared = {"dims": ParallelDims(), "dtype": torch.float32, "device": "meta", "load_weights": False}, set()
     for case in zoo.cases().values():
         overrides = {"mtp_num_layers": getattr(case.hf, "num_nextn_predict_layers", None)}

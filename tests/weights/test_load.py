@@ -141,7 +141,7 @@ def test_not_strict_reports_what_strict_raises(state):
         report = load_hf_weights(chunks, surplus, strict=False)
         with pytest.raises(CheckpointError, match=r"1 tensors missing .*, 1 unexpected ") as error:
             load_hf_weights(chunks, surplus)
-    assert "strict" not in str(error.value)  # which a command shows, and has no such option
+    assert "strict" not in str(error.value)  # a command shows the message, and has no such option
     assert error.value.__notes__ == ["load_hf_weights(strict=False) reports them instead"]
     assert report.missing == ("model.norm.weight",)
     assert report.unexpected == ("visual.weight",)
@@ -173,7 +173,7 @@ def test_a_wider_parameter_holds_every_value(state):
 
 
 class MadeAnew(UserDict):
-    """A mapping whose second answer for a name is another tensor."""
+    """A mapping that returns another tensor when a name is read again."""
 
     def __init__(self, state, change):
         super().__init__(state)
@@ -306,7 +306,7 @@ def empty(folder):
 
 
 def change_index(**changes):
-    """A harm: these tensors are in those files, as the index has it."""
+    """Damage: the index says that these tensors are in those files."""
 
     def harm(folder):
         path = folder / "model.safetensors.index.json"
@@ -318,12 +318,12 @@ def change_index(**changes):
 
 
 def write(name, data):
-    """A harm: this file has these bytes."""
+    """Damage: this file has these bytes."""
     return lambda folder: (folder / name).write_bytes(data)
 
 
 def put(name, make):
-    """A harm: by this name there is something else than a file."""
+    """Damage: this name is not a file."""
 
     def harm(folder):
         (folder / name).unlink(missing_ok=True)
@@ -427,7 +427,7 @@ def test_a_rank_copies_only_its_own_slices(folder, state):
 
 @pytest.mark.parametrize("has_index", [True, False])
 def test_a_file_is_opened_once(folder, state, monkeypatch, has_index):
-    """Opening takes long on a file system of many machines."""
+    """Opening is slow on a network file system."""
     opened, open_file = [], os.open
     monkeypatch.setattr(os, "open", lambda path, *more: (opened.append(os.fspath(path)), open_file(path, *more))[1])
     if not has_index:
@@ -439,7 +439,7 @@ def test_a_file_is_opened_once(folder, state, monkeypatch, has_index):
 
 
 def hungry(folder, hf):
-    """Bytes that a load reads from disk, and what it adds to resident memory, against this rank's share."""
+    """Bytes that a load reads from disk, and adds to resident memory, relative to this rank's share."""
     mb.ParallelDims(tp=2).initialize(device="cpu")
     models = mb.build_model(hf, dims=mb.ParallelDims(tp=2), dtype=torch.float32, device="cpu", load_weights=False)
     for parameter in models[0].parameters():

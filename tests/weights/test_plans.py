@@ -40,7 +40,7 @@ MODELS = {
         "gpt_oss", num_hidden_layers=3, num_local_experts=8, num_experts_per_tok=2, num_key_value_heads=2
     ),
 }
-for rows in (115328, 112448, 102848, 94528, 77248, 64448, 51648):  # each leaves room for messages of other sizes
+for rows in (115328, 112448, 102848, 94528, 77248, 64448, 51648):  # each allows messages of other sizes
     MODELS[f"wide {rows}"] = tiny(
         "llama", vocab_size=rows, hidden_size=8192, intermediate_size=8192, num_hidden_layers=8, **HEADS
     )
@@ -149,7 +149,7 @@ def test_ranks_that_describe_a_parameter_otherwise_are_refused() -> None:
 
 
 def test_groups_without_all_of_a_model_are_refused() -> None:
-    """The last rank is missing: its shards, its layers or its experts are."""
+    """Without the last rank, its shards, its layers or its experts are missing."""
     for model, mesh, message in (
         ("small tied", "TP4", r"no rank of the group holds the shards \[3\] of .*; is a rank missing in it"),
         ("small tied", "TP2 PP2", r"no rank of the group holds the shards \[1\] of .*; is a rank missing in it"),

@@ -138,7 +138,7 @@ def decoded(report: Any) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", ["ministral3", "gpt_oss", "e8m0", "kimi_k2", "nvfp4", "modelopt"])
 def test_mappings_and_pairs_are_decoded_alike(name: str, tmp_path: Path) -> None:
-    """Codes of pairs wait for scales, whichever come first."""
+    """Codes and scales of pairs wait for each other, in any order."""
     hf, form, dtype, _ = case(name)
     files, plain = quantized.write(hf, form, tmp_path, dtype=dtype)
     expected, _ = on_every_rank(hf, ONE, plain, dtype)
@@ -294,7 +294,7 @@ BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure"
     ],
 )
 def test_notes_in_other_spellings_are_read(note: dict[str, Any], allowed: set[Any]) -> None:
-    """Two of them quantize the KV cache alone."""
+    """Two of the formats quantize only the KV cache."""
     found = read_quantization(note)
     assert found is not None
     assert found.allowed == allowed

@@ -24,7 +24,7 @@ from tests.support.exports import assert_exact, built
 from tests.support.strategies import tiny
 
 MEMORY = 2_000_000
-SMALLER = {  # a thousandth of each, for models of MB
+SMALLER = {  # all limits divided by a thousand, for models of some MB
     "mcore_bridge.weights.plan.gather.MEMORY": MEMORY,
     "mcore_bridge.weights.plan.gather.OTHERWISE": 192 << 10,
     "mcore_bridge.weights.plan.gather.MESSAGE_BYTES": tuple(size << 10 for size in (512, 384, 320, 256, 192, 128)),
@@ -64,7 +64,7 @@ class Counted(Memory):
         super().__init__(*arguments)
         end = time.monotonic() + 10
         while self.now + self.all.numel() > self.limit and time.monotonic() < end:
-            time.sleep(0.001)  # threads of gloo hold what has arrived a little longer
+            time.sleep(0.001)  # threads of gloo hold received windows a little longer
         array = np.empty(self.all.numel(), np.uint8)
         weakref.finalize(array, self.count, -array.nbytes)
         self.count(array.nbytes)

@@ -37,7 +37,7 @@ def slices(draw):
 @given(
     slices(),
     st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.int64]),
-    st.integers(1, 7) | st.integers(8, 300),  # less than an element takes, too
+    st.integers(1, 7) | st.integers(8, 300),  # also less than an element
 )
 def test_pieces_of_any_slice_are_read_from_any_place(tmp_path_factory, drawn, dtype, num_bytes):
     shape, index, order = drawn
@@ -99,7 +99,7 @@ def test_what_a_call_reads_in_part_is_read_whole(tmp_path, monkeypatch, most):
     out = np.zeros(6000, np.uint8)
     parts = [
         (offset, out.data[2 * offset : 2 * offset + 2]) for offset in range(0, 2998, 2)
-    ]  # more than one call takes
+    ]  # more than one call reads
     with (tmp_path / "file").open("rb") as file:
         positional_io.read_scattered(file.fileno(), [*parts[::-1], (7995, out.data[5995:])])
         with pytest.raises(EOFError, match="ends 3 bytes before byte 8003"):
@@ -137,7 +137,7 @@ def test_what_is_put_into_place_at_once_is_of_one_dtype_on_either_side(tmp_path)
     dtypes = torch.bfloat16, torch.float32, torch.float32, torch.bfloat16
     targets = [
         torch.empty(12, dtype=dtype)[::2] for dtype in dtypes
-    ]  # with gaps, so that nothing is read straight there
+    ]  # with gaps, so that no read writes there directly
     slices = [FileCopy(view, target, view.dtype, (file,)) for view, target in zip(views, targets, strict=True)]
     found = list(_batches([*slices, *slices[3:]], num_bytes=1 << 10))
     assert [len(pieces) for _, pieces in found] == [1, 1, 1, 2]

@@ -154,7 +154,7 @@ def test_what_is_there_whole_is_cut_alike(family):
         (ParallelDims(tp=4, sp=True), {"tp": 4}, 0.0),
         (ParallelDims(tp=2, pp=2, sp=True), {"tp": 2, "pp": 2}, 0.0),
         (ParallelDims(tp=2, pp=2, sp=True), {"tp": 4}, 0.75),
-        (ParallelDims(tp=4, sp=True), {"tp": 2}, 0.75),  # ranks 0 and 3 hold half of theirs
+        (ParallelDims(tp=4, sp=True), {"tp": 2}, 0.75),  # ranks 0 and 3 already hold half of their tensors
     ],
     ids=str,
 )
@@ -219,14 +219,14 @@ def test_stages_take_turns_to_send_to_each_rank_where_memory_asks_for_it(bucket_
             at_once = {stages[sender] for sender, sends in enumerate(senders) if sends} - {stages[receiver]}
             assert len(at_once) <= (1 if bucket_bytes == 1 << 14 else 3)
         num_busy = sum(any(senders[rank] for senders in busy) for rank in range(8))
-        assert num_busy >= 6 or not num_busy  # others have what is a receiver's own; the last of a turn is empty
+        assert num_busy >= 6 or not num_busy  # the last message of a turn is empty
     making = max(program.plan.open_bytes for program in programs)
     largest = max(output.num_bytes for output in programs[0].plan.payload.outputs)
     assert making <= 4 * largest if bucket_bytes == 1 << 14 else making > 4 * largest
 
 
 def grid(dims, hf_fields):
-    """Every engine, from one mesh; the ranks of a world that is larger than a replica feed it as well."""
+    """Every engine, from one mesh. In a world with several replicas, all ranks feed engines."""
     hf = tiny("qwen3_moe", **hf_fields)
     dims.initialize(device="cpu")
     state = random_state(hf)

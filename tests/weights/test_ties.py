@@ -45,7 +45,7 @@ ONE, MESH = mb.ParallelDims(), mb.ParallelDims(tp=2, pp=2)
 OTHER = random_state(tiny("llama", vocab_size=97, num_hidden_layers=2), seed=1)[HEAD]
 BATCH = torch.randint(0, 97, (2, 12), generator=torch.Generator().manual_seed(0))
 KINDS = ("differs", "equal", "none", "alone")
-"""The head in a file: another tensor than the embedding, an equal one, none, or a head without an embedding."""
+"""The head in a file differs from the embedding, equals it, is missing, or comes without an embedding."""
 LOADED = [kind for kind in KINDS if kind != "alone" or not ties_any_head()]
 OWN_HEAD = not ties_any_head()
 
@@ -150,7 +150,7 @@ def test_a_model_that_was_built_tied_takes_an_equal_head_and_refuses_another(kin
 
 @pytest.mark.skipif(ties_any_head(), reason="transformers 4 takes no head of a tied model")
 def test_a_head_alone_is_there_once_and_compared_with_nothing():
-    """A NaN in it equals nothing, itself included."""
+    """A NaN in the head equals no value, not even NaN."""
     state = files("alone")
     state[HEAD][0, 0] = torch.nan
     found = Source(state).for_model(provenance_of(HF).mapping(tied=True))

@@ -16,7 +16,7 @@ NAME = "ernie4_5_moe"
 
 
 def router(change: Callable[..., tuple[Tensor, Tensor]]) -> Any:
-    """The router with another choice: a function of itself, the scores, what mcore would choose by scores."""
+    """A router with another choice, by a function of the router, the scores, and mcore's choice."""
 
     def chosen(self: Any, ask: Any, scores: Tensor, topk: int, groups: Any, group_topk: Any, compute: Any) -> Any:
         return change(self, scores, lambda by: ask(by, topk, groups, group_topk, compute)[1])

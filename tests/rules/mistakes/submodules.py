@@ -15,7 +15,7 @@ from tests.support.mutants import instead, nothing
 
 
 def of_what_it_is_given(self: parallel.SharedInput, norm: type) -> type:
-    """The second norm, of the residual with what attention has added."""
+    """The second norm reads the residual after attention."""
     return norm
 
 
