@@ -30,7 +30,7 @@ TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
 class Adapted(NamedTuple):
-    """A model with adapters, and how it is exported: merged, or the base alone."""
+    """A model with adapters, and its exports: merged weights, or the base alone."""
 
     model: Any
     export: Callable[[bool], Pairs]
@@ -81,7 +81,7 @@ def ours(folder: Path, sizes: dict[str, int], arguments: Namespace) -> Adapted:
 
 
 def theirs(folder: Path, sizes: dict[str, int], arguments: Namespace) -> Adapted:
-    """By Megatron-Bridge, which looks the names of what it exports up in an index."""
+    """Measure Megatron-Bridge, which looks up exported names in an index."""
     from megatron.bridge.peft.lora import LoRA
 
     names = dict.fromkeys((name for name, _ in shapes_of(AutoConfig.from_pretrained(folder))), "model.safetensors")

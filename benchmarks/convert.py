@@ -31,7 +31,7 @@ from mcore_bridge.weights.files.safetensors import SafetensorsWriter
 
 
 def write_zeros(folder: Path, specs: Iterable[TensorSpec]) -> int:
-    """The tensors as files that take no room: their bytes."""
+    """Write the tensors as sparse files, and return their bytes."""
     index, total = {}, 0
     for number, part in enumerate(_parts(specs)):
         name = f"model-{number:05}.safetensors"
@@ -59,7 +59,7 @@ def _parts(specs: Iterable[TensorSpec]) -> Iterator[list[TensorSpec]]:
 
 
 def measure(source: Path, target: Path, *options: str) -> str:
-    """One conversion in a process of its own."""
+    """Run one conversion in a separate process."""
     arguments = ["convert", str(source), str(target), *options]
     script = f"""
 import subprocess, resource, sys

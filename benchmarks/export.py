@@ -25,7 +25,7 @@ from mcore_bridge.weights.transfer.collectives import Group
 
 
 def main() -> None:
-    """Measure each case, one after the other in the same processes."""
+    """Measure each case, one after the other in one set of processes."""
     parser = case_arguments(__doc__, "a model and its mesh: 'qwen3-8b tp=2 pp=2', layers=N for fewer")
     parser.add_argument("--bucket-mb", type=int, nargs="+", default=[0], help="0 is as the library chooses")
     arguments = parser.parse_args()
@@ -88,7 +88,7 @@ def drain(models: list[torch.nn.Module], bucket_bytes: int | None = None, target
 
 
 def best_all_gather(device: str) -> float:
-    """GB/s of what a rank has in the end of a raw ``all_gather_into_tensor`` over all ranks, at its best size."""
+    """GB/s of a raw ``all_gather_into_tensor`` over all ranks, at its best size. All received bytes of a rank count."""
     best = 0.0
     for megabytes in (64, 128, 256, 1024, 4096) if device == "cuda" else (4, 16, 64):
         own = torch.empty((megabytes << 20) // dist.get_world_size(), dtype=torch.uint8, device=device)

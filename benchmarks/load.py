@@ -25,7 +25,7 @@ PIECE, THREADS = 16 << 20, 8
 
 
 class Reader:
-    """What a thread reads into: two slots, of which one may be on its way to the GPU while the other is filled."""
+    """The memory of a thread: two slots, of which one may be copied to the GPU while the other is filled."""
 
     def __init__(self, device: str) -> None:
         self._stream = torch.cuda.Stream() if device == "cuda" else None
@@ -43,7 +43,7 @@ class Reader:
             while left:
                 left = left[os.preadv(fd, [left], start + size - len(left)) :]
             if self._stream:
-                with torch.cuda.stream(self._stream):  # which is of this rank's GPU, as a new thread is not
+                with torch.cuda.stream(self._stream):  # a new thread does not use this rank's GPU by default
                     self._landed[:size].copy_(slot, non_blocking=True)
                     self._crossed[number % 2].record()
 
@@ -62,11 +62,11 @@ def raw_read(files: list[Path], readers: list[Reader], threads: ThreadPoolExecut
 
 
 def main() -> None:
-    """Both in turn, so that what else the machine does hits both."""
+    """Measure both in turn, so that other load of the machine affects both."""
     arguments, dims, folder = prepared(__doc__)
     files = sorted(folder.glob("*.safetensors"))
     num_bytes = sum(path.stat().st_size for path in files)
-    models = mb.build_model(folder, dims=dims, device=arguments.device)  # which also warms the page cache
+    models = mb.build_model(folder, dims=dims, device=arguments.device)  # this also warms the page cache
     readers = [Reader(arguments.device) for _ in range(THREADS)]
     loads, raws = [], []
     with ThreadPoolExecutor(THREADS) as threads:

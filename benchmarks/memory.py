@@ -43,7 +43,7 @@ def main() -> None:
         for case, folder in folders.items():
             name, layers, _ = parsed(case)
             config_of(name, layers).save_pretrained(folder)
-        # A plan makes process groups of its own, so all are made before those of the measurement.
+        # A plan makes its own process groups, so all plans are made before the groups of the measurement.
         expected = {case: [estimated(folder, batch) for batch in batches] for case, folder in folders.items()}
         dims = set_up(Namespace(**parsed(arguments.cases[0])[2], device="cuda"))
         for case, folder in folders.items():
@@ -100,7 +100,7 @@ def measure(case: str, folder: Path, dims: mb.ParallelDims, batch: Batch, expect
 
 
 def estimated(folder: Path, batch: Batch) -> TrainingMemory:
-    """What the command says."""
+    """The estimate of the command."""
     mesh_plan = plan_mesh(blueprint_of(provenance_of(folder), mb.ParallelDims(), dtype=torch.bfloat16), world_size=1)
     return training_memory(mesh_plan.blueprint, rank_sizes(mesh_plan), world_size=1, batch=batch)
 

@@ -41,7 +41,7 @@ from libraries import LIBRARIES
 
 HERE = Path(__file__).parent
 REPEATS = {"load": 2, "export": 5, "save": 1}
-FAILED = "failed: "  # begins the line of a rank that says why, as JSON
+FAILED = "failed: "  # begins the line with a rank's error, as JSON
 LAST_LINES = 15
 
 
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def measure(library: str, case: str, arguments: Namespace) -> None:
-    """Run one library, and print its figures and why it had to stop."""
+    """Run one library, and print its figures, and its error if it stopped."""
     options = ["--folder", arguments.folder, "--measure", counted(arguments.measure), "--device", arguments.device]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", arguments.world]
     command += ["--master-port", free_port(), HERE / "peer.py", library, case, *options]
@@ -94,11 +94,13 @@ def measure(library: str, case: str, arguments: Namespace) -> None:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """No rank is left: they are not of torchrun's process group, and end with it when it is asked to."""
+    """End torchrun and its ranks. They are not in torchrun's process group, and torchrun ends them when it gets a
+    signal.
+    """
     if process.poll() is None:
         process.terminate()
         try:
-            process.wait(40)  # seconds; it waits 30 itself before it kills
+            process.wait(40)  # seconds; torchrun itself waits 30 before it kills
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -110,7 +112,7 @@ def counted(measures: str) -> str:
 
 
 def free_port() -> int:
-    """A port that nobody listens at."""
+    """A free port."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])

@@ -84,7 +84,7 @@ QWEN = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
-"""Literal sizes of the published configs, without what changes no weight."""
+"""The sizes of published configs, without fields that change no weight."""
 CASES = (
     ("DeepSeek-V3", DEEPSEEK, "--tp 1 --pp 8 --ep 8 --world 64"),
     ("DeepSeek-V3", DEEPSEEK, "--tp 1 --pp 16 --ep 64 --world 1024"),
@@ -102,7 +102,9 @@ CASES = (
 
 
 def main() -> None:
-    """A row for each case, and below it what ``plan`` says of an export, and of feeding engines where there are any."""
+    """Print a row for each case, and below it the lines of ``plan`` about an export, and about engines if there are
+    any.
+    """
     print("| model | mesh | CPU s | wall s | peak GiB |\n|---|---|---|---|---|", flush=True)
     said = []
     for name, config, mesh in CASES:

@@ -25,7 +25,7 @@ from mcore_bridge.weights.plan.target import Target
 
 
 def main() -> None:
-    """Measure each case, one after the other in the same processes."""
+    """Measure each case, one after the other in one set of processes."""
     arguments = case_arguments(__doc__, "a model, its mesh, and the engine: 'qwen3-8b tp=2 pp=2 to tp=4'").parse_args()
     for case in arguments.cases:
         mesh, _, engine = case.partition(" to ")
@@ -66,7 +66,7 @@ def received_bytes(models: list[torch.nn.Module], target: Target) -> int:
 
 
 def raw_all_to_all(num_bytes: int, device: str) -> float:
-    """Seconds that every rank takes to receive so many bytes from the others."""
+    """The seconds in which every rank receives ``num_bytes`` from the other ranks."""
     world = dist.get_world_size()
     source = torch.empty(
         (512 << 20 if device == "cuda" else 8 << 20) // world * world, dtype=torch.uint8, device=device

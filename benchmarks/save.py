@@ -24,7 +24,7 @@ PIECE, THREADS = 16 << 20, 8
 
 
 def write(path: Path, piece: torch.Tensor, num_bytes: int) -> None:
-    """``num_bytes`` of whatever ``piece`` holds, again and again."""
+    """Write ``num_bytes`` by repeating ``piece``."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
     view = memoryview(piece.numpy())
     while num_bytes:
@@ -33,14 +33,14 @@ def write(path: Path, piece: torch.Tensor, num_bytes: int) -> None:
 
 
 def raw_write(folder: Path, pieces: list[torch.Tensor], num_bytes: int, threads: ThreadPoolExecutor) -> None:
-    """This rank's share of all, in as many files as there are ``pieces``."""
+    """Write this rank's share of the bytes, to a file for each of ``pieces``."""
     paths = [folder / f"{dist.get_rank()}-{number}" for number in range(len(pieces))]
     share = -(-num_bytes // dist.get_world_size() // len(pieces))
     list(threads.map(partial(write, num_bytes=share), paths, pieces))
 
 
 def main() -> None:
-    """All in turn, so that what else the machine does hits all."""
+    """Measure all in turn, so that other load of the machine affects all."""
     arguments, dims, folder = prepared(__doc__)
     models = mb.build_model(folder, dims=dims, device=arguments.device)
     num_bytes = mb.manifest(models).num_bytes

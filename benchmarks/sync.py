@@ -35,7 +35,7 @@ HERE = Path(__file__).parent
 
 
 class Engine:
-    """One engine, as rank 0 reaches it."""
+    """The client of one engine, on rank 0."""
 
     def __init__(self, arguments: Namespace, config: dict[str, Any], device: str) -> None:
         self.ranks, self.device = arguments.engine_tp, device
@@ -98,7 +98,7 @@ def main() -> None:
     is_lead = dist.get_rank() == 0
     engines = [Engine(arguments, config.to_dict(), device) for device in arguments.engine_devices if is_lead]
     manifest = mb.manifest(models)
-    ring = mb.BufferRing(mb.plan_buckets(manifest), "cpu")  # by whose plan a stand-in makes its parameters
+    ring = mb.BufferRing(mb.plan_buckets(manifest), "cpu")  # a stand-in makes its parameters by its plan
     for engine in engines:
         engine.wait()
         if arguments.engine == "stand-in":

@@ -101,7 +101,7 @@ def test_what_does_not_fit_is_refused():
         mb.unpack_sequences(packed, torch.zeros(1, 6))
     with pytest.raises(BatchError, match=r"values must be a tensor, found \[0.0\]"):
         mb.unpack_sequences(packed, [0.0])
-    with pytest.raises(BatchError, match=r"packed must be what pack_sequences has made, found \{\}"):
+    with pytest.raises(BatchError, match=r"packed must be a result of pack_sequences, found \{\}"):
         mb.unpack_sequences({}, torch.zeros(1, 6))
     with pytest.raises(BatchError, match="following must be True or False, found 2"):
         mb.unpack_sequences(packed, torch.zeros(1, 6), following=2)
