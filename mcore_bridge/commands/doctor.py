@@ -51,7 +51,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What was found.
+    """The result of an examination of the environment.
 
     Attributes:
         lines: the lines of the report.
@@ -61,7 +61,7 @@ class Diagnosis:
 
     @property
     def ready(self) -> bool:
-        """Whether nothing must be changed."""
+        """Whether no change is needed."""
         return not any(line.is_problem for line in self.lines)
 
     @property
@@ -72,7 +72,7 @@ class Diagnosis:
 
 
 def examine() -> Diagnosis:
-    """Look at this environment."""
+    """Examine the packages of this environment."""
     python = _judged("python", platform.python_version())
     return Diagnosis((python, *map(_required, _REQUIRED), *_optional(), _triton(), *_gpus(), *_clash(), _self()))
 
@@ -81,7 +81,7 @@ def render(diagnosis: Diagnosis) -> Group:
     """The report for people: a row for each line, then the conclusion."""
     table = Table(show_header=False, box=None, padding=(0, 1))
     for _ in range(3):
-        table.add_column(overflow="fold")  # else a path would be cut
+        table.add_column(overflow="fold")  # otherwise a path would be cut
     for line in diagnosis.lines:
         color = "red" if line.is_problem else "yellow" if line.advice else "green"
         table.add_row(f"[bold]{line.name}[/]", f"[{color}]{escape(line.state)}[/]", escape(line.advice))

@@ -26,7 +26,7 @@ BANDWIDTH = 255.0
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one step computes at a time.
+    """The sequences of one step on one replica.
 
     Attributes:
         sequence: tokens of a sequence.

@@ -106,7 +106,7 @@ def running(context: typer.Context) -> Iterator[Answer]:
 
 
 def plain(value: Any) -> Any:
-    """What JSON has of an answer.
+    """An answer as values for JSON.
 
     A dataclass is an object of its fields and properties. Fields that ``repr`` hides are for the report alone. A mesh
     has the sizes for which there are options. A number that is not finite is null; paths and dtypes are text.

@@ -55,7 +55,7 @@ class ToMerged(ToPlain):
 
     @classmethod
     def of(cls, source: Path, adapter: Path, staging: Path, *, file_bytes: int) -> ToMerged:
-        """Plan it.
+        """Plan the conversion.
 
         Raises:
             ConfigError: the family of the base is not supported.

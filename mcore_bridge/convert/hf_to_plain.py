@@ -40,7 +40,7 @@ class ToPlain(Conversion):
 
     @classmethod
     def plan(cls, source: Path, staging: Path, *, dtype: torch.dtype | None, file_bytes: int) -> ToPlain:
-        """Plan it.
+        """Plan the conversion.
 
         Raises:
             CheckpointError: the folder has no encoded weights, or has weights that cannot be decoded.

@@ -93,7 +93,7 @@ def load_as(
     strict: bool = True,
     slot_bytes: int = SLOT_BYTES,
 ) -> LoadReport:
-    """As ``load_hf_weights``, for a source whose tensors ``provenance`` describes, whatever the models came from."""
+    """Like ``load_hf_weights``, for a source that ``provenance`` describes. It may differ from the models' own."""
     with contextlib.ExitStack() as paused:
         paused.enter_context(uncollected())
         opened = open_source(source, getattr(provenance.hf, "quantization_config", None))

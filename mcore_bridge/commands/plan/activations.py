@@ -61,14 +61,14 @@ def _latent_attention(config: Any) -> int:
 
 
 def _linear_attention(config: Any) -> int:
-    """The gated delta rule: what enters and leaves the convolution, the gate, and the output before and after it."""
+    """The gated delta rule: input and output of the convolution, the gate, and the output before and after the gate."""
     values = config.linear_num_value_heads * config.linear_value_head_dim
     qkv = 2 * config.linear_num_key_heads * config.linear_key_head_dim + values
     return int(3 * config.hidden_size + 2 * qkv + 3 * values)
 
 
 def _mamba(config: Any) -> int:
-    """A Mamba-2 mixer: what enters and leaves the convolution, the gate, and the output before and after it."""
+    """A Mamba-2 mixer: input and output of the convolution, the gate, and the output before and after the gate."""
     inner = config.mamba_num_heads * config.mamba_head_dim
     convolved = inner + 2 * config.mamba_num_groups * config.mamba_state_dim
     return int(3 * config.hidden_size + 2 * convolved + 3 * inner)

@@ -95,7 +95,7 @@ class Replica(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MeshPlan:
-    """What all ranks hold, as chunks by pipeline rank and virtual stage; and the plan of an export."""
+    """The tensors of all ranks, as chunks by pipeline rank and virtual stage; and the plan of an export."""
 
     blueprint: Blueprint
     world_size: int

@@ -40,7 +40,7 @@ def stage_size(dims: ParallelDims, world_size: int) -> int:
 
 
 def _stage(first: Inventory, dims: ParallelDims, ranks: range, num_local: int) -> list[Inventory]:
-    held = [first.held]  # by expert-parallel rank, the same for all ranks that hold the same experts
+    held = [first.held]  # by expert-parallel rank: equal for all ranks that hold the rank's experts
     for ep_rank in range(1, dims.ep):
         shift = ep_rank * num_local
         held.append(tuple(_shifted(tensor, shift) for tensor in first.held))

@@ -58,7 +58,7 @@ def blueprint_of(provenance: Provenance, options: BuildOptions, *, dtype: torch.
 
 @dataclass(frozen=True, slots=True)
 class StageRow:
-    """What one rank holds of a stage.
+    """The part of a stage on one rank.
 
     Attributes:
         pp: the pipeline rank.

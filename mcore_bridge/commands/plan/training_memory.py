@@ -32,7 +32,7 @@ class RankSize:
 
 
 def rank_sizes(mesh_plan: MeshPlan) -> list[RankSize]:
-    """By pipeline rank, from the models that megatron-core builds."""
+    """The sizes by pipeline rank, from the models that megatron-core builds."""
     return [
         RankSize(
             sum(chunk.num_parameters for chunk in chunks) - _num_frozen(mesh_plan.blueprint, chunks),
@@ -44,7 +44,7 @@ def rank_sizes(mesh_plan: MeshPlan) -> list[RankSize]:
 
 
 def counted_sizes(blueprint: Blueprint, counts: ParamCounts) -> list[RankSize]:
-    """By pipeline rank, from counted parameters: all but experts are taken to be cut by tensor parallelism.
+    """The sizes by pipeline rank, from counted parameters. Tensor parallelism is assumed to cut all but experts.
 
     Args:
         blueprint: the model on its mesh.
@@ -96,7 +96,7 @@ class TrainingMemory:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all parts."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
@@ -137,7 +137,7 @@ def _activations(blueprint: Blueprint, stages: Sequence[Stage], batch: Batch) ->
     whole = kept_by_layers(config)
     layers = [layer for stage in stages for layer in stage.layers]
     if batch.recompute:
-        again = max((whole[layer] for layer in layers), default=0)  # of the layer that is computed again
+        again = max((whole[layer] for layer in layers), default=0)  # activations of the layer that is recomputed
         kept = again + kept_by_recomputation(config) * len(layers) * _in_flight(dims, stages[0].pp_rank)
     else:
         kept = sum(whole[layer] for layer in layers) * _in_flight(dims, stages[0].pp_rank)

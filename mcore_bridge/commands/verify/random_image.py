@@ -80,7 +80,7 @@ def _image(config: Any) -> dict[str, Tensor]:
     if hasattr(config, "image_grid_pinpoints"):
         return {}
     if _takes_grids(config):
-        whole = hasattr(vision, "merge_kernel_size")  # patches as such, and not flattened
+        whole = hasattr(vision, "merge_kernel_size")  # patches that are not flattened
         flat = (3, patch, patch) if whole else (3 * vision.temporal_patch_size * patch**2,)
         pixels = torch.randn(_PATCHES[0] * _PATCHES[1] * _PATCHES[2], *flat, generator=generator)
         return {"pixel_values": pixels, "image_grid_thw": torch.tensor([_PATCHES])}

@@ -143,7 +143,7 @@ def check_rank(task: Task, report: Report) -> RankResult:
         finding.saved = _share(open_folder(task.save), task, None, report, "read back")
     if task.num_tokens:
         if task.options.dtype != torch.float32 or held_mtp_layers(vars(chunks[0].config)):
-            chunks = []  # frees memory for those in fp32
+            chunks = []  # frees memory for the chunks in fp32
         finding.logits, finding.skipped = compare_logits(
             chunks,
             task.folder,

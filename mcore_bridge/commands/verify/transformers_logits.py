@@ -109,7 +109,7 @@ def reference_logits(folder: Path, alike: Alike, batch: Shown, device: str, adap
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, str(adapter))
-    model = model.float().eval()  # what transformers decodes of some formats stays in bf16
+    model = model.float().eval()  # transformers decodes some formats to bf16
     if device == "cuda":
         size = sum(parameter.nbytes for parameter in model.parameters())
         device = "cuda" if size < _USABLE * torch.cuda.mem_get_info()[0] else "cpu"
@@ -123,7 +123,7 @@ def reference_logits(folder: Path, alike: Alike, batch: Shown, device: str, adap
 
 
 def _inputs(model: Any, row: Tensor, images: dict[str, Tensor], device: str) -> dict[str, Tensor]:
-    """The inputs of a row's images for transformers, with the types of tokens where it asks for them."""
+    """The inputs of a row's images for transformers, with the types of tokens if transformers requires them."""
     if not images:
         return {}
     types = token_types(model.config, row)

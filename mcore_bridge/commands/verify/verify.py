@@ -92,7 +92,7 @@ class Verdict:
 
     @property
     def good(self) -> bool:
-        """Whether nothing differs."""
+        """Whether no comparison has found a difference."""
         is_same = not (self.different or self.saved_different or self.adapter_different)
         return is_same and (self.logits is None or self.logits.agree())
 

@@ -118,7 +118,7 @@ class CoreAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """Attend.
+        """Compute attention.
 
         Args:
             query: ``[s, b, heads, dim]``, the tokens of this CP rank; for packed sequences ``[s, heads, dim]``.

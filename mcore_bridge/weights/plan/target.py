@@ -144,7 +144,7 @@ class EngineRank:
 
 
 Target = Literal["everything", "nothing"] | EngineRank | EngineMap
-"""What a rank gets: every HF tensor whole; nothing, so that it only sends; or the slices of a rank of an engine.
+"""The part of an export that a rank gets: all HF tensors whole; nothing, so that it only sends; or an engine's slices.
 
 An engine's rank is described by its sizes, or by the map of its loader, which may need any slices.
 """
