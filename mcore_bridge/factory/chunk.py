@@ -146,7 +146,7 @@ def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
     initialise_head(chunk, seed)
     initialise_mtp(chunk, seed)
     if blueprint.provenance.tower:
-        _give_sight(chunk, blueprint, seed)
+        _add_images(chunk, blueprint, seed)
     elif blueprint.provenance.whole is not None:
         take_padded_rows(chunk)
     take_lengths(chunk)
@@ -154,7 +154,7 @@ def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
     note_built(chunk)
 
 
-def _give_sight(chunk: GPTModel, blueprint: Blueprint, seed: int) -> None:
+def _add_images(chunk: GPTModel, blueprint: Blueprint, seed: int) -> None:
     """Give the first stage a tower. Later stages compute positions like transformers, without a tower."""
     from mcore_bridge.factory.vision.image_hook import see
 

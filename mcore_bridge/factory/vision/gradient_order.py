@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True)
-class InTurn:
+class OrderedGradients:
     """The aliases of a tower's parameters in one microbatch.
 
     Attributes:
@@ -36,19 +36,19 @@ class InTurn:
         return output
 
 
-def in_turn(tower: nn.Module) -> InTurn:
+def ordered_gradients(tower: nn.Module) -> OrderedGradients:
     """Make aliases. The gradients of the last parameters come first, as in megatron-core's buckets.
 
     Call this before any other computation of the microbatch: autograd runs later nodes first.
     """
     trained = {name: weight for name, weight in tower.named_parameters() if weight.requires_grad}
     if not trained or not torch.is_grad_enabled():
-        return InTurn({}, None)
+        return OrderedGradients({}, None)
     aliases: dict[str, Tensor] = {}
     token = next(iter(trained.values())).new_zeros(())
     for name, parameter in trained.items():
         token, aliases[name] = _Link.apply(token, parameter)
-    return InTurn(aliases, token)
+    return OrderedGradients(aliases, token)
 
 
 def gather_parameters(tower: nn.Module) -> None:

@@ -117,7 +117,7 @@ WITH_NUMBER = 4
 """How many positions a token has if the last one is the number of its image."""
 
 
-def take_rows_apart(composite: nn.Module) -> None:
+def take_positions_per_row(composite: nn.Module) -> None:
     """Make transformers' ``get_rope_index`` of this composite compute the positions of one row at a time."""
     composite.get_rope_index = partial(_by_row, composite.get_rope_index)  # type: ignore[assignment]
 

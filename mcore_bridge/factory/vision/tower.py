@@ -49,7 +49,7 @@ def require_tower(whole: Whole | None, vision: str) -> None:
 
 
 def build_tower(whole: Whole, *, dtype: torch.dtype, device: torch.device, initialise: bool = False) -> nn.Module:
-    """Build transformers' composite with ``Caught`` in the place of its language model.
+    """Build transformers' composite with ``TextStub`` in the place of its language model.
 
     Args:
         whole: the composite.
@@ -65,7 +65,7 @@ def build_tower(whole: Whole, *, dtype: torch.dtype, device: torch.device, initi
     from accelerate import init_empty_weights
     from transformers import AutoModel
 
-    from mcore_bridge.factory.vision.text_stub import Caught
+    from mcore_bridge.factory.vision.text_stub import TextStub
 
     config = copy.deepcopy(whole.config)
     if hasattr(config, "quantization_config"):
@@ -74,7 +74,7 @@ def build_tower(whole: Whole, *, dtype: torch.dtype, device: torch.device, initi
     num_layers, text.num_hidden_layers = text.num_hidden_layers, 1  # since its layers are discarded
     with init_empty_weights(include_buffers=False):
         tower: nn.Module = AutoModel.from_config(config, dtype=torch.float32)
-        tower.language_model = Caught(tower.language_model)  # type: ignore[arg-type]
+        tower.language_model = TextStub(tower.language_model)  # type: ignore[arg-type]
         if whole.composite.joined_qkv:
             join_qkv(tower, whole.composite.joined_qkv)
     text.num_hidden_layers = num_layers
