@@ -16,7 +16,7 @@ from mcore_bridge.errors import BridgeError, CheckpointError
 Hook = Callable[[dict[str, Any]], object]
 FULL = (errno.EMFILE, errno.ENFILE)
 """The ``errno`` values that mean that too many files are open."""
-READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # what is opened may have become a FIFO, which would block
+READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a path may have become a FIFO, which would block
 MOST_BYTES = 100_000_000
 """More than any config or index has."""
 _KINDS = {
