@@ -19,7 +19,7 @@ from mcore_bridge.factory.modules.multipliers import multiplied
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
-    from mcore_bridge.config.tables.beside import SideMultipliers
+    from mcore_bridge.config.tables.attention_and_mixer import SideMultipliers
 
 
 def adapt_halves(layer: Any, config: TransformerConfig, number: int, backend: Backend) -> None:

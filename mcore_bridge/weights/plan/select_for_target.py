@@ -21,7 +21,7 @@ from mcore_bridge.weights.plan.payload import Payload
 from mcore_bridge.weights.plan.target import EngineRank, Target
 
 
-def wanted_by(
+def select(
     target: Target, mapping: WeightMapping, axes: Axes, num_layers: int, entries: Sequence[ParamEntry]
 ) -> Sequence[ParamEntry]:
     """Select the parts of ``entries`` for ``target``, in their order. An engine's rank has an entry for each shard.
@@ -32,13 +32,13 @@ def wanted_by(
     if isinstance(target, EngineRank):
         return tuple(Slicer(target, mapping, axes, num_layers).slices(entries))
     if isinstance(target, EngineMap):
-        return tuple(wanted_by_map(target, entries))
+        return tuple(_by_map(target, entries))
     if target not in ("everything", "nothing"):
         raise TargetError(f'expected target="everything", "nothing", an EngineRank or an EngineMap, found {target!r}')
     return entries if target == "everything" else ()
 
 
-def wanted_by_map(target: EngineMap, entries: Sequence[ParamEntry]) -> Iterator[ParamEntry]:
+def _by_map(target: EngineMap, entries: Sequence[ParamEntry]) -> Iterator[ParamEntry]:
     """Yield the parts of ``entries`` that a rank of an engine uses, in their order, with one entry for each shard.
 
     An HF tensor is cut along the dim along which megatron-core cuts it. A stack of experts is also cut along the
