@@ -151,9 +151,9 @@ def options_of(context: typer.Context) -> list[str]:
 
 
 def in_options(message: str, parameters: Collection[str], *, of_engine: bool = False) -> str:
-    """A message of the library with the options of a command in the place of Python's arguments.
+    """A message of the library in which the options of a command replace arguments of Python.
 
-    Only names change. What a command has no option for is no part of a message, but of ``BridgeError.in_python``.
+    Only names change. Advice for which a command has no option is in ``BridgeError.in_python``, and not in the message.
 
     Args:
         message: the message of the library.
