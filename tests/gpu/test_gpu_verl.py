@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from mcore_bridge import ParallelDims
 from tests.support import records
-from tests.support.gpu_experts import HF as SPARSE
 from tests.support.gpu_models import SIZES
+from tests.support.gpu_models import WITH_EXPERTS as SPARSE
 from tests.support.gpus import spawn, with_replicas
 from tests.support.stepping import leave_mesh
 from tests.support.strategies import random_state, save, tiny

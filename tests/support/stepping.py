@@ -9,7 +9,7 @@ import multiprocessing
 import queue
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -250,6 +250,25 @@ def forward_backward(
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     dist.all_reduce(loss, group=group)
     return loss / group.size()
+
+
+def optimized(
+    chunks: Sequence[Any], dims: ParallelDims, batch: Tensor
+) -> tuple[list[Any], Any, Callable[[], float | None]]:
+    """The chunks in mcore's DDP, its distributed optimizer, and a function that makes a step and returns its loss."""
+    wrapped = wrap(chunks, use_distributed_optimizer=True)
+    optimizer = distributed_optimizer(wrapped, lr=1e-2)
+
+    def step() -> float | None:
+        for ddp in wrapped:
+            ddp.zero_grad_buffer()
+        optimizer.zero_grad()
+        loss = forward_backward(wrapped, dims, batch)
+        assert not optimizer.prepare_grads()
+        assert optimizer.step_with_ready_grads()  # between them, step() computes a norm of gradients on CUDA
+        return None if loss is None else loss.item()
+
+    return wrapped, optimizer, step
 
 
 def positions(dims: ParallelDims, seq_len: int) -> Tensor:

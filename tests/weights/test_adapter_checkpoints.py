@@ -45,21 +45,8 @@ def build(folder, dims, *, alpha=3, targets=TARGETS, **arguments):
 
 
 def optimized(chunks, dims):
-    """The chunks in megatron-core's DDP, its distributed optimizer, and a function for a step that returns the loss."""
-    wrapped = stepping.wrap(chunks, use_distributed_optimizer=True)
-    optimizer = stepping.distributed_optimizer(wrapped, lr=1e-2)
     batch = torch.randint(0, 97, (4, 17), generator=torch.Generator().manual_seed(0))
-
-    def step():
-        for ddp in wrapped:
-            ddp.zero_grad_buffer()
-        optimizer.zero_grad()
-        loss = stepping.forward_backward(wrapped, dims, batch)
-        assert not optimizer.prepare_grads()
-        assert optimizer.step_with_ready_grads()  # between them, step() computes a norm of gradients on CUDA
-        return None if loss is None else loss.item()
-
-    return wrapped, optimizer, step
+    return stepping.optimized(chunks, dims, batch)
 
 
 def adapters(models):

@@ -149,24 +149,6 @@ def test_what_one_mesh_writes_another_reads(folder, tmp_path):
     assert (tmp_path / "saved" / "config.json").is_file()
 
 
-def trained(folder: Path, dims: ParallelDims, batch: Any) -> tuple[Any, Any, Any]:
-    """Chunks with megatron-core's distributed optimizer, and a function that makes a step and returns its loss."""
-    chunks = build(folder, dims, dtype=torch.float32)
-    wrapped = stepping.wrap(chunks, use_distributed_optimizer=True)
-    optimizer = stepping.distributed_optimizer(wrapped, lr=1e-2)
-
-    def step() -> float | None:
-        for ddp in wrapped:
-            ddp.zero_grad_buffer()
-        optimizer.zero_grad()
-        loss = stepping.forward_backward(wrapped, dims, batch)
-        assert not optimizer.prepare_grads()
-        assert optimizer.step_with_ready_grads()  # between them, step() computes a norm of gradients on CUDA
-        return None if loss is None else loss.item()
-
-    return wrapped, optimizer, step
-
-
 def save_in_stacks(models: Any, target: Path, *, optimizer: Any, common: dict[str, Any]) -> None:
     """Save by megatron-core alone, with all layers in one tensor, as its trainers wrote models with equal layers."""
     from megatron.core import dist_checkpointing
@@ -191,17 +173,20 @@ def train_and_go_on(
 ) -> Any:
     """Losses of an unbroken run after a save, and of runs that continue from the save on other meshes."""
     batch = tiny_batch()
-    with stepping.mesh(ParallelDims(**here)):
-        models, optimizer, step = trained(folder, ParallelDims(**here), batch)
+    dims = ParallelDims(**here)
+    with stepping.mesh(dims):
+        chunks = build(folder, dims, dtype=torch.float32)
+        models, optimizer, step = stepping.optimized(chunks, dims, batch)
         for _ in range(2):
             step()
         save(models, target, optimizer=optimizer, common={"iteration": 2})
         exported = {name: tensor.clone() for name, tensor in mb.to_hf_state_dict(models).items()}
         unbroken = [step() for _ in range(2)]
     found = []
-    for sizes in there:
-        with stepping.mesh(ParallelDims(**sizes)):
-            models, optimizer, step = trained(folder, ParallelDims(**sizes), batch)
+    for dims in (ParallelDims(**sizes) for sizes in there):
+        with stepping.mesh(dims):
+            chunks = build(folder, dims, dtype=torch.float32)
+            models, optimizer, step = stepping.optimized(chunks, dims, batch)
             assert mb.load_checkpoint(models, target, optimizer=optimizer).common["iteration"] == 2
             found.append([step() for _ in range(2)])
     return unbroken, found, exported

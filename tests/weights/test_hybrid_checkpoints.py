@@ -83,22 +83,10 @@ def checkpoint(name, folder):
 
 
 def trained(folder, dims, model):
-    """Chunks with megatron-core's distributed optimizer, and a function that makes a step and returns its loss."""
+    """The parts of training with megatron-core's distributed optimizer; see ``stepping.optimized``."""
     build = {"dims": dims, "dtype": torch.float32, "device": "cpu", "model": model}
     chunks = mb.build_model(folder, **build, overrides=with_mtp(folder))
-    wrapped = stepping.wrap(chunks, use_distributed_optimizer=True)
-    optimizer = stepping.distributed_optimizer(wrapped, lr=1e-2)
-
-    def step():
-        for ddp in wrapped:
-            ddp.zero_grad_buffer()
-        optimizer.zero_grad()
-        loss = stepping.forward_backward(wrapped, dims, tiny.tokens(4))
-        assert not optimizer.prepare_grads()
-        assert optimizer.step_with_ready_grads()
-        return None if loss is None else loss.item()
-
-    return wrapped, optimizer, step
+    return stepping.optimized(chunks, dims, tiny.tokens(4))
 
 
 def go_on(folder, saved, here, there):
