@@ -173,7 +173,9 @@ def patched(file: str, number: int) -> dict[str, Any]:
 
 
 def apart(dims: ParallelDims, folder: str) -> tuple[str, list[str], dict[str, Any]]:
-    """Runs in a worker: how base weights fail that go out again, then what a rollout on other GPUs gets."""
+    """Runs in a worker: the error if base weights are exported a second time, and the weights for a rollout on other
+    GPUs.
+    """
     lora = {"rank": 2, "merge": False}
     engine = engine_of(folder, dims, vanilla=False, lora=lora)
     engine.get_per_tensor_param()
@@ -331,7 +333,7 @@ def test_what_the_page_says_is_refused_is(dense):
 
 
 def fused_life(dims: ParallelDims, folder: str, out: str, vanilla: bool) -> Any:
-    """Runs in a worker: a life whose log-probs go around the output layer."""
+    """Runs in a worker: all steps of an engine with fused kernels, which compute log-probs without the output layer."""
     kernels_on_cpu()
     return life(dims, folder, out, {"vanilla": vanilla, "use_fused_kernels": True})
 
@@ -349,7 +351,7 @@ def test_fused_kernels_see_no_padding(vanilla, tied, tmp_path):
 
 
 def capped(dims: ParallelDims, folder: str) -> str:
-    """Runs in a worker: how verl's fused kernels fail with a model that does more to logits."""
+    """Runs in a worker: the error of verl's fused kernels for a model that changes logits after the output layer."""
     engine = engine_of(folder, dims, vanilla=True, use_fused_kernels=True)
     with pytest.raises(ConfigError) as caught:
         inferred(engine, engine.model_config.hf_config.vocab_size)

@@ -172,7 +172,7 @@ def suggest(
         return blueprint_of(provenance, replace(options, dims=dims), dtype=dtype)
 
     single = made(ParallelDims())
-    provenance = provenance.seeing(options.vision, single.provenance.tower)  # it is equal on all meshes
+    provenance = provenance.seeing(options.vision, single.provenance.tower)  # every mesh has the same tower
     candidates, refused = _candidates(made, meshes(num_gpus, single.config, given))
     if not candidates and not refused:
         sizes = ", ".join(f"{axis}={size}" for axis, size in given.items())

@@ -91,7 +91,8 @@ def require_loads(chunk: GPTModel, folder: str, dims: ParallelDims, vp_stage: in
         raise CheckpointError(f"expected {path} for this rank of {dims}, found none: convert it for this mesh")
     stored = _shapes(read_rank_file(path).get(chunk_of(dims, vp_stage), {}), head)
     wanted = _shapes(chunk.state_dict(), head)
-    names = {*wanted, *(name for name in stored if not name.startswith("output_layer."))}  # a tied model may have one
+    # A file of a tied model may have an output layer, which the model does not need.
+    names = {*wanted, *(name for name in stored if not name.startswith("output_layer."))}
     differ = sorted(name for name in names if stored.get(name) != wanted.get(name))
     if differ:
         shapes = "; ".join(
