@@ -22,9 +22,9 @@ files. Families that need megatron-core 0.19.2 (deepseek_v32, glm_moe_dsa) ran w
 CHECKS = {
     "log-probs": "they equal transformers' log-probs. `te` runs in bf16 packed and in rows, and in fp32 packed; "
     "`torch` runs in bf16 packed (qwen3: `te` packed in fp16 too). An export equals the loaded weights, bit for bit",
-    "gradients": "the gradient norm of megatron-core and the loss, packed in fp32, equal the results of one "
-    "rank that runs all rows one by one. Five families (qwen3, gemma2, qwen3_moe, deepseek_v3 and gpt_oss) also run in "
-    "rows. On TP1 torch's modules replace TransformerEngine's",
+    "gradients": "the gradient norm of megatron-core and the loss, packed in fp32, equal the results of one rank that "
+    "runs all rows one by one. Five families (qwen3, gemma2, qwen3_moe, deepseek_v3 and gpt_oss) also run in rows. On "
+    "TP1 torch's modules replace TransformerEngine's",
     "gradients in bf16": "every expert has every token. The errors, for each kind of tensor, are at most twice the errors of "
     "torch's modules on one rank",
     "optimizer": "four steps of the distributed optimizer in bf16, overlapped. The five families above also run "
