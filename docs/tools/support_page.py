@@ -25,8 +25,8 @@ CHECKS = {
     "gradients": "the gradient norm of megatron-core and the loss, packed in fp32, equal the results of one rank that "
     "runs all rows one by one. Five families (qwen3, gemma2, qwen3_moe, deepseek_v3 and gpt_oss) also run in rows. On "
     "TP1 torch's modules replace TransformerEngine's",
-    "gradients in bf16": "every expert has every token. The errors, for each kind of tensor, are at most twice the errors of "
-    "torch's modules on one rank",
+    "gradients in bf16": "every expert has every token. The errors, for each kind of tensor, are at most twice the "
+    "errors of torch's modules on one rank",
     "optimizer": "four steps of the distributed optimizer in bf16, overlapped. The five families above also run "
     "without overlap; qwen3 and qwen3_moe run in fp16 too, also if gradients overflow at first. An export "
     "equals the optimizer's fp32 weights, cast down. Its bits do not change while parameters, gradients or the "
