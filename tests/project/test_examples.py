@@ -53,7 +53,7 @@ class Digested(rollout_engine.Engine):
         assert self.loads == 2  # both to make the map
         return {{name: digest(weight) for name, weight in self._weights.items()}}
 
-class Checked(rollout_engine.RemoteEngine):  # after a round the engine holds the trainer's weights bit for bit
+class Checked(rollout_engine.RemoteEngine):  # what the engine holds after a round is what the trainer gave, bit for bit
     before = None
 
     def sync(self, ring, pairs):
@@ -95,7 +95,7 @@ if __name__ == "__main__":
 
 
 def test_engine_and_trainer_agree_in_every_bit_at_every_step(tmp_path):
-    """They agree after the trainer's steps and the engine's sleep. Each step changes each weight."""
+    """Through the trainer's steps, and the engine's sleep in between; each step changes each weight."""
     (tmp_path / "digested.py").write_text(DIGESTED)
     codes, said = forked(tmp_path / "digested.py", 2, "--device", "cpu", "--steps", "5", "--pp", "2")
     assert codes == [0, 0], said
@@ -107,7 +107,7 @@ def test_engine_and_trainer_agree_in_every_bit_at_every_step(tmp_path):
 
 @pytest.mark.skipif("qwen3_vl" not in towers.NAMES, reason="the installed transformers is too old")
 def test_a_model_learns_to_look_at_images(tmp_path, monkeypatch):
-    """Only the images show which answer is right. The id of an image token is even, so the model samples it as well."""
+    """What is good to say is in the images alone. The id of an image is even: the model samples it as well."""
     folder, steps = tmp_path / "checkpoint", 12
     monkeypatch.setattr(sys, "argv", ["make_checkpoint.py", str(folder), "--images"])
     runpy.run_path(str(EXAMPLES / "make_checkpoint.py"), run_name="__main__")
@@ -126,7 +126,7 @@ def test_a_model_learns_to_look_at_images(tmp_path, monkeypatch):
 
 
 def test_stale_weights_end_the_run(tmp_path):
-    """Started as by a user: torchrun and three fresh interpreters, one of them for the engine."""
+    """As a user starts it: torchrun and three fresh interpreters, one of them the engine's."""
     (tmp_path / "stale.py").write_text(STALE)
     finished = torchrun(tmp_path / "stale.py", 2, "--steps", "3", "--tp", "2", "--engine-loads", "by-loader")
     assert finished.returncode

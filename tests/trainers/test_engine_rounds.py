@@ -1,7 +1,7 @@
-"""Engines under verl and RLinf are written by a map from their second round on, with the diffs of the documentation.
+"""Engines under verl and RLinf go by a map from their second round on, as the diffs of the pages have it.
 
-Each diff is applied to the installed package, whose code then runs on CPU. Packages that are not installed are left
-out; docs/trainers/verl.md, rlinf.md and vllm.md describe how to install them.
+Each diff is applied to the package that is installed, and its own code then runs on CPU. What is not installed is left
+out; docs/trainers/verl.md, rlinf.md and vllm.md say how to install it.
 """
 
 import importlib.metadata
@@ -35,7 +35,7 @@ def missing(*names):
 
 
 class Served(StandIn):
-    """A model into which a scheduler of SGLang loads."""
+    """What a scheduler of SGLang loads into."""
 
     def load_weights(self, pairs):
         self.load(pairs)
@@ -72,14 +72,14 @@ def test_the_scheduler_of_rlinf_syncs_by_a_map():
         scheduler.sync_hf_weight(None)
         assert differing(model.held(), loaded(pairs, 2, 1)) == []
     by_loader = len(buckets)
-    assert flushes == [by_loader, *[by_loader + 2] * 3]  # the loader runs twice more to make the map, then never
+    assert flushes == [by_loader, *[by_loader + 2] * 3]  # twice more to make the map, then never again
 
 
 RANKS = {"get_rollout_rank_to_actor_rank_map.return_value": {(0, 0): 0}}
 
 
 def stubs():
-    """Empty modules under names of SGLang."""
+    """Names of SGLang that stand for nothing."""
     scheduler_module()
 
     class Nothing(types.ModuleType):
@@ -95,7 +95,7 @@ def stubs():
 
 
 def verl_utils():
-    """verl's module of the worker, with the diff of the documentation."""
+    """verl's module of its worker as a user has it who follows the page."""
     (block,) = re.findall(
         r"```diff\n(\+from mcore_bridge\.weights\.ipc.*?)```", (PAGES / "verl.md").read_text(), re.DOTALL
     )
@@ -112,7 +112,7 @@ def verl_utils():
 
 
 def served_by_verl(folder):
-    """Runs in a worker: the number of rounds in which the loader ran, and differences after each round."""
+    """Runs in a worker: how many rounds the loader took part in, and what differs after each."""
     from tests.workers import vllm_rank
 
     hf = configs()["qwen3"]
@@ -128,7 +128,7 @@ def served_by_verl(folder):
         worker.model_runner = types.SimpleNamespace(model=model, vllm_config=rank.config)
         address = f"ipc://{folder}/socket"
         worker._get_zmq_handle = lambda: address
-        transfer.get_torch_device = mock.Mock()  # a CPU lacks its caches and streams
+        transfer.get_torch_device = mock.Mock()  # whose caches and streams a CPU lacks
         wrong, loads, load = [], [], model.load_weights
         model.load_weights = lambda pairs: (loads.append(number), load(pairs))
         for number, state in enumerate(states):

@@ -16,7 +16,7 @@ from tests.support.gpus import join_from_afar, ranks_per_gpu
 
 
 class MimoConfig(Qwen2Config):
-    """A config class that vLLM requires from transformers, which lacks it."""
+    """What vLLM asks transformers for, which lacks it."""
 
     model_type = "mimo"
 
@@ -28,7 +28,7 @@ class BailingConfig(LlamaConfig):
 
 
 def register_configs():
-    """Call it in an engine's process before the engine reads a config."""
+    """In an engine's process, before it reads a config."""
     for each in (MimoConfig, BailingConfig):
         AutoConfig.register(each.model_type, each)
 
@@ -37,20 +37,18 @@ class Examined(WeightReceiver):
     """``worker_extension_cls`` adds this class to vLLM's worker."""
 
     def load_bucket(self, number):
-        """Load a bucket like the example."""
+        """As the example does."""
         if number == 0:
             pack_experts_again(self.model_runner.model)
         super().load_bucket(number)
 
     def reload(self, pairs):
-        """Reload by a map like the example."""
+        """As the example does, for a map."""
         pack_experts_again(self.model_runner.model)
         super().reload(pairs)
 
     def digests(self):
-        """Digests of all tensors of this worker's model, by vLLM's names: fused, cut and in the form for its
-        kernels.
-        """
+        """Of all that this worker's model holds, by vLLM's names: fused, cut and in the form that its kernels take."""
         model = self.model_runner.model
         held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         return {name: digest(tensor) for name, tensor in held.items()}
@@ -80,7 +78,7 @@ class Sharing(Worker):
 
 
 def pack_experts_again(model):
-    """Pack experts after a load. On CPU vLLM 0.32 packs them only when it makes their kernel, which it keeps."""
+    """When they have been loaded: on CPU vLLM 0.32 does so only where it makes their kernel, which it keeps."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if current_platform.is_cpu() and hasattr(method, "moe_kernel"):

@@ -18,7 +18,7 @@ def engine_of(folder, rank, environment, **options):
 
 
 def make_engine(folder, rank, environment, options):
-    """Make the engine. Runs in the engine's process."""
+    """In the engine's process."""
     os.environ.update(environment, VLLM_ALLOW_LONG_MAX_MODEL_LEN="1")
     import vllm_engine
     from vllm import LLM
@@ -33,7 +33,7 @@ def make_engine(folder, rank, environment, options):
 
 
 class Serving:
-    """vLLM that serves one adapter after the other."""
+    """vLLM with one adapter after the other."""
 
     def __init__(self, llm):
         self._llm = llm
@@ -46,7 +46,7 @@ class Serving:
     def generate(self, rows, num_tokens, adapter):
         """The likeliest tokens after each row, and their fp32 log-probs, with the adapter of this request or without.
 
-        With adapters vLLM 0.32 returns no log-probs of prompts, because its kernels for CPUs raise.
+        With adapters vLLM 0.32 returns no log-probs of prompts: its kernels for CPUs raise.
         """
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
@@ -60,7 +60,7 @@ class Serving:
         return torch.tensor([list(answer.token_ids) for answer in answers]), torch.tensor(logs)
 
     def close(self):
-        """Nothing must be freed."""
+        """Nothing is to be given back."""
 
 
 def _ranked(answer):

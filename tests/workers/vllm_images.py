@@ -1,4 +1,4 @@
-"""vLLM in a separate process, which gets prompts with images."""
+"""vLLM in a process of its own, which is shown images."""
 
 import sys
 import traceback
@@ -17,7 +17,7 @@ def engine_of(folder, dtype):
 
 
 def make_engine(folder, dtype):
-    """Make the engine. Runs in the engine's process."""
+    """In the engine's process."""
     import vllm_engine
     from vllm import LLM
 
@@ -40,7 +40,7 @@ def make_engine(folder, dtype):
             )
 
         def log_probs(self, prompts):
-            """For each prompt of tokens and images, all its tokens and fp32 log-probs, with zero for the first."""
+            """Of tokens and their images: of each, all its tokens and fp32 log-probs, with zero for the first."""
             from vllm import SamplingParams
 
             asked = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)

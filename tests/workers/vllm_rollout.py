@@ -47,7 +47,7 @@ class Absent:
 
 
 def make_engine(fields, dtype, device, tensor_parallel, options):
-    """Make the engine. Runs in the engine's process."""
+    """In the engine's process."""
     os.environ.update(VLLM_ALLOW_LONG_MAX_MODEL_LEN="1", VLLM_USE_DEEP_GEMM="0")
     if device == "cpu":
         os.environ["VLLM_MLA_DISABLE"] = "1"  # for whose own way it has no kernels there
@@ -61,7 +61,7 @@ def make_engine(fields, dtype, device, tensor_parallel, options):
 
     register_configs()
     if device == "cpu" and options.get("by_map"):
-        _custom_ops._supports_onednn = False  # its kernels keep weights in a special form, out of reach of a map
+        _custom_ops._supports_onednn = False  # whose kernels have weights in a form of their own, out of reach of a map
 
     class Awake(VllmEngine):
         def sleep(self):
@@ -71,7 +71,7 @@ def make_engine(fields, dtype, device, tensor_parallel, options):
             self._llm.collective_rpc("forget_weights")
 
         def digests(self):
-            """Digests of the weights of each worker, by vLLM's names."""
+            """Of the weights of each worker, by vLLM's names."""
             return self._llm.collective_rpc("digests")
 
         def load_folder(self, folder):
@@ -80,13 +80,11 @@ def make_engine(fields, dtype, device, tensor_parallel, options):
             self._llm.reset_prefix_cache()
 
         def by_map(self):
-            """For each worker: the version of weights that a map wrote completely, or the reason why not; and the
-            tensors that the loader writes.
-            """
+            """Whether each worker has its weights by a map, whole: their version, and why not; what goes by loader."""
             return self._llm.collective_rpc("by_map")
 
         def prompt_log_probs(self, tokens):
-            """Log-probs of ``tokens`` ``[batch, seq]`` as a prompt: fp32 ``[batch, seq - 1]``."""
+            """Of ``tokens`` ``[batch, seq]`` as a prompt: fp32 ``[batch, seq - 1]``."""
             from vllm import SamplingParams
 
             asked = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
