@@ -36,7 +36,7 @@ def is_alive(pid: int, started: str) -> bool:
 
 
 @contextmanager
-def gc_paused() -> Iterator[None]:
+def uncollected() -> Iterator[None]:
     """Pause the garbage collector in the block, if it is on.
 
     It takes a third of the time if very many objects are made and kept.

@@ -33,7 +33,7 @@ from mcore_bridge.commands.options import (
 )
 from mcore_bridge.commands.run_command import Answer, in_options, options_of, running, uncompiled
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.machine import gc_paused
+from mcore_bridge.machine import uncollected
 
 _OF_ONE_MESH = {"vp", "layout", "sp", "mtp", "world", "engine_tp", "engine_pp", "engine_ep", "picture"}
 
@@ -95,7 +95,7 @@ def plan_command(
     The numbers are those of the model that megatron-core builds for each kind of layer, on the meta device.
     With --gpus the command suggests meshes: those that fit into memory in training, best first.
     """
-    with running(context) as answer, gc_paused(), uncompiled():
+    with running(context) as answer, uncollected(), uncompiled():
         if gpus is not None:
             _suggest(context, answer, folder, gpus, Batch(sequence, micro_batch, recompute))
             return

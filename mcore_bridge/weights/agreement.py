@@ -16,7 +16,7 @@ from torch import nn
 from mcore_bridge.arguments import COUNT, instance_of, require
 from mcore_bridge.config.mesh.alike import Shared, difference, sendable
 from mcore_bridge.errors import ExportError, describe
-from mcore_bridge.machine import gc_paused
+from mcore_bridge.machine import uncollected
 from mcore_bridge.rules.adapters import Adapters
 from mcore_bridge.rules.dtypes import Dtypes
 from mcore_bridge.rules.mapping import Dialect, Rules
@@ -93,6 +93,7 @@ def open_export(models: Models, hf: HF | None, head: str, **options: Unpack[Opti
     return export
 
 
+@uncollected()
 def agree_on_plan(
     models: Models,
     hf: HF | None,
@@ -169,11 +170,10 @@ class _Answer(NamedTuple):
 def _agreed(group: Group, bound: BoundModel | None, chunk: GPTModel, answers: Sequence[_Answer]) -> Program:
     """Make the plan on this rank, and check that the plans of all ranks fit together."""
     try:
-        with gc_paused():
-            plans = _planned(bound, chunk, answers, group.rank)
-            stages = {answer.num_stages for answer in answers}
-            program = Program(plans, group.rank, stages.pop() if len(stages) == 1 else 1)
-            balance = program.balance()
+        plans = _planned(bound, chunk, answers, group.rank)
+        stages = {answer.num_stages for answer in answers}
+        program = Program(plans, group.rank, stages.pop() if len(stages) == 1 else 1)
+        balance = program.balance()
     except Exception:  # on every rank alike; if not, the other ranks must be informed
         group.sums_to_zero(1)
         raise

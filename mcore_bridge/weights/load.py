@@ -18,7 +18,7 @@ from mcore_bridge.arguments import COUNT, require
 from mcore_bridge.config.hf import find_folder
 from mcore_bridge.config.mesh.alike import Content
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.machine import gc_paused
+from mcore_bridge.machine import uncollected
 from mcore_bridge.rules.dtypes import Dtypes
 from mcore_bridge.rules.encoded import Weight
 from mcore_bridge.rules.mapping import Dialect
@@ -95,7 +95,7 @@ def load_as(
 ) -> LoadReport:
     """Like ``load_hf_weights``, for a source that ``provenance`` describes. It may differ from the models' own."""
     with contextlib.ExitStack() as paused:
-        paused.enter_context(gc_paused())
+        paused.enter_context(uncollected())
         opened = open_source(source, getattr(provenance.hf, "quantization_config", None))
         if isinstance(opened, Pairs):
             paused.close()  # the code that makes the pairs may create reference cycles
