@@ -114,8 +114,8 @@ def _logits(verdict: Verdict) -> str:
         said += f", {comparison.missing}"
     if comparison.varied:
         number = text.plural(len(comparison.varied), "tensor")
-        said += f"; {number} that are flat or equal had random changes in both: {text.names(comparison.varied)}"
+        said += f"; both sides changed {number} with constant or repeated values: {text.names(comparison.varied)}"
     if comparison.untold:
         number = text.plural(len(comparison.untold), "encoded tensor")
-        said += f"; not told apart are {number} that are equal: {text.names(comparison.untold)}"
+        said += f"; {number} with constant or repeated values stayed unchanged: {text.names(comparison.untold)}"
     return f"[green]{said}[/]" if comparison.agree() else f"[red]WRONG[/]: {said}"

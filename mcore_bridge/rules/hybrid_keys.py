@@ -28,7 +28,7 @@ class HalfKeys:
     """Translates keys, which are relative to the decoder, such as ``layers.3.mlp.linear_fc1.weight``.
 
     Args:
-        letters: the letters of each layer, from ``config.hybrid_layers.letters_of``.
+        letters: the letters of each layer, from ``config.layer_kinds.letters_of``.
     """
 
     letters: tuple[str, ...]

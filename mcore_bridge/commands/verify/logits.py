@@ -49,8 +49,8 @@ class Comparison:
         count: the number of logits.
         images: the number of images in the batch.
         missing: the reason why there is no image, although the model has a tower.
-        varied: names of tensors that are flat or equal, so that both sides had random changes.
-        untold: names of encoded tensors that are flat or equal. They had no changes.
+        varied: names of tensors with constant or repeated values, which got random changes on both sides.
+        untold: names of encoded tensors with constant or repeated values, which stayed unchanged.
         tolerance: the largest allowed ``relative``.
     """
 

@@ -51,7 +51,7 @@ def shown(chunks: Sequence[GPTModel], batch: Tensor, multiple_of: int, agreed: C
         chunks: this rank's chunks. The rank with the tower counts the features of the image.
         batch: random tokens, int64 ``[rows, seq]``.
         multiple_of: rows are made longer by a multiple of it.
-        agreed: gives all ranks the number that one of them has.
+        agreed: a function that all ranks call together; it returns the number of the one rank that passes a number.
     """
     if not chunks[0].bridge.tower:
         return Shown(batch)

@@ -91,7 +91,7 @@ def _convolve_by_kernel(xbc: Tensor, convolution: nn.Conv1d, numbers: Tensor | N
     from causal_conv1d import causal_conv1d_fn
 
     weight = rearrange(convolution.weight, "n 1 width -> n width")
-    last = xbc.contiguous().transpose(1, 2)  # the kernel takes numbers only if channels are contiguous
+    last = xbc.contiguous().transpose(1, 2)  # for numbers of sequences, the kernel needs contiguous channels
     mixed: Tensor = causal_conv1d_fn(last, weight, convolution.bias, seq_idx=numbers, activation="silu")
     return mixed.transpose(1, 2)
 
