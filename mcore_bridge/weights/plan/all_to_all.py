@@ -15,7 +15,7 @@ from mcore_bridge.weights.plan.export_plan import MEMORY, MESSAGES_IN_FLIGHT, Ex
 from mcore_bridge.weights.plan.gather import Request, SourceShard, assemble_plan, assign_senders, shards_of
 from mcore_bridge.weights.plan.inventory import Inventory, merge_inventories
 from mcore_bridge.weights.plan.schedule import MIN_WINDOW
-from mcore_bridge.weights.plan.select_for_target import select
+from mcore_bridge.weights.plan.select_for_target import select_for
 from mcore_bridge.weights.plan.stream import HEADER, SendRange, Streams, WindowRun, cut, num_messages, widths
 from mcore_bridge.weights.plan.target import Target
 
@@ -51,7 +51,7 @@ def plan_targets(
     """
     entries = merge_inventories(mapping, axes, num_layers, inventories)
     requests = {
-        target: Request.of(select(target, mapping, axes, num_layers, entries), bucket_bytes)
+        target: Request.of(select_for(target, mapping, axes, num_layers, entries), bucket_bytes)
         for target in dict.fromkeys(targets)
     }
     loads, shards = [0] * len(targets), {target: shards_of(request, SHARED) for target, request in requests.items()}

@@ -21,7 +21,7 @@ from mcore_bridge.weights.plan.payload import Payload
 from mcore_bridge.weights.plan.target import EngineRank, Target
 
 
-def select(
+def select_for(
     target: Target, mapping: WeightMapping, axes: Axes, num_layers: int, entries: Sequence[ParamEntry]
 ) -> Sequence[ParamEntry]:
     """Select the parts of ``entries`` for ``target``, in their order. An engine's rank has an entry for each shard.
