@@ -152,7 +152,7 @@ def agree_on_plan(
     return Export(kept.program, group, bound)
 
 
-_TARGET = instance_of('"everything", "nothing", an EngineRank or an EngineMap', str, EngineRank, EngineMap)
+_TARGET = instance_of('"everything", "nothing", "share", an EngineRank or an EngineMap', str, EngineRank, EngineMap)
 
 
 class _Answer(NamedTuple):
