@@ -105,7 +105,7 @@ def of_constants(hidden: Tensor, features: Sequence[Tensor]) -> tuple[Tensor, La
 GRADIENTS: dict[str, tuple[str, Any]] = {
     "nothing": ("_hidden", hook._hidden),
     "a slice of SP without a gather": ("_hidden", own_slice),
-    "a tower that is frozen": ("called", torch.no_grad()(hook.called)),
+    "a tower that is frozen": ("run_composite", torch.no_grad()(hook.run_composite)),
     "features of deepstack as constants": ("carried", of_constants),
 }
 
