@@ -1,13 +1,13 @@
-"""A step with LoRA, and an export of the base and of merged weights, beside the same of Megatron-Bridge.
+"""Times a step with LoRA, and exports of base and merged weights, of this library and of Megatron-Bridge.
 
     torchrun --nproc-per-node 1 benchmarks/adapters.py --site SITE "qwen3-8b" "qwen3-30b-a3b layers=12"
     torchrun --nproc-per-node 1 benchmarks/adapters.py --only ours --device cpu --tokens 64 "tiny-moe layers=1"
 
-All linear layers of attention and MLP have adapters, with one A for each layer of megatron-core, and each expert has
-its own: Megatron-Bridge's ``share_expert_adapters=False``. Weights and tokens are as in ``train.py``. The libraries are
-measured in turns. SITE is as for ``peers.py``; Megatron-Bridge needs megatron-core 0.19.2. Each line of JSON is one
-measurement, for a file in ``results``: a step (``tokens_s``), or an export that drops each tensor at the next one. Its
-``extra_gb`` is GPU memory beside the model.
+All linear layers of attention and MLP have adapters, with one A for each layer of megatron-core. Each expert has a
+separate adapter: Megatron-Bridge's ``share_expert_adapters=False``. Weights and tokens are as in ``train.py``. The
+libraries are measured in turns. SITE is as for ``peers.py``; Megatron-Bridge needs megatron-core 0.19.2. Each line of
+JSON is one measurement, for a file in ``results``: a step (``tokens_s``), or an export that drops each tensor at the
+next one. Its ``extra_gb`` is GPU memory beside the model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
 class Adapted(NamedTuple):
-    """A model with adapters, and how it is exported: merged, or the base alone."""
+    """A model with adapters, and its exports: merged weights, or the base alone."""
 
     model: Any
     export: Callable[[bool], Pairs]
@@ -81,7 +81,7 @@ def ours(folder: Path, sizes: dict[str, int], arguments: Namespace) -> Adapted:
 
 
 def theirs(folder: Path, sizes: dict[str, int], arguments: Namespace) -> Adapted:
-    """By Megatron-Bridge, which looks the names of what it exports up in an index."""
+    """Measure Megatron-Bridge, which looks up exported names in an index."""
     from megatron.bridge.peft.lora import LoRA
 
     names = dict.fromkeys((name for name, _ in shapes_of(AutoConfig.from_pretrained(folder))), "model.safetensors")

@@ -1,4 +1,4 @@
-"""What the benchmarks share: models of known sizes, checkpoints of random values, a mesh, a clock and a report."""
+"""Shared by the benchmarks: models of known sizes, checkpoints of random values, a mesh, a clock and a report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
-if TYPE_CHECKING:  # a peer that is imported by the same name can use all here but the mesh
+if TYPE_CHECKING:  # another library may be imported as mcore_bridge: only the mesh needs ours
     import mcore_bridge as mb
 
 COMMON = {
@@ -104,7 +104,7 @@ PERIOD = 15_485_863  # elements of the random values that repeat; a prime, so th
 
 
 def config_of(name: str, layers: int | None = None) -> PretrainedConfig:
-    """The HF config of a known model, with as many ``layers`` as given instead of its own."""
+    """The HF config of a known model, with ``layers`` layers, if given."""
     fields = dict(MODELS[name])
     fields["num_hidden_layers"] = layers or fields["num_hidden_layers"]
     if "hybrid_override_pattern" in fields:
@@ -113,7 +113,7 @@ def config_of(name: str, layers: int | None = None) -> PretrainedConfig:
 
 
 def parsed(case: str) -> tuple[str, int | None, dict[str, int]]:
-    """Model, number of layers when it is not the model's own, and sizes of the mesh: "qwen3-8b layers=12 tp=2"."""
+    """The model, its number of layers if reduced, and the sizes of the mesh: "qwen3-8b layers=12 tp=2"."""
     name, *sizes = case.split()
     options = {key: int(value) for key, value in (size.split("=") for size in sizes)}
     layers = options.pop("layers", None)
@@ -132,7 +132,7 @@ def shapes_of(config: PretrainedConfig) -> Iterator[tuple[str, tuple[int, ...]]]
         if is_hybrid and config.layer_types[layer] == "linear_attention":
             yield from _linear_attention(f"{prefix}.linear_attn", config)
         else:
-            yield f"{prefix}.self_attn.q_proj.weight", ((1 + is_hybrid) * queries, width)  # with a gate for each
+            yield f"{prefix}.self_attn.q_proj.weight", ((1 + is_hybrid) * queries, width)  # queries and gates
             yield f"{prefix}.self_attn.k_proj.weight", (keys, width)
             yield f"{prefix}.self_attn.v_proj.weight", (keys, width)
             yield f"{prefix}.self_attn.o_proj.weight", (width, queries)
@@ -169,9 +169,10 @@ def _linear_attention(prefix: str, config: PretrainedConfig) -> Iterator[tuple[s
 
 
 def checkpoint_of(config: PretrainedConfig, folder: str | os.PathLike[str]) -> Path:
-    """A folder with a bf16 checkpoint of ``config``, of random values around zero (norms: one); kept when it is there.
+    """A folder with a bf16 checkpoint of ``config``, of random values around zero (norms: one). An existing one is
+    kept.
 
-    Called by all ranks, which share the writing. The index is written last: with it the checkpoint is complete.
+    All ranks call it and share the writing. The index is written last, so a checkpoint with an index is complete.
     """
     folder = Path(folder)
     index = folder / "model.safetensors.index.json"
@@ -185,7 +186,7 @@ def checkpoint_of(config: PretrainedConfig, folder: str | os.PathLike[str]) -> P
     text = json.dumps({"metadata": {}, "weight_map": weight_map})
     if index.is_file() and index.read_text() == text:
         return folder
-    dist.barrier()  # all ranks have seen that it is not there
+    dist.barrier()  # all ranks have checked that it is missing
     folder.mkdir(parents=True, exist_ok=True)
     values = 0.02 * torch.randn(PERIOD, generator=torch.Generator().manual_seed(0))
     block = values.where(values != 0, 0.01).to(torch.bfloat16)
@@ -201,7 +202,7 @@ def checkpoint_of(config: PretrainedConfig, folder: str | os.PathLike[str]) -> P
 
 
 def _filled(name: str, shape: tuple[int, ...], block: Tensor) -> Tensor:
-    """Values of ``block``, begun at a place that depends on the name; norms are one and a bit."""
+    """Values of ``block``, from a place on that depends on the name. Norms are a little above one."""
     start = sum(name.encode()) * 7919 % PERIOD
     numel = math.prod(shape)
     tensor = block.roll(-start).repeat(-(-numel // PERIOD))[:numel].view(shape).clone()
@@ -209,7 +210,7 @@ def _filled(name: str, shape: tuple[int, ...], block: Tensor) -> Tensor:
 
 
 def case_arguments(description: str | None, case: str) -> ArgumentParser:
-    """For benchmarks of several cases, which are written like this."""
+    """The arguments of benchmarks of several cases."""
     parser = ArgumentParser(description=description)
     parser.add_argument("cases", nargs="+", help=case)
     parser.add_argument("--backend", default="auto")
@@ -231,7 +232,7 @@ def _device_argument(parser: ArgumentParser) -> None:
 
 
 def model_arguments(parser: ArgumentParser) -> None:
-    """The model, where its checkpoint is or is to be made, and how often to measure."""
+    """The model, the folder of its checkpoint, which may not exist yet, and the number of measurements."""
     parser.add_argument("--model", choices=tuple(MODELS), default="tiny")
     parser.add_argument("--layers", type=int, help="instead of the model's own number")
     parser.add_argument("--folder", type=Path, required=True, help="for checkpoints, which are made once and kept")
@@ -273,7 +274,9 @@ def timed(function: Callable[[], object], repeats: int) -> list[float]:
 
 
 def timed_afresh(write: Callable[[], object], target: Path) -> list[float]:
-    """Seconds of a ``write`` that makes ``target``, which is removed again, with nothing left to flush before it."""
+    """Seconds of a ``write`` that makes ``target``. Before it, all files are flushed; after it, the target is
+    removed.
+    """
     os.sync()
     seconds = timed(write, 1)
     if dist.get_rank() == 0:
@@ -289,7 +292,7 @@ def _synchronize() -> None:
 
 
 class MemoryPeak:
-    """Bytes that are allocated on the GPU beyond those of now."""
+    """Measures the bytes that are allocated on the GPU in addition to the current ones."""
 
     def __init__(self) -> None:
         self._start = 0
@@ -298,7 +301,7 @@ class MemoryPeak:
             self._start = torch.cuda.memory_allocated()
 
     def peak(self) -> int:
-        """The most so far, on the rank that took most."""
+        """The maximum so far, over all ranks."""
         return most(torch.cuda.max_memory_allocated() - self._start if torch.cuda.is_available() else 0)
 
 
@@ -328,7 +331,7 @@ def summary(seconds: list[float], num_bytes: int) -> dict[str, float]:
 
 
 def report(**fields: Any) -> None:
-    """Rank 0 prints a readable line, and one of JSON with the versions of what was measured."""
+    """Rank 0 prints a readable line, and a line of JSON with the versions of the measured packages."""
     if dist.get_rank() == 0:
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPUs"
         packages = ("torch", "megatron-core", "transformers", "safetensors")

@@ -1,9 +1,9 @@
 """Seconds and memory of ``mcore-bridge convert``: ``python benchmarks/convert.py FOLDER [--layers 2] [--experts 256]``.
 
-DeepSeek-V3 at full width with layers cut out, as sparse files of zeros, is converted to a checkpoint of megatron-core
-and back, in a process each, whose largest resident size is shown; with ``--files "--tp 2 --ep 4"``, to Megatron's older
-files of that mesh and back. The folder needs room for one result: zeros that were written are made holes of files
-again. To see it fit, run it where Linux allows no more, as in
+DeepSeek-V3 at full width with few layers, as sparse files of zeros, is converted to a checkpoint of megatron-core and
+back. With ``--files "--tp 2 --ep 4"`` it is converted to Megatron's older files of that mesh and back. Each conversion
+runs in a separate process, whose largest resident size is shown. The folder needs room for one result: written zeros
+are made holes of files again. To prove that the memory is enough, run it with a limit, as in
 
     systemd-run --scope -p MemoryMax=8G -p MemorySwapMax=0 python benchmarks/convert.py FOLDER
 """
@@ -31,7 +31,7 @@ from mcore_bridge.weights.files.safetensors import SafetensorsWriter
 
 
 def write_zeros(folder: Path, specs: Iterable[TensorSpec]) -> int:
-    """The tensors as files that take no room: their bytes."""
+    """Write the tensors as sparse files, and return their bytes."""
     index, total = {}, 0
     for number, part in enumerate(_parts(specs)):
         name = f"model-{number:05}.safetensors"
@@ -59,7 +59,7 @@ def _parts(specs: Iterable[TensorSpec]) -> Iterator[list[TensorSpec]]:
 
 
 def measure(source: Path, target: Path, *options: str) -> str:
-    """One conversion in a process of its own."""
+    """Run one conversion in a separate process."""
     arguments = ["convert", str(source), str(target), *options]
     script = f"""
 import subprocess, resource, sys

@@ -5,17 +5,16 @@
     torchrun --nproc-per-node 2 benchmarks/engine.py "qwen3-30b-a3b layers=12 tp=2 ep=2 sp=1" --engine vllm ...
     torchrun --nproc-per-node 2 benchmarks/engine.py "qwen3-8b tp=2" --engine vllm --engine-device cuda:2 ...
 
-Weights are random. The engine is a process of its own, which may have a path of its own. It has as many ranks as the
-trainer, by tensor parallelism, on the same GPUs or on those from ``--engine-device`` on. Each trainer rank serves
-one of them. A sync lasts from the call on the trainer until the engine has answered at the end of the round. It has all
-checks, copies and answers in it; caches are reset, and both devices are synchronised. There is one warm-up, then the
-median and the worst of rank 0 are published.
+Weights are random. The engine is a separate process, which may have a different ``PYTHONPATH``. It has as many ranks as
+the trainer, by tensor parallelism, on the trainer's GPUs or on the GPUs from ``--engine-device`` on. Each trainer rank
+serves one rank of the engine. A sync lasts from the call on the trainer until the engine has answered at the end of the
+round. It includes all checks, copies and answers; caches are reset, and both devices are synchronised. There is one
+warm-up, then the median and the worst of rank 0 are published.
 
-``plain`` is the engine's loader alone, and ``whole`` its loader with what it does after loading, which is the
-layerwise reload of vLLM. ``map`` copies out of the ring by the map. ``direct`` writes HF tensors straight into the
-engine's parameters, and ``shards`` megatron-core's shards, with no HF tensor between. ``sync`` is a ``WeightSync``,
-which chooses by itself, and once more with each of ``--transports``. Checksums of every parameter are compared after
-each way.
+``plain`` is the engine's loader alone. ``whole`` is the loader with the work after it: vLLM's layerwise reload. ``map``
+copies out of the ring by the map. ``direct`` writes HF tensors straight into the engine's parameters, and ``shards``
+megatron-core's shards, with no HF tensor between. ``sync`` is a ``WeightSync``, which chooses by itself, and once more
+with each of ``--transports``. Checksums of every parameter are compared after each way.
 """
 
 from __future__ import annotations
@@ -47,7 +46,9 @@ HERE = Path(__file__).parent
 
 
 class Engine:
-    """The engine's process, which rank 0 asks by name for all ranks. Each rank has the answer of its engine's rank."""
+    """The engine's process. Rank 0 calls its methods by name for all ranks, and each rank gets the answer of its
+    engine's rank.
+    """
 
     def __init__(self, arguments: Namespace, config: dict[str, Any]) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -91,7 +92,7 @@ class Engine:
         return answers[0][self.rank] if isinstance(answers[0], list) else None
 
     def receive(self, info: Any) -> None:
-        """What a ``WeightSync`` calls, on rank 0 alone."""
+        """The client that a ``WeightSync`` calls, on rank 0 alone."""
         self.pipe.send(("receive", [(dict(info), rank, self.size) for rank in range(self.size)]))
         if isinstance(answer := self.pipe.recv(), Exception):
             raise answer
@@ -112,7 +113,7 @@ def _own_path(path: list[str]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Measure each case, with an engine of its own."""
+    """Measure each case, with a new engine."""
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="+", help="a model: 'qwen3-8b', layers=N for fewer")
     parser.add_argument("--engine", choices=("stand-in", "vllm"), default="stand-in")
@@ -177,7 +178,7 @@ def in_buffers(models: list[torch.nn.Module]) -> None:
 
 
 def fill(models: list[torch.nn.Module], seed: int) -> None:
-    """Weights of a step. What ranks share is equal on them, and each shard and each expert is another."""
+    """The weights of a step. Parameters that ranks share are equal, and all shards and experts differ."""
     from megatron.core import parallel_state
 
     device = next(models[0].parameters()).device
@@ -212,7 +213,7 @@ class Case:
         )
 
     def close(self) -> None:
-        """Let go of the engine's memory and of the ring."""
+        """Free the engine's memory and the ring."""
         if self.writer is not None:
             self.writer.close()
         self.ring.close()
@@ -253,7 +254,7 @@ class Case:
         self.check("shards", self.sync_shards, expected)
 
     def by_one_object(self, transport: Any, repeats: int, expected: dict[str, int]) -> None:
-        """Rounds of a ``WeightSync``, whose first one makes a map, or proves a kept one."""
+        """Rounds of a ``WeightSync``. The first one makes a map, or proves a stored one."""
         with mb.WeightSync(self.models, self.engine.receive, transport=transport) as sync:
             start = time.perf_counter()
             report = sync()
@@ -264,13 +265,15 @@ class Case:
             self.check(f"WeightSync {report.workers[0].transport}", sync, expected)
 
     def check(self, way: str, sync: Callable[[], None], expected: dict[str, int]) -> None:
-        """From NaN on, the engine gets the bits of its own loader."""
+        """Set the engine to NaN, and check that a round gives it the bits of its own loader."""
         self.engine("forget")
         sync()
         self.compare(way, self.engine("digests"), expected)
 
     def time_sync(self, way: str, repeats: int) -> dict[str, int]:
-        """The engine's checksums after syncs of other weights, then of the first again; the seconds are published."""
+        """The engine's checksums after syncs of other weights, and then of the first again. The seconds are
+        published.
+        """
         fill(self.models, 1)
         self.sync(way)
         fill(self.models, 0)
@@ -314,7 +317,7 @@ class Case:
         torch.cuda.synchronize(self.arguments.engine_device)
 
     def drain(self) -> None:
-        """The export, of which nobody keeps anything."""
+        """The export. Its tensors are dropped."""
         for _ in mb.iter_hf_weights(self.models):
             pass
 

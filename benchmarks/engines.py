@@ -1,7 +1,7 @@
 """The engine's process of ``engine.py``: vLLM, or a stand-in of ours that needs torch alone.
 
-It is started with an address, and asked through it for methods by name, with arguments for each rank of the engine. It
-answers with a list. What it is asked for is timed there.
+It is started with an address. Through it come calls of methods by name, with arguments for each rank of the engine, and
+the answers go back as lists. A call is timed in this process.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 class Worker:
-    """What is asked of an engine, whichever it is: ``model``, ``device`` and two loaders are its own."""
+    """The methods that every engine has. ``model``, ``device`` and two loaders depend on the engine."""
 
     model: nn.Module
     device: torch.device
 
     def plain(self, pairs: Pairs) -> None:
-        """The loader without what the engine does after loading."""
+        """Run the loader without the engine's work after it."""
         raise NotImplementedError
 
     def whole(self, pairs: Pairs) -> None:
@@ -49,7 +49,7 @@ class Worker:
         self.receiver = mb.Receiver(plan, handles)
 
     def make_map(self, kept: Any = None) -> dict[str, Any]:
-        """Make the map, or prove a kept one; how long it took."""
+        """Make the map, or prove a stored one; returns the seconds."""
         self.synchronize()
         start = time.perf_counter()
         self.engine = mb.map_engine(self.receiver.plan, self.model, self.whole, kept=kept)
@@ -65,12 +65,12 @@ class Worker:
         }
 
     def prove_kept(self) -> float:
-        """Seconds of a proof of the map as it is."""
+        """The seconds of a proof of the existing map."""
         return self.make_map(self.engine.map)["seconds"]
 
     @torch.no_grad()
     def forget(self) -> None:
-        """Leave nothing that anybody could mistake for weights."""
+        """Overwrite all weights, so that old values show."""
         for parameter in self.model.parameters():
             parameter.fill_(torch.nan)
         self.synchronize()
@@ -98,7 +98,7 @@ class Worker:
         self.synchronize()
 
     def end_of_whole(self) -> None:
-        """What the engine does after loading."""
+        """The engine's work after loading."""
 
     def share(self, specs: Any) -> Any:
         """The map, and handles of the engine's memory; nothing if the sender has them."""
@@ -138,7 +138,7 @@ class Worker:
         return seconds[1:]
 
     def memory(self) -> int:
-        """Bytes of the GPU that nobody has."""
+        """The free bytes of the GPU."""
         if self.device.type != "cuda":
             return 0
         torch.cuda.empty_cache()
@@ -179,7 +179,7 @@ class StandIn(Worker):
 
     @staticmethod
     def _target(name: str) -> tuple[str, int | None]:
-        """The parameter that a tensor becomes part of, and the expert that it is of."""
+        """The parameter that a tensor is a part of, and its expert."""
         module = name.removesuffix(".weight")
         expert = re.search(r"\.experts\.(\d+)\.", module)
         part = _PARTS.search(module)
@@ -200,19 +200,19 @@ class StandIn(Worker):
 
 
 class VllmExtension:
-    """``worker_extension_cls``: vLLM's worker has this method besides."""
+    """``worker_extension_cls``: adds this method to vLLM's worker."""
 
     rank: int
 
     def bench(self, method: str, arguments_by_rank: Sequence[Sequence[Any]]) -> Any:
-        """Have our worker do it."""
+        """Forward a call to our worker."""
         if not hasattr(self, "_benched"):
             self._benched = VllmWorker(self)
         return getattr(self._benched, method)(*arguments_by_rank[self.rank])
 
 
 class VllmWorker(Worker):
-    """vLLM's worker, asked the same."""
+    """vLLM's worker, with the methods of ``Worker``."""
 
     def __init__(self, worker: Any) -> None:
         self.model, self.device, self._config = worker.model_runner.model, worker.device, worker.model_config
@@ -241,7 +241,7 @@ class VllmWorker(Worker):
 
 
 Ask = Callable[[str, Sequence[Sequence[Any]]], list[Any]]
-"""Asks all ranks of an engine."""
+"""Calls all ranks of an engine."""
 
 
 def vllm_engine(config: dict[str, Any], arguments: Namespace) -> Ask:

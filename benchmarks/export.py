@@ -1,12 +1,12 @@
-"""Seconds of an export to every rank, beside raw all-gathers of the same bytes in the same run.
+"""Times exports to every rank, and raw all-gathers of equally many bytes in the same run.
 
     torchrun --nproc-per-node 4 benchmarks/export.py "qwen3-8b tp=2 pp=2" "qwen3-30b-a3b layers=12 ep=4 tp=2 sp=1"
     torchrun --nproc-per-node 4 benchmarks/export.py --device cpu "tiny tp=2 pp=2" "tiny-moe ep=4"
 
-Weights are random. Each rank takes every HF tensor as a tensor of its own, and lets go of it at the next one.
-``first_s`` is the very first export of a case and size of buckets: all that it does once there is a communicator, such
-as exchanging inventories and planning; the kernel has been compiled while the model was built. GB/s count what a rank
-has in the end, for raw all-gathers too; its own share of that does not travel.
+Weights are random. Each rank gets every HF tensor as a separate tensor, and drops it at the next one. ``first_s`` is
+the first export of a case and size of buckets. It includes exchanging inventories and planning, and no compilation: the
+kernel was compiled while the model was built. GB/s count all bytes that a rank has in the end, for raw all-gathers too;
+a rank's own share of these bytes does not travel.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mcore_bridge.weights.transfer.collectives import Group
 
 
 def main() -> None:
-    """Measure each case, one after the other in the same processes."""
+    """Measure each case, one after the other in one set of processes."""
     parser = case_arguments(__doc__, "a model and its mesh: 'qwen3-8b tp=2 pp=2', layers=N for fewer")
     parser.add_argument("--bucket-mb", type=int, nargs="+", default=[0], help="0 is as the library chooses")
     arguments = parser.parse_args()
@@ -88,7 +88,7 @@ def drain(models: list[torch.nn.Module], bucket_bytes: int | None = None, target
 
 
 def best_all_gather(device: str) -> float:
-    """GB/s of what a rank has in the end of a raw ``all_gather_into_tensor`` over all ranks, at its best size."""
+    """GB/s of a raw ``all_gather_into_tensor`` over all ranks, at its best size. All received bytes of a rank count."""
     best = 0.0
     for megabytes in (64, 128, 256, 1024, 4096) if device == "cuda" else (4, 16, 64):
         own = torch.empty((megabytes << 20) // dist.get_world_size(), dtype=torch.uint8, device=device)

@@ -1,7 +1,7 @@
-"""The published libraries that do what mcore_bridge does, each behind the same four calls.
+"""The published libraries that also convert between HF and megatron-core, each behind four calls with equal names.
 
-Each builds its own model, with its own code, on a ``parallel_state`` that is there. Nothing of a library is imported
-before it is asked for: one of them is named ``mcore_bridge`` as well.
+Each builds a model with its own code, on an existing ``parallel_state``. A library is imported only when it is used,
+since one of them is also named ``mcore_bridge``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Library(Protocol):
     """A model of a library, built for the checkpoint in a folder and not loaded yet."""
 
     def exports(self) -> dict[str, Callable[[], Pairs]]:
-        """Ways to give every HF tensor to every rank, by what tells them apart."""
+        """The ways to give every HF tensor to every rank, by name."""
 
     def load(self) -> None:
         """The checkpoint into the model."""
@@ -41,7 +41,7 @@ class Ours:
 
         self._mb, self._folder = mb, folder
         dims = mb.ParallelDims(**sizes)
-        dims.initialize(device=device)  # which finds the mesh as it wants it
+        dims.initialize(device=device)  # it reads the mesh from it
         self.models = mb.build_model(folder, dims=dims, device=device, load_weights=False)
 
     def exports(self) -> dict[str, Callable[[], Pairs]]:
@@ -55,7 +55,7 @@ class Ours:
 
 
 class MBridge:
-    """mbridge, which wants ``rope_theta`` where transformers 5 has it no more."""
+    """mbridge, which needs ``rope_theta`` in a place where transformers 5 lacks it."""
 
     def __init__(self, folder: Path, sizes: dict[str, int], device: str) -> None:
         from mbridge import AutoBridge
@@ -78,7 +78,7 @@ class MBridge:
 
 
 class MegatronBridge:
-    """Megatron-Bridge. Its progress bar is off where it can be."""
+    """Megatron-Bridge. Its progress bar is off if it has a switch."""
 
     def __init__(self, folder: Path, sizes: dict[str, int], device: str) -> None:
         from megatron.bridge import AutoBridge
@@ -86,8 +86,8 @@ class MegatronBridge:
 
         self._bridge = AutoBridge.from_hf_pretrained(str(folder))
         provider = self._bridge.to_megatron_provider(load_weights=False)
-        fields = {**_config_fields(sizes), "attention_backend": AttnBackend.auto}  # its hybrids ask for flash-attn
-        fields["gradient_accumulation_fusion"] = False  # which asks for Apex
+        fields = {**_config_fields(sizes), "attention_backend": AttnBackend.auto}  # its hybrids need flash-attn
+        fields["gradient_accumulation_fusion"] = False  # it needs Apex
         for name, value in fields.items():
             setattr(provider, name, value)
         provider.finalize()
@@ -98,7 +98,7 @@ class MegatronBridge:
         return {"default": self.export, "tasks kept": self._export_with_tasks}
 
     def export(self, **options: Any) -> Pairs:
-        """Every HF tensor, with further arguments of its own."""
+        """Every HF tensor, with further arguments of this library."""
         return iter(self._bridge.export_hf_weights(self.models, show_progress=False, **options))
 
     def _export_with_tasks(self) -> Pairs:
@@ -113,7 +113,7 @@ class MegatronBridge:
 
 
 class ModelScope:
-    """mcore-bridge of ModelScope. See ``peers.py`` for what is put in the place of other packages."""
+    """mcore-bridge of ModelScope. ``peers.py`` describes the modules that replace other packages."""
 
     def __init__(self, folder: Path, sizes: dict[str, int], device: str) -> None:
         _stub(
@@ -143,11 +143,11 @@ LIBRARIES: dict[str, tuple[str, Callable[[Path, dict[str, int], str], Library]]]
     "megatron_bridge": ("megatron-bridge", MegatronBridge),
     "mcore_bridge": ("mcore_bridge", ModelScope),
 }
-"""By the name of its folder: its distribution, and how to build with it."""
+"""For each library, by the name of its folder: its distribution, and a function that builds with it."""
 
 
 def _config_fields(sizes: dict[str, int]) -> dict[str, Any]:
-    """What a ``TransformerConfig`` says of the mesh and of the dtype."""
+    """The fields of a ``TransformerConfig`` for the mesh and the dtype."""
     return {
         "tensor_model_parallel_size": sizes["tp"],
         "pipeline_model_parallel_size": sizes["pp"],
@@ -166,7 +166,7 @@ def _stub(attributes: dict[str, str]) -> None:
     """An empty module of each name that is not installed, with one attribute, and all its parents."""
     import transformers.utils
 
-    transformers.utils.is_vision_available()  # which keeps its answer: there is no PIL
+    transformers.utils.is_vision_available()  # it caches that PIL is missing
     for name, attribute in attributes.items():
         parts = name.split(".")
         try:

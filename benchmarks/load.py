@@ -1,12 +1,12 @@
-"""How long a load takes, against a raw read of the same files in the same run.
+"""Times a load, and a raw read of its files in the same run.
 
 torchrun --nproc-per-node 4 benchmarks/load.py --model qwen3-8b --tp 2 --pp 2 --folder FOLDER
 
-The raw read is what memory of the host allows: all ranks together read the bytes of the files once from the page cache,
-in pieces that are dealt to the ranks. Eight threads of each take theirs one after the other, into pinned memory and on
-to the GPU where there is one, so that a thread reads a piece while its last one crosses. Nothing looks at what is read.
-A load reads more where ranks hold the same, and has names and headers to look at. ``ratio`` is the part of the raw
-read's speed that it reaches.
+The raw read shows the speed of the host's memory: all ranks together read the bytes of the files once from the page
+cache, and each rank gets some pieces. Eight threads of a rank read its pieces into pinned memory and copy them to the
+GPU, if there is one. A thread reads one piece while the piece before is copied. The bytes are not used. A load reads
+more bytes if ranks hold equal tensors, and it also reads names and headers. ``ratio`` is the speed of the load divided
+by the speed of the raw read.
 """
 
 import os
@@ -25,7 +25,7 @@ PIECE, THREADS = 16 << 20, 8
 
 
 class Reader:
-    """What a thread reads into: two slots, of which one may be on its way to the GPU while the other is filled."""
+    """The memory of a thread: two slots, of which one may be copied to the GPU while the other is filled."""
 
     def __init__(self, device: str) -> None:
         self._stream = torch.cuda.Stream() if device == "cuda" else None
@@ -43,7 +43,7 @@ class Reader:
             while left:
                 left = left[os.preadv(fd, [left], start + size - len(left)) :]
             if self._stream:
-                with torch.cuda.stream(self._stream):  # which is of this rank's GPU, as a new thread is not
+                with torch.cuda.stream(self._stream):  # a new thread does not use this rank's GPU by default
                     self._landed[:size].copy_(slot, non_blocking=True)
                     self._crossed[number % 2].record()
 
@@ -62,11 +62,11 @@ def raw_read(files: list[Path], readers: list[Reader], threads: ThreadPoolExecut
 
 
 def main() -> None:
-    """Both in turn, so that what else the machine does hits both."""
+    """Measure both in turn, so that other load of the machine affects both."""
     arguments, dims, folder = prepared(__doc__)
     files = sorted(folder.glob("*.safetensors"))
     num_bytes = sum(path.stat().st_size for path in files)
-    models = mb.build_model(folder, dims=dims, device=arguments.device)  # which also warms the page cache
+    models = mb.build_model(folder, dims=dims, device=arguments.device)  # this also warms the page cache
     readers = [Reader(arguments.device) for _ in range(THREADS)]
     loads, raws = [], []
     with ThreadPoolExecutor(THREADS) as threads:

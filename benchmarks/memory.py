@@ -1,10 +1,11 @@
-"""Memory of one training step on one GPU, beside what ``mcore-bridge plan --gpus`` estimates for it.
+"""Measures the memory of one training step on one GPU, and compares it with the estimate of ``plan --gpus``.
 
     python benchmarks/memory.py "qwen3-8b layers=4" "qwen3-30b-a3b layers=2" "moonlight layers=2" --lengths 4096 8192
 
 The model is wrapped in megatron-core's DDP with gradients in fp32, and has its distributed optimizer. The first step
 makes the optimizer's state; the second one is measured. ``ratio`` is the estimate as a part of what torch allocated at
-most. What the decoder, and the rest up to the loss, keep for the backward pass is reported beside its estimate.
+most. The tensors that the decoder, and the modules after it, keep for the backward pass are reported beside their
+estimate.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def main() -> None:
         for case, folder in folders.items():
             name, layers, _ = parsed(case)
             config_of(name, layers).save_pretrained(folder)
-        # A plan makes process groups of its own, so all are made before those of the measurement.
+        # A plan makes its own process groups, so all plans are made before the groups of the measurement.
         expected = {case: [estimated(folder, batch) for batch in batches] for case, folder in folders.items()}
         dims = set_up(Namespace(**parsed(arguments.cases[0])[2], device="cuda"))
         for case, folder in folders.items():
@@ -99,7 +100,7 @@ def measure(case: str, folder: Path, dims: mb.ParallelDims, batch: Batch, expect
 
 
 def estimated(folder: Path, batch: Batch) -> TrainingMemory:
-    """What the command says."""
+    """The estimate of the command."""
     mesh_plan = plan_mesh(blueprint_of(provenance_of(folder), mb.ParallelDims(), dtype=torch.bfloat16), world_size=1)
     return training_memory(mesh_plan.blueprint, rank_sizes(mesh_plan), world_size=1, batch=batch)
 

@@ -1,4 +1,4 @@
-"""The figures of one library for one case. Started by ``peers.py``, with torchrun and the library's own path."""
+"""Measures one library for one case. ``peers.py`` starts it by torchrun, with the path of the library."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from safetensors import safe_open
 
 
 def main() -> None:
-    """Say why before a process ends that could not go on: the others of the group are ended with it."""
+    """Print the error of a process before it ends, since the other processes of the group are ended, too."""
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("library", choices=tuple(LIBRARIES))
     parser.add_argument("case")
@@ -35,14 +35,14 @@ def main() -> None:
     try:
         run(arguments)
     except BaseException:
-        print(FAILED + json.dumps(traceback.format_exc()) + "\n", end="", flush=True)  # at once: all ranks may write
+        print(FAILED + json.dumps(traceback.format_exc()) + "\n", end="", flush=True)  # at once: ranks share stdout
         sys.stderr.flush()
-        os._exit(1)  # without the destructors of what may be in use
+        os._exit(1)  # without destructors, since objects may be in use
 
 
 @torch.no_grad()
 def run(arguments: Namespace) -> None:
-    """One report for each measurement."""
+    """Print a report for each measurement."""
     name, layers, sizes = parsed(arguments.case)
     join(sizes, arguments.device)
     config = config_of(name, layers)
@@ -93,7 +93,7 @@ def join(sizes: dict[str, int], device: str) -> None:
 
 
 def measured_export(export: Callable[[], Pairs], folder: Path, repeats: int) -> dict[str, Any]:
-    """Fields of the report: each rank takes every tensor, and lets go of it at the next one."""
+    """Fields of the report: each rank takes every tensor, and drops it at the next one."""
 
     def drain() -> None:
         for _ in export():
@@ -113,7 +113,7 @@ def measured_export(export: Callable[[], Pairs], folder: Path, repeats: int) -> 
 
 
 def compared(pairs: Pairs, folder: Path) -> dict[str, Any]:
-    """How many tensors, and whether they are those of the checkpoint bit for bit. The ranks share the looking."""
+    """The number of tensors, and whether they equal the checkpoint bit for bit. The ranks share the comparison."""
     weight_map: dict[str, str] = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     wrong: list[str] = []
     names = set()

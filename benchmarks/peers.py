@@ -1,18 +1,19 @@
-"""Seconds of mcore_bridge and of the published libraries beside it: the same model, mesh, checkpoint, machine and run.
+"""Times mcore_bridge and other published libraries, with one model, mesh, checkpoint and machine, in one run.
 
     python benchmarks/peers.py --site SITE --folder FOLDER "qwen3-8b tp=2 pp=2" "qwen3-30b-a3b layers=12 tp=2 ep=4 sp=1"
     python benchmarks/peers.py --folder FOLDER --device cpu --only ours "tiny tp=2 pp=2" "tiny-moe ep=4"
 
-Each library has processes of its own, one after the other; one that fails or takes too long says so, and the next
-begins. `--measure export=10,save=1` chooses what is measured and how often. An export gives every HF tensor to every
-rank, which lets go of it at the next one. Before, its tensors are compared with the checkpoint: `exact` when all are
-equal in all bits, else `wrong` says how many are not, and names one. A load is from a warm page cache, into a model
-that was loaded before. A save to a FOLDER in memory meets no disk. Megatron-Bridge exports twice: as it does by
-default, and with its list of conversion tasks kept. OMP_NUM_THREADS is 1, as torchrun sets it, unless it is set.
+Each library runs in separate processes, one library after the other. If a library fails or takes too long, this is
+reported, and the next begins. `--measure export=10,save=1` chooses what is measured and how often. An export gives
+every HF tensor to every rank, which drops it at the next one. Before that, exported tensors are compared with the
+checkpoint: the result is `exact` if all bits are equal, else `wrong` has the number of different tensors and the name
+of one. A load is from a warm page cache, into a model that was loaded before. A save to a FOLDER in memory meets no
+disk. Megatron-Bridge exports twice: as it does by default, and with its list of conversion tasks kept. OMP_NUM_THREADS
+is 1, as torchrun sets it, unless it is set.
 
-SITE has a folder for each library. The small packages beside them are those that they import and that may be missing;
-they need TransformerEngine, megatron-core 0.16 and transformers besides. Megatron-Bridge needs megatron-core 0.19.2, so
-it has a run of its own, `--only ours,megatron_bridge`.
+SITE has a folder for each library, also with small packages that the library imports and that may be missing. All of
+them also need TransformerEngine, megatron-core 0.16 and transformers. Megatron-Bridge needs megatron-core 0.19.2, so it
+needs a separate run, `--only ours,megatron_bridge`.
 
     install() { pip install --no-deps --target SITE/$1 "${@:2}"; }
     install mbridge mbridge==0.15.1
@@ -20,9 +21,9 @@ it has a run of its own, `--only ours,megatron_bridge`.
         rich markdown-it-py mdurl pygments
     install mcore_bridge mcore_bridge==1.6.5 peft==0.20.0
 
-In ModelScope's mcore_bridge, empty modules stand for `datasets`, `modelscope` and `PIL` where those are not installed:
-it imports them, and converts without. mbridge gets the `rope_theta` that transformers 5 has moved. Megatron-Bridge
-is built without the fused accumulation of gradients, and its save needs `modelopt`. Nothing else is changed.
+ModelScope's mcore_bridge imports `datasets`, `modelscope` and `PIL`, but does not use them to convert. If they are not
+installed, empty modules replace them. mbridge gets the `rope_theta` that transformers 5 has moved. Megatron-Bridge is
+built without the fused accumulation of gradients, and its save needs `modelopt`. Nothing else is changed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from libraries import LIBRARIES
 
 HERE = Path(__file__).parent
 REPEATS = {"load": 2, "export": 5, "save": 1}
-FAILED = "failed: "  # begins the line of a rank that says why, as JSON
+FAILED = "failed: "  # begins the line with a rank's error, as JSON
 LAST_LINES = 15
 
 
@@ -66,7 +67,7 @@ def main() -> None:
 
 
 def measure(library: str, case: str, arguments: Namespace) -> None:
-    """Run one library, and print its figures and why it had to stop."""
+    """Run one library, and print its figures, and its error if it stopped."""
     options = ["--folder", arguments.folder, "--measure", counted(arguments.measure), "--device", arguments.device]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", arguments.world]
     command += ["--master-port", free_port(), HERE / "peer.py", library, case, *options]
@@ -93,11 +94,13 @@ def measure(library: str, case: str, arguments: Namespace) -> None:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """No rank is left: they are not of torchrun's process group, and end with it when it is asked to."""
+    """End torchrun and its ranks. They are not in torchrun's process group, and torchrun ends them when it gets a
+    signal.
+    """
     if process.poll() is None:
         process.terminate()
         try:
-            process.wait(40)  # seconds; it waits 30 itself before it kills
+            process.wait(40)  # seconds; torchrun itself waits 30 before it kills
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -109,7 +112,7 @@ def counted(measures: str) -> str:
 
 
 def free_port() -> int:
-    """A port that nobody listens at."""
+    """A free port."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])

@@ -1,7 +1,7 @@
-"""Draw the newest figures for README and site: ``python benchmarks/picture.py``; ``--check`` compares only.
+"""Draws the newest figures for README and site: ``python benchmarks/picture.py``; ``--check`` compares only.
 
-Whole syncs of an engine are lines of JSON, copied from ``results/DATE_engine_HARDWARE.md``. The other lines are
-those that ``peers.py`` printed, kept as ``results/DATE_peers_HARDWARE.jsonl``, and those of a model with experts as
+Whole syncs of an engine are lines of JSON, copied from ``results/DATE_engine_HARDWARE.md``. The other lines were
+printed by ``peers.py``. They are kept as ``results/DATE_peers_HARDWARE.jsonl``, and for a model with experts as
 ``results/DATE_peers-experts_HARDWARE.jsonl``.
 """
 
@@ -28,7 +28,7 @@ OURS, THEIRS = "#2a6fb0", "#9aa7b3"
 
 
 def main() -> None:
-    """Draw, or say that what is there is not what would be drawn."""
+    """Draw the pictures, or report that the existing ones are outdated."""
     for name, (pattern, draw) in PICTURES.items():
         picture, newest = ROOT / "docs" / "images" / name, max((ROOT / "benchmarks" / "results").glob(pattern))
         text = draw([json.loads(line) for line in newest.read_text().splitlines()], newest.stem)
@@ -90,7 +90,7 @@ def draw_panel(picture: Picture, title: str, bars: list[tuple[str, float, bool]]
 
 
 def label(row: dict[str, Any]) -> str:
-    """The library, its release, and how it was called where that is not the plain way."""
+    """The library, its release, and the way of its call if that is not the default."""
     call = row.get("call", "default")
     version = "" if row["version"] == "checkout" else f" {row['version']}"
     return f"{NAMES[row['library']]}{version}{'' if call == 'default' else f', {call}'}"

@@ -1,6 +1,6 @@
-"""Time ``mcore-bridge plan``, imports included, and show its figures: ``python benchmarks/plan.py``.
+"""Times ``mcore-bridge plan``, imports included, and shows its figures: ``python benchmarks/plan.py``.
 
-Each plan is a process of its own. Needs no GPU; seconds of CPU (user and system) are those of that process alone.
+Each plan runs in a separate process, whose seconds of CPU (user and system) are counted. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ QWEN = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
-"""Literal sizes of the published configs, without what changes no weight."""
+"""The sizes of published configs, without fields that change no weight."""
 CASES = (
     ("DeepSeek-V3", DEEPSEEK, "--tp 1 --pp 8 --ep 8 --world 64"),
     ("DeepSeek-V3", DEEPSEEK, "--tp 1 --pp 16 --ep 64 --world 1024"),
@@ -102,7 +102,9 @@ CASES = (
 
 
 def main() -> None:
-    """A row for each case, and below it what ``plan`` says of an export, and of feeding engines where there are any."""
+    """Print a row for each case, and below it the lines of ``plan`` about an export, and about engines if there are
+    any.
+    """
     print("| model | mesh | CPU s | wall s | peak GiB |\n|---|---|---|---|---|", flush=True)
     said = []
     for name, config, mesh in CASES:

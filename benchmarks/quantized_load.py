@@ -1,13 +1,13 @@
-"""How long quantized folders take to load beside bf16, and how much host memory, in one run.
+"""Times loads of quantized folders and of a bf16 folder, with their host memory, in one run.
 
 python benchmarks/quantized_load.py --folder FOLDER                   # as large as below, on one GPU; 90 GB of disk
 python benchmarks/quantized_load.py --folder FOLDER --size tiny --device cpu
 
 It writes folders of random codes: DeepSeek-V3 in FP8 with most of its layers cut out, gpt-oss-20b in MXFP4, and layers
-of Qwen3-30B-A3B in FP8 and in bf16. They are kept for the next run. Each is then loaded into a bf16 model several
-times. Speeds are in GB of the files per second and in GB of bf16 parameters per second. Memory is what the process
-takes for the first load beyond what it held; files that are only mapped do not count. ``ratio`` is the speed per byte
-of a file, as a part of that of the first folder.
+of Qwen3-30B-A3B in FP8 and in bf16. The folders are kept for the next run. Each is then loaded into a bf16 model
+several times. Speeds are in GB of the files per second and in GB of bf16 parameters per second. Memory is the growth of
+the process during the first load; files that are only mapped do not count. ``ratio`` is the speed in bytes of files,
+divided by the speed for the first folder.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "deepseek-v3 fp8": ({**DEEPSEEK, "num_hidden_layers": 2}, "fp8"),
     "gpt-oss-20b mxfp4": (GPT_OSS, "mxfp4"),
 }
-"""The HF fields of each folder, and how it is quantized."""
+"""The HF fields of each folder, and its quantization."""
 PLAIN = ("embed_tokens", "lm_head", "norm", "mlp.gate.", "router", "bias", "sinks")
 FILE_BYTES = 2 << 30
 PERIOD = 15_485_863  # random bytes that repeat; a prime, so that no two rows of a matrix are equal
@@ -181,7 +181,7 @@ def _bytes(shape: tuple[int, ...], itemsize: int, noise: Tensor) -> Tensor:
 
 
 class HostMemory:
-    """The most that this process holds of its own memory, beyond what it held at first. Mapped files do not count."""
+    """Measures the growth of this process's own memory. Mapped files do not count."""
 
     def __init__(self) -> None:
         gc.collect()
@@ -216,7 +216,9 @@ def _held() -> int:
 
 
 def main() -> None:
-    """Write what is missing, then load all folders in turn, so that what else the machine does hits all of them."""
+    """Write missing folders, and then load all folders in turn, so that other load of the machine affects all of
+    them.
+    """
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="for checkpoints, which are made once and kept")
     parser.add_argument("--size", choices=("full", "tiny"), default="full")
@@ -238,7 +240,7 @@ def main() -> None:
         held = sum(tensor.nbytes for model in models for tensor in model.parameters())
         load = partial(mb.load_hf_weights, models, folder)
         with HostMemory() as memory:
-            timed(load, 1)  # which also warms the page cache
+            timed(load, 1)  # this also warms the page cache
         loads = timed(load, arguments.repeats)
         loaded = summary(loads, num_bytes)
         speed = num_bytes / loaded["median_s"]

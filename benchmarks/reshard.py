@@ -1,12 +1,13 @@
-"""Seconds until every rank has what a rank of a rollout engine holds, beside the full export in the same run.
+"""Times exports of an engine's slices to every rank, and full exports in the same run.
 
     torchrun --nproc-per-node 4 benchmarks/reshard.py "qwen3-8b tp=2 pp=2 to tp=4" "qwen3-8b tp=4 to tp=2"
     torchrun --nproc-per-node 4 benchmarks/reshard.py --device cpu "tiny tp=2 pp=2 to tp=4" "tiny-moe ep=4 to tp=4 ep=2"
 
-Weights are random. Rank r feeds rank r of the engine, and begins anew where the engine has fewer. ``first_s`` is the
-very first export of a case, before any full one, as in ``export.py``; it has the first all-to-all of its group, too.
-``raw_s`` are equal ``all_to_all_single`` (of 512 MiB on GPUs) that bring each rank as many bytes as the one that
-receives most, and ``ratio`` is these seconds to the median: the part of the wire's speed that was reached.
+Weights are random. Rank r gets the slices of rank r of the engine. If the engine has fewer ranks, several trainer ranks
+get equal slices. ``first_s`` is the first export of a case, before any full one, as in ``export.py``; it includes the
+first all-to-all of its group. ``raw_s`` is the time of ``all_to_all_single`` (of 512 MiB on GPUs) that bring to each
+rank as many bytes as the fullest rank receives. ``ratio`` is ``raw_s`` divided by the median: the part of the network's
+speed that was reached.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from mcore_bridge.weights.plan.target import Target
 
 
 def main() -> None:
-    """Measure each case, one after the other in the same processes."""
+    """Measure each case, one after the other in one set of processes."""
     arguments = case_arguments(__doc__, "a model, its mesh, and the engine: 'qwen3-8b tp=2 pp=2 to tp=4'").parse_args()
     for case in arguments.cases:
         mesh, _, engine = case.partition(" to ")
@@ -65,7 +66,7 @@ def received_bytes(models: list[torch.nn.Module], target: Target) -> int:
 
 
 def raw_all_to_all(num_bytes: int, device: str) -> float:
-    """Seconds that every rank takes to receive so many bytes from the others."""
+    """The seconds in which every rank receives ``num_bytes`` from the other ranks."""
     world = dist.get_world_size()
     source = torch.empty(
         (512 << 20 if device == "cuda" else 8 << 20) // world * world, dtype=torch.uint8, device=device

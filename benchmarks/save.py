@@ -1,12 +1,12 @@
-"""How long a save takes, against a raw write of the same bytes in the same run.
+"""Times a save, and a raw write of equally many bytes in the same run.
 
 torchrun --nproc-per-node 4 benchmarks/save.py --model qwen3-8b --tp 2 --pp 2 --folder FOLDER
 
-The export is one without files. The raw write is what the file system allows: eight threads of each rank write its
-share of the bytes, to a file each, since a kernel lets one thread at a time write to a file; from memory that is there
-already, pinned where there is a GPU, and to the same file system. It neither exports nor crosses from a GPU, and its
-files have no headers. Before each measurement all is flushed to the disk, and during none. ``ratio`` is the part of the
-raw write's speed that a save reaches.
+The export is one without files. The raw write shows the speed of the file system. Eight threads of each rank write the
+rank's share of the bytes, each to a separate file, since a kernel lets only one thread at a time write to a file. They
+write from existing memory (pinned, if there is a GPU) to the file system of the save. The raw write neither exports nor
+copies from a GPU, and its files have no headers. Before each measurement all files are flushed to the disk, and during
+none. ``ratio`` is the speed of the save divided by the speed of the raw write.
 """
 
 import os
@@ -24,7 +24,7 @@ PIECE, THREADS = 16 << 20, 8
 
 
 def write(path: Path, piece: torch.Tensor, num_bytes: int) -> None:
-    """``num_bytes`` of whatever ``piece`` holds, again and again."""
+    """Write ``num_bytes`` by repeating ``piece``."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
     view = memoryview(piece.numpy())
     while num_bytes:
@@ -33,14 +33,14 @@ def write(path: Path, piece: torch.Tensor, num_bytes: int) -> None:
 
 
 def raw_write(folder: Path, pieces: list[torch.Tensor], num_bytes: int, threads: ThreadPoolExecutor) -> None:
-    """This rank's share of all, in as many files as there are ``pieces``."""
+    """Write this rank's share of the bytes, to a file for each of ``pieces``."""
     paths = [folder / f"{dist.get_rank()}-{number}" for number in range(len(pieces))]
     share = -(-num_bytes // dist.get_world_size() // len(pieces))
     list(threads.map(partial(write, num_bytes=share), paths, pieces))
 
 
 def main() -> None:
-    """All in turn, so that what else the machine does hits all."""
+    """Measure all in turn, so that other load of the machine affects all."""
     arguments, dims, folder = prepared(__doc__)
     models = mb.build_model(folder, dims=dims, device=arguments.device)
     num_bytes = mb.manifest(models).num_bytes

@@ -1,4 +1,4 @@
-"""What the benchmarks of steps share: libraries in turns, and forward and backward passes of what they build."""
+"""Shared by the benchmarks of steps: turns of several libraries, and forward and backward passes of their models."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from transformers import PretrainedConfig
 
 WARM_UP = 3
 _WRAPPERS = ("module.", "to_wrap.", "language_model.", "vision.")
-"""What the libraries put into names of parameters."""
+"""Parts that the libraries add to names of parameters."""
 Built = TypeVar("Built")
 Build = Callable[[Path, dict[str, int], Namespace], Built]
-"""How a library builds its model for a folder with a config, on the mesh of these sizes."""
+"""A function of a library that builds a model for a folder with a config, on a mesh of given sizes."""
 
 
 def step_arguments(description: str | None, builds: Mapping[str, Build[Any]]) -> ArgumentParser:
@@ -43,7 +43,7 @@ def in_turns(
 ) -> Iterator[tuple[dict[str, Any], Callable[[], Built]]]:
     """Yield fields of a report and a function that builds, for each case, turn and library.
 
-    What was built must be let go of before the next one.
+    A built model must be dropped before the next one.
     """
     if "megatron_bridge" in arguments.only:
         if arguments.site is None:
@@ -65,7 +65,7 @@ def in_turns(
 
 @torch.no_grad()
 def fill(model: torch.nn.Module) -> None:
-    """Give all parameters small random values, the same ones under the same name."""
+    """Give all parameters small random values, which depend on the name."""
     for name, parameter in model.named_parameters():
         for wrapper in _WRAPPERS:
             name = name.replace(wrapper, "")
@@ -107,7 +107,7 @@ def text(num_tokens: int, device: str) -> dict[str, Any]:
 
 
 def free() -> None:
-    """Give back the memory of what nobody holds any more."""
+    """Free unused memory."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,12 +1,13 @@
-"""Seconds of a ``WeightSync`` into several engines at once, each a process with ranks of its own.
+"""Times a ``WeightSync`` into several engines at once. Each engine is a process with its own ranks.
 
     torchrun --nproc-per-node 4 benchmarks/sync.py "qwen3-30b-a3b layers=24 tp=4 ep=4 sp=1" --engine vllm \
         --engine-path SITE --engine-devices cuda:0 cuda:2 --engine-tp 2
     torchrun --nproc-per-node 2 benchmarks/sync.py "tiny-moe tp=2 ep=2 sp=1" --device cpu --engine-devices cpu cpu
 
-Weights are random. The engines of ``engines.py`` are asked, and each has ``--engine-tp`` ranks from its device on.
-First all engines take the weights by their own loaders. The checksums of all parameters are compared with those after
-a round by the chosen ways, from NaN on. There is one warm-up, then the median and the worst of rank 0 are published.
+Weights are random. The engines are those of ``engines.py``; each has ``--engine-tp`` ranks on the devices from its own
+device on. First all engines take the weights by their loaders. Then the parameters are set to NaN, and a round by the
+chosen ways must give all of them equal checksums. There is one warm-up, then the median and the worst of rank 0 are
+published.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ HERE = Path(__file__).parent
 
 
 class Engine:
-    """One engine, as rank 0 reaches it."""
+    """The client of one engine, on rank 0."""
 
     def __init__(self, arguments: Namespace, config: dict[str, Any], device: str) -> None:
         self.ranks, self.device = arguments.engine_tp, device
@@ -98,7 +99,7 @@ def main() -> None:
     is_lead = dist.get_rank() == 0
     engines = [Engine(arguments, config.to_dict(), device) for device in arguments.engine_devices if is_lead]
     manifest = mb.manifest(models)
-    ring = mb.BufferRing(mb.plan_buckets(manifest), "cpu")  # by whose plan a stand-in makes its parameters
+    ring = mb.BufferRing(mb.plan_buckets(manifest), "cpu")  # a stand-in makes its parameters by its plan
     for engine in engines:
         engine.wait()
         if arguments.engine == "stand-in":

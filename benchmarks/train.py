@@ -1,11 +1,12 @@
-"""Tokens per second of a forward and backward pass of our model, beside the same one that Megatron-Bridge builds.
+"""Measures tokens per second of a forward and backward pass, for our model and Megatron-Bridge's.
 
     torchrun --nproc-per-node 1 benchmarks/train.py --site SITE "qwen3-8b" "qwen3-30b-a3b layers=12"
     torchrun --nproc-per-node 2 benchmarks/train.py --site SITE "qwen3-8b tp=2 sp=1"
 
-The two are built one after the other in one process, wrapped in megatron-core's DDP, given the same weights and tokens,
-and measured in turns; each turn is a report of its own. The first also says which fields of the two configs differ.
-SITE is as for ``peers.py``. Further arguments `--ours name=value` override fields of our config, as a trainer would.
+The two models are built one after the other in one process, and wrapped in megatron-core's DDP. They get equal weights
+and tokens, and are measured in turns. Each turn prints a report. The first report also lists the fields in which the
+two configs differ. SITE is as for ``peers.py``. Further arguments `--ours name=value` override fields of our config, as
+a trainer would.
 """
 
 from __future__ import annotations

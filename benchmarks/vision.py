@@ -1,4 +1,4 @@
-"""Tokens per second of a forward and backward pass with images, beside the same of Megatron-Bridge.
+"""Measures tokens per second of a forward and backward pass with images, for our model and Megatron-Bridge's.
 
     torchrun --nproc-per-node 1 benchmarks/vision.py --site SITE "qwen2.5-vl-7b layers=12" "qwen3-vl-8b layers=12"
     torchrun --nproc-per-node 1 benchmarks/vision.py --only ours --device cpu --tokens 96 --grid 4 "tiny-vl"
@@ -25,7 +25,7 @@ from transformers import AutoConfig, PretrainedConfig
 import mcore_bridge as mb
 
 MERGED = 2
-"""Patches of a side that become one token."""
+"""The number of patches on each side of the square that becomes one token."""
 TOKENS = {
     "image_token_id": 151655,
     "video_token_id": 151656,
@@ -141,7 +141,7 @@ def measure(model: Any, arguments: Namespace, **fields: Any) -> None:
 
 
 def config_of(name: str, layers: int | None) -> PretrainedConfig:
-    """The HF config of a composite, with as many ``layers`` of text as given instead of its own."""
+    """The HF config of a composite, with ``layers`` layers of text, if given."""
     fields = dict(MODELS[name])
     own = {"num_hidden_layers": layers} if layers else {}
     fields["text_config"] = {**fields["text_config"], "dtype": "bfloat16", **own}

@@ -1,10 +1,11 @@
-"""The registry. An architecture is a config table and weight rules; it is looked up by the ``model_type`` of HF.
+"""The registry of architectures: an architecture is a config table and weight rules, found by the ``model_type`` of HF.
 
-Ours are the files of ``models/`` that define ``ARCHITECTURE``, so a new architecture is one new file. Other packages
-call ``register``, or declare entry points, which are read once a ``model_type`` is unknown (``installed.py``).
+Our architectures are the files of ``models/`` that define ``ARCHITECTURE``, so a new architecture is one new file.
+Other packages call ``register``, or declare entry points, which are read if a ``model_type`` is unknown
+(``installed.py``).
 
-A file of ``models/`` may also define ``COMPOSITES``, whose text is one of the architectures, and ``REFUSALS``: families
-that we refuse, with the reason. A package that can build one of them may register it.
+A file of ``models/`` may also define ``COMPOSITES``, models of images and text whose text is one of the architectures,
+and ``REFUSALS``: families that we refuse, with the reason. Another package may register a refused family.
 """
 
 import functools

@@ -1,6 +1,7 @@
-"""Checks of arguments that only callers from Python can get wrong: their kinds, in an error of ours.
+"""Checks of the arguments that callers pass: their types, and paths of files and folders. A wrong argument raises.
 
-Paths that callers give. An empty one is never the working folder, as it is for pathlib.
+Types are checked here only where the command line cannot get them wrong. An empty path raises; in pathlib it is the
+working folder.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Entry point of the command ``mcore-bridge``, which is in ``mcore_bridge.commands``."""
+"""Entry point of the command ``mcore-bridge``. The commands themselves are in ``mcore_bridge.commands``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Composites: checkpoints that join a text model to models of images, video or sound.
 
 A composite refers to a text architecture. It has the prefixes of the text model's tensors, and a table for its own
-config fields. All other tensors in its files belong to its tower, which transformers builds. Or they are carried: no
-parameter uses them, and a save copies their bytes.
+config fields. All other tensors in its files belong to its tower, which transformers builds. If the tower is not built,
+these tensors are carried: no parameter uses them, and a save copies their bytes.
 """
 
 import copy
@@ -26,8 +26,8 @@ BESIDE   = (("model.", "model."),)
 TWICE    = (("model.", "language_model.model.model."), ("lm_head.", "language_model.lm_head."))
 BASE     = (("model.", "language_model."),)
 # fmt: on
-"""Prefixes of the text model's names: within ``model``, as a whole model inside, the same as without a composite, or
-within a base model, whose names have no ``model.``.
+"""Prefixes of the text model's names: within ``model``, as a whole model inside, as without a composite, or within a
+base model, whose names have no ``model.``.
 
 ``TWICE`` is what transformers 5.17 writes of models of sound; later ones write ``INSIDE``.
 """
@@ -48,7 +48,7 @@ class Composite:
     Args:
         model_type: as HF spells it.
         spelling: prefixes of the text model in published files. A folder may have another one of ``SPELLINGS``.
-        fields: the table of its own fields. These are the fields that its text config does not repeat.
+        fields: the table of the fields that are in the composite's config, and not in its text config.
         text: the ``model_type`` of the text model. None: the one in the text config.
         carried: prefixes of tensors of other parts, which begin like names of the text model.
         tower: prefixes of the tower's names in memory, as patterns, with their prefixes in published files. None: they

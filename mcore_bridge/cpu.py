@@ -1,9 +1,9 @@
-"""Replace megatron-core's uses of CUDA on a machine without a GPU. This happens on request, never on import.
+"""Replaces megatron-core's uses of CUDA on a machine without a GPU: on request, never on import.
 
-``enable_cpu()`` changes names of the running process, and only if CUDA is missing. Without the replacements, each of
-these names would raise. A config must still request weights on the CPU: ``build_model`` sets
-``use_cpu_initialization=True``. Megatron's own optimizers are not covered, as they assert CUDA gradient types: use
-``torch.optim``. Fused kernels, which a config has to request, are not covered either.
+``enable_cpu()`` changes names of the running process, and only if CUDA is missing. Each of these names would raise
+without its replacement. A config must still request weights on the CPU: ``build_model`` sets
+``use_cpu_initialization=True``. Two things are not replaced. Megatron's own optimizers assert CUDA gradient types, so
+use ``torch.optim``. Fused kernels, which a config has to request, need a GPU.
 """
 
 import contextlib

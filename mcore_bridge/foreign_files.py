@@ -1,4 +1,4 @@
-"""Small files that other programs wrote: each is read whole, up to a size. JSON reads as any other reader reads it."""
+"""Reads small files that other programs wrote: each is read whole, up to a maximal size. Ambiguous JSON raises."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mcore_bridge.errors import BridgeError, CheckpointError
 
 Hook = Callable[[dict[str, Any]], object]
 FULL = (errno.EMFILE, errno.ENFILE)
-"""Numbers of errors which say that too many files are open."""
-READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # what is opened may have become a FIFO, which would block
+"""The ``errno`` values that mean that too many files are open."""
+READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a path may have become a FIFO, which would block
 MOST_BYTES = 100_000_000
 """More than any config or index has."""
 _KINDS = {
@@ -55,7 +55,8 @@ def read_json(
 
 
 def parse(data: bytes, *, finite: bool = True, hook: Hook | None = None) -> Any:
-    """Parse JSON in UTF-8. An object has each key once, so that all readers read the same.
+    """Parse JSON in UTF-8. An object must have each key once, since readers differ in the value that they take for a
+    repeated key.
 
     Args:
         finite: refuse NaN and infinity, which JSON does not have, and transformers 4 writes into configs.

@@ -1,11 +1,8 @@
-"""What is installed beside this library: a release of megatron-core, and packages with architectures.
+"""The installed release of megatron-core, and the installed packages that add architectures.
 
-The release of megatron-core that a family needs.
-
-Architectures of other packages: the entry points of the group ``mcore_bridge.architectures``.
-
-Each loads to an ``Architecture`` or a sequence of them. Loading may also register a config class with transformers.
-Entry points are looked up only when a ``model_type`` is unknown.
+A family may need a release of megatron-core. Other packages add architectures by entry points of the group
+``mcore_bridge.architectures``. Each entry point loads to an ``Architecture`` or a sequence of them, and may register a
+config class with transformers. Entry points are looked up only if a ``model_type`` is unknown.
 """
 
 from collections.abc import Iterator

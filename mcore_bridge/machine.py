@@ -1,7 +1,4 @@
-"""Processes of this machine: which can see each other, and which are alive, read from Linux's ``/proc``.
-
-A process may also pause its garbage collector.
-"""
+"""The processes of this machine: which are alive, read from Linux's ``/proc``. Also pauses garbage collection."""
 
 from __future__ import annotations
 

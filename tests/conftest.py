@@ -1,4 +1,4 @@
-"""Profiles and markers: `multigpu` and `slow` run only when they are asked for with -m."""
+"""Profiles and markers: `multigpu` and `slow` tests run only if -m names them."""
 
 import gc
 import os
@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-_maps = tempfile.TemporaryDirectory()  # so that no test finds a map that an earlier run has kept
+_maps = tempfile.TemporaryDirectory()  # so that no test uses a map of an earlier run
 os.environ.setdefault("MCORE_BRIDGE_CACHE", _maps.name)
 
 settings.register_profile(
@@ -17,7 +17,7 @@ settings.register_profile(
     deadline=None,
     max_examples=60,
     derandomize=True,
-    phases=[Phase.explicit, Phase.generate],  # to shrink an example that builds models takes minutes
+    phases=[Phase.explicit, Phase.generate],  # shrinking an example that builds models takes minutes
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile(
@@ -27,7 +27,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 def pytest_addoption(parser):
-    """Of the tests on GPUs."""
+    """Add the options of the tests on GPUs."""
     parser.addoption("--record", metavar="FILE", help="append what passed on GPUs, for docs/reference/support.md")
     parser.addoption("--families", metavar="NAMES", help="only these, with commas, where a test is of all families")
     parser.addoption("--meshes", metavar="NAMES", help="only these, as test_gpu_training prints them, with commas")
@@ -35,14 +35,14 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """On CPU megatron-core's fused functions run as Python: to compile them with a C++ compiler takes long."""
+    """On CPU megatron-core's fused functions run as Python, since compiling them takes long."""
     os.environ["RANKS_PER_GPU"] = str(config.getoption("--ranks-per-gpu"))  # of ``gpus.py``, and its processes
     if "multigpu" not in config.getoption("-m"):
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Deselect the tiers that nobody asked for. In the whole suite, mix files with and without processes."""
+    """Deselect the tiers that were not requested. In the whole suite, mix files with and without processes."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         _mix(items)
     asked = config.getoption("-m")
@@ -62,14 +62,14 @@ def _mix(items):
 
 
 def pytest_collection_finish():
-    """Later searches for garbage leave out modules and tests: to walk them took an eighth of the whole time."""
+    """Later garbage collections leave out modules and tests: searching them took an eighth of the whole time."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _frozen():
-    """The searches leave out what a file has imported, too, once its tests have run."""
+    """After the tests of a file, garbage collections leave out its imports, too."""
     yield
     gc.collect()
     gc.freeze()

@@ -14,20 +14,19 @@ logits of every family with transformers, on TP1, TP2 SP, TP4 SP and, if it is n
 ([families.md](families.md)).
 
 Log-probs on 4 GPUs were tried with one sequence in each pack of a pipeline. If several ranks were on each GPU, NCCL
-treated them as different hosts: the same kernels and collectives, through sockets. There are figures of
-[one GPU](../../benchmarks/results/2026-11-23_night_1xH200.md), with Qwen3-8B on siiRL's mesh of 8 ranks, and of
-[two GPUs](../../benchmarks/results/2026-11-24_2xH200.md). `bailing_moe` is the name of `bailing_moe_v2` in its first
+treated them as different hosts: kernels and collectives did not change, but data went through sockets. There are
+figures of [one GPU](../../benchmarks/results/2026-11-23_night_1xH200.md), with Qwen3-8B on siiRL's mesh of 8 ranks, and
+of [two GPUs](../../benchmarks/results/2026-11-24_2xH200.md). `bailing_moe` is the name of `bailing_moe_v2` in its first
 files. Families that need megatron-core 0.19.2 (deepseek_v32, glm_moe_dsa) ran with it, others with 0.16.1.
 """
 CHECKS = {
     "log-probs": "they equal transformers' log-probs. `te` runs in bf16 packed and in rows, and in fp32 packed; "
-    "`torch` "
-    "runs in bf16 packed (qwen3: `te` packed in fp16 too). An export equals the loaded weights, bit for bit",
-    "gradients": "the gradient norm of megatron-core and the loss, packed in fp32, equal those of one rank that runs "
-    "all rows one by one. Five families (qwen3, gemma2, qwen3_moe, deepseek_v3 and gpt_oss) also run in rows. On TP1 "
-    "torch's modules replace TransformerEngine's",
-    "gradients in bf16": "their errors, for each kind of tensor, are at most twice those of torch's modules on one "
-    "rank, if every expert has every token",
+    "`torch` runs in bf16 packed (qwen3: `te` packed in fp16 too). An export equals the loaded weights, bit for bit",
+    "gradients": "the gradient norm of megatron-core and the loss, packed in fp32, equal the results of one rank that "
+    "runs all rows one by one. Five families (qwen3, gemma2, qwen3_moe, deepseek_v3 and gpt_oss) also run in rows. On "
+    "TP1 torch's modules replace TransformerEngine's",
+    "gradients in bf16": "every expert has every token. The errors, for each kind of tensor, are at most twice the "
+    "errors of torch's modules on one rank",
     "optimizer": "four steps of the distributed optimizer in bf16, overlapped. The five families above also run "
     "without overlap; qwen3 and qwen3_moe run in fp16 too, also if gradients overflow at first. An export "
     "equals the optimizer's fp32 weights, cast down. Its bits do not change while parameters, gradients or the "
@@ -38,7 +37,7 @@ CHECKS = {
     "[on CPU](../../benchmarks/results/2026-11-23_vllm_cpu.md) in fp32, except for minimax_m2's log-probs",
     "verl": "verl's own engine with our plug-in, through load, log-probs, a step, export, offload, save and resume",
     "exchanges": "every `cp_comm_type` in bf16; `HCP` gives the two levels of `a2a+p2p`. Errors of log-probs and "
-    "gradients are at most twice those of torch's attention in bf16",
+    "gradients are at most twice the errors of torch's attention in bf16",
     "switches": "recompute, fusions, dispatchers and overlaps change no gradient",
     "fp8": "three recipes compute in FP8 with parameters in bf16. As the bits of the formats suggest, errors of "
     "log-probs are at most 16 times the errors in bf16, and errors of gradients at most 32 times. An export equals the "

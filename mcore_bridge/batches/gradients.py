@@ -1,8 +1,9 @@
-"""Complete gradients of models without megatron-core's DDP, so that they equal the gradients with DDP.
+"""Completes gradients of models without megatron-core's DDP, so that they equal the gradients with DDP.
 
-A backward leaves partial gradients. Norms under sequence parallelism, norms of queries and keys, tied embeddings and
-experts lack the part of other ranks. All parameters lack the part of other context-parallel ranks and replicas.
-megatron-core's ``finalize_model_grads`` adds these parts for chunks in its DDP, and here for ``parameter.grad``.
+After a backward without DDP, a gradient is only a part of the whole one. For norms under sequence parallelism, norms of
+queries and keys, tied embeddings and experts, the parts of other ranks are missing. For all parameters, the parts of
+other context-parallel ranks and replicas are missing. megatron-core's ``finalize_model_grads`` adds these parts for
+chunks in its DDP; this module adds them to ``parameter.grad``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The length of each sequence of a microbatch. Some ropes depend on the length of their own sequence."""
+"""The length of each sequence of a microbatch: some rotary embeddings depend on the length of the sequence."""
 
 from __future__ import annotations
 

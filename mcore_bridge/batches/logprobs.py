@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies from vocab-parallel logits, without gathering these."""
+"""Log-probabilities and entropies from vocab-parallel logits. The logits are never gathered."""
 
 from __future__ import annotations
 

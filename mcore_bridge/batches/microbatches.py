@@ -1,4 +1,4 @@
-"""Cut a batch into microbatches for megatron-core's schedule, of equal length if this is required."""
+"""Cuts a batch into microbatches for megatron-core's schedule. Pipeline stages need microbatches of equal length."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _longest(chunk: GPTModel, batches: Sequence[PackedSequences]) -> int:
     """Tokens in a row of the longest microbatch: on this rank, or on all that share experts and need equal lengths.
 
     Raises:
-        BatchError: on all ranks that share experts, if one of them would wait for another forever.
+        BatchError: on all ranks that share experts, if a rank would wait for another forever.
     """
     own, count = max((batch.num_tokens for batch in batches), default=0), len(batches)
     if not chunk.config.num_moe_experts:

@@ -237,7 +237,7 @@ def unpack_sequences(packed: PackedSequences, values: Tensor, *, following: bool
     """
     require(
         BatchError,
-        packed=(packed, instance_of("what pack_sequences has made", PackedSequences)),
+        packed=(packed, instance_of("a result of pack_sequences", PackedSequences)),
         values=(values, tensor_on()),
         following=(following, FLAG),
     )

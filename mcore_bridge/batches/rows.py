@@ -1,14 +1,9 @@
-"""Rows of a microbatch: the padded rows that trainers hand over, and the whole rows that models of images need.
-
-Gives the text of a composite the batches that trainers make for models of images.
-
-If the HF config of a model has a ``vision_config``, verl hands it the padded rows of all context-parallel ranks. Such a
-model packs and cuts them behind its embedding. Text alone is packed and cut in front of it.
-
-The whole rows of a microbatch, in whatever form a rank has got it, and the way from rows to the rank's tokens.
+"""The rows of a microbatch, as padded rows of trainers, as whole rows, and as the packed tokens of one rank.
 
 Models of images need whole rows: an image may lie on two context-parallel ranks, and positions follow from all tokens
-before.
+before. If the HF config of a model has a ``vision_config``, verl passes the padded rows of all context-parallel ranks.
+A model of images packs and cuts these rows after its embedding. For a model of text alone, a hook packs and cuts them
+before the ``forward`` of the chunk.
 """
 
 from __future__ import annotations

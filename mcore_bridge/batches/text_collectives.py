@@ -1,6 +1,6 @@
 """The collectives of ``batches``: over vocabulary shards, context-parallel ranks and pipeline stages.
 
-Texts that tell tensors of a batch apart, which ranks compare in place of the tensors.
+Ranks compare the tensors of a batch by digests, which are short texts made from the bits of a tensor.
 """
 
 from __future__ import annotations

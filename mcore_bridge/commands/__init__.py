@@ -1,1 +1,1 @@
-"""What the command line does. It may import the whole library, which never imports it."""
+"""The commands of the command line. They may import the whole library, and the library never imports them."""

@@ -56,7 +56,7 @@ def _options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Options without a command."""
+    """Options that stand before any command."""
 
 
 @app.command("verify")
@@ -280,7 +280,7 @@ def draw_command(
 
 @app.command("doctor")
 def doctor_command(context: typer.Context, json: Json = False) -> None:
-    """Show what is installed and what works with it. The exit code is 1 when something must be changed."""
+    """Show the installed packages and the features that work with them. The exit code is 1 if a change is needed."""
     with running(context) as answer:
         from mcore_bridge.commands.doctor import examine, render
 

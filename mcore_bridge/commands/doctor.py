@@ -37,10 +37,10 @@ class Line:
     """One line of the report.
 
     Attributes:
-        name: what was looked at.
-        state: what was found.
-        advice: what to do; it may be empty.
-        is_problem: whether nothing works before the advice is followed.
+        name: the package or setting that was checked.
+        state: its version or value.
+        advice: the change that is needed; it may be empty.
+        is_problem: whether nothing works without this change.
     """
 
     name: str
@@ -51,17 +51,17 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What was found.
+    """The result of an examination of the environment.
 
     Attributes:
-        lines: of the report.
+        lines: the lines of the report.
     """
 
     lines: tuple[Line, ...]
 
     @property
     def ready(self) -> bool:
-        """Whether nothing must be changed."""
+        """Whether no change is needed."""
         return not any(line.is_problem for line in self.lines)
 
     @property
@@ -72,7 +72,7 @@ class Diagnosis:
 
 
 def examine() -> Diagnosis:
-    """Look at this environment."""
+    """Examine the packages of this environment."""
     python = _judged("python", platform.python_version())
     return Diagnosis((python, *map(_required, _REQUIRED), *_optional(), _triton(), *_gpus(), *_clash(), _self()))
 
@@ -81,7 +81,7 @@ def render(diagnosis: Diagnosis) -> Group:
     """The report for people: a row for each line, then the conclusion."""
     table = Table(show_header=False, box=None, padding=(0, 1))
     for _ in range(3):
-        table.add_column(overflow="fold")  # else a path would be cut
+        table.add_column(overflow="fold")  # otherwise a path would be cut
     for line in diagnosis.lines:
         color = "red" if line.is_problem else "yellow" if line.advice else "green"
         table.add_row(f"[bold]{line.name}[/]", f"[{color}]{escape(line.state)}[/]", escape(line.advice))
@@ -96,7 +96,7 @@ def _required(name: str) -> Line:
 
 
 def _judged(name: str, installed: str) -> Line:
-    """Compares a version with the oldest that works and those that were tested."""
+    """Compares a version with the oldest release that works and the newest release that was tested."""
     if name not in TESTED:
         return Line(name, installed)
     oldest, newest = TESTED[name]
@@ -170,7 +170,7 @@ def _provides(distribution: metadata.Distribution) -> bool:
 
 
 def _self() -> Line:
-    """Whether our distribution is installed, and where the running package is."""
+    """A line that shows whether this distribution is installed, and the folder of the running package."""
     here = Path(__file__).parent.parent
     version = _version(DISTRIBUTION)
     if version is None:

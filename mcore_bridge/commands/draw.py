@@ -1,4 +1,4 @@
-"""``mcore-bridge draw``: a random checkpoint of any config, whose tensors can be told apart."""
+"""``mcore-bridge draw``: writes a random checkpoint for any config. Its tensors differ from each other."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _NOTE = "quantization_config"
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What was written.
+    """The checkpoint that was written.
 
     Attributes:
         target: the folder.
-        parameters: of the whole model.
-        tensors: how many there are.
-        bytes: of all tensors.
+        parameters: the number of parameters of the whole model.
+        tensors: the number of tensors.
+        bytes: the bytes of all tensors.
         files: names in the target.
     """
 
@@ -63,14 +63,14 @@ def draw(
 ) -> Drawn:
     """Write a checkpoint of a config, by transformers, with random weights. The model has to fit into memory.
 
-    Norms are around one, and all else around zero. No value is zero or one, and those of a tensor are all different, as
-    far as its dtype has so many numbers.
+    Values of norms are around one, and all other values around zero. No value is zero or one. All values of a tensor
+    differ, if its dtype has enough numbers.
 
     Args:
         config: a folder with a config.json, that file, a repository in the local hub cache, or a config.
-        folder: for the checkpoint. It may have a config and a tokenizer, but no weights.
-        num_layers: build so many layers instead of those of the config.
-        dtype: of the tensors. None is that of the config, or float32.
+        folder: the folder for the checkpoint. It may have a config and a tokenizer, but no weights.
+        num_layers: the number of layers to build, instead of the number in the config.
+        dtype: the dtype of the tensors. None: the dtype in the config, or float32.
         seed: other seeds draw other values.
         max_shard_bytes: upper limit on the size of a file, unless one tensor is larger.
 

@@ -1,4 +1,4 @@
-"""Options that several commands share, and what their values mean. Nothing heavy is imported, for ``--help``."""
+"""Options that several commands share, and their values. It imports nothing heavy, so that ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BANDWIDTH = 255.0
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one step computes at a time.
+    """The sequences of one step on one replica.
 
     Attributes:
         sequence: tokens of a sequence.
@@ -82,7 +82,7 @@ def one_of(option: str, value: str, choices: tuple[str, ...]) -> str:
 
 
 def build_options(context: typer.Context) -> BuildOptions:
-    """The options of a command that say what is built. An option that it lacks has its default."""
+    """The options of a command that describe the model to build. Options that the command lacks have their defaults."""
     from mcore_bridge.config.mesh.parallel_dims import ParallelDims
     from mcore_bridge.factory.blueprint import BuildOptions
 

@@ -1,4 +1,4 @@
-"""The command ``plan``: what a mesh would hold and send, or which meshes fit."""
+"""The command ``plan``: shows the memory and exports of a mesh, or suggests meshes that fit."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Random values that tell tensors apart. They depend on the name of a tensor and a seed alone.
+"""Random weights that differ from each other. They depend only on the name of a tensor and a seed.
 
-Weights that nobody has trained tell little: norms are one, biases are zero, and copied experts are equal. If two such
-tensors lie in each other's places, nothing shows it.
+Untrained weights hide mistakes: norms are one, biases are zero, and copied experts are equal. If two equal tensors are
+exchanged, no comparison of values shows it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 _SMALL = 1e-3
-"""Numbers below it hardly change what a model computes, wherever they lie."""
+"""Smaller numbers hardly change what a model computes, even in wrong places."""
 _FLAT = 0.05
 """A tensor is flat if its values differ by less than this part of the largest one."""
 _PART = 0.4
@@ -31,8 +31,8 @@ def varied(name: str, tensor: Tensor, *, seed: int = 0) -> Tensor:
     """A tensor with each value changed a little, in fp32. Zeros, and values that are all nearly zero, become others.
 
     Args:
-        name: of the tensor; other names get other values.
-        tensor: of any shape.
+        name: the name of the tensor; other names give other values.
+        tensor: a tensor of any shape.
         seed: other seeds get other values.
     """
     own, offsets = tensor.float(), _offsets(name, tensor.shape, seed)
@@ -41,7 +41,8 @@ def varied(name: str, tensor: Tensor, *, seed: int = 0) -> Tensor:
 
 
 def drawn(name: str, tensor: Tensor, *, seed: int = 0) -> Tensor:
-    """Random values in the place of what a new module has, in its dtype: none zero or one, and different if possible.
+    """Random values that replace the initial values of a module, in its dtype: none zero or one, all different if
+    possible.
 
     Matrices are around zero. Flat tensors keep their mean, and other vectors their range. So norms are around one, and
     decay rates of a state-space model decay.
@@ -89,5 +90,5 @@ def _is_small(tensor: Tensor) -> bool:
 
 
 def _width(shape: torch.Size) -> float:
-    """The largest value around zero that keeps the size of what goes through a tensor."""
+    """The largest value around zero with which a product with the tensor keeps the size of its input."""
     return _WIDTH if len(shape) < 2 else float((3 / max(shape[-2:])) ** 0.5)

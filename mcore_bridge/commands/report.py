@@ -1,4 +1,4 @@
-"""The report of ``verify`` as a table, and the progress bar while it runs."""
+"""The report of ``verify`` as a table, and its progress bar."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def render(verdict: Verdict) -> Table:
 
 
 def _kind(verdict: Verdict) -> str:
-    """The ``model_type``, and that of the text where a composite is around it."""
+    """The ``model_type`` of the checkpoint, and of its text if it is a composite without a tower."""
     provenance = verdict.blueprint.provenance
     kind: str = provenance.config.model_type
     if provenance.whole is None or provenance.tower:
@@ -114,8 +114,8 @@ def _logits(verdict: Verdict) -> str:
         said += f", {comparison.missing}"
     if comparison.varied:
         number = text.plural(len(comparison.varied), "tensor")
-        said += f"; {number} that are flat or equal had random changes in both: {text.names(comparison.varied)}"
+        said += f"; both sides changed {number} with constant or repeated values: {text.names(comparison.varied)}"
     if comparison.untold:
         number = text.plural(len(comparison.untold), "encoded tensor")
-        said += f"; not told apart are {number} that are equal: {text.names(comparison.untold)}"
+        said += f"; {number} with constant or repeated values stayed unchanged: {text.names(comparison.untold)}"
     return f"[green]{said}[/]" if comparison.agree() else f"[red]WRONG[/]: {said}"

@@ -1,4 +1,6 @@
-"""What surrounds every command: the answer goes to stdout, and an error becomes one message in the command's words."""
+"""The frame of every command: it prints the answer to stdout, and turns an error into one message with the names of
+options.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,11 @@ from mcore_bridge.commands.options import MESH
 from mcore_bridge.errors import BridgeError, TargetError, describe
 
 Answer = Callable[[Any, Callable[[Any], RenderableType]], None]
-"""Prints what a command has found: the report that the function makes of it, or its ``plain`` form for ``--json``."""
+"""Prints the answer of a command: as a report that the given function makes, or as JSON (``plain``) for ``--json``."""
 
 _AXES = frozenset({"tp", "pp", "vp", "cp", "ep", "etp", "sp"})
 _OPTION_OF = {"mtp_num_layers": "mtp", "expert_tensor_parallel_size": "etp"}
-"""Names of Python that no option has, with that of the option."""
+"""Arguments whose option has another name, each with that name."""
 
 _JSON = "mcore_bridge.json"
 
@@ -104,7 +106,7 @@ def running(context: typer.Context) -> Iterator[Answer]:
 
 
 def plain(value: Any) -> Any:
-    """What JSON has of an answer.
+    """An answer as values for JSON.
 
     A dataclass is an object of its fields and properties. Fields that ``repr`` hides are for the report alone. A mesh
     has the sizes for which there are options. A number that is not finite is null; paths and dtypes are text.
@@ -125,7 +127,7 @@ def plain(value: Any) -> Any:
 
 
 def keys_of(answer: type) -> list[str]:
-    """The keys that JSON has of a dataclass. docs/tools/command_page.py takes what they say from its docstring."""
+    """The keys of a dataclass in JSON. docs/tools/command_page.py describes them by the dataclass's docstring."""
     computed = [name for name, member in vars(answer).items() if isinstance(member, property)]
     return computed + [field.name for field in fields(answer) if field.repr]
 
@@ -149,14 +151,14 @@ def options_of(context: typer.Context) -> list[str]:
 
 
 def in_options(message: str, parameters: Collection[str], *, of_engine: bool = False) -> str:
-    """A message of the library with the options of a command in the place of Python's arguments.
+    """A message of the library in which the options of a command replace arguments of Python.
 
-    Only names change. What a command has no option for is no part of a message, but of ``BridgeError.in_python``.
+    Only names change. Advice for which a command has no option is in ``BridgeError.in_python``, and not in the message.
 
     Args:
-        message: as the library says it.
+        message: the message of the library.
         parameters: names of the command's options. Other names stay as they are.
-        of_engine: whether sizes are those of an engine.
+        of_engine: whether the message is about the sizes of an engine.
 
     Example:
         >>> in_options('tp=3 must divide 8: use layout="balanced" or sp=True', ["tp", "layout", "sp"])

@@ -1,4 +1,4 @@
-"""SVG files made of rectangles, lines and words, on white; on request on black, where the reader's browser is dark."""
+"""Writes SVG pictures of rectangles, lines and words, on white, or also on black for browsers in dark mode."""
 
 from __future__ import annotations
 

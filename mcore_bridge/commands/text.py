@@ -1,4 +1,4 @@
-"""Numbers and names as text for people."""
+"""Numbers, sizes and lists of names as text for reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``convert`` and ``merge`` have written, and their report."""
+"""The answer of ``convert`` and ``merge``: the folder that they wrote, with its contents, and a report of it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from mcore_bridge.convert.convert import Converted
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A folder and what is in it.
+    """A folder that a command has written, and its contents.
 
     Attributes:
         target: the folder.
         kind: its format.
-        parameters: their number, or that of tensors that no model was made of.
-        bytes: of all tensors.
+        parameters: the number of parameters; the number of tensors if no model was built.
+        bytes: the bytes of all tensors.
         files: names in the target.
         kept: how many of the files an earlier run had written.
-        carried: HF names in the target of parts that no model was built of.
+        carried: HF names in the target of parts that were copied, and not built.
         unused: HF names of the source that nothing uses.
-        things: what ``parameters`` counts, in words.
-        notes: what a user must know of the target.
+        things: the kind of the things that ``parameters`` counts, as a word.
+        notes: remarks on the target for the user.
     """
 
     target: Path

@@ -1,10 +1,10 @@
-"""Config tables. Each entry claims HF fields and translates them in both directions; a table is total.
+"""The entries of config tables. Each claims HF fields and translates them in both directions; a table is total.
 
 Every key of an HF config is claimed by exactly one entry. A key without an entry raises: if it were dropped silently,
 the model might load well and compute something else. On the mcore side, ``TransformerConfig`` fields, ``GPTModel``
-arguments and our own attributes form one flat mapping. So an entry need not say which of these its value is.
+arguments and our own attributes form one flat mapping. So an entry need not name the kind of its value.
 
-Sizes of a model, which are checked where a config is read: torch's own errors about them name no field.
+Sizes are checked as soon as a config is read, because torch's own errors about sizes name no field.
 """
 
 import dataclasses

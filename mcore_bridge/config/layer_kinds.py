@@ -1,6 +1,6 @@
-"""Kinds of layers: which have experts, full attention or a rope, and their letters in a ``HybridModel``.
+"""The kind of each layer: with experts, full attention or a rope; also of layers for multi-token prediction (MTP).
 
-Layers for multi-token prediction (MTP): how many a model holds, and of which kind they are.
+megatron-core's ``HybridModel`` has a letter for each kind of layer.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def require_activation(settings: Mapping[str, object]) -> None:
 
 
 def require_plain_parameters(settings: Mapping[str, object]) -> None:
-    """Raises ``ConfigError`` if parameters would hold other values than the tensors of a checkpoint."""
+    """Raises ``ConfigError`` if parameters would be quantized, and so lose values of the checkpoint."""
     for name in ("fp8_param", "fp4_param"):
         if settings.get(name):
             raise ConfigError(

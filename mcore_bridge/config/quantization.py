@@ -1,6 +1,6 @@
-"""Read the description of quantized weights in a config, and refuse unsupported formats by name.
+"""Reads the description of quantized weights in a config, and refuses unsupported formats by name.
 
-The files themselves decide which tensors are quantized; a config must agree with them.
+The files alone decide which tensors are quantized, and the config must agree with them.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Rotary embeddings. transformers computes the frequencies, so there is no second formula."""
+"""Rotary embeddings. transformers computes the frequencies, so that this library needs no second formula."""
 
 import math
 from collections.abc import Mapping

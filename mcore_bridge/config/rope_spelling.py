@@ -1,4 +1,4 @@
-"""Read and write rope settings with the names of the installed transformers, 4.57 or 5.
+"""Reads and writes rope settings with the field names of the installed transformers, 4.57 or 5.
 
 Release 4.57 has ``rope_theta`` and ``rope_scaling``; release 5 has one ``rope_parameters``. A rope type or key that is
 not listed here raises: if a key were dropped, the model would be right for short sequences only.

@@ -1,8 +1,7 @@
-"""Unread fields of an HF config: no entry of a table claims them, and no code of transformers reads them.
+"""Finds unread fields of an HF config: no entry of a table claims them, and no code of transformers reads them.
 
-transformers defines what a checkpoint means. A field that its code does not read for a family cannot change what the
-model computes, so the field is accepted. A field that is read but not claimed is still an error
-(``fields.require_total``).
+A checkpoint means what transformers computes from it. If transformers does not read a field for a family, the field
+cannot change the result, so it is accepted. A field that is read but not claimed raises (``fields.require_total``).
 """
 
 from collections.abc import Iterable

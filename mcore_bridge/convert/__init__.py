@@ -1,1 +1,1 @@
-"""Conversion of folders of weights to another format, as a library. It imports ``launch``, ``factory``, ``weights``."""
+"""Conversions of folders of weights to other formats, as a library. Imports ``launch``, ``factory`` and ``weights``."""

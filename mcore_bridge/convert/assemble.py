@@ -1,7 +1,7 @@
-"""Assembles parameters from HF tensors and disassembles them, one at a time.
+"""Makes a parameter of HF tensors, or HF tensors of a parameter, one parameter at a time.
 
-A parameter is whole here, as one rank without parallelism holds it. This module serves every format with whole
-parameters, and contains no code for a single format.
+A parameter is whole here, as one rank without parallelism holds it. All formats with whole parameters use this module,
+and it has no code for a single format.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The common base of all conversions: the assignment of parameters to files."""
+"""The base class of all conversions, and the assignment of parameters to the files that are written."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Conversion of HF folders to checkpoints of megatron-core and back, with one parameter in memory at a time.
+"""Converts HF folders to checkpoints of megatron-core and back, with one parameter in memory at a time.
 
 First this process plans which parameters go to which file. Then any number of processes write files in parallel, and a
-file gets its name only when it is whole. If a conversion is run again, it keeps complete files. At the end all files go
-to the target in one step.
+file gets its name only when it is complete. If a conversion runs again, it keeps complete files. At the end all files
+go to the target in one step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The conversion of a ``torch_dist`` folder to an HF folder."""
+"""Converts a ``torch_dist`` folder to an HF folder."""
 
 from __future__ import annotations
 

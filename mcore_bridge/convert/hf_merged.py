@@ -1,7 +1,7 @@
-"""Convert an HF folder and a PEFT folder to an HF folder with merged adapters, one tensor after the other.
+"""Converts an HF folder and a PEFT folder to an HF folder with merged adapters, one tensor after the other.
 
-All other tensors keep their bits, also tensors that no parameter uses. The adapters may have another dialect of experts
-than the files: both are matched through the parameters of megatron-core.
+All other tensors keep their bits, also tensors that no parameter uses. The adapters may store experts in another
+dialect than the files. So a tensor and its adapter are matched through the parameter of megatron-core.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ToMerged(ToPlain):
 
     @classmethod
     def of(cls, source: Path, adapter: Path, staging: Path, *, file_bytes: int) -> ToMerged:
-        """Plan it.
+        """Plan the conversion.
 
         Raises:
             ConfigError: the family of the base is not supported.

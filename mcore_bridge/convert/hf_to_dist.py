@@ -1,4 +1,4 @@
-"""The conversion of an HF folder to a ``torch_dist`` folder."""
+"""Converts an HF folder to a ``torch_dist`` folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Convert an HF folder with encoded weights to plain tensors. No model is built, so any family works."""
+"""Decodes the encoded weights of an HF folder to plain tensors. No model is built, so any family works."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ToPlain(Conversion):
 
     @classmethod
     def plan(cls, source: Path, staging: Path, *, dtype: torch.dtype | None, file_bytes: int) -> ToPlain:
-        """Plan it.
+        """Plan the conversion.
 
         Raises:
             CheckpointError: the folder has no encoded weights, or has weights that cannot be decoded.

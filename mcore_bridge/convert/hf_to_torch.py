@@ -1,4 +1,4 @@
-"""The conversion of an HF folder to Megatron's ``torch`` format: a file for each place on one mesh."""
+"""Converts an HF folder to Megatron's ``torch`` format, which has one file for each place on a mesh."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The parameters of a model without parallelism, and their locations in megatron-core's checkpoints.
+"""The parameters of a model without parallelism, and their keys in megatron-core's checkpoints.
 
-They are read from a real ``GPTModel`` on the meta device, in this process. So keys match the installed release.
+Both are read from a real ``GPTModel`` on the meta device, in this process. So keys match the installed release.
 """
 
 from __future__ import annotations

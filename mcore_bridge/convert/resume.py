@@ -1,4 +1,4 @@
-"""Resume an interrupted conversion: its files are kept if this conversion would write equal files."""
+"""Resumes an interrupted conversion: it keeps a file if this conversion would write a file with equal bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The common base of conversions to an HF folder."""
+"""The base class of conversions to an HF folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The conversion of a checkpoint in Megatron's ``torch`` format to an HF folder."""
+"""Converts a checkpoint in Megatron's ``torch`` format to an HF folder."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ def _kind(first: Binding, second: Binding) -> Kind:
 
 
 def _drawn(seed: int, init: Init, name: str, shape: tuple[int, ...]) -> Tensor:
-    """A whole A."""
+    """Random values of a whole A."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
     if init == "kaiming":

@@ -1,14 +1,11 @@
 """Blueprints: all decisions about a model before it is built.
 
-Making a blueprint checks config, mesh, backend and head against each other. It needs no process group. Until the model
-is built, a trainer may change the blueprint's config in place (``reconcile``).
+``BuildOptions`` are the arguments of a build besides the HF config: mesh, dtype, device, modules, head and overrides.
+``make_blueprint`` checks config, options, mesh and backend against each other. It needs no process group.
 
-What a model is built with besides its HF config: mesh, dtype, device, modules, head and overrides.
-
-Reconciles a blueprint with its config, which trainers change in place before they build.
-
-A changed field is treated like an override: it passes the same checks, and values that follow from it are set on the
-same config object. Attributes that neither megatron-core nor we know stay as they are.
+A trainer may change the blueprint's config in place before the model is built. ``reconcile`` then treats a changed
+field like an override: the field passes the checks of overrides, and values that follow from it are set on the same
+config object. Attributes that neither megatron-core nor this library has stay unchanged.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``build_model``. Everything is checked before anything is built.
+"""``build_model``. All checks come before anything is built.
 
 Each chunk is constructed exactly once, in the order of the virtual stages, and is returned, since some trainers hook
 into constructors.
@@ -135,7 +135,7 @@ def build(
 ) -> list[GPTModel]:
     """Builds this rank's chunks from a blueprint. They share its config object.
 
-    All ranks of a replica, and all ranks that share experts, first compare what they are about to build. If one rank
+    All ranks of a replica, and all ranks that share experts, first compare the arguments of the build. If one rank
     cannot load its weights, all raise.
 
     Args:

@@ -1,6 +1,6 @@
-"""Builds a chunk: the ``GPTModel`` of one stage. Modules that mcore cannot build are replaced afterwards.
+"""Builds a chunk: the ``GPTModel`` of one stage. Modules that megatron-core cannot build are replaced afterwards.
 
-Attributes of parameters that megatron-core's optimizer reads, set where megatron-core 0.16 does not set them.
+It also sets attributes of parameters that megatron-core's optimizer reads and that megatron-core 0.16 does not set.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
     initialise_head(chunk, seed)
     initialise_mtp(chunk, seed)
     if blueprint.provenance.tower:
-        _give_sight(chunk, blueprint, seed)
+        _add_images(chunk, blueprint, seed)
     elif blueprint.provenance.whole is not None:
         take_padded_rows(chunk)
     take_lengths(chunk)
@@ -154,7 +154,7 @@ def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
     note_built(chunk)
 
 
-def _give_sight(chunk: GPTModel, blueprint: Blueprint, seed: int) -> None:
+def _add_images(chunk: GPTModel, blueprint: Blueprint, seed: int) -> None:
     """Give the first stage a tower. Later stages compute positions like transformers, without a tower."""
     from mcore_bridge.factory.vision.image_hook import see
 

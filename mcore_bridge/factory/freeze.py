@@ -1,4 +1,4 @@
-"""Freeze parameters by name. A pattern that matches no parameter of the model raises."""
+"""Freezes parameters by patterns of names. A pattern that matches no parameter of the model raises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The inputs of ``GPTModel``, for callers who build it themselves: its config, other arguments and layer specs."""
+"""The arguments of ``GPTModel`` for callers who build it themselves: its config, its sizes and its layer specs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def to_transformer_config(
     Args:
         hf: a folder, the name of a repository in the local hub cache, or a config.
         dims: the mesh. None: a single rank.
-        dtype: of the parameters: float32, bfloat16 or float16.
+        dtype: the dtype of the parameters: float32, bfloat16 or float16.
         overrides: ``TransformerConfig`` fields and ``GPTModel`` arguments by name, as for ``build_model``.
         strict_config: refuse fields that the architecture does not claim, even if no code of transformers reads them.
 

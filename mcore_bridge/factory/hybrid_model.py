@@ -1,4 +1,7 @@
-"""Build a chunk that is a ``HybridModel`` of megatron-core: its layers are halves of layers, given as a string."""
+"""Builds a chunk that is megatron-core's ``HybridModel``: each of its layers is half of an HF layer.
+
+A string has one letter for each half.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Checks whether a model can be a ``HybridModel`` of megatron-core in place of a ``GPTModel``.
+"""Checks whether a model can be megatron-core's ``HybridModel`` in place of a ``GPTModel``.
 
-In a ``HybridModel`` each half of a layer is a separate layer: attention or a mixer, or an MLP or experts. Each has a
-letter, and all layers of a letter are built from one spec.
+In a ``HybridModel`` each half of an HF layer is a separate layer: attention or a mixer, or an MLP or experts. Each kind
+has a letter, and all layers with one letter are built from one spec.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Layer specs: mcore's own block spec of a backend, with our ``modules`` as submodules where mcore's do not work.
+"""Layer specs: megatron-core's block spec of a backend, with submodules from ``modules`` if megatron-core's do not
+work.
 
-Keys of norms in checkpoints of megatron-core, equal for both backends.
+Norms have the checkpoint keys of megatron-core's TransformerEngine specs, whatever the backend is.
 """
 
 from __future__ import annotations

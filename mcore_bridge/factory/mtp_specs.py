@@ -1,4 +1,4 @@
-"""Multi-token prediction (MTP): layers after the decoder, each around a decoder layer, in any pipeline stage."""
+"""Layer specs for multi-token prediction (MTP): layers after the decoder, each around a decoder layer, in any stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts the parameters of an HF model by its config, without building the model."""
+"""Counts the parameters of an HF model from its config, without building the model."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def resolve_layout(
     Args:
         dims: the mesh. It is returned unchanged if its layout is not "balanced".
         hf: the HF config.
-        dtype: of the parameters.
+        dtype: the dtype of the parameters.
         head: with "lm", the last stage also holds the output matrix, or a copy of the embedding if tied.
         mtp: how many tokens MTP layers predict, and by how many layers. They go to the last stage, with a copy of the
             embedding.

@@ -1,4 +1,4 @@
-"""Runs a model with adapters as its base, which is the reference policy of most trainers."""
+"""Runs a model with adapters as if it had none. Most trainers use this base as the reference policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run this process as any rank of a mesh, with torch's `fake` process group: nothing is started or sent."""
+"""Runs this process as any rank of a mesh, with torch's `fake` process group: nothing is started or sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Imports for ranks on CPU. Ranks are forked from a server that imports once, since imports take long."""
+"""The imports of ranks on CPU. A server process imports them once, and ranks are forked from it, since imports take
+long.
+"""
 
 import contextlib
 

@@ -1,7 +1,7 @@
-"""Start one process per rank, and return the results of all ranks, or raise one error with the failed rank.
+"""Starts one process per rank, and returns the results of all ranks, or raises one error that names the failed rank.
 
 The output of ranks goes to a file, which is shown only after a crash. The first failure ends all ranks, so that none
-waits in vain. ``torch.multiprocessing`` starts processes, too, but has no channel for their progress.
+waits forever. ``torch.multiprocessing`` starts processes, too, but cannot report their progress.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The main function of a rank that ``processes`` started: it joins the group, runs, and sends its result."""
+"""The main function of a rank that ``processes.py`` started: it joins the process group, runs, and sends its result."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def _selected_back(mcore: Mcore) -> dict[str, object]:
 
 
 def _turned(hf: Hf) -> dict[str, object]:
-    """Windows, and the layers without a rope: those with experts and without a window."""
+    """Windows, and the layers without a rope, which have experts and no window."""
     windows = derived.WINDOWS.forward(hf)
     kinds, mlps = hf["layer_types"], hf.get("mlp_layer_types")
     assert isinstance(kinds, list)

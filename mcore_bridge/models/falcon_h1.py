@@ -2,7 +2,7 @@
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.tables import BIAS_ATTENTION, DENSE, QK_PLAIN, WINDOW_NEVER, but
-from mcore_bridge.config.tables.beside import BESIDE, LAYERS
+from mcore_bridge.config.tables.attention_and_mixer import BESIDE, LAYERS
 from mcore_bridge.models.blocks import EMBEDDING, GATED_MLP, GQA, O_BIAS, ONE_NORM, QKV_BIAS
 from mcore_bridge.models.blocks_mamba import MAMBA
 from mcore_bridge.rules.layout import REPLICATED

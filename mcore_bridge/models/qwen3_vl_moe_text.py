@@ -13,7 +13,7 @@ OWN = (
     Require("norm_topk_prob", (True, None), "transformers always normalises the weights of experts"),
     Require("use_sliding_window", (False, None), "the text model of transformers has no windows"),
 )
-# As in published files. transformers 5 writes them the other way round: see weights/orientation.py.
+# As in published files. transformers 5 writes them transposed: see rules/variants.py.
 # fmt: off
 EXPERTS = experts("mlp.experts.*", "mlp.experts", table(
     ("linear_fc1.weight", "gate_up_proj[*]", TRANSPOSED >> FUSED_GATED_UP),

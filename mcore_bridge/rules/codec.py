@@ -2,7 +2,7 @@
 
 A file holds *codes*, one for each number, and *scales*, one for each block of numbers. A code is a byte or half a byte,
 and a table gives its value. The number is value times scale: one product in fp32, rounded once to the requested dtype.
-Fields of ``Codec`` describe exceptions in the code of publishers.
+Fields of ``Codec`` describe publishers that compute otherwise.
 
 Decoding is elementwise, so a slice of the decoded tensor is the decoded slice. Encoding will be added here.
 """

@@ -1,4 +1,4 @@
-"""The dtype of a tensor between HF and mcore. Only if the caller requests it, a tensor is cast, by ``tensor.to``."""
+"""The dtype of a tensor on its way between HF and megatron-core. A tensor is cast only if the caller requests it."""
 
 from __future__ import annotations
 

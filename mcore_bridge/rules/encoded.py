@@ -1,4 +1,4 @@
-"""An encoded weight of a file, and slices of it, which can be decoded alone.
+"""An encoded weight of a file, of which any slice can be decoded alone.
 
 Codes and scales of a weight are *grids*: tensors in which one element stands for a cell of the weight. Coordinates show
 which cells a slice needs: tensors of the weight's shape with the index of each row and column. The functions that cut

@@ -1,9 +1,11 @@
-"""Keys of megatron-core's two model classes in its checkpoints: ``GPTModel`` numbers layers, ``HybridModel`` halves.
+"""Translates checkpoint keys between megatron-core's ``GPTModel``, which numbers layers, and ``HybridModel``.
 
-* Layer k becomes one layer for each of its halves. ``input_layernorm`` and ``self_attention`` are in the first of them,
+``HybridModel`` numbers halves of layers:
+
+* Layer k becomes one layer for each of its halves. ``input_layernorm`` and ``self_attention`` are in the first half,
   ``pre_mlp_layernorm`` and ``mlp`` in the second.
-* In a layer of Mamba-2, ``self_attention`` is ``mixer``, and its norm is ``norm``.
-* ``final_layernorm`` is ``final_norm``.
+* In a layer of Mamba-2, ``self_attention`` is called ``mixer``, and its norm ``norm``.
+* ``final_layernorm`` is called ``final_norm``.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ class HalfKeys:
     """Translates keys, which are relative to the decoder, such as ``layers.3.mlp.linear_fc1.weight``.
 
     Args:
-        letters: the letters of each layer, from ``config.hybrid_layers.letters_of``.
+        letters: the letters of each layer, from ``config.layer_kinds.letters_of``.
     """
 
     letters: tuple[str, ...]

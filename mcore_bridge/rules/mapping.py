@@ -179,7 +179,7 @@ class WeightMapping:
     twins: Mapping[str, str] = field(init=False, repr=False, compare=False)
     """Second HF names of tensors, each with the name under which the tensor is read."""
     spare: Mapping[str, str] = field(init=False, repr=False, compare=False)
-    """The ``twins`` that are never written; a source may hold the tensor under such a name alone."""
+    """The ``twins`` that are never written. A source may have the tensor only under such a name."""
 
     def __post_init__(self) -> None:
         by_mcore: dict[str, Rule] = {}

@@ -1,4 +1,4 @@
-"""The layouts of mixers that stand in the place of attention, and of attention with an output gate."""
+"""The layouts of mixers in the place of attention, and of attention with an output gate."""
 
 from mcore_bridge.rules.layout import COLUMN, GROUPS, Concat, Leading, Rearrange, Split
 

@@ -2,14 +2,12 @@
 
 * Layer and expert numbers are global. They are read from the layers as built (``layer_number``,
   ``local_expert_indices``), and never computed from the mesh.
-* Experts have the same names, whether grouped in one module or not.
+* Names of experts do not depend on whether experts are grouped in one module.
 * Norms that TransformerEngine fuses into the next linear layer have the names of separate norms.
 
-So an HF name has one mcore name.
+So an HF name has one canonical name. The inverse gives the names that a ``GPTModel`` has for canonical names.
 
-HF tensors that engines fuse within one load call. They must be given to an engine together.
-
-The inverse: the names that canonical names have in a ``GPTModel``.
+This module also lists HF tensors that engines fuse within one load call, and that an engine must get together.
 """
 
 from __future__ import annotations

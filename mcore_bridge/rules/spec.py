@@ -1,8 +1,6 @@
-"""The description of a tensor that need not exist yet.
+"""Descriptions of tensors by name, shape and dtype, without memory.
 
-Alignment of tensors that lie one behind the other in a window or a buffer.
-
-Runs of neighbours that are handled together, as many as fit into a number of bytes.
+It also has the alignment of tensors in a window or buffer, and groups consecutive items up to a number of bytes.
 """
 
 from __future__ import annotations

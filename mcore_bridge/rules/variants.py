@@ -1,16 +1,13 @@
-"""Variants in which files hold one model: its head, its experts, its names, and the orientation of stacks.
+"""The variants in which files store one model: its head, its experts, its names, and the orientation of stacked
+experts.
 
-Rules of output layers: heads of their own, heads that are the embedding, and those that give scores.
-
-Dialects: HF files hold the routed experts of a layer one by one, or all of them in one tensor.
-
-Conventions in which the files of a model differ, though its rules know one: names, and the orientation of experts.
-
+- The output layer may be an untied head, the embedding, or a head that gives scores.
+- *Dialects*: the routed experts of a layer are stored one by one, or all of them in one tensor.
 - Models without their head, such as embedding models, are saved without the prefix: `layers.0.` instead of
-  `model.layers.0.`. transformers adds the prefix where it reads such a file into a model with a head.
-- A tied embedding may be stored under the name of the head alone.
+  `model.layers.0.`. transformers adds the prefix if it reads such a file into a model with a head.
+- A tied embedding may be stored only under the name of the head.
 - Published files of Qwen3-VL with experts have stacks [experts, in, out], and transformers 5 writes [experts, out, in]
-  under the same names. It reads both by their shapes, and so do we.
+  under equal names. transformers recognizes both by their shapes, and so do we.
 """
 
 from __future__ import annotations

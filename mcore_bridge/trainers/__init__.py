@@ -1,1 +1,3 @@
-"""Interfaces of other bridges for trainers, implemented with this library. It imports all but ``commands``."""
+"""The interfaces of other bridges, as trainers call them, implemented with this library. It imports all but
+``commands``.
+"""

@@ -1,4 +1,4 @@
-"""Load weights for trainers, from any HF folder and any writer, into chunks with or without wrappers."""
+"""Loads the weights of any HF folder into chunks of a trainer, with or without wrappers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replace modules of a trainer. This must happen before the trainer imports them, because it keeps imported names."""
+"""Replaces modules of a trainer. This must happen before the trainer imports names from them."""
 
 import functools
 import importlib
@@ -38,7 +38,7 @@ class StandInModule(ModuleType):
 
 
 def replace_modules(homes: Mapping[str, Home]) -> None:
-    """Replace modules by stand-ins for ours.
+    """Replace modules of a trainer by placeholders that load this library's modules.
 
     Args:
         homes: the trainer's modules by name, each with its replacement.

@@ -67,7 +67,7 @@ def local_params(
 
 
 def _is_known(name: str, mapping: WeightMapping) -> bool:
-    """Whether some rank has a part of this tensor, or of the tensors of experts that the name stands for."""
+    """Whether some rank has a part of this tensor, or of the tensors of experts behind this name."""
     return any(map(mapping.consumers, (name, name.replace(".experts.", ".experts.0.")))) or mapping.is_copy(name)
 
 

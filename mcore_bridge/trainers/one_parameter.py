@@ -1,4 +1,4 @@
-"""The rule of a parameter that a trainer hands over by itself, which adapters and halves of layers cannot be."""
+"""The rule of a single parameter that a trainer passes. Adapters and halves of layers cannot be passed alone."""
 
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.rules.adapters import is_adapter
@@ -10,13 +10,13 @@ def binding_of(name: str, mapping: WeightMapping, numbering: Numbering, instead:
     """The rule of a parameter, bound to its name.
 
     Args:
-        name: that of the parameter in a ``GPTModel`` of the whole model, without wrappers.
+        name: the name of the parameter in a ``GPTModel`` of the whole model, without wrappers.
         mapping, numbering: of the model.
-        instead: what exports a model that cannot be handed over so.
+        instead: a function or class that exports models whose parameters cannot be passed alone.
 
     Raises:
-        ConfigError: the parameter is one of an adapter, or one that only a ``HybridModel`` has. Other names of such a
-            model are those of other layers.
+        ConfigError: the parameter is one of an adapter, or one that only a ``HybridModel`` has. In such a model, the
+            number in a name is not the number of an HF layer.
     """
     if is_adapter(name):
         raise ConfigError(

@@ -1,6 +1,6 @@
 """Megatron-Bridge's functions for adapters, as verl calls them, implemented with this library.
 
-Megatron-Bridge ignores unknown keys, so a typo would have no effect. Here each key is used, left to verl or refused.
+Megatron-Bridge ignores unknown keys, so a typo has no effect there. Here each key is used, left to verl, or refused.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ DEFAULT_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 @dataclass
 class Peft:
-    """What a trainer keeps as its ``peft_cls``: adapters that are to be added when the model is built.
+    """The adapters to add when the model is built. A trainer keeps this object as its ``peft_cls``.
 
     Attributes:
         dim, alpha, dropout: under Megatron-Bridge's names.

@@ -1,7 +1,6 @@
-"""Megatron-Bridge's model provider: a ``TransformerConfig`` that can be changed until the model is built.
+"""Megatron-Bridge's model provider: a ``TransformerConfig`` that a trainer may change until the model is built.
 
-Unchanged fields follow the HF config. A changed field is a setting of the trainer: of the mesh, of the dtype, or an
-override.
+Unchanged fields follow the HF config. A changed field sets the mesh, the dtype, or an override.
 """
 
 from __future__ import annotations

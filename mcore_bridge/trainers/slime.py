@@ -1,7 +1,7 @@
 """slime's ``convert_to_hf`` with our rules: from one whole parameter to HF tensors.
 
 With latent queries, the first of a layer's two latents is kept until the second comes. SGLang fuses ``q_a_proj`` and
-``kv_a_proj_with_mqa`` within one load call. If they come in two calls, it ignores them without an error.
+``kv_a_proj_with_mqa`` within one load call. If it gets them in two calls, it ignores both without an error.
 """
 
 from __future__ import annotations

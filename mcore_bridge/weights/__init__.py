@@ -1,1 +1,1 @@
-"""The verbs for weights, one file each: load, save, export. They import ``architecture``, ``config`` and ``rules``."""
+"""Load, save and export weights: one file for each. They import ``architecture``, ``config`` and ``rules``."""

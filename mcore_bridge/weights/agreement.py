@@ -1,6 +1,6 @@
 """Agreement of the ranks of a replica on a plan, before a byte is sent. Each rank makes the plan for itself.
 
-A plan is kept until anything that it depends on changes on any rank.
+A plan is reused until something that it depends on changes on any rank.
 """
 
 from __future__ import annotations

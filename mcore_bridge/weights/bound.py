@@ -1,4 +1,4 @@
-"""The tensors of one rank, bound to their HF names: loads and exports begin here. Nothing here communicates."""
+"""Binds the tensors of one rank to their HF names. Loads and exports begin here. Nothing here communicates."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def bind(
 
     Args:
         models: the chunks of this rank, one per virtual pipeline stage.
-        provenance: where they come from; None means what ``build_model`` has attached.
+        provenance: the model's HF config and folder; None: ``build_model`` has attached them.
         dialect: how HF names the experts; None means the dialect of the checkpoint of the models.
         merged: for models with adapters: True binds merged weights, False the weights of the base.
         adapters: the adapters of the models, to bind only these.

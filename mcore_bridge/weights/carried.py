@@ -1,7 +1,7 @@
 """Carried tensors: tensors of parts of a checkpoint that are not built. A save copies them.
 
-Such parts are the tower of a composite, and layers for multi-token prediction (MTP). They are copied byte by byte from
-the folder of the model. Encoded ones are decoded, since saved files are plain.
+Such parts are the tower of a composite, and layers for multi-token prediction (MTP). Their bytes are copied from the
+folder of the model. Encoded tensors are decoded, since saved files are plain.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""mcore to HF: agree on a plan, run it, and yield HF tensors. Saves, manifests and trainers all use this iterator.
+"""Exports weights from mcore to HF: agree on a plan, run it, and yield HF tensors. Saves and trainers use this
+iterator.
 
-Nothing communicates until the first ``next``.
-
-The slices of HF tensors that a rank holds, without communication: for callers that transfer weights themselves.
+Nothing communicates until the first ``next``. ``iter_hf_pieces`` never communicates: it yields the slices that a rank
+holds, for callers that transfer weights themselves.
 """
 
 from __future__ import annotations
@@ -66,10 +66,11 @@ def iter_hf_weights(
             pipeline stages send one after the other, and experts a few at a time. None means 2 GB in all, or 1.5 times
             the largest tensor. With buckets below 512 MB, add the part of the tensor before that the caller still
             holds, and a few KB for each rank. ``mcore-bridge plan`` shows the figure.
-        target: what this rank gets; other ranks may choose differently. "everything"; "nothing", so that it only sends;
-            "share", so that each HF tensor is whole on exactly one of the ranks that say so, with about equally many
-            bytes on each; or an ``EngineRank``, to get only its slices (``mb.engine_ranks`` makes all ranks of an
-            engine). With an ``EngineMap``, this rank gets the slices that the map copies, and no other HF tensor.
+        target: the part of the export that this rank gets; other ranks may choose differently. "everything"; "nothing",
+            so that it only sends; "share"; or an ``EngineRank``, to get only its slices (``mb.engine_ranks`` makes all
+            ranks of an engine). With "share", each HF tensor is whole on exactly one of the ranks that share, with
+            about equally many bytes on each. With an ``EngineMap``, this rank gets the slices that the map copies, and
+            no other HF tensor.
         copy: False yields tensors that arrive whole, such as most experts, as views of received memory. A view is valid
             until the next step of the iterator, and must not be written. This takes less memory, but delays the next
             message.

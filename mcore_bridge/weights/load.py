@@ -1,4 +1,4 @@
-"""HF to mcore: every rank copies its slices straight into its parameters, without communication.
+"""Loads HF weights: every rank copies its slices straight into its parameters, without communication.
 
 Each element of each parameter is written exactly once, and each HF tensor of this rank is read once. Every other tensor
 of a source must belong to another pipeline stage, or be in the architecture's list of ignored names.
@@ -93,7 +93,7 @@ def load_as(
     strict: bool = True,
     slot_bytes: int = SLOT_BYTES,
 ) -> LoadReport:
-    """As ``load_hf_weights``, for a source whose tensors ``provenance`` describes, whatever the models came from."""
+    """Like ``load_hf_weights``, for a source that ``provenance`` describes. It may differ from the models' own."""
     with contextlib.ExitStack() as paused:
         paused.enter_context(uncollected())
         opened = open_source(source, getattr(provenance.hf, "quantization_config", None))

@@ -1,4 +1,4 @@
-"""Weights with their adapters merged: new tensors that an export makes of this rank's shards, one after the other.
+"""Merges adapters into weights: new tensors that an export makes of this rank's shards, one after the other.
 
 A merge needs no other shard. Sums are in fp64 and rounded once, so that bits do not depend on how a weight is cut. (A
 sum within about 2^-50 of a boundary of rounding could differ, if kernels add in another order.)

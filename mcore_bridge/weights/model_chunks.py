@@ -1,7 +1,8 @@
-"""The chunks of this rank, and which layers of HF their layers are. Those of a ``HybridModel`` are halves of them.
+"""The chunks of this rank, and the HF layers of their layers. In a ``HybridModel``, a layer is only half of an HF
+layer.
 
-If we built it, each half has the number of its layer. Another trainer's ``HybridModel`` counts halves. Only the HF
-config says which of these are one layer, since models with layers of one half have equal patterns.
+If this library built the model, each half has the number of its HF layer. A ``HybridModel`` of another trainer numbers
+its halves. The HF config then decides which halves form one layer, because the pattern of letters is ambiguous.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Saves over a folder from which the models came. Trainers do this, and no cast may lose bits of the folder.
+"""Checks a save over the folder that the models were loaded from. Trainers do this, and no cast may lose bits.
 
-The folder may be the only copy of weights in a wider dtype. Models in a narrower dtype must not replace it.
+The folder may be the only copy of weights in a wider dtype. A model in a narrower dtype must not replace it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Pending parameters: with ``overlap_param_gather``, replicas gather them only in the next forward."""
+"""Gathers pending parameters before an export: with ``overlap_param_gather``, replicas gather them only in the next
+forward.
+"""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ logger = logging.getLogger("mcore_bridge")
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """The HF config of a model, what its architecture says of HF names, its head, and its folder.
+    """The HF config of a model, its head, its folder, and what its architecture has for HF names.
 
     ``rules``, ``ignored`` and ``optional`` come from the architecture.
 

@@ -1,4 +1,4 @@
-"""mcore to an HF folder: all ranks write files in parallel as tensors come, and all files appear in one step."""
+"""Saves an HF folder: all ranks write files in parallel as tensors come, and all files appear in one step."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from tests.support.forward_batches import FAMILIES, LENGTHS, batch_of, expected_
 from tests.support.parity import BATCH, LONG, reference_of
 from tests.support.strategies import random_state, tiny
 
-BOUND = 2e-5  # of the spread of logits, as in test_parity
+BOUND = 2e-5  # relative to the spread of logits, as in test_parity.py
 assert len(LENGTHS) == BATCH
 
 
@@ -54,7 +54,7 @@ def check(name, dims, **options):
 
 @pytest.mark.parametrize("name", ["mistral-window", *FAMILIES.values()])
 def test_packed_sequences_of_every_family(name):
-    """Each of them is cut for context parallelism as well, unless a family is refused there."""
+    """Each mesh also runs with context parallelism, unless the family refuses it."""
     if refusal := check(name, mb.ParallelDims(cp=2)):
         assert "context parallel" in refusal
         assert not check(name, mb.ParallelDims())
@@ -83,7 +83,7 @@ def test_experts_on_other_ranks(dims):
 
 
 def test_ranks_that_do_not_divide_megatrons_table_of_positions():
-    """It has 4096 places for latent attention, of which each of three ranks would get two sixths."""
+    """It has 4096 places for latent attention, which three ranks cannot divide into sixths."""
     assert not check("deepseek_v3", mb.ParallelDims(cp=3))
 
 
@@ -119,7 +119,7 @@ def balanced(kind, dims, ways):
             how = {"dims": dims, "dtype": torch.float32, "device": "cpu", "load_weights": random_state(hf)}
             models = mb.build_model(hf, **how, overrides=overrides)
             wrapped = stepping.wrap(models)
-            models[0].config.finalize_model_grads_func = None  # it moves the counts to other places
+            models[0].config.finalize_model_grads_func = None  # the padding also moves tokens to other places
             try:
                 mb.forward(wrapped, *batch_of(hf), loss=lambda out, rows: out.log_probs.sum() * 0, **options)
             except BatchError as error:
@@ -138,12 +138,13 @@ def balanced(kind, dims, ways):
 )
 @pytest.mark.parametrize("kind", BALANCED)
 def test_routers_learn_nothing_from_padding(kind, dims):
-    """All of it is one token, which goes to the same experts. Of ranks that have parts of a sequence, z_loss is a mean
-    over their own means, which depends on where they are cut."""
+    """All padding is one token, so all of it would go to the same experts. If ranks have parts of a sequence, z_loss is
+    the mean of the means of the ranks, so it depends on the cuts.
+    """
     if kind == "z_loss" and dims.sp:
         pytest.skip("megatron-core takes the mean of each rank's tokens")
     packed = [{"multiple_of": 1}, {"multiple_of": 64}, {"multiple_of": 64, "packed": False}]
-    ways = packed[:2] if kind == "seq_aux_loss" else packed  # of rows, it is a mean over these
+    ways = packed[:2] if kind == "seq_aux_loss" else packed  # for rows, the loss is a mean over them
     for found in pool.run(dims.smallest_world, balanced, kind, dims, [{"micro_batch_size": 1, **way} for way in ways]):
         first, *others = found
         assert first
@@ -187,7 +188,7 @@ def test_replicas_that_would_wait_for_each_other_are_refused(dispatcher, options
 
 
 def other_replicas():
-    """How both ranks raise if one of two replicas that share experts has a loss, or another mode."""
+    """The errors of both ranks if only one of two replicas that share experts has a loss, or a different mode."""
     hf, said = zoo.cases()["qwen3_moe"].hf, []
     with stepping.mesh(mb.ParallelDims(ep=2)):
         how = {"dims": mb.ParallelDims(ep=2), "dtype": torch.float32, "device": "cpu"}
@@ -228,7 +229,7 @@ def gradients(name, dims, modules):
 @pytest.mark.parametrize("dims", [mb.ParallelDims(), mb.ParallelDims(tp=2, sp=True)], ids=str)
 @pytest.mark.parametrize("name", RECOMPUTED)
 def test_what_is_computed_again_has_the_same_gradients(name, dims):
-    """Also where attention has sinks or caps, or is latent."""
+    """Recomputed layers have equal gradients, also if attention has sinks or caps, or is latent."""
     known, again = (pool.run(dims.tp, gradients, name, dims, modules) for modules in ([], RECOMPUTED[name]))
     for expected, found in zip(known, again, strict=True):
         assert sum(float(each.abs().sum()) for each in expected.values()) > 0
@@ -237,7 +238,7 @@ def test_what_is_computed_again_has_the_same_gradients(name, dims):
 
 
 def refused_somewhere(dims, batches):
-    """How a rank raises whose replica, or whose neighbour, refuses its batch."""
+    """The error of a rank whose replica, or whose neighbour, refuses its batch."""
     hf = zoo.cases()["qwen3_moe"].hf
     with stepping.mesh(dims):
         how = {"dims": dims, "dtype": torch.float32, "device": "cpu", "load_weights": random_state(hf)}
@@ -302,7 +303,7 @@ def run_with_mistake(hf, dims, mistake):
     try:
         if mistake == "sequences run into each other":
             packing._params = lambda sizes, lengths, device: kept[0]([sum(sizes)], [sum(lengths)], device)
-        else:  # context-parallel ranks have each other's tokens
+        else:  # context-parallel ranks have exchanged their tokens
 
             def swapped(*arguments):
                 *others, cp, cp_rank = arguments
@@ -379,7 +380,7 @@ def gradients_of(chunks, name):
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "rows"])
 @pytest.mark.parametrize("dims", MESHES, ids=str)
 def test_gradients_are_those_of_unpadded_rows(dims, packed, size):
-    """Of the mean over two microbatches, or of one with both rows, beside which virtual stages have one of padding."""
+    """The mean over two microbatches, or one microbatch with both rows; virtual stages then add one of padding."""
     (expected,) = pool.run(1, by_hand)
     for _, found in pool.run(
         dims.pp * dims.tp * dims.cp, by_forward, dims, {"packed": packed, "micro_batch_size": size}
@@ -394,7 +395,7 @@ UNEVEN = torch.tensor([7, 3, 6])
 """Lengths of three rows of seven tokens. No microbatch size and no mesh divides three or seven."""
 SIZES = [
     (mb.ParallelDims(), 2, True),
-    (mb.ParallelDims(pp=2, vp=2), 1, True),  # of four microbatches that fill the rounds, one is of padding alone
+    (mb.ParallelDims(pp=2, vp=2), 1, True),  # the rounds need four microbatches, so one has only padding
     (mb.ParallelDims(pp=2, vp=2), 2, False),
     (mb.ParallelDims(pp=2), 2, True),
     (mb.ParallelDims(cp=2), 2, False),
@@ -411,7 +412,7 @@ def uneven_batch():
 
 
 def uneven_loss(log_probs, entropies, rows):
-    """A mean over the places of a microbatch, so that rows which only fill it would be seen."""
+    """A mean over all places of a microbatch, so that rows of padding would change it."""
     of_log_probs, of_entropies = uneven_batch()[2][:, rows]
     return (log_probs * of_log_probs + entropies * of_entropies).mean()
 
@@ -446,7 +447,7 @@ def uneven_by_hand(size):
 
 @pytest.mark.parametrize(("dims", "size", "packed"), SIZES, ids=str)
 def test_three_rows_that_no_microbatch_and_no_mesh_divides(dims, size, packed):
-    """Outputs equal those of each row alone, and gradients those of the mean over microbatches."""
+    """Outputs equal the outputs of each row alone, and gradients the gradients of the mean over microbatches."""
     (expected,) = pool.run(1, uneven_by_hand, size)
     for found in pool.run(dims.smallest_world, uneven_by_forward, dims, size, packed):
         for ours, theirs in zip(found[:2], expected[:2], strict=True):
@@ -486,7 +487,7 @@ def test_what_a_head_says_is_at_its_token(head):
 
 
 def of_a_user(out, rows):
-    """On one tensor rank alone, and with the second microbatch alone."""
+    """A loss that fails only on one tensor rank, and only in the second microbatch."""
     if rows.start and not parallel_state.get_tensor_model_parallel_rank():
         raise KeyError("of a user")
     return None if rows.start else out.entropy.sum()
@@ -504,7 +505,7 @@ LOSSES = {
 
 
 def losses_that_are_none(dims):
-    """The end of each call on this rank; the same ranks make all calls."""
+    """The outcome of each call on this rank. All ranks make all calls."""
     with stepping.mesh(dims):
         chunks = mb.build_model(HF, dims=dims, dtype=torch.float32, device="cpu", load_weights=random_state(HF))
         wrapped, found = stepping.wrap(chunks), []
@@ -581,7 +582,7 @@ def other_calls(dims):
 
 @pytest.mark.parametrize("dims", [mb.ParallelDims(tp=2, pp=2), mb.ParallelDims(cp=2)], ids=str)
 def test_ranks_of_a_replica_that_call_with_other_arguments_all_raise(dims):
-    """Whether each takes its own or not: one that raised alone would leave the others waiting."""
+    """All ranks must raise, also ranks whose argument is right: if one raised alone, the others would wait."""
     *others, last = pool.run(dims.smallest_world, other_calls, dims, timeout=60)
     for place, words in enumerate(OTHERS):
         own = words.removeprefix("REFUSED ")
@@ -612,7 +613,7 @@ def test_outputs_do_not_depend_on_torchs_default_dtype():
 
 
 def other_chunks(folder):
-    """The ends of calls in which the last rank, or every rank, passes wrong chunks, in the order of calls."""
+    """The outcomes of calls in which the last rank, or every rank, passes wrong chunks, in the order of calls."""
     dims, said = mb.ParallelDims(pp=2, vp=2), []
     with stepping.mesh(dims):
         chunks = mb.build_model(HF, dims=dims, dtype=torch.float32, device="cpu", load_weights=random_state(HF))
@@ -695,7 +696,7 @@ def refused():
 
 
 def on_another_mesh():
-    """Runs in a worker: a model, after its process has gone on to another mesh, on which nobody would answer."""
+    """Runs in a worker: a model whose process has changed to another mesh, where no rank would answer."""
     hf = zoo.cases()["llama"].hf
     built = mb.ParallelDims(tp=2, sp=True)
     built.initialize(device="cpu")
@@ -725,7 +726,7 @@ def test_a_bias_that_never_moves_balances_nothing():
 
 
 def test_routers_of_megatron_core_that_learn_are_refused():
-    """Our routers do not count padding; without gradients nothing is counted."""
+    """Our routers do not count padding. Without gradients, they count no token."""
     rate = {"moe_router_bias_update_rate": 1e-3}
     config = mb.to_transformer_config(zoo.cases()["deepseek_v3"].hf, overrides=rate)
     chunk = SimpleNamespace(config=config, parallel_output=True)
@@ -748,7 +749,7 @@ def longest_of_different_rows(dispatcher):
 
 
 def test_ranks_that_share_experts_may_have_different_rows():
-    """Only with allgather they may not."""
+    """Only with the dispatcher "allgather" they may not have different numbers."""
     assert pool.run(2, longest_of_different_rows, "alltoall") == [8, 16]
     for message in pool.run(2, longest_of_different_rows, "allgather"):
         assert "must have the same number of rows in a microbatch, found 1 to 2" in message

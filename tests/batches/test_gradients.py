@@ -1,4 +1,4 @@
-"""Gradients after ``forward`` equal those of one rank, on every mesh, with and without megatron-core's DDP."""
+"""Gradients after ``forward`` equal the gradients of one rank, on every mesh, with and without megatron-core's DDP."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.support import pool, stepping
 from tests.support.strategies import random_state, tiny
 
 ROWS, SEQ, SIZE = 3, 11, 2
-"""Of each replica: the second microbatch has one row."""
+"""The batch of each replica. Its second microbatch has one row."""
 D = mb.ParallelDims
 CASES = [  # models, the number of ranks, and meshes
     ("dense", 2, D()),
@@ -42,7 +42,7 @@ def batch_of(hf, replicas):
 
 
 def steps(name, dims, replicas, wraps):
-    """Gradients of the sum over all rows, by HF name, with DDP and without; and what is left out of each."""
+    """Gradients of the sum over all rows, by HF name, with DDP and without; and the names that each lacks."""
     hf, found = config_of(name), []
     with stepping.mesh(dims):
         rank, count = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
@@ -50,7 +50,7 @@ def steps(name, dims, replicas, wraps):
         for wrapped in wraps:
             chunks = mb.build_model(hf, dims=dims, dtype=torch.float32, device="cpu", load_weights=random_state(hf))
             models = stepping.wrap(chunks) if wrapped else chunks
-            again = 1 if wrapped else 2  # the second one adds to the gradients of the first
+            again = 1 if wrapped else 2  # the second backward adds to the gradients of the first
             for _ in range(again):
                 ids, mask, weights = share
                 loss = lambda out, rows: (out.log_probs * weights[rows]).sum()  # noqa: E731, B023
@@ -73,7 +73,9 @@ def gradients_of(chunks, name, factor):
 
 @pytest.mark.parametrize(("name", "world", "dims"), [each for each in CASES if each[0] in NAMES], ids=str)
 def test_gradients_are_those_of_one_rank(name, world, dims):
-    """Over replicas the mean counts, over accumulated batches the sum. Norms are not 1, and no two values are equal."""
+    """Gradients are a mean over replicas, and a sum over accumulated batches. Norms are not 1, and no two values are
+    equal.
+    """
     replicas = world // (dims.tp * dims.cp * dims.pp)
     (((expected,)),) = pool.run(1, steps, name, D(), replicas, [False])
     for bare, wrapped in pool.run(world, steps, name, dims, replicas, [False, True]):

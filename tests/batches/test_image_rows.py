@@ -1,4 +1,4 @@
-"""Images of each row: what does not fit is named on every rank, and one mapping for all rows is parted by rows."""
+"""Images of each row: an input that does not fit is named on all ranks, and one mapping for all rows is split."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -78,7 +78,7 @@ def _said(forward: Callable[[], Any]) -> str:
 
 
 def wrong_rows(folder: Path, batch: Any, sizes: dict[str, int]) -> list[str]:
-    """Runs in each worker: the end of each of ``WRONG``; the same ranks make all calls."""
+    """Runs in each worker: the outcome of each case of ``WRONG``. All ranks make all calls."""
     ids, mask, images, _ = batch
     dims = mb.ParallelDims(**sizes)
     with stepping.mesh(dims):
@@ -92,7 +92,7 @@ def wrong_rows(folder: Path, batch: Any, sizes: dict[str, int]) -> list[str]:
 
 @pytest.mark.parametrize("sizes", [{}, PP, {"cp": 2}], ids=str)
 def test_images_that_do_not_fit_their_row_are_named_on_every_rank(sizes: dict[str, int]) -> None:
-    """Also where a row is alone in its microbatch, as by default on a pipeline."""
+    """Images are checked also if a row is alone in its microbatch, which is the default on a pipeline."""
     folder, batch, _ = seeing.case("qwen3_vl")
     for said in pool.run(max([1, *sizes.values()]), wrong_rows, folder, batch, sizes, timeout=60):
         for words, message in zip(WRONG, said, strict=True):
@@ -156,7 +156,7 @@ def two_forms(folder: Path, batch: Any, sizes: dict[str, int]) -> tuple[Tensor, 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_one_mapping_of_a_processor_is_parted_by_rows(name: str) -> None:
-    """By grids of patches, by sizes, by equal numbers of tokens, or by runs of tokens."""
+    """Rows are separated by grids of patches, by sizes, by equal numbers of tokens, or by runs of tokens."""
     folder, batch, _ = seeing.case(name)
     with rank_of(ONE, 0, 1):
         (of_rows, whole, _), *_ = pool.run(1, two_forms, folder, batch, {})

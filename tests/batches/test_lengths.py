@@ -1,4 +1,4 @@
-"""Ropes that depend on the length: a row has the log-probs that transformers gives it alone, whatever is beside it."""
+"""Ropes that depend on the length: transformers gives a row alone the same log-probs, whatever the other rows are."""
 
 import dataclasses
 import tempfile
@@ -18,7 +18,7 @@ from tests.zoo import rope
 from tests.zoo.plain import PHI, longrope
 
 ORIGINAL = 14
-"""Sequences that are longer have other frequencies."""
+"""Longer sequences have other frequencies."""
 LENGTHS = (15, 5, 13, 23, 14)
 """Microbatches of two rows have a short and a long row. Context parallelism pads 13 and 14 tokens."""
 DYNAMIC = {**rope("dynamic", factor=4.0), "max_position_embeddings": ORIGINAL}
@@ -105,7 +105,7 @@ def test_a_row_says_the_same_alone_and_beside_longer_ones(name, dims):
 
 
 def test_layers_that_are_computed_again_know_the_lengths_of_their_microbatch():
-    """Latent attention computes its rope itself, when the first stage has gone on to another microbatch."""
+    """Latent attention computes the rope again, after the first stage has begun another microbatch."""
     (dims,) = CASES["latent"]
     for own, again in zip(run("latent", dims, {}), run("latent", dims, FULL), strict=True):
         assert all(map(torch.equal, own, again))
@@ -120,7 +120,7 @@ def by_trainers():
         packed = mb.pack_sequences(ids, mask)
         rows = mb.pack_sequences(ids, mask, packed=False)
         positions = torch.arange(rows.input_ids.size(1)).expand_as(rows.input_ids)
-        counted = dataclasses.replace(rows, position_ids=positions)  # padding, too, so that only the mask tells
+        counted = dataclasses.replace(rows, position_ids=positions)  # also at padding: only the mask marks it
         calls = {
             "packed": (packed, {"packed_seq_params": packed.packed_seq_params}),
             "places": (rows, {}),
@@ -143,7 +143,7 @@ def by_trainers():
 
 
 def test_a_config_may_choose_the_long_factors_for_every_row():
-    """As vLLM does, if it may go beyond the original length."""
+    """vLLM does this, if texts may be longer than the original length."""
     hf = config_of("phi3")
     long = mb.to_transformer_config(hf).hf_rope.frequencies(ORIGINAL + 1)
     scaling = hf.rope_parameters if zoo.NEWEST else hf.rope_scaling

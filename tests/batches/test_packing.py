@@ -1,4 +1,4 @@
-"""Packing and its inverse: every token once, in its place, with its successor, on any mesh; log-probs cut over tp."""
+"""Packing and its inverse: every token once, in place, with the token after it, on any mesh; log-probs cut over TP."""
 
 import itertools
 import re
@@ -71,7 +71,7 @@ def test_every_token_is_in_one_place_with_its_successor(batch):
     found = [(ids[: len(ids) - ids.count(0)], ids, labels) for row in rows for ids, labels in row]
     assert [real for real, _, _ in found if real] == [row for row in expected if row]
     for real, ids, labels in found:
-        assert ids == real + [0] * (len(ids) - len(real))  # padding is behind
+        assert ids == real + [0] * (len(ids) - len(real))  # padding is at the end
         assert labels == real[1:] + [0] * (len(ids) - max(len(real) - 1, 0))
     if params:
         longest = max(max((len(row) for row in expected), default=0), 512)  # padding is never longer
@@ -87,7 +87,7 @@ def test_unpacking_is_the_inverse(batch):
     own = torch.stack([rank.input_ids for rank in ranks])
     assert torch.equal(mb.unpack_sequences(ranks[-1], own), input_ids * mask)
     labels = torch.stack([rank.labels for rank in ranks])
-    behind = mask.long().cumsum(1) > 1  # all but the first of each row
+    behind = mask.long().cumsum(1) > 1  # all tokens except the first of each row
     assert torch.equal(mb.unpack_sequences(ranks[-1], labels, following=True), input_ids * (mask & behind))
 
 
@@ -101,7 +101,7 @@ def test_what_does_not_fit_is_refused():
         mb.unpack_sequences(packed, torch.zeros(1, 6))
     with pytest.raises(BatchError, match=r"values must be a tensor, found \[0.0\]"):
         mb.unpack_sequences(packed, [0.0])
-    with pytest.raises(BatchError, match=r"packed must be what pack_sequences has made, found \{\}"):
+    with pytest.raises(BatchError, match=r"packed must be a result of pack_sequences, found \{\}"):
         mb.unpack_sequences({}, torch.zeros(1, 6))
     with pytest.raises(BatchError, match="following must be True or False, found 2"):
         mb.unpack_sequences(packed, torch.zeros(1, 6), following=2)
@@ -116,7 +116,7 @@ def test_what_does_not_fit_is_refused():
 
 
 def test_padded_rows_that_do_not_fit_context_parallelism_or_their_parameters_are_refused():
-    """As trainers give them, with parameters that they have made."""
+    """The rows and parameters are made as trainers make them."""
     ids, starts = torch.ones(2, 8, dtype=torch.long), torch.tensor([0, 8, 16])
     params = SimpleNamespace(cu_seqlens_q=starts, cu_seqlens_q_padded=None)
     assert lay_out_packed(ids, ids == 1, params, 2, 1).input_ids.shape == (1, 8)
@@ -168,7 +168,9 @@ def on_this_rank(logits, labels, weights, temperature, chunk):
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probs_and_entropies_of_a_cut_vocabulary(world_size, temperature):
-    """Padded to 16 columns: of four ranks the last has one that counts; and 24, of which it has none."""
+    """Vocabularies are padded to 16 columns, of which the last of four ranks has one real one, and to 24, of which it
+    has none.
+    """
     for columns in (16, 24):
         generator = torch.Generator().manual_seed(columns)
         logits = torch.randn(3, 5, columns, generator=generator) * 4
@@ -186,7 +188,7 @@ def test_log_probs_and_entropies_of_a_cut_vocabulary(world_size, temperature):
 
 
 def peaks(num_tokens, vocab, chunk):
-    """Bytes that log-probs take, and their gradient, beside what they give, in fp32 chunks of logits in bf16."""
+    """Bytes that log-probs and their gradient take in addition to the results, in fp32 chunks of bf16 logits."""
     logprobs.CHUNK, kept = chunk, logprobs.CHUNK
     logits = torch.randn(num_tokens, vocab).bfloat16().requires_grad_()
     labels = torch.randint(0, vocab, (num_tokens,))
@@ -209,7 +211,7 @@ def peak_of(function):
 
 
 def test_log_probs_take_few_chunks():
-    """Nothing that is as large as the logits: 64 MB four times are what the documentation says."""
+    """No buffer is as large as the logits. The documentation promises at most four buffers of 64 MB."""
     ((forward, backward),) = pool.run(1, peaks, 4096, 1024, 1 << 18)
     assert 1 < forward < 3.8
     assert 1 < backward < 3.8
@@ -285,7 +287,7 @@ CALLS = {
 
 
 def wrong_calls():
-    """How both ranks raise if the second one has another argument than the first."""
+    """The errors of both ranks if the second rank has another argument than the first."""
     said, usual = [], {"logits": torch.zeros(2, 8), "labels": torch.tensor([1, 2]), "vocab_size": VOCAB}
     for other in CALLS.values():
         with pytest.raises(BatchError) as caught:

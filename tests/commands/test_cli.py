@@ -1,4 +1,4 @@
-"""Run the command as users do: correct input passes; wrong input gives exit code 1 and one message with the reason."""
+"""Runs the command as users do: correct input passes; wrong input gives exit code 1 and one message with the reason."""
 
 import json
 import os
@@ -93,9 +93,9 @@ def test_verify_says_that_all_is_well(checkpoint: Path, tmp_path: Path) -> None:
 @pytest.mark.skipif("qwen3_vl" not in towers.NAMES, reason="the installed transformers builds no towers")
 @pytest.mark.parametrize("name", ["qwen3_vl", "lighton_ocr", "llava", "kimi_k25"])
 def test_verify_shows_an_image_to_both_sides(name: str, tmp_path: Path) -> None:
-    """One with a grid, of any size, of the size of its tower, and in patches."""
+    """Composites whose images have a grid, any size, the size of the tower, or are given in patches."""
     folder = seeing.written(name, tmp_path)
-    if name == "kimi_k25":  # transformers writes names that nobody else reads
+    if name == "kimi_k25":  # transformers writes names that only transformers reads
         file = folder / "model.safetensors"
         save_file(dict(composites.as_published(name, load_file(file))), file, metadata={"format": "pt"})
     count = len(load_file(folder / "model.safetensors"))
@@ -107,7 +107,7 @@ def test_verify_shows_an_image_to_both_sides(name: str, tmp_path: Path) -> None:
 
 
 def exchanged(model_type: str, ends: tuple[str, str], function: Callable[..., Any], task: Any) -> Any:
-    """Runs in a worker: the rules of a family take two tensors for each other."""
+    """Runs in a worker: the rules of a family exchange two tensors."""
     architecture = architecture_module.architectures()[model_type]
 
     def rules(hf: Any) -> tuple[Rule, ...]:
@@ -132,7 +132,7 @@ def exchanged(model_type: str, ends: tuple[str, str], function: Callable[..., An
 def test_verify_finds_a_wrong_rule_with_weights_that_nobody_has_trained(
     ends: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformers begins with norms of one and biases of zero, so that any of them is right in any place."""
+    """transformers initialises norms to one and biases to zero, so that an exchange of them shows nowhere."""
     AutoModelForCausalLM.from_config(tiny.config("qwen2"), dtype=torch.bfloat16).save_pretrained(tmp_path)
     monkeypatch.setattr(command, "quietly", partial(exchanged, "qwen2", ends))
     result = run("verify", tmp_path, "--pp", 2)
@@ -306,14 +306,14 @@ def test_the_bar_of_a_phase_is_over_all_ranks_and_full_when_they_are_done(monkey
             bars.append(self)
 
     monkeypatch.setattr(report, "Progress", Watched)
-    monkeypatch.setenv("TERM", "xterm")  # of a dumb one rich draws nothing
+    monkeypatch.setenv("TERM", "xterm")  # on a dumb terminal rich draws nothing
     console = Console(force_terminal=True, file=StringIO())
     with report.progress(console, 2) as on_event:
         for rank, phase, done, total, completed in [
             (0, "load", 1, 4, 0.25),
             (1, "load", 1, 2, 0.75),
             (0, "load", 4, 4, 1.5),
-            (0, "export", 0, 0, 0.0),  # nothing to do: nothing is divided by it
+            (0, "export", 0, 0, 0.0),  # with no work, there must be no division by zero
             (1, "load", 2, 2, 2.0),
             (0, "export", 3, 3, 1.0),
             (1, "export", 3, 3, 2.0),
@@ -354,7 +354,7 @@ def test_a_rank_that_leaves_ends_the_others(leaver: int, world_size: int, said: 
 
 
 def test_help_is_quick() -> None:
-    """As a shell asks for completions at each key, the command itself brings no torch."""
+    """The command does not import torch, since a shell runs it for completions at each key."""
     script = "import sys, mcore_bridge.commands.app; print({'torch', 'numpy', 'transformers'} & sys.modules.keys())"
     finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert finished.stdout == "set()\n"
@@ -441,7 +441,7 @@ def test_plan_refuses_a_world_that_does_not_fit(llama_70b: Path) -> None:
 
 
 def test_plan_imports_no_compiler(llama_70b: Path) -> None:
-    """It would be a fifth of its time."""
+    """Collecting garbage would take a fifth of its time."""
     script = (
         "import sys\n"
         "from mcore_bridge.commands.app import app\n"

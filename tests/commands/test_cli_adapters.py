@@ -1,4 +1,4 @@
-"""``verify --adapter``: what peft saved is exported again bit by bit, and computes what peft computes."""
+"""``verify --adapter``: an adapter that peft saved is exported bit by bit, and has the logits that peft computes."""
 
 import json
 

@@ -32,7 +32,7 @@ def planned(num_layers: int, dims: ParallelDims) -> MeshPlan:
 
 
 def open_bytes(plan: ExportPlan) -> int:
-    """Of outputs at once at most, as a program opens and closes them."""
+    """The most bytes of outputs that are open at once, counted in the steps of a program."""
     program = Program([plan], 0)
     held: dict[int, int] = {}
     most = before = 0
@@ -43,7 +43,7 @@ def open_bytes(plan: ExportPlan) -> int:
         held |= {output: plan.payload.outputs[output].num_bytes for output in numbers}
         most = max(most, sum(held.values()) + before)
         given = sum(held.pop(output) for output in message.done)
-        before = given or before  # a consumer holds a tensor, which shares its memory with the others
+        before = given or before  # a consumer holds a tensor, which shares its memory with other tensors
     assert not held
     return most
 
@@ -106,7 +106,7 @@ QWEN3_32B = {"vocab_size": 151936, "hidden_size": 5120, "intermediate_size": 256
 
 @pytest.mark.parametrize("dims", [ParallelDims(tp=4, sp=True), ParallelDims(tp=2, pp=2, sp=True), ParallelDims(pp=4)])
 def test_messages_are_large_but_beside_an_embedding_that_takes_most_of_the_memory(dims: ParallelDims) -> None:
-    """A former version made 328 small messages because of an embedding of 1.6 GB, and yet took 2.4 GB."""
+    """An earlier version made 328 small messages because of an embedding of 1.6 GB, and still took 2.4 GB."""
     hf = tiny("llama", **QWEN3_32B, num_attention_heads=64, num_key_value_heads=8, head_dim=128)
     plan = plan_mesh(
         make_blueprint(hf, BuildOptions(dims=dims, dtype=torch.bfloat16, device="meta")), world_size=dims.smallest_world
@@ -131,7 +131,7 @@ WIDE = {"num_experts": 96, "moe_intermediate_size": 1536, "hidden_size": 7168, "
     ids=str,
 )
 def test_experts_go_in_shifts_where_memory_asks_for_it(dims: ParallelDims, world_size: int) -> None:
-    """As many ranks as there are experts, and each with one on its way, would take 6 GB."""
+    """There is a rank for each expert. If each rank sent its expert at once, this would take 6 GB."""
     hf = sparse(4, **WIDE, mlp_only_layers=[], num_attention_heads=32, num_key_value_heads=8)
     plan = plan_mesh(
         make_blueprint(hf, BuildOptions(dims=dims, dtype=torch.bfloat16, device="meta")), world_size=world_size
@@ -142,7 +142,7 @@ def test_experts_go_in_shifts_where_memory_asks_for_it(dims: ParallelDims, world
 
 
 def test_headers_of_many_ranks_are_few_moves() -> None:
-    """One for each rank took 90 KB of a GPU for every message among 1024, and as long to work out."""
+    """A row for each rank took 90 KB of GPU memory for every message among 1024 ranks, and much time to compute."""
     hf = sparse(2, num_experts=256, mlp_only_layers=[])
     plan = plan_mesh(
         make_blueprint(hf, BuildOptions(dims=ParallelDims(ep=256), dtype=torch.bfloat16, device="meta")), world_size=256
@@ -171,7 +171,9 @@ def test_headers_of_many_ranks_are_few_moves() -> None:
 def test_engines_are_fed_within_the_memory(
     hf: Any, dims: ParallelDims, engine: Sequence[EngineRank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Embedding and output layer of 1.2 GB were there at once, and all experts of a layer that many ranks hold."""
+    """In an earlier version, embedding and output layer of 1.2 GB were in memory at once, and so were all experts of a
+    layer.
+    """
     assert max(taken_by(hf, dims, engine, monkeypatch)) < MEMORY
 
 
@@ -206,7 +208,7 @@ def taken_by(
 def test_an_engine_of_one_rank_is_fed_within_three_buckets_and_the_largest_tensor(
     sizes: dict[str, int], dims: ParallelDims, bucket_bytes: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The output layer once began while gate and up of the last layer were in the making."""
+    """In an earlier version, the output layer began while gate and up of the last layer were incomplete."""
     hf = tiny("llama", **{**sizes, "num_hidden_layers": 16}, num_attention_heads=32, num_key_value_heads=8)
     largest, before = (2 * rows * hf.hidden_size for rows in (hf.vocab_size, hf.intermediate_size))
     allowed = 3 * bucket_bytes + largest if bucket_bytes else max(MEMORY, 1.5 * largest)
@@ -240,7 +242,7 @@ def test_one_rank_alone_sends_nothing() -> None:
 
 
 def row_by_row(stream: Sequence[SendRange], row_bytes: Sequence[int], window: int) -> dict[tuple[int, int, int], int]:
-    """The message of each row, found the slow way: pieces end where a window is full or a part ends."""
+    """The message of each row, computed row by row: a piece ends if a window is full or a part ends."""
     found, message, filled = {}, 0, HEADER
     for entry, shard, first, rows in stream:
         start = filled
@@ -299,7 +301,7 @@ def calls(num_layers: int, dims: ParallelDims, num_entries: list[int], num_runs:
 
 
 def test_the_cost_of_planning_is_linear_in_the_number_of_parameters() -> None:
-    """Some 380 calls for each, so that 46,000 of Kimi-K2 are planned in seconds."""
+    """Some 380 calls for each parameter, so that the 46,000 of Kimi-K2 are planned in seconds."""
     num_entries: list[int] = []
     num_runs: list[int] = []
     first, second, fourth = (calls(num, ParallelDims(pp=2, ep=4), num_entries, num_runs) for num in (4, 8, 16))
@@ -371,6 +373,6 @@ def test_the_ends_are_built_and_what_has_other_layers(dense: list[int], num_buil
 
 
 def test_the_last_message_is_as_wide_as_it_must_be():
-    """What only the last message has makes no other message wider."""
+    """A large tensor in the last message makes no other message wider."""
     last = WindowRun(entry=0, shard=0, first=0, rows=3, start=HEADER, message=1, times=1)
     assert widths([last], [1024], 2) == (HEADER, HEADER + 3 * 1024)

@@ -44,7 +44,7 @@ def test_it_is_what_the_programs_of_all_ranks_do(dims: ParallelDims, engine: tup
     received = [sum(sum(program.received(number)) for number in messages) - headers for program in programs]
     sent = [sum(sum(program.sent(number)) for number in messages) - headers for program in programs]
     for each, known in ((found.received, max(received)), (found.sent, max(sent)), (found.total, sum(sent))):
-        assert abs(each - known) < 0.03 * known  # windows of a lane are as wide as its fullest
+        assert abs(each - known) < 0.03 * known  # all windows of a lane are as wide as its widest
     most = max(ranks, key=received.__getitem__)
     taken = [
         max(each.plan.open_bytes_by_message) + min(MESSAGES_IN_FLIGHT, found.messages) * sum(each.room(0))
@@ -60,7 +60,7 @@ def test_nothing_travels_where_engines_are_cut_as_the_trainer_is() -> None:
 
 
 def test_ranks_of_a_replica_feed_by_their_places_in_the_job() -> None:
-    """Of two replicas, each has the ranks 0 and 1, or 2 and 3, of engines of four: other slices than of two."""
+    """Engines have four ranks, and a replica feeds ranks 0 and 1, or 2 and 3: other slices than for engines of two."""
     dims, engine = ParallelDims(tp=2, pp=2, sp=True), engine_ranks(tp=4)
     once, twice = (feed(trainer(dims, world_size), engine) for world_size in (4, 8))
     assert once != twice

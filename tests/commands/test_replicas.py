@@ -62,7 +62,7 @@ def test_derived_inventories_are_the_real_ones(dims, world_of):
     found, groups = real(dims, world_size)
     firsts = [found[i * len(found) // dims.pp] for i in range(dims.pp)]
     assert replicas(firsts, dims, num_experts=12, world_size=world_size) == found
-    for rank, group in groups.items():  # or some would wait for others that do not come
+    for rank, group in groups.items():  # otherwise some ranks would wait forever
         assert rank in group
         assert all(groups[other] == group for other in group)
 
@@ -77,7 +77,7 @@ def test_where_neither_kind_of_axes_lies_in_the_other_all_ranks_export_together(
         for piece in message.pieces:
             loads[piece.sender] += piece.count * plan.payload.entries[piece.entry].row_bytes
     assert set(loads) == set(range(6))
-    assert max(loads.values()) < 1.2 * min(loads.values())  # what several hold, each sends a part of
+    assert max(loads.values()) < 1.2 * min(loads.values())  # each holder of a tensor sends a part of it
 
 
 @pytest.mark.parametrize("dims", MESHES[3:], ids=str)
@@ -89,7 +89,7 @@ def test_plans_are_those_of_the_real_models(dims, tmp_path):
 
 
 def test_a_balanced_pipeline_counts_experts_as_ranks_hold_them():
-    """One dense layer in front weighs more than a layer of experts, once these are dealt out."""
+    """The first layer is dense, and has more bytes on a rank than a layer of experts, which ranks share."""
     hf = tiny(
         "qwen3_moe",
         num_hidden_layers=8,

@@ -1,4 +1,4 @@
-"""Output for scripts: stdout has one JSON object, whose keys the page of the command line lists, and nothing else."""
+"""Output for scripts: stdout has one JSON object and nothing else. The page of the command line lists its keys."""
 
 import json
 import re
@@ -83,7 +83,7 @@ def test_an_error_is_an_object_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["verify", "plan", "convert", "merge", "draw", "doctor", "verfy", "--nothing"])
 def test_wrong_usage_is_an_object_too(command: str, tmp_path: Path) -> None:
-    """A missing argument, a command or an option that is not there, and values that it cannot have."""
+    """A missing argument, an unknown command or option, and invalid values."""
     wrong = [(), ("--nothing",), ("--tp", "two"), *([tmp_path, *option] for option in WRONG.get(command, ()))]
     for arguments in wrong[command == "doctor" :]:
         result = run(command, "--json", *arguments)
@@ -98,7 +98,7 @@ WRONG = {
     "verify": [("--tokens", 0), ("--mtp", -1)],
     "draw": [(".", "--layers", 0), (".", "--seed", 2**64)],
 }
-"""By command, options that have such a value for nobody."""
+"""For each command, options with wrong values."""
 
 
 def test_a_logit_that_is_no_number_is_null() -> None:

@@ -68,7 +68,7 @@ def test_a_folder_is_read_once_and_a_composite_is_its_text(tmp_path: Path, monke
 
 
 def assert_a_rank_holds_it(suggestion: Suggestion, folder: Path) -> None:
-    """Parameters, gradients and Adam's state of the rank that holds most, summed over the model that is built."""
+    """Parameters, gradients and Adam's state of the fullest rank, summed over the built model."""
     dims, totals = suggestion.mesh, []
     for pp_rank in range(dims.pp):
         with rank_of(dims, pp_rank * (4 // dims.pp), 4):
@@ -83,7 +83,9 @@ def assert_a_rank_holds_it(suggestion: Suggestion, folder: Path) -> None:
 
 
 def test_memory_grows_as_it_must(tmp_path: Path) -> None:
-    """Activations with tokens, less with recomputation and with tensor parallelism; all microbatches of 1F1B."""
+    """Activations grow with tokens, and shrink with recomputation and tensor parallelism; all microbatches of 1F1B
+    count.
+    """
     zoo.cases()["llama"].hf.save_pretrained(tmp_path)
 
     def memory(batch: Batch, **given: int) -> Any:
@@ -107,16 +109,16 @@ LAWS = {
     "ep": ({}, 1, "<<= =="),
     "etp": ({"tp": 2, "ep": 2}, 1, "<<= =="),
 }
-"""By axis, a mesh, how many times as many GPUs there are for twice the axis, and what becomes of each of ``PARTS``.
-
-It is halved (/), becomes less (<) or stays (=). Replicas share the optimizer's state, and their number is the same.
+"""For each axis: a mesh, the factor of the number of GPUs if the axis is doubled, and the change of each of ``PARTS``:
+it is halved (/), becomes smaller (<) or stays equal (=). Replicas share the optimizer's state, and their number stays
+equal.
 """
 
 
 @pytest.mark.parametrize("axis", LAWS)
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_each_part_of_the_memory_is_cut_by_the_axes_that_cut_it(name: str, axis: str, tmp_path: Path) -> None:
-    """With logits that outweigh the rest, so that the rank which needs most is of the last stage."""
+    """Logits are the largest part, so that the fullest rank is in the last stage."""
     if name == "llama" and axis in ("ep", "etp"):
         return
     given = copy.deepcopy(zoo.cases()[name].hf)

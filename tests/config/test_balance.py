@@ -1,4 +1,4 @@
-"""``layout="balanced"`` against all layouts that there are, and at the sizes of the largest models."""
+"""``layout="balanced"`` against all possible layouts of small models, and at the sizes of the largest models."""
 
 import time
 from itertools import accumulate, combinations, combinations_with_replacement, pairwise

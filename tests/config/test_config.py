@@ -12,7 +12,7 @@ from mcore_bridge.config.transformer import to_transformer_config
 from mcore_bridge.errors import ConfigError
 from tests.support.families import FAMILIES, Json, built, family, ignored_by, read, table_of
 
-MATTER = {  # fields that must change what is built; raising would not do
+MATTER = {  # fields that must change the model; an error would be wrong
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act"),
     *("num_key_value_heads", "head_dim", "max_position_embeddings", "initializer_range", "rms_norm_eps"),
     *(
@@ -47,7 +47,7 @@ def _mutated(name: str, value: object) -> object:
 
 
 def _outcome(raw: Json, name: str, base: dict[str, object], folder: Path) -> str:
-    """What changing the field does: "changes" what is built, "raises" ConfigError, or "nothing"."""
+    """The effect of another value of the field: "changes" (of the model), "raises" (ConfigError) or "nothing"."""
     value = _mutated(name, raw.get(name, getattr(read(raw, folder / "base"), name, None)))
     fields = {**raw, name: value}
     if name == "num_hidden_layers" and "layer_types" in raw:
@@ -107,7 +107,7 @@ def test_a_table_that_forgets_a_field_is_caught(model_type: str, missing: type, 
 
 
 def test_a_mapped_field_that_is_ignored_instead_is_caught(tmp_path: Path) -> None:
-    """The planted mistake: rms_norm_eps on the ignore list of a table is what the mutation test finds."""
+    """The planted mistake: a table ignores rms_norm_eps, and the mutation test must find it."""
     raw = family("llama")
     table = table_of(read(raw, tmp_path))
     eps = Ignore("by mistake", ("rms_norm_eps",))

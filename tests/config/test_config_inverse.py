@@ -1,4 +1,4 @@
-"""Config tables are two-way: what goes in comes out, over all geometries."""
+"""Config tables work in both directions: a config that is translated and back is unchanged, for all sizes."""
 
 import json
 
@@ -78,7 +78,7 @@ def test_hf_to_mcore_to_hf_is_the_identity(fields: Json) -> None:
 
 @given(checkpoints())
 def test_what_comes_back_is_read_alike(fields: Json) -> None:
-    """mcore to HF to mcore is the identity on what HF configs reach."""
+    """mcore to HF to mcore is the identity on all values that HF configs can have."""
     hf = read_config(CONFIG_MAPPING[fields["model_type"]].from_dict(json.loads(json.dumps(fields))))
     table = table_of(hf)
     back = to_hf_config(to_transformer_config(hf, table), to_gpt_arguments(hf, table), table)
@@ -89,6 +89,6 @@ def test_what_comes_back_is_read_alike(fields: Json) -> None:
 
 
 def test_every_nth_layer_counts_from_one() -> None:
-    """As megatron-core counts them: with 4, the fourth layer and the eighth have full attention."""
+    """With n = 4, the fourth and the eighth layer have full attention, as in megatron-core."""
     mcore = {"num_layers": 8, "linear_attention_freq": 4}
     assert layers_but_full(mcore, "linear_attention_freq", unset=0) == [1, 1, 1, 0, 1, 1, 1, 0]

@@ -1,4 +1,6 @@
-"""Configs of families with norms elsewhere, soft caps and ropes by layer: published ones, the way back, refusals."""
+"""Configs of families with norms in other places, soft caps and ropes by layer: published configs, their inverse,
+refusals.
+"""
 
 import math
 from pathlib import Path

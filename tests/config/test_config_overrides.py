@@ -1,4 +1,4 @@
-"""What mesh, dtype and overrides make of a config, after the table."""
+"""The effect of mesh, dtype and overrides on a config, after the table."""
 
 import dataclasses
 from pathlib import Path

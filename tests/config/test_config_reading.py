@@ -11,7 +11,7 @@ from mcore_bridge.config.hf import read_config
 from mcore_bridge.errors import ConfigError
 from tests.support.families import FAMILIES, ROPES, Json, built, family, read, rope_of, spelling_4, spelling_5, write
 
-PUBLISHED: dict[str, Json] = {  # what checkpoints of these names hold beyond sizes, as their config.json spells it
+PUBLISHED: dict[str, Json] = {  # fields of published config.json files, without sizes
     "Llama-2-7b-hf": {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],

@@ -1,4 +1,4 @@
-"""Biases, windows and refusals: what the tables derive, field by field."""
+"""Biases, windows and refusals: the values that tables derive, field by field."""
 
 import json
 from contextlib import nullcontext
@@ -65,7 +65,7 @@ def test_what_mcore_cannot_express_is_refused_with_the_reason(change: Json, mess
     ],
 )
 def test_a_value_of_another_type_is_refused(name: str, value: object, expected: str) -> None:
-    """By us, since transformers 4 takes any value."""
+    """This library refuses it, since transformers 4 accepts any value."""
     hf = CONFIG_MAPPING["llama"]()
     with pytest.raises(ConfigError, match=f"{name} must be {expected}, as megatron-core's .* is, found {value!r}"):
         to_mcore(table_of(hf), {**hf.to_dict(), name: value})
@@ -109,7 +109,7 @@ def test_a_value_of_another_type_is_refused(name: str, value: object, expected: 
     ],
 )
 def test_values_of_no_sense_are_refused_by_name(case: str, change: Json, message: str, tmp_path: Path) -> None:
-    """They come from a file, whoever wrote it: no error of Python, and no endless list."""
+    """Values come from a file of any writer, so there is no error of Python, and no endless list."""
     fields = {**zoo.described()[case].hf.to_dict(), "rope_parameters": None, "rope_theta": 1e4, **change}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ConfigError, match=message):
@@ -215,7 +215,7 @@ def test_a_soft_cap_that_is_no_positive_number_is_refused(cap: object) -> None:
 
 
 def test_a_list_of_equal_numbers_is_that_number() -> None:
-    """With one entry for each layer, also for a single layer."""
+    """The list has one entry for each layer, also for a single layer."""
     field = number("moe_topk", "moe_router_topk")
     for num_layers in (1, 3):
         assert field.to_mcore({"moe_topk": [8] * num_layers, "num_hidden_layers": num_layers}) == {"moe_router_topk": 8}

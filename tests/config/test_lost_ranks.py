@@ -1,4 +1,4 @@
-"""If a rank is killed, the other ranks report its number at once, whatever they are doing."""
+"""If a rank is killed, the other ranks report its number at once, in any operation."""
 
 import datetime
 import inspect
@@ -41,7 +41,7 @@ CALLS = {export: ExportError, save: CheckpointError, forward: ExportError}
 
 
 def survive(rank, folder, machines, seconds):
-    """Rank 1 is killed when all have begun; the others write down how each call ends."""
+    """Rank 1 is killed when all ranks have begun. The other ranks write the outcome of each call to a file."""
     mock.patch.multiple(lost_ranks, this_machine=lambda: machines[rank], _SECONDS=seconds).start()
     world = dist.FileStore(os.path.join(folder, "store"), 3)
     timeout = datetime.timedelta(seconds=90)
@@ -56,7 +56,7 @@ def survive(rank, folder, machines, seconds):
         with Path(folder, str(rank)).open("a") as file:
             file.write(f"{raised.value}\n")
     ended = time.monotonic() + 90
-    while len(written(folder)) < 2 * len(CALLS) and time.monotonic() < ended:  # else it would be named as well
+    while len(written(folder)) < 2 * len(CALLS) and time.monotonic() < ended:  # otherwise it would be named, too
         time.sleep(0.05)
 
 
@@ -82,7 +82,7 @@ def test_survivors_say_who_was_lost_as_far_as_they_can_know(tmp_path, machines, 
 
 
 def noted():
-    """Runs in each worker: what is known of the processes of the job, and its own."""
+    """Runs in each worker: the recorded processes of the job, and the process of this rank."""
     lost_ranks.note_process()
     lost_ranks.note_process()
     dist.barrier()
@@ -102,7 +102,7 @@ def test_what_breaks_elsewhere_is_left_as_it_is():
 
 
 def test_every_collective_of_a_group_names_lost_ranks():
-    """A method that calls torch.distributed says what was lost, as its decorator does."""
+    """Each method that calls torch.distributed has the decorator that names lost ranks."""
     methods = {name: method for name, method in vars(collectives.Group).items() if inspect.isfunction(method)}
     calling = {
         name for name, method in methods.items() if re.search(r"\bdist\.(all_|broad|scat)", inspect.getsource(method))

@@ -77,13 +77,13 @@ VALUES: dict[str, list[Any]] = {
     "dsa_indexer_topk": [5],
     "linear_num_value_heads": [4],
 }
-"""What is overridden, in any family: most of these no family says, and each some family does."""
+"""Overrides for any family. Each of them is in the HF config of some family, and most are in few."""
 names = st.sampled_from(sorted(zoo.cases()))
 
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
-    """A case of the zoo and what is overridden: most of it what its table maps, some of it what others do."""
+    """A case of the zoo and its overrides: most are fields that its table maps, some are fields of other tables."""
     case = draw(names)
     hf = zoo.cases()[case].hf
     own = sorted(VALUES.keys() & decided_by(table_of(hf), hf.to_dict()))
@@ -98,7 +98,7 @@ def drawn(hf: Any, overrides: dict[str, Any] | None = None) -> Blueprint:
 
 
 def said(blueprint: Blueprint, free: set[str]) -> dict[str, Any]:
-    """All that is decided about a model, but for what no HF config says."""
+    """All settings of a model, except for settings that no HF config has."""
     found = {**vars(blueprint.config), **blueprint.gpt_arguments, "rules": blueprint.provenance.rules}
     return {name: value for name, value in found.items() if name not in free and name not in NOT_COMPARABLE}
 
@@ -139,7 +139,7 @@ SAYS: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layers": [1, 0, 1]},
     "glm4_moe": {"use_qk_norm": False, "attention_bias": False, "first_k_dense_replace": 2},
 }
-"""What the config that is saved has to say, as far as it is not obvious."""
+"""The expected fields of the saved config, unless they are obvious."""
 
 
 def logits_of(chunk: Any, inputs: torch.Tensor) -> torch.Tensor:
@@ -149,7 +149,7 @@ def logits_of(chunk: Any, inputs: torch.Tensor) -> torch.Tensor:
 
 
 def saved(problems: list[tuple[str, dict[str, Any]]], folder: str) -> list[tuple[str, list[str], float]]:
-    """Runs in a worker: what is otherwise after a save, beside a config that is kept, and how far transformers is."""
+    """Runs in a worker: for each case, differences after a save, and the distance to transformers' logits."""
     from transformers import AutoModelForCausalLM
 
     found = []
@@ -212,7 +212,7 @@ NOT_SAID: list[tuple[str, dict[str, Any], list[str]]] = [
     ("falcon_h1", {"softmax_scale": "x"}, ["softmax_scale must be a number, found 'x'"]),
     ("nemotron_h", {"moe_layer_freq": [0, 0, 0, 0]}, ["moe_layer_freq must be [0, 1, 0, 0], as layers_block"]),
 ]
-"""Cases, overrides, and what is said of them."""
+"""Cases, overrides, and the names in the error."""
 
 
 @pytest.mark.parametrize(("name", "overrides", "messages"), zoo.params(NOT_SAID, itemgetter(0)))
@@ -234,7 +234,7 @@ VERL: dict[str, Any] = {
     "overlap_p2p_comm": False,
     "variable_seq_lengths": True,
 }
-"""All that verl 0.9.1 sets by itself, with both of its flavours; siiRL sets nothing of a model by itself."""
+"""All settings of verl 0.9.1 itself, for both of its bridges. siiRL itself sets no fields of a model."""
 EXAMPLES: dict[str, Any] = {
     "calculate_per_token_loss": True,
     "deallocate_pipeline_outputs": True,
@@ -249,11 +249,11 @@ EXAMPLES: dict[str, Any] = {
     "recompute_method": "uniform",
     "recompute_num_layers": 1,
 }
-"""What the examples of verl and siiRL have in ``override_transformer_config``, where a CPU can do it."""
+"""Values of ``override_transformer_config`` in the examples of verl and siiRL that a CPU supports."""
 RLINF = {"moe_router_load_balancing_type": "aux_loss", "init_method_std": 0.008, "hidden_dropout": 0.25}
-"""What RLinf's examples have in ``actor.model`` and no HF config says, but for the second."""
+"""Values of ``actor.model`` in RLinf's examples. No HF config has them, except for the second."""
 SPARSE = tiny("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
-"""With experts in all layers, so that RLinf makes the size of dense ones that of experts."""
+"""All layers have experts, so RLinf sets the size of dense MLPs to the size of experts."""
 TRAINERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "verl, dense": ("qwen2", {**VERL, **EXAMPLES}, {}),
     "verl, experts": ("qwen3_moe", {**VERL, **EXAMPLES}, {}),
@@ -275,7 +275,7 @@ TRAINERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "RLinf, latent attention": ("deepseek_v3", {"qk_layernorm": True, "vocab_size": 120}, {}),
 }
-"""What trainers set on models of these cases, and what comes back of it in the HF config."""
+"""For each case: settings of a trainer, and the fields of the HF config that they change."""
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
@@ -294,12 +294,12 @@ def test_what_a_trainer_sets_is_taken(trainer: str) -> None:
 
 
 def test_rlinf_may_ask_for_another_number_of_experts_of_a_token() -> None:
-    """``mcore_customization_config``: the one override of RLinf's examples that makes another model."""
+    """``mcore_customization_config``: the only override of RLinf's examples that changes the model."""
     assert drawn(zoo.cases()["mixtral"].hf, {"moe_router_topk": 3}).provenance.overridden == {"num_experts_per_tok": 3}
 
 
 def test_layers_with_experts_that_are_overridden_are_all_listed():
-    """Whatever steps the config had, it has none afterwards."""
+    """The config lists the layers with experts afterwards, even if it had a step before."""
     hf = zoo.cases()["qwen3_moe"].hf
     frequencies = [1, 0] * (hf.num_hidden_layers // 2)
     overrides = {"moe_layer_freq": frequencies}

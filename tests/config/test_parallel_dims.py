@@ -51,7 +51,7 @@ def test_levels_of_context_parallelism_come_as_a_trainer_has_them() -> None:
 
 
 def test_a_layout_may_be_what_megatron_core_takes_or_makes_of_it() -> None:
-    """Its string, the kinds of layers of each stage, and the object in its config, which has either."""
+    """A layout may be megatron-core's string, the kinds of layers of each stage, or megatron-core's object."""
     names = [["Embedding", LayerType.decoder], [], ("decoder", "mtp "), ["loss"]]
     text = ParallelDims(pp=2, vp=2, layout="Et||tm|L")
     lists: list[Any] = [[*stage] for stage in names]
@@ -184,7 +184,7 @@ def test_heads_fit_exactly_when_megatron_core_can_build_its_attention(
     shape = {"num_attention_heads": heads, "num_query_groups": groups, "kv_channels": size}
     try:
         TransformerConfig(num_layers=4, hidden_size=heads * size, tensor_model_parallel_size=tp, **shape)
-        divide((heads + 2 * groups) * size, tp)  # what ColumnParallelLinear does with the rows of linear_qkv
+        divide((heads + 2 * groups) * size, tp)  # ColumnParallelLinear divides the rows of linear_qkv
         fits = True
     except (AssertionError, ValueError):
         fits = False

@@ -1,4 +1,4 @@
-"""Meshes from and to real processes: gloo, torchrun's environment, megatron-core's ``parallel_state``."""
+"""Process groups of a mesh, made or read in real processes: gloo, torchrun's environment, ``parallel_state``."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from tests.support.gpus import free_port
 
 
 def meet(file: str, fields: dict[str, Any], wrong: dict[str, Any], environment: dict[str, str]) -> None:
-    """Runs in a process that has no process group: what this mesh says of itself, and what others are told."""
+    """Runs in a process without a process group: this mesh is made and read back, and another mesh raises."""
     import torch.distributed as dist
     from megatron.core import parallel_state as state
 
@@ -44,7 +44,7 @@ def meet(file: str, fields: dict[str, Any], wrong: dict[str, Any], environment: 
     }
     dims.initialize(device="cpu", timeout=timedelta(minutes=7))
     group = dist.group.WORLD
-    dims.initialize()  # the same again: nothing happens
+    dims.initialize()  # a second call for an equal mesh does nothing
     found |= {
         "same": ParallelDims.from_mcore(sp=dims.sp) == dims and dist.group.WORLD is group,
         "backend": dist.get_backend(),
@@ -157,7 +157,7 @@ def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def _initialize_each(meshes: list[ParallelDims]) -> list[tuple[bool, list[int]]]:
-    """In a process group that exists: read back the same, and where this rank stands on every axis."""
+    """In an existing process group: whether each mesh is read back equal, and the rank on every axis."""
     import torch.distributed as dist
     from megatron.core import parallel_state as state
 
@@ -188,14 +188,14 @@ def test_every_axis_is_initialized_in_megatrons_default_order() -> None:
 
 
 def _initialize_levels() -> tuple[bool, list[list[int]], str, bool]:
-    """Read back the same, ranks of both levels, what another mesh is told, and whether all is gone with the mesh."""
+    """Whether the mesh is read back, the ranks of both levels, another mesh's error, and whether all groups end."""
     import torch.distributed as dist
     from megatron.core import parallel_state as state
 
     dims = ParallelDims(cp=4, hierarchical_context_parallel_sizes=(2, 2))
     dims.initialize(device="cpu")
     same = ParallelDims.from_mcore() == dims
-    ParallelDims(cp=4).initialize(device="cpu")  # who wants no hierarchy may have one
+    ParallelDims(cp=4).initialize(device="cpu")  # a mesh without a hierarchy fits groups with one
     levels = [dist.get_process_group_ranks(group) for group in state.get_hierarchical_context_parallel_groups()]
     with pytest.raises(MeshError) as refused:
         ParallelDims(cp=4, hierarchical_context_parallel_sizes=(4, 1)).initialize(device="cpu")
@@ -217,7 +217,7 @@ def test_context_parallelism_of_two_levels_has_neighbours_and_rings() -> None:
 
 
 def _read_what_a_trainer_made() -> list[ParallelDims]:
-    """By megatron-core's own call, with the sizes that it leaves at None."""
+    """The groups are made by megatron-core's own call, which leaves some sizes at None."""
     from megatron.core import parallel_state
 
     found = []
@@ -266,7 +266,7 @@ else:
 
 
 def test_a_process_ends_well_while_a_thread_of_gloo_is_at_work() -> None:
-    """Python ended the thread otherwise, and C++ the process: "terminate called without an active exception"."""
+    """Otherwise Python ends the thread, and C++ then the process: "terminate called without an active exception"."""
     finished = _start(ENDING, {}, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
     _, error = finished.communicate(timeout=120)
     assert finished.returncode == 0, error[-3000:]
@@ -276,7 +276,7 @@ def test_a_process_ends_well_while_a_thread_of_gloo_is_at_work() -> None:
     "seen",
     [
         [[("R", "1")], [("R", "1")], [("S", "2")], [("S", "2")]],  # it computes, and does not wait for the GIL
-        [[("S", "1")], [("S", "2")], [("S", "2")]],  # it has worked between two looks
+        [[("S", "1")], [("S", "2")], [("S", "2")]],  # its counter has grown between two reads
         [[("S", "1"), ("R", "1")], [("S", "1"), ("R", "1")], []],
     ],
     ids=["running", "woken", "one of two"],

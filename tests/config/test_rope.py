@@ -1,4 +1,4 @@
-"""Rope is what transformers computes: every type, both spellings, short and long, and a refusal for all else."""
+"""Ropes equal transformers' ropes: every type, both spellings, short and long texts. All other types raise."""
 
 import importlib
 import math
@@ -51,7 +51,7 @@ def test_frequencies_are_those_of_transformers(tmp_path: Path, model_type, rope_
 
 @pytest.mark.parametrize("rope_type", ROPES)
 def test_each_rope_differs_from_the_default(rope_type: str, tmp_path: Path) -> None:
-    """Else the tests above would hold for a reader that drops everything."""
+    """Otherwise the tests above would pass for a reader that drops everything."""
     rope = rope_of(read_config(write(tmp_path, family("llama", rope_type))))
     plain = Rope(parameters={"rope_type": "default", "rope_theta": 1e4}, head_dim=16, max_position_embeddings=256)
     assert not torch.equal(rope.frequencies(1000), plain.frequencies(1000))
@@ -64,7 +64,7 @@ def test_only_dynamic_depends_on_the_length(tmp_path: Path) -> None:
         assert torch.equal(rope.frequencies(256), rope.frequencies())
         assert torch.equal(rope.frequencies(257), rope.frequencies()) == (rope_type != "dynamic")
         rope.frequencies(1000)
-        assert torch.equal(rope.frequencies(9), rope.frequencies())  # no state is left behind
+        assert torch.equal(rope.frequencies(9), rope.frequencies())  # no state remains from other lengths
 
 
 @pytest.mark.parametrize("rope_type", ROPES)
@@ -197,7 +197,7 @@ def test_llama3_scaling_by_mcore_arguments_is_mcore_s_own_scaling() -> None:
 
 
 def test_fused_latent_attention_gets_the_cosines_that_mcore_would_give_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the same yarn: in the kernel's shape and dtype, and with the attention factor."""
+    """Both follow from one yarn: in the kernel's shape and dtype, and with the attention factor."""
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
     from mcore_bridge.factory.modules.rotary import LatentRotaryEmbedding
@@ -261,27 +261,27 @@ def test_yarn_of_a_model_that_was_trained_with_it_is_yarn(tmp_path: Path) -> Non
     yarn = {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 64}
     ropes = [
         rope_of(read_config(write(tmp_path, {**_without_rope("llama"), "rope_theta": 1e4, "rope_scaling": rope})))
-        for rope in (yarn, {**yarn, "finetuned": True})  # as the code of its authors has it
+        for rope in (yarn, {**yarn, "finetuned": True})  # as in the authors' code
     ]
     assert ropes[0] == ropes[1]
 
 
 def test_the_old_name_of_a_type_is_understood() -> None:
-    """As configs have it that transformers has not read yet."""
+    """Configs that transformers has not converted yet have the old name."""
     assert merged({"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}})["rope_type"] == "linear"
     assert merged({"rope_theta": 1e4})["rope_type"] == "default"
 
 
 @pytest.mark.parametrize("factor", [0.375, 1.5])
 def test_dims_that_cannot_be_rotated_are_refused(factor: float) -> None:
-    """Three of eight dims, and twelve."""
+    """Three of eight dims, and twelve dims."""
     parameters = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": factor}
     with pytest.raises(ConfigError, match="must rotate an even number of the 8 dims"):
         Rope(parameters=parameters, head_dim=8, max_position_embeddings=64)
 
 
 def test_a_factor_of_one_is_no_partial_rotation(tmp_path: Path) -> None:
-    """Other families have it in their configs as well."""
+    """Configs of other families have this field, too."""
     fields = family("llama") | {"rope_scaling": None} | spelling_5("linear")
     fields["rope_parameters"]["partial_rotary_factor"] = 1
     config = read_config(write(tmp_path, fields))

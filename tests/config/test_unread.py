@@ -69,7 +69,9 @@ def test_a_reader_that_looks_into_fewer_places_is_caught(monkeypatch: pytest.Mon
 
 
 def test_each_way_to_read_a_field_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On code made for it: kept or passed on under its own name is not read, all else is, and unknown names are."""
+    """On made-up code: a field that is only kept or passed on is unread, any other use reads it; unknown names
+    count.
+    """
     package = tmp_path / "models" / "toy"
     package.mkdir(parents=True)
     (tmp_path / "shared.py").write_text(
@@ -147,7 +149,7 @@ def test_each_way_to_read_a_field_counts(tmp_path: Path, monkeypatch: pytest.Mon
 def test_unread_fields_are_accepted_named_and_refused_when_strict(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In every door: what is built does not change, one line names them, and strict_config refuses all at once."""
+    """For every function that builds: the model does not change, one line names them, and strict_config refuses all."""
     extra = {"unk_token_id": 0, "use_qk_norm": True, "dual_chunk_attention_config": {"chunk_size": 8}}
     folder = write(tmp_path / "published", {**family("qwen3"), **extra, "auto_map": {"AutoModel": "m.X"}})
     plain = mb.to_transformer_config(write(tmp_path / "plain", family("qwen3")))
@@ -175,7 +177,7 @@ def test_unread_fields_are_accepted_named_and_refused_when_strict(
 
 
 def test_a_borrowed_class_answers_for_its_own_fields_only(tmp_path: Path) -> None:
-    """kimi_k2 is read by the class of deepseek_v3: the code in its folders may read what that class lacks."""
+    """deepseek_v3's config class reads kimi_k2. The code in its folders may read fields that this class lacks."""
     hf = CASES["deepseek_v3"].to_dict()
     fields = {**hf, "model_type": "kimi_k2", "a_field_of_kimi": 1}
     folder = write(tmp_path, json.loads(json.dumps(fields, default=str)))

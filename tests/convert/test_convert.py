@@ -26,7 +26,7 @@ from tests.support.conversions import MOE, StoppedError, assert_exact, mb_config
 from tests.support.experts import fused
 from tests.support.strategies import random_state, save, tiny
 
-FAMILIES = [  # between them: every layout, and everything that megatron-core takes to pieces
+FAMILIES = [  # together they have every layout, and every parameter that megatron-core splits
     *("llama", "gemma2", "gpt_oss", "olmo2", "phi3", "qwen2_moe", "hunyuan_v1_moe", "minimax_m2", "starcoder2"),
     *("deepseek_v3", "deepseek_v32", "qwen3_next", "qwen3.5-moe", "mixtral"),
 ]
@@ -84,7 +84,7 @@ def read_and_write(sources: list[Path], converted: list[Path], folders: list[Pat
             expected, found = Checkpoint(source), mb.to_hf_state_dict(model)
             assert set(found) == set(expected)
             assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
-            for layer in model.decoder.layers:  # as a model whose specs have the norms apart says it
+            for layer in model.decoder.layers:  # keys of a model whose specs have separate norms
                 layer.submodules_config.sharded_state_dict_keys_map = {}
             save_as_trainers_do(model, target, singleton_local_shards=bool(experts))
         with stepping.mesh(ParallelDims(pp=2)):
@@ -94,7 +94,9 @@ def read_and_write(sources: list[Path], converted: list[Path], folders: list[Pat
 
 
 def save_as_trainers_do(model: Any, folder: Path, **metadata: bool) -> None:
-    """In Megatron-LM's layout, with an iteration and the states of an optimizer and of a generator beside the model."""
+    """Save in Megatron-LM's layout: with an iteration and the states of an optimizer and a generator beside the
+    model.
+    """
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
@@ -114,7 +116,7 @@ def save_as_trainers_do(model: Any, folder: Path, **metadata: bool) -> None:
 
 
 def test_megatron_core_reads_it_and_what_it_writes_is_read(tmp_path):
-    """As its trainers wrote it: one tensor of all layers without experts; a tensor for each of the experts."""
+    """Trainers write one tensor for all layers without experts, and a tensor for each of the experts."""
     sources, converted, saved = ([tmp_path / f"{name}{i}" for i in range(2)] for name in ("hf", "dist", "saved"))
     for i, (model_type, fields) in enumerate((("qwen3_moe", MOE), ("qwen3", {"tie_word_embeddings": True}))):
         hf = tiny(model_type, vocab_size=97, **fields)
@@ -219,7 +221,7 @@ def test_what_was_left_of_another_source_is_not_used(tmp_path):
 
 @pytest.mark.parametrize("back", [False, True], ids=["to torch_dist", "to HF"])
 def test_what_was_left_of_another_config_or_release_is_not_used(back, tmp_path, monkeypatch):
-    """Not even where all shapes are those of the other config, as with heads half as many and twice as large."""
+    """Old files are not used even if all shapes are equal, such as with half as many heads of twice the size."""
     hf = tiny("llama", num_attention_heads=4, num_key_value_heads=2)
     source = written(random_state(hf, dtype=torch.bfloat16), hf, tmp_path / "hf")
     tiny("llama", num_attention_heads=2, num_key_value_heads=1, head_dim=48).save_pretrained(tmp_path / "other")
@@ -264,7 +266,7 @@ def test_memory_is_that_of_the_largest_parameters_and_not_of_the_model(tmp_path)
     hf = tiny("llama", vocab_size=64, hidden_size=640, intermediate_size=2560, num_hidden_layers=16, head_dim=80)
     source, largest = written(random_state(hf, dtype=torch.bfloat16), hf, tmp_path / "hf"), 2 * 2560 * 640 * 2
     total = sum(path.stat().st_size for path in source.glob("*.safetensors"))
-    whole_model(source, dtype=torch.bfloat16)  # what megatron-core itself takes to say where all goes
+    whole_model(source, dtype=torch.bfloat16)  # the memory of megatron-core itself for the layout
     for first, second in (("hf", "dist"), ("dist", "back")):
         before = memory.begin()
         convert(tmp_path / first, tmp_path / second, file_bytes=largest, on_event=quiet)

@@ -1,4 +1,4 @@
-"""HF folders to Megatron's older files, one for each place on a mesh, and back."""
+"""Converts HF folders to Megatron's older files, one for each place on a mesh, and back."""
 
 import collections
 import os
@@ -53,7 +53,7 @@ def files(backend: str = "te", **sizes: Any) -> Any:
 @pytest.mark.parametrize("backend", ["te", "torch"])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_any_mesh_comes_back(mesh, backend, tmp_path):
-    """Nobody says which mesh the files are of."""
+    """The mesh of the files is not passed: it is inferred."""
     source = small(tmp_path / "hf")
     convert(source, tmp_path / "files", rank_files=files(backend, **MESHES[mesh]), on_event=quiet)
     convert(tmp_path / "files", tmp_path / "back", file_bytes=20_000, on_event=quiet)
@@ -91,7 +91,7 @@ def test_norms_are_in_the_modules_in_which_transformer_engine_has_them(name, tmp
 
 
 def ranks(source: Path, dims: ParallelDims, num_ranks: int, folder: Path) -> None:
-    """Each file loads into the model of its rank, strictly, and makes of it what the HF folder does."""
+    """Each file loads strictly into the model of its rank, which then equals a model loaded from the HF folder."""
     for rank in range(num_ranks):
         with rank_of(dims, rank, num_ranks):
             models, expected = (
@@ -115,7 +115,7 @@ def test_files_are_what_the_models_of_their_ranks_load(tmp_path):
 
 
 def test_what_rlinf_asks_for_is_read_as_well(tmp_path):
-    """By its own block: experts one by one, though norms are fused; and the folder that RLinf loads, given alone."""
+    """RLinf's block has separate experts but fused norms. The folder that RLinf loads is also accepted alone."""
     source = small(tmp_path / "hf")
     convert_hf_to_mg(str(source), block_of(tmp_path / "mg", tp=2, ep=2, grouped_gemm=None))
     for number, folder in enumerate((tmp_path / "mg", tmp_path / "mg" / "release")):
@@ -135,7 +135,7 @@ def test_a_folder_without_a_norm_or_an_embedding_is_refused(tmp_path):
 
 
 def test_what_megatron_keeps_beside_the_model_is_left_alone(tmp_path):
-    """As its trainer saves: arguments, and the state of an optimizer."""
+    """Its trainer also saves arguments, and the state of an optimizer."""
     source = small(tmp_path / "hf")
     convert(source, tmp_path / "files", rank_files=files("torch", tp=2), on_event=quiet)
     iteration = (tmp_path / "files" / "release").rename(tmp_path / "files" / "iter_0000007")
@@ -149,7 +149,7 @@ def test_what_megatron_keeps_beside_the_model_is_left_alone(tmp_path):
 
 
 def test_layers_for_multi_token_prediction_are_read(tmp_path):
-    """Of a file that holds what a real model says."""
+    """The file holds the state dict of a real model."""
     hf = mtp_checkpoints.config(mtp_checkpoints.CASES[0])
     state = mtp_checkpoints.published(hf)
     source, path = written(state, hf, tmp_path / "hf"), tmp_path / "files" / "mp_rank_00" / NAME
@@ -173,7 +173,7 @@ def test_dtypes_are_cast_where_that_is_asked_for(tmp_path):
 
 
 def test_a_dtype_that_a_model_keeps_as_it_is_must_hold_what_is_stored(tmp_path):
-    """The bias of a router stays fp32 in a model, whatever its weights are cast to."""
+    """The bias of a router stays fp32 in a model of any dtype."""
     hf = zoo.cases()["deepseek_v3"].hf
     source = written(random_state(hf, dtype=torch.bfloat16), hf, tmp_path / "hf")
     convert(source, tmp_path / "files", rank_files=files("torch"), on_event=quiet)
@@ -244,7 +244,7 @@ def test_memory_is_that_of_the_largest_parameters_and_not_of_a_file(tmp_path):
     hf = tiny("llama", vocab_size=64, hidden_size=640, intermediate_size=2560, num_hidden_layers=16, head_dim=80)
     source, largest = written(random_state(hf, dtype=torch.bfloat16), hf, tmp_path / "hf"), 2 * 2560 * 640 * 2
     total = sum(path.stat().st_size for path in source.glob("*.safetensors"))
-    whole_model(source, dtype=torch.bfloat16)  # what megatron-core itself takes to say where all goes
+    whole_model(source, dtype=torch.bfloat16)  # the memory of megatron-core itself for the layout
     for first, second, wanted in (("hf", "files", files()), ("files", "back", None)):
         before = memory.begin()
         convert(tmp_path / first, tmp_path / second, rank_files=wanted, on_event=quiet)
@@ -256,24 +256,24 @@ def test_memory_is_that_of_the_largest_parameters_and_not_of_a_file(tmp_path):
 
 
 class Precision(Enum):
-    """As in the configs of trainers."""
+    """An enum, as in the configs of trainers."""
 
     BF16 = 1
 
 
 class Settings:
-    """Of a class that whoever reads the file need not have, as RLinf's arguments are omegaconf's."""
+    """A class that a reader of the file may lack. RLinf's arguments, for example, are of a class of omegaconf."""
 
     def __init__(self, **fields):
         self.fields = fields
 
 
 class Mine(torch.Tensor):
-    """A tensor that torch alone does not know."""
+    """A subclass of Tensor that is not in torch."""
 
 
 class Calls:
-    """Would call a function when it is read."""
+    """An object whose pickle would call a function when it is read."""
 
     def __init__(self, function, *arguments):
         self.made = function, arguments

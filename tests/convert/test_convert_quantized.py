@@ -1,4 +1,4 @@
-"""Quantized HF folders to plain ones, and to checkpoints of megatron-core."""
+"""Converts quantized HF folders to plain folders, and to checkpoints of megatron-core."""
 
 import json
 import os
@@ -30,7 +30,7 @@ FORMS: dict[str, tuple[Any, quantized.Format]] = {
 
 
 def source(name: str, folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """A quantized folder: its files, and what they decode to."""
+    """A quantized folder: its files, and their decoded values."""
     width, form = FORMS[name]
     fields = dict(zoo.cases()[name].fields) if name != "llama" else {}
     if width:
@@ -40,7 +40,7 @@ def source(name: str, folder: Path) -> tuple[dict[str, Any], dict[str, torch.Ten
 
 @pytest.mark.parametrize("name", FORMS)
 def test_a_quantized_folder_becomes_plain(name: str, tmp_path: Path) -> None:
-    """With what lies beside; in several files, and not by building a model."""
+    """Other files of the folder are copied. Tensors go to several files, and no model is built."""
     files, plain = source(name, tmp_path / "quantized")
     (tmp_path / "quantized" / "tokenizer.json").write_text("{}")
     (tmp_path / "quantized" / "hf_quant_config.json").write_text("{}")
@@ -57,7 +57,7 @@ def test_a_quantized_folder_becomes_plain(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.write_text("[]"), lambda path: None])
 def test_a_config_that_is_no_object_is_refused(make: Callable[[Path], Any], tmp_path: Path) -> None:
-    """A FIFO would be waited for."""
+    """Reading a FIFO would wait forever."""
     source("llama", tmp_path)
     (tmp_path / "config.json").unlink()
     make(tmp_path / "config.json")
@@ -99,7 +99,7 @@ def test_several_processes_decode_the_same_bytes(name: str, plain: bool, tmp_pat
         assert len(converted.conversion.names) > 2
     one, two = (
         {path.name: path.read_bytes() for path in (tmp_path / folder).rglob("*.*") if path.name != ".metadata"}
-        for folder in ("one", "two")  # in which torch writes a random number
+        for folder in ("one", "two")  # torch writes a random number into it
     )
     assert one
     assert one == two

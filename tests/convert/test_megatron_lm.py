@@ -35,7 +35,7 @@ def write(hf: Any, dims: ParallelDims, state: State, folder: Path) -> None:
 
 
 def written(root: Path) -> None:
-    """Runs in a worker: three folders, and what stands in and beside them."""
+    """Runs in a worker: writes three folders, and the files that Megatron-LM expects in and beside them."""
     from megatron.core import dist_checkpointing
 
     models = built(TIED, ParallelDims(), random_state(TIED))
@@ -70,7 +70,7 @@ needs_megatron_lm = pytest.mark.skipif(not is_installed(), reason="Megatron-LM's
 
 
 def loaded(hf: Any, dims: ParallelDims, state: State, root: Path, options: list[str]) -> tuple[int, list[str]]:
-    """Runs in a worker: the iteration that Megatron-LM finds, and the HF tensors that are others than in ``state``."""
+    """Runs in a worker: the iteration that Megatron-LM finds, and the HF tensors that differ from ``state``."""
     from megatron.training import checkpointing, global_vars
     from megatron.training.arguments import add_megatron_arguments
 

@@ -1,4 +1,4 @@
-"""``merge``: an HF folder with the bits of ``peft``'s merge in fp64, and all else as it was."""
+"""``merge``: an HF folder with the bits of ``peft``'s merge in fp64; all other tensors are unchanged."""
 
 import json
 
@@ -19,7 +19,7 @@ DENSE = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
 
 
 def split(state):
-    """The same state with a tensor for each expert."""
+    """The tensors of ``state``, with a tensor for each expert."""
     parts = {}
     for name, tensor in state.items():
         head, _, kind = name.rpartition(".experts.")
@@ -74,7 +74,7 @@ def test_files_may_hold_experts_in_the_other_dialect(dialect, tmp_path):
 
 @pytest.mark.parametrize("name", ["gpt_oss", "llama4", "qwen3_vl_moe"])
 def test_experts_that_are_in_out_are_merged_by_the_transpose(name, tmp_path):
-    """Files of Qwen3-VL are as transformers 5 writes them, and so the other way round than the rules."""
+    """The files of Qwen3-VL are written by transformers 5, so experts are transposed relative to the rules."""
     if not zoo.NEWEST:
         pytest.skip("peft takes them as transformers 5 holds them")
     hf = zoo.cases()[name].hf

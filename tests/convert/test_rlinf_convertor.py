@@ -1,4 +1,4 @@
-"""The offline convertor: its files against the state of real models, its stages, and who may write what when."""
+"""RLinf's offline convertor: its files against the state of real models, its stages, and one writer at a time."""
 
 import json
 import os
@@ -137,7 +137,7 @@ def test_a_config_of_rlinf_serves_as_well(tmp_path):
         hf_to_middle_file(SimpleNamespace(schedular="dualpipev"))
 
 
-OF_RLINF = {  # with the sizes that it knows a name of: layers are asked for, and experts are as many as the name has
+OF_RLINF = {  # RLinf reads some sizes from the model's name: it requires the layers, and takes the number of experts
     "dense": (tiny("qwen2", vocab_size=96), "Qwen2.5-7B", {"pp": 2}),
     "experts": (tiny("qwen3_moe", **EXPERTS | {"num_experts": 128}, vocab_size=96), "Qwen3-2.5B-A1B", {"ep": 2}),
 }
@@ -284,7 +284,7 @@ def test_a_checkpoint_that_lacks_a_file_is_named(tmp_path):
 
 
 def test_its_scripts_write_the_same_files(tmp_path):
-    """Of the documented example: DeepSeek-R1-Distill-Qwen-1.5B at TP1 PP2, in two stages."""
+    """The scripts of the documented example: DeepSeek-R1-Distill-Qwen-1.5B at TP1 PP2, in two stages."""
     folder, _ = source(TIED, tmp_path / "hf")
     unused = ("--model", "DeepSeek-R1-Distill-Qwen-1.5B", "--use-gpu-num", "0", "--process-num", "16")
     middle = ("--load-path", folder, "--save-path", str(tmp_path / "middle"), *unused)

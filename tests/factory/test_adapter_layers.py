@@ -1,4 +1,6 @@
-"""Adapters of TransformerEngine's layers, which do not run here: the tests pass inputs and outputs of the layers."""
+"""Adapters of TransformerEngine's layers, which do not run without a GPU: tests pass in the inputs and outputs of
+layers.
+"""
 
 from unittest import mock
 

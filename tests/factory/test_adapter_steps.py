@@ -51,7 +51,7 @@ def steps(folder, meshes, targets, dialect, values):
 
 
 def expected_step(hf, targets, dialect):
-    """By ``peft``: the factors before a step, its loss, the norm of its gradients, and the factors after it."""
+    """Computed by ``peft``: the factors before a step, its loss, the norm of its gradients, the factors after it."""
     before, loss, grads = expected(hf, targets, dialect)
     after = {name: torch.nn.Parameter(value.clone()) for name, value in before.items()}
     for name, parameter in after.items():

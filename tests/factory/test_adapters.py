@@ -1,4 +1,4 @@
-"""A step with adapters, held against ``peft``: loss and the gradient of each A and B, over the meshes."""
+"""A step with adapters against ``peft``: the loss and the gradient of each A and B, over the meshes."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from tests.support.peft_models import ALPHA, EXPERTS, RANK, batch, entries, expe
 
 DENSE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SOME = ("q_proj", "v_proj", "up_proj")
-"""Of each layer of mcore that joins projections, some."""
+"""Some projections of each layer of mcore that joins projections."""
 LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 SHARED = ("shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert.down_proj")
 SP = {"tp": 2, "sp": True}
@@ -100,7 +100,7 @@ def test_a_step_is_that_of_peft(case, tmp_path):
 
 
 def drawn(folder, meshes):
-    """Runs in each worker: A of two layers on each mesh, after what is refused."""
+    """Runs in each worker: A of two layers on each mesh, after calls that are refused."""
     found = []
     for sizes in meshes:
         dims = ParallelDims(**sizes)
@@ -143,7 +143,9 @@ def test_what_has_no_adapters_is_named():
 
 
 def of_no_layer():
-    """The errors of two stages for a target that only other models of the family have; and whether all is frozen."""
+    """The errors of two stages for a target that only other models of the family have; and whether all parameters are
+    frozen.
+    """
     dims = ParallelDims(pp=2)
     with stepping.mesh(dims):
         chunks = build_model(zoo.cases()["deepseek_v3-dense"].hf, dims=dims, device="cpu", load_weights=False)

@@ -82,7 +82,7 @@ def test_every_parameter_has_the_dtype_that_was_asked_for(folder, dtype):
 
 
 def construct(folder: str) -> Any:
-    """Runs in each worker: which chunks were constructed, which were handed to ``on_chunk``, which came back."""
+    """Runs in each worker: the chunks that were constructed, that ``on_chunk`` got, and that were returned."""
     dims, constructed, seen = ParallelDims(pp=2, vp=2), [], []
     original = GPTModel.__init__
 
@@ -187,7 +187,7 @@ def test_freeze_takes_canonical_names_and_refuses_what_matches_nothing(folder):
 
 
 def freezing(hf: Any, sizes: dict[str, int]) -> tuple[int, set[str], set[str], str]:
-    """Runs in each worker: how many parameters it has, and what it froze of all names; names of none, and the error."""
+    """Runs in each worker: the number of parameters, the frozen names, and the error for names that no rank has."""
     dims = ParallelDims(**sizes)
     with stepping.mesh(dims):
 
@@ -356,7 +356,9 @@ def test_balanced_layouts_are_resolved_everywhere(folder):
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
 def test_a_balanced_layout_counts_the_matrix_of_the_vocabulary_where_it_is(model_type):
-    """At both ends for an LM, tied or not; at the first for a head, which leaves room for layers at the last."""
+    """The tensors are at both ends for an LM, and at the first stage for other heads, so the last has room for
+    layers.
+    """
     hf = tiny.config(model_type, vocab_size=2000, num_hidden_layers=10)
     dims = ParallelDims(pp=2, layout="balanced")
     sizes = {
@@ -402,7 +404,7 @@ def test_one_line_from_rank_0_says_what_was_built(folder):
 
 
 def mesh_of_parallel_state(folder: str) -> int:
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)  # a trainer's, with etp = tp
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)  # a trainer's groups, with etp = tp
     (chunk,) = build_model(folder, device="cpu")
     return chunk.config.tensor_model_parallel_size
 

@@ -44,14 +44,14 @@ def test_rows_attend_as_a_mask_says() -> None:
     query, key, value = inputs()
     whole = by_mask(query, key, value, [0, 0], [SEQ - 1] * 2)
     torch.testing.assert_close(core()(query, key, value), whole)
-    torch.testing.assert_close(core()(query[9:], key, value), whole[9:])  # as behind a cache of keys
+    torch.testing.assert_close(core()(query[9:], key, value), whole[9:])  # queries after cached keys
     plain = core(CoreAttention)(query, key, value)
     torch.testing.assert_close(core(attention_chunks=[CHUNK, SEQ])(query, key, value), plain)
     assert not torch.allclose(plain[CHUNK:], whole[CHUNK:])
 
 
 def test_chunks_of_padded_rows_begin_at_their_first_token() -> None:
-    """As in transformers: a prompt that is padded on the left has the chunks that it has alone."""
+    """As in transformers, padding on the left does not move the chunks of a prompt."""
     query, key, value = inputs()
     counting = torch.ones(2, SEQ, dtype=torch.long)
     counting[0, :3], counting[1, 10:] = 0, 0
@@ -84,7 +84,7 @@ def test_context_parallel_ranks_attend_as_one(num_ranks: int) -> None:
 
 
 class Fused(nn.Module):
-    """A stand-in for TransformerEngine's attention, which notes its calls."""
+    """A stand-in for TransformerEngine's attention, which records its calls."""
 
     def __init__(self, config: Any, *places: Any, **more: Any) -> None:
         super().__init__()

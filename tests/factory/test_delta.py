@@ -1,4 +1,4 @@
-"""Linear attention by itself: the rule, gradients on every mesh against transformers', and what is refused."""
+"""Linear attention alone: the gated delta rule, gradients on every mesh against transformers', and refusals."""
 
 import importlib.util
 import sys
@@ -33,7 +33,7 @@ LENGTH = 16
 
 
 def token_by_token(query, key, value, decay, beta):
-    """The rule as its docstring has it, one token after the other."""
+    """The formula in the docstring of the rule, one token after the other."""
     each = value.size(2) // key.size(2)
     query, key = (part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt() for part in (query, key))
     query, key = (part.repeat_interleave(each, dim=2) for part in (query * query.size(-1) ** -0.5, key))
@@ -136,7 +136,7 @@ def test_saved_as_mcores_own_module_is():
 
 
 def test_initial_values_are_those_of_mcore():
-    """Decay between 1 and 16 a step, time steps of 1; each rank has heads of its own."""
+    """The decay is between 1 and 16, and time steps are 1. Each rank draws its own heads."""
     first, second = pool.run(2, initial)
     for log_decay, time_step, _ in (first, second):
         assert ((log_decay.exp() >= 1) & (log_decay.exp() <= 16)).all()
@@ -146,7 +146,7 @@ def test_initial_values_are_those_of_mcore():
 
 
 def initial():
-    """Runs in each worker: what is drawn there."""
+    """Runs in each worker: the initial values of this rank."""
     with stepping.mesh(ParallelDims(tp=2)):
         tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
         (model,) = build_model(HF, dims=ParallelDims(tp=2), dtype=torch.float32, device="cpu", load_weights=False)
@@ -227,7 +227,7 @@ def test_a_model_without_storage():
 
 
 def test_megatrons_own_takes_its_place_from_the_release_on_that_packs_for_it(monkeypatch):
-    """Where flash-linear-attention is installed: before that release it refuses what ``forward`` gives it."""
+    """With flash-linear-attention installed. Earlier releases of megatron-core refuse the inputs of ``forward``."""
     te = ModuleType("transformer_engine")
     te.TELayerNormColumnParallelLinear = te.TERowParallelLinear = object
     monkeypatch.setitem(sys.modules, "megatron.core.extensions.transformer_engine", te)

@@ -31,7 +31,7 @@ def expected(state, expert, etp, etp_rank):
 
 
 def export_in_shifts(dims):
-    """How many ranks send with each message of an export of more experts than may be in the making at once."""
+    """The number of ranks that send with each message, if more experts are exported than may be incomplete at once."""
     hf = tiny("qwen3_moe", num_hidden_layers=2, num_experts=16, num_experts_per_tok=2, moe_intermediate_size=64)
     state = random_state(hf)
     dims.initialize(device="cpu")
@@ -73,7 +73,7 @@ def test_every_rank_holds_its_experts_and_gives_them_back(dims):
 
 
 def test_nothing_is_read_from_the_attributes_of_megatron():
-    """They are missing or wrong on experts, so they must not matter."""
+    """megatron-core does not set them on experts, or sets wrong ones, so they must have no effect."""
     state = random_state(HF)
 
     def load(chunks):

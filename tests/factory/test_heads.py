@@ -1,4 +1,4 @@
-"""Models without a head, such as embedding models: hidden states as in transformers, and the same files."""
+"""Models without a head, such as embedding models: hidden states as in transformers, and files with equal names."""
 
 import json
 from pathlib import Path

@@ -53,13 +53,13 @@ def folders(tmp_path_factory):
 
 
 def seed(chunk, index):
-    """For what is dropped, in either class."""
+    """Seed dropout, so that both classes drop equal elements."""
     torch.manual_seed(5)
     model_parallel_cuda_manual_seed(7, force_reset_rng=True)
 
 
 def steps(folders, meshes):
-    """Runs in each worker: what differs between a step of the one class and of the other, by mesh and case."""
+    """Runs in each worker: for each mesh and case, the differences between a step of the two classes."""
     differing = []
     batch, build = tiny.tokens(2, vocab_size=64), {"lr": 0.5, "on_chunk": seed}
     for number, sizes in enumerate(meshes):
@@ -90,7 +90,7 @@ def test_every_mesh_trains_bit_for_bit_as_the_other_class_does(folders, world_si
 
 
 def surfaces(folder, target):
-    """Runs in each worker: loads, saves, freezes and computes; and what that gives, for each class."""
+    """Runs in each worker: loads, saves, freezes and computes with each class, and returns the results."""
     dims, found = ParallelDims(tp=2, sp=True), []
     with stepping.mesh(dims):
         for model in ("gpt", "hybrid"):
@@ -143,7 +143,7 @@ def test_each_half_of_a_layer_has_the_number_of_the_layer():
 
 
 def test_a_pattern_has_the_halves_of_all_layers_by_stage():
-    """It is made of a config, so that it can be seen without a release that has the class."""
+    """The pattern follows from a config, so this runs without a release that has the class."""
     sparse = copy.deepcopy(zoo.cases()["deepseek_v3"].hf)
     sparse.num_nextn_predict_layers = 2
     options = BuildOptions(dims=ParallelDims(pp=2, vp=2), dtype=torch.bfloat16)
@@ -206,12 +206,12 @@ def test_only_known_classes_of_a_release_that_has_them():
 
 
 MTP = {"qwen3_next": 1, "deepseek_v3": 1, "nemotron_h-narrow-experts": 2}
-"""Cases, each with the number of MTP layers that predict two tokens. One that predicts both is repeated."""
+"""Cases, each with the number of MTP layers that predict two tokens. A single layer is repeated."""
 MTP_MESHES = [{"tp": 2, "sp": True, "ep": 2, "etp": 1}, {"pp": 2, "layout": "Etttt|mmL"}]
 
 
 def mtp_steps(folders, meshes):
-    """Runs in each worker: what differs between both classes in a step with MTP layers, of all cases on one mesh."""
+    """Runs in each worker: differences between the classes in a step with MTP layers, for all cases on one mesh."""
     differing = []
     for number, sizes in enumerate(meshes):
         for name, held in [*folders][number:]:

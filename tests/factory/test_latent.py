@@ -1,4 +1,4 @@
-"""Latent attention: configs as they are published, what is refused and why, and layers that are not built."""
+"""Latent attention: published configs, refusals with their reasons, and layers that are not built."""
 
 import json
 
@@ -31,7 +31,7 @@ PUBLISHED = json.loads("""{
   "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "use_cache": true, "v_head_dim": 128,
   "vocab_size": 129280
 }""")
-"""The fields of the config.json of DeepSeek V3, but for its rope and fp8; Kimi K2 has other sizes."""
+"""The fields of the config.json of DeepSeek V3, without rope and fp8. Kimi K2 has other sizes."""
 SCALED_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 
@@ -132,7 +132,7 @@ def test_norms_that_transformer_engine_fuses_have_their_own_names():
 
 
 def test_the_scale_of_deepseek_v2_is_that_of_its_own_code():
-    """transformers 4.57 forgets it: the zoo compares logits with transformers 5 only."""
+    """transformers 4.57 ignores it, so the zoo compares logits with transformers 5 only."""
     rope = zoo.rope("yarn", **YARN, mscale=0.707, mscale_all_dim=0.707)
     config = mb.to_transformer_config(latent("deepseek_v2", **rope).hf)
     assert (config.rotary_scaling_factor, config.mscale_all_dim) == (40.0, 0.707)

@@ -1,4 +1,6 @@
-"""Mamba-2 mixers and layers of them: the recurrence, gradients on every mesh against transformers', checkpoints."""
+"""Mamba-2 mixers and the layers that contain them: the recurrence, gradients on every mesh against transformers',
+saves.
+"""
 
 import functools
 from unittest import mock
@@ -29,7 +31,7 @@ with_halves = pytest.mark.skipif(HF is None, reason="the installed transformers 
 
 
 def token_by_token(x, steps, decay, into, out_of, skip):
-    """The recurrence as its docstring has it, one token after the other."""
+    """The formula in the docstring of the recurrence, one token after the other."""
     each = x.size(2) // into.size(2)
     into, out_of = (part.repeat_interleave(each, dim=2) for part in (into, out_of))
     state, found = x.new_zeros(*x[:, 0].shape[:2], into.size(-1), x.size(-1)), []
@@ -173,7 +175,7 @@ def packed_steps(hf, cases, **options):
 
 
 def test_states_of_packed_sequences_do_not_run_into_each_other():
-    """Under CP, PP and recompute: log-probs and gradients are those of rows. A mistake in any of these is seen."""
+    """With CP, PP and recompute, log-probs and gradients equal the results of separate rows. A mistake would show."""
     hf, size = CASES["falcon_h1"], {"micro_batch_size": 2}
     (((expected, wanted),),) = pool.run(1, functools.partial(packed_steps, packed=False, **size), hf, [({}, {}, "")])
     tried = [(*case, mistake) for *case, when in PACKS for mistake in ("", when)]
@@ -199,7 +201,7 @@ def built():
 
 @with_halves
 def test_saved_and_drawn_as_mcores_own_mixer_is():
-    """Decay between 1 and 16, time steps between 0.001 and 0.1; each rank has heads of its own."""
+    """The decay is between 1 and 16, and time steps between 0.001 and 0.1. Each rank draws its own heads."""
     (shapes, first, steps_of_first, skip), (_, second, steps_of_second, _) = pool.run(2, built)
     for name, rows in {"z": 80, "x": 80, "B": 24, "C": 24, "dt": 8}.items():
         assert shapes[f"x.in_proj.weight.{name}"][-2:] == (rows, 48)

@@ -1,6 +1,7 @@
 """Mamba-2 mixers with the kernels of mamba-ssm and causal-conv1d: when they are used, their arguments, equal results.
 
-The kernels need a GPU. Here stand-ins with their arguments take the calls; ``tests/gpu/test_gpu_mamba.py`` has them.
+The kernels need a GPU. Here stand-ins with equal arguments replace them; ``tests/gpu/test_gpu_mamba.py`` runs the
+kernels themselves.
 """
 
 import logging
@@ -62,7 +63,7 @@ def test_without_the_packages_a_gpu_computes_in_torch_and_says_why(caplog: Any) 
 
 
 def learned(mixer: Any, given: Tensor, packed: Any) -> dict[str, Tensor]:
-    """The output of a mixer, and the gradients of all that it is made of."""
+    """The output of a mixer, and the gradients of its inputs and parameters."""
     inputs = given.clone().requires_grad_()
     mixer.zero_grad(set_to_none=True)
     output, _ = mixer(inputs, packed_seq_params=packed)
@@ -73,7 +74,7 @@ def learned(mixer: Any, given: Tensor, packed: Any) -> dict[str, Tensor]:
 
 @pytest.mark.skipif("nemotron_h" not in zoo.cases(), reason="the installed transformers has no family with mixers")
 def test_the_kernels_get_what_torch_computes_with(calls: list[str], monkeypatch: Any) -> None:
-    """Rows, and packed sequences in one call, none of which sees the one before."""
+    """The inputs are rows, or packed sequences in one call. No sequence depends on the one before."""
     hf = zoo.cases()["nemotron_h"].hf
     with rank_of(ONE, 0, 1):
         (model,) = mb.build_model(hf, dims=ONE, dtype=torch.float32, device="cpu", load_weights=False)

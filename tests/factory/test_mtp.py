@@ -1,4 +1,4 @@
-"""MTP layers: built or not, in the file or not, in the last stage or a separate one; each tensor has one owner."""
+"""MTP layers: built or not, in the file or not, in the last stage or a separate stage. Each tensor has one owner."""
 
 from operator import itemgetter
 
@@ -115,7 +115,7 @@ def test_a_number_that_is_none_is_refused(wanted):
 
 @pytest.mark.parametrize("name", zoo.params(("glm4_moe", "deepseek_v3")))
 def test_like_a_layer_without_experts_they_are_refused_where_files_have_some(name):
-    """On every rank: only the last stage builds them."""
+    """Every rank raises, although only the last stage builds MTP layers."""
     asked = {"dims": ParallelDims(pp=2, layout="E|tmL"), "dtype": torch.float32}
     overrides = {"mtp_num_layers": 1, "num_layers": 1}
     with pytest.raises(ConfigError, match=r"like the last layer, which has no experts here.*keep more layers"):

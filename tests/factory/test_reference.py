@@ -1,4 +1,4 @@
-"""The reference policy: the base inside ``without_adapters``, and a recompute sees what its forward saw."""
+"""The reference policy: inside ``without_adapters`` the base computes, also in a recompute of such a forward."""
 
 from contextlib import nullcontext, suppress
 
@@ -62,7 +62,7 @@ def step(chunks, around_forward, around_backward):
 
 
 def gradients(folder, options):
-    """Runs in each worker: gradients of adapters where forward and backward ran with or without them."""
+    """Runs in each worker: gradients of adapters, if forward and backward ran with or without adapters."""
     for overrides in options:
         with stepping.mesh(mb.ParallelDims(tp=2, sp=True)):
             chunks, base = built(folder, mb.ParallelDims(tp=2, sp=True), overrides)

@@ -21,7 +21,7 @@ CASES: dict[str, list[Any]] = {
     "qwen3_vl": [({"tp": 2, "sp": True}, {"overrides": RECOMPUTED}), ({"cp": 2}, {"bare": True})],
     "gemma3": [({"pp": 2}, {})],
 }
-"""Of each family, meshes of two ranks, with options of ``build_model``."""
+"""For each family, meshes of two ranks, with options of ``build_model``."""
 
 
 @cache
@@ -30,7 +30,9 @@ def written(name: str) -> Path:
 
 
 def ends(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """By names from the layer on: gemma3's files and transformers' module say differently what is before."""
+    """Tensors by the ends of names, from the layer on: prefixes differ between gemma3's files and transformers'
+    module.
+    """
     return {name.partition("layers.")[2]: tensor for name, tensor in tensors.items()}
 
 

@@ -1,4 +1,4 @@
-"""Sparse attention: configs as they are published, what is refused and why, and what layers share."""
+"""Sparse attention: published configs, refusals with their reasons, and selections that layers share."""
 
 import json
 
@@ -50,7 +50,7 @@ PUBLISHED = {
       "vocab_size": 154880
     }"""),
 }
-"""The fields of the config.json of DeepSeek V3.2, but for fp8, and of GLM-5.2."""
+"""The fields of the config.json of DeepSeek V3.2, without fp8, and of GLM-5.2."""
 
 
 @built
@@ -80,7 +80,7 @@ def test_layers_are_spelled_as_any_transformers_does():
 
 @built
 def test_a_published_pipeline_starts_each_stage_with_an_indexer():
-    """GLM-5.2 in four stages: 78 layers, of which 2, 6, 10 and so on select for the three behind them."""
+    """GLM-5.2 in four stages: 78 layers, and layers 2, 6, 10 and so on select also for the three layers after them."""
     hf = CONFIG_MAPPING["glm_moe_dsa"](**{**LATENT, **PUBLISHED["glm_moe_dsa"]})
     sizes = {"pp": 4, "tp": 8, "sp": True, "ep": 8}
     with pytest.raises(MeshError, match="starts with layer 19, which shares the selection"):
@@ -138,7 +138,7 @@ def test_an_older_release_is_refused_with_the_reason(monkeypatch):
         ConfigError, match=r"deepseek_v32 needs megatron-core 0\.19\.2 or later, found 0\.16\.1: .*bf16"
     ):
         mb.to_transformer_config(hf)
-    hf.hidden_act = "unknown"  # both obstacles are said at once
+    hf.hidden_act = "unknown"  # the error names both obstacles
     with pytest.raises(ConfigError, match=r"(?s)deepseek_v32 needs megatron-core.*\nhidden_act must be"):
         mb.to_transformer_config(hf)
 

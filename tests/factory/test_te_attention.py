@@ -96,7 +96,7 @@ def test_two_levels_without_their_groups_are_refused() -> None:
 
 
 class Fused(torch.nn.Module):
-    """As TransformerEngine's attention: it has sinks that nobody initialised, and takes rows only."""
+    """Like TransformerEngine's attention: it has uninitialised sinks, and takes rows only."""
 
     def __init__(self, config: Any, *places: Any, **more: Any) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def test_sinks_of_packed_sequences_are_those_of_rows() -> None:
     starts = torch.tensor([0, 3, 7])
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts)
     either = either.to(torch.float32)
-    either.softmax_offset = torch.nn.Parameter(torch.randn(4))  # as when a model on the meta device gets its storage
+    either.softmax_offset = torch.nn.Parameter(torch.randn(4))  # as for a model on the meta device
     found = either(query, key, value, **mask, packed_seq_params=packed)
     plain: Any = ScoresCoreAttention(config, *places, pg_collection=groups)
     plain.softmax_offset.data.copy_(either.softmax_offset)
@@ -147,7 +147,7 @@ def test_what_torch_stands_in_for_is_said_once(
     adapt: Callable[[Any, Any, Any], None], config: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     say.cache_clear()
-    caplog.set_level(logging.WARNING, logger="mcore_bridge")  # the command line has raised that of all
+    caplog.set_level(logging.WARNING, logger="mcore_bridge")  # the command line has raised the level of all loggers
     for backend in ("torch", "te", "te"):
         layer = SimpleNamespace(self_attention=SimpleNamespace(submodules=SimpleNamespace()))
         adapt(layer, SimpleNamespace(**config), backend)

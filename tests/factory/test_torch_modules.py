@@ -1,4 +1,4 @@
-"""The modules of the torch backend by themselves, and what ``enable_cpu`` changes."""
+"""The modules of the torch backend alone, and the names that ``enable_cpu`` replaces."""
 
 import math
 import multiprocessing
@@ -85,7 +85,7 @@ def test_attention_is_a_softmax_over_what_may_be_seen(num_queries, cached, heads
         hidden = hidden | (ahead < -window) | (ahead > 0)
     given_mask = torch.rand(2, 1, num_queries, num_keys) < 0.4 if masked else None
     if given_mask is not None:
-        given_mask = given_mask & (ahead != 0)  # a token always sees itself
+        given_mask = given_mask & (ahead != 0)  # a token always attends to itself
         hidden = hidden | given_mask
     core = attention(
         AttnMaskType.causal if causal else AttnMaskType.no_mask,
@@ -108,7 +108,7 @@ def test_windows_follow_the_layer_pattern_and_calls_may_change_the_mask_type():
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_mask_of_tokens_is_that_of_transformers(causal):
-    """Rows of a batch that are padded on either side attend as they do by themselves."""
+    """Padded rows of a batch attend as each row does alone, with padding on either side."""
     query, key, value = (torch.randn(6, 2, 2, 8) for _ in range(3))
     counting = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
     core = attention(AttnMaskType.causal if causal else AttnMaskType.no_mask)
@@ -176,7 +176,7 @@ PATCHED = ("current_device", "synchronize", "Stream", "Event", "current_stream",
 
 
 def names() -> dict[str, Any]:
-    """Everything that ``enable_cpu`` may replace, as it is now."""
+    """The current values of all names that ``enable_cpu`` may replace."""
     import importlib
 
     from megatron.core.tensor_parallel import random

@@ -1,4 +1,4 @@
-"""Loss and every gradient of every mesh are transformers', and one optimizer step leaves transformers' weights."""
+"""Loss and every gradient on every mesh equal transformers', and one optimizer step leads to transformers' weights."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Each kind of layer trains as transformers does: what ranks share gets whole gradients, with and without SP.
+"""Each kind of layer trains as in transformers: parameters that ranks share get whole gradients, with and without SP.
 
 megatron-core refuses to train experts under TP without SP, and to cut experts that have biases.
 """

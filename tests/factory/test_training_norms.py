@@ -1,4 +1,6 @@
-"""As ``test_training``, for families with other places of norms, capped scores, and a different rope in each layer."""
+"""Like ``test_training.py``, for families with norms in other places, capped scores, and a different rope in each
+layer.
+"""
 
 from typing import Any
 

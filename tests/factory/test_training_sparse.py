@@ -1,4 +1,4 @@
-"""Sparse attention trains as transformers does, on every axis; the indexer, which only selects, does not."""
+"""Sparse attention trains as in transformers, on every axis. The indexer only selects, so it gets no gradient."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def test_every_mesh_trains_as_transformers_does(world_size, tmp_path):
 
 
 def indexer_gradients(folder, sizes):
-    """Runs in each worker: the gradients of the indexers from their own loss, by HF name."""
+    """Runs in each worker: the gradients of the indexers from the indexer loss, by HF name."""
     dims = ParallelDims(**sizes)
     with stepping.mesh(dims):
         overrides = {"dsa_indexer_loss_coeff": 0.1}

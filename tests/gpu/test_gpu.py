@@ -1,4 +1,4 @@
-"""On real GPUs over NCCL: build, load and export exactly with either backend, and logits against transformers."""
+"""On real GPUs over NCCL: both backends build, load and export exactly, and have the logits of transformers."""
 
 import os
 import traceback
@@ -37,7 +37,7 @@ def rank_main(rank, world_size, dims):
         for backend in BACKENDS:
             try:
                 findings[family, backend] = examine(hf, dims, backend)
-            except Exception:  # the others are examined all the same
+            except Exception:  # the other families still run
                 findings[family, backend] = traceback.format_exc(), None
     return findings
 

@@ -1,4 +1,4 @@
-"""Adapters of TransformerEngine's layers on GPUs: bf16 gradients have errors like the gradients of torch's modules."""
+"""Adapters of TransformerEngine's layers on GPUs: errors of bf16 gradients are like the errors of torch's modules."""
 
 import copy
 
@@ -83,7 +83,7 @@ def _share(dims):
 
 
 def known(family):
-    """By torch's modules, in fp32 and in bf16; where there is nothing but replicas."""
+    """The gradients of torch's modules, in fp32 and in bf16, on a mesh of replicas alone."""
     dtypes = torch.float32, torch.bfloat16
     return [gradients(family, mb.ParallelDims(), dtype=dtype, backend="torch") for dtype in dtypes]
 

@@ -1,4 +1,4 @@
-"""Checkpoints and TransformerEngine: megatron-core loads our files into its modules, and we load the files it saves."""
+"""Checkpoints and TransformerEngine: megatron-core's modules load our files, and we load the files of these modules."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def assert_holds(model, source):
 
 
 def check(rank, source, folder):
-    """In a process of its own, which megatron-core may fork to write."""
+    """Runs in a separate process, which megatron-core may fork to write."""
     from megatron.core import dist_checkpointing
 
     ParallelDims().initialize(device="cuda")

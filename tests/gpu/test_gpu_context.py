@@ -1,6 +1,6 @@
 """Every way in which context-parallel ranks exchange keys (``cp_comm_type``), on real GPUs with TransformerEngine.
 
-The reference is torch's attention in fp32 on the same mesh. Log-probs and gradients in bf16 may have twice the error of
+The reference is torch's attention in fp32 on an equal mesh. Log-probs and gradients in bf16 may have twice the error of
 torch's attention in bf16, since ways differ only in the order of sums. Every expert gets every token: otherwise routers
 that choose differently in bf16 would cause most of the error.
 """
@@ -31,8 +31,9 @@ FAMILIES = {
     "mistral": tiny("mistral", **HEADS, sliding_window=8),
     "deepseek_v3": tiny("deepseek_v3", **{**SIZES, **LATENT, "num_experts_per_tok": LATENT["n_routed_experts"]}),
 }
-"""Heads of one size, windows, and latent heads, of which keys and values differ: as many keys as TP2 and CP4 deal out,
-without which torch's attention would stand in."""
+"""Heads of one size, windows, and latent heads, whose keys and values have different sizes. TP2 and CP4 divide the
+keys; otherwise torch's attention would be used.
+"""
 MESHES = {
     2: [mb.ParallelDims(cp=2), mb.ParallelDims(cp=2, hierarchical_context_parallel_sizes=(2, 1))],
     4: [mb.ParallelDims(cp=4, hierarchical_context_parallel_sizes=(2, 2)), mb.ParallelDims(tp=2, cp=2, sp=True)],
@@ -41,7 +42,7 @@ MESHES = {
 
 
 def examine(hf, dims, state):
-    """By way: how much further from fp32 than torch's attention in bf16, log-probs and gradients."""
+    """For each way, the errors of log-probs and gradients, divided by the errors of torch's attention in bf16."""
     exact = learn(hf, dims, state, packed=False, dtype=torch.float32, backend="torch")
     allowed = distances(learn(hf, dims, state, packed=False, backend="torch"), exact)
     print(dims, hf.model_type, "torch in bf16:", allowed, flush=True)

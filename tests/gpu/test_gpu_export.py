@@ -1,4 +1,6 @@
-"""Exports on real GPUs over NCCL: every trainer to every engine bit for bit, and all memory back whatever happens."""
+"""Exports on real GPUs over NCCL: from every trainer to every engine bit for bit, and all memory is freed in every
+case.
+"""
 
 import gc
 import os
@@ -70,10 +72,10 @@ def test_the_grid_of_trainers_and_engines(world_size, flat, tmp_path):
 
 
 def predicted(rank, world_size):
-    """On either backend, of families with an MTP layer: what came back otherwise, and on one rank what the layer
-    predicts in fp32.
+    """For each backend and family with an MTP layer: tensors that an export changed, and on one rank the layer's logits
+    in fp32.
 
-    Its weights are bf16 values, so that fp32 holds the same.
+    The weights are bf16 values, so that fp32 holds them exactly.
     """
     from megatron.core import parallel_state
 
@@ -149,7 +151,7 @@ def run(models, ending, target, rank, *, copy):
 
 def memory(rank, world_size):
     """For meshes, targets and ways to end, the bytes that are allocated after one such export and after 20 more, beyond
-    those before any export of the model."""
+    the bytes before any export of the model."""
     from megatron.core import parallel_state
 
     left = {}
@@ -157,7 +159,7 @@ def memory(rank, world_size):
         dims.initialize(device="cuda")
         models = mb.build_model(HF, dims=dims, load_weights=random_state(HF, dtype=torch.bfloat16))
         torch.cuda.synchronize()
-        gc.collect()  # of what was made to build it, and of the model before
+        gc.collect()  # temporary memory of the build, and the model before
         before = torch.cuda.memory_allocated()
         for target, copy in (("everything", True), ("everything", False), (mb.engine_ranks(tp=2)[1 - rank], True)):
             for ending in ENDINGS:
@@ -176,7 +178,7 @@ def memory(rank, world_size):
 def peaks(rank, world_size):
     """For models, meshes and buckets, the bytes that an export took at most, what was expected, and the bound.
 
-    The same arrives in all of them.
+    The exported tensors are equal in all cases.
     """
     from megatron.core import parallel_state
 
@@ -197,7 +199,7 @@ def peaks(rank, world_size):
         largest = max(spec.num_bytes for spec in known)
         for bucket_bytes in (64 << 20, 128 << 20, 256 << 20, None):
             plan = agree_on_plan(models, None, "lm", bucket_bytes=bucket_bytes).program.plan
-            for _ in range(2):  # the first makes tables, which stay
+            for _ in range(2):  # the first export makes tables, which are kept
                 before = torch.cuda.memory_allocated()
                 torch.cuda.reset_peak_memory_stats()
                 for _ in mb.iter_hf_weights(models, bucket_bytes=bucket_bytes):

@@ -5,7 +5,7 @@ import torch
 
 import mcore_bridge as mb
 from mcore_bridge.weights.files.staging import SLOT_BYTES
-from tests.support.gpu_experts import HF
+from tests.support.gpu_models import WITH_EXPERTS as HF
 from tests.support.gpus import spawn
 from tests.support.strategies import random_state, save
 

@@ -1,16 +1,16 @@
 """``forward`` on real GPUs: log-probs of packed and padded batches on every mesh against transformers, both backends.
 
-Every family that is built is here: some in sizes that kernels like, the others as they are in the zoo.
+Every family that is built is here: some in sizes that kernels require, the others in the sizes of the zoo.
 
-In fp32 they must agree. The reference is transformers in fp32. In bf16 (and in fp16, for one family) the error of a row
-is the norm of its tokens' errors. In a dense model it may be twice the error of transformers in that dtype: both round
-equally often, but tensor ranks also round their parts of each sum, which gives three times the variance, and norms of
-forty errors vary.
+In fp32 the log-probs must agree. The reference is transformers in fp32. In bf16 (and in fp16, for one family) the error
+of a row is the norm of its tokens' errors. In a dense model it may be twice the error of transformers in that dtype.
+The two round equally often, but tensor ranks also round their parts of each sum. This gives three times the variance,
+and norms of forty errors vary.
 
-A router may choose other experts for some tokens, in transformers' bf16 as well, and the errors of such tokens are
-large. With experts the 75 % quantile of the errors may therefore be three times the 75 % quantile of transformers'
-errors. (On CPU, for four states of each family on TP1 and TP2, the ratio is at most 2.3. The 90 % quantile depends on
-the number of tokens with other experts.)
+A router may choose other experts for some tokens, also in transformers' bf16, and the errors of such tokens are large.
+With experts the 75 % quantile of the errors may therefore be three times the 75 % quantile of transformers' errors. (On
+CPU, for four states of each family on TP1 and TP2, the ratio is at most 2.3. The 90 % quantile depends on the number of
+tokens with other experts.)
 """
 
 import importlib.util
@@ -39,7 +39,7 @@ for _name in ("nemotron_h", "falcon_h1", "granitemoehybrid"):  # transformers ch
         _module = importlib.import_module(f"transformers.models.{_name}.modeling_{_name}")
         with mock.patch.dict(sys.modules, {"mamba_ssm": None, "causal_conv1d": None}):
             importlib.reload(_module)
-"""So transformers computes mixers in torch, and only we by the kernels, whose products are TF32 in fp32."""
+"""So transformers computes mixers in torch, and only our model by the kernels, whose products are TF32 in fp32."""
 
 WAYS = [("torch", torch.float32, True), ("torch", torch.bfloat16, False)]
 if importlib.util.find_spec("transformer_engine"):
@@ -51,7 +51,7 @@ if importlib.util.find_spec("transformer_engine"):
     ]
 """Backend, dtype, and whether sequences are packed."""
 HALF = {"qwen3": [(WAYS[0][0], torch.float16, True)]}
-"""What is asked of a family besides."""
+"""Additional cases of single families."""
 MESHES = {
     1: [mb.ParallelDims()],
     2: [
@@ -78,7 +78,7 @@ MESHES = {
 
 
 def references(hf, state, dtypes):
-    """fp32 logits of transformers, and how far log-probs of its own half precision are off, by dtype."""
+    """transformers' logits in fp32, and the errors of its log-probs in each dtype of half precision."""
 
     def computed(dtype):
         with tempfile.TemporaryDirectory() as folder, torch.no_grad():

@@ -1,8 +1,8 @@
-"""Computing in FP8 with bf16 parameters: log-probs and gradients in every recipe, on real GPUs.
+"""Computes in FP8 with bf16 parameters: log-probs and gradients in every recipe, on real GPUs.
 
-Forward FP8 keeps 3 bits behind the point where bf16 keeps 7, and backward 2: so log-probs may be 2**4 times as far from
-fp32 as in bf16, and gradients 2**5 times. Every expert has every token, as in ``test_gpu_context``. An export after a
-backward gives back what was loaded.
+bf16 keeps 7 bits behind the point. FP8 keeps 3 bits in the forward and 2 in the backward. So log-probs may be 2**4
+times as far from fp32 as in bf16, and gradients 2**5 times. Every expert gets every token, as in
+``test_gpu_context.py``. An export after a backward has the bits that were loaded.
 """
 
 import importlib.util
@@ -32,7 +32,7 @@ FAMILIES = {
     ),
     "deepseek_v3": tiny("deepseek_v3", **{**SIZES, **LATENT, **ALL, "q_lora_rank": 128, "kv_lora_rank": 128}),
 }
-"""Blockwise TransformerEngine gathers rows of multiples of 128 alone."""
+"""In the blockwise recipe, TransformerEngine gathers only rows that are multiples of 128."""
 RECIPES = ("delayed", "tensorwise", "blockwise")
 MESHES = {1: [mb.ParallelDims()], 2: [mb.ParallelDims(tp=2, sp=True), mb.ParallelDims(ep=2)]}
 ALLOWED = 2**4, 2**5
@@ -40,7 +40,7 @@ ALLOWED = 2**4, 2**5
 
 
 def examine(hf, dims, state):
-    """By recipe: how much further from fp32 than bf16, log-probs and gradients."""
+    """For each recipe, the errors of log-probs and gradients, divided by the errors of bf16."""
     exact = learn(hf, dims, state, packed=True, dtype=torch.float32, backend="torch")
     rounded = distances(learn(hf, dims, state, packed=True, backend="te"), exact)
     print(dims, hf.model_type, "bf16:", rounded, flush=True)
@@ -74,7 +74,7 @@ def rank_main(rank, world_size):
 
 
 def is_right(found):
-    """FP8 is what was computed in, and no more is off than its bits explain."""
+    """Results show that FP8 was used, and errors are no larger than its bits explain."""
     return isinstance(found, dict) and all(
         1.5 < own < most for ratios in found.values() for own, most in zip(ratios, ALLOWED, strict=True)
     )

@@ -1,8 +1,8 @@
 """Mamba-2 mixers by the kernels of mamba-ssm and causal-conv1d, on a real GPU.
 
-In bf16 outputs and gradients may be three times as far from torch's in fp32 as torch's own in bf16 are: the kernels
-keep the states between chunks in bf16, and the gradients of D and A have few numbers. Packed sequences are in one call,
-and each begins with an empty state.
+The reference is torch in fp32. In bf16 outputs and gradients may have three times the error of torch in bf16: the
+kernels keep the states between chunks in bf16, and the gradients of D and A have few numbers. Packed sequences are in
+one call, and each begins with an empty state.
 """
 
 import importlib.util

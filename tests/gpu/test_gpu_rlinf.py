@@ -20,7 +20,7 @@ DEVICE = 6
 
 
 def engine(pipe):
-    """Rebuilds what comes, as RLinf's ``sync_hf_weight`` does, and answers with digests of copies."""
+    """Rebuilds tensors from handles like RLinf's ``sync_hf_weight``, and answers with digests of copies."""
     torch.cuda.set_device(0)
     while handles := pipe.recv():
         found = {}

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.multigpu
 
 
 def undropped(hf):
-    """The same without dropout, which some families have by their config: every mesh would drop others."""
+    """A model without dropout, which some configs have: every mesh would drop other values."""
     hf = copy.deepcopy(hf)
     for name in hf.to_dict():
         if name.endswith(("dropout", "pdrop")):
@@ -43,7 +43,7 @@ FAMILIES = {
     "sized": {name: undropped(_EVERY[name]) for name in SIZED},
     "zoo": {name: undropped(hf) for name, hf in _EVERY.items() if name not in SIZED},
 }
-"""Those that everything is asked of, and all others that are built."""
+"""The families that run all checks, and all others that are built."""
 MESHES = {
     1: [],
     2: [
@@ -64,7 +64,7 @@ MESHES = {
     ],
     8: [mb.ParallelDims(tp=2, pp=4, sp=True), mb.ParallelDims(tp=2, cp=2, pp=2, ep=4, sp=True)],
 }
-"""Beside data parallelism alone; the first on 8 GPUs is siiRL's."""
+"""Meshes in addition to data parallelism alone. The first one of 8 GPUs is siiRL's."""
 SWITCHES = {
     "recompute all": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     "recompute blocks": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
@@ -81,24 +81,26 @@ SWITCHES = {
 }
 """Settings from configs of trainers, none of which changes results."""
 SHARED = {"overlapped shared experts": {"moe_shared_expert_overlap": True, "moe_token_dispatcher_type": "alltoall"}}
-"""The same of models with shared experts."""
+"""Settings for models with shared experts."""
 CHECKS = {
     "gradients": lambda task: task in ("gradients", "gradients of rows"),
     "gradients in bf16": lambda task: task == "bfloat16 gradients",
     "optimizer": lambda task: "gradients" not in task,
     "switches": lambda task: "gradients," in task,
 }
-"""What is recorded, of which tasks."""
+"""The names of recorded checks, each with its tasks."""
 ROWS, AT_ONCE, LONG, STEPS = 16, 2, 48, 3
-BOUND = 2e-5  # of a gradient in fp32, relative to its largest value
-LINEAR = 5e-5  # the same where layers attend linearly: qwen3_next has 2.1e-5 over two replicas
-CANCELLED = 1e-8  # of the norm: what rounding leaves of sums that are zero, as for a bias of keys without rope
+BOUND = 2e-5  # error of a gradient in fp32, relative to its largest value
+LINEAR = 5e-5  # for linear attention: qwen3_next has 2.1e-5 over two replicas
+CANCELLED = 1e-8  # of the norm: rounding errors of sums that are zero, such as for a bias of keys without rope
 OVERFLOW, HALVINGS = 2.0**26, 12
-"""A loss scale with which gradients of logits are beyond fp16, and after how many halvings they surely are not."""
+"""A loss scale with which gradients of logits overflow in fp16, and the number of halvings after which they do not."""
 
 
 def stand_in_for_apex():
-    """For linear layers of megatron-core, which sum gradients by a kernel of Apex; TransformerEngine has another."""
+    """Replaces a kernel of Apex by which linear layers of megatron-core sum gradients. TransformerEngine has
+    another.
+    """
     from megatron.core.tensor_parallel import layers
 
     def add_up(inputs, grads, main):
@@ -112,7 +114,7 @@ def stand_in_for_apex():
 def batch(hf):
     """Tokens, mask and weights ``[ROWS, LONG]``: rows of 16 to 47 tokens, padded on either side.
 
-    Of two that any number of replicas have in a microbatch one is odd and one even, so that every cut needs padding.
+    In each microbatch of any number of replicas one length is odd and one is even, so that every cut needs padding.
     """
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(0, hf.vocab_size, (ROWS, LONG), generator=generator)
@@ -153,15 +155,15 @@ def optimizer_of(models, **settings):
 def alone(hf, state):
     """The result of ``gradients`` for one rank that has all rows, one by one without padding.
 
-    Without DDP, an optimizer, or TransformerEngine, whose backward differs. If there are only replicas, every rank
-    computes it.
+    It uses no DDP and no optimizer, and no TransformerEngine, whose backward differs. On a mesh of replicas alone,
+    every rank computes it.
     """
     how = {"dims": mb.ParallelDims(), "dtype": torch.float32, "load_weights": state, "backend": "torch"}
     (model,) = mb.build_model(hf, **how)
     for parameter in trained([model]):
-        parameter.grad = torch.zeros_like(parameter)  # which that of an expert without tokens stays
+        parameter.grad = torch.zeros_like(parameter)  # the gradient of an expert without tokens stays zero
     loss = run(hf, model, slice(None), packed=False, micro_batch_size=1)
-    found = by_name([model], lambda parameter: AT_ONCE * parameter.grad)  # of the mean over fewer microbatches
+    found = by_name([model], lambda parameter: AT_ONCE * parameter.grad)  # since the mean is over fewer microbatches
     norm = torch.stack([grad.double().square().sum() for grad in found.values()]).sum().sqrt()
     return found, float(norm), float(loss)
 
@@ -207,7 +209,7 @@ def compare(found, expected, hf):
 
 
 def by_torch(hf, state):
-    """Gradients by torch's modules, in fp32 and in bf16; where there is nothing but replicas."""
+    """The gradients of torch's modules, in fp32 and in bf16, on a mesh of replicas alone."""
     dtypes = torch.float32, torch.bfloat16
     return [with_every_expert(hf, mb.ParallelDims(), state, dtype=dtype, backend="torch") for dtype in dtypes]
 
@@ -242,7 +244,7 @@ def advance(models, optimizer, before, exported_from):
 
 
 def train(hf, dims, state, dtype, *, overlap, overflow=False):
-    """Some steps, all but the last before everything is offloaded: what was wrong with what was exported."""
+    """Run some steps, and offload everything before the last. Return errors of the exports."""
     state = {name: tensor.to(dtype) for name, tensor in state.items()}
     chunks = mb.build_model(hf, dims=dims, dtype=dtype, load_weights=state)
     models = wrapped(chunks, use_distributed_optimizer=True, overlap_grad_reduce=overlap, overlap_param_gather=overlap)
@@ -269,7 +271,7 @@ def train(hf, dims, state, dtype, *, overlap, overflow=False):
 
 @contextlib.contextmanager
 def away(tensors):
-    """Tensors are on the CPU meanwhile, and where they were is nothing: who reads them there fails."""
+    """Move tensors to the CPU in the block, and free their memory on the GPU, so that reading it fails."""
     kept = [(tensor, tensor.untyped_storage().nbytes(), tensor.detach().to("cpu", copy=True)) for tensor in tensors]
     for tensor, _, _ in kept:
         tensor.untyped_storage().resize_(0)
@@ -299,9 +301,9 @@ def state_away(models, optimizer):
 
 @contextlib.contextmanager
 def parameters_away(models, optimizer):
-    """Others, on the CPU, stand in their places: one that itself goes to another device loses the hooks of DDP."""
+    """Replace parameters by others on the CPU: a parameter that is moved itself would lose the hooks of DDP."""
     for model in models:
-        model.start_param_sync(force_sync=True)  # what an export of moved parameters asks for
+        model.start_param_sync(force_sync=True)  # an export of moved parameters requires this
     modules = [module for model in models for module in model.modules()]
     places = [(module._parameters, *each) for module in modules for each in module.named_parameters(recurse=False)]
     for held, name, parameter in places:
@@ -316,7 +318,7 @@ AWAY = {"gradients": gradients_away, "optimizer": state_away, "parameters": para
 
 
 def offloaded(models, optimizer, expected):
-    """What an export gives otherwise while each of these alone, and then all of them, are on the CPU."""
+    """The differences of exports while weights, gradients or optimizer states, and then all of them, are on the CPU."""
     expected, wrong = {name: tensor.cpu() for name, tensor in expected.items()}, []
     for names in [*([name] for name in AWAY), [*AWAY]]:
         with contextlib.ExitStack() as stack:
@@ -328,7 +330,7 @@ def offloaded(models, optimizer, expected):
 
 
 def tasks(families, family, dims, world_size, known):
-    """All that is tried of a family on a mesh, by name; ``known`` gives what ``by_torch`` does."""
+    """All tasks of a family on a mesh, by name. ``known`` returns the result of ``by_torch``."""
     hf = FAMILIES[families][family]
     state = random_state(hf)
     found = {
@@ -357,7 +359,7 @@ def is_built(family, hf, dims):
 
 
 def attempt(run, expected, dims, hf):
-    """What was wrong; None where a family is refused under context parallelism, by name."""
+    """The errors of a run; None if the family is refused under context parallelism, by name."""
     try:
         found = run()
         return found if isinstance(found, list) else compare(found, expected(), hf)
@@ -382,7 +384,7 @@ def rank_main(rank, world_size, families, names, meshes):
                 expected[family] = functools.cache(functools.partial(alone, hf, random_state(hf)))
                 state = random_state(hf, dtype=torch.bfloat16)
                 known[family] = functools.cache(functools.partial(by_torch, hf, state))
-                expected[family](), known[family]()  # here, where there is nothing but replicas
+                expected[family](), known[family]()  # here, on a mesh of replicas alone
             if mesh not in meshes or not is_built(family, hf, dims):
                 continue
             for task, run in tasks(families, family, dims, world_size, known[family]).items():
@@ -414,11 +416,13 @@ def test_training_is_that_of_one_rank_and_exports_are_what_the_optimizer_holds(w
 
 
 LOSSES = {None: BOUND, "native": 2**-8, "te": BOUND}
-"""Implementations of megatron-core's loss, plain and fused, and how far gradients may be off: in one they are bf16."""
+"""Implementations of megatron-core's loss, plain and fused, and the bounds for gradients: in one implementation they
+are bf16.
+"""
 
 
 def losses(rank, world_size):
-    """Of labels, which megatron-core's own loss takes, in each of its ways; and the gradient of the output layer."""
+    """megatron-core's loss of labels, in each of its implementations, and the gradient of the output layer."""
     os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
     hf = FAMILIES["sized"]["qwen3"]
     dims = mb.ParallelDims(tp=world_size, sp=world_size > 1)
@@ -452,7 +456,7 @@ QWEN3_8B = AutoConfig.for_model(
     "qwen3",
     hidden_size=4096,
     intermediate_size=12288,
-    num_hidden_layers=4,  # of 36: one in each stage
+    num_hidden_layers=4,  # of 36 layers: one in each stage
     num_attention_heads=32,
     num_key_value_heads=8,
     head_dim=128,

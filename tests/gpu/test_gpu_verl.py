@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from mcore_bridge import ParallelDims
 from tests.support import records
-from tests.support.gpu_experts import HF as SPARSE
 from tests.support.gpu_models import SIZES
+from tests.support.gpu_models import WITH_EXPERTS as SPARSE
 from tests.support.gpus import spawn, with_replicas
 from tests.support.stepping import leave_mesh
 from tests.support.strategies import random_state, save, tiny
@@ -41,7 +41,7 @@ FAMILIES = {
     "qwen3 of nine tokens": tiny("qwen3", **{**SIZES, "vocab_size": 9}, architectures=["Qwen3ForCausalLM"]),
     "qwen3_moe": SPARSE,
 }
-"""Of nine tokens, so that one of padding in a softmax is more than what is allowed."""
+"""A vocabulary of nine tokens, so that one token of padding in a softmax exceeds the bound."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,11 @@ CASES = {
         Case("qwen3_moe", ParallelDims(tp=2, pp=2, ep=2, sp=True), vanilla=False),
     ],
 }
-"""The first of 8 GPUs is the mesh of verl's own test of an actor, the last that of its test of an export."""
+"""Of the meshes of 8 GPUs, verl tests an actor on the first, and an export on the last."""
 
 
 def rank_main(rank, world_size, folders, out):
-    """All cases of this many GPUs, in an order that all ranks share: what each gave."""
+    """Run all cases with this many GPUs, in the order of all ranks, and return their results."""
     os.environ.update(SWITCH)
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=datetime.timedelta(seconds=90))

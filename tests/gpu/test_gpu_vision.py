@@ -1,7 +1,7 @@
-"""Images on real GPUs: log-probs and gradients of the tower are those of transformers, on every mesh, both backends.
+"""Images on real GPUs: log-probs and gradients of the tower equal transformers', on every mesh, both backends.
 
-In fp32 they must agree, and replicas of a tower have gradients of the same bits. In bf16 log-probs may be as far from
-transformers' fp32 as ``test_gpu_forward.py`` allows, by how far transformers' own bf16 is off.
+In fp32 they must agree, and the gradients of a tower have equal bits on all replicas. In bf16 log-probs may have as
+large an error as ``test_gpu_forward.py`` allows, in relation to the error of transformers in bf16.
 """
 
 import importlib.util
@@ -58,9 +58,9 @@ def _on_gpu(value, dtype):
 
 
 def rank_main(rank, world_size, folders, batches, known):
-    """What a step of each family gives on every mesh of this size, in every way; or why it is refused.
+    """The results of a step of each family on every mesh of this size, in every way; or the reason of a refusal.
 
-    The first rank says at once what it has found, so that a run that ends early has told something.
+    The first rank prints results at once, so that an interrupted run has shown some.
     """
     os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
     mb.ParallelDims().initialize(device="cuda")
@@ -90,7 +90,7 @@ def problems(key, ranks, exact, rounded):
     """A text that describes the errors."""
     name, _, backend, dtype, _ = key
     if texts := [each for each in ranks if isinstance(each, str)]:
-        words = ["refused"] if name == "gemma3" and backend == "te" else []  # masks that see both ways within an image
+        words = ["refused"] if name == "gemma3" and backend == "te" else []  # bidirectional masks
         words += ["context parallel"] if name.startswith("qwen3_5") else []  # of gated delta nets
         return [text for text in texts if not (text.startswith("refused") and any(word in text for word in words))]
     if dtype is torch.float32:

@@ -1,8 +1,8 @@
 """vLLM loads our stream, family by family; its log-probs of its samples equal transformers' log-probs.
 
-Its engines start without weights, each in a process of its own, and are fed five times through buffers of two sizes.
+Its engines start without weights, each in a separate process, and get weights five times through buffers of two sizes.
 The median error of its log-probs, against transformers in fp32, may be three times the median error of transformers in
-bf16, as in ``test_gpu_forward``. The same bound holds against the trainer's model. In the end vLLM's weights have the
+bf16, as in ``test_gpu_forward.py``. The bound against the trainer's model is equal. In the end vLLM's weights have the
 bits that vLLM reads from a checkpoint's files.
 """
 
@@ -33,16 +33,16 @@ PROMPTS, PROMPT, SAMPLED, GREEDY = 4, 8, 24, 64
 
 
 def log_probs(model, tokens):
-    """Of all next tokens, fp32 [batch, seq - 1, vocab]."""
+    """Log-probs of all next tokens, fp32 [batch, seq - 1, vocab]."""
     with torch.no_grad():
         return model(tokens.cuda()).logits[:, :-1].float().log_softmax(-1)
 
 
 def examine(hf, engine, folder, tensor_parallel):
-    """What vLLM says otherwise than others, relative to what is allowed, after the first round and after the last.
+    """The errors of vLLM's log-probs, divided by the allowed errors, after the first and after the last round.
 
-    Of what it samples, and of the same as a prompt: than transformers, and than the trainer's model; and of what it
-    thinks likeliest.
+    They are log-probs of sampled tokens, of these tokens as a prompt, and of the likeliest tokens. The references are
+    transformers and the trainer's model.
     """
     models = mb.build_model(hf, dims=mb.ParallelDims(), dtype=torch.bfloat16, load_weights=False)
     models[0].eval()
@@ -68,14 +68,14 @@ def examine(hf, engine, folder, tensor_parallel):
             allowed = 3 * (own - theirs)[:, since:].abs().median()
             found += [float((answer - other[:, since:]).abs().median() / allowed) for other in (own, trained)]
         passed_over = exact[1].max(-1).values - exact[1].gather(-1, greedy[:, 1:, None].cuda())[..., 0]
-        allowed = 2 * (exact[1] - rounded[1]).abs().max()  # the likeliest of two that rounding may change the order of
+        allowed = 2 * (exact[1] - rounded[1]).abs().max()  # rounding may exchange the two likeliest
         found.append(float(passed_over[:, PROMPT - 1 :].max() / allowed))
     held_as_from_files(engine, state, folder / "files")
     return found
 
 
 def attempt(hf, engine, folder, tensor_parallel):
-    """The findings, or why there are none."""
+    """The results, or the reason why there are none."""
     folder.mkdir()
     try:
         return examine(hf, engine, folder, tensor_parallel)

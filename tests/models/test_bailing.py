@@ -1,4 +1,4 @@
-"""Ling 2.0, which transformers lacks: logits, round trips and counts of a twin that it has; configs; the router."""
+"""Ling 2.0, which transformers lacks: its logits, round trips and parameter counts against an equivalent family."""
 
 import json
 from pathlib import Path
@@ -121,7 +121,7 @@ def test_a_rotary_dim_that_agrees_is_read(tmp_path: Path) -> None:
 
 
 def chosen(folder: str, hidden: Tensor, bias: Tensor) -> Tensor:
-    """Runs in a worker: the weights that the router of the last layer gives to experts."""
+    """Runs in a worker: the weights of experts from the router of the last layer."""
     with stepping.mesh(ONE):
         (model,) = mb.build_model(folder, dims=ONE, dtype=torch.float32, device="cpu")
         router = model.eval().decoder.layers[-1].mlp.router
@@ -132,7 +132,9 @@ def chosen(folder: str, hidden: Tensor, bias: Tensor) -> Tensor:
 
 
 def test_a_group_that_is_left_out_stays_out_where_all_biased_scores_are_negative(folders: dict[str, str]) -> None:
-    """Experts of the two best groups, whose scores are sums of two, as the published code chooses them."""
+    """The experts that the published code chooses, from the two best groups. A group's score is the sum of its two
+    best.
+    """
     generator = torch.Generator().manual_seed(0)
     hidden, bias = torch.randn(50, 1, 48, generator=generator), -5 + torch.randn(8, generator=generator)
     weight = bailing.twin_state(TINY["grouped"])["model.layers.3.mlp.gate.weight"]

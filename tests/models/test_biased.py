@@ -1,4 +1,4 @@
-"""A bias for softmax scores: on every mesh, in training, with other options of mcore's router; configs; its bits."""
+"""Routers with a bias for softmax scores: on every mesh, in training, with other options of megatron-core's router."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,7 +44,7 @@ MESHES: dict[int, list[dict[str, Any]]] = {
 
 
 PLAIN = zoo.case(NAME, **{**zoo.cases()[NAME].fields, "pad_token_id": None}).hf
-"""Without a token for padding, whose embedding transformers would not train."""
+"""A config without a token for padding, since transformers would not train its embedding."""
 KIND = Kind({NAME: PLAIN}, MESHES)
 
 
@@ -74,7 +74,9 @@ def test_the_bias_balances_experts_where_the_trainer_says_so(tmp_path: Path) -> 
 
 
 def replayed() -> list[Any]:
-    """Runs in a worker: logits as they are, while experts are recorded, without the bias, and so but replayed."""
+    """Runs in a worker: logits normally, while choices are recorded, without the bias, and without the bias but
+    replayed.
+    """
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
     hf = zoo.cases()[NAME].hf

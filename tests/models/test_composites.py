@@ -1,4 +1,4 @@
-"""Composites: their text loads from the published names and computes what transformers does; all else is carried."""
+"""Composites: their text loads from published names and has transformers' logits. All other tensors are carried."""
 
 import json
 import logging
@@ -90,7 +90,9 @@ def test_stacks_of_experts_load_in_either_orientation(square: bool, tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
 def test_a_text_that_keeps_the_names_of_its_composite_loads_and_is_saved_so(name: str, tmp_path: Path) -> None:
-    """transformers writes such a folder of the text that it reads from a composite, as many fine-tuned models are."""
+    """transformers writes such a folder if it has loaded only the text of a composite. Many fine-tuned models have
+    it.
+    """
     if name not in tiny.NAMES:
         pytest.skip("the installed transformers lacks it")
     tiny.written(name, tmp_path / "source")
@@ -120,7 +122,7 @@ TWICE = (("language_model.model.", "language_model.model.model."),)
 
 
 def respelled_folder(source: Path, folder: Path, spelling: Any) -> Path:
-    """The same composite with other names of its text."""
+    """A copy of the composite with other names of its text."""
     shutil.copytree(source, folder)
     file = folder / "model.safetensors"
     state = {respelled_name(name, spelling): tensor for name, tensor in load_file(file).items()}
@@ -134,7 +136,7 @@ def built(hf: Any, folder: Path) -> Any:
 
 
 def test_a_composite_keeps_its_spelling_its_ties_and_what_overrides_say(tmp_path: Path) -> None:
-    """From a config alone, from a folder in other spellings, and through a checkpoint of megatron-core.
+    """The model comes from a config alone, a folder with other prefixes, and a checkpoint of megatron-core.
 
     transformers 5.17 has the names in ``model`` in memory, and writes ``model`` twice for composites of sound.
     """

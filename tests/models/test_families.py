@@ -72,7 +72,7 @@ def test_every_family_goes_round_on_any_mesh(name: str) -> None:
 
 
 MADE = {} if zoo.NEWEST else {"gpt_neox": {"rope_theta", "partial_rotary_factor"}, "llama4_text": {"attention_bias"}}
-"""Fields that a config class of transformers 4 makes of others at every reading, whatever they say."""
+"""Fields that a config class of transformers 4 computes from other fields at every reading, ignoring their values."""
 MODEL_TYPES = sorted({case.model_type for case in zoo.cases().values()})
 
 
@@ -84,7 +84,7 @@ def test_every_field_of_the_default_config_is_accounted_for(model_type: str) -> 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_changing_any_field_changes_the_model_or_raises_or_is_ignored_by_name(model_type: str) -> None:
-    """In one case at least: a window, say, matters only where a layer slides."""
+    """It changes the model in at least one case: a window, for example, matters only if a layer slides."""
     outcomes: dict[str, set[str]] = {}
     for case in zoo.cases().values():
         if case.model_type == model_type:
@@ -97,7 +97,7 @@ def test_changing_any_field_changes_the_model_or_raises_or_is_ignored_by_name(mo
 
 
 def _outcome(hf: Any, field: str, base: dict[str, object]) -> str:
-    """What changing the field does: "changes" what is built, "raises" an error of ours or of theirs, or "nothing"."""
+    """The effect of another value of the field: "changes" (of the model), "raises" (any error) or "nothing"."""
     fields = hf.to_dict()
     fields[field] = _another(field, fields[field])
     if field == "num_hidden_layers":
@@ -155,7 +155,7 @@ def test_what_tensor_parallel_ranks_hold_a_part_of_counts_for_the_norm_of_gradie
 
 
 def test_shared_experts_that_are_overlapped_count_for_the_norm_of_gradients() -> None:
-    """megatron-core then takes the mode of parallelism from them, which it does to communicate elsewhere."""
+    """megatron-core reads the mode of parallelism of a layer from them, and communicates accordingly."""
     model = whole_model(zoo.cases()["deepseek_v3"].hf, ParallelDims(tp=2, sp=True))
     linears = [module for name, module in model.named_modules() if re.search(r"\.shared_experts\.linear_fc[12]$", name)]
     for linear in linears:

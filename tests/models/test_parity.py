@@ -17,12 +17,12 @@ from tests.support.strategies import tiny
 from tests.zoo import rope
 
 TOGETHER = 20 if "PYTEST_XDIST_WORKER" in os.environ else 1
-"""Cases of one job of the pool in the whole suite, since to make the groups of a mesh takes longer than a case."""
+"""The number of cases in one job of the pool. Making the groups of a mesh takes longer than a case."""
 
 
 @cache
 def differences(dims, names):
-    """By name, the results of all ranks; empty if several cases ran together and one raised. Each then runs alone."""
+    """The results of all ranks, by name. They are empty if one of several cases raised; each case then runs alone."""
     cases = [(zoo.cases()[name].hf, dims, reference_of(name)) for name in names]
     try:
         ranks = pool.run(dims.tp, worst_differences, cases)

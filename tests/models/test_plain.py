@@ -151,7 +151,7 @@ def test_what_the_embedding_drops_is_a_field_of_its_own() -> None:
 
 
 def dropouts(hf: Any) -> tuple[float, float]:
-    """Runs in a worker: what the embedding drops, and what a layer drops behind attention."""
+    """Runs in a worker: the fraction of dropped values after the embedding, and after the attention of a layer."""
     mb.ParallelDims().initialize(device="cpu")
     (model,) = mb.build_model(hf, dtype=torch.float32, device="cpu", load_weights=False)
     return model.embedding.embedding_dropout.p, model.decoder.layers[0].hidden_dropout
@@ -211,7 +211,7 @@ def test_factors_that_do_not_fit_the_rotated_dims_are_refused(tmp_path: Path) ->
 
 
 class Attention:
-    """Stands for a core attention: it gives back its query."""
+    """Replaces a core attention: it returns its query."""
 
     def __init__(self, config: Any, layer_number: int, *, pg_collection: Any = None) -> None:
         pass
@@ -248,7 +248,7 @@ def test_packed_sequences_are_as_warm_as_they_are_alone() -> None:
 
 
 def test_layers_without_a_rope_count_from_the_first_token_of_a_row() -> None:
-    """In the second row, three places are padding. transformers counts these too, and engines do not."""
+    """In the second row, three places are padding. transformers counts them too, and engines do not."""
     config = SimpleNamespace(nope_temperature=(0.5, 4), no_rope_freq=[0, 1])
     mask = torch.tensor([[1] * 8, [0] * 3 + [1] * 5])
     warm = core(config=config).forward(*[torch.ones(8, 2, 3, 5).bfloat16()] * 3, mask)

@@ -1,4 +1,6 @@
-"""Names of tensors in published checkpoints: each is a parameter's or is left out for a reason, and none is missing."""
+"""Names of tensors in published checkpoints: each belongs to a parameter or is left out for a reason, and none is
+missing.
+"""
 
 import json
 from pathlib import Path
@@ -19,7 +21,7 @@ RECORDS: list[dict[str, Any]] = [expand(record) for record in json.loads((FOLDER
 LEFT_OUT = {"mimo": ("model.mtp_layers.",), "qwen2_vl": ("visual.",), "qwen3_vl": ("model.visual.",)} | {
     "gemma3": ("vision_tower.", "multi_modal_projector.")
 }
-"""Towers, which are carried, and layers for multi-token prediction, which are not built; all else is the text's."""
+"""Prefixes of towers, which are carried, and of MTP layers, which are not built. All other names are the text's."""
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record["name"])

@@ -1,4 +1,4 @@
-"""Each refused name or value raises the documented reason, and the code that the documentation names exists."""
+"""Each refused name or value raises the reason that the documentation has, and the code that it refers to exists."""
 
 import dataclasses
 import importlib
@@ -190,7 +190,9 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
         "quant_algo of ModelOpt must be",
     ),
 }
-"""By how a refusal of ``Derive`` begins: what to change in a config, and what is said of it. Layers are all alike."""
+"""For each refusal of ``Derive``, by its beginning: changes of a config, and words of the error. Layers are all
+alike.
+"""
 
 
 def example_of(text: str, hf: dict[str, Any]) -> tuple[dict[str, Any], str]:

@@ -1,4 +1,4 @@
-"""The registry finds our architectures and those that users add; the error for an unknown name lists similar names."""
+"""The registry has our architectures and those that users add. An unknown name raises, with similar names."""
 
 import dataclasses
 import subprocess
@@ -23,13 +23,13 @@ WRONG = "not an architecture"
 
 @pytest.fixture(autouse=True)
 def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test gets the registry as it was."""
+    """The registry is restored after each test."""
     architectures()
     monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
 
 
 def _distribution(folder: Path, *lines: str) -> Path:
-    """An installed distribution, as pip would leave it: a module and its entry points."""
+    """An installed distribution like pip's: a module and its entry points."""
     info = folder / "plugin-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1.0\n")

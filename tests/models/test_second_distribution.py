@@ -1,4 +1,6 @@
-"""An outside package adds an architecture by its entry point alone: built, loaded, exported and right, on any mesh."""
+"""An outside package adds an architecture by its entry point alone: it is built, loaded and exported right, on any
+mesh.
+"""
 
 import json
 import subprocess

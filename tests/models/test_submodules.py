@@ -1,4 +1,4 @@
-"""What the families of ``zoo/tables.py``, ``zoo/submodules.py`` and ``zoo/texts.py`` add to configs and to files."""
+"""Configs and files of the families of ``zoo/tables.py``, ``zoo/submodules.py`` and ``zoo/texts.py``."""
 
 import pytest
 import torch

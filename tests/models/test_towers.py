@@ -1,4 +1,4 @@
-"""Towers: transformers' models of images, on the first stage, go round under published names."""
+"""Towers: transformers' models of images, on the first stage, are loaded and saved under published names."""
 
 import json
 import re
@@ -39,7 +39,7 @@ MESHES = (mb.ParallelDims(tp=2, sp=True), mb.ParallelDims(pp=2))
 
 @pytest.mark.parametrize("name", towers.NAMES)
 def test_a_tower_goes_round_and_is_the_one_of_transformers(name: str, tmp_path: Path) -> None:
-    """On a mesh each, through exports, a saved folder and a checkpoint of megatron-core, bit for bit."""
+    """Each tower runs on a mesh, through exports, a saved folder and a checkpoint of megatron-core, bit for bit."""
     tiny.written(name, tmp_path / "source")
     dims = EXPERTS if "moe" in name else MESHES[len(name) % 2]
     if dims.pp > 1 and tiny.config(name).text_config.num_hidden_layers % 4 == 0:
@@ -62,7 +62,7 @@ def test_a_tower_goes_round_and_is_the_one_of_transformers(name: str, tmp_path: 
         for kind, checkpoint in (("back", tmp_path / "dist"), ("home", again)):
             convert(checkpoint, tmp_path / kind, hf=tmp_path / "source", on_event=quiet)
             assert_same(tmp_path / "source", tmp_path / kind)
-        with rank_of(ONE, 0, 1):  # what a training loads
+        with rank_of(ONE, 0, 1):  # the tower that a training loads
             build: dict[str, Any] = {"dims": ONE, "dtype": torch.float32, "device": "cpu", "vision": "train"}
             models = mb.build_model(tmp_path / "source", **build, load_weights=False)
             mb.load_checkpoint(models, again)
@@ -72,7 +72,9 @@ def test_a_tower_goes_round_and_is_the_one_of_transformers(name: str, tmp_path: 
 @pytest.mark.skipif(not towers.NAMES, reason="the installed transformers is too old")
 @pytest.mark.parametrize("name", ["gemma3", "video_llava", "qwen2_5_vl"])
 def test_a_tower_is_named_as_its_folder_names_it(name: str, tmp_path: Path) -> None:
-    """As published without one, also with ``vision_model``; and else as transformers writes it, or has it in memory."""
+    """Without a folder, names are the published ones. A folder may have ``vision_model``, transformers' names, or names
+    in memory.
+    """
     tiny.written(name, tmp_path / "published")
     tiny.written(name, tmp_path / "theirs", published=False)
     shutil.copytree(tmp_path / "published", tmp_path / "memory")
@@ -160,7 +162,7 @@ def test_a_part_of_a_frozen_tower_is_trained_and_each_tensor_is_accounted_for(tm
 @pytest.mark.skipif(not towers.NAMES, reason="the installed transformers is too old")
 @pytest.mark.parametrize("name", ["qwen3_5", "gemma3"])
 def test_a_plan_and_a_balanced_layout_count_the_tower_on_the_first_stage(name: str, tmp_path: Path) -> None:
-    """Whole for each tensor-parallel rank; a frozen one needs neither gradients nor an optimizer."""
+    """Every tensor-parallel rank has all of a tower. A frozen tower needs neither gradients nor an optimizer."""
     tiny.written(name, tmp_path)
     dims = mb.ParallelDims(tp=2, pp=2, layout="balanced")
     plans = {vision: plan(tmp_path, BuildOptions(dims=dims, vision=vision), dtype=torch.float32) for vision in VISIONS}
@@ -180,7 +182,7 @@ def test_a_plan_and_a_balanced_layout_count_the_tower_on_the_first_stage(name: s
 
 @pytest.mark.skipif(not towers.NAMES, reason="the installed transformers is too old")
 def test_the_layers_that_take_features_of_the_tower_are_on_the_first_stage() -> None:
-    """A balanced layout keeps them there, beside the bytes of the tower; others are refused before a rank builds."""
+    """A balanced layout keeps them there, beside the bytes of the tower. Other layouts raise before a rank builds."""
     hf = tiny.config("qwen3_vl")
     hf.vision_config.depth, hf.vision_config.deepstack_visual_indexes = 3, [0, 1, 2]
     for layout, vision in (("Et|tttL", "carried"), ("Ettt|tL", "train"), ("balanced", "train")):
@@ -194,7 +196,7 @@ def test_the_layers_that_take_features_of_the_tower_are_on_the_first_stage() -> 
 
 @pytest.mark.skipif("kimi_k25" not in towers.NAMES, reason="the installed transformers is too old")
 def test_queries_keys_and_values_that_files_join_learn_as_in_transformers(tmp_path: Path) -> None:
-    """One weight has the gradients of three, in the order of its rows."""
+    """The joined weight has the gradients of three weights, in the order of its rows."""
     file = seeing.written("kimi_k25", tmp_path) / "model.safetensors"
     save_file(dict(tiny.as_published("kimi_k25", read(tmp_path))), file, metadata={"format": "pt"})
     model = seeing.reference(tmp_path)
@@ -221,7 +223,7 @@ def test_queries_keys_and_values_that_files_join_learn_as_in_transformers(tmp_pa
 def test_a_tower_that_cannot_be_built_is_refused(
     name: str, vision: str, release: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By name, before anything is built."""
+    """The error has the family's name, and is raised before anything is built."""
     if name not in (*tiny.NAMES, "qwen3"):
         pytest.skip("the installed transformers lacks it")
     hf = tiny.TEXTS["qwen3"] if name == "qwen3" else tiny.config(name)

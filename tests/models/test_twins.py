@@ -1,4 +1,4 @@
-"""Families that transformers lacks compute what their twins do; Ling is held to more in ``test_bailing``."""
+"""Families that transformers lacks have the logits of an equivalent family. ``test_bailing.py`` tests more of Ling."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.support.twins import TWINS
 
 
 def difference(family, dims, reference):
-    """Runs in each worker: classes of such configs cannot travel."""
+    """Runs in each worker, since such configs cannot be pickled."""
     return worst_differences([(FAMILIES[family], dims, reference)])[0]
 
 

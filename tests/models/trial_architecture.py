@@ -1,4 +1,4 @@
-"""StableLM, as somebody would add it: a LayerNorm around a gated MLP, and a part of each head rotated."""
+"""StableLM, as a contributor would add it: a LayerNorm around a gated MLP, and a part of each head rotated."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Require

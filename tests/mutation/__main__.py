@@ -1,7 +1,7 @@
-"""Draw mutants, run for each the tests that reach it, and report how many were found.
+"""Draws mutants, runs for each the tests that reach it, and reports how many were found.
 
-What each test reaches is recorded first, in as long as the suite takes. It is kept in ``--folder`` with the results, so
-that a run which was broken off goes on. All of it happens in a copy of the tree.
+The lines that each test reaches are recorded first, which takes as long as the suite. The record is kept in
+``--folder`` with the results, so that an interrupted run continues. All of it happens in a copy of the tree.
 
     python -m tests.mutation --count 300 --seed 1
 """
@@ -30,9 +30,9 @@ from tests.mutation.tests_of import AT_IMPORT
 
 ROOT = Path(__file__).parents[2]
 FIRST = 5.0
-"""Seconds of the tests that run first: they find most mutants, and to collect all takes as long."""
+"""Seconds of the tests that run first. They find most mutants, and collecting all tests would take as long."""
 PATIENCE = 10.0
-"""How much longer than when they were recorded tests may take before a mutant counts as one that hangs."""
+"""The factor of the recorded time after which a mutant counts as one that hangs."""
 
 
 def main() -> None:
@@ -62,7 +62,9 @@ def copy(tree: Path) -> None:
 
 
 def recorded(tree: Path, folder: Path) -> dict[str, Any]:
-    """What each test takes and reaches; recorded again where its file has changed, or the code has."""
+    """The time of each test, and the lines that it reaches. It is recorded again if its file or the code has
+    changed.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     code = b"".join(path.read_bytes() for path in sorted((tree / "mcore_bridge").rglob("*.py")))
     whole: dict[str, Any] = {"seconds": {}, "reached": {}}
@@ -87,7 +89,7 @@ def recorded(tree: Path, folder: Path) -> dict[str, Any]:
 
 
 def lines_since(commit: str) -> dict[str, set[int]]:
-    """By file, the lines that a commit does not have; for a moved file, only the changed lines."""
+    """The lines that a commit does not have, by file; for a moved file, only the changed lines."""
     asked = ("git", "diff", "--unified=0", "--find-renames", commit, "--", "mcore_bridge")
     found: dict[str, set[int]] = {}
     for line in subprocess.run(asked, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines():
@@ -100,9 +102,9 @@ def lines_since(commit: str) -> dict[str, set[int]]:
 
 
 def tests_for(mutant: Mutant, tree: Path, record: dict[str, Any]) -> list[str]:
-    """The tests that reach a mutant, quickest first, but behind others that differ more from those before them.
+    """The tests that reach a mutant, quickest first; tests that differ more from earlier tests come before others.
 
-    If none does, those of its file.
+    If no test reaches it, the tests of its file.
     """
     lines, is_run_at_import = statement_at(ast.parse((tree / mutant.file).read_text()), mutant.line)
     reached = record["reached"].get(mutant.file, [])
@@ -116,7 +118,7 @@ def tests_for(mutant: Mutant, tree: Path, record: dict[str, Any]) -> list[str]:
     seconds, seen, found = record["seconds"], Counter[str](), []
     for name in sorted((first | further) - {""}, key=lambda name: (seconds[name], name)):
         function, _, parameters = name.partition("[")
-        words = parameters.rstrip("]").split("-") if parameters else ()  # one may be a family that is new
+        words = parameters.rstrip("]").split("-") if parameters else ()  # a family may be new
         known = seen[function] + min((seen[word] for word in words), default=0)
         found.append((name in further, (0.05 + seconds[name]) * (1 + known), name))
         seen.update((function, *words))
@@ -124,7 +126,7 @@ def tests_for(mutant: Mutant, tree: Path, record: dict[str, Any]) -> list[str]:
 
 
 def statement_at(module: ast.Module, line: int) -> tuple[range, bool]:
-    """The lines of the smallest statement there, less those of its body; and whether it runs at import."""
+    """The lines of the smallest statement at ``line``, without the lines of its body; and whether it runs at import."""
     found, in_function = range(line, line + 1), False
     for node in ast.walk(module):
         if not isinstance(node, ast.stmt):
@@ -178,7 +180,7 @@ def run(tree: Path, mutants: list[Mutant], record: dict[str, Any], asked: argpar
 
 
 def write(path: Path, code: str, number: int) -> None:
-    """With a time of its own, by which Python knows what it has compiled of an earlier one."""
+    """Write a file with a new time of change, so that Python does not use the compiled code of an earlier one."""
     path.write_text(code)
     os.utime(path, (1_000_000_000 + number,) * 2)
 

@@ -30,9 +30,9 @@ class Mutant:
 
 
 def drawn(root: Path, files: Mapping[str, set[int] | None], count: int, seed: int) -> list[Mutant]:
-    """``count`` places at random in some lines of each file, or in any where none are named, and one mutant of each.
+    """Draw ``count`` places at random in the given lines of each file (in all lines for None), and one mutant of each.
 
-    So an operator with many mutants counts no more than another.
+    So an operator with many mutants does not weigh more than others.
     """
     places: dict[tuple[str, int, int], list[Mutant]] = {}
     sources = {file: (root / file).read_text() for file in sorted(files)}
@@ -50,9 +50,10 @@ def drawn(root: Path, files: Mapping[str, set[int] | None], count: int, seed: in
 
 
 def is_python(mutant: Mutant, source: str) -> bool:
-    """Operators change some signs that are none of arithmetic, such as two stars before arguments.
+    """Whether a mutant is valid Python. Operators also change signs that are not arithmetic, such as two stars before
+    arguments.
 
-    That for exceptions fails at a name with a dot.
+    The operator for exceptions fails at a name with a dot.
     """
     try:
         ast.parse(mutant.code(source))
@@ -75,19 +76,19 @@ def mutants_of(file: str, source: str) -> Iterator[tuple[tuple[int, int], Mutant
 
 
 def nodes(node: NodeOrLeaf) -> Iterator[NodeOrLeaf]:
-    """In the order in which cosmic-ray visits them."""
+    """Yield the nodes in the order in which cosmic-ray visits them."""
     yield node
     for child in getattr(node, "children", ()):
         yield from nodes(child)
 
 
 def changes_nothing(node: NodeOrLeaf) -> bool:
-    """Whether no test can see a mutant of this node, or none needs to:
+    """Whether no test can find a mutant of this node, or none needs to:
 
-    - annotations, names for unions of types, and what stands under ``if TYPE_CHECKING``;
-    - decorators that declare, their arguments and those of ``field``: without ``frozen`` or a cache, all else works;
-    - ``strict=`` of ``zip``, which checks what always holds;
-    - the star after which parameters are given by name.
+    - annotations, names for unions of types, and code under ``if TYPE_CHECKING``;
+    - decorators that declare, their arguments and arguments of ``field``: code works without ``frozen`` or a cache;
+    - ``strict=`` of ``zip``, which checks a fact that always holds;
+    - the star after which parameters are passed by name.
     """
     while (parent := node.parent) is not None:
         kind = parent.type

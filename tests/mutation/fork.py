@@ -1,7 +1,7 @@
-"""Runs some tests in a fork of a process that has imported torch, transformers and megatron-core, but nothing of ours.
+"""Runs some tests in a fork of a process that has imported torch, transformers and megatron-core, but not this library.
 
-Each fork has a further one, from which the workers of ``tests/support/pool.py`` are forked: Python's own server has
-imported nothing yet.
+A second fork of each is the parent of the workers of ``tests/support/pool.py``: Python's fork server would have to
+import everything again.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3F
 
 
 def warm() -> None:
-    """Import what does not change."""
+    """Import the modules that do not change."""
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TORCH_COMPILE_DISABLE="1")
     for name in WARM:
         importlib.import_module(name)
@@ -50,7 +50,7 @@ def forked(tree: Path, limit: float, function: str, *arguments: Any) -> Any:
         if time.monotonic() > deadline:
             break
         time.sleep(0.02)
-    with contextlib.suppress(ProcessLookupError):  # the workers of the pool too, and whatever tests have started
+    with contextlib.suppress(ProcessLookupError):  # also the workers of the pool, and other processes of tests
         os.killpg(process, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):
         os.waitpid(process, 0)
@@ -88,13 +88,13 @@ def _settle(tree: Path) -> None:
 
 
 def _serve(asked: socket.socket) -> None:
-    """Be the server that ``multiprocessing`` wanted to start, if it does."""
+    """Replace the server process of ``multiprocessing``, if this process is the one that it starts."""
     try:
         message, fds, *_ = socket.recv_fds(asked, 1 << 16, 16)
         if message:
             asked.close()
             command, numbers = pickle.loads(message)
-            for fd in fds:  # out of the way of those numbers first
+            for fd in fds:  # these numbers must be free first
                 os.dup2(fd, fd + 200)
             for fd, number in zip(fds, numbers, strict=True):
                 os.dup2(fd + 200, number, inheritable=False)

@@ -1,4 +1,4 @@
-"""The scope of mutation: all names of project files are in this module."""
+"""The files that are mutated, and the names of all files of the project that mutation testing uses."""
 
 CODE = (
     *("rules/*.py", "batches/*.py", "weights/*.py", "config/*.py", "factory/*.py", "launch/*.py", "convert/**/*.py"),
@@ -27,4 +27,4 @@ OF_TABLES = {
     "*/models/*": _FAMILIES,
     "*/rules/*layout*": ("test_layout*", "test_mapping*", "test_roundtrip*", "test_parity*"),
 }
-"""Tests that come first for what runs at import in files of tables, which have few functions to reach."""
+"""Tests that come first for code of tables that runs at import."""

@@ -1,4 +1,4 @@
-"""Run chosen tests in this process in a given order; report the first failure and the lines that tests reach."""
+"""Runs chosen tests in this process in a given order; reports the first failure and the lines that tests reach."""
 
 import json
 import os
@@ -14,7 +14,7 @@ PLAIN = ("-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short")
 AT_IMPORT = "what is at import"
 """The result if an error comes from outside of tests."""
 Reached = dict[str, dict[int, list[str]]]
-"""By file and line, the tests that run it; "" is what runs before them, at import, and has the number 0."""
+"""For each file and line, the tests that run it. The number 0 and the name "" mean the import, before all tests."""
 
 
 class Chosen:
@@ -49,7 +49,7 @@ def run(asked: list[str]) -> list[str]:
 
 
 class Tracing:
-    """A plugin of pytest that notes which lines each test reaches, in this process and in workers of the pool."""
+    """A plugin of pytest that records the lines that each test reaches, in this process and in workers of the pool."""
 
     def __init__(self, tree: Path, notes: Path) -> None:
         self.coverage, self.notes = started(tree, ""), notes
@@ -66,7 +66,7 @@ class Tracing:
         yield
         pool._run = real
         self.coverage.switch_context("")
-        for name, module in list(sys.modules.items()):  # who finds a result in a cache reaches what made it, too
+        for name, module in list(sys.modules.items()):  # whoever uses a cached result reaches its code, too
             if name.startswith("mcore_bridge"):
                 for each in list(vars(module).values()):
                     getattr(each, "cache_clear", int)()
@@ -81,7 +81,7 @@ def started(tree: Path, context: str) -> Any:
 
 
 def traced(notes: str, name: str, function: Any, *arguments: Any) -> Any:
-    """``function`` in a worker, with a note of what it reaches."""
+    """Run ``function`` in a worker, and record the lines that it reaches."""
     coverage, begin = started(Path.cwd(), name), time.monotonic()
     try:
         return function(*arguments)
@@ -97,9 +97,9 @@ def _reached(coverage: Any) -> Reached:
 
 
 def record(file: str, notes: str) -> dict[str, Any]:
-    """Seconds that each test of a file takes which passes, those of workers too, and what they reach.
+    """The seconds of each test of a file that passes, with its workers, and the lines that tests reach.
 
-    What they reach are pairs for each file of the code: lines, and the numbers of the tests that run these lines.
+    For each file of the code, these are pairs: lines, and the numbers of the tests that run the lines.
     """
     folder = Path(notes)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The benchmarks of exports and files run, on two ranks without GPUs, and print what results are made of."""
+"""The benchmarks of exports and files run on two ranks without GPUs, and print the lines that results consist of."""
 
 import contextlib
 import io
@@ -28,7 +28,7 @@ def printed(script, arguments):
         contextlib.redirect_stdout(out),
     ):
         runpy.run_path(str(FOLDER / script), run_name="__main__")
-    for name in ("common", "export"):  # names that others may have, too
+    for name in ("common", "export"):  # other modules may have these names, too
         if name not in known:
             sys.modules.pop(name, None)
     return out.getvalue()

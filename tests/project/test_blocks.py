@@ -1,7 +1,7 @@
-"""The Python blocks of README.md and docs/ run as they are written: those of a page in one flat script.
+"""The Python blocks of README.md and docs/ run as they are written: all blocks of a page in one flat script.
 
 Each page is started once for each number of processes, as torchrun does it: with its environment, and as ``__main__``.
-The processes are forked from one that has imported torch. Torchrun itself starts a script of ``test_examples.py``.
+The processes are forked from one that has imported torch. ``test_examples.py`` starts a script by torchrun itself.
 """
 
 import re
@@ -181,7 +181,7 @@ assert process.exitcode == 1
 
 
 def test_a_script_that_needs_a_guard_is_told_so_at_once(tmp_path):
-    """It runs again in a process that it starts; there it would wait for ranks that do not come."""
+    """A process that the page starts runs its code again. It would wait there for ranks that do not exist."""
     (tmp_path / "flat.py").write_text(FLAT)
     codes, said = forked(tmp_path / "flat.py", 1)
     assert codes == [0], said

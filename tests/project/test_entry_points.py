@@ -69,7 +69,7 @@ class Place:
 
     @contextlib.contextmanager
     def refuses(self, message: str, unchanged: Path | None = None) -> Iterator[None]:
-        """The block raises, and a folder stays as it is."""
+        """Assert that the block raises, and that the folder is unchanged."""
         before = _content(unchanged or self.out)
         with pytest.raises(BridgeError, match=message):
             yield
@@ -161,7 +161,7 @@ def saves(*paths: Callable[[Place, Any], object], own: Cell, changed: Cell, note
 
 
 def hf_over_its_source(place: Place) -> None:
-    """Trainers resume into a folder: a save over it is no mistake, and gives the same bits."""
+    """Trainers resume into a folder: a save over it is no mistake, and writes equal bits."""
     before = mb.Manifest.from_folder(place.hf, digests=True)
     mb.save_hf_checkpoint(place.models(), place.hf)
     assert mb.Manifest.from_folder(place.hf, digests=True).differences(before) == ()
@@ -217,7 +217,7 @@ def with_loaded_adapters(place: Place) -> Any:
 
 
 def peft_notes(place: Place) -> None:
-    """The base may lie in the folder: what describes it stays."""
+    """The base model may be in the folder. Files that describe it stay unchanged."""
     mb.save_hf_adapters(place.with_adapters(), place.with_notes())
     assert all((place.out / name).exists() for name in NOTES)
 
@@ -249,7 +249,7 @@ def convert(place: Place, source: Any, target: Any, **options: Any) -> None:
 
 
 def convert_onto_a_source(place: Place) -> None:
-    """By any path; and a folder of links, of which the files are in the target."""
+    """The target is the source by another path, or the source is a folder of links to files in the target."""
     linked, links = place.out.with_name("linked"), place.out.with_name("links")
     linked.symlink_to(place.hf)
     links.mkdir()
@@ -470,7 +470,7 @@ TABLE: dict[str, dict[str, Cell] | str] = {
         ],
         NO_PATH,
     ),
-    # functions of the library below them
+    # the functions of the library that they call
     "api.convert": saves(
         lambda place, path: convert(place, path, place.out),
         lambda place, path: convert(place, place.hf, path),

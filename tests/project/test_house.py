@@ -89,7 +89,7 @@ def reached(function: str) -> set[str]:
 
 
 def rooms(folder: str) -> dict[str, set[str]]:
-    """Files and folders of a folder, and those of them that each imports."""
+    """The files and folders of a folder, each with the files and folders of this folder that it imports."""
 
     def room(module: str) -> str:
         return module.removeprefix(f"{folder}/").split("/")[0]

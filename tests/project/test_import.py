@@ -1,4 +1,4 @@
-"""Importing the library costs next to nothing and changes nothing; its own modules import each other one way."""
+"""Importing the library is fast and changes nothing. The modules of the library import each other in one direction."""
 
 import ast
 import functools
@@ -20,7 +20,7 @@ INSIDE = {
     "config": "tables <- mesh",
     "weights": "plan <- transfer <- ipc <- engine <- files <- source <- dist_checkpoint",
 }
-"""A module imports only what stands further left, or what is in its own folder; so do the folders in a folder."""
+"""A module imports only from entries further left, or from its own folder. The same order holds in a folder."""
 
 DISTRIBUTED = {
     "batches/text_collectives.py",
@@ -36,7 +36,7 @@ DISTRIBUTED = {
 }
 """The files that touch torch.distributed."""
 FILES = {f"weights/dist_checkpoint/{name}.py" for name in ("dist_writer", "folder", "files", "metadata")}
-"""They know of ``torch.distributed.checkpoint`` alone, by which torch calls the format of files."""
+"""These files use only ``torch.distributed.checkpoint``, torch's module for this format of files."""
 
 WATCH = """
 import json, sys, types
@@ -205,7 +205,7 @@ def levels(order: str) -> dict[str, int]:
 
 
 def upwards(graph: dict[str, set[str]], order: str, folder: str = "") -> list[str]:
-    """The imports of what does not stand further left in the order of a folder."""
+    """The imports of modules that are not further left in the order of a folder."""
     places = levels(order)
     inside = [(name, target) for name in graph for target in graph[name] if name.startswith(folder)]
     found = []
@@ -246,7 +246,7 @@ def test_rooms_that_others_read_alone_import_little() -> None:
     }.items():
         inside = {name for name in graph if f"{name}/".startswith(f"{room}/")}
         with_trainer = {f"weights/engine/{name}" for name in ("composed", "pull_writer", "writer")}
-        for name in sorted(inside - with_trainer):  # which run where the trainer is
+        for name in sorted(inside - with_trainer):  # they run in the trainer's process
             for target in graph[name] - inside:
                 above = ("/".join(target.split("/")[:depth]) for depth in (1, 2, 3))
                 assert not allowed.isdisjoint(above), f"{name} imports {target}"
@@ -270,7 +270,7 @@ def test_only_few_modules_know_of_processes() -> None:
 
 
 def test_one_module_reads_json() -> None:
-    """So every file that another program wrote is bounded, no FIFO, and refused if its readers may differ."""
+    """So each JSON file of another program has a limit of size, is no FIFO, and raises if readers may differ."""
     calls = [
         (module_of(path), ast.unparse(node))
         for path in MODULES

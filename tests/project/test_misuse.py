@@ -48,7 +48,7 @@ def tied():
 
 
 def fill(models, folder):
-    """A ring, in another order than that of its plan."""
+    """Fill a ring in another order than its plan."""
     ring = mb.BufferRing(mb.plan_buckets(mb.manifest(models), num_slots=2))
     try:
         list(ring.fill(iter([*mb.iter_hf_weights(models)][::-1]), acknowledged=lambda: None))
@@ -133,9 +133,9 @@ def test_a_wrong_call_is_told_what_was_expected(tmp_path, models, what):
 
 
 NOT_TRIED = {"forward", "log_probs", "pack_sequences", "unpack_sequences", "TokenOutputs", "PackedSequences"}
-"""Batches have tests of their own."""
+"""Functions for batches, which have separate tests."""
 DATA = {"BridgeError", "LoadReport", "CheckpointReport", "Adapters", "Manifest", "EngineMap", "Architecture"}
-"""What we make, and callers read, or whose fields an architecture's author writes."""
+"""Classes of results, which callers only read, or whose fields the author of an architecture writes."""
 MARK = allocate(8, torch.device("cpu"))
 EMPTY_MAP = mb.EngineMap("", (), (), ())
 WRONG = (None, [], [3], {}, 7, -1, 0, 2.5, float("nan"), float("inf"), 10**30, "", "none", b"x", object())
@@ -223,7 +223,7 @@ def test_a_folder_without_weights_says_what_to_do(tmp_path, models, names, advic
 
 
 def quiet(*event):
-    """Nobody looks on."""
+    """Ignore progress."""
 
 
 def assert_same(one, other):

@@ -1,8 +1,8 @@
 """Prose is understood at first sight: sentences are short, and names that do not describe a value are not used.
 
-A sentence ends with a full stop, a question mark or an exclamation mark, and a paragraph or the entry of a list ends it
-too. What is code counts as one word: a span in backticks, a list of such spans, a link's address, and the value in an
-f-string. Blocks of code, tables, headings, doctests and the names before the colons of ``Args:`` are left out.
+A sentence ends with a full stop, a question mark or an exclamation mark. The end of a paragraph or of an entry of a
+list ends it, too. Code counts as one word: a span in backticks, a list of such spans, a link's address, and the value
+in an f-string. Blocks of code, tables, headings, doctests and the names before the colons of ``Args:`` are left out.
 """
 
 import ast
@@ -27,7 +27,7 @@ VAGUE = frozenset({"found", "each", "many", "noted", "told"})
 """A participle or a quantity does not describe a value."""
 
 LONG: tuple[str, ...] = ()
-"""How the sentences begin that may be longer, as they are counted here."""
+"""The beginnings of sentences that may be longer."""
 
 CODE = "CODE"
 _SPAN = re.compile(r"``[^`]*``|`[^`]*`|\]\([^)]*\)|<?https?://\S+")
@@ -47,7 +47,7 @@ def sentences(text: str) -> Iterator[str]:
 
 
 def paragraphs(text: str) -> Iterator[str]:
-    """What a blank line, the entry of a list or a section of a docstring sets apart, without code and tables."""
+    """Yield paragraphs. Blank lines, entries of lists and sections of docstrings separate them; code is left out."""
     lines: list[str] = []
     fenced = sample = section = False
     for line in [*text.expandtabs().splitlines(), ""]:
@@ -100,7 +100,7 @@ def long_sentences(texts: Iterator[tuple[int, str]]) -> list[tuple[int, str]]:
 
 
 def names(source: str) -> Iterator[tuple[int, str]]:
-    """Every name that a module gives or uses: variables, arguments, attributes, functions and classes."""
+    """Every name that a module defines or uses: variables, arguments, attributes, functions and classes."""
     for node in ast.walk(ast.parse(source)):
         for field in ("id", "arg", "attr", "name", "asname"):
             if isinstance(name := getattr(node, field, None), str):

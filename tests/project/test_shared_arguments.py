@@ -1,4 +1,4 @@
-"""Each argument of a call that all ranks make is compared between them, or may differ for a reason that stands here."""
+"""Each argument of a call that all ranks make is compared between them, or this file has a reason why it may differ."""
 
 import inspect
 from pathlib import Path
@@ -99,7 +99,7 @@ NEW: dict[str, Any] = {"rank": 2, "alpha": 4, "targets": ["q_proj"]}
 
 
 class Optimizer:
-    """What stands for one of megatron-core's. It is never asked."""
+    """Replaces an optimizer of megatron-core. It is never called."""
 
     def sharded_state_dict(self) -> None: ...
 
@@ -110,7 +110,7 @@ def _built(hf: Any = HF, **options: Any) -> Any:
 
 
 def _usual(name: str, folders: dict[str, str], models: dict[str, Any]) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """The call, the arguments of the first rank, and what the second one has in their place, one at a time."""
+    """The call, the arguments of the first rank, and different values for the second rank, one at a time."""
     plain, adapted, other = (
         models.get("plain"),
         models.get("adapted"),
@@ -247,7 +247,7 @@ def calls(folders: dict[str, str]) -> dict[tuple[str, str], str]:
             function, usual, others = _usual(name, folders, models)
             for argument in [argument for cell, argument in CELLS if cell == name]:
                 other = others[argument]
-                if usual.get("folder", "").startswith(folders["out"]):  # the first rank may still remove that of a call
+                if usual.get("folder", "").startswith(folders["out"]):  # rank 0 may still remove the folder of a call
                     usual["folder"] = f"{folders['out']} {name} {argument}"
                 changed = other if isinstance(other, dict) and argument in ("self", "folder") else {argument: other}
                 try:
@@ -273,7 +273,7 @@ def calls(folders: dict[str, str]) -> dict[tuple[str, str], str]:
             [name for name in TABLE if name in dict(CELLS) and name not in ("ParallelDims.initialize", "build_model")],
             models,
         )
-        mb.forward(models["plain"], torch.arange(8).view(2, 4))  # nothing is left half done
+        mb.forward(models["plain"], torch.arange(8).view(2, 4))  # no file is incomplete
     return said
 
 
@@ -290,7 +290,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str],
 def test_ranks_that_differ_in_an_argument_both_raise(
     cell: tuple[str, str], said: list[dict[tuple[str, str], str]]
 ) -> None:
-    """One that went on alone would wait for the other, or both would compute with a mixture."""
+    """Otherwise one rank would wait for the other, or both would compute with a mixture of the two values."""
     first, second = (of_rank[cell] for of_rank in said)
     word = {"self": "dims", "attention_mask": "input_ids"}.get(cell[1], cell[1])
     assert word in first, first

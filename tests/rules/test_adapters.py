@@ -30,7 +30,7 @@ def projection(name):
 
 
 def adaptable(rules):
-    """The weights among ``rules`` that have adapters, each with the two rules of its own: of all parts, and of some."""
+    """The weights among ``rules`` that have adapters, each with its two rules: for all parts, and for some parts."""
     present = {rule.mcore.split(".")[-2] for rule in rules if rule.mcore.endswith(".weight") and "." in rule.mcore}
     if any(rule.hf[0].endswith((".mixer.out_proj.weight", ".mamba.out_proj.weight")) for rule in rules):
         with pytest.raises(ConfigError, match="peft refuses it"):

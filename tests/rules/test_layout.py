@@ -39,7 +39,7 @@ def problems(draw):
     tp = draw(st.sampled_from([1, 2, 3, 4, 8]))
     groups = draw(st.sampled_from([1, 2, 3, 4, 8]))
     heads_per_group = draw(st.integers(1, 4))
-    head_dim = tp * draw(st.integers(1, 3))  # rows that tp divides, whatever the groups
+    head_dim = tp * draw(st.integers(1, 3))  # rows that tp divides, for any groups
     vocab = draw(st.integers(1, 40))
     padded = (-(-vocab // tp) + draw(st.integers(0, 2))) * tp
     axes = {"tp": tp, "groups": groups, "heads_per_group": heads_per_group, "vocab": vocab, "padded_vocab": padded}
@@ -149,7 +149,7 @@ def test_a_layout_moves_elements_along_one_dim():
 
 
 def test_layouts_do_no_arithmetic():
-    """Bits cross: NaN payloads, infinities, negative zero and subnormals come back as they went."""
+    """Bits are kept: NaN payloads, infinities, negative zero and subnormals come back unchanged."""
     bits = torch.tensor([0x7FC1, 0xFFFF, 0x8000, 0x0001, 0x7F80, 0xFF80, 0x3F81, 0x0080], dtype=torch.int32)
     part = bits.to(torch.int16).view(torch.bfloat16).repeat(6, 4)
     axes = {"tp": 2, "groups": 1, "heads_per_group": 4, "vocab": 6, "padded_vocab": 8}
@@ -159,7 +159,7 @@ def test_layouts_do_no_arithmetic():
 
 
 def test_padding_next_to_elements_is_told_from_them():
-    """Padding before the first element of a line, as no layout of ours has it, does not swallow the line."""
+    """Padding before the first element of a line does not hide the line. None of our layouts has such padding."""
     assert list(_runs(torch.tensor([0, 2, 3, 4, 0, 0, 7]))) == [(1, 2, 3), (6, 7, 1)]
     assert min(line_starts([4, 4])) > 1, "padding is 0, and 0, 1 would be a run"
 

@@ -1,4 +1,4 @@
-"""Rules and canonical names: exactly one rule a parameter, both directions from one table."""
+"""Rules and canonical names: exactly one rule for each parameter, and both directions from one table."""
 
 import pytest
 from hypothesis import given

@@ -1,7 +1,7 @@
-"""Planted mistakes: each is one slip in a table or a name, and the tests of the stated tier must detect it.
+"""Planted mistakes: each is one slip in a table or a name, and the tests of the given tier must detect it.
 
-A wrong bijection is still a bijection: those that only ``logits`` kills pass every round trip and every shape check.
-The tables are in ``mistakes/``. Without a mistake nothing is killed.
+A wrong permutation is still a permutation: mistakes that only ``logits`` finds pass every round trip and every check of
+shapes. The tables are in ``mistakes/``. Controls without a mistake must pass.
 """
 
 import pkgutil
@@ -53,7 +53,7 @@ def reference(model: Any) -> torch.Tensor:
 
 
 def found(function: Any, family: str, dims: mb.ParallelDims, models: dict[str, Any]) -> list[dict[str, Any]]:
-    """By rank and name, what each mistake does on a mesh; without a mistake the name begins with ``no mistake``."""
+    """The effect of each mistake on a mesh, by rank and name. Names of controls begin with ``no mistake``."""
     true = {
         f"no mistake {number}": model for number, model in enumerate({id(hf): hf for hf in models.values()}.values())
     }
@@ -65,7 +65,7 @@ def found(function: Any, family: str, dims: mb.ParallelDims, models: dict[str, A
 
 @cache
 def fates(family: str, dims: mb.ParallelDims) -> list[dict[str, str]]:
-    """Of all mistakes in rules, on one rank of those alone that nothing shows there."""
+    """The checks that find each mistake in rules. On one rank, only mistakes that no check may find there run."""
     rules = table(family, "RULES")
     models = {name: model for name, (tier, model, _) in rules.items() if dims != ONE or tier.endswith(" at tp=2")}
     return found(mutants.fates, family, dims, models)
@@ -76,7 +76,7 @@ def test_rules_are_killed(family: str, name: str) -> None:
     tier, _, on_several_ranks = table(family, "RULES")[name][0].partition(" at tp=")
     for fate in fates(family, TWO):
         assert re.search(ERRORS[tier], fate[name]), fate[name]
-    if on_several_ranks:  # why every check runs on several ranks too
+    if on_several_ranks:  # this is why every check also runs on several ranks
         assert fates(family, ONE)[0][name] == "survives"
 
 
@@ -132,7 +132,7 @@ def test_fused_rules_are_killed(tmp_path: Path, name: str) -> None:
 
 
 def local_layers(name: str, numbering: Numbering) -> str:
-    """A stage's own numbers of layers for global ones."""
+    """The numbers of layers within a stage in the place of global numbers."""
     return TRUE_CANONICAL(name, replace(numbering, layers=tuple(range(len(numbering.layers)))))
 
 
@@ -159,7 +159,7 @@ EXPORTS = {
         True,
     ),
 }
-"""What the export says; and whether it is alone, since a load finds all that it asks for."""
+"""The error of the export, and whether only the export raises, since a load finds all tensors that it needs."""
 
 
 def export(message: str) -> str:

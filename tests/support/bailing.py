@@ -1,7 +1,7 @@
-"""Ling 2.0, which transformers lacks: configs as they are published, and checkpoints that are a glm4_moe's renamed.
+"""Ling 2.0, which transformers lacks: published configs, and checkpoints of a glm4_moe with renamed tensors.
 
-That family computes the same; but where all biased scores of a group are below zero, it prefers what it left out, at 0,
-so that the biases of these states are not negative.
+Both families compute equal logits, with one exception. If all biased scores of a group are below zero, glm4_moe prefers
+experts that it left out, whose score is 0. So the biases of these checkpoints are not negative.
 """
 
 import json
@@ -114,7 +114,7 @@ _NAMES = (
 
 
 def twin(fields: dict[str, Any]) -> Any:
-    """The config of transformers whose model computes the same."""
+    """The config of an equivalent model of transformers."""
     same = {name: fields[name] for name in _SAME}
     return zoo.case(
         "glm4_moe",
@@ -125,13 +125,13 @@ def twin(fields: dict[str, Any]) -> Any:
 
 
 def twin_state(fields: dict[str, Any]) -> dict[str, Tensor]:
-    """The checkpoint of the twin."""
+    """The checkpoint of the equivalent family."""
     state = random_state(twin(fields))
     return {name: tensor.abs() if name.endswith("correction_bias") else tensor for name, tensor in state.items()}
 
 
 def renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The twin's tensors under Ling's names: q, k and v in one tensor, one after another."""
+    """The equivalent family's tensors under Ling's names: q, k and v in one tensor, one after another."""
     found: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if match := re.fullmatch(r"(.*)\.self_attn\.(q|k|v)_proj\.(weight|bias)", name):
@@ -145,7 +145,7 @@ def renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def unnamed(state: dict[str, Tensor], hf: Any) -> dict[str, Tensor]:
-    """The tensors of a model of this config under the twin's names."""
+    """The tensors of a model of this config under the equivalent family's names."""
     found: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if match := re.fullmatch(r"(.*)\.attention\.query_key_value\.(weight|bias)", name):

@@ -1,4 +1,4 @@
-"""Logits of Bailing's own code."""
+"""Logits that the code of Ling's publisher computes."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from tests.support.strategies import save
 
 
 def reference(fields: dict[str, Any], folder: Path) -> Tensor:
-    """The logits of transformers' twin."""
+    """The logits of transformers' equivalent family."""
     hf = bailing.twin(fields)
     save(bailing.twin_state(fields), hf, folder)
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()

@@ -1,4 +1,4 @@
-"""Bounds for differences of logits and log-probs to transformers, and the meshes that are compared."""
+"""Bounds for differences between our logits or log-probs and transformers', and the meshes that are compared."""
 
 import mcore_bridge as mb
 
@@ -13,7 +13,7 @@ EXPERT_MESHES = [
 
 
 def excess(errors, own, *, routed):
-    """Errors relative to what is allowed where transformers' ``own`` are so; of all tokens ``[rows, seq]``."""
+    """The errors of all tokens ``[rows, seq]``, divided by the errors that transformers' ``own`` errors allow."""
     if routed:
         most, allowed = (each[own != 0].abs().quantile(0.75) for each in (errors, own))
         return float(most / allowed) / 3

@@ -1,4 +1,4 @@
-"""Small composites of transformers: a text of the zoo, and the other parts as small as their configs allow."""
+"""Small composites of transformers: a text of the zoo, and other parts as small as their configs allow."""
 
 import re
 from collections.abc import Iterator
@@ -63,11 +63,11 @@ _AUTO = ("MULTIMODAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_CAUSAL_LM")
 
 
 def config(model_type: str, /, **text: Any) -> Any:
-    """A small config of a composite. A ``model_type`` of its text gives it another one."""
+    """A small config of a composite. ``model_type`` among ``text`` chooses the kind of its text."""
     default = CONFIG_MAPPING[model_type]()
     inner = {**TEXTS[text.get("model_type", default.text_config.model_type)].to_dict(), **text}
     if "num_nextn_predict_layers" in inner:
-        inner["num_nextn_predict_layers"] = 0  # the default of 5.17 is 1, and nothing here has such layers
+        inner["num_nextn_predict_layers"] = 0  # the default of 5.17 is 1, and the text here has no MTP layers
     parts = {
         name: _small(getattr(default, name), inner["hidden_size"])
         for name in ("vision_config", "audio_config")
@@ -95,9 +95,9 @@ def model_class(model_type: str) -> Any:
 
 
 def written(model_type: str, folder: Path, *, published: bool = True, **text: Any) -> Tensor:
-    """Write a random composite as it is published; what transformers computes of ``tokens`` without images, fp32.
+    """Write a random composite as it is published, and return transformers' fp32 logits of ``tokens`` without images.
 
-    With ``published=False`` the file is the one that transformers writes.
+    With ``published=False`` the file is written by transformers.
     """
     hf = config(model_type, **text)
     torch.manual_seed(0)
@@ -114,7 +114,9 @@ def written(model_type: str, folder: Path, *, published: bool = True, **text: An
 
 
 def as_published(model_type: str, state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """What transformers 5 writes otherwise: names of Kimi's, experts, and the names of a CLIP or SigLIP."""
+    """Tensors as published files have them. transformers 5 changes names of Kimi, experts, and names of a CLIP or
+    SigLIP.
+    """
     inner = "vision_model." if _WITH_INNER.search(model_type) and NEWEST else ""
     for name, tensor in state.items():
         if model_type == "qwen3_vl_moe" and tensor.dim() == 3 and "experts" in name:
@@ -125,19 +127,19 @@ def as_published(model_type: str, state: dict[str, Tensor]) -> Iterator[tuple[st
 
 
 def parts_of(folder: str | Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The tensors of a folder that are its text's, and those that are carried."""
+    """The tensors of the text in a folder, and the carried tensors."""
     mapping, state = mb.mapping(folder), read(folder)
     carried = {name: tensor for name, tensor in state.items() if mapping.is_carried(name)}
     return {name: tensor for name, tensor in state.items() if name not in carried}, carried
 
 
 def tokens() -> Tensor:
-    """Token ids, int64 [2, 16], of which none stands for an image."""
+    """Token ids, int64 [2, 16], without image tokens."""
     return torch.randint(40, 90, (2, 16), generator=torch.Generator().manual_seed(3))
 
 
 def load_and_save(folder: Path, dims: mb.ParallelDims, saved: Path) -> Tensor | None:
-    """On each rank: what the text computes on this mesh once it is loaded; and the whole folder, saved again."""
+    """Runs on each rank: load, save the whole folder again, and return the logits of the text on this mesh."""
     dims.initialize(device="cpu")
     models = mb.build_model(folder, dims=dims, dtype=torch.float32, device="cpu")
     logits = forward(models, dims, tokens())
@@ -147,7 +149,7 @@ def load_and_save(folder: Path, dims: mb.ParallelDims, saved: Path) -> Tensor | 
 
 
 def assert_same(one: Path, other: Path) -> mb.Manifest:
-    """Both folders hold the same tensors, bit for bit."""
+    """Assert that both folders have equal tensors, bit for bit."""
     first, second = (mb.Manifest.from_folder(folder, digests=True) for folder in (one, other))
     assert first.differences(second) == second.differences(first) == ()
     return first

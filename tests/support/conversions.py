@@ -1,4 +1,4 @@
-"""Folders to convert, and how they are compared."""
+"""Folders to convert, and their comparison."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, 
 
 
 def quiet(rank: int, phase: str, done: int, total: int) -> None:
-    """Nobody looks on."""
+    """Ignore progress."""
 
 
 def written(state: dict[str, torch.Tensor], hf: Any, folder: Path) -> Path:

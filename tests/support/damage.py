@@ -16,7 +16,7 @@ BITS = {**{name: 8 * dtype.itemsize for name, dtype in DTYPES.items()}, "F4": 4,
 
 
 class Pairs(list[Any]):
-    """An object of JSON, as a list of [key, value]: a key may be there twice."""
+    """An object of JSON, as a list of [key, value], in which a key may be repeated."""
 
 
 class Text(str):
@@ -51,7 +51,7 @@ class File:
 
     @classmethod
     def of(cls, found: bytes) -> "File":
-        """That of a whole file."""
+        """Read the bytes of a whole file."""
         end = 8 + struct.unpack("<Q", found[:8])[0]
         return cls(json.loads(found[8:end], object_pairs_hook=lambda pairs: Pairs(map(list, pairs))), found[end:])
 
@@ -74,7 +74,7 @@ def whole_files(draw: Any) -> File:
 
 @st.composite
 def files(draw: Any) -> bytes:
-    """Whole ones, harmed in up to three places."""
+    """Draw whole files, damaged in up to three places."""
     file = draw(whole_files())
     for _ in range(draw(st.sampled_from([1, 1, 1, 2, 3, 0]))):
         draw(st.sampled_from(HARMS))(draw, file)
@@ -116,25 +116,25 @@ def places(tree: Any) -> Iterator[tuple[list[Any], int]]:
 
 
 def drawn(draw: Any, found: Iterator[Any]) -> list[Any]:
-    """One of them; None if there is none."""
+    """Draw one of the entries; None if there are none."""
     some = list(found)
     return [draw(st.sampled_from(some))] if some else []
 
 
 def a_value(draw: Any) -> Any:
-    """One of ``VALUES``, which later harms may change."""
+    """Draw a copy of one of ``VALUES``, which later damage may change."""
     return copy.deepcopy(draw(st.sampled_from(VALUES)))
 
 
 def shift_number(draw: Any, file: File) -> None:
-    """So that ranges overlap, leave holes, or are negative, and shapes do not fit."""
+    """Change a number, so that ranges overlap, leave holes, or are negative, or shapes do not fit."""
     numbers = ((holder, index) for holder, index in places(file.header) if type(holder[index]) is int)
     for holder, index in drawn(draw, numbers):
         holder[index] += draw(st.sampled_from([-64, -8, -1, 1, 8, 64]))
 
 
 def shift_range(draw: Any, file: File) -> None:
-    """Both ends alike, so that the size stays right."""
+    """Shift both ends equally, so that the size stays right."""
     ranges = (pair for each in objects(file.header) for pair in each if pair[0] == "data_offsets")
     for pair in drawn(draw, ranges):
         if isinstance(pair[1], list) and all(type(each) is int for each in pair[1]):
@@ -154,7 +154,7 @@ def remove(draw: Any, file: File) -> None:
 
 
 def repeat(draw: Any, file: File) -> None:
-    """A key once more, with the same value or another: mostly of a tensor, as the library refuses a field twice."""
+    """Repeat a key, with an equal or another value. Mostly a tensor's name, as the library refuses a field twice."""
     for pairs in [file.header] if draw(st.booleans()) else drawn(draw, objects(file.header)):
         for key, value in drawn(draw, iter(pairs)):
             again = value if draw(st.integers(0, 3)) else a_value(draw)
@@ -173,20 +173,20 @@ def rename(draw: Any, file: File) -> None:
 
 
 def write_as_array(draw: Any, file: File) -> None:
-    """The fields of an entry without their keys, as the library takes them too."""
+    """Write the fields of an entry without keys, which the library accepts, too."""
     for pair in drawn(draw, iter(file.header)):
         if isinstance(pair[1], Pairs):
             pair[1] = [value for _, value in pair[1]]
 
 
 def change_data(draw: Any, file: File) -> None:
-    """Shorter or longer than the header says."""
+    """Make the data shorter or longer than in the header."""
     by = draw(st.sampled_from([-9, -1, 1, 9]))
     file.data = file.data[:by] if by < 0 else file.data + bytes(by)
 
 
 def change_length(draw: Any, file: File) -> None:
-    """Of the header, as the first 8 bytes have it."""
+    """Change the length of the header in the first 8 bytes."""
     file.longer = draw(st.sampled_from([-8, -1, 1, 8, 100_000_001, 2**63, 2**64 - 1]))
 
 

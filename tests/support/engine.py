@@ -1,7 +1,7 @@
 """Another process that reads weights from a sender's slots, like an inference engine, and reports what it read.
 
-It is started with nothing but a pipe. What it loads it copies on its own stream, as an engine does, and looks at only
-when the round is over: a slot that was overwritten too early shows.
+It gets only a pipe. It copies weights on a separate stream, as an engine does, and reads the copies only when the round
+is over. So a slot that was overwritten too early shows.
 """
 
 import multiprocessing
@@ -59,7 +59,7 @@ def serve(pipe: Connection, environment: Mapping[str, str], seconds: float, dies
 
 
 def pause(seconds: float, *, on_gpu: bool) -> None:
-    """Be busy before what follows: on a GPU only the current stream is, and this returns at once."""
+    """Keep the current stream busy. On a GPU this returns at once."""
     if on_gpu:
         torch.cuda._sleep(int(seconds * 1e9))
     else:
@@ -74,10 +74,12 @@ def engine(
     seconds: float = 0.0,
     dies_at: int | None = None,
 ) -> Iterator[Connection]:
-    """The pipe to an engine that has opened the slots of ``ring``. It waits ``seconds``, or dies at a bucket."""
+    """The pipe to an engine that has opened the slots of ``ring``. The engine waits ``seconds``, or dies at a
+    bucket.
+    """
     ours, theirs = multiprocessing.Pipe()
     arguments = (theirs, environment or {}, seconds, dies_at)
-    if torch.cuda.is_available():  # which needs a fresh process
+    if torch.cuda.is_available():  # CUDA needs a fresh process
         process: Any = multiprocessing.get_context("spawn").Process(target=serve, args=arguments)
         process.start()
     else:
@@ -113,7 +115,7 @@ def answer(pipe: Connection) -> object:
 
 
 def run_example(folder: Path, **environment: str) -> None:
-    """The example of docs/guide/handing_on.md, as a file in ``folder``: its engine has as much as its trainer."""
+    """The example of docs/guide/handing_on.md, as a file in ``folder``. Its engine gets all weights of its trainer."""
     root = Path(__file__).parent.parent.parent
     block, *_ = re.findall(r"```python\n(.*?)```", (root / "docs" / "guide" / "handing_on.md").read_text(), re.DOTALL)
     (folder / "example.py").write_text(block)
@@ -128,5 +130,5 @@ def run_example(folder: Path, **environment: str) -> None:
 
 
 def manifest_of(tensors: Mapping[str, Tensor]) -> Manifest:
-    """The manifest of tensors that no model made."""
+    """The manifest of given tensors, without a model."""
     return Manifest(tuple(TensorSpec.of(name, t) for name, t in tensors.items()))

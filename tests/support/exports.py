@@ -1,4 +1,4 @@
-"""Models to export, and how exports are compared."""
+"""Models to export, and the comparison of exports."""
 
 import torch
 
@@ -8,7 +8,7 @@ from tests.support.strategies import random_state, tiny
 MESH = mb.ParallelDims(tp=2, pp=2, sp=True)
 
 
-BUCKET = 1 << 14  # a handful of parameters: exports take many buckets
+BUCKET = 1 << 14  # the size of a few parameters, so that exports take many buckets
 
 
 def built(dims=MESH, hf=None, **arguments):
@@ -21,7 +21,7 @@ def built(dims=MESH, hf=None, **arguments):
 
 
 def assert_own_memory(exported):
-    """Each tensor may be changed alone, also where HF has several names for one."""
+    """Assert that each tensor can be changed alone, also if HF has several names for one tensor."""
     storages = [tensor.untyped_storage().data_ptr() for tensor in exported.values() if tensor.numel()]
     assert len({*storages}) == len(storages)
 

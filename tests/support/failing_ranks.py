@@ -1,4 +1,4 @@
-"""Failures on one rank."""
+"""Makes one rank fail."""
 
 import pkgutil
 from unittest import mock

@@ -1,6 +1,7 @@
-"""The real ``GPTModel`` of any rank of any mesh, in this one process: torch's `fake` backend, no mock of ours.
+"""The real ``GPTModel`` of any rank of any mesh, in this one process, by torch's `fake` backend.
 
-A rank's chunks are bound while its process groups exist; transport is then a list of the windows that each rank packs.
+A rank's chunks are bound while its process groups exist. Then a list of the windows that each rank packs replaces the
+transport.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ CPU, NOTHING = torch.device("cpu"), torch.empty(0)
 
 
 class NanOutputs(Outputs):
-    """The open tensors of an export, which are NaN where nothing has been written."""
+    """The open tensors of an export. Elements that were not written are NaN."""
 
     def _allocated(self, *arguments: Any) -> Sequence[Tensor]:
         return [tensor.fill_(torch.nan) for tensor in super()._allocated(*arguments)]
@@ -66,7 +67,7 @@ def build_everywhere(
 
 
 def with_inventory(bound: BoundModel) -> Any:
-    """The inventory needs process groups: keep it with what it describes."""
+    """Compute the inventory now, since it needs process groups, and keep it with the model."""
     return bound, bound.inventory()
 
 
@@ -137,7 +138,7 @@ def export(held: Sequence[Any], *, bucket_bytes: int = 1 << 16) -> dict[str, Ten
             header = torch.full((HEADER,), rank, dtype=torch.uint8)
             step = programs[rank].step(None, number)
             step.copies.run(staying[rank], Buffers([NOTHING, header, NOTHING, own]), CPU)
-        for rank in [0, number % len(held)]:  # others would do the same
+        for rank in [0, number % len(held)]:  # other ranks would give equal results
             step = programs[rank].step(number, None)
             headers = torch.full((len(held), HEADER), rank, dtype=torch.uint8)
             outputs.run(step, staying[rank], [windows, NOTHING, headers, NOTHING], CPU)

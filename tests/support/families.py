@@ -70,7 +70,7 @@ def spelling_5(rope_type: str, theta: float = 5e5, dtype: str = "bfloat16") -> J
 
 
 def family(model_type: str, rope_type: str = "llama3") -> Json:
-    """A config of ``model_type`` in which no field that matters has the default of transformers."""
+    """A config of ``model_type`` in which no relevant field has transformers' default."""
     return {"model_type": model_type, **_COMMON, **_OWN[model_type], **spelling_4(rope_type)}
 
 

@@ -9,7 +9,7 @@ LENGTHS = (LONG - 3, LONG)
 
 
 def batch_of(hf):
-    """Tokens and mask: the first row is shorter than the other, odd, and padded on the left."""
+    """Tokens and mask. The first row is shorter than the second, has an odd length, and is padded on the left."""
     ids, mask = tokens(hf, LONG), torch.zeros(BATCH, LONG, dtype=torch.long)
     padded = torch.zeros_like(ids)
     for row, length in enumerate(LENGTHS):
@@ -19,7 +19,9 @@ def batch_of(hf):
 
 
 def expected_of(logits, hf, temperature=1.0):
-    """Log-probs and entropies of transformers' logits for whole rows: causal, so that a prefix has its own."""
+    """Log-probs and entropies of transformers' logits for whole rows. Attention is causal, so a prefix has equal
+    values.
+    """
     log_probs, entropies = torch.zeros(BATCH, LONG), torch.zeros(BATCH, LONG)
     logs = torch.log_softmax(logits.float() / temperature, -1)
     ids = tokens(hf, LONG)

@@ -21,7 +21,7 @@ FUSED = (
 
 
 def siblings(names: Iterable[str]) -> list[set[str]]:
-    """Names that one parameter of an engine is made of."""
+    """Names of the tensors of which an engine makes one parameter."""
     known = sorted(names)
     matches = [(re.fullmatch(rf"(.*\.){first}(\..*)", name), others) for first, *others in FUSED for name in known]
     return [{m[0], *(f"{m[1]}{other}{m[2]}" for other in others)} & {*known} for m, others in matches if m]
@@ -38,12 +38,14 @@ def experts(specs: Iterable[TensorSpec], num_bytes: int) -> list[set[str]]:
 
 
 def apart(home: dict[str, int], groups: Iterable[set[str]]) -> list[set[str]]:
-    """The groups that have no home in common."""
+    """The groups whose names are in no common message or slot."""
     return [group for group in groups if len({home[name] for name in group}) > 1]
 
 
 def require_together(plan: ExportPlan, bucket_bytes: int) -> None:
-    """In the messages of an export, and in the slots of what is handed on: the smallest ones, and larger ones."""
+    """Assert that fused tensors are together in the messages of an export and in the slots of a ring, small and
+    large.
+    """
     specs = list(plan.tensors())
     groups = siblings(spec.name for spec in specs)
     given_out = {plan.payload.outputs[i].name: number for number, each in enumerate(plan.messages) for i in each.done}
@@ -51,12 +53,12 @@ def require_together(plan: ExportPlan, bucket_bytes: int) -> None:
     smallest = smallest_buckets(specs)
     for buckets in smallest, plan_buckets(specs, slot_bytes=4 * smallest.slot_bytes):
         home = {piece.name: bucket.number for bucket in buckets.buckets for piece in bucket.pieces}
-        whole = experts(specs, buckets.slot_bytes // 2)  # aligned, tensors take more bytes than they have
+        whole = experts(specs, buckets.slot_bytes // 2)  # with alignment, tensors take more space
         assert apart(home, groups + whole) == []
 
 
 def smallest_buckets(specs: Iterable[TensorSpec]) -> BucketPlan:
-    """In slots that are as small as may be."""
+    """Assign tensors to slots that are as small as possible."""
     try:
         return plan_buckets(specs, slot_bytes=1)
     except TransferError as refusal:

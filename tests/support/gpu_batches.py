@@ -18,8 +18,11 @@ FAMILIES = {
 
 
 def is_refused(error, dims, hf):
-    """Whether an error says by name that this family has no context parallelism, none on so many ranks, or no TP
-    without SP: only those that attend linearly, by heads that cannot be dealt out, or to what an indexer selects."""
+    """Whether an error refuses, by name, context parallelism, so many ranks of it, or TP without SP.
+
+    Only three kinds of families may be refused: with linear attention, with heads that cannot be divided, or with an
+    indexer.
+    """
     words = []
     if dims.cp > 1:
         words += ["context parallel"] if "linear_attention" in (getattr(hf, "layer_types", None) or ()) else []

@@ -20,7 +20,9 @@ def wrapped(chunks, **settings):
 
 
 def by_name(chunks, gradient_of):
-    """Gradients, which have the places of their parameters, by HF name; zeros where a parameter is not trained."""
+    """Gradients by HF name, exported in the places of the parameters. They are zero for parameters that are not
+    trained.
+    """
     for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
         parameter.data.copy_(gradient_of(parameter)) if parameter.requires_grad else parameter.data.zero_()
     return {
@@ -31,7 +33,7 @@ def by_name(chunks, gradient_of):
 
 
 def distances(found, exact):
-    """Of gradients of tensors of one kind, in all layers and experts."""
+    """The errors of gradients, for each kind of tensor over all layers and experts."""
     squares = defaultdict(float)
     for name, grad in exact.items():
         squares[re.sub(r"\d+", "*", name)] += float((found[name].float() - grad).square().sum())

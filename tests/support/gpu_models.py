@@ -89,3 +89,13 @@ SPARSE = {
 
 
 FAMILIES = {**DENSE, **SPARSE}
+
+
+WITH_EXPERTS = tiny(
+    "qwen3_moe",
+    **{**SIZES, **EXPERTS},
+    num_experts=8,
+    mlp_only_layers=[1],
+    architectures=["Qwen3MoeForCausalLM"],
+)
+"""A config of which the files are large enough for several slots."""

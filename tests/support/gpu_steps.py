@@ -1,4 +1,4 @@
-"""Steps of training on GPUs, and how far they are apart."""
+"""Steps of training on GPUs, and the difference between two of them."""
 
 import torch
 
@@ -22,5 +22,5 @@ def learn(hf, dims, state, *, packed, **how):
 
 
 def distances(found, exact):
-    """Of log-probs and of gradients, relative to the latter's norm."""
+    """The errors of log-probs, and of gradients relative to their norm."""
     return [float((each - known).norm() / known.norm()) for each, known in zip(found, exact, strict=True)]

@@ -1,4 +1,4 @@
-"""One process for each rank that a test wants, on GPUs of their own or shared, and what such tests share otherwise."""
+"""Starts one process for each rank of a test on GPUs, each with a GPU or sharing one, and other parts of such tests."""
 
 import contextlib
 import os
@@ -9,23 +9,23 @@ import pytest
 import torch
 
 APART = {"NCCL_MNNVL_ENABLE": "0", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
-"""NCCL refuses two ranks on one GPU of a host: as hosts of their own they send through sockets, slowly but exactly."""
+"""NCCL refuses two ranks on one GPU of a host. As separate hosts they send through sockets, slowly but exactly."""
 
 
 def ranks_per_gpu():
-    """How many ranks one GPU has: what ``pytest --ranks-per-gpu`` left in the environment."""
+    """The number of ranks on one GPU, which ``pytest --ranks-per-gpu`` has set in the environment."""
     return int(os.environ["RANKS_PER_GPU"])
 
 
 def ask_for(num_ranks):
-    """Skip where so many ranks have no place."""
+    """Skip the test if the GPUs have no place for so many ranks."""
     count = torch.cuda.device_count()
     if count * ranks_per_gpu() < num_ranks:
         pytest.skip(f"needs {num_ranks} GPUs, found {count}, with {ranks_per_gpu()} ranks on each")
 
 
 def join_from_afar(rank):
-    """Before NCCL starts in this process: where GPUs are shared, as if each rank were alone on a host."""
+    """Call it before NCCL starts in this process. If GPUs are shared, each rank then looks alone on its host."""
     if ranks_per_gpu() > 1:
         os.environ.update(APART, NCCL_HOSTID=str(rank))
 
@@ -33,7 +33,7 @@ def join_from_afar(rank):
 def spawn(function, folder, world_size, *arguments):
     """The result of ``function(rank, world_size, *arguments)`` on each rank; raises the error of a rank, as text.
 
-    The function makes the process group, on a port of its own.
+    The function makes the process group, on a new port.
     """
     ask_for(world_size)
     where = world_size, free_port(), str(folder)
@@ -50,16 +50,16 @@ def _rank(rank, world_size, port, folder, function, *arguments):
 
 
 def free_port():
-    """One that nobody listens on. It is below those that Linux deals out, of which gloo takes some at any time."""
+    """A port on which no process listens. It is below the ports that Linux assigns, since gloo takes some of them."""
     while True:
-        port = 10_000 + secrets.randbelow(20_000)  # hypothesis seeds ``random`` alike in each process
+        port = 10_000 + secrets.randbelow(20_000)  # hypothesis gives ``random`` an equal seed in each process
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return str(port)
 
 
 def chosen(config, names, option="--families"):
-    """Those of these families, or of what the option is of, that it names; all without it."""
+    """The ``names`` that an option selects, such as families; all names without the option."""
     asked = config.getoption(option)
     found = [name for name in names if not asked or name in asked.split(",")]
     return found or pytest.skip(f"none of {asked} is here")

@@ -27,13 +27,15 @@ def imports(path: Path, *, types: bool = False) -> Iterator[str]:
 
 
 def module_of(path: Path) -> str:
-    """A file of ours without the package, such as ``weights/load``; a folder stands for its ``__init__``."""
+    """The path of a file in the package, without its suffix, such as ``weights/load``. A folder means its
+    ``__init__``.
+    """
     return path.relative_to(PACKAGE.parent).with_suffix("").as_posix().removesuffix("/__init__").partition("/")[2]
 
 
 @functools.cache
 def import_graph() -> dict[str, set[str]]:
-    """What each module of ours imports of ours, in any way. The package itself only looks names up, and is left out."""
+    """The modules of the package that each module imports, in any way. ``__init__`` of the package is left out."""
     modules = {module_of(path): path for path in MODULES}
 
     def owner(imported: str) -> str:

@@ -1,4 +1,4 @@
-"""A ``HybridModel`` as another trainer builds it: of megatron-core's own stack and layers, which count halves."""
+"""A ``HybridModel`` as another trainer builds it: with megatron-core's own stack, which numbers halves of layers."""
 
 import copy
 from typing import Any
@@ -33,7 +33,7 @@ def built_elsewhere(
     """This rank's only chunk, with random values. Our norm replaces its final norm, which needs TransformerEngine.
 
     Args:
-        pattern: its layers, which ``|`` cuts into stages. None: those of our model, cut between whole layers.
+        pattern: its layers, which ``|`` cuts into stages. None: the layers of our model, cut between whole layers.
         overrides: as for ``build_model``.
     """
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -49,7 +49,7 @@ def built_elsewhere(
     every = ParallelDims().stages(blueprint.config.num_layers)[0]
     submodules = copy.copy(stack_spec(blueprint, every).submodules)
     if (mtp := blueprint.mtp_block_spec(stage)) is not None:
-        mtp.layer_specs[0].submodules.mtp_model_layer = None  # its layers are those of the decoder
+        mtp.layer_specs[0].submodules.mtp_model_layer = None  # its layers are built like layers of the decoder
         submodules.mtp_block_spec = mtp
     for own in vars(submodules).values():
         if isinstance(own, ModuleSpec):
@@ -57,7 +57,7 @@ def built_elsewhere(
     mixer = MambaLayerSubmodules(norm=Norm, mixer=mamba_spec("torch"), mamba_bda=get_bias_dropout_add)
     submodules.mamba_layer = ModuleSpec(MambaLayer, submodules=mixer)
     config = blueprint.config
-    config.num_layers = len(pattern.partition("/")[0].replace("|", ""))  # as Megatron sets it
+    config.num_layers = len(pattern.partition("/")[0].replace("|", ""))  # Megatron sets it, too
     vars(config).pop("layer_kinds", None)
     with building(blueprint, seed=1, initialise=device != "meta"), mock.patch.object(hybrid_block, "TENorm", Norm):
         return HybridModel(

@@ -1,4 +1,4 @@
-"""One rank of an engine, fed by a map of its loader, beside a new model that the loader filled."""
+"""One rank of an engine, written by a map of its loader, beside a new model that the loader filled."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ LOOKED_AT = (1, 2, 5)
 
 
 class Mapped(NamedTuple):
-    """How an engine's rank was mapped, and what was wrong."""
+    """The kinds of maps of an engine's rank, and errors."""
 
     copies: int
     fills: int
     loads: int
     uncovered: list[str]
     wrong: list[str]
-    """A line for each tensor that a round left with other bits, and for each contradiction in the map."""
+    """A line for each tensor with wrong bits after a round, and for each contradiction in the map."""
 
 
 def fed_by_map(
@@ -38,8 +38,8 @@ def fed_by_map(
     """Map ``model``, then feed it each of ``states`` through the smallest buckets.
 
     Args:
-        load: the engine's loader with all that it does afterwards.
-        models: the trainer's, which take the states one after the other.
+        load: the engine's loader with all its later work.
+        models: the trainer's models, which get the states one after the other.
         read: makes a model of the engine that its loader filled with the state of a round, from 1 on.
     """
     loads = 0
@@ -66,14 +66,14 @@ def fed_by_map(
 
 
 def forget(model: nn.Module) -> None:
-    """No value of any parameter is left: what is not written stays NaN."""
+    """Set all parameters to NaN, so that an element that is not written shows."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(float("nan") if parameter.is_floating_point() else -1)
 
 
 def differences(one: nn.Module, other: nn.Module) -> list[str]:
-    """Names of tensors that are not the same in both, bit for bit: parameters, buffers and attributes of modules."""
+    """Names of tensors whose bits differ between two models: parameters, buffers and attributes of modules."""
     mine, theirs = all_tensors(one), all_tensors(other)
     return [name for name in {**mine, **theirs} if bits(mine.get(name)) != bits(theirs.get(name))]
 

@@ -53,14 +53,14 @@ def megatron_stage(config: Any, pp_rank: int, vp_stage: int, *, pp: int, vp: int
         num, offset = get_num_layers_to_build(config, stage), get_transformer_layer_offset(config, stage)
         embedding = state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
         loss = state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
-    if config.pipeline_model_parallel_layout is not None:  # it also says where the embedding and the loss are
+    if config.pipeline_model_parallel_layout is not None:  # it also places the embedding and the loss
         held = config.pipeline_model_parallel_layout.layout[pp_rank][vp_stage]
         assert (embedding, loss) == (LayerType.embedding in held, LayerType.loss in held)
     return Stage(pp_rank, vp_stage, range(offset, offset + num), embedding, loss)
 
 
 def megatron_stages(split: dict[str, Any], num_layers: int) -> tuple[Stage, ...] | None:
-    """None: megatron-core refuses or crashes, or what it would build is not the model."""
+    """The stages of all ranks. None: megatron-core refuses or crashes, or would build another model."""
     pp, vp = split["pp"], split["vp"]
     try:
         config = _config(split, num_layers)

@@ -5,13 +5,13 @@ import ctypes
 _M_MMAP_THRESHOLD = -3
 """From malloc.h."""
 _libc = ctypes.CDLL(None)
-# As soon as tests are collected: blocks of 64 KiB or more, freed, go back to the system. What a heap keeps for later
-# would count as used or hide what is, tens of MB, and differently in every run.
+# Set while tests are collected: freed blocks of 64 KiB or more go back to the system. Otherwise the heap keeps tens of
+# MB, a different number in every run, which would count as used or hide later use.
 _libc.mallopt(_M_MMAP_THRESHOLD, 64 << 10)
 
 
 def begin() -> int:
-    """Bytes resident now; the high-water mark starts anew."""
+    """The bytes that are resident now. The high-water mark is reset."""
     _libc.malloc_trim(0)
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
@@ -29,7 +29,7 @@ def peak() -> int:
 
 
 def read_from_disk() -> int:
-    """Bytes that this process has made the system read from disks; 0 for files that are in memory."""
+    """The bytes that the system has read from disks for this process; 0 for files in the page cache."""
     return _number("io", "read_bytes")
 
 

@@ -1,5 +1,6 @@
-"""Checkpoints with MTP layers, as publishers write them, and reference results from transformers' modules. transformers
-has no MTP layers: here their tensors come from a model of one layer, under the publisher's names.
+"""Checkpoints with MTP layers, as publishers write them, and reference results from transformers' modules.
+
+transformers has no MTP layers: their tensors come from a model of one layer, under the publisher's names.
 """
 
 import tempfile
@@ -22,7 +23,7 @@ CASES = zoo.here(NAMES)
 
 
 def config(name: str, num_mtp_layers: int = 1) -> Any:
-    """The HF config of a case of the zoo, with MTP layers. Its last layer is of the kind that they are."""
+    """The HF config of a case of the zoo, with MTP layers. They are of the kind of its last layer."""
     hf = zoo.cases()[name].hf
     if getattr(hf, "mlp_layer_types", None):
         hf.mlp_layer_types = [*hf.mlp_layer_types[:-1], "sparse"]
@@ -32,7 +33,9 @@ def config(name: str, num_mtp_layers: int = 1) -> Any:
 
 
 def published(hf: Any, num_mtp_layers: int = 1) -> dict[str, Tensor]:
-    """The tensors of a checkpoint with MTP layers: behind the decoder's with copies, or one beside the decoder."""
+    """The tensors of a checkpoint with MTP layers: numbered after the decoder's, with copies, or one beside the
+    decoder.
+    """
     state = random_state(hf)
     for number in range(num_mtp_layers):
         prefixes, around = names_of(hf, number)
@@ -57,7 +60,7 @@ def is_mtp(hf: Any, name: str) -> bool:
 
 
 def one_layer(hf: Any) -> Any:
-    """``hf`` with one layer, of the kind that MTP layers are, or with its two halves."""
+    """``hf`` with one layer of the kind of MTP layers, or with the two halves of this layer."""
     if _are_flat(hf):
         return type(hf).from_dict({**hf.to_dict(), "layers_block_type": hf.mtp_layers_block_type})
     fields = {**hf.to_dict(), "num_hidden_layers": 1, "first_k_dense_replace": 0, "mlp_only_layers": []}
@@ -68,10 +71,10 @@ def one_layer(hf: Any) -> Any:
 
 
 def reference_logits(hf: Any) -> Tensor:
-    """What the one MTP layer of ``published(hf)`` predicts, fp32 [BATCH, SEQ, vocab].
+    """The logits of the one MTP layer of ``published(hf)``, fp32 [BATCH, SEQ, vocab].
 
-    The projection of the next token's embedding and of the decoder's output, both through norms, goes through a model
-    of one layer, whose norm and head are those of the MTP layer.
+    The next token's embedding and the decoder's output go through norms and a projection, and then through a model of
+    one layer, with the norm and head of the MTP layer.
     """
     state = published(hf)
     around = names_of(hf, 0)[1]
@@ -91,7 +94,9 @@ def reference_logits(hf: Any) -> Tensor:
 
 
 def without_ends(hf: Any, state: dict[str, Tensor], number: int) -> dict[str, Tensor]:
-    """The tensors of ``one_layer`` within an MTP layer, whose norm is its own, with embedding and head of the model."""
+    """The tensors of ``one_layer`` from an MTP layer, with the norm of the MTP layer, and embedding and head of the
+    model.
+    """
     prefixes, around = names_of(hf, number)
     inner = {}
     for own, prefix in prefixes.items():
@@ -129,7 +134,7 @@ def _norm(hf: Any) -> str:
 
 
 def names_of(hf: Any, number: int) -> tuple[dict[str, str], dict[str, str]]:
-    """What stands before the names of the inner layer, by what a model of it has there; and what is around it."""
+    """Prefixes of the inner layer's names, by prefixes in a model of this layer; and names of the modules around it."""
     if _are_flat(hf):  # HF numbers halves through
         halves = len(hf.mtp_layers_block_type)
         places = [f"mtp.layers.{halves * number + half}." for half in range(halves)]

@@ -1,8 +1,8 @@
 """A training step with the loss of MTP layers, computed by transformers' modules and autograd.
 
-The formula comes from DeepSeek-V3's report; vLLM, SGLang and megatron-core use it, too. At depth k, the hidden states
-of depth k - 1 and the embeddings of the tokens k places further on go through a norm each, together through a
-projection, and through the inner layer and a norm. The head of the model then predicts the token after those.
+The formula comes from DeepSeek-V3's report; vLLM, SGLang and megatron-core use it, too. Depth k takes the hidden states
+of depth k - 1 and the embeddings of the tokens k places further on. Each goes through a norm, and both together through
+a projection, the inner layer and a norm. The head of the model then predicts the token after the embedded one.
 """
 
 import tempfile
@@ -28,10 +28,11 @@ def reference_step(
     Args:
         hf: a config of Nemotron-H.
         batch: int64 ``[sequences, length + 1]``, of which inputs and labels are one apart.
-        depths: how many tokens are predicted.
+        depths: the number of predicted tokens.
         repeated: whether one MTP layer predicts all.
-        scale: what the mean loss of all depths is multiplied by.
-        ranks: the places of each context-parallel rank, whose means megatron-core takes alike. None: there is one rank.
+        scale: the factor of the mean loss of all depths.
+        ranks: the places of each context-parallel rank. megatron-core gives the means of the ranks equal weights. None:
+            there is one rank.
     """
     held = 1 if repeated else depths
     state = published(hf, held)
@@ -64,7 +65,7 @@ def _model(hf: Any, state: dict[str, Tensor]) -> Any:
 
 
 class _Layer:
-    """An MTP layer: transformers' model of the inner layer, without embedding and head, and what is around it."""
+    """An MTP layer: transformers' model of the inner layer, without embedding and head, and the modules around it."""
 
     def __init__(self, hf: Any, state: dict[str, Tensor], number: int) -> None:
         self.places, self.names = names_of(hf, number)

@@ -1,4 +1,4 @@
-"""Runs planted mistakes, which are in the tables of ``tests/rules/mistakes/``, and has what the tables are made of."""
+"""Runs planted mistakes from the tables of ``tests/rules/mistakes/``, and has the parts of these tables."""
 
 import contextlib
 import importlib
@@ -29,7 +29,7 @@ def parts(*order: int):
 
 
 def exchange(one: str, other: str):
-    """A mutation that gives each of two parameters, of the decoder's layers if of layers, the other's HF names."""
+    """A mistake that exchanges the HF names of two parameters. In layers, it changes layers of the decoder."""
 
     def mutate(rules):
         hf = {rule.mcore: rule.hf for rule in rules if not rule.mcore.startswith("mtp.")}
@@ -42,7 +42,7 @@ def exchange(one: str, other: str):
 
 
 def of(suffix: str, change):
-    """A mutation of the rule whose mcore name ends so; None forgets it."""
+    """A mistake in the rule whose mcore name ends in ``suffix``; None removes the rule."""
 
     def mutate(rules):
         assert any(rule.mcore.endswith(suffix) for rule in rules)
@@ -60,7 +60,7 @@ DEALT_ROW = Rearrange("n (m tp)", "tp n m")
 
 
 def instead(owner: Any, name: str, wrong: Any) -> Callable[[], AbstractContextManager[Any]]:
-    """Something wrong in the place of an attribute."""
+    """Replace an attribute by something wrong."""
     return lambda: mock.patch.object(owner, name, wrong)
 
 
@@ -90,14 +90,14 @@ def module(family: str) -> Any:
 
 
 def table(family: str, name: str) -> dict[str, Any]:
-    """One of the tables of a family, without models that the installed releases do not build."""
+    """A table of a family, without models that the installed releases do not support."""
     rows = getattr(module(family), name, {})
     model_at = 1 if name == "RULES" else 0
     return {key: row for key, row in rows.items() if not isinstance(row[model_at], str) or zoo.here([row[model_at]])}
 
 
 def hf_of(model: Any) -> Any:
-    """A new config of a case of the zoo; a config itself."""
+    """A new config for a case of the zoo. A config is returned unchanged."""
     return zoo.cases()[model].hf if isinstance(model, str) else model
 
 
@@ -114,13 +114,15 @@ def mutated(mutate: Callable[[list[Any]], list[Any]]) -> Iterator[None]:
 
 
 def fates(family: str, dims: mb.ParallelDims, jobs: list[tuple[str | None, Any, Any]]) -> list[str]:
-    """Runs in each worker: what kills each mistake in rules. A job is its name or None, the model, the reference."""
+    """Runs in each worker: the check that finds each mistake in rules. A job is a name or None, a model, a
+    reference.
+    """
     rules = table(family, "RULES")
     return [fate(rules[name][2] if name else itself, hf_of(model), dims, truth) for name, model, truth in jobs]
 
 
 def fate(mutate: Any, hf: Any, dims: mb.ParallelDims, reference: Any) -> str:
-    """An error's text, "bits", "logits", or "survives". The mesh stays for the next."""
+    """The text of an error, "bits", "logits", or "survives". The mesh is kept for the next mistake."""
     with mutated(mutate):
         try:
             stepping.meet(dims)
@@ -136,7 +138,7 @@ def fate(mutate: Any, hf: Any, dims: mb.ParallelDims, reference: Any) -> str:
 
 
 def differences(family: str, dims: mb.ParallelDims, jobs: list[tuple[str | None, Any, Any]]) -> list[float]:
-    """Runs in each worker: how far each mistake in modules, or None, moves the logits. Jobs as those of ``fates``."""
+    """Runs in each worker: the change of logits by each mistake in modules, or None. Jobs are as for ``fates``."""
     modules, found = table(family, "MODULES"), []
     for name, model, truth in jobs:
         plant, hf = modules[name][2] if name else {}, deepcopy(hf_of(model))
@@ -149,7 +151,7 @@ def differences(family: str, dims: mb.ParallelDims, jobs: list[tuple[str | None,
 
 
 def gradients(family: str, jobs: list[tuple[str, bool, str, dict[str, torch.Tensor]]]) -> list[float]:
-    """Runs in each worker: how far each mistake, or its model without it, moves a gradient."""
+    """Runs in each worker: the change of a gradient by each mistake, or by none."""
     found = []
     for name, planted, folder, expected in jobs:
         _, dims, plant = table(family, "GRADIENTS")[name]

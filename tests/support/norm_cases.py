@@ -1,4 +1,4 @@
-"""Models whose norms stand elsewhere."""
+"""Models with norms in other places."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from tests.zoo.submodules import MULTIPLIERS
 
 
 def config(model_type: str, **changes: Any) -> PretrainedConfig:
-    """Two groups of keys, so that four ranks share them. transformers gives the row of a padding token no gradient."""
+    """A config with two groups of keys, which four ranks share. It has no padding token, whose row gets no gradient."""
     runs = {"pad_token_id": None, "attn_implementation": "eager"}  # the default of transformers 4 drops soft caps
     sizes = {**tiny.DISTINCT, **tiny.COMMON, "num_key_value_heads": 2, **runs}
     if "layer_norm_eps" in changes:

@@ -16,7 +16,7 @@ from tests.support.twins import TWINS
 
 SEQ, BATCH = 24, 2
 LONG = 40
-"""Longer than every original rope length and every window of the zoo: positions past them are compared too."""
+"""Longer than every original rope length and every window of the zoo, so that later positions are compared, too."""
 
 
 def tokens(hf: Any, seq: int = SEQ) -> Tensor:
@@ -35,10 +35,10 @@ def reference_logits(hf: Any, seq: int = SEQ) -> Tensor:
 def reference_model(
     hf: Any, folder: str, state: dict[str, Tensor] | None = None, dtype: torch.dtype = torch.float32
 ) -> Any:
-    """transformers' model with ``state`` or ``random_state``, all of which it takes, and nothing else in it.
+    """transformers' model with exactly the tensors of ``state`` or ``random_state``.
 
-    That of a twin where it has none. As it loads in ``dtype``, which leaves the frequencies of rope in fp32;
-    ``model.to(dtype)`` would round them.
+    If transformers lacks the family, it is the model of the equivalent family. It is loaded in ``dtype``, which leaves
+    the frequencies of rope in fp32; ``model.to(dtype)`` would round them.
     """
     from transformers import AutoModelForCausalLM
 
@@ -61,9 +61,9 @@ def reference_of(name: str) -> Tensor:
 
 
 def our_logits(source: Any, dims: mb.ParallelDims, seq: int = SEQ) -> Tensor:
-    """The logits of this mesh (one pipeline stage) from the same state, gathered over tp, with padding cut off.
+    """The logits of this mesh (one pipeline stage), gathered over tp, with padding cut off.
 
-    Of a config or of a folder, which has weights of its own.
+    ``source`` is a config, for the state of ``reference_model``, or a folder with weights.
     """
     meet(dims)
     weights: Any = True if isinstance(source, str) else random_state(source)

@@ -10,7 +10,7 @@ from tests.support.peft_models import ALPHA, RANK, named, of_peft
 def merged(hf, targets, dtype, folder=None, *, factors=None):
     """Factors in our names, the base, and the weights that ``peft`` merges in fp64, of a random model in ``dtype``.
 
-    ``peft`` also saves the adapter to ``folder``. Its dtype is ``factors``, or that of the base.
+    ``peft`` also saves the adapter to ``folder``. The dtype of the adapter is ``factors``, or the dtype of the base.
     """
     base = tiny.random_model(hf).to(dtype).state_dict()
     config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, **of_peft(targets))
@@ -30,7 +30,7 @@ def merged(hf, targets, dtype, folder=None, *, factors=None):
 
 
 def _nearest(wide, dtype):
-    """Of the neighbours in ``dtype``, that which is nearest; torch's cast to 16 bits rounds twice."""
+    """The nearest value in ``dtype``. It is computed here, because torch's cast to 16 bits rounds twice."""
     middle = wide.to(dtype)
     choices = [middle, *(middle.nextafter(torch.full_like(middle, side)) for side in (-torch.inf, torch.inf))]
     distance = torch.stack([(choice.double() - wide).abs() for choice in choices])

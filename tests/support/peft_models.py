@@ -21,7 +21,7 @@ NARROW = ("experts.up_proj", "experts.down_proj")
 
 
 def of_peft(targets):
-    """Targets as ``peft`` wants them: modules, and parameters that stack experts."""
+    """Targets in the form of ``peft``: modules, and parameters that stack experts."""
     stacks = [target for target in targets if target in EXPERTS + NARROW]
     return {
         "target_modules": [target for target in targets if target not in stacks],
@@ -34,7 +34,7 @@ def batch():
 
 
 SWAPPED = ("llama4_text",)
-"""Families of which ``peft`` takes the inputs of experts for their outputs, so that its A is our B turned."""
+"""Families for which ``peft`` exchanges inputs and outputs of experts, so that its A is our B transposed."""
 
 
 IN_FILES = {
@@ -42,7 +42,7 @@ IN_FILES = {
     "mixtral": (("mlp.experts", "block_sparse_moe.experts"),),
     "nemotron_h": (("model.", "backbone."),),
 }
-"""Parts of the names in transformers' memory, with what files have in their place."""
+"""Parts of the names in transformers' memory, each with its replacement in files."""
 
 
 def count_of(hf):
@@ -55,7 +55,8 @@ def named(parameters, hf, dialect):
     """The factors of ``peft`` by our names, as views. If ``peft`` has one tensor for experts: for each expert and
     projection.
 
-    ``peft`` holds gate and up of "split" as one with twice the rank, where only two blocks of B are not zero.
+    In the dialect "split", ``peft`` holds gate and up as one adapter with twice the rank. Only two blocks of B are not
+    zero.
     """
     for name, tensor in _named(parameters, hf, dialect):
         for old, new in IN_FILES.get(hf.model_type, ()):
@@ -100,11 +101,11 @@ def _of_experts(name, tensor, num_experts):
 def expected(hf, targets, dialect):
     """The factors of an adapter of ``peft``, its loss and its gradients, in our names."""
     own = copy.deepcopy(hf)
-    own._attn_implementation = "eager"  # that of transformers 4 leaves out the cap of scores
+    own._attn_implementation = "eager"  # other attention of transformers 4 leaves out the cap of scores
     model = tiny.random_model(own)
     config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, **of_peft(targets))
     if dialect == "fused":
-        model.config.model_type = ""  # in models that it knows, peft takes a shared gate_proj for that of all experts
+        model.config.model_type = ""  # for some model types, peft would use a shared gate_proj for all experts
     model = peft.get_peft_model(model, config).eval()
     generator, parameters = torch.Generator().manual_seed(5), {n: p.detach() for n, p in model.named_parameters()}
     values = dict(named(parameters, hf, dialect))
@@ -119,9 +120,9 @@ def expected(hf, targets, dialect):
 
 @torch.no_grad()
 def fill(chunks, made, values=None):
-    """Give the adapters of this rank their values, or some that are the same on every mesh.
+    """Write values to the adapters of this rank; by default values that are equal on every mesh.
 
-    What they hold beside those comes back, as views.
+    Return views of all other elements of the adapters.
     """
     bound, absent = bind(chunks, adapters=made), []
     for name, parameter in held(chunks).items():
@@ -136,7 +137,7 @@ def fill(chunks, made, values=None):
 
 
 def _drawn(name, shape):
-    """Some 0.1 in size, by the name alone."""
+    """Random values of about 0.1, which depend on the name alone."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.randn(shape, generator=generator) * 0.1
 

@@ -4,7 +4,7 @@ import torch
 
 
 def merged(pieces):
-    """The HF tensors that the pieces of all ranks make up, by name, in fp32; NaN where no piece has a value."""
+    """Join the pieces of all ranks to HF tensors, by name, in fp32. Elements that no piece has are NaN."""
     found = {}
     for piece in pieces:
         assert piece.tensor.untyped_storage().nbytes() > 0

@@ -1,9 +1,9 @@
 """A pool of gloo processes that start once and serve the whole session: importing torch costs more than most tests.
 
 ``run(world_size, function, *args)`` runs ``function(*args)`` on the first ``world_size`` workers, in a fresh default
-process group, and returns what each rank returned. The function must be importable by name from its module. A rank that
-raises makes ``run`` raise its error, with rank and traceback in the notes; a rank that hangs costs the pool its life,
-and the next ``run`` a new one.
+process group, and returns the result of each rank. The function must be importable by name from its module. A rank that
+raises makes ``run`` raise its error, with rank and traceback in the notes. A rank that hangs ends the pool, and the
+next ``run`` starts a new one.
 """
 
 import contextlib
@@ -56,8 +56,8 @@ def run(world_size: int, function: Callable[..., Any], *args: Any, timeout: floa
 
 
 def started(function: Callable[..., Any], arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """New processes without a process group, one for each tuple of arguments; each is forked from the pool's server."""
-    _grow(1)  # so that the server is there, which has imported everything
+    """Start new processes without a process group, one for each tuple of arguments, forked from the pool's server."""
+    _grow(1)  # starts the server, which imports everything
     processes = [_context.Process(target=function, args=each) for each in arguments]
     for process in processes:
         process.start()
@@ -82,7 +82,9 @@ def _in_turn(world_size: int) -> Iterator[None]:
 
 @functools.cache
 def _store() -> Any:
-    """Serves all jobs, each under a prefix. A store in a file would make ranks poll: a group would take 10 ms more."""
+    """The store of all jobs, each with a prefix. With a store in a file, ranks would poll, and a group would take 10 ms
+    more.
+    """
     from torch.distributed import TCPStore
 
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -179,8 +181,8 @@ def _serve(pipe: Any) -> None:
             return
         sys.path[:] = path
         pipe.send_bytes(_outcome(job, rank, world_size, store))
-        gc.collect()  # what the job's frames held until they were left, groups of gloo among it
-        gc.freeze()  # what is left is modules, which need no second look
+        gc.collect()  # objects that the frames of the job have held, such as groups of gloo
+        gc.freeze()  # the rest are modules, which need not be searched again
 
 
 def _outcome(job: bytes, rank: int, world_size: int, store: tuple[int, str]) -> bytes:

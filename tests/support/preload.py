@@ -1,4 +1,4 @@
-"""Imported once by the server that the workers of ``pool.py`` are forked from."""
+"""The imports of the server process from which the workers of ``pool.py`` are forked."""
 
 import gc
 import os
@@ -14,4 +14,4 @@ import mcore_bridge  # noqa: F401
 from tests.support import seeing, stepping  # noqa: F401
 
 gc.collect()
-gc.freeze()  # no worker looks through it again, and all share its memory
+gc.freeze()  # garbage collection leaves it out in workers, so they share its memory

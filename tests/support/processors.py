@@ -17,12 +17,12 @@ TOKENS = {
     "<|image_pad|>": SPECIAL["image_token_id"],
     "<|video_pad|>": SPECIAL["video_token_id"],
 }
-"""By their published names, the ids that small configs have in the place of published ones."""
+"""The ids of special tokens in small configs, by the published names of the tokens."""
 _VIDEOS_OF_3 = ("qwen3_vl", "qwen3_5", "qwen3_5_moe")
 
 
 def processor(hf: Any) -> Any:
-    """That of a Qwen, with transformers' defaults. Other words than ``TOKENS`` are ``w`` and their id.
+    """A processor like Qwen's, with transformers' defaults. Words other than ``TOKENS`` are ``w`` and their id.
 
     Args:
         hf: config of the composite.
@@ -50,7 +50,7 @@ def folder_of(hf: Any, folder: Path) -> Path:
 
 
 def prompts(vocab_size: int) -> list[tuple[str, list[Any]]]:
-    """Texts and their images, of noise: with two images, without any, and with one that is resized."""
+    """Texts with images of noise: two images, none, and one that is resized."""
     from PIL import Image
 
     generator = torch.Generator().manual_seed(5)

@@ -1,6 +1,6 @@
 """Configs of published models, in ``tests/data/published``, and the outcome of the library for each.
 
-``python -m tests.support.published`` writes the latter down for the releases that are installed.
+``python -m tests.support.published`` writes the outcomes for the installed releases.
 """
 
 import json
@@ -29,17 +29,16 @@ OBSTACLES = {
     r"(\w+) must be [^.]*, found": "value",
     r"(\w+)=\S+ must be": "value",
 }
-"""What the errors of the library say, as patterns, with the words for it in the files of outcomes.
-
-What one pattern matches is not looked at by those behind it.
+"""Patterns of the library's errors, each with its words in the files of outcomes. Text that one pattern matches is
+hidden from later patterns.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """One checkpoint: what its repository publishes as JSON, and where this was seen.
+    """One checkpoint: the JSON that its repository publishes, and the source of this JSON.
 
-    ``partial`` says what the source leaves out, where it quotes a part only.
+    ``partial`` describes the missing part, if the source quotes only a part.
     """
 
     name: str
@@ -73,10 +72,11 @@ def outcomes_file() -> Path:
 
 
 def outcome_of(record: Published, folder: Path) -> dict[str, Any]:
-    """What the library says of ``record``, whose files it writes into ``folder``.
+    """The outcome of the library for ``record``, whose files are written to ``folder``.
 
-    A config that loads has numbers of parameters of its text, ``active`` for each token, and its ``unread`` fields if
-    there are any. One that does not is ``refused``, with what ``obstacles_of_family`` or else ``obstacles`` says.
+    For a config that loads, it has the numbers of parameters of the text, also ``active`` ones for each token, and
+    ``unread`` fields if there are any. Otherwise it is ``refused``, with the result of ``obstacles_of_family`` or else
+    ``obstacles``.
     """
     try:
         blueprint = make_blueprint(
@@ -93,7 +93,7 @@ def outcome_of(record: Published, folder: Path) -> dict[str, Any]:
 
 
 def obstacles_of_family(model_type: str) -> list[str]:
-    """Why no config of a family loads: it is refused, transformers lacks it, or nobody has written it here."""
+    """The reason why no config of a family loads: it is refused, transformers lacks it, or this library does."""
     from transformers import CONFIG_MAPPING
 
     if any(model_type in refusal.model_types for refusal in refusals()):
@@ -105,7 +105,7 @@ def obstacles_of_family(model_type: str) -> list[str]:
 
 
 def obstacles(message: str) -> list[str]:
-    """What the message of an error says, in the words of ``OBSTACLES``; a message that none fits stands for itself."""
+    """An error in the words of ``OBSTACLES``; the message itself if no pattern fits."""
     said = set[str]()
     rest = message
     for pattern, word in OBSTACLES.items():
@@ -123,7 +123,7 @@ def outcomes() -> dict[str, dict[str, Any]]:
 
 
 def expand(value: Any) -> Any:
-    """``value`` with its short forms written out.
+    """Expand the short forms in ``value``.
 
     ``{"cycle": [a, b], "length": 5}`` is ``[a, b, a, b, a]``, and ``{"runs": [[a, 2], [b, 1]]}`` is ``[a, a, b]``.
     ``{"numbered": names}``, a list or a dict of names, has each ``x.{0-2,7}.y`` four times, with the numbers in its
@@ -154,12 +154,12 @@ def _numbered(pattern: str) -> list[str]:
 
 
 def waits_for_megatron_core(outcome: dict[str, Any]) -> bool:
-    """Whether the installed release of megatron-core is too old to say more."""
+    """Whether the installed release of megatron-core is too old for any other outcome."""
     return any(obstacle.startswith("megatron-core ") for obstacle in outcome.get("refused", ()))
 
 
 def main() -> None:
-    """Write the outcomes down. One that waits for a newer megatron-core stays as it was."""
+    """Write all outcomes. Outcomes that need a newer megatron-core stay unchanged."""
     path = outcomes_file()
     before = json.loads(path.read_text()) if path.exists() else {}
     lines = [

@@ -1,6 +1,6 @@
 """Checkpoints as publishers quantize them, made from plain ones; and their decoded values, by the publishers' formulas.
 
-Nothing here is from the library: blocks are spread by repeating scales, and nibbles are taken one by one.
+No code of the library is used: scales are repeated over their blocks, and nibbles are taken one by one.
 """
 
 import json
@@ -19,7 +19,7 @@ LUT = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1
 OF_ACTIVATIONS = (".activation_scale", ".input_scale", ".input_scale_ub")
 """Tensors that no weight needs."""
 PLAIN = ("embed_tokens", "lm_head", "norm", "mlp.gate.", "block_sparse_moe.gate.", "router", "eh_proj")
-"""What nobody quantizes."""
+"""Parts of names of tensors that no publisher quantizes."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Mixed(Format):
 
 
 def write(hf: Any, form: Format, folder: Path, *, dtype: torch.dtype = torch.float32) -> tuple[State, State]:
-    """A random checkpoint of ``hf`` in a folder: its files, and what they decode to."""
+    """Write a random checkpoint of ``hf`` to a folder; returns its files, and their decoded values."""
     state = random_state(hf, dtype=dtype)
     folder.mkdir(parents=True, exist_ok=True)
     files = form.files(state)
@@ -92,7 +92,7 @@ def write(hf: Any, form: Format, folder: Path, *, dtype: torch.dtype = torch.flo
 
 
 def oracle(folder: Path, dtype: torch.dtype) -> Any:
-    """transformers' model of a folder, which it dequantizes itself; that of the twin where it lacks the family."""
+    """transformers' model of a folder, which transformers dequantizes. It may be the model of the equivalent family."""
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
     config = folder / "config.json"
@@ -117,7 +117,7 @@ def spread(scales: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
 
 
 def amax(weight: Tensor, block: tuple[int, int]) -> Tensor:
-    """The largest magnitude of each block; what is beyond an edge counts as zero."""
+    """The largest magnitude of each block. Elements beyond an edge count as zero."""
     rows, columns = (-(-size // each) for size, each in zip(weight.shape, block, strict=True))
     padded = torch.zeros(rows * block[0], columns * block[1])
     padded[: weight.shape[0], : weight.shape[1]] = weight.float().abs()
@@ -139,9 +139,9 @@ def fp8(
     extra: State | None = None,
     dims: Callable[[Tensor], list[int]] | None = None,
 ) -> Format:
-    """FP8 in blocks; in rows where a block is (1, 0), and with one scale where there is none.
+    """FP8 in blocks; with a scale for each row if the block is (1, 0), and with one scale if it is None.
 
-    ``dims`` gives scales another shape.
+    ``dims`` is another shape of scales.
     """
 
     def sizes(weight: Tensor) -> tuple[int, int]:
@@ -170,7 +170,7 @@ def deepseek(block: tuple[int, int], dtype: torch.dtype = torch.float32, **argum
 
 
 def fbgemm() -> Format:
-    """Meta's files of Llama 3.1 405B."""
+    """The format of Meta's files of Llama 3.1 405B."""
     note = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
     bound = {".input_scale_ub": torch.tensor([1200.0])}
     return fp8((1, 0), note, name=".weight_scale", extra=bound)
@@ -222,7 +222,9 @@ def rows(dtype: torch.dtype = torch.float32, *, product: torch.dtype | None = No
 
 
 def rows_of_experts(*, alone: bool) -> Format:
-    """Rows whose scales are bf16, of experts alone or of all. Only products of other weights are rounded to bf16."""
+    """A bf16 scale for each row, in experts alone or in all weights. Only products of weights outside of experts are
+    rounded to bf16.
+    """
     experts, others = rows(torch.bfloat16, product=torch.float32), rows(torch.bfloat16)
     if alone:
         plain = ("lm_head", "re:.*self_attn.*", "re:.*mlp.shared_expert.*", "re:.*mlp.(gate|up|down)_proj")
@@ -284,7 +286,7 @@ def int4(group: int) -> Format:
 
 
 def nvfp4(owner: str) -> Format:
-    """Of compressed-tensors, whose number for all divides; or of ModelOpt, whose number multiplies."""
+    """NVFP4 of compressed-tensors, whose global scale divides, or of ModelOpt, whose global scale multiplies."""
     divides = owner == "compressed-tensors"
     codes_name = ".weight_packed" if divides else ".weight"
     overall_name = ".weight_global_scale" if divides else ".weight_scale_2"

@@ -16,7 +16,7 @@ PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers")
 
 
 def append(path: str | None, check: str, world_size: int, found: Iterable[tuple[tuple[str, str], bool]]) -> None:
-    """Note for each mesh and family of a run whether all that was ``found`` passed; nothing without a path.
+    """Record for each mesh and family whether all results in ``found`` passed. Without a path, record nothing.
 
     A mesh is named with its replicas, such as "TP2 SP DP2".
     """

@@ -21,13 +21,13 @@ LATENT = FAMILIES["latent"]
 
 
 def config_a(**fields):
-    """A ReshardConfig as far as RLinf 0.4.0 has it: nothing of data parallel attention."""
+    """A ReshardConfig with the fields of RLinf 0.4.0, which has no data parallel attention."""
     known = {"model_type": "qwen3_moe", "reshard_tp_size": 1, "reshard_pp_size": 1, "rollout_ep_size": 1}
     return SimpleNamespace(**{**known, "bucket_capacity": CAPACITY, **fields})
 
 
 def changed(models):
-    """Another value in every parameter: a sync that hands on what an earlier one had would show."""
+    """Change every parameter, so that a sync of old values would show."""
     with torch.no_grad():
         for tensor in held_tensors(models).values():
             tensor.neg_()

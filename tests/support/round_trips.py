@@ -9,7 +9,7 @@ from tests.support.strategies import random_state
 
 
 def check(hf, dims, *, dtype=torch.float32, bucket_bytes=1 << 14):
-    """Load everywhere over NaN, export, compare bits; and every parameter of every rank is written."""
+    """Load over NaN on all ranks, export, and compare bits. Every parameter of every rank must be written."""
     state = random_state(hf, dtype=dtype)
     held = fake_mesh.build_everywhere(hf, dims, lambda chunks: load_hf_weights(chunks, state), dtype=dtype)
     for bound, _ in held:

@@ -19,7 +19,7 @@ from tests.support import composites as tiny
 from tests.support import stepping
 
 BOUND = 3e-5
-"""Of differences to transformers in log-probs and in gradients of towers, relative."""
+"""The bound for relative differences to transformers, in log-probs and in gradients of towers."""
 SPECIAL = {
     "image_token_id": 5,
     "image_token_index": 5,
@@ -30,13 +30,15 @@ SPECIAL = {
     "video_start_token_id": 3,
     "video_end_token_id": 4,
 }
-"""Ids inside the vocabulary of the zoo's texts, in the place of published ones."""
+"""Ids of special tokens inside the vocabulary of the zoo's texts. Published ids are larger."""
 FIRST, LAST = 10, 60
 """Ids of text."""
 _NORMS = {r"language_model\..*[qk]_norm\.weight$": 0.7, r"language_model\..*norm\d?\.weight$": 0.5}
-"""Means of weights of norms. Near zero, attention would be even, and positions would hardly matter."""
+"""Means of the weights of norms. With means near zero, attention would be uniform, and positions would hardly
+matter.
+"""
 _BY_PINPOINTS = ("llava_next", "llava_next_video", "llava_onevision")
-"""They cut an image into tiles of one size, by the nearest of some shapes."""
+"""Families that cut an image into tiles of one size, by the nearest of some shapes."""
 
 
 def config(model_type: str, /, **text: Any) -> Any:
@@ -46,11 +48,11 @@ def config(model_type: str, /, **text: Any) -> Any:
         setattr(hf, name, SPECIAL[name])
     vision, fields = hf.vision_config, hf.vision_config.to_dict()
     if "window_size" in fields:
-        vision.window_size = 2 if model_type == "got_ocr2" else 56  # in patches; in pixels, two by two features
+        vision.window_size = 2 if model_type == "got_ocr2" else 56  # in patches, or in pixels: two by two features
     if "deepstack_visual_indexes" in fields:
         vision.depth, vision.deepstack_visual_indexes = 3, [1, 2]
     if "num_hidden_layers" in fields and model_type != "kimi_k25":
-        vision.num_hidden_layers = 3  # since features may come from the last but one
+        vision.num_hidden_layers = 3  # features may come from the last layer but one
     if model_type == "hunyuan_vl":
         vision.max_image_size = 56
     if model_type == "qwen2_vl":
@@ -58,13 +60,13 @@ def config(model_type: str, /, **text: Any) -> Any:
     if model_type == "gemma3":
         hf.image_token_id = hf.text_config.vocab_size + 3  # beyond the vocabulary
         vision.image_size, hf.mm_tokens_per_image = 56, 4
-        for kind in hf.text_config.rope_parameters.values():  # transformers' dynamic one remembers earlier rows
+        for kind in hf.text_config.rope_parameters.values():  # transformers' dynamic rope remembers earlier rows
             kind.update(rope_type="linear", factor=2.0)
     if model_type in _BY_PINPOINTS:
         hf.image_grid_pinpoints = [[28, 56], [56, 28]]
     if model_type == "llama4":  # four tokens, each of four patches
         vision.image_size, vision.intermediate_size = 56, 4 * vision.hidden_size
-        hf.text_config.attn_temperature_tuning = True  # of queries in layers without a rope
+        hf.text_config.attn_temperature_tuning = True  # temperature of queries in layers without a rope
         hf.text_config.floor_scale, hf.text_config.attn_scale = 4, 0.5
     if model_type == "vipllava":
         hf.vision_feature_layers = [-1, -2]
@@ -86,7 +88,7 @@ def written(model_type: str, folder: Path, /, **text: Any) -> Path:
 
 
 def base_of(model: Any) -> Any:
-    """The composite inside of a model with a head. Llama 4 has no other one."""
+    """The composite in a model with a head. Llama 4 has only one class."""
     return getattr(model, "model", model)
 
 
@@ -105,7 +107,7 @@ ROWS: list[list[int | Grid | tuple[str, Grid]]] = [
     [2, ("video", (2, 4, 2)), 6, (1, 2, 2), 3],
     [1, (1, 4, 2), 9],
 ]
-"""Of each row, numbers of tokens of text, and grids of patches. The second row is of text."""
+"""For each row, numbers of text tokens, and grids of patches. The second row has only text."""
 
 
 def batch_of(model: Any, layout: Any = None) -> tuple[Tensor, Tensor, list[dict[str, Tensor] | None]]:
@@ -135,7 +137,7 @@ def batch_of(model: Any, layout: Any = None) -> tuple[Tensor, Tensor, list[dict[
 
 
 def layout_of(model_type: str) -> Any:
-    """The rows of a family. GLM takes no image beside a video, and others no video at all."""
+    """The rows of a family. GLM accepts no image beside a video, and other families accept no video."""
     if model_type.startswith("qwen") or model_type in ("llava_onevision", "llava_next_video", "video_llava"):
         return ROWS
     video: Any = [2, ("video", (2, 4, 2)), 6] if model_type.startswith("glm") else [2, (1, 4, 2), 6, (1, 4, 4), 1]
@@ -166,7 +168,7 @@ def _image(model: Any, grid: Grid, generator: torch.Generator, *, is_video: bool
 
 @torch.no_grad()
 def _tokens(model: Any, inputs: dict[str, Tensor], part: Any, *, is_video: bool) -> list[int]:
-    """The tokens that stand for an image or a video: one for each feature. Some families put text between frames."""
+    """The tokens of an image or a video: one for each feature. Some families put text between frames."""
     model_type = model.config.model_type
     base = base_of(model)
     features = (base.get_video_features if is_video else base.get_image_features)(
@@ -199,14 +201,14 @@ def expected(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """transformers' log-probs ``[rows, seq]``, and the gradients of the tower for the loss of ``step``.
 
-    With ``values``, outputs of the value head that we draw, in the place of log-probs.
+    With ``values``, it returns outputs of a random value head in the place of log-probs.
     """
     found = torch.zeros(ids.shape)
     size, std = model.config.text_config.hidden_size, model.config.text_config.initializer_range
     head = torch.randn(1, size, generator=torch.Generator().manual_seed(0)) * std
     ropes: list[Any] = [module for module in model.modules() if hasattr(module, "max_seq_len_cached")]
     for row, shown in enumerate(mask.bool()):
-        for rope in ropes:  # a dynamic one would remember earlier rows
+        for rope in ropes:  # a dynamic rope would remember earlier rows
             rope.max_seq_len_cached = rope.original_max_seq_len
         inputs = _inputs(model, ids[row : row + 1, shown], images[row])
         if values:
@@ -262,7 +264,7 @@ def loss(log_probs: Tensor, rows: Any) -> Tensor:
 
 
 def built(folder: Path, dims: mb.ParallelDims, **options: Any) -> list[Any]:
-    """This rank's chunks with a tower that is trained, in fp32 on CPU unless asked for otherwise."""
+    """This rank's chunks with a trained tower, by default in fp32 on CPU."""
     options = {"dtype": torch.float32, "device": "cpu", "vision": "train", **options}
     return mb.build_model(folder, dims=dims, **options)
 
@@ -281,7 +283,7 @@ def step(
     """Runs in each worker: log-probs of its share of the rows, and the tower's gradients before a mean over TP.
 
     Args:
-        batch: that of ``batch_of``, and log-probs of ``expected``, which are zero where there is nothing to learn.
+        batch: the result of ``batch_of``, and log-probs of ``expected``, which are zero at tokens without a loss.
         recompute: recompute the layers of the tower.
         bare: without DDP.
     """
@@ -312,7 +314,7 @@ def step(
         replicas, replica = dims.dp(dist.get_world_size()), parallel_state.get_data_parallel_rank()
         images, (ids, mask, wanted) = batch[2], (batch[place].to(device) for place in (0, 1, 3))
         own = range(len(ids))[replica * len(ids) // replicas : (replica + 1) * len(ids) // replicas]
-        for order in (own[::-1], own) if overlap else (own,):  # reducers learn from the first batch what to wait for
+        for order in (own[::-1], own) if overlap else (own,):  # reducers record parameters in the first batch
             for each in wrapped:
                 each.train()
                 each.zero_grad() if bare else each.zero_grad_buffer()
@@ -347,7 +349,7 @@ def problems(ranks: list[Any], wanted: tuple[Tensor, dict[str, Tensor]], bound: 
         error = float((each["log_probs"] - log_probs[each["rows"]]).abs().max() / log_probs.std())
         found += [f"rank {rank}: log-probs are {error:.1e} off"] if not error < bound else []
     for name, gradient in tower.items():
-        size = tower[name.replace("k_proj.bias", "k_proj.weight")].abs().max()  # such a bias has none but noise
+        size = tower[name.replace("k_proj.bias", "k_proj.weight")].abs().max()  # its gradient is only noise
         error = max(float((each[name] - gradient).abs().max() / size.clamp_min(1e-30)) for each in towers)
         found += [f"{name}: {error:.1e} off"] if not error < bound else []
         found += [f"{name} differs"] if any(not torch.equal(each[name], towers[0][name]) for each in towers) else []
@@ -355,7 +357,7 @@ def problems(ranks: list[Any], wanted: tuple[Tensor, dict[str, Tensor]], bound: 
 
 
 def misfitting(folder: Path, sizes: dict[str, Any], batch: Any) -> str:
-    """Runs in each worker: the error for a row that is cut inside its last image, where the next has a token more."""
+    """Runs in each worker: the error for a row that is cut inside its last image. The next row has one token more."""
     ids, mask, images, _ = batch
     dims = mb.ParallelDims(**sizes)
     with stepping.mesh(dims):
@@ -374,7 +376,7 @@ def misfitting(folder: Path, sizes: dict[str, Any], batch: Any) -> str:
 def calls(folder: Path, sizes: dict[str, Any], batch: Any) -> dict[str, Tensor]:
     """Runs in each worker: log-probs of ``batch`` by each form of a trainer's call, on a mesh without a pipeline.
 
-    Of families that number tokens of images otherwise than text, with positions of the caller too, right and "swapped".
+    If a family numbers tokens of images differently, the caller also passes positions, right and "swapped".
     """
     from mcore_bridge.batches.rows import lay_out_rows, placed
     from mcore_bridge.batches.text_collectives import gather
@@ -385,7 +387,7 @@ def calls(folder: Path, sizes: dict[str, Any], batch: Any) -> dict[str, Tensor]:
         (model,) = built(folder, dims)
         groups = model.pg_collection
         packed = mb.pack_sequences(ids, mask, dims=dims, cp_rank=groups.cp.rank())
-        seq = -(-ids.size(1) // 4) * 4  # what context parallelism needs
+        seq = -(-ids.size(1) // 4) * 4  # a multiple for context parallelism
         wide, shown = (torch.nn.functional.pad(each, (0, seq - ids.size(1))) for each in (ids, mask.bool()))
         rows = lay_out_rows(wide, dims.cp, groups.cp.rank())
         own = {"attention_mask": placed(shown, rows.places[groups.cp.rank()]), "position_ids": rows.position_ids}

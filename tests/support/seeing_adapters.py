@@ -31,7 +31,7 @@ def _with_adapters(folder: Path, dims: mb.ParallelDims, given: Path | None = Non
 
 
 def expected(folder: Path, adapter: Path, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """By ``peft``: log-probs, and the gradient of each factor for the loss of ``seeing.loss``."""
+    """Computed by ``peft``: log-probs, and the gradient of each factor for the loss of ``seeing.loss``."""
     import peft
 
     model = peft.PeftModel.from_pretrained(seeing.reference(folder), adapter, is_trainable=True).eval()
@@ -47,7 +47,7 @@ def expected(folder: Path, adapter: Path, batch: Any) -> tuple[Tensor, dict[str,
 def step(
     folder: Path, adapter: Path, sizes: dict[str, Any], batch: Any, *, bare: bool = False, **options: Any
 ) -> dict[str, Any]:
-    """Runs in each worker: log-probs, the gradient of each factor by HF name, and what was left of the tower."""
+    """Runs in each worker: log-probs, the gradient of each factor by HF name, and gradients of the frozen tower."""
     dims = mb.ParallelDims(**sizes)
     with stepping.mesh(dims):
         chunks = _with_adapters(folder, dims, adapter, **options)

@@ -19,7 +19,7 @@ ENGINE = {
     for cell in re.findall(r"^\| (`.+?) \|", PAGE.partition("## The engine")[2].partition("## ")[0], re.MULTILINE)
     for key in re.findall(r"`(\w+)`", cell)
 }
-"""The keys of ``megatron:`` that the page has."""
+"""The keys of ``megatron:`` in docs/trainers/verl.md."""
 
 
 SIIRL = {

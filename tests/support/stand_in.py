@@ -2,9 +2,10 @@
 
 One rank of ``tp`` in a stage of ``pp`` has queries, keys and values in one parameter, with KV heads repeated if there
 are fewer than ranks. Experts are a stack of gate and up and a stack of down. The vocabulary is padded, the router is
-cast, and the head is tied. A copy of a projection, transposed and padded, is made after loading. There are four
-switches: norms to which one is added, which is no copy; rows that numpy shuffles after loading, which torch does not
-see; a loader with memory of its own; and a loader that works in a thread of its own.
+cast, and the head is tied. A copy of a projection, transposed and padded, is made after loading.
+
+There are four switches: norms to which one is added, which is no copy; rows that numpy shuffles after loading, which a
+recorder of torch's operations cannot record; a loader with separate memory; and a loader that works in another thread.
 """
 
 import os
@@ -47,7 +48,7 @@ HF_FIELDS = {
     "vocab_size": Sizes.vocab,
     "tie_word_embeddings": True,
 }
-"""Of a Qwen3-MoE that fits."""
+"""Fields of an HF config of Qwen3-MoE that fits the engine."""
 
 
 def specs(sizes, dtype=torch.bfloat16):
@@ -90,12 +91,12 @@ class Layer(nn.Module):
         self.router = parameter(s.experts, s.hidden, dtype=torch.float32)
         self.w13 = parameter(s.experts, 2 * width, s.hidden)
         self.w2 = parameter(s.experts, s.hidden, width)
-        self.constant = parameter(3)  # as a bias that another rank adds
+        self.constant = parameter(3)  # like a bias that only another rank adds
         self.prepared = torch.zeros(self.heads * s.head_dim + 3, s.hidden, **options)  # of o_proj, by its kernel
 
 
 class StandIn(nn.Module):
-    """One rank. ``load`` is its loader with all that it does afterwards."""
+    """One rank. ``load`` is its loader with all its later work."""
 
     def __init__(
         self,
@@ -125,14 +126,14 @@ class StandIn(nn.Module):
         self.norm = nn.Parameter(torch.zeros(sizes.hidden, dtype=dtype, device=device), requires_grad=False)
         self.register_buffer("rotary", torch.arange(7.0, device=device))
         self.num_loads = 0
-        self.up_first = False  # a switch of its kernels, which is seen in no shape
+        self.up_first = False  # a setting of its kernels, which no shape shows
 
     @torch.no_grad()
     def load(self, pairs):
         self.num_loads += 1
         if self.layerwise:
             self._load_layerwise(pairs)
-        elif self.threads:  # as SGLang does for models with experts
+        elif self.threads:  # SGLang does this for models with experts
             with ThreadPoolExecutor(1) as executor:
                 executor.submit(self._take_all, list(pairs)).result()
         else:
@@ -145,7 +146,7 @@ class StandIn(nn.Module):
             self._take(name, tensor)
 
     def _load_layerwise(self, pairs):
-        """Into new memory on the way, as vLLM's reload does: first onto the meta device, to count elements."""
+        """Load into new memory, like vLLM's reload: first onto the meta device, to count elements."""
         waiting = list(pairs)
         held = dict(self.named_parameters())
         for device in ("meta", self.embed.device):
@@ -218,7 +219,7 @@ class StandIn(nn.Module):
             words[:] = words[[*range(1, len(words), 2), *range(0, len(words), 2)]]
 
     def held(self):
-        """Every bit that a forward would read."""
+        """All tensors that a forward reads."""
         derived = {f"layers.{i}.prepared": layer.prepared for i, layer in enumerate(self.layers)}
         return {name: tensor.clone() for name, tensor in {**self.state_dict(), **derived}.items()}
 
@@ -229,7 +230,7 @@ def in_shared_memory(model):
     tensors = {id(t): t for t in [*model.state_dict(keep_vars=True).values(), *derived]}
     starts, size = {}, 0
     for key, tensor in tensors.items():
-        starts[key], size = size, size + -(-tensor.nbytes // 8) * 8  # seldom at a multiple of 16
+        starts[key], size = size, size + -(-tensor.nbytes // 8) * 8  # mostly not aligned to 16
     memory = allocate(size + 64, torch.device("cpu"))
     for key, tensor in tensors.items():
         place = memory[starts[key] : starts[key] + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -238,14 +239,14 @@ def in_shared_memory(model):
 
 
 def loaded(pairs, *arguments, **options):
-    """The tensors of an engine that has loaded these by its own loader."""
+    """The tensors of an engine whose own loader has loaded ``pairs``."""
     model = StandIn(*arguments, **options)
     model.load(pairs.items())
     return model.held()
 
 
 def differing(held, expected):
-    """The names of tensors that are not the same, bit for bit."""
+    """The names of tensors whose bits differ."""
     assert held.keys() == expected.keys()
     return [n for n in held if not torch.equal(held[n].view(torch.uint8), expected[n].view(torch.uint8))]
 
@@ -277,7 +278,7 @@ def serve_all(addresses, engines):
 
 
 def connected(address):
-    """The pipe to an engine, which may not have begun yet, or has a name and does not listen yet."""
+    """The pipe to an engine. The engine may not have started yet, or may not listen yet."""
     while True:
         with suppress(FileNotFoundError, ConnectionRefusedError):
             return Client(address)
@@ -315,7 +316,7 @@ def serve(listener, *arguments):
                 answer = engine.share()
             elif method == "complete":
                 engine.complete()
-            elif method == "move":  # as an engine that slept; what it shared before is still there
+            elif method == "move":  # like an engine that slept: the memory that it shared before still exists
                 memory.append(in_shared_memory(model))
             elif method == "held":
                 answer = held_bits(model.held()), model.num_loads, engine.state

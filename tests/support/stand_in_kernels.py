@@ -1,7 +1,7 @@
-"""Stand-ins for the kernels of causal-conv1d and mamba-ssm, which need a GPU: their arguments, by their source.
+"""Stand-ins for the kernels of causal-conv1d and mamba-ssm, which need a GPU. They check arguments like the kernels.
 
-Names, order and defaults of the arguments are those of causal-conv1d 1.7.0 and mamba-ssm 2.3.2; so is what their source
-asks of shapes, dtypes and strides. The results are computed token by token.
+Names, order and defaults of the arguments come from the source of causal-conv1d 1.7.0 and mamba-ssm 2.3.2, and so do
+the checks of shapes, dtypes and strides. The results are computed token by token.
 """
 
 import sys
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def install(monkeypatch: Any) -> list[str]:
-    """Make both importable; the result is the list of calls, by name, which grows."""
+    """Make both packages importable. Return the list of calls, to which each call adds its name."""
     calls: list[str] = []
     for name in ("causal_conv1d", "mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))

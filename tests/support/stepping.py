@@ -1,6 +1,6 @@
 """A training step like a trainer's: mcore's DDP, schedules and gradient finalization around bare chunks.
 
-All of it runs in workers of the pool; what comes back is by HF names, through the export.
+It runs in workers of the pool. Results come back under HF names, through the export.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ import multiprocessing
 import queue
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ def mesh(dims: ParallelDims, device: str = "cpu") -> Iterator[None]:
 
 
 def meet(dims: ParallelDims) -> None:
-    """Be on this mesh. Groups of the mesh before are kept if they are the same, since to make them takes long."""
+    """Make the groups of this mesh. Groups of an equal mesh before are kept, since making them takes long."""
     try:
         dims.initialize(device="cpu")
     except MeshError:
@@ -46,11 +46,13 @@ def meet(dims: ParallelDims) -> None:
 
 
 _left: list[Any] = []
-"""Groups of meshes that were left, as long as anybody may still hold them."""
+"""Groups of earlier meshes that objects may still hold."""
 
 
 def leave_mesh() -> None:
-    """Destroy megatron-core's groups, which it only forgets: threads of gloo would go on waking up for each of them."""
+    """Destroy megatron-core's groups. megatron-core only drops them, and threads of gloo would go on waking up for
+    each.
+    """
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel
 
@@ -67,12 +69,12 @@ def leave_mesh() -> None:
 
 
 def _end_groups() -> None:
-    """End the groups that nobody else holds, all at once: the end of each waits 10 ms for a thread of gloo."""
+    """End all groups that no object holds, together, since the end of each waits 10 ms for a thread of gloo."""
     alone: list[Any] = []
     held: list[Any] = []
     while _left:
         group = _left.pop()
-        (alone if sys.getrefcount(group) == 2 else held).append(group)  # of the variable and the argument
+        (alone if sys.getrefcount(group) == 2 else held).append(group)  # held by the variable and the argument
         del group
     _left.extend(held)
     threads = [threading.Thread(target=lambda: alone.pop() and None) for _ in alone]
@@ -91,7 +93,7 @@ LOSS_HELPERS = {
 def forget_metrics() -> None:
     """Empty megatron-core's trackers of losses: each has as many places as the first model of the process had layers.
 
-    They hold groups too. A module that nobody has imported has no tracker yet.
+    The trackers hold groups, too. A module that was not imported has no tracker yet.
     """
     for module, helper in LOSS_HELPERS.items():
         if module in sys.modules:
@@ -126,7 +128,7 @@ def train(
 
 @torch.no_grad()
 def gradients(chunks: Sequence[Any]) -> dict[str, Tensor]:
-    """Those in mcore's buffers, by HF name. They have the places of their parameters, whose values they replace."""
+    """The gradients in mcore's buffers, by HF name. They replace the values of their parameters and are exported."""
     for parameter in trained(chunks):
         parameter.copy_(parameter.main_grad)
     return {name: tensor.clone() for name, tensor in to_hf_state_dict(chunks).items()}
@@ -145,7 +147,7 @@ def wrap(chunks: Sequence[Any], **options: Any) -> list[Any]:
 
 
 def gathering_late(chunks: Sequence[Any]) -> list[Any]:
-    """mcore's DDP around each chunk, where it leaves parameters to the next forward."""
+    """mcore's DDP around each chunk, with which the next forward gathers parameters."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     settings = DistributedDataParallelConfig(
@@ -155,16 +157,20 @@ def gathering_late(chunks: Sequence[Any]) -> list[Any]:
 
 
 def let_megatron_save() -> None:
-    """It writes in forked processes, which the pool's may not have, and hears of them by a server that outlives it."""
+    """Let megatron-core save in a worker. It writes in forked processes, which workers may not start, and gets their
+    results from a server that outlives it.
+    """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     module: Any = filesystem_async
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    module._results_queue = queue.SimpleQueue()  # it is read in this process, unless a save goes on behind training
+    module._results_queue = queue.SimpleQueue()  # it is read in this process, unless a save runs during training
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Apex's, by its formula: the number of the step is in the group, so that mcore can read a state into a new one."""
+    """Apex's Adam, by its formula. The number of the step is in the group, so that mcore can load a state into a new
+    optimizer.
+    """
 
     def __init__(self, params: Any, adam_w_mode: bool = True, **settings: Any) -> None:
         super().__init__(params, settings)
@@ -185,7 +191,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 def distributed_optimizer(wrapped: Sequence[Any], *, lr: float, **options: Any) -> Any:
-    """mcore's Adam, whose state the DP ranks share out, as it is on a GPU: with an Adam of Apex, and types of CUDA."""
+    """mcore's distributed optimizer as on a GPU, with Apex's Adam and types of CUDA."""
     from megatron.core import optimizer as package
     from megatron.core.optimizer import distrib_optimizer, optimizer
 
@@ -210,7 +216,7 @@ def forward_backward(
 ) -> Tensor | None:
     """mcore's schedule over this DP rank's share of ``batch``; the mean loss on last stages.
 
-    The loss of a token is its cross entropy or, for a head, the mean square of what the head says.
+    The loss of a token is its cross entropy or, for a head, the mean square of the head's outputs.
     """
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -246,6 +252,25 @@ def forward_backward(
     return loss / group.size()
 
 
+def optimized(
+    chunks: Sequence[Any], dims: ParallelDims, batch: Tensor
+) -> tuple[list[Any], Any, Callable[[], float | None]]:
+    """The chunks in mcore's DDP, its distributed optimizer, and a function that makes a step and returns its loss."""
+    wrapped = wrap(chunks, use_distributed_optimizer=True)
+    optimizer = distributed_optimizer(wrapped, lr=1e-2)
+
+    def step() -> float | None:
+        for ddp in wrapped:
+            ddp.zero_grad_buffer()
+        optimizer.zero_grad()
+        loss = forward_backward(wrapped, dims, batch)
+        assert not optimizer.prepare_grads()
+        assert optimizer.step_with_ready_grads()  # between them, step() computes a norm of gradients on CUDA
+        return None if loss is None else loss.item()
+
+    return wrapped, optimizer, step
+
+
 def positions(dims: ParallelDims, seq_len: int) -> Tensor:
     """The places of this context-parallel rank's tokens, as mcore deals them."""
     from megatron.core import parallel_state
@@ -276,7 +301,7 @@ def masters(models: Sequence[Any], optimizer: Any) -> dict[Any, Tensor]:
         for each in optimizers:
             if parameter in each.model_param_gbuf_map:
                 own = each._get_model_param_range_map(parameter)["param"]
-                held = getattr(parameter, "main_param", None)  # none of what is in fp32 itself
+                held = getattr(parameter, "main_param", None)  # no copy of parameters that are fp32 themselves
                 whole[own.start : own.end] = parameter.view(-1)[own.start : own.end] if held is None else held.view(-1)
         dist.all_reduce(whole, group=replicas[getattr(parameter, "allreduce", True)])
         found[parameter] = whole.view(parameter.shape)

@@ -76,14 +76,14 @@ def problems(draw: Any) -> tuple[Any, ParallelDims]:
     if model_type == "llama":
         fields["mlp_bias"] = draw(st.booleans()) and fields["attention_bias"]
     rows = (heads + 2 * groups) * (fields["head_dim"] or 6)
-    assume(rows % tp == 0)  # megatron-core cuts linear_qkv by rows; that others are refused is tested elsewhere
+    assume(rows % tp == 0)  # megatron-core cuts linear_qkv by rows; refusals of other sizes are tested elsewhere
     dims = ParallelDims(tp=tp, pp=pp, vp=vp, cp=draw(SIZES), sp=tp > 1 and draw(st.booleans()), **split)
     return tiny(model_type, **fields), dims
 
 
 @st.composite
 def sparse_problems(draw: Any) -> tuple[Any, ParallelDims]:
-    """The same of a family with experts: any mix of its axes, with dense layers or none."""
+    """A config of a family with experts, and a mesh: any mix of its axes, with dense layers or none."""
     tp, pp = draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)]))
     vp = draw(st.sampled_from([1, 2])) if pp > 1 else 1
     ep, etp = draw(st.sampled_from([(2, 1), (4, 1), (2, 2), (1, 2)]))
@@ -121,10 +121,10 @@ def pipelines(draw: Any, pp: int, vp: int) -> tuple[int, dict[str, Any]]:
 def random_state(hf: Any, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
     """The tensors of a checkpoint, named and shaped as transformers writes them: random, every value non-zero.
 
-    Norms spread around what transformers begins with and biases are as large as what they are added to, so that none
-    can be swapped unseen. What selects experts stays in fp32, as in published checkpoints.
+    Norms are spread around transformers' initial values, and biases are as large as the values to which they are added,
+    so that any exchange shows. Biases that select experts stay in fp32, as in published checkpoints.
     """
-    from tests.support.twins import TWINS  # which is made with this module
+    from tests.support.twins import TWINS  # it imports this module
 
     if twin := TWINS.get(hf.model_type):
         return twin.named(random_state(twin.config(hf), dtype=dtype, seed=seed))
@@ -144,7 +144,7 @@ def save(state: dict[str, Tensor], hf: Any, folder: str | Path) -> None:
 
 
 def on_disk(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """``state`` under the names on disk: transformers 5 holds experts under other names than it writes."""
+    """``state`` under the names in files. In transformers 5, experts have other names in memory."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # transformers 4
@@ -182,8 +182,9 @@ def _random(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
 
 
 def _of_delta_net(name: str, tensor: Tensor) -> Tensor:
-    """Norms that add 1 to their weight, and small outputs of linear attention: its own norm divides by what it reads
-    from its state, which may be nearly nothing, and so makes rounding errors large (transformers' own as well)."""
+    """Random values for linear attention. Some norms add 1 to their weight. Outputs are small: the norm of linear
+    attention divides by values that may be nearly zero, which makes rounding errors large, also in transformers.
+    """
     if name.endswith("linear_attn.out_proj.weight"):
         return 0.3 * tensor
     return tensor - 1 if "norm" in name and "linear_attn" not in name else tensor

@@ -1,4 +1,4 @@
-"""Engines of several processes, which a ``WeightSync`` serves: each worker has torch, and a stand-in for a model."""
+"""Engines of several processes for tests of ``WeightSync``: each worker has torch, and a stand-in for a model."""
 
 import os
 from multiprocessing.connection import Listener
@@ -55,7 +55,7 @@ def serve(address, arguments, options, rank, size):
 
 
 class Client:
-    """What rank 0 calls: all workers of one engine."""
+    """The client that rank 0 calls. It forwards calls to all workers of one engine."""
 
     def __init__(self, addresses):
         self.pipes = [connected(address) for address in addresses]
@@ -68,7 +68,7 @@ class Client:
             raise problems[0]
 
     def tell(self, worker, num_messages):
-        """Have a worker die after so many messages of the trainer."""
+        """Make a worker die after this number of messages of the trainer."""
         self.pipes[worker].send(num_messages)
         assert self.pipes[worker].recv() is None
 

@@ -1,4 +1,4 @@
-"""Models, engines, and what each of their ranks is to get."""
+"""Models, engines, and the slices that each rank of an engine must get."""
 
 import re
 
@@ -70,12 +70,12 @@ def shared(tensor, dim, size, rank):
 
 
 def joined(tensor, lengths, cut):
-    """Sections of a fused tensor, cut each."""
+    """Cut each section of a fused tensor."""
     return torch.cat([cut(number, section) for number, section in enumerate(tensor.split(lengths))])
 
 
 def heads_of(hf, tensor, target):
-    """Keys or values: with more ranks than heads, several ranks have the same one."""
+    """The heads of keys or values of a rank. If there are more ranks than heads, several ranks have one head."""
     groups = hf.num_key_value_heads
     if target.tp <= groups:
         return shared(tensor, 0, target.tp, target.tp_rank)
@@ -112,7 +112,7 @@ def slice_of(hf, name, tensor, target):
 
 
 def experts_of(target, num_experts):
-    """Neighbours on each rank; those that are left over go to the first ranks."""
+    """Each rank has neighbouring experts. If they do not divide evenly, the first ranks have one more."""
     return np.array_split(np.arange(num_experts), target.ep)[target.ep_rank]
 
 
@@ -160,7 +160,7 @@ ENGINES = {
     "TP2 PP2": {"tp": 2, "pp": 2},
     "TP2 PP2 EP2": {"tp": 2, "pp": 2, "ep": 2},
     "PP3": {"pp": 3},
-    "EP3": {"ep": 3},  # across ranks with attention each; the first two have an expert more
+    "EP3": {"ep": 3},  # over ranks that each have attention; the first two have one expert more
 }
 
 
@@ -170,7 +170,7 @@ def ranks_of(sizes):
 
 
 def assignments():
-    """The ranks of each engine in the order in which ranks of a trainer feed them; those of one in another order."""
+    """The ranks of each engine in the order of the trainer ranks that feed them. One engine has another order."""
     yield from map(ranks_of, ENGINES.values())
     ranks = engine_ranks(tp=2, pp=2, ep=2)
     yield [ranks[place] for place in (2, 0, 3, 1)]
@@ -192,7 +192,7 @@ GRID = [
 
 
 class Slices:
-    """A rank of an engine that holds slices of HF tensors; every second matrix lies in memory column by column."""
+    """A rank of an engine with slices of HF tensors. Every second matrix is stored column by column."""
 
     def __init__(self, hf, state, target):
         self.hf, self.target = hf, target

@@ -20,7 +20,7 @@ COMPOSITES = {
     "qwen3_vl_moe_text": "qwen3_vl_moe",
     "qwen3_vl_text": "qwen3_vl",
 }
-"""Of each half, the composite, which says how tensors are named in files."""
+"""The composite of each text model, which has the names of tensors in files."""
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _SPEAKS_4 = transformers.__version__.startswith("4.")
 
@@ -62,7 +62,7 @@ if "mistral4" in CONFIG_MAPPING:
     from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM  # in no list, as it has images
 
     AutoModelForCausalLM.register(CONFIG_MAPPING["mistral4"], Mistral4ForCausalLM, exist_ok=True)
-if _SPEAKS_4:  # whose class has a name that its own list lacks
+if _SPEAKS_4:  # transformers' own list lacks its class
     CONFIG_MAPPING.register(CONFIG_MAPPING["glm4v_moe_text"].model_type, CONFIG_MAPPING["glm4v_moe_text"])
 for _half, _composite in COMPOSITES.items():
     if _half in CONFIG_MAPPING:
@@ -70,7 +70,7 @@ for _half, _composite in COMPOSITES.items():
 
 
 def published_shape(hf: Any, name: str, shape: torch.Size) -> torch.Size:
-    """Of a tensor in published files: experts of Qwen3-VL are transposed, as transformers 5 reads and never writes."""
+    """The shape of a tensor in published files. Experts of Qwen3-VL are transposed there; transformers 5 reads this."""
     if hf.model_type == "qwen3_vl_moe_text" and ".experts." in name and not _SPEAKS_4:
         return torch.Size((shape[0], shape[2], shape[1]))
     return shape

@@ -1,7 +1,8 @@
 """Tiny HF models in which no value is zero, one or equal by chance, and the results of transformers with them.
 
-Dims are pairwise distinct, so that a transposed or misplaced matrix cannot fit; ``SQUARE`` has them all equal, so that
-nothing but the rules can tell matrices apart. Four key-value heads and eight queries: tp=8 splits within a group.
+Dims are pairwise distinct, so that a transposed or misplaced matrix cannot fit. In ``SQUARE`` all dims are equal, so
+that only the rules can tell matrices apart. There are four key-value heads and eight queries: tp=8 splits within a
+group.
 """
 
 from collections.abc import Mapping, Sequence
@@ -63,7 +64,7 @@ def random_checkpoint(
 def tokens(
     num_sequences: int, *, seq_len: int = SEQ_LEN, vocab_size: int = COMMON["vocab_size"], seed: int = 1
 ) -> Tensor:
-    """``[num_sequences, seq_len + 1]``, of which inputs and labels are one apart."""
+    """Random tokens ``[num_sequences, seq_len + 1]``: labels are the inputs shifted by one."""
     return torch.randint(0, vocab_size, (num_sequences, seq_len + 1), generator=torch.Generator().manual_seed(seed))
 
 
@@ -83,14 +84,14 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 def assert_near(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], label: str) -> None:
-    """Every expected tensor was found, but for what an fp32 computation in another order rounds away."""
+    """Assert that all expected tensors are there, and equal up to rounding errors of fp32 in another order."""
     errors = {name: relative_error(found[name], expected[name]) for name in expected}
-    off = {name: error for name, error in errors.items() if not error < 5e-5}  # NaN is off as well
+    off = {name: error for name, error in errors.items() if not error < 5e-5}  # also raises for NaN
     assert not off, f"{label}: {off}"
 
 
 def assert_losses(ranks: Sequence[tuple[str, str, Any]], loss: Tensor) -> None:
-    """The loss of a step, on those ranks that have one: some do. Of each rank, a label, a name and the step."""
+    """The loss of a step, from the ranks that have one. Each rank has a label, a name and the step."""
     found = [step["loss"] for _, _, step in ranks if step["loss"] is not None]
     assert found, ranks[0][0]
     assert max(relative_error(each, loss) for each in found) < 1e-5, ranks[0][0]

@@ -1,4 +1,4 @@
-"""A script under torchrun, as users start it; or in forked processes, which is quicker."""
+"""Runs a script under torchrun, as users start it, or in forked processes, which is quicker."""
 
 import os
 import runpy
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def torchrun(script: Path, num_ranks: int, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Run ``script`` on CPU in ``num_ranks`` processes, and return how it ended and what it printed."""
+    """Run ``script`` on CPU in ``num_ranks`` processes, and return the exit code and the output."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     run = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]

@@ -28,9 +28,9 @@ NAMES = [name for name in tiny.NAMES if is_built(name)]
 
 
 def go_round(folder: Path, dims: mb.ParallelDims, work: Path) -> list[dict[str, Tensor]]:
-    """On each rank: load, export, save and write a checkpoint of megatron-core; then read this one.
+    """Runs on each rank: load, export, save and write a checkpoint of megatron-core, and read this checkpoint.
 
-    The tower with drawn values, and with those of the folder; nothing on a rank without it.
+    Return the tower with random values, and with the values of the folder; nothing on a rank without a tower.
     """
     dims.initialize(device="cpu")
     build: dict[str, Any] = {"dims": dims, "dtype": torch.float32, "device": "cpu", "vision": "train"}
@@ -42,7 +42,7 @@ def go_round(folder: Path, dims: mb.ParallelDims, work: Path) -> list[dict[str, 
     engine = mb.EngineRank(tp=2, tp_rank=torch.distributed.get_rank())
     sliced = dict(mb.iter_hf_weights(models, target=engine))
     _, of_tower = tiny.parts_of(folder)
-    assert all(torch.equal(sliced[name], tensor) for name, tensor in of_tower.items())  # whole, for the engine to cut
+    assert all(torch.equal(sliced[name], tensor) for name, tensor in of_tower.items())  # whole; an engine cuts it
     written = mb.save_hf_checkpoint(models, work / "saved")
     mb.save_checkpoint(models, work / "dist")
     again = mb.build_model(folder, **build, load_weights=False, seed=7)

@@ -25,14 +25,14 @@ OVERRIDES: dict[str, Any] = {
     "recompute_num_layers": None,
     "mtp_num_layers": None,
 }
-"""The default overrides of verl, beside the attention backend."""
+"""The default overrides of verl, without the attention backend."""
 DDP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "grad_reduce_in_fp32": True}
 _SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
 @dataclass
 class Role:
-    """A model of a trainer (actor, reference, critic): the bridge, its chunks, and what is kept between exports."""
+    """A model of a trainer (actor, reference, critic): the bridge, its chunks, and the state between exports."""
 
     bridge: Any
     models: list[Any]
@@ -50,7 +50,7 @@ class Role:
     def export(self) -> Iterator[tuple[str, Tensor]]:
         if isinstance(self.bridge, mbridge.Bridge):
             return self.bridge.export_weights(self.models)
-        if self.tasks is None:  # kept for good by verl
+        if self.tasks is None:  # verl keeps it
             self.tasks = self.bridge.get_conversion_tasks(self.models)
         return self.bridge.export_hf_weights(self.models, conversion_tasks=self.tasks)
 
@@ -73,7 +73,7 @@ def stepping_config(models: list[Any]) -> Any:
 
 @contextlib.contextmanager
 def attention_switches() -> Iterator[None]:
-    """megatron-core sets variables of the process by the attention backend, and refuses another one from then on."""
+    """megatron-core sets environment variables by the attention backend, and then refuses another backend."""
     before = {name: os.environ.pop(name, None) for name in _SWITCHES}
     try:
         yield
@@ -175,7 +175,7 @@ def rlinf_config(hf: Any, dims: ParallelDims, **customized: Any) -> Any:
     from megatron.core.utils import init_method_normal, scaled_init_method_normal
 
     num_experts, experts = getattr(hf, "num_experts", None), getattr(hf, "moe_intermediate_size", None)
-    if hf.model_type == "mixtral":  # whose names RLinf does not look for
+    if hf.model_type == "mixtral":  # RLinf does not look for these names
         num_experts, experts = hf.num_local_experts, hf.intermediate_size
     config = TransformerConfig(
         **{name: value for name, value in dims.to_config_fields().items() if "layout" not in name},
@@ -212,7 +212,7 @@ def rlinf_config(hf: Any, dims: ParallelDims, **customized: Any) -> Any:
 
 
 def become_rlinfs(provider: Any, config: Any) -> None:
-    """The attributes that RLinf sets on a provider: every field of its own config, and then others."""
+    """Set the attributes that RLinf sets on a provider: every field of RLinf's config, and then others."""
     kept = provider.position_embedding_type
     for each in dataclasses.fields(type(provider)):
         if hasattr(config, each.name):
@@ -222,7 +222,7 @@ def become_rlinfs(provider: Any, config: Any) -> None:
 
 
 def violations(stream: Iterator[tuple[str, Tensor]], truth: dict[str, Tensor] | None) -> tuple[list[str], list[Any]]:
-    """What a stream of weights does that some consumer of verl breaks on, and the stream's order, shapes and dtypes."""
+    """Properties of a stream of weights that break a consumer of verl, and the stream's order, shapes and dtypes."""
     found, order, kept = [], [], {}
     offset = 0
     for name, tensor in stream:
@@ -237,7 +237,7 @@ def violations(stream: Iterator[tuple[str, Tensor]], truth: dict[str, Tensor] | 
         offset += tensor.nbytes
         order.append((name, tuple(tensor.shape), str(tensor.dtype)))
         kept[name] = tensor
-    for name, tensor in kept.items() if truth is not None else ():  # only now: none may have been overwritten
+    for name, tensor in kept.items() if truth is not None else ():  # at the end, to find overwritten tensors
         if name not in truth:
             found.append(f"{name} is not in the checkpoint")
         elif tensor.dtype != truth[name].dtype or not torch.equal(tensor, truth[name]):

@@ -1,4 +1,4 @@
-"""Steps of training on meshes, held against transformers."""
+"""Steps of training on meshes, compared with transformers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,9 +25,9 @@ class Kind:
     Args:
         models: configs by name.
         meshes: sizes of meshes, by the number of ranks.
-        every: of so many models one trains on a mesh, in turn; on one rank all do.
+        every: on each mesh, only one of this many models trains, in turn; on one rank all models train.
         fits: whether a model trains on a mesh; by default each does.
-        num_sequences, seq_len: the batch, which is the same for all meshes. Each replica has it in two microbatches.
+        num_sequences, seq_len: the batch, which is equal for all meshes. Each replica has it in two microbatches.
     """
 
     models: Mapping[str, PretrainedConfig]
@@ -38,9 +38,10 @@ class Kind:
     seq_len: int = tiny.SEQ_LEN
 
     def check(self, world_size: int, folder: Path, *, every: int | None = None) -> None:
-        """Loss and every gradient are transformers', and a step of SGD leaves transformers' weights.
+        """Check that loss and every gradient equal transformers', and that a step of SGD leads to transformers'
+        weights.
 
-        What has no gradient in transformers keeps its bits: biases of routers, indexers, which only select,
+        Parameters without a gradient in transformers keep their bits: biases of routers, indexers, which only select,
         and experts that no token selects.
         """
         every = every or (1 if world_size == 1 else self.every)
@@ -66,7 +67,7 @@ class Kind:
                     ".indexer.",
                     "e_score_correction_bias",
                     ".experts.",
-                )  # transformers 4 runs no expert without a token
+                )  # transformers 4 does not run experts without a token
                 assert all(any(part in key for part in parts) for key in untrained), label
                 assert all(step["weights"][key].equal(held[key]) for key in untrained), label
                 for which, truth in (("grads", grads), ("weights", weights)):

@@ -18,14 +18,14 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Twin:
-    """The functions from a family to its twin and back, from an HF config of the family."""
+    """An equivalent family of transformers: functions that translate a family's config and tensors to it and back."""
 
     config: Callable[[Any], Any]
-    """That of the twin."""
+    """The config of the equivalent family."""
     named: Callable[[State], State] = dict
-    """The twin's tensors, as the family names them."""
+    """The equivalent family's tensors under the names of the family."""
     unnamed: Callable[[State, Any], State] = lambda state, hf: state
-    """The family's tensors, as the twin names them."""
+    """The family's tensors under the names of the equivalent family."""
 
 
 def _called(model_type: str) -> Callable[[Any], Any]:
@@ -34,7 +34,7 @@ def _called(model_type: str) -> Callable[[Any], Any]:
 
 def _of_ling(hf: Any) -> Any:
     fields = hf.to_dict()
-    return bailing.twin({**fields.get("rope_parameters", {}), **fields})  # where transformers 5 keeps some
+    return bailing.twin({**fields.get("rope_parameters", {}), **fields})  # transformers 5 keeps some fields there
 
 
 TWINS = {
@@ -45,7 +45,7 @@ TWINS = {
 
 
 def read(model_type: str, fields: Mapping[str, Any]) -> Any:
-    """The config of a family that transformers lacks, as the library reads it from a checkpoint's."""
+    """The config of a family that transformers lacks, as the library reads it from a checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps({**fields, "model_type": model_type}))
         return read_hf(folder)

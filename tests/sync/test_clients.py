@@ -75,7 +75,7 @@ def server(receive, calls, broken=()):
 
 
 class FourMethods:
-    """As vLLM's clients are."""
+    """A client with the four methods of vLLM's clients."""
 
     def __init__(self, receive, calls):
         self._receive, self._calls = receive, calls
@@ -161,11 +161,11 @@ def failing():
             "raises": raised([worker.receive, lambda info: 1 // 0]),
             "nobody": raised("http://127.0.0.1:9"),
         }
-        assert torch.equal(weight, mb.to_hf_state_dict(models)[HEAD])  # of the engine beside the one that raised
+        assert torch.equal(weight, mb.to_hf_state_dict(models)[HEAD])  # the weight of the engine that did not raise
         channel.HANDSHAKE = 0.2
         address = sync._listener.address
         with socket.create_connection((address.host, address.port)) as scanner, closing(Client(scanner.getpeername())):
-            sync.set_engines(worker.receive)  # beside programs that connect and have no key
+            sync.set_engines(worker.receive)  # programs without a key connect at once
             sync()
         with server(worker.receive, [], broken=("/finish_weight_update",)) as address:
             found["500"] = raised(address)
@@ -227,7 +227,7 @@ def test_all_ranks_refuse_what_one_of_them_cannot_take():
 
 
 class Schedulers:
-    """What SGLang's ``Engine`` does with a loader of ours, for one scheduler with a model of its own."""
+    """Calls a loader of ours like SGLang's ``Engine``, for one scheduler with a separate model."""
 
     def __init__(self, model):
         self._model = model

@@ -1,4 +1,4 @@
-"""A trainer's weights in real engine processes, by one object: every bit, every way, engines that come and go."""
+"""A ``WeightSync`` into real engine processes: every bit, every transport, and engines that join and leave."""
 
 import os
 import random
@@ -48,7 +48,7 @@ class Trainer:
             tensor.data = place.copy_(tensor)
 
     def has(self, client, workers):
-        """Whether each worker has the bits of its own loader, on rank 0."""
+        """On rank 0: whether each worker has the bits that its own loader would write."""
         return not self.is_lead or client.ask("held") == [held_bits(loaded(self.state, *each)) for each in workers]
 
 
@@ -102,14 +102,14 @@ def test_every_engine_gets_every_bit_by_the_best_way(mesh, tmp_path):
     served, *others = pool.run(world, serve_rounds, addresses, dims, ["shards", way, "network", "ring", "network"])
     assert all(each == served for each in others)
     assert {engine for engine, _ in served} == {0, 1, 2, 3, 4}
-    assert len({trainer for _, trainer in served}) == world  # workers are dealt to all ranks
+    assert len({trainer for _, trainer in served}) == world  # all ranks share the workers
     for process in processes:
         process.join(20)
         assert process.exitcode == 0
 
 
 def survive(addresses, dims, rounds):
-    """In each round another engine joins, of which a worker dies after some messages; one engine stays."""
+    """In each round a new engine joins, and one of its workers dies after some messages. One engine stays."""
     trainer, problems = Trainer(dims), []
     kept = Client(addresses[0]) if trainer.is_lead else None
     with mb.WeightSync(trainer.models, kept or (), timeout=60) as sync:

@@ -9,6 +9,6 @@ from tests.support import pool
 
 @pytest.fixture(scope="module")
 def own_workers() -> Iterator[None]:
-    """Ends the workers after the tests of a module: what an engine changes in a process lasts as long as that."""
+    """Ends the workers after the tests of a module, since an engine changes a process permanently."""
     yield
     pool._stop(dump=False)

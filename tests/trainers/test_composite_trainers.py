@@ -1,6 +1,6 @@
-"""Composites of text and images through what trainers call: their text trains, and all else is carried.
+"""Composites of text and images through the calls of trainers: their text trains, and all other tensors are carried.
 
-verl takes a model whose config has a ``vision_config`` for one of images: it hands over padded rows, packed or not.
+verl treats every model whose config has a ``vision_config`` as a model of images: it passes padded rows, packed or not.
 """
 
 import json
@@ -34,7 +34,7 @@ from tests.workers.verl_engine import CpuForCuda
 
 HYBRID, *SPARSE = ("qwen3_5", "qwen3_5_moe") if "qwen3_5" in composites.NAMES else ("qwen3_vl",)
 LENGTHS = [16, 11]
-"""Tokens of the two rows: what they are causes nothing in front of them."""
+"""The lengths of the two rows. Attention is causal, so padding has no effect on them."""
 CASES = {
     "mbridge-packed-sp": ("mbridge", "qwen3_vl", ParallelDims(tp=2, sp=True), True),
     "mbridge-packed-cp": ("mbridge", "qwen3_vl", ParallelDims(cp=2), True),
@@ -45,7 +45,9 @@ CASES = {
 
 
 def verls_batch(dims: ParallelDims, packed: bool) -> dict[str, Any]:
-    """The inputs that verl 0.9.1 makes of two sequences for a model of images; the last one has a bucket to fill."""
+    """The inputs that verl 0.9.1 makes of two sequences for a model of images. The last one is padded to fill a
+    bucket.
+    """
     from megatron.core.packed_seq_params import PackedSeqParams
 
     mask = torch.arange(16) < torch.tensor(LENGTHS)[:, None]
@@ -66,7 +68,7 @@ def starts_of(dims: ParallelDims) -> list[int]:
 
 
 def stepped(role: Any, dims: ParallelDims, packed: bool, **images: Tensor) -> Tensor | None:
-    """Logits of a batch on the last stage. Its gradients are those of a step of Adam."""
+    """Logits of a batch on the last stage. The gradients come from a step of Adam."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -114,7 +116,7 @@ def life(dims: ParallelDims, face: str, folder: str, out: str, packed: bool) -> 
 
 
 def whole(locals_: list[Tensor], dims: ParallelDims, packed: bool) -> list[Tensor]:
-    """The logits of each sequence, put together as verl does: ``[tokens, vocabulary]``."""
+    """The logits of each sequence, joined like verl: ``[tokens, vocabulary]``."""
     if dims.tp > 1:
         locals_ = [torch.cat(locals_, -1)]
     starts = starts_of(dims) if packed else [0, 16]
@@ -153,7 +155,7 @@ def test_the_text_of_a_composite_trains_and_the_rest_is_carried(case: str, tmp_p
 
 
 def of_towers(dims: ParallelDims, folder: str, out: str) -> None:
-    """Runs in a worker: both surfaces build the tower on request, and train what they are asked to."""
+    """Runs in a worker: both interfaces build the tower on request, and train the requested parts."""
     everything = read(folder)
     asked: list[tuple[str, dict[str, Any], set[str]]] = [
         ("mbridge", {"vision": "train"}, {"tower", "connection", "text"}),
@@ -182,13 +184,13 @@ def of_towers(dims: ParallelDims, folder: str, out: str) -> None:
 
 @pytest.mark.skipif(not towers.NAMES, reason="the installed transformers is too old")
 def test_both_surfaces_build_a_tower_on_request_and_freeze_what_they_are_asked_to(tmp_path: Path) -> None:
-    """A step of text leaves the tower as it was, and a save holds both."""
+    """A step of text leaves the tower unchanged, and a save has text and tower."""
     composites.written("qwen3_vl", tmp_path / "hf")
     pool.run(2, of_towers, ParallelDims(tp=2, sp=True), str(tmp_path / "hf"), str(tmp_path / "out"))
 
 
 def with_an_image(dims: ParallelDims, face: str, folder: str, packed: bool) -> list[str]:
-    """Runs in a worker: what is not trained by a step with an image, of all that the folder has."""
+    """Runs in a worker: the tensors of the folder that a step with an image does not train."""
     with attention_switches(), stepping.mesh(dims):
         role = build_role(face, folder, dims, dtype=torch.float32, vision="train")
         role.load(folder)
@@ -242,7 +244,7 @@ def test_rlinf_feeds_engines_the_text_of_a_composite(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", [HYBRID, *SPARSE, "llava"])
 def test_slime_and_nemo_rl_give_the_text_its_published_names(family: str, tmp_path: Path) -> None:
-    """slime's own models of images hold a ``GPTModel`` and the images' part, whose parameters have HF names already."""
+    """slime's models of images have a ``GPTModel`` and a tower, whose parameters already have HF names."""
     composites.written(family, tmp_path)
     text, carried = parts_of(tmp_path)
     with rank_of(ONE, 0, 1):

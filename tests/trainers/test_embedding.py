@@ -17,7 +17,7 @@ PAGE = Path(__file__).parent.parent.parent / "docs" / "guide" / "embedding.md"
 
 
 def train(folder: Path, block: str, dims: ParallelDims) -> list[tuple[Tensor, dict[str, Tensor]]]:
-    """For each step what the trainer says of a batch, and what it handed on before."""
+    """For each step, the trainer's embeddings of a batch, and the weights that it exported before."""
     known: dict[str, Any] = {}
     exec(block, known)
     hf = tiny("qwen3")

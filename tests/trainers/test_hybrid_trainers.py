@@ -1,4 +1,4 @@
-"""``model="hybrid"`` through what trainers call: a step and its export have the bits of ``model="gpt"``."""
+"""``model="hybrid"`` through the calls of trainers: a step and its export have the bits of ``model="gpt"``."""
 
 import re
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ needs_it = pytest.mark.skipif(not RELEASE.is_installed, reason="the installed me
 
 
 def lives(folders: dict[str, str], out: str) -> list[str]:
-    """Runs in a worker: what differs between an actor, or a critic, of the one class and of the other."""
+    """Runs in a worker: the differences between an actor, or a critic, of the two classes."""
     differing = []
     for face, name, sizes in CASES:
         dims, is_critic, found = ParallelDims(**sizes), face == "megatron_bridge", []
@@ -85,7 +85,7 @@ def test_a_megatron_core_without_it_is_refused_by_every_surface(tmp_path: Any) -
 
 
 def test_parameters_one_by_one_are_refused(tmp_path: Any) -> None:
-    """slime and RLinf's functions get names alone, and halves of layers have the names of other layers."""
+    """slime's and RLinf's functions get only names, and names of halves equal the names of other layers."""
     hf = zoo.cases()["qwen3"].hf
     hf.save_pretrained(tmp_path)
     args, config = SimpleNamespace(hf_checkpoint=tmp_path), to_transformer_config(hf)

@@ -1,4 +1,4 @@
-"""How trainers come to use us: what their users write, and nothing without it."""
+"""How a trainer is made to use this library: the setting that its user writes, and no change without it."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ for each in entry_points(group="verl.plugins"):
     except Exception:
         pass
 """
-"""What verl 0.9.1 does as it is imported."""
+"""The steps of verl 0.9.1 when it is imported."""
 ASK = """
 import sys
 import verl
@@ -45,7 +45,7 @@ def python(script: str, site: Path, **environment: str) -> subprocess.CompletedP
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """Packages with the files in which verl and siiRL import a bridge, and what they do before."""
+    """Packages with the files in which verl and siiRL import a bridge, and their earlier imports."""
     folder = tmp_path_factory.mktemp("site")
     for name in ("verl", "siirl"):
         inner = folder / name / "models" / "mcore"
@@ -90,7 +90,7 @@ def test_it_says_so_when_it_comes_too_late(site):
 
 
 def test_an_installed_megatron_bridge_keeps_what_is_beside_ours(site, tmp_path):
-    """Its own config.py imports from the module whose place is taken, as the package of that module is imported."""
+    """The package's config.py imports from the replaced module, while the package is imported."""
     training = tmp_path / "megatron" / "bridge" / "training"
     (training / "utils").mkdir(parents=True)
     for package in (training, training.parent, training / "utils"):

@@ -48,7 +48,7 @@ def refit_info(names):
 
 
 def expected(state, name):
-    """The shard of this rank, as NeMo-RL's placements have it: experts by number, all else along the tp dim."""
+    """The shard of this rank by NeMo-RL's placements: experts by number, all other tensors along the tp dim."""
     from megatron.core import parallel_state
 
     if ".experts." in name:
@@ -69,7 +69,7 @@ def test_every_rank_gives_its_shards(dims):
 
     def load(chunks):
         found = local_params(chunks, refit_info(NAMES), spec=Spec, context=Context)
-        for chunk in chunks:  # after the map was made, to other memory
+        for chunk in chunks:  # moved to other memory after the map was made
             for parameter in chunk.parameters():
                 parameter.data = torch.empty_like(parameter)
         mb.load_hf_weights(chunks, state)
@@ -89,7 +89,7 @@ def test_adapters_are_merged_when_a_part_is_sent():
         made = add_adapters(chunks, rank=2, alpha=3, targets=["gate_proj", "down_proj"])
         found = local_params(chunks, refit_info(NAMES), spec=Spec, context=Context, merged=True)
         base = local_params(chunks, refit_info(NAMES), spec=Spec, context=Context, merged=False)
-        for name in made.names:  # after the map was made
+        for name in made.names:  # changed after the map was made
             torch.nn.init.normal_(held_tensors(chunks)[name])
         pieces = {piece.name: piece.tensor for piece in mb.iter_hf_pieces(chunks, dialect="split", merged=True)}
         for name, spec in found.items():

@@ -1,4 +1,4 @@
-"""RLinf's actor blocks: every key is translated, what disagrees with the HF config raises, the provider builds it."""
+"""RLinf's actor blocks: every key is translated, conflicts with the HF config raise, the provider builds the model."""
 
 import shutil
 from pathlib import Path
@@ -101,7 +101,7 @@ FAMILIES = {"qwen2.5": tiny("qwen2"), "qwen3": tiny("qwen3"), "qwen3_moe": SPARS
 def test_a_block_that_rlinf_has_filled_in_says_the_same(name):
     hf = FAMILIES[name]
     own = filled_in(hf)
-    if name == "deepseek_v3":  # which RLinf fills in otherwise
+    if name == "deepseek_v3":  # RLinf fills in this field differently
         own |= {"num_moe_experts": 8, "num_experts": 8, "qk_layernorm": True, "multi_latent_attention": True}
         own |= {key: getattr(hf, key) for key in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")}
         own |= {"kv_channels": None, "head_dim": None, "first_k_dense_replace": 1}
@@ -115,7 +115,7 @@ def test_a_block_that_rlinf_has_filled_in_says_the_same(name):
 
 
 def test_what_disagrees_is_named_unless_it_is_an_override():
-    actor = block("qwen3_moe")  # as RLinf's example has it: two experts for each token, where this model has three
+    actor = block("qwen3_moe")  # RLinf's example has two experts for each token, this model has three
     hf = tiny("qwen3_moe", num_experts=8, num_experts_per_tok=3, moe_intermediate_size=16, norm_topk_prob=True)
     with pytest.raises(ConfigError, match=r"moe_router_topk=2, expected 3"):
         read_actor(actor, hf=hf)
@@ -126,7 +126,7 @@ def test_what_disagrees_is_named_unless_it_is_an_override():
     config = read.blueprint(device="meta").config
     assert (config.moe_router_load_balancing_type, config.moe_aux_loss_coeff) == ("aux_loss", 0.0)
     assert config.init_method_std == 0.008
-    hf.norm_topk_prob = False  # scores before the selection are others then
+    hf.norm_topk_prob = False  # the scores before the selection are then different
     with pytest.raises(ConfigError, match="moe_router_pre_softmax=False, expected True"):
         read_actor(actor, hf=hf)
 
@@ -216,7 +216,7 @@ def test_a_critic_has_a_head_that_gives_a_value():
 
 
 def of_a_checkpoint(folder, hf, **block_of_convertor):
-    """A block whose checkpoint has been converted for TP2 from an HF folder that is gone."""
+    """A block whose checkpoint was converted for TP2. Its HF folder was deleted."""
     state, own = random_state(hf), {"te_ln_linear_qkv": False, "te_ln_linear_mlp_fc1": False}
     (folder / "hf").mkdir()
     save(state, hf, folder / "hf")

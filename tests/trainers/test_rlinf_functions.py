@@ -57,7 +57,7 @@ def test_the_rules_of_qwen_are_those_of_the_installed_rlinf():
 
 @pytest.mark.parametrize("hf", [SPARSE, LATENT], ids=["qwen3_moe", "deepseek_v3"])
 def test_every_name_matches_one_rule_and_all_tensors_are_named(hf):
-    """The names of a model with TransformerEngine and experts one by one, as RLinf's convertors meet them."""
+    """The names of a model with TransformerEngine and separate experts, which RLinf's convertors expect."""
     rules = convertor_rules(hf)
     state = random_state(hf)
     found = set()
@@ -103,7 +103,7 @@ def built(hf, dims):
 
 
 def subgroup(size):
-    """Neighbours, as RLinf groups them."""
+    """RLinf's groups: neighbouring ranks."""
     groups = [dist.new_group(list(range(first, first + size))) for first in range(0, dist.get_world_size(), size)]
     return groups[dist.get_rank() // size]
 
@@ -145,7 +145,7 @@ def dense_functions():
 
 
 def their_functions(model_type, config, tp):
-    """RLinf's own, where it is installed; it is not among what we test with, as it needs ray and more."""
+    """RLinf's own functions, if RLinf is installed. It is no dependency of the tests, as it needs ray and more."""
     try:
         from rlinf.utils.resharding.reshard_config import ReshardConfig
     except ImportError:

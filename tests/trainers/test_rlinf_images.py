@@ -1,6 +1,6 @@
-"""RLinf's training step on images, by the functions of its own worker: the loss and gradients of transformers.
+"""RLinf's training step on images, by the functions of RLinf's worker: the loss and gradients of transformers.
 
-Runs where RLinf 0.3.0 or newer is found; its wheel without what it needs is enough.
+Runs if RLinf 0.3.0 or newer is found; its wheel without dependencies is enough.
 """
 
 from pathlib import Path
@@ -35,7 +35,9 @@ def batch_of(model: Any) -> dict[str, Any]:
 
 
 def expected(model: Any, batch: dict[str, Any]) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """By transformers: a share of the mean loss for each microbatch, as megatron-core reports it, and its gradients."""
+    """Computed by transformers: the part of the mean loss of each microbatch, like megatron-core's, and the
+    gradients.
+    """
     losses = []
     for row, shown in enumerate(batch["attention_mask"].bool()):
         ids = batch["prompt"][row : row + 1, shown]

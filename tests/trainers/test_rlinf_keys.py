@@ -23,7 +23,7 @@ TRANSLATED = {
     *actor._OWN,
 } | {*("activation", "normalization", "position_embedding_type")}
 READ = {"model", "mcore_gpt", "spec_name", "use_critic_model"}
-"""Keys beside the blocks that ``read_actor`` and ``model_provider`` read."""
+"""Keys outside of the blocks, which ``read_actor`` and ``model_provider`` read."""
 
 
 def rows_of(block: str) -> set[str]:
@@ -48,7 +48,7 @@ def unknown_in(role: Mapping[str, Any]) -> set[str]:
 
 
 def roles_in(paths: Iterator[Path]) -> Iterator[tuple[Path, Mapping[str, Any]]]:
-    """Actors and critics for Megatron; a config that goes on from another may say no more than one of its blocks."""
+    """Yield blocks of actors and critics for Megatron. A config that extends another may have a single block."""
     for path in paths:
         config = yaml.safe_load(path.read_text()) or {}
         for role in (config.get(name) for name in ("actor", "critic") if isinstance(config, dict)):
@@ -60,7 +60,7 @@ def test_every_key_of_our_examples_is_on_the_page() -> None:
     roles = list(roles_in(OWN.glob("*.yaml")))
     assert len(roles) == 4
     for path, role in roles:
-        role["megatron"].pop("ckpt", None)  # as the block of the convertor was called first
+        role["megatron"].pop("ckpt", None)  # the first name of the convertor's block
         assert not unknown_in(role), path
     known = roles[0][1]
     found = unknown_in({**known, "new": 1, "optim": {"new": 1}, "megatron": {"ckpt_convertor": {"new": 1}}})

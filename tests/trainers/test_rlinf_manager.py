@@ -1,9 +1,9 @@
 """RLinf's runner and model manager, with Megatron-LM's trainer, use the library: the source of a run's weights.
 
-What is RLinf's and Megatron-LM's runs: the runner's call of the convertor, validated configs, the manager with the
-diffs of docs/trainers/rlinf.md, DDP, the optimizer, and the loading of checkpoints. Replaced is what needs CUDA
-(kernels that the manager compiles, "cuda" as a device), Ray (the runner's workers), and a tokenizer; arguments that
-RLinf 0.3.0 does not know of Megatron-LM 0.16.1 have Megatron-LM's own defaults.
+The code of RLinf and Megatron-LM runs: the runner's call of the convertor, validated configs, the manager with the
+diffs of docs/trainers/rlinf.md, DDP, the optimizer, and the loading of checkpoints. Three things are replaced: CUDA
+(kernels that the manager compiles, "cuda" as a device), Ray (the runner's workers), and a tokenizer. Some arguments of
+Megatron-LM 0.16.1 are unknown to RLinf 0.3.0, and have Megatron-LM's defaults.
 """
 
 import functools
@@ -46,7 +46,7 @@ WORLD = 4
 
 @functools.cache
 def module_of(file: str) -> types.ModuleType:
-    """A module of RLinf as a user has it who follows the page, for models that are not Megatron-Bridge's."""
+    """A module of RLinf with the diff of docs/trainers/rlinf.md, for models without Megatron-Bridge."""
     text = source_of(file)
     for diff in (diff for diff in diffs_of(PAGE) if diff.file == file):
         if "megatron.bridge" not in diff.changes[0][0]:
@@ -60,7 +60,7 @@ def module_of(file: str) -> types.ModuleType:
 
 
 def config_of(folder: str | None, save_path: Path, *, checkpoint: Path | None = None) -> Any:
-    """A whole actor block of RLinf's, with what RLinf fills in; ``checkpoint`` is ``megatron_checkpoint``."""
+    """A complete actor block, with the values that RLinf fills in; ``checkpoint`` is ``megatron_checkpoint``."""
     from omegaconf import OmegaConf
     from rlinf.config import validate_megatron_cfg
 
@@ -98,17 +98,17 @@ def set_args_with_defaults(args: Any) -> None:
 
 
 def found_in(actor: Any, direct: bool) -> tuple[Mapping[str, torch.Tensor], bool]:
-    """Runs in a worker: what RLinf's manager has loaded, and whether the optimizer has the same.
+    """Runs in a worker: the weights that RLinf's manager has loaded, and whether the optimizer has equal ones.
 
     Args:
-        direct: whether HF weights are loaded without a conversion, as the page says.
+        direct: whether HF weights are loaded without a conversion, as described in docs/trainers/rlinf.md.
     """
     from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
     from megatron.core.rerun_state_machine import destroy_rerun_state_machine
     from megatron.training import checkpointing, global_vars
     from rlinf.utils import initialize
 
-    global_vars.unset_global_variables()  # of the run before, which was another process
+    global_vars.unset_global_variables()  # from the run before, which was another process
     unset_num_microbatches_calculator()
     destroy_rerun_state_machine()
     checkpointing._CHECKPOINT_VERSION = None
@@ -134,7 +134,7 @@ def found_in(actor: Any, direct: bool) -> tuple[Mapping[str, torch.Tensor], bool
 
 
 def assert_loads(actor: Any, state: Mapping[str, torch.Tensor], *, direct: bool = False) -> None:
-    """On every rank of the mesh."""
+    """Assert that every rank of the mesh loads ``state``."""
     for found, optimizer_has_it in pool.run(WORLD, found_in, actor, direct, timeout=TIMEOUT):
         assert_gets(found, state)
         assert optimizer_has_it
@@ -172,7 +172,7 @@ def test_without_a_conversion_hf_weights_are_loaded_directly(tmp_path: Path) -> 
 
 
 def test_a_run_without_the_conversion_that_it_asks_for_raises(tmp_path: Path) -> None:
-    """Megatron-LM would end the process, without an error."""
+    """Otherwise Megatron-LM would end the process without an error."""
     folder, _ = source(HF, tmp_path / "hf", torch.bfloat16)
     with pytest.raises(CheckpointError, match=r"found no latest_checkpointed_iteration\.txt"):
         pool.run(WORLD, found_in, config_of(folder, tmp_path / "mg"), False, timeout=TIMEOUT)

@@ -1,4 +1,6 @@
-"""RLinf's resharder: what each rank hands on, against slices of the HF checkpoint, for each generation of callers."""
+"""RLinf's resharder: the tensors that each rank yields, against slices of the HF checkpoint, for each form of its
+calls.
+"""
 
 import inspect
 import re
@@ -20,7 +22,7 @@ from tests.support.target_models import assert_gets, expected
 
 
 def config_c(**fields):
-    """One of the generations since, which say how data parallel attention cuts."""
+    """A config of a newer generation, which has the sizes of data parallel attention."""
     sizes = {"rollout_moe_dense_tp_size": None, "rollout_full_tp_size": 1, "rollout_lm_head_tp_size": 1}
     return config_a(**{"enable_dp_attention": False, **sizes, **fields})
 
@@ -31,7 +33,7 @@ def built(hf, dims, state):
 
 
 def synced(reshard, models, gather):
-    """One sync: all buckets joined, which must be as many on all ranks, and none with most of the model."""
+    """One sync, with all buckets joined. All ranks must have equally many buckets, and no bucket most of the model."""
     buckets = reshard.divide_model_to_bucket(models)
     counts = [None] * dist.get_world_size()
     dist.all_gather_object(counts, len(buckets))
@@ -56,7 +58,7 @@ def where_rlinf_sends(dims, tp):
 
 
 def old_callers(hf, dims, rollouts):
-    """They pass ``rank % rollout_tp``, wherever they send."""
+    """Actors of this generation pass ``rank % rollout_tp``, even if they send to another rank."""
     state = random_state(hf)
     models = built(hf, dims, state)
     for tp, ep in rollouts:
@@ -74,7 +76,7 @@ def old_callers(hf, dims, rollouts):
 
 
 def new_callers(hf, dims, rollouts):
-    """They pass the places of the engine's rank that they send to, of which a rank may have several, or none."""
+    """Actors of this generation pass the ranks of the engine to which they send: several, one or none."""
     state = random_state(hf)
     models = built(hf, dims, state)
     rank = dist.get_rank()
@@ -103,7 +105,7 @@ OLD = [
     (SPARSE, ParallelDims(tp=4, ep=2, etp=2, sp=True), [(2, 1), (2, 2), (1, 1), (4, 4)]),  # 2 of 4: not rank % 2
     (SPARSE, ParallelDims(tp=2, pp=2, vp=2, ep=2, sp=True), [(2, 1), (1, 1)]),
     (TIED, ParallelDims(tp=2, pp=2, sp=True, **SPLIT), [(2, 1), (1, 1)]),
-    (TIED, ParallelDims(tp=2, sp=True), [(2, 1)]),  # nothing travels, and buckets are alike in size all the same
+    (TIED, ParallelDims(tp=2, sp=True), [(2, 1)]),  # nothing travels, and buckets still have equal sizes
 ]
 NEW = [
     (SPARSE, ParallelDims(tp=2, pp=2, ep=2, sp=True), [(4, 1), (4, 4), (8, 2), (1, 1)]),
@@ -124,7 +126,7 @@ def test_every_destination_gets_its_slices_from_callers_since(hf, dims, rollouts
 
 
 def test_the_layout_in_which_rlinf_sends_wrong_experts_is_among_these():
-    """Its actor passes ``rank % tp``; where it sends to is another rank of the engine for half of the ranks."""
+    """RLinf's actor passes ``rank % tp``, but half of the ranks send to another rank of the engine."""
     _, dims, rollouts = OLD[0]
     wrong = [rank for rank in range(4) if rank % 2 != rank % dims.tp // (dims.tp // 2)]
     assert (2, 1) in rollouts
@@ -162,7 +164,7 @@ def test_data_parallel_attention_cuts_head_and_shared_experts_otherwise():
 
 
 def test_a_handle_of_cuda_has_its_device_where_rlinf_replaces_it():
-    """RLinf's receivers set argument 6 to their own device; what a handle is, is torch's to say."""
+    """RLinf's receivers set argument 6 of a handle to their device. torch defines the arguments of a handle."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     assert list(inspect.signature(rebuild_cuda_tensor).parameters)[6] == "storage_device"
@@ -190,7 +192,7 @@ def mistakes():
         ExportError, match=r"rank 1 of the group: expected tp of at least 1 .* found 2 and 5"
     ):  # on both
         reshard.gather_and_reshard_model(bucket, 0 if rank == 0 else 5)
-    found = reshard.gather_and_reshard_model(models, rank)  # as RLinf had it before it had buckets
+    found = reshard.gather_and_reshard_model(models, rank)  # RLinf's call before it had buckets
     assert_gets(found, expected(TIED, state, EngineRank(tp=2, tp_rank=rank)))
 
 

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(bool(_missing()), reason=f"not installed: {_miss
 
 @pytest.mark.parametrize("number", range(len(diffs_of(PAGE))))
 def test_every_diff_of_the_page_fits_the_installed_rlinf(number: int) -> None:
-    """Each makes a file that Python compiles, and that asks us only for what we have."""
+    """Each diff makes a valid Python file, which imports only names that this library has."""
     diff = diffs_of(PAGE)[number]
     if is_newest() and SKIPS in diff.changes[0][0]:
         pytest.skip("this RLinf enters the loop on every rank")
@@ -48,7 +48,7 @@ def test_every_diff_of_the_page_fits_the_installed_rlinf(number: int) -> None:
 
 
 def imports(tree: ast.AST) -> set[tuple[str, str]]:
-    """``(module, name)`` of all that a file imports from anywhere."""
+    """``(module, name)`` for all imports of a file."""
     froms = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
     return {(node.module or "", alias.name) for node in froms for alias in node.names}
 
@@ -89,12 +89,14 @@ def layouts_of(model_type: str, dims: ParallelDims) -> list[Layout]:
 
 
 def syncs(hf: Any, dims: ParallelDims, layouts: list[Layout], folder: str) -> list[set[tuple[int, int]]]:
-    """Runs in a worker: two syncs to each rollout, of weights that change in between; the ranks that each fed."""
+    """Runs in a worker: two syncs to each rollout, with changed weights; returns the engine ranks that this rank
+    fed.
+    """
     dims.initialize(device="cpu")
     state = random_state(hf)
     models = mb.build_model(hf, dims=dims, dtype=torch.float32, device="cpu", load_weights=state)
     for chunk in models:
-        del chunk.bridge  # as if RLinf had built it
+        del chunk.bridge  # like a model that RLinf built
     fed = []
     for layout in layouts:
         actor = actor_of(models, layout, folder, CAPACITY)
@@ -132,7 +134,7 @@ def test_every_rank_of_every_rollout_loads_its_slices(
 
 
 def attention_in_parallel(dims: ParallelDims, layout: Layout, folder: str) -> int:
-    """Runs in a worker: a sync where the parts of an engine are cut otherwise; how many ranks were fed here."""
+    """Runs in a worker: a sync to an engine whose attention is data parallel; returns the number of ranks fed here."""
     dims.initialize(device="cpu")
     state = random_state(LATENT)
     models = mb.build_model(LATENT, dims=dims, dtype=torch.float32, device="cpu", load_weights=state)
@@ -165,17 +167,17 @@ def test_data_parallel_attention(collocated: bool, tmp_path: Path) -> None:
 # what RLinf's own resharder sends -------------------------------------------------------------------------------------
 
 GROUPED = tiny("qwen3_moe", **EXPERTS, num_hidden_layers=4, vocab_size=256, num_key_value_heads=4)
-"""RLinf's own cuts no more often than there are groups of heads."""
+"""RLinf's resharder cuts attention at most into groups of heads."""
 OWN = [
     (ParallelDims(tp=2, ep=2, sp=True), {1: set(), 2: set()}),
     (ParallelDims(tp=4, ep=2, etp=2, sp=True), {1: set(), 2: {(0, 1), (1, 0)}, 4: set()}),
     (ParallelDims(tp=4, etp=4, sp=True), {1: set(), 2: {(0, 1), (1, 0)}, 4: set()}),
 ]
-"""The ranks of engines of a size that RLinf up to 0.4.0 sends slices of other experts' columns."""
+"""The ranks of engines of a size to which RLinf up to 0.4.0 sends wrong slices of experts."""
 
 
 def wrong_experts(dims: ParallelDims, layouts: list[Layout], folder: str) -> list[set[tuple[int, int]]]:
-    """Runs in a worker: the ranks that RLinf's own resharder sends experts that are not theirs, by rollout."""
+    """Runs in a worker: for each rollout, the ranks to which RLinf's own resharder sends wrong experts."""
     dims.initialize(device="cpu")
     state = random_state(GROUPED)
     models = mb.build_model(GROUPED, dims=dims, dtype=torch.float32, device="cpu", load_weights=state)
@@ -197,7 +199,7 @@ def wrong_experts(dims: ParallelDims, layouts: list[Layout], folder: str) -> lis
 def test_rlinf_itself_sends_wrong_experts_in_layouts_of_the_grid(
     dims: ParallelDims, known: dict[int, set[tuple[int, int]]], tmp_path: Path
 ) -> None:
-    """Its actor says ``rank % tp`` to its resharder, and sends elsewhere; what it gets right shows that we run it."""
+    """RLinf's actor passes ``rank % tp`` to its resharder, and sends to other ranks. Right tensors show that it ran."""
     if is_newest():
         pytest.skip("this RLinf says to its resharder where it sends")
     GROUPED.save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""Every family is fed to vLLM on GPUs, or it is said why not."""
+"""Every family is tested with vLLM on GPUs, or has a reason why not."""
 
 import pytest
 from transformers import CONFIG_MAPPING

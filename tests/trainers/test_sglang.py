@@ -46,7 +46,7 @@ class Fed:
     case: str
     changes: Mapping[str, Any] = field(default_factory=dict)
     published: Mapping[str, Any] = field(default_factory=dict)
-    """What SGLang reads in configs as they are published, and transformers does not write."""
+    """Fields of published configs that SGLang reads and transformers does not write."""
 
     @property
     def hf(self) -> Any:
@@ -59,7 +59,7 @@ class Fed:
 WIDE = {"hidden_size": 192}
 """The heads of one token are as wide as its hidden state: SGLang sizes norms by it, or derives ``head_dim`` from it."""
 ROPE = zoo.rope("yarn", **YARN, mscale=1.3, mscale_all_dim=0.7)
-"""Latent attention has no other on SGLang's CPUs."""
+"""The only backend of latent attention on CPUs in SGLang."""
 UNGROUPED = {"n_group": 1, "topk_group": 1}
 SOFTMAX = {"moe_layer_freq": 1, "scoring_func": "softmax"}
 SIGMOID = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
@@ -140,7 +140,7 @@ UNREAD = {
     "llama4_text": "it leaves out experts, with a warning",
     "phi": "it asks for partial_rotary_factor, which transformers 5 has elsewhere",
 }
-"""Families that both have, and that SGLang cannot be fed here, whoever feeds it."""
+"""Families that both have, but that SGLang cannot load here from any trainer."""
 
 
 def trained(fed: Fed) -> Any:
@@ -151,7 +151,7 @@ def trained(fed: Fed) -> Any:
 
 
 def write(fed: Fed, state: dict[str, Tensor], folder: Path) -> None:
-    """``state`` as a published checkpoint: transformers writes the same, but may round what that has in fp32."""
+    """Write ``state`` like a published checkpoint. transformers could round tensors that are published in fp32."""
     own = folder / "own"
     own.mkdir(parents=True)
     save(state, fed.hf, folder)
@@ -165,7 +165,7 @@ def write(fed: Fed, state: dict[str, Tensor], folder: Path) -> None:
 
 
 def feed(name: str, out: str) -> tuple[list[str], set[str]]:
-    """Runs in a worker, which trains and serves: what is not as it should be after each round, and names left out."""
+    """Runs in a worker, which trains and serves: wrong tensors after each round, and names that were left out."""
     fed = FED[name]
     folders = [Path(out, str(seed)) for seed in range(len(sglang_updates.WAYS))]
     models = trained(fed)
@@ -201,16 +201,17 @@ def mapped(name: str, out: str, ep: bool) -> Mapped:
 WHOLE = {"gemma3_text": ("model.embed_tokens.weight",)}
 """Tensors that SGLang does not split."""
 CUT = dict.fromkeys(("cohere-normed-heads", "minimax_m2"), ("q_norm", "k_norm"))
-"""What it cuts, and megatron-core does not: norms over all heads."""
+"""Tensors that SGLang cuts and megatron-core does not: norms over all heads."""
 CHANGED = ("gemma", "gpt_oss", "gpt_oss-uneven", "nemotron_h")
 """Families whose tensors SGLang transposes, adds to, or raises to powers on load."""
 
 
 def slices(name: str, out: str) -> tuple[int, int, int]:
-    """Runs in a worker, which trains a stage and serves a rank: how many rows of its slices and of the engine's
-    parameters are alike, and how many each has alone."""
+    """Runs in a worker, which trains a stage and serves a rank: the number of rows that slices and the engine's
+    parameters share, and the numbers of other rows of each.
+    """
     fed, folder, rank, size = FED[name], Path(out), dist.get_rank(), dist.get_world_size()
-    fed = replace(fed, changes={**fed.changes, "intermediate_size": 128})  # on CPU alone, others are padded first
+    fed = replace(fed, changes={**fed.changes, "intermediate_size": 128})  # only on CPU: others are padded first
     if "shared_expert_intermediate_size" in fed.hf.to_dict():
         fed = replace(fed, changes={**fed.changes, "shared_expert_intermediate_size": 64})
     dims, state = mb.ParallelDims(pp=size), random_state(fed.hf, dtype=torch.bfloat16)
@@ -230,9 +231,9 @@ def slices(name: str, out: str) -> tuple[int, int, int]:
 
 
 def rows_of(tensors: Iterable[Tensor]) -> Counter[bytes]:
-    """All rows but those of zeros, which pad: an engine may have several tensors in one, one behind the other.
+    """All rows that are not zero, since zeros are padding. An engine may join several tensors in one.
 
-    Of vectors, which it cuts and joins as well, each number is a row.
+    An engine also cuts and joins vectors, so each number of a vector counts as a row.
     """
     found: Counter[bytes] = Counter()
     for tensor in tensors:
@@ -242,7 +243,7 @@ def rows_of(tensors: Iterable[Tensor]) -> Counter[bytes]:
 
 
 def in_halves(name: str, out: str) -> list[str]:
-    """Runs in a worker: what differs when each tensor comes in a call of its own."""
+    """Runs in a worker: the tensors that differ if each tensor comes in a separate call."""
     fed, folder = FED[name], Path(out)
     state = random_state(fed.hf, dtype=torch.bfloat16)
     models = trained(fed)
@@ -261,7 +262,9 @@ def in_halves(name: str, out: str) -> list[str]:
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("name", FED)
 def test_the_engine_holds_what_it_reads_from_files(name, tp, tmp_path):
-    """Three rounds with three states, each by another way; no name causes a warning, or is skipped by all ranks."""
+    """Three rounds with three states, each in another way. No name causes a warning, and none is skipped by all
+    ranks.
+    """
     found, unused = zip(*pool.run(tp, feed, name, str(tmp_path)), strict=True)
     assert found == ([],) * tp
     assert set.intersection(*unused) == set()
@@ -270,7 +273,7 @@ def test_the_engine_holds_what_it_reads_from_files(name, tp, tmp_path):
 @pytest.mark.parametrize("mesh", ["TP1", "TP2", "EP2"])
 @pytest.mark.parametrize("name", FED)
 def test_a_map_gives_the_bits_that_the_loader_gives(name, mesh, tmp_path, capsys):
-    """Of every tensor of every rank, after the first, second and fifth round of changed weights."""
+    """Every tensor of every rank is compared, after the first, second and fifth round of changed weights."""
     results = pool.run(int(mesh[-1]), mapped, name, str(tmp_path), mesh == "EP2")
     with capsys.disabled():
         print(f"\n{mesh} {name}: {[result[:4] for result in results]}", end=" ")
@@ -279,7 +282,7 @@ def test_a_map_gives_the_bits_that_the_loader_gives(name, mesh, tmp_path, capsys
 
 @pytest.mark.parametrize("name", [name for name in FED if name not in CHANGED])
 def test_slices_are_what_each_rank_of_the_engine_holds(name, tmp_path):
-    """``engine_ranks`` makes the same slices as SGLang, from a trainer with another mesh."""
+    """``engine_ranks`` cuts like SGLang, from a trainer with another mesh."""
     for alike, ours, theirs in pool.run(2, slices, name, str(tmp_path)):
         assert alike > 100
         assert (ours, theirs) == (0, 0)
@@ -287,14 +290,14 @@ def test_slices_are_what_each_rank_of_the_engine_holds(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe_lite", "qwen3"])
 def test_latents_are_lost_without_a_word_when_they_come_apart(name, tmp_path):
-    """Why ``plan_buckets`` keeps them together: nothing else of SGLang needs it."""
+    """This is the only case in which SGLang needs ``plan_buckets`` to keep tensors together."""
     (found,) = pool.run(1, in_halves, name, str(tmp_path))
     layers = range(FED[name].hf.num_hidden_layers if name != "qwen3" else 0)
     assert found == [f"model.layers.{layer}.self_attn.fused_qkv_a_proj_with_mqa.weight" for layer in layers]
 
 
 def test_every_family_that_both_have_is_fed():
-    """Of those whose config transformers has as well, and that SGLang can read beside it."""
+    """These are families for which transformers has a config that SGLang can read."""
     (theirs,) = pool.run(1, sglang_engine.architectures)
     both = {each for each in architectures() if ALIASES.get(CLASSES.get(each), CLASSES.get(each)) in theirs}
     assert {zoo.described()[fed.case].model_type for fed in FED.values()} == both - UNREAD.keys()

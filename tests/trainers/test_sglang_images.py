@@ -33,9 +33,9 @@ pytestmark = [
 
 Fields = Mapping[str, Any]
 SPARSE = {"moe_intermediate_size": 64}
-"""Of an expert's rows, a rank on CPU takes no fewer than 32."""
+"""On CPU, a rank must have at least 32 rows of an expert."""
 ROPE = zoo.rope("yarn", **YARN, mscale=1.3, mscale_all_dim=0.7)
-"""Latent attention has no other on SGLang's CPUs."""
+"""The only backend of latent attention on CPUs in SGLang."""
 TEXT: Mapping[str, Fields] = {
     "gemma3": {"tie_word_embeddings": True},
     "glm4v_moe": SPARSE,
@@ -45,12 +45,11 @@ TEXT: Mapping[str, Fields] = {
     "qwen3_5_moe": SPARSE,
     "qwen3_vl_moe": {**SPARSE, "mlp_only_layers": [], "decoder_sparse_step": 1},
 }
-"""What SGLang needs of a text: it leaves out untied heads of Gemma, and dense layers between sparse ones.
-
-It refuses those of Llama 4, and its biases. Its wrapper pads widths on CPU.
+"""Changes of texts for SGLang. It lacks untied heads of Gemma and dense layers between sparse ones. For Llama 4 it
+refuses dense layers and biases. Its wrapper pads widths on CPU.
 """
 VISION: Mapping[str, Fields] = {"gemma3": {"vision_use_head": False}, "llava_onevision": {"intermediate_size": 64}}
-"""And of a tower: in Gemma's no head pools features, as published, and on CPU transformers' own backend pads widths."""
+"""Changes of towers for SGLang: Gemma's has no pooling head, as published; on CPU transformers' backend pads widths."""
 KIMI = {"architectures": ["DeepseekV3ForCausalLM"], "moe_layer_freq": 1, "scoring_func": "sigmoid"}
 OF_KIMI = {"vt_hidden_size": 32, "vt_intermediate_size": 48, "vt_num_attention_heads": 2, "vt_num_hidden_layers": 1}
 QWEN3_5 = {"text_config": {"full_attention_interval": 2}, "vision_config": {"deepstack_visual_indexes": []}}
@@ -65,7 +64,7 @@ PUBLISHED: Mapping[str, Mapping[str, Fields]] = {
     "qwen3_5": QWEN3_5,
     "qwen3_5_moe": QWEN3_5,
 }
-"""What SGLang reads in configs as they are published, by part; transformers does not write it."""
+"""Fields of published configs, by part, that SGLang reads and transformers does not write."""
 BY_TRANSFORMERS = (
     *("exaone4_5", "got_ocr2", "internvl", "llava_next", "llava_next_video", "llava_onevision", "video_llava"),
     "vipllava",
@@ -80,13 +79,13 @@ NOT_READ = {
 Hunyuan-VL without its published names.
 """
 WARNED_OF = {"llama4": "Some weights are not initialized from checkpoints"}
-"""What a family says of each call that brings a part of the weights."""
+"""Warnings of a family in each call with a part of the weights."""
 AS_PUBLISHED = {
     "gemma3": "vision_tower.embeddings.patch_embedding.weight",
     "kimi_k25": "blocks",
     "qwen3_vl_moe": "must match the size",
 }
-"""Families of which it reads published names and shapes alone, with its error for those that transformers 5 writes."""
+"""Families of which SGLang reads only published names and shapes, with its error for files of transformers 5."""
 
 
 def write(family: str, folder: Path, seed: int = 0, *, published: bool) -> Path:
@@ -103,7 +102,7 @@ def write(family: str, folder: Path, seed: int = 0, *, published: bool) -> Path:
     if published:
         save_file(dict(composites.as_published(family, load_file(file))), file, metadata={"format": "pt"})
     index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(file), file.name)}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))  # where SGLang looks for Llama 4's tower
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))  # SGLang looks there for Llama 4's tower
     fields = json.loads((folder / "config.json").read_text())
     for part, values in PUBLISHED.get(family, {}).items():
         (fields[part] if part else fields).update(values)
@@ -112,8 +111,9 @@ def write(family: str, folder: Path, seed: int = 0, *, published: bool) -> Path:
 
 
 def feed(family: str, out: str) -> tuple[list[str], set[str], set[str]]:
-    """Runs in a worker, which trains and serves: what is not as it should be after each round, names that the engine
-    leaves out, and the names of the tower."""
+    """Runs in a worker, which trains and serves: wrong tensors after each round, names that the engine leaves out, and
+    the names of the tower.
+    """
     folders = [Path(out, str(seed)) for seed in range(len(sglang_updates.WAYS))]
     if dist.get_rank() == 0:
         for seed, folder in enumerate(folders):
@@ -129,7 +129,7 @@ def feed(family: str, out: str) -> tuple[list[str], set[str], set[str]]:
 
 
 def read(family: str, out: str) -> None:
-    """Runs in a worker, without a model of ours: SGLang reads what transformers wrote."""
+    """Runs in a worker, without a model of ours: SGLang reads the files of transformers."""
     folder = str(write(family, Path(out), published=False))
     with sglang_engine.server(folder) as server:
         server.read(folder)
@@ -141,7 +141,9 @@ FED = [family for family in towers.NAMES if family not in NOT_READ]
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("family", FED)
 def test_the_engine_holds_what_it_reads_from_files(family: str, tp: int, tmp_path: Path) -> None:
-    """Three rounds with three states, each by another way; no name causes a warning, or is skipped by all ranks."""
+    """Three rounds with three states, each in another way. No name causes a warning, and none is skipped by all
+    ranks.
+    """
     found, unused, of_tower = zip(*pool.run(tp, feed, family, str(tmp_path)), strict=True)
     assert found == ([],) * tp
     assert set.intersection(*unused) == set()

@@ -103,7 +103,7 @@ def test_an_actor_and_its_reference(case, folders, tmp_path):
 
 
 def exported(worker: Any) -> dict[str, Tensor]:
-    """Of a critic, whose parameters are brought back for it, and away again."""
+    """The export of a critic. Its parameters are moved back to the device before, and away afterwards."""
     memory = siirl_module("utils.megatron.megatron_utils")
     memory.load_megatron_model_to_gpu(worker.critic_module)
     found = copied(worker.bridge.export_weights(worker.critic_module))
@@ -112,7 +112,7 @@ def exported(worker: Any) -> dict[str, Tensor]:
 
 
 def critic(folder: str, dims: ParallelDims, out: str) -> tuple[list[str], Tensor, Tensor]:
-    """Runs in a worker: a critic that is trained, saved and resumed; what it lost, its values, and its head."""
+    """Runs in a worker: trains, saves and resumes a critic; returns lost tensors, its values, and its head."""
     with in_siirl():
         arguments = arguments_of(folder, dims)
         siirl_module("engine.megatron_workers").global_initialize_model_parallel(arguments.actor_rollout_ref)
@@ -150,7 +150,7 @@ FAILS = {
 
 
 def failure(folder: str, out: str, name: str) -> str:
-    """Runs in a worker: how an actor fails without one of the things that it needs, up to its first checkpoint."""
+    """Runs in a worker: the errors of an actor without one of its requirements, up to its first checkpoint."""
     with in_siirl(but=name):
         arguments = arguments_of(folder, ParallelDims())
         try:
@@ -190,7 +190,7 @@ def test_the_page_has_every_key_of_siirls_megatron():
 
 
 def unknown(folder: str) -> str:
-    """Runs in a worker: how siiRL fails with an architecture that it does not list."""
+    """Runs in a worker: siiRL's error for an architecture that is not on its list."""
     with in_siirl(), pytest.raises(NotImplementedError) as caught:
         worker_of("ActorWorker", arguments_of(folder, ParallelDims()).actor_rollout_ref)
     return str(caught.value)

@@ -21,7 +21,7 @@ QUERIES = zoo.params(("deepseek_v3", "deepseek_v2-groups", "deepseek_v32", "glm4
 
 
 def parameters(hf, state, **overrides):
-    """All that slime hands over, by the names that it has there: parameters, and biases of routers, padded."""
+    """All tensors that slime passes, by slime's names: padded parameters, and biases of routers."""
     with rank_of(ParallelDims(), 0, 1):
         (model,) = mb.build_model(hf, dtype=torch.float32, device="cpu", load_weights=state, overrides=overrides)
     biases = [(name, tensor) for name, tensor in model.named_buffers() if name.endswith("expert_bias")]
@@ -70,13 +70,13 @@ def test_latents_are_given_out_in_pairs_in_whatever_order_they_come(name, first,
     args = SimpleNamespace(hf_checkpoint=tmp_path, mtp_num_layers=1 if name == "mtp" else None)
     params = parameters(hf, state, **({"mtp_num_layers": 1} if name == "mtp" else {}))
     near = sorted(params, key=lambda name: (name.rpartition("self_attention")[0], not name.endswith(first)))
-    apart = sorted(params, key=lambda name: not name.endswith(first))  # those of all layers before anything else
+    apart = sorted(params, key=lambda name: not name.endswith(first))  # first all first latents
     for order in (near, apart):
         assert_gets(union(args, {name: params[name] for name in order}), state)
 
 
 def pair_of_latents(folder, scale=1.0):
-    """One layer's parameters by name, both ``scale`` all over, and slime's arguments."""
+    """Two parameters of one layer, filled with ``scale``, and slime's arguments."""
     LATENT.save_pretrained(folder)
     shapes = ((LATENT.q_lora_rank, 48), (LATENT.kv_lora_rank + LATENT.qk_rope_head_dim, 48))
     names = (f"module.module.decoder.layers.2.self_attention.{name}" for name in LATENTS)
@@ -95,7 +95,7 @@ def test_the_first_latent_waits_for_the_second_as_it_was(order, tmp_path):
         held.fill_(value)
         last.fill_(value)
         assert convert_to_hf(args, "any", first, held) == []
-        held.fill_(-1.0)  # its memory is the trainer's, which may use it again
+        held.fill_(-1.0)  # the trainer may reuse its memory
         found = dict(convert_to_hf(args, "any", second, last))
         assert found.keys() == {Q_A, KV_A}
         assert all((tensor == value).all() for tensor in found.values())
@@ -114,12 +114,12 @@ def test_a_latent_that_comes_again_before_the_other_is_refused_once(again, missi
     args, params = pair_of_latents(tmp_path)
     found = (Q_A, KV_A)[again]
     name, param = params[again]
-    assert convert_to_hf(args, "any", name.replace(".2.", ".1."), param) == []  # also from an earlier pass
+    assert convert_to_hf(args, "any", name.replace(".2.", ".1."), param) == []  # also after an earlier pass
     assert convert_to_hf(args, "any", name, param) == []
     with pytest.raises(ExportError, match=f"expected {missing}, found {found} a second time") as raised:
         convert_to_hf(args, "any", name, param)
     assert "begin this pass again" in str(raised.value)
-    for layer in (1, 2):  # from the start again, as it says
+    for layer in (1, 2):  # from the start again, as the error demands
         assert convert_to_hf(args, "any", name.replace(".2.", f".{layer}."), 3 * param) == []
         other, tensor = params[1 - again]
         given = convert_to_hf(args, "any", other.replace(".2.", f".{layer}."), 3 * tensor)

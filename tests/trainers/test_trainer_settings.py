@@ -1,4 +1,4 @@
-"""Each row of the table of settings in docs/trainers/verl.md is true of the installed megatron-core."""
+"""Each row of the table of settings in docs/trainers/verl.md holds for the installed megatron-core."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 }
 NEEDS_TE = {"apply_rope_fusion", "moe_permute_fusion"}
 ITS_OWN = {"multi_latent_attention", "moe_router_enable_expert_bias"}
-"""What deepseek_v3 is, and qwen3_moe is not."""
+"""Settings of deepseek_v3 that qwen3_moe does not have."""
 MESH = ParallelDims(pp=2)
 
 

@@ -45,7 +45,7 @@ def on(dims: ParallelDims, world_size: int, function: Any, *args: Any) -> list[A
 
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory):
-    """A dense model whose head is its embedding, so that the critic beside it must be untied."""
+    """A dense model whose head is its embedding. A critic made from it must be untied."""
     hf = tiny.config("qwen2")
     return str(tiny.random_checkpoint(hf, tmp_path_factory.mktemp("qwen2"), dtype=torch.bfloat16))
 
@@ -71,7 +71,7 @@ def life(dims: ParallelDims, face: str, folder: str, out: str) -> dict[str, Any]
     truth = read(folder)
     actor = build_role(face, folder, dims)
     actor.load(folder)
-    early, late = actor.export(), actor.export()  # verl makes a generator and uses it later, behind another one
+    early, late = actor.export(), actor.export()  # verl makes a generator and uses it later, after another one
     broken, order = violations(late, truth)
     again, order_again = violations(early, truth)
     broken += again
@@ -160,7 +160,7 @@ def experts(dims: ParallelDims, face: str, folder: str) -> dict[str, Any]:
 
 
 def offload(models: list[Any]) -> None:
-    """As verl while its rollout uses the GPU: all parameters leave their storage, and later get another one."""
+    """Like verl while its rollout uses the GPU: all parameters lose their storage, and later get another one."""
     for model in models:
         for parameter in model.parameters():
             left, parameter.data = parameter.data, parameter.data.clone()
@@ -179,7 +179,7 @@ def test_experts_and_latent_attention(face, sparse):
         assert rank["biases"] == {torch.float32}
         assert MLATransformerConfig in rank["config"]
     assert any(dtype == "torch.float32" for _, _, dtype in ranks[0]["order"])
-    logits = torch.cat([rank["logits"] for rank in ranks], -1)  # of a vocabulary that is padded by one
+    logits = torch.cat([rank["logits"] for rank in ranks], -1)  # the vocabulary is padded by one token
     assert logits.shape[-1] == 98
     entropy = torch.softmax(logits / 1e-8, -1) * (logits / 1e-8)  # verl divides padding's logits by 1e-8
     assert entropy.isfinite().all()
@@ -230,7 +230,7 @@ def say_no(dims: ParallelDims, folder: str) -> None:
     with pytest.raises(ConfigError, match="use_megatron_fsdp must be False"):
         provider.provide_distributed_model(wrap_with_ddp=False, use_megatron_fsdp=True)
     quantized = theirs.to_megatron_provider()
-    quantized.transformer_layer_spec = None  # what verl sets for QAT
+    quantized.transformer_layer_spec = None  # verl sets this for QAT
     with pytest.raises(ConfigError, match="transformer_layer_spec must not be overridden"):
         quantized.finalize()
     with pytest.raises(ConfigError, match="allowed_mismatched_params may only name"):
@@ -245,7 +245,7 @@ def say_no(dims: ParallelDims, folder: str) -> None:
 
 
 def replaying(dims: ParallelDims, folder: str) -> tuple[list[object], str]:
-    """Runs in a worker: what verl 0.7's routers find on the config, and what is said where there are none of verl's."""
+    """Runs in a worker: the values on the config for verl 0.7's routers, and the error without verl's routers."""
     from megatron.core.transformer.moe.router import TopKRouter
     from transformers import AutoConfig
 
@@ -269,7 +269,7 @@ def test_routers_of_verl_find_what_it_says_of_replay(sparse):
 
 
 def uneven_shares() -> list[str]:
-    """Runs in a worker: how verl's kernels are kept from ranks that would not go together, and from capped logits."""
+    """Runs in a worker: errors that prevent verl's kernels, for ranks that would differ and for capped logits."""
     said = []
     for rows, marks in ((1025, {"hf_vocab_size": 2049}), (3, {"hf_vocab_size": 3}), (4, {"logit_softcap": 30.0})):
         weight = torch.empty(rows, 8)
@@ -292,7 +292,9 @@ def test_refusals(tied):
 
 
 def resume_without_head(dims: ParallelDims, face: str, folder: str, other: str) -> list[str]:
-    """Runs in a worker: what has changed after a critic was not resumed, from a causal LM and from another bridge's."""
+    """Runs in a worker: changes of a critic that loads a causal LM, and a critic of another bridge, without
+    resuming.
+    """
     critic = build_role(face, folder, dims, value=True)
     critic.load(folder)
     with torch.no_grad():
@@ -315,7 +317,7 @@ def test_a_critic_does_not_resume_without_its_head(face, tied, tmp_path):
 
 
 def as_siirl(dims: ParallelDims, folder: str, out: str) -> tuple[Any, ...]:
-    """Runs in a worker: a critic of a tied model that nobody has untied, with no argument that may be left out."""
+    """Runs in a worker: a critic of a tied model that stays tied, made with required arguments only."""
     from transformers import AutoConfig
 
     bridge = mbridge.AutoBridge.from_config(AutoConfig.from_pretrained(folder))
@@ -367,7 +369,7 @@ def provider_of(name: str, tmp_path: Path) -> tuple[Any, Any]:
     return provider, read_hf(tmp_path)
 
 
-OTHERWISE = {  # of what RLinf builds for every model, what these are not
+OTHERWISE = {  # attributes that RLinf sets for every model, and that do not fit these
     "gpt_oss": ["activation_func", "glu_linear_offset", "softmax_type='vanilla'", "window_size=None"],
     "olmo3": ["qk_layernorm=False", "window_attn_skip_freq=None, expected [1, 0, 1, 0]"],
     "qwen3_next": ["linear_attention_freq=None", "layernorm_zero_centered_gamma=False", "moe_shared_expert_gate"],
@@ -450,7 +452,7 @@ def test_a_size_for_experts_that_nobody_sets_is_that_of_parallel_state(etp, spar
 
 
 def with_mtp(dims: ParallelDims, face: str, folder: str, settings: dict[str, Any]) -> tuple[Any, set[str]]:
-    """Runs in a worker: how many MTP layers there are, and what is exported."""
+    """Runs in a worker: the number of MTP layers, and the exported names."""
     from transformers import AutoConfig
 
     bridge: Any

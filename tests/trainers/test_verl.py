@@ -72,7 +72,7 @@ def sparse(tmp_path_factory):
 
 
 def test_the_line_of_the_page_reaches_every_process():
-    """What the page has users write, through the config and the environment that verl makes for its processes."""
+    """The setting of docs/trainers/verl.md works through the config and the environment of verl's processes."""
     from hydra import compose, initialize_config_module
     from omegaconf import OmegaConf
 
@@ -173,7 +173,9 @@ def patched(file: str, number: int) -> dict[str, Any]:
 
 
 def apart(dims: ParallelDims, folder: str) -> tuple[str, list[str], dict[str, Any]]:
-    """Runs in a worker: how base weights fail that go out again, then what a rollout on other GPUs gets."""
+    """Runs in a worker: the error if base weights are exported a second time, and the weights for a rollout on other
+    GPUs.
+    """
     lora = {"rank": 2, "merge": False}
     engine = engine_of(folder, dims, vanilla=False, lora=lora)
     engine.get_per_tensor_param()
@@ -248,7 +250,7 @@ IMAGES = {
 
 @pytest.mark.parametrize("name", IMAGES)
 def test_a_life_with_images(name, tmp_path):
-    """Its log-probs are those of transformers with images; the tower is trained, exported and saved."""
+    """Log-probs equal transformers' with images. The tower is trained, exported and saved."""
     family, dims, options, vision = IMAGES[name]
     if family not in towers.NAMES:
         pytest.skip(f"the installed transformers has no tower for {family}")
@@ -262,7 +264,9 @@ def test_a_life_with_images(name, tmp_path):
 
 
 def from_files_of_megatron(dims: ParallelDims, folder: str, files: str, out: str) -> list[str]:
-    """Runs in a worker: what an engine that verl itself loads gives otherwise than the HF file, and after a resume."""
+    """Runs in a worker: differences between the export of an engine that verl loads and the HF file, also after a
+    resume.
+    """
     options = {"vanilla": False, "use_dist_checkpointing": True, "dist_checkpointing_path": files}
     options["overrides"] = {"hetereogenous_dist_checkpoint": True}  # keys for each layer, of dense models too
     engine = engine_of(folder, dims, **options)
@@ -280,7 +284,8 @@ def from_files_of_megatron(dims: ParallelDims, folder: str, files: str, out: str
 def test_verl_loads_what_convert_writes_and_resumes_from_its_own(kind, request, tmp_path):
     """``use_dist_checkpointing``: verl loads and saves megatron-core's files, and we only build the model.
 
-    Without virtual stages: it loads chunk by chunk, of which megatron-core finds the first without tied embeddings.
+    The test has no virtual stages: verl loads chunk by chunk, and megatron-core then misses tied embeddings in the
+    first chunk.
     """
     folder, dims = request.getfixturevalue(kind), replace(MESHES[kind], vp=1)
     convert(Path(folder), tmp_path / "files", on_event=quiet)
@@ -328,7 +333,7 @@ def test_what_the_page_says_is_refused_is(dense):
 
 
 def fused_life(dims: ParallelDims, folder: str, out: str, vanilla: bool) -> Any:
-    """Runs in a worker: a life whose log-probs go around the output layer."""
+    """Runs in a worker: all steps of an engine with fused kernels, which compute log-probs without the output layer."""
     kernels_on_cpu()
     return life(dims, folder, out, {"vanilla": vanilla, "use_fused_kernels": True})
 
@@ -336,7 +341,7 @@ def fused_life(dims: ParallelDims, folder: str, out: str, vanilla: bool) -> Any:
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("vanilla", FLAVOURS, ids=["mbridge", "megatron_bridge"])
 def test_fused_kernels_see_no_padding(vanilla, tied, tmp_path):
-    """With nine tokens, one of padding in a softmax is more than what is allowed."""
+    """The vocabulary has nine tokens, so one token of padding in a softmax exceeds the bound."""
     folder, out = tmp_path / "hf", tmp_path / "out"
     hf = tiny.config("qwen2", use_sliding_window=False, vocab_size=9, tie_word_embeddings=tied)
     tiny.random_checkpoint(hf, folder, dtype=torch.bfloat16)
@@ -346,7 +351,7 @@ def test_fused_kernels_see_no_padding(vanilla, tied, tmp_path):
 
 
 def capped(dims: ParallelDims, folder: str) -> str:
-    """Runs in a worker: how verl's fused kernels fail with a model that does more to logits."""
+    """Runs in a worker: the error of verl's fused kernels for a model that changes logits after the output layer."""
     engine = engine_of(folder, dims, vanilla=True, use_fused_kernels=True)
     with pytest.raises(ConfigError) as caught:
         inferred(engine, engine.model_config.hf_config.vocab_size)
@@ -363,7 +368,7 @@ def test_fused_kernels_are_refused_where_logits_are_capped(tmp_path):
 
 
 def superseded(dims: ParallelDims) -> tuple[list[str], str]:
-    """Runs in a worker: how verl's functions of the time before bridges fail, and where another one is from."""
+    """Runs in a worker: the errors of verl's functions from before bridges, and the module of another function."""
     import verl.models.mcore as theirs
     from verl.models.mcore.registry import get_supported_model
 

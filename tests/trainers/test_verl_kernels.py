@@ -1,4 +1,4 @@
-"""verl's fused kernels are kept from models whose logits are more than hidden states times a weight."""
+"""verl's fused kernels are not used for models whose logits are more than hidden states times a weight."""
 
 import pytest
 import torch
@@ -14,7 +14,9 @@ from tests.support.stepping import leave_mesh
 
 
 def said_to_verl() -> list[str]:
-    """Runs in a worker: why verl's fused kernels are kept from models whose logits their weight does not give."""
+    """Runs in a worker: the reasons with which models refuse verl's fused kernels, since logits need more than a
+    weight.
+    """
     said = []
     for name in ("granite", "cohere", "phi"):
         ONE.initialize(device="cpu")

@@ -49,7 +49,7 @@ def run(home, num_ranks, vanilla, **settings):
     text = FILE.read_text()
     if "grad_offload" not in {field.name for field in fields(McoreEngineConfig)}:  # verl 0.9.1 no longer has it
         text = text.replace("grad_offload=True,", "")
-    if importlib.util.find_spec("flash_attn") is None:  # which verl asks for where it speaks to Megatron-Bridge
+    if importlib.util.find_spec("flash_attn") is None:  # verl requires it to use Megatron-Bridge
         text = text.replace("use_mbridge=True,", f"use_mbridge=True, override_transformer_config={ATTENTION},")
     (home / FILE.name).write_text(text)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "test_actor_engine and megatron"]
@@ -87,7 +87,7 @@ def test_an_actor_on_gpus(vanilla, num_ranks, tmp_path):
 
 
 def test_every_setting_of_verls_examples_is_on_the_page():
-    """Of its scripts, configs and guides: each X of ``override_transformer_config.X``."""
+    """The settings are each X of ``override_transformer_config.X`` in verl's scripts, configs and guides."""
     paths = [path for kind in ("sh", "yaml", "md", "rst") for path in FILE.parents[2].rglob(f"*.{kind}")]
     keys = {key for path in paths for key in re.findall(r"override_transformer_config\.(\w+)", path.read_text())}
     assert len(keys) > 40, "examples are elsewhere now"

@@ -23,7 +23,7 @@ if importlib.util.find_spec("vllm") is None or torch.cuda.is_available():
 ROUNDS = 5
 PROMPTS, PROMPT, SAMPLED, GREEDY = 4, 8, 24, 64
 TOLERANCE = 5e-4
-"""Of log-probabilities in fp32: those of weights that were rounded to bf16 are 0.014 apart or more."""
+"""The bound for log-probs in fp32. If weights are rounded to bf16, log-probs differ by 0.014 or more."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -59,7 +59,7 @@ def test_says_what_transformers_says(family, mesh, tmp_path):
 
 @pytest.mark.parametrize("tensor_parallel", [1, 2], ids="TP{}".format)
 def test_holds_what_it_cannot_compute(tensor_parallel, tmp_path, monkeypatch):
-    """The weights of minimax_m2, with experts selected otherwise than by the sigmoid that vLLM lacks on CPU."""
+    """The weights of minimax_m2. Experts are not selected by a sigmoid, which vLLM lacks on CPU."""
     monkeypatch.setitem(ENGINE_FIELDS, "minimax_m2", {**ENGINE_FIELDS["minimax_m2"], "scoring_func": "softmax"})
     hf = configs()["minimax_m2"]
     state = weights("minimax_m2", hf, 0)
@@ -121,7 +121,7 @@ def weights(family, hf, seed):
 
 
 def compare(engine, models, reference, seed):
-    """What vLLM samples and says of it, what it says of the same as a prompt, and what it thinks likeliest."""
+    """Compare vLLM's log-probs of sampled tokens, of these tokens as a prompt, and of the likeliest tokens."""
     prompts = torch.randint(
         0, reference.config.vocab_size, (PROMPTS, PROMPT), generator=torch.Generator().manual_seed(7)
     )
@@ -138,6 +138,6 @@ def compare(engine, models, reference, seed):
 
 
 def log_probs(model, tokens):
-    """Of all next tokens, fp32 [batch, seq - 1, vocab]."""
+    """Log-probs of all next tokens, fp32 [batch, seq - 1, vocab]."""
     with torch.no_grad():
         return model(tokens).logits[:, :-1].log_softmax(-1)

@@ -49,7 +49,7 @@ class FromFolders:
 
 
 class ByVerl:
-    """What verl's engine calls an export by, its sender, and a ``TensorLoRARequest`` in vLLM's worker."""
+    """verl's call of an export, verl's sender, and a ``TensorLoRARequest`` in vLLM's worker."""
 
     def __init__(self, base):
         pytest.importorskip("verl")
@@ -113,7 +113,7 @@ def scatter(models, seed):
 
 @torch.no_grad()
 def log_probs(model, prompts, tokens):
-    """Of the tokens that follow the prompts."""
+    """Log-probs of the tokens that follow the prompts."""
     logits = model(input_ids=torch.cat((prompts, tokens), 1)).logits[:, prompts.shape[1] - 1 : -1]
     return logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
 

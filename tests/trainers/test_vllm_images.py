@@ -32,9 +32,8 @@ FAMILIES = {
     "qwen3_5_moe": {"rope_parameters": PARTIAL, **LINEAR, **ALL},
 }
 TOLERANCE = {torch.float32: 5e-4, torch.bfloat16: 0.5}
-"""Of log-probabilities. vLLM's CPUs compute gated delta nets in bf16 alone, and transformers is 0.42 off in it, too.
-
-Features of older weights are 0.5 off in fp32, and 3.6 in bf16.
+"""Bounds of log-probs. On CPU vLLM computes gated delta nets only in bf16, in which transformers has errors of 0.42,
+too. Features of older weights change log-probs by 0.5 in fp32, and by 3.6 in bf16.
 """
 
 
@@ -87,7 +86,7 @@ def scatter(model, seed, dtype):
 
 
 def compare(engine, models, reference, prompts, tolerance):
-    """The same tokens, and of the text the same log-probs."""
+    """Compare sampled tokens, and log-probs of the text."""
     ours = processors.processor(reference.config)
     asked = [(ours.tokenizer(text).input_ids, images) for text, images in prompts]
     for (text, images), (tokens, said) in zip(prompts, engine("log_probs", asked), strict=True):

@@ -45,21 +45,8 @@ def build(folder, dims, *, alpha=3, targets=TARGETS, **arguments):
 
 
 def optimized(chunks, dims):
-    """The chunks in megatron-core's DDP, its distributed optimizer, and a function for a step that returns the loss."""
-    wrapped = stepping.wrap(chunks, use_distributed_optimizer=True)
-    optimizer = stepping.distributed_optimizer(wrapped, lr=1e-2)
     batch = torch.randint(0, 97, (4, 17), generator=torch.Generator().manual_seed(0))
-
-    def step():
-        for ddp in wrapped:
-            ddp.zero_grad_buffer()
-        optimizer.zero_grad()
-        loss = stepping.forward_backward(wrapped, dims, batch)
-        assert not optimizer.prepare_grads()
-        assert optimizer.step_with_ready_grads()  # step() takes a norm of gradients on CUDA between the two
-        return None if loss is None else loss.item()
-
-    return wrapped, optimizer, step
+    return stepping.optimized(chunks, dims, batch)
 
 
 def adapters(models):
@@ -195,13 +182,13 @@ def theirs(chunk, wholes, *, stacked):
 
 
 def part_of(whole, rank, *, dim, is_gated):
-    """The part of one of two ranks, of each half if these are gate and up."""
+    """The part of one of two ranks, cut in each half for gate and up."""
     halves = whole.chunk(2, dim) if is_gated else (whole,)
     return torch.cat([half.chunk(2, dim)[rank] for half in halves], dim)
 
 
 def from_megatron_bridge(folder, target):
-    """Runs in each worker: reads folders with Megatron-Bridge's keys, and refuses them where keys do not fit."""
+    """Runs in each worker: reads folders with Megatron-Bridge's keys, and refuses them if keys do not fit."""
     dims, lora, rank = ParallelDims(tp=2), {"rank": RANK, "alpha": 3}, dist.get_rank()
     with stepping.mesh(dims):
         (chunk,) = mb.build_model(folder, dims=dims, device="cpu", dtype=torch.float32)

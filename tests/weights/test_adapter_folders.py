@@ -44,7 +44,7 @@ CASES = {
 
 GATED = ("gate_up_proj", "down_proj")
 IN_FILES = {"granitemoe": ("input_linear", "output_linear")}
-"""Targets, where files have other names than transformers in memory."""
+"""Targets of families whose names in files differ from transformers' names in memory."""
 
 
 def adapted(hf, targets, **options):
@@ -134,7 +134,7 @@ def write(folder, config, tensors):
 
 
 def check_round_trip(hf, dims, targets, rank, folder, *, stacks=0, kind="own"):
-    """On every rank of a mesh: read a folder of PEFT, and write equal bits under equal names."""
+    """Runs on every rank of a mesh: read a PEFT folder, and write equal bits under equal names."""
     tensors, made = folder_of(random_state(hf), targets, folder, rank, stacks=stacks, kind=kind), []
     held = fake_mesh.build_everywhere(
         hf, dims, lambda chunks: made.append(add_adapters(chunks, folder, kind=kind)), dtype=torch.float32
@@ -368,7 +368,7 @@ def test_a_rank_of_an_engine_gets_of_adapters_what_it_gets_of_weights(tmp_path):
 
 @pytest.mark.skipif("llava" not in towers.NAMES, reason="the installed transformers is too old")
 def test_the_text_of_a_composite_has_adapters_under_the_names_that_peft_finds(tmp_path):
-    """Its tower has modules of the same names, and published files have other prefixes than transformers in memory."""
+    """Modules of the tower have equal names, and prefixes in published files differ from transformers' in memory."""
     seeing.written("llava", tmp_path / "seen", num_hidden_layers=2)
     model, dims = seeing.reference(tmp_path / "seen"), ParallelDims()
     config = peft.LoraConfig(r=2, target_modules=r"model\.language_model\..*\.(q_proj|down_proj)")

@@ -1,4 +1,4 @@
-"""Plans that are kept: calls that differ in anything follow each other, and each gets what a first call would get."""
+"""Reused plans: calls that differ in any argument follow each other, and each yields what a first call would yield."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ def calls():
 
 
 def described(models, options):
-    """The plan of a call, and the tensors that it gives."""
+    """The plan of a call, and the tensors that it yields."""
     export = open_export(models, None, "lm", **options)
     plan = export.program.plan
     found = [(name, digest(tensor)) for name, tensor in run_program(export.program, export.group, export.bound.tensors)]
@@ -68,7 +68,7 @@ def test_each_of_several_calls_gets_what_a_first_call_gets():
 
 
 def one_rank_forgets():
-    """Run in each worker: one rank has no cached plans, the other has some, and both plan again."""
+    """Run in each worker: one rank has lost its cached plans, and then both ranks plan again."""
     DIMS.initialize(device="cpu")
     models = mb.build_model(HF, dims=DIMS, dtype=torch.float32, device="cpu", load_weights=random_state(HF))
     for number in range(4):
@@ -77,7 +77,7 @@ def one_rank_forgets():
         for options in ({}, {"bucket_bytes": 1 << 14}, {}):
             assert described(models, options) == described(models, options)
     newest, *others = agreement._plans[models[0]]
-    newest = replace(newest, number=newest.number + dist.get_rank())  # as if made with other ranks
+    newest = replace(newest, number=newest.number + dist.get_rank())  # like a plan made with other ranks
     agreement._plans[models[0]] = (newest, *others)
     again = agree_on_plan(models, None, "lm")
     assert again.program is not newest.program

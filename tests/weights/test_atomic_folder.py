@@ -1,6 +1,6 @@
 """Saves to a folder: no other file is lost, and readers find either all old files or all new ones.
 
-Savers here are processes forked from this one, which has torch imported: they are killed, stopped and started at will.
+Savers are processes forked from this one, which has imported torch. Tests kill, stop and start them.
 """
 
 import ctypes
@@ -38,12 +38,14 @@ from tests.support.strategies import random_state, tiny
 from tests.support.strategies import save as save_state
 
 ROUNDS = int(os.environ.get("STRESS_ROUNDS", "20"))
-"""Of savers to one folder: ``STRESS_ROUNDS=200 pytest tests/weights/test_atomic_folder.py -k stress`` tries longer."""
+"""Rounds of several savers to one folder. Try ``STRESS_ROUNDS=200 pytest tests/weights/test_atomic_folder.py -k
+stress``.
+"""
 HF = {name: tiny("qwen3", vocab_size=97 + number, num_hidden_layers=1) for number, name in enumerate("abc")}
 
 
 def built(name):
-    """A model of its own: another vocabulary, so that its config fits no other weights, and other numbers."""
+    """A model with a different vocabulary and values for each name, so that its config fits no other weights."""
     return mb.build_model(
         HF[name], dims=mb.ParallelDims(), dtype=torch.float32, device="cpu", load_weights=state_of(name)
     )
@@ -54,7 +56,7 @@ def state_of(name):
 
 
 def save(models, folder, **options):
-    """In files of other sizes for each model, so that their names differ too."""
+    """Save with a different size of files for each model, so that names of files differ, too."""
     size = 16_000 + 3000 * models[0].config.hidden_size % 7 + models[0].vocab_size * 100
     mb.save_hf_checkpoint(models, folder, max_shard_bytes=size, **options)
 
@@ -128,7 +130,7 @@ def forked(act):
 
 
 def outcome(child, reading):
-    """How a child ended: "saved", "killed", or what it raised."""
+    """The end of a child: "saved", "killed", or its error."""
     _, status = os.waitpid(child, 0)
     with os.fdopen(reading, "rb") as pipe:
         said = pipe.read().decode()
@@ -159,7 +161,7 @@ def crash_at(event, act, folder):
 
 
 def without(*names):
-    """A file system that cannot do these."""
+    """A file system that lacks these operations."""
 
     def refuse(*paths, **options):
         raise PermissionError(1, "not supported")
@@ -176,7 +178,7 @@ def without(*names):
 def test_a_crash_at_any_moment_leaves_the_old_files_or_the_new_ones(
     tmp_path, models, digests, exists, lacks, monkeypatch
 ):
-    """Without links also neither: then nobody takes the folder for a checkpoint."""
+    """Without links, neither may be there: then no reader accepts the folder as a checkpoint."""
     monkeypatch.setattr(os, "fsync", lambda file: None)  # the machine stays alive
     outcomes, step = set(), 3 if exists and not lacks else 7
     for event in itertools.count(0, step):
@@ -227,7 +229,7 @@ def test_what_takes_the_place_of_files_is_on_disk_before(tmp_path, models, monke
 
 
 class Logger(threading.Thread):
-    """Somebody who writes into the target all the time: new files, and through one that is open."""
+    """Another process that writes to the target all the time: new files, and through an open file."""
 
     def __init__(self, folder):
         super().__init__()
@@ -251,7 +253,7 @@ class Logger(threading.Thread):
 
 
 def test_stress_of_savers_that_are_killed(tmp_path, models, digests, convertible):
-    """Each save becomes the whole target, or raises and names the other; what others write there stays."""
+    """Each save becomes the whole target, or raises and names the other saver. Foreign files in the target stay."""
     draw, target, seen = random.Random(5), tmp_path / "out", {"saved": 0, "killed": 0, "refused": 0}
     logger = Logger(target / "logs")
     logger.start()
@@ -262,7 +264,7 @@ def test_stress_of_savers_that_are_killed(tmp_path, models, digests, convertible
         before = whose(target, digests)
         children = [forked(act) for act in draw.sample(acts, len(acts))]
         if number % 4:
-            time.sleep(draw.uniform(0, 0.15) if number % 4 > 1 else 0)  # a fast one is killed as well
+            time.sleep(draw.uniform(0, 0.15) if number % 4 > 1 else 0)  # a fast save is killed, too
             os.kill(draw.choice(children)[0], signal.SIGKILL)
         outcomes = [outcome(*child) for child in children]
         after = whose(target, digests)
@@ -303,10 +305,10 @@ def test_another_writer_is_judged_by_its_process_or_by_its_last_sign_of_life(tmp
     (tmp_path / LOCK).write_text("{")
     refused(tmp_path / LOCK, f"{LOCK} does not name the writer of .*: remove it if no process writes there")
     (tmp_path / LOCK).write_text("{")
-    threading.Timer(0.2, lock_of, (tmp_path,), alive).start()  # its writer is only slow
+    threading.Timer(0.2, lock_of, (tmp_path,), alive).start()  # the writer is only slow
     refused(tmp_path / LOCK, f"process {os.getppid()} on here .since yesterday. writes to")
     assert whose(tmp_path, digests) == "a"
-    taken_over(lock_of(tmp_path, **{**alive, "started": "1"}))  # another process has its number by now
+    taken_over(lock_of(tmp_path, **{**alive, "started": "1"}))  # another process has its id now
     taken_over(lock_of(tmp_path, **here, pid=1 << 22))
     os.utime(old := lock_of(tmp_path), (time.time() - STALE - 5,) * 2)
     taken_over(old)
@@ -314,7 +316,7 @@ def test_another_writer_is_judged_by_its_process_or_by_its_last_sign_of_life(tmp
 
 
 def test_a_writer_renews_its_lock_and_commits_nothing_without_it(tmp_path, models, digests, monkeypatch):
-    """As one that was suspended until another machine took it for dead."""
+    """Like a writer that was suspended until another machine considered it dead."""
     save(models["a"], tmp_path)
     monkeypatch.setattr(folder_lock, "BEAT", 0.01)
 
@@ -359,7 +361,7 @@ def test_a_working_folder_stays_under_those_who_stand_in_it(tmp_path, models, di
 
 @contextmanager
 def own_mounts(*, threads=False):
-    """Mounts of this process alone, which end with it; of this thread where there are others."""
+    """Mounts that only this process has, and that end with it; with ``threads``, only this thread has them."""
     libc = ctypes.CDLL(None, use_errno=True)
     user, mounts = 0x10000000, 0x20000
     ids = os.getuid(), os.getgid()
@@ -394,7 +396,9 @@ needs_mounts = pytest.mark.skipif(not can_mount(), reason="user namespaces are f
 
 @needs_mounts
 def test_mounts_stay_where_they_are(tmp_path, models, digests):
-    """In a folder of the target, on the target itself; one on a file that would be replaced is named before."""
+    """The mount is in a folder of the target, or on the target. If a file would be replaced, its mount raises
+    before.
+    """
     target, mine = tmp_path / "an output", tmp_path / "mine.json"  # the system writes the blank as an octal number
     (target / "logs").mkdir(parents=True)
     (tmp_path / "mounted").mkdir()
@@ -441,7 +445,7 @@ def test_a_conversion_to_a_disk_that_is_full_says_what_to_do(tmp_path, convertib
 
 
 def lost(folder, names):
-    """A file that a rank has written is not there when all are looked for."""
+    """A file that a rank has written is missing when all files are checked."""
     names = [*names]
     (folder / names[0]).unlink()
     require_files(folder, names)
@@ -475,7 +479,7 @@ def differing(folder, rank, what):
             said.append(str(error))
 
     said = []
-    thread = threading.Thread(target=act)  # whose mounts end with it
+    thread = threading.Thread(target=act)  # its mounts end with it
     thread.start()
     thread.join()
     return said[0]
@@ -507,7 +511,9 @@ def test_ranks_that_differ_raise_on_all_and_leave_nothing(tmp_path, what, messag
 
 
 def test_a_reader_is_not_disturbed_by_what_a_save_has_put_there(tmp_path, models, digests):
-    """While another process saves, over and over, a folder is always whole for who opens it by its index."""
+    """While another process saves again and again, a reader that opens the folder by its index gets a complete
+    folder.
+    """
     target = tmp_path / "out"
     save(models["a"], target)
     child = forked(lambda: [save(models[name], target) for name in "ba" * 4])

@@ -212,14 +212,14 @@ def test_a_round_that_breaks_off_closes_the_export_and_must_be_given_up():
     tensors = random_tensors(MIXED)
     ring, receiver = ring_and_receiver(tensors, slot_bytes=4096)
     closed = []
-    pairs = closed_pairs(tensors, closed)  # held here: letting go of it would close it as well
+    pairs = closed_pairs(tensors, closed)  # kept in a variable, since dropping it would close it
     buckets = ring.fill(pairs, acknowledged=lambda: None)
     with closing(buckets), receiver.open(next(buckets).number):
         pass
     assert closed == [True]
     with pytest.raises(TransferError, match=r"\[0\] were never acknowledged; call restart"):
         next(ring.fill(closed_pairs(tensors, closed), acknowledged=lambda: None))
-    assert closed == [True, True]  # it was begun, too: other ranks of the export wait for that
+    assert closed == [True, True]  # the export began, since other ranks wait for this one
     with pytest.raises(TransferError, match="expected in_flight=1 or more, found 0"):
         next(ring.fill(tensors.items(), acknowledged=lambda: None, in_flight=0))
     with pytest.raises(TransferError, match="tensors never came"):
@@ -284,7 +284,7 @@ def test_a_buffer_that_is_gone_is_not_made_again():
 
 
 def test_a_sender_that_is_killed_leaves_no_memory_behind(tmp_path):
-    """Its slots have no name, so an engine that has opened them has the last hold of them."""
+    """The slots have no name, so the memory exists as long as an engine has opened them."""
     script = (
         "import sys, time, mcore_bridge as mb\n"
         "from mcore_bridge.weights.ipc.buckets import BucketPlan\n"
@@ -385,7 +385,7 @@ def test_an_engine_that_dies_or_refuses_ends_the_round_and_another_may_follow():
 
 
 def export_to_an_engine_that_fails_on_rank_0():
-    """The tensors that each rank still read, while rank 0 had no reader of its slots after the second bucket."""
+    """The tensors that each rank read, if the reader of rank 0's slots ends after the second bucket."""
     hf = tiny("qwen3", vocab_size=97)
     dims = mb.ParallelDims(tp=2, sp=True)
     dims.initialize(device="cpu")

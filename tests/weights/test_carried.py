@@ -1,4 +1,4 @@
-"""Parts of a checkpoint that are not built: a save copies them unchanged, or its config has 0 of them."""
+"""Parts of a checkpoint that are not built: a save copies them unchanged, or its config counts 0 of them."""
 
 import json
 import logging
@@ -38,7 +38,7 @@ def alone() -> Any:
 
 
 def source_of(name: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, dict[str, Tensor], set[str]]:
-    """A folder with MTP layers, its config, its tensors, and the names of those in MTP layers."""
+    """A folder with MTP layers: its config, its tensors, and the names of tensors in MTP layers."""
     if name in WITHOUT_RULES:
         hf = zoo.cases()[name].hf
         patterns, count = WITHOUT_RULES[name]
@@ -66,7 +66,7 @@ def counts_in(folder: Path) -> list[int]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_mtp_layers_that_are_not_built_are_copied_or_dropped(name: str, tmp_path: Path, caplog: Any) -> None:
-    """The rest has the dtype of the model, and is not copied. Engines get what is trained alone."""
+    """Other tensors have the dtype of the model, and are not copied. Engines get only trained tensors."""
     caplog.set_level(logging.WARNING)
     _, state, own = source_of(name, tmp_path / "source")
     models = built(tmp_path / "source")
@@ -116,7 +116,7 @@ def test_a_config_counts_no_mtp_layers_that_cannot_be_copied(how: str, tmp_path:
 
 @pytest.mark.skipif("glm4_moe" not in CASES, reason="the installed transformers lacks it")
 def test_a_model_that_was_built_from_a_config_copies_from_the_folder_that_it_loads(tmp_path: Path) -> None:
-    """Also in place. If a source has more MTP layers than the model, the other MTP layers are carried."""
+    """The save may be in place. If a source has more MTP layers than the model, the other MTP layers are carried."""
     hf = mtp_checkpoints.config("glm4_moe", 2)
     state = {name: tensor.clone() for name, tensor in mtp_checkpoints.published(hf, 2).items()}
     source = written(state, hf, tmp_path / "source")

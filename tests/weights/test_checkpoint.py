@@ -28,7 +28,7 @@ from tests.support.strategies import problems, random_state, save, tiny
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "num_key_value_heads": 2}
 WITHOUT_ADAPTERS = {"falcon_h1"}
-"""A multiplier is behind a projection of its MLP."""
+"""Families without adapters: a multiplier follows a projection of the MLP."""
 METADATA = {"non_homogeneous_layers": True, "singleton_local_shards": False}
 
 
@@ -70,7 +70,7 @@ def whole(hf: Any, dims: ParallelDims, state: dict[str, torch.Tensor], **metadat
 def adapt(chunks: list[Any]) -> None:
     """Add adapters to all linear layers, with values that follow from the HF names of their tensors."""
     modules = {path.rpartition(".")[2] for chunk in chunks for path, _ in chunk.named_modules()}
-    refused = {"out_proj"} if hasattr(chunks[0].config, "layer_kinds") else set()  # of Mamba-2, as by peft
+    refused = {"out_proj"} if hasattr(chunks[0].config, "layer_kinds") else set()  # of Mamba-2, like peft
     made = add_adapters(chunks, rank=2, alpha=1, targets=sorted((modules & LINEAR) - refused))
     bound = bind(chunks, adapters=made)
     for name, parameter in bound.tensors.items():
@@ -149,26 +149,8 @@ def test_what_one_mesh_writes_another_reads(folder, tmp_path):
     assert (tmp_path / "saved" / "config.json").is_file()
 
 
-def trained(folder: Path, dims: ParallelDims, batch: Any) -> tuple[Any, Any, Any]:
-    """Chunks with megatron-core's distributed optimizer, and a function that makes a step and returns its loss."""
-    chunks = build(folder, dims, dtype=torch.float32)
-    wrapped = stepping.wrap(chunks, use_distributed_optimizer=True)
-    optimizer = stepping.distributed_optimizer(wrapped, lr=1e-2)
-
-    def step() -> float | None:
-        for ddp in wrapped:
-            ddp.zero_grad_buffer()
-        optimizer.zero_grad()
-        loss = stepping.forward_backward(wrapped, dims, batch)
-        assert not optimizer.prepare_grads()
-        assert optimizer.step_with_ready_grads()  # step() takes a norm of gradients on CUDA between the two
-        return None if loss is None else loss.item()
-
-    return wrapped, optimizer, step
-
-
 def save_in_stacks(models: Any, target: Path, *, optimizer: Any, common: dict[str, Any]) -> None:
-    """By megatron-core alone: the layers in one tensor, as its trainers wrote them where all layers are alike."""
+    """Save by megatron-core alone, with all layers in one tensor, as its trainers wrote models with equal layers."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 
@@ -176,7 +158,7 @@ def save_in_stacks(models: Any, target: Path, *, optimizer: Any, common: dict[st
     metadata = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
     (ddp,) = models
     model = ddp.module
-    model.config.moe_layer_freq = 1  # a list, whatever it says, makes it number them
+    model.config.moe_layer_freq = 1  # for any list, megatron-core numbers the layers
     metadata["dp_cp_group"] = model.pg_collection.dp_cp
     state = model.sharded_state_dict(metadata=metadata)
     whole = {"model": state, "optimizer": optimizer.sharded_state_dict(state, metadata=metadata), **common}
@@ -191,17 +173,20 @@ def train_and_go_on(
 ) -> Any:
     """Losses of an unbroken run after a save, and of runs that continue from the save on other meshes."""
     batch = tiny_batch()
-    with stepping.mesh(ParallelDims(**here)):
-        models, optimizer, step = trained(folder, ParallelDims(**here), batch)
+    dims = ParallelDims(**here)
+    with stepping.mesh(dims):
+        chunks = build(folder, dims, dtype=torch.float32)
+        models, optimizer, step = stepping.optimized(chunks, dims, batch)
         for _ in range(2):
             step()
         save(models, target, optimizer=optimizer, common={"iteration": 2})
         exported = {name: tensor.clone() for name, tensor in mb.to_hf_state_dict(models).items()}
         unbroken = [step() for _ in range(2)]
     found = []
-    for sizes in there:
-        with stepping.mesh(ParallelDims(**sizes)):
-            models, optimizer, step = trained(folder, ParallelDims(**sizes), batch)
+    for dims in (ParallelDims(**sizes) for sizes in there):
+        with stepping.mesh(dims):
+            chunks = build(folder, dims, dtype=torch.float32)
+            models, optimizer, step = stepping.optimized(chunks, dims, batch)
             assert mb.load_checkpoint(models, target, optimizer=optimizer).common["iteration"] == 2
             found.append([step() for _ in range(2)])
     return unbroken, found, exported
@@ -258,7 +243,7 @@ STATE = {
 
 
 def load_with_states(source: Path, folder: Path, saved: Path) -> int:
-    """megatron-core loads, with no help of ours, into modules that ask for a state as TransformerEngine's do."""
+    """megatron-core loads, without this library, into modules with an extra state like TransformerEngine's."""
     from megatron.core import dist_checkpointing
 
     expected = Checkpoint(source)
@@ -312,7 +297,7 @@ def refuse(folder: Path) -> None:
             assert all(torch.equal(tensor, before[name]) for name, tensor in mb.to_hf_state_dict(model).items())
         hf = tiny("qwen3_moe", vocab_size=97, **MOE)
         (model,) = mb.build_model(hf, device="cpu", load_weights=False)
-        del model.bridge, model.bridge_built, model.decoder.layers[3]  # as somebody else would have built it
+        del model.bridge, model.bridge_built, model.decoder.layers[3]  # like a model of another builder
         with pytest.raises(CheckpointError, match="call adopt"):
             mb.load_checkpoint(model, folder)
         report = mb.load_checkpoint(model, folder, hf=hf, strict=False)
@@ -324,7 +309,7 @@ def refuse(folder: Path) -> None:
 
 
 def refuse_dtypes(folder: Path) -> None:
-    """Bits are lost only on request."""
+    """A load loses bits only on request."""
     with stepping.mesh(ParallelDims()):
         (model,) = mb.build_model(folder, device="cpu", load_weights=False)
         with pytest.raises(
@@ -348,7 +333,7 @@ def test_bits_are_lost_only_where_that_is_asked_for(folder, tmp_path):
 
 
 def test_a_folder_with_two_spellings_of_a_parameter_is_refused():
-    """Backends fuse norms into linear layers, or do not: one of the two would be passed over."""
+    """Backends either fuse norms into linear layers or not, and without a check one kind of names would be skipped."""
     norms = ("decoder.layers.0.input_layernorm.weight", "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight")
     assert [*by_plain_key(norms[:1])] == [*by_plain_key(norms[1:])]
     with pytest.raises(

@@ -96,7 +96,7 @@ def load(folder, rank):
 
 @pytest.mark.parametrize(("rank", "message"), [(1, "of-another-node"), (None, "was not read, or in part")])
 def test_a_load_that_one_rank_fails_in_raises_on_all(tmp_path, rank, message):
-    """Who does not see the folder, or reads a file that was cut short."""
+    """The rank that does not find the folder, or reads a truncated file."""
     folder = tmp_path / "out"
     pool.run(2, saved, str(folder))
     if rank is None:
@@ -112,7 +112,7 @@ def save_to_folders_of_their_own(folder, save):
 
 @pytest.mark.parametrize("save", [mb.save_checkpoint, mb.save_hf_checkpoint])
 def test_files_that_other_ranks_wrote_elsewhere_are_missed(tmp_path, save):
-    """As where the folder lies on a disk of each machine."""
+    """For example, each machine has the folder on its own disk."""
     for message in pool.run(2, save_to_folders_of_their_own, str(tmp_path), save):
         assert "name a folder on a file system that all ranks share" in message
     assert not any(path.name == "step" for path in tmp_path.rglob("*"))
@@ -128,7 +128,7 @@ def load_what_another_writes(folder):
 
 
 def test_all_ranks_load_the_same_iteration(tmp_path):
-    """A trainer may write the next one between the looks of two ranks."""
+    """A trainer may write the next checkpoint after one rank has looked and before another one does."""
     for message in pool.run(2, load_what_another_writes, str(tmp_path)):
         assert "ranks found different checkpoints" in message
         assert "['iter_0000001', 'iter_0000002']" in message
@@ -147,6 +147,6 @@ def load_where_one_cannot(folder, dims, step):
     ids=["replica", "replica before", "stage before"],
 )
 def test_a_load_of_which_one_rank_cannot_ask_raises_on_all(dims, step, tmp_path):
-    """Alone in a replica, or beside others that would wait for what it asks."""
+    """The rank is alone in a replica, or others in its replica would wait for its request."""
     for message in pool.run(2, load_where_one_cannot, str(tmp_path / "step"), dims, step, timeout=60):
         assert "rank 1 of the group: RuntimeError: out of memory" in message

@@ -1,4 +1,4 @@
-"""Codecs and schemes: what codes and scales stand for, in any slice; and what cannot be decoded."""
+"""Codecs and schemes: the values of codes and scales, in any slice; and encodings that cannot be decoded."""
 
 import dataclasses
 import math
@@ -68,7 +68,7 @@ def test_all_codes_and_scales_of_fp8_and_mxfp4() -> None:
 
 @pytest.mark.parametrize("form", [deepseek((128, 128)), deepseek((3, 5)), mxfp4()], ids=["fp8", "odd", "mxfp4"])
 def test_any_slice_is_a_slice_of_the_whole(form: Format) -> None:
-    """Of odd rows, every other column, transposed and by entries: what layouts take, and more."""
+    """Slices of odd rows, of every other column, transposed, and by entries: all slices of layouts, and more."""
     generator = torch.Generator().manual_seed(2)
     shape = (4, 96, 130) if "mxfp4" in form.note.values() else (300, 410)
     weight = torch.randn(shape, generator=generator)
@@ -81,7 +81,7 @@ def test_any_slice_is_a_slice_of_the_whole(form: Format) -> None:
         lambda each: each[-1:, ..., 3:64:2],
         lambda each: each[3],
         lambda each: each[..., 31:65, :].transpose(0, -1),
-        lambda each: each[..., :12:2, :30:3],  # of as many rows and columns as two blocks have
+        lambda each: each[..., :12:2, :30:3],  # with the rows and columns of two blocks
     ]
     for cut in cuts:
         assert torch.equal(weights.cut(cut).to(torch.float32), cut(whole))
@@ -109,7 +109,7 @@ def test_any_slice_is_a_slice_of_the_whole(form: Format) -> None:
     ids=["rows", "bf16 rows", "one scale", "blocks", "int4", "nvfp4", "modelopt nvfp4", "modelopt fp8"],
 )
 def test_formats_of_compressed_tensors_and_modelopt(form: Format, dtype: torch.dtype) -> None:
-    """Bitwise as the package decompresses; of ModelOpt, whose package wants CUDA, as its formula says."""
+    """Bits are equal to the package's result; for ModelOpt, whose package needs CUDA, to its formula."""
     weight = torch.randn(192, 256, generator=torch.Generator().manual_seed(4))
     parts = form.encode(weight)
     found = plain_of({f"x{end}": part for end, part in parts.items()}, form.note)["x.weight"].to(dtype)
@@ -141,7 +141,7 @@ NOTE = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 @pytest.mark.parametrize("shape", [(5, 20, 12), (1, 20, 12), (5, 4, 12), (2, 3, 20, 12)], ids=str)
 def test_scales_of_stacked_experts_may_have_any_shape_of_a_matrix(shape: tuple[int, ...]) -> None:
-    """One for each row, for each block of 8 x 8, at whose edges are smaller ones, or for the only expert."""
+    """Scales for each row, for each block of 8 x 8 with smaller blocks at edges, or for the only expert."""
     generator = torch.Generator().manual_seed(6)
     codes = (torch.rand(shape, generator=generator) * 100).to(torch.float8_e4m3fn)
     *outer, rows, columns = shape
@@ -283,7 +283,7 @@ def test_all_obstacles_are_named_at_once() -> None:
 
 
 def test_plain_tensors_with_like_names_stay_as_they_are() -> None:
-    """Whatever they are called, without codes beside them."""
+    """Tensors with any name, without codes beside them."""
     plain = {"a.k_scale": torch.ones(2), "a.scale": torch.ones(2), "a.weight": torch.ones(2, 2)}
     assert dict(plain_of(plain)) == dict(open_source(iter(plain.items()))) == plain
 

@@ -18,12 +18,12 @@ SIZE = 1 << 16  # bytes of a buffer
 
 @st.composite
 def tables(draw):
-    """Moves whose targets do not overlap: each has a stretch of its target to itself."""
+    """Moves whose targets do not overlap: each has a separate range of its target."""
     moves, start = [], 0
     for _ in range(draw(st.integers(1, 6))):
         item = draw(st.sampled_from([1, 2, 4, 8]))
         rows, cols = draw(st.integers(1, 40)), draw(st.sampled_from([1, 3, 8, 64, 100]))
-        unit = draw(st.sampled_from([item, 16, 256]))  # everything a multiple of this, or nearly
+        unit = draw(st.sampled_from([item, 16, 256]))  # all numbers are multiples of this, or nearly
         run = -(-cols * item // unit) * unit
         turned = draw(st.booleans())  # columns and rows exchanged in the source
         near = (item, -(-rows * item // unit) * unit) if turned else (run + unit * draw(st.integers(0, 2)), item)
@@ -54,7 +54,7 @@ def check(moves, device, *, target_device=None, runs_on=None):
     sources = [random.integers(0, 256, SIZE, dtype=np.uint8) for _ in range(2)]
     target = torch.zeros(SIZE + 256, dtype=torch.uint8, device=target_device or device)[256:]  # in a larger storage
     table = CopyTable(moves)
-    for shift in (0, 8, 0):  # of where the sources begin: not always where the widest words can
+    for shift in (0, 8, 0):  # the beginning of the sources, which may not be aligned to the widest words
         near = torch.zeros(2, SIZE + 256, dtype=torch.uint8, device=device)[:, shift : SIZE + shift]
         near.copy_(torch.from_numpy(np.stack(sources)))
         for where in runs_on or (device,):
@@ -87,7 +87,7 @@ def test_only_moves_in_order_are_dense():
     assert move.num_bytes() == 64
     assert not move._replace(source_row=32).is_dense()
     assert not move._replace(target_row=32).is_dense()
-    assert not move._replace(target_row=2, target_col=8).is_dense()  # a transpose, which writes the same bytes
+    assert not move._replace(target_row=2, target_col=8).is_dense()  # a transpose, which writes an equal range of bytes
     assert move._replace(rows=1, source_row=32).is_dense()
 
 
@@ -126,13 +126,13 @@ def test_a_kernel_reaches_another_gpu_whichever_is_the_current_one():
 
 
 WITH_A_DEVICE = {"Stream", "current_stream", "default_stream", "synchronize", "record"}
-"""Functions of ``torch.cuda``, and a method of its events, that take the current device where nobody names one."""
+"""Functions of ``torch.cuda``, and a method of its events, that use the current device by default."""
 
 
 def test_no_launch_event_or_stream_leaves_its_device_open():
     """A process may have tensors on a GPU that is not its current one."""
     for path in sorted(PACKAGE.rglob("*.py")):
-        if path.name == "cpu.py":  # which defines these names for machines without a GPU
+        if path.name == "cpu.py":  # it defines these names for machines without a GPU
             continue
         tree = ast.parse(path.read_text())
         for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):

@@ -1,4 +1,4 @@
-"""Shards of a trainer in an engine's own memory, by its map: through a ring of slices, and with nothing in between."""
+"""Shards of a trainer go to an engine's memory by its map: through a ring of slices, or straight into parameters."""
 
 import datetime
 import multiprocessing
@@ -51,7 +51,7 @@ class Engine:
 
 
 def feed(addresses, dims):
-    """Each rank feeds one rank of one of the two engines, all in the same exports."""
+    """Each rank writes to one rank of one of the two engines, in exports that all ranks share."""
     dims.initialize(device="cpu")
     hf = tiny("qwen3_moe", **HF_FIELDS)
     models = mb.build_model(hf, dims=dims, dtype=torch.bfloat16, device="cpu", load_weights=False)
@@ -206,7 +206,7 @@ def test_a_trainer_that_is_killed_amid_a_sync_leaves_engines_that_know_it_and_ta
 
 
 def families():
-    """Each family goes into an engine beside each rank, from the rank's own shards and from windows."""
+    """Each family is written to an engine beside each rank, from the rank's own shards and from windows."""
     rank = dist.get_rank()
     for family, hf in FAMILIES.items():
         dims = ParallelDims(tp=2, sp=True)

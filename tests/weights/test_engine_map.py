@@ -1,4 +1,4 @@
-"""An engine's tensors written by a map of its loader: how maps are made, what they contain, and what they refuse."""
+"""Maps of an engine's loader: how they are made, what they contain, how they write tensors, and refusals."""
 
 import re
 from contextlib import closing
@@ -116,7 +116,9 @@ def test_a_recorder_follows_copies_through_other_memory():
 
 
 def test_a_loader_may_write_into_what_it_was_given():
-    """A row that it zeros is a constant from then on; the other rows are those of the HF tensor, without a cast."""
+    """A row that the loader zeros is a constant from then on. The other rows come from the HF tensor, without a
+    cast.
+    """
     parameter, given = torch.zeros(3, 2), torch.rand(3, 2)
     recorder, value = Recorder(), given.clone()
     with recorder:
@@ -138,7 +140,7 @@ def test_a_loader_may_write_into_what_it_was_given():
 def test_a_checksum_sees_every_bit_and_every_place():
     octets = torch.zeros(3 * (1 << 19) + 8 * 5 + 7, dtype=torch.uint8)
     places = [0, 7, 8, (1 << 19) - 64, (1 << 19) - 1, 1 << 19, (1 << 20) + 9, (3 << 19) + 3]
-    places += [len(octets) - 7, len(octets) - 1]  # octets at the end are mixed with what the end of a row is mixed with
+    places += [len(octets) - 7, len(octets) - 1]  # the last eight bytes are mixed like the end of a row
     changed = [octets.clone() for _ in range(2 * len(places))]
     for number, place in enumerate(places):
         changed[2 * number][place], changed[2 * number + 1][place] = 1, 128
@@ -259,7 +261,7 @@ def as_it_is(entry):
         (exchanged, r"layers\.0\.w13"),
         (without_one, r"layers\.1\.qkv: expected 128 elements that are written, found 0"),
         (shifted, r"layers\.0\.qkv"),
-        (as_it_is, r"layers\.0\.w13"),  # but what the engine does after loading has changed
+        (as_it_is, r"layers\.0\.w13"),  # but the engine's work after loading has changed
     ],
 )
 def test_a_wrong_map_is_not_accepted(mistake, tensor, ring, caplog):
@@ -496,7 +498,7 @@ def test_a_writer_takes_each_tensor_of_its_map_once():
 
 
 def test_a_loader_that_takes_nothing_makes_no_engine(ring):
-    """It would skip every name, such as names with another prefix."""
+    """The loader would skip every name, such as names with another prefix."""
     model = StandIn()
     for kept in (None, EngineMap("", tuple(SPECS), (), ())):
         with pytest.raises(TransferError, match=r"copied none of 44: check whether it skips .*embed_tokens"):
@@ -522,7 +524,7 @@ def test_a_second_ring_and_other_groups_are_copied_by_their_own_places(ring):
 
 
 def test_groups_of_slices_are_copied_as_slices():
-    """A rank of two is sent what it uses alone, in groups as in buckets."""
+    """One of two ranks gets only the slices that it uses, in groups and in buckets."""
     model = StandIn(2, 1)
     engine = mb.map_engine(SPECS, model, model.load)
     slices, sent = MapSlices(engine.map), {}
@@ -553,7 +555,7 @@ def test_another_plan_goes_by_the_loader_unless_tensors_are_missing(ring):
         assert re.search(r"embed_tokens\.weight: expected no such HF tensor.*\(10 in all\)", engine.reason)
     engine = mb.map_engine([*SPECS, replace(SPECS[1], name="model.layers.9.input_layernorm.weight")], model, model.load)
     with closing(Receiver(ring.plan, ring.handles())) as receiver:
-        send(ring, receiver, engine, weights(1))  # the map does not use what is missing
+        send(ring, receiver, engine, weights(1))  # the map does not use the missing tensor
         assert not engine.reason
     short = [spec for spec in SPECS if spec.name != "model.norm.weight"]
     with (
@@ -566,7 +568,7 @@ def test_another_plan_goes_by_the_loader_unless_tensors_are_missing(ring):
 
 
 def test_slices_for_another_rank_are_refused_though_they_have_its_shapes():
-    """Those of rank 1 look like those of rank 0."""
+    """The slices of rank 1 have the shapes of the slices of rank 0."""
     maps = [mb.map_engine(SPECS, model, model.load) for model in (StandIn(2, 0), StandIn(2, 1))]
     plan = plan_buckets(Manifest(ENTRIES, target=maps[1].map.digest))
     with closing(BufferRing(plan, "cpu")) as ring, closing(Receiver(plan, ring.handles())) as receiver:
@@ -595,7 +597,7 @@ def test_a_file_that_was_changed_is_refused(tmp_path):
     "dtype",
     [
         *(torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2),
-        *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),  # a bool is one of nine digits
+        *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),  # a bool is one binary digit of nine
     ],
     ids=str,
 )

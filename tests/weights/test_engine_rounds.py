@@ -1,4 +1,4 @@
-"""Rounds into one engine in any order: whole, broken off, short, of other buckets, and while the engine changes."""
+"""Rounds into one engine in any order: complete, stopped, short, with other buckets, and while the engine changes."""
 
 from contextlib import closing
 
@@ -17,7 +17,7 @@ SPECS = specs(Sizes(layers=1, experts=2))
 CPU = torch.device("cpu")
 SEEDS = st.integers(0, 5)
 BREAKS = st.none() | st.integers(0, 2)
-"""After how many buckets a round breaks off."""
+"""The number of buckets after which a round stops."""
 
 
 def weights(seed):
@@ -53,7 +53,7 @@ class Rounds(RuleBasedStateMachine):
 
     @staticmethod
     def refused(end):
-        """A round that lacks something does not."""
+        """A round that lacks a tensor raises."""
         try:
             end()
         except TransferError:
@@ -93,7 +93,7 @@ class Rounds(RuleBasedStateMachine):
     def directly(self, seed, ends, moves):
         try:
             handles = self.engine.share()
-        except TransferError:  # its loader has made a tensor anew, outside of what others can open
+        except TransferError:  # its loader has made a new tensor, which other processes cannot open
             self.memory.append(in_shared_memory(self.model))
             handles = self.engine.share()
         if handles is not None:
@@ -111,7 +111,7 @@ class Rounds(RuleBasedStateMachine):
     def breaks_off(self):
         self.engine.break_off()
         self.refused(self.engine.complete)
-        self.writer = None  # of a trainer that died: the next one needs handles of its own
+        self.writer = None  # its trainer died: the next trainer needs new handles
 
     @rule()
     def moves(self):

@@ -1,6 +1,6 @@
 """After syncs by a map, an engine samples the tokens and log-probs (by bits) that it samples after its own loading.
 
-The engine is transformers' model. Its parameters are not the HF tensors that come: release 5 stacks experts.
+The engine is transformers' model. Its parameters are not the HF tensors of the sync: release 5 stacks experts.
 """
 
 import re

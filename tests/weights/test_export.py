@@ -1,4 +1,4 @@
-"""Exports over real gloo processes: same bits on every rank, and nobody left waiting whatever a rank does."""
+"""Exports over real gloo processes: equal bits on every rank, and no rank waits forever if another stops or fails."""
 
 import itertools
 from contextlib import closing
@@ -54,7 +54,7 @@ def abandon(stops):
         num_sent = send.call_count
         for name, tensor in taken.items():
             assert torch.equal(tensor, state[name])
-        again = mb.to_hf_state_dict(models, bucket_bytes=BUCKET)  # nothing of what was abandoned is left in the groups
+        again = mb.to_hf_state_dict(models, bucket_bytes=BUCKET)  # no old message is left in the groups
     assert_exact(again, state)
     num_messages = send.call_count - num_sent
     assert num_sent < num_messages if None not in stops else num_sent == num_messages, "who stops last ends it"
@@ -89,7 +89,9 @@ SPARSE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 1
 
 
 def borrow(dims, fields):
-    """Without copies, what arrives whole is lent, and right while it is looked at. Ranks may mix, stop early, fail."""
+    """Without copies, a yielded tensor may be a view, which is right until the next one. Ranks may mix, stop early,
+    fail.
+    """
     models, state = built(dims, tiny("qwen3_moe", **fields))
     rank, lent, seen = dist.get_rank(), 0, set()
     for _ in range(2):
@@ -144,7 +146,7 @@ def test_freed_storage_on_one_rank_raises_on_all_with_the_name(rank):
 
 
 class Quantized(torch.Tensor):
-    """It only stands for others, as a parameter in FP8 does."""
+    """A parameter whose data is in other tensors, like a parameter in FP8."""
 
     @staticmethod
     def __new__(cls, like):
@@ -157,7 +159,7 @@ class Quantized(torch.Tensor):
 
 
 class Named(torch.Tensor):
-    """A tensor of another name, with memory of its own."""
+    """A tensor with another name and separate memory."""
 
 
 def refuse_quantized():
@@ -179,7 +181,9 @@ def test_a_parameter_that_stands_for_other_tensors_is_refused():
 
 
 def fail_amid(rank):
-    """A parameter loses its storage while the export runs. With it back, the same plan gives all of the model."""
+    """A parameter loses its storage while the export runs. When the storage is back, an equal plan yields all of the
+    model.
+    """
     models, state = built()
     weight = models[0].decoder.layers[-1].mlp.linear_fc2.weight.data
     kept, storage, message = weight.clone(), weight.untyped_storage(), "nothing raised"
@@ -195,7 +199,7 @@ def fail_amid(rank):
         message = str(error)
     storage.resize_(size)
     weight.copy_(kept)
-    with closing(mb.iter_hf_weights(models, bucket_bytes=1)) as pairs:  # who stops early sends, who has failed does not
+    with closing(mb.iter_hf_weights(models, bucket_bytes=1)) as pairs:  # ranks that stop early send
         taken = dict(itertools.islice(pairs, 1 if dist.get_rank() == rank else None))
     assert_exact(taken, {name: state[name] for name in taken})
     assert_exact(mb.to_hf_state_dict(models, bucket_bytes=1), state)
@@ -223,7 +227,7 @@ def test_a_failure_is_heard_of_with_the_next_messages():
 
 
 def move_amid(rank):
-    """A parameter is freed while the export runs, and back elsewhere: what lies at its old place is not what it was."""
+    """A parameter is freed while the export runs, and gets other memory. Its old memory has other contents."""
     models, _ = built()
     pairs = mb.iter_hf_weights(models, bucket_bytes=1)
     next(pairs)
@@ -254,7 +258,7 @@ def test_a_failure_amid_the_export_reaches_every_rank_with_the_name():
 
 
 class Call(NamedTuple):
-    """A collective: what it is, the ranks of its group, its tensors, and numbers such as sizes of splits and roots."""
+    """A collective: its name, the ranks of its group, its tensors, and numbers such as sizes of splits and roots."""
 
     name: str
     group: tuple[int, ...]
@@ -326,7 +330,7 @@ def test_all_ranks_issue_the_same_collectives_and_a_second_export_exchanges_noth
     assert len(second) < len(first)
     assert {call.group for call in (*first, *second)} == {(0, 1, 2, 3)}
     begin, windows, end = second[:2], second[2:-1], second[-1]
-    for call in (*begin, end):  # the plan is right; everybody has memory; all have come to the end
+    for call in (*begin, end):  # the plan is right; all ranks have memory; all have come to the end
         assert call.name.startswith("c10d.allreduce_")
         (((size,), dtype),) = call.tensors
         assert size <= 6
@@ -351,7 +355,7 @@ def on_their_way(lends):
 
 @pytest.mark.parametrize("lends", [False, True])
 def test_further_messages_are_on_their_way_while_tensors_are_given_out(lends):
-    """Two, or one where tensors are looked at in the memory of the next."""
+    """Two messages are in flight, or one if yielded tensors are views of the memory for the next."""
     ahead = MESSAGES_IN_FLIGHT - lends
     for pairs, count in pool.run(4, on_their_way, lends):
         assert count > 10
@@ -359,7 +363,7 @@ def test_further_messages_are_on_their_way_while_tensors_are_given_out(lends):
 
 
 def by_stages(function, *arguments):
-    """As if four ranks were many: windows go to a rank's column and then to its stage."""
+    """Treat four ranks as many ranks: windows go to a rank's column and then to its stage."""
     collectives.FLAT, kept = 0, collectives.FLAT
     try:
         with Trace() as trace:
@@ -436,12 +440,12 @@ def step(models, state):
 
 
 def other_dtype_on_one_rank_only(models, state):
-    if models[0].pre_process:  # only these ranks know that the plan is stale; all must plan again
+    if models[0].pre_process:  # only these ranks detect that the plan is stale; all must plan again
         models[0].embedding.word_embeddings.weight.data = models[0].embedding.word_embeddings.weight.data.double()
 
 
 def other_dtype_of_a_layer(models, state):
-    """So that tensors of one shape have two dtypes."""
+    """Change the dtype of a layer, so that tensors of one shape have two dtypes."""
     models[0].decoder.layers[-1].double()
 
 
@@ -452,7 +456,7 @@ def reload(models, state):
 
 
 def offload(models, state):
-    """Freed, and back elsewhere: the parameters stay the same objects."""
+    """Free the storages and allocate others. The parameters remain the same objects."""
     for chunk in models:
         for parameter in chunk.parameters():
             kept, storage = parameter.detach().clone(), parameter.untyped_storage()
@@ -463,7 +467,7 @@ def offload(models, state):
 
 
 def regroup(models, state):
-    """Process groups are made anew, as trainers do that destroy communicators to free their memory."""
+    """Process groups are replaced, as by trainers that destroy communicators to free memory."""
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -474,7 +478,7 @@ def regroup(models, state):
 
 
 def adapt_and_take_away(models, state):
-    """An adapter on one rank: all ranks raise while it is there."""
+    """Add an adapter on one rank: all ranks raise until it is removed."""
     linear = next(module for name, module in models[0].named_modules() if name.endswith(".linear_proj"))
     if dist.get_rank() == 1:
         linear.lora_A = torch.nn.Parameter(torch.ones(2, 3))
@@ -494,7 +498,7 @@ def test_a_cached_plan_gives_what_a_fresh_one_gives(change):
 
 
 class Float16Module(torch.nn.Module):
-    """A wrapper as mcore's: the model is at ``module``."""
+    """A wrapper like mcore's, with the model at ``module``."""
 
     def __init__(self, module):
         super().__init__()
@@ -548,7 +552,7 @@ def export_alone():
 
 
 def export_elsewhere_built():
-    """A model that mcore itself built, from its own spec: nothing on it is ours."""
+    """A model that mcore built from its own spec, without modules or attributes of ours."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
@@ -641,7 +645,9 @@ def test_nonsense_on_one_rank_raises_on_all():
 
 
 def export_wrapped():
-    """Out of megatron-core's own wrappers, before and after a step of training, and with parameters on the CPU anew."""
+    """Exports from megatron-core's wrappers, before and after a step of training, and with new parameters on the
+    CPU.
+    """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer.module import Float16Module
 
@@ -660,7 +666,9 @@ def test_megatrons_own_wrappers_are_seen_through():
 
 
 def export_what_replicas_have_yet_to_gather(unwrapped):
-    """A distributed optimizer's step changes a replica's share of the parameters, and leaves the rest to a forward."""
+    """A step of a distributed optimizer changes a replica's share of the parameters. The next forward gathers the
+    rest.
+    """
     chunks, state = built(mb.ParallelDims(tp=2))
     wrapped = stepping.gathering_late(chunks)
     models = chunks if unwrapped else wrapped
@@ -673,7 +681,7 @@ def export_what_replicas_have_yet_to_gather(unwrapped):
     with pytest.raises(ExportError, match="have not gathered yet"):
         list(mb.iter_hf_pieces(models))
     assert_exact(mb.to_hf_state_dict(models), {name: -tensor for name, tensor in state.items()})
-    assert not any(group.param_gather_dispatched for group in wrapped[0].bucket_groups)  # a step may come now
+    assert not any(group.param_gather_dispatched for group in wrapped[0].bucket_groups)  # from now on a step may follow
     wrapped[0].start_param_sync(force_sync=True)
     assert list(mb.iter_hf_pieces(models))
     if dist.get_rank() % 2:  # the other rank of the replica raises, too

@@ -58,7 +58,9 @@ def test_all_ranks_raise(name, after, message):
 
 
 def fail_with_the_first_tensor(copy):
-    """The number of messages, that of the first which completes a tensor, and of the last of which a tensor came."""
+    """The number of messages, and the numbers of the first message that completes a tensor and of the last one
+    yielded.
+    """
     models, _ = built(mb.ParallelDims(tp=4, sp=True))
     messages = agreement.agree_on_plan(models, None, "lm", bucket_bytes=BUCKET).program.plan.messages
     numbers, taken = [message.number for message in messages for _ in message.done], []
@@ -96,7 +98,7 @@ def all_of_it(*arguments):
 
 
 def one_row_further(*arguments, **named):
-    """Windows of the same bytes, in which something else lies."""
+    """Plan windows of equal sizes with other contents."""
     return tuple(tuple(run._replace(first=run.first + 1) for run in runs) for runs in cut(*arguments, **named))
 
 

@@ -1,8 +1,7 @@
-"""Damaged folders of checkpoints: if transformers loads a folder completely, we load equal bits, and we refuse the
-others.
+"""Damaged folders of checkpoints: if transformers loads a folder completely, we load equal bits; others are refused.
 
-Folders are drawn whole and then harmed in a place or two: tensors, the index, headers, and the files themselves.
-Differences to transformers are listed by the message of the one that refuses.
+A folder is drawn whole and then damaged in a place or two: tensors, the index, headers, and the files themselves.
+Differences to transformers are listed by the message of the library that refuses the folder.
 """
 
 import contextlib
@@ -41,7 +40,7 @@ HF = tiny("llama", vocab_size=16, num_hidden_layers=1, hidden_size=16, intermedi
 STATE = random_state(HF)
 NAMES, ONE, TWO = sorted(STATE), "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 OUTSIDE = "outside.safetensors"
-"""A whole file beside the folder, with the tensors of its first shard."""
+"""A complete file outside of the folder, with the tensors of the folder's first shard."""
 
 STRICTER = {
     r"expected each key once, found \d+ twice": "JSON takes the last, and transformers with it",
@@ -74,12 +73,12 @@ class Folder:
 
     shards: dict[str, dict[str, Tensor]]
     index: Any
-    """``Pairs``, or whatever became of it; None without one."""
+    """The index as ``Pairs``, or its replacement; None without an index."""
     text: bytes | None = None
-    """In place of the index."""
+    """The text that replaces the index."""
 
     def __repr__(self) -> str:
-        """Of tensors, dtypes and shapes: their values are long."""
+        """Show dtypes and shapes of tensors, since their values are long."""
         shards = {
             file: {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
             for file, tensors in self.shards.items()
@@ -88,7 +87,7 @@ class Folder:
 
     @property
     def map(self) -> Any:
-        """The ``weight_map``, where there is one still."""
+        """The ``weight_map``, if it still exists."""
         found = [value for key, value in self.index if key == "weight_map"] if isinstance(self.index, Pairs) else []
         return found[0] if found and isinstance(found[0], Pairs) else Pairs()
 
@@ -102,7 +101,7 @@ class Folder:
 
 @st.composite
 def whole_folders(draw: Any) -> Folder:
-    """One file, or two of them with an index or without."""
+    """Draw one file, or two files with or without an index."""
     kind = draw(st.sampled_from(["sharded", "sharded", "sharded", "single", "no index", "both"]))
     if kind == "single":
         return Folder({SINGLE: dict(STATE)}, None)
@@ -120,13 +119,13 @@ def whole_folders(draw: Any) -> Folder:
 
 
 def a_tensor(draw: Any, folder: Folder) -> tuple[dict[str, Tensor], str]:
-    """A tensor of some shard."""
+    """Draw a tensor of some shard."""
     shard = folder.shards[draw(st.sampled_from(sorted(folder.shards)))]
     return shard, draw(st.sampled_from(sorted(shard)))
 
 
 def reshape(draw: Any, folder: Folder) -> None:
-    """The same number of values, or other ones."""
+    """Change the shape, with an equal or another number of values."""
     shard, name = a_tensor(draw, folder)
     shard[name] = draw(st.sampled_from([shard[name].T, shard[name].flatten(), shard[name][:-1], shard[name][None]]))
     shard[name] = shard[name].contiguous()
@@ -177,7 +176,7 @@ def change_index(draw: Any, folder: Folder) -> None:
 
 
 def lead_out(draw: Any, folder: Folder) -> None:
-    """To the same tensors, in a file beside the folder."""
+    """Let the index point to equal tensors in a file outside of the folder."""
     place = draw(st.sampled_from([f"../{OUTSIDE}", f"../hf/../{OUTSIDE}", "ABSOLUTE"]))
     for pair in folder.map:
         pair[1] = place if pair[1] == ONE else pair[1]
@@ -189,12 +188,12 @@ def drop_from_index(draw: Any, folder: Folder) -> None:
 
 
 def add_to_index(draw: Any, folder: Folder) -> None:
-    """A name that is there already, or a new one."""
+    """Add a name to the index, either an existing one or a new one."""
     folder.map.append([draw(st.sampled_from([*NAMES[:2], "other"])), draw(st.sampled_from([ONE, TWO]))])
 
 
 def harm_index(draw: Any, folder: Folder) -> None:
-    """As headers are: any value becomes another, and any key is there twice, once or not at all."""
+    """Damage an index like a header: change any value, repeat any key or remove it."""
     if isinstance(folder.index, Pairs):
         holder = File(folder.index, b"")
         draw(st.sampled_from([damage.replace, damage.remove, damage.repeat, damage.add, damage.rename]))(draw, holder)
@@ -235,7 +234,7 @@ def flip(draw: Any, path: Path) -> None:
 
 
 def harm_header(draw: Any, path: Path) -> None:
-    with contextlib.suppress(Exception):  # it has been harmed already
+    with contextlib.suppress(Exception):  # it was damaged before
         file = File.of(path.read_bytes())
         draw(st.sampled_from(damage.HARMS))(draw, file)
         path.write_bytes(file.packed())
@@ -246,7 +245,7 @@ def put_pointer(draw: Any, path: Path) -> None:
 
 
 def put_other(draw: Any, path: Path) -> None:
-    """By the name of a file, something else; or a link, which is as good as the file."""
+    """Replace a file by something else with its name, or by a link to it, which is allowed."""
     kinds = ["nothing", "fifo", "folder", "device", "dangling", "link", "link", "outside"]
     kind = draw(st.sampled_from(kinds))
     if kind == "link":
@@ -269,7 +268,7 @@ FILES = [cut, flip, harm_header, harm_header, put_pointer, put_other]
 
 
 def by_transformers(path: Path) -> dict[str, Tensor] | str:
-    """The weights; or why they are not all of the checkpoint, and no others."""
+    """The weights, or the reason why they are not exactly those of the checkpoint."""
     try:
         model, found = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
     except Exception as error:
@@ -292,7 +291,7 @@ def by_us(source: Path | dict[str, Tensor], model: Any) -> dict[str, Tensor] | s
 def assert_not_converted(path: Path) -> None:
     """A folder that is not loaded is not converted, and nothing is left of the attempt.
 
-    One without a head is not loaded as a causal LM, which is what the tests ask for, and is converted as what it is.
+    A folder without a head is not loaded as a causal LM, which the tests request, but it is converted.
     """
     with contextlib.suppress(BridgeError, OSError, ValueError):
         if head_of(path) == "none":
@@ -322,7 +321,7 @@ def reason_to_refuse(path: Path) -> str:
         names = {each.name for each in path.glob("*.safetensors")}
     found: list[str] = []
     for file in (path / name for name in names if isinstance(name, str)):
-        if os.path.isfile(file):  # a FIFO would be waited for
+        if os.path.isfile(file):  # reading a FIFO would wait forever
             with contextlib.suppress(SafetensorError), safe_open(file, "pt") as opened:
                 found += opened.keys()
     return "a tensor in two files" if len(found) > len(set(found)) else ""
@@ -344,7 +343,7 @@ def compare(path: Path, model: Any) -> str:
         assert_not_converted(path)
     if reason := reason_to_refuse(path):
         assert isinstance(ours, str), reason
-    if any(stat.S_ISFIFO(each.lstat().st_mode) for each in path.iterdir()):  # transformers might wait for ever
+    if any(stat.S_ISFIFO(each.lstat().st_mode) for each in path.iterdir()):  # transformers might wait forever
         return "a FIFO"
     theirs = by_transformers(path)
     if isinstance(theirs, str):
@@ -372,7 +371,7 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where folders are written, beside a file that none of them may lead to."""
+    """The parent of the folders. It has a file that no folder may read."""
     return tmp_path_factory.mktemp("folders")
 
 
@@ -452,7 +451,7 @@ def test_what_may_not_be_read_is_refused_and_named(name, mode, message):
         path = Path(top) / "above" / "hf"
         HF.save_pretrained(path)
         Folder({ONE: STATE}, Pairs([["weight_map", Pairs([key, ONE] for key in NAMES)]])).write(path)
-        refusals(path / "nothing")  # which imports what a process without privileges may not read
+        refusals(path / "nothing")  # it imports files that a process without privileges may not read
         os.chmod(top, 0o755)
         os.chmod(path / name, mode)
         said = without_privileges(refusals, path)

@@ -62,7 +62,7 @@ def test_other_patterns_are_not_run(pattern, said):
 
 
 def test_all_comparisons_of_a_file_share_a_time(monkeypatch):
-    """Names that are each slow, but none slower than is allowed, take no longer than one that is endless."""
+    """Many names that are each slow, but allowed, take together no longer than one endless name."""
     comparisons = Comparisons(seconds=0.2)
     assert comparisons.fullmatch("a+", "aaa")
     clock = itertools.count(0, 0.05)

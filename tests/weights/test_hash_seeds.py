@@ -1,5 +1,6 @@
-"""Ranks make equal plans although each has another hash seed, like processes that were started one by one. Processes of
-``pool.py`` are forked from one process and share its seed, so other tests cannot find such errors.
+"""Ranks make equal plans although each has another hash seed, like processes that were started one by one.
+
+Processes of ``pool.py`` are forked from one process and share its seed, so other tests cannot find such errors.
 """
 
 import os
@@ -16,7 +17,7 @@ SAY = "from tests.weights.test_hash_seeds import plans\nprint(*plans(), sep='\\n
 
 
 def plans():
-    """Exports and syncs to engines, on each mesh and with each size of buckets: what they are, as digests."""
+    """Digests of the plans of exports and syncs to engines, on each mesh and with each size of buckets."""
     hf, found = target_models.SPARSE, []
     for dims in (dims for dims in target_models.GRID if dims.pp == 2 and dims.vp == dims.etp == 1):
         held = target_models.held_by(hf, dims, random_state(hf))
@@ -32,7 +33,7 @@ def plans():
 
 
 def test_plans_are_those_of_any_process():
-    seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"  # another one than this process has
+    seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"  # not the seed of this process
     environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     done = subprocess.run([sys.executable, "-c", SAY], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

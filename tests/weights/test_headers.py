@@ -1,7 +1,7 @@
-"""Headers of files: we accept and refuse the same files as the ``safetensors`` library, with equal bits.
+"""Headers of files: we accept and refuse the same files as the ``safetensors`` library, and read equal bits.
 
-The library, pinned in ``constraints/``, is the oracle. Headers are drawn whole and then harmed in up to three places.
-A rule is our own: a key that is there twice is refused.
+The library, pinned in ``constraints/``, is the reference. A header is drawn whole and then damaged in up to three
+places. One rule is ours alone: a repeated key is refused.
 """
 
 import json
@@ -26,7 +26,7 @@ EXAMPLES = 10 * settings.default.max_examples
 
 
 def told_by_library(path: Path) -> dict[str, Any] | None:
-    """Its tensors, or what it says of one; None where it refuses the file."""
+    """The tensors as the library reads them, or its error for one of them; None if it refuses the file."""
     found: dict[str, Any] = {}
     try:
         with safe_open(path, "pt") as file:
@@ -41,7 +41,7 @@ def told_by_library(path: Path) -> dict[str, Any] | None:
 
 
 def has_a_key_twice(data: bytes) -> bool:
-    """Whether an object of a header that the library has taken has one."""
+    """Whether a header that the library accepted has a repeated key."""
 
     def is_new(pairs: list[tuple[str, Any]]) -> None:
         twice.extend(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))
@@ -52,7 +52,7 @@ def has_a_key_twice(data: bytes) -> bool:
 
 
 def assert_refused(path: Path, target: Path) -> None:
-    """By a message with the file's name, and by ``convert`` before it makes anything."""
+    """Assert that an error names the file, and that ``convert`` raises before it makes anything."""
     for attempt in (lambda: SafetensorsFile(path), lambda: convert(path.parent, target, on_event=lambda *event: None)):
         with pytest.raises(CheckpointError, match=path.name):
             attempt()

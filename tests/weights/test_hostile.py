@@ -1,6 +1,6 @@
 """Malicious folders: no file outside is touched, no code runs, and no process hangs.
 
-Each row harms a whole folder in one place. Then a read either raises an error with a message, or returns correct
+Each row damages a whole folder in one place. Then a read either raises an error with a message, or returns correct
 values. Headers of files and indexes are drawn at random in ``test_headers.py`` and ``test_folders.py``.
 """
 
@@ -58,7 +58,7 @@ HOME, LEFT = ".mcore_bridge.0123abcd", ".mcore_bridge.convert"
 
 @pytest.fixture
 def nobody_waits():
-    """A FIFO would block for ever. The pool has a limit of its own."""
+    """Limit the time of each test, since a FIFO would block forever. The pool has a separate limit."""
 
     def late(*_):
         raise TimeoutError("it waits for something that never comes")
@@ -80,7 +80,7 @@ def whole(tmp_path_factory):
 
 
 class Gadget:
-    """Whoever unpickles it makes a file."""
+    """An object that makes a file when it is unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -296,7 +296,7 @@ def test_errors_control_no_terminal():
 
 
 def in_file(change):
-    """A harm to what a rank's file holds."""
+    """Damage the content of a rank's file."""
 
     def harm(path):
         content = torch.load(path, weights_only=True)
@@ -315,7 +315,7 @@ def scalar(name):
 
 
 def packed(path):
-    """A record that is small in the file alone."""
+    """A record that is small only in the file."""
     torch.save(torch.load(path, weights_only=True), path)  # ours have no checksums
     with zipfile.ZipFile(path) as archive:
         records = {name: archive.read(name) for name in archive.namelist()}
@@ -374,7 +374,7 @@ def test_what_is_no_manifest_is_refused(text):
 
 
 def test_a_map_copies_nothing_outside_of_its_tensors(tmp_path):
-    """Whoever writes a file writes its digest as well."""
+    """An attacker who writes a file also writes its digest."""
     spec, tensor = TensorSpec("a", (4,), torch.int8), EngineTensor("b", (4,), (1,), torch.int8)
     good = EngineMap("e", (spec,), (tensor,), (SliceCopy("a", "b", BoxCopy(0, 0, (Dim(4, 1, 1),)), False),))
     assert not good.problems()
@@ -418,7 +418,7 @@ def test_a_lock_beside_a_folder_follows_no_link(tmp_path):
 
 
 def metadata(change):
-    """A harm to what the metadata says."""
+    """Damage values of the metadata."""
 
     def harm(folder):
         content = pickle.loads((folder / ".metadata").read_bytes())
@@ -429,7 +429,7 @@ def metadata(change):
 
 
 def places(**fields):
-    """A harm to where tensors and objects lie."""
+    """Damage the places of tensors and objects."""
 
     def change(content, folder):
         for place in content.storage_data.values():
@@ -440,7 +440,7 @@ def places(**fields):
 
 
 def chunks(*rows):
-    """A harm to the chunks of one tensor: they have these rows, from and to."""
+    """Damage the chunks of one tensor: they get these rows, from and to."""
 
     def change(content, folder):
         tensor, data = content.state_dict_metadata[KEY], io.BytesIO()
@@ -458,7 +458,7 @@ def chunks(*rows):
 
 
 def run_by_an_object(content, folder):
-    """An extra state that is a program, in a file that is whole."""
+    """An extra state that is a program, in an otherwise right file."""
     data = io.BytesIO()
     torch.save([Gadget(folder / "ran")], data)
     (folder / "__9_0.distcp").write_bytes(data.getvalue())

@@ -83,22 +83,10 @@ def checkpoint(name, folder):
 
 
 def trained(folder, dims, model):
-    """Chunks with megatron-core's distributed optimizer, and a function that makes a step and returns its loss."""
+    """The parts of training with megatron-core's distributed optimizer; see ``stepping.optimized``."""
     build = {"dims": dims, "dtype": torch.float32, "device": "cpu", "model": model}
     chunks = mb.build_model(folder, **build, overrides=with_mtp(folder))
-    wrapped = stepping.wrap(chunks, use_distributed_optimizer=True)
-    optimizer = stepping.distributed_optimizer(wrapped, lr=1e-2)
-
-    def step():
-        for ddp in wrapped:
-            ddp.zero_grad_buffer()
-        optimizer.zero_grad()
-        loss = stepping.forward_backward(wrapped, dims, tiny.tokens(4))
-        assert not optimizer.prepare_grads()
-        assert optimizer.step_with_ready_grads()
-        return None if loss is None else loss.item()
-
-    return wrapped, optimizer, step
+    return stepping.optimized(chunks, dims, tiny.tokens(4))
 
 
 def go_on(folder, saved, here, there):
@@ -144,7 +132,7 @@ def test_training_goes_on_in_the_other_class(name, tmp_path):
 
 
 def read_parts(folder, saved):
-    """Runs in a worker: adapters alone and with all else, and layers in one tensor, read by the other class."""
+    """Runs in a worker: the other class reads adapters alone, adapters with the base, and layers in one tensor."""
     from megatron.core import dist_checkpointing
 
     dims, all_adapters = ParallelDims(), []
@@ -183,7 +171,7 @@ def test_each_class_reads_adapters_and_layers_in_one_tensor(tmp_path):
 @needs_it
 @pytest.mark.parametrize("name", zoo.params(KEYED))
 def test_keys_are_those_of_megatron_cores_own_layers(name):
-    """Its stack counts the layers, and its layer of Mamba names its parts."""
+    """megatron-core's stack numbers the layers, and its Mamba layer names the parts."""
     hf, predicted = zoo.cases()[name].hf, int(name.startswith("nemotron_h"))
     if predicted:
         hf.num_nextn_predict_layers, hf.mtp_layers_block_type = 1, ["full_attention", "mlp"]
@@ -209,7 +197,7 @@ def shapes_of(state):
 
 @needs_it
 def test_keys_of_every_family_are_those_of_the_other_class_and_back():
-    """And of megatron-core's own stack and layers. Those of moments in an optimizer follow from them."""
+    """Keys of megatron-core's own stack and layers. Keys of an optimizer's moments follow from them."""
     build, compared = {"dims": ParallelDims(), "dtype": torch.float32, "device": "meta", "load_weights": False}, set()
     for case in zoo.cases().values():
         overrides = {"mtp_num_layers": getattr(case.hf, "num_nextn_predict_layers", None)}
@@ -273,7 +261,7 @@ def go_elsewhere(folders, out):
 
 @needs_it
 def test_a_model_that_another_trainer_built(tmp_path):
-    """Its halves are those of HF's layers, wherever its pipeline is cut, and it reads what a GPTModel has written."""
+    """Its halves get the numbers of HF's layers, with any cut of the pipeline, and it reads a GPTModel's checkpoint."""
     folders = {name: str(checkpoint(name, tmp_path / f"{name}-hf")) for name in ELSEWHERE}
     assert pool.run(2, go_elsewhere, folders, str(tmp_path)) == [[], []]
 

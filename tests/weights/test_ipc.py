@@ -1,4 +1,6 @@
-"""Weights in flat buffers on a GPU, read by another process through CUDA IPC, whatever torch's allocator is set to."""
+"""Weights in flat buffers on a GPU, which another process reads through CUDA IPC, with any setting of torch's
+allocator.
+"""
 
 import os
 from contextlib import closing
@@ -16,13 +18,13 @@ pytestmark = pytest.mark.multigpu
 SETTINGS = {"segments": "max_split_size_mb:512", "expandable": "max_split_size_mb:512,expandable_segments:True"}
 DTYPES = [torch.bfloat16, torch.float32, torch.float8_e4m3fn]
 SHAPES = [(DTYPES[i % 3], (1 + i % 4, 100_003 + 7 * i)) for i in range(60)]
-"""Some 35 MB; nothing is a multiple of anything."""
+"""Some 35 MB. No size is a multiple of another."""
 SLOT_BYTES = 4 << 20
 ROUNDS = 20
 
 
 def random_pairs(seed, seconds=0.0):
-    """Tensors whose bytes are drawn on the GPU only when its stream gets there: ``seconds`` after they are yielded."""
+    """Tensors whose bytes the GPU's stream writes only ``seconds`` after they are yielded."""
     generator = torch.Generator("cuda").manual_seed(seed)
     for index, (dtype, shape) in enumerate(SHAPES):
         pause(seconds, on_gpu=True)
@@ -71,7 +73,7 @@ def memory():
 
 
 def sender(rank, expandable):
-    """Many rounds with torch's allocator set to segments of either kind, which it still is afterwards."""
+    """Many rounds with both settings of torch's allocator for segments. The setting must be unchanged afterwards."""
     torch.cuda.set_device(0)
     plan = mb.plan_buckets(manifest_of(dict(random_pairs(0))), num_slots=2, slot_bytes=SLOT_BYTES)
     assert len(plan.buckets) > 3 * plan.num_slots
@@ -96,7 +98,7 @@ def test_another_process_reads_every_bit_on_the_same_gpu(name, monkeypatch):
 
 
 def send_model(rank, environment):
-    """A model's export, to an engine with an environment of its own, which sees our GPU or does not."""
+    """Send a model's export to an engine with another environment, in which our GPU is visible or not."""
     torch.cuda.set_device(0)
     hf = tiny("qwen3", vocab_size=97)
     dims = mb.ParallelDims()

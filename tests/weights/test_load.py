@@ -1,4 +1,4 @@
-"""Loading: strict both ways, from any kind of source, reading only what the rank owns."""
+"""Loads: a missing or unexpected tensor raises, any kind of source works, and a rank reads only its part."""
 
 import json
 import os
@@ -93,7 +93,9 @@ def test_from_a_mapping_and_from_pairs_in_any_order(state):
 
 @pytest.mark.parametrize("case", ["qwen3", "gemma2"])
 def test_a_base_model_without_its_head_loads(case, tmp_path):
-    """As embedding models are published. transformers adds the prefix of its names, and so do we; exports have it."""
+    """Embedding models are published in this way. transformers adds the prefix of names, and so do we, also in
+    exports.
+    """
     hf = tiny(case, tie_word_embeddings=True, num_hidden_layers=2)
     base = AutoModel.from_config(hf, dtype=torch.float32)
     base.save_pretrained(tmp_path)
@@ -139,7 +141,7 @@ def test_not_strict_reports_what_strict_raises(state):
         report = load_hf_weights(chunks, surplus, strict=False)
         with pytest.raises(CheckpointError, match=r"1 tensors missing .*, 1 unexpected ") as error:
             load_hf_weights(chunks, surplus)
-    assert "strict" not in str(error.value)  # which a command shows, and has no such option
+    assert "strict" not in str(error.value)  # a command shows the message, and has no such option
     assert error.value.__notes__ == ["load_hf_weights(strict=False) reports them instead"]
     assert report.missing == ("model.norm.weight",)
     assert report.unexpected == ("visual.weight",)
@@ -171,7 +173,7 @@ def test_a_wider_parameter_holds_every_value(state):
 
 
 class MadeAnew(UserDict):
-    """A mapping whose second answer for a name is another tensor."""
+    """A mapping that returns another tensor when a name is read again."""
 
     def __init__(self, state, change):
         super().__init__(state)
@@ -219,7 +221,7 @@ def test_all_ranks_raise_where_one_cannot_load_what_it_builds(folder):
 
 
 def test_a_model_holds_what_it_saves_as_it_is_now():
-    """Names are kept between calls, as long as the modules have the same."""
+    """Names are cached between calls, until the modules have other names."""
     with fake_mesh.rank_of(ONE, 0, 1):
         (chunk,) = mb.build_model(HF, dims=ONE, load_weights=False, device="cpu", dtype=torch.float32)
     built, inner = held_tensors([chunk]).keys(), chunk.decoder.layers[0].mlp
@@ -235,7 +237,7 @@ def test_a_model_holds_what_it_saves_as_it_is_now():
 
 
 def test_models_are_chunks_that_are_given_once(state):
-    """Whatever is asked of them."""
+    """All functions check this."""
     with fake_mesh.rank_of(ONE, 0, 1):
         (chunk,) = mb.build_model(HF, dims=ONE, load_weights=False, device="cpu", dtype=torch.float32)
         wrapped = torch.nn.Sequential()
@@ -304,7 +306,7 @@ def empty(folder):
 
 
 def change_index(**changes):
-    """A harm: these tensors are in those files, as the index has it."""
+    """Damage: the index says that these tensors are in those files."""
 
     def harm(folder):
         path = folder / "model.safetensors.index.json"
@@ -316,12 +318,12 @@ def change_index(**changes):
 
 
 def write(name, data):
-    """A harm: this file has these bytes."""
+    """Damage: this file has these bytes."""
     return lambda folder: (folder / name).write_bytes(data)
 
 
 def put(name, make):
-    """A harm: by this name there is something else than a file."""
+    """Damage: this name is not a file."""
 
     def harm(folder):
         (folder / name).unlink(missing_ok=True)
@@ -425,7 +427,7 @@ def test_a_rank_copies_only_its_own_slices(folder, state):
 
 @pytest.mark.parametrize("has_index", [True, False])
 def test_a_file_is_opened_once(folder, state, monkeypatch, has_index):
-    """Opening takes long on a file system of many machines."""
+    """Opening is slow on a network file system."""
     opened, open_file = [], os.open
     monkeypatch.setattr(os, "open", lambda path, *more: (opened.append(os.fspath(path)), open_file(path, *more))[1])
     if not has_index:
@@ -437,11 +439,11 @@ def test_a_file_is_opened_once(folder, state, monkeypatch, has_index):
 
 
 def hungry(folder, hf):
-    """Bytes that a load reads from disk, and what it adds to resident memory, against this rank's share."""
+    """Bytes that a load reads from disk, and adds to resident memory, relative to this rank's share."""
     mb.ParallelDims(tp=2).initialize(device="cpu")
     models = mb.build_model(hf, dims=mb.ParallelDims(tp=2), dtype=torch.float32, device="cpu", load_weights=False)
     for parameter in models[0].parameters():
-        parameter.data.fill_(1.0)  # the share is resident before we measure: what is added is overhead
+        parameter.data.fill_(1.0)  # the parameters are resident before we measure, so any growth is overhead
     before, read = memory.begin(), memory.read_from_disk()
     dist.barrier()
     mb.load_hf_weights(models, folder)
@@ -469,7 +471,7 @@ def test_memory_and_disk_are_used_once(tmp_path):
 
 
 def storages_stay_resizable(folder):
-    """A trainer that moves its parameters away gives their memory back by making it smaller."""
+    """A trainer that moves its parameters away frees their memory by resizing it."""
     ONE.initialize(device="cpu")
     (model,) = mb.build_model(folder, dims=ONE, dtype=torch.float32, device="cpu", load_weights=True)
     mb.manifest(model, digests=True)

@@ -91,7 +91,7 @@ def test_each_of_many_tensors_of_one_shape_is_cut_as_it_is_used():
 
 
 def test_a_copy_that_goes_on_in_the_next_row_reads_all_rows():
-    """Of four rows of five: one could say which, but nothing needs it."""
+    """It copies from four rows of five. The rows could be found, but no engine needs it."""
     for first, rows in ((1, [0]), (6, [1]), (2, [0, 1, 2, 3]), (8, [0, 1, 2, 3])):
         assert _read([BoxCopy(first, 0, (Dim(4, 1, 1),))], (4, 5), 0).tolist() == rows
 

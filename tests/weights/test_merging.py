@@ -25,7 +25,7 @@ from tests.support.peft_merges import merged as merged_by_peft
 from tests.support.peft_models import ALPHA, EXPERTS, RANK, fill, held
 from tests.support.pieces import merged as joined
 
-SMALL = 1 << 14  # a handful of parameters: exports take many messages
+SMALL = 1 << 14  # the size of a few parameters, so that exports take many messages
 FEW = {"copy": False, "bucket_bytes": SMALL}
 BF16, FP32 = torch.bfloat16, torch.float32
 DENSE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -42,7 +42,7 @@ CASES = {
 }
 
 FACTORS = {"llama": FP32}
-"""The dtype of adapters, if it is not that of the weights."""
+"""The dtype of adapters, if it differs from the dtype of the weights."""
 
 
 def digests(pairs):
@@ -132,7 +132,7 @@ def test_the_bits_are_those_of_peft_in_fp64_on_each_mesh(case, dtype, tmp_path):
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_a_base_is_as_it_was_after_a_hundred_syncs(dtype):
-    """Adapters change in between, as by steps. They come back in the end, and so do the merged weights."""
+    """Adapters change in between, as by steps. At the end they have their first values, and so do merged weights."""
     with rank_of(mb.ParallelDims(), 0, 1):
         chunks = mb.build_model(tiny.config("llama"), load_weights=False, device="cpu", dtype=dtype)
         plain = digests(mb.iter_hf_weights(chunks))

@@ -1,4 +1,4 @@
-"""The metadata of a checkpoint of megatron-core: the names that its pickle may contain, and every harmful content."""
+"""The metadata of a checkpoint of megatron-core: the names that its pickle may contain, and harmful pickles."""
 
 import importlib
 import os
@@ -37,7 +37,7 @@ def is_data(value):
 
 @pytest.mark.parametrize("module", MODULES)
 def test_of_torchs_modules_a_pickle_names_data_alone(module):
-    """They import functions and whole modules, and a dot leads from a class to its methods, or further."""
+    """Torch's modules import functions and other modules, and a name with dots reaches methods of a class, and more."""
     values = {name: value for name, value in vars(importlib.import_module(module)).items() if len(name) < 200}
     data = {name for name, value in values.items() if is_data(value)}
     assert data
@@ -158,7 +158,7 @@ def test_chunks_that_add_up_to_a_tensor_may_lie_outside_of_it(monkeypatch):
     for sides in ((([-1], [4]),), (([1], [4]),), (([0], [5]), ([2], [-1])), (([0], [2]), ([0], [2]))):
         assert not is_tiled(boxes([4], *sides)), sides
     rings = [([0, 0], [1, 2]), ([0, 2], [2, 1]), ([2, 1], [1, 2]), ([1, 0], [2, 1]), ([1, 1], [1, 1])]
-    for most in (5, 4):  # to compare too many one with another would take for ever
+    for most in (5, 4):  # comparing too many pairs would take forever
         monkeypatch.setattr(metadata, "_MOST_ODD", most)
         assert is_tiled(boxes([3, 3], *rings)) == (most == 5)
 

@@ -1,7 +1,7 @@
 """Plans do not change by accident: senders, messages and memory are recorded here.
 
-Most changes to a planner leave every export right, only slower or larger. So a change to a plan is made on purpose, and
-``python -m tests.weights.test_plans`` prints the lines of PLANS anew.
+Most changes to a planner leave exports right, and only make them slower or larger. So a change to a plan must be made
+on purpose: ``python -m tests.weights.test_plans`` prints the new lines of PLANS.
 """
 
 import functools
@@ -40,7 +40,7 @@ MODELS = {
         "gpt_oss", num_hidden_layers=3, num_local_experts=8, num_experts_per_tok=2, num_key_value_heads=2
     ),
 }
-for rows in (115328, 112448, 102848, 94528, 77248, 64448, 51648):  # each leaves room for messages of other sizes
+for rows in (115328, 112448, 102848, 94528, 77248, 64448, 51648):  # each allows messages of other sizes
     MODELS[f"wide {rows}"] = tiny(
         "llama", vocab_size=rows, hidden_size=8192, intermediate_size=8192, num_hidden_layers=8, **HEADS
     )
@@ -105,7 +105,7 @@ PLANS: dict[Case, tuple[int, int, int, int]] = {
     ("small tied", "TP4", "TP4", 0.0625): (5, 65024, 152, 2773123557),
     ("small tied", "TP4", "TP1", 0.0625): (27, 116672, 719, 199229607),
 }
-"""By model, mesh, engine and MB of a bucket: messages, bytes of memory, copies of a rank, and a checksum."""
+"""For each model, mesh, engine and size of buckets in MB: messages, bytes of memory, copies of a rank, a checksum."""
 
 
 @functools.cache
@@ -149,7 +149,7 @@ def test_ranks_that_describe_a_parameter_otherwise_are_refused() -> None:
 
 
 def test_groups_without_all_of_a_model_are_refused() -> None:
-    """The last rank is missing: its shards, its layers or its experts are."""
+    """Without the last rank, its shards, its layers or its experts are missing."""
     for model, mesh, message in (
         ("small tied", "TP4", r"no rank of the group holds the shards \[3\] of .*; is a rank missing in it"),
         ("small tied", "TP2 PP2", r"no rank of the group holds the shards \[1\] of .*; is a rank missing in it"),

@@ -1,4 +1,4 @@
-"""Checkpoints as they are published, quantized: decoded bit by bit as transformers or the publisher's own code does."""
+"""Quantized checkpoints as they are published, decoded bit by bit like transformers or the publisher's code."""
 
 import dataclasses
 import json
@@ -89,7 +89,7 @@ CASES: dict[str, tuple[Callable[[], Any], Format, torch.dtype, mb.ParallelDims]]
     "modelopt mixed": (lambda: tiny("llama"), quantized.modelopt_mixed(), torch.float32, mb.ParallelDims(tp=2)),
     "gpt_oss": (family("gpt_oss", **GPT_OSS), mxfp4(), torch.bfloat16, mb.ParallelDims(tp=2, pp=2, ep=2, sp=True)),
 }
-"""By family (or what else is particular): its config, how it is published, a dtype, and a mesh."""
+"""For each family or special case: its config, its published form, a dtype, and a mesh."""
 
 
 WITHOUT_REFERENCE = ("fbgemm", "each layer", *(name for name in CASES if name.startswith("modelopt")))
@@ -121,7 +121,7 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_each_rank_holds_its_slices_of_the_decoded_file(name: str, tmp_path: Path) -> None:
-    """What plain weights are loaded as is tested elsewhere."""
+    """Loads of plain weights are tested in other files."""
     hf, form, dtype, dims = case(name)
     files, plain = quantized.write(hf, form, tmp_path, dtype=dtype)
     expected, _ = on_every_rank(hf, dims, plain, dtype)
@@ -138,7 +138,7 @@ def decoded(report: Any) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", ["ministral3", "gpt_oss", "e8m0", "kimi_k2", "nvfp4", "modelopt"])
 def test_mappings_and_pairs_are_decoded_alike(name: str, tmp_path: Path) -> None:
-    """Codes of pairs wait for scales, whichever come first."""
+    """Codes and scales of pairs wait for each other, in any order."""
     hf, form, dtype, _ = case(name)
     files, plain = quantized.write(hf, form, tmp_path, dtype=dtype)
     expected, _ = on_every_rank(hf, ONE, plain, dtype)
@@ -152,7 +152,7 @@ def test_mappings_and_pairs_are_decoded_alike(name: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["ministral3", "gpt_oss", "kimi_k2"])
 def test_a_weight_of_pairs_leaves_when_its_parts_have_come(name: str, tmp_path: Path) -> None:
-    """So a load of pairs never holds all codes of a model."""
+    """A load of pairs never holds all codes of a model."""
     hf, form, dtype, _ = case(name)
     files, _ = quantized.write(hf, form, tmp_path, dtype=dtype)
     waiting = list(files.items())
@@ -168,7 +168,7 @@ def test_a_weight_of_pairs_leaves_when_its_parts_have_come(name: str, tmp_path: 
 @pytest.mark.skipif(not zoo.NEWEST, reason="transformers 4 decodes FP8 on GPUs alone")
 @pytest.mark.parametrize("name", [name for name in CASES if name not in WITHOUT_REFERENCE])
 def test_transformers_decodes_the_same(name: str, tmp_path: Path) -> None:
-    """So the formulas that all else here is compared with are its own."""
+    """This shows that the reference formulas of this file are transformers' formulas."""
     hf, form, dtype, _ = case(name)
     _, plain = quantized.write(hf, form, tmp_path / "quantized", dtype=dtype)
     found = quantized.oracle(tmp_path / "quantized", dtype).state_dict()
@@ -198,7 +198,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
 
 
 def test_a_folder_without_scales_does_not_load(tmp_path: Path) -> None:
-    """Not even where a dtype is asked for: codes are no weights."""
+    """It raises even if a dtype is requested, since codes are no weights."""
     hf = tiny("qwen3", num_hidden_layers=1)
     files, _ = quantized.write(hf, deepseek((8, 8)), tmp_path)
     save_file(
@@ -252,7 +252,7 @@ INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 )
 def test_weights_of_compressed_tensors_that_are_not_read_are_named(weights: Any, message: str) -> None:
     note: dict[str, Any] = {**quantized.compressed("pack-quantized", {}), "sparsity_config": {"format": "dense"}}
-    for group in (INT4, None):  # the other group is read, or has no weights
+    for group in (INT4, None):  # the second group is read, or has no weights
         note["config_groups"] = {"group_0": {"weights": group}, "group_1": {"weights": weights}}
         with pytest.raises(ConfigError, match=message):
             read_quantization(note)
@@ -294,7 +294,7 @@ BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure"
     ],
 )
 def test_notes_in_other_spellings_are_read(note: dict[str, Any], allowed: set[Any]) -> None:
-    """Two of them quantize the KV cache alone."""
+    """Two of the formats quantize only the KV cache."""
     found = read_quantization(note)
     assert found is not None
     assert found.allowed == allowed
@@ -302,7 +302,7 @@ def test_notes_in_other_spellings_are_read(note: dict[str, Any], allowed: set[An
 
 @pytest.mark.parametrize("algorithm", ["NVFP4", "FP8"])
 def test_a_note_of_modelopt_may_be_in_its_own_file(algorithm: str, tmp_path: Path) -> None:
-    """Without one in config.json. It must be that of the files, which are NVFP4."""
+    """The description is then not in config.json. It must fit the files, which are NVFP4."""
     hf, form, dtype, _ = case("modelopt")
     _, plain = quantized.write(hf, form, tmp_path, dtype=dtype)
     config = tmp_path / "config.json"
@@ -333,7 +333,9 @@ def test_a_note_of_modelopt_that_is_no_file_of_json_is_refused(make: Callable[[P
 
 
 def test_scales_may_have_the_name_that_mistral_gives_them(tmp_path: Path) -> None:
-    """``qscale_weight`` beside ``weight``, one number for each. No weight needs ``qscale_act``, of activations."""
+    """``qscale_weight`` is one number beside each ``weight``. ``qscale_act`` is for activations, and no weight needs
+    it.
+    """
     form = quantized.fp8(None, ministral().note, name=".qscale_weight", extra={".qscale_act": torch.tensor(0.5)})
     files, plain = quantized.write(tiny("llama"), form, tmp_path)
     assert any(name.endswith(".qscale_weight") for name in files)
@@ -358,9 +360,9 @@ def test_what_is_saved_is_plain(tmp_path: Path) -> None:
 def test_no_more_is_decoded_at_once_than_a_slot_takes(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So no whole tensor is decoded, and host memory is bounded; rows of one block are in several pieces.
+    """No whole tensor is decoded, so host memory is bounded. Rows of one block are in several pieces.
 
-    Nor are coordinates cut again for each weight of a model: those of one shape have equal slices.
+    Coordinates are cut once for all weights of one shape.
     """
     hf, form, dtype, _ = case(name)
     quantized.write(hf, form, tmp_path, dtype=dtype)
@@ -385,7 +387,7 @@ def test_no_more_is_decoded_at_once_than_a_slot_takes(
 
 @pytest.mark.parametrize(("model_type", "form"), [("mistral3", ministral()), ("qwen3_vl", deepseek((4, 4)))])
 def test_a_quantized_composite_loads_and_is_saved_plain(model_type: str, form: Format, tmp_path: Path) -> None:
-    """Its text is decoded, and what is carried, too, where a publisher has quantized that."""
+    """Its text is decoded, and so are carried tensors, if a publisher has quantized them."""
     if model_type not in composites.NAMES:
         pytest.skip("the installed transformers lacks it")
     composites.written(model_type, tmp_path)

@@ -44,7 +44,7 @@ def test_qkv_geometries(family, tp, groups):
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dims", [ParallelDims(tp=2), ParallelDims(tp=8), ParallelDims(tp=4, pp=2)], ids=str)
 def test_vocabularies_that_tp_does_not_divide(vocab, tied, dims):
-    """Padded inside with zeros, exact outside."""
+    """Padding is zero in the model, and is not in the export."""
     hf = tiny("llama", vocab_size=vocab, tie_word_embeddings=tied, num_hidden_layers=2)
     check(hf, dims)
     state = random_state(hf)
@@ -78,7 +78,9 @@ def test_half_precision_crosses_bit_for_bit(dtype):
 @settings(max_examples=25)
 @given(problems(), st.integers(1, 1 << 15))
 def test_what_engines_fuse_comes_together_and_the_manifest_is_known_first(problem, bucket_bytes):
-    """q, k, v and gate, up complete with one message; names, shapes and order do not depend on who plans."""
+    """q, k, v complete with one message, and so do gate and up. Names, shapes and order are equal in every rank's
+    plan.
+    """
     hf, dims = problem
     state = random_state(hf)
     held = fake_mesh.build_everywhere(hf, dims, lambda chunks: load_hf_weights(chunks, state), dtype=torch.float32)
@@ -98,7 +100,7 @@ def test_what_engines_fuse_comes_together_and_the_manifest_is_known_first(proble
 
 
 def test_replicas_send_once():
-    """A norm that every tensor-parallel rank holds travels from one of them."""
+    """A norm that every tensor-parallel rank holds is sent by one rank only."""
     hf = tiny("llama", num_hidden_layers=1)
     state = random_state(hf)
     held = fake_mesh.build_everywhere(

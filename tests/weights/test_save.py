@@ -1,5 +1,6 @@
-"""Saves: written files can be loaded on any mesh and by transformers, and no file is held in memory. Tests of processes
-that die or write to one target are in ``test_atomic_folder.py``.
+"""Saves: written files can be loaded on any mesh and by transformers, and no file is held in memory.
+
+Tests of processes that die or write to one target are in ``test_atomic_folder.py``.
 """
 
 import json
@@ -39,7 +40,7 @@ def save_everywhere(folder, dims, dtype, max_shard_bytes):
 @pytest.mark.parametrize("dims", [mb.ParallelDims(tp=2, pp=2), mb.ParallelDims(tp=2)], ids=str)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_what_is_saved_is_the_manifest_and_loads_in_transformers(tmp_path, dims, dtype):
-    """On 4 ranks, with one replica or two."""
+    """Saves run on 4 ranks, with one replica or two."""
     manifests = pool.run(4, save_everywhere, str(tmp_path / "out"), dims, dtype, 40_000)
     assert all(manifest == manifests[0] for manifest in manifests)
     found = mb.Manifest.from_folder(tmp_path / "out")
@@ -130,7 +131,7 @@ def test_a_value_head_saves_as_a_classifier_that_transformers_loads(tmp_path, al
 
 
 def test_what_comes_must_be_what_was_announced():
-    """Headers are written first, so a file has no place for more bytes than they say."""
+    """Headers are written first, so a file has no place for more bytes."""
     spec = TensorSpec("w", (2,), torch.float32)
     for pairs, message in (
         ([("w", torch.ones(3))], r"w came as torch\.float32 \(3,\), the manifest has .*: change no model while it is"),
@@ -142,7 +143,7 @@ def test_what_comes_must_be_what_was_announced():
 
 
 def fail_to_write(folder, rank):
-    """Save where files of one rank can hold its headers, but not its tensors: a thread that writes finds out."""
+    """Save with a limit at which files of one rank can hold headers, but not tensors: a writing thread raises."""
     models = build_two()
     try:
         with limited(resource.RLIMIT_FSIZE, 20_000, dist.get_rank() == rank):
@@ -160,7 +161,7 @@ def build_two():
 
 
 def threads():
-    """Those of ours that are running."""
+    """The running threads of this library."""
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("staging")]
 
 
@@ -194,7 +195,7 @@ def test_a_rank_that_cannot_even_begin_raises_on_all(tmp_path, rank):
 
 
 def save_and_load_many(folder):
-    """With a file for each tensor: the most files that were open at once, beside those that were before."""
+    """Save and load a file for each tensor. Return the most files that were open at once, without files open before."""
     mb.ParallelDims().initialize(device="cpu")
     state, dims, most = random_state(HF), mb.ParallelDims(), 0
     models = mb.build_model(HF, dims=dims, dtype=torch.float32, device="cpu", load_weights=state)

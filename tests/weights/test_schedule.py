@@ -1,4 +1,4 @@
-"""Messages of two sizes: large ones, but small ones beside a tensor that takes most of the memory."""
+"""Messages of two sizes: large ones, and small ones beside a tensor that takes most of the memory."""
 
 import contextlib
 import math
@@ -24,7 +24,7 @@ from tests.support.exports import assert_exact, built
 from tests.support.strategies import tiny
 
 MEMORY = 2_000_000
-SMALLER = {  # a thousandth of each, for models of MB
+SMALLER = {  # all limits divided by a thousand, for models of some MB
     "mcore_bridge.weights.plan.gather.MEMORY": MEMORY,
     "mcore_bridge.weights.plan.gather.OTHERWISE": 192 << 10,
     "mcore_bridge.weights.plan.gather.MESSAGE_BYTES": tuple(size << 10 for size in (512, 384, 320, 256, 192, 128)),
@@ -55,7 +55,7 @@ CASES = [
 
 
 class Counted(Memory):
-    """Memory for messages, and the most that there was at once: as long as any view of it is there."""
+    """Memory for messages that counts its largest use. Memory is in use as long as a view of it exists."""
 
     now = most = 0
     limit = math.inf
@@ -64,7 +64,7 @@ class Counted(Memory):
         super().__init__(*arguments)
         end = time.monotonic() + 10
         while self.now + self.all.numel() > self.limit and time.monotonic() < end:
-            time.sleep(0.001)  # threads of gloo hold what has arrived a little longer
+            time.sleep(0.001)  # threads of gloo hold received windows a little longer
         array = np.empty(self.all.numel(), np.uint8)
         weakref.finalize(array, self.count, -array.nbytes)
         self.count(array.nbytes)
@@ -111,7 +111,7 @@ def test_most_messages_are_large(model, dims):
         small, large = sorted(set(rooms))
         assert 1.3 * small < large
         assert rooms.count(large) > len(rooms) / 4
-        assert rooms[0] == rooms[-1] == small  # beside the embedding and the output layer
+        assert rooms[0] == rooms[-1] == small  # together with the embedding and the output layer
         assert counted <= 1.001 * max(MEMORY, largest * 3 // 2)
         assert most <= expected
 
@@ -132,14 +132,14 @@ def export_without_memory_on_1(after):
     return str(refused.value)
 
 
-@pytest.mark.parametrize("after", [2, 3, 4, 5])  # behind the first two: larger ones, then small ones again
+@pytest.mark.parametrize("after", [2, 3, 4, 5])  # after the first two: larger ones, then small ones again
 def test_a_rank_without_memory_for_other_messages_leaves_nobody_waiting(after):
     messages = pool.run(4, export_without_memory_on_1, after, timeout=60)
     assert messages == ["rank 1 of the group: RuntimeError: out of memory"] * 4
 
 
 def test_memory_for_further_messages_is_that_of_their_size():
-    """Two small messages have memory when the size changes; those in flight after them get memory of their own."""
+    """Two small messages have memory when the size changes. Messages in flight after them get new memory."""
     rooms = [1, 1, 4, 4]
     assert export_plan._message_bytes(rooms, 0) == 1 + export_plan.MESSAGES_IN_FLIGHT * 4
     assert export_plan._message_bytes(rooms, 2) == 4 + 4

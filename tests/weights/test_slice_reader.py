@@ -1,4 +1,6 @@
-"""Files of the format: slices read by position are what was written, and what is written others can read."""
+"""Files of the safetensors format: slices read by position equal the written values, and other libraries read our
+files.
+"""
 
 import contextlib
 import math
@@ -35,7 +37,7 @@ def slices(draw):
 @given(
     slices(),
     st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.int64]),
-    st.integers(1, 7) | st.integers(8, 300),  # less than an element takes, too
+    st.integers(1, 7) | st.integers(8, 300),  # also less than an element
 )
 def test_pieces_of_any_slice_are_read_from_any_place(tmp_path_factory, drawn, dtype, num_bytes):
     shape, index, order = drawn
@@ -50,13 +52,13 @@ def test_pieces_of_any_slice_are_read_from_any_place(tmp_path_factory, drawn, dt
             arrived = torch.zeros(piece.source.shape, dtype=dtype)
             assert arrived.nbytes <= max(num_bytes, dtype.itemsize)
             file.read([piece.source], array_of(arrived))
-            piece.target.add_(arrived)  # what came twice would be twice as much
+            piece.target.add_(arrived)  # a value that came twice would be doubled
     assert torch.equal(found, expected)
 
 
 @given(st.data())
 def test_views_of_one_file_are_read_together(tmp_path_factory, data):
-    """In any order, with gaps or without, some twice, some of nothing: each comes behind the one before."""
+    """Views are in any order, with gaps or without, some twice, some empty. Reads go on from the view before."""
     path = tmp_path_factory.mktemp("views") / "model.safetensors"
     shapes = data.draw(st.lists(st.sampled_from([(), (0, 3), (1,), (4, 3), (2, 3, 2)]), min_size=1, max_size=6))
     numbers = iter(range(1000))
@@ -97,7 +99,7 @@ def test_what_a_call_reads_in_part_is_read_whole(tmp_path, monkeypatch, most):
     out = np.zeros(6000, np.uint8)
     parts = [
         (offset, out.data[2 * offset : 2 * offset + 2]) for offset in range(0, 2998, 2)
-    ]  # more than one call takes
+    ]  # more than one call reads
     with (tmp_path / "file").open("rb") as file:
         positional_io.read_scattered(file.fileno(), [*parts[::-1], (7995, out.data[5995:])])
         with pytest.raises(EOFError, match="ends 3 bytes before byte 8003"):
@@ -127,7 +129,7 @@ def test_a_file_that_became_shorter_is_an_error_and_no_signal(tmp_path, index):
 
 
 def test_what_is_put_into_place_at_once_is_of_one_dtype_on_either_side(tmp_path):
-    """Kernels that copy many tensors at once have taken the dtype of the first for that of all."""
+    """Kernels that copy many tensors at once have used the dtype of the first tensor for all tensors."""
     path = tmp_path / "model.safetensors"
     save_file({"narrow": torch.ones(6, dtype=torch.bfloat16), "wide": torch.ones(6)}, path)
     file = SafetensorsFile(path)
@@ -135,14 +137,14 @@ def test_what_is_put_into_place_at_once_is_of_one_dtype_on_either_side(tmp_path)
     dtypes = torch.bfloat16, torch.float32, torch.float32, torch.bfloat16
     targets = [
         torch.empty(12, dtype=dtype)[::2] for dtype in dtypes
-    ]  # with gaps, so that nothing is read straight there
+    ]  # with gaps, so that no read writes there directly
     slices = [FileCopy(view, target, view.dtype, (file,)) for view, target in zip(views, targets, strict=True)]
     found = list(_batches([*slices, *slices[3:]], num_bytes=1 << 10))
     assert [len(pieces) for _, pieces in found] == [1, 1, 1, 2]
 
 
 def example():
-    """A tensor of each dtype, those of one byte first, and shapes with no dim and with no element."""
+    """A tensor of each dtype, dtypes of one byte first, and shapes without a dim and without an element."""
     dtypes = sorted(DTYPES.values(), key=lambda dtype: dtype.itemsize)
     tensors = {f"of {dtype}": (torch.arange(6 * dtype.itemsize).byte() % 2).view(dtype) for dtype in dtypes}
     return {**tensors, "scalar": torch.tensor(2.5), "empty": torch.empty(0, 3), 'a "name"': torch.ones(2, 3)}
@@ -157,7 +159,7 @@ def test_what_a_call_writes_in_part_is_written_whole(tmp_path, monkeypatch):
 
 
 def test_others_read_what_we_write(tmp_path):
-    """Of all dtypes that they write. The tensors come in another order than they lie in, and in pieces."""
+    """All dtypes that the library writes. Tensors come in another order than in the file, and in pieces."""
     assert set(DTYPES.values()) == {dtype for dtype in _SIZE if dtype is not None}
     path = tmp_path / "model.safetensors"
     tensors = example()

@@ -1,4 +1,4 @@
-"""Slots and threads: bounded, in order, and no error or thread is lost."""
+"""Slots and threads: memory is bounded, results come in order, and no error or thread is lost."""
 
 import threading
 import time
@@ -49,7 +49,7 @@ def test_the_caller_finishes_in_the_order_in_which_it_began():
 
 @pytest.mark.parametrize("late", [True, False])
 def test_what_a_thread_raises_is_raised_and_no_thread_is_left(late):
-    """While there is more to do, and when the caller has submitted everything."""
+    """An error comes while there is more work, or after the caller has submitted all of it."""
 
     def fail():
         raise OSError("no space left on device")

@@ -82,7 +82,7 @@ MESHES = {
 
 @lru_cache(maxsize=4)
 def held_of(family, dims):
-    """What the ranks of a mesh hold; the same for one engine after the other."""
+    """The tensors of the ranks of a mesh, cached for all engines."""
     return held_by(FAMILIES[family], dims, random_state(FAMILIES[family]))
 
 
@@ -157,7 +157,7 @@ def test_what_is_there_whole_is_cut_alike(family):
         (ParallelDims(tp=4, sp=True), {"tp": 4}, 0.0),
         (ParallelDims(tp=2, pp=2, sp=True), {"tp": 2, "pp": 2}, 0.0),
         (ParallelDims(tp=2, pp=2, sp=True), {"tp": 4}, 0.75),
-        (ParallelDims(tp=4, sp=True), {"tp": 2}, 0.75),  # ranks 0 and 3 hold half of theirs
+        (ParallelDims(tp=4, sp=True), {"tp": 2}, 0.75),  # ranks 0 and 3 already hold half of their tensors
     ],
     ids=str,
 )
@@ -199,7 +199,7 @@ def test_what_a_rank_has_itself_is_not_made_all_at_once(tp):
 
 @pytest.mark.parametrize("engine", [engine_ranks(), engine_ranks(tp=2)], ids=["TP1", "TP2"])
 def test_a_large_tensor_begins_when_those_before_it_are_complete(engine):
-    """Lanes of ranks that hold a part of it each are not at the same place to the byte."""
+    """Ranks that hold parts of a tensor are not at exactly equal bytes of their streams."""
     hf = tiny("llama", hidden_size=128, intermediate_size=256, num_hidden_layers=4, vocab_size=4096)
     state = random_state(hf)
     held = held_by(hf, ParallelDims(tp=4, sp=True), state)
@@ -219,7 +219,7 @@ def test_a_large_tensor_begins_when_those_before_it_are_complete(engine):
 
 @pytest.mark.parametrize("bucket_bytes", [1 << 14, 1 << 22])
 def test_stages_take_turns_to_send_to_each_rank_where_memory_asks_for_it(bucket_bytes):
-    """All send all the time. Less is in the making then, and what arrives is the same."""
+    """All ranks still send all the time. Fewer tensors are incomplete at once, and exported tensors are equal."""
     hf = tiny("llama", hidden_size=256, intermediate_size=512, num_hidden_layers=8, vocab_size=64)
     state, dims = random_state(hf), ParallelDims(tp=2, pp=4, sp=True)
     held = held_by(hf, dims, state)
@@ -234,14 +234,14 @@ def test_stages_take_turns_to_send_to_each_rank_where_memory_asks_for_it(bucket_
             at_once = {stages[sender] for sender, sends in enumerate(senders) if sends} - {stages[receiver]}
             assert len(at_once) <= (1 if bucket_bytes == 1 << 14 else 3)
         num_busy = sum(any(senders[rank] for senders in busy) for rank in range(8))
-        assert num_busy >= 6 or not num_busy  # others have what is a receiver's own; the last of a turn is empty
+        assert num_busy >= 6 or not num_busy  # the last message of a turn is empty
     making = max(program.plan.open_bytes for program in programs)
     largest = max(output.num_bytes for output in programs[0].plan.payload.outputs)
     assert making <= 4 * largest if bucket_bytes == 1 << 14 else making > 4 * largest
 
 
 def grid(dims, hf_fields):
-    """Every engine, from one mesh; the ranks of a world that is larger than a replica feed it as well."""
+    """Every engine, from one mesh. In a world with several replicas, all ranks feed engines."""
     hf = tiny("qwen3_moe", **hf_fields)
     dims.initialize(device="cpu")
     state = random_state(hf)

@@ -1,5 +1,6 @@
-"""A tensor that a checkpoint holds twice is compared with its copy before it is dropped. For a head beside a tied
-embedding, the reference is the model that the installed transformers makes of the folder.
+"""A tensor that a checkpoint holds twice is compared with its copy before the copy is ignored.
+
+For a head beside a tied embedding, the reference is the model that the installed transformers makes of the folder.
 """
 
 import json
@@ -44,13 +45,13 @@ ONE, MESH = mb.ParallelDims(), mb.ParallelDims(tp=2, pp=2)
 OTHER = random_state(tiny("llama", vocab_size=97, num_hidden_layers=2), seed=1)[HEAD]
 BATCH = torch.randint(0, 97, (2, 12), generator=torch.Generator().manual_seed(0))
 KINDS = ("differs", "equal", "none", "alone")
-"""The head in a file: another tensor than the embedding, an equal one, none, or a head without an embedding."""
+"""The head in a file differs from the embedding, equals it, is missing, or comes without an embedding."""
 LOADED = [kind for kind in KINDS if kind != "alone" or not ties_any_head()]
 OWN_HEAD = not ties_any_head()
 
 
 def files(kind: str) -> dict[str, Tensor]:
-    """The tensors of a checkpoint whose config says that it is tied."""
+    """The tensors of a checkpoint with a tied config."""
     state = random_state(HF)
     heads = {"differs": OTHER, "equal": state[EMBEDDING].clone(), "none": None, "alone": state[EMBEDDING]}
     if kind == "alone":
@@ -109,7 +110,7 @@ def test_a_model_has_the_head_that_transformers_gives_it_and_so_has_what_is_save
 
 
 def on_every_rank(source: Any, **arguments: Any) -> list[Any]:
-    """What each rank of a mesh, built by a tied config before weights are there, has to say of a load."""
+    """The report or error of a load, on each rank of a mesh that was built from a tied config without weights."""
     said = []
 
     def load(chunks: list[Any]) -> None:
@@ -149,7 +150,7 @@ def test_a_model_that_was_built_tied_takes_an_equal_head_and_refuses_another(kin
 
 @pytest.mark.skipif(ties_any_head(), reason="transformers 4 takes no head of a tied model")
 def test_a_head_alone_is_there_once_and_compared_with_nothing():
-    """A NaN in it equals nothing, itself included."""
+    """A NaN in the head equals no value, not even NaN."""
     state = files("alone")
     state[HEAD][0, 0] = torch.nan
     found = Source(state).for_model(provenance_of(HF).mapping(tied=True))
@@ -168,7 +169,7 @@ def test_with_transformers_4_a_tied_model_leaves_out_any_head(folders, caplog):
 
 
 def counts(folder: Path) -> tuple[Any, ...]:
-    """What is planned for a folder of many layers: parameters, tensors of an export, and where the pipeline is cut."""
+    """The plan for a folder of many layers: parameters, tensors of an export, and cuts of the pipeline."""
     found = plan(folder, BuildOptions(dims=mb.ParallelDims(pp=2, layout="balanced")))
     return found.blueprint.dims.layout, [(spec.name, spec.shape) for spec in found.export.tensors()]
 
@@ -296,13 +297,13 @@ def test_a_tied_model_writes_what_its_mtp_layers_repeat():
 
 @pytest.mark.parametrize("model_type", sorted({case.model_type for case in zoo.cases().values()}))
 def test_nothing_is_ignored_that_transformers_would_load(model_type):
-    """What is on no list for another reason than that it follows from the config, transformers has on its own."""
+    """Each ignored name either follows from the config, or is also on transformers' list of ignored names."""
     hf = next(case.hf for case in zoo.cases().values() if case.model_type == model_type)
     hf = TWINS[model_type].config(hf) if model_type in TWINS else hf
     with init_empty_weights(include_buffers=True):
         model = AutoModelForCausalLM.from_config(hf)
     ignored = architectures()[model_type].ignored
-    ruled = {name for rule in architectures()[model_type].rules(hf) for name in rule.hf}  # used where a layer has it
+    ruled = {name for rule in architectures()[model_type].rules(hf) for name in rule.hf}  # used if a layer has it
     held = (name for name in on_disk(model, model.state_dict()) if pattern_of(name) not in ruled)
     assert not [name for name in held if matches(name, ignored)]
     for pattern in {*ignored} - {"*.rotary_emb.inv_freq"} - ruled if model_type not in TWINS else ():

@@ -1,4 +1,4 @@
-"""RLinf's training step on rows with images: its own functions, cut out of files that import all of Megatron-LM."""
+"""RLinf's training step on rows with images: RLinf's functions, cut out of files that import all of Megatron-LM."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def micro_batches(batch: dict[str, Any], size: int) -> Iterator[dict[str, Any]]:
 def step(
     folder: str, sizes: dict[str, Any], batch: dict[str, Any], size: int, model: str | None = None
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Runs in each worker: losses of microbatches, of the last stage alone, and gradients of the tower.
+    """Runs in each worker: losses of microbatches on the last stage, and gradients of the tower.
 
-    With a ``model``, it is the text alone, and the gradients are all.
+    With a ``model``, the text alone is trained, and all gradients are returned.
     """
     from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func

@@ -1,6 +1,6 @@
-"""RLinf's own actor and engine worker in workers of the pool, with the diffs of docs/trainers/rlinf.md applied.
+"""RLinf's actor and engine worker in workers of the pool, with the diffs of docs/trainers/rlinf.md applied.
 
-What is RLinf's runs. Replaced is what needs Ray (a worker's start, the way of its messages), CUDA, and SGLang itself.
+RLinf's code runs. Three things are replaced: Ray (a worker's start and its messages), CUDA, and SGLang itself.
 """
 
 import contextlib
@@ -76,7 +76,7 @@ def is_newest() -> bool:
 
 
 def passes_expert_parallelism() -> bool:
-    """Whether its actor tells the resharder of expert parallelism in the engine: since 0.4.0."""
+    """Whether RLinf's actor passes the engine's expert parallelism to the resharder, as since 0.4.0."""
     return "rollout_ep_size" in source_of(ACTOR)
 
 
@@ -97,7 +97,7 @@ def actor_module() -> types.ModuleType:
 
 @dataclass
 class Letter:
-    """What a worker of RLinf gets for a message that is on its way: the message is read when it is waited for."""
+    """The handle that a worker of RLinf gets for a message in flight. Waiting for it reads the message."""
 
     content: Any
     sent: bytes = b""
@@ -111,9 +111,8 @@ class Layout:
     """One case: the sizes of trainer and engine, and whether they share GPUs.
 
     Attributes:
-        model_type: RLinf's name of the family.
-        tp, pp, ep, etp: of the trainer.
-        rollout_tp, rollout_world: of one engine, and the ranks of all of them.
+        model_type: RLinf's name of the family. tp, pp, ep, etp: sizes of the trainer.
+        rollout_tp, rollout_world: the tp of one engine, and the ranks of all engines.
         sglang: the block ``rollout.sglang``.
         collocated: whether trainer and engines share GPUs, and get handles; otherwise they get tensors.
     """
@@ -184,7 +183,7 @@ def actor_of(models: Sequence[Any], layout: Layout, folder: str, bucket_bytes: i
 
 @dataclass(frozen=True)
 class AsRlinfBuilds:
-    """A chunk whose parameters have the names that RLinf's own resharder knows: TransformerEngine's."""
+    """A chunk with the parameter names that RLinf's own resharder supports: TransformerEngine's."""
 
     chunk: nn.Module
 
@@ -199,7 +198,7 @@ class AsRlinfBuilds:
 
 
 def _start(self: Any, cfg: Any, placement: Any, role: str) -> None:
-    """What a worker of RLinf sets on itself when Ray starts it, as far as ``MegatronActor`` goes on from it."""
+    """Set the attributes of a worker that Ray starts, as far as ``MegatronActor`` needs them."""
     self._rank, self.letters = dist.get_rank(), []
     self._device_lock = contextlib.nullcontext()
     self.cfg, self.role_cfg, self.component_placement = cfg, cfg[role], placement
@@ -210,7 +209,7 @@ def _start(self: Any, cfg: Any, placement: Any, role: str) -> None:
 
 
 def cpu_as_device() -> Any:
-    """RLinf makes tensors of its own on the current device of CUDA."""
+    """Replace the current device of CUDA, on which RLinf makes tensors."""
     return mock.patch.object(torch.cuda, "current_device", return_value="cpu")
 
 
@@ -225,7 +224,7 @@ def gloo_for_nccl() -> Any:
 
 
 class Recorder(nn.Module):
-    """The model of an engine: keeps what it is to load."""
+    """The model of an engine, which records the tensors that it must load."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +262,7 @@ class Mailbox:
 
 
 def _padded(each: Any) -> Any:
-    """A handle of ``reduce_tensor``: that of a CPU tensor has three arguments, one of CUDA its device at number 6."""
+    """Pad a handle of ``reduce_tensor``: for a CPU tensor it has three arguments, for CUDA the device is number 6."""
     if not isinstance(each, tuple):
         return each
     rebuild, args = each
@@ -285,7 +284,7 @@ def scheduler_module() -> types.ModuleType:
 
 
 def received(place: Place, letters: dict[int, list[bytes]], layout: Layout, folder: str) -> dict[str, Tensor]:
-    """What the model of the engine's rank at ``place`` is to load, by RLinf's scheduler of that rank."""
+    """The tensors that the model of the engine's rank at ``place`` must load, by RLinf's scheduler of that rank."""
     module = scheduler_module()
     scheduler = object.__new__(module.Scheduler)
     model = Recorder()

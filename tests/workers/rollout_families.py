@@ -1,6 +1,6 @@
-"""Families in sizes that a rollout engine's kernels take, and what vLLM reads of a config that transformers leaves out.
+"""Families in sizes that a rollout engine's kernels take, and fields of configs that vLLM reads and transformers lacks.
 
-Published files have those fields; transformers drops them, or moves them elsewhere.
+Published files have those fields; transformers drops or moves them.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from tests.support.strategies import tiny
 from tests.support.text_halves import COMPOSITES
 
 SMALL = ("starcoder2", "smollm3", "seed_oss", "arcee-no-bias", "glm4", "exaone4", "gemma3", "gemma")
-"""Of the zoo, what vLLM can read but for its sizes, with positions for all that is generated."""
+"""Families of the zoo that vLLM can read with other sizes, and with positions for all generated tokens."""
 WIDE = {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 32}
 NARROW = {name: {"hidden_size": 64} for name in ("gemma", "gemma3")}
 """Their embedding, which grows with the width and is the output layer too, would leave each time one token likely."""
@@ -39,7 +39,7 @@ YARN = {
     "mscale_all_dim": 1.0,
 }
 LATENT_YARN = {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}
-"""Of the keys of latent attention without YaRN, vLLM's kernel on CPU turns what it should not."""
+"""Latent attention gets YaRN: without it, vLLM's kernel on CPU rotates a wrong part of the keys."""
 MIXERS = {"mamba_num_heads": 8, "mamba_head_dim": 64, "n_groups": 2, "ssm_state_size": 128, "conv_kernel": 4}
 NEWER: dict[str, dict[str, Any]] = {
     "nemotron_h": {

@@ -1,7 +1,7 @@
-"""SGLang's own model classes, loader and weight updater, on CPU, in workers of the pool.
+"""SGLang's model classes, loader and weight updater, on CPU, in workers of the pool.
 
-All of it is SGLang's but for its compiled kernels: ``sgl_kernel`` needs a CUDA driver, or a build of its own for CPUs,
-before it can be imported. Here it is a module whose functions raise: models compute with them, and loading calls none.
+Only SGLang's compiled kernels are replaced: ``sgl_kernel`` needs a CUDA driver, or a build for CPUs, before it can be
+imported. Here it is a module whose functions raise: models compute with them, and loading calls none.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def server(folder: str, *, ep: bool = False, multimodal: bool | None = None) -> 
         publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=rank))
     config = ModelConfig.from_server_args(arguments)
     try:
-        bootstrap.init_parallel_runtime(server_args=arguments, device="cpu", dist_port=0)  # the pool's group is there
+        bootstrap.init_parallel_runtime(server_args=arguments, device="cpu", dist_port=0)  # the pool's group exists
         initialize_moe_config()
         bootstrap.init_layer_runtime(model_config=config)
         load = LoadConfig()
@@ -169,7 +169,7 @@ def server(folder: str, *, ep: bool = False, multimodal: bool | None = None) -> 
 
 
 def bucket_of(slot: Tensor, columns: dict[str, list[Any]]) -> Any:
-    """What docs/trainers/sglang.md has users hand over, as ``load_format="flattened_bucket"``."""
+    """The bucket that users pass by docs/trainers/sglang.md, as ``load_format="flattened_bucket"``."""
     (block,) = re.findall(r"```python\n(from sglang.*?)```", PAGE.read_text(), re.DOTALL)
     names: dict[str, Any] = {"torch": torch}
     exec(block, names)

@@ -1,4 +1,4 @@
-"""The ways in which a trainer hands its weights to SGLang's updater, and rounds of them."""
+"""The calls by which a trainer passes its weights to SGLang's updater, and rounds of them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -38,7 +38,7 @@ WAYS: Sequence[Callable[[Any, Any], None]] = (at_once, in_buckets, flattened)
 
 
 def received(plan: Any, models: Any) -> Iterator[tuple[list[tuple[str, Tensor]], Tensor, dict[str, Any]]]:
-    """What comes through the slots of a ring: for each bucket its tensors, its slot, and the index of that."""
+    """Yield the content of the slots of a ring: for each bucket its tensors, its slot, and the index of the slot."""
     with closing(mb.BufferRing(plan, "cpu")) as ring, closing(mb.Receiver(plan, ring.handles())) as receiver:
         for bucket in ring.fill(mb.iter_hf_weights(models), acknowledged=lambda: None, in_flight=1):
             with receiver.open(bucket.number) as pairs:
@@ -47,11 +47,11 @@ def received(plan: Any, models: Any) -> Iterator[tuple[list[tuple[str, Tensor]],
 
 
 def in_rounds(models: Any, folders: Sequence[Path], *, multimodal: bool | None = None) -> tuple[list[str], set[str]]:
-    """Feed an engine of NaN the weights of each folder in turn, in each of ``WAYS``, from models of the same mesh.
+    """Send the weights of each folder to an engine that begins with NaN, in each of ``WAYS``, from models of one mesh.
 
     Returns:
-        What differs from the engine's own reading of the folder after each round, and what was warned of; and the
-        names that the engine takes and leaves out.
+        Differences from the engine's own reading of the folder after each round, and warnings; and the names that the
+        engine leaves out.
     """
     found = []
     with sglang_engine.server(str(folders[0]), multimodal=multimodal) as server:

@@ -1,4 +1,4 @@
-"""siiRL's own Megatron workers in workers of the pool: what they need on a CPU, and on the megatron-cores of ours."""
+"""siiRL's Megatron workers in workers of the pool, changed to run on a CPU and with the installed megatron-core."""
 
 import contextlib
 import functools
@@ -28,7 +28,7 @@ from tests.workers.verl_life import PROMPT, SEQUENCES, TEMPERATURE, padded
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "trainers" / "siirl.md").read_text()
 LINES = re.search(r"^```sh\n(actor_rollout_ref.+?)```", PAGE, re.MULTILINE | re.DOTALL)[1].split()  # type: ignore[index]
-"""What docs/trainers/siirl.md has users add to their command."""
+"""The lines that users add to their command by docs/trainers/siirl.md."""
 ABSENT = (
     *("flash_attn", "flash_attn.bert_padding"),
     *("vllm", "vllm.model_executor", "vllm.model_executor.models", "vllm.model_executor.models.mixtral"),
@@ -52,7 +52,7 @@ class _Nothing(types.ModuleType):
 
 
 def siirl_module(name: str) -> Any:
-    """A module of siiRL, imported where there is no CUDA. It logs into a folder from then on: not into ours."""
+    """Import a module of siiRL without CUDA. It logs into a folder from then on, so another working folder is set."""
     os.environ.setdefault("SIIRL_LOG_DIRECTORY", str(Path(tempfile.gettempdir()) / "siirl_logs"))
     absent = [each for each in ABSENT if each not in sys.modules]
     sys.modules.update({each: _Nothing(each) for each in absent})
@@ -68,7 +68,9 @@ def siirl_module(name: str) -> Any:
 
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
-    """What siiRL and megatron-core ask of a device that the CPU lacks, and siiRL's note of its mesh undone."""
+    """Replace functions of devices that siiRL and megatron-core call and a CPU lacks; reset siiRL's record of its
+    mesh.
+    """
     enable_cpu()
     answers: dict[str, Any] = dict.fromkeys(("memory_allocated", "memory_reserved", "empty_cache"), 0)
     answers |= {"max_memory_allocated": 0, "max_memory_reserved": 0, "mem_get_info": (0, 0), "get_device_name": "CPU"}
@@ -131,7 +133,7 @@ def in_siirl(*, but: str = "") -> Iterator[None]:
 
 
 def _without(function: Callable[..., Any], **arguments: object) -> Callable[..., Any]:
-    """The function, for a caller who says these, which mean nothing."""
+    """The function for a caller that passes these arguments, which have no effect."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -181,7 +183,7 @@ def batch_of(vocab_size: int, **fields: Tensor) -> Any:
 
 @dataclass
 class Engine:
-    """vLLM's, as far as siiRL's sharding manager calls it: keeps what its model is to load."""
+    """vLLM's engine, as far as siiRL's sharding manager calls it. It records the tensors that its model must load."""
 
     found: list[tuple[str, Tensor]] = field(default_factory=list)
 
@@ -203,7 +205,7 @@ class Engine:
 
 
 def synced(actor: Any, arguments: Any) -> list[tuple[str, Tensor]]:
-    """What a rollout gets from siiRL's sharding manager, as siiRL sets it up between its workers."""
+    """The tensors that a rollout gets from siiRL's sharding manager, set up as by siiRL between its workers."""
     utils = siirl_module("dag_worker.dag_utils")
     siirl_module("engine.sharding_manager.megatron_vllm")
     engine, managers = Engine(), []

@@ -27,16 +27,16 @@ REQUEST = {
     "lora_int_id": utils.VLLM_LORA_INT_ID,
     "lora_path": utils.VLLM_LORA_PATH,
 }
-"""With this verl's server samples, once there is an adapter. Nothing is at the path."""
+"""The request with which verl's server samples once there is an adapter. Nothing is at the path."""
 
 
 def send(engine, pairs, rank, alpha, job):
     """Replace the adapter in ``engine``, whose ``VERL_RAY_JOB_ID`` is ``job``; returns the bytes of its tensors."""
     pairs = list(pairs)
-    address = f"ipc:///tmp/rl-colocate-zmq-{job}-replica-0-rank-0.sock"  # where verl's worker looks
+    address = f"ipc:///tmp/rl-colocate-zmq-{job}-replica-0-rank-0.sock"  # verl's worker looks there
     sender = transfer.BucketedWeightSender(address, bucket_size_mb=1, use_shm=True)
     sending = threading.Thread(target=lambda: asyncio.run(sender.async_send_weights(iter(pairs))), daemon=True)
-    sending.start()  # a daemon, since it waits for ever where the engine fails
+    sending.start()  # a daemon, since it waits forever if the engine fails
     engine("receive", build_peft_config_for_vllm({"rank": rank, "alpha": alpha}))
     sending.join()
     return sum(tensor.nbytes for _, tensor in pairs)

@@ -45,7 +45,7 @@ def life(dims: ParallelDims, folder: str, out: str, options: dict[str, Any]) -> 
 
 
 def reference(folder: str) -> Tensor:
-    """The log-probs that transformers' own composite gives the responses of the batch, without images."""
+    """The log-probs of the responses of the batch by transformers' composite, without images."""
     model = composites.model_class(read_config(folder).model_type).from_pretrained(folder, dtype=torch.float32).eval()
     ids, mask = padded(model.config.text_config.vocab_size)
     with torch.no_grad():
@@ -55,7 +55,7 @@ def reference(folder: str) -> Tensor:
 
 
 def problems(ranks: list[dict[str, Any]], folder: str, out: Path) -> list[str]:
-    """What is wrong with a life, from what ``life`` returned on each rank."""
+    """Errors of a life, from the results of ``life`` on each rank."""
     saved, carried = parts_of(out / "model" / "huggingface")
     found = [f"rank {rank}: {problem}" for rank, each in enumerate(ranks) for problem in each["broken"]]
     found += [f"rank {rank} has another order" for rank, each in enumerate(ranks) if each["order"] != ranks[0]["order"]]

@@ -14,7 +14,7 @@ from mcore_bridge import ParallelDims
 from tests.support import stepping
 
 SWITCH = {"VERL_USE_EXTERNAL_MODULES": "mcore_bridge.trainers.verl"}
-"""What a user sets."""
+"""The setting of a user."""
 
 
 def use_us_on_cpu() -> None:
@@ -51,9 +51,9 @@ def own_processes() -> Iterator[None]:
 
 
 class CpuForCuda(TorchFunctionMode):
-    """For megatron-core's optimizers, which make tensors on "cuda" and ask each parameter whether it is there.
+    """Replaces CUDA for megatron-core's optimizers, which make tensors on "cuda" and check that parameters are on it.
 
-    And for trainers that bring parameters to pinned memory before they give the GPU's back: that is a copy here too.
+    Trainers also copy parameters to pinned memory before they free the GPU's memory. This makes a copy here, too.
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -80,18 +80,18 @@ def engine_of(
     overrides: dict[str, Any] | None = None,
     **fields: Any,
 ) -> Any:
-    """An engine as a worker of verl makes it from its config, initialised.
+    """An initialised engine, made from its config as in a worker of verl.
 
     Args:
-        folder: of an HF checkpoint with a tokenizer.
+        folder: an HF checkpoint with a tokenizer.
         dims: the mesh.
-        vanilla: the surface of mbridge, or that of Megatron-Bridge.
-        value: a critic.
+        vanilla: use the interface of mbridge instead of Megatron-Bridge's.
+        value: make a critic.
         replay: the mode of router replay.
         attention: the backend, by its name.
         lora: adapters.
-        overrides: of the ``TransformerConfig``, besides.
-        fields: others of ``McoreEngineConfig``, such as those of offloading.
+        overrides: further overrides of the ``TransformerConfig``.
+        fields: further fields of ``McoreEngineConfig``, such as offloading.
     """
     from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
     from verl.workers.config.checkpoint import McoreCheckpointConfig
@@ -126,16 +126,16 @@ def engine_of(
 
 
 def exported(engine: Any) -> Iterator[tuple[str, Tensor]]:
-    """What a rollout would get."""
+    """The weights that a rollout would get."""
     stream, peft_config = engine.get_per_tensor_param()
     assert peft_config is None
     return stream
 
 
 def kernels_on_cpu() -> None:
-    """Give verl's fused log-probs, whose kernels are for CUDA, the steps that verl takes without them.
+    """Replace verl's kernels of fused log-probs, which need CUDA, by verl's steps without kernels.
 
-    These find labels as its kernels do: where they begin on a rank is counted in the rows that this rank was given.
+    The steps find labels like the kernels: the first label of a rank is counted in the rows of this rank.
     """
     from verl.utils.megatron.tensor_parallel import vocab_parallel_entropy, vocab_parallel_log_probs_from_logits
 

@@ -38,7 +38,7 @@ def data_of(batch: Batch, **fields: Tensor) -> Any:
 
 
 def log_probs_of(engine: Any, batch: Batch) -> Tensor:
-    """What the last stage says of all responses, on all ranks: ``[rows, seq - PROMPT]``."""
+    """The last stage's log-probs of all responses, on all ranks: ``[rows, seq - PROMPT]``."""
     from verl.workers.utils.padding import no_padding_2_padding
 
     data = data_of(batch)
@@ -78,7 +78,7 @@ def life(dims: ParallelDims, folder: str, out: str, options: dict[str, Any], bat
 
 
 def problems(ranks: list[dict[str, Any]], folder: str, batch: Batch, *, frozen: bool) -> list[str]:
-    """What is wrong with a life, from what ``life`` returned on each rank."""
+    """Errors of a life, from the results of ``life`` on each rank."""
     before = read(folder)
     found = [f"rank {rank}: {problem}" for rank, each in enumerate(ranks) for problem in each["broken"]]
     found += [
@@ -89,7 +89,7 @@ def problems(ranks: list[dict[str, Any]], folder: str, batch: Batch, *, frozen: 
     found += ["a frozen tower was trained"] if frozen and any("visual" in name for name in changed) else []
     found += [f"{name} was not trained" for name in untouched if not frozen]
     log_probs, _ = seeing.expected(seeing.reference(Path(folder)), *batch)
-    wanted = log_probs[:, PROMPT:]  # 0 where nothing is compared: at padding, and at tokens that stand for images
+    wanted = log_probs[:, PROMPT:]  # 0 at places that are not compared: padding and image tokens
     error = float((ranks[0]["log_probs"] - wanted)[wanted != 0].abs().max() / wanted.std())
     print(f"    log_probs are {error:.1e} off", flush=True)
     return found + ([f"log_probs are {error:.1e} off"] if not error < 3e-5 else [])

@@ -26,12 +26,11 @@ from tests.workers.verl_engine import engine_of, exported
 SEQUENCES, LENGTH, PROMPT = 8, 32, 16
 TEMPERATURE = 0.8
 BOUNDS = {"log_probs": (1e-3, 1e-2), "entropy": (1e-3, 1e-2), "values": (1e-2, 1e-2)}
-"""Absolute and relative, of the mean over all responses: those of verl's tests, which ask for no entropies."""
+"""Absolute and relative bounds of the mean over all responses, as in verl's tests, which have none for entropies."""
 APART = 5.0
-"""How far half of the outputs may be from those of transformers in fp32, as a multiple of how far its own bf16 is.
-
-A mean may hide what is mixed up. The half, since a router that decides otherwise for one token moves a mean. Sums of
-which tensor ranks round a part each are further off than one; a token of padding in a softmax of nine is so by 40.
+"""The bound for the median distance to transformers' outputs in fp32, as a multiple of the distance of transformers in
+bf16. A mean could hide exchanged outputs, and a router that decides differently for one token changes a mean. Sums over
+tensor ranks exceed 1, because each rank rounds its part. A token of padding in a softmax of nine gives 40.
 """
 
 
@@ -93,7 +92,9 @@ def inferred(engine: Any, vocab_size: int) -> dict[str, Tensor]:
 
 
 def step(engine: Any, vocab_size: int, before: dict[str, Tensor]) -> float | None:
-    """A step of PPO, of an actor or a critic, on this replica's rows: the norm of the gradient, where verl says it."""
+    """A step of PPO, of an actor or a critic, on this replica's rows. Return the norm of the gradient, if verl has
+    it.
+    """
     from verl.workers.config import ActorConfig, CriticConfig
     from verl.workers.utils.losses import ppo_loss, value_loss
 
@@ -129,9 +130,9 @@ def equal(found: Tensor, expected: Tensor) -> bool:
 
 
 def differential(engine: Any) -> list[str]:
-    """What verl's differential test asks: what all ranks hold, put together, is the export, and nothing is missing.
+    """The check of verl's differential test: the joined parts of all ranks equal the export, and nothing is missing.
 
-    Where ranks hold the same, they agree.
+    If several ranks hold a part, their bits agree.
     """
     expected = copied(engine)
     held = [replace(piece, tensor=piece.tensor.detach().cpu()) for piece in mb.iter_hf_pieces(engine.module)]
@@ -159,7 +160,7 @@ def stale(engine: Any, trained: dict[str, Tensor]) -> list[str]:
 
 
 def away(engine: Any) -> list[str]:
-    """What is not on the CPU after verl has moved everything there."""
+    """The tensors that are not on the CPU after verl has moved everything there."""
     from verl.utils.megatron_utils import get_megatron_module_device
 
     engine.to("cpu")
@@ -220,7 +221,7 @@ def life(dims: ParallelDims, folder: str, out: str, options: dict[str, Any]) -> 
 
 
 def reference(folder: str, head: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What transformers computes of the responses of the batch, by the names of verl's outputs."""
+    """transformers' results for the responses of the batch, by the names of verl's outputs."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
@@ -236,7 +237,7 @@ def reference(folder: str, head: Tensor | None, dtype: torch.dtype) -> dict[str,
 
 
 def far(found: dict[str, Tensor], folder: str, head: Tensor | None) -> list[str]:
-    """The outputs that are not those of transformers; by how much each differs is printed."""
+    """The outputs that differ from transformers' beyond the bound. The difference of each is printed."""
     rounded, exact = (reference(folder, head, dtype) for dtype in (torch.bfloat16, torch.float32))
     shown = padded(2)[1][:, PROMPT:].bool()
     problems = [] if found.keys() == exact.keys() else [f"verl gave {sorted(found)}, expected {sorted(exact)}"]
@@ -254,7 +255,7 @@ def far(found: dict[str, Tensor], folder: str, head: Tensor | None) -> list[str]
 
 
 def problems(ranks: list[dict[str, Any]], folder: str, out: Path, *, vanilla: bool) -> list[str]:
-    """What is wrong with a life, from what ``life`` returned on each rank."""
+    """Errors of a life, from the results of ``life`` on each rank."""
     truth, saved, first = read(folder), read(out / "model" / "huggingface"), ranks[0]
     found = [f"rank {rank}: {problem}" for rank, each in enumerate(ranks) for problem in each["broken"]]
     found += [f"rank {rank} has another order" for rank, each in enumerate(ranks) if each["order"] != first["order"]]

@@ -14,7 +14,7 @@ from tests.workers.verl_life import differing, inferred, optimizer_state, resume
 
 
 def sent(engine: Any, **options: Any) -> tuple[dict[str, Any], Any]:
-    """What a rollout would get, on the CPU, and the config of the adapter beside it."""
+    """The weights that a rollout would get, on the CPU, and the config of the adapter."""
     stream, config = engine.get_per_tensor_param(**options)
     return {name: tensor.cpu().clone() for name, tensor in stream}, config
 
@@ -34,7 +34,7 @@ def life(dims: ParallelDims, folder: str, out: str, lora: dict[str, Any], value:
     wrong += ["there is no gradient"] if step(engine, vocab_size, said) == 0 else []
     wrong += [] if value else sends(engine, lora, truth, "after a step", moved=True)
     now = inferred(engine, vocab_size)
-    if not value:  # a critic has no reference, and its head is trained beside its adapters
+    if not value:  # a critic has no reference, and its head is trained in addition to its adapters
         with engine.disable_adapter():
             reference = inferred(engine, vocab_size)
         wrong += [f"{name} of the reference differ" for name in said if not torch.equal(reference[name], said[name])]
@@ -63,7 +63,7 @@ def adapters(engine: Any) -> dict[str, Any]:
 
 
 def sends(engine: Any, lora: dict[str, Any], truth: dict[str, Any], when: str, moved: bool = False) -> list[str]:
-    """What is wrong with what a rollout gets: merged weights, or the base and then what is trained."""
+    """Errors of the weights for a rollout: merged weights, or the base and then the trained factors."""
     weights, config = sent(engine)
     changed = differing(weights, truth)
     if lora["merge"]:

@@ -59,8 +59,8 @@ def rank(family: str, hf: Any, folder: Path, dtype: torch.dtype, mesh: Mapping[s
 
     from tests.workers.rollout_worker import register_configs
 
-    _custom_ops._supports_onednn = False  # whose kernels have weights in a form of their own, out of reach
-    vars(_custom_ops).pop("causal_conv1d_weight_pack", None)  # and so have those of convolutions in bf16
+    _custom_ops._supports_onednn = False  # its kernels keep weights in a special form, out of reach
+    vars(_custom_ops).pop("causal_conv1d_weight_pack", None)  # kernels of convolutions in bf16 do this, too
     register_configs()
     fields = {**hf.to_dict(), "architectures": [CLASSES.get(hf.model_type)], **ENGINE_FIELDS.get(family, {})}
     folder.mkdir(exist_ok=True)

@@ -48,10 +48,10 @@ SETTINGS = {
 
 
 def serve(address, setting, tensor_parallel, packs):
-    """Take rounds and prompts until the pipe ends; nobody listens at the address before vLLM is there.
+    """Handle rounds and prompts until the pipe ends. vLLM starts to listen at the address first.
 
     Args:
-        packs: whether vLLM keeps its default kernels on CPUs, which pack weights where no map reaches them.
+        packs: whether vLLM keeps its default kernels on CPUs, which pack weights out of reach of a map.
     """
     os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_WORKER_MULTIPROC_METHOD="spawn")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

@@ -1,9 +1,9 @@
-"""Small models of every family, by name: what ``test_parity`` and ``test_families`` hold each of them to.
+"""Small models of every family, by name, for the tests that every family must pass.
 
-Each file of this folder has ``CASES``. ``cases()`` lacks those for which the installed releases are too old:
-transformers lacks the ``model_type``, or the architecture needs a later megatron-core. A test that names cases takes
-them from ``params`` or ``here``, which raise if no file has such a case. Dims are pairwise distinct where the family
-allows it, so that a transposed or misplaced matrix cannot fit.
+Each file of this folder has ``CASES``. ``cases()`` leaves out a case if an installed release is too old: transformers
+lacks the ``model_type``, or the architecture needs a later megatron-core. A test that names cases takes them from
+``params`` or ``here``, which raise if no file has such a case. Dims are pairwise distinct if the family allows it, so
+that a transposed or misplaced matrix cannot fit.
 """
 
 import importlib
@@ -20,7 +20,7 @@ from mcore_bridge.architecture import architecture_of
 from tests.support.strategies import tiny
 
 NEWEST = not transformers.__version__.startswith("4.")
-"""Not 4.57, which computes some things otherwise than publishers and its successors do."""
+"""Whether transformers is newer than 4.57, which differs from publishers and later releases in some results."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,13 @@ def written() -> dict[str, Case]:
 
 @cache
 def described() -> dict[str, Case]:
-    """Those among them that the installed transformers has a config for."""
+    """The cases for which the installed transformers has a config."""
     return {name: each for name, each in written().items() if each.model_type in transformers.CONFIG_MAPPING}
 
 
 @cache
 def cases() -> dict[str, Case]:
-    """Those among them that the installed megatron-core builds."""
+    """The cases that the installed megatron-core can build."""
     return {name: each for name, each in described().items() if _is_built(each.model_type)}
 
 

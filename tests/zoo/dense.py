@@ -1,4 +1,4 @@
-"""Llama and its next of kin: every rope, bias, window and tied embedding."""
+"""Llama and the families closest to it: every rope, bias, window and tied embedding."""
 
 from tests.zoo import case, rope
 

@@ -1,4 +1,4 @@
-"""Layers with Mamba-2 mixers: of one half each (a mixer, attention without rope, an MLP or experts), and whole ones."""
+"""Layers with Mamba-2 mixers: layers with only a mixer, attention, an MLP or experts, and layers with both halves."""
 
 from tests.zoo import case, rope
 from tests.zoo.submodules import EXPERTS as OF_GRANITE
@@ -49,7 +49,7 @@ FALCON = {
     "ssm_multipliers": [0.35, 0.25, 0.4, 0.5, 0.9],
     "ssm_in_multiplier": 1.25,
     "ssm_out_multiplier": 0.24,
-    "pad_token_id": None,  # transformers gives the row of a padding token no gradient
+    "pad_token_id": None,  # in transformers, the row of a padding token gets no gradient
 }
 CASES = {
     "nemotron_h": case("nemotron_h", **NEMOTRON_H, vocab_size=97),

@@ -1,4 +1,4 @@
-"""Families that differ from llama in norm, activation, rope, biases and fused projections, and in little else."""
+"""Families that differ from llama only in norm, activation, rope, biases and fused projections."""
 
 from typing import Any
 
@@ -20,9 +20,9 @@ def partial(factor: float) -> dict[str, Any]:
 
 
 def longrope(num_pairs: int, *, original: int) -> dict[str, Any]:
-    """Frequencies that are others for more than ``original`` tokens, in the spelling that Phi-3 has in both versions.
+    """Other frequencies for more than ``original`` tokens, in Phi-3's spelling in both versions of transformers.
 
-    Of its config 4.57 takes these three keys and no others.
+    Release 4.57 accepts only these three keys.
     """
     factors = {
         "short_factor": [1.0 + 0.02 * pair for pair in range(num_pairs)],

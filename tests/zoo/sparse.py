@@ -3,7 +3,7 @@
 from tests.zoo import Case, rope
 from tests.zoo.latent import GROUPED, YARN, latent
 
-# As many heads as leave no two scores zero at once: which of them is selected then depends on the shape of a batch.
+# So many heads that no two scores are zero at once: which one is selected would depend on the shape of a batch.
 INDEXER = {"index_n_heads": 12, "index_head_dim": 16, "index_topk": 7, "first_k_dense_replace": 1}
 
 

@@ -1,4 +1,4 @@
-"""The text halves of composites of images and text: ropes share dims among three positions, which are one here."""
+"""The text models of composites of images and text: their ropes share dims among three positions, all equal here."""
 
 import tests.support.text_halves  # noqa: F401  (which lets transformers find them)
 from tests.zoo import NEWEST, Case, case, rope

@@ -1,1 +1,1 @@
-"""``mcore-bridge plan``: memory and exports of a mesh that is not started. It may import ``launch``."""
+"""``mcore-bridge plan``: memory and exports of a mesh, without starting it. It may import ``launch``."""

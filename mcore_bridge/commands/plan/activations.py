@@ -1,8 +1,8 @@
-"""Estimates what one token leaves in memory for the backward pass, from a ``TransformerConfig``.
+"""Estimates the activations that one token keeps for the backward pass, from a ``TransformerConfig``.
 
-The numbers are elements of the parameters' dtype. Kernels of flash attention are assumed: they keep no scores. Dropout
-is assumed to be off, as RL trainers have it. ``benchmarks/memory.py`` compares these numbers with what a GPU allocates,
-and ``tests/commands/test_suggest.py`` with the tensors that autograd keeps on a CPU.
+The numbers count elements of the parameters' dtype. Two things are assumed: flash attention, which keeps no scores, and
+no dropout, as in RL trainers. ``benchmarks/memory.py`` compares these numbers with the memory that a GPU allocates, and
+``tests/commands/test_suggest.py`` compares them with the tensors that autograd keeps on a CPU.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ def _latent_attention(config: Any) -> int:
 
 
 def _linear_attention(config: Any) -> int:
-    """The gated delta rule: what enters and leaves the convolution, the gate, and the output before and after it."""
+    """The gated delta rule: input and output of the convolution, the gate, and the output before and after the gate."""
     values = config.linear_num_value_heads * config.linear_value_head_dim
     qkv = 2 * config.linear_num_key_heads * config.linear_key_head_dim + values
     return int(3 * config.hidden_size + 2 * qkv + 3 * values)
 
 
 def _mamba(config: Any) -> int:
-    """A Mamba-2 mixer: what enters and leaves the convolution, the gate, and the output before and after it."""
+    """A Mamba-2 mixer: input and output of the convolution, the gate, and the output before and after the gate."""
     inner = config.mamba_num_heads * config.mamba_head_dim
     convolved = inner + 2 * config.mamba_num_groups * config.mamba_state_dim
     return int(3 * config.hidden_size + 2 * convolved + 3 * inner)
@@ -86,5 +86,5 @@ def _experts(config: Any) -> int:
 
 
 def _activated(config: Any, size: int) -> int:
-    """What enters the activation function and what leaves it; with a gate, that enters too, and so does the product."""
+    """Elements around the activation function: its input and output; with a gate, also the gate and the product."""
     return size * (2 + 2 * config.gated_linear_unit)

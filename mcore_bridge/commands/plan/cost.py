@@ -1,4 +1,4 @@
-"""The cost of an export, or of feeding rollout engines, computed from the plans: bytes, messages, seconds, memory."""
+"""The cost of an export, or of sending to rollout engines, from the plans: bytes, messages, seconds, memory."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Cost:
 
     Attributes:
         ranks: the number of ranks that export together.
-        messages: the number of collectives, or of pairs if they go by stages (``transfer/window_order.py``). Small
-            all-reduces are not counted: three per export, and one for each change of the size of messages.
+        messages: the number of collectives, or of pairs if they go by stages (``weights/transfer/collectives.py``).
+            Small all-reduces are not counted: three per export, and one for each change of the size of messages.
         sent: bytes of a rank's own windows. Windows of one message are all as wide as the fullest.
         weights: bytes of weights in ``sent``, on the rank with most of them.
         received: bytes of the windows of other ranks.
@@ -45,7 +45,7 @@ def cost_of(plan: ExportPlan, *, bandwidth: float = BANDWIDTH) -> Cost:
     """Computes the cost of an export.
 
     Args:
-        plan: of the export.
+        plan: the plan of the export.
         bandwidth: GB/s that a rank receives.
     """
     num_ranks = len(plan.streams)

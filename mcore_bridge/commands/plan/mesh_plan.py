@@ -1,4 +1,4 @@
-"""What each rank of a mesh would hold, from the model that megatron-core builds for it.
+"""Counts the tensors that each rank of a mesh holds, in the model that megatron-core builds for that rank.
 
 The model is on the meta device, and the process group is torch's `fake` backend: no process is started, and no storage
 is allocated. Ranks of one pipeline stage hold equal shapes, so only the first rank of each stage is built.
@@ -48,7 +48,7 @@ class HeldTensors:
 
     @property
     def experts(self) -> HeldTensors:
-        """Those of routed experts."""
+        """The tensors of routed experts alone."""
         return HeldTensors(tuple(held for held in self.held if expert_of(held.name) is not None))
 
 
@@ -95,7 +95,7 @@ class Replica(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MeshPlan:
-    """What all ranks hold, as chunks by pipeline rank and virtual stage; and the plan of an export."""
+    """The tensors of all ranks, as chunks by pipeline rank and virtual stage; and the plan of an export."""
 
     blueprint: Blueprint
     world_size: int
@@ -105,11 +105,12 @@ class MeshPlan:
 
 
 def plan_mesh(blueprint: Blueprint, *, world_size: int) -> MeshPlan:
-    """Builds the pipeline stages without storage, except those in the middle whose kinds of layers are known.
+    """Builds pipeline stages without storage. Stages in the middle with only known kinds of layers are not built.
 
     Args:
-        blueprint: on the meta device.
-        world_size: of the whole job, for data parallelism. Groups are made for the smallest world of the mesh.
+        blueprint: a blueprint on the meta device.
+        world_size: the ranks of the whole job, for data parallelism. Groups are made for the smallest world of the
+            mesh.
 
     Raises:
         BridgeError: the mesh, the model or the world size do not fit each other.
@@ -143,10 +144,10 @@ def _one_thread() -> Iterator[None]:
 
 
 class _Layers:
-    """Layers that were built, by kind: another layer of the same kind holds the same tensors.
+    """Layers that were built, by kind: all layers of a kind hold tensors with equal shapes.
 
     A kind is the layer's spec as text, together with the layer's size. In the text, partials with equal contents are
-    equal. The size is needed because specs do not say which layers have an indexer.
+    equal. The size is needed because a spec does not show whether a layer has an indexer.
     """
 
     bound: BoundModel
@@ -158,7 +159,7 @@ class _Layers:
         self._known: dict[object, tuple[list[TensorSpec], list[TensorSpec]]] = {}
 
     def learn(self, stage: Stage, bound: BoundModel) -> Chunk:
-        """The chunk of a stage that was built; its layers become known."""
+        """Record the layers of a stage that was built, and return its chunk."""
         self.bound, chunk = bound, Chunk(bound.inventory().held, stage)
         layers: dict[int, tuple[list[TensorSpec], list[TensorSpec]]] = {layer: ([], []) for layer in stage.layers}
         for held in chunk.held:

@@ -1,4 +1,4 @@
-"""A plan as a picture: a row for each pipeline rank, in it a bar for each chunk, in that a cell for each layer.
+"""Draws a plan: a row for each pipeline rank, in it a bar for each chunk, and in the bar a cell for each layer.
 
 A cell is as wide as the bytes of its layer.
 """

@@ -1,8 +1,8 @@
-"""The inventories of all ranks that export together, from those of the first rank of each pipeline stage.
+"""The inventories of all ranks of one replica, from the inventories of the first rank of each pipeline stage.
 
-The ranks of a stage hold equal shapes under equal names, except for the numbers of routed experts. megatron-core
+The ranks of a stage hold tensors with equal shapes and names, except for the numbers of routed experts. megatron-core
 splits the ranks of a stage in two ways: into tensor, context and data parallelism; and for experts into tensor, expert
-and data parallelism. The first axis varies fastest, and the pipeline is the outermost axis of both.
+and data parallelism. In both, the first axis varies fastest, and the pipeline is the outermost axis.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def stage_size(dims: ParallelDims, world_size: int) -> int:
 
 
 def _stage(first: Inventory, dims: ParallelDims, ranks: range, num_local: int) -> list[Inventory]:
-    held = [first.held]  # by expert-parallel rank, the same for all ranks that hold the same experts
+    held = [first.held]  # by expert-parallel rank: equal for all ranks that hold the rank's experts
     for ep_rank in range(1, dims.ep):
         shift = ep_rank * num_local
         held.append(tuple(_shifted(tensor, shift) for tensor in first.held))

@@ -1,7 +1,7 @@
-"""Suggests meshes for a model and a number of GPUs.
+"""Suggests meshes for a model and a number of GPUs: the meshes that fit into memory, the best first.
 
-Every mesh of the search is checked as ``build_model`` checks it. The memory of each is estimated from counted
-parameters. The best are then planned in full: their parameters are those of the ``GPTModel`` that megatron-core builds.
+Each mesh of the search passes the checks of ``build_model``, and its memory is estimated from counted parameters. The
+best meshes are then planned in full, with the ``GPTModel`` that megatron-core builds.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class TooLarge:
 
     Attributes:
         mesh: as of ``verify``.
-        bytes: of the fullest rank.
+        bytes: the memory of the fullest rank.
     """
 
     mesh: ParallelDims
@@ -86,14 +86,14 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What was found for a number of GPUs.
+    """The meshes that were compared for a number of GPUs.
 
     Attributes:
         gpus: ranks of the whole job.
-        gpu_bytes: what a GPU may hold.
-        batch: what one step computes at a time.
+        gpu_bytes: the bytes that a GPU may hold.
+        batch: the batch of one step on one replica.
         suggestions: meshes that fit, best first.
-        too_large: meshes that do not fit, least first.
+        too_large: meshes that do not fit, the smallest first.
         refused: meshes that cannot be built, by reason.
         has_experts: whether the model has routed experts.
     """
@@ -112,7 +112,7 @@ def meshes(num_gpus: int, config: TransformerConfig, given: Mapping[str, int]) -
 
     Args:
         num_gpus: ranks of the whole job.
-        config: of the model.
+        config: the config of the model.
         given: sizes that are not searched, by axis.
     """
     sizes = [size for size in range(1, num_gpus + 1) if num_gpus % size == 0]
@@ -152,11 +152,11 @@ def suggest(
     Args:
         folder: with a config.json.
         num_gpus: ranks of the whole job.
-        options: of the build. Mesh, device and head are replaced.
-        gpu_bytes: what a GPU may hold.
+        options: options of the build. Mesh, device and head are replaced.
+        gpu_bytes: the bytes that a GPU may hold.
         given: sizes that are not searched, by axis.
-        batch: what one step computes at a time.
-        dtype: of the parameters. None: that of the config, or bfloat16.
+        batch: the batch of one step on one replica.
+        dtype: the dtype of the parameters. None: the dtype in the config, or bfloat16.
         count: the number of suggestions at most.
         bandwidth: GB/s that a rank receives in an export.
         on_plan: called before a mesh is planned in full, with the number of suggestions so far.
@@ -172,7 +172,7 @@ def suggest(
         return blueprint_of(provenance, replace(options, dims=dims), dtype=dtype)
 
     single = made(ParallelDims())
-    provenance = provenance.seeing(options.vision, single.provenance.tower)  # which is the same on all meshes
+    provenance = provenance.seeing(options.vision, single.provenance.tower)  # every mesh has the same tower
     candidates, refused = _candidates(made, meshes(num_gpus, single.config, given))
     if not candidates and not refused:
         sizes = ", ".join(f"{axis}={size}" for axis, size in given.items())

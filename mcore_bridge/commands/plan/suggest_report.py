@@ -1,4 +1,4 @@
-"""What ``plan --gpus`` prints: suggested meshes with the memory of their fullest rank."""
+"""The report of ``plan --gpus``: suggested meshes, with the memory of their fullest rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHOWN = 3  # meshes of one reason
 
 
 def render(search: Search) -> Group:
-    """The report: a row per suggestion, and why other meshes are not among them."""
+    """The report: a row for each suggestion, and the reasons why other meshes were left out."""
     table = Table(caption=_caption(search.batch), caption_justify="left", box=SIMPLE_HEAD, padding=0)
     rows = [_row(suggestion, search.has_experts) for suggestion in search.suggestions]
     for name in rows[0] if rows else ():

@@ -1,4 +1,4 @@
-"""``mcore-bridge plan``: tables of what every rank would hold."""
+"""``mcore-bridge plan``: tables of the tensors and memory of every rank of a mesh."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def plan(
 
     Args:
         folder: with a config.json.
-        options: of the build; the layout may be "balanced". Device and head are replaced.
-        dtype: of the parameters. None: that of the config, or bfloat16.
-        world_size: of the job. None: the smallest world of the mesh.
+        options: options of the build; the layout may be "balanced". Device and head are replaced.
+        dtype: the dtype of the parameters. None: the dtype in the config, or bfloat16.
+        world_size: the ranks of the job. None: the smallest world of the mesh.
 
     Raises:
         BridgeError: the config, the mesh or the world size do not fit each other.
@@ -47,7 +47,7 @@ def blueprint_of(provenance: Provenance, options: BuildOptions, *, dtype: torch.
     """The blueprint of a model on the meta device. Other arguments and errors: see ``plan``.
 
     Args:
-        provenance: of the folder, which is read once for all meshes.
+        provenance: the provenance of the folder, which is read once for all meshes.
     """
     from mcore_bridge.factory.blueprint import make_blueprint
 
@@ -58,7 +58,7 @@ def blueprint_of(provenance: Provenance, options: BuildOptions, *, dtype: torch.
 
 @dataclass(frozen=True, slots=True)
 class StageRow:
-    """What one rank holds of a stage.
+    """The part of a stage on one rank.
 
     Attributes:
         pp: the pipeline rank.
@@ -69,8 +69,8 @@ class StageRow:
         mtp: how many MTP layers it has.
         output: whether it has the output layer.
         parameters: how many it has.
-        bytes: of all tensors.
-        expert_bytes: of routed experts.
+        bytes: the bytes of all tensors.
+        expert_bytes: the bytes of routed experts.
     """
 
     pp: int
@@ -108,19 +108,19 @@ class StageRow:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What a mesh would hold and send.
+    """The memory and exports of a mesh.
 
     Attributes:
-        model_type: of the text.
+        model_type: the ``model_type`` of the text.
         tower: whether a composite's models of images are planned.
-        mesh: as of ``verify``.
-        ranks: of the whole job.
-        dtype: of the parameters.
-        parameters: of the whole model.
+        mesh: sizes by axis, ``sp``, and the ``layout`` or None.
+        ranks: the number of ranks of the whole job.
+        dtype: the dtype of the parameters.
+        parameters: the number of parameters of the whole model.
         stages: by pipeline rank, and then by virtual stage.
         export: the cost of an export for the rank with the highest cost.
-        engine: the cost of feeding engines. None: nobody asked for it.
-        notes: on fields of the config that change nothing.
+        engine: the cost of sending to engines. None: it was not requested.
+        notes: remarks on fields of the config that change nothing.
         engine_ranks: all ranks of one engine.
         bandwidth: GB/s that a rank receives.
     """

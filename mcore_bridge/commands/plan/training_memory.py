@@ -24,7 +24,7 @@ OPTIMIZER = 12
 
 @dataclass(frozen=True, slots=True)
 class RankSize:
-    """What a rank holds of the model: numbers of parameters that are trained, and bytes of all tensors."""
+    """The part of the model on one rank: the number of trained parameters, and the bytes of all tensors."""
 
     num_parameters: int
     num_expert_parameters: int
@@ -32,7 +32,7 @@ class RankSize:
 
 
 def rank_sizes(mesh_plan: MeshPlan) -> list[RankSize]:
-    """By pipeline rank, from the models that megatron-core builds."""
+    """The sizes by pipeline rank, from the models that megatron-core builds."""
     return [
         RankSize(
             sum(chunk.num_parameters for chunk in chunks) - _num_frozen(mesh_plan.blueprint, chunks),
@@ -44,11 +44,11 @@ def rank_sizes(mesh_plan: MeshPlan) -> list[RankSize]:
 
 
 def counted_sizes(blueprint: Blueprint, counts: ParamCounts) -> list[RankSize]:
-    """By pipeline rank, from counted parameters: all but experts are taken to be cut by tensor parallelism.
+    """The sizes by pipeline rank, from counted parameters. Tensor parallelism is assumed to cut all but experts.
 
     Args:
-        blueprint: of the model on its mesh.
-        counts: of the whole model.
+        blueprint: the model on its mesh.
+        counts: parameters of the whole model.
     """
     dims = blueprint.dims
     sizes = []
@@ -78,14 +78,14 @@ def _num_frozen(blueprint: Blueprint, chunks: Iterable[Chunk]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TrainingMemory:
-    """Bytes on one rank at the end of a forward pass. What kernels and the allocator need besides is not counted.
+    """Bytes on one rank at the end of a forward pass. Memory of kernels and of the allocator is not counted.
 
     Attributes:
         parameters: all tensors of the model.
         gradients: in fp32.
         optimizer: Adam's state, sharded over data parallel ranks.
-        activations: what layers keep for the backward pass.
-        logits: what the output layer and the loss keep.
+        activations: tensors that layers keep for the backward pass.
+        logits: tensors that the output layer and the loss keep.
     """
 
     parameters: int
@@ -96,7 +96,7 @@ class TrainingMemory:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all parts."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
@@ -109,10 +109,10 @@ def training_memory(
     pipeline ranks.
 
     Args:
-        blueprint: of the model on its mesh.
-        ranks: what a rank of each pipeline stage holds.
-        world_size: of the whole job.
-        batch: what one step computes at a time.
+        blueprint: the model on its mesh.
+        ranks: the part of the model on a rank of each pipeline stage.
+        world_size: the ranks of the whole job.
+        batch: the batch of one step on one replica.
     """
     memories = [_of_rank(blueprint, pp_rank, held, world_size, batch) for pp_rank, held in enumerate(ranks)]
     return max(memories, key=lambda memory: memory.total)
@@ -137,7 +137,7 @@ def _activations(blueprint: Blueprint, stages: Sequence[Stage], batch: Batch) ->
     whole = kept_by_layers(config)
     layers = [layer for stage in stages for layer in stage.layers]
     if batch.recompute:
-        again = max((whole[layer] for layer in layers), default=0)  # of the layer that is computed again
+        again = max((whole[layer] for layer in layers), default=0)  # activations of the layer that is recomputed
         kept = again + kept_by_recomputation(config) * len(layers) * _in_flight(dims, stages[0].pp_rank)
     else:
         kept = sum(whole[layer] for layer in layers) * _in_flight(dims, stages[0].pp_rank)

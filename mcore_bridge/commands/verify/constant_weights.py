@@ -1,7 +1,7 @@
-"""Weights that cannot show where they lie: both sides of a comparison of logits get other values in their place.
+"""Replaces constant weights in a comparison of logits: norms of ones, biases of zeros, and tensors that are equal.
 
-A rule that exchanges two norms is not seen while both are one. So whatever is flat, or equal to another tensor, is
-changed in the model and in its reference, by the same random values for each HF name. Files stay as they are.
+If a rule exchanges two norms whose values are all one, logits do not change. So ``verify`` changes such tensors in the
+model and in its reference. The new values are random, and depend on the HF name alone. Files stay unchanged.
 """
 
 from __future__ import annotations
@@ -39,32 +39,32 @@ _Signature = tuple[str, bool, bool, tuple[object, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Alike:
-    """The tensors of a folder that cannot show where they lie.
+    """The tensors of a folder that are constant, or equal to another tensor.
 
     Attributes:
-        keys: names in the folder of those that are changed, each with the model's name, which decides on the values.
-        encoded: names of those that are encoded, and stay as they are.
+        keys: names in the folder of the tensors to change, each with the model's name. New values depend on this name.
+        encoded: names of the encoded tensors among them, which stay unchanged.
     """
 
     keys: Mapping[str, str]
     encoded: tuple[str, ...] = ()
 
     def tensors(self, folder: Path) -> dict[str, Tensor]:
-        """All tensors of the folder, as its files have them, but for those that are changed."""
+        """All tensors of the folder, some with changed values and the others as in its files."""
         files = Checkpoint(folder)
         return {name: varied(self.keys[name], files[name]) if name in self.keys else files[name] for name in files}
 
     def write(self, models: Models, folder: Path, mapping: WeightMapping) -> None:
-        """Give the changed values to this rank's chunks, which hold the others."""
+        """Write the changed values to this rank's chunks, which already hold all other values."""
         overwrite(models, Source(self.tensors(folder)).for_model(mapping), dict.fromkeys(self.keys.values()))
 
 
 def alike_in(folder: Path, mapping: WeightMapping) -> Alike:
-    """Find them. All ranks call it together, and each reads its part of the files.
+    """Find the tensors of a folder that are constant, or equal to another. All ranks call it; each reads a part.
 
     Args:
-        folder: of the checkpoint.
-        mapping: of the model whose logits are compared. Tensors that it does not use are left out.
+        folder: the checkpoint.
+        mapping: the mapping of the model whose logits are compared. Tensors that the model does not use are left out.
     """
     world, source = Group(None), open_folder(folder, mapping)
     main_names = {name: mapping.twins.get(name, name) for name in source}
@@ -83,7 +83,7 @@ def alike_in(folder: Path, mapping: WeightMapping) -> Alike:
 
 
 def _signatures(source: Source, names: Sequence[str]) -> Iterator[_Signature]:
-    """Those of some tensors. A stack of experts counts as the tensors in it."""
+    """Yield the signatures of some tensors. A stack of experts counts as the tensors in it."""
     for name, weight in source.pairs(names):
         is_encoded = isinstance(weight, Encoded)
         tensors = weight.parts if isinstance(weight, Encoded) else (weight,)
@@ -97,10 +97,10 @@ def _checksum(tensor: Tensor) -> object:
 
 
 def told_apart(adapter: Path, target: Path, *, swapped: bool) -> None:
-    """Write an adapter that computes as another one, but for tensors that are flat: a B that is zero shows no A.
+    """Write a copy of an adapter in which no tensor is constant: if B is zero, A has no effect on logits.
 
-    Patterns in its config are replaced by the names that they stand for. ``peft`` would compare them with names that we
-    have not, for any time.
+    Patterns in its config are replaced by the names that they match. ``peft`` would run them without a limit of time,
+    on names that were not checked here.
 
     Args:
         adapter: a PEFT folder that has been read without complaints.

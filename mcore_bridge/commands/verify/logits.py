@@ -1,6 +1,7 @@
-"""Compares logits of the mesh with those of transformers, both in fp32, on a small random batch.
+"""Compares the logits of a mesh with transformers' logits, both in fp32, on a small random batch.
 
-If exact weights lie in wrong places, the export may still be exact. Only the computed values show such an error.
+If a load puts weights in wrong places, an export may still take them back from there. Only computed values show such a
+mistake.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ TF32 (10 bits of mantissa), which the tolerance also covers.
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Our logits beside those of a reference.
+    """The comparison of our logits with logits of a reference.
 
     Attributes:
         difference: the largest difference of two logits.
         scale: the largest logit.
         count: the number of logits.
         images: the number of images in the batch.
-        missing: why there is no image, although the model has a tower.
-        varied: names of tensors that are flat or equal, so that both sides had random changes.
-        untold: names of encoded tensors that are flat or equal. They had no changes.
-        tolerance: what ``relative`` may be.
+        missing: the reason why there is no image, although the model has a tower.
+        varied: names of tensors with constant or repeated values, which got random changes on both sides.
+        untold: names of encoded tensors with constant or repeated values, which stayed unchanged.
+        tolerance: the largest allowed ``relative``.
     """
 
     difference: float
@@ -68,7 +69,7 @@ class Comparison:
         return self.difference / self.scale if self.scale else self.difference
 
     def agree(self) -> bool:
-        """Whether our logits are those of the reference. NaN means that they are not."""
+        """Whether our logits equal the logits of the reference. NaN means that they do not."""
         return self.relative <= self.tolerance
 
 
@@ -82,16 +83,16 @@ def compare_logits(
     adapter: Path | None = None,
     report: Report,
 ) -> tuple[Comparison | None, str]:
-    """Compares the logits of the mesh with those of transformers. All ranks call it together.
+    """Compares the logits of the mesh with transformers' logits. All ranks call it together.
 
     Args:
         chunks: the chunks of this rank in fp32; if empty, they are built here.
-        folder: of the checkpoint.
-        options: of the build in fp32. With a tower, the first sequence has an image. Without a head, hidden states are
-            compared in place of logits.
+        folder: the checkpoint.
+        options: options of the build in fp32. With a tower, the first sequence has an image. Without a head, hidden
+            states are compared in place of logits.
         num_tokens: the length of a sequence, which is rounded up to a multiple that the mesh can split.
-        num_parameters: those of the whole model, to check whether it fits into memory.
-        adapter: a PEFT folder, whose adapters the chunks have, or get here. The reference is then that of ``peft``.
+        num_parameters: the parameters of the whole model, to check whether it fits into memory.
+        adapter: a PEFT folder, whose adapters the chunks have, or get here. The reference is then computed by ``peft``.
 
     Returns:
         The comparison on rank 0 (None on others). If memory is short, or there is no reference, None and why.
@@ -100,7 +101,7 @@ def compare_logits(
     dims, device, head = options.dims, str(options.device), options.head
     if lack := why_no_reference(folder, adapter) or shortage(num_parameters, dims, device):
         return None, lack
-    with tempfile.TemporaryDirectory() as scratch:  # that of rank 0 is used
+    with tempfile.TemporaryDirectory() as scratch:  # the folder of rank 0 is used
         if not chunks:
             from mcore_bridge.factory.build import build_model
 
@@ -131,7 +132,7 @@ def compare_logits(
 
 
 def _adapted(chunks: list[GPTModel], adapter: Path, scratch: Path) -> Path:
-    """Give the chunks an adapter of which each tensor shows where it lies, and return its folder."""
+    """Add an adapter without constant tensors to the chunks, and return its folder."""
     from mcore_bridge.factory.add_adapters import add_adapters
 
     if not hasattr(chunks[0], "bridge_adapters"):

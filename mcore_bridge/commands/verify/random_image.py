@@ -1,4 +1,4 @@
-"""A random image for ``verify``, in the form that a processor of transformers would give it, and its tokens."""
+"""A random image for ``verify``, with its image tokens, in the form that an image processor of transformers returns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Shown:
 
     Attributes:
         input_ids: int64 ``[rows, seq]``, on CPU.
-        images: of each row, the inputs of its images; empty for a row of text.
+        images: for each row, the inputs of its images; empty for a row of text.
         missing: why there are no images although the model has a tower; "" if there are.
     """
 
@@ -51,7 +51,7 @@ def shown(chunks: Sequence[GPTModel], batch: Tensor, multiple_of: int, agreed: C
         chunks: this rank's chunks. The rank with the tower counts the features of the image.
         batch: random tokens, int64 ``[rows, seq]``.
         multiple_of: rows are made longer by a multiple of it.
-        agreed: gives all ranks the number that one of them has.
+        agreed: a function that all ranks call together; it returns the number of the one rank that passes a number.
     """
     if not chunks[0].bridge.tower:
         return Shown(batch)
@@ -80,7 +80,7 @@ def _image(config: Any) -> dict[str, Tensor]:
     if hasattr(config, "image_grid_pinpoints"):
         return {}
     if _takes_grids(config):
-        whole = hasattr(vision, "merge_kernel_size")  # patches as such, and not flattened
+        whole = hasattr(vision, "merge_kernel_size")  # patches that are not flattened
         flat = (3, patch, patch) if whole else (3 * vision.temporal_patch_size * patch**2,)
         pixels = torch.randn(_PATCHES[0] * _PATCHES[1] * _PATCHES[2], *flat, generator=generator)
         return {"pixel_values": pixels, "image_grid_thw": torch.tensor([_PATCHES])}

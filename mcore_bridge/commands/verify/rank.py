@@ -1,6 +1,6 @@
 """The work of one rank of ``verify``: build, load, export, and compare the result with the files, bit by bit.
 
-It runs in a process of its own, and sends its results back as data.
+It runs in a separate process, and returns its results as data.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _Pair = TypeVar("_Pair")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """The options of ``verify``, the same on every rank.
+    """The options of ``verify``, equal on every rank.
 
     Attributes:
-        options: of the build. Logits are computed without MTP layers.
+        options: options of the build. Logits are computed without MTP layers.
         crossing: the dtype of each exported HF tensor.
         against: the folder whose files the export must equal; usually ``folder``.
         names: the tensors in ``against`` that the export must yield.
@@ -72,12 +72,12 @@ class RankResult:
     Attributes:
         exported: the manifest of the export, with digests, from this rank's replica.
         expected: this rank's part of the tensors in the folder that the export is compared with.
-        saved: the same tensors, from the folder that this run has saved.
+        saved: the tensors of ``expected``, but from the folder that this run has saved.
         held: bytes of this rank's parameters.
         seconds: times by phase.
         logits: on rank 0, unless they were left out; then ``skipped`` is the reason.
-        widened: the tensors that the model holds in another dtype than its own, such as a router's bias in fp32.
-        adapters: of each tensor of the adapter, whether its export has the bits of the PEFT folder.
+        widened: the tensors whose dtype is not the dtype of the model, such as a router's bias in fp32.
+        adapters: for each tensor of the adapter, whether its export has the bits of the PEFT folder.
     """
 
     exported: Manifest = field(default_factory=lambda: Manifest(()))
@@ -143,7 +143,7 @@ def check_rank(task: Task, report: Report) -> RankResult:
         finding.saved = _share(open_folder(task.save), task, None, report, "read back")
     if task.num_tokens:
         if task.options.dtype != torch.float32 or held_mtp_layers(vars(chunks[0].config)):
-            chunks = []  # frees memory for those in fp32
+            chunks = []  # frees memory for the chunks in fp32
         finding.logits, finding.skipped = compare_logits(
             chunks,
             task.folder,
@@ -189,7 +189,7 @@ def _export(chunks: list[GPTModel], task: Task, finding: RankResult, report: Rep
 
 
 def _adapters(chunks: list[GPTModel], folder: Path) -> dict[str, bool]:
-    """For each tensor of the adapters, in files or exported, whether it is the same in both."""
+    """For each tensor of the adapters, whether the files and the export have equal bits."""
     config, made = chunks[0].config, adapters_of(chunks)
     given = open_peft(folder, chunks[0].bridge, num_layers=config.num_layers, num_experts=config.num_moe_experts or 0)
     wanted = given.at(made.rank, made.alpha / made.rank)

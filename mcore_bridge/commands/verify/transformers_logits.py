@@ -1,4 +1,4 @@
-"""transformers' logits of a folder, with which ours are compared: how they are computed, and where there are none."""
+"""Computes transformers' logits of a folder as a reference, or gives the reason why there is no reference."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _BYTES = 4  # of an fp32 number
 
 
 def why_no_reference(folder: Path, adapter: Path | None = None) -> str:
-    """Why transformers, or ``peft``, has no right logits of a folder, the same on every rank; empty where it has."""
+    """The reason why transformers, or ``peft``, has no right logits of a folder; "" if it has. Equal on every rank."""
     hf = read_hf(folder)
     if is_borrowed(type(hf)):
         return f"no reference for logits, as the installed transformers has no model of {hf.model_type}"
@@ -42,7 +42,7 @@ def why_no_reference(folder: Path, adapter: Path | None = None) -> str:
 
 
 def _why_not_decoded(folder: Path) -> str:
-    """Why transformers does not decode the weights of a folder as we do; empty where it does."""
+    """The reason why transformers decodes the weights of a folder differently; an empty string if it does not."""
     source, quantization = open_folder(folder), quantization_in(folder)
     if quantization is None or not source.is_encoded:
         return ""
@@ -109,7 +109,7 @@ def reference_logits(folder: Path, alike: Alike, batch: Shown, device: str, adap
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, str(adapter))
-    model = model.float().eval()  # what transformers decodes of some formats stays in bf16
+    model = model.float().eval()  # transformers decodes some formats to bf16
     if device == "cuda":
         size = sum(parameter.nbytes for parameter in model.parameters())
         device = "cuda" if size < _USABLE * torch.cuda.mem_get_info()[0] else "cpu"
@@ -123,7 +123,7 @@ def reference_logits(folder: Path, alike: Alike, batch: Shown, device: str, adap
 
 
 def _inputs(model: Any, row: Tensor, images: dict[str, Tensor], device: str) -> dict[str, Tensor]:
-    """The inputs of a row's images for transformers, with the types of tokens where it asks for them."""
+    """The inputs of a row's images for transformers, with the types of tokens if transformers requires them."""
     if not images:
         return {}
     types = token_types(model.config, row)

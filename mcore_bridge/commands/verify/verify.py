@@ -1,4 +1,4 @@
-"""``mcore-bridge verify``: checks that a checkpoint survives a mesh bit by bit, and computes what transformers does."""
+"""``mcore-bridge verify``: checks that a mesh exports a checkpoint bit by bit, and computes transformers' logits."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ BUILDABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What all ranks have found. Names are those of HF tensors.
+    """The results of all ranks. Names are names of HF tensors.
 
     Attributes:
         folder: the checkpoint.
-        model_type: of its config.
+        model_type: the ``model_type`` of its config.
         tower: whether a composite's models of images are built.
         mesh: sizes by axis, ``sp``, and the ``layout`` or None.
         ranks: processes that were started.
-        dtype: of the model.
-        parameters: of the whole model.
+        dtype: the dtype of the model.
+        parameters: the number of parameters of the whole model.
         tensors: the number of tensors that were compared.
         bytes: bytes of the tensors that were exported.
         rank_bytes: parameters of the fullest rank.
@@ -59,8 +59,9 @@ class Verdict:
         carried: names of a composite's other parts, which a save copies.
         unused: names in the files that no parameter uses, and no save copies.
         drawn: names of MTP layers that the files lack. They have random values, and are exported.
-        notes: on fields of the config that change nothing.
-        widened: names of tensors that the model holds in a wider dtype than the files. They leave in that of the files.
+        notes: remarks on fields of the config that change nothing.
+        widened: names of tensors that the model holds in a wider dtype than the files. The export has the dtype of the
+            files.
     """
 
     folder: Path
@@ -91,7 +92,7 @@ class Verdict:
 
     @property
     def good(self) -> bool:
-        """Whether nothing differs."""
+        """Whether no comparison has found a difference."""
         is_same = not (self.different or self.saved_different or self.adapter_different)
         return is_same and (self.logits is None or self.logits.agree())
 
@@ -115,15 +116,15 @@ def verify(
     """Check everything that needs no processes, then start the ranks and collect their results.
 
     Args:
-        folder: of a checkpoint.
-        options: of the build, on "cpu" or "cuda". The smallest world of the mesh is started. Head and dtype are
+        folder: a checkpoint.
+        options: options of the build, on "cpu" or "cuda". The smallest world of the mesh is started. Head and dtype are
             replaced. A composite has its tower if that can be built here, but none for a "hybrid" model.
-        dtype: of the model and the export. None: that of the checkpoint. If it has several, the model has the widest,
-            and each tensor is exported in its own.
+        dtype: the dtype of the model and the export. None: the dtype of the checkpoint. If the checkpoint has several
+            dtypes, the model has the widest, and each tensor is exported in its dtype in the files.
         against: another folder to compare the export with.
         num_tokens: the length of the sequences for logits; 0: no logits.
-        save: a folder to write with ``save_hf_checkpoint`` and to compare too. It must be none of the others.
-        adapter: a PEFT folder. Its adapters are added to the model and exported again, logits are compared with those
+        save: a folder to write with ``save_hf_checkpoint`` and to compare too. It must be none of the folders above.
+        adapter: a PEFT folder. Its adapters are added to the model and exported again, logits are compared with logits
             of ``peft``, and a composite has no tower.
         on_event: called with the reports of ranks.
 

@@ -1,1 +1,3 @@
-"""The mesh: its sizes, the split of the pipeline, and its process groups. It may import ``config`` and its tables."""
+"""The mesh: its sizes, the split of the pipeline, and its process groups. It may import ``config`` and
+``config/tables``.
+"""

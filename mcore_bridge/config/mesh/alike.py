@@ -1,4 +1,4 @@
-"""Compare the arguments of ranks before they begin a common operation, in which they would wait for each other.
+"""Compares the arguments of ranks before they begin a common operation, in which they would wait for each other.
 
 All ranks raise if one rank refuses its arguments, or if arguments differ. If nothing is wrong, this takes one reduction
 of three integers for each group.

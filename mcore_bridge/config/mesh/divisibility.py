@@ -1,4 +1,4 @@
-"""Check that a mesh fits a model, before anything is built: megatron-core's divisions must leave no remainder."""
+"""Checks that a mesh fits a model, before anything is built: megatron-core's divisions must leave no remainder."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _check_groups(dims: ParallelDims, settings: Mapping[str, object]) -> None:
 
 def _check_linear_heads(dims: ParallelDims, settings: Mapping[str, object]) -> None:
     """Unlike key and value heads, a head of linear attention is never cut: it has one state for the whole sequence."""
-    heads = settings.get("linear_num_key_heads")  # the number of value heads is a multiple of it
+    heads = settings.get("linear_num_key_heads")  # their number divides the number of value heads
     if isinstance(heads, int) and heads % (dims.tp * dims.cp):
         raise MeshError(
             f"tp={dims.tp} times cp={dims.cp} must divide linear_num_key_heads={heads}: megatron-core distributes "

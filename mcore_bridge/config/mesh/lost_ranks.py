@@ -1,8 +1,8 @@
-"""Name a lost rank in errors, as far as the remaining ranks can find out.
+"""Names the lost rank in an error, if the remaining ranks can find it.
 
-Each rank writes its process id and machine to the store of the job. If a connection breaks, the other ranks check which
-processes on their machine have ended, and write the result to the store for other machines. Before that, nothing is
-sent.
+Each rank writes its process id and machine to the store of the job. If a connection breaks, each rank checks which
+processes of its machine have ended, and writes the result to the store for the other machines. Before a connection
+breaks, nothing is sent.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The mesh: the size of each axis of parallelism, and the split of the pipeline.
 
-Every valid ``ParallelDims`` is one that megatron-core can build for some model. ``stages`` checks it for one model,
-``dp`` and ``edp`` for one world size. Only ``initialize`` and ``from_mcore`` touch processes.
+megatron-core can build some model on every valid ``ParallelDims``. ``stages`` checks a mesh for one model, ``dp`` and
+``edp`` check it for one world size. Only ``initialize`` and ``from_mcore`` use process groups.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Entries of config tables for the head dims and ranks of multi-latent attention.
 
-In these models, transformers calls the size of the rotated part ``head_dim``.
+For models with multi-latent attention, transformers uses ``head_dim`` for the size of the rotated part of a head.
 """
 
 from mcore_bridge.config.fields import Derive, Hf, Mcore, count

@@ -1,7 +1,4 @@
-"""Entries of config tables about positions: the ropes that a family supports, and its layers without rope.
-
-Entries of config tables for models with different ropes in different layers, or with a rope in some only.
-"""
+"""Entries of config tables about positions: the ropes that a family supports, and layers with another rope or none."""
 
 import math
 from collections.abc import Mapping
@@ -70,7 +67,9 @@ def rope(types: tuple[str, ...] = ROPE_TYPES, own: tuple[str, ...] = ()) -> Deri
 
 
 def _rotary_back(mcore: Mcore) -> dict[str, object]:
-    """Also with the names of transformers 4, whose GPT-NeoX derives the other fields from these two at every read."""
+    """The HF fields of a partial rope. GPT-NeoX of transformers 4 derives other fields from two of them at every
+    read.
+    """
     fields = _PARTIAL.backward(mcore)
     if "rope_theta" not in fields:
         return fields
@@ -227,7 +226,7 @@ class AlphaRope(Rope):
 
 
 def alpha_rope(own: tuple[str, ...] = ()) -> Derive:
-    """Like ``rope``, for a family whose dynamic rope may have an alpha. ``own`` is as there."""
+    """Like ``rope``, also for the argument ``own``, for a family whose dynamic rope may have an alpha."""
     plain, known = rope(own=own), (*_KEYS, *_UNREAD, *own)
 
     def forward(hf: Hf) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""The config table of linear attention (the gated delta rule) in some layers, and its entries."""
+"""The config table, with its entries, of models with linear attention (the gated delta rule) in some layers."""
 
 from mcore_bridge.config.fields import Const, Derive, Field, Hf, Ignore, Map, Mcore, Require, count
 from mcore_bridge.config.layer_kinds import layers_but_full

@@ -1,4 +1,4 @@
-"""Tables of families whose layers are whole: a Mamba-2 mixer, attention or both, and then an MLP or experts."""
+"""Config tables of families whose layers have a Mamba-2 mixer, attention or both, and then an MLP or experts."""
 
 from mcore_bridge.config.fields import Derive, Field, Hf, Ignore, Map, Mcore, Require, count
 from mcore_bridge.config.rope_spelling import speaks_rope_parameters

@@ -1,4 +1,4 @@
-"""Tables of routed and shared experts: their number and layers, and the scores and choices of the router."""
+"""Config tables of routed and shared experts: their number, the layers that have them, and the router."""
 
 from mcore_bridge.config.fields import Const, Derive, Field, Hf, Ignore, Map, Mcore, Preset, Require, count
 from mcore_bridge.config.layer_kinds import MTP_COUNTS, layers_of

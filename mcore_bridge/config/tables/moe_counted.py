@@ -1,4 +1,6 @@
-"""Tables of experts as in DeepSeek: routed and shared experts of one size, in some models chosen by groups."""
+"""Config tables of experts as in DeepSeek: shared experts in sizes of a routed one, and routing by groups in some
+models.
+"""
 
 from mcore_bridge.config.fields import Const, Derive, Field, Hf, Map, Mcore, Preset, Require, count
 from mcore_bridge.config.tables import but, unread

@@ -1,4 +1,4 @@
-"""Tables of families whose attention and MLP stand side by side."""
+"""Config tables of families in which attention and MLP read the same input ("parallel" blocks)."""
 
 from mcore_bridge.config.fields import Const, Derive, Field, Hf, Map, Mcore, Require
 from mcore_bridge.config.tables import layer_norm

@@ -1,4 +1,4 @@
-"""The config table of sparse attention, whose indexer selects tokens for each query, and its entries.
+"""The config table, with its entries, of sparse attention, whose indexer selects tokens for each query.
 
 In megatron-core the layers up to ``offset`` (counted from 1) have an indexer, and after that every ``freq``-th layer.
 """
@@ -41,7 +41,7 @@ def _sharing(hf: Hf) -> dict[str, object]:
 
 
 def _require_schedule(hf: Hf, kinds: list[str]) -> None:
-    """Raise ``ConfigError`` if these fields contradict ``indexer_types``, beside which transformers ignores them."""
+    """Raise ``ConfigError`` if these fields contradict ``indexer_types``: with it, transformers ignores them."""
     pattern, freq, offset = hf.get("index_topk_pattern"), hf.get("index_topk_freq"), hf.get("index_skip_topk_offset", 2)
     if pattern is not None:
         letters = {"F": "full", "S": "shared"}
@@ -105,7 +105,7 @@ SPARSE: tuple[Field, ...] = (
     Const("dsa_indexer_scoring_relu", True),
     Const("dsa_indexer_k_norm_epsilon", 1e-6),
     Preset("dsa_indexer_rotate_activation", False),  # orthogonal: it changes scores by rounding only
-    Preset("dsa_indexer_loss_coeff", 0.0),  # the indexer's own loss is the trainer's
+    Preset("dsa_indexer_loss_coeff", 0.0),  # the trainer computes the indexer's own loss
     Preset("cp_comm_type", "allgather"),  # this attention supports no other
 )
-"""Latent attention with an indexer in each layer, and sigmoid-routed experts behind dense layers."""
+"""Latent attention with an indexer in each layer, and sigmoid-routed experts after dense layers."""

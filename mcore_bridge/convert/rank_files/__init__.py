@@ -1,1 +1,1 @@
-"""Megatron's ``torch`` format, a file for each place on a mesh. Imports ``factory``, ``weights``, ``parameters``."""
+"""Megatron's ``torch`` format: one file for each place on a mesh. Imports ``factory``, ``weights``, ``parameters``."""

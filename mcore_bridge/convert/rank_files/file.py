@@ -34,7 +34,7 @@ def write_rank_file(
 
     Args:
         source: HF tensors.
-        device: where parameters are assembled.
+        device: the device on which parameters are assembled.
         progress: called with the bytes of each parameter.
     """
     shards = {(model, name): (mcore, shard) for model, name, mcore, shard in layout.held(file)}

@@ -1,6 +1,6 @@
-"""The layout of Megatron's ``torch`` format: which file has which shard of which parameter, under which name.
+"""The layout of Megatron's ``torch`` format: which shards of which parameters are in a file, and their names there.
 
-It follows from a config and a mesh.
+The layout follows from a config and a mesh.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The mesh of files in Megatron's ``torch`` format, and their parameters by canonical name: inverse of ``layout.py``.
+"""Infers the mesh of files in Megatron's ``torch`` format, and the canonical names of their parameters.
 
-No file states the sizes of the mesh. They follow from names, numbers of layers and sizes of experts.
+This is the inverse of ``file_layout.py``. No file states the sizes of the mesh: they follow from names, numbers of
+layers and sizes of experts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Read checkpoints of Megatron's ``torch`` format, for any mesh and from any writer."""
+"""Reads checkpoints in Megatron's ``torch`` format, of any mesh and from any writer."""
 
 from __future__ import annotations
 

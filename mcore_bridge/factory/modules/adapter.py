@@ -1,7 +1,7 @@
 """A low-rank adapter beside a linear layer of megatron-core.
 
-Its output is cut over ranks like the output of the layer: cut or whole, for the tokens of this rank or of all ranks. So
-no code after the layer has to change. The layer keeps its class, its weight and its names.
+The output of the adapter is cut over ranks like the output of the layer. So no code after the layer has to change. The
+layer keeps its class, its weight and its names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The two backends of a model, "te" and "torch", and helpers for the functions that adapt layer specs.
 
-Warnings about modules of torch that are used instead of TransformerEngine's.
+``say`` logs a warning once, for example if torch's modules replace TransformerEngine's.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def has_transformer_engine() -> bool:
 
 
 def kernels_of(backend: Backend) -> dict[str, object]:
-    """Config fields that choose the fast kernels of a backend for experts; results are the same."""
+    """Config fields that choose the fast kernels of a backend for experts. Results do not change."""
     from megatron.core.utils import is_te_min_version
 
     return {"moe_grouped_gemm": backend == "te", "moe_permute_fusion": backend == "te" and is_te_min_version("2.1.0")}

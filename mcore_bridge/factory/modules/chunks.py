@@ -1,7 +1,7 @@
-"""Attention within chunks, as in Llama 4: a token attends to earlier tokens in its own chunk of the sequence.
+"""Attention within chunks, as in Llama 4: a token attends to the earlier tokens of its chunk.
 
-No kernel supports chunks. But attention can treat the chunks of a text as several texts, and a text of one chunk is a
-plain text.
+No kernel supports chunks. But attention can treat the chunks of a text as separate texts. A text that is one chunk long
+needs no change.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Linear attention (the gated delta rule), and full attention with an output gate, for models that have both.
 
-mcore's own ``GatedDeltaNet`` is used with backend te if flash-linear-attention is installed and mcore can pack
-sequences for it. Otherwise ours is used. It has the same parameters, cut and saved in the same way, and computes in
-torch, in the order of transformers' own fallback.
+With backend te, megatron-core's ``GatedDeltaNet`` is used if flash-linear-attention is installed and megatron-core can
+pack sequences for it. Otherwise our module is used. Its parameters have equal names, shapes and shards. It computes in
+torch, in the order of transformers' fallback without kernels.
 """
 
 from __future__ import annotations

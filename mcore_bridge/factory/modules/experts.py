@@ -1,9 +1,9 @@
-"""Routers and linear layers for routed experts, in place of megatron-core's own.
+"""Routers and linear layers for routed experts, if megatron-core's do not work; and experts that are narrower than the
+model.
 
-Routed experts that are narrower than the model: one projection before all of them, and one behind their sum.
-
-megatron-core has such projections with TransformerEngine alone (``moe_latent_size``). These are plain linear layers.
-Every TP rank has them whole; the router and shared experts read the wide input.
+Narrow experts have one projection before all of them, and one after their sum. megatron-core has such projections only
+with TransformerEngine (``moe_latent_size``). Here they are plain linear layers, and every TP rank holds them whole. The
+router and shared experts read the wide input.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Layers of one half: a mixer or attention without an MLP, or an MLP or experts alone, as in Nemotron-H.
+"""Layers with only a mixer, attention, an MLP or experts, as in Nemotron-H; and a Mamba-2 mixer beside attention.
 
-A Mamba-2 mixer beside attention, in the place of attention: both read the same norm, and their outputs are added.
+A mixer beside attention is built in the place of attention: both read one norm, and their outputs are added.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mcore_bridge.factory.modules.multipliers import multiplied
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
-    from mcore_bridge.config.tables.beside import SideMultipliers
+    from mcore_bridge.config.tables.attention_and_mixer import SideMultipliers
 
 
 def adapt_halves(layer: Any, config: TransformerConfig, number: int, backend: Backend) -> None:

@@ -1,10 +1,10 @@
-"""The layers of megatron-core's ``HybridModel``: each is half of a layer, and has the number of the whole layer.
+"""The layers of megatron-core's ``HybridModel``: each is half of an HF layer, and has the number of the HF layer.
 
-megatron-core counts halves, and GPTModel, HF and our rules count layers. ``layer_number`` is that of a layer here. So
-both halves of a layer have its canonical names, and modules that differ between layers read their own number from the
-config. In checkpoints, keys have megatron-core's numbers.
+megatron-core numbers the halves. ``GPTModel``, HF and our rules number whole layers. So ``layer_number`` is the number
+of the whole layer here. Then both halves have the canonical names of one layer, and a module that differs between
+layers finds its own number in the config. Keys in checkpoints have megatron-core's numbers.
 
-An MTP layer of megatron-core's ``HybridModel``, around the two halves of a layer of ours.
+An MTP layer of megatron-core's ``HybridModel`` contains the two halves of one of our layers.
 """
 
 from __future__ import annotations

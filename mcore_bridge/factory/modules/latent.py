@@ -1,12 +1,10 @@
-"""Multi-latent attention as in transformers, on either backend. mcore's class computes the attention.
+"""Multi-latent attention as in transformers, on either backend, also as sparse attention with an indexer.
 
-Three things differ from mcore. The norms of latents have their own epsilon. Every TP rank holds the down projections
-whole. The part of the keys that all heads share gets the gradients of all heads.
+megatron-core's classes compute it, except for three things. The norms of latents have a separate epsilon. Every TP rank
+holds the down projections whole. The part of the keys that all heads share gets the gradients of all heads.
 
-Sparse attention: latent attention over the tokens that an indexer selects for each query (mcore 0.19's "dsa").
-
-mcore's own classes compute it, on either backend in plain torch unless fused kernels are requested. As with all latent
-attention, the norms of latents have their own epsilon, and every TP rank holds the down projections whole.
+Sparse attention attends to the tokens that an indexer selects for each query ("dsa" of megatron-core 0.19). It is
+computed in plain torch unless fused kernels are requested.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Two ropes in one model: layers with a window use ``config.hf_sliding_rope``, other layers ``hf_rope``.
+"""Two ropes in one model: layers with a window use ``config.hf_sliding_rope``, all other layers use ``hf_rope``.
 
-mcore computes one tensor of angles for all layers. Here the tensor holds the angles of both ropes, and each layer uses
-the angles of its rope.
+megatron-core computes one tensor of angles for all layers. Here this tensor holds the angles of both ropes, and each
+layer takes the angles that it needs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FULL, _SLIDING = 0, 1
 
 
 def adapt_layer_rope(layer: Any, config: TransformerConfig, backend: str) -> None:
-    """Makes a layer's attention take the angles of its own rope, if ``config.hf_sliding_rope`` is set."""
+    """Makes a layer's attention take only the angles of the layer's rope, if ``config.hf_sliding_rope`` is set."""
     if getattr(config, "hf_sliding_rope", None) is not None:
         layer.self_attention.module = mixed(OwnRope, layer.self_attention.module)
 

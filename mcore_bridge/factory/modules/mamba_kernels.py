@@ -1,9 +1,7 @@
-"""The operations of a Mamba-2 mixer: in torch on any device, or by kernels of mamba-ssm and causal-conv1d on a GPU.
+"""The two operations of a Mamba-2 mixer: in torch on any device, or by kernels of mamba-ssm and causal-conv1d on a GPU.
 
-The kernels take packed sequences in one call. They are used if both packages are installed and the numbers are halves:
-in fp32 Triton's products are TF32, which torch's are not.
-
-The recurrence of Mamba-2 in plain torch, a chunk of tokens at a time.
+The kernels take packed sequences in one call. They are used if both packages are installed and the dtype has 16 bits:
+in fp32 Triton computes products in TF32, and torch does not. In torch, the recurrence runs over chunks of tokens.
 """
 
 from __future__ import annotations
@@ -93,7 +91,7 @@ def _convolve_by_kernel(xbc: Tensor, convolution: nn.Conv1d, numbers: Tensor | N
     from causal_conv1d import causal_conv1d_fn
 
     weight = rearrange(convolution.weight, "n 1 width -> n width")
-    last = xbc.contiguous().transpose(1, 2)  # the kernel takes numbers only if channels are contiguous
+    last = xbc.contiguous().transpose(1, 2)  # for numbers of sequences, the kernel needs contiguous channels
     mixed: Tensor = causal_conv1d_fn(last, weight, convolution.bias, seq_idx=numbers, activation="silu")
     return mixed.transpose(1, 2)
 

@@ -1,9 +1,8 @@
 """A Mamba-2 mixer in the place of attention. It runs on any device, in torch or by kernels (``mamba_kernels.py``).
 
-It has the parameters of megatron-core's ``MambaMixer``, cut and saved in the same way, and computes in the order of
-transformers. As megatron-core's kernel and as engines do, it does not clamp time steps.
-
-The tensors of a Mamba-2 mixer in checkpoints of megatron-core: z, x, B, C and dt are cut each by itself.
+Its parameters are cut and saved like the parameters of megatron-core's ``MambaMixer``. It computes in the order of
+transformers. Time steps are not clamped, as in megatron-core's kernel and in engines. In checkpoints of megatron-core,
+z, x, B, C and dt are each cut separately.
 """
 
 from __future__ import annotations

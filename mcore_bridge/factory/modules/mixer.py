@@ -1,4 +1,6 @@
-"""The base of mixers in the place of attention: a linear layer at either end, and attention's call arguments."""
+"""The base class of mixers in the place of attention: they have attention's call arguments, and a linear layer at each
+end.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Scaled embeddings and logits, and capped logits, by forward hooks: weights stay those of the checkpoint.
+"""Scaled embeddings, residuals and logits, and capped logits, as in Granite and Gemma. Weights stay unchanged.
 
-Residuals with a multiplier: the outputs of attention and MLP are multiplied before they are added, as in Granite.
+Forward hooks scale embeddings and logits. Residuals are scaled where a layer adds them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Norms that mcore lacks: after output projections, over all heads at once, after the rope.
+"""Norms that megatron-core lacks: after output projections, over all heads at once, after the rope.
 
-A config asks for them by ``norm_placement``, ``expert_norm`` and ``qk_norm_kind``. Without these attributes, specs stay
+A config requests them by ``norm_placement``, ``expert_norm`` and ``qk_norm_kind``. Without these attributes, specs stay
 unchanged.
 """
 

@@ -1,4 +1,4 @@
-"""Attention and MLP side by side: both read the input of the layer. Usually the MLP reads the output of attention.
+"""Attention and MLP in parallel: both read the input of the layer. Usually the MLP reads the output of attention.
 
 megatron-core's layer computes first attention, then the MLP. Here the norm before the MLP ignores its input and returns
 a norm of the layer's input. All other code, also the sums of residuals, is megatron-core's.

@@ -1,8 +1,8 @@
-"""The rotary embedding of a model: the inverse frequencies of transformers with the interface of mcore.
+"""The rotary embedding of a model: the inverse frequencies of transformers with the interface of megatron-core.
 
-If frequencies depend on lengths, each sequence has the frequencies of its own length. Other sequences of the microbatch
-and earlier lengths have no effect. mcore reads the attention factor from the config, and multiplies cosines and sines
-by it.
+If frequencies depend on the length of a sequence, each sequence of a microbatch has its frequencies, and earlier
+lengths have no effect. megatron-core reads the attention factor from the config, and multiplies cosines and sines by
+it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class HFRotaryEmbedding(RotaryEmbedding):
     Args:
         rope: parameters and frequencies.
         rotary_interleaved: whether the dims of a pair are neighbours in a head, instead of one in each half.
-        cp_group: the context-parallel group. Each of its ranks gets the angles of its own tokens.
+        cp_group: the context-parallel group. Each of its ranks gets the angles for the tokens of that rank.
 
     Attributes:
         lengths: the lengths of the sequences of this call, from ``take_lengths``. None: all have the length of the
@@ -161,7 +161,7 @@ def replace_rotary(chunk: GPTModel) -> None:
 def take_lengths(chunk: GPTModel) -> None:
     """Set the lengths of the sequences of each call on the ropes of a chunk, if frequencies depend on them.
 
-    This hook runs last, when inputs are this rank's inputs. A KV cache gets the frequencies of its own size.
+    This hook runs last, when inputs are this rank's inputs. A KV cache gets the frequencies for the size of the cache.
     """
     ropes = [module for module in chunk.modules() if isinstance(module, HFRotaryEmbedding)]
     if any(rope.rope.is_dynamic for rope in ropes):

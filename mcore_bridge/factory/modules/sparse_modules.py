@@ -1,4 +1,4 @@
-"""The module of sparse attention. Import it only for a model that has it: it needs megatron-core 0.19."""
+"""The core module of sparse attention. It needs megatron-core 0.19: import it only for such a model."""
 
 from __future__ import annotations
 

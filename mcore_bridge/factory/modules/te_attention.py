@@ -1,6 +1,7 @@
-"""Choose the core attention of each layer under backend te: TransformerEngine's, or torch's if TE lacks a feature.
+"""Chooses the core attention of each layer with backend te: TransformerEngine's, or torch's for features that TE lacks.
 
-The missing features were read in the code of TransformerEngine 2.11 and tried on GPUs. Newer releases have more.
+The list of missing features was read in the code of TransformerEngine 2.11 and tried on GPUs. Newer releases may have
+more.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A temperature of queries that grows with their position in the text, as in ministral3 and llama 4."""
+"""Queries that are scaled by a temperature, which grows with the position in the text, as in ministral3 and llama 4."""
 
 from __future__ import annotations
 

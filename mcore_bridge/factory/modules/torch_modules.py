@@ -1,7 +1,7 @@
-"""Plain torch modules as submodules of mcore's layer spec. They compute in the order of transformers.
+"""Plain torch modules as submodules of megatron-core's layer spec. They compute in the order of transformers.
 
-They support features that mcore's own torch modules refuse: sequence and context parallelism, zero-centred norms, and
-sliding windows with these. They take the arguments of mcore's modules, so any spec may use them.
+They support features that megatron-core's torch modules refuse: sequence and context parallelism, zero-centred norms,
+and sliding windows with both. They take the arguments of megatron-core's modules, so any spec may use them.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class CoreAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """Attend.
+        """Compute attention.
 
         Args:
             query: ``[s, b, heads, dim]``, the tokens of this CP rank; for packed sequences ``[s, heads, dim]``.

@@ -1,1 +1,1 @@
-"""The model of images of a composite: its tower, the hook that puts its features into a chunk, and their checks."""
+"""The images of a composite: its tower, the hook that adds features to a chunk, and checks of images."""

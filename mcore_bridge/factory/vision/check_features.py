@@ -1,4 +1,4 @@
-"""Check that images fit their image tokens, row by row.
+"""Checks that images fit their image tokens, row by row.
 
 transformers compares only the sums over all rows. One row may be cut inside an image, while another has one image token
 too many. Then the features of all rows between them would be at wrong places.

@@ -1,7 +1,7 @@
-"""Deepstack: features of several depths of a tower, which are added after the first layers of the text.
+"""Deepstack: features from several depths of a tower, which are added after the first layers of the text.
 
-megatron-core has no place for them. They are passed in ``attention_bias``, which megatron-core gives to each layer,
-also in a recompute. A separate object for each microbatch keeps microbatches apart.
+megatron-core has no argument for these features. They are passed in ``attention_bias``, which megatron-core gives to
+each layer, also in a recompute. Each microbatch has a separate object, so microbatches do not mix.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def carried(hidden: Tensor, features: Sequence[Tensor]) -> tuple[Tensor, LayerFe
 
     Args:
         hidden: the input of the first layer, ``[s, b, h]``.
-        features: of the same shape.
+        features: the features to add, in the shape of the hidden states.
     """
     if not torch.is_grad_enabled() or not any(feature.requires_grad for feature in features):
         return hidden, LayerFeatures(features)

@@ -1,9 +1,9 @@
-"""Give each parameter of a tower one gradient in each microbatch, in a fixed order.
+"""Gives each parameter of a tower one gradient in each microbatch, in a fixed order.
 
 megatron-core's reducers start a collective as soon as all parameters of a bucket have a gradient. All replicas must
 start equal collectives in one order. But in a microbatch one replica may have images and another only text, and some
-towers have parameters that no feature depends on. So the tower computes with aliases of its parameters. Their gradients
-are passed on one by one, by a chain of nodes in autograd's graph.
+towers have parameters that no feature depends on. So the tower computes with aliases of its parameters. A chain of
+nodes in autograd's graph passes the gradients of the aliases on to the parameters, one by one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True)
-class InTurn:
+class OrderedGradients:
     """The aliases of a tower's parameters in one microbatch.
 
     Attributes:
@@ -36,19 +36,19 @@ class InTurn:
         return output
 
 
-def in_turn(tower: nn.Module) -> InTurn:
+def ordered_gradients(tower: nn.Module) -> OrderedGradients:
     """Make aliases. The gradients of the last parameters come first, as in megatron-core's buckets.
 
     Call this before any other computation of the microbatch: autograd runs later nodes first.
     """
     trained = {name: weight for name, weight in tower.named_parameters() if weight.requires_grad}
     if not trained or not torch.is_grad_enabled():
-        return InTurn({}, None)
+        return OrderedGradients({}, None)
     aliases: dict[str, Tensor] = {}
     token = next(iter(trained.values())).new_zeros(())
     for name, parameter in trained.items():
         token, aliases[name] = _Link.apply(token, parameter)
-    return InTurn(aliases, token)
+    return OrderedGradients(aliases, token)
 
 
 def gather_parameters(tower: nn.Module) -> None:

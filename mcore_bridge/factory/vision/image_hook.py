@@ -38,16 +38,16 @@ from mcore_bridge.batches.rows import (
 from mcore_bridge.errors import BatchError
 from mcore_bridge.factory.vision.check_features import fitting, misfit
 from mcore_bridge.factory.vision.deepstack import carried, take_features
-from mcore_bridge.factory.vision.gradient_order import InTurn, gather_parameters, in_turn
+from mcore_bridge.factory.vision.gradient_order import OrderedGradients, gather_parameters, ordered_gradients
 from mcore_bridge.factory.vision.image_masks import masks_of, take_masks
 from mcore_bridge.factory.vision.mrope import (
     WITH_NUMBER,
     MultimodalRotary,
     take_positions,
-    take_rows_apart,
+    take_positions_per_row,
     text_positions,
 )
-from mcore_bridge.factory.vision.text_stub import Caught, Embed, called
+from mcore_bridge.factory.vision.text_stub import Embed, TextStub, run_composite
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -63,42 +63,42 @@ def see(chunk: GPTModel, composite: nn.Module) -> None:
 
     Args:
         chunk: a chunk of any stage. The chunk of the first stage has the composite as ``vision``.
-        composite: transformers' base model, whose language model is ``Caught``. After the first stage its tower is
+        composite: transformers' base model, whose language model is ``TextStub``. After the first stage its tower is
             never run, and may be on the meta device.
     """
-    caught = composite.language_model
-    assert isinstance(caught, Caught)
+    stub = composite.language_model
+    assert isinstance(stub, TextStub)
     readable = {name for name in _arguments(composite) if name.startswith(OF_OTHER_PARTS)}
-    if caught.recompose is not None:
-        take_positions(chunk, caught.num_positions, caught.recompose)
+    if stub.recompose is not None:
+        take_positions(chunk, stub.num_positions, stub.recompose)
         readable.add(POSITIONS)
-    if caught.num_positions == WITH_NUMBER:
-        take_rows_apart(composite)
+    if stub.num_positions == WITH_NUMBER:
+        take_positions_per_row(composite)
     if getattr(composite.config.vision_config, "deepstack_visual_indexes", ()):  # type: ignore[union-attr]
         take_features(chunk)
     if BLOCKS in _arguments(composite):
         take_masks(chunk)
         composite.config.text_config._attn_implementation = "sdpa"  # type: ignore[union-attr]  # boolean masks
     chunk.image_inputs = frozenset(readable)
-    chunk.register_forward_pre_hook(functools.partial(_see, composite), with_kwargs=True)
+    chunk.register_forward_pre_hook(functools.partial(_insert_images, composite), with_kwargs=True)
 
 
-def _see(
+def _insert_images(
     composite: nn.Module, chunk: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[()], dict[str, Any]]:
     inputs, images = without_images(inputs_by_name(chunk, args, kwargs))
     types = [types for name in _TYPES if (types := inputs.pop(name, None)) is not None]
     misfits, shown = (inputs.pop(name, None) for name in ("misfits", SHOWN))
-    turn = InTurn({}, None)
+    ordered = OrderedGradients({}, None)
     if chunk.pre_process:
         gather_parameters(chunk.vision)
-        turn = in_turn(chunk.vision)
+        ordered = ordered_gradients(chunk.vision)
     positions = inputs.get("position_ids")
     explicit = positions if positions is not None and positions.dim() == 3 else None
     if not images and explicit is None:
-        return (), _without_features(chunk, as_own_tokens(chunk, inputs), turn)
+        return (), _without_features(chunk, as_own_tokens(chunk, inputs), ordered)
     try:
-        return (), _seen(composite, chunk, turn, inputs, images, types, explicit, misfits, shown)
+        return (), _with_features(composite, chunk, ordered, inputs, images, types, explicit, misfits, shown)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # any error of transformers: the other ranks of a pipeline may wait
@@ -107,13 +107,13 @@ def _see(
             raise problem from problem.__cause__
         misfits.errors.append(problem)  # the other ranks of its pipeline wait for this one
         inputs["input_ids"] = torch.zeros_like(inputs["input_ids"])
-        return (), _without_features(chunk, as_own_tokens(chunk, inputs), turn)
+        return (), _without_features(chunk, as_own_tokens(chunk, inputs), ordered)
 
 
-def _seen(
+def _with_features(
     composite: nn.Module,
     chunk: Any,
-    turn: InTurn,
+    ordered: OrderedGradients,
     inputs: dict[str, Any],
     images: dict[str, Any],
     types: Sequence[Tensor],
@@ -130,19 +130,19 @@ def _seen(
         positions = rows.whole(explicit[-num_positions(chunk) :].permute(1, 2, 0)).permute(2, 0, 1)
         images = {**images, "position_ids": positions}
     given = rows.whole(types[0]) if types else None
-    call = _called(chunk, composite, turn, rows, images, given, None if misfits is None else misfits.counts)
-    decoded = _decoder_inputs(chunk, turn, rows, call, inputs.get("packed_seq_params"))
+    call = _text_call(chunk, composite, ordered, rows, images, given, None if misfits is None else misfits.counts)
+    decoded = _decoder_inputs(chunk, ordered, rows, call, inputs.get("packed_seq_params"))
     return {**as_own_tokens(chunk, inputs), **decoded}
 
 
-def _without_features(chunk: Any, inputs: dict[str, Any], turn: InTurn) -> dict[str, Any]:
+def _without_features(chunk: Any, inputs: dict[str, Any], ordered: OrderedGradients) -> dict[str, Any]:
     """The inputs of a microbatch of text: its positions follow from their order, and the tower gets no gradient."""
     ids = inputs["input_ids"]
     if isinstance(getattr(chunk, "rotary_pos_emb", None), MultimodalRotary):
         inputs["position_ids"] = text_positions(chunk, inputs)
-    if chunk.pre_process and inputs.get("decoder_input") is None and turn.token is not None:
+    if chunk.pre_process and inputs.get("decoder_input") is None and ordered.token is not None:
         hidden = chunk.embedding(input_ids=ids, position_ids=inputs.get("position_ids"))
-        inputs["decoder_input"] = turn.joined(hidden)
+        inputs["decoder_input"] = ordered.joined(hidden)
     return inputs
 
 
@@ -176,10 +176,10 @@ def _arguments_of(forward: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(forward).parameters)
 
 
-def _called(
+def _text_call(
     chunk: Any,
     composite: nn.Module,
-    turn: InTurn,
+    ordered: OrderedGradients,
     rows: WholeRows,
     images: dict[str, Any],
     types: Tensor | None,
@@ -200,10 +200,10 @@ def _called(
     seen = ids.masked_fill(sampled, no_placeholder(composite.config))
     standing = feature_types(composite.config, ids, types).masked_fill(~rows.mask, 0)
     with fitting(composite, standing, counts):
-        return called(
+        return run_composite(
             composite,
             lambda given: embed(torch.where(sampled, ids, given)),
-            turn.aliases,
+            ordered.aliases,
             input_ids=seen,
             attention_mask=rows.mask.long(),
             use_cache=False,
@@ -235,7 +235,9 @@ def _embedding(chunk: Any) -> Embed:
     return lambda input_ids: whole(input_ids=input_ids, position_ids=None).transpose(0, 1)
 
 
-def _decoder_inputs(chunk: Any, turn: InTurn, rows: WholeRows, call: dict[str, Any], packed: Any) -> dict[str, Any]:
+def _decoder_inputs(
+    chunk: Any, ordered: OrderedGradients, rows: WholeRows, call: dict[str, Any], packed: Any
+) -> dict[str, Any]:
     """The arguments of ``GPTModel.forward`` that come from the call of a language model."""
     inputs: dict[str, Any] = {}
     if isinstance(masks := call["attention_mask"], Mapping):
@@ -249,7 +251,7 @@ def _decoder_inputs(chunk: Any, turn: InTurn, rows: WholeRows, call: dict[str, A
             spread = [_hidden(chunk, rows.own(_at(feature, where, call["inputs_embeds"]))) for feature in features]
             hidden, extra = carried(hidden, spread)
             inputs["extra_block_kwargs"] = {"attention_bias": extra}
-        inputs["decoder_input"] = turn.joined(hidden)
+        inputs["decoder_input"] = ordered.joined(hidden)
     return inputs
 
 

@@ -1,7 +1,7 @@
 """Masks with bidirectional attention within an image, as in Gemma 3. transformers makes one for each kind of layer.
 
-They are passed in ``attention_bias``, which megatron-core gives to core attention, also in a recompute.
-TransformerEngine has no kernel for them, so torch's attention runs microbatches with such a mask.
+The masks are passed in ``attention_bias``, which megatron-core gives to core attention, also in a recompute.
+TransformerEngine has no kernel for such a mask, so torch's attention computes the microbatches that have one.
 """
 
 from __future__ import annotations

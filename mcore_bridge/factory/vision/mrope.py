@@ -1,9 +1,7 @@
 """The rope of a text with images: each token has three or four positions, and each angle comes from one of them.
 
-Positions of each row by itself, for a composite that numbers images over all rows of a batch.
-
-HunYuan's fourth position is the number of an image in its sequence. transformers goes on counting from row to row, so
-that a row would depend on the rows before it in its microbatch.
+The fourth position of HunYuan is the number of an image in its sequence. transformers continues this count from row to
+row, so a row would depend on the rows before it in its microbatch. Here positions are computed for each row separately.
 """
 
 from __future__ import annotations
@@ -119,7 +117,7 @@ WITH_NUMBER = 4
 """How many positions a token has if the last one is the number of its image."""
 
 
-def take_rows_apart(composite: nn.Module) -> None:
+def take_positions_per_row(composite: nn.Module) -> None:
     """Make transformers' ``get_rope_index`` of this composite compute the positions of one row at a time."""
     composite.get_rope_index = partial(_by_row, composite.get_rope_index)  # type: ignore[assignment]
 

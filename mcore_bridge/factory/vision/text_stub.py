@@ -1,7 +1,7 @@
 """A stub in the place of a composite's language model, which records the arguments of transformers' call.
 
 transformers' ``forward`` of the composite runs the tower, replaces image tokens by features, and computes positions and
-masks. All results are arguments of this call, so there is no second formula.
+masks. It passes all results as arguments to the language model, so this library needs no second formula.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Embed = Callable[[Tensor], Tensor]
 """Embeds token ids: int64 ``[batch, seq]`` to ``[batch, seq, size]``."""
 
 
-class Caught(nn.Module):
+class TextStub(nn.Module):
     """A stub for the language model of a composite. It has no parameters and no buffers.
 
     Args:
@@ -53,8 +53,8 @@ class Caught(nn.Module):
         return MoeModelOutputWithPast(last_hidden_state=call["inputs_embeds"])
 
 
-def called(composite: nn.Module, embed: Embed, aliases: Mapping[str, Tensor], **inputs: Any) -> dict[str, Any]:
-    """Run a composite whose language model is ``Caught``, and return the recorded arguments.
+def run_composite(composite: nn.Module, embed: Embed, aliases: Mapping[str, Tensor], **inputs: Any) -> dict[str, Any]:
+    """Run a composite whose language model is ``TextStub``, and return the recorded arguments.
 
     Args:
         composite: transformers' base model.
@@ -62,12 +62,12 @@ def called(composite: nn.Module, embed: Embed, aliases: Mapping[str, Tensor], **
         aliases: tensors by names of parameters, used in place of the parameters.
         inputs: the arguments of the composite's ``forward``.
     """
-    caught: Any = composite.language_model
+    stub: Any = composite.language_model
     vars(composite)["rope_deltas"] = None  # from the previous call, from which generation would continue
-    caught._embed, caught._call = embed, {}
+    stub._embed, stub._call = embed, {}
     try:
         torch.func.functional_call(composite, dict(aliases), kwargs=inputs)
-        call: dict[str, Any] = caught._call
+        call: dict[str, Any] = stub._call
         return call
     finally:
-        caught._embed, caught._call = None, {}
+        stub._embed, stub._call = None, {}

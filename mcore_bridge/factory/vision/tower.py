@@ -1,11 +1,10 @@
 """The tower of a composite: transformers' model of images and text, without its language model.
 
-A model of its first stage has it as ``vision``. It is the same on all tensor-parallel ranks.
+A model of the first stage has it as ``vision``. It is equal on all tensor-parallel ranks.
 
-Queries, keys and values of a tower in one weight, as published files have them.
-
-transformers has three layers in its place. It also orders the rows of each head in another way, since it rotates halves
-of a head where the published code rotates neighbours.
+Published files may store the queries, keys and values of a tower in one weight, for which transformers has three
+layers. transformers also orders the rows of each head differently: it rotates halves of a head, and the published code
+rotates neighbouring dims.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def require_tower(whole: Whole | None, vision: str) -> None:
 
 
 def build_tower(whole: Whole, *, dtype: torch.dtype, device: torch.device, initialise: bool = False) -> nn.Module:
-    """Build transformers' composite with ``Caught`` in the place of its language model.
+    """Build transformers' composite with ``TextStub`` in the place of its language model.
 
     Args:
         whole: the composite.
@@ -66,7 +65,7 @@ def build_tower(whole: Whole, *, dtype: torch.dtype, device: torch.device, initi
     from accelerate import init_empty_weights
     from transformers import AutoModel
 
-    from mcore_bridge.factory.vision.text_stub import Caught
+    from mcore_bridge.factory.vision.text_stub import TextStub
 
     config = copy.deepcopy(whole.config)
     if hasattr(config, "quantization_config"):
@@ -75,7 +74,7 @@ def build_tower(whole: Whole, *, dtype: torch.dtype, device: torch.device, initi
     num_layers, text.num_hidden_layers = text.num_hidden_layers, 1  # since its layers are discarded
     with init_empty_weights(include_buffers=False):
         tower: nn.Module = AutoModel.from_config(config, dtype=torch.float32)
-        tower.language_model = Caught(tower.language_model)  # type: ignore[arg-type]
+        tower.language_model = TextStub(tower.language_model)  # type: ignore[arg-type]
         if whole.composite.joined_qkv:
             join_qkv(tower, whole.composite.joined_qkv)
     text.num_hidden_layers = num_layers

@@ -1,4 +1,4 @@
-"""The interface for RLinf, with its names. ``docs/trainers/rlinf.md`` shows where each name is used."""
+"""The interface for RLinf, with RLinf's names. ``docs/trainers/rlinf.md`` shows where RLinf uses each name."""
 
 from mcore_bridge.convert.rank_files.rank_folder import iter_mg_weights
 from mcore_bridge.trainers.rlinf.actor import Actor, read_actor

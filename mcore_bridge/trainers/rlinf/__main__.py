@@ -1,4 +1,4 @@
-"""RLinf's scripts for checkpoints, with their own arguments: ``python -m mcore_bridge.trainers.rlinf SCRIPT ...``.
+"""RLinf's scripts for checkpoints, with RLinf's arguments: ``python -m mcore_bridge.trainers.rlinf SCRIPT ...``.
 
 SCRIPT is ``convert_hf_to_middle_file`` or ``convert_middle_file_to_mg``. The HF config describes the model.
 """

@@ -1,4 +1,4 @@
-"""Translate RLinf's ``actor`` block to arguments of ``build_model``, and compare every key with the HF config."""
+"""Translates RLinf's ``actor`` block to arguments of ``build_model``, and compares every key with the HF config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders that are made once, by one writer, with a record of their source. A folder appears when it is complete."""
+"""Folders that one writer makes once, with a record of their source. A folder appears only when it is complete."""
 
 from __future__ import annotations
 

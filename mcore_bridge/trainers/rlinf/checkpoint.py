@@ -1,6 +1,7 @@
-"""Find the checkpoint that Megatron loads after the model is built, and check that Megatron will load all of it.
+"""Finds the checkpoint that Megatron loads after the model is built, and checks that Megatron will load all of it.
 
-Without a checkpoint, Megatron's trainer ends without an error. Parameters that a file does not fit keep random values.
+If Megatron's trainer finds no checkpoint, it ends without an error. If a parameter does not fit, it keeps random
+values.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ def require_loads(chunk: GPTModel, folder: str, dims: ParallelDims, vp_stage: in
         raise CheckpointError(f"expected {path} for this rank of {dims}, found none: convert it for this mesh")
     stored = _shapes(read_rank_file(path).get(chunk_of(dims, vp_stage), {}), head)
     wanted = _shapes(chunk.state_dict(), head)
-    names = {*wanted, *(name for name in stored if not name.startswith("output_layer."))}  # a tied model may have one
+    # A file of a tied model may have an output layer, which the model does not need.
+    names = {*wanted, *(name for name in stored if not name.startswith("output_layer."))}
     differ = sorted(name for name in names if stored.get(name) != wanted.get(name))
     if differ:
         shapes = "; ".join(

@@ -1,4 +1,4 @@
-"""Settings of RLinf's offline convertor, read from its block or from its ``ConvertorConfig``."""
+"""Reads the settings of RLinf's offline convertor, from RLinf's config block or from a ``ConvertorConfig``."""
 
 from __future__ import annotations
 

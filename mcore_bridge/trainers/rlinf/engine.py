@@ -1,4 +1,4 @@
-"""Translate RLinf's ``ReshardConfig``, of any generation, to our targets."""
+"""Translates RLinf's ``ReshardConfig``, of any generation, to targets of an export."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The functions that RLinf's resharder calls, made from our rules, for any family.
 
-They keep RLinf's contracts, with one collective for each parameter. If the whole resharder can be replaced, use
-``MegatronCoreWeightReshard`` of ``weight_reshard.py`` instead.
+They keep RLinf's contracts, with one collective for each parameter. If the whole resharder can be replaced, use the
+faster ``MegatronCoreWeightReshard`` of ``weight_reshard.py`` instead.
 """
 
 from __future__ import annotations

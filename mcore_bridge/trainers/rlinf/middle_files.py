@@ -1,4 +1,4 @@
-"""RLinf's middle files: one file for each layer, with Megatron's names without parallelism, to convert to any mesh."""
+"""RLinf's middle files: one file for each layer, with Megatron's names. RLinf converts them to files of any mesh."""
 
 from __future__ import annotations
 

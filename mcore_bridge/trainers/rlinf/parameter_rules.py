@@ -1,4 +1,4 @@
-"""The parameters of RLinf's functions by RLinf's names, with our rule for each."""
+"""Finds our rule for each parameter that RLinf's functions name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Translate our rules to rules of RLinf's convertors: patterns of Megatron's names, a transform, HF's names."""
+"""Translates our rules to RLinf's form for its convertors: patterns of Megatron's names, a transform, HF's names."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ConvertorRule:
 
     Attributes:
         pattern: matches whole Megatron names, with groups ``i`` (layer), ``ei`` (expert) and ``wb`` (weight or bias).
-        transform: what to do with the tensor.
+        transform: the name of the transform of the tensor.
         targets: HF names, as templates of ``re.Match.expand``.
         post: always None.
     """

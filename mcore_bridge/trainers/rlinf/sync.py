@@ -1,8 +1,7 @@
-"""One pass over the weights of a model, in the buckets that RLinf gathers one by one.
+"""Exports in a given number of rounds, for RLinf, which gathers a model in buckets.
 
-A bucket is a round of one export. Its messages follow from the plan, and are the same on every rank.
-
-Exports in rounds, which all ranks do together, for trainers that transfer weights in a given number of steps.
+A bucket is one round of one export. Its messages follow from the plan, and are equal on every rank. All ranks run the
+rounds together.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""RLinf's resharder on top of our exports: a class that replaces its own, for all generations of its interface.
+"""A class that replaces RLinf's resharder, for all generations of its interface, and that uses our exports.
 
-Slices of whole HF tensors for a rank of an engine, cut without communication.
+It can also cut whole HF tensors to the slices of an engine's rank. This needs no communication.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The shards of adapters in megatron-core's checkpoints: each factor is cut along one dim like the weight beside it.
+"""The shards of adapters in megatron-core's checkpoints: each factor is cut along one dim, like its weight.
 
-A linear layer of megatron-core treats foreign parameters inside of it as replicas. So without this module,
+A linear layer of megatron-core treats parameters that it does not define as replicas. So without this module, the
 ``linear_out`` of a layer that is cut by rows would be saved from one rank only.
 """
 

@@ -1,7 +1,7 @@
 """Checkpoints of models and optimizers in megatron-core's format: written at one mesh, read at any mesh.
 
-megatron-core's ``dist_checkpointing`` writes and reads. Before that we check faults that it silently accepts: missing
-keys, other names of keys, other shapes, and values that parameters cannot hold.
+megatron-core's ``dist_checkpointing`` writes and reads. It silently accepts some faults, which are checked before:
+missing keys, other names of keys, other shapes, and values that parameters cannot hold.
 """
 
 from __future__ import annotations

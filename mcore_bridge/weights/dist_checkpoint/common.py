@@ -1,4 +1,4 @@
-"""The ``common`` of a checkpoint: one rank writes it for all, so all must pass equal values."""
+"""The ``common`` part of a checkpoint: one rank writes it for all ranks, so all must pass equal values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mcore_bridge.weights.transfer.collectives import Group
 
 
 def require_equal(group: Group, common: Mapping[str, Any]) -> None:
-    """Raise on all ranks unless their values of ``common``, which has the same keys on each, are equal.
+    """Raise on all ranks unless their values of ``common`` are equal. Its keys are equal on every rank.
 
     If all digests are equal, nothing more is compared. Otherwise values are compared as objects, since pickles of equal
     sets may differ.

@@ -1,4 +1,4 @@
-"""Compare the tensors that models need with a checkpoint of megatron-core, before anything is read or written."""
+"""Compares the tensors that models need with a checkpoint of megatron-core, before anything is read or written."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Write the tensors of each rank to the files of a ``torch_dist`` folder, in the process of the rank.
+"""Writes the tensors of each rank to the files of a ``torch_dist`` folder, in the process of the rank.
 
-megatron-core's own strategy starts processes to write, and each of these runs the script of a trainer again. The files
-are equal.
+megatron-core's strategy starts processes to write, and each of these processes would run the script of a trainer again.
+The files are equal.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The extra states of TransformerEngine's modules (``_extra_state``): empty without fp8, but required by each load.
 
-megatron-core's linear layers have an extra state, too, so either kind of layer can load a save of the other kind. Its
-norms, its attention and linear layers that are not cut have none. So without this module, a model of
-TransformerEngine's modules could not load their saves.
+megatron-core's linear layers have an extra state, too, so they can read each other's saves. megatron-core's norms,
+attention and uncut linear layers have none. So without this module, a model with TransformerEngine's modules could not
+load a save of a model with megatron-core's.
 """
 
 from __future__ import annotations

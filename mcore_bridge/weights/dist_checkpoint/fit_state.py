@@ -1,16 +1,11 @@
-"""Fits the states in a checkpoint to a model of the other class, to another mesh, or to layers one by one.
+"""Changes states of a checkpoint so that they fit a model of another class, another mesh, or layers one by one.
 
-Sharded state dicts for folders in which one tensor stacks all layers, along a leading dim.
-
-On request megatron-core makes them for dense models. Here they are made for any model, from those of single layers.
-
-Optimizer states for another mesh, on which experts do or do not have an optimizer of their own.
-
-If different ranks sum the gradients of experts, megatron-core chains one optimizer for experts behind that of all else.
-This depends on the mesh. States of parameters go by the names of parameters, and fit any chain. States of groups of
-parameters (step, learning rate) go by the place in the chain that was saved, which must have the same length.
-
-Which of megatron-core's model classes has written a checkpoint, and its keys for a model of the other class.
+* A folder may stack the tensors of all layers along a leading dim. megatron-core makes such state dicts only for dense
+  models. Here they are made for any model, from the state dicts of single layers.
+* ``GPTModel`` and ``HybridModel`` have different keys. The keys of one class are translated to the other.
+* On some meshes different ranks sum the gradients of experts. megatron-core then chains a second optimizer for experts.
+  States of parameters go by names, and fit with or without the second optimizer. States of groups of parameters (step,
+  learning rate) go by their place in the chain, so they are converted to a chain of the right length.
 """
 
 from __future__ import annotations

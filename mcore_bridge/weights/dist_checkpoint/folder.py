@@ -1,4 +1,4 @@
-"""Folders of megatron-core's checkpoints (``torch_dist``): find them, and list their tensors.
+"""Folders of megatron-core's checkpoints (``torch_dist``): finds them, and lists their tensors.
 
 A tensor of such a folder is a whole parameter, as one rank without parallelism would hold it. A leading dim may stack
 layers, and usually stacks experts. Nothing here communicates.

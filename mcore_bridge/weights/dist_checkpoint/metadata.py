@@ -1,7 +1,7 @@
-"""The ``.metadata`` of a ``torch_dist`` folder, which is a pickle: read without running code in it, and checked.
+"""Reads and checks the ``.metadata`` of a ``torch_dist`` folder, which is a pickle, without running code in it.
 
 A pickle may name any function; here it may only name the classes of torch's metadata. Its values may still be wrong:
-files outside of the folder, or chunks that do not cover a tensor. So they are checked.
+files outside of the folder, or chunks that do not cover a tensor. So the values are checked.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Read and write the file formats of weights. It imports ``errors``, ``rules`` and ``transfer/failures``."""
+"""Reads and writes the file formats of weights. It imports ``errors``, ``rules`` and ``transfer/failures``."""

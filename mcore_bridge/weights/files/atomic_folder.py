@@ -1,6 +1,7 @@
-"""Atomic replacement of the files of a checkpoint: a reader sees all of the old files, or all of the new ones.
+"""Replaces the files of a checkpoint atomically: a reader gets all of the old files, or all of the new ones.
 
-A save writes to a hidden folder in its target, ``.mcore_bridge.TOKEN`` (its *home*). Then it commits in three steps:
+A save writes to a hidden folder in its target, ``.mcore_bridge.TOKEN`` (the *home* of the save). Then it commits in
+three steps:
 
 1. Every file that changes becomes a link through ``live`` in the home, which leads to the old files.
 2. ``live`` is replaced and leads to the new files. This is one rename, and the commit.

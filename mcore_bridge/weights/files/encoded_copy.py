@@ -1,4 +1,4 @@
-"""Copy slices of encoded weights into parameters: read codes and scales, and decode them on the target's device."""
+"""Copies slices of encoded weights into parameters: reads codes and scales, and decodes them on the target's device."""
 
 from __future__ import annotations
 

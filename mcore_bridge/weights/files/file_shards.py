@@ -1,4 +1,4 @@
-"""Assignment of tensors to the files of a checkpoint and to the ranks that write them, equal on every rank."""
+"""Assigns tensors to the files of a checkpoint, and files to the ranks that write them, equally on every rank."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""One writer at a time for a folder: a lock file in the folder names the writer, and its age shows whether the writer
-is alive.
+"""A lock file, with which at most one process writes to a folder. It names the writer, and its age shows whether the
+writer is alive.
 
 A writer on this machine is alive if its process is alive. The process is identified by its id and start time. For a
-writer on another machine only the age of the lock is known. A thread renews the lock every ``BEAT`` seconds; after
+writer on another machine only the age of the lock is available. A thread renews the lock every ``BEAT`` seconds; after
 ``STALE`` seconds without renewal it is invalid.
 """
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.foreign_files import FULL
+from mcore_bridge.foreign_files import FULL, open_regular, too_many
 
 Result = TypeVar("Result")
 IsFull = Callable[[Exception], bool]
@@ -86,6 +86,18 @@ class OpenFile:
                 "read the folder again, or allow more open files (ulimit -n)"
             )
         return fd
+
+
+def open_file(path: Path) -> int:
+    """``open_regular``, which closes other files of ours if too many are open.
+
+    Raises:
+        CheckpointError: the file cannot be opened, is a FIFO or the like, or git-lfs has not fetched it.
+    """
+    try:
+        return with_room(lambda: open_regular(path))
+    except OSError:
+        raise too_many(path) from None
 
 
 def with_room(act: Callable[[], Result], *, held: int = 0, is_full: IsFull | None = None) -> Result:

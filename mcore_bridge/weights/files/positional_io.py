@@ -1,9 +1,9 @@
-"""Read and write at offsets of open files. Threads may do this in parallel: they share no position and release the GIL.
+"""Reads, writes and maps open files at offsets. Threads may do this in parallel: they share no position and release the
+GIL.
 
-Files are read and not mapped. So a file that has become shorter is an error and no signal, and the kernel reads ahead
-what is not in the page cache. All processes of a node share that cache.
-
-Files as memory. A map keeps no descriptor, so that there may be more maps than files that a process may open.
+A load reads files and does not map them. So a file that has become shorter is an error and no signal, and the kernel
+reads ahead. All processes of a node share the kernel's page cache. A map keeps no descriptor, so a process may have
+more maps than open files.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ import mmap
 import os
 from collections.abc import Iterable
 from operator import itemgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mcore_bridge.foreign_files import FULL, open_regular, too_many
+from mcore_bridge.foreign_files import FULL
 from mcore_bridge.weights.files.open_files import with_room
 
 if TYPE_CHECKING:
@@ -31,18 +30,6 @@ Array: TypeAlias = "NDArray[Any]"
 
 BLOCK_BYTES = 1 << 18  # bytes of an array with gaps that are read at once; they should stay in a core's cache
 _MOST_BUFFERS = 1024  # of one call, as POSIX's IOV_MAX is on Linux
-
-
-def open_file(path: Path) -> int:
-    """``open_regular``, which closes other files of ours if too many are open.
-
-    Raises:
-        CheckpointError: the file cannot be opened, is a FIFO or the like, or git-lfs has not fetched it.
-    """
-    try:
-        return with_room(lambda: open_regular(path))
-    except OSError:
-        raise too_many(path) from None
 
 
 def read_array(fd: int, offset: int, out: Array, strides: tuple[int, ...]) -> None:

@@ -23,13 +23,12 @@ from torch import Tensor
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.foreign_files import READ, parse, too_many
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.files.open_files import OpenFile, with_room
+from mcore_bridge.weights.files.open_files import OpenFile, open_file, with_room
 from mcore_bridge.weights.files.positional_io import (
     Array,
     array_of,
     free_pages,
     mapped,
-    open_file,
     read_array,
     read_scattered,
     write_bytes,

@@ -1,4 +1,4 @@
-"""Copy slices of HF tensors to slices of parameters, from memory, or from files by threads.
+"""Copies slices of HF tensors to slices of parameters, from memory, or from files by threads.
 
 Slices of encoded weights are read in this way, too, and are decoded on their target device (``encoded_copy.py``).
 """

@@ -1,6 +1,6 @@
-"""Folders that are read while a target is written. They must not be the target, and must not change.
+"""Watches the folders that a conversion reads: they must not be its target, and must not change meanwhile.
 
-A conversion opens a folder several times, in several processes. If a trainer saves there in between, old and new
+A conversion opens a folder several times, in several processes. If a trainer saved there in between, old and new
 tensors would be mixed without any error. So the state of all files is recorded before the first one is read, and
 compared before the result is put in place.
 """

@@ -1,4 +1,4 @@
-"""Host memory between files and devices: a few slots, and the threads that fill or empty them.
+"""Moves data between files and devices through a few slots of host memory, by threads that fill or empty the slots.
 
 Work begins in the order in which it is submitted, and the caller gets results in this order. Each piece of work needs a
 slot, so memory is bounded. A slow disk or device blocks the caller only while all slots are in use. An error in a

@@ -1,11 +1,7 @@
-"""Checks of a target folder: what a dead writer has left in it, and whether its files can be replaced.
+"""Checks a target folder before a save: the home that a dead writer left in it, and whether its files can be replaced.
 
-What a dead writer has left in a target, read as if anybody had put it there.
-
-A folder that was copied, unpacked or shared may hold such a home as well. Its names and links must not lead a save to
-files outside of the target.
-
-Whether files of a folder can be replaced by renames: neither folders nor mount points can.
+Somebody may have copied, unpacked or changed such a home. So its names and links must not lead a save to files outside
+of the target. Neither folders nor mount points can be replaced by a rename.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import CheckpointError, describe
-from mcore_bridge.weights.files.positional_io import array_of, free_pages, open_file, write_bytes
+from mcore_bridge.weights.files.open_files import open_file
+from mcore_bridge.weights.files.positional_io import array_of, free_pages, write_bytes
 
 _LOCAL_HEADER = struct.Struct("<26xHH")
 """The header of a record of a zip file. It ends with the lengths of the name and of the extra field, which follow."""

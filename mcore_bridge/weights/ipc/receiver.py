@@ -1,4 +1,6 @@
-"""The consumer's side: views of the slots that a sender's process fills, checked against the plan. Needs only torch."""
+"""The receiver's side of a ring: views of the slots that a sender's process fills, checked against the plan. Needs
+torch only.
+"""
 
 from __future__ import annotations
 

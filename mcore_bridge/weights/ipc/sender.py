@@ -1,7 +1,7 @@
 """The sender's side: a ring of flat buffers, allocated once, filled in order, and read by another process in place.
 
-The caller provides the channel between the processes. Through it go the plan and the handles once, the number of each
-filled bucket, and an answer when the bucket was read.
+The caller provides the channel between the two processes. It carries the plan and the handles once, then the number of
+each filled bucket, and an answer when the bucket was read.
 """
 
 from __future__ import annotations

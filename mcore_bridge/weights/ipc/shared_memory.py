@@ -68,7 +68,7 @@ def share_part(memory: Tensor, digest: str = "") -> Handle:
 
     Args:
         memory: uint8 [bytes], contiguous; it may begin anywhere in its storage. On a CPU that must be of ``allocate``.
-        digest: that of the handle.
+        digest: the digest that the handle gets.
 
     Raises:
         TransferError: when another process cannot open memory of this allocator, such as the allocator of vLLM's sleep

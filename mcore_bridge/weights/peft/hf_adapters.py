@@ -1,4 +1,4 @@
-"""Export adapters under HF names and save or load PEFT folders, with the plans, messages and files of weights."""
+"""Exports adapters under HF names, and saves or loads PEFT folders, with the plans, messages and files of weights."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The config of a PEFT folder, and the names and shapes that ``peft`` gives the tensors of an adapter.
+"""Writes the config of a PEFT folder, and gives the names and shapes that ``peft`` has for the tensors of an adapter.
 
-An adapter that all readers understand has one rank, one ``lora_alpha`` and no patterns. We write only such folders, but
-read others, too.
+Readers differ in what they support. All of them support an adapter with one rank, one ``lora_alpha`` and no patterns.
+Only such folders are written; others can be read (``peft_read.py``).
 """
 
 from __future__ import annotations

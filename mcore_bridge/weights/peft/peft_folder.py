@@ -1,4 +1,4 @@
-"""Read a PEFT folder as the adapters of a model: tensors under HF names, with one rank and one scale.
+"""Reads a PEFT folder as the adapters of a model: tensors under HF names, with one rank and one scale.
 
 A smaller rank is padded with zeros, which changes nothing. If scales differ, the most frequent scale is kept. The B of
 a module with another scale is multiplied by the ratio, in fp64 and rounded once. This is exact if the ratio is a power

@@ -1,10 +1,9 @@
-"""What the config of a PEFT folder says: ranks, scales and targets. What it says beyond that is refused by name.
+"""Reads the config of a PEFT folder: ranks, scales and targets. Settings that are not supported raise by name.
 
-Regular expressions out of files, which may come from anybody: they cannot keep a process busy.
-
-``re`` decides whether a pattern is one, and the package ``regex`` runs it, since it stops after a time. The two agree
-on all patterns but those that are refused here. All other patterns that we take are those of ``fnmatch``, whose time
-grows only with the lengths of pattern and name.
+The config may have regular expressions, and the file may come from anybody. So no pattern may keep a process busy.
+``re`` decides whether a pattern is valid, and the package ``regex`` runs it, since it stops after a time. Patterns for
+which the two differ are refused. The other patterns are in the form of ``fnmatch``, whose time grows only with the
+lengths of pattern and name.
 """
 
 from __future__ import annotations

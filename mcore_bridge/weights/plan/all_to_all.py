@@ -15,9 +15,9 @@ from mcore_bridge.weights.plan.export_plan import MEMORY, MESSAGES_IN_FLIGHT, Ex
 from mcore_bridge.weights.plan.gather import Request, SourceShard, assemble_plan, assign_senders, shards_of
 from mcore_bridge.weights.plan.inventory import Inventory, ParamEntry, merge_inventories
 from mcore_bridge.weights.plan.schedule import MIN_WINDOW
+from mcore_bridge.weights.plan.select_for_target import dealt, select_for
 from mcore_bridge.weights.plan.stream import HEADER, SendRange, Streams, WindowRun, cut, num_messages, widths
 from mcore_bridge.weights.plan.target import Target
-from mcore_bridge.weights.plan.wanted import dealt, wanted_by
 
 TO_TARGETS = 1 << 30
 """Upper limit on the bytes of all messages in flight, received and sent, unless the caller asks for more."""
@@ -52,7 +52,7 @@ def plan_targets(
     entries = merge_inventories(mapping, axes, num_layers, inventories)
     kinds = [(rank, target) if target == "share" else target for rank, target in enumerate(targets)]
     wanted: dict[object, Sequence[ParamEntry]] = {
-        target: wanted_by(target, mapping, axes, num_layers, entries)
+        target: select_for(target, mapping, axes, num_layers, entries)
         for target in dict.fromkeys(targets)
         if target != "share"
     }

@@ -1,12 +1,8 @@
 """Copies between strided boxes of elements in two memories, and their composition: one copy after another.
 
-Offsets and strides count elements.
-
-One strided copy of bytes between two buffers: a row of the table that a kernel runs.
-
-It copies ``rows`` times ``cols`` elements of ``item`` bytes. In both buffers it begins at some byte, and its rows and
-columns have some distance in bytes. Every ``BoxCopy`` is one of these, or a few. An engine's process imports this
-module, which needs numpy only.
+A ``BoxCopy`` counts offsets and strides in elements. A kernel runs it as one or more ``ByteCopy``: ``rows`` times
+``cols`` elements of ``item`` bytes. In both buffers, a ``ByteCopy`` begins at some byte, and its rows and columns have
+constant distances in bytes. An engine's process imports this module, which needs numpy only.
 """
 
 from __future__ import annotations

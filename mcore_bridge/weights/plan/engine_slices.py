@@ -1,7 +1,7 @@
-"""Slices of parameters for a rank of an engine: slices of shards that become slices of HF tensors.
+"""Cuts parameters for a rank of an engine: the slices of a trainer's shards that become slices of HF tensors.
 
-The cuts of an engine follow from the layouts at the engine's sizes, and the cuts of a trainer from the layouts at its
-sizes. So any trainer fits any engine: a slice is assembled from its parts in all shards.
+The cuts of an engine follow from the layouts at the engine's sizes, and the cuts of a trainer from the layouts at the
+trainer's sizes. So any trainer fits any engine: a slice is assembled from its parts in all shards.
 """
 
 from __future__ import annotations

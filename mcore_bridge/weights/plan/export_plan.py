@@ -2,12 +2,10 @@
 
 A rank sends one stream of bytes: its shards in order, cut at the ends of rows into messages of one or two sizes. All
 ranks send one window per message at the same time. So all pipeline stages send at once, and the number of messages
-depends on bytes alone. An HF tensor is yielded with the message that completes it and all that an engine fuses with it
-in one load call. ``gather.py`` and ``all_to_all.py`` make plans.
+depends on bytes alone. A message may complete an HF tensor. The tensor is then yielded together with all tensors that
+an engine fuses with it in one load call. ``gather.py`` and ``all_to_all.py`` make plans.
 
-Limits on the memory that an export takes beside the model.
-
-Memory that the run of a plan takes beside the model, computed from the plan.
+The memory that the run of a plan takes beside the model follows from the plan, and has limits.
 """
 
 from __future__ import annotations

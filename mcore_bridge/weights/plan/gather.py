@@ -1,5 +1,4 @@
-"""Plans of an export in which every rank gets everything: which rank sends what, and where streams are cut into
-messages.
+"""Makes plans of exports in which every rank gets everything: which rank sends which bytes, cut into messages.
 
 ``all_to_all.py`` plans exports to the ranks of engines. Neither module needs a process group.
 """

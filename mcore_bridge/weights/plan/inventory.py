@@ -1,4 +1,6 @@
-"""Inventories of ranks, and the parameters of the whole model that follow from them and from the rules."""
+"""Inventories: the tensors that each rank holds. All of them together give the parameters of the whole model, by the
+rules.
+"""
 
 from __future__ import annotations
 

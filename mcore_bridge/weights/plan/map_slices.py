@@ -1,7 +1,7 @@
-"""The slices of HF tensors that one rank of an engine uses, and its map when only these slices are sent.
+"""The slices of HF tensors that one rank of an engine uses, and the rank's map if only these slices are sent.
 
-Trainer and engine each compute them from the map. The shapes of sent tensors show along which dims they were cut. This
-module needs torch and numpy, since an engine's process imports it.
+Trainer and engine each compute the slices from the map. The shapes of sent tensors show along which dims they were cut.
+This module needs torch and numpy only, since an engine's process imports it.
 """
 
 from __future__ import annotations

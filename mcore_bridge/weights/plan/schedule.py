@@ -1,9 +1,9 @@
-"""Which ranks send at the same time: all ranks, one pipeline stage after the other, or ranks with some experts.
+"""The order in which ranks send, and the sizes of messages: all ranks at once, or stages or experts one after the
+other.
 
-A rank sends in the order of the entries. So a *period* is a range of entries, of one stage or of all. Within a period,
-a stage with more bytes than the others sends the rest in a *phase* of its own.
-
-The sizes of messages: as large as memory allows, and smaller while a tensor of a GB is incomplete.
+A rank sends in the order of the entries. A *period* is a range of entries, of one stage or of all stages. If a stage
+has more bytes in a period than other stages, it sends the rest alone, in a separate *phase*. Messages are as large as
+memory allows, and smaller while a tensor of a GB is incomplete.
 """
 
 from __future__ import annotations

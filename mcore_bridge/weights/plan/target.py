@@ -144,8 +144,7 @@ class EngineRank:
 
 
 Target = Literal["everything", "nothing", "share"] | EngineRank | EngineMap
-"""What a rank gets: every HF tensor whole; nothing, so that it only sends; a share; or the slices of a rank of an
-engine.
+"""The part of an export that a rank gets: all HF tensors; nothing, as it only sends; a share; or an engine's slices.
 
 The ranks with ``"share"`` get each HF tensor whole on exactly one of them, with about equally many bytes on each. An
 engine's rank is described by its sizes, or by the map of its loader, which may need any slices.

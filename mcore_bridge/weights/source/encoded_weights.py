@@ -1,4 +1,4 @@
-"""The encoded weights of a source: find them by tensors and config, and open them."""
+"""Finds the encoded weights of a source by its tensors and config, and opens them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def quantization_in(folder: Path) -> Quantization | None:
 
 
 def _note_in(fields: object) -> object:
-    """The note on quantization in a config; in a composite, the text config may have it."""
+    """The description of quantization in a config. In a composite, it may be in the text config."""
     text = fields.get("text_config") if isinstance(fields, dict) else None
     parts = [part for part in (fields, text) if isinstance(part, dict)]
     return next((part[_NOTE] for part in parts if part.get(_NOTE) is not None), None)

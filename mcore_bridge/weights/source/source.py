@@ -1,8 +1,8 @@
-"""A folder or a mapping of HF tensors, with a table that says how each plain tensor is stored.
+"""Opens HF weights from a folder, a mapping or pairs, as tensors with plain names.
 
-The table is made before a weight is read. Nothing is renamed in place: a model's view of a source is another table.
-
-HF tensors that come one after the other. What belongs together waits until all of it has come.
+A table has, for each plain name, how the source stores the tensor. It is made before a weight is read, and nothing is
+renamed in place: another view of a source is another table. Pairs come one after the other. Tensors that belong
+together, such as codes and scales, wait for each other.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Source(Mapping[str, Weight]):
 
     Args:
         tensors: all that is stored.
-        scheme: which of it is encoded.
+        scheme: the encoding of each encoded tensor.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], scheme: Scheme | None = None) -> None:

@@ -1,8 +1,8 @@
-"""Tensors that a checkpoint has twice while the model has one parameter: both must be equal.
+"""Tensors that a checkpoint stores twice while the model has one parameter: both copies must be equal.
 
-The common case is a head beside the embedding to which it is tied. We do what the installed transformers does
-(``tie_weights`` in ``modeling_utils.py``). Release 5 ties both if they are equal, or if one of them is missing. If they
-differ, it does not tie them. Release 4 always ties them, and cannot load a folder with a head but no embedding.
+The usual case is a head beside the embedding to which it is tied. This module does what the installed transformers does
+(``tie_weights`` in ``modeling_utils.py``). Release 5 ties the two if they are equal, or if one of them is missing. If
+they differ, it does not tie them. Release 4 always ties them, and cannot load a folder with a head but no embedding.
 """
 
 from __future__ import annotations

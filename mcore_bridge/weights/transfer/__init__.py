@@ -1,1 +1,1 @@
-"""Run plans, with collectives and copies of bytes. It imports ``plan`` and ``rules``."""
+"""Runs plans, with collectives and copies of bytes. It imports ``plan`` and ``rules``."""

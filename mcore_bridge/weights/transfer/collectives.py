@@ -1,11 +1,9 @@
-"""Collectives of exports, loads and saves: agree on a flag, exchange descriptions, gather windows of bytes.
+"""The collectives of exports, loads and saves: agree on a flag, exchange descriptions, gather windows of bytes.
 
-Where the windows of ranks lie in a message: one behind the other, or column by column.
-
-If all windows have one width, one collective among all ranks carries them. Widths differ if stages send one after the
-other. NCCL then makes a broadcast for each rank, and each broadcast takes time on every rank. So among many ranks such
-windows travel in two steps. First they go within columns, the ranks with one place in each stage; then whole columns go
-within stages.
+If all windows of a message have one width, one collective among all ranks carries them. Widths differ if stages send
+one after the other. NCCL then makes a broadcast for each rank, and each broadcast takes time on every rank. So among
+many ranks such windows travel in two steps. First they go within columns: a column has one rank of each stage, at equal
+places. Then whole columns go within stages.
 """
 
 from __future__ import annotations
@@ -143,7 +141,7 @@ class Group:
 
     @classmethod
     def of_trainer(cls) -> Group:
-        """All ranks of the job, by gloo: a group of its own beside those that carry weights. ``close`` ends it."""
+        """All ranks of the job, by gloo: a separate group, which carries no weights. ``close`` ends it."""
         return cls(dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Run copies of bytes between buffers: on a GPU all at once by one kernel, elsewhere one after the other."""
+"""Runs copies of bytes between buffers: on a GPU all at once by one kernel, elsewhere one after the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tensors at both ends of an exchange: the tensors of a rank, and HF tensors that are not complete yet."""
+"""The memory at both ends of an exchange: the tensors of this rank, and HF tensors that are not complete yet."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Outputs:
         """``count`` new tensors like ``output``.
 
         On GPUs small tensors share an allocation, since allocations would take longer than the transfer. Torch does not
-        treat them as views of one tensor. To pickle one writes the whole allocation.
+        treat them as views of one tensor. If a tensor is pickled, the whole allocation is written.
         """
         like, num_bytes = self._like[output.dtype], output.num_bytes
         is_small = like.is_cuda and 0 < num_bytes <= SLAB and num_bytes % ALIGNMENT == 0

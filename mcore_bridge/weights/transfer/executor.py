@@ -1,4 +1,4 @@
-"""Run a program: while the tensors of one message are yielded, the next two messages travel.
+"""Runs a program: while the tensors of one message are yielded, the next two messages travel.
 
 A rank that stops early keeps sending until all have stopped. A rank that fails makes every rank of its group raise. The
 state of a rank travels with its windows, so other ranks get it at most three messages later. At the end, a collective

@@ -1,4 +1,4 @@
-"""Raise on all ranks if one rank fails, so that no rank waits for a rank that has left."""
+"""Raises on all ranks if one rank fails, so that no rank waits for a rank that has left."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def raise_on_all(group: Group, what: str = "", kind: type[BridgeError] = Checkpo
     """Run the block on all ranks of ``group``, and then raise on all of them if it failed on any.
 
     Args:
-        what: what the failure means, at the beginning of the message.
+        what: the beginning of the message, which explains the failure.
         kind: the error to raise.
     """
     problem = ""

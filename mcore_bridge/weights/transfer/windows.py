@@ -1,7 +1,7 @@
-"""The windows of one message in flight, and the memory for them.
+"""The windows of bytes of the messages in flight, and the memory for them.
 
-Every window carries a header with the state of its sender. So a rank that fails or stops consuming informs other ranks
-without an extra collective, and no rank waits in vain.
+Every window carries a header with the state of its sender. So if a rank fails or stops consuming, the other ranks get
+to know it without an extra collective, and no rank waits forever.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
 Each file has some of three tables. A model is a case of the zoo by its name, or a config.
 
-- ``RULES``: what shows the mistake (``at tp=2``: nothing does on one rank), the model, how it changes the rules.
-- ``MODULES``: the model, the mesh, and a context in which modules or config tables are mistaken, or fields of the
-  config instead. The logits show it, and on one rank nothing does if the mesh has more.
-- ``GRADIENTS``: the same, where logits show nothing.
+- ``RULES``: the check that must find the mistake (``at tp=2``: no check finds it on one rank), the model, and how the
+  mistake changes the rules.
+- ``MODULES``: the model, the mesh, and a context with wrong modules or config tables, or wrong fields of the config.
+  The logits must show it. If the mesh has several ranks, logits on one rank must not.
+- ``GRADIENTS``: like ``MODULES``, for mistakes that only gradients show.
 
-A name that begins with ``no mistake`` is of a control, which nothing may show.
+An entry whose name begins with ``no mistake`` is a control: no check may find anything.
 """

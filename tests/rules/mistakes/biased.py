@@ -1,4 +1,4 @@
-"""Planted mistakes where softmax scores have a bias, and where q, k and v are one tensor."""
+"""Planted mistakes in models whose softmax scores have a bias, or whose q, k and v are one tensor."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ NAME = "ernie4_5_moe"
 
 
 def router(change: Callable[..., tuple[Tensor, Tensor]]) -> Any:
-    """The router with another choice: a function of itself, the scores, what mcore would choose by scores."""
+    """A router with another choice, by a function of the router, the scores, and mcore's choice."""
 
     def chosen(self: Any, ask: Any, scores: Tensor, topk: int, groups: Any, group_topk: Any, compute: Any) -> Any:
         return change(self, scores, lambda by: ask(by, topk, groups, group_topk, compute)[1])
@@ -73,4 +73,4 @@ FUSED = {
     "q, k and v by groups, as mcore has them": of("linear_qkv.weight", laid_out(BY_GROUP)),
     "norms of q and k exchanged": exchange("q_layernorm.weight", "k_layernorm.weight"),
 }
-"""Of Ling, which a twin stands for."""
+"""Mistakes in the fused projection of Ling, for which an equivalent family is used."""

@@ -13,7 +13,7 @@ Q_NORM = ("model.layers.*.self_attn.q_norm.weight",)
 
 @dataclass(frozen=True)
 class FrontPadded(Layout):
-    """VOCAB with its padding in front."""
+    """VOCAB with its padding before the rows."""
 
     def __call__(self, parts, axes):
         (whole,) = VOCAB(tuple(part.flip(0) for part in parts), axes)

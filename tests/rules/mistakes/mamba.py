@@ -70,7 +70,7 @@ _whole = mamba.Groups.whole
 
 
 def alone(norm):
-    """Ranks of one group that do not tell each other their mean squares, or else their rows of B and C."""
+    """Ranks of one group do not exchange their mean squares, or else their rows of B and C."""
 
     def whole(self, part):
         is_norm = part.size(-1) == self.count

@@ -48,7 +48,7 @@ def attention_alone(self, hidden, *arguments, **named):
 
 
 def one_after_the_other(self, hidden, *arguments, **named):
-    """The mixer reads what attention has added."""
+    """The mixer reads the output of attention."""
     by = beside.multipliers_of(self.config)
     output, _ = super(beside.WithMixer, self).forward(hidden * by.attention_in, *arguments, **named)
     output = output * by.attention_out

@@ -142,4 +142,4 @@ MODULES: dict[str, tuple[str, Any, Callable[[], Any]]] = {
     "a softmax of experts": ("llama4", ONE, lambda: entries("llama4_text", *SOFTMAX)),
 }
 LEAST = 10
-"""Of these, each moves the logits by more than so many times the bound."""
+"""Each of these mistakes changes the logits by more than this many times the bound."""

@@ -1,4 +1,4 @@
-"""Mistakes planted on purpose in the submodules of a layer that add residuals and norm what the MLP reads."""
+"""Planted mistakes in the submodules of a layer that add residuals, or that norm the input of the MLP."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from tests.support.mutants import instead, nothing
 
 
 def of_what_it_is_given(self: parallel.SharedInput, norm: type) -> type:
-    """The second norm, of the residual with what attention has added."""
+    """The second norm reads the residual after attention."""
     return norm
 
 

@@ -1,4 +1,4 @@
-"""A package of somebody else: an architecture with a layer spec and a model class of its own."""
+"""A package of another author: an architecture with a separate layer spec and model class."""
 
 import acme_models.transformers_side as _  # noqa: F401
 from acme_models.megatron_side import AcmeGPT, layer_spec

@@ -1,4 +1,4 @@
-"""The same in megatron-core: a norm in its spec slot, and a subclass of GPTModel."""
+"""The Acme model in megatron-core: a norm in its spec slot, and a subclass of GPTModel."""
 
 import torch
 from megatron.core.models.gpt import GPTModel

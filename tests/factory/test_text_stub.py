@@ -1,4 +1,6 @@
-"""What transformers calls the language model of each composite with: a change there is seen at once."""
+"""The arguments with which transformers calls the language model of each composite. A change in transformers fails
+here.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.factory.vision.deepstack import carried
-from mcore_bridge.factory.vision.text_stub import Caught, called
+from mcore_bridge.factory.vision.text_stub import TextStub, run_composite
 from tests.support import seeing, towers
 
 PLAIN: dict[str, Any] = {"inputs_embeds": (1, "s", "h")}
@@ -24,7 +26,7 @@ EXPECTED: dict[str, Any] = {
     "hunyuan_vl": {**PLAIN, "position_ids": (4, 1, "s")},
     "exaone4_5": {**PLAIN, "position_ids": (1, "s")},
 }
-"""s tokens, n of them for images, h numbers each. Masks of rows without padding are not passed."""
+"""Shapes for s tokens, n of them for images, of size h. Masks of rows without padding are not passed."""
 
 
 def called_with(model_type: str, folder: Path) -> dict[str, Any]:
@@ -34,10 +36,10 @@ def called_with(model_type: str, folder: Path) -> dict[str, Any]:
     row = ids[:1, mask[0].bool()]
     inputs = seeing._inputs(model, row, images[0])
     base, size = seeing.base_of(model), model.config.text_config.hidden_size
-    base.language_model = Caught(base.language_model)
+    base.language_model = TextStub(base.language_model)
     known = {name: value for name, value in inputs.items() if name != "input_ids"}
     with torch.no_grad():
-        call = called(base, lambda ids: torch.zeros(*ids.shape, size), {}, input_ids=row, **known)
+        call = run_composite(base, lambda ids: torch.zeros(*ids.shape, size), {}, input_ids=row, **known)
     names = {row.size(1): "s", size: "h", int((seeing.token_types(model.config, row) > 0).sum()): "n"}
     return {name: _shape(value, names) for name, value in call.items() if _shape(value, names) is not None}
 

@@ -28,14 +28,14 @@ def probabilities_before_top_k(chunk: Any) -> None:
 
 
 def sections_of(model_type: str, chunk: Any) -> None:
-    """Sections lie as transformers has them for another family."""
+    """Sections are in the order of another family."""
     other = composites.model_class(model_type)(composites.config(model_type)).model.language_model.rotary_emb
     rope = chunk.rotary_pos_emb
     rope.recompose = partial(type(other).recomposition_frequencies, rope.recompose.__self__)
 
 
 def axes(order: Sequence[int], chunk: Any) -> None:
-    """Time, height and width exchanged; or time in the place of all, as in a text."""
+    """Exchange time, height and width; or use time in the place of all three, as in a text."""
     rope, right = chunk.rotary_pos_emb, chunk.rotary_pos_emb.recompose
     rope.recompose = lambda angles: right(angles[[*order]])
 
@@ -53,7 +53,7 @@ def features_a_layer_late(chunk: Any) -> None:
 
 
 def second_image_before_the_first(chunk: Any) -> None:
-    """Of the first row, whose images have 4 and 3 features."""
+    """Exchange the images of the first row, which have 4 and 3 features."""
 
     def hooked(module: Any, args: Any, output: Any) -> None:
         features = output.pooler_output
@@ -79,7 +79,7 @@ LOG_PROBS: dict[str, tuple[str, Callable[[Any], None]]] = {
 
 @pytest.mark.parametrize("name", LOG_PROBS)
 def test_killed_by_log_probs(name: str) -> None:
-    """Each moves them by more than 50 times the bound, and nothing else is wrong."""
+    """Each mistake changes log-probs by more than 50 times the bound. Without a mistake they are right."""
     family, plant = LOG_PROBS[name]
     folder, (ids, mask, images, wanted), _ = case(family)
     errors = []
@@ -93,7 +93,7 @@ def test_killed_by_log_probs(name: str) -> None:
 
 
 def own_slice(chunk: Any, own: Tensor) -> Tensor:
-    """The tokens of this rank, which has no gradients of other tokens."""
+    """The tokens of this rank. The gradients of other tokens are lost."""
     rank = parallel_state.get_tensor_model_parallel_rank()
     return own.transpose(0, 1).chunk(2)[rank].contiguous()
 
@@ -105,7 +105,7 @@ def of_constants(hidden: Tensor, features: Sequence[Tensor]) -> tuple[Tensor, La
 GRADIENTS: dict[str, tuple[str, Any]] = {
     "nothing": ("_hidden", hook._hidden),
     "a slice of SP without a gather": ("_hidden", own_slice),
-    "a tower that is frozen": ("called", torch.no_grad()(hook.called)),
+    "a tower that is frozen": ("run_composite", torch.no_grad()(hook.run_composite)),
     "features of deepstack as constants": ("carried", of_constants),
 }
 
@@ -120,7 +120,7 @@ def steps(folder: Path, batch: Any) -> list[Any]:
 
 
 def test_killed_by_gradients() -> None:
-    """None of them moves log-probs."""
+    """Mistakes that change gradients, but not log-probs."""
     folder, batch, wanted = case("qwen3_vl")
     found = zip(*pool.run(2, steps, folder, batch), strict=True)
     for name, ranks in zip(GRADIENTS, found, strict=True):
@@ -131,7 +131,7 @@ def test_killed_by_gradients() -> None:
 
 @pytest.mark.parametrize("off_by", [-1, 1])
 def test_an_image_token_that_is_off_by_one_is_refused(off_by: int) -> None:
-    """Also if the caller marks the tokens of images: transformers then puts the features into other places."""
+    """It raises also if the caller marks the tokens of images: transformers would put features into wrong places."""
     folder, (ids, mask, images, _), _ = case("qwen3_vl")
     told = [
         each and {**each, "mm_token_type_ids": (ids == 5)[row] + 2 * (ids == 6)[row]} for row, each in enumerate(images)

@@ -56,7 +56,7 @@ CASES: dict[str, list[Any]] = {
     "mistral3 ministral3": [(SP, {})],
     "glm46v glm4v_moe_text": [(EP, {})],
 }
-"""Of each family, meshes of two ranks, with options of a step. Behind a name is another text, a rope, or a critic."""
+"""For each family, meshes of two ranks, with options of a step. A name may end in another text, a rope, or critic."""
 if not megatron.core.__version__.startswith("0.16"):  # which has no context parallelism for gated delta nets
     CASES["qwen3_5"] += [(CP, {}), (CP, ROWS)]
 ON_FOUR: dict[str, list[Any]] = {
@@ -66,7 +66,7 @@ ON_FOUR: dict[str, list[Any]] = {
 
 
 def test_replicas_gather_parameters_of_a_tower_in_one_order() -> None:
-    """One has images where the other has text, and GLM reads a parameter of a module that does not run."""
+    """One replica has images while the other has text, and GLM reads a parameter of a module that does not run."""
     folder, batch, _ = case("glm4v")
     for at_once, late in pool.run(2, seeing.after_a_step, folder, batch):
         assert torch.equal(at_once, late)
@@ -74,9 +74,10 @@ def test_replicas_gather_parameters_of_a_tower_in_one_order() -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "hunyuan_vl", "llama4"])
 def test_trainers_call_with_whole_rows_or_their_own_tokens(name: str) -> None:
-    """Of both context-parallel ranks. Positions that the caller gives are used, three for a token, or four.
+    """A trainer passes the rows of both context-parallel ranks, or of this rank. Given positions are used, three or
+    four for a token.
 
-    Llama 4 has one, and counts places within chunks.
+    Llama 4 has one position for a token, and counts places within chunks.
     """
     folder, batch, (wanted, _) = case(name)
     for found in pool.run(2, seeing.calls, folder, CP, batch):
@@ -90,9 +91,8 @@ def test_trainers_call_with_whole_rows_or_their_own_tokens(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "internvl", "llama4"])
 def test_a_row_that_is_cut_inside_an_image_is_named_on_a_pipeline(name: str) -> None:
-    """Even if the sums over rows fit. Qwen's last image of that row has one token, whose absence all stages see.
-
-    Only the tower of the first stage knows the features of the others.
+    """It is named even if the sums over rows fit. Qwen's last image of that row has one token, which is missing on all
+    stages. For other families, only the tower on the first stage has the number of features.
     """
     folder, batch, _ = case(name)
     errors = pool.run(2, seeing.misfitting, folder, PP, batch)

@@ -1,7 +1,7 @@
-"""What a receiver takes of the parameters of a model, for each kind of target.
+"""Selects the parts of parameters that a receiver gets, for each kind of target.
 
-Ranks that share get each HF tensor on one of them. A target that is an engine map gets the slices which that rank of
-the engine uses, and nothing else.
+Ranks that share get each HF tensor on one of them. If the target is an engine map, the rank gets only the slices that
+this rank of the engine uses.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOST_TOGETHER = 256 << 20
 """Experts of a layer are dealt one by one if all of them take more bytes."""
 
 
-def wanted_by(
+def select_for(
     target: Target, mapping: WeightMapping, axes: Axes, num_layers: int, entries: Sequence[ParamEntry]
 ) -> Sequence[ParamEntry]:
     """Select the parts of ``entries`` for ``target``, in their order. An engine's rank has an entry for each shard.
@@ -36,7 +36,7 @@ def wanted_by(
     if isinstance(target, EngineRank):
         return tuple(Slicer(target, mapping, axes, num_layers).slices(entries))
     if isinstance(target, EngineMap):
-        return tuple(wanted_by_map(target, entries))
+        return tuple(_by_map(target, entries))
     if target not in ("everything", "nothing"):
         raise TargetError(
             f'expected target="everything", "nothing", "share", an EngineRank or an EngineMap, found {target!r}'
@@ -69,7 +69,7 @@ def dealt(entries: Sequence[ParamEntry], ranks: Sequence[int]) -> dict[int, list
     return shares
 
 
-def wanted_by_map(target: EngineMap, entries: Sequence[ParamEntry]) -> Iterator[ParamEntry]:
+def _by_map(target: EngineMap, entries: Sequence[ParamEntry]) -> Iterator[ParamEntry]:
     """Yield the parts of ``entries`` that a rank of an engine uses, in their order, with one entry for each shard.
 
     An HF tensor is cut along the dim along which megatron-core cuts it. A stack of experts is also cut along the
