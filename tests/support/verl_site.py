@@ -29,9 +29,13 @@ class CheckpointEngine: ...
     "workers/rollout/__init__.py": "",
     "workers/rollout/vllm_rollout/__init__.py": "from .vllm_rollout import ServerAdapter\n",
     "workers/rollout/vllm_rollout/vllm_rollout.py": """
+from types import SimpleNamespace
+
+
 class ServerAdapter:
     def __init__(self, server):
-        self.server, self.server_handle = server, None
+        self.server, self.server_handle, self.engine_kwargs = server, None, {}
+        self.config = SimpleNamespace(checkpoint_engine=self)
 
     def _ensure_server_handle(self):
         self.server_handle = self.server

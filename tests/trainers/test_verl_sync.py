@@ -1,4 +1,4 @@
-"""verl's weights go into vLLM by a ``WeightSync``.
+"""verl's weights go into vLLM by a ``WeightSync``, on other GPUs and on the same ones.
 
 Most tests have files with verl's interface in verl's place. The last one has verl, Ray and vLLM, where they are
 installed: docs/trainers/verl.md says how.
@@ -136,6 +136,32 @@ def other_gpus(site):
 def test_rollouts_on_other_gpus_come_fail_and_go(tmp_path):
     """Three processes meet the trainer at first, and then the two that have a server."""
     assert pool.run(2, other_gpus, verl_site.write(tmp_path)) == [[3, 2, 1]] * 2
+
+
+def same_gpus(site):
+    """Runs in a worker: rounds into rollouts beside the trainer's ranks, and what verl's own class sends."""
+    with verl_site.on_path(site):
+        job = Job()
+        _, adapter = job.rollouts[0]
+        for number in range(2):
+            job.step(number)
+            export = job.bridge.export_hf_weights(job.models)
+            asyncio.run(adapter.update_weights(export, peft_config=None, base_sync_done=True, global_steps=number))
+            assert job.has_weights()
+        assert job.server.told == ["cleared", 0, "cleared", 1]
+        peft = {"peft_config": {"r": 8}, "base_sync_done": False}
+        asyncio.run(adapter.update_weights(job.bridge.export_hf_weights(job.models), global_steps=2, **peft))
+        pairs, number, options = adapter.sent
+        assert (len(pairs), number, options) == (len(job.state), 2, peft)
+        asyncio.run(adapter.update_weights([("other", torch.ones(1))]))
+        assert adapter.sent[0][0][0] == "other"
+        adapter.engine_kwargs["mcore_bridge"] = {"colocated": False}
+        asyncio.run(adapter.update_weights(job.bridge.export_hf_weights(job.models), global_steps=3))
+        assert adapter.sent[1] == 3
+
+
+def test_rollouts_on_the_same_gpus_need_no_setting(tmp_path):
+    pool.run(2, same_gpus, verl_site.write(tmp_path))
 
 
 def late(site):

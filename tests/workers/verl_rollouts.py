@@ -175,11 +175,14 @@ def rounds(options=None):
     manager = CheckpointEngineManager(rollout_config().checkpoint_engine, trainers, [Replica(workers=workers.workers)])
     rows = torch.randint(0, CONFIG["vocab_size"], (3, 20), generator=torch.Generator().manual_seed(1)).tolist()
     apart, maps = [], []
-    for number, mode in enumerate([BACKEND, BACKEND, "own steps"]):
+    for number, mode in enumerate([BACKEND, BACKEND, "naive", "naive", "own steps"]):
         trainers.step(number)
         if mode == "own steps":
             ray.get(server.use_own_steps.remote())
-        manager.update_weights(global_steps=number)
+        if mode == BACKEND:
+            manager.update_weights(global_steps=number)
+        else:
+            ray.get(trainers.update_weights(global_steps=number, mode="naive"))
         ours = torch.tensor(trainers.log_probs(rows)[0])
         apart.append((ours - torch.tensor(ray.get(server.log_probs.remote(rows)))).abs().max().item())
         maps.append(ray.get(server.has_map.remote()))

@@ -1,6 +1,7 @@
 """Import this to make verl build, load, export and save with mcore_bridge in this process, with either of its bridges.
 
-With ``checkpoint_engine.backend=mcore_bridge`` weights go into vLLM by a ``WeightSync``.
+Weights then go into vLLM by a ``WeightSync``: into rollouts on the same GPUs by itself, and into rollouts on other GPUs
+with ``checkpoint_engine.backend=mcore_bridge``.
 
 verl imports this module in every process before it imports a bridge, if the environment variable
 ``VERL_USE_EXTERNAL_MODULES`` names it. Installing both packages has no effect. There is no entry point on purpose: verl

@@ -13,7 +13,7 @@ from typing import Any
 from mcore_bridge.engines.channel import Address
 from mcore_bridge.errors import ConfigError, shown
 from mcore_bridge.trainers.module_patch import original
-from mcore_bridge.trainers.verl.rollouts import BACKEND, Caller, Rollouts, Round
+from mcore_bridge.trainers.verl.rollouts import BACKEND, TIMEOUT, Caller, Rollouts, Round
 from mcore_bridge.trainers.weight_export import WeightExport
 
 _THEIRS: Any = original("verl.checkpoint_engine.base")
@@ -27,10 +27,13 @@ class WeightSyncEngine(_THEIRS.CheckpointEngine):
     Args:
         bucket_size: without effect.
         is_master: whether this is rank 0 of the trainer; None beside a rollout.
-        timeout: seconds, as for ``WeightSync``: ``checkpoint_engine.engine_kwargs.mcore_bridge.timeout``.
+        timeout: seconds, as for ``WeightSync``.
+        colocated: without effect here: whether rollouts on the trainer's GPUs are synced in this way, too.
     """
 
-    def __init__(self, bucket_size: int, is_master: bool | None = None, timeout: float = 600.0) -> None:
+    def __init__(
+        self, bucket_size: int, is_master: bool | None = None, timeout: float = TIMEOUT, colocated: bool = True
+    ) -> None:
         self._is_master = is_master
         self._rollouts, self._caller = Rollouts(timeout), Caller()
         self._address: Address | None = None

@@ -27,7 +27,17 @@ logger = logging.getLogger(__name__)
 Call = Callable[[Mapping[str, Any]], Awaitable[object]]
 """Has all workers of a rollout run ``Extension.receive_from_trainer``."""
 BACKEND = "mcore_bridge"
-"""Of ``checkpoint_engine.backend``."""
+"""Of ``checkpoint_engine.backend``, and the key of our settings in ``checkpoint_engine.engine_kwargs``."""
+TIMEOUT = 600.0
+"""Seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the callers of a round meet rank 0, and how many of them come."""
+
+    address: Address
+    num_callers: int
 
 
 class Caller:
@@ -120,7 +130,7 @@ class Rollouts:
         timeout: seconds that callers may take to come, and engines for one answer.
     """
 
-    def __init__(self, timeout: float = 600.0) -> None:
+    def __init__(self, timeout: float = TIMEOUT) -> None:
         self._timeout = timeout
         self._listener: Listener | None = None
         self._rollouts: dict[str, _Rollout] = {}
@@ -132,6 +142,21 @@ class Rollouts:
         if self._listener is None:
             self._listener = Listener(own_host())
         return self._listener.address
+
+    def meeting(self, calls: bool) -> Meeting:
+        """A meeting of callers on the trainer's own ranks. All ranks call this together.
+
+        Args:
+            calls: whether this rank calls a rollout.
+        """
+        from mcore_bridge.weights.transfer.collectives import Group
+
+        group = Group.of_trainer()
+        addresses = group.all_gather_object(self.address() if group.rank == 0 else None)
+        num_callers = sum(group.all_gather_object(calls))
+        group.close()
+        assert addresses[0] is not None
+        return Meeting(addresses[0], num_callers)
 
     def send(self, export: WeightExport, version: int | None, num_callers: int) -> SyncReport:
         """Send the models of an export to all rollouts whose callers come. All ranks call this together.
