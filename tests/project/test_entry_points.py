@@ -465,7 +465,7 @@ TABLE: dict[str, dict[str, Cell] | str] = {
             *("ParallelDims", "CheckpointReport", "engine_ranks", "EngineRank", "plan_buckets", "BufferRing"),
             *("Receiver", "forward", "TokenOutputs", "log_probs", "pack_sequences", "unpack_sequences"),
             *("PackedSequences", "Adapters", "iter_hf_adapters", "without_adapters", "Architecture", "register"),
-            *("LoadReport", "BridgeError", "enable_cpu", "EngineWriter", "WeightSync"),
+            *("LoadReport", "BridgeError", "enable_cpu", "EngineWriter", "WeightSync", "vllm_source"),
         ],
         NO_PATH,
     ),
