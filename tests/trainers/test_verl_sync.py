@@ -230,11 +230,13 @@ def has_verl():
 
 @pytest.mark.skipif(not has_verl(), reason="needs verl, Ray and vLLM on CPUs")
 def test_verls_manager_and_worker_give_vllm_the_trainers_log_probs():
-    environment = {**os.environ, "VERL_USE_EXTERNAL_MODULES": "mcore_bridge.trainers.verl", "PYTHONPATH": str(ROOT)}
+    modules = "mcore_bridge.trainers.verl,tests.workers.unpacked"
+    environment = {**os.environ, "VERL_USE_EXTERNAL_MODULES": modules, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-W", "ignore", "-m", "tests.workers.verl_rollouts"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
-    (line,) = [line[6:] for line in done.stdout.splitlines() if line.startswith("FOUND ")] or [done.stderr[-4000:]]
-    apart, told, maps = json.loads(line)
+    lines = [line[6:] for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    assert lines, done.stderr[-4000:]
+    apart, versions, maps = zip(*json.loads(lines[0]), strict=True)
     assert all(0 < distance < 1e-5 for distance in apart), apart
-    assert told == list(range(len(apart)))
-    assert maps == [True] * (len(apart) - 1) + [False]
+    assert versions == tuple(range(5))
+    assert maps == (True, True, True, True, False)

@@ -1,30 +1,32 @@
-"""A trainer and a rollout of verl as actors of Ray on CPUs: its own classes, but for vLLM's HTTP server."""
+"""A trainer and a rollout of verl as actors of Ray on CPUs, with its manager, adapter, server and extension of vLLM."""
 
-import asyncio
+import importlib
 import json
-import os
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
+from uuid import uuid4
 
 import ray
 import torch
 import verl  # noqa: F401 - imports our module first, as the environment says
-from transformers import AutoConfig
+from tokenizers import Tokenizer, models
+from transformers import AutoConfig, PreTrainedTokenizerFast
 from verl.checkpoint_engine import CheckpointEngineManager, CheckpointEngineRegistry, CheckpointEngineWorker
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.utils.distributed import initialize_global_process_group_ray
 from verl.workers import engine_workers
-from verl.workers.config import CheckpointEngineConfig, RolloutConfig
+from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutConfig
 from verl.workers.rollout import get_rollout_class
+from verl.workers.rollout.replica import RolloutMode
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
 from tests.workers.vllm_sync import CONFIG
 
 BACKEND = "mcore_bridge"
 NUM_RANKS = 2
-EXTENSION = "verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension"
 
 
 def rollout_config():
@@ -84,64 +86,20 @@ class Trainer(Worker):
         return mb.forward(self.models, torch.tensor(rows)).log_probs[:, -len(rows[0]) + 1 :].tolist()
 
 
-@ray.remote
-class Server:
-    """vLLM behind the methods of verl's server, with verl's extension in its worker."""
+class Server(vLLMHttpServer):
+    """verl's server of vLLM, whose workers can be asked."""
 
-    def __init__(self, options):
-        os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_ENABLE_V1_MULTIPROCESSING="0")
-        from vllm import LLM, _custom_ops
+    async def has_map(self):
+        """Whether the workers were written by a map."""
+        return all(await self.engine.collective_rpc(_has_map))
 
-        _custom_ops._supports_onednn = False
-        folder = Path(tempfile.mkdtemp())
-        fields = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], **CONFIG}
-        (folder / "config.json").write_text(json.dumps(fields))
-        self.llm = LLM(
-            model=str(folder),
-            dtype="float32",
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            max_model_len=128,
-            enforce_eager=True,
-            kv_cache_memory_bytes=1 << 26,
-            worker_extension_cls=EXTENSION,
-            **options,
-        )
-        self.steps = []
-
-    def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
-        self.llm.collective_rpc(method, timeout, args, kwargs)
-
-    def clear_kv_cache(self):
-        self.llm.reset_prefix_cache()
-
-    def set_global_steps(self, number):
-        self.steps.append(number)
-
-    def told(self):
-        """The versions that verl has told the server."""
-        return self.steps
-
-    def has_map(self):
-        """Whether the worker was written by a map."""
-        (answer,) = self.llm.collective_rpc(_has_map)
-        return answer
-
-    def use_own_steps(self):
-        """Have verl's own code load the weights, as it does for quantized models."""
-        self.llm.collective_rpc(_use_own_steps)
-
-    def log_probs(self, rows):
-        from vllm import SamplingParams
-
-        asked = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-        answers = self.llm.generate([{"prompt_token_ids": row} for row in rows], asked, use_tqdm=False)
-        pairs = zip(rows, (answer.prompt_logprobs[1:] for answer in answers), strict=True)
-        return [[found[token].logprob for token, found in zip(row[1:], logs, strict=True)] for row, logs in pairs]
+    async def use_own_steps(self):
+        """Have verl's own code load the weights from now on, as it does for quantized models."""
+        await self.engine.collective_rpc(_use_own_steps)
 
 
-def _has_map(worker):
-    return bool(worker.worker_of_trainer._engine.map.copies)
+def _has_map(wrapper):
+    return bool(wrapper.worker.worker_of_trainer._engine.map.copies)
 
 
 def _use_own_steps(wrapper):
@@ -167,14 +125,40 @@ def group(cls, prefix, **arguments):
     return RayWorkerGroup(resource_pool=pool, ray_cls_with_init=init, name_prefix=prefix, device_name="cpu")
 
 
-def rounds(options=None):
-    """After each round: how far apart log-probs are, what the server was told, and whether it was written by a map."""
-    server = Server.options(name="vllm_server_0_0").remote(options or {})
-    trainers = group(Trainer, "trainer")
+def launched():
+    """A server with random weights, and tokens for all of its vocabulary, since verl masks other ones."""
+    folder, words = tempfile.mkdtemp(), {str(number): number for number in range(CONFIG["vocab_size"])}
+    fields = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": False, **CONFIG}
+    (Path(folder) / "config.json").write_text(json.dumps(fields))
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="3", eos_token="1").save_pretrained(folder)
+    sizes = {"max_model_len": 128, "prompt_length": 64, "response_length": 64}
+    sizes |= {"max_num_batched_tokens": 256, "max_num_seqs": 8}
+    sizes |= {"tensor_model_parallel_size": NUM_RANKS}
+    switches = {"enable_sleep_mode": False, "free_cache_engine": False, "enforce_eager": True}
+    given = RolloutConfig(name="vllm", mode="async", dtype="float32", load_format="dummy", **sizes, **switches)
+    place = {"replica_rank": 0, "node_rank": 0, "gpus_per_node": 1, "nnodes": 1, "cuda_visible_devices": ""}
+    actor = ray.remote(Server).options(name="vllm_server_0_0", max_concurrency=100)
+    server = actor.remote(given, HFModelConfig(path=folder), rollout_mode=RolloutMode.STANDALONE, workers=[], **place)
+    ray.get(server.launch_server.remote())
+    return server
+
+
+def log_probs(server, rows):
+    """What vLLM says of each token but the first, and the version that it says of itself."""
+    asked = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}
+    answers = ray.get([server.generate.remote(row, dict(asked), uuid4().hex) for row in rows])
+    logs = [[of_token[0] for of_token in answer.extra_fields["prompt_logprobs"][:-1]] for answer in answers]
+    return torch.tensor(logs), answers[0].extra_fields["global_steps"]
+
+
+def rounds():
+    """After each round: how far apart log-probs are, vLLM's version, and whether it was written by a map."""
+    server, trainers = launched(), group(Trainer, "trainer")
     workers = group(CheckpointEngineWorker, "rollout", rollout_config=rollout_config(), model_config=None)
     manager = CheckpointEngineManager(rollout_config().checkpoint_engine, trainers, [Replica(workers=workers.workers)])
     rows = torch.randint(0, CONFIG["vocab_size"], (3, 20), generator=torch.Generator().manual_seed(1)).tolist()
-    apart, maps = [], []
+    found = []
     for number, mode in enumerate([BACKEND, BACKEND, "naive", "naive", "own steps"]):
         trainers.step(number)
         if mode == "own steps":
@@ -183,18 +167,21 @@ def rounds(options=None):
             manager.update_weights(global_steps=number)
         else:
             ray.get(trainers.update_weights(global_steps=number, mode="naive"))
-        ours = torch.tensor(trainers.log_probs(rows)[0])
-        apart.append((ours - torch.tensor(ray.get(server.log_probs.remote(rows)))).abs().max().item())
-        maps.append(ray.get(server.has_map.remote()))
-    return apart, ray.get(server.told.remote()), maps
+        theirs, version = log_probs(server, rows)
+        apart = (torch.tensor(trainers.log_probs(rows)[0]) - theirs).abs().max().item()
+        found.append((apart, version, ray.get(server.has_map.remote())))
+    return found
 
 
 def main():
     """One job, whose results are printed as JSON."""
-    ray.init(num_cpus=64, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=True)
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions of this file go to the worker
+    options = {"num_cpus": 64, "include_dashboard": False, "object_store_memory": 200 << 20}
+    ray.init(**options, runtime_env={"env_vars": environment})
     print("FOUND", json.dumps(rounds()))
 
 
 if __name__ == "__main__":
-    asyncio.set_event_loop(asyncio.new_event_loop())
-    main()
+    # Ray finds the classes of a module by its name, which is not that of a script
+    importlib.import_module("tests.workers.verl_rollouts").main()
