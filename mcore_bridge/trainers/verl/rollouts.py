@@ -186,41 +186,40 @@ class Rollouts:
 
     def _engines(self, num_callers: int) -> Sequence[Callable[[Mapping[str, Any]], None]]:
         """The rollouts of this round. If callers are missing, one engine that says so, on all ranks."""
+        pipes: dict[str, tuple[Connection, bool]] = {}
         try:
-            return self._arrived(num_callers)
-        except TransferError as error:
+            self._arrive(num_callers, pipes)
+        except Exception as error:  # any error, since other ranks wait for this one
             problem = error
+            for pipe, _ in pipes.values():
+                pipe.close()
+        else:
+            calling = {key: pipe for key, (pipe, calls) in pipes.items() if calls}
+            self._rollouts = {key: self._rollouts.get(key) or _Rollout() for key in calling}
+            for key, pipe in calling.items():
+                self._rollouts[key].pipe = pipe
+            return list(self._rollouts.values())
 
         def fail(info: Mapping[str, Any]) -> None:
             raise problem
 
         return [fail]
 
-    def _arrived(self, num_callers: int) -> list[_Rollout]:
+    def _arrive(self, num_callers: int, pipes: dict[str, tuple[Connection, bool]]) -> None:
+        """Accept callers, each with whether it calls a rollout. The last connection of a caller counts."""
         assert self._listener is not None
-        pipes: dict[str, Connection] = {}
         deadline = time.monotonic() + self._timeout
-        for number in range(num_callers):
-            pipe = None
-            while pipe is None:
-                left = deadline - time.monotonic()
-                if left < 0:
-                    for arrived in pipes.values():
-                        arrived.close()
-                    raise TransferError(
-                        f"expected {num_callers} processes of rollouts at {self._listener.address.host} within "
-                        f"{self._timeout:.0f} s, found {number}; their logs say why"
-                    )
-                pipe = self._listener.accept(left)
-            key, calls = pipe.recv()
-            if calls:
-                pipes[key] = pipe
-            else:
-                pipe.close()
-        self._rollouts = {key: self._rollouts.get(key) or _Rollout() for key in pipes}
-        for key, pipe in pipes.items():
-            self._rollouts[key].pipe = pipe
-        return list(self._rollouts.values())
+        while len(pipes) < num_callers:
+            left = deadline - time.monotonic()
+            if left < 0:
+                raise TransferError(
+                    f"expected {num_callers} processes of rollouts at {self._listener.address.host} within "
+                    f"{self._timeout:.0f} s, found {len(pipes)}; their logs say why"
+                )
+            if (pipe := self._listener.accept(left)) is not None:
+                with suppress(OSError, EOFError):  # a caller that has ended since
+                    key, calls = pipe.recv()
+                    pipes[key] = pipe, calls
 
     def close(self) -> None:
         """Let go of all rollouts."""
