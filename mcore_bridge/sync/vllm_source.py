@@ -39,20 +39,20 @@ Boxes = Sequence[Mapping[str, Box | None]]
 
 
 @dataclass(frozen=True)
-class Replicate:
-    """vLLM's class of this name, where vLLM is not installed."""
+class Replicated:
+    """vLLM's ``Replicate``, where vLLM is not installed."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """vLLM's class of this name, where vLLM is not installed."""
+    """vLLM's ``Shard``, where vLLM is not installed."""
 
     dim: int
 
 
 @dataclass(frozen=True)
 class ParamMeta:
-    """vLLM's class of this name, where vLLM is not installed."""
+    """vLLM's ``ParamMeta``, where vLLM is not installed."""
 
     name: str
     dtype: torch.dtype
@@ -357,4 +357,4 @@ def _types() -> Any:
         base = None
     if hasattr(base, "Shard"):
         return base
-    return SimpleNamespace(ParamMeta=ParamMeta, Shard=Shard, Replicate=Replicate)
+    return SimpleNamespace(ParamMeta=ParamMeta, Shard=Shard, Replicate=Replicated)
