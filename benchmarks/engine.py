@@ -31,6 +31,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from contextlib import closing
+from itertools import accumulate
 from multiprocessing.connection import Listener
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--only-sync", action="store_true", help="measure WeightSync alone, beside the slow ways once")
-    parser.add_argument("--transports", nargs="*", default=[], help="further transports of WeightSync: ring, network")
+    parser.add_argument(
+        "--transports", nargs="*", default=[], help="further transports of WeightSync: pull, ring, network"
+    )
     parser.add_argument("--slow-repeats", type=int, default=3, help="of the engine's own loader")
     arguments = parser.parse_args()
     for case in arguments.cases:
@@ -142,6 +145,7 @@ def measure(case: str, arguments: Namespace) -> None:
     config = config_of(name, layers)
     options = {"dims": dims, "dtype": torch.bfloat16, "device": arguments.device.partition(":")[0]}
     models = mb.build_model(config, **options, backend=arguments.backend, load_weights=False)
+    in_buffers(models)
     fill(models, 0)
     engine = Engine(arguments, config.to_dict())
     try:
@@ -156,6 +160,20 @@ def measure(case: str, arguments: Namespace) -> None:
         gc.collect()
         if on_gpu:
             torch.cuda.empty_cache()
+
+
+def in_buffers(models: list[torch.nn.Module]) -> None:
+    """Move all parameters of a dtype into one allocation, as megatron-core's DDP does for its distributed optimizer."""
+    parameters = [parameter for chunk in models for parameter in chunk.parameters()]
+    for dtype in {parameter.dtype for parameter in parameters}:
+        of_dtype = [parameter for parameter in parameters if parameter.dtype == dtype]
+        starts = [0, *accumulate(-(-parameter.numel() // 64) * 64 for parameter in of_dtype)]
+        buffer = torch.empty(starts[-1], dtype=dtype, device=of_dtype[0].device)
+        for parameter, start in zip(of_dtype, starts, strict=False):
+            parameter.data = buffer[start : start + parameter.numel()].view(parameter.shape).copy_(parameter)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def fill(models: list[torch.nn.Module], seed: int) -> None:
@@ -209,6 +227,8 @@ class Case:
         engine = self.engine
         engine("connect", self.ring.plan, self.ring.handles())
         self.publish("raw copy of the bytes, engine", engine("raw_copy", repeats))
+        if self.arguments.engine_device:
+            self.time(f"raw copy to {self.arguments.engine_device}", repeats, self.raw_copy)
         self.time("export alone", repeats, self.drain)
         self.time("ring, nobody loads", repeats, lambda: self.sync("none"))
         expected = self.time_sync("whole", slow)
@@ -283,6 +303,15 @@ class Case:
             self.writer = mb.EngineWriter(engine_map, handles)
         assert self.writer is not None
         return self.writer
+
+    def raw_copy(self) -> None:
+        """As many bytes as the weights have, over the link to the engine's GPU, 1 GiB at a time."""
+        source = torch.ones(1 << 30, dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source, device=self.arguments.engine_device)
+        for first in range(0, self.manifest.num_bytes, source.numel()):
+            size = min(source.numel(), self.manifest.num_bytes - first)
+            target[:size].copy_(source[:size])
+        torch.cuda.synchronize(self.arguments.engine_device)
 
     def drain(self) -> None:
         """The export, of which nobody keeps anything."""

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import config_of, most, parsed, report, set_up
-from engine import fill
+from engine import fill, in_buffers
 
 import mcore_bridge as mb
 
@@ -94,6 +94,7 @@ def main() -> None:
     dims, config = set_up(Namespace(**sizes, device=arguments.device)), config_of(name, layers)
     options = {"dims": dims, "dtype": torch.bfloat16, "device": arguments.device, "backend": arguments.backend}
     models = mb.build_model(config, **options, load_weights=False)
+    in_buffers(models)
     is_lead = dist.get_rank() == 0
     engines = [Engine(arguments, config.to_dict(), device) for device in arguments.engine_devices if is_lead]
     manifest = mb.manifest(models)

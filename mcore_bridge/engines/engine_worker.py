@@ -31,9 +31,11 @@ from mcore_bridge.weights.engine.engine_tensors import Source, device_of
 from mcore_bridge.weights.engine.loader_thread import Loader
 from mcore_bridge.weights.engine.map_engine import map_engine
 from mcore_bridge.weights.engine.mapped_engine import MappedEngine, engine_without_map
+from mcore_bridge.weights.engine.puller import Puller
 from mcore_bridge.weights.ipc.buckets import BucketPlan
 from mcore_bridge.weights.ipc.receiver import Receiver
 from mcore_bridge.weights.ipc.shared_memory import Handle, gpu_of
+from mcore_bridge.weights.plan.boxes import Table
 from mcore_bridge.weights.plan.engine_map import EngineMap
 
 logger = logging.getLogger(__name__)
@@ -124,6 +126,7 @@ class EngineWorker:
         self._data: Connection | None = None
         self._address: Address | None = None
         self._engine: MappedEngine | None = None
+        self._puller: Puller | None = None
         self._receiver: Receiver | None = None
         self._pair: ProcessPair | None = None
         self._slots: list[Tensor] = []
@@ -202,10 +205,10 @@ class EngineWorker:
                 self._receiver.restart()
             if self._engine is not None:
                 self._engine.break_off()
-        for part in (self._data, self._receiver, self._pair):
+        for part in (self._data, self._puller, self._receiver, self._pair):
             if part is not None:
                 part.close()
-        self._data = self._receiver = self._pair = None
+        self._data = self._puller = self._receiver = self._pair = None
         self._slots = []
 
     def close(self) -> None:
@@ -242,6 +245,27 @@ class EngineWorker:
         assert self._engine is not None
         return self._engine.share()
 
+    def ask_pull(self, specs: Sequence[TensorSpec], handles: Sequence[Handle]) -> None:
+        """Copy out of the trainer's memory from now on, if this process can open it."""
+        assert self._engine is not None
+        self._puller = Puller(self._engine, specs, self.device)
+        self._puller.open(handles)
+
+    def ask_pull_begin(self, handles: Sequence[Handle]) -> None:
+        """A round begins: open the trainer's memory."""
+        assert self._puller is not None
+        self._puller.begin(handles)
+
+    def ask_pull_copy(self, number: int, table: Table | None, windows: int, handle: Handle | None) -> None:
+        """Run copies out of the trainer's memory."""
+        assert self._puller is not None
+        self._puller.copy(number, table, windows, handle)
+
+    def ask_pull_write(self, group: Sequence[tuple[TensorSpec, bytes]]) -> None:
+        """Take HF tensors."""
+        assert self._puller is not None
+        self._puller.write(group)
+
     def ask_ring(self, plan: BucketPlan, handles: Sequence[Handle]) -> None:
         """Open the trainer's slots."""
         self._receiver = Receiver(plan, handles)
@@ -273,6 +297,8 @@ class EngineWorker:
     def ask_complete(self, version: int) -> None:
         """The trainer has written everything."""
         assert self._engine is not None
+        if self._puller is not None:
+            self._puller.close()
         self._engine.complete(version)
         self._synchronize()
 

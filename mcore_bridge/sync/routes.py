@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import closing, suppress
 from typing import Any, Literal
 
@@ -11,6 +12,8 @@ from mcore_bridge.engines.channel import WorkerLine
 from mcore_bridge.engines.pair import TRAINER, ProcessPair, open_store
 from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights.bound import bind
+from mcore_bridge.weights.engine.pull_writer import PullWriter
 from mcore_bridge.weights.engine.writer import EngineWriter, export_into
 from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.ipc.buckets import plan_buckets
@@ -20,16 +23,29 @@ from mcore_bridge.weights.model_chunks import Models
 from mcore_bridge.weights.plan.engine_map import EngineMap
 from mcore_bridge.weights.plan.target import Target
 
-Transport = Literal["shards", "ring", "network"]
-WAYS: tuple[Transport, ...] = ("shards", "ring", "network")
-"""``shards``: written into the engine's memory. ``ring``: slots that the engine's process opens and copies from.
-``network``: such slots, sent by NCCL or gloo."""
+Transport = Literal["shards", "pull", "ring", "network"]
+WAYS: tuple[Transport, ...] = ("shards", "pull", "ring", "network")
+"""``shards``: the trainer writes its shards into the engine's memory. ``pull``: the engine's process opens the memory
+of the shards, and copies them. ``ring``: slots with HF tensors, which the engine's process opens. ``network``: such
+slots, sent by NCCL or gloo."""
+
+
+_BY_MAP = frozenset({"shards", "pull"})
+"""These need a map of the engine."""
 
 
 class NoRoute:
-    """In place of a route on a rank that serves no worker in an export: it only sends to other ranks."""
+    """In place of a route on a rank that serves no worker in an export: it only sends to other ranks.
+
+    Args:
+        models: this rank's chunks.
+        options: further arguments of ``iter_hf_weights``.
+    """
 
     target: Target = "nothing"
+
+    def __init__(self, models: Models, options: Mapping[str, Any]) -> None:
+        self._models, self._options = models, options
 
     def find(self, specs: tuple[TensorSpec, ...], loads: bool) -> None:
         """Nothing to find."""
@@ -37,9 +53,9 @@ class NoRoute:
     def open(self, manifest: Manifest) -> None:
         """Nothing to open."""
 
-    def send(self, models: Models, version: int, **options: Any) -> None:
+    def send(self, version: int) -> None:
         """Take part in an export."""
-        for _ in iter_hf_weights(models, target="nothing", **options):
+        for _ in iter_hf_weights(self._models, target="nothing", **self._options):
             pass
 
 
@@ -47,6 +63,7 @@ class Route(NoRoute):
     """The way to one worker. Its transport is chosen when the worker connects, and again after a round that failed.
 
     Args:
+        models, options: as for ``NoRoute``.
         line: the connection to the worker.
         device: where this trainer rank has its memory.
         allowed: the transports to try, in this order.
@@ -55,15 +72,24 @@ class Route(NoRoute):
     """
 
     def __init__(
-        self, line: WorkerLine, device: torch.device, allowed: tuple[Transport, ...], is_near: bool, host: str
+        self,
+        models: Models,
+        options: Mapping[str, Any],
+        *,
+        line: WorkerLine,
+        device: torch.device,
+        allowed: tuple[Transport, ...],
+        is_near: bool,
+        host: str,
     ) -> None:
+        super().__init__(models, options)
         self.line, self._device, self._host = line, device, host
         self._allowed = allowed if is_near else tuple(way for way in allowed if way == "network")
         self.transport: Transport | None = None
         self.reason = "" if is_near else "the engine's process is on another machine"
         self.num_bytes = 0
         self._map: EngineMap | None = None
-        self._writer: EngineWriter | None = None
+        self._writer: EngineWriter | PullWriter | None = None
         self._is_announced = False
         self._ring: BufferRing | None = None
         self._pair: ProcessPair | None = None
@@ -81,7 +107,7 @@ class Route(NoRoute):
                 self._add(f"no map: {error}")
         self.line("loader", specs)
         self.target, self._map = "everything", None
-        self._allowed = tuple(way for way in self._allowed if way != "shards")
+        self._allowed = tuple(way for way in self._allowed if way not in _BY_MAP)
 
     def open(self, manifest: Manifest) -> None:
         """Choose the first transport that works.
@@ -115,6 +141,17 @@ class Route(NoRoute):
             self._writer = EngineWriter(self._map, handles)
         self._is_announced = True
 
+    def _open_pull(self, manifest: Manifest) -> None:
+        assert self._map is not None
+        bound = bind(self._models, **self._options)
+        if bound.merges:
+            raise TransferError("each round makes merged weights anew, in memory that the engine would have to open")
+        writer = PullWriter(self._map, self.line)
+        self.line(
+            "pull", tuple(TensorSpec.of(spec.name, spec) for spec in manifest), writer.open(bound.tensors.values())
+        )
+        self._writer = writer
+
     def _open_ring(self, manifest: Manifest) -> None:
         ring = self._slots(manifest)
         self.line("ring", ring.plan, ring.handles())
@@ -130,22 +167,22 @@ class Route(NoRoute):
         self.line.send("network", (self._slots(manifest).plan, self._host, store.port, self.line.seconds))
         self._pair = self.line.meet(lambda: ProcessPair(store, TRAINER, self._device, self.line.seconds))
 
-    def send(self, models: Models, version: int, **options: Any) -> None:
+    def send(self, version: int) -> None:
         """Export a round to the worker, together with all ranks of the replica."""
-        if self.transport == "shards":
+        if self.transport in _BY_MAP:
             try:
-                if not self._is_announced:
+                if self.transport == "shards" and not self._is_announced:
                     self._open_shards()
                 self._is_announced = False
                 assert self._writer is not None
             except TransferError:
-                super().send(models, version, **options)
+                super().send(version)
                 raise
-            export_into(models, self._writer, **options)
+            export_into(self._models, self._writer, **self._options)
             self.line("complete", version)
             return
         assert self._ring is not None
-        pairs = iter_hf_weights(models, target=self.target, **options)
+        pairs = iter_hf_weights(self._models, target=self.target, **self._options)
         with closing(self._ring.fill(pairs, acknowledged=self.line.answer)) as buckets:
             for bucket in buckets:
                 self.line.send("bucket", (bucket.number,))

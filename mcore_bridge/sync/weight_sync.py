@@ -16,7 +16,7 @@ from mcore_bridge.arguments import LEAST_0, Kind, instance_of, problem_of, requi
 from mcore_bridge.engines.channel import HANDSHAKE, Listener, WorkerLine, own_host
 from mcore_bridge.engines.engine_worker import Identity
 from mcore_bridge.errors import TransferError, describe
-from mcore_bridge.machine import this_machine
+from mcore_bridge.machine import this_machine, uncollected
 from mcore_bridge.rules.mapping import Dialect
 from mcore_bridge.sync.clients import call_of
 from mcore_bridge.sync.roll_call import Place, RollCall, Served
@@ -49,7 +49,7 @@ class WorkerReport:
     trainer: int
     """The trainer rank that served the worker."""
     transport: Transport | None
-    """``"shards"``, ``"ring"`` or ``"network"``; None if no way was found."""
+    """``"shards"``, ``"pull"``, ``"ring"`` or ``"network"``; None if no way was found."""
     reason: str
     """Why no faster transport was taken; empty for the fastest."""
     num_bytes: int
@@ -178,6 +178,7 @@ class WeightSync:
         self._roll_call.calls = {number: call_of(engine) for number, engine in clients.items()}
         self._clients = clients
 
+    @uncollected()
     def __call__(self, version: int | None = None) -> SyncReport:
         """Send all weights to all engines. All ranks of the trainer call this together.
 
@@ -254,22 +255,29 @@ class WeightSync:
             if pipe is None or not pipe.poll(HANDSHAKE):
                 continue
             worker = due.pop(pipe.recv())
-            line = WorkerLine(pipe, worker.name, self._seconds)
-            is_near = worker.is_on(this_machine())
-            self._routes[worker.place] = Route(line, self._device, self._allowed, is_near, self._host)
+            self._routes[worker.place] = Route(
+                self._models,
+                self._options,
+                line=WorkerLine(pipe, worker.name, self._seconds),
+                device=self._device,
+                allowed=self._allowed,
+                is_near=worker.is_on(this_machine()),
+                host=self._host,
+            )
 
     def _send(self, worker: Identity | None, is_new: bool, version: int, start: float) -> list[WorkerReport]:
         """One export, into at most one worker for each rank. All ranks take part."""
-        route = NoRoute() if worker is None else self._routes[worker.place]
+        idle = NoRoute(self._models, self._options)
+        route = idle if worker is None else self._routes[worker.place]
         problem = ""
         if is_new:
             problem = _problem_of(lambda: route.find(self._specs, self._loads))
             specs = manifest(self._models, **self._options, target=route.target)
             problem = problem or _problem_of(lambda: route.open(specs))
         if problem:
-            NoRoute().send(self._models, version, **self._options)
+            idle.send(version)
         else:
-            problem = _problem_of(lambda: route.send(self._models, version, **self._options))
+            problem = _problem_of(lambda: route.send(version))
         if worker is None:
             return []
         taken = self._routes[worker.place]

@@ -93,6 +93,7 @@ def open_export(models: Models, hf: HF | None, head: str, **options: Unpack[Opti
     return export
 
 
+@uncollected()
 def agree_on_plan(
     models: Models,
     hf: HF | None,
@@ -151,7 +152,7 @@ def agree_on_plan(
     return Export(kept.program, group, bound)
 
 
-_TARGET = instance_of('"everything", "nothing", an EngineRank or an EngineMap', str, EngineRank, EngineMap)
+_TARGET = instance_of('"everything", "nothing", "share", an EngineRank or an EngineMap', str, EngineRank, EngineMap)
 
 
 class _Answer(NamedTuple):
@@ -169,11 +170,10 @@ class _Answer(NamedTuple):
 def _agreed(group: Group, bound: BoundModel | None, chunk: GPTModel, answers: Sequence[_Answer]) -> Program:
     """Make the plan on this rank, and check that the plans of all ranks fit together."""
     try:
-        with uncollected():
-            plans = _planned(bound, chunk, answers, group.rank)
-            stages = {answer.num_stages for answer in answers}
-            program = Program(plans, group.rank, stages.pop() if len(stages) == 1 else 1)
-            balance = program.balance()
+        plans = _planned(bound, chunk, answers, group.rank)
+        stages = {answer.num_stages for answer in answers}
+        program = Program(plans, group.rank, stages.pop() if len(stages) == 1 else 1)
+        balance = program.balance()
     except Exception:  # on every rank alike; if not, the other ranks must be informed
         group.sums_to_zero(1)
         raise

@@ -67,8 +67,9 @@ def iter_hf_weights(
             the largest tensor. With buckets below 512 MB, add the part of the tensor before that the caller still
             holds, and a few KB for each rank. ``mcore-bridge plan`` shows the figure.
         target: what this rank gets; other ranks may choose differently. "everything"; "nothing", so that it only sends;
-            or an ``EngineRank``, to get only its slices (``mb.engine_ranks`` makes all ranks of an engine). With an
-            ``EngineMap``, this rank gets the slices that the map copies, and no other HF tensor.
+            "share", so that each HF tensor is whole on exactly one of the ranks that say so, with about equally many
+            bytes on each; or an ``EngineRank``, to get only its slices (``mb.engine_ranks`` makes all ranks of an
+            engine). With an ``EngineMap``, this rank gets the slices that the map copies, and no other HF tensor.
         copy: False yields tensors that arrive whole, such as most experts, as views of received memory. A view is valid
             until the next step of the iterator, and must not be written. This takes less memory, but delays the next
             message.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, repeat
-from operator import is_
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -30,9 +29,12 @@ def held_tensors(models: Sequence[nn.Module]) -> dict[str, Tensor]:
     held: dict[str, Tensor] = {}
     for chunk in map(unwrap, models):
         roll: _Roll | None = getattr(chunk, "bridge_roll", None)
-        if roll is None or not roll.is_valid():
+        current = roll.look() if roll else None
+        if roll is None or current is None:
             roll = chunk.bridge_roll = _Roll.of(chunk)
-        own = dict(zip(roll.names, roll.tensors(), strict=True))
+            current = roll.look()
+            assert current is not None
+        own = dict(zip(roll.names, map(current.__getitem__, roll.indices), strict=True))
         if twice := held.keys() & own.keys():
             raise MappingError(f"{min(twice)} is in two of the {len(models)} chunks given; pass each chunk once")
         held |= own
@@ -61,10 +63,13 @@ def require_as_built(models: Sequence[nn.Module], held: Mapping[str, Tensor]) ->
     built: dict[str, Shape] = {}
     for chunk in map(unwrap, models):
         built |= getattr(chunk, "bridge_built", {})
+    shapes = {name: tensor.shape for name, tensor in held.items()}
+    if built.items() <= shapes.items():  # nearly always
+        return
     wrong = [
-        f"{name} had the shape {tuple(shape)}, and " + (f"has {tuple(held[name].shape)}" if name in held else "is gone")
+        f"{name} had the shape {tuple(shape)}, and " + (f"has {tuple(shapes[name])}" if name in shapes else "is gone")
         for name, shape in built.items()
-        if name not in held or held[name].shape != shape
+        if shapes.get(name) != shape
     ]
     if wrong:
         raise MappingError(
@@ -88,8 +93,8 @@ def _require_own_memory(held: Mapping[str, Tensor]) -> None:
 class _Roll:
     """The canonical names of the tensors of a chunk, and where in the chunk they are.
 
-    It is cached on the chunk, because every export needs it. One comparison checks for all thousands of modules whether
-    it is still valid.
+    It is cached on the chunk, because every export needs it. A few comparisons check for all thousands of modules
+    whether it is still valid.
     """
 
     names: tuple[str, ...]
@@ -97,41 +102,56 @@ class _Roll:
     """The position of each named tensor among all tensors in ``holders``."""
     children: tuple[dict[str, nn.Module | None], ...]
     """The ``_modules`` of each module."""
+    known: tuple[dict[str, nn.Module | None], ...]
+    """Copies of ``children``."""
     holders: tuple[dict[str, Tensor | None], ...]
-    """The ``_parameters`` and ``_buffers`` of each module."""
-    seen: tuple[list[object], ...]
-    """The result of ``_look`` when this was made."""
+    """The ``_parameters`` and ``_buffers`` of each module that has any."""
+    empty: tuple[dict[str, Tensor | None], ...]
+    """Those without tensors."""
+    paths: list[str]
+    """The names of all tensors in ``holders``, within their modules."""
+    lengths: list[int]
+    """The number of tensors in each of ``holders``."""
+    absent: list[int]
+    """The positions of those that are None."""
 
     @classmethod
     def of(cls, chunk: GPTModel) -> _Roll:
         numbering = numbering_of(chunk)
         modules = dict(chunk.named_modules())
         children = tuple(module._modules for module in modules.values())
-        holders = tuple(chain.from_iterable((module._parameters, module._buffers) for module in modules.values()))
-        prefixes = (f"{prefix}." if prefix else "" for prefix in modules for _ in range(2))
-        paths = [prefix + name for prefix, holder in zip(prefixes, holders, strict=True) for name in holder]
+        both = [(path, holder) for path, m in modules.items() for holder in (m._parameters, m._buffers)]
+        holders = tuple(holder for _, holder in both if holder)
+        paths = [f"{path}.{name}" if path else name for path, holder in both for name in holder]
         numbers = {path: number for number, path in enumerate(paths)}
         own = [name for name, _ in _tensors(chunk)]
-        names = tuple(canonical(name, numbering) for name in own)
-        indices = tuple(numbers[name] for name in own)
-        return cls(names, indices, children, holders, cls._look(children, holders))
+        return cls(
+            names=tuple(canonical(name, numbering) for name in own),
+            indices=tuple(numbers[name] for name in own),
+            children=children,
+            known=tuple(map(dict, children)),
+            holders=holders,
+            empty=tuple(holder for _, holder in both if not holder),
+            paths=[*chain.from_iterable(holders)],
+            lengths=[*map(len, holders)],
+            absent=_absent([*chain.from_iterable(map(dict.values, holders))]),
+        )
 
-    @staticmethod
-    def _look(children: Sequence[dict[str, Any]], holders: Sequence[dict[str, Any]]) -> tuple[list[object], ...]:
-        """The children and names of all modules, the number that each module has, and which tensors are None."""
-        join = chain.from_iterable
-        absent = map(is_, join(map(dict.values, holders)), repeat(None))
-        columns = join(map(dict.values, children)), map(len, children), join(holders), map(len, holders), absent
-        return tuple([*column] for column in columns)
+    def look(self) -> list[Any] | None:
+        """All tensors of the chunk; None if its modules or names are no longer those of this roll."""
+        current = [*chain.from_iterable(map(dict.values, self.holders))]
+        is_valid = (
+            self.children == self.known
+            and not any(self.empty)
+            and [*map(len, self.holders)] == self.lengths
+            and [*chain.from_iterable(self.holders)] == self.paths
+            and _absent(current) == self.absent
+        )
+        return current if is_valid else None
 
-    def is_valid(self) -> bool:
-        """Whether the chunk still has these modules, with these names."""
-        return self._look(self.children, self.holders) == self.seen
 
-    def tensors(self) -> Iterator[Any]:
-        """The current tensors of ``names``."""
-        tensors = [*chain.from_iterable(map(dict.values, self.holders))]
-        return map(tensors.__getitem__, self.indices)
+def _absent(tensors: list[Any]) -> list[int]:
+    return [number for number, tensor in enumerate(tensors) if tensor is None]
 
 
 def _tensors(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:

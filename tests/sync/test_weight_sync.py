@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 import mcore_bridge as mb
 from mcore_bridge.errors import TransferError
+from mcore_bridge.weights.ipc.shared_memory import allocate
+from mcore_bridge.weights.model_tensors import held_tensors
 from tests.support import pool
 from tests.support.stand_in import HF_FIELDS, held_bits, loaded
 from tests.support.strategies import random_state, tiny
@@ -17,8 +19,9 @@ from tests.support.sync_engine import Client, serve
 TP1, TP2, PP2 = [(1, 0)], [(2, 0), (2, 1)], [(1, 0, 2, 0), (1, 0, 2, 1)]
 HIDDEN = "a kernel keeps its weights elsewhere"
 MESHES = {
-    "TP2": (2, mb.ParallelDims(tp=2)),
-    "PP2 EP2": (4, mb.ParallelDims(pp=2, ep=2)),
+    "TP2": (2, mb.ParallelDims(tp=2), "ring"),
+    "PP2 EP2": (4, mb.ParallelDims(pp=2, ep=2), "pull"),
+    "one rank": (1, mb.ParallelDims(), "pull"),
 }
 
 
@@ -34,6 +37,15 @@ class Trainer:
     def step(self, seed):
         self.state = random_state(self.hf, seed=seed, dtype=torch.bfloat16)
         mb.load_hf_weights(self.models, self.state)
+
+    def move(self, tensors_between):
+        """Bring all weights into one mapped file, as DDP has them in one buffer; some are left out between them."""
+        named = [*held_tensors(self.models).values()]
+        starts = torch.tensor([0, *(-(-t.nbytes // 16) * 16 + 16 * tensors_between for t in named)]).cumsum(0).tolist()
+        self.memory = memory = allocate(starts[-1], torch.device("cpu"))
+        for tensor, start in zip(named, starts, strict=False):
+            place = memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            tensor.data = place.copy_(tensor)
 
     def has(self, client, workers):
         """Whether each worker has the bits of its own loader, on rank 0."""
@@ -55,14 +67,18 @@ def engines(folder, *each):
 
 def serve_rounds(addresses, dims, transports):
     trainer = Trainer(dims)
+    if "pull" in transports:
+        trainer.move(0)
     clients = [Client(each) for each in addresses] if trainer.is_lead else ()
     with mb.WeightSync(trainer.models, clients, timeout=60) as sync:
         for seed in range(3):
             trainer.step(seed)
+            if "pull" in transports and seed:
+                trainer.move(seed)  # as after an offload
             report = sync()
             assert report.version == seed + 1
             ways = {worker.engine: worker.transport for worker in report.workers}
-            assert list(ways.values()) == transports, report
+            assert list(ways.values()) == transports, report.workers
             for number, workers in enumerate((TP2, PP2, TP1, TP1)):
                 assert trainer.has(clients[number] if clients else None, workers)
             assert [worker.reason for worker in report.workers if "no map" in worker.reason and HIDDEN in worker.reason]
@@ -76,10 +92,10 @@ def serve_rounds(addresses, dims, transports):
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_engine_gets_every_bit_by_the_best_way(mesh, tmp_path):
-    world, dims = MESHES[mesh]
+    world, dims, way = MESHES[mesh]
     kinds = (TP2, {"shared": True}), (PP2, {}), (TP1, {"elsewhere": True}), (TP1, {"hidden": HIDDEN})
     addresses, processes = engines(str(tmp_path), *kinds)
-    served, *others = pool.run(world, serve_rounds, addresses, dims, ["shards", "ring", "network", "ring"])
+    served, *others = pool.run(world, serve_rounds, addresses, dims, ["shards", way, "network", "ring"])
     assert all(each == served for each in others)
     assert {engine for engine, _ in served} == {0, 1, 2, 3}
     assert len({trainer for _, trainer in served}) == world  # workers are dealt to all ranks
@@ -95,6 +111,8 @@ def survive(addresses, dims, rounds):
     with mb.WeightSync(trainer.models, kept or (), timeout=60) as sync:
         for seed, (address, ((workers, _), dies, after)) in enumerate(zip(addresses[1:], rounds, strict=True)):
             joins = None
+            if seed == len(rounds) // 2:
+                trainer.move(0)  # from here on engines that cannot share their memory pull
             if trainer.is_lead:
                 joins = Client(address)
                 sync.set_engines([kept, joins])

@@ -1,5 +1,6 @@
 """Windows in a message: each has its place, for any widths, also if they travel in two steps."""
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -59,7 +60,8 @@ def travelled(all_widths):
     for number, widths in enumerate(all_widths):
         lined_up = lineup(widths, group.num_stages)
         sent = (widths[group.rank],)
-        windows = Windows(group, Memory(group, sum(widths), 0), number, widths, sent, lined_up)
+        memory = Memory(group, (sum(widths), 0), lambda size: torch.empty(size, dtype=torch.uint8))
+        windows = Windows(group, memory, number, widths, sent, lined_up)
         windows.own.fill_(group.rank + 1)
         windows.send()
         windows.wait()

@@ -1,6 +1,7 @@
 """Exports to the ranks of an engine: any pair of layouts, against slices that are cut here by the names of tensors."""
 
 from functools import lru_cache
+from itertools import chain
 from math import gcd
 
 import numpy as np
@@ -56,11 +57,13 @@ def test_any_model_on_any_mesh_to_any_engine(data, problem, bucket_bytes):
     state = random_state(hf)
     held = held_by(hf, dims, state)
     ranks = data.draw(engines(hf))
-    choices = st.one_of(st.sampled_from(ranks), st.sampled_from(["everything", "nothing"]))
+    choices = st.one_of(st.sampled_from(ranks), st.sampled_from(["everything", "nothing", "share"]))
     targets = data.draw(st.lists(choices, min_size=len(held), max_size=len(held)))
     states, _ = fake_mesh.export_to(held, targets, bucket_bytes=bucket_bytes)
     for target, found in zip(targets, states, strict=True):
-        assert_gets(found, expected(hf, state, target))
+        assert_gets(found, expected(hf, state, target) if target != "share" else {name: state[name] for name in found})
+    shared = [found for target, found in zip(targets, states, strict=True) if target == "share"]
+    assert not shared or sorted(chain.from_iterable(shared)) == sorted(expected(hf, state, "everything"))
     for plan in (program.plan for program in fake_mesh.programs_for(held, targets, bucket_bytes=bucket_bytes)):
         message_of = {plan.payload.outputs[i].name: n for n, message in enumerate(plan.messages) for i in message.done}
         for name, number in message_of.items():  # tensors that an engine fuses in one load call
@@ -171,6 +174,18 @@ def test_only_what_is_needed_travels(dims, sizes, share):
     num_messages = len(fake_mesh.programs_for(held, targets, bucket_bytes=1 << 20)[0].plan.messages)
     overhead = num_messages * len(held) ** 2 * (HEADER + 4096)
     assert travelled <= share * wanted * 1.01 + overhead
+
+
+@pytest.mark.parametrize("dims", [ParallelDims(ep=4), ParallelDims(tp=2, pp=2, sp=True)], ids=str)
+def test_shares_are_equal_and_what_a_rank_has_whole_stays_there(dims):
+    held = held_of("sparse", dims)
+    states, travelled = fake_mesh.export_to(held, ["share"] * 4)
+    sizes = [sum(tensor.nbytes for tensor in found.values()) for found in states]
+    largest = max(tensor.nbytes for found in states for tensor in found.values())
+    assert max(sizes) - min(sizes) <= 4 * largest
+    if dims.ep == 4:
+        whole = sum(found[name].nbytes for found in states for name in found if ".experts." in name)
+        assert travelled < sum(sizes) - whole // 2
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])

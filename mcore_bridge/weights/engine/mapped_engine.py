@@ -158,6 +158,30 @@ class MappedEngine:
                 self._disproof = str(error)
         return self._disproof
 
+    def announce(self, tensors: Sequence[TensorSpec] | None = None) -> Buffers:
+        """Announce a round in which composed copies write the engine's tensors, and not HF tensors.
+
+        From here on the weights count as half old and half new, until ``complete``.
+
+        Args:
+            tensors: the HF tensors that the round stands for, such as a ``Manifest``; None means those of the map.
+
+        Returns:
+            The engine's tensors in the order of the map, uint8 [bytes] each.
+
+        Raises:
+            TransferError: when the map cannot be used, or does not cover a tensor. Then send buckets.
+        """
+        if self.map.uncovered:
+            names = [entry.tensor for entry in self.map.uncovered]
+            raise TransferError(f"only the engine's loader writes {names}; send buckets and use copy_into")
+        self.begin(tensors or self.map.sources)
+        if self.reason:
+            raise TransferError(f"{self.reason}. Send buckets: copy_into gives them to the engine's loader")
+        self.state, self._left, self._due = EngineState("half", None), set(), 0  # the sender knows when all have come
+        self._fill()
+        return self._memory.buffers
+
     def share(self, tensors: Sequence[TensorSpec] | None = None) -> tuple[Handle, ...] | None:
         """Announce a round in which the sender writes directly into the engine's tensors, with an ``EngineWriter``.
 
@@ -171,24 +195,16 @@ class MappedEngine:
             last call are still valid: no tensor has moved, and no round broke off.
 
         Raises:
-            TransferError: when the map cannot be used, or does not cover a tensor; or when another process cannot open
-                the engine's memory. Then send buckets.
+            TransferError: as ``announce``; or when another process cannot open the engine's memory.
         """
-        if self.map.uncovered:
-            names = [entry.tensor for entry in self.map.uncovered]
-            raise TransferError(f"only the engine's loader writes {names}; send buckets and use copy_into")
-        self.begin(tensors or self.map.sources)
-        if self.reason:
-            raise TransferError(f"{self.reason}. Send buckets: copy_into gives them to the engine's loader")
+        memory = self.announce(tensors)
         device, handles = self._memory.device, None
-        if self._memory.buffers is not self._shared:
-            parts = [share_part(memory, self.map.digest) for memory in self._memory.buffers.tensors]
+        if memory is not self._shared:
+            parts = [share_part(part, self.map.digest) for part in memory.tensors]
             self._mark = allocate(8, device).zero_()
             handles = (share(self._mark, self.map.digest), *parts)
-        self._shared, self.state = self._memory.buffers, EngineState("half", None)
-        self._left = set()  # the mark shows when all have come
+        self._shared = memory
         self._due = int(self._mark.view(torch.int64).item()) + 1
-        self._fill()
         _synchronize(device)
         return handles
 

@@ -1,15 +1,11 @@
 """The sender's side without a ring: the memory of an engine's process, opened here, and written by the engine's map.
 
-mcore to an engine's own memory: the shards of all ranks become its tensors, by its map, and no HF tensor is made.
-
-The copies from shards to HF tensors are composed with those of the engine's map. An HF tensor is still made if the map
-casts it, or if the composition of the two is not a few boxes. It is then copied from there.
+The shards of all ranks become the engine's tensors, and no HF tensor is made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,26 +15,21 @@ from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.mapping import Dialect
 from mcore_bridge.rules.spec import runs_within
 from mcore_bridge.weights.agreement import Options, open_export
+from mcore_bridge.weights.engine.composed import MapWriter
 from mcore_bridge.weights.engine.group_copies import GroupCopies, MapCopies, Pair, take_expected
 from mcore_bridge.weights.ipc.shared_memory import Handle, open_all
 from mcore_bridge.weights.model_chunks import Models
-from mcore_bridge.weights.plan.boxes import ByteCopy, stacked
-from mcore_bridge.weights.plan.engine_map import EngineMap, SliceCopy
-from mcore_bridge.weights.plan.export_plan import Message
-from mcore_bridge.weights.plan.map_slices import MapSlices
-from mcore_bridge.weights.plan.payload import OutputTensor
+from mcore_bridge.weights.plan.engine_map import EngineMap
 from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.provenance import HF
-from mcore_bridge.weights.transfer.copier import Buffers
-from mcore_bridge.weights.transfer.endpoints import Outputs
-from mcore_bridge.weights.transfer.executor import Ends, run_messages
-from mcore_bridge.weights.transfer.program import Program, Step
+from mcore_bridge.weights.transfer.copier import Buffers, CopyTable
+from mcore_bridge.weights.transfer.executor import run_messages
 
 GROUP_BYTES = 1 << 30
 """Bytes of HF tensors that one kernel copies. They are kept in memory until then."""
 
 
-class EngineWriter:
+class EngineWriter(MapWriter):
     """Writes into the memory of one rank of an engine on the same machine. It works for any number of rounds.
 
     The engine's GPU may differ from the current device, which then writes over the link between the two.
@@ -78,16 +69,15 @@ class EngineWriter:
                 f"expected a handle for a mark and for each of the map's {len(engine_map.tensors)} tensors, found "
                 f"{len(handles)}; pass the map and the handles of one engine"
             )
-        self.map, self._group_bytes = engine_map, group_bytes
+        super().__init__(engine_map)
+        self._group_bytes = group_bytes
         other = (
             "expected handles of an engine with this map, found handles of another map: pass the handles of this engine"
         )
         self._mark, *tensors = open_all(handles, engine_map.digest, other)
         self.memory = Buffers(tensors)
         """The engine's tensors in the order of its map, uint8 [bytes] each."""
-        self.program: object = None
-        """What ``export_into`` keeps between rounds."""
-        self._copies = MapCopies(engine_map)
+        self._copies, self._buffers = MapCopies(engine_map), Buffers([])
 
     def write(self, pairs: Iterable[Pair]) -> None:
         """Write all HF tensors, as ``iter_hf_weights`` yields them. When this returns, the GPU has written them.
@@ -105,6 +95,17 @@ class EngineWriter:
             raise TransferError(f"{len(expected)} tensors never came, such as {next(iter(expected))}")
         self.complete()
 
+    def write_group(self, group: Sequence[Pair]) -> None:
+        """See ``MapWriter``."""
+        assert self.program is not None
+        GroupCopies(self.program.map, group).run(group, self.memory, by_kernel=False)
+
+    def _hold(self, held: Buffers) -> None:
+        self._buffers = held.beside(self.memory)
+
+    def _run(self, table: CopyTable, windows: Tensor) -> None:
+        table.run(self._buffers, Buffers([windows], frozenset()), windows.device)
+
     def complete(self) -> None:
         """Wait until everything is written, then set the mark, by which the engine detects writes to old addresses."""
         self._mark.view(torch.int64).add_(1)
@@ -114,15 +115,15 @@ class EngineWriter:
     def close(self) -> None:
         """Close the engine's memory."""
         self.memory, self._mark, self.program = Buffers([]), torch.zeros(8, dtype=torch.uint8), None
-        self._copies = MapCopies(self.map)
+        self._copies, self._buffers = MapCopies(self.map), Buffers([])
 
 
-_WRITER = instance_of("an EngineWriter", EngineWriter)
+_WRITER = instance_of("an EngineWriter", MapWriter)
 
 
 def export_into(
     models: Models,
-    writer: EngineWriter,
+    writer: MapWriter,
     *,
     hf: HF | None = None,
     head: str = "lm",
@@ -163,102 +164,9 @@ def export_into(
     options["problem"] = problem
     export = open_export(models, hf, head, **options)
 
-    def into(program: Program, device: torch.device) -> Ends:
-        kept = writer.program
-        if not isinstance(kept, EngineProgram) or kept.of is not program:
-            kept = EngineProgram(program, MapSlices(writer.map).narrowed(program.plan.tensors()))
-            writer.program = kept
-        return kept, EngineOutputs(kept, writer.memory, device)
-
     bound = export.bound
-    for pairs in run_messages(export.program, export.group, bound.tensors, merges=bound.merges, into=into):
+    messages = run_messages(export.program, export.group, bound.tensors, merges=bound.merges, into=writer.begin)
+    for pairs in messages:
         for _ in pairs:
             pass
-    writer.complete()
-
-
-class EngineProgram(Program):
-    """The steps of a rank whose outputs are tensors of an engine. The constructor computes all of them.
-
-    Args:
-        program: the steps whose outputs are HF tensors.
-        engine_map: the map for exactly these HF tensors.
-    """
-
-    def __init__(self, program: Program, engine_map: EngineMap) -> None:
-        super().__init__(program.plans, program.rank, program.num_stages)
-        self.of, self.map = program, engine_map
-        outputs = self.plan.payload.outputs
-        self.copies: tuple[tuple[SliceCopy, ...], ...] = tuple(
-            tuple(copy for name in (output.name, *output.copies) for copy in engine_map.by_hf.get(name, ()))
-            for output in outputs
-        )
-        """The map's copies from each HF tensor."""
-        self.made = {number for number, copies in enumerate(self.copies) if any(copy.casts for copy in copies)}
-        """The numbers of outputs that are HF tensors and not tensors of the engine."""
-        self._composed = [self._compose(message.number) for message in self.plan.messages]
-        while any(composed is None for composed in self._composed):
-            self._composed = [self._compose(message.number) for message in self.plan.messages]
-
-    @cached_property
-    def first(self) -> int:
-        """The number of the engine's first tensor among the outputs. The outputs before it are HF tensors."""
-        return len(self.plan.payload.outputs)
-
-    def _written(self, arrived: int) -> dict[int, list[ByteCopy]]:
-        composed = self._composed[arrived]
-        assert composed is not None
-        return composed
-
-    def _alike(self, outputs: Iterable[int]) -> Iterator[tuple[OutputTensor, tuple[int, ...]]]:
-        return super()._alike([number for number in outputs if number < self.first])
-
-    def _compose(self, number: int) -> dict[int, list[ByteCopy]] | None:
-        """The copies of a message into the engine's tensors; None if another HF tensor has to be made."""
-        written: dict[int, list[ByteCopy]] = {}
-        made = len(self.made)
-        for output, byte_copies in super()._written(number).items():
-            if output in self.made:
-                written[output] = byte_copies
-                continue
-            try:
-                for byte_copy in byte_copies:
-                    for copy in self.copies[output]:
-                        target = self.first + self.map.places[copy.tensor]
-                        written.setdefault(target, []).extend(byte_copy.then(copy.box))
-            except ValueError:
-                self.made.add(output)
-        if len(self.made) > made:
-            return None
-        return {output: stacked(byte_copies) for output, byte_copies in written.items()}
-
-
-class EngineOutputs(Outputs):
-    """The tensors of an engine, and the few HF tensors from which some of them are copied.
-
-    Args:
-        memory: the engine's tensors in the order of its map, uint8 [bytes] each.
-        device: where HF tensors are made.
-    """
-
-    def __init__(self, program: EngineProgram, memory: Buffers, device: torch.device) -> None:
-        super().__init__(program.plan, device)
-        self._program, self._memory = program, memory
-        self._gpus |= memory.gpus
-
-    def _tensor(self, number: int) -> Tensor:
-        first = self._program.first
-        return self._open[number] if number < first else self._memory.tensors[number - first]
-
-    def _copy(self, step: Step, held: Buffers, others: Sequence[Tensor], device: torch.device) -> None:
-        if self._memory.is_aligned:
-            super()._copy(step, held, others, device)
-        else:
-            step.copies.run(Buffers([*held.tensors, *others], self._gpus | held.gpus), Buffers([]), device)
-
-    def closed(self, message: Message) -> Iterator[tuple[str, Tensor]]:
-        """Copy the HF tensors that a message completes into the engine's tensors. Nothing is yielded."""
-        made = [(self._outputs[number], self._open.pop(number)) for number in message.done if number in self._open]
-        group = [(name, tensor) for output, tensor in made for name in (output.name, *output.copies)]
-        GroupCopies(self._program.map, group).run(group, self._memory, by_kernel=False)
-        yield from ()
+    writer.end(export.group.device)

@@ -13,11 +13,11 @@ from mcore_bridge.rules.mapping import WeightMapping
 from mcore_bridge.rules.spec import ALIGNMENT, aligned
 from mcore_bridge.weights.plan.export_plan import MEMORY, MESSAGES_IN_FLIGHT, ExportPlan, Message
 from mcore_bridge.weights.plan.gather import Request, SourceShard, assemble_plan, assign_senders, shards_of
-from mcore_bridge.weights.plan.inventory import Inventory, merge_inventories
+from mcore_bridge.weights.plan.inventory import Inventory, ParamEntry, merge_inventories
 from mcore_bridge.weights.plan.schedule import MIN_WINDOW
 from mcore_bridge.weights.plan.stream import HEADER, SendRange, Streams, WindowRun, cut, num_messages, widths
 from mcore_bridge.weights.plan.target import Target
-from mcore_bridge.weights.plan.wanted import wanted_by
+from mcore_bridge.weights.plan.wanted import dealt, wanted_by
 
 TO_TARGETS = 1 << 30
 """Upper limit on the bytes of all messages in flight, received and sent, unless the caller asks for more."""
@@ -50,13 +50,18 @@ def plan_targets(
         TargetError: when the model cannot be cut for a target.
     """
     entries = merge_inventories(mapping, axes, num_layers, inventories)
-    requests = {
-        target: Request.of(wanted_by(target, mapping, axes, num_layers, entries), bucket_bytes)
+    kinds = [(rank, target) if target == "share" else target for rank, target in enumerate(targets)]
+    wanted: dict[object, Sequence[ParamEntry]] = {
+        target: wanted_by(target, mapping, axes, num_layers, entries)
         for target in dict.fromkeys(targets)
+        if target != "share"
     }
-    loads, shards = [0] * len(targets), {target: shards_of(request, SHARED) for target, request in requests.items()}
+    shares = dealt(entries, [rank for rank, target in enumerate(targets) if target == "share"])
+    wanted |= {(rank, "share"): share for rank, share in shares.items()}
+    requests = {kind: Request.of(of_kind, bucket_bytes) for kind, of_kind in wanted.items()}
+    loads, shards = [0] * len(targets), {kind: shards_of(request, SHARED) for kind, request in requests.items()}
     receivers = tuple(
-        ReceiverPlan(requests[target], shards[target], loads, receiver) for receiver, target in enumerate(targets)
+        ReceiverPlan(requests[kind], shards[kind], loads, receiver) for receiver, kind in enumerate(kinds)
     )
     busiest = max(
         own.num_bytes + sum(other.bytes_from(rank) for other in receivers) for rank, own in enumerate(receivers)
@@ -68,9 +73,9 @@ def plan_targets(
     bucket_bytes = bucket_bytes or min(max((MEMORY - largest * 3 // 2) // 2, beside // 3), TO_TARGETS)
     count = max(-(-busiest // max(bucket_bytes // MESSAGES_IN_FLIGHT, MIN_WINDOW * len(targets))), 1)
     stages = [inventory.ranks["pp"] for inventory in inventories]
-    first_with_target = dict(zip(reversed(targets), reversed(receivers), strict=True))
-    together = all(receiver.open_bytes() <= room for receiver in first_with_target.values())
-    return TargetPlans(receivers, SendSchedule(count, [0] * len(stages) if together else stages, targets))
+    first_of_kind = dict(zip(reversed(kinds), reversed(receivers), strict=True))
+    together = all(receiver.open_bytes() <= room for receiver in first_of_kind.values())
+    return TargetPlans(receivers, SendSchedule(count, [0] * len(stages) if together else stages, kinds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +106,16 @@ class SendSchedule:
     Args:
         count: messages that the busiest rank needs.
         stages: the pipeline stage of each rank.
-        targets: the target of each rank.
+        kinds: equal for ranks with equal targets.
     """
 
-    def __init__(self, count: int, stages: Sequence[int], targets: Sequence[Target]) -> None:
+    def __init__(self, count: int, stages: Sequence[int], kinds: Sequence[object]) -> None:
         period_of = {stage: period for period, stage in enumerate(sorted(set(stages)))}
         self._periods = [period_of[stage] for stage in stages]
         self.num_periods = len(period_of)
-        order = {target: place for place, target in enumerate(dict.fromkeys(targets))}
-        by_target = sorted(range(len(targets)), key=lambda receiver: order[targets[receiver]])
-        self._offsets = {receiver: place for place, receiver in enumerate(by_target)}
+        order = {kind: place for place, kind in enumerate(dict.fromkeys(kinds))}
+        by_kind = sorted(range(len(kinds)), key=lambda receiver: order[kinds[receiver]])
+        self._offsets = {receiver: place for place, receiver in enumerate(by_kind)}
         self.length = -(-count // self.num_periods)
         """Messages of a period."""
 

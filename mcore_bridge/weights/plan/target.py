@@ -1,4 +1,4 @@
-"""Targets: the part of an export that a rank gets: everything, nothing, or the slices of a rank of an engine."""
+"""Targets: the part of an export that a rank gets: everything, nothing, a share, or what a rank of an engine holds."""
 
 from __future__ import annotations
 
@@ -143,10 +143,12 @@ class EngineRank:
         return matches(hf, self.whole)
 
 
-Target = Literal["everything", "nothing"] | EngineRank | EngineMap
-"""What a rank gets: every HF tensor whole; nothing, so that it only sends; or the slices of a rank of an engine.
+Target = Literal["everything", "nothing", "share"] | EngineRank | EngineMap
+"""What a rank gets: every HF tensor whole; nothing, so that it only sends; a share; or the slices of a rank of an
+engine.
 
-An engine's rank is described by its sizes, or by the map of its loader, which may need any slices.
+The ranks with ``"share"`` get each HF tensor whole on exactly one of them, with about equally many bytes on each. An
+engine's rank is described by its sizes, or by the map of its loader, which may need any slices.
 """
 
 

@@ -1,6 +1,7 @@
 """What a receiver takes of the parameters of a model, for each kind of target.
 
-Slices of parameters for a target that is an engine map: what that rank of the engine uses, and nothing else.
+Ranks that share get each HF tensor on one of them. A target that is an engine map gets the slices which that rank of
+the engine uses, and nothing else.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from mcore_bridge.weights.plan.map_slices import MapSlices
 from mcore_bridge.weights.plan.payload import Payload
 from mcore_bridge.weights.plan.target import EngineRank, Target
 
+MOST_TOGETHER = 256 << 20
+"""Experts of a layer are dealt one by one if all of them take more bytes."""
+
 
 def wanted_by(
     target: Target, mapping: WeightMapping, axes: Axes, num_layers: int, entries: Sequence[ParamEntry]
@@ -34,8 +38,35 @@ def wanted_by(
     if isinstance(target, EngineMap):
         return tuple(wanted_by_map(target, entries))
     if target not in ("everything", "nothing"):
-        raise TargetError(f'expected target="everything", "nothing", an EngineRank or an EngineMap, found {target!r}')
+        raise TargetError(
+            f'expected target="everything", "nothing", "share", an EngineRank or an EngineMap, found {target!r}'
+        )
     return entries if target == "everything" else ()
+
+
+def dealt(entries: Sequence[ParamEntry], ranks: Sequence[int]) -> dict[int, list[ParamEntry]]:
+    """Deal the HF tensors of ``entries`` to ranks, by size. What an engine fuses in one load call stays together.
+
+    A rank that holds a tensor whole gets it, as long as it has no more than an equal share.
+    """
+    if not ranks:
+        return {}
+    payload = Payload.of(entries)
+    keys = payload.load_groups(MOST_TOGETHER)
+    holders: dict[object, set[int]] = {}
+    for key, entry in zip(keys, entries, strict=True):
+        holders.setdefault(key, {*ranks}).intersection_update(*entry.holders.values())
+    sizes = payload.sizes_together(keys)
+    loads, equal = dict.fromkeys(ranks, 0), sum(sizes.values()) / len(ranks)
+    owner = {}
+    for key in sorted(sizes, key=sizes.__getitem__, reverse=True):
+        near = [rank for rank in ranks if rank in holders[key] and loads[rank] + sizes[key] <= equal]
+        owner[key] = min(near or ranks, key=loads.__getitem__)
+        loads[owner[key]] += sizes[key]
+    shares: dict[int, list[ParamEntry]] = {rank: [] for rank in ranks}
+    for key, entry in zip(keys, entries, strict=True):
+        shares[owner[key]].append(entry)
+    return shares
 
 
 def wanted_by_map(target: EngineMap, entries: Sequence[ParamEntry]) -> Iterator[ParamEntry]:

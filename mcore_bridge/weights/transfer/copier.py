@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by their size: a copy as integers keeps every bit."""
+_CPU = -1
+"""What torch gives as the index of a CPU."""
 Addresses = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
@@ -49,6 +51,13 @@ class Buffers:
             self._on_device[device] = pinned.to(device, non_blocking=True)
         return self._on_device[device]
 
+    def beside(self, others: Buffers) -> Buffers:
+        """These buffers, and then ``others``."""
+        joined = Buffers([*self.tensors, *others.tensors], self.gpus | others.gpus)
+        joined.addresses = np.concatenate([self.addresses, others.addresses])
+        joined.on_gpu = self.on_gpu and others.on_gpu
+        return joined
+
     @cached_property
     def is_aligned(self) -> bool:
         """Whether all tensors begin at a multiple of ``WIDEST``."""
@@ -57,14 +66,17 @@ class Buffers:
     @cached_property
     def on_gpu(self) -> bool:
         """Whether a kernel can access all tensors: each is on a GPU, or pinned on the host."""
-        return all(tensor.is_cuda or tensor.is_pinned() for tensor in self.tensors)
+        return _CPU not in self._devices or all(tensor.is_cuda or tensor.is_pinned() for tensor in self.tensors)
 
     @cached_property
     def gpus(self) -> frozenset[int]:
         """The indices of the GPUs on which the tensors are."""
-        if self._gpus is not None:
-            return self._gpus
-        return frozenset(tensor.device.index for tensor in self.tensors if tensor.is_cuda)
+        return self._devices - {_CPU} if self._gpus is None else self._gpus
+
+    @cached_property
+    def _devices(self) -> frozenset[int]:
+        """The indices of the devices of all tensors."""
+        return frozenset(map(Tensor.get_device, self.tensors))
 
 
 class CopyTable:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from mcore_bridge.errors import ExportError
 from mcore_bridge.rules.spec import ALIGNMENT
@@ -19,17 +19,13 @@ Merge = Callable[[Tensor], Tensor]
 NO_MERGES: Mapping[str, Merge] = {}
 
 
-def check_storage(tensors: Mapping[str, Tensor]) -> None:
-    """Raise ``ExportError`` if a tensor has no values to export."""
-    for name, tensor in tensors.items():
-        _storage_of(name, tensor)
-
-
-def _storage_of(name: str, tensor: Tensor) -> torch.UntypedStorage:
-    storage = tensor.untyped_storage()
-    if storage.nbytes() < tensor.nbytes or tensor.is_meta:
-        raise ExportError(f"{name} has no storage: it is on the meta device or its memory was freed; bring it back")
-    return storage
+def check_storage(tensors: Mapping[str, Tensor]) -> list[UntypedStorage]:
+    """The storage of each tensor. Raise ``ExportError`` if a tensor has no values to export."""
+    storages = [*map(Tensor.untyped_storage, tensors.values())]
+    for (name, tensor), size in zip(tensors.items(), map(UntypedStorage.nbytes, storages), strict=True):
+        if size < tensor.nbytes or tensor.is_meta:
+            raise ExportError(f"{name} has no storage: it is on the meta device or its memory was freed; bring it back")
+    return storages
 
 
 class Sources:
@@ -46,9 +42,9 @@ class Sources:
     ) -> None:
         self._program, self._names = program, program.names
         own = [tensors[name] for name in self._names]
-        self._storages = [*map(_storage_of, self._names, own)]  # these stay even if tensors get another memory
-        self._addresses = [storage.data_ptr() for storage in self._storages]
-        self._buffers = Buffers([tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in own])
+        self._storages = check_storage(dict(zip(self._names, own, strict=True)))  # these stay even if tensors move
+        self._addresses = [*map(UntypedStorage.data_ptr, self._storages)]
+        self._buffers = Buffers([*map(Tensor.contiguous, own)])
         self._buffers.addresses  # noqa: B018  # computed now, and kept
         self._merges = {number: merges[name] for number, name in enumerate(self._names) if name in merges}
         self._merged: dict[int, Tensor] = {}
@@ -56,8 +52,8 @@ class Sources:
 
     def read_by(self, step: Step) -> Buffers:
         """All tensors, after a check that the tensors of a step have not moved."""
-        pairs = ((number, self._storages[number].data_ptr() == self._addresses[number]) for number in step.held)
-        if moved := [number for number, is_there in pairs if not is_there]:
+        storages, addresses = self._storages, self._addresses
+        if moved := [number for number in step.held if storages[number].data_ptr() != addresses[number]]:
             raise ExportError(
                 f"{self._names[moved[0]]} was freed or moved during an export; leave the model in place until it ends"
             )
@@ -84,7 +80,7 @@ class Outputs:
     """HF tensors that are open: allocated, and not yet yielded."""
 
     def __init__(self, plan: ExportPlan, device: torch.device) -> None:
-        self._outputs = plan.payload.outputs
+        self._outputs, self._device = plan.payload.outputs, device
         self._like = {dtype: torch.empty(0, dtype=dtype, device=device) for dtype in plan.dtypes}
         self._gpus = Buffers([torch.empty(0, device=device)]).gpus
         """The GPUs of outputs and windows. A check of each of thousands of tensors would take longer."""
@@ -100,14 +96,13 @@ class Outputs:
             is_new = self._open.keys().isdisjoint(numbers)
             new = numbers if is_new else [number for number in numbers if number not in self._open]
             self._open.update(zip(new, self._allocated(output, len(new)), strict=True))
-        self._copy(step, held, [*passing, *map(self._tensor, step.outputs)], device)
+        if len(step.copies.table):
+            others = [*passing, *map(self._open.__getitem__, step.outputs)]
+            step.copies.run(held, Buffers(others, self._gpus), device)
 
-    def _tensor(self, number: int) -> Tensor:
-        """The memory of an output."""
-        return self._open[number]
-
-    def _copy(self, step: Step, held: Buffers, others: Sequence[Tensor], device: torch.device) -> None:
-        step.copies.run(held, Buffers(others, self._gpus), device)
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Memory for windows, uint8 [num_bytes]."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def _allocated(self, output: OutputTensor, count: int) -> Sequence[Tensor]:
         """``count`` new tensors like ``output``.

@@ -98,7 +98,8 @@ class _Exchange:
         self._outputs = outputs
         self._nothing = torch.empty(0, device=group.device)
         self._memory = [
-            Memory(group, *program.room(number)) for number in range(min(MESSAGES_IN_FLIGHT, len(self._messages)))
+            Memory(group, program.room(number), outputs.allocate)
+            for number in range(min(MESSAGES_IN_FLIGHT, len(self._messages)))
         ]
         self._spare: list[Memory] = []
         self._sent: deque[Windows] = deque()
@@ -172,7 +173,7 @@ class _Exchange:
         room = self._program.room(number)
         if not (self._spare and self._spare[-1].room == room):
             with raise_on_all(self._group, kind=ExportError):
-                self._spare = [Memory(self._group, *room) for _ in range(MESSAGES_IN_FLIGHT)]
+                self._spare = [Memory(self._group, room, self._outputs.allocate) for _ in range(MESSAGES_IN_FLIGHT)]
         self._memory[number % MESSAGES_IN_FLIGHT] = self._spare.pop()
 
     def _following(self, number: int) -> Windows:

@@ -6,7 +6,7 @@ without an extra collective, and no rank waits in vain.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
@@ -33,13 +33,17 @@ class State(IntEnum):
 
 
 class Memory:
-    """Memory for one message at a time: for received windows, and for sent windows if they need separate memory."""
+    """Memory for one message at a time: for received windows, and for sent windows if they need separate memory.
 
-    def __init__(self, group: Group, received: int, sent: int) -> None:
+    Args:
+        room: bytes of both.
+        allocate: makes a tensor uint8 [bytes] on the device of the group.
+    """
+
+    def __init__(self, group: Group, room: tuple[int, int], allocate: Callable[[int], Tensor]) -> None:
         on_gpu = group.device.type == "cuda"
-        self.room = received, sent
-        self.all = torch.empty(received, dtype=torch.uint8, device=group.device)
-        self.own = torch.empty(sent, dtype=torch.uint8, device=group.device)
+        self.room = room
+        self.all, self.own = map(allocate, room)
         self.headers = torch.empty((group.size, HEADER), dtype=torch.uint8, pin_memory=on_gpu)
         self.arrived = torch.cuda.Event() if on_gpu else None
         self._stamps: dict[tuple[State, str], Tensor] = {}

@@ -1,0 +1,188 @@
+"""An export into the memory of an engine: copies composed with its map, from this rank's tensors and from windows.
+
+An HF tensor is made only if the map casts it, or if the composition of the two copies is not a few boxes. It is then
+copied from there.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from mcore_bridge.weights.engine.group_copies import Pair
+from mcore_bridge.weights.plan.boxes import ByteCopy, stacked
+from mcore_bridge.weights.plan.engine_map import EngineMap, SliceCopy
+from mcore_bridge.weights.plan.export_plan import Message
+from mcore_bridge.weights.plan.map_slices import MapSlices
+from mcore_bridge.weights.transfer.copier import Buffers, CopyTable
+from mcore_bridge.weights.transfer.endpoints import Outputs
+from mcore_bridge.weights.transfer.program import WINDOWS, Program, Step
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EngineStep(Step):
+    """A step whose message also has bytes for tensors of the engine."""
+
+    composed: tuple[ByteCopy, ...]
+    """Copies into the engine's tensors. Buffers are this rank's tensors, the engine's tensors and the windows."""
+
+
+class EngineProgram(Program):
+    """The steps of a rank whose outputs are tensors of an engine. The constructor computes all of them.
+
+    Args:
+        program: the steps whose outputs are HF tensors.
+        engine_map: the engine's map.
+    """
+
+    def __init__(self, program: Program, engine_map: EngineMap) -> None:
+        super().__init__(program.plans, program.rank, program.num_stages)
+        self.of, self.map = program, MapSlices(engine_map).narrowed(program.plan.tensors())
+        self.copies: tuple[tuple[SliceCopy, ...], ...] = tuple(
+            tuple(copy for name in (output.name, *output.copies) for copy in self.map.by_hf.get(name, ()))
+            for output in self.plan.payload.outputs
+        )
+        """The map's copies from each HF tensor."""
+        self.made = {number for number, copies in enumerate(self.copies) if any(copy.casts for copy in copies)}
+        """The numbers of outputs that are HF tensors and not tensors of the engine."""
+        self._composed = [self._compose(message.number) for message in self.plan.messages]
+        while any(composed is None for composed in self._composed):
+            self._composed = [self._compose(message.number) for message in self.plan.messages]
+
+    def _made(self, arrived: int | None, following: int | None, unpack: bool, pack: bool, lend: bool) -> Step:
+        step = super()._made(arrived, following, unpack, pack, lend)
+        composed = self._composed[arrived] if unpack and arrived is not None else ()
+        return EngineStep(step.copies, step.held, step.outputs, step.alike, step.lent, composed or ())
+
+    def _written(self, arrived: int) -> dict[int, list[ByteCopy]]:
+        return {output: copies for output, copies in super()._written(arrived).items() if output in self.made}
+
+    def _compose(self, number: int) -> tuple[ByteCopy, ...] | None:
+        """The copies of a message into the engine's tensors; None if another HF tensor has to be made."""
+        first, windows = len(self.names), len(self.names) + len(self.map.tensors)
+        written: dict[int, list[ByteCopy]] = {}
+        made = len(self.made)
+        for output, byte_copies in super()._written(number).items():
+            if output in self.made:
+                continue
+            try:
+                for byte_copy in byte_copies:
+                    source = byte_copy.source if byte_copy.source < first else windows
+                    for copy in self.copies[output]:
+                        target = first + self.map.places[copy.tensor]
+                        composed = byte_copy.then(copy.box)
+                        written.setdefault(target, []).extend(
+                            c._replace(source=source, target=target) for c in composed
+                        )
+            except ValueError:
+                self.made.add(output)
+        if len(self.made) > made:
+            return None
+        return tuple(chain.from_iterable(map(stacked, written.values())))
+
+
+class MapWriter(ABC):
+    """The end of an export in the memory of one rank of an engine. It works for any number of rounds.
+
+    Composed copies of several messages run at once, unless they read windows, which the next messages overwrite.
+
+    Args:
+        engine_map: the engine's map.
+    """
+
+    def __init__(self, engine_map: EngineMap) -> None:
+        self.map = engine_map
+        self.program: EngineProgram | None = None
+        """Kept between rounds."""
+        self._tables: dict[tuple[EngineStep, ...], CopyTable] = {}
+        self._due: list[EngineStep] = []
+        self._held: Buffers | None = None
+
+    def begin(self, program: Program, device: torch.device) -> tuple[EngineProgram, EngineOutputs]:
+        """The steps and the outputs of a round, instead of those that make HF tensors."""
+        if self.program is None or self.program.of is not program:
+            self.program, self._tables = EngineProgram(program, self.map), {}
+        self._due, self._held = [], None
+        return self.program, EngineOutputs(self.program, self, device)
+
+    def take(self, step: EngineStep, held: Buffers, windows: Tensor) -> None:
+        """Run the composed copies of a step, now or together with the next ones."""
+        if held is not self._held:
+            self._run_due(windows)
+            self._held = held
+            self._hold(held)
+        if step.composed:
+            self._due.append(step)
+        if windows.numel():
+            self._run_due(windows)
+
+    def _run_due(self, windows: Tensor) -> None:
+        steps, self._due = tuple(self._due), []
+        if steps:
+            if steps not in self._tables:
+                self._tables[steps] = CopyTable(chain.from_iterable(step.composed for step in steps))
+            self._run(self._tables[steps], windows)
+
+    def end(self, device: torch.device) -> None:
+        """Run what is left, and wait until the engine has everything."""
+        self._run_due(torch.empty(0, dtype=torch.uint8, device=device))
+        self._held = None
+        self.complete()
+
+    def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
+        """Memory for windows, uint8 [num_bytes]."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    @abstractmethod
+    def write_group(self, group: Sequence[Pair]) -> None:
+        """Copy HF tensors into the engine's tensors by the map for what is sent."""
+
+    @abstractmethod
+    def complete(self) -> None:
+        """Wait until everything is written."""
+
+    @abstractmethod
+    def _hold(self, held: Buffers) -> None:
+        """Take the tensors of this rank, from which the next copies read."""
+
+    @abstractmethod
+    def _run(self, table: CopyTable, windows: Tensor) -> None:
+        """Run copies from the tensors of this rank and from ``windows``, which may be overwritten when this returns.
+
+        On a GPU they may be overwritten in the order of the current stream.
+        """
+
+
+class EngineOutputs(Outputs):
+    """The tensors of an engine, and the few HF tensors from which some of them are copied.
+
+    Args:
+        writer: reaches the memory of the engine.
+        device: where HF tensors are made.
+    """
+
+    def __init__(self, program: EngineProgram, writer: MapWriter, device: torch.device) -> None:
+        super().__init__(program.plan, device)
+        self._writer = writer
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Memory for windows that the engine's end can read."""
+        return self._writer.allocate(num_bytes, self._device)
+
+    def run(self, step: Step, held: Buffers, passing: Sequence[Tensor], device: torch.device) -> None:
+        """As ``Outputs.run``, and into the engine's tensors."""
+        super().run(step, held, passing, device)
+        assert isinstance(step, EngineStep)
+        self._writer.take(step, held, passing[WINDOWS])
+
+    def closed(self, message: Message) -> Iterator[Pair]:
+        """Copy the HF tensors that a message completes into the engine's tensors. Nothing is yielded."""
+        made = [(self._outputs[number], self._open.pop(number)) for number in message.done if number in self._open]
+        if made:
+            self._writer.write_group([(name, t) for output, t in made for name in (output.name, *output.copies)])
+        yield from ()

@@ -1,0 +1,162 @@
+"""The sender's side of a pull: the engine's process opens this rank's tensors, and runs the composed copies itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mcore_bridge.errors import TransferError
+from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights.engine.composed import MapWriter
+from mcore_bridge.weights.engine.group_copies import Pair
+from mcore_bridge.weights.ipc.shared_memory import Handle, allocate, share_part
+from mcore_bridge.weights.plan.boxes import Table
+from mcore_bridge.weights.plan.engine_map import EngineMap
+from mcore_bridge.weights.transfer.copier import Buffers, CopyTable
+
+MOST_STORAGES = 64
+"""Allocations that an engine opens in each round. Each takes some 0.2 ms, and megatron-core's DDP makes a few."""
+MOST_CAST_BYTES = 64 << 20
+"""Bytes of HF tensors which the map casts. They travel as bytes of a message."""
+
+Ask = Callable[..., Any]
+"""Calls a method of the engine's worker with arguments, and returns its answer."""
+
+
+class PullWriter(MapWriter):
+    """Writes into one rank of an engine on the same machine, whose memory this process cannot open.
+
+    An error of the engine does not stop an export, since other ranks take part: ``complete`` raises it.
+
+    Args:
+        engine_map: the engine's map.
+        ask: calls a ``Puller`` of the engine.
+    """
+
+    def __init__(self, engine_map: EngineMap, ask: Ask) -> None:
+        super().__init__(engine_map)
+        self._ask = ask
+        self._layout = _Layout(Buffers([]))
+        self._numbers: dict[CopyTable, int] = {}
+        """The number by which the engine has each table."""
+        self._windows: dict[int, tuple[int, Tensor]] = {}
+        """By its address, each allocation of windows that the engine has opened in this round, with its number."""
+        self._problem: TransferError | None = None
+        self._num_held = 0
+
+    def open(self, tensors: Iterable[Tensor]) -> list[Handle]:
+        """Handles of the memory of this rank's tensors, for a trial.
+
+        Raises:
+            TransferError: when the engine should not pull: the tensors lie in too many allocations, another process
+                cannot open them, or the map casts many values.
+        """
+        sources = {spec.name: spec for spec in self.map.sources}
+        cast_bytes = sum(sources[name].num_bytes for name in {copy.hf for copy in self.map.copies if copy.casts})
+        if cast_bytes > MOST_CAST_BYTES:
+            raise TransferError(f"the engine's map casts HF tensors of {cast_bytes} bytes to another dtype")
+        layout = _Layout(Buffers([tensor.detach() for tensor in tensors]))
+        if len(layout.wholes) > MOST_STORAGES:
+            raise TransferError(
+                f"expected weights in at most {MOST_STORAGES} allocations, as megatron-core's DDP makes them for its "
+                f"distributed optimizer, found {len(layout.wholes)}"
+            )
+        return [share_part(whole, self.map.digest) for whole in layout.wholes]
+
+    def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
+        """Memory for windows that the engine's process can open."""
+        return allocate(num_bytes, device)
+
+    def _hold(self, held: Buffers) -> None:
+        layout = _Layout(held)
+        if not layout.is_like(self._layout):
+            self._numbers = {}
+        self._layout, self._num_held, self._windows, self._problem = layout, len(held.tensors), {}, None
+        _synchronize(held)
+        self._try("pull_begin", [share_part(whole, self.map.digest) for whole in layout.wholes])
+
+    def _run(self, table: CopyTable, windows: Tensor) -> None:
+        number, rows, place, handle = self._numbers.get(table), None, -1, None
+        if number is None:
+            number = self._numbers[table] = len(self._numbers)
+            rows = self._rows(table)
+        if windows.numel():
+            place, whole = self._windows.setdefault(windows.data_ptr(), (len(self._windows), windows))
+            if whole is windows:
+                handle = share_part(_whole(windows), self.map.digest)
+        _synchronize(Buffers([windows]))
+        self._try("pull_copy", number, rows, place, handle)
+
+    def _rows(self, table: CopyTable) -> Table:
+        """The rows of a table with allocations in the place of this rank's tensors."""
+        rows, layout = table.table.copy(), self._layout
+        is_held = rows[:, 0] < self._num_held
+        held = rows[is_held, 0]
+        rows[is_held, 1] += layout.offsets[held]
+        rows[is_held, 0] = layout.numbers[held]
+        shift = len(layout.wholes) - self._num_held
+        rows[~is_held, 0] += shift
+        rows[:, 2] += shift
+        return rows
+
+    def write_group(self, group: Sequence[Pair]) -> None:
+        """See ``MapWriter``."""
+        self._try("pull_write", [(TensorSpec.of(name, t), _bytes_of(t)) for name, t in group])
+
+    def _try(self, method: str, *arguments: Any) -> None:
+        if self._problem is None:
+            try:
+                self._ask(method, *arguments)
+            except TransferError as error:
+                self._problem = error
+
+    def complete(self) -> None:
+        """Raise what the engine has reported in this round."""
+        self._windows.clear()
+        if self._problem is not None:
+            raise self._problem
+
+    def close(self) -> None:
+        """Forget the engine."""
+        self.program = None
+
+
+class _Layout:
+    """The allocations in which tensors lie.
+
+    Args:
+        held: the tensors.
+    """
+
+    def __init__(self, held: Buffers) -> None:
+        starts = np.array([tensor.untyped_storage().data_ptr() for tensor in held.tensors], dtype=np.int64)
+        _, firsts, self.numbers = np.unique(starts, return_index=True, return_inverse=True)
+        """The number of the allocation of each tensor."""
+        self.offsets = held.addresses - starts
+        """The byte of the allocation at which each tensor begins."""
+        self.wholes = [_whole(held.tensors[first]) for first in firsts.tolist()]
+        """The allocations, uint8 [bytes] each."""
+
+    def is_like(self, other: _Layout) -> bool:
+        """Whether all tensors lie at the same places of allocations, which may be elsewhere."""
+        return np.array_equal(self.numbers, other.numbers) and np.array_equal(self.offsets, other.offsets)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """The allocation of a tensor, uint8 [bytes]."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()
+
+
+def _synchronize(buffers: Buffers) -> None:
+    """Wait for all that this process has queued on GPUs with buffers: another process reads them now."""
+    for index in buffers.gpus:
+        torch.cuda.current_stream(index).synchronize()

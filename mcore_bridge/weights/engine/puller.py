@@ -1,0 +1,88 @@
+"""The engine's side of a pull: its own process runs a sender's composed copies, out of the sender's memory.
+
+So the engine's memory need not be one that another process can open, such as the memory of vLLM's sleep mode. The
+sender's memory is opened for a round, and let go at its end: a trainer may free it or move it then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights.engine.group_copies import Pair
+from mcore_bridge.weights.engine.mapped_engine import MappedEngine
+from mcore_bridge.weights.ipc.shared_memory import Handle, open_all
+from mcore_bridge.weights.plan.boxes import ByteCopy, Table
+from mcore_bridge.weights.transfer.copier import Buffers, CopyTable
+
+_OTHER = (
+    "expected memory for this engine's map, found memory for another map: the sender must take the map of this engine"
+)
+
+
+class Puller:
+    """Takes rounds for a mapped engine.
+
+    Args:
+        engine: the engine.
+        tensors: the HF tensors, or their slices, for which the sender composes copies.
+        device: where the engine's tensors are.
+    """
+
+    def __init__(self, engine: MappedEngine, tensors: Sequence[TensorSpec], device: torch.device) -> None:
+        self._engine, self._tensors, self._device = engine, tuple(tensors), device
+        self._tables: dict[int, CopyTable] = {}
+        self._buffers = Buffers([])
+        self._windows: dict[int, Tensor] = {}
+
+    def open(self, handles: Sequence[Handle]) -> list[Tensor]:
+        """The sender's memory.
+
+        Raises:
+            TransferError: when the handles belong to another map, or this process cannot open the memory.
+        """
+        return open_all(handles, self._engine.map.digest, _OTHER)
+
+    def begin(self, handles: Sequence[Handle]) -> None:
+        """Announce a round, and open the sender's memory for it.
+
+        Raises:
+            TransferError: as ``open`` and ``MappedEngine.announce``.
+        """
+        held = Buffers(self.open(handles))
+        self._buffers = held.beside(self._engine.announce(self._tensors))
+
+    def copy(self, number: int, table: Table | None, windows: int, handle: Handle | None) -> None:
+        """Run copies. When this returns, they are done.
+
+        Args:
+            number: the number of the table of copies among those of the sender.
+            table: its rows (fields of ``ByteCopy``); None if they have come before. Buffers are the sender's memory,
+                then the engine's tensors, and then windows.
+            windows: the number of the windows from which they read.
+            handle: these windows, if this round has not opened them yet.
+        """
+        if table is not None:
+            self._tables[number] = CopyTable(map(ByteCopy._make, table.tolist()))
+        if handle is not None:
+            (self._windows[windows],) = self.open([handle])
+        passing = [self._windows[windows]] if windows in self._windows else []
+        self._tables[number].run(self._buffers, Buffers(passing), self._device)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def write(self, group: Sequence[tuple[TensorSpec, bytes]]) -> None:
+        """Take HF tensors which the map casts, or whose copies could not be composed."""
+        self._engine.write([self._pair(spec, values) for spec, values in group])
+
+    def _pair(self, spec: TensorSpec, values: bytes) -> Pair:
+        tensor = torch.frombuffer(bytearray(values), dtype=spec.dtype).view(spec.shape)
+        return spec.name, tensor.to(self._device)
+
+    def close(self) -> None:
+        """Let go of the sender's memory."""
+        self._buffers = Buffers([])
+        self._windows.clear()
