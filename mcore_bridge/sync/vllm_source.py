@@ -78,20 +78,26 @@ class VllmSource:
     """What vLLM calls a ``WeightSource``. Use ``vllm_source`` to make one."""
 
     def __init__(
-        self, models: Models, specs: Sequence[TensorSpec], layouts: Sequence[_Layout], rank: int, options: Any
+        self,
+        models: Models,
+        tensors: Mapping[TensorSpec, _Layout],
+        rank: int,
+        whole: Target,
+        options: Mapping[str, Any],
     ) -> None:
         """Keep what each pass needs.
 
         Args:
             models: this rank's chunks.
-            specs: all HF tensors, in the order of the metadata.
-            layouts: the layout of each of them.
+            tensors: the layout of each HF tensor, in the order of the metadata.
             rank: this rank in the trainer.
+            whole: what an export yields on this rank to give it the tensors that it owns, whole.
             options: further arguments of ``iter_hf_weights``.
         """
-        self._models, self._specs, self._rank, self._options = models, specs, rank, options
-        self._targets: dict[tuple[str, ...], Target] = {}
-        self._layouts = dict(zip((spec.name for spec in specs), layouts, strict=True))
+        self._models, self._rank, self._options = models, rank, options
+        self._is_gathered = {spec.name: layout.is_gathered for spec, layout in tensors.items()}
+        self._whole = whole
+        self._rest = whole if all(self._is_gathered.values()) else _only(self._is_gathered, [*tensors])
         types = _types()
         self.metadata: list[Any] = [
             types.ParamMeta(
@@ -103,7 +109,7 @@ class VllmSource:
                 placements=layout.dims
                 and tuple(types.Replicate() if dim is None else types.Shard(dim) for dim in layout.dims),
             )
-            for spec, layout in zip(specs, layouts, strict=True)
+            for spec, layout in tensors.items()
         ]
         """Name, dtype, shape and place of each HF tensor, equal on every rank."""
 
@@ -125,7 +131,7 @@ class VllmSource:
         Raises:
             ExportError: as ``iter_hf_weights``.
         """
-        return self._gathered(self.owned_names(self._rank))
+        return self._gathered(self.owned_names(self._rank), self._whole)
 
     def iter_local(self) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's part of each HF tensor that it owns. All ranks iterate together, to the end.
@@ -134,13 +140,13 @@ class VllmSource:
             ExportError: as ``iter_hf_weights``.
         """
         owned = self.owned_names(self._rank)
-        pairs = self._gathered([name for name in owned if self._layouts[name].is_gathered])
+        pairs = self._gathered([name for name in owned if self._is_gathered[name]], self._rest)
         first = next(pairs, None)  # all parameters are up to date from here on
         bound = bind(self._models, **self._options)
         check_storage(bound.tensors)
         origins = _by_name(bound)
         for name in owned:
-            if not self._layouts[name].is_gathered:
+            if not self._is_gathered[name]:
                 yield name, _joined(origins[name], bound)
             elif first is not None:
                 yield first
@@ -148,12 +154,8 @@ class VllmSource:
         for _ in pairs:
             pass
 
-    def _gathered(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield these HF tensors whole, in this order, while other ranks get others."""
-        key = tuple(names)
-        if key not in self._targets:  # plans are kept for a target that is the same object
-            self._targets[key] = _target(names, self._specs)
-        target = self._targets[key]
+    def _gathered(self, names: Sequence[str], target: Target) -> Iterator[tuple[str, Tensor]]:
+        """Yield these HF tensors, which the target selects, whole and in this order."""
         export: Any = iter_hf_weights(self._models, target=target, **self._options)
         early: dict[str, Tensor] = {}
         with closing(export) as pairs:
@@ -176,8 +178,8 @@ def vllm_source(
     Args:
         models: this rank's chunks, wrapped or not.
         backend: the backend of vLLM. ``"nccl"``: rank 0 gets whole tensors. ``"ipc"``: each rank gets them.
-            ``"sharded_rdt"``: each tensor is whole on one rank, which holds as much of it as any. ``"nccl_m2n"``: ranks
-            yield their own parts wherever all ranks cut a tensor evenly along one dim, and whole tensors otherwise.
+            ``"sharded_rdt"``: each tensor is whole on one rank of each replica. ``"nccl_m2n"``: ranks yield their own
+            parts wherever all ranks cut a tensor evenly along one dim, and whole tensors otherwise.
         dialect, merged: as for ``iter_hf_weights``.
 
     Raises:
@@ -203,12 +205,15 @@ def vllm_source(
     try:
         own = agreed([group.group], checked, TransferError)  # type: ignore[list-item]  # there is a world
         specs: Sequence[TensorSpec] = tuple(manifest(models, **options))
+        if backend == "sharded_rdt":
+            specs = _by_layer(specs)
+            own = dict.fromkeys(spec.name for spec in manifest(models, target="share", **options))
         boxes, rank = group.all_gather_object(own), group.rank
     finally:
         group.close()
-    if backend == "sharded_rdt":
-        specs = _by_layer(specs)
-    return VllmSource(models, specs, _LAYOUTS[backend](specs, boxes), rank, options)
+    tensors = dict(zip(specs, _LAYOUTS[backend](specs, boxes), strict=True))
+    whole: Target = "share" if backend == "sharded_rdt" else "everything"
+    return VllmSource(models, tensors, rank, "nothing" if backend == "nccl" and rank else whole, options)
 
 
 # where a backend wants HF tensors -------------------------------------------------------------------------------------
@@ -222,16 +227,9 @@ def _on_all(specs: Sequence[TensorSpec], boxes: Boxes) -> list[_Layout]:
     return [_Layout()] * len(specs)
 
 
-def _on_any(specs: Sequence[TensorSpec], boxes: Boxes) -> list[_Layout]:
-    """Each on one of the ranks that hold most of it: the one with the fewest bytes so far."""
-    load = [0] * len(boxes)
-    layouts = []
-    for spec in specs:
-        held = [_size(of_rank.get(spec.name, ())) for of_rank in boxes]
-        owner = min(range(len(boxes)), key=lambda rank: (-held[rank], load[rank]))
-        load[owner] += spec.num_bytes
-        layouts.append(_Layout((owner,)))
-    return layouts
+def _shared(specs: Sequence[TensorSpec], boxes: Boxes) -> list[_Layout]:
+    owners = [tuple(rank for rank, of_rank in enumerate(boxes) if spec.name in of_rank) for spec in specs]
+    return [_Layout(of_spec) for of_spec in owners]
 
 
 def _as_held(specs: Sequence[TensorSpec], boxes: Boxes) -> list[_Layout]:
@@ -264,7 +262,7 @@ def _cut(shape: tuple[int, ...], boxes: Sequence[Box | None]) -> _Layout:
 _LAYOUTS: dict[str, Callable[[Sequence[TensorSpec], Boxes], list[_Layout]]] = {
     "nccl": _on_rank_0,
     "ipc": _on_all,
-    "sharded_rdt": _on_any,
+    "sharded_rdt": _shared,
     "nccl_m2n": _as_held,
 }
 _BACKEND = Kind(f"one of {', '.join(_LAYOUTS)}", lambda value: isinstance(value, str) and value in _LAYOUTS)
@@ -334,19 +332,16 @@ def _shifted(index: slice, along: range) -> slice:
     return slice(index.start - along.start, index.stop - along.start, index.step)
 
 
-def _target(names: Sequence[str], specs: Sequence[TensorSpec]) -> Target:
-    """What an export yields on a rank that gets these HF tensors whole."""
-    if len(names) in (0, len(specs)):
-        return "everything" if names else "nothing"
-    wanted = set(names)
+def _only(is_wanted: Mapping[str, bool], specs: Sequence[TensorSpec]) -> Target:
+    """What an export yields on a rank that gets some HF tensors whole, and no others."""
     tensors, copies = [], []
     for spec in specs:
-        if spec.name in wanted:
+        if is_wanted[spec.name]:
             shape = tuple(spec.shape)
             strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
             tensors.append(EngineTensor(spec.name, shape, strides, spec.dtype))
             copies.append(SliceCopy(spec.name, spec.name, BoxCopy.of(0, shape, strides, 0, strides)))
-    return EngineMap("whole HF tensors", tuple(specs), tuple(tensors), tuple(copies))
+    return EngineMap("whole HF tensors", tuple(specs), tuple(tensors), tuple(copies)) if copies else "nothing"
 
 
 def _types() -> Any:

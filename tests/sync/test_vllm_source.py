@@ -16,7 +16,7 @@ CASES = {
     "TP2 DP2, odd vocabulary": (4, mb.ParallelDims(tp=2), "qwen2", {"vocab_size": 91}),
     "TP2 PP2": (4, mb.ParallelDims(tp=2, pp=2), "llama", {}),
     "PP2 EP2": (4, mb.ParallelDims(pp=2, ep=2), "qwen3_moe", EXPERTS),
-    "TP2 EP2": (4, mb.ParallelDims(tp=2, ep=2, sp=True), "qwen3_moe", {**EXPERTS, "tie_word_embeddings": True}),
+    "TP2 EP2 DP2": (4, mb.ParallelDims(tp=2, ep=2, sp=True), "qwen3_moe", {**EXPERTS, "tie_word_embeddings": True}),
 }
 BACKENDS = ("nccl", "ipc", "sharded_rdt", "nccl_m2n")
 
@@ -78,8 +78,9 @@ def test_each_backend_finds_what_it_wants_where_it_wants_it(case):
     everyone = tuple(range(world))
     assert set(found["nccl"][0]) == {(0,)}
     assert set(found["ipc"][0]) == {None}
-    assert {len(owners) for owners in found["sharded_rdt"][0]} == {1}
-    assert {owner for (owner,) in found["sharded_rdt"][0]} == set(everyone)  # dealt to all ranks
+    num_replicas = 2 if "DP2" in case else 1
+    assert {len(owners) for owners in found["sharded_rdt"][0]} == {num_replicas}
+    assert {owner for owners in found["sharded_rdt"][0] for owner in owners} == set(everyone)  # dealt to all ranks
     assert found["sharded_rdt"][2] == [0, 1, 2, 3]
     assert set(found["nccl_m2n"][0]) <= {None, everyone}
     cut = {name.split(".")[-2] for name in found["nccl_m2n"][1]}
@@ -87,6 +88,6 @@ def test_each_backend_finds_what_it_wants_where_it_wants_it(case):
     expected = {  # with more ranks than KV heads, megatron-core cuts within a group of heads
         "TP4, 2 KV heads": {*dense, "embed_tokens", "lm_head"},
         "TP2 DP2, odd vocabulary": {*dense, *heads},
-        "TP2 EP2": {*heads, "o_proj", "embed_tokens"},
+        "TP2 EP2 DP2": {*heads, "o_proj", "embed_tokens"},
     }
     assert cut == expected.get(case, set())
