@@ -63,7 +63,7 @@ class ParamMeta:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class _Distribution:
     """Where an HF tensor lies: its owners (None is every rank), and how it is cut over them."""
 
     owners: tuple[int, ...] | None = None
@@ -80,7 +80,7 @@ class VllmSource:
     def __init__(
         self,
         models: Models,
-        tensors: Mapping[TensorSpec, _Layout],
+        tensors: Mapping[TensorSpec, _Distribution],
         rank: int,
         whole: Target,
         options: Mapping[str, Any],
@@ -219,47 +219,47 @@ def vllm_source(
 # where a backend wants HF tensors -------------------------------------------------------------------------------------
 
 
-def _on_rank_0(specs: Sequence[TensorSpec], boxes: Boxes) -> list[_Layout]:
-    return [_Layout((0,))] * len(specs)
+def _on_rank_0(specs: Sequence[TensorSpec], boxes: Boxes) -> list[_Distribution]:
+    return [_Distribution((0,))] * len(specs)
 
 
-def _on_all(specs: Sequence[TensorSpec], boxes: Boxes) -> list[_Layout]:
-    return [_Layout()] * len(specs)
+def _on_all(specs: Sequence[TensorSpec], boxes: Boxes) -> list[_Distribution]:
+    return [_Distribution()] * len(specs)
 
 
-def _shared(specs: Sequence[TensorSpec], boxes: Boxes) -> list[_Layout]:
+def _shared(specs: Sequence[TensorSpec], boxes: Boxes) -> list[_Distribution]:
     owners = [tuple(rank for rank, of_rank in enumerate(boxes) if spec.name in of_rank) for spec in specs]
-    return [_Layout(of_spec) for of_spec in owners]
+    return [_Distribution(of_spec) for of_spec in owners]
 
 
-def _as_held(specs: Sequence[TensorSpec], boxes: Boxes) -> list[_Layout]:
+def _as_held(specs: Sequence[TensorSpec], boxes: Boxes) -> list[_Distribution]:
     return [_cut(tuple(spec.shape), [of_rank.get(spec.name) for of_rank in boxes]) for spec in specs]
 
 
-def _cut(shape: tuple[int, ...], boxes: Sequence[Box | None]) -> _Layout:
+def _cut(shape: tuple[int, ...], boxes: Sequence[Box | None]) -> _Distribution:
     """How all ranks cut a tensor. If no mesh of two axes says it, every rank gets the whole tensor."""
     size, everyone = len(boxes), tuple(range(len(boxes)))
     if None in boxes:
-        return _Layout()
+        return _Distribution()
     held = [box for box in boxes if box is not None]
     dims = [dim for dim, length in enumerate(shape) if any(len(box[dim]) < length for box in held)]
     if not dims:
-        return _Layout(is_gathered=False)
+        return _Distribution(is_gathered=False)
     (dim, *others), number = dims, len(set(held))
     if others or shape[dim] % number or size % number:
-        return _Layout()
+        return _Distribution()
     length, repeats = shape[dim] // number, size // number
     if any(len(box[dim]) != length or box[dim].start % length for box in held):
-        return _Layout()
+        return _Distribution()
     places = [box[dim].start // length for box in held]
     if places == [rank % number for rank in everyone]:
-        return _Layout(everyone, (repeats, number), (None, dim), is_gathered=False)
+        return _Distribution(everyone, (repeats, number), (None, dim), is_gathered=False)
     if places == [rank // repeats for rank in everyone]:
-        return _Layout(everyone, (number, repeats), (dim, None), is_gathered=False)
-    return _Layout()
+        return _Distribution(everyone, (number, repeats), (dim, None), is_gathered=False)
+    return _Distribution()
 
 
-_LAYOUTS: dict[str, Callable[[Sequence[TensorSpec], Boxes], list[_Layout]]] = {
+_LAYOUTS: dict[str, Callable[[Sequence[TensorSpec], Boxes], list[_Distribution]]] = {
     "nccl": _on_rank_0,
     "ipc": _on_all,
     "sharded_rdt": _shared,
