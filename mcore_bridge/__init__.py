@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from mcore_bridge.factory.gpt_inputs import to_transformer_config as to_transformer_config
     from mcore_bridge.factory.reference import without_adapters as without_adapters
     from mcore_bridge.rules.adapters import Adapters as Adapters
+    from mcore_bridge.sync.vllm_source import vllm_source as vllm_source
     from mcore_bridge.sync.weight_sync import WeightSync as WeightSync
     from mcore_bridge.weights.bound import adopt as adopt
     from mcore_bridge.weights.dist_checkpoint.checkpoint import CheckpointReport as CheckpointReport
@@ -83,6 +84,7 @@ _HOMES = {
     "export_into": "weights.engine.writer",
     "EngineWriter": "weights.engine.writer",
     "WeightSync": "sync.weight_sync",
+    "vllm_source": "sync.vllm_source",
     "forward": "batches.forward",
     "TokenOutputs": "batches.forward",
     "log_probs": "batches.logprobs",

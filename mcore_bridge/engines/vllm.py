@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_bridge.engines.engine_worker import EngineWorker
+from mcore_bridge.weights.engine.loader_thread import Loader
 
 BACKEND = "mcore_bridge"
 
@@ -35,7 +36,16 @@ def register() -> None:
             WeightTransferEngineFactory.register_engine(BACKEND, "mcore_bridge.engines.vllm_backend", "Backend")
 
 
-def worker_of(model: nn.Module, config: Any, model_config: Any, device: torch.device, rank: int) -> EngineWorker:
+def worker_of(
+    model: nn.Module,
+    config: Any,
+    model_config: Any,
+    device: torch.device,
+    rank: int,
+    *,
+    load: Loader | None = None,
+    hidden: str = "",
+) -> EngineWorker:
     """The part of a weight sync that a worker of vLLM plays.
 
     Args:
@@ -44,6 +54,8 @@ def worker_of(model: nn.Module, config: Any, model_config: Any, device: torch.de
         model_config: the part of it that describes ``model``.
         device: the worker's device.
         rank: the worker's rank among those of its data parallel replica.
+        load: the loader of ``model``; None is vLLM's own.
+        hidden: why a map of ``load`` would miss weights, as for ``EngineWorker``.
     """
     import vllm
 
@@ -55,8 +67,9 @@ def worker_of(model: nn.Module, config: Any, model_config: Any, device: torch.de
     fields = repr(sorted(model_config.hf_config.to_dict().items(), key=str))
     digest = hashlib.sha256(f"{fields} {model_config.dtype} {model_config.quantization} {mesh}".encode()).hexdigest()
     name = f"vllm {vllm.__version__}, {type(model).__name__} {digest[:12]}, worker {first + rank} of {size}"
-    loader = partial(reload, model, model_config, device)
-    return EngineWorker(model, loader, name=name, rank=first + rank, size=size, hidden=_hidden_weights(device))
+    loader = load or partial(reload, model, model_config, device)
+    hidden = hidden or _hidden_weights(device)
+    return EngineWorker(model, loader, name=name, rank=first + rank, size=size, hidden=hidden)
 
 
 def _hidden_weights(device: torch.device) -> str:

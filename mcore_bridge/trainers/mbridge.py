@@ -6,12 +6,12 @@ The mesh comes from ``parallel_state``, with sequence parallelism if there is te
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mcore_bridge.architecture import text_config
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
@@ -19,8 +19,8 @@ from mcore_bridge.factory.blueprint import Blueprint, BuildOptions, make_bluepri
 from mcore_bridge.factory.build import build
 from mcore_bridge.trainers.loading import load_folder
 from mcore_bridge.trainers.settings import require_same_model, settle_same, split, with_mtp_layers
+from mcore_bridge.trainers.weight_export import WeightExport
 from mcore_bridge.trainers.wrap import ddp_config_of, freeze_routers, require_value_head, wrap
-from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.model_chunks import chunks_of
 from mcore_bridge.weights.save import save_hf_checkpoint
 
@@ -152,11 +152,9 @@ class Bridge:
         is_first = chunks_of(models)[0].bridge.folder is None
         load_folder(models, weights_path, dtype=self.dtype, may_draw_head=is_first)
 
-    def export_weights(
-        self, models: Sequence[nn.Module], *, merged: bool | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
+    def export_weights(self, models: Sequence[nn.Module], *, merged: bool | None = None) -> WeightExport:
         """Yield every HF tensor, whole, on every rank, like ``iter_hf_weights``."""
-        return iter_hf_weights(models, merged=merged)
+        return WeightExport(models, merged=merged)
 
     def save_weights(
         self,

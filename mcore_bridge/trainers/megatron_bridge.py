@@ -12,8 +12,8 @@ from mcore_bridge.architecture import read_hf
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.blueprint import BuildOptions, make_blueprint
 from mcore_bridge.trainers.loading import load_folder
+from mcore_bridge.trainers.weight_export import WeightExport
 from mcore_bridge.trainers.wrap import ddp_config_of, freeze_routers
-from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.model_chunks import chunks_of
 from mcore_bridge.weights.peft.hf_adapters import adapters_of, iter_peft_adapters, save_hf_adapters
 from mcore_bridge.weights.save import save_hf_checkpoint
@@ -78,8 +78,9 @@ class ConversionTasks:
 
     def __iter__(self) -> NoReturn:
         raise ConfigError(
-            "only Megatron-Bridge has conversion tasks that can be inspected: use another checkpoint engine than "
-            "delta_sharded. iter_hf_pieces says where each element of a shard is in HF's tensors"
+            "only Megatron-Bridge has conversion tasks that can be inspected. In place of delta_sharded set "
+            "checkpoint_engine.backend=mcore_bridge, which writes shards into the engines. iter_hf_pieces says where "
+            "each element of a shard is in HF's tensors"
         )
 
 
@@ -158,7 +159,7 @@ class AutoBridge:
         show_progress: bool = True,
         conversion_tasks: ConversionTasks | None = None,
         merge_adapter_weights: bool = True,
-    ) -> Iterator[tuple[str, Tensor]]:
+    ) -> WeightExport:
         """Yield every HF tensor, whole, on every rank, like ``iter_hf_weights``. Nothing runs before the first
         ``next``.
 
@@ -184,7 +185,7 @@ class AutoBridge:
                     "GPUs): set lora.merge=True, or change verl as "
                     "docs/trainers/verl.md shows"
                 )
-        return iter_hf_weights(model, device="cpu" if cpu else None, merged=merge_adapter_weights)
+        return WeightExport(model, device="cpu" if cpu else None, merged=merge_adapter_weights)
 
     def save_hf_weights(
         self,

@@ -1,5 +1,6 @@
 """Replaces modules of a trainer. This must happen before the trainer imports names from them."""
 
+import contextlib
 import functools
 import importlib
 import importlib.machinery
@@ -34,6 +35,9 @@ class StandInModule(ModuleType):
         if name.startswith("__"):  # for tools that inspect all modules
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         home = self.__home if isinstance(self.__home, str) else self.__home.get(name)
+        if home != self.__home:  # our module may need the trainer's, whose package may ask for this name at its import
+            with contextlib.suppress(ModuleNotFoundError):
+                importlib.import_module(self.__name__.rpartition(".")[0])
         return getattr(original(self.__name__) if home is None else importlib.import_module(home), name)
 
 
@@ -56,15 +60,19 @@ def replace_modules(homes: Mapping[str, Home]) -> None:
     logger.info("mcore_bridge takes the place of %s", ", ".join(homes))
 
 
-@functools.cache
 def original(name: str) -> ModuleType:
     """The trainer's original module, for names that are not replaced.
 
     Raises:
         ConfigError: the trainer has no such module.
     """
-    package = importlib.import_module(name.rpartition(".")[0])
-    spec = importlib.machinery.PathFinder.find_spec(name, package.__path__)
+    package = importlib.import_module(name.rpartition(".")[0])  # which may itself ask for this module, at its import
+    return _loaded(name, tuple(package.__path__))
+
+
+@functools.cache
+def _loaded(name: str, path: tuple[str, ...]) -> ModuleType:
+    spec = importlib.machinery.PathFinder.find_spec(name, path)
     if spec is None or spec.loader is None:
         raise ConfigError(
             f"the installed trainer has no module {name}: use a release in the table of docs/trainers/verl.md"

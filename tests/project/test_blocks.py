@@ -95,6 +95,8 @@ NOT_HERE = {
     ("docs/guide/handing_on.md", 1): "its engine is another process, as in tests/weights/test_direct_export.py",
     ("docs/guide/adapters.md", 3): "it multiplies large matrices in fp64, for figures alone",
     ("docs/trainers/sglang.md", 0): "SGLang is not installed",
+    ("docs/trainers/vllm.md", 0): "vLLM is not installed",
+    ("docs/trainers/vllm.md", 1): "checkpoint-engine is not installed",
     ("docs/guide/add_a_family.md", 0): "it is a copy of mcore_bridge/models/qwen3.py",
     ("docs/guide/quantized.md", 0): "the folder of DeepSeek-V3 is not there",
     ("docs/guide/hybrid_model.md", 0): "the oldest megatron-core that is tested has no HybridModel",

@@ -467,6 +467,7 @@ TABLE: dict[str, dict[str, Cell] | str] = {
             *("Receiver", "forward", "TokenOutputs", "log_probs", "pack_sequences", "unpack_sequences"),
             *("PackedSequences", "Adapters", "iter_hf_adapters", "without_adapters", "Architecture", "register"),
             *("LoadReport", "BridgeError", "enable_cpu", "EngineWriter", "EngineWorker", "MappedEngine", "WeightSync"),
+            "vllm_source",
         ],
         NO_PATH,
     ),

@@ -71,6 +71,7 @@ TABLE: dict[str, dict[str, str]] = {
     "load_hf_weights": dict.fromkeys(
         ("models", "source", "hf", "head", "dtype", "dialect", "strict", "slot_bytes"), ALONE
     ),
+    "vllm_source": {"models": OWN, **dict.fromkeys(("backend", "dialect", "merged"), COMPARED)},
     "iter_hf_pieces": dict.fromkeys(("models", "hf", "head", "dialect", "merged"), NOTHING),
     "pack_sequences": dict.fromkeys(
         ("input_ids", "attention_mask", "dims", "cp_rank", "packed", "multiple_of", "min_tokens"), NOTHING
@@ -218,6 +219,11 @@ def _usual(name: str, folders: dict[str, str], models: dict[str, Any]) -> tuple[
                 "init": "xavier",
                 "seed": 1,
             },
+        ),
+        "vllm_source": (
+            mb.vllm_source,
+            {"models": adapted, "backend": "nccl", "merged": False},
+            {"backend": "ipc", "dialect": "fused", "merged": True},
         ),
         "load_adapters": (
             mb.load_adapters,

