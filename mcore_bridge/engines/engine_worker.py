@@ -16,14 +16,12 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mcore_bridge.arguments import COUNT, LEAST_0, MAPPING, instance_of, require
 from mcore_bridge.engines.channel import Address
-from mcore_bridge.engines.guest import Guest
-from mcore_bridge.engines.joint_group import JointGroup, open_store
 from mcore_bridge.errors import TransferError, describe
 from mcore_bridge.machine import this_machine
 from mcore_bridge.rules.spec import TensorSpec
@@ -38,7 +36,10 @@ from mcore_bridge.weights.ipc.receiver import Receiver
 from mcore_bridge.weights.ipc.shared_memory import Handle, gpu_of
 from mcore_bridge.weights.plan.boxes import Table
 from mcore_bridge.weights.plan.engine_map import EngineMap
-from mcore_bridge.weights.transfer.program import Program
+
+if TYPE_CHECKING:  # they need einops, which vLLM and SGLang have; engines on the trainer's machine do without
+    from mcore_bridge.engines.guest import Guest
+    from mcore_bridge.weights.transfer.program import Program
 
 logger = logging.getLogger(__name__)
 CACHE = "MCORE_BRIDGE_CACHE"
@@ -273,6 +274,9 @@ class EngineWorker:
 
     def ask_join(self, host: str, port: int, rank: int, size: int, seconds: float) -> None:
         """Take rounds as a member of a group with all ranks of the trainer's replica."""
+        from mcore_bridge.engines.guest import Guest
+        from mcore_bridge.engines.joint_group import JointGroup, open_store
+
         assert self._engine is not None
         assert self._data is not None
         if self._guest is not None:

@@ -176,7 +176,7 @@ class JointGroup(Group):
         padded[: len(own)] = own.to(self.device)
         gathered = [torch.empty_like(padded) for _ in self.members]
         self._waiting(self.group.allgather([gathered], [padded], _dist.AllgatherOptions())).wait()
-        return [pickle.loads(each.cpu().numpy().tobytes()) for each in gathered]
+        return [pickle.loads(part.cpu().numpy().tobytes()) for part in gathered]
 
 
 class _Breakable:

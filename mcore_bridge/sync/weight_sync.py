@@ -239,18 +239,16 @@ class WeightSync:
         version, roster, absent = self._called(version)
         mine = [served.worker for served in roster if served.trainer == self._group.rank]
         new = [served for served in roster if served.is_new]
-        self._close_all({*self._routes} - ({worker.place for worker in mine} - {each.worker.place for each in new}))
+        mine_new = [served.worker for served in new if served.trainer == self._group.rank]
+        staying = {worker.place for worker in mine} - {worker.place for worker in mine_new}
+        self._close_all({*self._routes} - staying)
         outcomes: list[_Outcome] = []
         failure = None
         try:
             rows = max(Counter(served.trainer for served in new).values(), default=0)
-            problems = self._opened([each.worker for each in new if each.trainer == self._group.rank], rows, compares)
+            problems = self._opened(mine_new, rows, compares)
             answers = self._exchanged(problems, version, compares)
-            outcomes = [
-                self._outcome(worker, answer, when - start)
-                for worker in mine
-                for answer, when in [answers[worker.place]]
-            ]
+            outcomes = [self._outcome(worker, *answers[worker.place], start) for worker in mine]
         except Exception as error:
             failure = error
         problem = "" if failure is None else describe(failure)
@@ -261,8 +259,11 @@ class WeightSync:
         if failure is not None:
             raise failure
         raise_failures([text for _, text in gathered], _ALL, TransferError)
-        failed = [outcome for outcome in outcomes if outcome.problem]
-        wrong = [f"{each.worker.name} of engine {each.worker.engine}: {each.problem}" for each in failed]
+        wrong = [
+            f"{outcome.worker.name} of engine {outcome.worker.engine}: {outcome.problem}"
+            for outcome in outcomes
+            if outcome.problem
+        ]
         wrong += [f"engine {engine}: {reason}" for engine, reason in sorted(absent.items())]
         if wrong:
             raise TransferError(
@@ -271,9 +272,9 @@ class WeightSync:
             )
         return version, outcomes
 
-    def _outcome(self, worker: Identity, answer: Answer, seconds: float) -> _Outcome:
+    def _outcome(self, worker: Identity, answer: Answer, when: float, start: float) -> _Outcome:
         route = self._routes[worker.place]
-        figures = route.transport, route.reason, route.num_bytes, seconds
+        figures = route.transport, route.reason, route.num_bytes, when - start
         if isinstance(answer, TransferError):
             return _Outcome(worker, self._group.rank, *figures, None, str(answer))
         return _Outcome(worker, self._group.rank, *figures, answer, "")

@@ -29,7 +29,7 @@ DISTRIBUTED = {
     "config/mesh/lost_ranks.py",
     "config/mesh/process_groups.py",
     "convert/convert.py",
-    "engines/pair.py",
+    "engines/joint_group.py",
     "launch/fake_rank.py",
     "launch/worker.py",
     "weights/transfer/collectives.py",

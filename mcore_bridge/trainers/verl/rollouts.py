@@ -20,7 +20,8 @@ from mcore_bridge.engines.channel import Address, Listener, own_host
 from mcore_bridge.errors import ConfigError, TransferError, describe
 
 if TYPE_CHECKING:
-    from mcore_bridge.sync.weight_sync import SyncReport, WeightSync
+    from mcore_bridge.sync.reports import SyncReport
+    from mcore_bridge.sync.weight_sync import WeightSync
     from mcore_bridge.trainers.weight_export import WeightExport
 
 logger = logging.getLogger(__name__)
