@@ -6,20 +6,18 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
-from threading import Thread
-from typing import Any, TypeVar
+from typing import Any
 
 from mcore_bridge.errors import TransferError
 
 KEY_BYTES = 32
 HANDSHAKE = 5.0
 """Seconds that a worker has to prove that it has the key."""
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,30 +146,6 @@ class WorkerLine:
         if isinstance(answer, Exception):
             raise TransferError(f"{self.worker}: {answer}") from answer
         return answer
-
-    def meet(self, action: Callable[[], T]) -> T:
-        """Run an action that waits for the worker, which answers when it has done its part.
-
-        Raises:
-            TransferError: as ``answer``, and soon after a worker has ended for which the action still waits.
-        """
-        done: list[T] = []
-        failed: list[Exception] = []
-
-        def run() -> None:
-            try:
-                done.append(action())
-            except Exception as error:
-                failed.append(error)
-
-        thread = Thread(target=run, daemon=True)
-        thread.start()
-        self.answer()
-        thread.join(self.seconds)
-        if not done:
-            reason = failed[0] if failed else f"found nothing within {self.seconds:.0f} s"
-            raise TransferError(f"expected a connection to {self.worker}, {reason}")
-        return done[0]
 
     def _lost(self, error: Exception) -> TransferError:
         return TransferError(f"expected {self.worker} to be connected, found that it has ended ({error!r})")
