@@ -35,9 +35,6 @@ advantages, num_tokens = torch.ones(4, 6), 24
 """
 ENGINE = """
 class engine:
-    def update(name, tensor):
-        assert tensor.isfinite().all(), name
-
     def load_weights(pairs):
         assert all(tensor.isfinite().all() for name, tensor in pairs)
 """
@@ -59,7 +56,8 @@ IMAGES = """
 input_ids, attention_mask, (inputs, _) = torch.load("images.pt")
 loss = lambda outputs, rows: outputs.log_probs.mean()
 """
-SYNC = "engines, num_steps, train = [], 2, print\n"
+ENGINES = "engines = []\n"
+SYNC = ENGINES + "num_steps, train = 2, print\n"
 VERIFY = """
 from mcore_bridge.engines import EngineWorker
 head = torch.nn.Linear(48, 96, bias=False)
@@ -73,8 +71,8 @@ sync, prompts = mb.WeightSync(models, Own()), [[1, 2, 3], [4, 5, 6]]
 sync()
 """
 PAGES = {
-    "README.md": ([TOKENS + ENGINE], (4,)),
-    "docs/index.md": ([ENGINE], (4,)),
+    "README.md": ([TOKENS + ENGINES], (4,)),
+    "docs/index.md": ([ENGINES], (4,)),
     "docs/start.md": ([""], (2,)),
     "docs/guide/batches.md": ([MODELS + TOKENS], (1, 2)),
     "docs/guide/adapters.md": ([""] * 5, (1, 2)),
