@@ -19,6 +19,7 @@ from mcore_bridge.weights.model_chunks import Models, chunks_of
 from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.executor import run_messages
+from mcore_bridge.weights.transfer.failures import raise_on_all
 from mcore_bridge.weights.transfer.program import Program
 
 Routes = Mapping[WorkerKey, Route]
@@ -98,14 +99,19 @@ class Elsewhere:
         self._own = frozenset(routes)
         if not self._targets:
             return
-        own_store = open_store(self._host, self._seconds) if self._replica.rank == 0 else None
-        host, port = self._replica.all_gather_object((self._host, own_store.port if own_store else 0))[0]
-        self._store = own_store or open_store(host, self._seconds, port)
+        with raise_on_all(self._replica, kind=TransferError):
+            store = open_store(self._host, self._seconds) if self._replica.rank == 0 else None
+        host, port = self._replica.all_gather_object((self._host, store.port if store else 0))[0]
+        with raise_on_all(self._replica, kind=TransferError):  # all ranks have the group, or none goes on with it
+            self._store = store or open_store(host, self._seconds, port)
+            self._connect((host, port), routes)
+
+    def _connect(self, address: tuple[str, int], routes: Routes) -> None:
         size = self._replica.size + len(self._targets)
         try:
             for number, key in enumerate(self._targets, self._replica.size):
                 if key in routes:
-                    routes[key].line.send("join", (host, port, number, size, self._seconds))
+                    routes[key].line.send("join", (*address, number, size, self._seconds))
         except TransferError:
             break_store(self._store)  # other ranks wait
             raise
