@@ -71,7 +71,7 @@ class Listener:
         try:
             deliver_challenge(pipe, self._key)
             answer_challenge(pipe, self._key)
-            with socket.socket(fileno=os.dup(pipe.fileno())) as same:
+            with socket_of(pipe) as same:
                 _limit_reads(same, 0)
             return _prompt(pipe)
         except (OSError, EOFError, AuthenticationError):
@@ -83,9 +83,14 @@ class Listener:
         self.socket.close()
 
 
+def socket_of(pipe: Connection) -> socket.socket:
+    """The socket of a connection, to be closed without the connection."""
+    return socket.socket(fileno=os.dup(pipe.fileno()))
+
+
 def _prompt(pipe: Connection) -> Connection:
     """Send small messages at once. By default TCP holds the second of two back for up to 40 ms."""
-    with socket.socket(fileno=os.dup(pipe.fileno())) as same:
+    with socket_of(pipe) as same:
         same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return pipe
 

@@ -7,7 +7,6 @@ one that finds a break breaks the group of all.
 
 from __future__ import annotations
 
-import os
 import pickle
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_bridge.config.mesh.lost_ranks import naming_lost_ranks
+from mcore_bridge.engines.channel import socket_of
 from mcore_bridge.errors import TransferError
 from mcore_bridge.weights.transfer.collectives import Group
 
@@ -202,7 +202,7 @@ class _Breakable:
 def _has_ended(pipe: Connection) -> bool:
     """Whether the process behind a connection has ended. What it has sent is not read."""
     try:
-        with socket.socket(fileno=os.dup(pipe.fileno())) as same:
+        with socket_of(pipe) as same:
             return same.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
     except BlockingIOError:
         return False

@@ -18,7 +18,7 @@ from mcore_bridge.weights.engine.comparison import Compared
 from mcore_bridge.weights.model_chunks import Models, chunks_of
 from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.transfer.collectives import Group
-from mcore_bridge.weights.transfer.executor import run_messages
+from mcore_bridge.weights.transfer.executor import run_program
 from mcore_bridge.weights.transfer.failures import raise_on_all
 from mcore_bridge.weights.transfer.program import Program
 
@@ -134,9 +134,8 @@ class Elsewhere:
             raise
         bound = export.bound
         with group.watched():
-            for pairs in run_messages(export.program, group, bound.tensors, merges=bound.merges):
-                for _ in pairs:
-                    pass
+            for _ in run_program(export.program, group, bound.tensors, merges=bound.merges):
+                pass
 
     def close(self) -> None:
         """Break the group, if there is one."""

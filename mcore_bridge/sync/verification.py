@@ -27,7 +27,8 @@ from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.failures import raise_on_all
 
 _ATOL = Kind("a number of at least 0", lambda value: isinstance(value, int | float) and value >= 0)
-_FAILED = "expected all ranks to go on, found"
+ALL_GO_ON = "expected all ranks to go on, found"
+"""What it means if one rank fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ def _functions(clients: Mapping[int, object], seconds: float) -> dict[int, LogPr
 def given_by_first(group: Group, ask: Callable[[], Asked]) -> Asked:
     """What rank 0 asks to verify, on all ranks of the trainer."""
     own: Asked | None = None
-    with raise_on_all(group, _FAILED, TransferError):
+    with raise_on_all(group, ALL_GO_ON, TransferError):
         own = ask() if group.rank == 0 else None
     given = group.all_gather_object(own)[0]
     assert given is not None

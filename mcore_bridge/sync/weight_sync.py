@@ -25,7 +25,7 @@ from mcore_bridge.sync.elsewhere import Answer, Elsewhere
 from mcore_bridge.sync.reports import SyncReport, VerifyReport, WorkerReport, WorkerWeights
 from mcore_bridge.sync.roll_call import Place, RollCall, Served
 from mcore_bridge.sync.routes import WAYS, NoRoute, Route, Transport, WorkerKey
-from mcore_bridge.sync.verification import asked, differences_of, given_by_first
+from mcore_bridge.sync.verification import ALL_GO_ON, asked, differences_of, given_by_first
 from mcore_bridge.weights.engine.comparison import Compared
 from mcore_bridge.weights.ipc.shared_memory import gpu_of
 from mcore_bridge.weights.manifest import Manifest, manifest
@@ -34,7 +34,6 @@ from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.failures import raise_failures, raise_on_all
 
 _SYNC_FIRST = "expected an engine with weights of this trainer, found a new one: sync first"
-_ALL = "expected all ranks to go on, found"
 _SECONDS = Kind(
     f"a number of seconds above 0 and up to {TIMEOUT_MAX:.0f}",
     lambda value: isinstance(value, int | float) and 0 < value <= TIMEOUT_MAX,
@@ -134,7 +133,7 @@ class WeightSync:
         )
         self._clients: dict[int, object] = {}
         self._numbers = count()
-        with raise_on_all(self._group, _ALL, TransferError):
+        with raise_on_all(self._group, ALL_GO_ON, TransferError):
             modules_of(models)
             if wrong:
                 raise TransferError(wrong)
@@ -258,7 +257,7 @@ class WeightSync:
         absent = {**self._ended(outcomes, [text for _, text in gathered], absent), **absent}
         if failure is not None:
             raise failure
-        raise_failures([text for _, text in gathered], _ALL, TransferError)
+        raise_failures([text for _, text in gathered], ALL_GO_ON, TransferError)
         wrong = [
             f"{outcome.worker.name} of engine {outcome.worker.engine}: {outcome.problem}"
             for outcome in outcomes
@@ -301,7 +300,7 @@ class WeightSync:
             num_rows: the most workers that are new on one rank. All ranks take part for each of them.
         """
         if num_rows:
-            with raise_on_all(self._group, _ALL, TransferError):
+            with raise_on_all(self._group, ALL_GO_ON, TransferError):
                 self._connect(new)
         if compares:
             return {worker.place: TransferError(_SYNC_FIRST) for worker in new}

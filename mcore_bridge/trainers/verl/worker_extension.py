@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mcore_bridge.engines.engine_worker import EngineWorker
 from mcore_bridge.engines.vllm import Extension, worker_of
+from mcore_bridge.rules.spec import runs_within
 from mcore_bridge.trainers.module_patch import original
 
 _THEIRS: Any = original("verl.workers.rollout.vllm_rollout.utils")
@@ -60,18 +61,6 @@ class _Given:
 
     def receive_weights(self, on_bucket_received: Callable[[list[Pair], bool], None]) -> None:
         """Call the function for each bucket."""
-        for bucket in _buckets(self._pairs):
+        for bucket in runs_within(self._pairs, lambda pair: pair[1].nbytes, _BUCKET_BYTES):
             on_bucket_received(bucket, False)
         on_bucket_received([], True)
-
-
-def _buckets(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
-    bucket: list[Pair] = []
-    size = 0
-    for name, tensor in pairs:
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-        if size >= _BUCKET_BYTES:
-            yield bucket
-            bucket, size = [], 0
-    yield bucket

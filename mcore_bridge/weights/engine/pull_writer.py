@@ -46,7 +46,6 @@ class PullWriter(MapWriter):
         self._windows: dict[int, tuple[int, Tensor]] = {}
         """By its address, each allocation of windows that the engine has opened in this round, with its number."""
         self._problem: TransferError | None = None
-        self._num_held = 0
 
     def open(self, tensors: Iterable[Tensor]) -> list[Handle]:
         """Handles of the memory of this rank's tensors, for a trial.
@@ -75,7 +74,7 @@ class PullWriter(MapWriter):
         layout = _Layout(held)
         if not layout.is_like(self._layout):
             self._numbers = {}
-        self._layout, self._num_held, self._windows, self._problem = layout, len(held.tensors), {}, None
+        self._layout, self._windows, self._problem = layout, {}, None
         _synchronize(held)
         self._try("pull_begin", [share_part(whole, self.map.digest) for whole in layout.wholes])
 
@@ -94,11 +93,12 @@ class PullWriter(MapWriter):
     def _rows(self, table: CopyTable) -> Table:
         """The rows of a table with allocations in the place of this rank's tensors."""
         rows, layout = table.table.copy(), self._layout
-        is_held = rows[:, 0] < self._num_held
+        num_held = len(layout.numbers)
+        is_held = rows[:, 0] < num_held
         held = rows[is_held, 0]
         rows[is_held, 1] += layout.offsets[held]
         rows[is_held, 0] = layout.numbers[held]
-        shift = len(layout.wholes) - self._num_held
+        shift = len(layout.wholes) - num_held
         rows[~is_held, 0] += shift
         rows[:, 2] += shift
         return rows
