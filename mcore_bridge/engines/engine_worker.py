@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mcore_bridge.arguments import COUNT, LEAST_0, MAPPING, instance_of, require
-from mcore_bridge.engines.channel import Address
+from mcore_bridge.engines.channel import Address, tell
 from mcore_bridge.errors import TransferError, describe
 from mcore_bridge.machine import this_machine
 from mcore_bridge.rules.spec import TensorSpec
@@ -157,7 +157,7 @@ class EngineWorker:
             self._control, self._address = invitation.address.dial(), invitation.address
         assert self._control is not None
         try:
-            self._control.send((identity, self._data is not None))
+            tell(self._control, (identity, self._data is not None))
             problem = self._take_part(self._control, identity, invitation.seconds)
         except (OSError, EOFError) as error:
             self.close()
@@ -182,7 +182,7 @@ class EngineWorker:
                 except (OSError, EOFError):  # the trainer no longer serves this worker as it did
                     self._part()
                 else:
-                    ready[0].send(self._answer(method, arguments))
+                    tell(ready[0], self._answer(method, arguments))
                 continue
             kind, value = control.recv()
             if kind == "end":
@@ -190,7 +190,7 @@ class EngineWorker:
             if value is not None:
                 self._part()
                 self._data = value.dial()
-                self._data.send(identity.place)
+                tell(self._data, identity.place)
 
     def _answer(self, method: str, arguments: Sequence[Any]) -> Any:
         try:

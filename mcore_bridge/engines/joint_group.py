@@ -31,7 +31,7 @@ _PAUSE = 0.05
 _POLL = 0.0005
 """Seconds between two looks at a collective of gloo."""
 _left: list[Any] = []
-"""Groups of gloo that broke, and their stores."""
+"""Groups of gloo that broke."""
 _dist: Any = dist  # its stores are missing from torch's types
 T = TypeVar("T")
 
@@ -67,7 +67,6 @@ class JointGroup(Group):
         self.rank, self.size, self.device, self.members = rank, size, device, [*range(size)]
         self._store = open_store(store.host, seconds, store.port)  # one's own: a group that connects blocks its store
         self._pipes, self._stream, self._grid = pipes, None, None
-        self._stores = store, self._store
         self._broken = Event()
         self.group: Any
         timeout = timedelta(seconds=seconds)
@@ -101,7 +100,6 @@ class JointGroup(Group):
             thread.join(_PAUSE)
         if not done:
             break_store(self._store)
-            _left.append(self._stores)  # the thread may still use them
             reason = failed[0] if failed else "found that one of them has ended"
             raise TransferError(f"expected {self.size} ranks and workers to connect, {reason}")
         return done[0]
@@ -150,7 +148,7 @@ class JointGroup(Group):
             with suppress(Exception):
                 self.group.abort()
         else:  # the end of a gloo group would wait for what still runs
-            _left.append((self.group, self._stores))
+            _left.append(self.group)
 
     def _waiting(self, work: Any) -> Any:
         """A collective whose ``wait`` ends if the group breaks. On a GPU ``abort`` does this."""

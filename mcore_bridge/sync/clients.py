@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from mcore_bridge.engines import vllm
+from mcore_bridge.engines.channel import tell
 from mcore_bridge.errors import TransferError, shown
 from mcore_bridge.foreign_files import parse
 from mcore_bridge.sync.log_probs import LogProbs, Prompts, Rows
@@ -39,7 +40,7 @@ def call_of(engine: object) -> Call:
         return partial(vllm.receive, engine)
     if all(hasattr(engine, name) for name in _FOUR):
         return _client(engine)
-    if hasattr(engine, "send") and hasattr(engine, "recv"):
+    if hasattr(engine, "send_bytes") and hasattr(engine, "recv"):
         return _pipe(engine)
     if callable(engine):
         return lambda info, version: engine(info)
@@ -60,7 +61,7 @@ def _client(client: Any) -> Call:
 
 def _pipe(pipe: Any) -> Call:
     def call(info: Mapping[str, Any], version: int) -> None:
-        pipe.send(dict(info))
+        tell(pipe, dict(info))
         answer = pipe.recv()
         if isinstance(answer, Exception):
             raise answer

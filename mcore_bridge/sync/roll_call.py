@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection, wait
 from threading import Thread
 from typing import Any
 
-from mcore_bridge.engines.channel import Address, Listener
+from mcore_bridge.engines.channel import Address, Listener, tell
 from mcore_bridge.engines.engine_worker import Identity, Invitation
 from mcore_bridge.errors import describe
 from mcore_bridge.sync.clients import Call
@@ -113,7 +113,7 @@ class RollCall:
             rank = self._served[identity.place]
             served.append(Served(identity, rank, is_new))
             with suppress(OSError):  # its trainer rank will find that it has ended
-                pipe.send(("serve", self.places[rank].address if is_new else None))
+                tell(pipe, ("serve", self.places[rank].address if is_new else None))
         return served
 
     def end(self, everywhere: str, problems: Mapping[int, str]) -> dict[int, str]:
@@ -125,7 +125,7 @@ class RollCall:
         """
         for pipe, identity in self._in_round.items():
             with suppress(OSError):  # it has ended
-                pipe.send(("end", problems.get(identity.engine, everywhere)))
+                tell(pipe, ("end", problems.get(identity.engine, everywhere)))
         self._in_round.clear()
         failed = {}
         for number, thread in self._threads.items():

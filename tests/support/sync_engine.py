@@ -1,8 +1,10 @@
 """Engines of several processes for tests of ``WeightSync``: each worker has torch, and a stand-in for a model."""
 
 import os
+import threading
 from multiprocessing.connection import Listener
 
+from mcore_bridge.engines.channel import tell
 from tests.support.stand_in import Sizes, StandIn, connected, held_bits, in_shared_memory
 
 
@@ -29,7 +31,9 @@ def serve(address, arguments, options, rank, size):
     def answer(method, given):
         if messages_left:
             messages_left[0] -= 1
-            if messages_left[0] < 0:
+            if messages_left[0] == 0:  # within this message or after it
+                threading.Timer(0.003 * (os.getpid() % 8), os._exit, [9]).start()
+            elif messages_left[0] < 0:
                 os._exit(9)
         return real(method, given)
 
@@ -62,13 +66,13 @@ class Client:
 
     def __call__(self, info):
         for pipe in self.pipes:
-            pipe.send(dict(info))
+            tell(pipe, dict(info))
         problems = [answer for answer in map(_received, self.pipes) if answer is not None]
         if problems:
             raise problems[0]
 
     def tell(self, worker, num_messages):
-        """Make a worker die after this number of messages of the trainer."""
+        """Make a worker die some milliseconds after this number of messages of the trainer."""
         self.pipes[worker].send(num_messages)
         assert self.pipes[worker].recv() is None
 

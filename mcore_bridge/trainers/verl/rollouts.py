@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from mcore_bridge.engines.channel import Address, Listener, own_host
+from mcore_bridge.engines.channel import Address, Listener, own_host, tell
 from mcore_bridge.errors import ConfigError, TransferError, describe
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Caller:
 
     def _meet(self, address: Address, call: Call | None) -> None:
         with address.dial() as pipe:
-            pipe.send((self._key, call is not None))
+            tell(pipe, (self._key, call is not None))
             if call is None:
                 return
             try:
@@ -82,9 +82,9 @@ class Caller:
             try:
                 asyncio.run(_finished(call(info)))
             except Exception as error:
-                pipe.send(TransferError(describe(error)))
+                tell(pipe, TransferError(describe(error)))
                 raise
-            pipe.send(None)
+            tell(pipe, None)
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class _Rollout:
     def __call__(self, info: Mapping[str, Any]) -> None:
         assert self.pipe is not None
         with self.pipe as pipe:
-            pipe.send(dict(info))
+            tell(pipe, dict(info))
             answer = pipe.recv()
         if isinstance(answer, Exception):
             raise answer
