@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer, PretrainedConfig
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3",
@@ -21,62 +23,86 @@ CONFIG: dict[str, Any] = {
     "head_dim": 32,
     "tie_word_embeddings": False,
 }
-PROMPTS, GROUP, PROMPT, RESPONSE = 4, 8, 6, 10
-"""Prompts of a step, responses to each of them, and tokens of both."""
-SENTENCES = (
-    "The best thing about a long walk in the morning is",
-    "My grandmother used to say that good bread needs",
-    "When the train stopped in the middle of the night,",
-    "A student who wants to learn mathematics should first",
-)
-"""What a checkpoint continues: as many as ``PROMPTS``, each of at least ``PROMPT`` tokens."""
+PROMPT = 6
+"""Tokens of a random prompt."""
 
 
 class Task:
-    """What is said, and how good it is: random prompts for a random model, or sentences for a checkpoint."""
+    """What a random model says: even tokens are good. Prompts are random, too."""
 
-    def __init__(self, folder: str | None) -> None:
-        self.hf = AutoConfig.from_pretrained(folder) if folder else AutoConfig.for_model(**CONFIG)
-        self._prompts: Tensor | None = None
-        if folder is None:
-            self._is_good = torch.arange(self.hf.vocab_size) % 2 == 0
-            return
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        self._prompts = torch.tensor([tokenizer(text).input_ids[:PROMPT] for text in SENTENCES])
-        words = [tokenizer.decode([token]) for token in range(self.hf.vocab_size)]
-        self._is_good = torch.tensor(["e" in word for word in words])
+    response = 10
+    """Tokens of a response."""
+
+    def __init__(self, hf: PretrainedConfig, num_prompts: int, group: int) -> None:
+        self.hf, self.num_prompts, self.group = hf, num_prompts, group
 
     def prompts(self, step: int) -> Tensor:
-        """``[PROMPTS, PROMPT]`` of tokens."""
-        if self._prompts is not None:
-            return self._prompts
+        """``[num_prompts, PROMPT]`` of tokens."""
         generator = torch.Generator().manual_seed(step)
-        return torch.randint(0, self.hf.vocab_size, (PROMPTS, PROMPT), generator=generator)
+        return torch.randint(0, self.hf.vocab_size, (self.num_prompts, PROMPT), generator=generator)
 
     def images(self, step: int) -> list[dict[str, Tensor]]:
         """For each prompt what a processor makes of its image; empty without images."""
         return []
 
-    def rewards(self, responses: Tensor) -> Tensor:
-        """Of each of ``responses`` ``[batch, tokens]``, the share of good tokens."""
-        return self._is_good[responses].float().mean(1)
+    def rewards(self, responses: Tensor, step: int) -> Tensor:
+        """``[batch]``: of each of ``responses`` ``[batch, tokens]``, the share of even tokens."""
+        return (responses % 2 == 0).float().mean(1)
+
+
+class SumTask(Task):
+    """A checkpoint adds numbers of two digits. A response is good if it begins with the sum."""
+
+    response = 6
+
+    def __init__(self, hf: PretrainedConfig, num_prompts: int, group: int) -> None:
+        super().__init__(hf, num_prompts, group)
+        self._tokenizer = AutoTokenizer.from_pretrained(hf.name_or_path)
+
+    def prompts(self, step: int) -> Tensor:
+        """``[num_prompts, tokens]``: questions in the words of the checkpoint's chats, and the begin of an answer."""
+        return torch.tensor([self._tokens(*pair) for pair in self._pairs(step)])
+
+    def rewards(self, responses: Tensor, step: int) -> Tensor:
+        """``[batch]``: 1 for each of ``responses`` ``[batch, tokens]`` whose first number is the sum, else 0."""
+        texts = self._tokenizer.batch_decode(responses)
+        sums = [sum(pair) for pair in self._pairs(step) for _ in range(self.group)]
+        return torch.tensor([float(_first_number(text) == right) for text, right in zip(texts, sums, strict=True)])
+
+    def _pairs(self, step: int) -> list[tuple[int, int]]:
+        chance = random.Random(step)
+        return [(chance.randint(10, 49), chance.randint(10, 49)) for _ in range(self.num_prompts)]
+
+    def _tokens(self, first: int, second: int) -> Sequence[int]:
+        question, answer = f"What is {first} + {second}?", f"{first} + {second} ="
+        if self._tokenizer.chat_template:
+            chat = [{"role": "user", "content": question}]
+            begin = self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        else:
+            begin = f"{question} "
+        return self._tokenizer(f"{begin}{answer}", add_special_tokens=False).input_ids
+
+
+def _first_number(text: str) -> int | None:
+    found = re.match(r"\s*(\d+)", text)
+    return int(found[1]) if found else None
 
 
 class ImageTask(Task):
     """Half of the prompts have a light image of noise, and half a dark one: what is good to say depends on it."""
 
-    def __init__(self, folder: str) -> None:
-        self.hf = hf = AutoConfig.from_pretrained(folder)
+    def __init__(self, hf: PretrainedConfig, num_prompts: int, group: int) -> None:
+        super().__init__(hf, num_prompts, group)
         self._token, self._vision = hf.image_token_id, hf.vision_config
         self._ends = hf.vision_start_token_id, hf.vision_end_token_id
         special = {self._token, hf.video_token_id, *self._ends}
         self._text = torch.tensor([token for token in range(hf.text_config.vocab_size) if token not in special])
-        self._light = torch.arange(PROMPTS) % 2 == 0
+        self._light = torch.arange(self.num_prompts) % 2 == 0
 
     def prompts(self, step: int) -> Tensor:
-        """``[PROMPTS, PROMPT]`` of tokens: an image of two features, and random text on both sides."""
+        """``[num_prompts, PROMPT]`` of tokens: an image of two features, and random text on both sides."""
         generator = torch.Generator().manual_seed(step)
-        places = torch.randint(0, len(self._text), (PROMPTS, PROMPT), generator=generator)
+        places = torch.randint(0, len(self._text), (self.num_prompts, PROMPT), generator=generator)
         prompts = self._text[places]
         prompts[:, 1:5] = torch.tensor([self._ends[0], self._token, self._token, self._ends[1]])
         return prompts
@@ -96,13 +122,13 @@ class ImageTask(Task):
             for prompt, light in enumerate(self._light)
         ]
 
-    def rewards(self, responses: Tensor) -> Tensor:
-        """Of each of ``responses`` ``[batch, tokens]``, the share of even tokens, or of odd ones for a dark image."""
-        light = self._light.repeat_interleave(GROUP)[:, None]
+    def rewards(self, responses: Tensor, step: int) -> Tensor:
+        """``[batch]``: as ``Task``, but for a dark image odd tokens are good."""
+        light = self._light.repeat_interleave(self.group)[:, None]
         return ((responses % 2 == 0) == light).float().mean(1)
 
 
 def followed(image: Mapping[str, Tensor], device: str) -> dict[str, Tensor]:
     """What stands for an image in a whole row: only in the prompt, since a response may have such tokens, too."""
-    types = torch.nn.functional.pad(image["mm_token_type_ids"], (0, RESPONSE))
+    types = torch.nn.functional.pad(image["mm_token_type_ids"], (0, Task.response))
     return {name: value.to(device) for name, value in {**image, "mm_token_type_ids": types}.items()}
