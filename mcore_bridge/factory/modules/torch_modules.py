@@ -10,6 +10,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -141,9 +142,13 @@ class CoreAttention(nn.Module):
             return self._sequence(query, key, value, attention_mask, attn_mask_type)
         if attention_mask is not None:
             raise ConfigError("attention_mask must be None for packed sequences: padding is not packed")
-        lengths = packed_lengths(packed_seq_params, self.cp_group.size())
-        parts = zip(*(tensor.unsqueeze(1).split(lengths) for tensor in (query, key, value)), strict=True)
-        return torch.cat([self._sequence(q, k, v, None, attn_mask_type) for q, k, v in parts]).squeeze(1)
+        outputs, start = [], 0
+        for length, run in groupby(packed_lengths(packed_seq_params, self.cp_group.size())):
+            number = len([*run])  # sequences of one length are rows of a batch
+            own = slice(start, start := start + number * length)
+            rows = [rearrange(each[own], "(b s) n d -> s b n d", b=number) for each in (query, key, value)]
+            outputs.append(rearrange(self._sequence(*rows, None, attn_mask_type), "s b h -> (b s) h"))
+        return torch.cat(outputs)
 
     def masked(self, query: Tensor, key: Tensor, value: Tensor, visible: Sequence[Tensor], packed: Any) -> Tensor:
         """Attend by masks alone (True is visible): ``[1, 1, n, n]`` for each packed sequence, or one for rows."""
