@@ -13,6 +13,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from mcore_bridge.engines.engine_worker import EngineWorker
 from mcore_bridge.engines.vllm import worker_of
+from mcore_bridge.errors import TransferError
 
 
 @dataclass
@@ -63,3 +64,12 @@ class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
         for worker in self._workers.values():
             worker.close()
         self._workers.clear()
+
+    @staticmethod
+    def trainer_send_weights(iterator: object, trainer_args: object) -> None:
+        """Not the way of this backend; vLLM 0.25 to 0.28 want the method.
+
+        Raises:
+            TransferError: always.
+        """
+        raise TransferError("expected a trainer with a WeightSync, found trainer_send_weights: call WeightSync instead")

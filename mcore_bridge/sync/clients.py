@@ -7,6 +7,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from functools import partial
+from inspect import signature
 from typing import Any
 
 from mcore_bridge.engines import vllm
@@ -54,7 +55,8 @@ def _client(client: Any) -> Call:
     def call(info: Mapping[str, Any], version: int) -> None:
         client.start_weight_update()
         client.update_weights(dict(info))
-        client.finish_weight_update(str(version))
+        takes_version = signature(client.finish_weight_update).parameters  # since vLLM 0.27
+        client.finish_weight_update(*[str(version)] * bool(takes_version))
 
     return call
 

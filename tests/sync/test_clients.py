@@ -95,6 +95,13 @@ class FourMethods:
         self._calls.append(("/finish_weight_update", weight_version))
 
 
+class OlderClient(FourMethods):
+    """As before vLLM 0.27."""
+
+    def finish_weight_update(self):
+        super().finish_weight_update()
+
+
 def reached(kind):
     models, weight, worker = model_and_worker()
     calls = []
@@ -103,8 +110,9 @@ def reached(kind):
     if kind == "server":
         with server(worker.receive, calls) as address, mb.WeightSync(models, address, timeout=30) as sync:
             sync(12)
-    elif kind == "client":
-        with mb.WeightSync(models, [FourMethods(worker.receive, calls)], timeout=30) as sync:
+    elif "client" in kind:
+        client = {"client": FourMethods, "older client": OlderClient}[kind](worker.receive, calls)
+        with mb.WeightSync(models, [client], timeout=30) as sync:
             sync(12)
     elif kind == "pipe":
         ours, theirs = multiprocessing.Pipe()
@@ -138,12 +146,13 @@ def test_a_server_is_asked_for_log_probs():
     assert said == [[(2, -2.0), (3, -3.0), (5, -5.0)]] * 2
 
 
-@pytest.mark.parametrize("kind", ["server", "client", "pipe"])
+@pytest.mark.parametrize("kind", ["server", "client", "older client", "pipe"])
 def test_each_kind_of_client_brings_a_round_to_its_workers(kind):
     (calls,) = pool.run(1, reached, kind)
     three = [("/start_weight_update", None), ("/update_weights", None), ("/finish_weight_update", "12")]
     caches = [(f"/reset_{name}_cache", None) for name in ("prefix", "mm", "encoder")]
-    assert calls == {"server": three + caches, "client": three, "pipe": []}[kind]
+    older = [*three[:2], ("/finish_weight_update", None)]
+    assert calls == {"server": three + caches, "client": three, "older client": older, "pipe": []}[kind]
 
 
 def failing():
