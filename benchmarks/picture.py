@@ -1,8 +1,8 @@
 """Draws the newest figures for README and site: ``python benchmarks/picture.py``; ``--check`` compares only.
 
-Whole syncs of an engine are lines of JSON, copied from ``results/DATE_engine_HARDWARE.md``. The other lines were
-printed by ``peers.py``. They are kept as ``results/DATE_peers_HARDWARE.jsonl``, and for a model with experts as
-``results/DATE_peers-experts_HARDWARE.jsonl``.
+Steps of a training are lines that ``examples/grpo.py`` wrote. Whole syncs of an engine are lines of JSON, copied from
+``results/DATE_engine_HARDWARE.md``. The other lines were printed by ``peers.py``. They are kept as
+``results/DATE_peers_HARDWARE.jsonl``, and for a model with experts as ``results/DATE_peers-experts_HARDWARE.jsonl``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from mcore_bridge.commands.svg import Picture
@@ -57,7 +58,32 @@ def draw_syncs(rows: list[dict[str, Any]], source: str) -> str:
     return draw(panels, "Seconds until vLLM has new weights", f"trainer and vLLM 0.24 on one H100; {source}.md")
 
 
+def draw_training(rows: list[dict[str, Any]], source: str) -> str:
+    """The reward of each step, and the mean of the last ten; below, the seconds of the parts of a step."""
+    picture = Picture(WIDTH, TOP + 240, dark=True, font_size=12)
+    picture.text(20, 28, "SmolLM2-135M learns to add: share of right sums", font_size=15, font_weight="bold")
+    picture.text(20, 46, f"GRPO with megatron-core and vLLM 0.26 on one H200; {source}.md", opacity=0.7)
+    left, width, height = 60, WIDTH - 100, 180
+    rewards = [float(row["reward"]) for row in rows]
+    means = [fmean(rewards[max(0, step - 9) : step + 1]) for step in range(len(rewards))]
+    across = width / (len(rewards) - 1)
+    for share in (0.0, 0.5, 1.0):
+        y = TOP + height * (1 - share)
+        picture.line(left, y, left + width, y, stroke=THEIRS, stroke_width=0.5)
+        picture.text(left - 8, y + 4, f"{share:.1f}", text_anchor="end")
+    for values, colour, thick in ((rewards, THEIRS, 1.0), (means, OURS, 2.5)):
+        points = [(left + step * across, TOP + height * (1 - value)) for step, value in enumerate(values)]
+        picture.polyline(points, stroke=colour, stroke_width=thick)
+    picture.text(left, TOP + height + 20, "step 0")
+    picture.text(left + width, TOP + height + 20, f"step {rows[-1]['step']}", text_anchor="end")
+    parts = {part: median(row["seconds"][part] for row in rows[5:]) for part in ("sync", "rollout", "train")}
+    words = ", ".join(f"{part} {seconds:.3g} s" for part, seconds in parts.items())
+    picture.text(left + width / 2, TOP + height + 44, f"a step in the median: {words}", text_anchor="middle")
+    return str(picture)
+
+
 PICTURES: dict[str, tuple[str, Callable[[list[dict[str, Any]], str], str]]] = {
+    "trained.svg": ("*_grpo_*.jsonl", draw_training),
     "sync.svg": ("*_engine_*.jsonl", draw_syncs),
     "speed.svg": ("*_peers_*.jsonl", draw_peers),
     "speed-experts.svg": ("*_peers-experts_*.jsonl", draw_peers),

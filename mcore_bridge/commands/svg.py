@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from xml.etree import ElementTree
 
 _DARK = "@media (prefers-color-scheme: dark) { #paper { fill: #15181c } text { fill: #d5d9de } }"
@@ -38,6 +39,11 @@ class Picture:
     def line(self, x1: float, y1: float, x2: float, y2: float, **attributes: str | float) -> None:
         """Add a line between two points."""
         self._add("line", x1=x1, y1=y1, x2=x2, y2=y2, **attributes)
+
+    def polyline(self, points: Iterable[tuple[float, float]], **attributes: str | float) -> None:
+        """Add a line through many points."""
+        places = " ".join(f"{_written(x)},{_written(y)}" for x, y in points)
+        self._add("polyline", points=places, fill="none", **attributes)
 
     def rect(
         self, x: float, y: float, width: float, height: float, *, title: str = "", **attributes: str | float

@@ -146,12 +146,12 @@ class CoreAttention(nn.Module):
         for length, run in groupby(packed_lengths(packed_seq_params, self.cp_group.size())):
             number = len([*run])  # sequences of one length are rows of a batch
             own = slice(start, start := start + number * length)
-            rows = [rearrange(each[own], "(b s) n d -> s b n d", b=number) for each in (query, key, value)]
+            rows = [rearrange(tensor[own], "(b s) n d -> s b n d", b=number) for tensor in (query, key, value)]
             outputs.append(rearrange(self._sequence(*rows, None, attn_mask_type), "s b h -> (b s) h"))
         return torch.cat(outputs)
 
     def masked(self, query: Tensor, key: Tensor, value: Tensor, visible: Sequence[Tensor], packed: Any) -> Tensor:
-        """Attend by masks alone (True is visible): ``[1, 1, n, n]`` for each packed sequence, or one for rows."""
+        """Attend by masks alone (True is visible): ``[1, 1, n, n]`` for tensor packed sequence, or one for rows."""
         if packed is None:
             return self._sequence(query, key, value, None, None, visible[0])
         lengths = packed_lengths(packed, self.cp_group.size())
