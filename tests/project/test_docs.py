@@ -2,9 +2,11 @@
 
 import ast
 import importlib
+import importlib.metadata
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ PAGES = [
     "README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
+    *(f"changelog.d/{path.name}" for path in sorted((ROOT / "changelog.d").glob("*.md"))),
     *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md"))),
 ]
 
@@ -37,8 +40,9 @@ def test_the_tables_of_families_are_those_of_the_registry(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     path = ROOT / page
+    home = ROOT if page.startswith("changelog.d/") else path.parent  # towncrier moves its text to CHANGELOG.md
     for link in re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text()):
-        assert (path.parent / link).exists(), link
+        assert (home / link).exists(), link
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -99,10 +103,9 @@ def test_the_commands_of_the_readme_exist() -> None:
 
 
 def test_versions_are_said_once() -> None:
-    """pyproject.toml, the package, the constraints and the doctor agree."""
+    """pyproject.toml, the package, the constraints, the doctor and the first pages agree."""
     pyproject = (ROOT / "pyproject.toml").read_text()
-    assert f'version = "{mcore_bridge.__version__}"' in pyproject
-    assert f"\nversion: {mcore_bridge.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert mcore_bridge.__version__ == importlib.metadata.version("mcore-hf")
     assert (ROOT / "mcore_bridge" / "py.typed").exists()
     for name in ("torch", "megatron-core", "transformers"):
         assert f'"{name}>={MINIMUM[name]}"' in pyproject
@@ -117,6 +120,25 @@ def test_versions_are_said_once() -> None:
     newest = [(ROOT / "constraints" / name).read_text().splitlines() for name in ("py312-newest.txt", "py313.txt")]
     same = [[line for line in lines if not line.startswith("#")] for lines in newest]
     assert same[0] == same[1]
+
+
+def test_the_address_stands_in_one_file() -> None:
+    """The owner of the repository is said in pyproject.toml alone, and the same everywhere in it."""
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    urls = tomllib.loads(pyproject)["project"]["urls"]
+    owner = urls["Repository"].split("/")[3]
+    assert {*re.findall(r"git(?:hub|hubusercontent)\.com/(\w+)/mcore_bridge", pyproject)} == {owner}
+    assert urls["Repository"] not in "".join((ROOT / page).read_text() for page in PAGES)
+
+
+def test_changes_have_the_names_that_towncrier_knows() -> None:
+    """``changelog.d/+WORDS.SUBJECT.md``, or ``NUMBER.SUBJECT.md`` for an issue: a whole sentence, or several."""
+    subjects = [
+        kind["directory"] for kind in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["towncrier"]["type"]
+    ]
+    for path in (ROOT / "changelog.d").iterdir():
+        assert re.fullmatch(rf"(\+[a-z0-9-]+|\d+)\.({'|'.join(subjects)})\.md", path.name), path.name
+        assert re.search(r"[.:]\n\Z", path.read_text()), path.name
 
 
 def test_ascii_only() -> None:
