@@ -1,20 +1,27 @@
 """The site. Sphinx reads docs/, benchmarks/results and a few pages beside them: ``make site``, offline."""
 
 import re
+import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent / "tools"))
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT / "docs" / "tools"), str(ROOT)]
+
+import mcore_bridge  # noqa: E402
 
 project = "mcore_bridge"
 author = "The mcore_bridge contributors"
 copyright = "2026, The mcore_bridge contributors"
+version = release = mcore_bridge.__version__
 root_doc = "docs/index"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "public_types"]
-include_patterns = ["docs/**.md", "benchmarks/**.md", "CHANGELOG.md", "CONTRIBUTING.md"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "public_types"]
+include_patterns = ["docs/**.md", "docs/**.ipynb", "benchmarks/**.md", "CHANGELOG.md", "CONTRIBUTING.md"]
 exclude_patterns = [".*", "build", "demo", "dist", "mcore_bridge", "mutants", "**/__pycache__"]
 
+nb_execution_mode = "off"  # a test runs the notebook, whose results are kept in it
 myst_heading_anchors = 4
 suppress_warnings = ["myst.header"]  # a page of results may begin with a second-level heading
 
@@ -37,11 +44,16 @@ nitpick_ignore_regex = [
 smartquotes = False  # options begin with two hyphens
 
 html_theme = "furo"
-html_title = "mcore_bridge"
+html_title = f"{project} {release}"
 html_show_sourcelink = False
 html_copy_source = False
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_search_scorer = "docs/static/scorer.js"
+copybutton_exclude = ".linenos, .gp, .go"  # neither prompts nor results of examples
+repository: str = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+if "/OWNER/" not in repository:  # a placeholder, until the project has an address
+    html_theme_options = {"source_repository": repository, "source_branch": "main", "source_directory": ""}
 templates_path = ["templates"]
 html_additional_pages = {"index": "redirect.html"}
 
@@ -52,6 +64,22 @@ def _plural(*arguments: Any) -> None:
     lines[:] = [re.sub(r"(``[\w.]+``)(?=\w)", r"\1\\ ", line) for line in lines]
 
 
+def _leave_out_of_search(app: Any, doctree: Any) -> None:
+    """Records of measurements: a search for a subject shows its guide, not days on which it was measured."""
+    if app.env.docname.startswith("benchmarks/results/"):
+        app.env.metadata[app.env.docname]["nosearch"] = True
+
+
+def _with_unreleased(app: Any, page: str, text: list[str]) -> None:
+    """The changelog begins with the changes that no release has yet."""
+    if page == "CHANGELOG":
+        draft = [sys.executable, "-m", "towncrier", "build", "--draft", "--version", "Not released yet", "--date", ""]
+        finished = subprocess.run(draft, cwd=ROOT, check=True, capture_output=True, text=True)
+        text[0] += finished.stdout.replace("Not released yet, ", "Not released yet", 1)
+
+
 def setup(app: Any) -> None:
     """Sphinx calls it."""
+    app.connect("source-read", _with_unreleased)
+    app.connect("doctree-read", _leave_out_of_search)
     app.connect("autodoc-process-docstring", _plural)

@@ -34,7 +34,7 @@ def test_the_tables_of_families_are_those_of_the_registry(monkeypatch: pytest.Mo
     stale = [path.name for path, text in made.items() if path.read_text() != text]
     assert not stale, "run: python docs/tools/make_families.py"
     for model_type in architectures():
-        assert f"`{model_type}`" in (ROOT / "README.md").read_text()
+        assert f"`{model_type}`" in (ROOT / "docs/reference/families.md").read_text()
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -110,12 +110,14 @@ def test_versions_are_said_once() -> None:
     for name in ("torch", "megatron-core", "transformers"):
         assert f'"{name}>={MINIMUM[name]}"' in pyproject
     assert f'requires-python = ">={MINIMUM["python"]}"' in pyproject
+    first_pages = [(ROOT / page).read_text() for page in ("README.md", "docs/index.md", "docs/start.md")]
     pins = [(ROOT / "constraints" / name).read_text() for name in ("py311.txt", "py312.txt")]
     for name in ("torch", "megatron-core", "transformers"):
         found = [match[1] for text in pins if (match := re.search(rf"^{name}==([\d.]+)$", text, re.MULTILINE))]
         assert len(found) == 2
         for bound, version in zip(TESTED[name], sorted(found), strict=True):
             assert f"{version}.".startswith(f"{bound}."), (name, version)
+            assert all(re.search(rf"\b{re.escape(bound)}\b", text) for text in first_pages), (name, bound)
     assert f"Programming Language :: Python :: {TESTED['python'][1]}" in pyproject
     newest = [(ROOT / "constraints" / name).read_text().splitlines() for name in ("py312-newest.txt", "py313.txt")]
     same = [[line for line in lines if not line.startswith("#")] for lines in newest]
@@ -139,6 +141,20 @@ def test_changes_have_the_names_that_towncrier_knows() -> None:
     for path in (ROOT / "changelog.d").iterdir():
         assert re.fullmatch(rf"(\+[a-z0-9-]+|\d+)\.({'|'.join(subjects)})\.md", path.name), path.name
         assert re.search(r"[.:]\n\Z", path.read_text()), path.name
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_loggers_are_those_of_their_page() -> None:
+    package = {path: path.read_text() for path in (ROOT / "mcore_bridge").rglob("*.py")}
+    names = {name for text in package.values() for name in re.findall(r'getLogger\("([\w.]+)"\)', text)}
+    modules = {
+        path.relative_to(ROOT).with_suffix("") for path, text in package.items() if "getLogger(__name__)" in text
+    }
+    listed = re.findall(r"(?m)^\| `(mcore_bridge[\w.]*)` \|", (ROOT / "docs/guide/logging.md").read_text())
+    assert {*listed} == names | {".".join(module.parts) for module in modules}
 
 
 def test_ascii_only() -> None:
