@@ -138,7 +138,7 @@ def test_changes_have_the_names_that_towncrier_knows() -> None:
     subjects = [
         kind["directory"] for kind in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["towncrier"]["type"]
     ]
-    for path in (ROOT / "changelog.d").iterdir():
+    for path in (ROOT / "changelog.d").glob("[!.]*"):
         assert re.fullmatch(rf"(\+[a-z0-9-]+|\d+)\.({'|'.join(subjects)})\.md", path.name), path.name
         assert re.search(r"[.:]\n\Z", path.read_text()), path.name
 
