@@ -93,15 +93,19 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(map("`{}`".format, names))
 
 
-def overview() -> str:
-    """The table of all families."""
+def overview(names: Mapping[str, Sequence[str]]) -> str:
+    """The table of all families, and the composites, whose weights are those of their text and of transformers."""
     rows = ["| `model_type` | what it is | lines |", "|---|---|---|"]
     for name, (architecture, module) in families().items():
-        names = ", ".join(f"`{alias}`" for alias in (name, *architecture.aliases))
+        aliases = _listed((name, *architecture.aliases))
         lines = len(inspect.getsource(module).splitlines())
-        rows.append(f"| {names} | {_description(module)} | {lines} |")
+        rows.append(f"| {aliases} | {_description(module)} | {lines} |")
     ropes = ", ".join(f"`{name}`" for name in ROPE_TYPES)
-    return "\n".join([*rows, "", f"Rope types, unless the family says otherwise: {ropes}."])
+    composites = f"""
+Each of these models of [images and text](../guide/images.md) has the text model of one of the families:
+{_listed(names["images"])}. Of these models of images or sound, only the text is built: {_listed(names["text_of"])}."""
+    wrapped = textwrap.wrap(composites.strip(), 120, break_long_words=False, break_on_hyphens=False)
+    return "\n".join([*rows, "", f"Rope types, unless the family says otherwise: {ropes}.", "", *wrapped])
 
 
 def _description(module: ModuleType) -> str:
@@ -122,7 +126,7 @@ def wanted() -> dict[Path, str]:
         ROOT / "README.md": _between("README.md", summary(names, "docs/")),
         ROOT / "docs" / "index.md": _between("docs/index.md", f"{kinds_table(names)}\n\n{summary(names, '')}"),
         REFERENCE / "cli.md": command_page.page(),
-        REFERENCE / "families.md": weights_page.page(described, overview()),
+        REFERENCE / "families.md": weights_page.page(described, overview(names)),
         REFERENCE / "support.md": support_page.page(ROOT / "benchmarks" / "results"),
         REFERENCE / "checkpoints_published.md": published_page.page(PUBLISHED),
         REFERENCE / "refused.md": refused_page.page({name: each for name, (each, _) in described.items()}, files),

@@ -14,7 +14,7 @@ import transformers
 
 import mcore_bridge
 from mcore_bridge import engines
-from mcore_bridge.architecture import architectures
+from mcore_bridge.architecture import architectures, composites
 from mcore_bridge.commands.doctor import MINIMUM, TESTED
 
 ROOT = Path(__file__).parent.parent.parent
@@ -33,7 +33,7 @@ def test_the_tables_of_families_are_those_of_the_registry(monkeypatch: pytest.Mo
     made = importlib.import_module("make_families").wanted()
     stale = [path.name for path, text in made.items() if path.read_text() != text]
     assert not stale, "run: python docs/tools/make_families.py"
-    for model_type in architectures():
+    for model_type in {**architectures(), **composites()}:
         assert f"`{model_type}`" in (ROOT / "docs/reference/families.md").read_text()
 
 
@@ -105,7 +105,8 @@ def test_the_commands_of_the_readme_exist() -> None:
 def test_versions_are_said_once() -> None:
     """pyproject.toml, the package, the constraints, the doctor and the first pages agree."""
     pyproject = (ROOT / "pyproject.toml").read_text()
-    assert mcore_bridge.__version__ == importlib.metadata.version("mcore-hf")
+    assert "version" in tomllib.loads(pyproject)["project"]["dynamic"]
+    assert not re.search(r"(?m)^version:", (ROOT / "CITATION.cff").read_text())
     assert (ROOT / "mcore_bridge" / "py.typed").exists()
     for name in ("torch", "megatron-core", "transformers"):
         assert f'"{name}>={MINIMUM[name]}"' in pyproject
@@ -122,6 +123,19 @@ def test_versions_are_said_once() -> None:
     newest = [(ROOT / "constraints" / name).read_text().splitlines() for name in ("py312-newest.txt", "py313.txt")]
     same = [[line for line in lines if not line.startswith("#")] for lines in newest]
     assert same[0] == same[1]
+
+
+def test_a_folder_that_nobody_installed_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    installed = importlib.metadata.version("mcore-hf")
+    monkeypatch.delitem(vars(mcore_bridge), "__version__", raising=False)
+    assert mcore_bridge.__version__ == installed
+    monkeypatch.delitem(vars(mcore_bridge), "__version__")
+    monkeypatch.setattr("importlib.metadata.version", absent)
+    assert mcore_bridge.__version__ == "0+not.installed"
+    del vars(mcore_bridge)["__version__"]
 
 
 def test_the_address_stands_in_one_file() -> None:
