@@ -12,9 +12,10 @@ sys.path[:0] = [str(ROOT / "docs" / "tools"), str(ROOT)]
 
 import mcore_bridge  # noqa: E402
 
+metadata: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 project = "mcore_bridge"
-author = "The mcore_bridge contributors"
-copyright = "2026, The mcore_bridge contributors"
+author = metadata["authors"][0]["name"]
+copyright = f"2026, {author}"
 version = release = mcore_bridge.__version__
 root_doc = "docs/index"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "public_types"]
@@ -51,7 +52,7 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_search_scorer = "docs/static/scorer.js"
 copybutton_exclude = ".linenos, .gp, .go"  # neither prompts nor results of examples
-repository: str = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+repository: str = metadata["urls"]["Repository"]
 if "/OWNER/" not in repository:  # a placeholder, until the project has an address
     html_theme_options = {"source_repository": repository, "source_branch": "main", "source_directory": ""}
 templates_path = ["templates"]

@@ -141,17 +141,20 @@ def test_a_folder_that_nobody_installed_has_no_version(monkeypatch: pytest.Monke
 def test_the_address_stands_in_one_file() -> None:
     """The owner of the repository is said in pyproject.toml alone, and the same everywhere in it."""
     pyproject = (ROOT / "pyproject.toml").read_text()
-    urls = tomllib.loads(pyproject)["project"]["urls"]
-    owner = urls["Repository"].split("/")[3]
+    project = tomllib.loads(pyproject)["project"]
+    owner = project["urls"]["Repository"].split("/")[3]
     assert {*re.findall(r"git(?:hub|hubusercontent)\.com/(\w+)/mcore_bridge", pyproject)} == {owner}
-    assert urls["Repository"] not in "".join((ROOT / page).read_text() for page in PAGES)
+    assert project["urls"]["Repository"] not in "".join((ROOT / page).read_text() for page in PAGES)
+    assert all(f"- name: {author['name']}\n" in (ROOT / "CITATION.cff").read_text() for author in project["authors"])
 
 
 def test_changes_have_the_names_that_towncrier_knows() -> None:
     """``changelog.d/+WORDS.SUBJECT.md``, or ``NUMBER.SUBJECT.md`` for an issue: a whole sentence, or several."""
-    subjects = [
-        kind["directory"] for kind in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["towncrier"]["type"]
-    ]
+    kinds = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["towncrier"]["type"]
+    subjects = [kind["directory"] for kind in kinds]
+    assert ", ".join(f"`{subject}`" for subject in subjects) in (ROOT / "CONTRIBUTING.md").read_text().replace(
+        "\n", " "
+    )
     for path in (ROOT / "changelog.d").glob("[!.]*"):
         assert re.fullmatch(rf"(\+[a-z0-9-]+|\d+)\.({'|'.join(subjects)})\.md", path.name), path.name
         assert re.search(r"[.:]\n\Z", path.read_text()), path.name
