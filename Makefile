@@ -4,6 +4,8 @@
 # make test: the whole suite.        make check: linters and types.        make docs: what is generated in docs/.
 # make site: the pages of docs/ as a site in build/site, offline.       make links: the links from it to other sites.
 # make package: the wheel and the sdist, built, installed in a clean environment and used there.
+# make release: the same on a tagged commit, with the checks of PyPI on both archives and on the README in them.
+# make changelog VERSION=0.1.0: the files of changelog.d become a section of CHANGELOG.md.
 # make mutants: how many small mistakes in the code the suite finds; an hour or two of one core.
 #
 # All set up a virtual environment of pinned versions first. Variables:
@@ -13,6 +15,7 @@
 #                libraries on Linux; without it, from where pip finds it
 #   PYTEST       further arguments of pytest
 #   PACKAGE      `--extras` to find releases for all extras too, which needs a network
+#   VERSION      the version of a new section of the changelog
 #   MUTANTS      arguments of the mutation tests, such as `--count 50 --seed 2`
 #   JOBS         how many test files run at once; 0 for tests on GPUs, each of which takes all of them
 PYTHON      ?= python3.11
@@ -22,6 +25,7 @@ PYTEST      ?=
 JOBS        ?= 3
 PACKAGE     ?=
 MUTANTS     ?=
+VERSION     ?=
 
 BIN         := $(VENV)/bin
 CONSTRAINTS := $(CURDIR)/constraints/py$(shell $(PYTHON) -c 'import sys; print("%d%d" % sys.version_info[:2])').txt
@@ -35,7 +39,7 @@ REAL        := demo/smollm2
 export PIP_CONSTRAINT := $(CONSTRAINTS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo demo-real quick test check docs site links package mutants clean
+.PHONY: demo demo-real quick test check docs site links package release changelog mutants clean
 
 demo: $(VENV)/.demo $(DEMO)/config.json
 	$(BIN)/mcore-bridge verify $(DEMO) --tp 2 --pp 2 --vp 2
@@ -70,6 +74,12 @@ links: $(VENV)/.site
 package: $(VENV)/.dev
 	$(BIN)/python .ci/package.py $(PACKAGE)
 
+release: $(VENV)/.release
+	$(BIN)/python .ci/package.py --release $(PACKAGE)
+
+changelog: $(VENV)/.release
+	$(BIN)/python -m towncrier build --yes --version $(VERSION)
+
 mutants: $(VENV)/.mutants
 	$(BIN)/python -m tests.mutation $(MUTANTS)
 
@@ -91,7 +101,8 @@ $(VENV)/.test: EXTRAS = test
 $(VENV)/.dev:  EXTRAS = dev
 $(VENV)/.site: EXTRAS = site
 $(VENV)/.mutants: EXTRAS = mutants
-$(VENV)/.demo $(VENV)/.real $(VENV)/.test $(VENV)/.dev $(VENV)/.site $(VENV)/.mutants: pyproject.toml $(CONSTRAINTS) | $(VENV)/.torch
+$(VENV)/.release: EXTRAS = release
+$(VENV)/.demo $(VENV)/.real $(VENV)/.test $(VENV)/.dev $(VENV)/.site $(VENV)/.mutants $(VENV)/.release: pyproject.toml $(CONSTRAINTS) | $(VENV)/.torch
 	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
 	touch $@
 

@@ -59,8 +59,6 @@ if TYPE_CHECKING:
     from mcore_bridge.weights.provenance import mapping as mapping
     from mcore_bridge.weights.save import save_hf_checkpoint as save_hf_checkpoint
 
-__version__ = "0.1.0"
-
 _HOMES = {
     "ParallelDims": "config.mesh.parallel_dims",
     "build_model": "factory.build",
@@ -118,11 +116,24 @@ __all__ = [name for name in _HOMES if name not in _OF_ENGINES]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name == "__version__":
+        value = _version()
+    elif name in _HOMES:
+        value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     globals()[name] = value
     return value
+
+
+def _version() -> str:
+    """The version that was installed: it comes from the tag of the commit. A folder that nobody installed has none."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("mcore-hf")
+    except PackageNotFoundError:
+        return "0+not.installed"
 
 
 def __dir__() -> list[str]:

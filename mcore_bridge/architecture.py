@@ -105,6 +105,9 @@ _REFUSED: dict[str, Refusal] = {}
 def register(architecture: Architecture) -> Architecture:
     """Add ``architecture`` under its ``model_type`` and aliases. To register it again does nothing.
 
+    Returns:
+        ``architecture`` itself.
+
     Raises:
         ConfigError: another architecture has one of these names.
 

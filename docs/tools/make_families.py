@@ -1,4 +1,4 @@
-"""Make pages of docs/reference, and the models in README.md, from the registry; --check only compares.
+"""Make pages of docs/reference, and the models in README.md and index.md, from the registry; --check only compares.
 
 support.md is made from records of tests on GPUs, checkpoints_published.md from records of published configs.
 
@@ -8,7 +8,7 @@ python docs/tools/make_families.py [--check]
 import inspect
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -37,13 +37,15 @@ def families() -> dict[str, tuple[Architecture, ModuleType]]:
 
 
 KINDS = {
-    "dense": "Dense",
-    "experts": "Experts",
-    "latent": "Latent attention",
-    "sparse": "Latent attention over selected tokens",
-    "linear": "Linear attention or Mamba-2 mixers in most layers",
+    "dense": ("Dense text models", ("llama", "mistral", "qwen3", "gemma3_text")),
+    "experts": ("Mixture of experts", ("mixtral", "qwen3_moe", "gpt_oss", "glm4_moe")),
+    "latent": ("Latent attention (MLA)", ("deepseek_v3", "kimi_k2")),
+    "sparse": ("Latent attention over selected tokens (DSA)", ("deepseek_v32", "glm_moe_dsa")),
+    "linear": ("Linear attention or Mamba-2 mixers in most layers", ("qwen3_next", "nemotron_h")),
+    "images": ("Images and text", ("qwen3_vl", "qwen2_5_vl", "internvl", "gemma3")),
+    "text_of": ("The text of models of images or sound", ("qwen2_audio", "voxtral")),
 }
-"""The kinds of models in the README, with their titles."""
+"""The kinds of models, each with its title and with examples."""
 
 
 def kind_of(architecture: Architecture) -> str:
@@ -56,61 +58,75 @@ def kind_of(architecture: Architecture) -> str:
     return "experts" if any(rule.axis == "etp" for rule in rules) else "dense"
 
 
-def summary() -> str:
-    """The part of the README about models: names by kind, and how many published checkpoints load."""
+def names_by_kind() -> dict[str, list[str]]:
+    """Every ``model_type`` by its key in ``KINDS``."""
     names: dict[str, list[str]] = {kind: [] for kind in KINDS}
     for name, (architecture, _) in families().items():
         names[kind_of(architecture)] += [name, *architecture.aliases]
-    lists = [f"- **{KINDS[kind]}**: {_listed(names[kind])}." for kind in KINDS]
+    for name, composite in registered_composites().items():
+        names["text_of" if composite.without_tower else "images"].append(name)
+    return names
+
+
+def kinds_table(names: Mapping[str, Sequence[str]]) -> str:
+    """The table of the first page: how many models of each kind there are, and examples."""
+    rows = [f"| {title} | {len(names[kind])} | {_listed(examples)} |" for kind, (title, examples) in KINDS.items()]
+    assert all({*examples} <= {*names[kind]} for kind, (_, examples) in KINDS.items())
+    return "\n".join(["| kind | `model_type`s | examples |", "|---|---|---|", *rows])
+
+
+def summary(names: Mapping[str, Sequence[str]], docs: str) -> str:
+    """The part of README and first page about models. ``docs`` leads from the page to the folder of docs."""
     loading, count = published_page.counts(PUBLISHED)
-    composites = registered_composites().items()
-    with_tower = _listed(name for name, each in composites if not each.without_tower)
-    without = _listed(name for name, each in composites if each.without_tower)
-    seeing = f"- **Text and [images](docs/guide/images.md)**: {with_tower}."
-    textual = f"- **The text of models of images or sound**: {without}."
-    families_of = sum(len(refusal.model_types) for refusal in refusals())
-    notes = f"""
-Of {count} published configs, [{loading} load without changes](docs/reference/checkpoints_published.md). They include
-weights in [FP8, NVFP4, MXFP4 and int4 of compressed-tensors](docs/guide/quantized.md), but not in AWQ, GPTQ and
-bitsandbytes. {families_of} more families are [refused by name](docs/reference/refused.md), with the reason. The
-[table of families](docs/reference/families.md) describes each family and lists its weights."""
-    return "\n".join([*(_wrapped(line) for line in [*lists, seeing, textual]), notes])
+    refused = sum(len(refusal.model_types) for refusal in refusals())
+    of_text = sum(map(len, names.values())) - len(names["images"]) - len(names["text_of"])
+    text = f"""
+{of_text} `model_type`s of text are supported: dense or with experts, and with full, latent, sparse or linear attention
+or Mamba-2 mixers. {len(names["images"])} more are of images and text. [This table]({docs}reference/families.md) has all
+of them. Of {count} published configs, [{loading} load without changes]({docs}reference/checkpoints_published.md). They
+include weights in [FP8, NVFP4, MXFP4 and int4 of compressed-tensors]({docs}guide/quantized.md), but not in AWQ, GPTQ
+and bitsandbytes. {refused} more families are [refused by name]({docs}reference/refused.md), with the reason."""
+    return "\n".join(textwrap.wrap(text.strip(), 120, break_long_words=False, break_on_hyphens=False))
 
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(map("`{}`".format, names))
 
 
-def _wrapped(line: str) -> str:
-    return "\n".join(textwrap.wrap(line, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
-
-
-def overview() -> str:
-    """The table of all families."""
+def overview(names: Mapping[str, Sequence[str]]) -> str:
+    """The table of all families, and the composites, whose weights are those of their text and of transformers."""
     rows = ["| `model_type` | what it is | lines |", "|---|---|---|"]
     for name, (architecture, module) in families().items():
-        names = ", ".join(f"`{alias}`" for alias in (name, *architecture.aliases))
+        aliases = _listed((name, *architecture.aliases))
         lines = len(inspect.getsource(module).splitlines())
-        rows.append(f"| {names} | {_description(module)} | {lines} |")
+        rows.append(f"| {aliases} | {_description(module)} | {lines} |")
     ropes = ", ".join(f"`{name}`" for name in ROPE_TYPES)
-    return "\n".join([*rows, "", f"Rope types, unless the family says otherwise: {ropes}."])
+    composites = f"""
+Each of these models of [images and text](../guide/images.md) has the text model of one of the families:
+{_listed(names["images"])}. Of these models of images or sound, only the text is built: {_listed(names["text_of"])}."""
+    wrapped = textwrap.wrap(composites.strip(), 120, break_long_words=False, break_on_hyphens=False)
+    return "\n".join([*rows, "", f"Rope types, unless the family says otherwise: {ropes}.", "", *wrapped])
 
 
 def _description(module: ModuleType) -> str:
     return " ".join((module.__doc__ or "").split())
 
 
+def _between(page: str, text: str) -> str:
+    before, rest = (ROOT / page).read_text(encoding="utf-8").split(START)
+    return f"{before}{START}\n{text}\n{END}{rest.split(END)[1]}"
+
+
 def wanted() -> dict[Path, str]:
     """The files that this script makes, with their text."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    before, rest = readme.split(START)
-    after = rest.split(END)[1]
+    names = names_by_kind()
     described = {name: (each, _description(module)) for name, (each, module) in families().items()}
     files = {name: Path(str(module.__file__)).name for name, (_, module) in families().items()}
     return {
-        ROOT / "README.md": f"{before}{START}\n{summary()}\n{END}{after}",
+        ROOT / "README.md": _between("README.md", summary(names, "docs/")),
+        ROOT / "docs" / "index.md": _between("docs/index.md", f"{kinds_table(names)}\n\n{summary(names, '')}"),
         REFERENCE / "cli.md": command_page.page(),
-        REFERENCE / "families.md": weights_page.page(described, overview()),
+        REFERENCE / "families.md": weights_page.page(described, overview(names)),
         REFERENCE / "support.md": support_page.page(ROOT / "benchmarks" / "results"),
         REFERENCE / "checkpoints_published.md": published_page.page(PUBLISHED),
         REFERENCE / "refused.md": refused_page.page({name: each for name, (each, _) in described.items()}, files),

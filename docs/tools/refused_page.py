@@ -19,10 +19,6 @@ refused here.
 The named code was read in megatron-core 0.16.1 and 0.19.2, and in transformers 5.23. Tests check that each of these
 names exists in the installed releases, and try each of these values.
 """
-SHARED = """## In several families
-
-Numbers in the table refer to this list.
-"""
 MESHES = """## On some meshes
 
 A mesh is refused with `MeshError` if megatron-core cannot cut the model along it, or would compute something else than
@@ -42,16 +38,12 @@ def page(families: Mapping[str, Architecture], files: Mapping[str, str]) -> str:
     """The text of the page, from the architectures and the names of their files."""
     refused = {name: list(dict.fromkeys(values(each))) for name, each in families.items()}
     everywhere = [text for text in refused[next(iter(refused))] if all(text in own for own in refused.values())]
-    others = [text for own in refused.values() for text in own if text not in everywhere]
-    shared = [text for text in dict.fromkeys(others) if others.count(text) > 1]
-    lines = [HEAD, "## In every supported family", "", *(f"- {text}" for text in everywhere), ""]
-    lines += [SHARED, *(f"{number}. {text}" for number, text in enumerate(shared, 1)), "", MESHES]
-    lines += ["## By family", "", "| `model_type` | refused | where |", "|---|---|---|"]
+    lines = [HEAD, "## In every supported family", "", *(f"- {text}" for text in everywhere), "", MESHES]
+    lines += ["## Whole families", "", "| `model_type` | reason | where |", "|---|---|---|", *_by_name(refusals()), ""]
     for name, own in refused.items():
-        numbers = sorted(shared.index(text) + 1 for text in own if text in shared)
-        told = [", ".join(map(str, numbers)), *(text for text in own if text not in shared and text not in everywhere)]
-        lines.append(f"| `{name}` | {'<br>'.join(filter(None, told))} | `mcore_bridge/models/{files[name]}` |")
-    return "\n".join([*lines, *_by_name(refusals()), ""])
+        lines += [f"## {name}", "", *(f"- {text}" for text in own if text not in everywhere), ""]
+        lines += [f"From `mcore_bridge/models/{files[name]}`.", ""]
+    return "\n".join(lines)
 
 
 def values(architecture: Architecture) -> Iterator[str]:
@@ -68,4 +60,4 @@ def _by_name(refused: tuple[Refusal, ...]) -> Iterator[str]:
     for refusal in refused:
         names = ", ".join(f"`{name}`" for name in refusal.model_types)
         seen = "<br>".join(f"`{name}`" for name in refusal.checked)
-        yield f"| {names} | the family: {refusal.reason} | {seen} |"
+        yield f"| {names} | {refusal.reason} | {seen} |"

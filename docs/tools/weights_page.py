@@ -30,10 +30,9 @@ weights that are in no block. [design.md](../internals/design.md) explains layou
 number of a layer or an expert. `[*]` is the index of an expert inside one tensor for all experts. A config may switch
 off norms and biases.
 
-Two things are not repeated: the blocks of all families ({everywhere}), and the output layer. The output layer is
-`lm_head.weight` (VOCAB), or the embedding if both are tied. Layers for multi-token prediction (MTP) are
-`model.layers.*` in HF, numbered after the layers of the decoder, unless the family says otherwise. The config decides
-which layers have a block.
+The output layer is not repeated: it is `lm_head.weight` (VOCAB), or the embedding if both are tied. Layers for
+multi-token prediction (MTP) are `model.layers.*` in HF, numbered after the layers of the decoder, unless the family
+says otherwise. The config decides which layers have a block.
 """
 DIALECTS = """Routed experts have two dialects. `split` is one tensor per expert. `fused` is one tensor for all
 experts of a layer, named `gate_up_proj` and `down_proj` in the module `experts`. Folders of either dialect can be read.
@@ -72,20 +71,18 @@ def page(families: Mapping[str, tuple[Architecture, str]], overview: str) -> str
     rules = {name: architecture.rules(default_config(architecture)) for name, (architecture, _) in families.items()}
     told = {name: _told(each) for name, each in rules.items()}
     uses = Counter(block for used, _ in told.values() for block in {name for names in used.values() for name in names})
-    everywhere = [name for name in BLOCKS if uses[name] == len(families)]
-    lines = [HEAD.format(everywhere=_quoted(everywhere), overview=overview), DIALECTS]
+    lines = [HEAD.format(overview=overview), DIALECTS]
     for name, (architecture, description) in families.items():
-        lines += [f"## {name}", "", description, "", *_family(architecture, rules[name], told[name], everywhere), ""]
+        lines += [f"## {name}", "", description, "", *_family(architecture, rules[name], told[name]), ""]
     return "\n".join([*lines, "## Blocks", "", *_blocks([name for name in sorted(BLOCKS) if uses[name]]), ""])
 
 
-def _family(architecture: Architecture, rules: Rules, told: Told, everywhere: list[str]) -> Iterator[str]:
+def _family(architecture: Architecture, rules: Rules, told: Told) -> Iterator[str]:
     if architecture.megatron_core is not None:
         yield f"- Needs megatron-core {architecture.megatron_core.version}: {architecture.megatron_core.reason}"
     used, own = told
     for place, names in used.items():
-        if named := [name for name in names if name not in everywhere]:
-            yield f"- {place}: {_quoted(named)}"
+        yield f"- {place}: {_quoted(names)}"
     if fused(rules) != rules:
         yield f"- Routed experts: `{architecture.dialect}`"
     elif any(rule.axis == "etp" for rule in rules):

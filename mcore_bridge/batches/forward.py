@@ -112,6 +112,9 @@ def forward(
         multiple_of: the tokens of a rank are padded to a multiple of this. None: the multiple that the FP8 recipe of
             the model needs.
 
+    Returns:
+        Fp32 tensors ``[batch, seq]`` for each token, equal on all ranks of the replica.
+
     Raises:
         BatchError: an argument has a wrong type, shapes do not fit, the batch is empty, or a token is not in the
             vocabulary. Ranks of a replica have different arguments (the message names them). Replicas that share

@@ -90,6 +90,9 @@ def pack_sequences(
         min_tokens: the least length of a row, summed over context-parallel ranks. With it microbatches can get equal
             lengths.
 
+    Returns:
+        The tokens of this rank, ``[rows, tokens]``, with positions, labels, and their places in the batch.
+
     Raises:
         BatchError: shapes do not fit, there is no token, or the mesh has no rank ``cp_rank``.
 

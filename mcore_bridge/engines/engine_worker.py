@@ -26,7 +26,7 @@ from mcore_bridge.errors import TransferError, describe
 from mcore_bridge.machine import this_machine
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.engine.comparison import Compared, MapComparison
-from mcore_bridge.weights.engine.engine_tensors import Source, device_of
+from mcore_bridge.weights.engine.engine_tensors import EngineModel, device_of
 from mcore_bridge.weights.engine.loader_thread import Loader
 from mcore_bridge.weights.engine.map_engine import map_engine
 from mcore_bridge.weights.engine.mapped_engine import MappedEngine, engine_without_map
@@ -115,7 +115,7 @@ class EngineWorker:
     """
 
     def __init__(
-        self, source: Source, load: Loader, *, name: str, rank: int = 0, size: int = 1, hidden: str = ""
+        self, source: EngineModel, load: Loader, *, name: str, rank: int = 0, size: int = 1, hidden: str = ""
     ) -> None:
         require(
             TransferError,

@@ -100,6 +100,9 @@ def add_adapters(
         init: the distribution of A: "kaiming" is ``peft``'s; "xavier" and "normal" are Megatron-Bridge's.
         seed: A is drawn from the seed and the HF name, equally on every mesh. B is zero.
 
+    Returns:
+        Rank, scale and rules of the adapters.
+
     Raises:
         ConfigError: a target or the model cannot have adapters, or ``models`` already have some, or are wrapped.
         CheckpointError: the folder has unsupported features, or does not fit the models; as ``load_adapters``.

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 
 Overrides = Mapping[str, object]
+"""Values by name: fields of ``TransformerConfig``, and arguments of ``GPTModel``."""
 
 
 @dataclass(frozen=True, kw_only=True)

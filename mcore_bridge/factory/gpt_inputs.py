@@ -34,6 +34,9 @@ def to_transformer_config(
         overrides: ``TransformerConfig`` fields and ``GPTModel`` arguments by name, as for ``build_model``.
         strict_config: refuse fields that the architecture does not claim, even if no code of transformers reads them.
 
+    Returns:
+        The config that ``build_model`` would pass to ``GPTModel``.
+
     Raises:
         ConfigError: the config or an override cannot be expressed exactly.
         MeshError: ``dims`` do not fit this model.
@@ -58,8 +61,14 @@ def to_gpt_arguments(
     """The arguments of ``GPTModel`` that the HF config decides, by name. Needs no process group.
 
     Args:
-        hf, dims, overrides: see ``to_transformer_config``, as for the errors.
+        hf, dims, overrides: see ``to_transformer_config``.
         head: "lm", "value", "classification" or "none".
+
+    Returns:
+        Values by the names of ``GPTModel``'s arguments.
+
+    Raises:
+        ConfigError, MeshError: as for ``to_transformer_config``.
 
     Example:
         >>> arguments = mb.to_gpt_arguments("path/of/Qwen3-8B")
@@ -87,6 +96,9 @@ def to_layer_spec(
         backend: "te" (TransformerEngine), "torch", or "auto": "te" if it is installed and there is CUDA.
         pp_rank: the pipeline rank of the stage.
         vp_stage: the index of the stage on its rank. None: the first.
+
+    Returns:
+        The layer specs of the stage and its final norm.
 
     Raises:
         ConfigError: as for ``to_transformer_config``, or the backend is unknown or not installed.

@@ -61,14 +61,20 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """A rule applied to one canonical name. ``copies`` are the second HF names under which a save writes it again."""
+    """A rule applied to one canonical name. A save writes its tensors again under their second names."""
 
     mcore: str
+    """The canonical name."""
     hf: tuple[str, ...]
+    """The HF names, in the order of the layout's parts."""
     layout: Layout
+    """From the HF tensors to the shards."""
     exported: bool
+    """False if another parameter already yields the HF tensor."""
     axis: str
+    """The mesh axis that the layout calls ``tp``."""
     copies: tuple[str, ...]
+    """The second HF names."""
 
 
 Rules = tuple[Rule, ...]
@@ -164,7 +170,9 @@ class WeightMapping:
     ignored: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     text: tuple[str, ...] = ()
-    """For a composite: the prefixes of its text's tensors. All other tensors are carried: no parameter uses them."""
+    """Prefixes of the tensors of text, if the model is a composite. All other tensors are carried, so no parameter
+    uses them.
+    """
     carried: tuple[str, ...] = ()
     """Prefixes in ``text`` that are carried too."""
     num_mtp_layers: int = 0

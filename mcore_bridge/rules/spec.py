@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
+from torch import Tensor
+
+Pair = tuple[str, Tensor]
+"""An HF name and its tensor."""
 
 
 class Shaped(Protocol):
@@ -27,7 +31,13 @@ class Shaped(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """The name of a tensor, in HF or in megatron-core, with its shape and dtype."""
+    """The name of a tensor, in HF or in megatron-core, with its shape and dtype.
+
+    Attributes:
+        name: its name.
+        shape: its whole shape.
+        dtype: its dtype.
+    """
 
     name: str
     shape: tuple[int, ...]

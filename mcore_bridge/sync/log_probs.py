@@ -30,8 +30,11 @@ class TokenLogProbs:
     position: int
     """The token's place in its prompt; 0 is the first token."""
     token: int
+    """The id of the token."""
     engine: float
+    """The engine's value."""
     trainer: float
+    """The trainer's value."""
 
     @property
     def distance(self) -> float:

@@ -43,9 +43,11 @@ class SyncReport:
     """What a round did. It is equal on all ranks of the trainer, but for ``seconds``."""
 
     version: int
+    """The number of these weights."""
     seconds: float
     """How long the call took on this rank."""
     workers: tuple[WorkerReport, ...]
+    """One report for each worker of each engine."""
 
     def __str__(self) -> str:
         """One line for a log."""

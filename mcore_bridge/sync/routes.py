@@ -24,10 +24,11 @@ from mcore_bridge.weights.plan.engine_map import EngineMap
 from mcore_bridge.weights.plan.target import Target
 
 Transport = Literal["shards", "pull", "ring", "network"]
-WAYS: tuple[Transport, ...] = ("shards", "pull", "ring", "network")
 """``shards``: the trainer writes its shards into the engine's memory. ``pull``: the engine's process opens the memory
 of the shards, and copies them. ``ring``: slots with HF tensors, which the engine's process opens. ``network``: each
 rank sends what the worker needs of its shards, by NCCL or gloo (``Elsewhere``)."""
+WAYS: tuple[Transport, ...] = ("shards", "pull", "ring", "network")
+"""From the fastest to the slowest."""
 WorkerKey = tuple[int, int]
 """The number of an engine, and the rank of a worker in it."""
 

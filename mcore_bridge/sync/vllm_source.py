@@ -32,6 +32,7 @@ from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.endpoints import check_storage
 
 Backend = Literal["nccl", "ipc", "sharded_rdt", "nccl_m2n"]
+"""The name of a weight transfer backend of vLLM."""
 Box = tuple[range, ...]
 """The indices of an HF tensor that a rank holds, along each dim."""
 Boxes = Sequence[Mapping[str, Box | None]]
@@ -181,6 +182,9 @@ def vllm_source(
             ``"sharded_rdt"``: each tensor is whole on one rank of each replica. ``"nccl_m2n"``: ranks yield their own
             parts wherever all ranks cut a tensor evenly along one dim, and whole tensors otherwise.
         dialect, merged: as for ``iter_hf_weights``.
+
+    Returns:
+        The source, to pass to vLLM's trainer.
 
     Raises:
         TransferError: on every rank, when ``backend`` is none of these, or arguments differ between ranks.

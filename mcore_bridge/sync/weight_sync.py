@@ -178,6 +178,9 @@ class WeightSync:
         Args:
             version: a number for these weights, which the engines report; None counts rounds. That of rank 0 counts.
 
+        Returns:
+            Version, seconds, and a report of each worker, equal on all ranks but for ``seconds``.
+
         Raises:
             TransferError: on every rank, when an engine did not get all weights. The message names engine, worker and
                 cause. The weights of this engine are then half old and half new; other engines have the new ones. The
@@ -213,6 +216,9 @@ class WeightSync:
             atol: raise if a log-probability is further apart, or if a weight differs.
             options: further arguments of ``forward``, such as ``temperature``, ``images`` and ``micro_batch_size``. The
                 latter is 1 by default.
+
+        Returns:
+            The differences of each engine and worker. ``print`` shows a line for each.
 
         Raises:
             TransferError: on every rank. An engine gives no log-probabilities, or other values. ``atol`` is exceeded;

@@ -78,6 +78,9 @@ def iter_hf_weights(
             once. False yields the base alone. The models do not change. A rank holds only a few merged shards at a
             time.
 
+    Yields:
+        HF names, each with its tensor in the shape of the HF checkpoint, or the slice that ``target`` selects.
+
     Raises:
         ExportError: on every rank of the group, when any of them fails. The error names the rank and the parameter.
         MappingError: on every rank of the group, when the ranks together do not hold a whole model.
@@ -129,6 +132,10 @@ def to_hf_state_dict(
     Args:
         models, hf, head, dtype, device, dialect, bucket_bytes, target, merged: as for ``iter_hf_weights``.
 
+    Returns:
+        Tensors by HF name, in the order of the export. Each has the shape of the HF checkpoint, or of the slice
+        that ``target`` selects.
+
     Raises:
         ExportError, MappingError, TargetError: as ``iter_hf_weights``.
 
@@ -143,10 +150,14 @@ def to_hf_state_dict(
 
 @dataclass(frozen=True, slots=True)
 class LocalSlice:
-    """A slice of the HF tensor ``name`` of ``shape``: ``whole[index] == tensor``.
+    """A slice of an HF tensor: ``whole[index] == tensor``.
 
-    ``tensor`` is a view of the live parameter, in the orientation of HF. It changes with the parameter, is not always
-    contiguous, and must not be written. With a merged adapter, ``tensor`` is a view of a new tensor.
+    Attributes:
+        name: the name of the HF tensor.
+        shape: its whole shape.
+        index: the place of the slice in it, one ``slice`` for each dim.
+        tensor: a view of the live parameter, in the orientation of HF. It changes with the parameter, is not always
+            contiguous, and must not be written. With a merged adapter, it is a view of a new tensor.
     """
 
     name: str
@@ -192,6 +203,9 @@ def iter_hf_pieces(
         hf, head: deprecated; call ``adopt`` once for models that ``build_model`` did not make.
         dialect: how HF names the experts, as for ``iter_hf_weights``.
         merged: whether adapters are merged, as for ``iter_hf_weights``.
+
+    Yields:
+        Each slice with the name and the whole shape of its HF tensor, and its place there.
 
     Raises:
         MappingError: when the provenance of models is unknown, or a parameter has no rule.

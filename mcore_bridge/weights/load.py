@@ -68,6 +68,9 @@ def load_hf_weights(
         slot_bytes: bytes that are read from a file at once. If parameters are on a GPU or have another dtype, slices
             pass through about twelve times this amount of host memory.
 
+    Returns:
+        What this rank has read, and which tensors it did not use, or lacked.
+
     Raises:
         CheckpointError: naming the tensors that are missing, unexpected, of another shape, or would lose bits. Also
             copies that differ from their original, such as the head of a tied model.

@@ -38,6 +38,7 @@ class ManifestEntry(TensorSpec):
     """One HF tensor of an export, with its digest on request."""
 
     sha256: str | None = None
+    """The SHA-256 of its bytes in hexadecimal digits; None if no digests were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class Manifest:
     """
 
     tensors: tuple[ManifestEntry, ...]
+    """One entry for each HF tensor. A loop over the manifest is a loop over them."""
     target: str = ""
     """The digest of the engine map, if the target is one; empty for all other targets."""
 
@@ -144,6 +146,9 @@ def manifest(
     Args:
         digests: whether to compute the SHA-256 of each tensor.
         models, hf, head, dtype, dialect, bucket_bytes, target, merged: as for ``iter_hf_weights``.
+
+    Returns:
+        Name, shape and dtype of each HF tensor in the order of the export, with digests on request.
 
     Raises:
         ExportError, MappingError, TargetError: as ``iter_hf_weights``.

@@ -292,6 +292,9 @@ def mapping(hf: HF, *, head: str = "lm", dialect: Dialect | None = None) -> Weig
         head: ``"lm"``, ``"value"``, ``"classification"`` or ``"none"``.
         dialect: how HF names the experts; None is the dialect of the folder, or of the architecture.
 
+    Returns:
+        The rules; ``bind`` finds the rule of a megatron-core parameter.
+
     Raises:
         ConfigError: no architecture is registered for the config, or it refuses the config.
 

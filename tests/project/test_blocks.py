@@ -86,6 +86,7 @@ PAGES = {
     "docs/trainers/rlinf.md": ([MODELS + RLINF], (1, 2)),
     "docs/guide/targets.md": ([MODELS], (1, 2)),
     "docs/guide/images.md": ([MESH, IMAGES], (4,)),
+    "docs/guide/logging.md": ([""] * 2, (1,)),
 }
 """Code to run before each block, since a reader already has its results; and numbers of processes."""
 NOT_HERE = {

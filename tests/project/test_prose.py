@@ -20,6 +20,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted(ROOT.glob("docs/**/*.md")),
+    *sorted(ROOT.glob("changelog.d/*.md")),
 ]
 
 MOST_WORDS = 30

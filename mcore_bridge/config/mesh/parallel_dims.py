@@ -224,6 +224,9 @@ class ParallelDims:
             layout: the explicit layout of the pipeline, which ``parallel_state`` does not have either. None: an even
                 split. For another split, set fields with ``dataclasses.replace``.
 
+        Returns:
+            The sizes of its groups, with ``sp`` and ``layout``.
+
         Raises:
             MeshError: ``parallel_state`` is not initialized, or has an axis that we do not have.
         """

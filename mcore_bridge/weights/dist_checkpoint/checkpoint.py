@@ -95,6 +95,7 @@ def save_checkpoint(
 
     Args:
         models: this rank's chunks, wrapped or not.
+        folder: created if it does not exist.
         optimizer: megatron-core's optimizer, to write its state as well, so that any mesh can continue from it.
         common: other values that a trainer needs to continue (iteration, scheduler), equal on every rank and picklable.
             Its ``iteration`` is also written to the place from which Megatron-LM reads it.
@@ -183,6 +184,10 @@ def load_checkpoint(
             parameter is an error.
         strict: whether missing and unexpected tensors of the model raise; otherwise they are reported.
         part: "base" or "adapters" reads only these tensors; the folder and the models may have others.
+
+    Returns:
+        The folder that was read, the saved ``common``, and what was cast, missing or unexpected. It is equal on
+        all ranks.
 
     Raises:
         CheckpointError: on every rank. It names tensors that are missing, unexpected, of another shape, or would lose

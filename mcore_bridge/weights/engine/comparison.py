@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.engine.engine_tensors import EngineMemory, Source
-from mcore_bridge.weights.engine.group_copies import Pair, fill, take_expected
+from mcore_bridge.rules.spec import Pair, TensorSpec
+from mcore_bridge.weights.engine.engine_tensors import EngineMemory, EngineModel
+from mcore_bridge.weights.engine.group_copies import fill, take_expected
 from mcore_bridge.weights.engine.mapped_engine import specs_of
 from mcore_bridge.weights.ipc.buckets import BucketPlan
 from mcore_bridge.weights.plan.engine_map import EngineMap, EngineTensor, SliceFill, Uncovered
@@ -43,6 +43,7 @@ class Compared:
     num_tensors: int
     """The engine's tensors of which every element was compared that its loader writes."""
     wrong: tuple[WrongSlice, ...] = ()
+    """The slices that differ."""
     left_out: tuple[Uncovered, ...] = ()
     """The engine's tensors that only its loader can make, which were not compared."""
 
@@ -55,7 +56,7 @@ class MapComparison:
         source: the engine's model, or a function that returns its tensors by name.
     """
 
-    def __init__(self, engine_map: EngineMap, source: Source) -> None:
+    def __init__(self, engine_map: EngineMap, source: EngineModel) -> None:
         self._map = self._sent = engine_map
         self._memory = EngineMemory(engine_map, source)
         self._due: dict[str, TensorSpec] = {}

@@ -14,7 +14,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from mcore_bridge.weights.engine.group_copies import GroupCopies, Pair
+from mcore_bridge.rules.spec import Pair
+from mcore_bridge.weights.engine.group_copies import GroupCopies
 from mcore_bridge.weights.plan.boxes import ByteCopy, stacked
 from mcore_bridge.weights.plan.engine_map import EngineMap, SliceCopy
 from mcore_bridge.weights.plan.export_plan import Message

@@ -12,16 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from mcore_bridge.errors import TransferError
-from mcore_bridge.weights.engine.group_copies import GroupCopies, Pair, fill, octets
+from mcore_bridge.rules.spec import Pair
+from mcore_bridge.weights.engine.group_copies import GroupCopies, fill, octets
 from mcore_bridge.weights.plan.engine_map import EngineMap, EngineTensor
 from mcore_bridge.weights.transfer.copier import Buffers
 
 Tensors = Mapping[str, Tensor]
-Source = nn.Module | Callable[[], Tensors]
+"""Tensors of an engine by the engine's names."""
+EngineModel = nn.Module | Callable[[], Tensors]
 """An engine's model, or a function that returns the current tensors by name."""
 
 
-def all_tensors(source: Source) -> dict[str, Tensor]:
+def all_tensors(source: EngineModel) -> dict[str, Tensor]:
     """Every tensor of the engine: first its parameters and buffers, then attributes of its modules."""
     if not isinstance(source, nn.Module):
         return dict(source())
@@ -35,12 +37,12 @@ def all_tensors(source: Source) -> dict[str, Tensor]:
     return tensors
 
 
-def device_of(source: Source) -> torch.device:
+def device_of(source: EngineModel) -> torch.device:
     """The device of the engine's first tensor; the CPU if it has none."""
     return next((tensor.device for tensor in all_tensors(source).values()), torch.device("cpu"))
 
 
-def tensors_named(source: Source, names: Iterable[str]) -> dict[str, Tensor]:
+def tensors_named(source: EngineModel, names: Iterable[str]) -> dict[str, Tensor]:
     """The engine's tensors with these names. Names that the engine lacks are left out."""
     if not isinstance(source, nn.Module):
         held = source()
@@ -110,7 +112,7 @@ class EngineMemory:
         source: the engine's model, or a function that returns its tensors by name.
     """
 
-    def __init__(self, engine_map: EngineMap, source: Source) -> None:
+    def __init__(self, engine_map: EngineMap, source: EngineModel) -> None:
         self.map, self._source = engine_map, source
         self._found: Buffers | None = None
 

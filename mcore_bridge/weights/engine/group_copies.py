@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import TransferError
-from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.rules.spec import Pair, TensorSpec
 from mcore_bridge.weights.plan.boxes import ByteCopy, stacked
 from mcore_bridge.weights.plan.engine_map import EngineMap, EngineTensor
 from mcore_bridge.weights.transfer.copier import WORDS, Buffers, CopyTable, has_triton
-
-Pair = tuple[str, Tensor]
 
 
 def require_expected(pairs: Iterable[Pair], expected: Mapping[str, TensorSpec]) -> None:

@@ -12,11 +12,10 @@ from queue import SimpleQueue
 from threading import Semaphore, Thread
 
 import torch
-from torch import Tensor
 
 from mcore_bridge.errors import TransferError
+from mcore_bridge.rules.spec import Pair
 
-Pair = tuple[str, Tensor]
 Loader = Callable[[Iterator[Pair]], object]
 """The engine's loader, with all work after loading. It takes pairs of an HF name and a tensor."""
 

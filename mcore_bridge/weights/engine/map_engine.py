@@ -16,7 +16,14 @@ from torch import Tensor
 from mcore_bridge.arguments import FUNCTION, LEAST_0, Kind, instance_of, list_of, require
 from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.engine.engine_tensors import EngineMemory, Source, all_tensors, described, device_of, hosts
+from mcore_bridge.weights.engine.engine_tensors import (
+    EngineMemory,
+    EngineModel,
+    all_tensors,
+    described,
+    device_of,
+    hosts,
+)
 from mcore_bridge.weights.engine.loader_thread import Loader
 from mcore_bridge.weights.engine.mapped_engine import MappedEngine, specs_of
 from mcore_bridge.weights.engine.probe import MOST_SLICES, RunningNumbers, probe
@@ -33,7 +40,7 @@ _SPECS = list_of("a plan, or specs such as those of a manifest", TensorSpec)
 
 def map_engine(
     plan: BucketPlan | Iterable[TensorSpec],
-    source: Source,
+    source: EngineModel,
     load: Loader,
     *,
     engine: str = "",
@@ -56,6 +63,12 @@ def map_engine(
         kept: an earlier map, such as ``EngineMap.load(path)``. One run of the loader proves it. If it does not fit this
             engine, the reason is logged, and a new map is made.
         verify_every: prove the map again before every so many rounds, by two runs of the loader; 0 means never.
+
+    Returns:
+        The engine with its proven map.
+
+    Raises:
+        TransferError: an argument has a wrong type, or the loader copies no HF tensor into any tensor of the engine.
 
     Example:
         >>> head = torch.nn.Linear(48, 96, bias=False)                # an engine, and its loader
@@ -110,7 +123,7 @@ class _Tensor:
 class MapSearch:
     """An engine while its map is made."""
 
-    def __init__(self, specs: Sequence[TensorSpec], source: Source, load: Loader, engine: str) -> None:
+    def __init__(self, specs: Sequence[TensorSpec], source: EngineModel, load: Loader, engine: str) -> None:
         self._specs, self._source, self._load, self._engine = tuple(specs), source, load, engine
         self._by_name = {spec.name: spec for spec in specs}
         self._device = device_of(source)

@@ -10,9 +10,9 @@ from typing import Literal
 import torch
 
 from mcore_bridge.errors import TransferError
-from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.engine.engine_tensors import EngineMemory, Source, all_tensors, described
-from mcore_bridge.weights.engine.group_copies import MapCopies, Pair, require_expected
+from mcore_bridge.rules.spec import Pair, TensorSpec
+from mcore_bridge.weights.engine.engine_tensors import EngineMemory, EngineModel, all_tensors, described
+from mcore_bridge.weights.engine.group_copies import MapCopies, require_expected
 from mcore_bridge.weights.engine.loader_thread import Loader, LoaderThread
 from mcore_bridge.weights.engine.prove import disagreement
 from mcore_bridge.weights.ipc.buckets import BucketPlan
@@ -68,7 +68,7 @@ class MappedEngine:
     """
 
     def __init__(
-        self, engine_map: EngineMap, source: Source, load: Loader, *, verify_every: int = 0, disproof: str = ""
+        self, engine_map: EngineMap, source: EngineModel, load: Loader, *, verify_every: int = 0, disproof: str = ""
     ) -> None:
         if not (engine_map.copies or engine_map.uncovered):
             names = [spec.name for spec in engine_map.sources]
@@ -296,7 +296,7 @@ class MappedEngine:
             loading.break_off()
 
 
-def engine_without_map(specs: Sequence[TensorSpec], source: Source, load: Loader, engine: str) -> MappedEngine:
+def engine_without_map(specs: Sequence[TensorSpec], source: EngineModel, load: Loader, engine: str) -> MappedEngine:
     """An engine whose loader takes every HF tensor in every round: its map covers nothing."""
     names = tuple(spec.name for spec in specs)
     name, first = next(iter(all_tensors(source).items()))

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.engine.engine_tensors import Source, described, tensors_named
+from mcore_bridge.weights.engine.engine_tensors import EngineModel, described, tensors_named
 from mcore_bridge.weights.engine.loader_thread import Loader
 from mcore_bridge.weights.plan.boxes import BoxCopy
 from mcore_bridge.weights.plan.engine_map import EngineTensor, SliceCopy, SliceFill
@@ -53,7 +53,11 @@ MOST_SLICES = 1 << 16
 
 
 def probe(
-    numbering: RunningNumbers, load: Loader, source: Source, dtypes: Mapping[str, torch.dtype], device: torch.device
+    numbering: RunningNumbers,
+    load: Loader,
+    source: EngineModel,
+    dtypes: Mapping[str, torch.dtype],
+    device: torch.device,
 ) -> Iterator[tuple[str, list[SliceCopy], list[SliceFill]]]:
     """Load digits in place of weights. Yield the slices of each tensor if all of its elements are numbers or constants.
 

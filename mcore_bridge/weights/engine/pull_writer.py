@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import TransferError
-from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.rules.spec import Pair, TensorSpec
 from mcore_bridge.weights.engine.composed import MapWriter
-from mcore_bridge.weights.engine.group_copies import Pair
 from mcore_bridge.weights.ipc.shared_memory import Handle, allocate, share_part
 from mcore_bridge.weights.plan.boxes import Table
 from mcore_bridge.weights.plan.engine_map import EngineMap

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.engine.group_copies import Pair
+from mcore_bridge.rules.spec import Pair, TensorSpec
 from mcore_bridge.weights.engine.mapped_engine import MappedEngine
 from mcore_bridge.weights.ipc.shared_memory import Handle, open_all
 from mcore_bridge.weights.plan.boxes import ByteCopy, Table

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.engine.engine_tensors import Source
+from mcore_bridge.weights.engine.engine_tensors import EngineModel
 from mcore_bridge.weights.engine.group_copies import take_expected
 from mcore_bridge.weights.engine.loader_thread import Loader
 from mcore_bridge.weights.engine.map_engine import map_engine
@@ -35,7 +35,7 @@ class RoundsByMap:
         verify_every: prove the map again before every so many rounds; 0 means never.
     """
 
-    def __init__(self, source: Source, load: Loader, *, engine: str = "", verify_every: int = 0) -> None:
+    def __init__(self, source: EngineModel, load: Loader, *, engine: str = "", verify_every: int = 0) -> None:
         self.engine: MappedEngine | None = None
         self._source, self._load, self._name, self._verify_every = source, load, engine, verify_every
         self._specs: dict[str, TensorSpec] = {}

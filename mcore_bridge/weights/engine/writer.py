@@ -12,10 +12,10 @@ import torch
 from mcore_bridge.arguments import COUNT, instance_of, list_of, problem_of, require
 from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.mapping import Dialect
-from mcore_bridge.rules.spec import runs_within
+from mcore_bridge.rules.spec import Pair, runs_within
 from mcore_bridge.weights.agreement import Options, open_export
 from mcore_bridge.weights.engine.composed import MapWriter, MemoryWriter
-from mcore_bridge.weights.engine.group_copies import MapCopies, Pair, take_expected
+from mcore_bridge.weights.engine.group_copies import MapCopies, take_expected
 from mcore_bridge.weights.ipc.shared_memory import Handle, open_all
 from mcore_bridge.weights.model_chunks import Models
 from mcore_bridge.weights.plan.engine_map import EngineMap

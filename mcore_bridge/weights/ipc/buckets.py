@@ -26,6 +26,7 @@ class BucketEntry(TensorSpec):
     """One HF tensor in a slot: contiguous, from byte ``offset`` on, which is a multiple of ``ALIGNMENT``."""
 
     offset: int
+    """The first byte of the tensor in the slot."""
 
     def view(self, slot: Tensor) -> Tensor:
         """The tensor, as a view of ``slot`` (uint8 [bytes])."""
@@ -39,7 +40,9 @@ class Bucket:
     number: int
     """The index among the buckets of the plan. A ``Receiver`` needs nothing else."""
     slot: int
+    """The number of its slot."""
     pieces: tuple[BucketEntry, ...]
+    """The HF tensors in it, in the order of the manifest."""
 
     @property
     def num_bytes(self) -> int:
@@ -63,8 +66,11 @@ class BucketPlan:
     """All buckets, in the order in which they are sent. They use the slots one after the other."""
 
     num_slots: int
+    """The number of slots."""
     slot_bytes: int
+    """Bytes of each slot."""
     buckets: tuple[Bucket, ...]
+    """The buckets, by number."""
     target: str = ""
     """The digest of the engine map whose slices are sent; empty for whole HF tensors."""
 
@@ -99,6 +105,9 @@ def plan_buckets(
             model, and more for a larger tensor or group.
         together: further groups of names that must share a slot. Tensors between the first and the last of a group in
             the manifest travel with them.
+
+    Returns:
+        The buckets, each with its slot and the places of its tensors.
 
     Raises:
         TransferError: when a tensor or group is larger than ``slot_bytes``, a group names a tensor that the manifest

@@ -13,15 +13,12 @@ from torch import Tensor
 
 from mcore_bridge.arguments import instance_of, list_of, require
 from mcore_bridge.errors import TransferError
-from mcore_bridge.rules.spec import ALIGNMENT
+from mcore_bridge.rules.spec import ALIGNMENT, Pair
 from mcore_bridge.weights.ipc.buckets import Bucket, BucketPlan
 from mcore_bridge.weights.ipc.shared_memory import Handle, open_all
 
 _PLAN = instance_of("the plan of a BufferRing", BucketPlan)
 _HANDLES = list_of("what BufferRing.handles returned", Handle)
-
-
-Pairs = list[tuple[str, Tensor]]
 
 
 class EngineInput(Protocol):
@@ -30,7 +27,7 @@ class EngineInput(Protocol):
     def begin(self, plan: BucketPlan) -> None:
         """Announce a round of all HF tensors of ``plan``."""
 
-    def write(self, pairs: Pairs, *, stay: bool = False) -> None:
+    def write(self, pairs: list[Pair], *, stay: bool = False) -> None:
         """Copy ``pairs`` before this returns. ``stay``: later rounds pass this list again, in unchanged memory."""
 
     def complete(self, version: int | None = None) -> None:
@@ -70,12 +67,12 @@ class Receiver:
         sizes = [slot.numel() for slot in self._slots]
         if sizes != [plan.slot_bytes] * plan.num_slots:
             raise TransferError(f"expected {plan.num_slots} slots of {plan.slot_bytes} bytes, found slots of {sizes}")
-        self._views: dict[int, Pairs] = {}
+        self._views: dict[int, list[Pair]] = {}
         self._next = 0
         self._engine: EngineInput | None = None
 
     @contextmanager
-    def open(self, number: int) -> Iterator[Pairs]:
+    def open(self, number: int) -> Iterator[list[Pair]]:
         """Yield the tensors of bucket ``number``, as views of its slot. They may be overwritten when the block ends.
 
         The end of the block waits for all work that was queued on the current stream. Then acknowledge the bucket.
@@ -156,7 +153,7 @@ class Receiver:
         self._views.clear()
 
 
-def _pairs(bucket: Bucket, slot: Tensor) -> Pairs:
+def _pairs(bucket: Bucket, slot: Tensor) -> list[Pair]:
     return [(piece.name, piece.view(slot)) for piece in bucket.pieces]
 
 

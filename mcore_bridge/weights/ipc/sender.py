@@ -16,11 +16,11 @@ from torch import Tensor
 
 from mcore_bridge.arguments import DEVICE, require
 from mcore_bridge.errors import TransferError, shown
+from mcore_bridge.rules.spec import Pair
 from mcore_bridge.weights.ipc.buckets import Bucket, BucketPlan
 from mcore_bridge.weights.ipc.shared_memory import Handle, allocate, share
 from mcore_bridge.weights.transfer.copier import WORDS, indexed
 
-Pair = tuple[str, Tensor]
 AT_ONCE = 64 << 20
 """Bytes of tensors that are copied into a slot by one call."""
 
@@ -75,6 +75,9 @@ class BufferRing:
             in_flight: the most buckets that may be unread when the next bucket is yielded, by default the number of
                 slots. Pass 1 for a channel on which questions and answers alternate. The next slot is filled while the
                 consumer reads.
+
+        Yields:
+            Each bucket in the order of the plan, when all of its tensors are in its slot.
 
         Raises:
             TransferError: when a tensor is not the next one of the plan, or the last round broke off.

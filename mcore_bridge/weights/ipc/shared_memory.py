@@ -32,7 +32,9 @@ class Handle:
     """
 
     rebuild: Callable[..., Tensor]
+    """The function that opens the memory in another process."""
     args: tuple[Any, ...]
+    """The arguments of ``rebuild``."""
     gpu: str | None
     """The UUID of the GPU that has the memory."""
     digest: str = ""

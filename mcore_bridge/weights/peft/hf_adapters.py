@@ -65,6 +65,9 @@ def iter_hf_adapters(
         dtype, device, bucket_bytes, target: as for ``iter_hf_weights``. With an ``EngineRank``, adapters are cut like
             the weights. Most engines cut adapters themselves, and need "everything".
 
+    Yields:
+        HF names of ``lora_A`` and ``lora_B`` weights, each with its tensor: ``[rank, in]`` and ``[out, rank]``.
+
     Raises:
         ConfigError: the models have no adapters.
         ExportError, TargetError: on every rank of the group, when any of them fails.
@@ -174,6 +177,9 @@ def load_adapters(models: Models, folder: str | os.PathLike[str], *, dtype: Dtyp
         models: this rank's chunks with adapters, wrapped or not.
         folder: a folder of ``peft`` or ``save_hf_adapters``. Every rank reads it, or a copy of it.
         dtype: cast tensors to this first, if an adapter cannot hold every value. By default this is an error.
+
+    Returns:
+        What this rank has read, and which tensors were cast.
 
     Raises:
         ConfigError: the models have no adapters.

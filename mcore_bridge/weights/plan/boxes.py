@@ -38,6 +38,7 @@ class BoxCopy:
     source: int
     """The first element, counted from the beginning of the memory."""
     target: int
+    """The first element in the other memory."""
     dims: tuple[Dim, ...]
     """The outermost in the target first; neighbours that could be one dim are joined."""
 

@@ -31,12 +31,16 @@ FORMAT = "mcore_bridge engine map 1"
 
 @dataclass(frozen=True, slots=True)
 class EngineTensor:
-    """A tensor of the engine when the map was made: its name in the engine, and its geometry in memory."""
+    """A tensor of the engine when the map was made."""
 
     name: str
+    """The engine's name of the tensor."""
     shape: tuple[int, ...]
+    """Its shape."""
     strides: tuple[int, ...]
+    """Its strides in memory, in elements."""
     dtype: torch.dtype
+    """Its dtype."""
     kept: int = field(default=0, compare=False)
     """The number of elements that the engine's loader does not write."""
 
@@ -50,15 +54,14 @@ class EngineTensor:
 
 @dataclass(frozen=True, slots=True)
 class SliceCopy:
-    """A slice of an HF tensor that becomes a slice of an engine's tensor.
-
-    ``box`` counts elements of the HF tensor, which is contiguous, and elements of the engine's tensor from its first
-    one.
-    """
+    """A slice of an HF tensor that becomes a slice of an engine's tensor."""
 
     hf: str
+    """The name of the HF tensor."""
     tensor: str
+    """The engine's name of its tensor."""
     box: BoxCopy
+    """Both slices, in elements from the first one of each tensor. The HF tensor is contiguous."""
     casts: bool = False
     """Whether values are converted to the engine's dtype; otherwise bits are copied."""
 
@@ -67,12 +70,15 @@ class SliceCopy:
 class SliceFill:
     """Elements of an engine's tensor that do not depend on the weights, such as padding.
 
-    They are written before any copy, and a copy may write over some of them. ``bits`` is the pattern of one element.
+    They are written before any copy, and a copy may write over some of them.
     """
 
     tensor: str
+    """The engine's name of the tensor."""
     box: BoxCopy
+    """The elements, counted from the first one of the tensor."""
     bits: int
+    """The pattern of one element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +86,11 @@ class Uncovered:
     """A tensor of the engine that is not made of slices: only the engine's loader can make it from these HF tensors."""
 
     tensor: str
+    """The engine's name of the tensor."""
     reason: str
+    """Why it is not made of slices."""
     hf: tuple[str, ...]
+    """The names of the HF tensors."""
 
 
 @dataclass(frozen=True)
@@ -178,10 +187,13 @@ class EngineMap:
         ]
 
     def problems(self, device: torch.device | str = "cpu") -> list[str]:
-        """A line for each contradiction in the map: slices out of bounds, and elements that two copies or none write.
+        """Check the map itself: slices out of bounds, and elements that two copies or none write.
 
         Args:
             device: the device for the check, which takes one byte per element of one tensor at a time.
+
+        Returns:
+            A line for each contradiction.
         """
         specs = {spec.name: torch.Size(spec.shape).numel() for spec in self.sources}
         wrong = []

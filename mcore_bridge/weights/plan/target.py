@@ -127,11 +127,14 @@ class EngineRank:
         return -(-vocab_size // multiple) * multiple
 
     def cut(self, hf: str, *, routed: bool) -> tuple[int, int]:
-        """The number of ranks among which the engine cuts an HF tensor, and this rank among them.
+        """How the engine cuts an HF tensor.
 
         Args:
             hf: its name.
             routed: whether it belongs to a routed expert.
+
+        Returns:
+            The number of ranks among which it is cut, and this rank among them.
         """
         if self.is_whole(hf):
             return 1, 0
@@ -168,6 +171,9 @@ def engine_ranks(
 
     Args:
         tp, pp, ep, layers, local_names, whole, vocab_multiple: as for ``EngineRank``.
+
+    Returns:
+        ``tp * pp`` ranks, by their number in the engine.
 
     Raises:
         TargetError: when the arguments contradict each other.
