@@ -146,8 +146,8 @@ class CoreAttention(nn.Module):
         for length, run in groupby(packed_lengths(packed_seq_params, self.cp_group.size())):
             number = len([*run])  # sequences of one length are rows of a batch
             own = slice(start, start := start + number * length)
-            rows = [rearrange(tensor[own], "(b s) n d -> s b n d", b=number) for tensor in (query, key, value)]
-            outputs.append(rearrange(self._sequence(*rows, None, attn_mask_type), "s b h -> (b s) h"))
+            q, k, v = (rearrange(tensor[own], "(b s) n d -> s b n d", b=number) for tensor in (query, key, value))
+            outputs.append(rearrange(self._sequence(q, k, v, None, attn_mask_type), "s b h -> (b s) h"))
         return torch.cat(outputs)
 
     def masked(self, query: Tensor, key: Tensor, value: Tensor, visible: Sequence[Tensor], packed: Any) -> Tensor:
