@@ -67,7 +67,7 @@ class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @staticmethod
     def trainer_send_weights(iterator: object, trainer_args: object) -> None:
-        """Not the way of this backend; vLLM 0.25 to 0.28 want the method.
+        """Not the way of this backend; vLLM 0.25 to 0.27 want the method.
 
         Raises:
             TransferError: always.
