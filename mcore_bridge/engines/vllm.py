@@ -12,6 +12,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -19,9 +20,23 @@ import torch
 from torch import Tensor, nn
 
 from mcore_bridge.engines.engine_worker import EngineWorker
+from mcore_bridge.errors import TransferError
 from mcore_bridge.weights.engine.loader_thread import Loader
 
 BACKEND = "mcore_bridge"
+STARTS = {False: "start_weight_update", True: "start_draft_weight_update"}
+"""vLLM's call before a round, of its model and of its draft model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """The draft model of an engine of vLLM, as an engine of a ``WeightSync``. It needs our backend and vLLM 0.26.
+
+    >>> sync = mb.WeightSync(models, [llm, Draft(llm)])    # the MTP layers of ``models``, or a draft model of its own
+    """
+
+    engine: Any
+    """vLLM's ``LLM``, one of its clients, or the address of a server."""
 
 
 def register() -> None:
@@ -132,18 +147,28 @@ class Extension:
         self.worker_of_trainer.receive(info)
 
 
-def receive(llm: Any, info: Mapping[str, Any], version: int = 0) -> None:
+def receive(llm: Any, info: Mapping[str, Any], version: int = 0, *, draft: bool = False) -> None:
     """Have an ``LLM`` take part in a round of a ``WeightSync``, in whichever process it is.
 
     Args:
         llm: vLLM's ``LLM``, with our backend or our extension.
         info: what the trainer's call carries.
         version: what the ``LLM`` calls its new weights.
+        draft: whether its draft model takes part, and not its model.
+
+    Raises:
+        TransferError: when the draft model cannot be reached, since the ``LLM`` has no backend or is too old.
     """
-    if getattr(llm.llm_engine.vllm_config, "weight_transfer_config", None) is None:
+    has_backend = getattr(llm.llm_engine.vllm_config, "weight_transfer_config", None) is not None
+    if draft and not (has_backend and hasattr(llm, STARTS[True])):
+        raise TransferError(
+            f'expected vLLM 0.26 or newer with weight_transfer_config={{"backend": "{BACKEND}"}} for a draft model, '
+            f"found {'an older release' if has_backend else 'no weight_transfer_config'}"
+        )
+    if not has_backend:
         llm.collective_rpc(Extension.receive_from_trainer.__name__, args=(dict(info),))
     else:
-        llm.start_weight_update()
+        getattr(llm, STARTS[draft])()
         llm.update_weights({"update_info": dict(info)})
         llm.finish_weight_update()
     llm.reset_prefix_cache()

@@ -30,30 +30,34 @@ def call_of(engine: object) -> Call:
     Args:
         engine: an ``LLM`` of vLLM, or one of vLLM's clients, which have the method ``update_weights``. Or the address
             of a vLLM server, such as ``"http://node7:8000"``. Or a ``multiprocessing`` connection: the process behind
-            it calls ``EngineWorker.receive``, and answers with None or an exception. Or a function of ``info``.
+            it calls ``EngineWorker.receive``, and answers with None or an exception. Or a function of ``info``. Or a
+            ``Draft`` of one of vLLM's.
 
     Raises:
         TransferError: for anything else.
     """
-    if isinstance(engine, str):
-        return _server(engine)
-    if hasattr(engine, "collective_rpc"):
-        return partial(vllm.receive, engine)
-    if all(hasattr(engine, name) for name in _FOUR):
-        return _client(engine)
+    draft = isinstance(engine, vllm.Draft)
+    client = engine.engine if isinstance(engine, vllm.Draft) else engine
+    if isinstance(client, str):
+        return _server(client, vllm.STARTS[draft])
+    if hasattr(client, "collective_rpc"):
+        return partial(vllm.receive, client, draft=draft)
+    if all(hasattr(client, name) for name in _FOUR):
+        return _client(client, vllm.STARTS[draft])
     if hasattr(engine, "send_bytes") and hasattr(engine, "recv"):
         return _pipe(engine)
     if callable(engine):
         return lambda info, version: engine(info)
     raise TransferError(
-        "expected an engine: vLLM's LLM or one of its clients, the address of a server, a connection or a function; "
+        "expected an engine: vLLM's LLM or one of its clients, the address of a server, a connection or a function "
+        "(vLLM's Draft only of the first three); "
         f"found {shown(engine)}"
     )
 
 
-def _client(client: Any) -> Call:
+def _client(client: Any, start: str) -> Call:
     def call(info: Mapping[str, Any], version: int) -> None:
-        client.start_weight_update()
+        getattr(client, start)()
         client.update_weights(dict(info))
         takes_version = signature(client.finish_weight_update).parameters  # since vLLM 0.27
         client.finish_weight_update(*[str(version)] * bool(takes_version))
@@ -71,10 +75,10 @@ def _pipe(pipe: Any) -> Call:
     return call
 
 
-def _server(address: str) -> Call:
+def _server(address: str, start: str) -> Call:
     def call(info: Mapping[str, Any], version: int) -> None:
         seconds = 2 * float(info["seconds"])
-        _post(address, "start_weight_update", {}, seconds)
+        _post(address, start, {}, seconds)
         _post(address, "update_weights", {"update_info": dict(info)}, seconds)
         _post(address, "finish_weight_update", {"weight_version": str(version)}, seconds)
         for cache in ("reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache"):

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import mcore_bridge as mb
 from mcore_bridge.engines import EngineWorker, channel, sglang
+from mcore_bridge.engines.vllm import Draft
 from mcore_bridge.errors import TransferError
 from mcore_bridge.sync.clients import call_of
 from tests.support import pool
@@ -87,6 +88,9 @@ class FourMethods:
     def start_weight_update(self):
         self._calls.append(("/start_weight_update", None))
 
+    def start_draft_weight_update(self):
+        self._calls.append(("/start_draft_weight_update", None))
+
     def update_weights(self, update_info):
         self._calls.append(("/update_weights", None))
         self._receive(json.loads(json.dumps(update_info)))
@@ -107,12 +111,13 @@ def reached(kind):
     calls = []
     expected = mb.to_hf_state_dict(models)[HEAD]
     assert not torch.equal(weight, expected)
-    if kind == "server":
-        with server(worker.receive, calls) as address, mb.WeightSync(models, address, timeout=30) as sync:
+    wrapped = Draft if "draft" in kind else lambda engine: engine
+    if "server" in kind:
+        with server(worker.receive, calls) as address, mb.WeightSync(models, wrapped(address), timeout=30) as sync:
             sync(12)
     elif "client" in kind:
-        client = {"client": FourMethods, "older client": OlderClient}[kind](worker.receive, calls)
-        with mb.WeightSync(models, [client], timeout=30) as sync:
+        client = (OlderClient if "older" in kind else FourMethods)(worker.receive, calls)
+        with mb.WeightSync(models, [wrapped(client)], timeout=30) as sync:
             sync(12)
     elif kind == "pipe":
         ours, theirs = multiprocessing.Pipe()
@@ -146,13 +151,16 @@ def test_a_server_is_asked_for_log_probs():
     assert said == [[(2, -2.0), (3, -3.0), (5, -5.0)]] * 2
 
 
-@pytest.mark.parametrize("kind", ["server", "client", "older client", "pipe"])
+@pytest.mark.parametrize("kind", ["server", "draft of a server", "client", "older client", "draft of a client", "pipe"])
 def test_each_kind_of_client_brings_a_round_to_its_workers(kind):
     (calls,) = pool.run(1, reached, kind)
     three = [("/start_weight_update", None), ("/update_weights", None), ("/finish_weight_update", "12")]
     caches = [(f"/reset_{name}_cache", None) for name in ("prefix", "mm", "encoder")]
-    older = [*three[:2], ("/finish_weight_update", None)]
-    assert calls == {"server": three + caches, "client": three, "older client": older, "pipe": []}[kind]
+    if "older" in kind:
+        three[2] = ("/finish_weight_update", None)
+    if "draft" in kind:
+        three[0] = ("/start_draft_weight_update", None)
+    assert calls == (three + caches if "server" in kind else three if "client" in kind else [])
 
 
 def failing():

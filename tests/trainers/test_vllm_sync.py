@@ -13,7 +13,7 @@ from transformers import AutoConfig
 import mcore_bridge as mb
 from tests.support import pool
 from tests.support.stand_in import connected
-from tests.workers.vllm_sync import CONFIG, Client, serve
+from tests.workers.vllm_sync import CONFIG, DRAFT, Client, serve
 
 if importlib.util.find_spec("vllm") is None or torch.cuda.is_available():
     pytest.skip("needs vLLM, built for CPUs", allow_module_level=True)
@@ -63,5 +63,38 @@ def test_one_setting_gives_the_trainers_log_probs(setting, tensor_parallel, pack
     assert all(0 < distance < 1e-5 for distance, _ in apart[:3]), apart
     assert apart[3][0] > 0.1
     assert [wrong for _, wrong in apart] == [[None if no_map else step > 2 for _, no_map in ways] for step in range(4)]
+    process.join(60)
+    process.kill()
+
+
+def drafted(address):
+    """What comes of a round of a draft model and of the model, and of one without the draft model after a step."""
+    dims = mb.ParallelDims()
+    dims.initialize(device="cpu")
+    pairs = []
+    for config in (CONFIG, DRAFT):
+        hf = AutoConfig.for_model("qwen3", tie_word_embeddings=False, **config)
+        models = mb.build_model(hf, dims=dims, dtype=torch.float32, device="cpu", load_weights=False)
+        for parameter in models[0].parameters():
+            torch.nn.init.normal_(parameter, std=0.05)
+        pairs.append(models)
+    client, wrong = Client(connected(address)), []
+    with mb.WeightSync(pairs[0], client) as sync, mb.WeightSync(pairs[1], client.draft) as of_draft:
+        for each in (sync, of_draft):
+            each()
+        for parameter in pairs[1][0].parameters():
+            parameter.data.add_(1.0)
+        for each in (sync, of_draft):
+            (worker,) = each.verify(weights=True).weights
+            wrong.append(len({found.tensor for found in worker.compared.wrong}))
+    return wrong
+
+
+def test_a_draft_model_gets_weights_of_its_own(tmp_path):
+    address = str(tmp_path / "engine")
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(address, "draft", 1, False))
+    process.start()
+    (wrong,) = pool.run(1, drafted, address)
+    assert wrong == [0, 2 * 8 + 3]  # vLLM has eight parameters in a layer
     process.join(60)
     process.kill()

@@ -18,6 +18,17 @@ CONFIG = {
 }
 
 
+DRAFT = {**CONFIG, "num_hidden_layers": 2}
+
+
+def folder_of(config):
+    """A folder with a config alone."""
+    folder = Path(tempfile.mkdtemp())
+    fields = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], **config}
+    (folder / "config.json").write_text(json.dumps(fields))
+    return str(folder)
+
+
 class Client:
     """What the trainer's rank 0 has of that process."""
 
@@ -34,6 +45,9 @@ class Client:
     def __call__(self, info):
         self._ask(dict(info))
 
+    def draft(self, info):
+        self._ask(("draft", dict(info)))
+
     def log_probs(self, prompts):
         return self._ask(prompts)
 
@@ -43,6 +57,7 @@ class Client:
 
 SETTINGS = {
     "backend": {"weight_transfer_config": {"backend": "mcore_bridge"}},
+    "draft": {"weight_transfer_config": {"backend": "mcore_bridge"}},
     "extension": {"worker_extension_cls": "mcore_bridge.engines.vllm.Extension"},
 }
 
@@ -61,11 +76,12 @@ def serve(address, setting, tensor_parallel, packs):
 
     if not packs:
         _custom_ops._supports_onednn = False
-    folder = Path(tempfile.mkdtemp())
-    fields = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], **CONFIG}
-    (folder / "config.json").write_text(json.dumps(fields))
+    options = dict(SETTINGS[setting])
+    if setting == "draft":
+        draft = {"method": "draft_model", "num_speculative_tokens": 2, "model": folder_of(DRAFT)}
+        options["speculative_config"] = draft
     llm = LLM(
-        model=str(folder),
+        model=folder_of(CONFIG),
         dtype="float32",
         load_format="dummy",
         skip_tokenizer_init=True,
@@ -73,7 +89,7 @@ def serve(address, setting, tensor_parallel, packs):
         enforce_eager=True,
         tensor_parallel_size=tensor_parallel,
         kv_cache_memory_bytes=1 << 26,
-        **SETTINGS[setting],
+        **options,
     )
     with Listener(address) as listener, listener.accept() as pipe:
         while True:
@@ -84,6 +100,8 @@ def serve(address, setting, tensor_parallel, packs):
             try:
                 if isinstance(message, dict):
                     answer = receive(llm, message, 7)
+                elif isinstance(message, tuple):
+                    answer = receive(llm, message[1], 7, draft=True)
                 elif message == "version":
                     answer = llm.get_weight_version() if hasattr(llm, "get_weight_version") else "7"
                 else:
