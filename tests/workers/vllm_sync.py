@@ -21,10 +21,15 @@ CONFIG = {
 DRAFT = {**CONFIG, "num_hidden_layers": 2}
 
 
+MOE = {**CONFIG, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+MOE |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+
+
 def folder_of(config):
     """A folder with a config alone."""
     folder = Path(tempfile.mkdtemp())
-    fields = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], **config}
+    kind = "Qwen3Moe" if "num_experts" in config else "Qwen3"
+    fields = {"model_type": kind.lower().replace("moe", "_moe"), "architectures": [f"{kind}ForCausalLM"], **config}
     (folder / "config.json").write_text(json.dumps(fields))
     return str(folder)
 
@@ -55,9 +60,12 @@ class Client:
         return self._ask("version")
 
 
+BACKEND = {"weight_transfer_config": {"backend": "mcore_bridge"}}
 SETTINGS = {
-    "backend": {"weight_transfer_config": {"backend": "mcore_bridge"}},
-    "draft": {"weight_transfer_config": {"backend": "mcore_bridge"}},
+    "backend": BACKEND,
+    "draft": BACKEND,
+    "experts": BACKEND,
+    "stages": BACKEND | {"pipeline_parallel_size": 2},
     "extension": {"worker_extension_cls": "mcore_bridge.engines.vllm.Extension"},
 }
 
@@ -74,14 +82,15 @@ def serve(address, setting, tensor_parallel, packs):
 
     from mcore_bridge.engines.vllm import log_probs, receive
 
-    if not packs:
-        _custom_ops._supports_onednn = False
     options = dict(SETTINGS[setting])
+    if not packs:
+        options.setdefault("worker_extension_cls", "tests.workers.unpacked.Unpacked")
+        _custom_ops._supports_onednn = False
     if setting == "draft":
         draft = {"method": "draft_model", "num_speculative_tokens": 2, "model": folder_of(DRAFT)}
         options["speculative_config"] = draft
     llm = LLM(
-        model=folder_of(CONFIG),
+        model=folder_of(MOE if setting == "experts" else CONFIG),
         dtype="float32",
         load_format="dummy",
         skip_tokenizer_init=True,
