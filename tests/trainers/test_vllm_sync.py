@@ -38,7 +38,7 @@ def trained(address, setting):
                 parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
             if step < 3:
                 report = sync()
-            # On CPUs vLLM 0.32 fails with log-probs of prompts if it has stages, and its experts differ from transformers'
+            # On CPUs vLLM 0.32 fails with log-probs if it has stages, and its experts differ from those of transformers
             verified = sync.verify([] if setting in ("stages", "experts") else prompts, weights=True)
             are_wrong = [worker.compared and len(worker.compared.wrong) > 0 for worker in verified.weights]
             apart.append(([found.worst.distance for found in verified.log_probs], are_wrong))
