@@ -14,6 +14,7 @@ from mcore_bridge.commands.options import (
     Batch,
     Cp,
     Debug,
+    Download,
     Ep,
     Etp,
     Json,
@@ -31,16 +32,18 @@ from mcore_bridge.commands.options import (
     finite,
     path,
 )
-from mcore_bridge.commands.run_command import Answer, in_options, options_of, running, uncompiled
-from mcore_bridge.errors import ConfigError
+from mcore_bridge.commands.run_command import Answer, given_options, in_options, options_of, refuse, running, uncompiled
 from mcore_bridge.machine import uncollected
 
 _OF_ONE_MESH = {"vp", "layout", "sp", "mtp", "world", "engine_tp", "engine_pp", "engine_ep", "picture"}
+_OF_SEARCH = {"gpu_memory", "sequence", "micro_batch", "recompute"}
 
 
 def plan_command(
     context: typer.Context,
-    folder: Annotated[Path, typer.Argument(parser=path, help="Folder with a config.json; weights are not read.")],
+    folder: Annotated[
+        Path, typer.Argument(parser=path, help="Folder with a config.json, or a name on the hub; weights are not read.")
+    ],
     tp: Tp = 1,
     pp: Pp = 1,
     vp: Vp = 1,
@@ -87,6 +90,7 @@ def plan_command(
     ] = False,
     picture: Annotated[Path | None, typer.Option(parser=path, help="Also draw the plan to this file, as SVG.")] = None,
     strict_config: Strict = False,
+    download: Download = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -96,9 +100,14 @@ def plan_command(
     With --gpus the command suggests meshes: those that fit into memory in training, best first.
     """
     with running(context) as answer, uncollected(), uncompiled():
+        from mcore_bridge.commands.hub import CONFIG, locate
+
+        folder = locate(folder, CONFIG, download=download)
         if gpus is not None:
+            refuse(context, _OF_ONE_MESH, "with --gpus, which searches meshes")
             _suggest(context, answer, folder, gpus, Batch(sequence, micro_batch, recompute))
             return
+        refuse(context, _OF_SEARCH, "without --gpus")
         from mcore_bridge.commands.plan.picture import draw
         from mcore_bridge.commands.plan.tables import Planned, plan, render
         from mcore_bridge.weights.plan.target import engine_ranks
@@ -117,11 +126,7 @@ def _suggest(context: typer.Context, answer: Answer, folder: Path, gpus: int, ba
     from mcore_bridge.commands.plan import suggest_report
     from mcore_bridge.commands.plan.suggest import AXES, suggest
 
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
-    if others := sorted(given & _OF_ONE_MESH):
-        named = ", ".join(f"--{name.replace('_', '-')}" for name in others)
-        raise ConfigError(f"--gpus searches meshes, so it cannot be used with {named}: leave one of them out")
+    given = given_options(context)
     options: dict[str, Any] = context.params
     with Console(stderr=True, highlight=False).status("checking meshes") as status:
         search = suggest(

@@ -24,7 +24,7 @@ from typer.core import TyperGroup
 
 from mcore_bridge.arguments import given_path
 from mcore_bridge.commands.options import MESH
-from mcore_bridge.errors import BridgeError, TargetError, describe
+from mcore_bridge.errors import BridgeError, ConfigError, TargetError, describe
 
 Answer = Callable[[Any, Callable[[Any], RenderableType]], None]
 """Prints the answer of a command: as a report that the given function makes, or as JSON (``plain``) for ``--json``."""
@@ -143,6 +143,27 @@ def uncompiled() -> Iterator[None]:
     finally:
         if given is None:
             del os.environ[name]
+
+
+def given_options(context: typer.Context) -> frozenset[str]:
+    """The names of the options and arguments that the command line has."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return frozenset(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
+
+
+def refuse(context: typer.Context, names: Collection[str], why: str) -> None:
+    """Refuse options of which this run makes no use.
+
+    Args:
+        names: the options, as parameters of Python.
+        why: why they have no effect, such as "without --gpus".
+
+    Raises:
+        ConfigError: the command line has some of them.
+    """
+    if ignored := sorted(given_options(context).intersection(names)):
+        named = ", ".join(f"--{name.replace('_', '-')}" for name in ignored)
+        raise ConfigError(f"{named} would have no effect {why}: leave out what is not needed")
 
 
 def options_of(context: typer.Context) -> list[str]:

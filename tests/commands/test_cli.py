@@ -250,6 +250,32 @@ def test_verify_refuses_a_mesh_that_does_not_fit(checkpoint: Path, options: list
     assert said in refused(run("verify", checkpoint, *options))
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (
+            "plan HF --gpu-memory 80 --recompute --sequence 8 --micro-batch 2",
+            "--gpu-memory, --micro-batch, --rec",
+        ),
+        ("plan HF --gpus 2 --layout balanced", "--layout would have no effect with --gpus"),
+        ("verify HF --tokens 8 --no-logits", "--tokens would have no effect with --no-logits"),
+        ("convert HF OUT --processes 2 --gpus 2", "--processes would have no effect with --gpus"),
+        (
+            "convert HF OUT --backend torch --drop-mtp",
+            "--backend, --drop-mtp would have no effect with --to",
+        ),
+        ("convert HF OUT --to torch --drop-mtp", "--drop-mtp would have no effect with --to torch"),
+        ("convert HF OUT --to hf --mtp 1 --strict-config", "--mtp, --strict-config would have no effect with --to hf"),
+        ("convert DIST OUT --mtp 1 --vision train --to torch_dist", "--mtp, --to, --vision would have no effect for a"),
+    ],
+)
+def test_an_option_without_effect_is_refused(command: str, said: str, checkpoint: Path, tmp_path: Path) -> None:
+    (dist := tmp_path / "dist").mkdir()
+    (dist / "metadata.json").write_text("{}")
+    places = {"HF": checkpoint, "OUT": tmp_path / "out", "DIST": dist}
+    assert said in refused(run(*(places.get(word, word) for word in command.split())))
+
+
 def test_a_refusal_is_one_line_on_stderr(copied: Path) -> None:
     truncate(copied)
     command = [sys.executable, "-m", "mcore_bridge.cli", "verify", str(copied)]
@@ -261,7 +287,7 @@ def test_a_refusal_is_one_line_on_stderr(copied: Path) -> None:
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    assert "no folder" in refused(run("verify", tmp_path / "nothing"))
+    assert "must be an existing folder" in refused(run("verify", tmp_path / "nothing"))
 
 
 def _verdict(*, relative: float = 0.0, **different: tuple[str, ...]) -> Verdict:

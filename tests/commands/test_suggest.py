@@ -186,7 +186,7 @@ def test_the_command_prints_and_refuses(tmp_path: Path) -> None:
     header = next(line for line in result.output.splitlines() if "mesh " in line)
     assert header.split() == ["mesh", "DP", "params", "grads", "Adam", "activ.", "logits", "sum", "export"]
     assert max(map(len, result.output.splitlines())) <= 80
-    assert "cannot be used with --layout, --picture, --vp" in refused(
+    assert "--layout, --picture, --vp would have no effect with --gpus" in refused(
         run("plan", tmp_path, "--gpus", 4, "--vp", 2, "--layout", "balanced", "--picture", tmp_path / "meshes.svg")
     )
     assert "--tp 3 must divide 4 GPUs" in refused(run("plan", tmp_path, "--gpus", 4, "--tp", 3))

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -307,11 +308,11 @@ def test_folders_with_nothing_to_convert_say_what_was_expected(tmp_path):
         CheckpointError, match=r"older is no checkpoint.* in it, in its dist_ckpt or model/dist_ckpt, or"
     ):
         convert(older, tmp_path / "back", on_event=quiet)
-    for name in ("config.json", "pytorch_model.bin"):
-        (older / name).write_text("{}")
+    (older / "pytorch_model.bin").touch()
+    source = small(tmp_path / "hf")
+    shutil.copy(source / "config.json", older)
     with pytest.raises(CheckpointError, match=r"a config\.json, but neither \*\.safetensors nor .*save_pretrained"):
         convert(older, tmp_path / "back", on_event=quiet)
-    source = small(tmp_path / "hf")
     with pytest.raises(
         CheckpointError, match="hf is an HF folder, not a checkpoint of megatron-core: load it by load_hf_weights"
     ):

@@ -24,8 +24,8 @@ REACHED = {
     "map_engine": 20,
 }
 """Public functions, and the files that a reader passes who follows each name that is used on the way."""
-ROOMS, FLOORS = {"weights": 22, "factory": 14}, {"weights": 11, "factory": 6}
-SMALL, SMALL_FILES, FILES, MEDIAN = 45, 10, 368, 116
+ROOMS, FLOORS = {"weights": 22, "factory": 15}, {"weights": 11, "factory": 6}
+SMALL, SMALL_FILES, FILES, MEDIAN = 45, 10, 370, 116
 TWICE = {"classes": 1, "files": 1}
 LONG, MANY = 60, 12
 

@@ -18,6 +18,7 @@ from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.unread_fields import notes_on
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.factory.blueprint import BuildOptions
+from mcore_bridge.factory.supports import require_supported
 from mcore_bridge.launch.processes import OnEvent, run_ranks
 from mcore_bridge.rules.dtypes import Dtypes, dtype_name
 from mcore_bridge.rules.mapping import WeightMapping
@@ -133,6 +134,7 @@ def verify(
     """
     from mcore_bridge.factory.blueprint import make_blueprint
 
+    require_supported(folder)
     sources = SourceFolders.of(*(given_path(path) for path in (folder, against, adapter) if path is not None))
     if save is not None:
         sources.require_apart(save := target_of(save))
