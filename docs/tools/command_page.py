@@ -12,7 +12,7 @@ import typer
 from mcore_bridge.commands.app import app
 from mcore_bridge.commands.doctor import Diagnosis
 from mcore_bridge.commands.draw import Drawn
-from mcore_bridge.commands.plan.suggest import Search
+from mcore_bridge.commands.plan.suggest_report import Search
 from mcore_bridge.commands.plan.tables import Planned
 from mcore_bridge.commands.run_command import keys_of
 from mcore_bridge.commands.verify.verify import Verdict

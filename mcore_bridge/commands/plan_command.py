@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,13 +31,15 @@ from mcore_bridge.commands.options import (
     build_options,
     dtype_of,
     finite,
+    one_of,
     path,
 )
 from mcore_bridge.commands.run_command import Answer, given_options, in_options, options_of, refuse, running, uncompiled
 from mcore_bridge.machine import uncollected
 
-_OF_ONE_MESH = {"vp", "layout", "sp", "mtp", "world", "engine_tp", "engine_pp", "engine_ep", "picture"}
-_OF_SEARCH = {"gpu_memory", "sequence", "micro_batch", "recompute"}
+_OF_ONE_MESH = {"vp", "layout", "sp", "mtp", "world", "engine_tp", "engine_pp", "engine_ep", "picture", "settings"}
+_OF_REPORT = {"bandwidth", "engine_tp", "engine_pp", "engine_ep", "picture"}
+_OF_SEARCH = {"gpus_per_node", "gpu_memory", "sequence", "micro_batch", "recompute"}
 
 
 def plan_command(
@@ -80,6 +83,9 @@ def plan_command(
         int | None,
         typer.Option(min=1, help="Suggest meshes for so many GPUs instead. Sizes that are given are not searched."),
     ] = None,
+    gpus_per_node: Annotated[
+        int, typer.Option(min=1, help="With --gpus: GPUs of a node. Tensor parallelism stays within one.")
+    ] = 8,
     gpu_memory: Annotated[
         float, typer.Option(min=1, callback=finite, help="With --gpus: GB that a rank may need.")
     ] = 72.0,
@@ -88,6 +94,10 @@ def plan_command(
     recompute: Annotated[
         bool, typer.Option("--recompute", help="With --gpus: keep only the inputs of layers for the backward pass.")
     ] = False,
+    settings: Annotated[
+        str | None,
+        typer.Option(help='Print only the mesh, as settings of a trainer: YAML of "verl" or "nemo-rl", or of "slime".'),
+    ] = None,
     picture: Annotated[Path | None, typer.Option(parser=path, help="Also draw the plan to this file, as SVG.")] = None,
     strict_config: Strict = False,
     download: Download = False,
@@ -110,9 +120,18 @@ def plan_command(
         refuse(context, _OF_SEARCH, "without --gpus")
         from mcore_bridge.commands.plan.picture import draw
         from mcore_bridge.commands.plan.tables import Planned, plan, render
+        from mcore_bridge.commands.plan.trainer_settings import TRAINERS, settings_for
+        from mcore_bridge.commands.plan.trainer_settings import render as render_settings
         from mcore_bridge.weights.plan.target import engine_ranks
 
+        if settings is not None:
+            one_of("settings", settings, TRAINERS)
         mesh_plan = plan(folder, build_options(context), dtype=dtype_of(dtype), world_size=world)
+        if settings is not None:
+            refuse(context, _OF_REPORT, "with --settings")
+            dims, num_layers = mesh_plan.blueprint.dims, mesh_plan.blueprint.config.num_layers
+            answer(settings_for(settings, dims, num_layers), partial(render_settings, settings))
+            return
         sizes = engine_tp or 1, engine_pp or 1, engine_ep or 1
         asked = engine_tp or engine_pp or engine_ep
         engine = engine_ranks(tp=sizes[0], pp=sizes[1], ep=sizes[2]) if asked else ()
@@ -125,10 +144,11 @@ def plan_command(
 def _suggest(context: typer.Context, answer: Answer, folder: Path, gpus: int, batch: Batch) -> None:
     from mcore_bridge.commands.plan import suggest_report
     from mcore_bridge.commands.plan.suggest import AXES, suggest
+    from mcore_bridge.commands.report import progress
 
     given = given_options(context)
     options: dict[str, Any] = context.params
-    with Console(stderr=True, highlight=False).status("checking meshes") as status:
+    with progress(Console(stderr=True), 1) as on_event:
         search = suggest(
             folder,
             gpus,
@@ -136,9 +156,10 @@ def _suggest(context: typer.Context, answer: Answer, folder: Path, gpus: int, ba
             gpu_bytes=options["gpu_memory"] * 1e9,
             given={axis: options[axis] for axis in AXES if axis in given},
             batch=batch,
+            gpus_per_node=options["gpus_per_node"],
             dtype=dtype_of(options["dtype"]),
             bandwidth=options["bandwidth"],
-            on_plan=lambda number, dims: status.update(f"planning suggestion {number + 1}: {dims}"),
+            on_event=on_event,
         )
     options_here = options_of(context)
     refused = tuple(replace(refused, reason=in_options(refused.reason, options_here)) for refused in search.refused)

@@ -20,6 +20,7 @@ from typing import Any
 
 import typer
 from rich.console import Console, RenderableType
+from rich.text import Text
 from typer.core import TyperGroup
 
 from mcore_bridge.arguments import given_path
@@ -80,7 +81,8 @@ def running(context: typer.Context) -> Iterator[Answer]:
         if as_json:
             print(json.dumps(plain(value), allow_nan=False), file=stdout)
         else:
-            Console(highlight=False).print(report(value))
+            shown = report(value)
+            Console(highlight=False).print(shown, soft_wrap=isinstance(shown, Text))  # a text is made to be copied
 
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr if as_json else stdout):

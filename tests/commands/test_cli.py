@@ -17,6 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
+import yaml
 from rich.console import Console
 from rich.progress import Progress
 from safetensors.torch import load_file, save_file
@@ -419,6 +420,25 @@ def test_plan_of_a_folder_with_only_a_config(llama_70b: Path, tmp_path: Path) ->
     cells = [title.text or "" for title in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}title")]
     assert len(cells) == 80 + 2
     assert sum(cell.startswith("layer ") for cell in cells) == 80
+
+
+def test_plan_spells_a_mesh_for_trainers(llama_70b: Path) -> None:
+    """The printed settings are the mesh again."""
+    options = ["--tp", 2, "--pp", 4, "--sp", "--layout", "balanced", "--settings"]
+    dims = plan(llama_70b, BuildOptions(dims=ParallelDims(tp=2, pp=4, sp=True, layout="balanced"))).blueprint.dims
+    assert ParallelDims.from_dict(yaml.safe_load(run("plan", llama_70b, *options, "verl").stdout)) == dims
+    nemo = ParallelDims.from_dict(yaml.safe_load(run("plan", llama_70b, *options, "nemo-rl").stdout))
+    assert [len(stage.layers) for stage in nemo.stages(80)] == [len(stage.layers) for stage in dims.stages(80)]
+    slime = run("plan", llama_70b, *options, "slime").stdout
+    assert "--tensor-model-parallel-size 2 \\\n" in slime
+    assert f'--sequence-parallel \\\n--pipeline-model-parallel-layout "{dims.layout}"\n' in slime
+    said = json.loads(run("plan", llama_70b, *options, "slime", "--json").stdout)
+    assert ParallelDims.from_dict(said) == dims
+    unequal = ["--pp", 3, "--layout", f"E{'t' * 30}|{'t' * 30}|{'t' * 20}L", "--settings"]
+    assert run("plan", llama_70b, *unequal, "nemo-rl").exit_code == 0
+    unequal = ["--pp", 4, "--layout", f"E{'t' * 30}|{'t' * 30}|t|{'t' * 19}L", "--settings"]
+    assert "NeMo-RL must have equal stages" in refused(run("plan", llama_70b, *unequal, "nemo-rl"))
+    assert "--settings must be one of verl" in refused(run("plan", llama_70b, "--settings", "trl"))
 
 
 @pytest.mark.parametrize("also", [["--tp", 2, "--pp", 2], ["--gpus", 2]])
