@@ -23,13 +23,25 @@ if TYPE_CHECKING:
     from mcore_bridge.batches.packing import unpack_sequences as unpack_sequences
     from mcore_bridge.config.mesh.parallel_dims import ParallelDims as ParallelDims
     from mcore_bridge.cpu import enable_cpu as enable_cpu
+    from mcore_bridge.errors import BatchError as BatchError
     from mcore_bridge.errors import BridgeError as BridgeError
+    from mcore_bridge.errors import CheckpointError as CheckpointError
+    from mcore_bridge.errors import ConfigError as ConfigError
+    from mcore_bridge.errors import ExportError as ExportError
+    from mcore_bridge.errors import LostRankError as LostRankError
+    from mcore_bridge.errors import MappingError as MappingError
+    from mcore_bridge.errors import MeshError as MeshError
+    from mcore_bridge.errors import TargetError as TargetError
+    from mcore_bridge.errors import TransferError as TransferError
     from mcore_bridge.factory.add_adapters import add_adapters as add_adapters
     from mcore_bridge.factory.build import build_model as build_model
     from mcore_bridge.factory.gpt_inputs import to_gpt_arguments as to_gpt_arguments
     from mcore_bridge.factory.gpt_inputs import to_layer_spec as to_layer_spec
     from mcore_bridge.factory.gpt_inputs import to_transformer_config as to_transformer_config
     from mcore_bridge.factory.reference import without_adapters as without_adapters
+    from mcore_bridge.factory.supports import Support as Support
+    from mcore_bridge.factory.supports import list_families as list_families
+    from mcore_bridge.factory.supports import supports as supports
     from mcore_bridge.rules.adapters import Adapters as Adapters
     from mcore_bridge.sync.vllm_source import vllm_source as vllm_source
     from mcore_bridge.sync.weight_sync import WeightSync as WeightSync
@@ -105,7 +117,19 @@ _HOMES = {
     "register": "architecture",
     "LoadReport": "weights.load_state",
     "Manifest": "weights.manifest",
+    "Support": "factory.supports",
+    "supports": "factory.supports",
+    "list_families": "factory.supports",
     "BridgeError": "errors",
+    "ConfigError": "errors",
+    "MeshError": "errors",
+    "MappingError": "errors",
+    "CheckpointError": "errors",
+    "ExportError": "errors",
+    "LostRankError": "errors",
+    "TargetError": "errors",
+    "TransferError": "errors",
+    "BatchError": "errors",
     "enable_cpu": "cpu",
 }
 
@@ -114,16 +138,38 @@ _OF_ENGINES = {
 }
 """Their page is the page of ``mcore_bridge.engines``. Trainers may import them from here, too."""
 
-__all__ = [name for name in _HOMES if name not in _OF_ENGINES]
+_ERRORS = {name for name, home in _HOMES.items() if home == "errors" and name != "BridgeError"}
+"""Their page lists the module of errors."""
+
+__all__ = [name for name in _HOMES if name not in _OF_ENGINES | _ERRORS]
+
+
+_OF_OTHERS = {
+    "AutoBridge": "build_model, or AutoBridge of mcore_bridge.trainers.megatron_bridge",
+    "load_model": "build_model",
+    "from_pretrained": "build_model",
+    "save_pretrained": "save_hf_checkpoint",
+    "export_hf_weights": "iter_hf_weights",
+    "can_handle": "supports",
+    "list_supported_models": "list_families",
+}
+"""Names that other libraries have for what is here."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_meant(name)}")
     value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     globals()[name] = value
     return value
 
 
+def _meant(name: str) -> str:
+    from difflib import get_close_matches
+
+    near = [_OF_OTHERS[name]] if name in _OF_OTHERS else get_close_matches(name, _HOMES, n=1)
+    return f": do you mean {near[0]}?" if near and not name.startswith("_") else ""
+
+
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_ERRORS})

@@ -61,7 +61,7 @@ def locate(name: Path, contents: Contents, *, download: bool) -> Path:
 
 def _is_repository(name: str) -> bool:
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     try:
         validate_repo_id(name)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from mcore_bridge.factory.blueprint import BuildOptions
 
-_DTYPES = ("float32", "bfloat16", "float16")
+_DTYPES = ("float32", "bfloat16", "float16", "auto")
 MESH = ("tp", "pp", "vp", "cp", "ep", "etp", "sp", "layout")
 """The options of a mesh, as fields of ``ParallelDims``."""
 BANDWIDTH = 255.0
@@ -96,7 +96,7 @@ def build_options(context: typer.Context) -> BuildOptions:
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:
-    """The dtype that the option ``--dtype`` names, if it is given."""
-    import torch
+    """The dtype that the option ``--dtype`` names, if it is given and not "auto"."""
+    from mcore_bridge.rules.dtypes import as_dtype
 
-    return None if name is None else getattr(torch, one_of("dtype", name, _DTYPES))
+    return None if name is None else as_dtype(one_of("dtype", name, _DTYPES))

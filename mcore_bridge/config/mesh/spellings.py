@@ -28,7 +28,7 @@ def sizes_in(settings: object, ours: Mapping[str, str], names: Collection[str]) 
     if not isinstance(settings, Mapping):
         raise MeshError(f"the settings of a mesh must be a mapping of names to values, found {shown(settings)}")
     section = _section(settings)
-    split = section.get(OVERRIDES) or {}
+    split = overrides if isinstance(overrides := section.get(OVERRIDES), Mapping) else {}
     given = {str(name): value for name, value in section.items()}
     given |= {str(name): value for name, value in split.items() if name in names}
     absent = {*ours.values(), *names} - given.keys()
