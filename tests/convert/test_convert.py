@@ -345,6 +345,9 @@ def test_what_does_not_fit_is_named(tmp_path):
         with pytest.raises(CheckpointError, match=of_hf):
             convert(source, tmp_path / "back", hf=other, on_event=quiet)
     state = dict(Checkpoint(source))
+    wrapped = written({f"module.{name}": each for name, each in state.items()}, mb_config(source), tmp_path / "wrapped")
+    with pytest.raises(CheckpointError, match=r"begin with 'module\.': remove this prefix"):
+        convert(wrapped, tmp_path / "back", on_event=quiet)
     state["model.norm.weight"] = state["model.norm.weight"].float()
     mixed = written(state, mb_config(source), tmp_path / "mixed")
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight is float32, and bfloat16 cannot hold"):

@@ -146,17 +146,8 @@ def test_a_wrong_call_is_told_what_was_expected(tmp_path, models, what):
 
 NOT_TRIED = {"forward", "log_probs", "pack_sequences", "unpack_sequences", "TokenOutputs", "PackedSequences"}
 """Functions for batches, which have separate tests."""
-DATA = {
-    *mb._ERRORS,
-    "BridgeError",
-    "Support",
-    "LoadReport",
-    "CheckpointReport",
-    "Adapters",
-    "Manifest",
-    "EngineMap",
-    "Architecture",
-}
+RESULTS = {"LoadReport", "CheckpointReport", "Adapters", "Manifest", "EngineMap", "Architecture", "Support"}
+DATA = {"BridgeError", *mb._ERRORS, *RESULTS}
 """Classes of results, which callers only read, or whose fields the author of an architecture writes."""
 MARK = allocate(8, torch.device("cpu"))
 EMPTY_MAP = mb.EngineMap("", (), (), ())

@@ -130,6 +130,9 @@ def test_missing_and_unexpected_tensors_raise_with_their_names(state, tmp_path, 
     for surplus in ("model.layers.0.self_attn.q_proj.bias", "model.layers.2.mlp.up_proj.weight", "visual.weight"):
         with pytest.raises(CheckpointError, match=rf"unexpected \['{re.escape(surplus)}'\]"):
             loaded(source({**state, surplus: torch.ones(4)}), dims)
+    wrapped = source({f"module.{name}": tensor for name, tensor in state.items()})
+    with pytest.raises(CheckpointError, match=r"All names of the source begin with 'module\.': remove this prefix"):
+        loaded(wrapped, dims)
 
 
 def test_not_strict_reports_what_strict_raises(state):
