@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from mcore_bridge.weights.plan.engine_map import EngineMap as EngineMap
     from mcore_bridge.weights.plan.target import EngineRank as EngineRank
     from mcore_bridge.weights.plan.target import engine_ranks as engine_ranks
+    from mcore_bridge.weights.progress import show_progress as show_progress
     from mcore_bridge.weights.provenance import mapping as mapping
     from mcore_bridge.weights.save import save_hf_checkpoint as save_hf_checkpoint
 
@@ -107,6 +108,7 @@ _HOMES = {
     "to_gpt_arguments": "factory.gpt_inputs",
     "to_layer_spec": "factory.gpt_inputs",
     "mapping": "weights.provenance",
+    "show_progress": "weights.progress",
     "add_adapters": "factory.add_adapters",
     "Adapters": "rules.adapters",
     "iter_hf_adapters": "weights.peft.hf_adapters",

@@ -468,7 +468,7 @@ TABLE: dict[str, dict[str, Cell] | str] = {
             *("Receiver", "forward", "TokenOutputs", "log_probs", "pack_sequences", "unpack_sequences"),
             *("PackedSequences", "Adapters", "iter_hf_adapters", "without_adapters", "Architecture", "register"),
             *("LoadReport", "BridgeError", "enable_cpu", "EngineWriter", "EngineWorker", "MappedEngine", "WeightSync"),
-            *("vllm_source", "Support", "list_families"),
+            *("vllm_source", "Support", "list_families", "show_progress"),
         ],
         NO_PATH,
     ),
