@@ -34,6 +34,8 @@ _AXES = frozenset({"tp", "pp", "vp", "cp", "ep", "etp", "sp"})
 _OPTION_OF = {"mtp_num_layers": "mtp", "expert_tensor_parallel_size": "etp"}
 """Arguments whose option has another name, each with that name."""
 
+_NOISY = ("", "torch.utils.cpp_extension")
+"""Loggers whose warnings a command does not print: the root, and one that tells of CUDA on machines without."""
 _JSON = "mcore_bridge.json"
 
 
@@ -73,9 +75,9 @@ def running(context: typer.Context) -> Iterator[Answer]:
     ``{"error": "..."}``.
     """
     as_json, stdout = bool(context.params.get("json")), sys.stdout
-    root = logging.getLogger()
-    level = root.level
-    root.setLevel(logging.ERROR)
+    levels = {logger: logger.level for logger in map(logging.getLogger, _NOISY)}
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
 
     def answer(value: Any, report: Callable[[Any], RenderableType]) -> None:
         if as_json:
@@ -104,7 +106,8 @@ def running(context: typer.Context) -> Iterator[Answer]:
             print(json.dumps({"error": message}), file=stdout)
         raise typer.Exit(1) from None
     finally:
-        root.setLevel(level)
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 def plain(value: Any) -> Any:

@@ -1,6 +1,7 @@
 """Runs the command as users do: correct input passes; wrong input gives exit code 1 and one message with the reason."""
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -524,6 +525,17 @@ def _doctor(path: Path, monkeypatch: pytest.MonkeyPatch) -> Result:
     monkeypatch.setattr(sys, "path", [*sys.path, str(path)])
     monkeypatch.setenv("COLUMNS", "200")
     return run("doctor")
+
+
+def test_a_command_does_not_tell_of_cuda_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's logger has a handler of its own, so that the level of the root does not matter."""
+    logger, said = logging.getLogger("torch.utils.cpp_extension"), StringIO()
+    monkeypatch.setattr(logger, "handlers", [logging.StreamHandler(said)])
+    monkeypatch.setattr(doctor, "examine", lambda: logger.warning("No CUDA runtime is found") or doctor.Diagnosis(()))
+    level = logger.level
+    assert run("doctor").exit_code == 0
+    assert said.getvalue() == ""
+    assert logger.level == level
 
 
 @pytest.mark.parametrize("by_top_level", [True, False])
