@@ -9,6 +9,9 @@ The import changes nothing in torch, transformers or megatron-core, and needs no
 are imported when they are first used.
 """
 
+import os
+import sys
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +76,28 @@ if TYPE_CHECKING:
     from mcore_bridge.weights.save import save_hf_checkpoint as save_hf_checkpoint
 
 __version__ = "0.1.0"
+
+
+def _warn_of_other_package() -> None:
+    """Warn if the distribution mcore-bridge is installed. pip writes its package over ours, or ours over it.
+
+    Folders are listed, since ``importlib.metadata`` would take longer than all of this import.
+    """
+    for folder in filter(os.path.isdir, sys.path):
+        try:
+            names = os.listdir(folder)
+        except OSError:
+            continue
+        if any(name.startswith("mcore_bridge-") and name.endswith(".dist-info") for name in names):
+            warnings.warn(
+                f"{folder} has the distribution mcore-bridge of ModelScope, whose package is named mcore_bridge, too. "
+                "One may have overwritten files of the other: pip uninstall mcore-bridge mcore-hf, then install the "
+                "one that you use",
+                stacklevel=3,
+            )
+
+
+_warn_of_other_package()
 
 _HOMES = {
     "ParallelDims": "config.mesh.parallel_dims",

@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import Result
 
+import mcore_bridge
 from mcore_bridge import BridgeError, Manifest, ParallelDims
 from mcore_bridge import architecture as architecture_module
 from mcore_bridge.commands import doctor, report, text
@@ -548,6 +549,19 @@ def test_doctor_names_a_distribution_with_our_import_name(
     assert "name clash mcore-bridge 1.6.5" in said
     assert "pip uninstall mcore-bridge mcore-hf" in said
     assert "not ready: name clash: " in said
+
+
+def test_the_import_tells_of_a_distribution_with_our_import_name(tmp_path: Path) -> None:
+    site = _installed(tmp_path / "site", "mcore-bridge", by_top_level=True)
+    finished = subprocess.run(
+        [sys.executable, "-c", "import mcore_bridge"],
+        env={**os.environ, "PYTHONPATH": f"{Path(mcore_bridge.__file__).parent.parent}:{site}:/nothing"},
+        capture_output=True,
+        text=True,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert f"{site} has the distribution mcore-bridge of ModelScope" in finished.stderr
+    assert "pip uninstall mcore-bridge mcore-hf" in finished.stderr
 
 
 def test_doctor_finds_nothing_wrong_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
