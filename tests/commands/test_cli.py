@@ -181,7 +181,9 @@ def test_verify_names_what_differs_from_another_folder(checkpoint: Path, copied:
     edit(shards(copied)[0], flip)
     result = run("verify", checkpoint, "--against", copied, "--no-logits")
     assert result.exit_code == 1
-    assert f"NO: 1 tensor of 47 differ on all 1 ranks: {names[0]}" in " ".join(result.output.split())
+    assert f"NO: 1 tensor of 47 differ on 1 rank, as in {copied}: {names[0]}".replace(" ", "") in "".join(
+        result.output.split()
+    )
 
 
 def truncate(folder: Path) -> None:
@@ -537,6 +539,21 @@ def test_a_command_does_not_tell_of_cuda_where_there_is_none(monkeypatch: pytest
     assert run("doctor").exit_code == 0
     assert said.getvalue() == ""
     assert logger.level == level
+
+
+@pytest.mark.parametrize(("cuda", "said"), [(None, "none"), ("13.0", "none, though torch is built for CUDA 13.0")])
+def test_doctor_tells_a_torch_without_cuda_from_a_machine_without_gpus(
+    cuda: str | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (line,) = doctor._gpus()
+    assert (line.state, "nvidia-smi" in line.advice) == (said, cuda is not None)
+    monkeypatch.setattr(doctor, "_version", lambda name: None)
+    assert {line.advice.rpartition(": ")[2] for line in doctor._optional()} >= {
+        "pip install peft",
+        "pip install 'mcore-hf[te]'",
+    }
 
 
 @pytest.mark.parametrize("by_top_level", [True, False])

@@ -49,6 +49,7 @@ class Verdict:
         parameters: the number of parameters of the whole model.
         tensors: the number of tensors that were compared.
         bytes: bytes of the tensors that were exported.
+        decoded: how many of the tensors were decoded, by the format in the files.
         rank_bytes: parameters of the fullest rank.
         seconds: times of the slowest rank, by phase.
         different: names whose bits differ between the files and the export on any rank.
@@ -74,6 +75,7 @@ class Verdict:
     parameters: int
     tensors: int
     bytes: int
+    decoded: Mapping[str, int]
     rank_bytes: int
     seconds: Mapping[str, float]
     different: tuple[str, ...]
@@ -185,6 +187,7 @@ def _verdict(
         parameters=sum(spec.numel for spec in exported),
         tensors=len(expected),
         bytes=exported.num_bytes,
+        decoded=Counter(str(held.codec) for held in (checkpoint.stored(name).encoding for name in task.names) if held),
         rank_bytes=max(finding.held for finding in findings),
         seconds={phase: max(finding.seconds[phase] for finding in findings) for phase in first.seconds},
         different=differences(Manifest((*expected, *drawn)), [finding.exported for finding in findings]),
