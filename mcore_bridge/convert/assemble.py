@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mcore_bridge.errors import CheckpointError
+from mcore_bridge.errors import CheckpointError, plural
 from mcore_bridge.rules.dtypes import dtype_name, is_exact
 from mcore_bridge.rules.encoded import Encoded, EncodedSlice, Weight
 from mcore_bridge.rules.mapping import WeightMapping, unstacked
@@ -136,7 +136,7 @@ def check_source(
     if missing or unexpected:
         hint = foreign_prefix(unexpected, missing)
         raise CheckpointError(
-            f"{source.folder} does not fit its config: {len(missing)} tensors missing {missing[:8]}, "
+            f"{source.folder} does not fit its config: {plural(len(missing), 'tensor')} missing {missing[:8]}, "
             f"{len(unexpected)} unexpected {unexpected[:8]}. Use the checkpoint of this config{hint}"
         )
     require_equal(source, mapping)

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mcore_bridge.errors import CheckpointError
+from mcore_bridge.errors import CheckpointError, plural
 from mcore_bridge.rules.dtypes import Dtypes, dtype_name, is_exact, wanted_dtype
 from mcore_bridge.rules.encoded import Encoded, EncodedSlice, Weight
 from mcore_bridge.rules.mapping import unstacked
@@ -133,7 +133,7 @@ class Load:
             if any(use.mcore.startswith("output_layer.") for name in missing for use in self.uses[name]):
                 advice += '. Build a checkpoint without a head, such as an embedding model, with head="none"'
             raise CheckpointError(
-                f"the source does not fit the model: {len(missing)} tensors missing {[*missing[:8]]}, "
+                f"the source does not fit the model: {plural(len(missing), 'tensor')} missing {[*missing[:8]]}, "
                 f"{len(unexpected)} unexpected {[*unexpected[:8]]}. {advice}",
                 in_python="load_hf_weights(strict=False) reports them instead",
             )

@@ -150,7 +150,7 @@ def test_a_part_of_a_frozen_tower_is_trained_and_each_tensor_is_accounted_for(tm
         name = "model.visual.blocks.0.attn.qkv.weight"
         with pytest.raises(CheckpointError, match=f"{name} is float32 and vision.* bfloat16, which cannot hold"):
             mb.load_hf_weights(models, {**state, name: state[name].float()})
-        with pytest.raises(CheckpointError, match=f"1 tensors missing .'{name}'.*1 unexpected .'model.visual.probe'"):
+        with pytest.raises(CheckpointError, match=f"1 tensor missing .'{name}'.*1 unexpected .'model.visual.probe'"):
             mb.load_hf_weights(
                 models, {"model.visual.probe": state[name]} | {key: state[key] for key in state if key != name}
             )

@@ -39,7 +39,7 @@ from tests.support.strategies import save as save_state
 HF = tiny("llama", num_hidden_layers=1, vocab_size=64)
 EMPTY = "found an empty string: is a variable not set"
 SAME = "is both source and target"
-CHANGED = "was changed while it was read, in 1 files such as "
+CHANGED = "was changed while it was read, in 1 file such as "
 Cell = Callable[["Place"], None] | str
 """The test of a check, or the reason why an entry point does not need the check."""
 CHECKS = ("empty path", "target is source", "source changed", "notes on weights", "lost bits")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mcore_bridge.arguments import given_path
 from mcore_bridge.config.mesh.alike import Content, digest_of
-from mcore_bridge.errors import CheckpointError
+from mcore_bridge.errors import CheckpointError, plural
 from mcore_bridge.foreign_files import read_json
 from mcore_bridge.rules.scheme import plain_names
 from mcore_bridge.rules.spec import TensorSpec
@@ -135,7 +135,9 @@ class Checkpoint(Mapping[str, Tensor]):
     def _check_index(self) -> None:
         wrong = [name for name, file in (self._index or {}).items() if name not in self._files[file].entries]
         if wrong:
-            raise CheckpointError(f"{self.folder / INDEX} lists {len(wrong)} tensors that the files lack: {wrong[:5]}")
+            raise CheckpointError(
+                f"{self.folder / INDEX} lists {plural(len(wrong), 'tensor')} that the files lack: {wrong[:5]}"
+            )
 
     def __getitem__(self, name: str) -> Tensor:
         return self.files[name].tensor(name)
