@@ -24,7 +24,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 import mcore_bridge as mb
 from mcore_bridge.commands.options import Batch
-from mcore_bridge.commands.plan.mesh_plan import plan_mesh
+from mcore_bridge.commands.plan.mesh_plan import build_stages
 from mcore_bridge.commands.plan.tables import blueprint_of
 from mcore_bridge.commands.plan.training_memory import TrainingMemory, rank_sizes, training_memory
 from mcore_bridge.weights.provenance import provenance_of
@@ -101,8 +101,8 @@ def measure(case: str, folder: Path, dims: mb.ParallelDims, batch: Batch, expect
 
 def estimated(folder: Path, batch: Batch) -> TrainingMemory:
     """The estimate of the command."""
-    mesh_plan = plan_mesh(blueprint_of(provenance_of(folder), mb.ParallelDims(), dtype=torch.bfloat16), world_size=1)
-    return training_memory(mesh_plan.blueprint, rank_sizes(mesh_plan), world_size=1, batch=batch)
+    blueprint = blueprint_of(provenance_of(folder), mb.ParallelDims(), dtype=torch.bfloat16)
+    return training_memory(blueprint, rank_sizes(blueprint, build_stages(blueprint)[0]), world_size=1, batch=batch)
 
 
 def _gb(num_bytes: int) -> Any:

@@ -9,6 +9,9 @@ The import changes nothing in torch, transformers or megatron-core, and needs no
 are imported when they are first used.
 """
 
+import os
+import sys
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +26,25 @@ if TYPE_CHECKING:
     from mcore_bridge.batches.packing import unpack_sequences as unpack_sequences
     from mcore_bridge.config.mesh.parallel_dims import ParallelDims as ParallelDims
     from mcore_bridge.cpu import enable_cpu as enable_cpu
+    from mcore_bridge.errors import BatchError as BatchError
     from mcore_bridge.errors import BridgeError as BridgeError
+    from mcore_bridge.errors import CheckpointError as CheckpointError
+    from mcore_bridge.errors import ConfigError as ConfigError
+    from mcore_bridge.errors import ExportError as ExportError
+    from mcore_bridge.errors import LostRankError as LostRankError
+    from mcore_bridge.errors import MappingError as MappingError
+    from mcore_bridge.errors import MeshError as MeshError
+    from mcore_bridge.errors import TargetError as TargetError
+    from mcore_bridge.errors import TransferError as TransferError
     from mcore_bridge.factory.add_adapters import add_adapters as add_adapters
     from mcore_bridge.factory.build import build_model as build_model
     from mcore_bridge.factory.gpt_inputs import to_gpt_arguments as to_gpt_arguments
     from mcore_bridge.factory.gpt_inputs import to_layer_spec as to_layer_spec
     from mcore_bridge.factory.gpt_inputs import to_transformer_config as to_transformer_config
     from mcore_bridge.factory.reference import without_adapters as without_adapters
+    from mcore_bridge.factory.supports import Support as Support
+    from mcore_bridge.factory.supports import list_families as list_families
+    from mcore_bridge.factory.supports import supports as supports
     from mcore_bridge.rules.adapters import Adapters as Adapters
     from mcore_bridge.sync.vllm_source import vllm_source as vllm_source
     from mcore_bridge.sync.weight_sync import WeightSync as WeightSync
@@ -56,8 +71,31 @@ if TYPE_CHECKING:
     from mcore_bridge.weights.plan.engine_map import EngineMap as EngineMap
     from mcore_bridge.weights.plan.target import EngineRank as EngineRank
     from mcore_bridge.weights.plan.target import engine_ranks as engine_ranks
+    from mcore_bridge.weights.progress import show_progress as show_progress
     from mcore_bridge.weights.provenance import mapping as mapping
     from mcore_bridge.weights.save import save_hf_checkpoint as save_hf_checkpoint
+
+
+def _warn_of_other_package() -> None:
+    """Warn if the distribution mcore-bridge is installed. pip writes its package over ours, or ours over it.
+
+    Folders are listed, since ``importlib.metadata`` would take longer than all of this import.
+    """
+    for folder in filter(os.path.isdir, sys.path):
+        try:
+            names = os.listdir(folder)
+        except OSError:
+            continue
+        if any(name.startswith("mcore_bridge-") and name.endswith(".dist-info") for name in names):
+            warnings.warn(
+                f"{folder} has the distribution mcore-bridge of ModelScope, whose package is named mcore_bridge, too. "
+                "One may have overwritten files of the other: pip uninstall mcore-bridge mcore-hf, then install the "
+                "one that you use",
+                stacklevel=3,
+            )
+
+
+_warn_of_other_package()
 
 _HOMES = {
     "ParallelDims": "config.mesh.parallel_dims",
@@ -93,6 +131,7 @@ _HOMES = {
     "to_gpt_arguments": "factory.gpt_inputs",
     "to_layer_spec": "factory.gpt_inputs",
     "mapping": "weights.provenance",
+    "show_progress": "weights.progress",
     "add_adapters": "factory.add_adapters",
     "Adapters": "rules.adapters",
     "iter_hf_adapters": "weights.peft.hf_adapters",
@@ -103,7 +142,19 @@ _HOMES = {
     "register": "architecture",
     "LoadReport": "weights.load_state",
     "Manifest": "weights.manifest",
+    "Support": "factory.supports",
+    "supports": "factory.supports",
+    "list_families": "factory.supports",
     "BridgeError": "errors",
+    "ConfigError": "errors",
+    "MeshError": "errors",
+    "MappingError": "errors",
+    "CheckpointError": "errors",
+    "ExportError": "errors",
+    "LostRankError": "errors",
+    "TargetError": "errors",
+    "TransferError": "errors",
+    "BatchError": "errors",
     "enable_cpu": "cpu",
 }
 
@@ -112,7 +163,22 @@ _OF_ENGINES = {
 }
 """Their page is the page of ``mcore_bridge.engines``. Trainers may import them from here, too."""
 
-__all__ = [name for name in _HOMES if name not in _OF_ENGINES]
+_ERRORS = {name for name, home in _HOMES.items() if home == "errors" and name != "BridgeError"}
+"""Their page lists the module of errors."""
+
+__all__ = [name for name in _HOMES if name not in _OF_ENGINES | _ERRORS]
+
+
+_OF_OTHERS = {
+    "AutoBridge": "build_model, or AutoBridge of mcore_bridge.trainers.megatron_bridge",
+    "load_model": "build_model",
+    "from_pretrained": "build_model",
+    "save_pretrained": "save_hf_checkpoint",
+    "export_hf_weights": "iter_hf_weights",
+    "can_handle": "supports",
+    "list_supported_models": "list_families",
+}
+"""Names that other libraries have for what is here."""
 
 
 def __getattr__(name: str) -> Any:
@@ -121,7 +187,7 @@ def __getattr__(name: str) -> Any:
     elif name in _HOMES:
         value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_meant(name)}")
     globals()[name] = value
     return value
 
@@ -136,5 +202,12 @@ def _version() -> str:
         return "0+not.installed"
 
 
+def _meant(name: str) -> str:
+    from difflib import get_close_matches
+
+    near = [_OF_OTHERS[name]] if name in _OF_OTHERS else get_close_matches(name, _HOMES, n=1)
+    return f": do you mean {near[0]}?" if near and not name.startswith("_") else ""
+
+
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_ERRORS})

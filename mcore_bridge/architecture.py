@@ -122,9 +122,15 @@ def register(architecture: Architecture) -> Architecture:
     return _add(architecture)
 
 
-def architectures() -> Mapping[str, Architecture]:
-    """Every registered architecture by ``model_type``, aliases included. Entry points are not looked up."""
+def architectures(*, of_packages: bool = False) -> Mapping[str, Architecture]:
+    """Every registered architecture by ``model_type``, aliases included.
+
+    Args:
+        of_packages: first load the architectures of packages with an entry point.
+    """
     _load_ours()
+    if of_packages:
+        _load_theirs()
     return dict(_REGISTRY)
 
 

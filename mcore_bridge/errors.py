@@ -77,6 +77,11 @@ def describe(error: BaseException) -> str:
     return str(error) if isinstance(error, BridgeError) else f"{type(error).__name__}: {error}"
 
 
+def plural(number: int, noun: str) -> str:
+    """``1 rank``, ``4 ranks``, ``2 meshes``."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith("sh") else "s")
+
+
 def printable(text: str) -> str:
     r"""``text`` with escapes for all characters that are not printable, except newlines and tabs.
 

@@ -12,7 +12,7 @@ import typer
 from mcore_bridge.commands.app import app
 from mcore_bridge.commands.doctor import Diagnosis
 from mcore_bridge.commands.draw import Drawn
-from mcore_bridge.commands.plan.suggest import Search
+from mcore_bridge.commands.plan.suggest_report import Search
 from mcore_bridge.commands.plan.tables import Planned
 from mcore_bridge.commands.run_command import keys_of
 from mcore_bridge.commands.verify.verify import Verdict
@@ -36,8 +36,9 @@ ANSWERS: dict[str, type] = {
 HEAD = """# Command line
 
 Made from the options of `mcore-bridge` by `docs/tools/make_families.py`; CI checks that it is up to date. Every command
-exits with 1 and one message if something fails, and with 2 if an option or argument is wrong; `--debug` adds
-the traceback.
+exits with 1 and one message if something fails; `--debug` adds the traceback. It exits with 2 if the command line
+cannot be read: an argument is missing, or an option is unknown or has no valid value. An option that would have no
+effect is refused.
 
 ```sh
 mcore-bridge verify path/of/Qwen3-8B --tp 2 --pp 2 --vp 2     # is it exact, does it compute what transformers does?
@@ -47,13 +48,17 @@ mcore-bridge merge path/of/Qwen3-8B path/of/adapter path/of/result   # an adapte
 mcore-bridge draw path/of/config path/of/random               # random weights, to try the others with
 mcore-bridge doctor                                           # what is installed, and what works with it
 ```
+
+A folder that is read may also be a name on the hub, such as `Qwen/Qwen3-0.6B`. Then its snapshot in the local hub cache
+is read. `--download` completes the snapshot first, and downloads only the files that the command reads. Each command
+reads the config before it looks for weights.
 """
 
 JSON = """## For scripts
 
 With `--json` a command prints one object on one line, and nothing else to stdout: progress and errors go to stderr.
-After an error the object is `{"error": "..."}`. The exit code is then 1, or 2 where an option, an argument or a command
-is wrong. Bytes are whole numbers, names are those of the HF files, and a number that is not finite is null. A key with
+After an error the object is `{"error": "..."}`. The exit code is then 1, or 2 where the command line cannot be
+read. Bytes are whole numbers, names are those of the HF files, and a number that is not finite is null. A key with
 a dot is one inside an object, or inside each object of a list.
 
 ```sh

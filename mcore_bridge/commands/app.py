@@ -12,6 +12,7 @@ from mcore_bridge import __version__
 from mcore_bridge.commands.options import (
     Cp,
     Debug,
+    Download,
     Ep,
     Etp,
     Folder,
@@ -30,7 +31,7 @@ from mcore_bridge.commands.options import (
     path,
 )
 from mcore_bridge.commands.plan_command import plan_command
-from mcore_bridge.commands.run_command import Commands, running, uncompiled
+from mcore_bridge.commands.run_command import Commands, refuse, running, uncompiled
 
 app = typer.Typer(
     name="mcore-bridge",
@@ -41,7 +42,13 @@ app = typer.Typer(
 )
 
 _BACKENDS = ("te", "torch")
-_CONVERTED = ("torch_dist", "torch", "hf")
+_IGNORED: dict[str, tuple[set[str], str]] = {
+    "torch_dist": ({"backend", "drop_mtp"}, "with --to torch_dist"),
+    "torch": ({"drop_mtp"}, "with --to torch"),
+    "hf": ({"hf", "mtp", "drop_mtp", "vision", "backend", "strict_config"}, "with --to hf, which builds no model"),
+}
+"""The options of which ``convert`` makes no use, by the format to make from an HF folder."""
+_FROM_MEGATRON = "for a checkpoint of megatron-core, of which an HF folder is made"
 
 
 def _version(wanted: bool) -> None:
@@ -93,6 +100,7 @@ def verify_command(
     tokens: Annotated[int, typer.Option(min=1, help="Length of the sequences that logits are computed for.")] = 32,
     no_logits: Annotated[bool, typer.Option("--no-logits", help="Do not compare logits with transformers.")] = False,
     strict_config: Strict = False,
+    download: Download = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -108,20 +116,22 @@ def verify_command(
     The exit code is 1 if anything differs.
     """
     with running(context) as answer:
+        from mcore_bridge.commands.hub import ADAPTER, MODEL, locate
         from mcore_bridge.commands.report import progress, render
         from mcore_bridge.commands.verify.verify import verify
 
+        refuse(context, {"tokens"} if no_logits else (), "with --no-logits")
         one_of("device", device, ("cpu", "cuda"))
         options = build_options(context)
         with progress(Console(stderr=True), options.dims.smallest_world) as on_event:
             verdict = verify(
-                folder,
+                locate(folder, MODEL, download=download),
                 options,
                 dtype=dtype_of(dtype),
-                against=against,
+                against=against and locate(against, MODEL, download=download),
                 num_tokens=0 if no_logits else tokens,
                 save=save,
-                adapter=adapter,
+                adapter=adapter and locate(adapter, ADAPTER, download=download),
                 on_event=on_event,
             )
         answer(verdict, render)
@@ -136,13 +146,19 @@ app.command("plan")(plan_command)
 def convert_command(
     context: typer.Context,
     source: Annotated[
-        Path, typer.Argument(parser=path, help="HF folder, or a checkpoint of megatron-core.", show_default=False)
+        Path,
+        typer.Argument(
+            parser=path, help="HF folder, or its name on the hub; or a checkpoint of megatron-core.", show_default=False
+        ),
     ],
     target: Annotated[
         Path, typer.Argument(parser=path, help="Folder of the other kind; it is written.", show_default=False)
     ],
     hf: Annotated[
-        Path | None, typer.Option(parser=path, help="Folder of the HF config and tokenizer, if SOURCE has none.")
+        Path | None,
+        typer.Option(
+            parser=path, help="Folder of the HF config and tokenizer, if SOURCE has none; or a name on the hub."
+        ),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="Cast to float32, bfloat16 or float16; by default every tensor keeps its own.")
@@ -180,6 +196,7 @@ def convert_command(
         ),
     ] = 0,
     strict_config: Strict = False,
+    download: Download = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -190,25 +207,34 @@ def convert_command(
     and it continues; the target appears when it is complete.
     """
     with running(context) as answer, uncompiled():
+        from mcore_bridge.commands.hub import DESCRIPTION, MODEL, locate
         from mcore_bridge.commands.report import progress
         from mcore_bridge.commands.written import Written, render
         from mcore_bridge.config.mesh.parallel_dims import ParallelDims
-        from mcore_bridge.convert.convert import convert
+        from mcore_bridge.convert.convert import convert, is_checkpoint
         from mcore_bridge.convert.hf_to_torch import rank_files
 
+        source = locate(source, MODEL, download=download)
+        one_of("to", to, tuple(_IGNORED))
+        from_megatron = is_checkpoint(source)
+        if from_megatron:
+            refuse(context, {"mtp", "vision", "backend"} | ({"to"} if to == "torch_dist" else set()), _FROM_MEGATRON)
+        else:
+            refuse(context, *_IGNORED[to])
+        refuse(context, {"processes"} if gpus else (), "with --gpus, which starts a process for each GPU")
         dims = ParallelDims(tp=tp, pp=pp, vp=vp, ep=ep, etp=etp, layout=layout)
-        wanted = rank_files(one_of("to", to, _CONVERTED), dims, one_of("backend", backend, _BACKENDS))
+        wanted = rank_files(to, dims, one_of("backend", backend, _BACKENDS))
         with progress(Console(stderr=True), gpus or processes) as on_event:
             converted = convert(
                 source,
                 target,
-                hf=hf,
+                hf=hf and locate(hf, DESCRIPTION, download=download),
                 dtype=dtype_of(dtype),
                 num_mtp_layers=mtp,
                 vision=vision,
                 mtp="dropped" if drop_mtp else "carried",
                 rank_files=wanted,
-                plain=to == "hf",
+                plain=to == "hf" and not from_megatron,
                 num_processes=processes,
                 num_gpus=gpus,
                 strict_config=strict_config,
@@ -221,13 +247,20 @@ def convert_command(
 def merge_command(
     context: typer.Context,
     base: Annotated[
-        Path, typer.Argument(parser=path, help="HF folder that the adapter was trained on.", show_default=False)
+        Path,
+        typer.Argument(
+            parser=path, help="HF folder that the adapter was trained on, or its name on the hub.", show_default=False
+        ),
     ],
     adapter: Annotated[
-        Path, typer.Argument(parser=path, help="Folder that peft or a trainer saved.", show_default=False)
+        Path,
+        typer.Argument(
+            parser=path, help="Folder that peft or a trainer saved, or its name on the hub.", show_default=False
+        ),
     ],
     target: Annotated[Path, typer.Argument(parser=path, help="HF folder; it is written.", show_default=False)],
     processes: Annotated[int, typer.Option(min=1, help="Number of processes that write at the same time.")] = 1,
+    download: Download = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -238,10 +271,13 @@ def merge_command(
     target appears when it is complete.
     """
     with running(context) as answer, uncompiled():
+        from mcore_bridge.commands.hub import ADAPTER, MODEL, locate
         from mcore_bridge.commands.report import progress
         from mcore_bridge.commands.written import Written, render
         from mcore_bridge.convert.convert import merge
 
+        base = locate(base, MODEL, download=download)
+        adapter = locate(adapter, ADAPTER, download=download)
         with progress(Console(stderr=True), processes) as on_event:
             merged = merge(base, adapter, target, num_processes=processes, on_event=on_event)
         answer(Written.of(merged, target), render)
@@ -251,7 +287,10 @@ def merge_command(
 def draw_command(
     context: typer.Context,
     config: Annotated[
-        Path, typer.Argument(parser=path, help="Folder with a config.json, or that file.", show_default=False)
+        Path,
+        typer.Argument(
+            parser=path, help="Folder with a config.json, or that file; or a name on the hub.", show_default=False
+        ),
     ],
     target: Annotated[
         Path,
@@ -264,6 +303,7 @@ def draw_command(
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="Of the tensors; by default that of the config.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Other seeds draw other values.")] = 0,
+    download: Download = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -274,7 +314,9 @@ def draw_command(
     """
     with running(context) as answer:
         from mcore_bridge.commands.draw import draw, render
+        from mcore_bridge.commands.hub import CONFIG, locate
 
+        config = locate(config, CONFIG, download=download)
         answer(draw(config, target, num_layers=layers, dtype=dtype_of(dtype), seed=seed), render)
 
 

@@ -29,7 +29,14 @@ TESTED = {
 """The oldest and the newest release with which the whole suite runs; on Python 3.13 its quick tests do."""
 
 _REQUIRED = ("torch", "megatron-core", "transformers", "accelerate", "einops", "safetensors")
-_OPTIONAL = {"transformer-engine": 'backend "te" on GPUs', "triton": "megatron-core 0.19", "rich": "", "typer": ""}
+_OPTIONAL = {
+    "transformer-engine": ('backend "te" on GPUs', "'mcore-hf[te]'"),
+    "triton": ("megatron-core 0.19", "triton"),
+    "peft": ("logits of verify --adapter", "peft"),
+    "rich": ("commands", "'mcore-hf[cli]'"),
+    "typer": ("commands", "'mcore-hf[cli]'"),
+}
+"""Packages without which something lacks, each with its purpose and what to install."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +122,9 @@ def _judged(name: str, installed: str) -> Line:
 
 def _optional() -> list[Line]:
     lines = []
-    for name, purpose in _OPTIONAL.items():
+    for name, (purpose, to_install) in _OPTIONAL.items():
         installed = _version(name)
-        advice = f"only for {purpose}" if purpose and not installed else ""
+        advice = "" if installed else f"only for {purpose}: pip install {to_install}"
         lines.append(Line(name, installed or "not installed", advice))
     return lines
 
@@ -137,7 +144,10 @@ def _gpus() -> list[Line]:
     import torch
 
     if not torch.cuda.is_available():
-        return [Line("GPUs", "none", 'device="cpu" and the backend "torch" work')]
+        works = 'device="cpu" and the backend "torch" work'
+        if torch.version.cuda is None:
+            return [Line("GPUs", "none", works)]
+        return [Line("GPUs", f"none, though torch is built for CUDA {torch.version.cuda}", f"run nvidia-smi; {works}")]
     count = torch.cuda.device_count()
     line = Line("GPUs", f"{count} x {torch.cuda.get_device_name(0)}, CUDA {torch.version.cuda}")
     if _version("transformer-engine") is None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from mcore_bridge.factory.blueprint import BuildOptions
 
-_DTYPES = ("float32", "bfloat16", "float16")
+_DTYPES = ("float32", "bfloat16", "float16", "auto")
 MESH = ("tp", "pp", "vp", "cp", "ep", "etp", "sp", "layout")
 """The options of a mesh, as fields of ``ParallelDims``."""
 BANDWIDTH = 255.0
@@ -46,7 +46,7 @@ def path(text: str) -> Path:
 
 # fmt: off
 Folder = Annotated[Path, typer.Argument(
-    parser=path, help="Folder of the HF checkpoint, with its config.json.", show_default=False)]
+    parser=path, help="Folder of the HF checkpoint, or its name on the hub.", show_default=False)]
 Tp     = Annotated[int,  typer.Option(help="Tensor parallel size.")]
 Pp     = Annotated[int,  typer.Option(help="Pipeline parallel size.")]
 Vp     = Annotated[int,  typer.Option(help="Virtual stages (chunks) of each pipeline rank.")]
@@ -62,6 +62,8 @@ Sp     = Annotated[bool, typer.Option("--sp", help="Sequence parallelism; needs 
 Layout = Annotated[str | None, typer.Option(
     help='"balanced": layers split by bytes; or an explicit layout of megatron-core, such as "Ett|tttL".')]
 Strict = Annotated[bool, typer.Option("--strict-config", help="Also refuse unknown fields that change nothing.")]
+Download = Annotated[bool, typer.Option(
+    "--download", help="Fetch from the hub what is no folder here; without it only the local hub cache is read.")]
 Json   = Annotated[bool, typer.Option("--json", help="Print one JSON object, also of an error, and nothing else.")]
 Debug  = Annotated[bool, typer.Option("--debug", help="Show tracebacks and the output of the ranks.")]
 # fmt: on
@@ -94,7 +96,7 @@ def build_options(context: typer.Context) -> BuildOptions:
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:
-    """The dtype that the option ``--dtype`` names, if it is given."""
-    import torch
+    """The dtype that the option ``--dtype`` names, if it is given and not "auto"."""
+    from mcore_bridge.rules.dtypes import as_dtype
 
-    return None if name is None else getattr(torch, one_of("dtype", name, _DTYPES))
+    return None if name is None else as_dtype(one_of("dtype", name, _DTYPES))

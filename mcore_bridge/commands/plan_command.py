@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,7 @@ from mcore_bridge.commands.options import (
     Batch,
     Cp,
     Debug,
+    Download,
     Ep,
     Etp,
     Json,
@@ -29,18 +31,22 @@ from mcore_bridge.commands.options import (
     build_options,
     dtype_of,
     finite,
+    one_of,
     path,
 )
-from mcore_bridge.commands.run_command import Answer, in_options, options_of, running, uncompiled
-from mcore_bridge.errors import ConfigError
+from mcore_bridge.commands.run_command import Answer, given_options, in_options, options_of, refuse, running, uncompiled
 from mcore_bridge.machine import uncollected
 
-_OF_ONE_MESH = {"vp", "layout", "sp", "mtp", "world", "engine_tp", "engine_pp", "engine_ep", "picture"}
+_OF_ONE_MESH = {"vp", "layout", "sp", "mtp", "world", "engine_tp", "engine_pp", "engine_ep", "picture", "settings"}
+_OF_REPORT = {"bandwidth", "engine_tp", "engine_pp", "engine_ep", "picture"}
+_OF_SEARCH = {"gpus_per_node", "gpu_memory", "sequence", "micro_batch", "recompute"}
 
 
 def plan_command(
     context: typer.Context,
-    folder: Annotated[Path, typer.Argument(parser=path, help="Folder with a config.json; weights are not read.")],
+    folder: Annotated[
+        Path, typer.Argument(parser=path, help="Folder with a config.json, or a name on the hub; weights are not read.")
+    ],
     tp: Tp = 1,
     pp: Pp = 1,
     vp: Vp = 1,
@@ -77,6 +83,9 @@ def plan_command(
         int | None,
         typer.Option(min=1, help="Suggest meshes for so many GPUs instead. Sizes that are given are not searched."),
     ] = None,
+    gpus_per_node: Annotated[
+        int, typer.Option(min=1, help="With --gpus: GPUs of a node. Tensor parallelism stays within one.")
+    ] = 8,
     gpu_memory: Annotated[
         float, typer.Option(min=1, callback=finite, help="With --gpus: GB that a rank may need.")
     ] = 72.0,
@@ -85,8 +94,13 @@ def plan_command(
     recompute: Annotated[
         bool, typer.Option("--recompute", help="With --gpus: keep only the inputs of layers for the backward pass.")
     ] = False,
+    settings: Annotated[
+        str | None,
+        typer.Option(help='Print only the mesh, as settings of a trainer: YAML of "verl" or "nemo-rl", or of "slime".'),
+    ] = None,
     picture: Annotated[Path | None, typer.Option(parser=path, help="Also draw the plan to this file, as SVG.")] = None,
     strict_config: Strict = False,
+    download: Download = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -96,14 +110,28 @@ def plan_command(
     With --gpus the command suggests meshes: those that fit into memory in training, best first.
     """
     with running(context) as answer, uncollected(), uncompiled():
+        from mcore_bridge.commands.hub import CONFIG, locate
+
+        folder = locate(folder, CONFIG, download=download)
         if gpus is not None:
+            refuse(context, _OF_ONE_MESH, "with --gpus, which searches meshes")
             _suggest(context, answer, folder, gpus, Batch(sequence, micro_batch, recompute))
             return
+        refuse(context, _OF_SEARCH, "without --gpus")
         from mcore_bridge.commands.plan.picture import draw
         from mcore_bridge.commands.plan.tables import Planned, plan, render
+        from mcore_bridge.commands.plan.trainer_settings import TRAINERS, settings_for
+        from mcore_bridge.commands.plan.trainer_settings import render as render_settings
         from mcore_bridge.weights.plan.target import engine_ranks
 
+        if settings is not None:
+            one_of("settings", settings, TRAINERS)
         mesh_plan = plan(folder, build_options(context), dtype=dtype_of(dtype), world_size=world)
+        if settings is not None:
+            refuse(context, _OF_REPORT, "with --settings")
+            dims, num_layers = mesh_plan.blueprint.dims, mesh_plan.blueprint.config.num_layers
+            answer(settings_for(settings, dims, num_layers), partial(render_settings, settings))
+            return
         sizes = engine_tp or 1, engine_pp or 1, engine_ep or 1
         asked = engine_tp or engine_pp or engine_ep
         engine = engine_ranks(tp=sizes[0], pp=sizes[1], ep=sizes[2]) if asked else ()
@@ -116,14 +144,11 @@ def plan_command(
 def _suggest(context: typer.Context, answer: Answer, folder: Path, gpus: int, batch: Batch) -> None:
     from mcore_bridge.commands.plan import suggest_report
     from mcore_bridge.commands.plan.suggest import AXES, suggest
+    from mcore_bridge.commands.report import progress
 
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
-    if others := sorted(given & _OF_ONE_MESH):
-        named = ", ".join(f"--{name.replace('_', '-')}" for name in others)
-        raise ConfigError(f"--gpus searches meshes, so it cannot be used with {named}: leave one of them out")
+    given = given_options(context)
     options: dict[str, Any] = context.params
-    with Console(stderr=True, highlight=False).status("checking meshes") as status:
+    with progress(Console(stderr=True), 1) as on_event:
         search = suggest(
             folder,
             gpus,
@@ -131,9 +156,10 @@ def _suggest(context: typer.Context, answer: Answer, folder: Path, gpus: int, ba
             gpu_bytes=options["gpu_memory"] * 1e9,
             given={axis: options[axis] for axis in AXES if axis in given},
             batch=batch,
+            gpus_per_node=options["gpus_per_node"],
             dtype=dtype_of(options["dtype"]),
             bandwidth=options["bandwidth"],
-            on_plan=lambda number, dims: status.update(f"planning suggestion {number + 1}: {dims}"),
+            on_event=on_event,
         )
     options_here = options_of(context)
     refused = tuple(replace(refused, reason=in_options(refused.reason, options_here)) for refused in search.refused)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -55,7 +56,9 @@ def render(verdict: Verdict) -> Table:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     table.add_row("model", f"{verdict.folder}: {_kind(verdict)}, {text.count(verdict.parameters)} parameters")
-    table.add_row("checkpoint", f"{text.num_bytes(verdict.bytes)} of {kinds} in {text.plural(len(exported), 'tensor')}")
+    of_files = f"{text.num_bytes(verdict.bytes)} of {kinds} in {text.plural(len(exported), 'tensor')}"
+    of_files += "".join(f", {count} of them decoded from {codec}" for codec, count in verdict.decoded.items())
+    table.add_row("checkpoint", escape(of_files))
     for note in verdict.notes:
         table.add_row("config", note)
     for row, names in (("carried", verdict.carried), ("not used", verdict.unused)):
@@ -69,7 +72,9 @@ def render(verdict: Verdict) -> Table:
     held = text.num_bytes(verdict.rank_bytes)
     table.add_row("built", f"{verdict.blueprint}; at most {held} of parameters on a rank")
     table.add_row("seconds", ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in verdict.seconds.items()))
-    table.add_row("exact", _exact(verdict.tensors, verdict.different, f"on all {verdict.ranks} ranks"))
+    where = f"on {'all ' * (verdict.ranks > 1)}{text.plural(verdict.ranks, 'rank')}"
+    where += f", as in {task.against}" * (task.against != task.folder)
+    table.add_row("exact", _exact(verdict.tensors, verdict.different, where))
     if verdict.widened:
         kept = text.plural(len(verdict.widened), "tensor")
         leave = f"{kept} in fp32 in the model leave as the files have them: {text.names(verdict.widened)}"

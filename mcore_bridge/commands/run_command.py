@@ -20,11 +20,12 @@ from typing import Any
 
 import typer
 from rich.console import Console, RenderableType
+from rich.text import Text
 from typer.core import TyperGroup
 
 from mcore_bridge.arguments import given_path
 from mcore_bridge.commands.options import MESH
-from mcore_bridge.errors import BridgeError, TargetError, describe
+from mcore_bridge.errors import BridgeError, ConfigError, TargetError, describe
 
 Answer = Callable[[Any, Callable[[Any], RenderableType]], None]
 """Prints the answer of a command: as a report that the given function makes, or as JSON (``plain``) for ``--json``."""
@@ -33,6 +34,8 @@ _AXES = frozenset({"tp", "pp", "vp", "cp", "ep", "etp", "sp"})
 _OPTION_OF = {"mtp_num_layers": "mtp", "expert_tensor_parallel_size": "etp"}
 """Arguments whose option has another name, each with that name."""
 
+_NOISY = ("", "torch.utils.cpp_extension")
+"""Loggers whose warnings a command does not print: the root, and one that tells of CUDA on machines without."""
 _JSON = "mcore_bridge.json"
 
 
@@ -72,15 +75,16 @@ def running(context: typer.Context) -> Iterator[Answer]:
     ``{"error": "..."}``.
     """
     as_json, stdout = bool(context.params.get("json")), sys.stdout
-    root = logging.getLogger()
-    level = root.level
-    root.setLevel(logging.ERROR)
+    levels = {logger: logger.level for logger in map(logging.getLogger, _NOISY)}
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
 
     def answer(value: Any, report: Callable[[Any], RenderableType]) -> None:
         if as_json:
             print(json.dumps(plain(value), allow_nan=False), file=stdout)
         else:
-            Console(highlight=False).print(report(value))
+            shown = report(value)
+            Console(highlight=False).print(shown, soft_wrap=isinstance(shown, Text))  # a text is made to be copied
 
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr if as_json else stdout):
@@ -102,7 +106,8 @@ def running(context: typer.Context) -> Iterator[Answer]:
             print(json.dumps({"error": message}), file=stdout)
         raise typer.Exit(1) from None
     finally:
-        root.setLevel(level)
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 def plain(value: Any) -> Any:
@@ -143,6 +148,27 @@ def uncompiled() -> Iterator[None]:
     finally:
         if given is None:
             del os.environ[name]
+
+
+def given_options(context: typer.Context) -> frozenset[str]:
+    """The names of the options and arguments that the command line has."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return frozenset(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
+
+
+def refuse(context: typer.Context, names: Collection[str], why: str) -> None:
+    """Refuse options of which this run makes no use.
+
+    Args:
+        names: the options, as parameters of Python.
+        why: why they have no effect, such as "without --gpus".
+
+    Raises:
+        ConfigError: the command line has some of them.
+    """
+    if ignored := sorted(given_options(context).intersection(names)):
+        named = ", ".join(f"--{name.replace('_', '-')}" for name in ignored)
+        raise ConfigError(f"{named} would have no effect {why}: leave out what is not needed")
 
 
 def options_of(context: typer.Context) -> list[str]:

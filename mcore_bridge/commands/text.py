@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mcore_bridge.errors import plural as plural
+
 _SHOWN = 5
 
 
@@ -15,11 +17,6 @@ def num_bytes(value: float) -> str:
 def count(value: float) -> str:
     """``76_500_000`` as ``76.5 M``."""
     return _scaled(value, ("", "k", "M", "B", "T")).strip()
-
-
-def plural(number: int, noun: str) -> str:
-    """``1 rank``, ``4 ranks``, ``2 meshes``."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith("sh") else "s")
 
 
 def names(given: Sequence[str]) -> str:

@@ -19,25 +19,25 @@ class Written:
     Attributes:
         target: the folder.
         kind: its format.
-        parameters: the number of parameters; the number of tensors if no model was built.
+        parameters: the number of parameters, which are the elements of all tensors.
+        tensors: the number of tensors; in a checkpoint of megatron-core, of its parameters.
         bytes: the bytes of all tensors.
         files: names in the target.
         kept: how many of the files an earlier run had written.
         carried: HF names in the target of parts that were copied, and not built.
         unused: HF names of the source that nothing uses.
-        things: the kind of the things that ``parameters`` counts, as a word.
         notes: remarks on the target for the user.
     """
 
     target: Path
     kind: str
     parameters: int
+    tensors: int
     bytes: int
     files: tuple[str, ...]
     kept: int
     carried: tuple[str, ...]
     unused: tuple[str, ...]
-    things: str = field(repr=False)
     notes: tuple[str, ...] = field(repr=False)
 
     @classmethod
@@ -48,17 +48,17 @@ class Written:
         if isinstance(conversion, ModelConversion):
             hf_config = conversion.model.provenance.hf
             notes += [note for _, note in notes_on(unread_fields(hf_config, architecture_of(hf_config).fields))]
-        number, noun = conversion.size_text
+        numels = conversion.numels
         return cls(
             target=target,
             kind=conversion.kind,
-            parameters=number,
+            parameters=sum(numels),
+            tensors=len(numels),
             bytes=sum(conversion.sizes),
             files=tuple(conversion.names),
             kept=converted.num_kept,
             carried=conversion.carried_names,
             unused=conversion.ignored,
-            things=text.plural(number, noun),
             notes=tuple(notes),
         )
 
@@ -69,6 +69,7 @@ def render(written: Written) -> str:
     ignored = text.plural(len(written.unused), "tensor")
     unused = f" Not used are {ignored} of the source: {text.names(written.unused)}." if written.unused else ""
     return (
-        f"{written.target} is written as {written.kind}: {written.things}, {text.num_bytes(written.bytes)} in "
+        f"{written.target} is written as {written.kind}: {text.count(written.parameters)} parameters in "
+        f"{text.plural(written.tensors, 'tensor')}, {text.num_bytes(written.bytes)} in "
         f"{text.plural(len(written.files), 'file')}{kept}.{unused}" + "".join(f" {note}." for note in written.notes)
     )

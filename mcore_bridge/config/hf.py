@@ -23,7 +23,7 @@ from mcore_bridge.installed import plugins
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_CONFIG = "config.json"
+CONFIG = "config.json"
 TEXT = "text_config"
 """The field of a composite that holds its text config."""
 _LAYERS = (
@@ -42,7 +42,7 @@ _OF_TRANSFORMERS = "Give the release for transformers, which has safetensors fil
 _OTHER_FORMATS = {
     "adapter_config.json": (
         "an adapter is no model by itself",
-        "Give the folder of its base model, and load the adapter with load_adapters",
+        "Give the folder of its base model",
     ),
     "*.gguf": ("GGUF files are not read", _OF_TRANSFORMERS),
     "params.json": ("the original format of Llama and Mistral is not read", _OF_TRANSFORMERS),
@@ -81,7 +81,7 @@ def read_config(
             f"{type(source).__name__}. Pass the path of the folder."
         )
     folder = find_folder(source)
-    fields = read_fields(folder / _CONFIG, special_float)
+    fields = read_fields(folder / CONFIG, special_float)
     _require_short_lists(fields)
     hf = _config_class(fields, folder, reads_as or {}, refused or {}, known or {})
     try:
@@ -89,7 +89,7 @@ def read_config(
     except ConfigError:
         raise
     except Exception as error:  # a config class may raise any type
-        raise ConfigError(f"transformers must accept {folder / _CONFIG}, but refuses it: {error}") from error
+        raise ConfigError(f"transformers must accept {folder / CONFIG}, but refuses it: {error}") from error
     config._name_or_path = str(source)
     return _completed(config)
 
@@ -101,10 +101,16 @@ def _completed(hf: "PretrainedConfig") -> "PretrainedConfig":
     return hf
 
 
-def find_folder(source: str | os.PathLike[str]) -> Path:
+def find_folder(
+    source: str | os.PathLike[str], *, head: str = CONFIG, fetch: str = "download it first: hf download NAME"
+) -> Path:
     """The folder of a checkpoint: ``source`` itself, or its snapshot in the local hub cache.
 
     The path is absolute, because models remember it, and a trainer may change its working folder.
+
+    Args:
+        head: a file that the repository has.
+        fetch: how the caller may fetch a repository, for the error.
 
     Raises:
         ConfigError: ``source`` is empty, or neither a folder nor a repository in that cache.
@@ -116,16 +122,16 @@ def find_folder(source: str | os.PathLike[str]) -> Path:
     if os.path.isdir(folder):  # unlike pathlib, these functions accept names that are too long
         return folder.absolute()
     if os.path.exists(folder):
-        raise ConfigError(f"A checkpoint must be a folder with a {_CONFIG}, found the file {folder}. Give its folder.")
+        raise ConfigError(f"A checkpoint must be a folder with a {CONFIG}, found the file {folder}. Give its folder.")
     try:
-        cached = try_to_load_from_cache(str(source), _CONFIG)
+        cached = try_to_load_from_cache(str(source), head)
     except HFValidationError:
         cached = None
     if isinstance(cached, str):
         return Path(cached).parent
     raise ConfigError(
         f"{str(source)!r} must be an existing folder or a repository in the local hub cache, found neither. Check the "
-        "path, or download it first: hf download NAME."
+        f"path{fetch and f', or {fetch}'}."
     )
 
 
@@ -144,7 +150,10 @@ def read_fields(path: Path, hook: Hook | None = None) -> dict[str, object]:
         ConfigError: there is no such file, or it holds something else.
     """
     if not os.path.lexists(path):
-        raise ConfigError(f"{path.parent} must hold a {_CONFIG}, {_found_instead(path.parent)}")
+        raise ConfigError(
+            f"{path.parent} must hold a {CONFIG}, {_found_instead(path.parent)}",
+            in_python="load_adapters reads the folder of an adapter",
+        )
     fields = read_json(path, ConfigError, finite=False, hook=hook)
     if not isinstance(fields, dict):
         raise ConfigError(f"{path} must hold a JSON object, found a {type(fields).__name__}. Copy the file again.")
@@ -189,7 +198,7 @@ def _config_class(
 
     model_type = fields.get("model_type")
     if not isinstance(model_type, str) or not model_type:
-        raise ConfigError(f"{folder / _CONFIG} must name a model_type, found {model_type!r}. Add it, as HF spells it.")
+        raise ConfigError(f"{folder / CONFIG} must name a model_type, found {model_type!r}. Add it, as HF spells it.")
     if model_type not in CONFIG_MAPPING:
         list(plugins())  # loading an entry point may register a config class with transformers
     if model_type not in CONFIG_MAPPING and model_type in reads_as:
@@ -199,15 +208,15 @@ def _config_class(
     if model_type not in CONFIG_MAPPING and model_type in known:
         release = known[model_type]
         raise ConfigError(
-            f"The model_type of {folder / _CONFIG} must be one that the installed transformers knows, found "
+            f"The model_type of {folder / CONFIG} must be one that the installed transformers knows, found "
             f"{model_type!r}, which is in later releases. "
             + (f"Install transformers>={release}." if release else "Update transformers.")
         )
     if model_type not in CONFIG_MAPPING:
         raise ConfigError(
-            f"The model_type of {folder / _CONFIG} must be one that the installed transformers knows, found "
-            f"{model_type!r}.{nearest(model_type, known)} Code inside a checkpoint is never run: update transformers, "
-            "or pass a config."
+            f"The model_type of {folder / CONFIG} must be one that the installed transformers knows, found "
+            f"{model_type!r}.{nearest(model_type, known)} Code inside a checkpoint is never run: update transformers.",
+            in_python="or pass a config in place of the folder",
         )
     return CONFIG_MAPPING[model_type]
 

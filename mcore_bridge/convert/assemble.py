@@ -13,10 +13,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mcore_bridge.errors import CheckpointError
+from mcore_bridge.errors import CheckpointError, plural
 from mcore_bridge.rules.dtypes import dtype_name, is_exact
 from mcore_bridge.rules.encoded import Encoded, EncodedSlice, Weight
 from mcore_bridge.rules.mapping import WeightMapping, unstacked
+from mcore_bridge.rules.names import foreign_prefix
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.rules.trace import Shape, Trace
 from mcore_bridge.weights.plan.inventory import ParamEntry
@@ -133,9 +134,10 @@ def check_source(
     unused = [name for name in source if name not in wanted or name in copies]
     unexpected = [name for name in unused if not mapping.is_unused(name)]
     if missing or unexpected:
+        hint = foreign_prefix(unexpected, missing)
         raise CheckpointError(
-            f"{source.folder} does not fit its config: {len(missing)} tensors missing {missing[:8]}, "
-            f"{len(unexpected)} unexpected {unexpected[:8]}. Use the checkpoint of this config"
+            f"{source.folder} does not fit its config: {plural(len(missing), 'tensor')} missing {missing[:8]}, "
+            f"{len(unexpected)} unexpected {unexpected[:8]}. Use the checkpoint of this config{hint}"
         )
     require_equal(source, mapping)
     for name, spec in wanted.items():

@@ -64,8 +64,8 @@ class Conversion:
         raise NotImplementedError
 
     @property
-    def size_text(self) -> tuple[int, str]:
-        """The number of converted objects, and the name of one of them."""
+    def numels(self) -> Sequence[int]:
+        """The number of elements of each tensor of the target."""
         raise NotImplementedError
 
     @property
@@ -125,9 +125,9 @@ class ModelConversion(Conversion):
         yield self.model.provenance.hf.to_json_string(use_diff=False)
 
     @property
-    def size_text(self) -> tuple[int, str]:
+    def numels(self) -> Sequence[int]:
         """See ``Conversion``."""
-        return len(self.model.entries), "parameter"
+        return [entry.held.numel for entry in self.model.entries]
 
     @property
     def hf_names(self) -> Collection[str] | None:

@@ -8,6 +8,7 @@ go to the target in one step.
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 
 from mcore_bridge.architecture import architecture_of
 from mcore_bridge.arguments import COUNT, given_path, require
+from mcore_bridge.config.hf import CONFIG, read_fields
 from mcore_bridge.config.unread_fields import require_no_unread
 from mcore_bridge.convert.conversion import Conversion, ModelConversion
 from mcore_bridge.convert.dist_to_hf import FromDist
@@ -27,6 +29,7 @@ from mcore_bridge.convert.rank_files.rank_folder import find_rank_files
 from mcore_bridge.convert.resume import resume
 from mcore_bridge.convert.torch_to_hf import FromTorch
 from mcore_bridge.errors import CheckpointError, MeshError
+from mcore_bridge.factory.supports import require_supported
 from mcore_bridge.launch.processes import OnEvent, run_ranks
 from mcore_bridge.launch.worker import Report
 from mcore_bridge.weights.carried import Mtp
@@ -38,6 +41,7 @@ from mcore_bridge.weights.files.hf_folder import shard_names, weight_files
 from mcore_bridge.weights.files.sidecars import NOTES, config_folders, first_with_config
 from mcore_bridge.weights.files.sources import SourceFolders
 from mcore_bridge.weights.peft.peft_config import CONFIG as ADAPTER_CONFIG
+from mcore_bridge.weights.source.encoded_weights import quantization_in
 
 DIST_FILE_BYTES = 512 << 20
 """Size limit of a file of ``torch_dist``: torch keeps the content of a file in memory until the end."""
@@ -128,6 +132,7 @@ def convert(
     require(CheckpointError, file_bytes=(file_bytes, COUNT.or_none()))
     source, target = given_path(source), target_of(target)
     _require_processes(num_processes, num_gpus)
+    _require_config(source if hf is None else given_path(hf), plain)
     checkpoint = source if plain or shard_names(source) else _find(source, rank_files)
     hf = given_path(hf) if hf is not None else source if plain else _config_of(source, checkpoint)
     sources = SourceFolders.of(source, checkpoint, configs=[hf])
@@ -176,6 +181,7 @@ def merge(
             that are whole.
     """
     require(CheckpointError, file_bytes=(file_bytes, COUNT))
+    require_supported(base)
     base, adapter, target = given_path(base), given_path(adapter), target_of(target)
     sources = SourceFolders.of(base, adapter)
     sources.require_apart(target)
@@ -230,6 +236,15 @@ def _require_processes(num_processes: int, num_gpus: int) -> None:
         )
 
 
+def _require_config(folder: Path, plain: bool) -> None:
+    """Raise for a config that cannot be converted, before weights are looked for. Checkpoints may have none."""
+    if not plain and os.path.lexists(folder / CONFIG):
+        require_supported(folder)
+    if plain and folder.is_dir():
+        read_fields(folder / CONFIG)
+        quantization_in(folder)
+
+
 def _from_hf(
     source: Path,
     staging: Path,
@@ -261,6 +276,14 @@ def _do_share(work: _Work, report: Report) -> None:
     import torch.distributed as dist
 
     work.do(dist.get_rank(), dist.get_world_size(), report)
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder has a checkpoint of megatron-core, and no HF weights."""
+    try:
+        return not shard_names(folder) and bool(_find(folder, None))
+    except CheckpointError:
+        return False
 
 
 def _find(source: Path, rank_files: RankFiles | None) -> Path:

@@ -15,7 +15,7 @@ from mcore_bridge.convert.assemble import HFSlice, disassemble
 from mcore_bridge.convert.conversion import units_of, widespread
 from mcore_bridge.convert.reference_model import whole_model
 from mcore_bridge.convert.to_hf import ToHF, stored_as
-from mcore_bridge.errors import CheckpointError
+from mcore_bridge.errors import CheckpointError, plural
 from mcore_bridge.rules.names import TOWER, count_mtp_layers, layer_of, plain_key
 from mcore_bridge.weights.carried import Mtp
 from mcore_bridge.weights.dist_checkpoint.files import ChunkLocation, LocatedParam, TorchDistReader
@@ -80,8 +80,9 @@ def _located_in(folder: TorchDistFolder, placed: Sequence[LocatedParam]) -> tupl
     unexpected = sorted(spelled.keys() - set(map(plain_key, _keys(placed))))
     if missing or unexpected:
         raise CheckpointError(
-            f"{folder.path} does not fit its config: {len(missing)} tensors missing {missing[:8]}, {len(unexpected)} "
-            f"unexpected {[spelled[key] for key in unexpected[:8]]}. Pass the HF config of this model with --hf"
+            f"{folder.path} does not fit its config: {plural(len(missing), 'tensor')} missing {missing[:8]}, "
+            f"{len(unexpected)} unexpected {[spelled[key] for key in unexpected[:8]]}. Pass the HF config of this "
+            "model with --hf"
         )
 
     def spell(location: ChunkLocation) -> ChunkLocation:

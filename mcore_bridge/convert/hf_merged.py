@@ -17,7 +17,7 @@ from torch import Tensor
 from mcore_bridge.convert.conversion import units_of_tensors, widespread
 from mcore_bridge.convert.hf_to_plain import PIECE_ELEMENTS, ToPlain
 from mcore_bridge.convert.reference_model import WholeModel, whole_model
-from mcore_bridge.errors import CheckpointError
+from mcore_bridge.errors import CheckpointError, plural
 from mcore_bridge.factory.gpt_inputs import to_transformer_config
 from mcore_bridge.rules.adapters import FACTORS, adapter_rules, factor_name, rows_of_parts
 from mcore_bridge.rules.layout import Axes
@@ -197,8 +197,8 @@ def _places(made: ToMerged, model: WholeModel, base: Source) -> dict[Matrix, tup
     files = {own for name in base for own in base.stored(name).names}
     if absent := sorted({name for name, _ in places} - files):
         raise CheckpointError(
-            f"{made.source} lacks {len(absent)} tensors that have adapters, such as {absent[:4]}: expected the base "
-            "on which the adapter was trained"
+            f"{made.source} lacks {plural(len(absent), 'tensor')} with adapters, such as {absent[:4]}: expected the "
+            "base on which the adapter was trained"
         )
     require_shapes(made.adapter, made.given, shapes)
     return places

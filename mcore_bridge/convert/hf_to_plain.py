@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -74,9 +74,9 @@ class ToPlain(Conversion):
         return self.specs
 
     @property
-    def size_text(self) -> tuple[int, str]:
+    def numels(self) -> Sequence[int]:
         """See ``Conversion``."""
-        return len(self.specs), "tensor"
+        return [spec.numel for spec in self.specs]
 
     def write(self, number: int, progress: Progress) -> None:
         """Write one file, one tensor after the other, and each in pieces."""

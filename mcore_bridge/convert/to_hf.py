@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -59,6 +59,11 @@ class ToHF(ModelConversion):
     def hf_names(self) -> Collection[str]:
         """See ``ModelConversion``."""
         return [spec.name for number in range(len(self.names)) for spec in self._specs(number)]
+
+    @property
+    def numels(self) -> Sequence[int]:
+        """See ``Conversion``. The tensors are HF's, carried ones included."""
+        return [spec.numel for number in range(len(self.names)) for spec in self._specs(number)]
 
     @cached_property
     def carried_units(self) -> tuple[tuple[TensorSpec, ...], ...]:

@@ -22,6 +22,7 @@ from mcore_bridge.config.mesh.alike import Shared, agreed, replica_groups
 from mcore_bridge.errors import CheckpointError, ConfigError, shown
 from mcore_bridge.factory.modules.backend import has_transformer_engine
 from mcore_bridge.rules.adapters import FACTORS, Adapters, Sharing, adapter_rules, factor_name, rows_of_parts
+from mcore_bridge.rules.dtypes import DtypeLike, as_dtype, problem_of
 from mcore_bridge.rules.layout import REPLICATED
 from mcore_bridge.rules.mapping import Binding, Dialect, WeightMapping, axes_of, pattern_of
 from mcore_bridge.rules.names import canonical
@@ -73,7 +74,7 @@ def add_adapters(
     targets: Sequence[str] | None = None,
     kind: Sharing = "own",
     dialect: Dialect | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: DtypeLike | None = None,
     init: Init = "kaiming",
     seed: int = 0,
 ) -> Adapters:
@@ -95,8 +96,8 @@ def add_adapters(
             all of its projections, like Megatron-Bridge by default; a folder repeats it for each projection.
         dialect: "fused" gives gate and up of an expert one A, like ``peft`` for transformers 5; "split" gives each a
             separate A. None means the dialect of the models' checkpoint. A folder decides for itself.
-        dtype: the dtype of the factors and their computations; tensors of a folder are cast to it. None means the dtype
-            of the layer's weight, also after later casts; then it must hold all values of the folder.
+        dtype: the dtype of the factors and their computations; tensors of a folder are cast to it. None or "auto" means
+            the dtype of the layer's weight, also after later casts; then it must hold all values of the folder.
         init: the distribution of A: "kaiming" is ``peft``'s; "xavier" and "normal" are Megatron-Bridge's.
         seed: A is drawn from the seed and the HF name, equally on every mesh. B is zero.
 
@@ -113,10 +114,12 @@ def add_adapters(
         >>> sum(parameter.requires_grad for parameter in policy[0].parameters())   # A and B of linear_qkv, 4 layers
         8
     """
-    chunks = chunks_of(models)
+    chunks, dtype = chunks_of(models), as_dtype(dtype)
 
     def checked() -> tuple[tuple[Adapters, list[Place], dict[str, Adapter], Mapping[str, bool]], Shared]:
         all_chunks_of(models)
+        if problem := problem_of(dtype):
+            raise ConfigError(problem)
         asked: dict[str, Any] = {"rank": rank, "alpha": alpha, "targets": targets, "dialect": dialect}
         _require_fitting(chunks, models, folder, kind, init, **asked)
         given = None if folder is None else open_peft_for(models, folder)

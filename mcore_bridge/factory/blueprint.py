@@ -34,6 +34,7 @@ from mcore_bridge.factory.mtp_specs import count_mtp, inner_spec, mtp_block_spec
 from mcore_bridge.factory.param_count import ParamCounts, count_params, resolve_layout
 from mcore_bridge.factory.vision.deepstack import count_features, require_layers
 from mcore_bridge.factory.vision.tower import require_tower, tower_specs
+from mcore_bridge.rules.dtypes import AUTO, DtypeLike, as_dtype
 from mcore_bridge.rules.variants import check_head
 from mcore_bridge.weights.provenance import Provenance, provenance_of
 
@@ -52,7 +53,7 @@ class BuildOptions:
     """Arguments of ``build_model`` by their names, with their defaults. ``make_blueprint`` checks their values."""
 
     dims: ParallelDims = field(default_factory=ParallelDims)
-    dtype: torch.dtype = torch.bfloat16
+    dtype: DtypeLike = torch.bfloat16
     device: torch.device | str | None = None
     backend: str = "auto"
     head: str = "lm"
@@ -66,10 +67,10 @@ class BuildOptions:
 class Blueprint:
     """Everything that ``build_model`` needs.
 
-    ``options`` are the caller's, but an explicit layout has replaced "balanced" in ``dims``. ``device`` and ``backend``
-    are never "auto". ``unread`` are fields of the HF config without effect (``config.unread_fields``). ``origin`` is a
-    copy of the caller's HF config, without overrides. ``initial`` are the first values of ``config``, to detect later
-    changes.
+    ``options`` are the caller's, but an explicit layout has replaced "balanced" in ``dims``, and a dtype its name.
+    ``device`` and ``backend`` are never "auto". ``unread`` are fields of the HF config without effect
+    (``config.unread_fields``). ``origin`` is a copy of the caller's HF config, without overrides. ``initial`` are the
+    first values of ``config``, to detect later changes.
     """
 
     origin: PretrainedConfig
@@ -91,7 +92,9 @@ class Blueprint:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of parameters."""
-        return self.options.dtype
+        dtype = self.options.dtype
+        assert isinstance(dtype, torch.dtype)
+        return dtype
 
     @property
     def overrides(self) -> Overrides:
@@ -155,13 +158,13 @@ def make_blueprint(hf: str | os.PathLike[str] | PretrainedConfig | Provenance, o
     To plan many meshes of one model, pass a provenance with this head in place of ``hf``: then the folder is not read
     again. If it has a tower, it must fit ``vision`` and ``dtype``; then no tower is built to list its tensors.
     """
-    dims, dtype, head, vision = options.dims, options.dtype, options.head, options.vision
+    dims, head, vision = options.dims, options.head, options.vision
     check_head(head)
     check_model(options.model)
     _require_types(dims, options.overrides)
     overrides = dict(options.overrides or {})
     provenance = hf if isinstance(hf, Provenance) else provenance_of(hf, head=head)
-    origin = provenance.hf
+    origin, dtype = provenance.hf, _model_dtype(options.dtype, provenance.config)
     architecture = architecture_of(origin)
     _require_release(architecture, origin)
     read_by = [(origin, architecture.fields)]
@@ -197,7 +200,7 @@ def make_blueprint(hf: str | os.PathLike[str] | PretrainedConfig | Provenance, o
         origin=origin,
         provenance=provenance,
         architecture=architecture,
-        options=replace(options, dims=dims, overrides=overrides),
+        options=replace(options, dims=dims, dtype=dtype, overrides=overrides),
         device=device,
         backend=chosen,
         config=config,
@@ -205,6 +208,20 @@ def make_blueprint(hf: str | os.PathLike[str] | PretrainedConfig | Provenance, o
         initial=dict(vars(config)),
         unread=tuple(name for own, table in read_by for name in unread_fields(own, table)),
     )
+
+
+def _model_dtype(dtype: DtypeLike, hf: PretrainedConfig) -> torch.dtype:
+    """The dtype of a model. A name stands for its dtype, and "auto" for the dtype in the HF config, or else bfloat16.
+
+    Raises:
+        ConfigError: megatron-core builds no model in this dtype.
+    """
+    published = getattr(hf, "dtype", None)
+    chosen = (published or torch.bfloat16) if dtype == AUTO else as_dtype(dtype)
+    if not isinstance(chosen, torch.dtype) or chosen not in (torch.float32, torch.bfloat16, torch.float16):
+        of_config = " in the HF config" * (dtype == AUTO)
+        raise ConfigError(f'dtype must be float32, bfloat16 or float16, or "auto", found {chosen!r}{of_config}.')
+    return chosen
 
 
 def _require_types(dims: object, overrides: object) -> None:

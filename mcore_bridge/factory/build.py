@@ -25,6 +25,7 @@ from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
 from mcore_bridge.factory.blueprint import Blueprint, BuildOptions, Overrides, make_blueprint, reconcile
 from mcore_bridge.factory.chunk import build_chunk, building
 from mcore_bridge.factory.freeze import freeze_parameters, require_patterns
+from mcore_bridge.rules.dtypes import DtypeLike
 from mcore_bridge.weights.load import described_source, load_hf_weights
 from mcore_bridge.weights.provenance import identity
 from mcore_bridge.weights.source.source import HFWeights
@@ -40,7 +41,7 @@ def build_model(
     hf: str | os.PathLike[str] | PretrainedConfig,
     *,
     dims: ParallelDims | None = None,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: DtypeLike = torch.bfloat16,
     device: torch.device | str | None = None,
     backend: str = "auto",
     head: str = "lm",
@@ -61,7 +62,8 @@ def build_model(
         hf: a folder, the name of a repository in the local hub cache, or a config.
         dims: the mesh; ``parallel_state`` must have equal sizes. None: read it from ``parallel_state``, without
             sequence parallelism.
-        dtype: of all parameters, norms included: float32, bfloat16 or float16. Weights are cast to it.
+        dtype: of all parameters, norms included: float32, bfloat16 or float16, or its name. "auto": the dtype in the
+            HF config, or else bfloat16. Weights are cast to it.
         device: of the parameters; "meta" gives a model without storage. None: the CUDA device of this process, or CPU.
         backend: "te" (TransformerEngine), "torch" (runs anywhere), or "auto": "te" if it is installed, on CUDA.
         head: "lm", "value" (one fp32 number per token), "classification" (``hf.num_labels`` fp32 numbers) or "none"

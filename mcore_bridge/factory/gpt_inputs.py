@@ -10,6 +10,7 @@ import torch
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.errors import MeshError
 from mcore_bridge.factory.blueprint import BuildOptions, Overrides, make_blueprint
+from mcore_bridge.rules.dtypes import DtypeLike
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -21,7 +22,7 @@ def to_transformer_config(
     hf: str | os.PathLike[str] | PretrainedConfig,
     *,
     dims: ParallelDims | None = None,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: DtypeLike = torch.bfloat16,
     overrides: Overrides | None = None,
     strict_config: bool = False,
 ) -> TransformerConfig:
@@ -30,7 +31,7 @@ def to_transformer_config(
     Args:
         hf: a folder, the name of a repository in the local hub cache, or a config.
         dims: the mesh. None: a single rank.
-        dtype: the dtype of the parameters: float32, bfloat16 or float16.
+        dtype: the dtype of the parameters, as for ``build_model``.
         overrides: ``TransformerConfig`` fields and ``GPTModel`` arguments by name, as for ``build_model``.
         strict_config: refuse fields that the architecture does not claim, even if no code of transformers reads them.
 
@@ -83,7 +84,7 @@ def to_layer_spec(
     hf: str | os.PathLike[str] | PretrainedConfig,
     *,
     dims: ParallelDims | None = None,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: DtypeLike = torch.bfloat16,
     backend: str = "auto",
     overrides: Overrides | None = None,
     pp_rank: int = 0,

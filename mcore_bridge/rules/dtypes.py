@@ -8,8 +8,15 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
-Dtypes = torch.dtype | Mapping[str, torch.dtype] | None
-"""One dtype for all tensors; or dtypes by ``fnmatch`` patterns of HF names (the first match counts); or None."""
+AUTO = "auto"
+"""In place of a dtype: as the source has it."""
+DtypeLike = torch.dtype | str
+"""A dtype, or its name such as "bfloat16"."""
+Dtypes = DtypeLike | Mapping[str, DtypeLike] | None
+"""One dtype for all tensors; or dtypes by ``fnmatch`` patterns of HF names (the first match counts).
+
+None and "auto" keep the dtype of each tensor.
+"""
 
 _WIDENINGS = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
 
@@ -20,20 +27,34 @@ def wanted_dtype(name: str, own: torch.dtype, dtypes: Dtypes) -> torch.dtype:
     >>> wanted_dtype("model.norm.weight", torch.bfloat16, {"*.norm.weight": torch.float32})
     torch.float32
     """
-    if dtypes is None or not own.is_floating_point:
+    if not own.is_floating_point:
         return own
-    if isinstance(dtypes, torch.dtype):
-        return dtypes
-    return next((dtype for pattern, dtype in dtypes.items() if fnmatchcase(name, pattern)), own)
+    if isinstance(dtypes, Mapping):
+        dtypes = next((dtype for pattern, dtype in dtypes.items() if fnmatchcase(name, pattern)), None)
+    return as_dtype(dtypes) or own
+
+
+def as_dtype(dtype: DtypeLike | None) -> torch.dtype | None:
+    """The dtype that an argument means: of a name, the dtype; None for "auto". Wrong values stay, for a later check."""
+    named: torch.dtype | None = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype  # type: ignore[arg-type]
+    return None if dtype == AUTO else named
 
 
 def problem_of(dtypes: object) -> str:
     """The reason why ``dtypes`` is not a valid ``Dtypes``, or an empty string."""
     values = [*dtypes.values()] if isinstance(dtypes, Mapping) else [dtypes]
-    wrong = [value for value in values if not isinstance(value, torch.dtype) or not value.is_floating_point]
+    wrong = [value for value in values if not _is_floating(value)]
     if dtypes is None or not wrong:
         return ""
-    return f"dtype must be a floating torch.dtype, a dict of such by name patterns, or None, found {wrong[0]!r}"
+    return (
+        'dtype must be a floating torch.dtype or its name such as "bfloat16", a dict of such by name patterns, or '
+        f'"auto" or None, found {wrong[0]!r}'
+    )
+
+
+def _is_floating(value: object) -> bool:
+    dtype = as_dtype(value) if isinstance(value, str) else value
+    return value == AUTO or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
 
 
 def unmatched(dtypes: Dtypes, names: Iterable[str]) -> list[str]:

@@ -196,3 +196,17 @@ def local_expert(name: str, expert: int, local: int, *, grouped: bool) -> str:
     """The name of the parameter of a routed expert, by its number on this rank."""
     before, _, after = name.partition(f".experts.{expert}.")
     return f"{before}.experts.{after}{local}" if grouped else f"{before}.experts.local_experts.{local}.{after}"
+
+
+def foreign_prefix(unexpected: Iterable[str], missing: Iterable[str]) -> str:
+    """A hint if all unexpected names are names of the model behind one prefix, such as that of a wrapper; or "".
+
+    >>> foreign_prefix(["module.lm_head.weight", "module.model.norm.weight"], ["model.norm.weight"])
+    ". All names of the source begin with 'module.': remove this prefix"
+    """
+    names, wanted = [*unexpected], {*missing}
+    cuts = ((name, cut + 1) for name in names for cut, char in enumerate(name) if char == ".")
+    prefix = next((name[:cut] for name, cut in cuts if name[cut:] in wanted), "")
+    if not prefix or not all(name.startswith(prefix) for name in names):
+        return ""
+    return f". All names of the source begin with {prefix!r}: remove this prefix"

@@ -25,6 +25,7 @@ from mcore_bridge.weights.bound import BoundModel, bind, provenance_on
 from mcore_bridge.weights.model_chunks import Models
 from mcore_bridge.weights.param_sync import require_gathered
 from mcore_bridge.weights.plan.target import Target
+from mcore_bridge.weights.progress import tracked
 from mcore_bridge.weights.provenance import HF
 from mcore_bridge.weights.transfer.endpoints import check_storage
 from mcore_bridge.weights.transfer.executor import run_program
@@ -98,7 +99,8 @@ def iter_hf_weights(
     export = open_export(models, hf, head, **options, dtype=dtype)
     bound = export.bound
     with closing(run_program(export.program, export.group, bound.tensors, merges=bound.merges, lend=not copy)) as pairs:
-        yield from converted(pairs, dtype, device)
+        count = lambda: sum(1 for _ in export.program.plan.tensors())  # noqa: E731
+        yield from tracked(converted(pairs, dtype, device), "export", count)
 
 
 def converted(

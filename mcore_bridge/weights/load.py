@@ -30,6 +30,7 @@ from mcore_bridge.weights.files.staging import SLOT_BYTES, Staging
 from mcore_bridge.weights.load_state import Load, LoadReport
 from mcore_bridge.weights.model_chunks import Models
 from mcore_bridge.weights.own_folder import note_source
+from mcore_bridge.weights.progress import tracked
 from mcore_bridge.weights.provenance import HF, Provenance
 from mcore_bridge.weights.source.source import HFWeights, Pairs, Source, open_source
 from mcore_bridge.weights.source.tied_tensors import require_equal
@@ -169,7 +170,7 @@ def _write_source(load: Load, source: Source, *, strict: bool, slot_bytes: int) 
     names = [name for name in source if name in load.uses]
     for name in names:
         load.check(name, source.described(name))
-    pairs = source.pairs(names)
+    pairs = tracked(source.pairs(names), "load", names.__len__)
     if source.folder is None:
         for name, tensor in pairs:
             load.check(name, tensor)  # again, since a mapping may make a new tensor for each access
@@ -183,7 +184,7 @@ def _write_source(load: Load, source: Source, *, strict: bool, slot_bytes: int) 
 
 def _write_pairs(load: Load, source: Pairs, *, strict: bool) -> None:
     mapping = load.bound.mapping
-    for name, tensor in source.for_model(mapping):
+    for name, tensor in tracked(source.for_model(mapping), "load", lambda: 0):
         load.check(name, tensor)
         load.write(name, tensor)
     new = model_names(load.seen, mapping)

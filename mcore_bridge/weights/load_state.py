@@ -9,11 +9,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mcore_bridge.errors import CheckpointError
+from mcore_bridge.errors import CheckpointError, plural
 from mcore_bridge.rules.dtypes import Dtypes, dtype_name, is_exact, wanted_dtype
 from mcore_bridge.rules.encoded import Encoded, EncodedSlice, Weight
 from mcore_bridge.rules.mapping import unstacked
-from mcore_bridge.rules.names import expert_of, kind_of, mtp_layer_of
+from mcore_bridge.rules.names import expert_of, foreign_prefix, kind_of, mtp_layer_of
 from mcore_bridge.rules.scheme import Encoding
 from mcore_bridge.rules.trace import Copy, Shape
 from mcore_bridge.weights.bound import BoundModel
@@ -129,11 +129,11 @@ class Load:
         unexpected = tuple(name for name in others if not mapping.is_unused(name))
         self._names = LoadReport(0, 0, initialised, (*ignored, *unused), carried, {}, missing, unexpected)
         if strict and (missing or unexpected):
-            advice = "Use the checkpoint of this config"
+            advice = "Use the checkpoint of this config" + foreign_prefix(unexpected, missing)
             if any(use.mcore.startswith("output_layer.") for name in missing for use in self.uses[name]):
                 advice += '. Build a checkpoint without a head, such as an embedding model, with head="none"'
             raise CheckpointError(
-                f"the source does not fit the model: {len(missing)} tensors missing {[*missing[:8]]}, "
+                f"the source does not fit the model: {plural(len(missing), 'tensor')} missing {[*missing[:8]]}, "
                 f"{len(unexpected)} unexpected {[*unexpected[:8]]}. {advice}",
                 in_python="load_hf_weights(strict=False) reports them instead",
             )

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mcore_bridge.errors import CheckpointError
+from mcore_bridge.errors import CheckpointError, plural
 from mcore_bridge.rules.dtypes import dtype_name, is_exact
 from mcore_bridge.weights.files.hf_folder import shard_names
 from mcore_bridge.weights.model_chunks import Models, chunks_of
@@ -64,6 +64,6 @@ def require_held(target: Path, stored: Mapping[str, torch.dtype], written: Mappi
     ]
     if lost:
         raise CheckpointError(
-            f"{target} is a folder that these models came from, and would lose bits of {len(lost)} tensors, such as "
-            f"{lost[0]}. Name another folder, or build and save the models in the wider dtype"
+            f"{target} is a folder that these models came from, and would lose bits of {plural(len(lost), 'tensor')}, "
+            f"such as {lost[0]}. Name another folder, or build and save the models in the wider dtype"
         )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mcore_bridge.architecture import read_hf
 from mcore_bridge.arguments import COUNT, require
-from mcore_bridge.errors import CheckpointError
+from mcore_bridge.errors import CheckpointError, plural
 from mcore_bridge.rules.dtypes import Dtypes
 from mcore_bridge.rules.mapping import Dialect
 from mcore_bridge.rules.spec import TensorSpec
@@ -173,7 +173,7 @@ def write_pairs(pairs: Iterator[tuple[str, Tensor]], writers: WriterByName, slot
                 )
             _write_tensor(tensor, partial(writer.write, name), staging)
     if waiting:
-        raise CheckpointError(f"the export lacks {len(waiting)} tensors of its manifest: {list(waiting)[:8]}")
+        raise CheckpointError(f"the export lacks {plural(len(waiting), 'tensor')} of its manifest: {list(waiting)[:8]}")
 
 
 def _write_tensor(tensor: Tensor, write: Callable[[int, Tensor], None], staging: Staging) -> None:

@@ -1,6 +1,7 @@
 """Runs the command as users do: correct input passes; wrong input gives exit code 1 and one message with the reason."""
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -17,12 +18,14 @@ from unittest import mock
 
 import pytest
 import torch
+import yaml
 from rich.console import Console
 from rich.progress import Progress
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import Result
 
+import mcore_bridge
 from mcore_bridge import BridgeError, Manifest, ParallelDims
 from mcore_bridge import architecture as architecture_module
 from mcore_bridge.commands import doctor, report, text
@@ -178,7 +181,9 @@ def test_verify_names_what_differs_from_another_folder(checkpoint: Path, copied:
     edit(shards(copied)[0], flip)
     result = run("verify", checkpoint, "--against", copied, "--no-logits")
     assert result.exit_code == 1
-    assert f"NO: 1 tensor of 47 differ on all 1 ranks: {names[0]}" in " ".join(result.output.split())
+    assert f"NO: 1 tensor of 47 differ on 1 rank, as in {copied}: {names[0]}".replace(" ", "") in "".join(
+        result.output.split()
+    )
 
 
 def truncate(folder: Path) -> None:
@@ -250,6 +255,32 @@ def test_verify_refuses_a_mesh_that_does_not_fit(checkpoint: Path, options: list
     assert said in refused(run("verify", checkpoint, *options))
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (
+            "plan HF --gpu-memory 80 --recompute --sequence 8 --micro-batch 2",
+            "--gpu-memory, --micro-batch, --rec",
+        ),
+        ("plan HF --gpus 2 --layout balanced", "--layout would have no effect with --gpus"),
+        ("verify HF --tokens 8 --no-logits", "--tokens would have no effect with --no-logits"),
+        ("convert HF OUT --processes 2 --gpus 2", "--processes would have no effect with --gpus"),
+        (
+            "convert HF OUT --backend torch --drop-mtp",
+            "--backend, --drop-mtp would have no effect with --to",
+        ),
+        ("convert HF OUT --to torch --drop-mtp", "--drop-mtp would have no effect with --to torch"),
+        ("convert HF OUT --to hf --mtp 1 --strict-config", "--mtp, --strict-config would have no effect with --to hf"),
+        ("convert DIST OUT --mtp 1 --vision train --to torch_dist", "--mtp, --to, --vision would have no effect for a"),
+    ],
+)
+def test_an_option_without_effect_is_refused(command: str, said: str, checkpoint: Path, tmp_path: Path) -> None:
+    (dist := tmp_path / "dist").mkdir()
+    (dist / "metadata.json").write_text("{}")
+    places = {"HF": checkpoint, "OUT": tmp_path / "out", "DIST": dist}
+    assert said in refused(run(*(places.get(word, word) for word in command.split())))
+
+
 def test_a_refusal_is_one_line_on_stderr(copied: Path) -> None:
     truncate(copied)
     command = [sys.executable, "-m", "mcore_bridge.cli", "verify", str(copied)]
@@ -261,7 +292,7 @@ def test_a_refusal_is_one_line_on_stderr(copied: Path) -> None:
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    assert "no folder" in refused(run("verify", tmp_path / "nothing"))
+    assert "must be an existing folder" in refused(run("verify", tmp_path / "nothing"))
 
 
 def _verdict(*, relative: float = 0.0, **different: tuple[str, ...]) -> Verdict:
@@ -395,6 +426,25 @@ def test_plan_of_a_folder_with_only_a_config(llama_70b: Path, tmp_path: Path) ->
     assert sum(cell.startswith("layer ") for cell in cells) == 80
 
 
+def test_plan_spells_a_mesh_for_trainers(llama_70b: Path) -> None:
+    """The printed settings are the mesh again."""
+    options = ["--tp", 2, "--pp", 4, "--sp", "--layout", "balanced", "--settings"]
+    dims = plan(llama_70b, BuildOptions(dims=ParallelDims(tp=2, pp=4, sp=True, layout="balanced"))).blueprint.dims
+    assert ParallelDims.from_dict(yaml.safe_load(run("plan", llama_70b, *options, "verl").stdout)) == dims
+    nemo = ParallelDims.from_dict(yaml.safe_load(run("plan", llama_70b, *options, "nemo-rl").stdout))
+    assert [len(stage.layers) for stage in nemo.stages(80)] == [len(stage.layers) for stage in dims.stages(80)]
+    slime = run("plan", llama_70b, *options, "slime").stdout
+    assert "--tensor-model-parallel-size 2 \\\n" in slime
+    assert f'--sequence-parallel \\\n--pipeline-model-parallel-layout "{dims.layout}"\n' in slime
+    said = json.loads(run("plan", llama_70b, *options, "slime", "--json").stdout)
+    assert ParallelDims.from_dict(said) == dims
+    unequal = ["--pp", 3, "--layout", f"E{'t' * 30}|{'t' * 30}|{'t' * 20}L", "--settings"]
+    assert run("plan", llama_70b, *unequal, "nemo-rl").exit_code == 0
+    unequal = ["--pp", 4, "--layout", f"E{'t' * 30}|{'t' * 30}|t|{'t' * 19}L", "--settings"]
+    assert "NeMo-RL must have equal stages" in refused(run("plan", llama_70b, *unequal, "nemo-rl"))
+    assert "--settings must be one of verl" in refused(run("plan", llama_70b, "--settings", "trl"))
+
+
 @pytest.mark.parametrize("also", [["--tp", 2, "--pp", 2], ["--gpus", 2]])
 def test_plan_of_the_other_model_class_is_the_same(also: list[Any], tmp_path: Path, monkeypatch: Any) -> None:
     tiny.config("qwen3").save_pretrained(tmp_path)
@@ -480,6 +530,32 @@ def _doctor(path: Path, monkeypatch: pytest.MonkeyPatch) -> Result:
     return run("doctor")
 
 
+def test_a_command_does_not_tell_of_cuda_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's logger has a handler of its own, so that the level of the root does not matter."""
+    logger, said = logging.getLogger("torch.utils.cpp_extension"), StringIO()
+    monkeypatch.setattr(logger, "handlers", [logging.StreamHandler(said)])
+    monkeypatch.setattr(doctor, "examine", lambda: logger.warning("No CUDA runtime is found") or doctor.Diagnosis(()))
+    level = logger.level
+    assert run("doctor").exit_code == 0
+    assert said.getvalue() == ""
+    assert logger.level == level
+
+
+@pytest.mark.parametrize(("cuda", "said"), [(None, "none"), ("13.0", "none, though torch is built for CUDA 13.0")])
+def test_doctor_tells_a_torch_without_cuda_from_a_machine_without_gpus(
+    cuda: str | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (line,) = doctor._gpus()
+    assert (line.state, "nvidia-smi" in line.advice) == (said, cuda is not None)
+    monkeypatch.setattr(doctor, "_version", lambda name: None)
+    assert {line.advice.rpartition(": ")[2] for line in doctor._optional()} >= {
+        "pip install peft",
+        "pip install 'mcore-hf[te]'",
+    }
+
+
 @pytest.mark.parametrize("by_top_level", [True, False])
 def test_doctor_names_a_distribution_with_our_import_name(
     tmp_path: Path, by_top_level: bool, monkeypatch: pytest.MonkeyPatch
@@ -490,6 +566,19 @@ def test_doctor_names_a_distribution_with_our_import_name(
     assert "name clash mcore-bridge 1.6.5" in said
     assert "pip uninstall mcore-bridge mcore-hf" in said
     assert "not ready: name clash: " in said
+
+
+def test_the_import_tells_of_a_distribution_with_our_import_name(tmp_path: Path) -> None:
+    site = _installed(tmp_path / "site", "mcore-bridge", by_top_level=True)
+    finished = subprocess.run(
+        [sys.executable, "-c", "import mcore_bridge"],
+        env={**os.environ, "PYTHONPATH": f"{Path(mcore_bridge.__file__).parent.parent}:{site}:/nothing"},
+        capture_output=True,
+        text=True,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert f"{site} has the distribution mcore-bridge of ModelScope" in finished.stderr
+    assert "pip uninstall mcore-bridge mcore-hf" in finished.stderr
 
 
 def test_doctor_finds_nothing_wrong_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

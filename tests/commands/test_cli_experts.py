@@ -65,7 +65,7 @@ def add_an_expert(state: State) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (remove_an_expert, f"1 tensors missing ['{EXPERT.format(7)}']"),
+        (remove_an_expert, f"1 tensor missing ['{EXPERT.format(7)}']"),
         (add_an_expert, f"1 unexpected ['{EXPERT.format(8)}']"),
     ],
 )

@@ -10,7 +10,8 @@ import torch
 import mcore_bridge as mb
 from mcore_bridge.commands.options import Batch
 from mcore_bridge.commands.plan.activations import kept_by_layers
-from mcore_bridge.commands.plan.suggest import Suggestion, suggest
+from mcore_bridge.commands.plan.suggest import suggest
+from mcore_bridge.commands.plan.suggest_report import Suggestion
 from mcore_bridge.config import hf
 from mcore_bridge.factory.blueprint import BuildOptions
 from mcore_bridge.launch.fake_rank import rank_of
@@ -22,8 +23,17 @@ from tests.support.command import refused, run
 BATCH = Batch(sequence=128, micro_batch=2)
 
 
-def found(folder: Path, num_gpus: int, gpu_bytes: float, **given: int) -> Any:
-    return suggest(folder, num_gpus, BuildOptions(), gpu_bytes=gpu_bytes, given=given, batch=BATCH, count=100)
+def found(folder: Path, num_gpus: int, gpu_bytes: float, gpus_per_node: int = 8, **given: int) -> Any:
+    return suggest(
+        folder,
+        num_gpus,
+        BuildOptions(),
+        gpu_bytes=gpu_bytes,
+        gpus_per_node=gpus_per_node,
+        given=given,
+        batch=BATCH,
+        count=100,
+    )
 
 
 def test_suggestions_build_fit_and_come_in_order(tmp_path: Path) -> None:
@@ -32,13 +42,21 @@ def test_suggestions_build_fit_and_come_in_order(tmp_path: Path) -> None:
     search = found(tmp_path, 4, 1e9)
     assert search.suggestions
     assert not search.too_large
-    assert {"TP1", "TP2 SP", "PP2", "TP2 EP2 ETP2 SP"} <= {str(suggestion.mesh) for suggestion in search.suggestions}
+    names = [str(suggestion.mesh) for suggestion in search.suggestions]
+    assert {"TP1", "TP2 SP", "PP2", "EP2", "TP2 EP4 SP"} <= {*names}
+    assert "TP2 EP2 ETP2 SP" not in names  # the twin of TP2 EP4 SP
     assert all(
         any(word in refused.reason for word in ("num_attention_heads", "num_key_value_heads", "layers"))
         for refused in search.refused
     )
-    sizes = [suggestion.mesh.model_size for suggestion in search.suggestions]
+    sizes = [suggestion.mesh.model_size for suggestion in search.suggestions if suggestion.mesh.etp == 1]
     assert sizes == sorted(sizes)
+    narrow = found(tmp_path, 4, 1e9, gpus_per_node=2).suggestions
+    assert [each.mesh.ep * each.mesh.etp > 2 for each in narrow if each.mesh.etp == 1] == sorted(
+        each.mesh.ep > 2 for each in narrow if each.mesh.etp == 1
+    )
+    assert max(each.mesh.tp for each in narrow) == 2
+    sizes = [suggestion.mesh.model_size for suggestion in search.suggestions]
     for suggestion in search.suggestions:
         assert_a_rank_holds_it(suggestion, tmp_path)
     limit = sorted(suggestion.memory.total for suggestion in search.suggestions)[len(sizes) // 2]
@@ -46,6 +64,10 @@ def test_suggestions_build_fit_and_come_in_order(tmp_path: Path) -> None:
     assert all(suggestion.memory.total <= limit for suggestion in fewer.suggestions)
     assert len(fewer.suggestions) + len(fewer.too_large) == len(sizes)
     assert {suggestion.mesh.ep for suggestion in found(tmp_path, 4, 1e9, ep=2).suggestions} == {2}
+    least = min(suggestion.memory.total for suggestion in search.suggestions)
+    (enough, *with_recompute) = found(tmp_path, 1, least * 1.01).enough
+    assert (enough.gpus, enough.recompute) == (4, False)
+    assert all(each.gpus < 4 and each.recompute for each in with_recompute)
 
 
 def test_a_folder_is_read_once_and_a_composite_is_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +208,7 @@ def test_the_command_prints_and_refuses(tmp_path: Path) -> None:
     header = next(line for line in result.output.splitlines() if "mesh " in line)
     assert header.split() == ["mesh", "DP", "params", "grads", "Adam", "activ.", "logits", "sum", "export"]
     assert max(map(len, result.output.splitlines())) <= 80
-    assert "cannot be used with --layout, --picture, --vp" in refused(
+    assert "--layout, --picture, --vp would have no effect with --gpus" in refused(
         run("plan", tmp_path, "--gpus", 4, "--vp", 2, "--layout", "balanced", "--picture", tmp_path / "meshes.svg")
     )
     assert "--tp 3 must divide 4 GPUs" in refused(run("plan", tmp_path, "--gpus", 4, "--tp", 3))

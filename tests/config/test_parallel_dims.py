@@ -67,6 +67,36 @@ def test_settings_of_none_mean_what_megatron_core_means_by_them() -> None:
     assert dims.with_config_fields(settings) == ParallelDims()
 
 
+NAMES = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 4, "sequence_parallel": True}
+
+
+def test_settings_of_trainers_are_read() -> None:
+    """verl and NeMo-RL have sections; a missing size of experts is ``tp``; without ``tp`` there is no ``sp``."""
+    split = {"pipeline_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "use_mbridge": True}
+    verl = {**NAMES, **split, "override_transformer_config": {"pipeline_model_parallel_layout": "Et|tL", "lr": 1}}
+    expected = ParallelDims(tp=2, ep=4, pp=2, sp=True, layout="Et|tL")
+    assert ParallelDims.from_dict({"trainer": {}, "actor_rollout_ref": {"actor": {"megatron": verl}}}) == expected
+    assert ParallelDims.from_dict({"policy": {"megatron_cfg": NAMES}}) == ParallelDims(tp=2, ep=4, etp=2, sp=True)
+    assert ParallelDims.from_dict({"sequence_parallel": True, "context_parallel_size": None}) == ParallelDims()
+    assert ParallelDims.from_dict({"tp": 2, "layout": None, "lr": 1}) == ParallelDims(tp=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": 1}, r"by names such as tensor_model_parallel_size or tp, found none among \['lr'\]"),
+        ({"tensor_model_paralel_size": 2, "pp": 2}, r"do you mean tensor_model_parallel_size\?"),
+        ({"tp": 2, "tensor_model_parallel_size": 2}, "found tensor_model_parallel_size and tp"),
+        ([2], r"must be a mapping of names to values, found \[2\]"),
+        ({"tensor_model_parallel_size": "2"}, "tp must be an integer"),
+        ({"tp": 1, "sp": True}, "sp=True needs tp > 1"),
+    ],
+)
+def test_settings_that_are_no_mesh_are_refused(settings: Any, message: str) -> None:
+    with pytest.raises(MeshError, match=message):
+        ParallelDims.from_dict(settings)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

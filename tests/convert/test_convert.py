@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 import mcore_bridge as mb
 from mcore_bridge import ParallelDims
+from mcore_bridge.commands import text
 from mcore_bridge.commands.app import app
 from mcore_bridge.convert.convert import convert
 from mcore_bridge.convert.reference_model import _placed, whole_model
@@ -248,7 +250,9 @@ def test_the_command_converts_with_several_processes(tmp_path):
         assert result.exit_code == 0, result.output
     assert_exact(tmp_path / "back", Checkpoint(source))
     assert (tmp_path / "back" / "tokenizer.json").is_file()
-    assert "parameters" in result.output
+    tensors = Checkpoint(source).values()
+    numel = sum(tensor.numel() for tensor in tensors)
+    assert f"{text.count(numel)} parameters in {len(tensors)} tensors" in " ".join(result.output.split())
 
 
 def test_code_of_the_model_and_of_its_tokenizer_comes_along_with_what_it_imports(tmp_path):
@@ -307,11 +311,11 @@ def test_folders_with_nothing_to_convert_say_what_was_expected(tmp_path):
         CheckpointError, match=r"older is no checkpoint.* in it, in its dist_ckpt or model/dist_ckpt, or"
     ):
         convert(older, tmp_path / "back", on_event=quiet)
-    for name in ("config.json", "pytorch_model.bin"):
-        (older / name).write_text("{}")
+    (older / "pytorch_model.bin").touch()
+    source = small(tmp_path / "hf")
+    shutil.copy(source / "config.json", older)
     with pytest.raises(CheckpointError, match=r"a config\.json, but neither \*\.safetensors nor .*save_pretrained"):
         convert(older, tmp_path / "back", on_event=quiet)
-    source = small(tmp_path / "hf")
     with pytest.raises(
         CheckpointError, match="hf is an HF folder, not a checkpoint of megatron-core: load it by load_hf_weights"
     ):
@@ -344,6 +348,9 @@ def test_what_does_not_fit_is_named(tmp_path):
         with pytest.raises(CheckpointError, match=of_hf):
             convert(source, tmp_path / "back", hf=other, on_event=quiet)
     state = dict(Checkpoint(source))
+    wrapped = written({f"module.{name}": each for name, each in state.items()}, mb_config(source), tmp_path / "wrapped")
+    with pytest.raises(CheckpointError, match=r"begin with 'module\.': remove this prefix"):
+        convert(wrapped, tmp_path / "back", on_event=quiet)
     state["model.norm.weight"] = state["model.norm.weight"].float()
     mixed = written(state, mb_config(source), tmp_path / "mixed")
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight is float32, and bfloat16 cannot hold"):
@@ -379,7 +386,7 @@ def test_a_folder_that_is_not_whole_is_not_taken_for_one(tmp_path):
     metadata = pickle.loads(kept)
     metadata.state_dict_metadata["decoder.layers.0.mlp.experts.experts.linear_fc1.weight"].chunks.pop()
     (dist / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match=r"only parts of 1 tensors.*experts.*save did not finish"):
+    with pytest.raises(CheckpointError, match=r"only parts of 1 tensor,.*experts.*save did not finish"):
         convert(dist, back, on_event=quiet)
     (dist / ".metadata").write_bytes(kept)
     file = dist / "__0_0.distcp"

@@ -59,7 +59,7 @@ def test_the_bits_are_those_of_peft_in_fp64(tmp_path):
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3
     check(tmp_path / "out", state, merged)
     finished = run("merge", tmp_path / "base", tmp_path / "adapter", tmp_path / "again")
-    assert "hf: 56 tensors" in finished.stdout
+    assert "parameters in 56 tensors" in finished.stdout
     check(tmp_path / "again", state, merged)
 
 
@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_named(tmp_path):
             merge(tmp_path / base, tmp_path / "adapter", tmp_path / target, on_event=lambda *event: None)
         assert not list(tmp_path.glob("out/*.safetensors"))
 
-    refused(r"lacks 1 tensors that have adapters, such as \['model.layers.1.mlp.down_proj.weight'\]")
+    refused(r"lacks 1 tensor with adapters, such as \['model.layers.1.mlp.down_proj.weight'\]")
     refused("is both source and target", target="adapter")
     tensors = load_file(weights)
     a, b = (f"base_model.model.model.layers.0.self_attn.{name}.weight" for name in ("o_proj.lora_A", "q_proj.lora_B"))

@@ -12,7 +12,20 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mcore_bridge import ParallelDims, build_model, to_gpt_arguments, to_layer_spec, to_transformer_config
+from mcore_bridge import (
+    ParallelDims,
+    add_adapters,
+    build_model,
+    iter_hf_adapters,
+    load_checkpoint,
+    load_hf_weights,
+    save_checkpoint,
+    save_hf_checkpoint,
+    to_gpt_arguments,
+    to_hf_state_dict,
+    to_layer_spec,
+    to_transformer_config,
+)
 from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory.modules.torch_modules import AlwaysBiased, CoreAttention, Norm
 from mcore_bridge.factory.param_count import count_params, resolve_layout
@@ -50,6 +63,27 @@ def say(folder: str, inputs: torch.Tensor, **build: Any) -> torch.Tensor:
 
 
 # -- dtypes ------------------------------------------------------------------------------------------------------------
+
+
+def in_named_dtypes(folder: str, target: str) -> list[torch.dtype]:
+    """Runs in a worker: the dtypes of a model, of exports, of a saved folder, of adapters and of a checkpoint."""
+    auto, half = (build_model(folder, device="cpu", dtype=dtype) for dtype in ("auto", "bfloat16"))
+    state = to_hf_state_dict(auto, dtype={"*.norm.weight": "float32", "*": "float16"})
+    load_hf_weights(half, to_hf_state_dict(auto, dtype="auto"), dtype="bfloat16")
+    save_checkpoint(auto, f"{target}/dist")
+    load_checkpoint(half, f"{target}/dist", dtype="bfloat16")
+    saved = save_hf_checkpoint(half, f"{target}/hf", dtype="float32")
+    add_adapters(half, rank=1, alpha=1, targets=["q_proj"], dtype="float32")
+    adapter = next(iter_hf_adapters(half, dtype="float16"))[1]
+    parameter = next(auto[0].parameters())
+    kinds = parameter, state["model.norm.weight"], state["lm_head.weight"], saved.tensors[0], adapter
+    return [kind.dtype for kind in kinds]
+
+
+def test_a_dtype_may_be_a_name(folder, tmp_path):
+    assert on_one_rank(in_named_dtypes, folder, str(tmp_path)) == [
+        *(torch.float32, torch.float32, torch.float16, torch.float32, torch.float16)
+    ]
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "mistral"])

@@ -144,7 +144,7 @@ def test_a_stack_of_too_few_experts_is_refused():
 def test_a_missing_expert_is_named():
     state = random_state(HF)
     state.pop("model.layers.1.mlp.experts.7.up_proj.weight")
-    with pytest.raises(CheckpointError, match=r"1 tensors missing \['model.layers.1.mlp.experts.7.up_proj.weight'\]"):
+    with pytest.raises(CheckpointError, match=r"1 tensor missing \['model.layers.1.mlp.experts.7.up_proj.weight'\]"):
         fake_mesh.build_everywhere(
             HF, ParallelDims(ep=4), lambda chunks: load_hf_weights(chunks, state), dtype=torch.float32
         )

@@ -39,7 +39,7 @@ from tests.support.strategies import save as save_state
 HF = tiny("llama", num_hidden_layers=1, vocab_size=64)
 EMPTY = "found an empty string: is a variable not set"
 SAME = "is both source and target"
-CHANGED = "was changed while it was read, in 1 files such as "
+CHANGED = "was changed while it was read, in 1 file such as "
 Cell = Callable[["Place"], None] | str
 """The test of a check, or the reason why an entry point does not need the check."""
 CHECKS = ("empty path", "target is source", "source changed", "notes on weights", "lost bits")
@@ -441,6 +441,7 @@ TABLE: dict[str, dict[str, Cell] | str] = {
             lambda place: mb.load_checkpoint(place.models(), place.dist),
         ),
     ),
+    "supports": dict.fromkeys(CHECKS, "it reads a config, and its answer has the error of a wrong path"),
     "mapping": not_a_writer(lambda place, path: mb.mapping(path)),
     "adopt": not_a_writer(lambda place, path: mb.adopt(place.models(), path)),
     "to_transformer_config": not_a_writer(lambda place, path: mb.to_transformer_config(path)),
@@ -467,7 +468,7 @@ TABLE: dict[str, dict[str, Cell] | str] = {
             *("Receiver", "forward", "TokenOutputs", "log_probs", "pack_sequences", "unpack_sequences"),
             *("PackedSequences", "Adapters", "iter_hf_adapters", "without_adapters", "Architecture", "register"),
             *("LoadReport", "BridgeError", "enable_cpu", "EngineWriter", "EngineWorker", "MappedEngine", "WeightSync"),
-            "vllm_source",
+            *("vllm_source", "Support", "list_families", "show_progress"),
         ],
         NO_PATH,
     ),

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import mcore_bridge
-from mcore_bridge import engines
+from mcore_bridge import engines, errors
 from tests.support.house import MODULES, PACKAGE, ROOT, import_graph, imports, module_of
 
 ORDER = """
@@ -189,9 +189,23 @@ def test_names_for_type_checkers_are_those_of_the_table() -> None:
 
 
 def test_names_for_authors_of_engines_have_two_homes_and_one_page() -> None:
-    moved = mcore_bridge._HOMES.keys() - {*mcore_bridge.__all__}
+    moved = mcore_bridge._HOMES.keys() - {*mcore_bridge.__all__} - mcore_bridge._ERRORS
     assert moved == {*engines.__all__} - {"EngineWorker", "MappedEngine"}
     assert all(getattr(mcore_bridge, name) is getattr(engines, name) for name in moved)
+
+
+def test_every_error_is_in_the_package_and_a_wrong_name_has_a_hint() -> None:
+    kinds = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and "Error" in name}
+    assert all(getattr(mcore_bridge, name) is kind for name, kind in kinds.items())
+    assert kinds.keys() - {"BridgeError"} == mcore_bridge._ERRORS
+    meant_by = {"build_models": "build_model", "AutoBridge": "build_model, or", "MeshErorr": "MeshError"}
+    for name, meant in meant_by.items():
+        with pytest.raises(AttributeError, match=rf"no attribute '{name}': do you mean {meant}"):
+            getattr(mcore_bridge, name)
+    with pytest.raises(AttributeError, match=r"no attribute '__wrapped__'$"):
+        getattr(mcore_bridge, "__wrapped__")  # noqa: B009
+    with pytest.raises(AttributeError, match=r"no attribute 'xyz'$"):
+        getattr(mcore_bridge, "xyz")  # noqa: B009
 
 
 def test_no_public_name_is_a_module() -> None:

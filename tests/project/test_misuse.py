@@ -70,6 +70,18 @@ CALLS = {
         "expected a path, found a null byte",
     ),
     "bytes": (lambda models, folder: mb.save_hf_checkpoint(models, folder, slot_bytes=1e9), "slot_bytes must be"),
+    "dtype's name": (
+        lambda models, folder: mb.build_model(HF, dtype="bf17"),
+        'bfloat16 or float16, or "auto", found .bf17',
+    ),
+    "dtype of adapters": (
+        lambda models, folder: mb.add_adapters(models, rank=1, alpha=1, targets=["q_proj"], dtype="int8"),
+        "its name such as .bfloat16.*found torch.int8",
+    ),
+    "dtypes": (
+        lambda models, folder: mb.save_hf_checkpoint(models, folder, dtype={"*": "nothing"}),
+        "a dict of such by name patterns.*found 'nothing'",
+    ),
     "size": (lambda models, folder: mb.EngineRank(tp="2"), r"expected sizes of at least 1, found \{'tp': '2'\}"),
     "sizes": (lambda models, folder: mb.engine_ranks(tp="2"), "expected sizes of at least 1"),
     "target": (lambda models, folder: list(mb.iter_hf_weights(models, target="all")), "expected target=.* found 'all'"),
@@ -134,7 +146,8 @@ def test_a_wrong_call_is_told_what_was_expected(tmp_path, models, what):
 
 NOT_TRIED = {"forward", "log_probs", "pack_sequences", "unpack_sequences", "TokenOutputs", "PackedSequences"}
 """Functions for batches, which have separate tests."""
-DATA = {"BridgeError", "LoadReport", "CheckpointReport", "Adapters", "Manifest", "EngineMap", "Architecture"}
+RESULTS = {"LoadReport", "CheckpointReport", "Adapters", "Manifest", "EngineMap", "Architecture", "Support"}
+DATA = {"BridgeError", *mb._ERRORS, *RESULTS}
 """Classes of results, which callers only read, or whose fields the author of an architecture writes."""
 MARK = allocate(8, torch.device("cpu"))
 EMPTY_MAP = mb.EngineMap("", (), (), ())
@@ -210,17 +223,18 @@ def test_every_wrong_argument_has_an_error_of_ours_or_is_legal(models, source, t
 @pytest.mark.parametrize(
     ("names", "advice"),
     [
-        (["metadata.json"], "it is a checkpoint of megatron-core: use load_checkpoint"),
+        (["metadata.json"], "it is a checkpoint of megatron-core: make an HF folder"),
         (["pytorch_model.bin"], "such as pytorch_model.bin: save the model again with save_pretrained"),
-        ([], "download them too, or build the model without them by load_weights=False"),
+        ([], "download them too"),
     ],
 )
 def test_a_folder_without_weights_says_what_to_do(tmp_path, models, names, advice):
     HF.save_pretrained(tmp_path)
     for name in names:
         (tmp_path / name).touch()
-    with pytest.raises(BridgeError, match=rf"expected \*.safetensors files in .*, found none: .*{advice}"):
+    with pytest.raises(BridgeError, match=rf"expected \*.safetensors files in .*, found none: .*{advice}") as raised:
         mb.build_model(tmp_path, device="cpu")
+    assert "load_weights=False" in raised.value.__notes__[0]
 
 
 def quiet(*event):

@@ -282,7 +282,7 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path, monkeypatch):
     tensors = folder_of(random_state(experts.HF), ["q_proj"], tmp_path, 2)
     name = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
     without = {own: tensor for own, tensor in tensors.items() if own != name}
-    attempt(tmp_path, without, r"1 tensors missing \['model.layers.1.self_attn.q_proj.lora_A.weight")
+    attempt(tmp_path, without, r"1 tensor missing \['model.layers.1.self_attn.q_proj.lora_A.weight")
     attempt(tmp_path, {**without, name: torch.ones(2, 3)}, r"q_proj.lora_A.weight has shape \(2, 3\)")
     attempt(
         tmp_path, {**without, name: torch.ones(2, 3, 1)}, r"q_proj.lora_A.weight of shape \(2, 3, 1\) is no factor: e"

@@ -1,5 +1,7 @@
 """Windows in a message: each has its place, for any widths, also if they travel in two steps."""
 
+import warnings
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,6 +47,12 @@ def test_rows_are_all_ranks_at_equal_distances(mesh):
     assert [seen[rank] for rank in range(len(widths))] == list(found.starts)
 
 
+def travelled_quietly(all_widths):
+    """``travelled``, where a warning is an error: torch warns of deprecated names."""
+    with warnings.catch_warnings(action="error", category=FutureWarning):
+        return travelled(all_widths)
+
+
 def travelled(all_widths):
     """The content of the windows of each message, after all have been sent."""
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -88,5 +96,5 @@ def test_numbers_balance_if_their_sum_is_a_multiple_of_the_modulus():
 
 def test_windows_of_any_width_travel_to_their_place():
     all_widths = [(8, 8, 8, 8), (64, 64, 8, 8), (8, 8, 64, 64), (64, 8, 8, 8), (8, 8, 8, 64), (8, 16, 24, 32)]
-    for found in pool.run(4, travelled, all_widths):
+    for found in pool.run(4, travelled_quietly, all_widths):
         assert found == [[[1], [2], [3], [4]]] * len(all_widths)

@@ -490,7 +490,7 @@ def test_a_writer_takes_each_tensor_of_its_map_once():
     for wrong, message in (
         ([*pairs, pairs[0]], f"{pairs[0][0]} came as .* expected no such tensor, or it comes twice; make the map"),
         ([*pairs[:-1], (name, last.double())], f"{name} came as torch.float64 .* expected torch"),
-        (pairs[:-1], f"1 tensors never came, such as {name}"),
+        (pairs[:-1], f"1 tensor never came, such as {name}"),
     ):
         with pytest.raises(TransferError, match=message):
             writer.write(wrong)

@@ -502,12 +502,12 @@ DIST = {
     "a file before its start": (places(offset=-8), r"the place \[-8, "),
     "a file that is a FIFO": (lambda folder: fifo(folder / "__0_0.distcp"), "found folders or FIFOs"),
     "common data that are a FIFO": (lambda folder: fifo(folder / "common.pt"), "found folders or FIFOs"),
-    "rows twice": (chunks((0, ROWS // 2), (0, ROWS // 2)), "only parts of 1 tensors, or parts twice"),
-    "rows left out": (chunks((0, ROWS // 2)), "only parts of 1 tensors, or parts twice"),
-    "rows before the first": (chunks((-ROWS, ROWS)), "only parts of 1 tensors, or parts twice"),
+    "rows twice": (chunks((0, ROWS // 2), (0, ROWS // 2)), "only parts of 1 tensor, or parts twice"),
+    "rows left out": (chunks((0, ROWS // 2)), "only parts of 1 tensor, or parts twice"),
+    "rows before the first": (chunks((-ROWS, ROWS)), "only parts of 1 tensor, or parts twice"),
     "rows without an end": (
         metadata(lambda content, folder: size_of(content, 1 << 50, content.state_dict_metadata[KEY].size[1])),
-        "only parts of 1 tensors, or parts twice",
+        "only parts of 1 tensor, or parts twice",
     ),
 }
 

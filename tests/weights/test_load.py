@@ -125,11 +125,14 @@ def test_missing_and_unexpected_tensors_raise_with_their_names(state, tmp_path, 
 
     missing = dict(state)
     del missing["model.layers.0.self_attn.k_proj.weight"]
-    with pytest.raises(CheckpointError, match=r"1 tensors missing \['model\.layers\.0\.self_attn\.k_proj\.weight'\]"):
+    with pytest.raises(CheckpointError, match=r"1 tensor missing \['model\.layers\.0\.self_attn\.k_proj\.weight'\]"):
         loaded(source(missing), dims)
     for surplus in ("model.layers.0.self_attn.q_proj.bias", "model.layers.2.mlp.up_proj.weight", "visual.weight"):
         with pytest.raises(CheckpointError, match=rf"unexpected \['{re.escape(surplus)}'\]"):
             loaded(source({**state, surplus: torch.ones(4)}), dims)
+    wrapped = source({f"module.{name}": tensor for name, tensor in state.items()})
+    with pytest.raises(CheckpointError, match=r"All names of the source begin with 'module\.': remove this prefix"):
+        loaded(wrapped, dims)
 
 
 def test_not_strict_reports_what_strict_raises(state):
@@ -139,7 +142,7 @@ def test_not_strict_reports_what_strict_raises(state):
     with fake_mesh.rank_of(ONE, 0, 1):
         chunks = mb.build_model(HF, dims=ONE, load_weights=False, device="cpu", dtype=torch.float32)
         report = load_hf_weights(chunks, surplus, strict=False)
-        with pytest.raises(CheckpointError, match=r"1 tensors missing .*, 1 unexpected ") as error:
+        with pytest.raises(CheckpointError, match=r"1 tensor missing .*, 1 unexpected ") as error:
             load_hf_weights(chunks, surplus)
     assert "strict" not in str(error.value)  # a command shows the message, and has no such option
     assert error.value.__notes__ == ["load_hf_weights(strict=False) reports them instead"]
@@ -376,7 +379,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7\n"
             change_index(norm=3, a="../b.safetensors", b="/b.safetensors", c="c/b.safetensors", d="b.bin"),
             rf"{INDEX} is damaged: expected a .* for each tensor, found 5 other values \(.*norm.*: 3, .*'\.\./b\.",
         ),
-        (promise, r"lists 1 tensors that the files lack: \['model\.layers\.7\.extra'\]"),
+        (promise, r"lists 1 tensor that the files lack: \['model\.layers\.7\.extra'\]"),
         (empty, r"expected \*\.safetensors files in"),
         (shutil.rmtree, r"no folder"),
     ],

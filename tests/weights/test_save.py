@@ -136,7 +136,7 @@ def test_what_comes_must_be_what_was_announced():
     for pairs, message in (
         ([("w", torch.ones(3))], r"w came as torch\.float32 \(3,\), the manifest has .*: change no model while it is"),
         ([("w", torch.ones(2).bfloat16())], r"w came as torch\.bfloat16 \(2,\), the manifest has"),
-        ([("b", torch.ones(2))], r"the export lacks 1 tensors of its manifest: \['w'\]"),
+        ([("b", torch.ones(2))], r"the export lacks 1 tensor of its manifest: \['w'\]"),
     ):
         with pytest.raises(CheckpointError, match=message):
             write_pairs((pair for pair in pairs), {"w": (None, spec)}, 1000)

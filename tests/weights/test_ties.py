@@ -165,7 +165,7 @@ def test_with_transformers_4_a_tied_model_leaves_out_any_head(folders, caplog):
     with caplog.at_level(logging.WARNING, logger="mcore_bridge"):
         assert make_blueprint(folders["differs"], BuildOptions(dims=ONE, dtype=torch.float32)).hf.tie_word_embeddings
     assert [each.ignored for each in on_every_rank(lambda: folders["differs"])] == [(HEAD,)] * 4
-    assert all("1 tensors missing" in each for each in on_every_rank(lambda: folders["alone"])[::3])
+    assert all("1 tensor missing" in each for each in on_every_rank(lambda: folders["alone"])[::3])
 
 
 def counts(folder: Path) -> tuple[Any, ...]:

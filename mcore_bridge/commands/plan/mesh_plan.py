@@ -118,11 +118,7 @@ def plan_mesh(blueprint: Blueprint, *, world_size: int) -> MeshPlan:
     dims = blueprint.dims
     dims.dp(world_size)
     dims.edp(world_size)
-    layers = _Layers(blueprint)
-    order = (0, dims.pp - 1, *range(1, dims.pp - 1))[: dims.pp]  # first the ends, which are always built
-    chunks_by_rank = {pp_rank: _chunks(blueprint, pp_rank, layers) for pp_rank in order}
-    ranks = tuple(chunks_by_rank[pp_rank] for pp_rank in range(dims.pp))
-    bound = layers.bound
+    ranks, bound = build_stages(blueprint)
     inventories = [
         Inventory({**bound.ranks, "pp": pp_rank}, tuple(held for chunk in chunks for held in chunk.held))
         for pp_rank, chunks in enumerate(ranks)
@@ -130,6 +126,14 @@ def plan_mesh(blueprint: Blueprint, *, world_size: int) -> MeshPlan:
     group = replicas(inventories, dims, num_experts=bound.axes["experts"], world_size=world_size)
     replica = Replica(bound.mapping, bound.axes, blueprint.config.num_layers, group)
     return MeshPlan(blueprint, world_size, ranks, replica, plan_export(*replica, bucket_bytes=None))
+
+
+def build_stages(blueprint: Blueprint) -> tuple[tuple[tuple[Chunk, ...], ...], BoundModel]:
+    """The chunks by pipeline rank and virtual stage, and one of the chunks that megatron-core built for them."""
+    layers, last = _Layers(blueprint), blueprint.dims.pp - 1
+    order = (0, last, *range(1, last))[: last + 1]  # first the ends, which are always built
+    chunks_by_rank = {pp_rank: _chunks(blueprint, pp_rank, layers) for pp_rank in order}
+    return tuple(chunks_by_rank[pp_rank] for pp_rank in range(last + 1)), layers.bound
 
 
 @contextlib.contextmanager

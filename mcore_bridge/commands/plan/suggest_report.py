@@ -1,6 +1,8 @@
-"""The report of ``plan --gpus``: suggested meshes, with the memory of their fullest rank."""
+"""The answer of ``plan --gpus``: suggested meshes with the memory of their fullest rank, and a report of them."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group
@@ -8,7 +10,7 @@ from rich.table import Table
 
 from mcore_bridge.commands import text
 from mcore_bridge.commands.options import Batch
-from mcore_bridge.commands.plan.suggest import Search, Suggestion
+from mcore_bridge.commands.plan.training_memory import TrainingMemory
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 
 _PARTS = {
@@ -21,9 +23,94 @@ _PARTS = {
 _SHOWN = 3  # meshes of one reason
 
 
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """A mesh that fits.
+
+    Attributes:
+        mesh: as of ``verify``.
+        dp: data parallel size.
+        edp: data parallel size of the experts.
+        memory: bytes of the fullest rank.
+        export_seconds: the time to receive all weights at a given bandwidth. ``plan`` also counts padding.
+    """
+
+    mesh: ParallelDims
+    dp: int
+    edp: int
+    memory: TrainingMemory
+    export_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TooLarge:
+    """A mesh that needs more memory than a GPU has.
+
+    Attributes:
+        mesh: as of ``verify``.
+        bytes: the memory of the fullest rank.
+    """
+
+    mesh: ParallelDims
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The meshes that are refused for one reason.
+
+    Attributes:
+        reason: the message of the error.
+        meshes: each as of ``verify``.
+    """
+
+    reason: str
+    meshes: tuple[ParallelDims, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Enough:
+    """GPUs for which a mesh fits.
+
+    Attributes:
+        gpus: ranks of the whole job.
+        recompute: as of ``batch``.
+    """
+
+    gpus: int
+    recompute: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """The meshes that were compared for a number of GPUs.
+
+    Attributes:
+        gpus: ranks of the whole job.
+        gpus_per_node: GPUs of a node.
+        gpu_bytes: the bytes that a GPU may hold.
+        batch: the batch of one step on one replica.
+        suggestions: meshes that fit, best first.
+        too_large: meshes that do not fit, the smallest first.
+        refused: meshes that cannot be built, by reason.
+        enough: if nothing fits, the least doublings of the GPUs for which something does.
+        has_experts: whether the model has routed experts.
+    """
+
+    gpus: int
+    gpus_per_node: int
+    gpu_bytes: int
+    batch: Batch
+    suggestions: tuple[Suggestion, ...]
+    too_large: tuple[TooLarge, ...]
+    refused: tuple[Refused, ...]
+    enough: tuple[Enough, ...]
+    has_experts: bool = field(repr=False)
+
+
 def render(search: Search) -> Group:
     """The report: a row for each suggestion, and the reasons why other meshes were left out."""
-    table = Table(caption=_caption(search.batch), caption_justify="left", box=SIMPLE_HEAD, padding=0)
+    table = Table(caption=_caption(search), caption_justify="left", box=SIMPLE_HEAD, padding=0)
     rows = [_row(suggestion, search.has_experts) for suggestion in search.suggestions]
     for name in rows[0] if rows else ():
         is_mesh = name == "mesh"
@@ -57,13 +144,15 @@ def _title(search: Search) -> str:
     )
 
 
-def _caption(batch: Batch) -> str:
+def _caption(search: Search) -> str:
+    batch = search.batch
+    experts = f"experts within a node of {search.gpus_per_node}, " if search.has_experts else ""
     recomputed = ", with only the inputs of layers kept" if batch.recompute else ""
     sequences = f"{batch.micro_batch} x {batch.sequence} tokens a microbatch{recomputed}"
     return (
         f"GB of the fullest rank at {sequences}; gradients in fp32, Adam sharded over DP and EDP, flash attention, "
         "no dropout. Estimates are fitted to seven steps on one GPU, to 3 %: leave room elsewhere. Export: "
-        "seconds to receive all weights. Best first: fewest ranks in a replica, then fewest pipeline ranks."
+        f"seconds to receive all weights. Best first: {experts}fewest ranks in a replica, then fewest pipeline ranks."
     )
 
 
@@ -72,9 +161,12 @@ def _others(search: Search) -> list[str]:
     if search.too_large:
         least = search.too_large[0]
         number = text.plural(len(search.too_large), "mesh")
-        advice = "" if search.batch.recompute else " --recompute keeps fewer activations."
+        advice = "" if search.batch.recompute or search.enough else " --recompute keeps fewer activations."
         needed = text.num_bytes(least.bytes)
         lines.append(f"Too large for a GPU: {number}, of which {least.mesh} needs the least, {needed}.{advice}")
+    if search.enough:
+        fits = [f"{enough.gpus} GPUs{' with --recompute' * enough.recompute}" for enough in search.enough]
+        lines.append(f"Fits from {', or from '.join(fits)}.")
     lines += [f"refused: {_meshes(refused.meshes)}: {refused.reason}" for refused in search.refused]
     return ["", *lines] if lines else []
 

@@ -16,7 +16,7 @@ from mcore_bridge.commands.options import BANDWIDTH
 from mcore_bridge.commands.plan.cost import Cost, Feeding, cost_of, feed
 from mcore_bridge.commands.plan.mesh_plan import Chunk, MeshPlan, plan_mesh
 from mcore_bridge.config.unread_fields import notes_on
-from mcore_bridge.rules.dtypes import dtype_name
+from mcore_bridge.rules.dtypes import AUTO, dtype_name
 from mcore_bridge.weights.plan.target import EngineRank
 from mcore_bridge.weights.provenance import Provenance, provenance_of
 
@@ -51,9 +51,7 @@ def blueprint_of(provenance: Provenance, options: BuildOptions, *, dtype: torch.
     """
     from mcore_bridge.factory.blueprint import make_blueprint
 
-    published = getattr(provenance.config, "dtype", None)
-    dtype = dtype or (published if isinstance(published, torch.dtype) else torch.bfloat16)
-    return make_blueprint(provenance, replace(options, dtype=dtype, device="meta", head=provenance.head))
+    return make_blueprint(provenance, replace(options, dtype=dtype or AUTO, device="meta", head=provenance.head))
 
 
 @dataclass(frozen=True, slots=True)

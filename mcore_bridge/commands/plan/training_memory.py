@@ -10,7 +10,7 @@ from mcore_bridge.commands.plan.activations import kept_by_layers, kept_by_outpu
 
 if TYPE_CHECKING:
     from mcore_bridge.commands.options import Batch
-    from mcore_bridge.commands.plan.mesh_plan import Chunk, MeshPlan
+    from mcore_bridge.commands.plan.mesh_plan import Chunk
     from mcore_bridge.config.mesh.parallel_dims import ParallelDims
     from mcore_bridge.config.mesh.pipeline import Stage
     from mcore_bridge.factory.blueprint import Blueprint
@@ -31,15 +31,15 @@ class RankSize:
     num_bytes: int
 
 
-def rank_sizes(mesh_plan: MeshPlan) -> list[RankSize]:
-    """The sizes by pipeline rank, from the models that megatron-core builds."""
+def rank_sizes(blueprint: Blueprint, ranks: Iterable[Sequence[Chunk]]) -> list[RankSize]:
+    """The sizes by pipeline rank, from the chunks of each rank, as megatron-core builds them."""
     return [
         RankSize(
-            sum(chunk.num_parameters for chunk in chunks) - _num_frozen(mesh_plan.blueprint, chunks),
+            sum(chunk.num_parameters for chunk in chunks) - _num_frozen(blueprint, chunks),
             sum(chunk.experts.num_parameters for chunk in chunks),
             sum(chunk.num_bytes for chunk in chunks),
         )
-        for chunks in mesh_plan.ranks
+        for chunks in ranks
     ]
 
 

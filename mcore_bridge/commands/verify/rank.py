@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Self
 
 import torch
 
@@ -19,7 +19,6 @@ from mcore_bridge.config.layer_kinds import held_mtp_layers
 from mcore_bridge.factory.blueprint import BuildOptions
 from mcore_bridge.launch.worker import Report
 from mcore_bridge.rules.dtypes import Dtypes, wanted_dtype
-from mcore_bridge.rules.encoded import Weight
 from mcore_bridge.rules.mapping import WeightMapping
 from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.files.hf_folder import Checkpoint
@@ -27,6 +26,7 @@ from mcore_bridge.weights.files.sources import SourceFolders
 from mcore_bridge.weights.manifest import Manifest, ManifestEntry, digest, manifest
 from mcore_bridge.weights.peft.hf_adapters import adapters_of, iter_hf_adapters
 from mcore_bridge.weights.peft.peft_folder import open_peft
+from mcore_bridge.weights.progress import show_progress, tracked
 from mcore_bridge.weights.save import save_hf_checkpoint
 from mcore_bridge.weights.source.encoded_weights import scheme_in
 from mcore_bridge.weights.source.source import Source, open_folder
@@ -35,8 +35,6 @@ from mcore_bridge.weights.transfer.failures import raise_on_all
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
-
-_Pair = TypeVar("_Pair")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,28 +99,17 @@ class RankResult:
 
 
 class Watched(Source):
-    """The tensors of a folder. It reports the progress of reading, and remembers when a load has begun."""
+    """The tensors of a folder. It remembers when a load has begun."""
 
-    def __init__(self, folder: Path, report: Report) -> None:
+    def __init__(self, folder: Path) -> None:
         checkpoint = Checkpoint(folder)
         super().__init__(checkpoint, scheme_in(checkpoint))
-        self._report = report
         self.started = 0.0
 
     def for_model(self, mapping: WeightMapping) -> Self:
         """See ``Source.for_model``."""
         self.started = time.perf_counter()
         return super().for_model(mapping)
-
-    def pairs(self, names: Iterable[str]) -> Iterator[tuple[str, Weight]]:
-        """See ``Source.pairs``."""
-        return _reported(super().pairs(names := list(names)), len(names), self._report, "load")
-
-
-def _reported(pairs: Iterable[_Pair], total: int, report: Report, phase: str) -> Iterator[_Pair]:
-    for index, pair in enumerate(pairs):
-        yield pair
-        report(phase, index + 1, total)
 
 
 def check_rank(task: Task, report: Report) -> RankResult:
@@ -162,8 +149,9 @@ def _build(task: Task, finding: RankResult, report: Report) -> list[GPTModel]:
 
     torch.distributed.barrier()
     start = time.perf_counter()
-    source = Watched(task.folder, report)
-    chunks = build_model(task.folder, load_weights=source, **vars(task.options))
+    source = Watched(task.folder)
+    with show_progress(report):
+        chunks = build_model(task.folder, load_weights=source, **vars(task.options))
     if task.adapter is not None:
         add_adapters(chunks, task.adapter, dtype=torch.float32)
     torch.distributed.barrier()
@@ -174,11 +162,9 @@ def _build(task: Task, finding: RankResult, report: Report) -> list[GPTModel]:
 
 def _export(chunks: list[GPTModel], task: Task, finding: RankResult, report: Report) -> None:
     """Exports once as a trainer does, to measure the time; and once for the digests, which take longer."""
-    total = len(task.names)
-    with finding.timed("export"):
-        for index, _ in enumerate(iter_hf_weights(chunks, dtype=task.crossing, merged=False)):
-            report("export", index + 1, total)
-    report("export", total, total)
+    with finding.timed("export"), show_progress(report):
+        for _ in iter_hf_weights(chunks, dtype=task.crossing, merged=False):
+            pass
     with finding.timed("digests"):
         finding.exported = manifest(chunks, dtype=task.crossing, digests=True, merged=False)
     own = {spec.name: spec.dtype for spec in manifest(chunks, merged=False)}
@@ -204,7 +190,8 @@ def _share(source: Source, task: Task, crossing: Dtypes, report: Report, phase: 
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     names = [name for name in task.names if name in source][rank::world_size]
     specs = []
-    for name, tensor in _reported(source.pairs(names), len(names), report, phase):
-        wanted = tensor.to(wanted_dtype(name, tensor.dtype, crossing))
-        specs.append(ManifestEntry(name, tuple(wanted.shape), wanted.dtype, digest(wanted)))
+    with show_progress(report):
+        for name, tensor in tracked(source.pairs(names), phase, names.__len__):
+            wanted = tensor.to(wanted_dtype(name, tensor.dtype, crossing))
+            specs.append(ManifestEntry(name, tuple(wanted.shape), wanted.dtype, digest(wanted)))
     return tuple(specs)

@@ -37,7 +37,7 @@ def why_no_reference(folder: Path, adapter: Path | None = None) -> str:
     if is_borrowed(type(hf)):
         return f"no reference for logits, as the installed transformers has no model of {hf.model_type}"
     if adapter is not None and importlib.util.find_spec("peft") is None:
-        return "no reference for logits with an adapter, as peft is not installed"
+        return "no reference for logits with an adapter, as peft is not installed: pip install peft"
     return _why_not_decoded(folder)
 
 

@@ -18,6 +18,7 @@ from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.unread_fields import notes_on
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.factory.blueprint import BuildOptions
+from mcore_bridge.factory.supports import require_supported
 from mcore_bridge.launch.processes import OnEvent, run_ranks
 from mcore_bridge.rules.dtypes import Dtypes, dtype_name
 from mcore_bridge.rules.mapping import WeightMapping
@@ -48,6 +49,7 @@ class Verdict:
         parameters: the number of parameters of the whole model.
         tensors: the number of tensors that were compared.
         bytes: bytes of the tensors that were exported.
+        decoded: how many of the tensors were decoded, by the format in the files.
         rank_bytes: parameters of the fullest rank.
         seconds: times of the slowest rank, by phase.
         different: names whose bits differ between the files and the export on any rank.
@@ -73,6 +75,7 @@ class Verdict:
     parameters: int
     tensors: int
     bytes: int
+    decoded: Mapping[str, int]
     rank_bytes: int
     seconds: Mapping[str, float]
     different: tuple[str, ...]
@@ -133,6 +136,7 @@ def verify(
     """
     from mcore_bridge.factory.blueprint import make_blueprint
 
+    require_supported(folder)
     sources = SourceFolders.of(*(given_path(path) for path in (folder, against, adapter) if path is not None))
     if save is not None:
         sources.require_apart(save := target_of(save))
@@ -183,6 +187,7 @@ def _verdict(
         parameters=sum(spec.numel for spec in exported),
         tensors=len(expected),
         bytes=exported.num_bytes,
+        decoded=Counter(str(held.codec) for held in (checkpoint.stored(name).encoding for name in task.names) if held),
         rank_bytes=max(finding.held for finding in findings),
         seconds={phase: max(finding.seconds[phase] for finding in findings) for phase in first.seconds},
         different=differences(Manifest((*expected, *drawn)), [finding.exported for finding in findings]),

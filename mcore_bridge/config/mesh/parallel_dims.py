@@ -22,6 +22,7 @@ from mcore_bridge.config.mesh.pipeline import (
     parse_layout,
     stages_of,
 )
+from mcore_bridge.config.mesh.spellings import sizes_in
 from mcore_bridge.errors import MeshError
 
 DIM_OF = {
@@ -214,6 +215,24 @@ class ParallelDims:
                 changes[name] = changes.get("tp", self.tp) if name == "etp" else 1
         changes |= {name: False for name in _FLAGS if changes.get(name, False) is None}
         return replace(self, **changes)  # type: ignore[arg-type]  # __post_init__ checks them
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, object]) -> ParallelDims:
+        """The mesh in settings of a trainer, such as the YAML of verl or NeMo-RL, or ``vars(args)`` of slime.
+
+        Args:
+            settings: a mapping of names to sizes, by the names of this class or of megatron-core. It may be the whole
+                settings of verl or NeMo-RL. Other keys do not matter. With names of megatron-core, defaults are
+                megatron-core's, too: without a size, experts have that of ``tp``.
+
+        Raises:
+            MeshError: the settings have no size of a mesh, or have one twice or misspelt; or the combination is wrong.
+
+        Example:
+            >>> mb.ParallelDims.from_dict({"tensor_model_parallel_size": 2, "sequence_parallel": True, "lr": 1e-6})
+            ParallelDims(tp=2, pp=1, vp=1, cp=1, ep=1, etp=2, sp=True, ...)
+        """
+        return cls().with_config_fields(sizes_in(settings, ours=DIM_OF, names=cls().to_config_fields().keys()))
 
     @classmethod
     def from_mcore(cls, *, sp: bool = False, layout: str | None = None) -> ParallelDims:

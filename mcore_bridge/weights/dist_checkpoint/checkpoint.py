@@ -18,6 +18,7 @@ import torch
 
 from mcore_bridge.arguments import MAPPING, require
 from mcore_bridge.errors import CheckpointError
+from mcore_bridge.rules.dtypes import DtypeLike, as_dtype
 from mcore_bridge.weights.bound import provenance_on
 from mcore_bridge.weights.dist_checkpoint.adapter_shards import (
     ADAPTERS,
@@ -166,7 +167,7 @@ def load_checkpoint(
     optimizer: Any = None,
     hf: HF | None = None,
     head: str = "lm",
-    dtype: torch.dtype | None = None,
+    dtype: DtypeLike | None = None,
     strict: bool = True,
     part: Part = "everything",
 ) -> CheckpointReport:
@@ -219,11 +220,12 @@ def load_checkpoint(
         if checkpoint.is_stacked:
             for of_chunk in state.values():
                 stack_layers(of_chunk, whole_config(chunks[0]).num_layers)
-        check = Check(checkpoint, provenance.hf.vocab_size, dtype, part)
+        check = Check(checkpoint, provenance.hf.vocab_size, as_dtype(dtype), part)
         check.compare(state)
     _require_one(world.all_gather_object(os.path.relpath(checkpoint.path, folder)), folder)
-    given = {"dtype": dtype, "strict": strict, "part": part, "head": provenance.head, "optimizer": type(optimizer)}
-    require_alike(world, {"folder": checkpoint.content, "hf": identity(provenance), **given})
+    given: dict[str, object] = {"dtype": as_dtype(dtype), "strict": strict, "part": part, "head": provenance.head}
+    given |= {"folder": checkpoint.content, "hf": identity(provenance), "optimizer": type(optimizer)}
+    require_alike(world, given)
     with raise_on_all(world, f"{checkpoint.path} was not read, and the models were not changed"):
         missing, unexpected = check.agree(Group.of_replica(chunks[0].pg_collection), strict=strict)
         if optimizer is not None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mcore_bridge.errors import CheckpointError
+from mcore_bridge.errors import CheckpointError, plural
 from mcore_bridge.rules.adapters import is_adapter
 from mcore_bridge.rules.dtypes import dtype_name, is_exact
 from mcore_bridge.rules.names import plain_key
@@ -108,9 +108,9 @@ class Check:
         has_adapters = any(map(is_adapter, (*lacking, *unexpected, *present)))
         if strict and (lacking or unexpected):
             raise CheckpointError(
-                f"{self.folder.path} does not fit the model: {len(lacking)} tensors missing {list(lacking[:8])}, "
-                f"{len(unexpected)} unexpected {list(unexpected[:8])}. Use the checkpoint of this config"
-                f"{_HINT if has_adapters else ''}",
+                f"{self.folder.path} does not fit the model: {plural(len(lacking), 'tensor')} missing "
+                f"{list(lacking[:8])}, {len(unexpected)} unexpected {list(unexpected[:8])}. Use the checkpoint "
+                f"of this config{_HINT if has_adapters else ''}",
                 in_python="load_checkpoint(strict=False) reports them instead",
             )
         return lacking, unexpected

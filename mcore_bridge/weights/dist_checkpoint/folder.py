@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_bridge.arguments import given_path
 from mcore_bridge.config.mesh.alike import Content, digest_of
-from mcore_bridge.errors import CheckpointError
+from mcore_bridge.errors import CheckpointError, plural
 from mcore_bridge.foreign_files import read_bounded
 from mcore_bridge.rules.names import TOWER, plain_key
 from mcore_bridge.weights.dist_checkpoint.metadata import is_tiled, read_metadata
@@ -72,8 +72,8 @@ class TorchDistFolder:
             raise CheckpointError(f"{path} must have files by the names {sorted(others)[:8]}, found folders or FIFOs")
         if parts := [key for key, tensor in opened.tensors.items() if not is_tiled(tensor)]:
             raise CheckpointError(
-                f"{path} has only parts of {len(parts)} tensors, or parts twice, such as {parts[:5]}: its save did not "
-                "finish; use an earlier iteration"
+                f"{path} has only parts of {plural(len(parts), 'tensor')}, or parts twice, such as {parts[:5]}: its "
+                "save did not finish; use an earlier iteration"
             )
         return opened
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from mcore_bridge.errors import TransferError
+from mcore_bridge.errors import TransferError, plural
 from mcore_bridge.rules.spec import TensorSpec, runs_within
 from mcore_bridge.weights.engine.engine_tensors import EngineMemory
 from mcore_bridge.weights.engine.loader_thread import Loader
@@ -78,7 +78,7 @@ def disagreement(memory: EngineMemory, load: Loader, specs: Sequence[TensorSpec]
     reference = checksums(memory.held())
     _forget(memory, load, seed + 1)
     wrong = differing(memory, load, seed, reference)
-    return f"disagree on {len(wrong)} tensors, such as {wrong[0]}" if wrong else ""
+    return f"disagree on {plural(len(wrong), 'tensor')}, such as {wrong[0]}" if wrong else ""
 
 
 def differing(memory: EngineMemory, load: Loader | None, seed: int, reference: dict[str, int]) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from mcore_bridge.errors import TransferError
+from mcore_bridge.errors import TransferError, plural
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.engine.engine_tensors import EngineModel
 from mcore_bridge.weights.engine.group_copies import take_expected
@@ -89,7 +89,7 @@ class RoundsByMap:
         if self.engine is None or not self._has_begun or self._due:
             missing = self._due or self._specs
             raise TransferError(
-                f"{len(missing)} tensors never came, such as {next(iter(missing))}; send a whole round again"
+                f"{plural(len(missing), 'tensor')} never came, such as {next(iter(missing))}; send a whole round again"
             )
         self._has_begun = False
         self.engine.complete(version)

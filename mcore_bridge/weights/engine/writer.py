@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from mcore_bridge.arguments import COUNT, instance_of, list_of, problem_of, require
-from mcore_bridge.errors import TransferError
+from mcore_bridge.errors import TransferError, plural
 from mcore_bridge.rules.mapping import Dialect
 from mcore_bridge.rules.spec import Pair, runs_within
 from mcore_bridge.weights.agreement import Options, open_export
@@ -90,7 +90,7 @@ class EngineWriter(MemoryWriter):
             take_expected(group, expected)
             self._copies.run(group, self.memory)
         if expected:
-            raise TransferError(f"{len(expected)} tensors never came, such as {next(iter(expected))}")
+            raise TransferError(f"{plural(len(expected), 'tensor')} never came, such as {next(iter(expected))}")
         self.complete()
 
     def complete(self) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mcore_bridge.arguments import given_path
 from mcore_bridge.config.mesh.alike import Content, digest_of
-from mcore_bridge.errors import CheckpointError
+from mcore_bridge.errors import CheckpointError, plural
 from mcore_bridge.foreign_files import read_json
 from mcore_bridge.rules.scheme import plain_names
 from mcore_bridge.rules.spec import TensorSpec
@@ -109,7 +109,11 @@ class Checkpoint(Mapping[str, Tensor]):
             return [SINGLE]
         names = [name for name in shard_names(self.folder) if not _leads_nowhere(self.folder / name)]
         if not names:
-            raise CheckpointError(f"expected *.safetensors files in {self.folder}, found none: {_advice(self.folder)}")
+            raise CheckpointError(
+                f"expected *.safetensors files in {self.folder}, found none: {_advice(self.folder)}",
+                in_python="load_checkpoint reads a checkpoint of megatron-core; load_weights=False builds a model "
+                "without weights",
+            )
         return names
 
     def _locate(self) -> dict[str, SafetensorsFile]:
@@ -131,7 +135,9 @@ class Checkpoint(Mapping[str, Tensor]):
     def _check_index(self) -> None:
         wrong = [name for name, file in (self._index or {}).items() if name not in self._files[file].entries]
         if wrong:
-            raise CheckpointError(f"{self.folder / INDEX} lists {len(wrong)} tensors that the files lack: {wrong[:5]}")
+            raise CheckpointError(
+                f"{self.folder / INDEX} lists {plural(len(wrong), 'tensor')} that the files lack: {wrong[:5]}"
+            )
 
     def __getitem__(self, name: str) -> Tensor:
         return self.files[name].tensor(name)
@@ -199,10 +205,10 @@ def _advice(folder: Path) -> str:
     """Advice for a folder without HF weights, by the other files in it."""
     names = sorted(os.listdir(folder))
     if any(name in _OF_MEGATRON for name in names):
-        return "it is a checkpoint of megatron-core: use load_checkpoint, or make an HF folder by mcore-bridge convert"
+        return "it is a checkpoint of megatron-core: make an HF folder by mcore-bridge convert"
     if others := [name for name in names if name.endswith(_OTHERS)]:
         return f"other formats are not read, such as {others[0]}: save the model again with save_pretrained"
-    return "download them too, or build the model without them by load_weights=False"
+    return "download them too"
 
 
 def write_index(folder: Path, files: Mapping[str, Iterable[TensorSpec]]) -> None:

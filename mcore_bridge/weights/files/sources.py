@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mcore_bridge.arguments import given_path
-from mcore_bridge.errors import CheckpointError
+from mcore_bridge.errors import CheckpointError, plural
 
 _WEIGHTS = ("*.safetensors", "*.distcp", "*.pt", "mp_rank_*/*.pt")
 _CONTENT = (*_WEIGHTS, "*.json", ".metadata")
@@ -77,8 +77,8 @@ class SourceFolders:
             now = _state_of(folder)
             if changed := sorted(name for name in {*before, *now} if before.get(name) != now.get(name)):
                 raise CheckpointError(
-                    f"{folder} was changed while it was read, in {len(changed)} files such as {changed[:4]}: wait for "
-                    "the process that writes there, and run this again"
+                    f"{folder} was changed while it was read, in {plural(len(changed), 'file')} such as {changed[:4]}: "
+                    "wait for the process that writes there, and run this again"
                 )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.arguments import instance_of, list_of, require
-from mcore_bridge.errors import TransferError
+from mcore_bridge.errors import TransferError, plural
 from mcore_bridge.rules.spec import ALIGNMENT, Pair
 from mcore_bridge.weights.ipc.buckets import Bucket, BucketPlan
 from mcore_bridge.weights.ipc.shared_memory import Handle, open_all
@@ -135,7 +135,7 @@ class Receiver:
         """
         missing = [piece.name for bucket in self.plan.buckets[self._next :] for piece in bucket.pieces]
         if missing:
-            raise TransferError(f"{len(missing)} tensors never came, from {missing[0]} to {missing[-1]}")
+            raise TransferError(f"{plural(len(missing), 'tensor')} never came, from {missing[0]} to {missing[-1]}")
         self._next = 0
         if self._engine is not None:
             self._engine.complete(version)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
 
+_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""torch 2.13 has a new name, and warns about the old one, also where megatron-core calls it."""
 FLAT = 16
 """With this many ranks or fewer, all windows travel in one step."""
 
@@ -89,7 +91,7 @@ MODULUS = 1 << 40
 def _gather(group: dist.ProcessGroup | None, whole: Tensor, own: Tensor, widths: Sequence[int]) -> list[Any]:
     """Begin to gather windows, one behind the other in ``whole``. This rank's ``own`` is a part of ``whole``."""
     if len({*widths}) == 1:
-        return [dist.all_gather_into_tensor(whole, own, group=group, async_op=True)]
+        return [_all_gather(whole, own, group=group, async_op=True)]
     windows = whole.split([*widths])
     if whole.is_cuda:
         return [dist.all_gather([*windows], own, group=group, async_op=True)]
