@@ -49,6 +49,7 @@ class Composite:
         model_type: as HF spells it.
         spelling: prefixes of the text model in published files. A folder may have another one of ``SPELLINGS``.
         fields: the table of the fields that are in the composite's config, and not in its text config.
+        classes: names that published configs have in ``architectures``, besides names of transformers' auto classes.
         text: the ``model_type`` of the text model. None: the one in the text config.
         carried: prefixes of tensors of other parts, which begin like names of the text model.
         tower: prefixes of the tower's names in memory, as patterns, with their prefixes in published files. None: they
@@ -63,6 +64,7 @@ class Composite:
     model_type: str
     spelling: Prefixes
     fields: tuple[Field, ...]
+    classes: tuple[str, ...] = ()
     text: str | None = None
     carried: tuple[str, ...] = ()
     tower: Prefixes | None = None

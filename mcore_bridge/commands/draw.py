@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mcore_bridge.architecture import read_hf
 from mcore_bridge.commands import text
 from mcore_bridge.commands.random_values import drawn
-from mcore_bridge.config.hf import read_config
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.weights.files.atomic_folder import commit, target_of, updating
 from mcore_bridge.weights.files.hf_folder import HEADS, foreign_weights
@@ -100,7 +100,7 @@ def _read(config: str | os.PathLike[str] | PretrainedConfig) -> PretrainedConfig
         if Path(config).name != "config.json":
             raise ConfigError(f"A config must be a folder or its config.json, found the file {config}. Rename it.")
         config = Path(config).parent
-    hf = read_config(config)
+    hf = read_hf(config)
     if hasattr(hf, _NOTE):  # what is drawn is not quantized
         delattr(hf, _NOTE)
     return hf

@@ -31,6 +31,7 @@ OWN: tuple[Field, ...] = (
 )
 ARCHITECTURE = Architecture(
     model_type="bailing_moe_v2",
+    classes=("BailingMoeV2ForCausalLM", "BailingMoeForCausalLM"),
     reads_as="llama",
     fields=(
         *(*but(DECODER, rope(own=("partial_rotary_factor",))), ROTARY_DIM, *WINDOW_NONE),

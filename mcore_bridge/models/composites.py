@@ -24,6 +24,8 @@ TEXT = Ignore(
     "the text config has its own table", ("text_config", "tie_word_embeddings", "initializer_range", "sliding_window")
 )
 FIELDS = (*BASE, OTHER_PARTS, TEXT)
+LIGHTON = ("LightOnOCRForConditionalGeneration",)
+"""The class of published files that have the ``model_type`` of Mistral 3, from before transformers had LightOnOCR."""
 SOUND = "models of sound are not built"
 KIMI = (
     ("vision_tower.layers.*.norm1.", "vision_tower.encoder.blocks.*.norm0."),
@@ -61,7 +63,7 @@ COMPOSITES = (
     Composite(model_type="glm4v_moe",        spelling=IN_MODEL, fields=FIELDS),
     Composite(model_type="hunyuan_vl",       spelling=BESIDE,   fields=FIELDS, text="hunyuan_vl_text", tower=HUNYUAN),
     Composite(model_type="internvl",         spelling=INSIDE,   fields=FIELDS),
-    Composite(model_type="mistral3",         spelling=INSIDE,   fields=FIELDS),
+    Composite(model_type="mistral3",         spelling=INSIDE,   fields=FIELDS, classes=LIGHTON),
     Composite(model_type="gemma3",           spelling=INSIDE,   fields=FIELDS),
     Composite(model_type="llama4",           spelling=INSIDE,   fields=FIELDS),
     Composite(model_type="kimi_k25",         spelling=INSIDE,   fields=FIELDS, tower=KIMI, joined_qkv="wqkv"),
