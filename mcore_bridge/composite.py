@@ -25,9 +25,10 @@ INSIDE   = (("model.", "language_model.model."), ("lm_head.", "language_model.lm
 BESIDE   = (("model.", "model."),)
 TWICE    = (("model.", "language_model.model.model."), ("lm_head.", "language_model.lm_head."))
 BASE     = (("model.", "language_model."),)
+IN_TEXT  = (("model.", "model.text_model."),)
 # fmt: on
 """Prefixes of the text model's names: within ``model``, as a whole model inside, as without a composite, or within a
-base model, whose names have no ``model.``.
+base model, whose names have no ``model.``. ``IN_TEXT`` is ``IN_MODEL`` by another name, as Idefics has it.
 
 ``TWICE`` is what transformers 5.17 writes of models of sound; later ones write ``INSIDE``.
 """
@@ -56,6 +57,7 @@ class Composite:
             follow from ``spelling``.
         joined_qkv: the name of a layer that joins queries, keys and values in the tower of published files.
         without_tower: why its tower is not built; empty if it is.
+        without_reference: why logits are not compared with transformers' composite; empty if they are.
 
     Example:
         >>> Composite(model_type="qwen3_5", spelling=IN_MODEL, fields=SEEN)  # doctest: +SKIP
@@ -70,6 +72,7 @@ class Composite:
     tower: Prefixes | None = None
     joined_qkv: str = ""
     without_tower: str = ""
+    without_reference: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -282,9 +282,7 @@ REFUSALS = (
     ),
     Refusal(
         (
-            *("aria", "aya_vision", "cohere2_vision", "deepseek_vl", "deepseek_vl_hybrid", "emu3"),
-            *("gemma3n", "gemma4", "glm_ocr", "granite_speech", "idefics2", "idefics3", "janus"),
-            *("kimi_vl", "lfm2_vl", "mllama", "molmo2", "ovis2", "paligemma", "smolvlm"),
+            *("aria", "emu3", "gemma3n", "gemma4", "glm_ocr", "kimi_vl", "lfm2_vl", "mllama", "molmo2", "paligemma"),
         ),
         "it joins models of images or sound to a text model that is not supported, or is not causal",
         ("transformers.PretrainedConfig.sub_configs", GPT),
