@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mcore_bridge.config.fields import Field, Hf, to_mcore
+from mcore_bridge.config.rope import head_dim
 from mcore_bridge.config.rope_spelling import speaks_rope_parameters
 from mcore_bridge.config.unread_fields import without_unread
 from mcore_bridge.errors import ConfigError
@@ -147,11 +148,13 @@ def text_of(hf: "PretrainedConfig", composite: Composite) -> "PretrainedConfig":
 def own_fields(hf: "PretrainedConfig", composite: Composite) -> Hf:
     """The fields of a composite itself: its text config does not repeat them, and transformers reads them.
 
-    verl writes the ``rope_theta`` of a text into the composite, too.
+    verl writes the ``rope_theta`` of a text into the composite, too. A flat config may have the ``head_dim`` that its
+    text computes.
     """
     text, absent = hf.text_config.to_dict(), object()
     rope = text.get("rope_parameters") or {}
-    repeated = [text, rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
+    computed = {"head_dim": head_dim(text)} if getattr(hf, "head_dim", None) is not None else {}
+    repeated = [text, computed, rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
     return {
         name: value
         for name, value in without_unread(hf, composite.fields).items()

@@ -212,6 +212,17 @@ def test_what_is_not_accounted_for_is_refused(tmp_path: Path, caplog: pytest.Log
             mb.load_hf_weights(models, {**state, "language_model.model.layers.0.extra": torch.zeros(1)})
 
 
+def test_a_head_dim_that_the_text_computes_anyway_is_accepted() -> None:
+    """A flat config has it beside the fields of the text, and transformers does not pass it on."""
+    hf = tiny.config("qwen2_5_vl")
+    size = hf.text_config.hidden_size // hf.text_config.num_attention_heads
+    hf.head_dim = size
+    assert mb.to_transformer_config(hf).kv_channels == size
+    hf.head_dim = 2 * size
+    with pytest.raises(ConfigError, match=f"'qwen2_5_vl' does not know head_dim={2 * size}"):
+        mb.to_transformer_config(hf)
+
+
 def fields_of(folder: Path) -> dict[str, Any]:
     """A config as transformers reads it, without the fields that name the writer."""
     return _without_writer(read_config(folder).to_dict())

@@ -139,6 +139,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
         "mamba_norm_before_gate must be False",
     ),
     "`attention_head_dim` other than": ({"attention_head_dim": 7}, "attention_head_dim must be head_dim"),
+    "`head_dim` other than `hidden_size": ({"head_dim": 7}, "head_dim must be .* Delete head_dim"),
     "`mlp_bias` without": ({"mlp_bias": True, "attention_bias": False}, "mlp_bias=True must come with"),
     "rope types other": ({"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}}, "rope type must be"),
     "`num_key_value_heads` other than": ({"num_key_value_heads": 1}, "num_key_value_heads must be"),
