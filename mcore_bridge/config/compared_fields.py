@@ -81,9 +81,9 @@ def _small(source: dict[str, Any], table: tuple[Field, ...]) -> dict[str, Any] |
         source |= {_LAYERS: depth, **{name: value[:depth] for name, value in lists.items()}}
         mcore = to_mcore(table, source)
         sizes = _sizes(mcore)
-        for entry in table:
-            if entry.to_mcore(source).keys() & sizes.keys():
-                source |= _written(entry, source, {**mcore, **sizes})
+        entries = [entry for entry in table if entry.to_mcore(source).keys() & sizes.keys()]
+        for entry in entries:
+            source |= _written(entry, source, {**mcore, **sizes})
         now = to_mcore(table, source)
     except Exception:  # a table may not express these sizes, or a config of another kind raises
         return None

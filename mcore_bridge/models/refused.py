@@ -63,10 +63,6 @@ REFUSALS = (
         olmo="modeling_olmo.OlmoLayerNorm", nanochat="modeling_nanochat.NanoChatRMSNorm",
     ),
     *_because(
-        "norms of queries and keys have other weights in each head; nobody has written such norms", ATTENTION,
-        stablelm="modeling_stablelm.StableLmLayerNormPerHead",
-    ),
-    *_because(
         "some or all layers are Mamba-2 mixers, as in nemotron_h; nobody has written rules and a table for this family",
         SSM, PARTS,
         bamba="modeling_bamba.BambaMixer", mamba2="modeling_mamba2.Mamba2Mixer",
