@@ -193,23 +193,22 @@ def read_hf(source: "str | os.PathLike[str] | PretrainedConfig") -> "PretrainedC
     refused = {name: _refused(name) for name in _REFUSED if name not in known}
     releases = dict.fromkeys(known, "") | dict.fromkeys(_COMPOSITES, TRANSFORMERS)
     config = read_config(source, reads_as=reads_as, refused=refused, known=releases)
-    require_class(config, _classes_of(config))
+    require_class(config, _classes_of(config), _classes_around(config))
     if config.model_type in _COMPOSITES and hasattr(text := getattr(config, TEXT, None), "model_type"):
-        require_class(text, _classes_of(text))
+        require_class(text, _classes_of(text), _classes_around(text))
     return config
 
 
 def _classes_of(hf: "PretrainedConfig") -> frozenset[str]:
-    """The classes of a whole model with this config. transformers may name a text after its composite.
-
-    Nobody lists the classes of a family that is not registered, or that only another package has.
-    """
+    """The classes of a whole model with this config. Nobody lists them for a family that only another package has."""
     entry = _REGISTRY.get(hf.model_type, _COMPOSITES.get(hf.model_type))
-    own = classes_in_transformers(hf.model_type) if entry is not None else frozenset()
-    known = own.union(entry.classes if entry is not None else ())
-    if known and hf.model_type in _REGISTRY:
-        known = known.union(*map(classes_in_transformers, _COMPOSITES))
-    return known
+    return frozenset() if entry is None else classes_in_transformers(hf.model_type).union(entry.classes)
+
+
+def _classes_around(hf: "PretrainedConfig") -> frozenset[str]:
+    """The classes of composites that may have a text with this config."""
+    around = _COMPOSITES if hf.model_type in _REGISTRY else ()
+    return frozenset().union(*map(classes_in_transformers, around))
 
 
 def _refused(model_type: str) -> str:

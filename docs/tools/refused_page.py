@@ -18,7 +18,7 @@ another family. Configs without `architectures` pass. A family that is neither o
 nor in [families.md](families.md) has no implementation yet. A package with other layers can register any family that is
 refused here.
 
-The named code was read in megatron-core 0.16.1 and 0.19.2, and in transformers 5.23. Tests check that each of these
+The named code was read in megatron-core 0.16.1 and 0.19.2, and in transformers 5.24. Tests check that each of these
 names exists in the installed releases, and try each of these values.
 """
 SHARED = """## In several families

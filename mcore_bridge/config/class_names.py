@@ -42,7 +42,7 @@ def classes_in_transformers(model_type: str) -> frozenset[str]:
     return frozenset(name for names in named for name in ([names] if isinstance(names, str) else names))
 
 
-def require_class(hf: "PretrainedConfig", known: Collection[str]) -> None:
+def require_class(hf: "PretrainedConfig", known: Collection[str], also: Collection[str] = ()) -> None:
     """Raise unless the first name in the ``architectures`` of ``hf`` is a whole model of its family.
 
     A config without ``architectures`` passes.
@@ -51,6 +51,7 @@ def require_class(hf: "PretrainedConfig", known: Collection[str]) -> None:
         hf: the config.
         known: the class names of the family. If it is empty, nobody has listed them, and all names pass except names
             of draft heads.
+        also: classes of composites, after which transformers may name a text.
 
     Raises:
         ConfigError: the config is of a draft head or a reward model, or the class is of another family.
@@ -59,7 +60,7 @@ def require_class(hf: "PretrainedConfig", known: Collection[str]) -> None:
     name = names[0] if isinstance(names, list | tuple) and names else None
     if fields := [field for field in _OF_DRAFTS if getattr(hf, field, None) is not None]:
         raise ConfigError(_draft(f"{fields[0]}={shown(getattr(hf, fields[0]))}"))
-    if not isinstance(name, str) or _plain(name) in set(map(_plain, _with_heads(known))):
+    if not isinstance(name, str) or _plain(name) in set(map(_plain, _with_heads({*known, *also}))):
         return
     if _DRAFT.search(name):
         raise ConfigError(_draft(f"{_FIELD}={[name]}"))

@@ -74,6 +74,8 @@ _SIZES = {
     "vocab_size": 24,
 }
 _WITH_INNER = re.compile("gemma3|llava")
+_FAILING = ("llama4",) if transformers.__version__ == "5.24.0" else ()
+"""Composites whose forward raises: transformers 5.24.0 reads a field of the text's output that it lacks."""
 _AUTO = ("MULTIMODAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_CAUSAL_LM")
 
 
@@ -125,7 +127,7 @@ def written(model_type: str, folder: Path, *, published: bool = True, **text: An
         for parameter in model.parameters():
             parameter.normal_(std=0.2)
         model.save_pretrained(folder)
-        whole = _text_of(model) if composites()[model_type].without_reference else model
+        whole = _text_of(model) if composites()[model_type].without_reference or model_type in _FAILING else model
         logits: Tensor = whole(tokens()).logits
     file = folder / "model.safetensors"
     if published:
