@@ -173,7 +173,7 @@ def _require_engines_agree(yarn: Mapping[str, object]) -> None:
     if not is_number(own) or not math.isclose(own, product, rel_tol=1e-6):
         computed = usual if own is None else own
         raise ConfigError(
-            f"A yarn rope with {OF_ENGINES}={of_engines!r} must have attention_factor={round(product, 6)}, found "
+            f"{OF_ENGINES}={of_engines!r} must be beside attention_factor={round(product, 6)} in a yarn rope, found "
             f"{shown(own)}: transformers and vLLM 0.33 read attention_factor alone, and multiply cosines and sines by "
             f"{shown(computed)}. SGLang 0.5.23 and vLLM 0.26 read {OF_ENGINES} alone, and multiply by "
             f"{round(product, 6)}. If the model was trained so, set attention_factor to this value, and keep "

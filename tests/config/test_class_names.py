@@ -77,6 +77,8 @@ def test_a_composite_and_its_text_are_read_too() -> None:
     hf = tiny.config("kimi_k25")
     hf.architectures = ["KimiK25ForConditionalGeneration"]
     assert read_hf(hf).architectures == hf.architectures
+    hf.text_config.architectures = ["OurOwnTextForCausalLM"]
+    assert read_hf(hf).text_config.architectures == ["OurOwnTextForCausalLM"]
     hf.text_config.architectures = ["DFlashDraftModel"]
     with pytest.raises(ConfigError, match="draft head"):
         read_hf(hf)

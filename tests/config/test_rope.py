@@ -131,10 +131,13 @@ def test_fused_rope_is_refused_where_it_drops_the_attention_factor(tmp_path: Pat
             "longrope|original_max",
         ),
         ({"rope_type": "yarn", "factor": 2.0, "llama_4_scaling_beta": 0.1}, "llama_4_scaling_beta"),
-        ({"rope_type": "yarn", "factor": 4.0, "attn_factor": 0.8782488562869419}, "attention_factor=1.0, found None"),
+        (
+            {"rope_type": "yarn", "factor": 4.0, "attn_factor": 0.8782488562869419},
+            "attention_factor=1.0 in a yarn rope, found None",
+        ),
         (
             {"rope_type": "yarn", "factor": 4.0, "attn_factor": 1.0, "attention_factor": 1.0},
-            "attention_factor=1.138629, found 1.0.* multiply cosines and sines by 1.0. SGLang",
+            "attention_factor=1.138629 in a yarn rope, found 1.0.* multiply cosines and sines by 1.0. SGLang",
         ),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_type": "default", "full_attention": {"rope_type": "default"}}, "full_attention"),
