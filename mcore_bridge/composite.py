@@ -58,6 +58,7 @@ class Composite:
             follow from ``spelling``.
         joined_qkv: the name of a layer that joins queries, keys and values in the tower of published files.
         without_tower: why its tower is not built; empty if it is.
+        broken_in: releases of transformers whose own class of this composite fails in every forward.
         without_reference: why logits are not compared with transformers' composite; empty if they are.
 
     Example:
@@ -73,6 +74,7 @@ class Composite:
     tower: Prefixes | None = None
     joined_qkv: str = ""
     without_tower: str = ""
+    broken_in: tuple[str, ...] = ()
     without_reference: str = ""
 
 

@@ -87,7 +87,7 @@ COMPOSITES = (
     Composite(model_type="internvl",         spelling=INSIDE,   fields=FIELDS),
     Composite(model_type="mistral3",         spelling=INSIDE,   fields=FIELDS, classes=LIGHTON),
     Composite(model_type="gemma3",           spelling=INSIDE,   fields=FIELDS),
-    Composite(model_type="llama4",           spelling=INSIDE,   fields=FIELDS),
+    Composite(model_type="llama4",           spelling=INSIDE,   fields=FIELDS, broken_in=("5.24.0",)),
     Composite(model_type="kimi_k25",         spelling=INSIDE,   fields=FIELDS, tower=KIMI, joined_qkv="wqkv"),
     Composite(model_type="exaone4_5",        spelling=IN_MODEL, fields=FIELDS),
     Composite(model_type="llava",            spelling=INSIDE,   fields=FIELDS),
