@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_bridge.arguments import instance_of, require
 from mcore_bridge.composite import TRANSFORMERS, Composite, text_of
+from mcore_bridge.config.class_names import classes_in_transformers, require_class
 from mcore_bridge.config.fields import Field
-from mcore_bridge.config.hf import nearest, read_config
+from mcore_bridge.config.hf import TEXT, nearest, read_config
 from mcore_bridge.errors import ConfigError, shown
 from mcore_bridge.installed import GROUP, Release, plugins
 
@@ -48,6 +49,7 @@ class Architecture:
         dialect: how published checkpoints hold routed experts: "split", one tensor for each, or "fused", one tensor for
             all.
         aliases: other ``model_type`` values for this architecture.
+        classes: names that published configs have in ``architectures``, besides names of transformers' auto classes.
         reads_as: another ``model_type``, whose config class reads these configs. It is for families that have no config
             class in transformers. None: transformers or another package has one.
         megatron_core: the first release that can build the family. None: every release that we support can.
@@ -74,6 +76,7 @@ class Architecture:
     optional: tuple[str, ...] = ()
     dialect: "Dialect" = "split"
     aliases: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()
     reads_as: str | None = None
     megatron_core: Release | None = None
     layer_spec: Callable[..., Any] | None = None
@@ -189,12 +192,32 @@ def architecture_of(hf: "PretrainedConfig | str") -> Architecture:
 
 
 def read_hf(source: "str | os.PathLike[str] | PretrainedConfig") -> "PretrainedConfig":
-    """Like ``read_config``, with its argument and errors, but it also reads families that transformers lacks."""
+    """Like ``read_config``, with its argument and errors, but it also reads families that transformers lacks.
+
+    Raises:
+        ConfigError: also if ``architectures`` names a draft head, a reward model, or a class of another family.
+    """
     known = architectures()
     reads_as = {name: architecture.reads_as for name, architecture in known.items() if architecture.reads_as}
     refused = {name: _refused(name) for name in _REFUSED if name not in known}
     releases = dict.fromkeys(known, "") | dict.fromkeys(_COMPOSITES, TRANSFORMERS)
-    return read_config(source, reads_as=reads_as, refused=refused, known=releases)
+    config = read_config(source, reads_as=reads_as, refused=refused, known=releases)
+    require_class(config, _classes_of(config), _classes_around(config))
+    if config.model_type in _COMPOSITES and hasattr(text := getattr(config, TEXT, None), "model_type"):
+        require_class(text, ())  # publishers name classes of their own there, as SmolVLM does
+    return config
+
+
+def _classes_of(hf: "PretrainedConfig") -> frozenset[str]:
+    """The classes of a whole model with this config. Nobody lists them for a family that only another package has."""
+    entry = _REGISTRY.get(hf.model_type, _COMPOSITES.get(hf.model_type))
+    return frozenset() if entry is None else classes_in_transformers(hf.model_type).union(entry.classes)
+
+
+def _classes_around(hf: "PretrainedConfig") -> frozenset[str]:
+    """The classes of composites that may have a text with this config."""
+    around = _COMPOSITES if hf.model_type in _REGISTRY else ()
+    return frozenset().union(*map(classes_in_transformers, around))
 
 
 def _refused(model_type: str) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mcore_bridge.config.fields import Field, Hf, to_mcore
+from mcore_bridge.config.rope import head_dim
 from mcore_bridge.config.rope_spelling import speaks_rope_parameters
 from mcore_bridge.config.unread_fields import without_unread
 from mcore_bridge.errors import ConfigError
@@ -25,9 +26,10 @@ INSIDE   = (("model.", "language_model.model."), ("lm_head.", "language_model.lm
 BESIDE   = (("model.", "model."),)
 TWICE    = (("model.", "language_model.model.model."), ("lm_head.", "language_model.lm_head."))
 BASE     = (("model.", "language_model."),)
+IN_TEXT  = (("model.", "model.text_model."),)
 # fmt: on
 """Prefixes of the text model's names: within ``model``, as a whole model inside, as without a composite, or within a
-base model, whose names have no ``model.``.
+base model, whose names have no ``model.``. ``IN_TEXT`` is ``IN_MODEL`` by another name, as Idefics has it.
 
 ``TWICE`` is what transformers 5.17 writes of models of sound; later ones write ``INSIDE``.
 """
@@ -49,12 +51,15 @@ class Composite:
         model_type: as HF spells it.
         spelling: prefixes of the text model in published files. A folder may have another one of ``SPELLINGS``.
         fields: the table of the fields that are in the composite's config, and not in its text config.
+        classes: names that published configs have in ``architectures``, besides names of transformers' auto classes.
         text: the ``model_type`` of the text model. None: the one in the text config.
         carried: prefixes of tensors of other parts, which begin like names of the text model.
         tower: prefixes of the tower's names in memory, as patterns, with their prefixes in published files. None: they
             follow from ``spelling``.
         joined_qkv: the name of a layer that joins queries, keys and values in the tower of published files.
         without_tower: why its tower is not built; empty if it is.
+        broken_in: releases of transformers whose own class of this composite fails in every forward.
+        without_reference: why logits are not compared with transformers' composite; empty if they are.
 
     Example:
         >>> Composite(model_type="qwen3_5", spelling=IN_MODEL, fields=SEEN)  # doctest: +SKIP
@@ -63,11 +68,14 @@ class Composite:
     model_type: str
     spelling: Prefixes
     fields: tuple[Field, ...]
+    classes: tuple[str, ...] = ()
     text: str | None = None
     carried: tuple[str, ...] = ()
     tower: Prefixes | None = None
     joined_qkv: str = ""
     without_tower: str = ""
+    broken_in: tuple[str, ...] = ()
+    without_reference: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +150,13 @@ def text_of(hf: "PretrainedConfig", composite: Composite) -> "PretrainedConfig":
 def own_fields(hf: "PretrainedConfig", composite: Composite) -> Hf:
     """The fields of a composite itself: its text config does not repeat them, and transformers reads them.
 
-    verl writes the ``rope_theta`` of a text into the composite, too.
+    verl writes the ``rope_theta`` of a text into the composite, too. A flat config may have the ``head_dim`` that its
+    text computes.
     """
     text, absent = hf.text_config.to_dict(), object()
     rope = text.get("rope_parameters") or {}
-    repeated = [text, rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
+    computed = {"head_dim": head_dim(text)} if getattr(hf, "head_dim", None) is not None else {}
+    repeated = [text, computed, rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
     return {
         name: value
         for name, value in without_unread(hf, composite.fields).items()

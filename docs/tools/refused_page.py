@@ -10,13 +10,15 @@ HEAD = """# What is refused
 Made from the registry by `docs/tools/make_families.py`; CI checks that it is up to date.
 
 If megatron-core's `GPTModel` cannot compute exactly what the HF model does, a `ConfigError` with the reason is raised
-before anything is built. There are three cases. A whole family is refused if neither a config nor a submodule of
+before anything is built. There are four cases. A whole family is refused if neither a config nor a submodule of
 megatron-core's layers is enough, or if nobody has written the submodule yet. Single values of fields are refused in
-supported families. Fields that are not in the table of a family are refused, too. A family that is neither on this page
+supported families. Fields that are not in the table of a family are refused, too. The last case is a config whose
+first name in `architectures` is no class of its `model_type`: a draft head for speculative decoding, a reward model, or
+another family. Configs without `architectures` pass. A family that is neither on this page
 nor in [families.md](families.md) has no implementation yet. A package with other layers can register any family that is
 refused here.
 
-The named code was read in megatron-core 0.16.1 and 0.19.2, and in transformers 5.23. Tests check that each of these
+The named code was read in megatron-core 0.16.1 and 0.19.2, and in transformers 5.24. Tests check that each of these
 names exists in the installed releases, and try each of these values.
 """
 MESHES = """## On some meshes

@@ -12,13 +12,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mcore_bridge.config.family_code import MODEL, code_of, is_of_family, modules_in, packages_of, root, text
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_IMPORT = re.compile(r"^\s*from\s+(\.+)([\w.]*)\s+import\s+(\([^)]*\)|[^\n]+)", re.MULTILINE)
-_OF_A_FAMILY = ("configuration_", "modeling_")
-_NOT_OF_FORWARD = re.compile(r"(generation|quantizers)/|trainer|training_args|integrations/integration_utils")
-"""Modules whose settings are for ``generate()``, for quantized modules, which we never build, or for a ``Trainer``."""
 _NOT_OF_MODELS = frozenset(
     (
         *("GenericForTokenClassification", "GenericForQuestionAnswering", "_expand_multimodal_outputs"),
@@ -32,8 +30,7 @@ _WHOLE = frozenset({"to_dict", "to_diff_dict", "__dict__"})
 def fields_read(config: "type[PretrainedConfig]", names: Iterable[str]) -> frozenset[str]:
     """Select the ``names`` that the installed transformers may read from a config of this class.
 
-    If the class is not from transformers, any code may read it, so all names count as read. This also holds for a
-    family without its own model.
+    If the class is not from transformers, any code may read it, so all names count as read.
 
     Example::
 
@@ -41,102 +38,48 @@ def fields_read(config: "type[PretrainedConfig]", names: Iterable[str]) -> froze
         >>> sorted(fields_read(LlamaConfig, ["hidden_size", "unk_token_id"]))
         ['hidden_size']
     """
-    names = frozenset(names)
-    package = _package_of(config)
-    if package is None or not any(package.glob("modeling_*.py")):  # with a model of another family, found by a list
-        return names
-    return _read_by_family(package, frozenset(base.__name__ for base in config.__mro__), names)
+    return frozenset().union(*readers_of(config, names))
 
 
-@functools.cache
-def _read_by_family(package: Path, classes: frozenset[str], names: frozenset[str]) -> frozenset[str]:
-    """``fields_read`` for a config with these classes in its MRO. Cached, since a build calls it several times."""
-    own, shared = _code_of(package)
-    if any(_reads_unnamed_fields(path) for path in own):
-        return names
-    return frozenset(
-        name
-        for name in names
-        if any(_is_in_family(path, name) for path in own) or any(_is_in_shared(path, name, classes) for path in shared)
-    )
+def readers_of(config: "type[PretrainedConfig]", names: Iterable[str]) -> tuple[frozenset[str], frozenset[str]]:
+    """Split ``fields_read``: names that code of families may read, and names that only shared modules may read.
 
-
-@functools.cache
-def _root() -> Path:
-    import transformers
-
-    return Path(transformers.__file__).parent
-
-
-def _package_of(config: "type[PretrainedConfig]") -> Path | None:
-    """The folder of a family; None if the class is not from transformers."""
-    match config.__module__.split("."):
-        case ["transformers", "models", *folders, _]:
-            return _root().joinpath("models", *folders)
-    return None
-
-
-@functools.cache
-def _code_of(package: Path) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-    """All modules that the code of a family imports, including its own: modules of families, and shared modules."""
-    waiting = [path for prefix in _OF_A_FAMILY for path in package.glob(f"{prefix}*.py")]
-    modules: set[Path] = set()
-    while waiting:
-        path = waiting.pop()
-        if path not in modules:
-            modules.add(path)
-            waiting += _imported_by(path)
-    own = {path for path in modules if _is_of_family(path)}
-    return tuple(sorted(own)), tuple(sorted(modules - own))
-
-
-def _is_of_family(path: Path) -> bool:
-    return path.is_relative_to(_root() / "models")
-
-
-def _imported_by(path: Path) -> Iterator[Path]:
-    """The modules of transformers that ``path`` imports, at any level of its code.
-
-    Shared modules and the package ``auto`` import families only to choose one by its name.
+    The modules of a family are in the folder of its config. A family without a model of its own has the modules of the
+    class that ``AutoModelForCausalLM`` gives for it.
     """
-    for module in _imports(path):
-        if not _is_of_family(module):
-            if not _NOT_OF_FORWARD.match(module.relative_to(_root()).as_posix()):
-                yield module
-        elif _is_of_family(path) and module.parent.name != "auto" and module.name.startswith(_OF_A_FAMILY):
-            yield module
+    names = frozenset(names)
+    packages = packages_of(config)
+    if not any(modules_in(package, MODEL) for package in packages):
+        return names, frozenset()
+    return _read_by_family(packages, frozenset(base.__name__ for base in config.__mro__), names)
+
+
+def quoted_by_family(config: "type[PretrainedConfig]", names: Iterable[str]) -> frozenset[str]:
+    """Select the ``names`` that code of the family has in quotes, for any use, such as keys of its rope parameters."""
+    own, _ = code_of(packages_of(config))
+    return frozenset(name for name in names if not own or any(_has_quoted(path, name) for path in own))
+
+
+def _has_quoted(path: Path, name: str) -> bool:
+    return any(f"{quote}{name}{quote}" in text(path) for quote in ("'", '"'))
 
 
 @functools.cache
-def _imports(path: Path) -> tuple[Path, ...]:
-    statements = _IMPORT.findall(_text(path))
-    return tuple(
-        module
-        for dots, name, imported in statements
-        for module in _modules(path.parents[len(dots) - 1], name, frozenset(re.findall(r"\w+", imported)))
-    )
-
-
-def _modules(base: Path, name: str, imported: frozenset[str]) -> Iterator[Path]:
-    """The modules that define ``imported``. For a package, these are the modules from which it imports the names."""
-    target = base.joinpath(*name.split(".")) if name else base
-    if name and (module := target.with_suffix(".py")).exists():
-        yield module
-    elif (package := target / "__init__.py").exists():
-        yield from (path for word in imported if (path := target / f"{word}.py").exists())
-        for _, inner, words in _IMPORT.findall(_text(package)):
-            if inner and (taken := imported.intersection(re.findall(r"\w+", words))):
-                yield from _modules(target, inner, taken)
-
-
-@functools.cache
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
+def _read_by_family(
+    packages: tuple[Path, ...], classes: frozenset[str], names: frozenset[str]
+) -> tuple[frozenset[str], frozenset[str]]:
+    """``readers_of`` for a config with these classes in its MRO. Cached, since a build calls it several times."""
+    own, shared = code_of(packages)
+    if any(_reads_unnamed_fields(path) for path in own):
+        return names, frozenset()
+    of_family = frozenset(name for name in names if any(_is_in_family(path, name) for path in own))
+    rest = names - of_family
+    return of_family, frozenset(name for name in rest if any(_is_in_shared(path, name, classes) for path in shared))
 
 
 @functools.cache
 def _nodes(path: Path) -> tuple[ast.AST, ...]:
-    return tuple(_reading(ast.parse(_text(path))))
+    return tuple(_reading(ast.parse(text(path))))
 
 
 def _reading(node: ast.AST) -> Iterator[ast.AST]:
@@ -144,9 +87,14 @@ def _reading(node: ast.AST) -> Iterator[ast.AST]:
     waiting = [node]
     while waiting:
         node = waiting.pop()
-        if not (isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name in _NOT_OF_MODELS):
-            yield node
-            waiting += ast.iter_child_nodes(node)
+        match node:
+            case ast.ClassDef() | ast.FunctionDef() if node.name in _NOT_OF_MODELS:
+                continue
+            case ast.Subscript(value=ast.Attribute(attr="rope_parameters" | "rope_scaling")):  # its key is no field
+                waiting.append(node.value)
+            case _:
+                yield node
+                waiting += ast.iter_child_nodes(node)
 
 
 def _is_in_family(path: Path, name: str) -> bool:
@@ -154,7 +102,7 @@ def _is_in_family(path: Path, name: str) -> bool:
 
     The variable of a config may have any name, so attributes of all variables count, except ``self`` in a module.
     """
-    if name not in _text(path):  # quick, and usually enough
+    if name not in text(path):  # quick, and usually enough
         return False
     return any(
         _is_quoted(node, name)
@@ -171,7 +119,7 @@ def _is_in_shared(path: Path, name: str, classes: frozenset[str]) -> bool:
     """
     if any(pattern.fullmatch(name) for pattern in _spelled_fields(path)):
         return True
-    if name not in _text(path):
+    if name not in text(path):
         return False
     by_given_names = _reads_unnamed_fields(path)
     return any(
@@ -186,7 +134,7 @@ def _is_in_shared(path: Path, name: str, classes: frozenset[str]) -> bool:
 @functools.cache
 def _spelled_fields(path: Path) -> tuple[re.Pattern[str], ...]:
     """Patterns of the field names that a module composes before it reads them from a config."""
-    if not re.search(r"attr\([^()]*,\s*f[\"']", _text(path)):
+    if not re.search(r"attr\([^()]*,\s*f[\"']", text(path)):
         return ()
     return tuple(re.compile(pattern) for node in _nodes(path) for pattern in _asked_for_by_parts(node))
 
@@ -277,9 +225,9 @@ def _is_of_another_class(name: str) -> bool:
 
 @functools.cache
 def _shared_config_classes() -> frozenset[str]:
-    paths = (path for path in _root().rglob("*.py") if not _is_of_family(path))
+    paths = (path for path in root().rglob("*.py") if not is_of_family(path))
     return frozenset(
-        name.lower() for path in paths for name in re.findall(r"^class (\w*Config\w*)", _text(path), re.MULTILINE)
+        name.lower() for path in paths for name in re.findall(r"^class (\w*Config\w*)", text(path), re.MULTILINE)
     ) - {"pretrainedconfig"}
 
 

@@ -3,16 +3,20 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from mcore_bridge.config.fields import Hf, count
-from mcore_bridge.config.rope_spelling import MULTIMODAL, ORIGINAL_LENGTH, checked, read_parameters, spelled
+from mcore_bridge.config.rope_spelling import MULTIMODAL, OF_ENGINES, ORIGINAL_LENGTH, checked, read_parameters, spelled
 from mcore_bridge.errors import ConfigError, shown
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 ATTENTION_FACTOR = ("yarn_rotary_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim")
 """Config attributes from which mcore's attention computes the attention factor, for any type of rope."""
-_NOT_FREQUENCIES = ("partial_rotary_factor", "llama_4_scaling_beta", "max_position_embeddings", *MULTIMODAL)
+_NOT_FREQUENCIES = ("partial_rotary_factor", "llama_4_scaling_beta", "max_position_embeddings", OF_ENGINES, *MULTIMODAL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +100,26 @@ class Rope:
         """
         return self._computed(seq_len if seq_len is not None and seq_len > self.longest_plain else None)[0]
 
+    def is_changed_by(self, key: str, value: object) -> bool:
+        """Whether another key of the parameters changes what transformers computes, also for a long sequence.
+
+        If transformers does not accept the key, it changes the rope, too.
+        """
+        other = replace(self, parameters={**self.parameters, key: value})
+        try:
+            return not all(map(torch.equal, self._rotated(), other._rotated()))
+        except Exception:  # transformers may raise any type
+            return True
+
+    def _rotated(self) -> tuple[torch.Tensor, ...]:
+        """Cosines and sines of transformers' module, for a short sequence and for a long one."""
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+        with torch.device("cpu"), torch.no_grad():
+            module = LlamaRotaryEmbedding(self._config(self.parameters))
+            lengths = (torch.arange(8)[None], torch.tensor([[4 * self.max_position_embeddings]]))
+            return tuple(part for positions in lengths for part in module(torch.zeros(1), positions))
+
     def overridden(self, overrides: Mapping[str, object]) -> "Rope":
         """The rope with overrides of ``kv_channels`` and of mcore's rope arguments, with mcore's meaning."""
         parameters = _scaling(overrides) or dict(self.parameters)
@@ -134,14 +158,11 @@ class Rope:
 
         transformers' modules are not used: inside a meta-device context they would have no values.
         """
-        from transformers import LlamaConfig
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-        sizes = {"hidden_size": self.rotary_dim, "num_attention_heads": 1, "head_dim": self.rotary_dim}
-        length = {"max_position_embeddings": self.max_position_embeddings}
         whole = {name: value for name, value in self.parameters.items() if name not in _NOT_FREQUENCIES}
-        config = LlamaConfig(**sizes, **length, **spelled(whole))
+        config = self._config(whole)
         if self.rope_type in ROPE_INIT_FUNCTIONS:
             compute = ROPE_INIT_FUNCTIONS[self.rope_type]
         else:  # transformers 5 keeps the default type out of its table
@@ -156,6 +177,13 @@ class Rope:
                     f"transformers must be able to compute the frequencies of this rope, but raises {error!r:.200} for "
                     f"{shown(whole)}. Correct the HF config."
                 ) from error
+
+    def _config(self, parameters: Mapping[str, object]) -> "PretrainedConfig":
+        """A config of transformers with heads of the rotated size."""
+        from transformers import LlamaConfig
+
+        sizes = {"hidden_size": self.rotary_dim, "num_attention_heads": 1, "head_dim": self.rotary_dim}
+        return LlamaConfig(**sizes, max_position_embeddings=self.max_position_embeddings, **spelled(parameters))
 
     def _number(self, name: str) -> float | None:
         value = self.parameters.get(name)

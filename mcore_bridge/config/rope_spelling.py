@@ -5,6 +5,7 @@ not listed here raises: if a key were dropped, the model would be right for shor
 """
 
 import functools
+import math
 from collections.abc import Mapping
 
 from mcore_bridge.config.fields import Hf, is_number
@@ -13,6 +14,10 @@ from mcore_bridge.errors import ConfigError, shown
 DEFAULT_THETA = 10000.0
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 FULL, SLIDING = "full_attention", "sliding_attention"
+OF_ENGINES = "attn_factor"
+"""A key of yarn that some engines read in the place of ``attention_factor``, as the factor of the usual one."""
+_ENGINES_ALONE = {"dynamic": "alpha", "yarn": "extrapolation_factor"}
+"""Keys that change what vLLM and SGLang compute for a rope type, and that transformers ignores: they are refused."""
 _NO_OTHER = {"rope_scaling": None, "rope_theta": None}
 _SCALED = ("factor",)
 _REQUIRED: dict[str, tuple[str, ...]] = {
@@ -26,7 +31,7 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
 _OPTIONAL: dict[str, tuple[str, ...]] = {
     "yarn": (
         *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
-        *("llama_4_scaling_beta", "max_position_embeddings"),
+        *("llama_4_scaling_beta", "max_position_embeddings", OF_ENGINES),
     ),
     "longrope": ("attention_factor", "factor"),
 }
@@ -105,6 +110,19 @@ def _completed(parameters: dict[str, object], hf: Hf) -> dict[str, object]:
     return parameters
 
 
+def unknown_keys(parameters: Mapping[str, object]) -> frozenset[str]:
+    """The keys of rope parameters that are not listed here for their type, and that no engine is known to read."""
+    rope_type = str(parameters.get("rope_type", parameters.get("type")) or "default")
+    if rope_type not in _REQUIRED:
+        return frozenset()
+    return frozenset(parameters) - _known(rope_type) - {"type", _ENGINES_ALONE.get(rope_type)}
+
+
+def _known(rope_type: str) -> frozenset[str]:
+    always = ("rope_type", "rope_theta", "partial_rotary_factor", *MULTIMODAL)
+    return frozenset((*always, *_REQUIRED[rope_type], *_OPTIONAL.get(rope_type, ())))
+
+
 def checked(parameters: Mapping[str, object]) -> dict[str, object]:
     """Check that we reproduce type, keys and numbers exactly. Return the parameters without neutral ones.
 
@@ -129,7 +147,7 @@ def checked(parameters: Mapping[str, object]) -> dict[str, object]:
             f"rope_theta of a rope of type {rope_type!r} must be above {least}, found {shown(theta)}. Correct the HF "
             "config."
         )
-    known = {"rope_type", "partial_rotary_factor", *required, *_OPTIONAL.get(str(rope_type), ()), *MULTIMODAL}
+    known = _known(rope_type)
     partial = parameters.get("partial_rotary_factor")
     if partial is not None and not is_number(partial):
         raise ConfigError(
@@ -137,10 +155,30 @@ def checked(parameters: Mapping[str, object]) -> dict[str, object]:
         )
     if unknown := {name: parameters[name] for name in sorted(parameters) if name not in known}:
         raise ConfigError(
-            f"A rope of type {rope_type!r} may have the keys {sorted(known)}, found also {unknown}. transformers "
-            "ignores these: delete them if the model was trained without them."
+            f"A rope of type {rope_type!r} may have the keys {sorted(known)}, found also {unknown}, which may change "
+            "what is computed. Delete them if the model was trained without them."
         )
+    if rope_type == "yarn" and parameters.get(OF_ENGINES) is not None:
+        _require_engines_agree(parameters)
     return parameters
+
+
+def _require_engines_agree(yarn: Mapping[str, object]) -> None:
+    """Raise unless every reader of a yarn rope multiplies cosines and sines by the same factor."""
+    factor, of_engines, own = yarn["factor"], yarn[OF_ENGINES], yarn.get("attention_factor")
+    if not is_number(of_engines) or not is_number(factor):
+        raise ConfigError(f"{OF_ENGINES} must be a finite number, found {shown(of_engines)}. Correct the HF config.")
+    usual = 0.1 * math.log(max(factor, 1)) + 1
+    product = usual * of_engines
+    if not is_number(own) or not math.isclose(own, product, rel_tol=1e-6):
+        computed = usual if own is None else own
+        raise ConfigError(
+            f"{OF_ENGINES}={of_engines!r} must be beside attention_factor={round(product, 6)} in a yarn rope, found "
+            f"{shown(own)}: transformers and vLLM 0.33 read attention_factor alone, and multiply cosines and sines by "
+            f"{shown(computed)}. SGLang 0.5.23 and vLLM 0.26 read {OF_ENGINES} alone, and multiply by "
+            f"{round(product, 6)}. If the model was trained so, set attention_factor to this value, and keep "
+            f"{OF_ENGINES}. Otherwise delete {OF_ENGINES}."
+        )
 
 
 def _is_valid(name: str, value: object) -> bool:

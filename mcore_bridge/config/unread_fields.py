@@ -4,18 +4,24 @@ A checkpoint means what transformers computes from it. If transformers does not 
 cannot change the result, so it is accepted. A field that is read but not claimed raises (``fields.require_total``).
 """
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Collection, Iterable, Mapping
 from logging import INFO, WARNING
 from typing import TYPE_CHECKING, Any
 
+from mcore_bridge.config.compared_fields import changes_nothing
 from mcore_bridge.config.fields import Field, claimed_by
-from mcore_bridge.config.fields_read import fields_read
+from mcore_bridge.config.fields_read import quoted_by_family, readers_of
 from mcore_bridge.config.hf import is_borrowed
+from mcore_bridge.config.rope import rope_from
+from mcore_bridge.config.rope_spelling import unknown_keys
 from mcore_bridge.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+ROPES = ("rope_parameters", "rope_scaling")
+_ONE_ROPE = dict.fromkeys(ROPES)
 READ_BY_OTHERS = {
     "dual_chunk_attention_config": "vLLM and SGLang, for prompts longer than original_max_position_embeddings",
 }
@@ -25,6 +31,9 @@ READ_BY_OTHERS = {
 def unread_fields(hf: "PretrainedConfig", table: tuple[Field, ...]) -> tuple[str, ...]:
     """The fields of ``hf`` that change nothing, because neither ``table`` nor transformers' code uses them.
 
+    A key of the rope parameters is one of them if frequencies and the attention factor do not depend on it. Its name
+    is then ``rope_parameters.key``.
+
     If the config class is borrowed from a twin family, only fields that the class declares count as unread, since
     other code may read the rest.
 
@@ -33,20 +42,72 @@ def unread_fields(hf: "PretrainedConfig", table: tuple[Field, ...]) -> tuple[str
         >>> unread_fields(hf, architecture_of(hf).fields)  # of Qwen/Qwen3-Coder-480B-A35B-Instruct
         ('qkv_bias', 'shared_expert_intermediate_size', 'use_qk_norm')
     """
-    unclaimed = hf.to_dict().keys() - claimed_by(table)
-    if not unclaimed:
-        return ()
-    config_class: Any = type(hf)
-    if is_borrowed(config_class):
-        config_class = config_class.__base__
+    fields = hf.to_dict()
+    config_class, is_own = _class_of(hf)
+    unclaimed = fields.keys() - claimed_by(table)
+    if not is_own:
         unclaimed &= config_class().to_dict().keys()
-    return tuple(sorted(unclaimed - fields_read(config_class, unclaimed)))
+    of_family, of_shared = readers_of(config_class, unclaimed)
+    keys = _unread_keys(fields, config_class)
+    plain = _without(fields, {*keys, *(fields.keys() - claimed_by(table))})
+    neutral = {  # None is the absence of a field that only shared modules may read
+        name
+        for name in of_shared
+        if fields[name] is None or changes_nothing(config_class, {**plain, name: fields[name]}, table, name)
+    }
+    return tuple(sorted(unclaimed - of_family - of_shared | neutral | keys))
 
 
-def without_unread(hf: "PretrainedConfig", table: tuple[Field, ...]) -> dict[str, object]:
+def _class_of(hf: "PretrainedConfig") -> tuple[Any, bool]:
+    """The class of transformers that reads ``hf``, and whether it is of this family."""
+    borrowed = is_borrowed(type(hf))
+    return (type(hf).__base__ if borrowed else type(hf)), not borrowed
+
+
+def _unread_keys(fields: Mapping[str, Any], config_class: Any) -> set[str]:
+    unread = set()
+    for path, parameters in _ropes_of(fields).items():
+        keys = unknown_keys(parameters)
+        for key in keys - quoted_by_family(config_class, keys):
+            if _is_neutral_key({**fields, **_ONE_ROPE, "rope_parameters": parameters}, keys, key):
+                unread.add(f"{path}.{key}")
+    return unread
+
+
+def _ropes_of(fields: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Every rope of a config by its place: there may be one for each kind of layer."""
+    ropes = {name: rope for name in ROPES if isinstance(rope := fields.get(name), dict)}
+    by_layer = {
+        f"{name}.{kind}": rope
+        for name, ropes_of_layers in ropes.items()
+        for kind, rope in ropes_of_layers.items()
+        if isinstance(rope, dict)
+    }
+    return by_layer or ropes
+
+
+def _is_neutral_key(fields: Mapping[str, Any], unknown: Collection[str], key: str) -> bool:
+    rope = fields["rope_parameters"]
+    known = {name: value for name, value in rope.items() if name not in unknown}
+    try:
+        return not rope_from({**fields, "rope_parameters": known}).is_changed_by(key, rope[key])
+    except ConfigError:  # a rope with another fault, which the table reports
+        return False
+
+
+def without_unread(hf: "PretrainedConfig", table: tuple[Field, ...]) -> dict[str, Any]:
     """The fields of ``hf`` without the fields in ``unread_fields``."""
-    unread = unread_fields(hf, table)
-    return {name: value for name, value in hf.to_dict().items() if name not in unread}
+    return _without(hf.to_dict(), unread_fields(hf, table))
+
+
+def _without(fields: Mapping[str, Any], paths: Iterable[str]) -> dict[str, Any]:
+    paths = set(paths)
+    inner = {name: [path.removeprefix(f"{name}.") for path in paths if path.startswith(f"{name}.")] for name in ROPES}
+    return {
+        name: _without(value, inner[name]) if inner.get(name) and isinstance(value, dict) else value
+        for name, value in fields.items()
+        if name not in paths
+    }
 
 
 def require_no_unread(read_by: Iterable[tuple["PretrainedConfig", tuple[Field, ...]]]) -> None:
@@ -56,7 +117,9 @@ def require_no_unread(read_by: Iterable[tuple["PretrainedConfig", tuple[Field, .
         ConfigError: there are unread fields; the message names all of them.
     """
     listing = ", ".join(
-        f"{name}={shown(getattr(hf, name))}" for hf, table in read_by for name in unread_fields(hf, table)
+        f"{name}={shown(functools.reduce(_get, name.split('.'), hf.to_dict()))}"
+        for hf, table in read_by
+        for name in unread_fields(hf, table)
     )
     if listing:
         raise ConfigError(
@@ -64,6 +127,10 @@ def require_no_unread(read_by: Iterable[tuple["PretrainedConfig", tuple[Field, .
             "transformers "
             "reads none of them: pass strict_config=False, or delete them from the config."
         )
+
+
+def _get(value: Any, name: str) -> Any:
+    return value[name]
 
 
 def notes_on(unread: Iterable[str]) -> list[tuple[int, str]]:

@@ -25,12 +25,14 @@ LAYER       = (*NORMS, *ATTENTION, *SWIGLU, *MOE, *ROUTER_BIAS, *SHARED)
 OWN: tuple[Field, ...] = (
     *published(score_function="sigmoid", moe_router_enable_expert_bias=True, router_dtype="fp32", use_rmsnorm=True),
     *published(use_bias=False, attention_bias=False, mlp_bias=False, embedding_dropout=0.0, output_dropout=0.0),
+    *published(norm_head=False, norm_softmax=False, using_split_qkv_in_self_attention=False),
     Require("num_nextn_predict_layers", (0, None), "the published code counts them among num_hidden_layers"),
     *(biases("use_qkv_bias", None, None), Map("use_qk_norm", "qk_layernorm")),
     unread("max_window_layers", "moe_shared_expert_intermediate_size", "mtp_loss_scaling_factor"),
 )
 ARCHITECTURE = Architecture(
     model_type="bailing_moe_v2",
+    classes=("BailingMoeV2ForCausalLM", "BailingMoeForCausalLM"),
     reads_as="llama",
     fields=(
         *(*but(DECODER, rope(own=("partial_rotary_factor",))), ROTARY_DIM, *WINDOW_NONE),

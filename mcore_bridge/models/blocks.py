@@ -75,13 +75,11 @@ def norms_behind(attention: str, mlp: str) -> Rules:
 
 
 NORMS_POST = norms_behind("post_attention", "post_feedforward")
-NORMS_FOUR = (
-    *table(
-        ("input_layernorm.weight", "input_layernorm.weight", REPLICATED),
-        ("pre_mlp_layernorm.weight", "pre_feedforward_layernorm.weight", REPLICATED),
-    ),
-    *NORMS_POST,
+NORMS_BEFORE = table(
+    ("input_layernorm.weight", "input_layernorm.weight", REPLICATED),
+    ("pre_mlp_layernorm.weight", "pre_feedforward_layernorm.weight", REPLICATED),
 )
+NORMS_FOUR = (*NORMS_BEFORE, *NORMS_POST)
 
 
 def around_mtp(embedding_norm: str, hidden_norm: str, projection: str, final_norm: str) -> Rules:

@@ -3,28 +3,52 @@
 The prefixes come from transformers' ``conversion_mapping`` and from checkpoint indexes.
 """
 
-from mcore_bridge.composite import BESIDE, IN_MODEL, INSIDE, Composite
+from mcore_bridge.composite import BESIDE, IN_MODEL, IN_TEXT, INSIDE, Composite
 from mcore_bridge.config.fields import Ignore
 from mcore_bridge.config.tables import BASE
 
-OTHER_PARTS = Ignore(
-    "they describe the models of images, video and sound, and their connection to the text model, which are carried",
-    (
-        *("vision_config", "audio_config", "vision_feature_layer", "vision_feature_layers", "vision_aspect_ratio"),
-        *("vision_feature_select_strategy", "vision_use_cls_token", "image_grid_pinpoints", "image_seq_length"),
-        *("projector_hidden_act", "projector_bias", "projector_layernorm_eps", "projector_pooling_ratio"),
-        *("multimodal_projector_bias", "projection_hidden_size", "projection_layer_norm_eps", "projection_dim"),
-        *("spatial_merge_size", "spatial_pool_mode", "spatial_pool_stride", "spatial_pool_out_channels"),
-        *("downsample_ratio", "downsample_factor"),
-        *("mm_tokens_per_image", "alignment_intermediate_size", "adapter_layer_norm_eps", "token_classification_bias"),
-    ),
+
+def parts(*names: str) -> Ignore:
+    """Fields of the other parts of a composite."""
+    return Ignore(
+        "they describe the models of images, video and sound, and their connection to the text model, which are "
+        "carried",
+        names,
+    )
+
+
+OTHER_PARTS = parts(
+    *("vision_config", "audio_config", "high_res_vision_config", "encoder_config", "projector_config"),
+    *("perceiver_config", "vq_config", "vision_feature_layer", "vision_feature_layers", "vision_aspect_ratio"),
+    *("vision_feature_select_strategy", "vision_use_cls_token", "image_grid_pinpoints", "image_seq_length"),
+    *("projector_hidden_act", "projector_bias", "projector_layernorm_eps", "projector_pooling_ratio"),
+    *("multimodal_projector_bias", "projection_hidden_size", "projection_layer_norm_eps", "projection_dim"),
+    *("spatial_merge_size", "spatial_pool_mode", "spatial_pool_stride", "spatial_pool_out_channels"),
+    *("downsample_ratio", "downsample_factor"),
+    *("mm_tokens_per_image", "alignment_intermediate_size", "adapter_layer_norm_eps", "token_classification_bias"),
 )
 LABELS = Ignore("it marks labels that a loss of transformers leaves out", ("ignore_index",))
 TEXT = Ignore(
     "the text config has its own table", ("text_config", "tie_word_embeddings", "initializer_range", "sliding_window")
 )
 FIELDS = (*BASE, OTHER_PARTS, TEXT)
+LIGHTON = ("LightOnOCRForConditionalGeneration",)
+"""The class of published files that have the ``model_type`` of Mistral 3, from before transformers had LightOnOCR."""
+IDEFICS = (*FIELDS, parts("scale_factor", "_pad_token_id"))
+OVIS = (*FIELDS, parts("visual_indicator_token_ids", "hidden_size", "vocab_size"))
+GRANITE = (*FIELDS, parts("downsample_rate", "has_lora_adapter", "window_size"))
+MINICPM = (
+    *FIELDS,
+    parts(
+        *("downsample_mode", "drop_vision_last_layer", "insert_layer_id", "merge_kernel_size", "merger_times"),
+        *("image_size", "patch_size", "image_start_id", "image_end_id", "slice_start_id", "slice_end_id", "newline_id"),
+    ),
+)
+UNTRIED = "nobody has tried to train its models of images"
 SOUND = "models of sound are not built"
+UNSCALED = (
+    "transformers' class of this composite leaves out the scale of the logits, which its text model and engines apply"
+)
 KIMI = (
     ("vision_tower.layers.*.norm1.", "vision_tower.encoder.blocks.*.norm0."),
     ("vision_tower.layers.*.norm2.", "vision_tower.encoder.blocks.*.norm1."),
@@ -61,9 +85,9 @@ COMPOSITES = (
     Composite(model_type="glm4v_moe",        spelling=IN_MODEL, fields=FIELDS),
     Composite(model_type="hunyuan_vl",       spelling=BESIDE,   fields=FIELDS, text="hunyuan_vl_text", tower=HUNYUAN),
     Composite(model_type="internvl",         spelling=INSIDE,   fields=FIELDS),
-    Composite(model_type="mistral3",         spelling=INSIDE,   fields=FIELDS),
+    Composite(model_type="mistral3",         spelling=INSIDE,   fields=FIELDS, classes=LIGHTON),
     Composite(model_type="gemma3",           spelling=INSIDE,   fields=FIELDS),
-    Composite(model_type="llama4",           spelling=INSIDE,   fields=FIELDS),
+    Composite(model_type="llama4",           spelling=INSIDE,   fields=FIELDS, broken_in=("5.24.0",)),
     Composite(model_type="kimi_k25",         spelling=INSIDE,   fields=FIELDS, tower=KIMI, joined_qkv="wqkv"),
     Composite(model_type="exaone4_5",        spelling=IN_MODEL, fields=FIELDS),
     Composite(model_type="llava",            spelling=INSIDE,   fields=FIELDS),
@@ -77,5 +101,28 @@ COMPOSITES = (
     Composite(model_type="qwen2_audio",      spelling=INSIDE,   fields=(*FIELDS, LABELS), without_tower=SOUND),
     Composite(model_type="voxtral",          spelling=INSIDE,   fields=FIELDS, without_tower=SOUND),
     Composite(model_type="glmasr",           spelling=INSIDE,   fields=FIELDS, without_tower=SOUND),
+    Composite(model_type="aya_vision",          spelling=INSIDE,   fields=FIELDS,  without_tower=UNTRIED,
+              without_reference=UNSCALED),
+    Composite(model_type="cohere2_vision",      spelling=IN_MODEL, fields=FIELDS,  without_tower=UNTRIED,
+              without_reference=UNSCALED),
+    Composite(model_type="deepseek_vl",         spelling=IN_MODEL, fields=FIELDS,  without_tower=UNTRIED),
+    Composite(model_type="deepseek_vl_hybrid",  spelling=IN_MODEL, fields=FIELDS,  without_tower=UNTRIED),
+    Composite(model_type="fast_vlm",            spelling=IN_MODEL, fields=FIELDS,  without_tower=UNTRIED),
+    Composite(model_type="idefics2",            spelling=IN_TEXT,  fields=IDEFICS, without_tower=UNTRIED),
+    Composite(model_type="idefics3",            spelling=IN_TEXT,  fields=IDEFICS, without_tower=UNTRIED),
+    Composite(model_type="janus",               spelling=IN_MODEL, fields=FIELDS,  without_tower=UNTRIED),
+    Composite(model_type="minicpm_ocr",         spelling=IN_MODEL, fields=MINICPM, without_tower=UNTRIED),
+    Composite(model_type="minicpmv4_6",         spelling=IN_MODEL, fields=MINICPM, without_tower=UNTRIED),
+    Composite(model_type="minicpmv4_7",         spelling=IN_MODEL, fields=MINICPM, without_tower=UNTRIED),
+    Composite(model_type="ovis2",               spelling=IN_MODEL, fields=OVIS,    without_tower=UNTRIED),
+    Composite(model_type="perception_lm",       spelling=IN_MODEL, fields=FIELDS,  without_tower=UNTRIED),
+    Composite(model_type="qianfan_ocr",         spelling=INSIDE,   fields=FIELDS,  without_tower=UNTRIED),
+    Composite(model_type="smolvlm",             spelling=IN_TEXT,  fields=IDEFICS, without_tower=UNTRIED),
+    Composite(model_type="video_llama_3",       spelling=IN_MODEL, fields=FIELDS,  without_tower=UNTRIED),
+    Composite(model_type="audioflamingo3",      spelling=INSIDE,   fields=FIELDS,  without_tower=SOUND),
+    Composite(model_type="granite_speech",      spelling=INSIDE,   fields=GRANITE, without_tower=SOUND,
+              without_reference=UNSCALED),
+    Composite(model_type="granite_speech_plus", spelling=INSIDE,   fields=GRANITE, without_tower=SOUND,
+              without_reference=UNSCALED),
 )
 # fmt: on

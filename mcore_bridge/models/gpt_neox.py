@@ -3,6 +3,7 @@
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Ignore, Map, Require
 from mcore_bridge.config.tables import DENSE, PLAIN_MLP, QK_PLAIN, WINDOW_NONE, but, layer_norm
+from mcore_bridge.config.tables.derived import DIVIDED_HEADS
 from mcore_bridge.config.tables.derived_rope import ROTARY_ROPE
 from mcore_bridge.config.tables.parallel import BIAS_EVERYWHERE, OWN_HEAD, PARALLEL_OR_NOT
 from mcore_bridge.models.blocks import NORM_BIAS, NORMS, mlp
@@ -10,7 +11,7 @@ from mcore_bridge.rules.layout import COLUMN, REPLICATED, ROW, VOCAB
 from mcore_bridge.rules.mapping import table, under
 
 OWN = (
-    ROTARY_ROPE,
+    *(ROTARY_ROPE, DIVIDED_HEADS),
     Map("hidden_dropout", "hidden_dropout"),  # of the embedding too, as in megatron-core
     Require("attention_bias", (True, None), "megatron-core's add_bias_linear gives a bias to all linear layers"),
     Ignore("it belongs to a classification head", ("classifier_dropout",)),

@@ -4,4 +4,4 @@ from dataclasses import replace
 
 from mcore_bridge.models import llama
 
-ARCHITECTURE = replace(llama.ARCHITECTURE, model_type="internlm3")
+ARCHITECTURE = replace(llama.ARCHITECTURE, model_type="internlm3", classes=("InternLM3ForCausalLM",))

@@ -4,4 +4,6 @@ from dataclasses import replace
 
 from mcore_bridge.models import deepseek_v3
 
-ARCHITECTURE = replace(deepseek_v3.ARCHITECTURE, model_type="kimi_k2", reads_as="deepseek_v3")
+ARCHITECTURE = replace(
+    deepseek_v3.ARCHITECTURE, model_type="kimi_k2", classes=("DeepseekV3ForCausalLM",), reads_as="deepseek_v3"
+)

@@ -9,6 +9,7 @@ from mcore_bridge.models.blocks import GQA, NORMS, QKV_BIAS, SWIGLU, decoder
 OWN = (Require("attention_bias", (True,), "the published code has biases of q, k and v"), MTP_NEVER)
 ARCHITECTURE = Architecture(
     model_type="mimo",
+    classes=("MiMoForCausalLM",),
     reads_as="qwen2",
     fields=(*but(DENSE), *BIAS_QKV, *WINDOW_BY_LAYER, *QK_PLAIN, *OWN),
     rules=lambda hf: decoder(NORMS, GQA, QKV_BIAS, SWIGLU),

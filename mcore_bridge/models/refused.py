@@ -63,10 +63,6 @@ REFUSALS = (
         olmo="modeling_olmo.OlmoLayerNorm", nanochat="modeling_nanochat.NanoChatRMSNorm",
     ),
     *_because(
-        "norms of queries and keys have other weights in each head; nobody has written such norms", ATTENTION,
-        stablelm="modeling_stablelm.StableLmLayerNormPerHead",
-    ),
-    *_because(
         "some or all layers are Mamba-2 mixers, as in nemotron_h; nobody has written rules and a table for this family",
         SSM, PARTS,
         bamba="modeling_bamba.BambaMixer", mamba2="modeling_mamba2.Mamba2Mixer",
@@ -119,7 +115,9 @@ REFUSALS = (
         "layers mix several residual streams (hyper-connections); megatron-core's layer has one, and nobody has "
         "written submodules that mix more",
         LAYER, PARTS,
-        deepseek_v4="modeling_deepseek_v4.DeepseekV4HyperConnection", hy_v4="modeling_hy_v4.HYV4HyperConnection",
+        deepseek_v4="modeling_deepseek_v4.DeepseekV4HyperConnection",
+        deepseek_ref="deepseek_v4.modeling_deepseek_v4.DeepseekV4HyperConnection",
+        hy_v4="modeling_hy_v4.HYV4HyperConnection",
     ),
     *_because(
         "residuals are streams with gates, embeddings of n-grams are added, and an indexer selects blocks of keys",
@@ -201,7 +199,9 @@ REFUSALS = (
         "distances of tokens add to the scores, and convolutions surround attention and MLP; megatron-core has "
         "neither",
         ATTENTION, GPT,
-        inkling2="modeling_inkling2.Inkling2RelativeLogits", inkling2_text="modeling_inkling2.Inkling2RelativeLogits",
+        inkling2="modeling_inkling2.Inkling2ShortConvolution",
+        inkling2_text="modeling_inkling2.Inkling2ShortConvolution",
+        inkling2_loop_text="modeling_inkling2_loop.Inkling2LoopRelativePositionBias",
         inkling_mm_model="inkling.modeling_inkling.InklingRelativeLogits",
         inkling_text="modeling_inkling.InklingRelativeLogits",
     ),
@@ -209,6 +209,7 @@ REFUSALS = (
         "an indexer selects blocks of keys for attention that is not latent; megatron-core's indexer needs latent "
         "attention",
         ATTENTION,
+        minimax_m3="minimax_m3_vl.modeling_minimax_m3_vl.MiniMaxM3VLIndexer",
         minimax_m3_vl="modeling_minimax_m3_vl.MiniMaxM3VLIndexer",
         minimax_m3_vl_text="modeling_minimax_m3_vl.MiniMaxM3VLIndexer",
     ),
@@ -243,7 +244,7 @@ REFUSALS = (
         "the activation has two learned numbers in each layer (xIELU); megatron-core takes such a module, but nobody "
         "has written it",
         MLP,
-        apertus="modeling_apertus.ApertusMLP",
+        apertus="modeling_apertus.ApertusMLP", apertus1p5_text="modeling_apertus1p5.Apertus1p5TextMLP",
     ),
     *_because(
         "values decide the mask of attention, and residuals have learned weights; nobody has written such submodules",
@@ -254,14 +255,74 @@ REFUSALS = (
         "published files have the router biases of text and of images in one tensor; nobody has written rules for a "
         "part of a tensor",
         ROUTER,
+        ernie4_5_moe_vl="ernie4_5_vl_moe.modeling_ernie4_5_vl_moe.Ernie4_5_VLMoeMoeBlock",
         ernie4_5_vl_moe="modeling_ernie4_5_vl_moe.Ernie4_5_VLMoeMoeBlock",
         ernie4_5_vl_moe_text="modeling_ernie4_5_vl_moe.Ernie4_5_VLMoeMoeBlock",
+    ),
+    *_because(
+        "residuals are scaled by a root of the number of layers beside latent attention; nobody has written both at "
+        "once",
+        LATENT, PARTS,
+        minicpm3="modeling_minicpm3.MiniCPM3DecoderLayer",
+    ),
+    *_because(
+        "norms stand before the output projections of attention and MLP, and weights have three values; nobody has "
+        "written such norms",
+        MLP, ATTENTION,
+        bitnet="modeling_bitnet.BitNetMLP",
+    ),
+    *_because(
+        "queries, keys and values are clipped (clip_qkv), and sizes are in parts of the config; nobody has written a "
+        "table and rules for this family",
+        ATTENTION,
+        dbrx="modeling_dbrx.DbrxAttention",
+    ),
+    *_because(
+        "some or all layers are applied several times; megatron-core applies each layer once", GPT,
+        dory="modeling_dory.DoryModel", hrm_text="modeling_hrm_text.HrmTextStack",
+    ),
+    *_because(
+        "experts are chosen by logits with a bias, between norms before and after them; nobody has written such a "
+        "router",
+        ROUTER,
+        kolibri1="modeling_kolibri1.Kolibri1TopKRouter",
+    ),
+    *_because(
+        "linear attention, windows and layers without a rope are in one model; nobody has written a table for all "
+        "three",
+        DELTA, ATTENTION,
+        lara_mini="modeling_lara_mini.LaraMiniAttention",
+    ),
+    *_because(
+        "one class has the text model and the models of images and sound, without a text_config; nobody has written "
+        "rules for it",
+        GPT,
+        phi4_multimodal="modeling_phi4_multimodal.Phi4MultimodalFeatureEmbedding",
+    ),
+    *_because(
+        "the text is a cohere2 with positions of images and features behind its first layers; nobody has written its "
+        "table",
+        PARTS,
+        cohere_compass_text="modeling_cohere_compass.CohereCompassTextModel",
+    ),
+    *_because(
+        "some layers attend to images (cross attention); GPTModel has no such layers", GPT,
+        mllama_text_model="mllama.modeling_mllama.MllamaTextCrossAttention",
+    ),
+    *_because(
+        "it is a draft head for speculative decoding, which reads hidden states of its target model", GPT,
+        gemma4_assistant="modeling_gemma4_assistant.Gemma4AssistantForCausalLM",
+        gemma4_unified_assistant="modeling_gemma4_unified_assistant.Gemma4UnifiedAssistantForCausalLM",
+    ),
+    *_because(
+        "it denoises blocks of tokens, and attention within a block is bidirectional; GPTModel is causal", GPT,
+        diffusion_gemma="modeling_diffusion_gemma.DiffusionGemmaDecoderTextAttention",
     ),
     Refusal(
         (
             *("baichuan", "chatglm", "deepseek", "deepseek_v41", "deepseek_vl_v2", "exaone", "internlm", "internlm2"),
-            *("joyai_llm_flash", "kimi_k3", "mimo_v2", "minicpm", "nemotron-nas", "orion", "phi3_v", "phi3small"),
-            *("qwen", "sarvam_moe", "xverse"),
+            *("joyai_llm_flash", "kimi_k3", "kimi_vl", "mimo_v2", "minicpm", "nemotron-nas", "orion"),
+            *("phi3_v", "phi3small", "qwen", "sarvam_moe", "xverse"),
         ),
         "transformers has no code for it, so there is no reference to compare logits with",
         (NO_CLASS,),
@@ -282,9 +343,8 @@ REFUSALS = (
     ),
     Refusal(
         (
-            *("aria", "aya_vision", "cohere2_vision", "deepseek_vl", "deepseek_vl_hybrid", "emu3"),
-            *("gemma3n", "gemma4", "glm_ocr", "granite_speech", "idefics2", "idefics3", "janus"),
-            *("kimi_vl", "lfm2_vl", "mllama", "molmo2", "ovis2", "paligemma", "smolvlm"),
+            *("apertus1p5", "aria", "cohere_compass", "Emu3", "emu3", "gemma3n", "gemma4", "glm_ocr", "hy_v4_vl"),
+            *("inkling2_loop", "lfm2_vl", "lfm3_vl", "mllama", "molmo2", "paddleocr_vl", "paligemma"),
         ),
         "it joins models of images or sound to a text model that is not supported, or is not causal",
         ("transformers.PretrainedConfig.sub_configs", GPT),

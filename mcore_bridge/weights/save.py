@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mcore_bridge.architecture import read_hf
 from mcore_bridge.arguments import COUNT, require
+from mcore_bridge.config.class_names import stem_of
 from mcore_bridge.errors import CheckpointError, plural
 from mcore_bridge.rules.dtypes import Dtypes
 from mcore_bridge.rules.mapping import Dialect
@@ -227,6 +228,4 @@ def _loses_head(provenance: Provenance) -> bool:
 
 
 def _stem(hf: PretrainedConfig) -> str:
-    """The prefix of the class names of a family in transformers."""
-    name: str = (hf.architectures or ["For"])[0]
-    return name.split("For")[0].removesuffix("Model")
+    return stem_of((hf.architectures or [""])[0])

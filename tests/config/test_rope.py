@@ -131,14 +131,18 @@ def test_fused_rope_is_refused_where_it_drops_the_attention_factor(tmp_path: Pat
             "longrope|original_max",
         ),
         ({"rope_type": "yarn", "factor": 2.0, "llama_4_scaling_beta": 0.1}, "llama_4_scaling_beta"),
-        ({"rope_type": "linear", "factor": 2.0, "alpha": 3}, "alpha"),
-        ({"rope_type": "default", "factor": 2.0}, "factor"),
+        (
+            {"rope_type": "yarn", "factor": 4.0, "attn_factor": 0.8782488562869419},
+            "attention_factor=1.0 in a yarn rope, found None",
+        ),
+        (
+            {"rope_type": "yarn", "factor": 4.0, "attn_factor": 1.0, "attention_factor": 1.0},
+            "attention_factor=1.138629 in a yarn rope, found 1.0.* multiply cosines and sines by 1.0. SGLang",
+        ),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_type": "default", "full_attention": {"rope_type": "default"}}, "full_attention"),
         ({"rope_type": "linear", "factor": None}, "factor"),
         ({"rope_type": "default", "mrope_section": [2, 3, 3]}, "mrope_section"),
-        ({"rope_type": "yarn", "factor": 2.0, "finetuned": False}, "finetuned"),
-        ({"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 64}, "original_max"),
     ],
 )
 @pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])

@@ -1,5 +1,6 @@
 """Fields that no code of transformers reads are accepted and named; a recorder finds the fields that are read."""
 
+import copy
 import json
 import logging
 from functools import partial
@@ -9,17 +10,19 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.models.auto import modeling_auto
 
 import mcore_bridge as mb
 import tests.support.text_halves  # noqa: F401  # registers the text halves of composites
 from mcore_bridge.architecture import architecture_of
 from mcore_bridge.commands.plan.tables import Planned, plan, render
+from mcore_bridge.config import compared_fields, family_code
 from mcore_bridge.config import fields_read as static
 from mcore_bridge.config.fields import claimed_by
 from mcore_bridge.config.fields_read import fields_read
 from mcore_bridge.config.hf import read_config
 from mcore_bridge.config.tables import BASE
-from mcore_bridge.config.unread_fields import notes_on, unread_fields
+from mcore_bridge.config.unread_fields import notes_on, unread_fields, without_unread
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.blueprint import BuildOptions
 from mcore_bridge.launch.fake_rank import rank_of
@@ -119,29 +122,39 @@ def test_each_way_to_read_a_field_counts(tmp_path: Path, monkeypatch: pytest.Mon
         "    def __init__(self, config):\n"
         "        self.in_module = getattr(config, 'quoted')\n"
         "        self.width = config.plain\n"
+        "        self.kind = config.rope_parameters['key_of_rope']\n"
         "        return self.in_module\n"
     )
     monkeypatch.setattr(static, "_read_by_family", static._read_by_family.__wrapped__)
-    monkeypatch.setattr(static, "_root", lambda: tmp_path)
+    for module in (static, family_code):
+        monkeypatch.setattr(module, "root", lambda: tmp_path)
     base = type("BaseConfig", (), {})
-    toy = type("ToyConfig", (base,), {"__module__": "transformers.models.toy.configuration_toy"})
+    toy = type("ToyConfig", (base,), {"__module__": "transformers.models.toy.configuration_toy", "model_type": "toy"})
     read = {"mapped", "renamed", "halved", "popped", "quoted", "plain", "from_shared", "of_base", "of_method"}
     read |= {"got", "dropped", "asked", "of_experts_width", "by_name"}
     unread = {"kept_back", "passed", "in_module", "of_another", "of_head", "of_trainer", "nowhere", "width_of_experts"}
-    unread |= {"of_stranger", "of_unused", "of_experts_width_more"}
-    for cached in (static._code_of, static._shared_config_classes, static._is_of_another_class):
+    unread |= {"of_stranger", "of_unused", "of_experts_width_more", "key_of_rope"}
+    for cached in (family_code.code_of, static._shared_config_classes, static._is_of_another_class):
         cached.cache_clear()
     try:
         assert fields_read(toy, read | unread) == read
         modeling.write_text(modeling.read_text() + "        self.any = getattr(config, config.name_of_field)\n")
-        for cached in (static._text, static._nodes, static._reads_unnamed_fields, static._imports):
+        for cached in (family_code.text, static._nodes, static._reads_unnamed_fields, family_code._imports):
             cached.cache_clear()
         assert fields_read(toy, read | unread) == read | unread
+        other = tmp_path / "models" / "other" / "modeling_other.py"
+        other.parent.mkdir()
+        other.write_text("class OtherForCausalLM(Base):\n    def __init__(self, config): self.a = config.of_other\n")
         modeling.unlink()
-        static._code_of.cache_clear()
-        assert fields_read(toy, unread) == unread, "the model is that of another family"
+        family_code.code_of.cache_clear()
+        assert fields_read(toy, unread) == unread, "no class is known for it"
+        monkeypatch.setitem(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "toy", "OtherForCausalLM")
+        monkeypatch.setitem(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "other", "OtherForCausalLM")
+        family_code._folders_of_model.cache_clear()
+        assert fields_read(toy, {"of_other", "plain"}) == {"of_other"}, "its model is a class of another family"
     finally:
-        for cached in (static._code_of, static._shared_config_classes, static._is_of_another_class):
+        family_code._folders_of_model.cache_clear()
+        for cached in (family_code.code_of, static._shared_config_classes, static._is_of_another_class):
             cached.cache_clear()
     assert fields_read(type("Own", (), {"__module__": "a_package.of_theirs"}), unread) == unread
 
@@ -174,6 +187,73 @@ def test_unread_fields_are_accepted_named_and_refused_when_strict(
     ):
         with pytest.raises(ConfigError, match=r"dual_chunk_attention_config=.*unk_token_id=0, use_qk_norm=True"):
             call()
+
+
+STRAY = [
+    ("cohere2", {"rms_norm_eps": 1e-6}, ("rms_norm_eps",)),  # of MTP layers in a shared module
+    ("granite", {"rope_type": "default"}, ("rope_type",)),  # transformers reads it inside of the rope alone
+    ("hunyuan_v1_moe", {"qk_rope_head_dim": None}, ("qk_rope_head_dim",)),
+    ("internlm3", {"max_window_layers": 28}, ("max_window_layers",)),  # whose model is llama's
+    ("qwen3", {"attention_chunk_size": 8192, "tp_plan": {}}, ("attention_chunk_size", "tp_plan")),
+    ("qwen3", {"per_layer_config": {"0": {"hidden_size": 8}}}, ()),
+]
+"""Fields that a table does not know, and which of them change nothing."""
+
+
+@pytest.mark.parametrize(("model_type", "fields", "unread"), STRAY, ids=lambda value: str(value)[:40])
+def test_a_field_that_only_shared_code_names_is_tried(model_type: str, fields: Any, unread: Any) -> None:
+    if model_type not in CASES or not zoo.NEWEST:
+        pytest.skip("the installed transformers is too old")
+    hf = copy.deepcopy(CASES[model_type])
+    for name, value in fields.items():
+        setattr(hf, name, value)
+    assert unread_fields(hf, architecture_of(hf).fields) == unread
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_small_model_of_each_family_shows_what_a_field_does(name: str) -> None:
+    """It can be made and computes numbers, so that the comparison is one. Other mixers than attention are not tried."""
+    hf = CASES[name]
+    table = architecture_of(hf).fields
+    fields = without_unread(hf, table)
+    small = compared_fields._small(dict(fields), table)
+    outcome = compared_fields._outcome(type(hf), small) if small else None
+    if outcome is None:
+        assert name in ("nemotron_h", "granitemoehybrid") or not zoo.NEWEST
+        return
+    assert all(logits.isfinite().all() and logits.std() > 0 for logits in outcome)
+    assert compared_fields.changes_nothing(type(hf), {**fields, "an_extra": 3}, table, "an_extra")
+
+
+def test_a_field_that_acts_beyond_a_length_is_no_unread_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No sequence of the comparison is longer than the window, so smaller windows are tried, too."""
+    hf = CASES["mistral"]
+    fields = {**hf.to_dict(), "sliding_window": 4096}
+    table = tuple(entry for entry in architecture_of(hf).fields if "sliding_window" not in entry.names)
+    assert not compared_fields.changes_nothing(type(hf), fields, table, "sliding_window")
+    monkeypatch.setattr(compared_fields, "_COMPARED", {})
+    monkeypatch.setattr(compared_fields, "_like", lambda value: [value])
+    assert compared_fields.changes_nothing(type(hf), fields, table, "sliding_window"), "the planted mistake"
+
+
+def test_a_key_of_the_rope_that_changes_no_angle_is_unread(tmp_path: Path) -> None:
+    fields = {name: value for name, value in family("llama").items() if not name.startswith("rope")}
+    for kind, keys, unread in (
+        ("linear", {"factor": 2.0, "alpha": 3, "finetuned": False}, ["alpha", "finetuned"]),
+        ("default", {"factor": 2.0}, ["factor"]),
+        ("yarn", {"factor": 4.0, "attn_factor": 0.8782488562869419, "attention_factor": 1.0}, []),
+    ):
+        rope = {"rope_type": kind, "rope_theta": 1e4, **keys}
+        for spelling in ("rope_scaling", "rope_parameters"):
+            hf = read_config(write(tmp_path, {**fields, spelling: rope}))
+            (place,) = {"rope_scaling", "rope_parameters"} & {
+                name for name, value in hf.to_dict().items() if isinstance(value, dict)
+            }
+            assert unread_fields(hf, architecture_of(hf).fields) == tuple(f"{place}.{key}" for key in unread)
+            assert mb.to_transformer_config(hf).hf_rope.attention_factor == 1.0
+            if unread:
+                with pytest.raises(ConfigError, match=f"found {place}.{unread[0]}={keys[unread[0]]}"):
+                    mb.to_transformer_config(hf, strict_config=True)
 
 
 def test_a_borrowed_class_answers_for_its_own_fields_only(tmp_path: Path) -> None:

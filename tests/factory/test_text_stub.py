@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mcore_bridge.factory.vision.deepstack import carried
 from mcore_bridge.factory.vision.text_stub import TextStub, run_composite
-from tests.support import seeing, towers
+from tests.support import composites, seeing, towers
 
 PLAIN: dict[str, Any] = {"inputs_embeds": (1, "s", "h")}
 THREE = {**PLAIN, "position_ids": (3, 1, "s")}
@@ -35,7 +35,7 @@ def called_with(model_type: str, folder: Path) -> dict[str, Any]:
     ids, mask, images = seeing.batch_of(model)
     row = ids[:1, mask[0].bool()]
     inputs = seeing._inputs(model, row, images[0])
-    base, size = seeing.base_of(model), model.config.text_config.hidden_size
+    base, size = composites.base_of(model), model.config.text_config.hidden_size
     base.language_model = TextStub(base.language_model)
     known = {name: value for name, value in inputs.items() if name != "input_ids"}
     with torch.no_grad():

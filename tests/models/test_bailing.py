@@ -144,3 +144,13 @@ def test_a_group_that_is_left_out_stays_out_where_all_biased_scores_are_negative
     expected = 2.5 * scores * in_best / (scores * in_best).sum(-1, keepdim=True)
     ((found),) = pool.run(1, chosen, folders["grouped"], hidden, bias)
     torch.testing.assert_close(found, expected)
+
+
+def test_switches_of_the_published_code_that_are_off_change_nothing(tmp_path: Path) -> None:
+    """As in Ling-1T."""
+    off = dict.fromkeys(("norm_head", "norm_softmax", "using_split_qkv_in_self_attention"), False)
+    for number, fields in enumerate((PUBLISHED, {**PUBLISHED, **off})):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "config.json").write_text(json.dumps(fields))
+    plain, same = (mb.to_transformer_config(tmp_path / number, strict_config=True) for number in "01")
+    assert vars(plain).keys() == vars(same).keys()

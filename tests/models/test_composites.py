@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import mcore_bridge as mb
-from mcore_bridge.architecture import architecture_of
+from mcore_bridge.architecture import architecture_of, composites
+from mcore_bridge.commands.verify.transformers_logits import why_no_reference
 from mcore_bridge.config.hf import read_config
 from mcore_bridge.convert.convert import convert
 from mcore_bridge.errors import CheckpointError, ConfigError
@@ -51,10 +52,11 @@ def test_a_composite_is_text_that_computes_as_in_transformers_and_parts_that_are
     assert (logits - reference).abs().max() < BOUND * reference.std()
     source = assert_same(tmp_path / "source", tmp_path / "saved")
     assert fields_of(tmp_path / "saved") == fields_of(tmp_path / "source")
+    assert why_no_reference(tmp_path / "source") == composites()[name].without_reference
     mapping = mb.mapping(tmp_path / "source")
     carried = [spec.name for spec in source if mapping.is_carried(spec.name)]
     assert carried
-    assert not any("language_model" in each or "embed_tokens" in each for each in carried)
+    assert not any("language_model" in each or "text_model" in each or "embed_tokens" in each for each in carried)
 
 
 @pytest.mark.skipif("qwen3_vl_moe" not in tiny.NAMES, reason="the installed transformers lacks it")
@@ -208,6 +210,17 @@ def test_what_is_not_accounted_for_is_refused(tmp_path: Path, caplog: pytest.Log
         assert "the other parts of this llava are not saved" in caplog.text
         with pytest.raises(CheckpointError, match=r"unexpected.*language_model.model.layers.0.extra"):
             mb.load_hf_weights(models, {**state, "language_model.model.layers.0.extra": torch.zeros(1)})
+
+
+def test_a_head_dim_that_the_text_computes_anyway_is_accepted() -> None:
+    """A flat config has it beside the fields of the text, and transformers does not pass it on."""
+    hf = tiny.config("qwen2_5_vl")
+    size = hf.text_config.hidden_size // hf.text_config.num_attention_heads
+    hf.head_dim = size
+    assert mb.to_transformer_config(hf).kv_channels == size
+    hf.head_dim = 2 * size
+    with pytest.raises(ConfigError, match=f"'qwen2_5_vl' does not know head_dim={2 * size}"):
+        mb.to_transformer_config(hf)
 
 
 def fields_of(folder: Path) -> dict[str, Any]:

@@ -131,7 +131,7 @@ def _another(field: str, value: object) -> object:
         case list() as items:
             return items[::-1] if items != items[::-1] else [*items, *items]
         case dict() as mapping:
-            return {**mapping, "other": 1}
+            return {**mapping, "rope_theta": 7.5}
         case other:
             raise AssertionError(f"no other value for {field}={other!r}")
 

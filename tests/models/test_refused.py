@@ -20,9 +20,26 @@ from tests.support import bailing
 from tests.zoo import described
 
 NO_CODE = next(each for each in refusals() if "internlm2" in each.model_types)
-REMOTE = {"internvl_chat", "kimi_vl", *NO_CODE.model_types}
-"""Names that no release of transformers has: their code is published beside the weights."""
+REMOTE = {"internvl_chat", "Emu3", "deepseek_ref", "ernie4_5_moe_vl", "minimax_m3"}
+"""Names that no release of transformers has: publishers have their own, or publish code beside the weights."""
+SINCE_5_24 = {
+    *(
+        "exaone",
+        "sarvam_moe",
+        "apertus1p5",
+        "apertus1p5_text",
+        "dory",
+        "hy_v4_vl",
+        "inkling2_loop",
+        "inkling2_loop_text",
+        "lara_mini",
+    ),
+}
+"""Names that transformers 5.23 lacks."""
+REMOTE |= {*NO_CODE.model_types} - SINCE_5_24
 SINCE_5 = {
+    *("cohere_compass", "cohere_compass_text", "diffusion_gemma", "gemma4_assistant", "gemma4_unified_assistant"),
+    *("hrm_text", "kolibri1", "mllama_text_model", "lfm3_vl", "minicpm3", "paddleocr_vl"),
     *(
         "bailing_hybrid",
         "deepseek_v4",
@@ -65,8 +82,10 @@ def test_each_name_raises_its_reason_and_where_it_was_checked(refusal: Refusal) 
 
 
 def test_each_name_is_one_of_transformers_or_of_published_code() -> None:
-    lacking = {name for name in names() if name not in CONFIG_MAPPING}
-    assert lacking == (REMOTE | SINCE_5 if transformers.__version__.startswith("4.") else REMOTE)
+    later = [(5, SINCE_5), (5.24, SINCE_5_24)]
+    release = float(".".join(transformers.__version__.split(".")[:2]))
+    expected = REMOTE.union(*(later_names for since, later_names in later if release < since))
+    assert {name for name in names() if name not in CONFIG_MAPPING} == expected & {*names()}
 
 
 @pytest.mark.parametrize("name", sorted({seen for refusal in refusals() for seen in refusal.checked}))
@@ -74,7 +93,7 @@ def test_the_code_where_it_was_checked_exists(name: str) -> None:
     module, _, attribute = name.rpartition(".")
     if module.startswith("transformers.models."):
         if importlib.util.find_spec(module.rpartition(".")[0]) is None:
-            assert module.split(".")[2] in {each.removesuffix("_text") for each in SINCE_5}
+            assert module.split(".")[2] in {each.removesuffix("_text") for each in SINCE_5 | SINCE_5_24}
             return
         found = importlib.util.find_spec(module)
         assert found is not None
@@ -139,6 +158,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
         "mamba_norm_before_gate must be False",
     ),
     "`attention_head_dim` other than": ({"attention_head_dim": 7}, "attention_head_dim must be head_dim"),
+    "`head_dim` other than `hidden_size": ({"head_dim": 7}, "head_dim must be .* Delete head_dim"),
     "`mlp_bias` without": ({"mlp_bias": True, "attention_bias": False}, "mlp_bias=True must come with"),
     "rope types other": ({"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}}, "rope type must be"),
     "`num_key_value_heads` other than": ({"num_key_value_heads": 1}, "num_key_value_heads must be"),

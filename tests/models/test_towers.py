@@ -217,6 +217,7 @@ def test_queries_keys_and_values_that_files_join_learn_as_in_transformers(tmp_pa
     [
         ("qwen3_vl", "yes", "5.17.0", "vision must be 'train', 'frozen' or 'carried', found 'yes'"),
         ("qwen3_vl", "train", "5.16.2", "qwen3_vl needs transformers 5.17 or later with vision='train', found 5.16.2"),
+        ("llama4", "train", "5.24.0", "llama4 needs another release of transformers with vision='train', found 5.24.0"),
         ("voxtral", "train", "5.17.0", "for voxtral, found 'train': models of sound are not built"),
         ("qwen3", "train", "5.17.0", "for a model of text, found 'train'"),
     ],

@@ -9,12 +9,14 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.auto import modeling_auto
 
 import mcore_bridge as mb
 from mcore_bridge.architecture import composites
 from mcore_bridge.commands.verify.logits import forward
+from mcore_bridge.rules.mapping import respelled_name
 from tests import zoo
 from tests.support.stepping import leave_mesh
 from tests.support.written_weights import read
@@ -57,7 +59,23 @@ _SIZES = {
     "projector_input_dim": 32,
     "projector_output_dim": 32,
     "deepstack_visual_indexes": [0],
+    "num_layers": 1,
+    "hidden_dim": 32,
+    "dim_head": 16,
+    "context_size": 8,
+    "max_pos_emb": 8,
+    "encoder_hidden_size": 32,
+    "base_channels": 32,
+    "latent_channels": 32,
+    "channel_multiplier": [1, 1],
+    "num_embeddings": 16,
+    "num_res_blocks": 1,
+    "resampler_depth": 1,
+    "resampler_n_latents": 4,
+    "vocab_size": 24,
 }
+if transformers.__version__ == "5.24.0":
+    MoeCausalLMOutputWithPast.image_outputs = None  # Llama 4's composite reads it there, and raises without it
 _WITH_INNER = re.compile("gemma3|llava")
 _AUTO = ("MULTIMODAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_CAUSAL_LM")
 
@@ -70,10 +88,11 @@ def config(model_type: str, /, **text: Any) -> Any:
         inner["num_nextn_predict_layers"] = 0  # the default of 5.17 is 1, and the text here has no MTP layers
     parts = {
         name: _small(getattr(default, name), inner["hidden_size"])
-        for name in ("vision_config", "audio_config")
-        if hasattr(default, name)
+        for name in sorted(type(default).sub_configs)
+        if name != "text_config"
     }
-    hf = type(default)(text_config=inner, tie_word_embeddings=inner["tie_word_embeddings"], **parts)
+    sizes = {name: inner[name] for name in ("hidden_size", "vocab_size") if name in default.to_dict()}
+    hf = type(default)(text_config=inner, tie_word_embeddings=inner["tie_word_embeddings"], **parts, **sizes)
     if model_type == "qwen3_5":
         hf.text_config.rope_parameters["partial_rotary_factor"] = 0.25  # 5.17 sets it at the top, too
     return hf
@@ -82,7 +101,8 @@ def config(model_type: str, /, **text: Any) -> Any:
 def _small(part: Any, text_size: int) -> dict[str, Any]:
     fields = part.to_dict()
     for name in _SIZES.keys() & fields.keys():
-        size = _SIZES[name]
+        size: Any = _SIZES[name]
+        size = float(size) if isinstance(fields[name], float) else size
         fields[name] = [size, size] if isinstance(fields[name], list | tuple) and isinstance(size, int) else size
     return fields | {name: text_size for name in ("out_hidden_size", "text_hidden_size") if name in fields}
 
@@ -101,21 +121,59 @@ def written(model_type: str, folder: Path, *, published: bool = True, **text: An
     """
     hf = config(model_type, **text)
     torch.manual_seed(0)
+    if _lacks_tower(hf):
+        return _text_written(hf, folder)
     model = model_class(model_type)(hf).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.2)
         model.save_pretrained(folder)
-        logits: Tensor = model(tokens()).logits
+        whole = _text_of(model) if composites()[model_type].without_reference else model
+        logits: Tensor = whole(tokens()).logits
     file = folder / "model.safetensors"
     if published:
         save_file(dict(as_published(model_type, load_file(file))), file, metadata={"format": "pt"})
     return logits
 
 
+def _text_of(model: Any) -> Any:
+    """The text model of a composite, whose head scales logits, unlike the head of the composite."""
+    text = AutoModelForCausalLM.from_config(model.config.text_config).eval()
+    text.model, text.lm_head = base_of(model).language_model, model.get_output_embeddings()
+    if not hasattr(text.model, "embed_tokens"):  # before release 5, a whole model is inside
+        text.model = text.model.model
+    return text
+
+
+def base_of(model: Any) -> Any:
+    """The composite in a model with a head. Llama 4 has only one class."""
+    return getattr(model, "model", model)
+
+
+def _lacks_tower(hf: Any) -> bool:
+    """Whether the tower is a model of timm, which is not installed."""
+    return hf.vision_config.model_type == "timm_wrapper" if hasattr(hf, "vision_config") else False
+
+
+def _text_written(hf: Any, folder: Path) -> Tensor:
+    """Write the text model under the names of its composite, and a tensor in the place of the tower."""
+    text = AutoModelForCausalLM.from_config(hf.text_config).eval()
+    with torch.no_grad():
+        for parameter in text.parameters():
+            parameter.normal_(std=0.2)
+        logits: Tensor = text(tokens()).logits
+    spelling = composites()[hf.model_type].spelling
+    state = {respelled_name(name, spelling): tensor for name, tensor in text.state_dict().items()}
+    hf.dtype = "float32"
+    hf.save_pretrained(folder)
+    state["model.vision_tower.a_tensor"] = torch.randn(3, 5)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    return logits
+
+
 def as_published(model_type: str, state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors as published files have them. transformers 5 changes names of Kimi, experts, and names of a CLIP or
-    SigLIP.
+    """Tensors as published files have them. transformers 5 changes names of Kimi and Qianfan, of experts, and of a CLIP
+    or SigLIP.
     """
     inner = "vision_model." if _WITH_INNER.search(model_type) and NEWEST else ""
     for name, tensor in state.items():
@@ -123,7 +181,7 @@ def as_published(model_type: str, state: dict[str, Tensor]) -> Iterator[tuple[st
             tensor = tensor.transpose(1, 2).contiguous() if NEWEST else tensor
         name = re.sub(r"^((vision|image|video)_tower\.)", rf"\1{inner}", name)
         name = re.sub(r"^model\.(?=mm_projector\.)|(?<=^vision_tower\.)encoder\.(?=patch_embed)", "", name)
-        yield name.replace("language_model.model.blocks.", "language_model.model.layers."), tensor
+        yield re.sub(r"(?<=^language_model\.model\.)(blocks|encoder\.layers)\.", "layers.", name), tensor
 
 
 def parts_of(folder: str | Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -19,6 +19,7 @@ DIMS = {
 }
 YARN = {"factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 8.0, "beta_slow": 1.0}
 DENSE = {"first_k_dense_replace": 4, "n_group": 1, "topk_group": 1}
+ALL_GROUPS = {**DENSE, "n_group": 2, "topk_group": 2}
 GROUPED = {"n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
 MSCALE_ALL_DIM = 0.707 if NEWEST else 0.0
 """transformers 4.57 forgets the softmax scale of deepseek_v2's yarn, which its own code has."""
@@ -34,7 +35,10 @@ CASES = {
     "deepseek_v3-dense": latent("deepseek_v3", **DENSE),
     "deepseek_v3-yarn": latent("deepseek_v3", **DENSE, **rope("yarn", **YARN, mscale=1.3, mscale_all_dim=0.7)),
     "deepseek_v3-whole-queries": latent(
-        "deepseek_v3", **{**DENSE, "first_k_dense_replace": 2}, q_lora_rank=None, tie_word_embeddings=True
+        "deepseek_v3",
+        **{**DENSE, "first_k_dense_replace": 2, "n_group": 2, "topk_group": 2},
+        q_lora_rank=None,
+        tie_word_embeddings=True,
     ),
     "deepseek_v3-one-expert": latent(
         "deepseek_v3", **DENSE | {"first_k_dense_replace": 0}, num_experts_per_tok=1, norm_topk_prob=False
@@ -43,6 +47,9 @@ CASES = {
         "deepseek_v2",
         **{**rope("yarn", **YARN, mscale=0.707, mscale_all_dim=MSCALE_ALL_DIM), "q_lora_rank": None},
         first_k_dense_replace=1,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=4,
     ),
     "deepseek_v2-groups": latent(
         "deepseek_v2",

@@ -41,6 +41,8 @@ CASES = {
     "gemma2": case("gemma2", **WINDOWED, **GEMMA2, tie_word_embeddings=True, vocab_size=97),
     "gemma2-uncapped": case("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None, **WINDOWED),
     "gemma2-full": case("gemma2", **GEMMA2, layer_types=["full_attention"] * 4),
+    "vaultgemma": case("vaultgemma", **WINDOWED, **GEMMA2, tie_word_embeddings=True, vocab_size=97),
+    "vaultgemma-biases": case("vaultgemma", **WINDOWED, attention_bias=True, attn_logit_softcapping=None),
     "gemma3": case("gemma3_text", **WINDOWED, **ropes({"rope_type": "default"}), tie_word_embeddings=True),
     "gemma3-linear": case(
         "gemma3_text",

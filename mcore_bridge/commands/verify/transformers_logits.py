@@ -36,6 +36,8 @@ def why_no_reference(folder: Path, adapter: Path | None = None) -> str:
     hf = read_hf(folder)
     if is_borrowed(type(hf)):
         return f"no reference for logits, as the installed transformers has no model of {hf.model_type}"
+    if (composite := composite_of(hf)) is not None and composite.without_reference:
+        return composite.without_reference
     if adapter is not None and importlib.util.find_spec("peft") is None:
         return "no reference for logits with an adapter, as peft is not installed: pip install peft"
     return _why_not_decoded(folder)

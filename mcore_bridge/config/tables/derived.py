@@ -71,6 +71,24 @@ def _heads_back(mcore: Mcore) -> dict[str, object]:
     }
 
 
+def _divided(hf: Hf) -> dict[str, object]:
+    values, given = _heads({**hf, "head_dim": None}), hf.get("head_dim")
+    if given not in (None, values["kv_channels"]):
+        raise ConfigError(
+            f"head_dim must be {values['kv_channels']}, which is hidden_size / num_attention_heads, found {given!r}: "
+            "transformers computes this size for any head_dim. Delete head_dim."
+        )
+    return values
+
+
+def _divided_back(mcore: Mcore) -> dict[str, object]:
+    fields = _heads_back(mcore)
+    size, expected = fields.pop("head_dim"), count(mcore, "hidden_size") // count(mcore, "num_attention_heads")
+    if size != expected:
+        raise ConfigError(f"kv_channels must be hidden_size / num_attention_heads={expected}, found {size!r}.")
+    return fields
+
+
 def _vocab(hf: Hf) -> dict[str, object]:
     size = count(hf, "vocab_size")
     return {"vocab_size": size, "hf_vocab_size": size}
@@ -213,6 +231,8 @@ _DISAGREED = "`use_sliding_window=False` with sliding layers: the attention kern
 # fmt: off
 ACTIVATION     = activation("hidden_act")
 HEADS          = Derive(("num_attention_heads", "num_key_value_heads", "head_dim"), _heads, _heads_back)
+DIVIDED_HEADS  = Derive(HEADS.names, _divided, _divided_back, (
+    "`head_dim` other than `hidden_size / num_attention_heads`: transformers computes this size for any",))
 VOCAB          = Derive(("vocab_size",), _vocab, _vocab_back)
 BIASES         = biases("attention_bias", "attention_bias", "mlp_bias")
 ATTENTION_BIAS = biases("attention_bias", "attention_bias", None)

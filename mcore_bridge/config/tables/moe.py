@@ -77,7 +77,7 @@ def shared_experts(name: str) -> Derive:
 
 def _groups(hf: Hf) -> dict[str, object]:
     groups, chosen = hf.get("n_group") or 1, hf.get("topk_group") or 1
-    if groups == chosen == 1:
+    if groups == chosen:  # so groups restrict nothing
         return {"moe_router_num_groups": None, "moe_router_group_topk": None}
     topk = count(hf, "num_experts_per_tok")
     if topk // count(hf, "topk_group") != 2 or topk % count(hf, "topk_group"):

@@ -21,7 +21,7 @@ def _method(hf: Hf) -> dict[str, object]:
     """DeepSeek V2: the best of all experts, or of the best groups. A group is ranked by its best expert."""
     method, chosen = hf.get("topk_method"), hf.get("topk_group") or 1
     assert isinstance(chosen, int)
-    if method == "greedy":
+    if method == "greedy" or (method == "group_limited_greedy" and hf.get("n_group") == chosen):
         return {"moe_router_num_groups": None, "moe_router_group_topk": None}
     if method != "group_limited_greedy":
         raise ConfigError(f"topk_method must be 'greedy' or 'group_limited_greedy', found {method!r}.")

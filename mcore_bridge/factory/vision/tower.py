@@ -40,6 +40,12 @@ def require_tower(whole: Whole | None, vision: str) -> None:
     kind = whole.composite.model_type
     if reason := whole.composite.without_tower:
         raise ConfigError(f"vision must be 'carried' for {kind}, found {vision!r}: {reason}")
+    if transformers.__version__ in whole.composite.broken_in:
+        raise ConfigError(
+            f"{kind} needs another release of transformers with vision={vision!r}, found {transformers.__version__}, "
+            "whose own class of this composite fails in every forward. Install another release, or pass "
+            "vision='carried'"
+        )
     if Version(transformers.__version__) < Version(TRANSFORMERS):
         raise ConfigError(
             f"{kind} needs transformers {TRANSFORMERS} or later with vision={vision!r}, found "

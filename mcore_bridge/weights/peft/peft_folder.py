@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.arguments import given_path
-from mcore_bridge.composite import IN_MODEL, SPELLINGS
+from mcore_bridge.composite import IN_MODEL, IN_TEXT, SPELLINGS
 from mcore_bridge.config.hf import read_fields
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.rules.adapters import adapter_rules, base_name
@@ -219,11 +219,12 @@ def _spelled(modules: Iterable[str], provenance: Provenance, mapping: WeightMapp
 def memory_prefixes(provenance: Provenance) -> Prefixes:
     """The prefix of the text's names in the model's folder, with the prefix in transformers' memory, if these differ.
 
-    In transformers 5 the text of every composite with a tower is ``model.language_model``.
+    In transformers 5 the text of every composite of images is ``model.language_model``, or ``model.text_model``.
     """
-    if not provenance.spelling or (provenance.whole and provenance.whole.composite.without_tower):
+    whole = provenance.whole
+    if not provenance.spelling or (whole and not hasattr(whole.config, "vision_config")):
         return ()
-    in_memory = IN_MODEL if provenance.whole else ()
+    in_memory = (IN_TEXT if provenance.spelling == IN_TEXT else IN_MODEL) if whole else ()
     return ((respelled_name(_TEXT, provenance.spelling), respelled_name(_TEXT, in_memory)),)
 
 
