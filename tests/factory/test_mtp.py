@@ -29,7 +29,7 @@ MESHES = [
 ]
 
 
-NUMBERS = [("glm4_moe", 1), ("glm4_moe", 2), ("qwen3_next", 1), ("nemotron_h-narrow-experts", 2)]
+NUMBERS = [("glm4_moe", 1), ("glm4_moe", 2), ("qwen3_next", 1), ("nemotron_h-narrow-experts", 2), ("hy_v3", 1)]
 
 
 @pytest.mark.parametrize(("name", "num_mtp_layers"), zoo.params(NUMBERS, itemgetter(0)))
