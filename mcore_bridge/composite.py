@@ -25,13 +25,16 @@ INSIDE   = (("model.", "language_model.model."), ("lm_head.", "language_model.lm
 BESIDE   = (("model.", "model."),)
 TWICE    = (("model.", "language_model.model.model."), ("lm_head.", "language_model.lm_head."))
 BASE     = (("model.", "language_model."),)
+THINKER  = (("model.", "thinker.model."), ("lm_head.", "thinker.lm_head."))
+IN_THINKER = (("model.", "thinker.model.language_model."), ("lm_head.", "thinker.lm_head."))
 # fmt: on
 """Prefixes of the text model's names: within ``model``, as a whole model inside, as without a composite, or within a
-base model, whose names have no ``model.``.
+base model, whose names have no ``model.``. The last two are of a composite beside models of speech: in files, and in
+transformers' memory.
 
 ``TWICE`` is what transformers 5.17 writes of models of sound; later ones write ``INSIDE``.
 """
-SPELLINGS: tuple[Prefixes, ...] = (IN_MODEL, INSIDE, BESIDE, TWICE, BASE)
+SPELLINGS: tuple[Prefixes, ...] = (IN_MODEL, INSIDE, BESIDE, TWICE, BASE, THINKER, IN_THINKER)
 TRANSFORMERS = "5.17"
 """The first release that has all composites, and whose composites compute positions and masks before they call their
 language model."""
@@ -50,7 +53,9 @@ class Composite:
         spelling: prefixes of the text model in published files. A folder may have another one of ``SPELLINGS``.
         fields: the table of the fields that are in the composite's config, and not in its text config.
         text: the ``model_type`` of the text model. None: the one in the text config.
-        carried: prefixes of tensors of other parts, which begin like names of the text model.
+        inside: the field with the config of the composite itself, if its checkpoint has more models, such as a talker.
+            Empty: the whole config.
+        carried: prefixes of tensors that are carried, whether or not the tower is built.
         tower: prefixes of the tower's names in memory, as patterns, with their prefixes in published files. None: they
             follow from ``spelling``.
         joined_qkv: the name of a layer that joins queries, keys and values in the tower of published files.
@@ -64,6 +69,7 @@ class Composite:
     spelling: Prefixes
     fields: tuple[Field, ...]
     text: str | None = None
+    inside: str = ""
     carried: tuple[str, ...] = ()
     tower: Prefixes | None = None
     joined_qkv: str = ""
@@ -84,6 +90,11 @@ class Whole:
     spelling: Prefixes
     tower: Prefixes = ()
 
+    @property
+    def core(self) -> "PretrainedConfig":
+        """The config that has the text config, and the configs of the tower."""
+        return core_of(self.config, self.composite)
+
     def tower_spelling_in(self, names: Collection[str], tower: Collection[str]) -> Prefixes:
         """The prefixes of the tower in a folder: the set of prefixes under which most of its tensors are there.
 
@@ -93,7 +104,7 @@ class Whole:
         """
         if self.composite.tower is not None:
             return self.composite.tower
-        has_inner = getattr(self.config.vision_config, "model_type", None) in _WITH_INNER
+        has_inner = getattr(self.core.vision_config, "model_type", None) in _WITH_INNER
         candidates = [
             tuple((old, f"{before}{new}") for old, new in (*inner, ("", "")))
             for before in (("model.", "") if self.composite.spelling == IN_MODEL else ("", "model."))
@@ -108,13 +119,25 @@ class Whole:
         read different ones.
         """
         whole, inner = copy.deepcopy(self.config), copy.deepcopy(text)
-        whole.tie_word_embeddings = text.tie_word_embeddings
+        core = core_of(whole, self.composite)
+        core.tie_word_embeddings = text.tie_word_embeddings
         for name in {"architectures", *_DTYPES} & vars(inner).keys():
-            setattr(inner, name, getattr(whole.text_config, name, None))
+            setattr(inner, name, getattr(core.text_config, name, None))
         if hasattr(inner, "quantization_config"):
             del inner.quantization_config
-        whole.text_config = inner
+        core.text_config = inner
         return whole
+
+
+def levels_of(hf: "PretrainedConfig", composite: Composite) -> tuple["PretrainedConfig", ...]:
+    """The config of a checkpoint; and the config of the composite itself, if that is another one."""
+    return (hf, core_of(hf, composite)) if composite.inside else (hf,)
+
+
+def core_of(hf: "PretrainedConfig", composite: Composite) -> "PretrainedConfig":
+    """The config of a composite itself, within the config of a checkpoint that may have more models."""
+    core: PretrainedConfig = getattr(hf, composite.inside) if composite.inside else hf
+    return core
 
 
 def text_of(hf: "PretrainedConfig", composite: Composite) -> "PretrainedConfig":
@@ -123,15 +146,17 @@ def text_of(hf: "PretrainedConfig", composite: Composite) -> "PretrainedConfig":
     Raises:
         ConfigError: there is no text config, or the table does not claim a field of the composite itself.
     """
-    inner = getattr(hf, "text_config", None)
+    core = core_of(hf, composite)
+    inner = getattr(core, "text_config", None)
     if inner is None or isinstance(inner, dict):
         raise ConfigError(f"The config of a {hf.model_type} must have a text_config, found {inner!r}.")
-    to_mcore(composite.fields, own_fields(hf, composite))
+    for level in levels_of(hf, composite):
+        to_mcore(composite.fields, own_fields(level, inner, composite))
     text = copy.deepcopy(inner)
     if composite.text is not None:
         text.model_type = composite.text
     # transformers 5 reads this field from the composite, and 4.57 from its text config
-    text.tie_word_embeddings = bool((hf if speaks_rope_parameters() else inner).tie_word_embeddings)
+    text.tie_word_embeddings = bool((core if speaks_rope_parameters() else inner).tie_word_embeddings)
     text.architectures = hf.architectures
     for name in (*_DTYPES, "quantization_config"):
         if getattr(hf, name, None) is not None:
@@ -139,12 +164,12 @@ def text_of(hf: "PretrainedConfig", composite: Composite) -> "PretrainedConfig":
     return text
 
 
-def own_fields(hf: "PretrainedConfig", composite: Composite) -> Hf:
-    """The fields of a composite itself: its text config does not repeat them, and transformers reads them.
+def own_fields(hf: "PretrainedConfig", inner: "PretrainedConfig", composite: Composite) -> Hf:
+    """The fields of a composite itself: its text config ``inner`` does not repeat them, and transformers reads them.
 
     verl writes the ``rope_theta`` of a text into the composite, too.
     """
-    text, absent = hf.text_config.to_dict(), object()
+    text, absent = inner.to_dict(), object()
     rope = text.get("rope_parameters") or {}
     repeated = [text, rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
     return {

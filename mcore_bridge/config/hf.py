@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _CONFIG = "config.json"
 TEXT = "text_config"
 """The field of a composite that holds its text config."""
+_NESTED = (TEXT, "thinker_config")
 _LAYERS = (
     "num_hidden_layers",
     "num_layers",
@@ -236,7 +237,7 @@ def _borrowed(model_type: str, owner: str) -> "type[PretrainedConfig]":
 def _spell(fields: dict[str, object]) -> dict[str, object]:
     """The ``fields`` of a config.json, with the names of the installed transformers for rope, dtype and a flag."""
     fields = {
-        name: _spell(value) if name == TEXT and isinstance(value, dict) else value for name, value in fields.items()
+        name: _spell(value) if name in _NESTED and isinstance(value, dict) else value for name, value in fields.items()
     }
     if fields.get(_NOTE, _NOTE) is None:  # which transformers 4.57 does not take
         del fields[_NOTE]

@@ -20,6 +20,7 @@ import torch
 from mcore_bridge.architecture import Architecture, architecture_of
 from mcore_bridge.config import transformer
 from mcore_bridge.config.apply_overrides import effective
+from mcore_bridge.composite import levels_of
 from mcore_bridge.config.fields import to_mcore
 from mcore_bridge.config.layer_kinds import held_mtp_layers
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
@@ -166,7 +167,7 @@ def make_blueprint(hf: str | os.PathLike[str] | PretrainedConfig | Provenance, o
     read_by = [(origin, architecture.fields)]
     require_tower((whole := provenance.whole), vision)
     if whole is not None:
-        read_by.append((whole.config, whole.composite.fields))
+        read_by += [(level, whole.composite.fields) for level in levels_of(whole.config, whole.composite)]
     if options.strict_config:
         require_no_unread(read_by)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))

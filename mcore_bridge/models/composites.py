@@ -3,7 +3,9 @@
 The prefixes come from transformers' ``conversion_mapping`` and from checkpoint indexes.
 """
 
-from mcore_bridge.composite import BESIDE, IN_MODEL, INSIDE, Composite
+from typing import Any
+
+from mcore_bridge.composite import BESIDE, IN_MODEL, INSIDE, THINKER, Composite
 from mcore_bridge.config.fields import Ignore
 from mcore_bridge.config.tables import BASE
 
@@ -24,6 +26,22 @@ TEXT = Ignore(
     "the text config has its own table", ("text_config", "tie_word_embeddings", "initializer_range", "sliding_window")
 )
 FIELDS = (*BASE, OTHER_PARTS, TEXT)
+SPEECH = Ignore(
+    "they describe models of speech and sound, which are carried, and their tokens and times",
+    (
+        *("thinker_config", "talker_config", "token2wav_config", "code2wav_config", "enable_audio_output"),
+        *("position_id_per_seconds", "seconds_per_chunk", "im_start_token_id", "im_end_token_id"),
+        *("audio_start_token_id", "audio_end_token_id", "user_token_id", "system_token_id", "assistant_token_id"),
+        *("tts_pad_token_id", "tts_bos_token_id", "tts_eos_token_id"),
+    ),
+)
+OMNI: dict[str, Any] = {
+    "spelling": THINKER,
+    "fields": (*FIELDS, SPEECH),
+    "inside": "thinker_config",
+    "carried": ("talker.", "token2wav.", "code2wav."),
+    "tower": (("visual.", "thinker.visual."), ("audio_tower.", "thinker.audio_tower.")),
+}
 SOUND = "models of sound are not built"
 KIMI = (
     ("vision_tower.layers.*.norm1.", "vision_tower.encoder.blocks.*.norm0."),
@@ -76,6 +94,10 @@ COMPOSITES = (
     Composite(model_type="lighton_ocr",      spelling=IN_MODEL, fields=FIELDS),
     Composite(model_type="qwen2_audio",      spelling=INSIDE,   fields=(*FIELDS, LABELS), without_tower=SOUND),
     Composite(model_type="voxtral",          spelling=INSIDE,   fields=FIELDS, without_tower=SOUND),
+    Composite(model_type="qwen2_5_omni",     **OMNI),
+    Composite(model_type="qwen3_omni_moe",   **OMNI),
+    Composite(model_type="qwen2_5_omni_thinker",   spelling=BESIDE, fields=OMNI["fields"]),
+    Composite(model_type="qwen3_omni_moe_thinker", spelling=BESIDE, fields=OMNI["fields"]),
     Composite(model_type="glmasr",           spelling=INSIDE,   fields=FIELDS, without_tower=SOUND),
 )
 # fmt: on

@@ -152,6 +152,11 @@ class Provenance:
         return self.prefixes if self.whole is None else self.whole.spelling
 
     @property
+    def has_other_parts(self) -> bool:
+        """Whether a save copies tensors of parts of a composite that are not built."""
+        return bool(self._parts())
+
+    @property
     def lm_head(self) -> str:
         """The HF name of the LM head."""
         return respelled_name(HEAD, self.spelling)
@@ -213,8 +218,10 @@ class Provenance:
 
     def _parts(self) -> dict[str, tuple[str, ...]]:
         """Prefixes that separate the tensors of a composite's text model from carried tensors."""
-        if self.whole is None or self.tower:
+        if self.whole is None:
             return {}
+        if self.tower:
+            return {"text": ("",), "carried": self.whole.composite.carried} if self.whole.composite.carried else {}
         names = top_names((*architecture_of(self.hf).rules(self.hf), *LM_HEAD, *SCORE_HEAD))
         text = tuple(respelled_name(name, self.spelling) for name in names)
         return {"text": text, "carried": self.whole.composite.carried}

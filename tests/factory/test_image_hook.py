@@ -33,6 +33,8 @@ CASES: dict[str, list[Any]] = {
     "qwen3_vl_moe": [({**EP, "cp": 2}, ROWS)],
     "qwen2_5_vl": [(CP, {}), (CP, ROWS)],
     "qwen2_vl": [(SP, ROWS)],
+    "qwen2_5_omni_thinker": [(CP, {})],
+    "qwen3_omni_moe_thinker": [(EP, {}), (SP, ROWS)],
     "hunyuan_vl": [(CP, {}), (SP, ROWS)],
     "glm4v": [(CP, {})],
     "glm46v": [(PP, BARE)],

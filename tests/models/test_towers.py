@@ -42,7 +42,7 @@ def test_a_tower_goes_round_and_is_the_one_of_transformers(name: str, tmp_path: 
     """Each tower runs on a mesh, through exports, a saved folder and a checkpoint of megatron-core, bit for bit."""
     tiny.written(name, tmp_path / "source")
     dims = EXPERTS if "moe" in name else MESHES[len(name) % 2]
-    if dims.pp > 1 and tiny.config(name).text_config.num_hidden_layers % 4 == 0:
+    if dims.pp > 1 and tiny.text_of(tiny.config(name)).num_hidden_layers % 4 == 0:
         dims = replace(dims, vp=2)
     ranks = [both for both in pool.run(2, towers.go_round, tmp_path / "source", dims, tmp_path) if both]
     assert len(ranks) == (1 if dims.pp > 1 else 2)

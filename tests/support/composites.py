@@ -14,6 +14,7 @@ from transformers.models.auto import modeling_auto
 
 import mcore_bridge as mb
 from mcore_bridge.architecture import composites
+from mcore_bridge.composite import core_of
 from mcore_bridge.commands.verify.logits import forward
 from tests import zoo
 from tests.support.stepping import leave_mesh
@@ -59,12 +60,13 @@ _SIZES = {
     "deepstack_visual_indexes": [0],
 }
 _WITH_INNER = re.compile("gemma3|llava")
-_AUTO = ("MULTIMODAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_CAUSAL_LM")
+_AUTO = ("MULTIMODAL_LM", "TEXT_TO_WAVEFORM", "IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_CAUSAL_LM")
 
 
 def config(model_type: str, /, **text: Any) -> Any:
     """A small config of a composite. ``model_type`` among ``text`` chooses the kind of its text."""
-    default = CONFIG_MAPPING[model_type]()
+    whole = CONFIG_MAPPING[model_type]()
+    default = core_of(whole, composites()[model_type])
     inner = {**TEXTS[text.get("model_type", default.text_config.model_type)].to_dict(), **text}
     if "num_nextn_predict_layers" in inner:
         inner["num_nextn_predict_layers"] = 0  # the default of 5.17 is 1, and the text here has no MTP layers
@@ -76,7 +78,14 @@ def config(model_type: str, /, **text: Any) -> Any:
     hf = type(default)(text_config=inner, tie_word_embeddings=inner["tie_word_embeddings"], **parts)
     if model_type == "qwen3_5":
         hf.text_config.rope_parameters["partial_rotary_factor"] = 0.25  # 5.17 sets it at the top, too
+    if inside := composites()[model_type].inside:
+        return type(whole)(**{inside: hf.to_dict()}, enable_audio_output=False)
     return hf
+
+
+def text_of(hf: Any) -> Any:
+    """The text config within the config of a composite."""
+    return core_of(hf, composites()[hf.model_type]).text_config
 
 
 def _small(part: Any, text_size: int) -> dict[str, Any]:
@@ -94,6 +103,11 @@ def model_class(model_type: str) -> Any:
     return getattr(transformers, names[0]) if names else None
 
 
+def thinker_of(model: Any) -> Any:
+    """The part of transformers' model that has the text and its towers."""
+    return getattr(model, "thinker", model)
+
+
 def written(model_type: str, folder: Path, *, published: bool = True, **text: Any) -> Tensor:
     """Write a random composite as it is published, and return transformers' fp32 logits of ``tokens`` without images.
 
@@ -106,10 +120,14 @@ def written(model_type: str, folder: Path, *, published: bool = True, **text: An
         for parameter in model.parameters():
             parameter.normal_(std=0.2)
         model.save_pretrained(folder)
-        logits: Tensor = model(tokens()).logits
+        logits: Tensor = thinker_of(model)(tokens()).logits
     file = folder / "model.safetensors"
+    if model_type == "qwen2_5_omni":
+        torch.save({}, folder / "spk_dict.pt")  # the voices, without which transformers does not load it
     if published:
-        save_file(dict(as_published(model_type, load_file(file))), file, metadata={"format": "pt"})
+        beside = {f"{prefix}model.norm.weight": torch.randn(6) for prefix in composites()[model_type].carried}
+        state = dict(as_published(model_type, load_file(file))) | beside
+        save_file(state, file, metadata={"format": "pt"})
     return logits
 
 
@@ -159,7 +177,7 @@ def is_in_transformers(model_type: str) -> bool:
     """Whether the installed release has a composite, with a head, whose text is in the zoo."""
     if model_type not in CONFIG_MAPPING or model_class(model_type) is None:
         return False
-    return CONFIG_MAPPING[model_type]().text_config.model_type in TEXTS
+    return text_of(CONFIG_MAPPING[model_type]()).model_type in TEXTS
 
 
 NAMES = [name for name in composites() if is_in_transformers(name)]

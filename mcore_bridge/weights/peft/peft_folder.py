@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.arguments import given_path
-from mcore_bridge.composite import IN_MODEL, SPELLINGS
+from mcore_bridge.composite import IN_MODEL, IN_THINKER, SPELLINGS
 from mcore_bridge.config.hf import read_fields
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.rules.adapters import adapter_rules, base_name
@@ -223,7 +223,9 @@ def memory_prefixes(provenance: Provenance) -> Prefixes:
     """
     if not provenance.spelling or (provenance.whole and provenance.whole.composite.without_tower):
         return ()
-    in_memory = IN_MODEL if provenance.whole else ()
+    in_memory: Prefixes = ()
+    if provenance.whole is not None:
+        in_memory = IN_THINKER if provenance.whole.composite.inside else IN_MODEL
     return ((respelled_name(_TEXT, provenance.spelling), respelled_name(_TEXT, in_memory)),)
 
 
