@@ -185,7 +185,9 @@ def read_hf(source: "str | os.PathLike[str] | PretrainedConfig") -> "PretrainedC
     reads_as = {name: architecture.reads_as for name, architecture in known.items() if architecture.reads_as}
     refused = {name: _refused(name) for name in _REFUSED if name not in known}
     releases = dict.fromkeys(known, "") | dict.fromkeys(_COMPOSITES, TRANSFORMERS)
-    return read_config(source, reads_as=reads_as, refused=refused, known=releases)
+    renamed = {name: {old: new for new, old in each.renamed} for name, each in _COMPOSITES.items()}
+    remote = [name for name, each in _COMPOSITES.items() if each.is_remote]
+    return read_config(source, reads_as=reads_as, refused=refused, known=releases, renamed=renamed, remote=remote)
 
 
 def _refused(model_type: str) -> str:

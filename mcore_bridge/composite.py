@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 # fmt: off
 IN_MODEL = (("model.", "model.language_model."),)
-INSIDE   = (("model.", "language_model.model."), ("lm_head.", "language_model.lm_head."))
+INSIDE   = (("model.", "language_model.model."), ("lm_head.", "language_model.lm_head."),
+            ("backbone.", "language_model.backbone."), ("mtp.", "language_model.mtp."))
 BESIDE   = (("model.", "model."),)
 TWICE    = (("model.", "language_model.model.model."), ("lm_head.", "language_model.lm_head."))
 BASE     = (("model.", "language_model."),)
@@ -59,6 +60,9 @@ class Composite:
         tower: prefixes of the tower's names in memory, as patterns, with their prefixes in published files. None: they
             follow from ``spelling``.
         joined_qkv: the name of a layer that joins queries, keys and values in the tower of published files.
+        renamed: fields of the config whose names in published files differ from the names in transformers, each with
+            its published name.
+        is_remote: whether its code is published beside the weights, and transformers has none.
         without_tower: why its tower is not built; empty if it is.
 
     Example:
@@ -73,6 +77,8 @@ class Composite:
     carried: tuple[str, ...] = ()
     tower: Prefixes | None = None
     joined_qkv: str = ""
+    renamed: Prefixes = ()
+    is_remote: bool = False
     without_tower: str = ""
 
 
@@ -155,8 +161,9 @@ def text_of(hf: "PretrainedConfig", composite: Composite) -> "PretrainedConfig":
     text = copy.deepcopy(inner)
     if composite.text is not None:
         text.model_type = composite.text
-    # transformers 5 reads this field from the composite, and 4.57 from its text config
-    text.tie_word_embeddings = bool((core if speaks_rope_parameters() else inner).tie_word_embeddings)
+    # transformers 5 reads this field from the composite; 4.57 and remote code read it from the text config
+    decides = core if speaks_rope_parameters() and not composite.is_remote else inner
+    text.tie_word_embeddings = bool(decides.tie_word_embeddings)
     text.architectures = hf.architectures
     for name in (*_DTYPES, "quantization_config"):
         if getattr(hf, name, None) is not None:

@@ -7,7 +7,7 @@ transformers 5, and would use defaults. So a config with these fields is transla
 import copy
 import functools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,6 +58,8 @@ def read_config(
     reads_as: Mapping[str, str] | None = None,
     refused: Mapping[str, str] | None = None,
     known: Mapping[str, str] | None = None,
+    renamed: Mapping[str, Mapping[str, str]] | None = None,
+    remote: Collection[str] = (),
 ) -> "PretrainedConfig":
     """The HF config of ``source``, in the spelling of the installed transformers.
 
@@ -68,6 +70,8 @@ def read_config(
         refused: for a ``model_type`` that transformers may lack and we refuse, the text of the error.
         known: every ``model_type`` that can be built, for suggestions in an error. The value is a release of
             transformers with this type, or "" if none is recorded.
+        renamed: for a ``model_type``, fields of published files with other names, each with its name in transformers.
+        remote: composites that transformers lacks. Only their text config has a class of transformers.
 
     Raises:
         ConfigError: there is no config, it is not valid JSON, or transformers lacks its model_type.
@@ -84,9 +88,17 @@ def read_config(
     folder = find_folder(source)
     fields = read_fields(folder / _CONFIG, special_float)
     _require_short_lists(fields)
-    hf = _config_class(fields, folder, reads_as or {}, refused or {}, known or {})
+    kind = fields.get("model_type")
+    names = (renamed or {}).get(kind, {}) if isinstance(kind, str) else {}
+    fields = _spell({names.get(name, name): value for name, value in fields.items()})
+    class_of = functools.partial(
+        _config_class, folder=folder, reads_as=reads_as or {}, refused=refused or {}, known=known or {}
+    )
+    hf = _remote(str(kind)) if kind in remote else class_of(fields)
     try:
-        config = hf.from_dict(_spell(fields))
+        config = hf.from_dict(fields)
+        if kind in remote and isinstance(text := fields.get(TEXT), dict):
+            config.text_config = class_of(text).from_dict(text)
     except ConfigError:
         raise
     except Exception as error:  # a config class may raise any type
@@ -180,7 +192,8 @@ def special_float(fields: dict[str, object]) -> object:
 
 
 def _config_class(
-    fields: dict[str, object],
+    fields: Mapping[str, object],
+    *,
     folder: Path,
     reads_as: Mapping[str, str],
     refused: Mapping[str, str],
@@ -222,6 +235,14 @@ def nearest(model_type: str, known: Iterable[str]) -> str:
 def is_borrowed(config_class: "type[PretrainedConfig]") -> bool:
     """Whether ``config_class`` was derived from another family, for a ``model_type`` that transformers lacks."""
     return config_class.__module__ == __name__
+
+
+@functools.cache
+def _remote(model_type: str) -> "type[PretrainedConfig]":
+    """A config class without fields, for a composite that transformers lacks."""
+    from transformers import PretrainedConfig
+
+    return type(model_type, (PretrainedConfig,), {"model_type": model_type, "__module__": __name__})
 
 
 @functools.cache

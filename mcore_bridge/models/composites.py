@@ -6,7 +6,7 @@ The prefixes come from transformers' ``conversion_mapping`` and from checkpoint 
 from typing import Any
 
 from mcore_bridge.composite import BESIDE, IN_MODEL, INSIDE, THINKER, Composite
-from mcore_bridge.config.fields import Ignore
+from mcore_bridge.config.fields import Ignore, Require
 from mcore_bridge.config.tables import BASE
 
 OTHER_PARTS = Ignore(
@@ -42,7 +42,32 @@ OMNI: dict[str, Any] = {
     "carried": ("talker.", "token2wav.", "code2wav."),
     "tower": (("visual.", "thinker.visual."), ("audio_tower.", "thinker.audio_tower.")),
 }
+TILES = Ignore(
+    "they describe how a processor or a model of images, which is carried, cuts images into tiles and joins patches",
+    (
+        *("force_image_size", "dynamic_image_size", "use_thumbnail", "min_dynamic_patch", "max_dynamic_patch"),
+        *("pad2square", "image_fold", "patch_size", "norm_mean", "norm_std", "ps_version", "select_layer"),
+        *("projector_hidden_size", "vision_hidden_size", "vit_hidden_size", "video_pruning_rate"),
+        *("video_temporal_patch_size", "video_target_num_patches", "video_maintain_aspect_ratio"),
+        *("template", "system_message", "img_start_token", "img_end_token", "img_context_token", "max_sequence_length"),
+        *("video_context_token", "sound_context_token", "media_placeholder_token_id"),
+    ),
+)
+REMOTE = (
+    *(*FIELDS, LABELS, TILES),
+    Require("use_llm_lora", (0, None), "its files would have adapters beside the weights"),
+    Require("use_backbone_lora", (0, None), "its files would have adapters beside the weights"),
+    Ignore("the text config has its own", ("hidden_size", "vocab_size", "max_position_embeddings")),
+)
+IN_LLM = (("text_config", "llm_config"),)
+NEMOTRON = (
+    *(*IN_LLM, ("audio_config", "sound_config"), ("vision_hidden_size", "vit_hidden_size")),
+    *(("image_token_id", "img_context_token_id"), ("video_token_id", "video_context_token_id")),
+    ("audio_token_id", "sound_context_token_id"),
+)
 SOUND = "models of sound are not built"
+BY_TILES = "nobody has written how its model of images, which cuts images into tiles, joins a text"
+NO_CODE = "transformers has no code for its models of images"
 KIMI = (
     ("vision_tower.layers.*.norm1.", "vision_tower.encoder.blocks.*.norm0."),
     ("vision_tower.layers.*.norm2.", "vision_tower.encoder.blocks.*.norm1."),
@@ -98,6 +123,15 @@ COMPOSITES = (
     Composite(model_type="qwen3_omni_moe",   **OMNI),
     Composite(model_type="qwen2_5_omni_thinker",   spelling=BESIDE, fields=OMNI["fields"]),
     Composite(model_type="qwen3_omni_moe_thinker", spelling=BESIDE, fields=OMNI["fields"]),
+    Composite(model_type="nemotron_h_omni",  spelling=INSIDE,   fields=REMOTE, renamed=NEMOTRON, without_tower=BY_TILES),
+    Composite(
+        model_type="NemotronH_Nano_VL_V2",
+        spelling=INSIDE, fields=REMOTE, renamed=NEMOTRON, is_remote=True, without_tower=NO_CODE,
+    ),
+    Composite(
+        model_type="internvl_chat", spelling=INSIDE, fields=REMOTE, renamed=IN_LLM, is_remote=True, without_tower=NO_CODE
+    ),
+    Composite(model_type="kimi_vl", spelling=INSIDE, fields=REMOTE, is_remote=True, without_tower=NO_CODE),
     Composite(model_type="glmasr",           spelling=INSIDE,   fields=FIELDS, without_tower=SOUND),
 )
 # fmt: on

@@ -267,12 +267,6 @@ REFUSALS = (
         (NO_CLASS,),
     ),
     Refusal(
-        ("internvl_chat",),
-        "its code is published beside the weights, and transformers has none for it. InternVL3 and 3.5 are published "
-        "for transformers too, as internvl under names that end in -hf: use these",
-        (NO_CLASS,),
-    ),
-    Refusal(
         (
             *("bart", "longt5", "m2m_100", "marian", "mbart", "mt5", "pegasus", "switch_transformers"),
             *("t5", "t5gemma", "t5gemma2", "umt5"),
@@ -284,7 +278,7 @@ REFUSALS = (
         (
             *("aria", "aya_vision", "cohere2_vision", "deepseek_vl", "deepseek_vl_hybrid", "emu3"),
             *("gemma3n", "gemma4", "glm_ocr", "granite_speech", "idefics2", "idefics3", "janus"),
-            *("kimi_vl", "lfm2_vl", "mllama", "molmo2", "ovis2", "paligemma", "smolvlm"),
+            *("lfm2_vl", "mllama", "molmo2", "ovis2", "paligemma", "smolvlm"),
         ),
         "it joins models of images or sound to a text model that is not supported, or is not causal",
         ("transformers.PretrainedConfig.sub_configs", GPT),

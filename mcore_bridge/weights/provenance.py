@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
 from mcore_bridge.architecture import architecture_of, composite_of, read_hf
@@ -331,6 +332,16 @@ def config_in(
         del config.quantization_config
     setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", dtype_name(dtype))
     return config
+
+
+def write_config(config: PretrainedConfig, folder: Path) -> None:
+    """Write the config.json of a checkpoint, with the published names of its fields, which engines read."""
+    config.save_pretrained(folder)
+    composite = composite_of(config)
+    if composite is not None and composite.renamed:
+        names, path = dict(composite.renamed), folder / "config.json"
+        fields = {names.get(name, name): value for name, value in json.loads(path.read_text()).items()}
+        path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
 
 
 def _count_mtp(hf: PretrainedConfig, provenance: Provenance, names: Collection[str]) -> None:

@@ -32,7 +32,7 @@ from mcore_bridge.weights.files.staging import SLOT_BYTES, Staging
 from mcore_bridge.weights.manifest import Manifest, manifest
 from mcore_bridge.weights.model_chunks import Models, chunks_of
 from mcore_bridge.weights.own_folder import is_source, plain_dtypes, require_held
-from mcore_bridge.weights.provenance import HF, Provenance, config_in, head_of, identity
+from mcore_bridge.weights.provenance import HF, Provenance, config_in, head_of, identity, write_config
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.failures import raise_on_all, require_alike
 
@@ -199,7 +199,7 @@ def _write_rest(
     copy_companions(provenance.folder, staging, kept=names)
     if kept is not None and "config.json" in names:
         provenance = provenance.with_config(read_hf(kept))
-    _config_of(specs, provenance).save_pretrained(staging)
+    write_config(_config_of(specs, provenance), staging)
 
 
 def _config_of(specs: Manifest, provenance: Provenance) -> PretrainedConfig:

@@ -20,7 +20,7 @@ from tests.support import bailing
 from tests.zoo import described
 
 NO_CODE = next(each for each in refusals() if "internlm2" in each.model_types)
-REMOTE = {"internvl_chat", "kimi_vl", *NO_CODE.model_types}
+REMOTE = {*NO_CODE.model_types}
 """Names that no release of transformers has: their code is published beside the weights."""
 SINCE_5 = {
     *(
@@ -106,7 +106,7 @@ def test_a_composite_is_told_how_its_text_is_trained_if_it_can_be() -> None:
     assert "alone" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["kimi_vl", "deepseek_v4", "mamba"])
+@pytest.mark.parametrize("name", ["kimi_k3", "deepseek_v4", "mamba"])
 def test_a_folder_is_refused_with_the_reason_whether_or_not_transformers_knows_it(tmp_path: Path, name: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": name}))
     (reason,) = (refusal.reason for refusal in refusals() if name in refusal.model_types)
@@ -119,10 +119,10 @@ def test_a_package_can_register_a_name_that_we_refuse(monkeypatch: pytest.Monkey
     monkeypatch.setattr(registry, "_REGISTRY", dict(architectures()))
     own = [
         dataclasses.replace(architecture_of("llama"), model_type=name, reads_as="llama")
-        for name in ("mamba", "kimi_vl")
+        for name in ("mamba", "kimi_k3")
     ]
     assert [architecture_of(register(each).model_type) for each in own] == own
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "kimi_vl"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "kimi_k3"}))
     assert architecture_of(read_hf(tmp_path)) == own[1]
 
 

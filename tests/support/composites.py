@@ -73,9 +73,11 @@ def config(model_type: str, /, **text: Any) -> Any:
     parts = {
         name: _small(getattr(default, name), inner["hidden_size"])
         for name in ("vision_config", "audio_config")
-        if hasattr(default, name)
+        if getattr(default, name, None) is not None
     }
     hf = type(default)(text_config=inner, tie_word_embeddings=inner["tie_word_embeddings"], **parts)
+    if model_type == "nemotron_h_omni":
+        hf.vision_hidden_size, hf.projector_hidden_size = 32, 48
     if model_type == "qwen3_5":
         hf.text_config.rope_parameters["partial_rotary_factor"] = 0.25  # 5.17 sets it at the top, too
     if inside := composites()[model_type].inside:
@@ -91,7 +93,7 @@ def text_of(hf: Any) -> Any:
 def _small(part: Any, text_size: int) -> dict[str, Any]:
     fields = part.to_dict()
     for name in _SIZES.keys() & fields.keys():
-        size = _SIZES[name]
+        size = float(_SIZES[name]) if isinstance(fields[name], float) else _SIZES[name]
         fields[name] = [size, size] if isinstance(fields[name], list | tuple) and isinstance(size, int) else size
     return fields | {name: text_size for name in ("out_hidden_size", "text_hidden_size") if name in fields}
 
