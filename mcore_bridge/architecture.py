@@ -50,6 +50,8 @@ class Architecture:
         aliases: other ``model_type`` values for this architecture.
         reads_as: another ``model_type``, whose config class reads these configs. It is for families that have no config
             class in transformers. None: transformers or another package has one.
+        published_fields: fields of the config whose names in published files differ from the names in ``fields``, each
+            with its published name. A save writes published names, since engines read them.
         megatron_core: the first release that can build the family. None: every release that we support can.
         layer_spec: a function that makes the layer spec. It takes the arguments of ``factory.layer_specs.block_spec``
             (the config, the layers of a stage, the backend) and returns ``TransformerBlockSubmodules``; it may call
@@ -75,6 +77,7 @@ class Architecture:
     dialect: "Dialect" = "split"
     aliases: tuple[str, ...] = ()
     reads_as: str | None = None
+    published_fields: "Prefixes" = ()
     megatron_core: Release | None = None
     layer_spec: Callable[..., Any] | None = None
     model: type | None = None
@@ -185,9 +188,15 @@ def read_hf(source: "str | os.PathLike[str] | PretrainedConfig") -> "PretrainedC
     reads_as = {name: architecture.reads_as for name, architecture in known.items() if architecture.reads_as}
     refused = {name: _refused(name) for name in _REFUSED if name not in known}
     releases = dict.fromkeys(known, "") | dict.fromkeys(_COMPOSITES, TRANSFORMERS)
-    renamed = {name: {old: new for new, old in each.renamed} for name, each in _COMPOSITES.items()}
-    remote = [name for name, each in _COMPOSITES.items() if each.is_remote]
+    renamed = {name: {old: new for new, old in published_fields(name)} for name in (*known, *_COMPOSITES)}
+    remote = [name for name, composite in _COMPOSITES.items() if composite.is_remote]
     return read_config(source, reads_as=reads_as, refused=refused, known=releases, renamed=renamed, remote=remote)
+
+
+def published_fields(model_type: str) -> "Prefixes":
+    """Fields of a family's config with other names in published files, each with its published name."""
+    family = architectures().get(model_type) or composites().get(model_type)
+    return family.published_fields if family else ()
 
 
 def _refused(model_type: str) -> str:

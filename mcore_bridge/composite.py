@@ -60,8 +60,8 @@ class Composite:
         tower: prefixes of the tower's names in memory, as patterns, with their prefixes in published files. None: they
             follow from ``spelling``.
         joined_qkv: the name of a layer that joins queries, keys and values in the tower of published files.
-        renamed: fields of the config whose names in published files differ from the names in transformers, each with
-            its published name.
+        published_fields: fields of the config whose names in published files differ from the names in transformers,
+            each with its published name.
         is_remote: whether its code is published beside the weights, and transformers has none.
         without_tower: why its tower is not built; empty if it is.
 
@@ -77,7 +77,7 @@ class Composite:
     carried: tuple[str, ...] = ()
     tower: Prefixes | None = None
     joined_qkv: str = ""
-    renamed: Prefixes = ()
+    published_fields: Prefixes = ()
     is_remote: bool = False
     without_tower: str = ""
 

@@ -49,6 +49,9 @@ _OTHER_FORMATS = {
     "params.json": ("the original format of Llama and Mistral is not read", _OF_TRANSFORMERS),
 }
 """Files of folders without a config.json, as patterns, with their format and a file to pass instead."""
+_KINDS = ("type", "rope_type")
+_ROPES = {"su": "longrope", "deepseek_yarn": "yarn"}
+"""Names of rope types that Phi-3 had at first, and that Sarvam has, each with its name in transformers."""
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
 
 
@@ -90,7 +93,7 @@ def read_config(
     _require_short_lists(fields)
     kind = fields.get("model_type")
     names = (renamed or {}).get(kind, {}) if isinstance(kind, str) else {}
-    fields = _spell({names.get(name, name): value for name, value in fields.items()})
+    fields = _spell({_free(names.get(name, name), name, fields): value for name, value in fields.items()})
     class_of = functools.partial(
         _config_class, folder=folder, reads_as=reads_as or {}, refused=refused or {}, known=known or {}
     )
@@ -105,6 +108,11 @@ def read_config(
         raise ConfigError(f"transformers must accept {folder / _CONFIG}, but refuses it: {error}") from error
     config._name_or_path = str(source)
     return _completed(config)
+
+
+def _free(name: str, published: str, fields: Collection[str]) -> str:
+    """The name of a field in transformers, or its published name if a file has both."""
+    return published if name in fields else name
 
 
 def _completed(hf: "PretrainedConfig") -> "PretrainedConfig":
@@ -267,8 +275,8 @@ def _spell(fields: dict[str, object]) -> dict[str, object]:
         fields["dtype"] = old if fields.get("dtype") is None else fields["dtype"]
     if isinstance(name := fields.get("dtype"), str) and not isinstance(getattr(torch, name, None), torch.dtype):
         del fields["dtype"]  # such as "auto", for which transformers raises; the argument dtype decides anyway
-    if isinstance(rope := fields.get("rope_scaling"), dict) and rope.get("type") == "su":  # Phi-3 at first
-        fields["rope_scaling"] = {**rope, "type": "longrope"}
+    if isinstance(rope := fields.get("rope_scaling"), dict):
+        fields["rope_scaling"] = {**rope, **{key: _ROPES[kind] for key in _KINDS if (kind := rope.get(key)) in _ROPES}}
     if isinstance(tuned := fields.get("attn_temperature_tuning"), int):  # 4 in Llama 4 of transformers 4.51
         fields["attn_temperature_tuning"] = bool(tuned)
     both = any(fields.get(name) is not None for name in ("rope_scaling", "rope_theta"))

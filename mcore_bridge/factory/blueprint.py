@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mcore_bridge.architecture import Architecture, architecture_of
+from mcore_bridge.composite import levels_of
 from mcore_bridge.config import transformer
 from mcore_bridge.config.apply_overrides import effective
-from mcore_bridge.composite import levels_of
 from mcore_bridge.config.fields import to_mcore
 from mcore_bridge.config.layer_kinds import held_mtp_layers
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims

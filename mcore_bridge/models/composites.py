@@ -53,21 +53,28 @@ TILES = Ignore(
         *("video_context_token", "sound_context_token", "media_placeholder_token_id"),
     ),
 )
-REMOTE = (
+TILED = (
     *(*FIELDS, LABELS, TILES),
     Require("use_llm_lora", (0, None), "its files would have adapters beside the weights"),
     Require("use_backbone_lora", (0, None), "its files would have adapters beside the weights"),
     Ignore("the text config has its own", ("hidden_size", "vocab_size", "max_position_embeddings")),
 )
 IN_LLM = (("text_config", "llm_config"),)
-NEMOTRON = (
-    *(*IN_LLM, ("audio_config", "sound_config"), ("vision_hidden_size", "vit_hidden_size")),
-    *(("image_token_id", "img_context_token_id"), ("video_token_id", "video_context_token_id")),
-    ("audio_token_id", "sound_context_token_id"),
-)
+NEMOTRON: dict[str, Any] = {
+    "spelling": INSIDE,
+    "fields": TILED,
+    "published_fields": (
+        *(*IN_LLM, ("audio_config", "sound_config"), ("vision_hidden_size", "vit_hidden_size")),
+        *(("image_token_id", "img_context_token_id"), ("video_token_id", "video_context_token_id")),
+        ("audio_token_id", "sound_context_token_id"),
+    ),
+}
 SOUND = "models of sound are not built"
 BY_TILES = "nobody has written how its model of images, which cuts images into tiles, joins a text"
-NO_CODE = "transformers has no code for its models of images"
+REMOTE: dict[str, Any] = {
+    "is_remote": True,
+    "without_tower": "transformers has no code for its models of images",
+}
 KIMI = (
     ("vision_tower.layers.*.norm1.", "vision_tower.encoder.blocks.*.norm0."),
     ("vision_tower.layers.*.norm2.", "vision_tower.encoder.blocks.*.norm1."),
@@ -123,15 +130,10 @@ COMPOSITES = (
     Composite(model_type="qwen3_omni_moe",   **OMNI),
     Composite(model_type="qwen2_5_omni_thinker",   spelling=BESIDE, fields=OMNI["fields"]),
     Composite(model_type="qwen3_omni_moe_thinker", spelling=BESIDE, fields=OMNI["fields"]),
-    Composite(model_type="nemotron_h_omni",  spelling=INSIDE,   fields=REMOTE, renamed=NEMOTRON, without_tower=BY_TILES),
-    Composite(
-        model_type="NemotronH_Nano_VL_V2",
-        spelling=INSIDE, fields=REMOTE, renamed=NEMOTRON, is_remote=True, without_tower=NO_CODE,
-    ),
-    Composite(
-        model_type="internvl_chat", spelling=INSIDE, fields=REMOTE, renamed=IN_LLM, is_remote=True, without_tower=NO_CODE
-    ),
-    Composite(model_type="kimi_vl", spelling=INSIDE, fields=REMOTE, is_remote=True, without_tower=NO_CODE),
+    Composite(model_type="nemotron_h_omni",      **NEMOTRON, without_tower=BY_TILES),
+    Composite(model_type="NemotronH_Nano_VL_V2", **NEMOTRON, **REMOTE),
+    Composite(model_type="internvl_chat",    spelling=INSIDE,   fields=TILED, published_fields=IN_LLM, **REMOTE),
+    Composite(model_type="kimi_vl",          spelling=INSIDE,   fields=TILED, **REMOTE),
     Composite(model_type="glmasr",           spelling=INSIDE,   fields=FIELDS, without_tower=SOUND),
 )
 # fmt: on

@@ -259,9 +259,9 @@ REFUSALS = (
     ),
     Refusal(
         (
-            *("baichuan", "chatglm", "deepseek", "deepseek_v41", "deepseek_vl_v2", "exaone", "internlm", "internlm2"),
+            *("baichuan", "chatglm", "deepseek", "deepseek_v41", "deepseek_vl_v2", "internlm", "internlm2"),
             *("joyai_llm_flash", "kimi_k3", "mimo_v2", "minicpm", "nemotron-nas", "orion", "phi3_v", "phi3small"),
-            *("qwen", "sarvam_moe", "xverse"),
+            *("qwen", "xverse"),
         ),
         "transformers has no code for it, so there is no reference to compare logits with",
         (NO_CLASS,),

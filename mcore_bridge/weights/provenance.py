@@ -11,12 +11,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
-from mcore_bridge.architecture import architecture_of, composite_of, read_hf
+from mcore_bridge.architecture import architecture_of, composite_of, published_fields, read_hf
 from mcore_bridge.composite import IN_MODEL, Whole, spelling_in, text_of
 from mcore_bridge.config.hf import find_folder, with_fields
 from mcore_bridge.config.layer_kinds import MTP_COUNTS
 from mcore_bridge.config.mesh.alike import Content, digest_of
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.foreign_files import read_json
 from mcore_bridge.rules.dtypes import dtype_name
 from mcore_bridge.rules.layout import REPLICATED
 from mcore_bridge.rules.mapping import (
@@ -337,10 +338,9 @@ def config_in(
 def write_config(config: PretrainedConfig, folder: Path) -> None:
     """Write the config.json of a checkpoint, with the published names of its fields, which engines read."""
     config.save_pretrained(folder)
-    composite = composite_of(config)
-    if composite is not None and composite.renamed:
-        names, path = dict(composite.renamed), folder / "config.json"
-        fields = {names.get(name, name): value for name, value in json.loads(path.read_text()).items()}
+    if names := dict(published_fields(config.model_type)):
+        path = folder / "config.json"
+        fields = {names.get(name, name): value for name, value in read_json(path, finite=False).items()}
         path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
 
 

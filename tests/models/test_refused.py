@@ -17,6 +17,8 @@ from mcore_bridge.architecture import Refusal, architecture_of, architectures, r
 from mcore_bridge.config.fields import Derive, Require
 from mcore_bridge.errors import ConfigError
 from tests.support import bailing
+from tests.support.gpu_models import FAMILIES
+from tests.support.twins import TWINS
 from tests.zoo import described
 
 NO_CODE = next(each for each in refusals() if "internlm2" in each.model_types)
@@ -212,6 +214,8 @@ def fields_of(model_type: str) -> dict[str, Any]:
     """The HF fields of a model that other tests show to be exact."""
     if model_type.startswith("bailing"):
         return bailing.TINY["grouped"]
+    if model_type in TWINS:
+        return dict(FAMILIES[model_type].to_dict())
     owner = architecture_of(model_type).reads_as or model_type
     hf: dict[str, Any] = next(each.hf for each in described().values() if each.model_type == owner).to_dict()
     return hf

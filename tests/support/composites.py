@@ -14,8 +14,8 @@ from transformers.models.auto import modeling_auto
 
 import mcore_bridge as mb
 from mcore_bridge.architecture import composites
-from mcore_bridge.composite import core_of
 from mcore_bridge.commands.verify.logits import forward
+from mcore_bridge.composite import core_of
 from tests import zoo
 from tests.support.stepping import leave_mesh
 from tests.support.written_weights import read

@@ -60,7 +60,7 @@ def build_tower(whole: Whole, *, dtype: torch.dtype, device: torch.device, initi
             parameters are not initialised, and a load must follow.
 
     Returns:
-        The base model of the composite, such as ``Qwen3_5Model``. Its ``config`` is a copy of the composite's own config.
+        The base model of the composite, such as ``Qwen3_5Model``. Its ``config`` is a copy of ``whole.core``.
     """
     from accelerate import init_empty_weights
     from transformers import AutoModel
