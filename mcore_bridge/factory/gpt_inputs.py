@@ -59,7 +59,7 @@ def to_gpt_arguments(
 
     Args:
         hf, dims, overrides: see ``to_transformer_config``, as for the errors.
-        head: "lm", "value", "classification" or "none".
+        head: "lm", "value", "classification", "process_reward" or "none".
 
     Example:
         >>> arguments = mb.to_gpt_arguments("path/of/Qwen3-8B")

@@ -37,12 +37,12 @@ from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.rules.variants import (
     HEAD,
     LM_HEAD,
-    SCORE_HEAD,
     dialect_of,
     fused,
     lm_head_of,
     prefix_of,
     redundant_head,
+    score_head,
     tied_lm_head,
 )
 from mcore_bridge.weights.files.hf_folder import names_in
@@ -196,7 +196,9 @@ class Provenance:
             names = (name for rule in lm_head for name in rule.hf)
             if self.head == "none":
                 return WeightMapping(rules, (*ignored, *names, "score.*"), self.optional, **parts)
-            return WeightMapping((*rules, *SCORE_HEAD), (*ignored, *names), ("score.*", *self.optional), **parts)
+            return WeightMapping(
+                (*rules, *score_head(self.head)), (*ignored, *names), ("score.*", *self.optional), **parts
+            )
         if tied and ties_any_head():
             return WeightMapping((*rules, *tied_lm_head(rules)), (*ignored, self.lm_head), self.optional, **parts)
         if tied:
@@ -224,7 +226,7 @@ class Provenance:
             return {}
         if self.tower:
             return {"text": ("",), "carried": self.whole.composite.carried} if self.whole.composite.carried else {}
-        names = top_names((*architecture_of(self.hf).rules(self.hf), *LM_HEAD, *SCORE_HEAD))
+        names = top_names((*architecture_of(self.hf).rules(self.hf), *LM_HEAD, *score_head(self.head)))
         text = tuple(respelled_name(name, self.spelling) for name in names)
         return {"text": text, "carried": self.whole.composite.carried}
 
@@ -298,7 +300,7 @@ def mapping(hf: HF, *, head: str = "lm", dialect: Dialect | None = None) -> Weig
 
     Args:
         hf: a folder, a hub name in the local cache, or a ``PretrainedConfig``.
-        head: ``"lm"``, ``"value"``, ``"classification"`` or ``"none"``.
+        head: ``"lm"``, ``"value"``, ``"classification"``, ``"process_reward"`` or ``"none"``.
         dialect: how HF names the experts; None is the dialect of the folder, or of the architecture.
 
     Raises:

@@ -209,10 +209,11 @@ def _config_of(specs: Manifest, provenance: Provenance) -> PretrainedConfig:
     largest = max(specs, key=lambda spec: spec.num_bytes)
     names = [spec.name for spec in specs]
     hf = config_in(provenance, largest.dtype, tied=provenance.lm_head not in names, names=names)
-    score = next((spec for spec in specs if spec.name == "score.weight"), None)
+    score = next((spec for spec in specs if spec.name in ("score.weight", "score.2.weight")), None)
     if score is not None:
         biased = any(spec.name == "score.bias" for spec in specs)
         kind = "ForTokenClassification" if biased else "ForSequenceClassification"
+        kind = "ForProcessRewardModel" if provenance.head == "process_reward" else kind
         hf.architectures = [f"{_stem(hf)}{kind}"]
         hf.num_labels = score.shape[0]
     if provenance.head == "none" and hf.architectures and _loses_head(provenance):
