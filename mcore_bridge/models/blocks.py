@@ -84,12 +84,18 @@ NORMS_FOUR = (
 )
 
 
-def around_mtp(embedding_norm: str, hidden_norm: str, projection: str, final_norm: str) -> Rules:
-    """The norms and the projection of an MTP layer, besides its decoder layer, by their HF names."""
+def around_mtp(
+    embedding_norm: str, hidden_norm: str, projection: str, final_norm: str, *, hidden_first: bool = False
+) -> Rules:
+    """The norms and the projection of an MTP layer, besides its decoder layer, by their HF names.
+
+    ``hidden_first``: the projection multiplies hidden states, then the embedding (``factory/modules/hidden_first.py``).
+    """
+    projected = "eh_proj.hidden_first.weight" if hidden_first else "eh_proj.weight"
     return table(
         ("enorm.weight", f"{embedding_norm}.weight", REPLICATED),
         ("hnorm.weight", f"{hidden_norm}.weight", REPLICATED),
-        ("eh_proj.weight", f"{projection}.weight", COLUMN),
+        (projected, f"{projection}.weight", COLUMN),
         ("final_layernorm.weight", f"{final_norm}.weight", REPLICATED),
     )
 

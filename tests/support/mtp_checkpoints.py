@@ -4,6 +4,7 @@ transformers has no MTP layers: their tensors come from a model of one layer, un
 """
 
 import tempfile
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 
 from tests import zoo
+from tests.support import twins
 from tests.support.parity import BATCH, SEQ, reference_model, tokens
-from tests.support.strategies import random_state
+from tests.support.strategies import random_state, tiny
 
 AROUND = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 
@@ -30,25 +32,39 @@ class Style:
     beside: str | None = None
     copies: bool = False
     """Whether the layer has copies of the embedding and the head."""
+    hidden_first: bool = False
+    """Whether the projection multiplies hidden states, then the embedding."""
 
 
 FLAT = ("enorm", "hnorm", "eh_proj", "final_layernorm")
+MIMO = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
 QWEN = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
 STYLES = {
     "nemotron_h": Style("mtp.layers.{number}.", FLAT),
     "qwen": Style("mtp.layers.{number}.", QWEN, beside="mtp."),
+    "mimo": Style("model.mtp_layers.{number}.", MIMO, hidden_first=True),
     "hy_v3": Style(around=FLAT),
 }
 """By the beginning of the ``model_type``."""
 HALVES = ("nemotron_h", "nemotron_h-narrow-experts")
 NAMES = ("glm4_moe", "deepseek_v3", "glm4_moe_lite", "hy_v3", "qwen3_next", "qwen3.5", "qwen3.5-moe", *HALVES)
 _KINDS = {"layer_types": "full_attention", "mlp_layer_types": "sparse", "indexer_types": "full"}
-CASES = zoo.here(NAMES)
+_OF_TWINS = {"mimo": {**tiny("qwen2", num_key_value_heads=2, hidden_size=192).to_dict(), "attention_bias": True}}
+"""Configs of families that transformers lacks, by name."""
+ALL = (*NAMES, *_OF_TWINS)
+CASES = [*zoo.here(NAMES), *_OF_TWINS]
+
+
+def params(names: Iterable[Any], case_of: Callable[[Any], str] = str) -> list[Any]:
+    """Like ``zoo.params``, also for families that transformers lacks."""
+    return [
+        param for name in names for param in ([name] if case_of(name) in _OF_TWINS else zoo.params([name], case_of))
+    ]
 
 
 def config(name: str, num_mtp_layers: int = 1) -> Any:
     """The HF config of a case of the zoo, with MTP layers. They are of the kind of its last layer."""
-    hf = zoo.cases()[name].hf
+    hf = twins.read(name, _OF_TWINS[name]) if name in _OF_TWINS else zoo.cases()[name].hf
     if getattr(hf, "mlp_layer_types", None):
         hf.mlp_layer_types = [*hf.mlp_layer_types[:-1], "sparse"]
     if not _are_beside(hf):
@@ -80,7 +96,7 @@ def published(hf: Any, num_mtp_layers: int = 1) -> dict[str, Tensor]:
 
 def is_mtp(hf: Any, name: str) -> bool:
     """Whether an HF tensor belongs to the one MTP layer."""
-    return name.startswith(("mtp.", f"model.layers.{hf.num_hidden_layers}."))
+    return name.startswith(("mtp.", "model.mtp_layers.", f"model.layers.{hf.num_hidden_layers}."))
 
 
 def one_layer(hf: Any) -> Any:
@@ -113,7 +129,8 @@ def reference_logits(hf: Any) -> Tensor:
         norm.weight.copy_(state[around["enorm"]])
         embedded = norm(model.get_input_embeddings()(following))
         norm.weight.copy_(state[around["hnorm"]])
-        joined = torch.cat([embedded, norm(hidden)], -1)
+        parts = [embedded, norm(hidden)]
+        joined = torch.cat(parts[::-1] if style_of(hf).hidden_first else parts, -1)
         return last(inputs_embeds=joined @ state[around["eh_proj"]].T, use_cache=False).logits
 
 
@@ -180,4 +197,4 @@ def names_of(hf: Any, number: int) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _extra() -> set[str]:
-    return {f"{name}.weight" for name in (*AROUND, *FLAT, "embed_tokens", "shared_head.head")}
+    return {f"{name}.weight" for name in (*AROUND, *FLAT, *MIMO, "embed_tokens", "shared_head.head")}
