@@ -3,7 +3,7 @@
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.tables import published
 from mcore_bridge.models import llama
-from mcore_bridge.models.blocks import GATED_UP, QKV, REPLICATED, ROW, VOCAB
+from mcore_bridge.rules.layout import GATED_UP, QKV, REPLICATED, ROW, VOCAB
 from mcore_bridge.rules.mapping import table, under
 
 # fmt: off

@@ -14,7 +14,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 
-class HiddenFirst(MegatronModule):  # type: ignore[misc]  # without types
+class HiddenFirst(MegatronModule):
     """A linear layer that takes ``[..., embedding and hidden states]`` and multiplies hidden states first.
 
     Args:
