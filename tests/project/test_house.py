@@ -17,7 +17,7 @@ from tests.support.house import MODULES, PACKAGE, import_graph, module_of
 REACHED = {
     "load_hf_weights": 50,
     "iter_hf_weights": 65,
-    "build_model": 108,
+    "build_model": 109,
     "save_hf_checkpoint": 75,
     "add_adapters": 62,
     "forward": 54,
@@ -25,7 +25,7 @@ REACHED = {
 }
 """Public functions, and the files that a reader passes who follows each name that is used on the way."""
 ROOMS, FLOORS = {"weights": 22, "factory": 14}, {"weights": 11, "factory": 6}
-SMALL, SMALL_FILES, FILES, MEDIAN = 45, 10, 368, 116
+SMALL, SMALL_FILES, FILES, MEDIAN = 45, 10, 371, 116
 TWICE = {"classes": 1, "files": 1}
 LONG, MANY = 60, 12
 
