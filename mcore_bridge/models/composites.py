@@ -8,6 +8,7 @@ from typing import Any
 from mcore_bridge.composite import BESIDE, IN_MODEL, INSIDE, THINKER, Composite
 from mcore_bridge.config.fields import Ignore, Require
 from mcore_bridge.config.tables import BASE
+from mcore_bridge.models.qwen2_5_vl_text import INITIAL
 
 OTHER_PARTS = Ignore(
     "they describe the models of images, video and sound, and their connection to the text model, which are carried",
@@ -37,7 +38,7 @@ SPEECH = Ignore(
 )
 OMNI: dict[str, Any] = {
     "spelling": THINKER,
-    "fields": (*FIELDS, SPEECH),
+    "fields": (*FIELDS, SPEECH, LABELS, INITIAL),
     "inside": "thinker_config",
     "carried": ("talker.", "token2wav.", "code2wav."),
     "tower": (("visual.", "thinker.visual."), ("audio_tower.", "thinker.audio_tower.")),

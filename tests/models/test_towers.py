@@ -28,6 +28,7 @@ from tests.support.bounds import ONE
 from tests.support.composites import assert_same
 from tests.support.conversions import quiet
 from tests.support.published import expand
+from tests.support.published import records as configs
 from tests.support.written_weights import read
 
 PUBLISHED = Path(__file__).parent.parent / "data" / "tower_names.jsonl"
@@ -115,6 +116,17 @@ def test_a_published_index_has_the_names_of_the_tower_and_no_others(record: dict
     assert [mapping.consumers(name) for name in names] == [
         (f"vision.{spec.name}",) for spec in blueprint.provenance.tower
     ]
+
+
+@pytest.mark.skipif("qwen2_5_omni" not in towers.NAMES, reason="the installed transformers is too old")
+def test_a_published_thinker_has_as_many_parameters_as_its_publisher_says(tmp_path: Path) -> None:
+    """The record is of a quantized copy, which differs in this description alone."""
+    (record,) = (each for each in configs() if each.config["model_type"] == "qwen2_5_omni")
+    plain = replace(record, config={name: each for name, each in record.config.items() if "quantization" not in name})
+    options = BuildOptions(dims=ONE, dtype=torch.bfloat16, device="meta", vision="train")
+    provenance = make_blueprint(plain.write(tmp_path), options).provenance
+    assert count_params(provenance.hf).total == 7_615_616_512
+    assert count_params(provenance.hf, tower=provenance.tower).total == 8_931_813_888
 
 
 @pytest.mark.skipif(not towers.NAMES, reason="the installed transformers is too old")

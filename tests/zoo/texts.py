@@ -42,7 +42,7 @@ CASES: dict[str, Case] = {
         norm_topk_prob=False,
         attention_bias=True,
         vocab_size=97,
-        **rope("default", **SPREAD),
+        **rope("default", **SPREAD, interleaved=True),
     ),
     "glm4v": case("glm4v_text", **half(hidden_size=192, vocab_size=97)),
     "hunyuan_vl": case("hunyuan_vl_text", attention_bias=True, rope_scaling=XDROPE),
