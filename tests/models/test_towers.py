@@ -119,7 +119,7 @@ def test_a_published_index_has_the_names_of_the_tower_and_no_others(record: dict
 
 
 @pytest.mark.skipif("qwen2_5_omni" not in towers.NAMES, reason="the installed transformers is too old")
-def test_a_published_thinker_has_as_many_parameters_as_its_publisher_says(tmp_path: Path) -> None:
+def test_a_published_thinker_has_the_size_of_its_text_and_of_its_towers(tmp_path: Path) -> None:
     """The record is of a quantized copy, which differs in this description alone."""
     (record,) = (each for each in configs() if each.config["model_type"] == "qwen2_5_omni")
     plain = replace(record, config={name: each for name, each in record.config.items() if "quantization" not in name})
