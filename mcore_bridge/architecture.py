@@ -52,6 +52,8 @@ class Architecture:
         classes: names that published configs have in ``architectures``, besides names of transformers' auto classes.
         reads_as: another ``model_type``, whose config class reads these configs. It is for families that have no config
             class in transformers. None: transformers or another package has one.
+        published_fields: fields of the config whose names in published files differ from the names in ``fields``, each
+            with its published name. A save writes published names, since engines read them.
         megatron_core: the first release that can build the family. None: every release that we support can.
         layer_spec: a function that makes the layer spec. It takes the arguments of ``factory.layer_specs.block_spec``
             (the config, the layers of a stage, the backend) and returns ``TransformerBlockSubmodules``; it may call
@@ -78,6 +80,7 @@ class Architecture:
     aliases: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
     reads_as: str | None = None
+    published_fields: "Prefixes" = ()
     megatron_core: Release | None = None
     layer_spec: Callable[..., Any] | None = None
     model: type | None = None
@@ -201,7 +204,9 @@ def read_hf(source: "str | os.PathLike[str] | PretrainedConfig") -> "PretrainedC
     reads_as = {name: architecture.reads_as for name, architecture in known.items() if architecture.reads_as}
     refused = {name: _refused(name) for name in _REFUSED if name not in known}
     releases = dict.fromkeys(known, "") | dict.fromkeys(_COMPOSITES, TRANSFORMERS)
-    config = read_config(source, reads_as=reads_as, refused=refused, known=releases)
+    renamed = {name: {old: new for new, old in published_fields(name)} for name in (*known, *_COMPOSITES)}
+    remote = [name for name, composite in _COMPOSITES.items() if composite.is_remote]
+    config = read_config(source, reads_as=reads_as, refused=refused, known=releases, renamed=renamed, remote=remote)
     require_class(config, _classes_of(config), _classes_around(config))
     if config.model_type in _COMPOSITES and hasattr(text := getattr(config, TEXT, None), "model_type"):
         require_class(text, ())  # publishers name classes of their own there, as SmolVLM does
@@ -218,6 +223,12 @@ def _classes_around(hf: "PretrainedConfig") -> frozenset[str]:
     """The classes of composites that may have a text with this config."""
     around = _COMPOSITES if hf.model_type in _REGISTRY else ()
     return frozenset().union(*map(classes_in_transformers, around))
+
+
+def published_fields(model_type: str) -> "Prefixes":
+    """Fields of a family's config with other names in published files, each with its published name."""
+    family = architectures().get(model_type) or composites().get(model_type)
+    return family.published_fields if family else ()
 
 
 def _refused(model_type: str) -> str:

@@ -22,18 +22,22 @@ if TYPE_CHECKING:
 
 # fmt: off
 IN_MODEL = (("model.", "model.language_model."),)
-INSIDE   = (("model.", "language_model.model."), ("lm_head.", "language_model.lm_head."))
+INSIDE   = (("model.", "language_model.model."), ("lm_head.", "language_model.lm_head."),
+            ("backbone.", "language_model.backbone."), ("mtp.", "language_model.mtp."))
 BESIDE   = (("model.", "model."),)
 TWICE    = (("model.", "language_model.model.model."), ("lm_head.", "language_model.lm_head."))
 BASE     = (("model.", "language_model."),)
 IN_TEXT  = (("model.", "model.text_model."),)
+THINKER  = (("model.", "thinker.model."), ("lm_head.", "thinker.lm_head."))
+IN_THINKER = (("model.", "thinker.model.language_model."), ("lm_head.", "thinker.lm_head."))
 # fmt: on
 """Prefixes of the text model's names: within ``model``, as a whole model inside, as without a composite, or within a
-base model, whose names have no ``model.``. ``IN_TEXT`` is ``IN_MODEL`` by another name, as Idefics has it.
+base model, whose names have no ``model.``. ``IN_TEXT`` is ``IN_MODEL`` by another name, as Idefics has it. The last two
+are of a composite beside models of speech: in files, and in transformers' memory.
 
 ``TWICE`` is what transformers 5.17 writes of models of sound; later ones write ``INSIDE``.
 """
-SPELLINGS: tuple[Prefixes, ...] = (IN_MODEL, INSIDE, BESIDE, TWICE, BASE)
+SPELLINGS: tuple[Prefixes, ...] = (IN_MODEL, INSIDE, BESIDE, TWICE, BASE, THINKER, IN_THINKER)
 TRANSFORMERS = "5.17"
 """The first release that has all composites, and whose composites compute positions and masks before they call their
 language model."""
@@ -53,10 +57,15 @@ class Composite:
         fields: the table of the fields that are in the composite's config, and not in its text config.
         classes: names that published configs have in ``architectures``, besides names of transformers' auto classes.
         text: the ``model_type`` of the text model. None: the one in the text config.
-        carried: prefixes of tensors of other parts, which begin like names of the text model.
+        inside: the field with the config of the composite itself, if its checkpoint has more models, such as a talker.
+            Empty: the whole config.
+        carried: prefixes of tensors that are carried, whether or not the tower is built.
         tower: prefixes of the tower's names in memory, as patterns, with their prefixes in published files. None: they
             follow from ``spelling``.
         joined_qkv: the name of a layer that joins queries, keys and values in the tower of published files.
+        published_fields: fields of the config whose names in published files differ from the names in transformers,
+            each with its published name.
+        is_remote: whether its code is published beside the weights, and transformers has none.
         without_tower: why its tower is not built; empty if it is.
         broken_in: releases of transformers whose own class of this composite fails in every forward.
         without_reference: why logits are not compared with transformers' composite; empty if they are.
@@ -70,9 +79,12 @@ class Composite:
     fields: tuple[Field, ...]
     classes: tuple[str, ...] = ()
     text: str | None = None
+    inside: str = ""
     carried: tuple[str, ...] = ()
     tower: Prefixes | None = None
     joined_qkv: str = ""
+    published_fields: Prefixes = ()
+    is_remote: bool = False
     without_tower: str = ""
     broken_in: tuple[str, ...] = ()
     without_reference: str = ""
@@ -92,6 +104,11 @@ class Whole:
     spelling: Prefixes
     tower: Prefixes = ()
 
+    @property
+    def core(self) -> "PretrainedConfig":
+        """The config that has the text config, and the configs of the tower."""
+        return core_of(self.config, self.composite)
+
     def tower_spelling_in(self, names: Collection[str], tower: Collection[str]) -> Prefixes:
         """The prefixes of the tower in a folder: the set of prefixes under which most of its tensors are there.
 
@@ -101,7 +118,7 @@ class Whole:
         """
         if self.composite.tower is not None:
             return self.composite.tower
-        has_inner = getattr(self.config.vision_config, "model_type", None) in _WITH_INNER
+        has_inner = getattr(self.core.vision_config, "model_type", None) in _WITH_INNER
         candidates = [
             tuple((old, f"{before}{new}") for old, new in (*inner, ("", "")))
             for before in (("model.", "") if self.composite.spelling == IN_MODEL else ("", "model."))
@@ -116,13 +133,25 @@ class Whole:
         read different ones.
         """
         whole, inner = copy.deepcopy(self.config), copy.deepcopy(text)
-        whole.tie_word_embeddings = text.tie_word_embeddings
+        core = core_of(whole, self.composite)
+        core.tie_word_embeddings = text.tie_word_embeddings
         for name in {"architectures", *_DTYPES} & vars(inner).keys():
-            setattr(inner, name, getattr(whole.text_config, name, None))
+            setattr(inner, name, getattr(core.text_config, name, None))
         if hasattr(inner, "quantization_config"):
             del inner.quantization_config
-        whole.text_config = inner
+        core.text_config = inner
         return whole
+
+
+def levels_of(hf: "PretrainedConfig", composite: Composite) -> tuple["PretrainedConfig", ...]:
+    """The config of a checkpoint; and the config of the composite itself, if that is another one."""
+    return (hf, core_of(hf, composite)) if composite.inside else (hf,)
+
+
+def core_of(hf: "PretrainedConfig", composite: Composite) -> "PretrainedConfig":
+    """The config of a composite itself, within the config of a checkpoint that may have more models."""
+    core: PretrainedConfig = getattr(hf, composite.inside) if composite.inside else hf
+    return core
 
 
 def text_of(hf: "PretrainedConfig", composite: Composite) -> "PretrainedConfig":
@@ -131,15 +160,18 @@ def text_of(hf: "PretrainedConfig", composite: Composite) -> "PretrainedConfig":
     Raises:
         ConfigError: there is no text config, or the table does not claim a field of the composite itself.
     """
-    inner = getattr(hf, "text_config", None)
+    core = core_of(hf, composite)
+    inner = getattr(core, "text_config", None)
     if inner is None or isinstance(inner, dict):
         raise ConfigError(f"The config of a {hf.model_type} must have a text_config, found {inner!r}.")
-    to_mcore(composite.fields, own_fields(hf, composite))
+    for level in levels_of(hf, composite):
+        to_mcore(composite.fields, own_fields(level, inner, composite))
     text = copy.deepcopy(inner)
     if composite.text is not None:
         text.model_type = composite.text
-    # transformers 5 reads this field from the composite, and 4.57 from its text config
-    text.tie_word_embeddings = bool((hf if speaks_rope_parameters() else inner).tie_word_embeddings)
+    # transformers 5 reads this field from the composite; 4.57 and remote code read it from the text config
+    decides = core if speaks_rope_parameters() and not composite.is_remote else inner
+    text.tie_word_embeddings = bool(decides.tie_word_embeddings)
     text.architectures = hf.architectures
     for name in (*_DTYPES, "quantization_config"):
         if getattr(hf, name, None) is not None:
@@ -147,13 +179,13 @@ def text_of(hf: "PretrainedConfig", composite: Composite) -> "PretrainedConfig":
     return text
 
 
-def own_fields(hf: "PretrainedConfig", composite: Composite) -> Hf:
-    """The fields of a composite itself: its text config does not repeat them, and transformers reads them.
+def own_fields(hf: "PretrainedConfig", inner: "PretrainedConfig", composite: Composite) -> Hf:
+    """The fields of a composite itself: its text config ``inner`` does not repeat them, and transformers reads them.
 
     verl writes the ``rope_theta`` of a text into the composite, too. A flat config may have the ``head_dim`` that its
     text computes.
     """
-    text, absent = hf.text_config.to_dict(), object()
+    text, absent = inner.to_dict(), object()
     rope = text.get("rope_parameters") or {}
     computed = {"head_dim": head_dim(text)} if getattr(hf, "head_dim", None) is not None else {}
     repeated = [text, computed, rope, *(kind for kind in rope.values() if isinstance(kind, dict))]

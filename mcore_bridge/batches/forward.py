@@ -148,7 +148,7 @@ def forward(
         divisor = require_temperature(temperature)
         provenance = provenance_on(models, hf, head)
         readable = getattr(chunk, "image_inputs", None)
-        config = provenance.whole.config if provenance.whole else None
+        config = provenance.whole.core if provenance.whole else None
         require_batch(input_ids, attention_mask)
         mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask != 0
         of_rows, stands = images_of_rows(images, input_ids, mask, config, readable)

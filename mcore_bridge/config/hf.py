@@ -7,7 +7,7 @@ transformers 5, and would use defaults. So a config with these fields is transla
 import copy
 import functools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 CONFIG = "config.json"
 TEXT = "text_config"
 """The field of a composite that holds its text config."""
+_NESTED = (TEXT, "thinker_config")
 _LAYERS = (
     "num_hidden_layers",
     "num_layers",
@@ -48,6 +49,9 @@ _OTHER_FORMATS = {
     "params.json": ("the original format of Llama and Mistral is not read", _OF_TRANSFORMERS),
 }
 """Files of folders without a config.json, as patterns, with their format and a file to pass instead."""
+_KINDS = ("type", "rope_type")
+_ROPES = {"su": "longrope", "deepseek_yarn": "yarn"}
+"""Names of rope types that Phi-3 had at first, and that Sarvam has, each with its name in transformers."""
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
 
 
@@ -57,6 +61,8 @@ def read_config(
     reads_as: Mapping[str, str] | None = None,
     refused: Mapping[str, str] | None = None,
     known: Mapping[str, str] | None = None,
+    renamed: Mapping[str, Mapping[str, str]] | None = None,
+    remote: Collection[str] = (),
 ) -> "PretrainedConfig":
     """The HF config of ``source``, in the spelling of the installed transformers.
 
@@ -67,6 +73,8 @@ def read_config(
         refused: for a ``model_type`` that transformers may lack and we refuse, the text of the error.
         known: every ``model_type`` that can be built, for suggestions in an error. The value is a release of
             transformers with this type, or "" if none is recorded.
+        renamed: for a ``model_type``, fields of published files with other names, each with its name in transformers.
+        remote: composites that transformers lacks. Only their text config has a class of transformers.
 
     Raises:
         ConfigError: there is no config, it is not valid JSON, or transformers lacks its model_type.
@@ -83,15 +91,28 @@ def read_config(
     folder = find_folder(source)
     fields = read_fields(folder / CONFIG, special_float)
     _require_short_lists(fields)
-    hf = _config_class(fields, folder, reads_as or {}, refused or {}, known or {})
+    kind = fields.get("model_type")
+    names = (renamed or {}).get(kind, {}) if isinstance(kind, str) else {}
+    fields = _spell({_free(names.get(name, name), name, fields): value for name, value in fields.items()})
+    class_of = functools.partial(
+        _config_class, folder=folder, reads_as=reads_as or {}, refused=refused or {}, known=known or {}
+    )
+    hf = _remote(str(kind)) if kind in remote else class_of(fields)
     try:
-        config = hf.from_dict(_spell(fields))
+        config = hf.from_dict(fields)
+        if kind in remote and isinstance(text := fields.get(TEXT), dict):
+            config.text_config = class_of(text).from_dict(text)
     except ConfigError:
         raise
     except Exception as error:  # a config class may raise any type
         raise ConfigError(f"transformers must accept {folder / CONFIG}, but refuses it: {error}") from error
     config._name_or_path = str(source)
     return _completed(config)
+
+
+def _free(name: str, published: str, fields: Collection[str]) -> str:
+    """The name of a field in transformers, or its published name if a file has both."""
+    return published if name in fields else name
 
 
 def _completed(hf: "PretrainedConfig") -> "PretrainedConfig":
@@ -188,7 +209,8 @@ def special_float(fields: dict[str, object]) -> object:
 
 
 def _config_class(
-    fields: dict[str, object],
+    fields: Mapping[str, object],
+    *,
     folder: Path,
     reads_as: Mapping[str, str],
     refused: Mapping[str, str],
@@ -233,6 +255,14 @@ def is_borrowed(config_class: "type[PretrainedConfig]") -> bool:
 
 
 @functools.cache
+def _remote(model_type: str) -> "type[PretrainedConfig]":
+    """A config class without fields, for a composite that transformers lacks."""
+    from transformers import PretrainedConfig
+
+    return type(model_type, (PretrainedConfig,), {"model_type": model_type, "__module__": __name__})
+
+
+@functools.cache
 def _borrowed(model_type: str, owner: str) -> "type[PretrainedConfig]":
     """A subclass of the config class of ``owner``, with another ``model_type``."""
     from transformers import CONFIG_MAPPING
@@ -245,7 +275,7 @@ def _borrowed(model_type: str, owner: str) -> "type[PretrainedConfig]":
 def _spell(fields: dict[str, object]) -> dict[str, object]:
     """The ``fields`` of a config.json, with the names of the installed transformers for rope, dtype and a flag."""
     fields = {
-        name: _spell(value) if name == TEXT and isinstance(value, dict) else value for name, value in fields.items()
+        name: _spell(value) if name in _NESTED and isinstance(value, dict) else value for name, value in fields.items()
     }
     if fields.get(_NOTE, _NOTE) is None:  # which transformers 4.57 does not take
         del fields[_NOTE]
@@ -254,8 +284,8 @@ def _spell(fields: dict[str, object]) -> dict[str, object]:
         fields["dtype"] = old if fields.get("dtype") is None else fields["dtype"]
     if isinstance(name := fields.get("dtype"), str) and not isinstance(getattr(torch, name, None), torch.dtype):
         del fields["dtype"]  # such as "auto", for which transformers raises; the argument dtype decides anyway
-    if isinstance(rope := fields.get("rope_scaling"), dict) and rope.get("type") == "su":  # Phi-3 at first
-        fields["rope_scaling"] = {**rope, "type": "longrope"}
+    if isinstance(rope := fields.get("rope_scaling"), dict):
+        fields["rope_scaling"] = {**rope, **{key: _ROPES[kind] for key in _KINDS if (kind := rope.get(key)) in _ROPES}}
     if isinstance(tuned := fields.get("attn_temperature_tuning"), int):  # 4 in Llama 4 of transformers 4.51
         fields["attn_temperature_tuning"] = bool(tuned)
     both = any(fields.get(name) is not None for name in ("rope_scaling", "rope_theta"))

@@ -35,7 +35,7 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
     ),
     "longrope": ("attention_factor", "factor"),
 }
-MULTIMODAL = ("mrope_section", "mrope_interleaved")
+MULTIMODAL = ("mrope_section", "mrope_interleaved", "interleaved")
 """They assign dims to the three positions of an image token. A text token has one position, so they do not matter."""
 _NEUTRAL = (("partial_rotary_factor", None), ("partial_rotary_factor", 1), ("finetuned", True))
 _PER_DIM = ("short_factor", "long_factor")

@@ -17,7 +17,7 @@ from mcore_bridge.convert.reference_model import WholeModel, whole_model
 from mcore_bridge.rules.spec import TensorSpec, runs_within
 from mcore_bridge.weights.files.sidecars import copy_companions
 from mcore_bridge.weights.plan.inventory import ParamEntry
-from mcore_bridge.weights.provenance import config_in, head_of
+from mcore_bridge.weights.provenance import config_in, head_of, write_config
 from mcore_bridge.weights.source.source import open_folder
 
 Unit = tuple[int, ...]
@@ -139,7 +139,7 @@ class ModelConversion(Conversion):
         dtype = max(self.model.entries, key=lambda entry: entry.held.num_bytes).held.dtype
         head = self.model.provenance.lm_head
         tied = all(head not in entry.hf for entry in self.model.entries)
-        config_in(self.model.provenance, dtype, tied=tied, names=self.hf_names).save_pretrained(self.staging)
+        write_config(config_in(self.model.provenance, dtype, tied=tied, names=self.hf_names), self.staging)
         copy_companions(self.model.provenance.folder, self.staging)
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mcore_bridge.architecture import Architecture, architecture_of
+from mcore_bridge.composite import levels_of
 from mcore_bridge.config import transformer
 from mcore_bridge.config.apply_overrides import effective
 from mcore_bridge.config.fields import to_mcore
@@ -30,7 +31,7 @@ from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory import layer_specs
 from mcore_bridge.factory.hybrid_support import check_model, require_hybrid
 from mcore_bridge.factory.modules.backend import Backend, choose_backend, kernels_of
-from mcore_bridge.factory.mtp_specs import count_mtp, inner_spec, mtp_block_spec, require_mtp
+from mcore_bridge.factory.mtp_specs import count_mtp, inner_spec, mtp_block_spec, multiplies_hidden_first, require_mtp
 from mcore_bridge.factory.param_count import ParamCounts, count_params, resolve_layout
 from mcore_bridge.factory.vision.deepstack import count_features, require_layers
 from mcore_bridge.factory.vision.tower import require_tower, tower_specs
@@ -144,7 +145,10 @@ class Blueprint:
     def mtp_block_spec(self, stage: Stage) -> Any:
         """The spec of a stage's MTP layers; None if it has none."""
         held = self.mtp_layers(stage)
-        return mtp_block_spec(self.inner_spec(), held, backend=self.backend) if held else None
+        if not held:
+            return None
+        hidden_first = multiplies_hidden_first(self.provenance)
+        return mtp_block_spec(self.inner_spec(), held, backend=self.backend, hidden_first=hidden_first)
 
     def __str__(self) -> str:
         """A description for the log, without the mesh."""
@@ -170,7 +174,7 @@ def make_blueprint(hf: str | os.PathLike[str] | PretrainedConfig | Provenance, o
     read_by = [(origin, architecture.fields)]
     require_tower((whole := provenance.whole), vision)
     if whole is not None:
-        read_by.append((whole.config, whole.composite.fields))
+        read_by += [(level, whole.composite.fields) for level in levels_of(whole.config, whole.composite)]
     if options.strict_config:
         require_no_unread(read_by)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))

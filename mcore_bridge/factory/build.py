@@ -66,8 +66,9 @@ def build_model(
             HF config, or else bfloat16. Weights are cast to it.
         device: of the parameters; "meta" gives a model without storage. None: the CUDA device of this process, or CPU.
         backend: "te" (TransformerEngine), "torch" (runs anywhere), or "auto": "te" if it is installed, on CUDA.
-        head: "lm", "value" (one fp32 number per token), "classification" (``hf.num_labels`` fp32 numbers) or "none"
-            (hidden states after the final norm, for embedding models).
+        head: "lm", "value" (one fp32 number per token), "classification" (``hf.num_labels`` fp32 numbers),
+            "process_reward" or "none" (hidden states after the final norm, for embedding models). "process_reward" is
+            the head of Qwen's process reward models: ``hf.num_labels`` numbers, by two linear layers and a relu.
         overrides: ``TransformerConfig`` fields and ``GPTModel`` arguments by name, applied last. If the HF config
             decides such a value, the HF config changes too, also in saved folders. If no HF config can express the
             value, this raises.

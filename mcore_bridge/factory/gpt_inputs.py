@@ -63,7 +63,7 @@ def to_gpt_arguments(
 
     Args:
         hf, dims, overrides: see ``to_transformer_config``.
-        head: "lm", "value", "classification" or "none".
+        head: "lm", "value", "classification", "process_reward" or "none".
 
     Returns:
         Values by the names of ``GPTModel``'s arguments.

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _DENSE = "mtp.layers.*.transformer_layer.mlp.linear_fc1.weight"
 """The name of a weight. It has a rule if the layer within an MTP layer may have an MLP in place of experts."""
+HIDDEN_FIRST = "mtp.layers.*.eh_proj.hidden_first.weight"
 REPEATED = Release("0.19", "earlier releases have a separate layer for each prediction")
 
 
@@ -89,12 +90,24 @@ def inner_spec(config: TransformerConfig, layer_spec: Callable[..., Any], *, bac
     return layer_spec(own, range(own.num_layers - 1, own.num_layers), backend=backend).layer_specs[0]
 
 
+def multiplies_hidden_first(provenance: Provenance) -> bool:
+    """Whether the projections of a family's MTP layers multiply hidden states, then the embedding."""
+    return any(rule.mcore == HIDDEN_FIRST for rule in provenance.rules)
+
+
 def mtp_block_spec(
-    layer_spec: Any, num_layers: int, *, backend: Backend, layer: type | None = None, **params: Any
+    layer_spec: Any,
+    num_layers: int,
+    *,
+    backend: Backend,
+    hidden_first: bool = False,
+    layer: type | None = None,
+    **params: Any,
 ) -> Any:
     """megatron-core's spec of ``num_layers`` MTP layers, each around ``layer_spec``; None for no layers.
 
-    ``layer`` is a class in place of megatron-core's, with ``params`` as further arguments.
+    With ``hidden_first`` their projections multiply hidden states, then the embedding. ``layer`` is a class in place of
+    megatron-core's, with ``params`` as further arguments.
     """
     if num_layers == 0:
         return None
@@ -108,7 +121,12 @@ def mtp_block_spec(
     names = {field.name for field in dataclasses.fields(MultiTokenPredictionLayerSubmodules)}
     inner = "mtp_model_layer" if "mtp_model_layer" in names else "transformer_layer"  # 0.19 and before
     norm = norm_of(backend)
-    others: dict[str, Any] = {"enorm": norm, "hnorm": norm, "layer_norm": norm, "eh_proj": _linear(backend)}
+    projection: Any = _linear(backend)
+    if hidden_first:
+        from mcore_bridge.factory.modules.hidden_first import HiddenFirst
+
+        projection = ModuleSpec(HiddenFirst, {"linear": projection})
+    others: dict[str, Any] = {"enorm": norm, "hnorm": norm, "layer_norm": norm, "eh_proj": projection}
     submodules = MultiTokenPredictionLayerSubmodules(**{inner: layer_spec}, **others)
     return MultiTokenPredictionBlockSubmodules(
         layer_specs=[ModuleSpec(layer or MultiTokenPredictionLayer, params, submodules)] * num_layers

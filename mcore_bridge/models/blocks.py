@@ -82,12 +82,18 @@ NORMS_BEFORE = table(
 NORMS_FOUR = (*NORMS_BEFORE, *NORMS_POST)
 
 
-def around_mtp(embedding_norm: str, hidden_norm: str, projection: str, final_norm: str) -> Rules:
-    """The norms and the projection of an MTP layer, besides its decoder layer, by their HF names."""
+def around_mtp(
+    embedding_norm: str, hidden_norm: str, projection: str, final_norm: str, *, hidden_first: bool = False
+) -> Rules:
+    """The norms and the projection of an MTP layer, besides its decoder layer, by their HF names.
+
+    ``hidden_first``: the projection multiplies hidden states, then the embedding (``factory/modules/hidden_first.py``).
+    """
+    projected = "eh_proj.hidden_first.weight" if hidden_first else "eh_proj.weight"
     return table(
         ("enorm.weight", f"{embedding_norm}.weight", REPLICATED),
         ("hnorm.weight", f"{hidden_norm}.weight", REPLICATED),
-        ("eh_proj.weight", f"{projection}.weight", COLUMN),
+        (projected, f"{projection}.weight", COLUMN),
         ("final_layernorm.weight", f"{final_norm}.weight", REPLICATED),
     )
 
@@ -96,23 +102,29 @@ MTP_BEHIND = around_mtp("enorm", "hnorm", "eh_proj", "shared_head.norm")
 MTP_BESIDE = around_mtp("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
 
 
+def num_mtp_layers(hf: "PretrainedConfig") -> int:
+    """The number of MTP layers that a config counts."""
+    return getattr(hf, "num_nextn_predict_layers", None) or getattr(hf, "num_mtp_layers", None) or 0
+
+
+def mtp_numbered(hf: "PretrainedConfig", place: str, around: Rules, *layer: Rules, offset: int = 0) -> Rules:
+    """MTP layers that HF numbers at ``place``, from ``offset`` on: ``layer``, and the modules ``around`` it."""
+    rules = (*under("mtp.layers.*", place, around), *under("mtp.layers.*.transformer_layer", place, *layer))
+    return numbered(rules, offset=offset, count=num_mtp_layers(hf))
+
+
 def mtp_behind(hf: "PretrainedConfig", *layer: Rules) -> Rules:
     """MTP layers that HF numbers after the decoder's layers: ``layer``, norms, projection, and two copied tensors."""
     first = fields.count({"num_hidden_layers": hf.num_hidden_layers}, "num_hidden_layers")
-    count = getattr(hf, "num_nextn_predict_layers", None) or getattr(hf, "num_mtp_layers", None) or 0
-    rules = (
-        *under("mtp.layers.*", "model.layers.*", MTP_BEHIND),
-        *under("mtp.layers.*.transformer_layer", "model.layers.*", *layer),
-    )
     copies = (
         Rule(mcore, (f"model.layers.{number}.{name}.weight",), VOCAB, copy=True)
         for mcore, name in (
             ("embedding.word_embeddings.weight", "embed_tokens"),
             ("output_layer.weight", "shared_head.head"),
         )
-        for number in range(first, first + count)
+        for number in range(first, first + num_mtp_layers(hf))
     )
-    return (*numbered(rules, offset=first, count=count), *copies)
+    return (*mtp_numbered(hf, "model.layers.*", MTP_BEHIND, *layer, offset=first), *copies)
 
 
 def mtp_beside(*layer: Rules) -> Rules:

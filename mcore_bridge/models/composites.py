@@ -3,9 +3,12 @@
 The prefixes come from transformers' ``conversion_mapping`` and from checkpoint indexes.
 """
 
-from mcore_bridge.composite import BESIDE, IN_MODEL, IN_TEXT, INSIDE, Composite
-from mcore_bridge.config.fields import Ignore
+from typing import Any
+
+from mcore_bridge.composite import BESIDE, IN_MODEL, IN_TEXT, INSIDE, THINKER, Composite
+from mcore_bridge.config.fields import Ignore, Require
 from mcore_bridge.config.tables import BASE
+from mcore_bridge.models.qwen2_5_vl_text import INITIAL
 
 
 def parts(*names: str) -> Ignore:
@@ -49,6 +52,54 @@ SOUND = "models of sound are not built"
 UNSCALED = (
     "transformers' class of this composite leaves out the scale of the logits, which its text model and engines apply"
 )
+SPEECH = Ignore(
+    "they describe models of speech and sound, which are carried, and their tokens and times",
+    (
+        *("thinker_config", "talker_config", "token2wav_config", "code2wav_config", "enable_audio_output"),
+        *("position_id_per_seconds", "seconds_per_chunk", "im_start_token_id", "im_end_token_id"),
+        *("audio_start_token_id", "audio_end_token_id", "user_token_id", "system_token_id", "assistant_token_id"),
+        *("tts_pad_token_id", "tts_bos_token_id", "tts_eos_token_id"),
+    ),
+)
+OMNI: dict[str, Any] = {
+    "spelling": THINKER,
+    "fields": (*FIELDS, SPEECH, LABELS, INITIAL),
+    "inside": "thinker_config",
+    "carried": ("talker.", "token2wav.", "code2wav."),
+    "tower": (("visual.", "thinker.visual."), ("audio_tower.", "thinker.audio_tower.")),
+}
+TILES = Ignore(
+    "they describe how a processor or a model of images, which is carried, cuts images into tiles and joins patches",
+    (
+        *("force_image_size", "dynamic_image_size", "use_thumbnail", "min_dynamic_patch", "max_dynamic_patch"),
+        *("pad2square", "image_fold", "patch_size", "norm_mean", "norm_std", "ps_version", "select_layer"),
+        *("projector_hidden_size", "vision_hidden_size", "vit_hidden_size", "video_pruning_rate"),
+        *("video_temporal_patch_size", "video_target_num_patches", "video_maintain_aspect_ratio"),
+        *("template", "system_message", "img_start_token", "img_end_token", "img_context_token", "max_sequence_length"),
+        *("video_context_token", "sound_context_token", "media_placeholder_token_id"),
+    ),
+)
+TILED = (
+    *(*FIELDS, LABELS, TILES),
+    Require("use_llm_lora", (0, None), "its files would have adapters beside the weights"),
+    Require("use_backbone_lora", (0, None), "its files would have adapters beside the weights"),
+    Ignore("the text config has its own", ("hidden_size", "vocab_size", "max_position_embeddings")),
+)
+IN_LLM = (("text_config", "llm_config"),)
+NEMOTRON: dict[str, Any] = {
+    "spelling": INSIDE,
+    "fields": TILED,
+    "published_fields": (
+        *(*IN_LLM, ("audio_config", "sound_config"), ("vision_hidden_size", "vit_hidden_size")),
+        *(("image_token_id", "img_context_token_id"), ("video_token_id", "video_context_token_id")),
+        ("audio_token_id", "sound_context_token_id"),
+    ),
+}
+BY_TILES = "nobody has written how its model of images, which cuts images into tiles, joins a text"
+REMOTE: dict[str, Any] = {
+    "is_remote": True,
+    "without_tower": "transformers has no code for its models of images",
+}
 KIMI = (
     ("vision_tower.layers.*.norm1.", "vision_tower.encoder.blocks.*.norm0."),
     ("vision_tower.layers.*.norm2.", "vision_tower.encoder.blocks.*.norm1."),
@@ -100,6 +151,14 @@ COMPOSITES = (
     Composite(model_type="lighton_ocr",      spelling=IN_MODEL, fields=FIELDS),
     Composite(model_type="qwen2_audio",      spelling=INSIDE,   fields=(*FIELDS, LABELS), without_tower=SOUND),
     Composite(model_type="voxtral",          spelling=INSIDE,   fields=FIELDS, without_tower=SOUND),
+    Composite(model_type="qwen2_5_omni",     **OMNI),
+    Composite(model_type="qwen3_omni_moe",   **OMNI),
+    Composite(model_type="qwen2_5_omni_thinker",   spelling=BESIDE, fields=OMNI["fields"]),
+    Composite(model_type="qwen3_omni_moe_thinker", spelling=BESIDE, fields=OMNI["fields"]),
+    Composite(model_type="nemotron_h_omni",      **NEMOTRON, without_tower=BY_TILES),
+    Composite(model_type="NemotronH_Nano_VL_V2", **NEMOTRON, **REMOTE),
+    Composite(model_type="internvl_chat",    spelling=INSIDE,   fields=TILED, published_fields=IN_LLM, **REMOTE),
+    Composite(model_type="kimi_vl",          spelling=INSIDE,   fields=TILED, **REMOTE),
     Composite(model_type="glmasr",           spelling=INSIDE,   fields=FIELDS, without_tower=SOUND),
     Composite(model_type="aya_vision",          spelling=INSIDE,   fields=FIELDS,  without_tower=UNTRIED,
               without_reference=UNSCALED),

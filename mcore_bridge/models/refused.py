@@ -320,17 +320,11 @@ REFUSALS = (
     ),
     Refusal(
         (
-            *("baichuan", "chatglm", "deepseek", "deepseek_v41", "deepseek_vl_v2", "exaone", "internlm", "internlm2"),
-            *("joyai_llm_flash", "kimi_k3", "kimi_vl", "mimo_v2", "minicpm", "nemotron-nas", "orion"),
-            *("phi3_v", "phi3small", "qwen", "sarvam_moe", "xverse"),
+            *("baichuan", "chatglm", "deepseek", "deepseek_v41", "deepseek_vl_v2", "internlm", "internlm2"),
+            *("joyai_llm_flash", "kimi_k3", "mimo_v2", "minicpm", "nemotron-nas", "orion", "phi3_v", "phi3small"),
+            *("qwen", "xverse"),
         ),
         "transformers has no code for it, so there is no reference to compare logits with",
-        (NO_CLASS,),
-    ),
-    Refusal(
-        ("internvl_chat",),
-        "its code is published beside the weights, and transformers has none for it. InternVL3 and 3.5 are published "
-        "for transformers too, as internvl under names that end in -hf: use these",
         (NO_CLASS,),
     ),
     Refusal(

@@ -32,13 +32,22 @@ from mcore_bridge.rules.mapping import (
     table,
 )
 
-KINDS = ("lm", "value", "classification", "none")
+KINDS = ("lm", "value", "classification", "process_reward", "none")
 HEAD = "lm_head.weight"
 # fmt: off
 LM_HEAD    = table(("output_layer.weight", HEAD,             VOCAB))
 SCORE_HEAD = table(("output_layer.weight", "score.weight",   REPLICATED),
                    ("output_layer.bias",   "score.bias",     REPLICATED))
+DEEP_HEAD  = table(("output_layer.dense.weight", "score.0.weight", REPLICATED),
+                   ("output_layer.dense.bias",   "score.0.bias",   REPLICATED),
+                   ("output_layer.weight",       "score.2.weight", REPLICATED),
+                   ("output_layer.bias",         "score.2.bias",   REPLICATED))
 # fmt: on
+
+
+def score_head(head: str) -> Rules:
+    """The rules of a head that gives scores."""
+    return DEEP_HEAD if head == "process_reward" else SCORE_HEAD
 
 
 def check_head(head: object) -> None:

@@ -15,7 +15,7 @@ from mcore_bridge.weights.load import load_as, note_folder
 from mcore_bridge.weights.load_state import LoadReport
 from mcore_bridge.weights.model_chunks import chunks_of
 
-_HEAD = "score.weight"
+_HEADS = ("score.weight", "score.2.weight")
 
 
 def load_folder(
@@ -47,17 +47,17 @@ def load_folder(
 
 
 def _check_head(folder: str | os.PathLike[str], lm_head: str, may_draw_head: bool) -> None:
-    if _HEAD in names_in(folder):
+    if not {*_HEADS}.isdisjoint(names_in(folder)):
         return
     checkpoint = Checkpoint(folder)
     if lm_head in checkpoint and checkpoint[lm_head].shape[0] == 1:
         raise CheckpointError(
             f"{folder} has a value head under the name {lm_head}, as other bridges save it: rename the tensor to "
-            f"{_HEAD} to load it"
+            f"{_HEADS[0]} to load it"
         )
     if not may_draw_head:
         raise CheckpointError(
-            f"{folder} lacks {_HEAD}, and the critic would keep its current head: load its own checkpoint. With "
+            f"{folder} lacks {_HEADS[0]}, and the critic would keep its current head: load its own checkpoint. With "
             "Megatron-Bridge's functions allowed_mismatched_params=['output_layer.weight'] allows this; with "
             "mbridge's, only the first load may lack the head"
         )

@@ -143,7 +143,7 @@ def adopt(models: Models, hf: HF, *, head: str = "lm") -> None:
         models: this rank's chunks, one per virtual pipeline stage, wrapped or not.
         hf: their HF config or folder, or a hub name in the local cache. From a folder, its names of tensors are also
             read.
-        head: ``"lm"``, ``"value"``, ``"classification"`` or ``"none"``.
+        head: ``"lm"``, ``"value"``, ``"classification"``, ``"process_reward"`` or ``"none"``.
 
     Raises:
         ConfigError: ``hf`` is no config, no architecture is registered for it, or there is no such head.

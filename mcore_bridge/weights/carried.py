@@ -104,7 +104,7 @@ def _require_folder(folder: str | None) -> None:
 
 
 def _require_other_parts(provenance: Provenance, names: Collection[str]) -> None:
-    if provenance.whole is None or provenance.tower:
+    if not provenance.has_other_parts:
         return
     kind = provenance.config.model_type
     if provenance.folder is None:

@@ -8,14 +8,16 @@ import logging
 import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
-from mcore_bridge.architecture import architecture_of, composite_of, read_hf
+from mcore_bridge.architecture import architecture_of, composite_of, published_fields, read_hf
 from mcore_bridge.composite import IN_MODEL, Whole, spelling_in, text_of
 from mcore_bridge.config.hf import find_folder, with_fields
 from mcore_bridge.config.layer_kinds import MTP_COUNTS
 from mcore_bridge.config.mesh.alike import Content, digest_of
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.foreign_files import read_json
 from mcore_bridge.rules.dtypes import dtype_name
 from mcore_bridge.rules.layout import REPLICATED
 from mcore_bridge.rules.mapping import (
@@ -35,12 +37,12 @@ from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.rules.variants import (
     HEAD,
     LM_HEAD,
-    SCORE_HEAD,
     dialect_of,
     fused,
     lm_head_of,
     prefix_of,
     redundant_head,
+    score_head,
     tied_lm_head,
 )
 from mcore_bridge.weights.files.hf_folder import names_in
@@ -152,6 +154,11 @@ class Provenance:
         return self.prefixes if self.whole is None else self.whole.spelling
 
     @property
+    def has_other_parts(self) -> bool:
+        """Whether a save copies tensors of parts of a composite that are not built."""
+        return bool(self._parts())
+
+    @property
     def lm_head(self) -> str:
         """The HF name of the LM head."""
         return respelled_name(HEAD, self.spelling)
@@ -189,7 +196,9 @@ class Provenance:
             names = (name for rule in lm_head for name in rule.hf)
             if self.head == "none":
                 return WeightMapping(rules, (*ignored, *names, "score.*"), self.optional, **parts)
-            return WeightMapping((*rules, *SCORE_HEAD), (*ignored, *names), ("score.*", *self.optional), **parts)
+            return WeightMapping(
+                (*rules, *score_head(self.head)), (*ignored, *names), ("score.*", *self.optional), **parts
+            )
         if tied and ties_any_head():
             return WeightMapping((*rules, *tied_lm_head(rules)), (*ignored, self.lm_head), self.optional, **parts)
         if tied:
@@ -213,9 +222,11 @@ class Provenance:
 
     def _parts(self) -> dict[str, tuple[str, ...]]:
         """Prefixes that separate the tensors of a composite's text model from carried tensors."""
-        if self.whole is None or self.tower:
+        if self.whole is None:
             return {}
-        names = top_names((*architecture_of(self.hf).rules(self.hf), *LM_HEAD, *SCORE_HEAD))
+        if self.tower:
+            return {"text": ("",), "carried": self.whole.composite.carried} if self.whole.composite.carried else {}
+        names = top_names((*architecture_of(self.hf).rules(self.hf), *LM_HEAD, *score_head(self.head)))
         text = tuple(respelled_name(name, self.spelling) for name in names)
         return {"text": text, "carried": self.whole.composite.carried}
 
@@ -289,7 +300,7 @@ def mapping(hf: HF, *, head: str = "lm", dialect: Dialect | None = None) -> Weig
 
     Args:
         hf: a folder, a hub name in the local cache, or a ``PretrainedConfig``.
-        head: ``"lm"``, ``"value"``, ``"classification"`` or ``"none"``.
+        head: ``"lm"``, ``"value"``, ``"classification"``, ``"process_reward"`` or ``"none"``.
         dialect: how HF names the experts; None is the dialect of the folder, or of the architecture.
 
     Returns:
@@ -327,6 +338,15 @@ def config_in(
         del config.quantization_config
     setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", dtype_name(dtype))
     return config
+
+
+def write_config(config: PretrainedConfig, folder: Path) -> None:
+    """Write the config.json of a checkpoint, with the published names of its fields, which engines read."""
+    config.save_pretrained(folder)
+    if names := dict(published_fields(config.model_type)):
+        path = folder / "config.json"
+        fields = {names.get(name, name): value for name, value in read_json(path, finite=False).items()}
+        path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
 
 
 def _count_mtp(hf: PretrainedConfig, provenance: Provenance, names: Collection[str]) -> None:

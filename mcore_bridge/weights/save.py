@@ -33,7 +33,7 @@ from mcore_bridge.weights.files.staging import SLOT_BYTES, Staging
 from mcore_bridge.weights.manifest import Manifest, manifest
 from mcore_bridge.weights.model_chunks import Models, chunks_of
 from mcore_bridge.weights.own_folder import is_source, plain_dtypes, require_held
-from mcore_bridge.weights.provenance import HF, Provenance, config_in, head_of, identity
+from mcore_bridge.weights.provenance import HF, Provenance, config_in, head_of, identity, write_config
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.failures import raise_on_all, require_alike
 
@@ -200,7 +200,7 @@ def _write_rest(
     copy_companions(provenance.folder, staging, kept=names)
     if kept is not None and "config.json" in names:
         provenance = provenance.with_config(read_hf(kept))
-    _config_of(specs, provenance).save_pretrained(staging)
+    write_config(_config_of(specs, provenance), staging)
 
 
 def _config_of(specs: Manifest, provenance: Provenance) -> PretrainedConfig:
@@ -210,10 +210,11 @@ def _config_of(specs: Manifest, provenance: Provenance) -> PretrainedConfig:
     largest = max(specs, key=lambda spec: spec.num_bytes)
     names = [spec.name for spec in specs]
     hf = config_in(provenance, largest.dtype, tied=provenance.lm_head not in names, names=names)
-    score = next((spec for spec in specs if spec.name == "score.weight"), None)
+    score = next((spec for spec in specs if spec.name in ("score.weight", "score.2.weight")), None)
     if score is not None:
         biased = any(spec.name == "score.bias" for spec in specs)
         kind = "ForTokenClassification" if biased else "ForSequenceClassification"
+        kind = "ForProcessRewardModel" if provenance.head == "process_reward" else kind
         hf.architectures = [f"{_stem(hf)}{kind}"]
         hf.num_labels = score.shape[0]
     if provenance.head == "none" and hf.architectures and _loses_head(provenance):

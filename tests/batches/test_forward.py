@@ -474,7 +474,7 @@ def values_of(dims, hf, head):
             return found.values, [models[0](row, torch.arange(row.size(1))[None], None)[0] for row in rows]
 
 
-@pytest.mark.parametrize("head", ["value", "classification"])
+@pytest.mark.parametrize("head", ["value", "classification", "process_reward"])
 def test_what_a_head_says_is_at_its_token(head):
     hf = tiny("qwen3", num_key_value_heads=2, num_labels=3)
     ((found, rows),) = pool.run(1, values_of, mb.ParallelDims(), hf, head)
@@ -543,7 +543,7 @@ OTHERS = {
     "REFUSED packed must be True or False, found 'no'": {"packed": "no"},
     "REFUSED temperature must be a number .* found None": {"temperature": None},
     "REFUSED '/nowhere' must be an existing folder": {"hf": "/nowhere"},
-    "REFUSED head must be one of lm, value, classification, none, found 'x'": {"head": "x"},
+    "REFUSED head must be one of lm, value, classification, process_reward, none, found 'x'": {"head": "x"},
     "REFUSED .*images": {"images": 5},
 }
 

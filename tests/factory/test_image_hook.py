@@ -33,6 +33,8 @@ CASES: dict[str, list[Any]] = {
     "qwen3_vl_moe": [({**EP, "cp": 2}, ROWS)],
     "qwen2_5_vl": [(CP, {}), (CP, ROWS)],
     "qwen2_vl": [(SP, ROWS)],
+    "qwen2_5_omni_thinker": [(CP, {})],
+    "qwen3_omni_moe_thinker": [(EP, {}), (SP, ROWS)],
     "hunyuan_vl": [(CP, {}), (SP, ROWS)],
     "glm4v": [(CP, {})],
     "glm46v": [(PP, BARE)],
@@ -103,6 +105,18 @@ def test_a_row_that_is_cut_inside_an_image_is_named_on_a_pipeline(name: str) -> 
 def test_a_fault_in_the_padding_of_a_pack_names_the_last_row() -> None:
     """A sequence of padding may follow the sequences of the rows."""
     assert "found in row 4: a fault" in str(misfit(MisfitError(2, "a fault"), [3, 4]))
+
+
+@pytest.mark.skipif("qwen2_5_omni_thinker" not in composites.NAMES, reason="the installed transformers lacks it")
+def test_what_a_thinker_would_hear_is_refused_by_name() -> None:
+    folder, (ids, mask, images, _), _ = case("qwen2_5_omni_thinker")
+    sound = {"input_features": torch.zeros(1, 8, 4), "feature_attention_mask": torch.ones(1, 4)}
+    with rank_of(ONE, 0, 1):
+        models = seeing.built(folder, ONE)
+        with pytest.raises(BatchError, match=r"\['feature_attention_mask', 'input_features'\] in row 0"):
+            mb.forward(models, ids, mask, images=[{**images[0], **sound}, *images[1:]])
+        with pytest.raises(BatchError, match="found input_features, feature_attention_mask"):
+            models[0](ids[:1], None, mask[:1], **images[0], **sound)
 
 
 def test_what_no_model_could_see_is_refused_by_name() -> None:

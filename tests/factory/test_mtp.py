@@ -1,5 +1,6 @@
 """MTP layers: built or not, in the file or not, in the last stage or a separate stage. Each tensor has one owner."""
 
+from dataclasses import replace
 from operator import itemgetter
 
 import pytest
@@ -29,12 +30,14 @@ MESHES = [
 ]
 
 
-NUMBERS = [("glm4_moe", 1), ("glm4_moe", 2), ("qwen3_next", 1), ("nemotron_h-narrow-experts", 2)]
+NUMBERS = [("glm4_moe", 1), ("glm4_moe", 2), ("qwen3_next", 1), ("nemotron_h-narrow-experts", 2), ("hy_v3", 1)]
+NUMBERS += [("mimo", 2)]
 
 
-@pytest.mark.parametrize(("name", "num_mtp_layers"), zoo.params(NUMBERS, itemgetter(0)))
+@pytest.mark.parametrize(("name", "num_mtp_layers"), mtp_checkpoints.params(NUMBERS, itemgetter(0)))
 @pytest.mark.parametrize("dims", MESHES, ids=str)
 def test_they_go_round(dims, name, num_mtp_layers):
+    dims = replace(dims, ep=1, etp=1) if name == "mimo" else dims  # which has no experts
     goes_round(*published(num_mtp_layers, name), dims, num_mtp_layers)
 
 
@@ -43,7 +46,7 @@ def test_they_go_round_in_a_stage_of_their_own(layout):
     goes_round(*published(1), ParallelDims(pp=layout.count("|") + 1, layout=layout), 1)
 
 
-@pytest.mark.parametrize("name", zoo.params(mtp_checkpoints.NAMES))
+@pytest.mark.parametrize("name", mtp_checkpoints.params(mtp_checkpoints.ALL))
 @pytest.mark.parametrize("dims", MESHES[2:3], ids=str)
 def test_in_the_file_and_not_built_they_are_ignored_and_reported(dims, name):
     hf, state = published(1, name)
@@ -189,12 +192,20 @@ def trained(folder, meshes):
     return found
 
 
-def test_their_gradients_do_not_depend_on_the_mesh(tmp_path):
-    hf, state = published(1)
+PROJECTIONS = {
+    "glm4_moe": (f"model.layers.{LAYERS}.eh_proj.weight", [{"tp": 2, "sp": True, "ep": 2}, {"pp": 2}, {"ep": 2}]),
+    "mimo": ("model.mtp_layers.0.input_proj.weight", [{"tp": 2, "sp": True}]),
+}
+
+
+@pytest.mark.parametrize("name", PROJECTIONS)
+def test_their_gradients_do_not_depend_on_the_mesh(tmp_path, name):
+    hf, state = published(1, name)
     save(state, hf, tmp_path)
     ((expected,),) = pool.run(1, trained, str(tmp_path), [{}])
-    assert expected["grads"][f"model.layers.{LAYERS}.eh_proj.weight"].any()
-    meshes = [{"tp": 2, "sp": True, "ep": 2}, {"pp": 2}, {"ep": 2}, {"pp": 2, "layout": "Etttt|mL"}]
+    projection, meshes = PROJECTIONS[name]
+    assert expected["grads"][projection].any()
+    meshes = [*meshes, {"pp": 2, "layout": "Etttt|mL"}]
     for steps in pool.run(2, trained, str(tmp_path), meshes):
         for sizes, step in zip(meshes, steps, strict=True):
             errors = {name: relative_error(step["grads"][name], grad) for name, grad in expected["grads"].items()}

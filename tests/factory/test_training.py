@@ -6,7 +6,13 @@ import pytest
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.module import Float16Module
-from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+from torch import nn
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    Qwen2Model,
+    Qwen2PreTrainedModel,
+)
 
 from mcore_bridge import ParallelDims, build_model, to_hf_state_dict
 from tests.support import pool, stepping, tiny
@@ -139,6 +145,17 @@ def test_tp_ranks_drop_different_heads_and_the_same_hidden_values(checkpoints):
     assert torch.equal(outside, other_outside)
 
 
+class ProcessReward(Qwen2PreTrainedModel):  # type: ignore[misc]  # without types
+    """A process reward model as Qwen publishes its code: two linear layers with a relu between."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = Qwen2Model(config)
+        size = config.hidden_size
+        self.score = nn.Sequential(nn.Linear(size, size), nn.ReLU(), nn.Linear(size, config.num_labels))
+        self.post_init()
+
+
 HEADS = {
     "value": (tiny.config("llama", num_labels=1), AutoModelForSequenceClassification, {"tp": 2, "sp": True, "pp": 2}),
     "classification": (tiny.config("qwen2", num_labels=3), AutoModelForSequenceClassification, {"tp": 4}),
@@ -147,6 +164,7 @@ HEADS = {
         AutoModelForTokenClassification,
         {"tp": 2, "sp": True, "cp": 2},
     ),
+    "process_reward": (tiny.config("qwen2", num_labels=2), ProcessReward, {"tp": 2, "sp": True, "pp": 2}),
 }
 
 

@@ -119,6 +119,48 @@ def test_a_text_that_keeps_the_names_of_its_composite_loads_and_is_saved_so(name
     }
 
 
+REMOTE = {
+    "NemotronH_Nano_VL_V2": ("nemotron_h_omni", "llm_config"),
+    "internvl_chat": ("internvl", "llm_config"),
+    "kimi_vl": ("kimi_k25", "text_config"),
+}
+"""Composites that transformers lacks: one with an equal text and equal names, and the field with the text's config."""
+
+
+@pytest.mark.parametrize("name", REMOTE)
+def test_a_composite_that_transformers_lacks_is_read_and_written_by_its_published_names(
+    name: str, tmp_path: Path
+) -> None:
+    """Its own fields and the config of its models of images are kept as they are."""
+    other, field = REMOTE[name]
+    if other not in tiny.NAMES:
+        pytest.skip("the installed transformers lacks the other one")
+    reference = tiny.written(other, tmp_path / "source")
+    text = json.loads((tmp_path / "source" / "config.json").read_text())["text_config"]
+    fields = {
+        "model_type": name,
+        "architectures": [f"{name}Model"],
+        field: text,
+        "vision_config": {"model_type": "of_published_code", "patch_size": 14},
+        "torch_dtype": "float32",
+        "auto_map": {"AutoConfig": "configuration.Config"},
+    }
+    (tmp_path / "source" / "config.json").write_text(json.dumps(fields))
+    (logits, *_) = filter(
+        lambda x: x is not None, pool.run(2, tiny.load_and_save, tmp_path / "source", MESHES[0], tmp_path / "saved")
+    )
+    assert (logits - reference).abs().max() < BOUND * reference.std()
+    assert_same(tmp_path / "source", tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert {each: saved[each] for each in ("model_type", "architectures", "vision_config", "auto_map")} == {
+        each: fields[each] for each in ("model_type", "architectures", "vision_config", "auto_map")
+    }
+    assert saved[field]["hidden_size"] == text["hidden_size"]
+    assert field == "text_config" or "text_config" not in saved
+    with pytest.raises(ConfigError, match=f"vision must be 'carried' for {name}"), rank_of(ONE, 0, 1):
+        mb.build_model(tmp_path / "saved", dims=ONE, device="meta", vision="frozen")
+
+
 IN_MEMORY = (("language_model.model.", "model.language_model."), ("language_model.lm_head.", "lm_head."))
 TWICE = (("language_model.model.", "language_model.model.model."),)
 

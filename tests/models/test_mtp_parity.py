@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 import mcore_bridge as mb
 from mcore_bridge.factory.mtp_specs import REPEATED
-from tests import zoo
 from tests.support import mtp_checkpoints, pool, stepping, tiny
 from tests.support.bounds import BOUND
 from tests.support.mtp_steps import reference_step
@@ -72,11 +71,16 @@ def exchanged(state, one, other):
     return {**state, one: state[other], other: state[one]}
 
 
-MISTAKES = [("qwen3_next", norms_exchanged), ("qwen3_next", halves_exchanged)]
+def columns_exchanged(state):
+    name = "model.mtp_layers.0.input_proj.weight"
+    return {**state, name: state[name].roll(state[name].shape[1] // 2, 1)}
+
+
+MISTAKES = [("qwen3_next", norms_exchanged), ("qwen3_next", halves_exchanged), ("mimo", columns_exchanged)]
 MISTAKES += [("nemotron_h", functools.partial(exchanged, one=one, other=other)) for one, other in PAIRS]
 
 
-@pytest.mark.parametrize(("name", "mistake"), zoo.params(MISTAKES, itemgetter(0)))
+@pytest.mark.parametrize(("name", "mistake"), mtp_checkpoints.params(MISTAKES, itemgetter(0)))
 def test_parity_can_fail(references, name, mistake):
     (worst,) = pool.run(1, worst_of, [name], mb.ParallelDims(), references, mistake)
     assert worst[name] > 50 * BOUND

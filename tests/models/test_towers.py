@@ -28,6 +28,7 @@ from tests.support.bounds import ONE
 from tests.support.composites import assert_same
 from tests.support.conversions import quiet
 from tests.support.published import expand
+from tests.support.published import records as configs
 from tests.support.written_weights import read
 
 PUBLISHED = Path(__file__).parent.parent / "data" / "tower_names.jsonl"
@@ -42,7 +43,7 @@ def test_a_tower_goes_round_and_is_the_one_of_transformers(name: str, tmp_path: 
     """Each tower runs on a mesh, through exports, a saved folder and a checkpoint of megatron-core, bit for bit."""
     tiny.written(name, tmp_path / "source")
     dims = EXPERTS if "moe" in name else MESHES[len(name) % 2]
-    if dims.pp > 1 and tiny.config(name).text_config.num_hidden_layers % 4 == 0:
+    if dims.pp > 1 and tiny.text_of(tiny.config(name)).num_hidden_layers % 4 == 0:
         dims = replace(dims, vp=2)
     ranks = [both for both in pool.run(2, towers.go_round, tmp_path / "source", dims, tmp_path) if both]
     assert len(ranks) == (1 if dims.pp > 1 else 2)
@@ -115,6 +116,17 @@ def test_a_published_index_has_the_names_of_the_tower_and_no_others(record: dict
     assert [mapping.consumers(name) for name in names] == [
         (f"vision.{spec.name}",) for spec in blueprint.provenance.tower
     ]
+
+
+@pytest.mark.skipif("qwen2_5_omni" not in towers.NAMES, reason="the installed transformers is too old")
+def test_a_published_thinker_has_the_size_of_its_text_and_of_its_towers(tmp_path: Path) -> None:
+    """The record is of a quantized copy, which differs in this description alone."""
+    (record,) = (each for each in configs() if each.config["model_type"] == "qwen2_5_omni")
+    plain = replace(record, config={name: each for name, each in record.config.items() if "quantization" not in name})
+    options = BuildOptions(dims=ONE, dtype=torch.bfloat16, device="meta", vision="train")
+    provenance = make_blueprint(plain.write(tmp_path), options).provenance
+    assert count_params(provenance.hf).total == 7_615_616_512
+    assert count_params(provenance.hf, tower=provenance.tower).total == 8_931_813_888
 
 
 @pytest.mark.skipif(not towers.NAMES, reason="the installed transformers is too old")

@@ -16,6 +16,7 @@ from transformers.models.auto import modeling_auto
 import mcore_bridge as mb
 from mcore_bridge.architecture import composites
 from mcore_bridge.commands.verify.logits import forward
+from mcore_bridge.composite import core_of
 from mcore_bridge.rules.mapping import respelled_name
 from tests import zoo
 from tests.support.stepping import leave_mesh
@@ -77,25 +78,35 @@ _SIZES = {
 if transformers.__version__ == "5.24.0":
     MoeCausalLMOutputWithPast.image_outputs = None  # Llama 4's composite reads it there, and raises without it
 _WITH_INNER = re.compile("gemma3|llava")
-_AUTO = ("MULTIMODAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_CAUSAL_LM")
+_AUTO = ("MULTIMODAL_LM", "TEXT_TO_WAVEFORM", "IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_CAUSAL_LM")
 
 
 def config(model_type: str, /, **text: Any) -> Any:
     """A small config of a composite. ``model_type`` among ``text`` chooses the kind of its text."""
-    default = CONFIG_MAPPING[model_type]()
+    whole = CONFIG_MAPPING[model_type]()
+    default = core_of(whole, composites()[model_type])
     inner = {**TEXTS[text.get("model_type", default.text_config.model_type)].to_dict(), **text}
     if "num_nextn_predict_layers" in inner:
         inner["num_nextn_predict_layers"] = 0  # the default of 5.17 is 1, and the text here has no MTP layers
     parts = {
         name: _small(getattr(default, name), inner["hidden_size"])
         for name in sorted(type(default).sub_configs)
-        if name != "text_config"
+        if name != "text_config" and getattr(default, name, None) is not None
     }
     sizes = {name: inner[name] for name in ("hidden_size", "vocab_size") if name in default.to_dict()}
     hf = type(default)(text_config=inner, tie_word_embeddings=inner["tie_word_embeddings"], **parts, **sizes)
+    if model_type == "nemotron_h_omni":
+        hf.vision_hidden_size, hf.projector_hidden_size = 32, 48
     if model_type == "qwen3_5":
         hf.text_config.rope_parameters["partial_rotary_factor"] = 0.25  # 5.17 sets it at the top, too
+    if inside := composites()[model_type].inside:
+        return type(whole)(**{inside: hf.to_dict()}, enable_audio_output=False)
     return hf
+
+
+def text_of(hf: Any) -> Any:
+    """The text config within the config of a composite."""
+    return core_of(hf, composites()[hf.model_type]).text_config
 
 
 def _small(part: Any, text_size: int) -> dict[str, Any]:
@@ -114,6 +125,11 @@ def model_class(model_type: str) -> Any:
     return getattr(transformers, names[0]) if names else None
 
 
+def thinker_of(model: Any) -> Any:
+    """The part of transformers' model that has the text and its towers."""
+    return getattr(model, "thinker", model)
+
+
 def written(model_type: str, folder: Path, *, published: bool = True, **text: Any) -> Tensor:
     """Write a random composite as it is published, and return transformers' fp32 logits of ``tokens`` without images.
 
@@ -128,11 +144,16 @@ def written(model_type: str, folder: Path, *, published: bool = True, **text: An
         for parameter in model.parameters():
             parameter.normal_(std=0.2)
         model.save_pretrained(folder)
-        whole = _text_of(model) if composites()[model_type].without_reference else model
+        seen = thinker_of(model)
+        whole = _text_of(seen) if composites()[model_type].without_reference else seen
         logits: Tensor = whole(tokens()).logits
     file = folder / "model.safetensors"
+    if model_type == "qwen2_5_omni":
+        torch.save({}, folder / "spk_dict.pt")  # the voices, without which transformers does not load it
     if published:
-        save_file(dict(as_published(model_type, load_file(file))), file, metadata={"format": "pt"})
+        beside = {f"{prefix}model.norm.weight": torch.randn(6) for prefix in composites()[model_type].carried}
+        state = dict(as_published(model_type, load_file(file))) | beside
+        save_file(state, file, metadata={"format": "pt"})
     return logits
 
 
@@ -217,7 +238,7 @@ def is_in_transformers(model_type: str) -> bool:
     """Whether the installed release has a composite, with a head, whose text is in the zoo."""
     if model_type not in CONFIG_MAPPING or model_class(model_type) is None:
         return False
-    return CONFIG_MAPPING[model_type]().text_config.model_type in TEXTS
+    return text_of(CONFIG_MAPPING[model_type]()).model_type in TEXTS
 
 
 NAMES = [name for name in composites() if is_in_transformers(name)]

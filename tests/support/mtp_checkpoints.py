@@ -4,27 +4,67 @@ transformers has no MTP layers: their tensors come from a model of one layer, un
 """
 
 import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests import zoo
+from tests.support import twins
 from tests.support.parity import BATCH, SEQ, reference_model, tokens
-from tests.support.strategies import random_state
+from tests.support.strategies import random_state, tiny
 
 AROUND = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-BESIDE = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+
+
+@dataclass(frozen=True)
+class Style:
+    """The names of MTP layers in the files of a family.
+
+    ``place`` is the prefix of the inner layer, and ``beside`` the prefix of the modules around it, if it is another.
+    ``number`` stands for the number of the MTP layer, ``behind`` for this number plus the number of decoder layers.
+    """
+
+    place: str = "model.layers.{behind}."
+    around: tuple[str, ...] = AROUND
+    beside: str | None = None
+    copies: bool = False
+    """Whether the layer has copies of the embedding and the head."""
+    hidden_first: bool = False
+    """Whether the projection multiplies hidden states, then the embedding."""
+
+
 FLAT = ("enorm", "hnorm", "eh_proj", "final_layernorm")
+MIMO = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+QWEN = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+STYLES = {
+    "nemotron_h": Style("mtp.layers.{number}.", FLAT),
+    "qwen": Style("mtp.layers.{number}.", QWEN, beside="mtp."),
+    "mimo": Style("model.mtp_layers.{number}.", MIMO, hidden_first=True),
+    "hy_v3": Style(around=FLAT),
+}
+"""By the beginning of the ``model_type``."""
 HALVES = ("nemotron_h", "nemotron_h-narrow-experts")
-NAMES = ("glm4_moe", "deepseek_v3", "glm4_moe_lite", "qwen3_next", "qwen3.5", "qwen3.5-moe", *HALVES)
+NAMES = ("glm4_moe", "deepseek_v3", "glm4_moe_lite", "hy_v3", "qwen3_next", "qwen3.5", "qwen3.5-moe", *HALVES)
 _KINDS = {"layer_types": "full_attention", "mlp_layer_types": "sparse", "indexer_types": "full"}
-CASES = zoo.here(NAMES)
+_OF_TWINS = {"mimo": {**tiny("qwen2", num_key_value_heads=2, hidden_size=192).to_dict(), "attention_bias": True}}
+"""Configs of families that transformers lacks, by name."""
+ALL = (*NAMES, *_OF_TWINS)
+CASES = [*zoo.here(NAMES), *_OF_TWINS]
+
+
+def params(names: Iterable[Any], case_of: Callable[[Any], str] = str) -> list[Any]:
+    """Like ``zoo.params``, also for families that transformers lacks."""
+    return [
+        param for name in names for param in ([name] if case_of(name) in _OF_TWINS else zoo.params([name], case_of))
+    ]
 
 
 def config(name: str, num_mtp_layers: int = 1) -> Any:
     """The HF config of a case of the zoo, with MTP layers. They are of the kind of its last layer."""
-    hf = zoo.cases()[name].hf
+    hf = twins.read(name, _OF_TWINS[name]) if name in _OF_TWINS else zoo.cases()[name].hf
     if getattr(hf, "mlp_layer_types", None):
         hf.mlp_layer_types = [*hf.mlp_layer_types[:-1], "sparse"]
     if not _are_beside(hf):
@@ -48,7 +88,7 @@ def published(hf: Any, num_mtp_layers: int = 1) -> dict[str, Tensor]:
         state[around["eh_proj"]] = torch.randn(width, 2 * width, generator=generator) * (2 * width) ** -0.5
         for shift, name in enumerate(("enorm", "hnorm", "shared_head.norm")):
             state[around[name]] = norm.roll(shift).contiguous()
-        if not _are_beside(hf) and not _are_flat(hf):
+        if style_of(hf).copies:
             state[f"{prefix}embed_tokens.weight"] = state["model.embed_tokens.weight"].clone()
             state[f"{prefix}shared_head.head.weight"] = state["lm_head.weight"].clone()
     return state
@@ -56,7 +96,7 @@ def published(hf: Any, num_mtp_layers: int = 1) -> dict[str, Tensor]:
 
 def is_mtp(hf: Any, name: str) -> bool:
     """Whether an HF tensor belongs to the one MTP layer."""
-    return name.startswith(("mtp.", f"model.layers.{hf.num_hidden_layers}."))
+    return name.startswith(("mtp.", "model.mtp_layers.", f"model.layers.{hf.num_hidden_layers}."))
 
 
 def one_layer(hf: Any) -> Any:
@@ -89,7 +129,8 @@ def reference_logits(hf: Any) -> Tensor:
         norm.weight.copy_(state[around["enorm"]])
         embedded = norm(model.get_input_embeddings()(following))
         norm.weight.copy_(state[around["hnorm"]])
-        joined = torch.cat([embedded, norm(hidden)], -1)
+        parts = [embedded, norm(hidden)]
+        joined = torch.cat(parts[::-1] if style_of(hf).hidden_first else parts, -1)
         return last(inputs_embeds=joined @ state[around["eh_proj"]].T, use_cache=False).logits
 
 
@@ -121,8 +162,13 @@ def predicted(model: Any, hf: Any) -> Tensor:
     return logits.transpose(0, 1)
 
 
+def style_of(hf: Any) -> Style:
+    """How the files of a family name MTP layers."""
+    return next((style for name, style in STYLES.items() if hf.model_type.startswith(name)), Style(copies=True))
+
+
 def _are_beside(hf: Any) -> bool:
-    return hf.model_type.startswith("qwen")
+    return style_of(hf).beside is not None
 
 
 def _are_flat(hf: Any) -> bool:
@@ -135,20 +181,20 @@ def _norm(hf: Any) -> str:
 
 def names_of(hf: Any, number: int) -> tuple[dict[str, str], dict[str, str]]:
     """Prefixes of the inner layer's names, by prefixes in a model of this layer; and names of the modules around it."""
+    style = style_of(hf)
     if _are_flat(hf):  # HF numbers halves through
         halves = len(hf.mtp_layers_block_type)
-        places = [f"mtp.layers.{halves * number + half}." for half in range(halves)]
+        places = [style.place.format(number=halves * number + half) for half in range(halves)]
         around = {
-            name: f"{places[-1 * (name == AROUND[-1])]}{own}.weight" for name, own in zip(AROUND, FLAT, strict=True)
+            name: f"{places[-1 * (name == AROUND[-1])]}{own}.weight"
+            for name, own in zip(AROUND, style.around, strict=True)
         }
         return {f"backbone.layers.{half}.": place for half, place in enumerate(places)}, around
-    if _are_beside(hf):
-        return {"model.layers.0.": "mtp.layers.0."}, {
-            name: f"mtp.{own}.weight" for name, own in zip(AROUND, BESIDE, strict=True)
-        }
-    prefix = f"model.layers.{hf.num_hidden_layers + number}."
-    return {"model.layers.0.": prefix}, {name: f"{prefix}{name}.weight" for name in AROUND}
+    place = style.place.format(number=number, behind=hf.num_hidden_layers + number)
+    beside = place if style.beside is None else style.beside
+    around = {name: f"{beside}{own}.weight" for name, own in zip(AROUND, style.around, strict=True)}
+    return {"model.layers.0.": place}, around
 
 
 def _extra() -> set[str]:
-    return {f"{name}.weight" for name in (*AROUND, *FLAT, "embed_tokens", "shared_head.head")}
+    return {f"{name}.weight" for name in (*AROUND, *FLAT, *MIMO, "embed_tokens", "shared_head.head")}

@@ -84,12 +84,20 @@ def outcome_of(record: Published, folder: Path) -> dict[str, Any]:
         )
         quantization_in(folder)
     except ConfigError as error:
-        return {"refused": obstacles_of_family(record.config["model_type"]) or obstacles(str(error))}
+        return {"refused": obstacles_of_family(kind_of(record.config)) or obstacles(str(error))}
     config, counts = blueprint.config, count_params(blueprint.hf)
     idle = 1 - config.moe_router_topk / config.num_moe_experts if config.num_moe_experts else 0
     loads = {"parameters": counts.total, "active": counts.total - round(sum(counts.experts) * idle)}
     unread = sorted(blueprint.unread)
     return loads | ({"unread": unread} if unread else {})
+
+
+def kind_of(config: dict[str, Any]) -> str:
+    """The ``model_type`` of a config, or of its text if transformers lacks the composite."""
+    composite = composites().get(config["model_type"])
+    inside = dict(composite.published_fields).get("text_config", "text_config") if composite else ""
+    kind: str = config[inside]["model_type"] if composite and composite.is_remote else config["model_type"]
+    return kind
 
 
 def obstacles_of_family(model_type: str) -> list[str]:

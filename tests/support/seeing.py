@@ -75,6 +75,8 @@ def config(model_type: str, /, **text: Any) -> Any:
         hf.vision_feature_layers = [-1, -2]
     if model_type == "kimi_k25":
         hf.projection_hidden_size = vision.hidden_size
+    if model_type.endswith("_thinker"):  # published, and not declared
+        hf.vision_start_token_id = SPECIAL["vision_start_token_id"]
     return hf
 
 
@@ -233,7 +235,8 @@ def _inputs(model: Any, ids: Tensor, images: Any) -> dict[str, Any]:
     types = token_types(model.config, ids)
     known = inspect.signature(model.forward).parameters
     named = {name: types for name in ("mm_token_type_ids", "token_type_ids") if name in known}
-    return {"input_ids": ids, **named, **(images or {})}
+    mask = {"attention_mask": torch.ones_like(ids)}  # from which a thinker computes positions
+    return {"input_ids": ids, **mask, **named, **(images or {})}
 
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}

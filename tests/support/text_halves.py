@@ -15,8 +15,10 @@ COMPOSITES = {
     "glm4v_moe_text": "glm4v_moe",
     "glm4v_text": "glm4v",
     "hunyuan_vl_text": "hunyuan_vl",
+    "qwen2_5_omni_text": "qwen2_5_omni",
     "qwen2_5_vl_text": "qwen2_5_vl",
     "qwen2_vl_text": "qwen2_vl",
+    "qwen3_omni_moe_text": "qwen3_omni_moe",
     "qwen3_vl_moe_text": "qwen3_vl_moe",
     "qwen3_vl_text": "qwen3_vl",
 }
@@ -64,6 +66,13 @@ if "mistral4" in CONFIG_MAPPING:
     AutoModelForCausalLM.register(CONFIG_MAPPING["mistral4"], Mistral4ForCausalLM, exist_ok=True)
 if _SPEAKS_4:  # transformers' own list lacks its class
     CONFIG_MAPPING.register(CONFIG_MAPPING["glm4v_moe_text"].model_type, CONFIG_MAPPING["glm4v_moe_text"])
+if "qwen3_omni_moe" in CONFIG_MAPPING:  # whose decoders no list has, and in 4.57 nor their configs
+    from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniThinkerTextModel
+    from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeThinkerTextModel
+
+    for _decoder in (Qwen2_5OmniThinkerTextModel, Qwen3OmniMoeThinkerTextModel):
+        CONFIG_MAPPING.register(_decoder.config_class.model_type, _decoder.config_class, exist_ok=True)
+        MODEL_MAPPING.register(_decoder.config_class, _decoder, exist_ok=True)
 for _half, _composite in COMPOSITES.items():
     if _half in CONFIG_MAPPING:
         _register(_half, _composite)

@@ -720,18 +720,21 @@ def export_with_head(head, tied):
     models, _ = built(dims, hf, head=head, load_weights=lm)
     exported = mb.to_hf_state_dict(models)
     rows = 1 if head == "value" else 3
-    assert exported.keys() == lm.keys() - {"lm_head.weight"} | {"score.weight"}
-    assert exported["score.weight"].shape == (rows, hf.hidden_size)
+    last = "score.2.weight" if head == "process_reward" else "score.weight"
+    names = {"score.0.weight", "score.0.bias", "score.2.bias", last} if head == "process_reward" else {last}
+    assert exported.keys() == lm.keys() - {"lm_head.weight"} | names
+    assert exported[last].shape == (rows, hf.hidden_size)
     report = mb.load_hf_weights(models, lm)
     holds_head = any(chunk.post_process for chunk in models)
-    assert report.initialised == (("score.weight",) if holds_head else ())
+    assert {*report.initialised} == (names if holds_head else set())
     assert report.ignored == (() if tied else ("lm_head.weight",))
-    scored = {**exported, "score.weight": torch.randn(rows, hf.hidden_size, generator=torch.Generator().manual_seed(9))}
+    generator = torch.Generator().manual_seed(9)
+    scored = exported | {name: torch.randn(exported[name].shape, generator=generator) for name in sorted(names)}
     assert mb.load_hf_weights(models, scored).initialised == ()
     assert_exact(mb.to_hf_state_dict(models), scored)
 
 
-@pytest.mark.parametrize("head", ["value", "classification"])
+@pytest.mark.parametrize("head", ["value", "classification", "process_reward"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_heads_load_from_a_causal_lm_and_from_their_own_weights(head, tied):
     pool.run(8, export_with_head, head, tied)

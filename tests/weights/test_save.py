@@ -96,7 +96,14 @@ def test_tokenizer_files_come_along_and_other_files_stay(tmp_path, alone):
     )
 
 
-@pytest.mark.parametrize("head", ["lm", "value"])
+KINDS = {
+    "lm": "Qwen3ForCausalLM",
+    "value": "Qwen3ForSequenceClassification",
+    "process_reward": "Qwen3ForProcessRewardModel",
+}
+
+
+@pytest.mark.parametrize("head", KINDS)
 def test_a_config_and_a_tokenizer_that_are_there_stay_where_it_is_asked(tmp_path, alone, head):
     source, target = tmp_path / "source", tmp_path / "target"
     mb.save_hf_checkpoint(build_one(), source)
@@ -114,8 +121,7 @@ def test_a_config_and_a_tokenizer_that_are_there_stay_where_it_is_asked(tmp_path
     assert not (target / "special_tokens_map.json").exists(), "it is of another tokenizer"
     assert (target / "modeling_own.py").exists()
     config = json.loads((target / "config.json").read_text())
-    kind = {"lm": "Qwen3ForCausalLM", "value": "Qwen3ForSequenceClassification"}[head]
-    assert (config["max_position_embeddings"], config["architectures"]) == (777, [kind])
+    assert (config["max_position_embeddings"], config["architectures"]) == (777, [KINDS[head]])
     mb.save_hf_checkpoint(models, target)
     assert json.loads((target / "config.json").read_text())["max_position_embeddings"] == HF.max_position_embeddings
     assert (target / "tokenizer_config.json").read_text() == "of the source"

@@ -39,14 +39,22 @@ def _method_back(mcore: Mcore) -> dict[str, object]:
     return {"topk_method": "group_limited_greedy", **groups_back(mcore)}
 
 
-def _given_groups(hf: Hf) -> dict[str, object]:
-    """``GROUPS`` for families without a config class in transformers: no field has a default, so all must be set."""
-    for name in GROUPS.names:
-        count(hf, name)
-    return GROUPS.to_mcore(hf)
+def given(entry: Derive, *names: str) -> Derive:
+    """``entry`` for families without a config class in transformers: these fields have no default, and must be set.
+
+    Without ``names`` all of its fields must be set.
+    """
+
+    def forward(hf: Hf) -> dict[str, object]:
+        for name in names or entry.names:
+            if hf.get(name) is None:
+                count(hf, name)
+        return entry.forward(hf)
+
+    return Derive(entry.names, forward, entry.backward, entry.refuses)
 
 
-GIVEN_GROUPS = Derive(GROUPS.names, _given_groups, groups_back, GROUPS.refuses)
+GIVEN_GROUPS = given(GROUPS)
 _REFUSED = (
     "`topk_method` other than `greedy` and `group_limited_greedy`: transformers computes no other",
     "`group_limited_greedy` unless `num_experts_per_tok` is below twice `topk_group`: HF ranks a group by its best "

@@ -46,6 +46,26 @@ class ReplicatedHead(nn.Module):
         return _gathered(nn.functional.linear(input_, self.weight, self.bias).float(), self), None
 
 
+class DeepHead(ReplicatedHead):
+    """A ``ReplicatedHead`` behind a linear layer ``[hidden, hidden]`` and a relu; both layers have a bias."""
+
+    def __init__(
+        self, config: TransformerConfig, num_outputs: int, *, tp_group: torch.distributed.ProcessGroup
+    ) -> None:
+        from mcore_bridge.factory.modules.torch_modules import placement
+
+        super().__init__(config, num_outputs, bias=True, tp_group=tp_group)
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size, **placement(config))
+        for parameter in self.dense.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        """``[s, b, hidden]`` to fp32 ``[s of all TP ranks, b, num_outputs]``. The options of an LM head are ignored."""
+        return super().forward(self.dense(input_).relu())
+
+
 class NoHead(nn.Module):
     """Returns hidden states in place of logits: ``[s, b, hidden]``. With SP they are gathered over TP ranks."""
 
@@ -119,7 +139,7 @@ def replace_output_layer(model: GPTModel, hf: PretrainedConfig, *, head: str) ->
         model: a chunk, built with ``share_embeddings_and_output_weights=False`` unless head is "lm".
         hf: the HF config. It has the number of labels, and by its architecture whether there is a bias
             (``...ForTokenClassification`` has one).
-        head: "lm", "value" (one output), "classification" or "none".
+        head: "lm", "value" (one output), "classification", "process_reward" or "none".
     """
     if head == "lm" or not model.post_process:
         return
@@ -128,8 +148,11 @@ def replace_output_layer(model: GPTModel, hf: PretrainedConfig, *, head: str) ->
         model.sharded_state_dict = partial(_without_output_weight, model)
         return
     num_outputs = 1 if head == "value" else hf.num_labels
-    bias = any(name.endswith("ForTokenClassification") for name in hf.architectures or ())
-    model.output_layer = ReplicatedHead(model.config, num_outputs, bias=bias, tp_group=model.tp_group)
+    if head == "process_reward":
+        model.output_layer = DeepHead(model.config, num_outputs, tp_group=model.tp_group)
+    else:
+        bias = any(name.endswith("ForTokenClassification") for name in hf.architectures or ())
+        model.output_layer = ReplicatedHead(model.config, num_outputs, bias=bias, tp_group=model.tp_group)
     model.output_layer.weight.is_embedding_or_output_parameter = True
 
 
@@ -143,13 +166,14 @@ def _without_output_weight(model: GPTModel, *args: Any, **options: Any) -> Any:
 
 
 def initialise_head(model: GPTModel, seed: int) -> None:
-    """Draws a head's weight from N(0, init_method_std) and zeroes its bias; equal on all ranks with the same seed."""
+    """Draws a head's weights from N(0, init_method_std) and zeroes biases; equal on all ranks with the same seed."""
     head = getattr(model, "output_layer", None)
     if not isinstance(head, ReplicatedHead) or head.weight.is_meta:
         return
     generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(head.weight.shape, generator=generator) * model.config.init_method_std
     with torch.no_grad():
-        head.weight.copy_(values)
-        if head.bias is not None:
-            head.bias.zero_()
+        for parameter in head.parameters():
+            drawn = torch.zeros(parameter.shape)
+            if parameter.dim() > 1:
+                drawn.normal_(std=model.config.init_method_std, generator=generator)
+            parameter.copy_(drawn)

@@ -36,7 +36,7 @@ class LayerFeatures:
 
 def count_features(whole: Whole) -> int:
     """The number of depths of a composite's tower, each of which has a feature for one of the first layers."""
-    return len(getattr(getattr(whole.config, "vision_config", None), "deepstack_visual_indexes", None) or ())
+    return len(getattr(getattr(whole.core, "vision_config", None), "deepstack_visual_indexes", None) or ())
 
 
 def require_layers(count: int, first: Stage) -> None:

@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 
 _PIXELS = "pixel_"
 """The prefix of names of inputs that only the tower reads."""
+_SOUND = ("input_features", "feature_", "audio_")
+"""Prefixes of names of inputs that only a model of sound reads. Nobody has written the check that they fit a row."""
 _TYPES = (TYPES, BLOCKS)
 """Arguments with the type of each token: text (0), of an image (1) or of a video (2)."""
 
@@ -69,6 +71,7 @@ def see(chunk: GPTModel, composite: nn.Module) -> None:
     stub = composite.language_model
     assert isinstance(stub, TextStub)
     readable = {name for name in _arguments(composite) if name.startswith(OF_OTHER_PARTS)}
+    readable -= {name for name in readable if name.startswith(_SOUND)}
     if stub.recompose is not None:
         take_positions(chunk, stub.num_positions, stub.recompose)
         readable.add(POSITIONS)
@@ -153,7 +156,7 @@ def _is_dynamic(chunk: Any) -> bool:
 
 
 def _require_readable(chunk: Any, composite: nn.Module, images: Iterable[str]) -> None:
-    unknown = [name for name in images if name not in _arguments(composite)]
+    unknown = [name for name in images if name not in _arguments(composite) or name.startswith(_SOUND)]
     if unknown:
         raise BatchError(
             f"inputs of images must be arguments of {type(composite).__name__}, found {', '.join(unknown)}: leave them "

@@ -66,14 +66,14 @@ def build_tower(whole: Whole, *, dtype: torch.dtype, device: torch.device, initi
             parameters are not initialised, and a load must follow.
 
     Returns:
-        The base model of the composite, such as ``Qwen3_5Model``. Its ``config`` is a copy of the composite's config.
+        The base model of the composite, such as ``Qwen3_5Model``. Its ``config`` is a copy of ``whole.core``.
     """
     from accelerate import init_empty_weights
     from transformers import AutoModel
 
     from mcore_bridge.factory.vision.text_stub import TextStub
 
-    config = copy.deepcopy(whole.config)
+    config = copy.deepcopy(whole.core)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     text = config.text_config

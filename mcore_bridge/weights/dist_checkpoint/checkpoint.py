@@ -42,7 +42,7 @@ from mcore_bridge.weights.model_chunks import Models, all_chunks_of, whole_confi
 from mcore_bridge.weights.model_tensors import held_tensors, require_as_built
 from mcore_bridge.weights.own_folder import is_source, note_source, require_held
 from mcore_bridge.weights.param_sync import gather_pending, require_gatherable
-from mcore_bridge.weights.provenance import HF, config_in, identity
+from mcore_bridge.weights.provenance import HF, config_in, identity, write_config
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.endpoints import check_storage
 from mcore_bridge.weights.transfer.failures import raise_on_all, require_alike
@@ -151,7 +151,7 @@ def save_checkpoint(
             if world.rank == 0:
                 require_files(update.new, TorchDistFolder.open(update.new).files)
                 tied = chunks[0].share_embeddings_and_output_weights
-                config_in(provenance, _dtype_of(chunks), tied=tied).save_pretrained(update.new)
+                write_config(config_in(provenance, _dtype_of(chunks), tied=tied), update.new)
                 copy_companions(provenance.folder, update.new)
                 notes = () if shard_names(target) else NOTES  # files of HF weights that stay
                 commit(update, SourceFolders(), (*dist_files(target), *notes), HEADS)

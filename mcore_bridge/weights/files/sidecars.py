@@ -16,8 +16,10 @@ _TOKENIZER = (
     *("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken"),
     *("chat_template*", "*.jinja"),
 )
-_COMPANIONS = ("generation_config.json", "*processor_config.json", "*.py")
-"""Other files to copy. Python files are the code of the model, the tokenizer and the processor, with their imports."""
+_COMPANIONS = ("generation_config.json", "*processor_config.json", "*.py", "spk_dict.pt")
+"""Other files to copy. Python files are the code of the model, the tokenizer and the processor, with their imports.
+``spk_dict.pt`` has the voices of Qwen2.5-Omni. transformers loads no folder of this model without it.
+"""
 MODELOPT = "hf_quant_config.json"
 NOTES = (
     MODELOPT,

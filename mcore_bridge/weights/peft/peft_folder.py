@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.arguments import given_path
-from mcore_bridge.composite import IN_MODEL, IN_TEXT, SPELLINGS
+from mcore_bridge.composite import IN_MODEL, IN_TEXT, IN_THINKER, SPELLINGS
 from mcore_bridge.config.hf import read_fields
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.rules.adapters import adapter_rules, base_name
@@ -224,7 +224,10 @@ def memory_prefixes(provenance: Provenance) -> Prefixes:
     whole = provenance.whole
     if not provenance.spelling or (whole and not hasattr(whole.config, "vision_config")):
         return ()
-    in_memory = (IN_TEXT if provenance.spelling == IN_TEXT else IN_MODEL) if whole else ()
+    in_memory: Prefixes = ()
+    if whole is not None:
+        in_text = IN_TEXT if provenance.spelling == IN_TEXT else IN_MODEL
+        in_memory = IN_THINKER if whole.composite.inside else in_text
     return ((respelled_name(_TEXT, provenance.spelling), respelled_name(_TEXT, in_memory)),)
 
 
