@@ -285,7 +285,8 @@ def _spell(fields: dict[str, object]) -> dict[str, object]:
     if isinstance(name := fields.get("dtype"), str) and not isinstance(getattr(torch, name, None), torch.dtype):
         del fields["dtype"]  # such as "auto", for which transformers raises; the argument dtype decides anyway
     if isinstance(rope := fields.get("rope_scaling"), dict):
-        fields["rope_scaling"] = {**rope, **{key: _ROPES[kind] for key in _KINDS if (kind := rope.get(key)) in _ROPES}}
+        kinds = {key: _ROPES.get(str(rope[key]), rope[key]) for key in _KINDS if key in rope}
+        fields["rope_scaling"] = {**rope, **kinds}
     if isinstance(tuned := fields.get("attn_temperature_tuning"), int):  # 4 in Llama 4 of transformers 4.51
         fields["attn_temperature_tuning"] = bool(tuned)
     both = any(fields.get(name) is not None for name in ("rope_scaling", "rope_theta"))
