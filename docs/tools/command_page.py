@@ -15,6 +15,7 @@ from mcore_bridge.commands.draw import Drawn
 from mcore_bridge.commands.plan.suggest_report import Search
 from mcore_bridge.commands.plan.tables import Planned
 from mcore_bridge.commands.run_command import keys_of
+from mcore_bridge.commands.verify.folders import FolderComparison
 from mcore_bridge.commands.verify.verify import Verdict
 from mcore_bridge.commands.written import Written
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
@@ -24,6 +25,7 @@ ATTRIBUTE = re.compile(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", re.MULTILINE)
 
 ANSWERS: dict[str, type] = {
     "verify": Verdict,
+    "verify --files-only": FolderComparison,
     "plan": Planned,
     "plan --gpus": Search,
     "convert": Written,

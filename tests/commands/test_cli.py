@@ -186,6 +186,27 @@ def test_verify_names_what_differs_from_another_folder(checkpoint: Path, copied:
     )
 
 
+def test_files_of_two_folders_are_compared_without_a_model(checkpoint: Path, copied: Path) -> None:
+    options = ["verify", checkpoint, "--against", copied, "--files-only"]
+    equal = run(*options)
+    assert equal.exit_code == 0, equal.output
+    assert "have 47 tensors" in " ".join(equal.output.split())
+    edit(shards(copied)[0], lambda tensors: next(iter(tensors.values())).view(torch.int16).neg_())
+    name = next(iter(load_file(shards(copied)[0])))
+    said = run(*options, "--json")
+    assert said.exit_code == 1
+    assert json.loads(said.stdout) == {
+        "good": False,
+        "folder": str(checkpoint),
+        "against": str(copied),
+        "tensors": 47,
+        "bytes": sum(tensor.nbytes for path in shards(checkpoint) for tensor in load_file(path).values()),
+        "different": [name],
+    }
+    assert "--tp would have no effect with --files-only" in refused(run(*options, "--tp", 2))
+    assert "name the other one by --against" in refused(run("verify", checkpoint, "--files-only"))
+
+
 def truncate(folder: Path) -> None:
     os.truncate(shards(folder)[1], shards(folder)[1].stat().st_size - 1)
 

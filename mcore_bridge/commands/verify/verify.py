@@ -187,7 +187,7 @@ def _verdict(
         parameters=sum(spec.numel for spec in exported),
         tensors=len(expected),
         bytes=exported.num_bytes,
-        decoded=Counter(str(held.codec) for held in (checkpoint.stored(name).encoding for name in task.names) if held),
+        decoded=Counter(held.codec.kind for held in (checkpoint.stored(name).encoding for name in task.names) if held),
         rank_bytes=max(finding.held for finding in findings),
         seconds={phase: max(finding.seconds[phase] for finding in findings) for phase in first.seconds},
         different=differences(Manifest((*expected, *drawn)), [finding.exported for finding in findings]),
