@@ -14,7 +14,7 @@ from mcore_bridge.errors import ConfigError, shown
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-HEADS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "Model")
+HEADS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForProcessRewardModel", "Model")
 """Endings of the classes that we write. transformers has not all of them for each family."""
 _FIELD = "architectures"
 _DRAFT = re.compile("eagle|dflash|dspark|domino|draft|medusa|mtp|nextn|speculator", re.IGNORECASE)
@@ -69,8 +69,9 @@ def require_class(hf: "PretrainedConfig", known: Collection[str], also: Collecti
     expected = f"{_FIELD} must name a class of {hf.model_type!r} first ({', '.join(sorted(known))}), found {name!r}"
     if _REWARD.search(name):
         raise ConfigError(
-            f"{expected}: a reward model, whose own head is not built. To train the model below it with a new linear "
-            f"head, write {stem_of(name)}ForSequenceClassification there, and pass head='value' or "
+            f"{expected}: a reward model. If its head is two linear layers, score.0 and score.2, write "
+            f"{stem_of(name)}ForProcessRewardModel there, and pass head='process_reward'. To train the model below it "
+            f"with a new linear head, write {stem_of(name)}ForSequenceClassification there, and pass head='value' or "
             "head='classification'."
         )
     raise ConfigError(

@@ -39,6 +39,14 @@ LIGHTON = ("LightOnOCRForConditionalGeneration",)
 """The class of published files that have the ``model_type`` of Mistral 3, from before transformers had LightOnOCR."""
 IDEFICS = (*FIELDS, parts("scale_factor", "_pad_token_id"))
 OVIS = (*FIELDS, parts("visual_indicator_token_ids", "hidden_size", "vocab_size"))
+ASR = (*FIELDS, parts("audio_chunk_size", "audio_merge_size", "timestamp_token_id"))
+MUSIC = (
+    *FIELDS,
+    parts(
+        *("audio_frame_step", "audio_bos_token_id", "audio_eos_token_id"),
+        *("head_dim", "max_position_embeddings", "rope_parameters"),  # of positions in time
+    ),
+)
 GRANITE = (*FIELDS, parts("downsample_rate", "has_lora_adapter", "window_size"))
 MINICPM = (
     *FIELDS,
@@ -178,6 +186,11 @@ COMPOSITES = (
     Composite(model_type="qianfan_ocr",         spelling=INSIDE,   fields=FIELDS,  without_tower=UNTRIED),
     Composite(model_type="smolvlm",             spelling=IN_TEXT,  fields=IDEFICS, without_tower=UNTRIED),
     Composite(model_type="video_llama_3",       spelling=IN_MODEL, fields=FIELDS,  without_tower=UNTRIED),
+    Composite(model_type="glmga",               spelling=IN_MODEL, fields=FIELDS,  without_tower=UNTRIED),
+    Composite(model_type="pp_chart2table",      spelling=INSIDE,   fields=FIELDS,  without_tower=UNTRIED),
+    Composite(model_type="moss_transcribe_diarize", spelling=IN_MODEL, fields=ASR, without_tower=SOUND),
+    Composite(model_type="musicflamingo",       spelling=INSIDE,   fields=MUSIC,   without_tower=SOUND),
+    Composite(model_type="qwen3_asr",           spelling=IN_MODEL, fields=ASR,     without_tower=SOUND),
     Composite(model_type="audioflamingo3",      spelling=INSIDE,   fields=FIELDS,  without_tower=SOUND),
     Composite(model_type="granite_speech",      spelling=INSIDE,   fields=GRANITE, without_tower=SOUND,
               without_reference=UNSCALED),
