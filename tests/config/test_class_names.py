@@ -45,7 +45,11 @@ def test_a_draft_head_with_the_class_of_its_target_is_told_by_its_fields(fields:
 @pytest.mark.parametrize(
     ("model_type", "name", "message"),
     [
-        ("qwen2", "Qwen2ForRewardModel", "a reward model.* write Qwen2ForSequenceClassification there.* head='value'"),
+        (
+            "qwen2",
+            "Qwen2ForRewardModel",
+            "a reward model.*head=.process_reward.* write Qwen2ForSequenceClassification there.* head='value'",
+        ),
         ("mixtral", "MiniMaxM2ForCausalLM", "of 'mixtral' first .*MixtralForCausalLM.*contradicts the model_type"),
         ("kimi_k2", "LlamaForCausalLM", "of 'kimi_k2' first .DeepseekV3ForCausalLM.*contradicts"),
     ],
@@ -62,6 +66,7 @@ def test_a_class_of_another_model_is_refused(model_type: str, name: str, message
         ("llama", "FSDPLlamaForCausalLM"),
         ("qwen2", "Qwen2ForTokenClassification"),
         ("cohere", "CohereForTokenClassification"),  # which we write, and transformers lacks
+        ("qwen2", "Qwen2ForProcessRewardModel"),
         ("qwen3", "Qwen3Model"),
         ("qwen3", "ForTokenClassification"),  # which we write of a config without a class
         ("qwen2", "InternVLForConditionalGeneration"),  # the text of a composite
