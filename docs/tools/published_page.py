@@ -139,7 +139,8 @@ def format_of(record: dict[str, Any]) -> str:
 
 
 def _quantized(quantized: dict[str, Any]) -> str:
-    method, blocks = quantized.get("quant_method", "modelopt"), quantized.get("weight_block_size")
+    unnamed = "modelopt" if "quant_algo" in quantized else "MLX"
+    method, blocks = quantized.get("quant_method", unnamed), quantized.get("weight_block_size")
     if method == "fp8":
         scale = ", scales are powers of two" if quantized.get("scale_fmt") == "ue8m0" else ""
         mixed = ", experts otherwise" if quantized.get("quant_algo") == "MIXED_PRECISION" else ""
@@ -148,7 +149,7 @@ def _quantized(quantized: dict[str, Any]) -> str:
         return _modelopt(quantized)
     if method == "compressed-tensors":
         return f"compressed-tensors {_compressed(quantized)}"
-    return {"mxfp4": "MXFP4", "awq": "AWQ"}.get(method, method)
+    return {"mxfp4": "MXFP4", "awq": "AWQ", "gptq": "GPTQ"}.get(method, method)
 
 
 def _modelopt(quantized: dict[str, Any]) -> str:

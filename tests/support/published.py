@@ -26,6 +26,7 @@ OBSTACLES = {
     r"needs megatron-core ([\d.]+)": "megatron-core",
     r"quantization_config: ([\w ]+?)(?: of [\w-]+)? must be": "quantized",
     r"does not know (.*?)\. If": "fields",
+    r"(architectures) must name a class of [^,]*(?:, [^,]*)*, found": "value",
     r"(\w+) must be [^.]*, found": "value",
     r"(\w+)=\S+ must be": "value",
 }
