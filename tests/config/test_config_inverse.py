@@ -31,7 +31,7 @@ def checkpoints(draw: st.DrawFn) -> Json:
         "tie_word_embeddings": draw(st.booleans()),
         "rms_norm_eps": draw(st.floats(1e-8, 1e-2)),
         "initializer_range": draw(st.floats(1e-4, 1.0)),
-        "hidden_act": draw(st.sampled_from(["silu", "gelu", "relu", "gelu_new", "gelu_pytorch_tanh"])),
+        "hidden_act": draw(st.sampled_from(["silu", "gelu", "relu", "gelu_fast", "gelu_pytorch_tanh"])),
         "attention_dropout": draw(st.sampled_from([0.0, 0.1])),
     }
     if model_type != "qwen3" and draw(st.booleans()):
@@ -58,7 +58,7 @@ def _expected(hf: PretrainedConfig, name: str) -> object:
         case "head_dim":
             return value or hf.hidden_size // hf.num_attention_heads
         case "hidden_act":
-            return {"gelu_new": "gelu_pytorch_tanh"}.get(value, value)
+            return {"gelu_fast": "gelu_pytorch_tanh"}.get(value, value)
         case "sliding_window" if "sliding_attention" not in getattr(hf, "layer_types", ["sliding_attention"]):
             return None
         case "rope_parameters":

@@ -42,7 +42,7 @@ CASES = {
         tie_word_embeddings=True,
     ),
     "gpt_neox": case("gpt_neox", **NEOX, vocab_size=97, use_parallel_residual=True),
-    "gpt_neox-one-by-one": case("gpt_neox", **NEOX, use_parallel_residual=False, hidden_act="gelu_new"),
+    "gpt_neox-one-by-one": case("gpt_neox", **NEOX, use_parallel_residual=False, hidden_act="gelu_fast"),
     "phi": case("phi", **PHI, vocab_size=97, resid_pdrop=0.1, embd_pdrop=0.2),
     "axk1": latent("axk1", **GROUPED, first_k_dense_replace=1, vocab_size=97),
 }

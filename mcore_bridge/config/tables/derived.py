@@ -19,8 +19,8 @@ def _activations() -> dict[str, Callable[..., object]]:
     """Activation functions by their names in HF. The first name of a function is written back."""
     from megatron.core.activations import squared_relu
 
-    named = {"silu": F.silu, "swish": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": GELU_TANH, "gelu_new": GELU_TANH}
-    return {**named, "relu": F.relu, "relu2": squared_relu}
+    by_tanh = dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), GELU_TANH)
+    return {"silu": F.silu, "swish": F.silu, "gelu": F.gelu, **by_tanh, "relu": F.relu, "relu2": squared_relu}
 
 
 def activation(field: str, *unread: str) -> Derive:
