@@ -56,6 +56,9 @@ def supports(hf: HF) -> Support:
     Returns:
         The answer. It is true or false, and has the reason of a refusal, which ``build_model`` would raise.
 
+    Raises:
+        Exception: only what is no fault of the config, such as a broken installation. A refusal is an answer.
+
     Example:
         >>> support = mb.supports("path/of/Qwen3-8B")
         >>> bool(support), support.model_type

@@ -27,6 +27,9 @@ def show_progress(on_event: Report | None = None) -> Iterator[None]:
             that are done, and the number of all, which is 0 for a source of pairs. None: a bar on stderr, on rank 0
             alone.
 
+    Raises:
+        BridgeError: ``on_event`` is no function.
+
     Example:
         >>> events = []
         >>> with mb.show_progress(lambda phase, done, total: events.append((phase, done, total))):

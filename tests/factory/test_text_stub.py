@@ -37,7 +37,7 @@ def called_with(model_type: str, folder: Path) -> dict[str, Any]:
     inputs = seeing._inputs(model, row, images[0])
     base, size = composites.base_of(model), model.config.text_config.hidden_size
     base.language_model = TextStub(base.language_model)
-    known = {name: value for name, value in inputs.items() if name != "input_ids"}
+    known = {name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")}
     with torch.no_grad():
         call = run_composite(base, lambda ids: torch.zeros(*ids.shape, size), {}, input_ids=row, **known)
     names = {row.size(1): "s", size: "h", int((seeing.token_types(model.config, row) > 0).sum()): "n"}

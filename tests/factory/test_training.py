@@ -145,7 +145,7 @@ def test_tp_ranks_drop_different_heads_and_the_same_hidden_values(checkpoints):
     assert torch.equal(outside, other_outside)
 
 
-class ProcessReward(Qwen2PreTrainedModel):  # type: ignore[misc]  # without types
+class Qwen2ForProcessRewardModel(Qwen2PreTrainedModel):  # type: ignore[misc]  # without types
     """A process reward model as Qwen publishes its code: two linear layers with a relu between."""
 
     def __init__(self, config: Any) -> None:
@@ -164,7 +164,7 @@ HEADS = {
         AutoModelForTokenClassification,
         {"tp": 2, "sp": True, "cp": 2},
     ),
-    "process_reward": (tiny.config("qwen2", num_labels=2), ProcessReward, {"tp": 2, "sp": True, "pp": 2}),
+    "process_reward": (tiny.config("qwen2", num_labels=2), Qwen2ForProcessRewardModel, {"tp": 2, "sp": True, "pp": 2}),
 }
 
 

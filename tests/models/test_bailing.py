@@ -102,7 +102,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "num_nextn_predict_layers must be 0": {"num_nextn_predict_layers": 1},
     "use_bias must be False": {"use_bias": True},
     "rotary_dim must be 64": {"rotary_dim": 32},
-    "norm_head=False": {"norm_head": False},  # of Ling 1
+    "norm_head must be False": {"norm_head": True},  # of Ling 1
     "must be twice topk_group=2": {"topk_group": 2},
 }
 

@@ -48,7 +48,7 @@ class TextHalf(PreTrainedModel):  # type: ignore[misc]  # without types
 
 def _register(model_type: str, composite: str) -> None:
     config = CONFIG_MAPPING[model_type]
-    made = type(f"{config.__name__}Half", (TextHalf,), {"config_class": config})
+    made = type(f"{config.__name__.removesuffix('Config')}ForCausalLM", (TextHalf,), {"config_class": config})
     AutoModelForCausalLM.register(config, made, exist_ok=True)
     if not _SPEAKS_4:
         from transformers.conversion_mapping import (

@@ -171,6 +171,8 @@ AFTER = (
         "mistral4",
         "phi",
         "solar_open",
+        "stablelm",
+        "vaultgemma",
         "youtu",
     ),
 )

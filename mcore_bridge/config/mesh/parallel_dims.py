@@ -225,6 +225,9 @@ class ParallelDims:
                 settings of verl or NeMo-RL. Other keys do not matter. With names of megatron-core, defaults are
                 megatron-core's, too: without a size, experts have that of ``tp``.
 
+        Returns:
+            The mesh. Sizes without a setting are 1.
+
         Raises:
             MeshError: the settings have no size of a mesh, or have one twice or misspelt; or the combination is wrong.
 
