@@ -133,6 +133,7 @@ class WeightSync:
         )
         self._clients: dict[int, object] = {}
         self._numbers = count()
+        self._is_closed = False
         with raise_on_all(self._group, ALL_GO_ON, TransferError):
             modules_of(models)
             if wrong:
@@ -160,8 +161,9 @@ class WeightSync:
             engines: one client or a list, as for ``WeightSync``.
 
         Raises:
-            TransferError: when one of them is no client.
+            TransferError: when one of them is no client, or the ``WeightSync`` is closed.
         """
+        self._require_open()
         if self._roll_call is None:
             raise TransferError(f"expected rank 0 to name the engines, found rank {self._group.rank}")
         clients = {}
@@ -183,10 +185,11 @@ class WeightSync:
 
         Raises:
             TransferError: on every rank, when an engine did not get all weights. The message names engine, worker and
-                cause. The weights of this engine are then half old and half new; other engines have the new ones. The
-                next call sends everything again.
+                cause. If its workers took part in the round, the weights of this engine are then half old and half
+                new; other engines have the new ones. The next call sends everything again. A closed ``WeightSync`` raises, too.
             ExportError, MappingError: as ``iter_hf_weights``.
         """
+        self._require_open()
         start = time.perf_counter()
         version, outcomes = self._round(version, start, compares=False)
         self.version = version
@@ -223,11 +226,13 @@ class WeightSync:
         Raises:
             TransferError: on every rank. An engine gives no log-probabilities, or other values. ``atol`` is exceeded;
                 the message has the lines of the report. A worker cannot compare its weights, as before its first round.
+                The ``WeightSync`` is closed.
             BatchError: as ``forward``.
 
         Example:
             >>> print(sync.verify([[3, 14, 15, 92], [65, 35]], atol=0.1))    # docs/guide/sync.md shows what it prints
         """
+        self._require_open()
         ask = partial(asked, self._clients, prompts, log_probs, weights, atol, self._seconds)
         given = given_by_first(self._group, ask)
         differences = differences_of(self._group, self._models, given, self._options["merged"] is False, options)
@@ -394,8 +399,15 @@ class WeightSync:
         for place in places:
             self._routes.pop(place).close()
 
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise TransferError("expected an open WeightSync, found a closed one: make a new one")
+
     def close(self) -> None:
-        """Let go of all engines."""
+        """Let go of all engines. Afterwards only ``close`` can be called, and does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._elsewhere.close()
         self._close_all({*self._routes})
         if self._roll_call is not None:

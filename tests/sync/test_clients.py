@@ -230,6 +230,10 @@ def refused():
         with pytest.raises(TransferError, match="version must be a whole number of at least 0"):
             sync("latest" if rank == 0 else 7)
         assert sync(4 if rank == 0 else 9).version == sync.version == 4
+    for use in (sync, lambda: sync.verify([[1, 2]], [[0.0]]), lambda: sync.set_engines(())):
+        with pytest.raises(TransferError, match="expected an open WeightSync, found a closed one: make a new one"):
+            use()
+    sync.close()
     return found
 
 
