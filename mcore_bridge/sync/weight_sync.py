@@ -17,7 +17,7 @@ import torch
 from mcore_bridge.arguments import LEAST_0, Kind, instance_of, problem_of, require
 from mcore_bridge.engines.channel import HANDSHAKE, Listener, WorkerLine, own_host
 from mcore_bridge.engines.engine_worker import Identity
-from mcore_bridge.errors import TransferError, describe
+from mcore_bridge.errors import TransferError, describe, plural
 from mcore_bridge.machine import this_machine, uncollected
 from mcore_bridge.rules.mapping import Dialect
 from mcore_bridge.sync.clients import call_of
@@ -186,7 +186,8 @@ class WeightSync:
         Raises:
             TransferError: on every rank, when an engine did not get all weights. The message names engine, worker and
                 cause. If its workers took part in the round, the weights of this engine are then half old and half
-                new; other engines have the new ones. The next call sends everything again. A closed ``WeightSync`` raises, too.
+                new; other engines have the new ones. The next call sends everything again. A closed ``WeightSync``
+                raises, too.
             ExportError, MappingError: as ``iter_hf_weights``.
         """
         self._require_open()
@@ -269,6 +270,9 @@ class WeightSync:
         if failure is not None:
             raise failure
         raise_failures([text for _, text in gathered], ALL_GO_ON, TransferError)
+        changed = sorted(
+            {outcome.worker.engine for outcome in outcomes if outcome.problem or outcome.worker.engine in absent}
+        )
         wrong = [
             f"{outcome.worker.name} of engine {outcome.worker.engine}: {outcome.problem}"
             for outcome in outcomes
@@ -276,9 +280,10 @@ class WeightSync:
         ]
         wrong += [f"engine {engine}: {reason}" for engine, reason in sorted(absent.items())]
         if wrong:
+            broken = "" if compares or not changed else f". {_broken(changed)}"
             raise TransferError(
-                f"expected all engines to have version {version}, found {len(wrong)} failures: {'; '.join(wrong)}. "
-                "Their weights may be half old and half new: sync again before they sample"
+                f"expected all engines to have version {version}, found {plural(len(wrong), 'failure')}: "
+                f"{'; '.join(wrong)}{broken}"
             )
         return version, outcomes
 
@@ -421,6 +426,12 @@ class WeightSync:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+def _broken(engines: Sequence[int]) -> str:
+    """What an error says of engines whose workers took part in a round that failed."""
+    who = f"engine {engines[0]}" if len(engines) == 1 else f"the engines {', '.join(map(str, engines))}"
+    return f"The weights of {who} may be half old and half new: sync again before sampling"
 
 
 def _answer_of(action: Callable[[], Compared | None]) -> Answer:
