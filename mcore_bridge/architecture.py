@@ -178,7 +178,7 @@ def architecture_of(hf: "PretrainedConfig | str") -> Architecture:
     if model_type not in _REGISTRY:
         _load_theirs()
     if model_type not in _REGISTRY and model_type in _REFUSED:
-        raise ConfigError(_refused(model_type), in_python=_text_inside(hf))
+        raise ConfigError(_refused(model_type), in_python=_other_ways(hf))
     if model_type in _COMPOSITES:
         raise ConfigError(
             f"The model_type must be that of a text here, found {model_type!r}, which joins a text to models of images "
@@ -189,7 +189,7 @@ def architecture_of(hf: "PretrainedConfig | str") -> Architecture:
             f"The model_type must be a registered architecture, found {model_type!r}."
             f"{nearest(model_type, {*_REGISTRY, *_COMPOSITES})} Register an architecture for it, or install a package "
             f"with an entry point of the group {GROUP!r}.",
-            in_python=_text_inside(hf),
+            in_python=_other_ways(hf),
         )
     return _REGISTRY[model_type]
 
@@ -239,13 +239,16 @@ def _refused(model_type: str) -> str:
     )
 
 
-def _text_inside(hf: "PretrainedConfig | str") -> str:
-    """A hint for a model of images and text: train its text model alone, since we cannot export the other part."""
+_LISTED = "mb.list_families() lists all families, and docs/reference/families.md describes them"
+
+
+def _other_ways(hf: "PretrainedConfig | str") -> str:
+    """Where all families are listed. For a model of images and text also: train its text model alone."""
     text = getattr(getattr(hf, "text_config", None), "model_type", None)  # a dict, if the family keeps it elsewhere
     if text not in _REGISTRY:
-        return ""
+        return _LISTED
     return (
-        f"To train its text model ({text!r}) alone, pass its text_config as the HF config. Pass its "
+        f"{_LISTED}. To train its text model ({text!r}) alone, pass its text_config as the HF config. Pass its "
         "tensors as load_weights: pairs of name and tensor, with the names of a checkpoint of the text model alone."
     )
 

@@ -25,7 +25,16 @@ _OF_EXPERTS = ("loss", "training", "adapters")
 """Values that must also be equal on replicas that share experts: experts compute the tokens of all these replicas."""
 _OF_STAGE = ("requires_grad",)
 """Values that must be equal on the ranks of a stage. Other stages have other parameters."""
-_ADVICE = "distribute batches by parallel_state.get_data_parallel_rank(), not by the rank in the job"
+_DISTRIBUTE = "distribute batches by parallel_state.get_data_parallel_rank(), not by the rank in the job"
+_ADVICE = {
+    "input_ids": _DISTRIBUTE,
+    "images": _DISTRIBUTE,
+    "training": "call train() or eval() on every rank",
+    "adapters": "use adapters on every rank or on none",
+    "dtype": "make the models of every rank in the same way",
+    "requires_grad": "freeze the same parameters on each rank",
+}
+"""What to do if a value differs between ranks, unless it is an argument of which each rank passes one value."""
 
 
 def micro_batches(
@@ -89,13 +98,11 @@ def agreed_micro_batches(chunk: GPTModel, checked: Checked, *, learns: bool) -> 
     problem = problem_of_ranks(replica_groups(groups), problem, of_replica, BatchError, _ADVICE)
     if learns and problem is None:  # a backward communicates for each parameter that is trained
         given = {name: shared[name] for name in _OF_STAGE}
-        problem = problem_of_ranks(
-            [groups.tp, groups.cp], None, given, BatchError, "freeze the same parameters on each rank"
-        )
+        problem = problem_of_ranks([groups.tp, groups.cp], None, given, BatchError, _ADVICE)
         problem = problem_of_ranks([groups.pp], problem, {}, BatchError)
     if chunk.config.num_moe_experts:
         given = {name: shared.get(name) for name in _OF_EXPERTS}
-        problem = problem_of_ranks([groups.tp_ep], problem, given, BatchError)
+        problem = problem_of_ranks([groups.tp_ep], problem, given, BatchError, _ADVICE)
     if problem is not None:
         raise problem
     longest = _longest(chunk, batches)

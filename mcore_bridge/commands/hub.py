@@ -72,8 +72,9 @@ def _is_repository(name: str) -> bool:
 
 def _downloaded(name: str, contents: Contents) -> Path:
     import huggingface_hub
+    from huggingface_hub import constants  # only an import finds this submodule in all releases
 
-    if huggingface_hub.constants.HF_HUB_OFFLINE:
+    if constants.HF_HUB_OFFLINE:
         raise ConfigError("--download needs the network, but HF_HUB_OFFLINE is set: unset it, or leave --download out")
     try:
         huggingface_hub.HfApi().repo_info(name)  # without a network, the next call would return an incomplete snapshot

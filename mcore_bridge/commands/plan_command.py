@@ -35,6 +35,7 @@ from mcore_bridge.commands.options import (
     path,
 )
 from mcore_bridge.commands.run_command import Answer, given_options, in_options, options_of, refuse, running, uncompiled
+from mcore_bridge.errors import ConfigError
 from mcore_bridge.machine import uncollected
 
 _OF_ONE_MESH = {"vp", "layout", "sp", "mtp", "world", "engine_tp", "engine_pp", "engine_ep", "picture", "settings"}
@@ -98,7 +99,7 @@ def plan_command(
         str | None,
         typer.Option(help='Print only the mesh, as settings of a trainer: YAML of "verl" or "nemo-rl", or of "slime".'),
     ] = None,
-    picture: Annotated[Path | None, typer.Option(parser=path, help="Also draw the plan to this file, as SVG.")] = None,
+    picture: Annotated[Path | None, typer.Option(parser=path, help="Also draw the plan to this file, *.svg.")] = None,
     strict_config: Strict = False,
     download: Download = False,
     json: Json = False,
@@ -126,6 +127,8 @@ def plan_command(
 
         if settings is not None:
             one_of("settings", settings, TRAINERS)
+        if picture is not None and picture.suffix.lower() != ".svg":
+            raise ConfigError(f"--picture must be a file *.svg, found {picture}: the picture is written as SVG")
         mesh_plan = plan(folder, build_options(context), dtype=dtype_of(dtype), world_size=world)
         if settings is not None:
             refuse(context, _OF_REPORT, "with --settings")

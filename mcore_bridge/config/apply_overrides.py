@@ -177,7 +177,7 @@ class _Writing:
             fields = entry.to_hf(self.given)
         except Exception as error:  # a value of a wrong type may raise any type
             reason = "" if isinstance(entry, Const) else f" ({_cause(error)})"
-            self.problems.append(f"{self._say(names)}{reason}")
+            self.problems.append(f"{self._say(names or self.wanted)}{reason}")
             return {}
         if isinstance(entry, Map):  # write the name that the config has
             own = next((name for name in entry.names if name in self.source), entry.hf)

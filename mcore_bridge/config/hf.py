@@ -238,7 +238,7 @@ def _config_class(
         raise ConfigError(
             f"The model_type of {folder / CONFIG} must be one that the installed transformers knows, found "
             f"{model_type!r}.{nearest(model_type, known)} Code inside a checkpoint is never run: update transformers.",
-            in_python="or pass a config in place of the folder",
+            in_python="or pass a config in place of the folder; mb.list_families() lists all families",
         )
     return CONFIG_MAPPING[model_type]
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mcore_bridge.arguments import COUNT, LEAST_0, MAPPING, instance_of, require
+from mcore_bridge.arguments import COUNT, FUNCTION, LEAST_0, MAPPING, Kind, instance_of, require
 from mcore_bridge.engines.channel import Address, tell
 from mcore_bridge.errors import TransferError, describe
 from mcore_bridge.machine import this_machine
@@ -44,6 +44,8 @@ if TYPE_CHECKING:  # they need einops, which vLLM and SGLang have; engines on th
 logger = logging.getLogger(__name__)
 CACHE = "MCORE_BRIDGE_CACHE"
 """The environment variable that names the folder of kept maps."""
+
+_SOURCE = Kind("the engine's model, or a function that returns its tensors by name", callable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,9 @@ class EngineWorker:
         hidden: why a map would miss some weights, such as those that a kernel keeps outside of torch's tensors. Then
             the loader takes all weights in each round. Empty for most engines.
 
+    Raises:
+        TransferError: when an argument is wrong.
+
     Example:
         >>> model = torch.nn.Linear(48, 96, bias=False)
         >>> load = lambda pairs: model.weight.data.copy_(dict(pairs)["lm_head.weight"])
@@ -119,6 +124,8 @@ class EngineWorker:
     ) -> None:
         require(
             TransferError,
+            source=(source, _SOURCE),
+            load=(load, FUNCTION),
             name=(name, instance_of("a line of text", str)),
             rank=(rank, LEAST_0),
             size=(size, COUNT),

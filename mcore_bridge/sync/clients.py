@@ -34,7 +34,7 @@ def call_of(engine: object) -> Call:
             ``Draft`` of one of vLLM's.
 
     Raises:
-        TransferError: for anything else.
+        TransferError: for anything else, such as an address without ``http://``.
     """
     draft = isinstance(engine, vllm.Draft)
     client = engine.engine if isinstance(engine, vllm.Draft) else engine
@@ -46,12 +46,16 @@ def call_of(engine: object) -> Call:
         return _client(client, vllm.STARTS[draft])
     if hasattr(engine, "send_bytes") and hasattr(engine, "recv"):
         return _pipe(engine)
+    if draft:
+        raise TransferError(
+            f"expected a vllm.Draft that holds vLLM's LLM, one of its clients or the address of a server, found one "
+            f"that holds {shown(client)}"
+        )
     if callable(engine):
         return lambda info, version: engine(info)
     raise TransferError(
-        "expected an engine: vLLM's LLM or one of its clients, the address of a server, a connection or a function "
-        "(vLLM's Draft only of the first three); "
-        f"found {shown(engine)}"
+        "expected an engine: vLLM's LLM or one of its clients, the address of a server, a connection or a function; "
+        f"found {shown(engine)}. Pass [] for no engines"
     )
 
 
@@ -76,6 +80,13 @@ def _pipe(pipe: Any) -> Call:
 
 
 def _server(address: str, start: str) -> Call:
+    if not address.startswith(("http://", "https://")):
+        named = address and "://" not in address
+        raise TransferError(
+            f"expected the address of a server with http:// or https://, found {shown(address)}: write "
+            f"{f'http://{address}' if named else 'an address such as http://node7:8000'}"
+        )
+
     def call(info: Mapping[str, Any], version: int) -> None:
         seconds = 2 * float(info["seconds"])
         _post(address, start, {}, seconds)

@@ -111,24 +111,28 @@ class Elsewhere:
         try:
             for number, key in enumerate(self._targets, self._replica.size):
                 if key in routes:
-                    routes[key].line.send("join", (*address, number, size, self._seconds))
+                    with routes[key].line.naming():
+                        routes[key].line.send("join", (*address, number, size, self._seconds))
         except TransferError:
             break_store(self._store)  # other ranks wait
             raise
         pipes = [route.line.pipe for route in routes.values()]
         self._group = JointGroup(self._store, self._replica.rank, size, self._device, self._seconds, pipes)
         for route in routes.values():
-            route.line.answer()
+            with route.line.naming():
+                route.line.answer()
 
     def _run(self, group: JointGroup, export: Export, routes: Routes, what: tuple[int, bool]) -> None:
         try:
             if export.program is not self._program:
                 for number, key in enumerate(self._targets):
                     if key in routes:
-                        routes[key].line("follow", export.guest_program(number))
+                        with routes[key].line.naming():
+                            routes[key].line("follow", export.guest_program(number))
                 self._program = export.program
             for route in routes.values():
-                route.line.send("exchange", what)
+                with route.line.naming():
+                    route.line.send("exchange", what)
         except TransferError:  # other ranks wait
             group.close()
             raise

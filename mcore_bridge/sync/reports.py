@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mcore_bridge.errors import TransferError
+from mcore_bridge.errors import TransferError, plural
 from mcore_bridge.sync.log_probs import EngineDifference
 from mcore_bridge.sync.routes import Transport
 from mcore_bridge.weights.engine.comparison import Compared
@@ -51,10 +51,12 @@ class SyncReport:
 
     def __str__(self) -> str:
         """One line for a log."""
+        if not self.workers:
+            return f"version {self.version} in {self.seconds:.3f} s: no engines, nothing sent"
         ways = sorted({f"{worker.transport}" for worker in self.workers})
         total = sum(worker.num_bytes for worker in self.workers) / 1e9
         return (
-            f"version {self.version} in {self.seconds:.3f} s: {len(self.workers)} workers, {total:.2f} GB by "
+            f"version {self.version} in {self.seconds:.3f} s: {plural(len(self.workers), 'worker')}, {total:.2f} GB by "
             f"{', '.join(ways)}"
         )
 
@@ -103,7 +105,8 @@ class VerifyReport:
     """For each worker whether its weights are the trainer's; empty if they were not compared."""
 
     def __str__(self) -> str:
-        return "\n".join(f"version {self.version}, {part}" for part in (*self.log_probs, *self.weights))
+        parts = (*self.log_probs, *self.weights) or ("no engines: nothing compared",)
+        return "\n".join(f"version {self.version}, {part}" for part in parts)
 
     def within(self, atol: float | None) -> VerifyReport:
         """The report itself.

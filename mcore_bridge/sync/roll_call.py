@@ -13,7 +13,7 @@ from typing import Any
 
 from mcore_bridge.engines.channel import Address, Listener, tell
 from mcore_bridge.engines.engine_worker import Identity, Invitation
-from mcore_bridge.errors import describe
+from mcore_bridge.errors import describe, plural
 from mcore_bridge.sync.clients import Call
 
 _Here = tuple[Identity, Connection, bool]
@@ -76,7 +76,7 @@ class RollCall:
             for number in waiting:
                 came = len(here[number])
                 if self._threads[number].is_over:
-                    failed[number] = self._threads[number].problem or f"its call returned, and {came} workers had come"
+                    failed[number] = self._threads[number].problem or _too_early(came)
                 elif time.monotonic() > deadline:
                     failed[number] = f"{came} of its workers came within {seconds:.0f} s"
         present = [here[number][rank] for number in here if number not in failed for rank in sorted(here[number])]
@@ -160,6 +160,13 @@ class _Calling(Thread):
             self.problem = describe(error)
         finally:
             self.is_over = True
+
+
+def _too_early(came: int) -> str:
+    return (
+        f"its call returned, and {plural(came, 'worker')} had come: every worker of the engine must hand info to "
+        "EngineWorker.receive, and the call must wait for all of them"
+    )
 
 
 def _is_whole(workers: Mapping[int, _Here]) -> bool:

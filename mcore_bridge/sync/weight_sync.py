@@ -17,7 +17,7 @@ import torch
 from mcore_bridge.arguments import LEAST_0, Kind, instance_of, problem_of, require
 from mcore_bridge.engines.channel import HANDSHAKE, Listener, WorkerLine, own_host
 from mcore_bridge.engines.engine_worker import Identity
-from mcore_bridge.errors import TransferError, describe
+from mcore_bridge.errors import TransferError, describe, plural
 from mcore_bridge.machine import this_machine, uncollected
 from mcore_bridge.rules.mapping import Dialect
 from mcore_bridge.sync.clients import call_of
@@ -133,6 +133,7 @@ class WeightSync:
         )
         self._clients: dict[int, object] = {}
         self._numbers = count()
+        self._is_closed = False
         with raise_on_all(self._group, ALL_GO_ON, TransferError):
             modules_of(models)
             if wrong:
@@ -160,8 +161,9 @@ class WeightSync:
             engines: one client or a list, as for ``WeightSync``.
 
         Raises:
-            TransferError: when one of them is no client.
+            TransferError: when one of them is no client, or the ``WeightSync`` is closed.
         """
+        self._require_open()
         if self._roll_call is None:
             raise TransferError(f"expected rank 0 to name the engines, found rank {self._group.rank}")
         clients = {}
@@ -183,10 +185,12 @@ class WeightSync:
 
         Raises:
             TransferError: on every rank, when an engine did not get all weights. The message names engine, worker and
-                cause. The weights of this engine are then half old and half new; other engines have the new ones. The
-                next call sends everything again.
+                cause. If its workers took part in the round, the weights of this engine are then half old and half
+                new; other engines have the new ones. The next call sends everything again. A closed ``WeightSync``
+                raises, too.
             ExportError, MappingError: as ``iter_hf_weights``.
         """
+        self._require_open()
         start = time.perf_counter()
         version, outcomes = self._round(version, start, compares=False)
         self.version = version
@@ -223,11 +227,13 @@ class WeightSync:
         Raises:
             TransferError: on every rank. An engine gives no log-probabilities, or other values. ``atol`` is exceeded;
                 the message has the lines of the report. A worker cannot compare its weights, as before its first round.
+                The ``WeightSync`` is closed.
             BatchError: as ``forward``.
 
         Example:
             >>> print(sync.verify([[3, 14, 15, 92], [65, 35]], atol=0.1))    # docs/guide/sync.md shows what it prints
         """
+        self._require_open()
         ask = partial(asked, self._clients, prompts, log_probs, weights, atol, self._seconds)
         given = given_by_first(self._group, ask)
         differences = differences_of(self._group, self._models, given, self._options["merged"] is False, options)
@@ -264,6 +270,9 @@ class WeightSync:
         if failure is not None:
             raise failure
         raise_failures([text for _, text in gathered], ALL_GO_ON, TransferError)
+        changed = sorted(
+            {outcome.worker.engine for outcome in outcomes if outcome.problem or outcome.worker.engine in absent}
+        )
         wrong = [
             f"{outcome.worker.name} of engine {outcome.worker.engine}: {outcome.problem}"
             for outcome in outcomes
@@ -271,9 +280,10 @@ class WeightSync:
         ]
         wrong += [f"engine {engine}: {reason}" for engine, reason in sorted(absent.items())]
         if wrong:
+            broken = "" if compares or not changed else f". {_broken(changed)}"
             raise TransferError(
-                f"expected all engines to have version {version}, found {len(wrong)} failures: {'; '.join(wrong)}. "
-                "Their weights may be half old and half new: sync again before they sample"
+                f"expected all engines to have version {version}, found {plural(len(wrong), 'failure')}: "
+                f"{'; '.join(wrong)}{broken}"
             )
         return version, outcomes
 
@@ -394,8 +404,15 @@ class WeightSync:
         for place in places:
             self._routes.pop(place).close()
 
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise TransferError("expected an open WeightSync, found a closed one: make a new one")
+
     def close(self) -> None:
-        """Let go of all engines."""
+        """Let go of all engines. Afterwards only ``close`` can be called, and does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._elsewhere.close()
         self._close_all({*self._routes})
         if self._roll_call is not None:
@@ -409,6 +426,12 @@ class WeightSync:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+def _broken(engines: Sequence[int]) -> str:
+    """What an error says of engines whose workers took part in a round that failed."""
+    who = f"engine {engines[0]}" if len(engines) == 1 else f"the engines {', '.join(map(str, engines))}"
+    return f"The weights of {who} may be half old and half new: sync again before sampling"
 
 
 def _answer_of(action: Callable[[], Compared | None]) -> Answer:

@@ -481,14 +481,19 @@ def test_plan_of_the_other_model_class_is_the_same(also: list[Any], tmp_path: Pa
 
 def test_a_picture_that_cannot_be_written(tmp_path: Path) -> None:
     tiny.config("llama").save_pretrained(tmp_path)
-    for picture, why in ((tmp_path, "Is a directory"), (tmp_path / "none" / "plan.svg", "No such file or directory")):
+    (taken := tmp_path / "taken.svg").mkdir()
+    png = tmp_path / "plan.png"
+    for picture, expected, why in (
+        (taken, "a file that can be written", "Is a directory"),
+        (tmp_path / "none" / "plan.SVG", "a file that can be written", "No such file or directory"),
+        (png, "a file *.svg", "the picture is written as SVG"),
+    ):
         result = run("plan", tmp_path, "--picture", picture)
         assert result.exit_code == 1
-        assert f"--picture must be a file that can be written, found {picture}: {why}" in " ".join(
-            result.output.split()
-        )
+        assert f"--picture must be {expected}, found {picture}: {why}" in " ".join(result.output.split())
         (line,) = run("plan", tmp_path, "--picture", picture, "--json").stdout.splitlines()
         assert list(json.loads(line)) == ["error"]
+    assert not png.exists()
 
 
 @pytest.mark.parametrize(

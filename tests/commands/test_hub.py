@@ -7,6 +7,8 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+from huggingface_hub import constants
+from huggingface_hub.utils import filter_repo_objects
 
 from tests.support import tiny
 from tests.support.command import refused, run
@@ -58,7 +60,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (cached / "refs" / "main").write_text("abc")
 
     def fetch(name: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
-        for path in huggingface_hub.utils.filter_repo_objects(
+        for path in filter_repo_objects(
             published.iterdir(),
             allow_patterns=allow_patterns,
             ignore_patterns=ignore_patterns,
@@ -67,8 +69,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             shutil.copy(path, snapshot)
         return str(snapshot)
 
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.delattr(huggingface_hub, "constants", raising=False)  # releases of 2.x have it only after an import
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", lambda self, name: None)
     return snapshot
@@ -100,5 +103,5 @@ def test_a_download_that_cannot_be_says_so(hub: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", unreachable)
     said = refused(run("plan", "acme/tiny", "--download"))
     assert "cannot download acme/tiny from the hub: Name or service not known; check the name" in said
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert "HF_HUB_OFFLINE is set" in refused(run("plan", "acme/tiny", "--download"))

@@ -191,6 +191,7 @@ def test_what_is_saved_loads_again_and_computes_the_same(tmp_path: Path) -> None
 NOT_SAID: list[tuple[str, dict[str, Any], list[str]]] = [
     ("llama", {"qk_layernorm": True, "add_qkv_bias": True}, ["qk_layernorm=True, expected False", "add_qkv"]),
     ("llama", {"softmax_scale": 0.5, "layernorm_epsilon": 0.5}, ["found softmax_scale=0.5, expected None. R"]),
+    ("llama", {"num_layers": "two"}, ["found num_layers='two', expected "]),
     ("qwen3", {"num_attention_heads": 5}, ["num_attention_heads=5", "must be a multiple of num_key_value_heads"]),
     ("llama", {"num_layers": "2"}, ["num_layers='2', expected 4"]),
     ("qwen3", {"window_size": 7, "window_attn_skip_freq": 0}, ["window_attn_skip_freq must be a positive"]),

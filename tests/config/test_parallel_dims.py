@@ -17,7 +17,9 @@ from tests.support.megatron_stages import EMBEDDING, FIRST, LAST, LOSS
 def test_data_parallel_sizes_follow_from_the_world() -> None:
     dims = ParallelDims(tp=2, cp=2, pp=2, ep=4, etp=1)
     assert (dims.model_size, dims.dp(16), dims.edp(16)) == (8, 2, 2)
-    with pytest.raises(MeshError, match=r"12 ranks are not a multiple of tp=2 \* cp=2 \* pp=2 = 8"):
+    with pytest.raises(
+        MeshError, match=r"12 ranks are not a multiple of tp=2 \* cp=2 \* pp=2 = 8: .* a multiple of 8 ranks\ntorchrun"
+    ):
         dims.dp(12)
     with pytest.raises(MeshError, match=r"12 ranks are not a multiple of etp=1 \* ep=4 \* pp=2 = 8"):
         dims.edp(12)

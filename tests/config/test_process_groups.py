@@ -154,6 +154,17 @@ def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(MeshError, match=r"WORLD_SIZE, MASTER_ADDR, MASTER_PORT missing"):
         ParallelDims().initialize(device="cpu")
+    good = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for wrong, found in (
+        ({"WORLD_SIZE": "two", "MASTER_PORT": "-1"}, "found WORLD_SIZE='two', MASTER_PORT='-1'"),
+        ({"LOCAL_RANK": ""}, "found LOCAL_RANK=''"),
+        ({"RANK": "2"}, "found RANK=2 and WORLD_SIZE=2"),
+    ):
+        for name, value in (good | wrong).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(MeshError, match=found):
+            ParallelDims().initialize(device="cpu")
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
 
 
 def _initialize_each(meshes: list[ParallelDims]) -> list[tuple[bool, list[int]]]:

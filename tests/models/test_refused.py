@@ -115,6 +115,7 @@ def test_a_composite_is_told_how_its_text_is_trained_if_it_can_be() -> None:
     with pytest.raises(ConfigError) as caught:
         architecture_of(CONFIG_MAPPING["gemma3n"]())
     assert "alone" not in str(caught.value)
+    assert "docs/reference/families.md" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize("name", ["kimi_k3", "deepseek_v4", "mamba"])

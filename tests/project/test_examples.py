@@ -134,3 +134,14 @@ def test_stale_weights_end_the_run(tmp_path):
     assert "step 0" in finished.stdout
     assert "step 2" not in finished.stdout
     assert "expected log-probs within 0.001 and equal weights" in finished.stderr
+
+
+@pytest.mark.parametrize("name", ["grpo", "make_checkpoint", "make_real_checkpoint", "say"])
+def test_each_example_prints_help_and_writes_nothing(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    assert (ended.value.code, [*tmp_path.iterdir()]) == (0, [])
+    assert f"usage: {name}.py" in capsys.readouterr().out

@@ -225,7 +225,7 @@ def test_every_wrong_argument_has_an_error_of_ours_or_is_legal(models, source, t
     [
         (["metadata.json"], "it is a checkpoint of megatron-core: make an HF folder"),
         (["pytorch_model.bin"], "such as pytorch_model.bin: save the model again with save_pretrained"),
-        ([], "download them too"),
+        ([], "download them too, or let mcore-bridge draw write random ones"),
     ],
 )
 def test_a_folder_without_weights_says_what_to_do(tmp_path, models, names, advice):

@@ -166,7 +166,8 @@ def test_each_kind_of_client_brings_a_round_to_its_workers(kind):
 def failing():
     models, weight, worker = model_and_worker()
     with mb.WeightSync(models, timeout=30) as sync:
-        assert sync().workers == ()
+        assert str(sync()).endswith("s: no engines, nothing sent")
+        assert str(sync.verify(weights=True)) == "version 1, no engines: nothing compared"
 
         def raised(engines):
             sync.set_engines(engines)
@@ -187,8 +188,18 @@ def failing():
             sync()
         with server(worker.receive, [], broken=("/finish_weight_update",)) as address:
             found["500"] = raised(address)
-        with pytest.raises(TransferError, match="expected an engine: vLLM's LLM"):
-            sync.set_engines(3)
+
+        def spoil(pairs):
+            raise ZeroDivisionError
+
+        for source, load in ((3, spoil), (torch.nn.Linear(1, 1), None)):
+            with pytest.raises(TransferError, match=r"(source|load) must be .*, found (3|None)$"):
+                EngineWorker(source, load, name="spoilt")
+        found["loads"] = raised(EngineWorker(torch.nn.Linear(1, 1), spoil, name="spoilt").receive)
+        wrong = {3: "expected an engine: vLLM's LLM", "node7:8000": "write http://node7:8000$", "": "such as http"}
+        for engine, match in {**wrong, Draft(3): "expected a vllm.Draft that holds .* one that holds 3$"}.items():
+            with pytest.raises(TransferError, match=match):
+                sync.set_engines(engine)
         late = mb.WeightSync(models, transport="network", timeout=0.5)
         with late:
             late.set_engines(lambda info: threading.Event().wait(2))
@@ -206,12 +217,14 @@ def failing():
 def test_an_engine_that_fails_is_named_with_its_cause():
     (found,) = pool.run(1, failing)
     expected = {
-        "returns": "engine 0: its call returned, and 0 workers had come",
+        "returns": "engine 0: its call returned, and 0 workers had come: every worker of the engine must hand info to",
         "raises": "engine 2: ZeroDivisionError",
         "nobody": "engine 3: expected a vLLM server at http://127.0.0.1:9, found none",
         "500": "finish_weight_update answered 500",
     }
     assert {kind for kind, text in expected.items() if text not in found[kind]} == set(), found
+    assert {kind for kind, text in found.items() if "may be half old and half new" in text} == {"500", "loads"}
+    assert found["loads"].count("spoilt") == 1
 
 
 def refused():
@@ -230,6 +243,10 @@ def refused():
         with pytest.raises(TransferError, match="version must be a whole number of at least 0"):
             sync("latest" if rank == 0 else 7)
         assert sync(4 if rank == 0 else 9).version == sync.version == 4
+    for use in (sync, lambda: sync.verify([[1, 2]], [[0.0]]), lambda: sync.set_engines(())):
+        with pytest.raises(TransferError, match="expected an open WeightSync, found a closed one: make a new one"):
+            use()
+    sync.close()
     return found
 
 

@@ -27,6 +27,7 @@ T = TypeVar("T")
 Shared = Mapping[str, object]
 """Arguments by name that must be equal on all ranks, by their ``repr``."""
 _NONE: Shared = MappingProxyType({})
+_NO_ADVICE: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def problem_of_ranks(
     problem: Exception | None,
     shared: Shared,
     kind: type[BridgeError],
-    advice: str = "pass one value",
+    advice: Mapping[str, str] = _NO_ADVICE,
 ) -> Exception | None:
     """The error that all ranks should raise: of this rank, of another rank, or because arguments differ.
 
@@ -108,7 +109,7 @@ def problem_of_ranks(
         groups, kind: as for ``agreed``.
         problem: the fault of this rank's arguments.
         shared: the values that must be equal on all ranks. A rank with a problem may have none.
-        advice: what to do if they differ.
+        advice: for some names what to do if the values differ. For other names it is to pass one value.
     """
     shared = sendable(shared)
     keys = {name: _key(value) for name, value in shared.items()}
@@ -135,7 +136,7 @@ def difference(
     shared: Sequence[Shared],
     kind: type[BridgeError],
     ranks: Sequence[int] | None = None,
-    advice: str = "pass one value",
+    advice: Mapping[str, str] = _NO_ADVICE,
 ) -> BridgeError | None:
     """The error for arguments that differ, with the value of each rank; None if none differ.
 
@@ -143,7 +144,7 @@ def difference(
         shared: the values of each rank.
         kind: the error.
         ranks: the numbers of these ranks in the job. None: they are numbered in the group.
-        advice: what to do if they differ.
+        advice: for some names what to do if the values differ. For other names it is to pass one value.
     """
     names = dict.fromkeys(name for own in shared for name in own)
     differ = [name for name in names if len({_key(own.get(name)) for own in shared}) > 1]
@@ -151,7 +152,8 @@ def difference(
     if not differ:
         return None
     return kind(
-        f"expected the same {' and '.join(differ)} on every rank, found {grouped_by_rank(passed, ranks)}; {advice}"
+        f"expected the same {' and '.join(differ)} on every rank, found {grouped_by_rank(passed, ranks)}; "
+        + "; ".join(dict.fromkeys(advice.get(name, "pass one value") for name in differ))
     )
 
 

@@ -297,7 +297,8 @@ def _quotient(world_size: int, factors: Mapping[str, int]) -> int:
     if world_size < 1 or world_size % size:
         product = " * ".join(f"{name}={factor}" for name, factor in factors.items())
         raise MeshError(
-            f"{world_size} ranks are not a multiple of {product} = {size}: change the sizes, or start {size} ranks by "
-            "torchrun"
+            f"{world_size} ranks are not a multiple of {product} = {size}: change the sizes, or choose a multiple of "
+            f"{size} ranks",
+            in_python=f"torchrun --nproc-per-node {size} starts {size} ranks",
         )
     return world_size // size

@@ -175,7 +175,27 @@ def _rank_and_world_size() -> tuple[int, int]:
             f"{', '.join(_RENDEZVOUS)} must all be set in the environment or none, found {', '.join(missing)} missing: "
             "start with torchrun, or unset all of them for a single process"
         )
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    numbers = {
+        name: _number(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK") if name in os.environ
+    }
+    wrong = [f"{name}={os.environ[name]!r}" for name, number in numbers.items() if number is None]
+    if wrong:
+        raise MeshError(
+            f"{', '.join(numbers)} must be whole numbers of at least 0 in the environment, found {', '.join(wrong)}: "
+            "start with torchrun, or correct what sets them"
+        )
+    rank, world_size = numbers["RANK"] or 0, numbers["WORLD_SIZE"] or 0
+    if rank >= world_size:
+        raise MeshError(
+            f"RANK must be below WORLD_SIZE in the environment, found RANK={rank} and WORLD_SIZE={world_size}: start "
+            "with torchrun, or correct what sets them"
+        )
+    return rank, world_size
+
+
+def _number(name: str) -> int | None:
+    text = os.environ[name].strip()
+    return int(text) if text.isascii() and text.isdecimal() else None
 
 
 def _join(device: str, timeout: timedelta | None) -> None:

@@ -208,7 +208,7 @@ def _advice(folder: Path) -> str:
         return "it is a checkpoint of megatron-core: make an HF folder by mcore-bridge convert"
     if others := [name for name in names if name.endswith(_OTHERS)]:
         return f"other formats are not read, such as {others[0]}: save the model again with save_pretrained"
-    return "download them too"
+    return "download them too, or let mcore-bridge draw write random ones"
 
 
 def write_index(folder: Path, files: Mapping[str, Iterable[TensorSpec]]) -> None:
