@@ -147,7 +147,7 @@ def test_an_engine_that_dies_at_any_time_harms_no_other(tmp_path):
     kinds = [(TP1, {"shared": True}), (TP2, {}), (TP2, {"elsewhere": True})]
     rounds = [(kinds[n % 3], chance.randrange(len(kinds[n % 3][0])), n // 3 % 6) for n in range(NUM_ROUNDS)]
     addresses, processes = engines(str(tmp_path), (TP2, {"shared": True}), *(kind for kind, *_ in rounds))
-    first, second = pool.run(2, survive, addresses, mb.ParallelDims(tp=2), rounds, timeout=40.0)
+    first, second = pool.run(2, survive, addresses, mb.ParallelDims(tp=2), rounds, timeout=120.0)
     assert first == second
     assert all("engine" in problem for problem in first)
     assert len(first) > NUM_ROUNDS // 2
