@@ -7,8 +7,8 @@ import pickle
 import secrets
 import socket
 import struct
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
@@ -120,11 +120,11 @@ def own_host() -> str:
 
 
 class WorkerLine:
-    """Questions to one worker of an engine, and its answers. Errors do not name the worker: its report does.
+    """Questions to one worker of an engine, and its answers.
 
     Args:
         pipe: the connection.
-        worker: the name of the worker, for an error of several workers (``naming``).
+        worker: what messages call the worker.
         seconds: how long an answer may take.
     """
 
@@ -152,23 +152,15 @@ class WorkerLine:
         try:
             if not self.pipe.poll(self.seconds):
                 raise TransferError(
-                    f"expected an answer of the worker within {self.seconds:.0f} s, found none; look into its log, "
+                    f"expected an answer of {self.worker} within {self.seconds:.0f} s, found none; look into its log, "
                     "or pass a longer timeout"
                 )
             answer = self.pipe.recv()
         except (OSError, EOFError) as error:
             raise self._lost(error) from None
         if isinstance(answer, Exception):
-            raise TransferError(str(answer)) from answer
+            raise TransferError(f"{self.worker}: {answer}") from answer
         return answer
 
-    @contextmanager
-    def naming(self) -> Iterator[None]:
-        """Name the worker in errors, which other workers get as well."""
-        try:
-            yield
-        except TransferError as error:
-            raise TransferError(f"{self.worker}: {error}") from error
-
     def _lost(self, error: Exception) -> TransferError:
-        return TransferError(f"expected the worker to be connected, found that it has ended ({error!r})")
+        return TransferError(f"expected {self.worker} to be connected, found that it has ended ({error!r})")

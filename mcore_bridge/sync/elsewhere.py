@@ -111,28 +111,24 @@ class Elsewhere:
         try:
             for number, key in enumerate(self._targets, self._replica.size):
                 if key in routes:
-                    with routes[key].line.naming():
-                        routes[key].line.send("join", (*address, number, size, self._seconds))
+                    routes[key].line.send("join", (*address, number, size, self._seconds))
         except TransferError:
             break_store(self._store)  # other ranks wait
             raise
         pipes = [route.line.pipe for route in routes.values()]
         self._group = JointGroup(self._store, self._replica.rank, size, self._device, self._seconds, pipes)
         for route in routes.values():
-            with route.line.naming():
-                route.line.answer()
+            route.line.answer()
 
     def _run(self, group: JointGroup, export: Export, routes: Routes, what: tuple[int, bool]) -> None:
         try:
             if export.program is not self._program:
                 for number, key in enumerate(self._targets):
                     if key in routes:
-                        with routes[key].line.naming():
-                            routes[key].line("follow", export.guest_program(number))
+                        routes[key].line("follow", export.guest_program(number))
                 self._program = export.program
             for route in routes.values():
-                with route.line.naming():
-                    route.line.send("exchange", what)
+                route.line.send("exchange", what)
         except TransferError:  # other ranks wait
             group.close()
             raise

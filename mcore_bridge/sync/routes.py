@@ -133,7 +133,7 @@ class Route(NoRoute):
                 continue
             self.transport = way
             return
-        raise TransferError(f"expected a way to the worker, found none: {self.reason}")
+        raise TransferError(f"expected a way to {self.line.worker}, found none: {self.reason}")
 
     def _add(self, reason: str) -> None:
         self.reason = "; ".join(filter(None, (self.reason, reason)))

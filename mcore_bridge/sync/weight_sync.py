@@ -291,7 +291,8 @@ class WeightSync:
         route = self._routes[worker.place]
         figures = route.transport, route.reason, route.num_bytes, when - start
         if isinstance(answer, TransferError):
-            return _Outcome(worker, self._group.rank, *figures, None, str(answer))
+            problem = str(answer).removeprefix(f"{worker.name}: ")  # the report names the worker
+            return _Outcome(worker, self._group.rank, *figures, None, problem)
         return _Outcome(worker, self._group.rank, *figures, answer, "")
 
     def _called(self, version: int | None) -> tuple[int, list[Served], dict[int, str]]:
