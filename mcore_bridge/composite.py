@@ -32,8 +32,8 @@ THINKER  = (("model.", "thinker.model."), ("lm_head.", "thinker.lm_head."))
 IN_THINKER = (("model.", "thinker.model.language_model."), ("lm_head.", "thinker.lm_head."))
 # fmt: on
 """Prefixes of the text model's names: within ``model``, as a whole model inside, as without a composite, or within a
-base model, whose names have no ``model.``. ``IN_TEXT`` is ``IN_MODEL`` by another name, as Idefics has it. The last two
-are of a composite beside models of speech: in files, and in transformers' memory.
+base model, whose names have no ``model.``. ``IN_TEXT`` is ``IN_MODEL`` by another name, as Idefics has it. ``THINKER``
+and ``IN_THINKER`` are for a composite beside models of speech: in files, and in transformers' memory.
 
 ``TWICE`` is what transformers 5.17 writes of models of sound; later ones write ``INSIDE``.
 """
@@ -54,6 +54,7 @@ class Composite:
     Args:
         model_type: as HF spells it.
         spelling: prefixes of the text model in published files. A folder may have another one of ``SPELLINGS``.
+        in_memory: prefixes of the text model in the memory of transformers 5. None: as in files, or releases differ.
         fields: the table of the fields that are in the composite's config, and not in its text config.
         classes: names that published configs have in ``architectures``, besides names of transformers' auto classes.
         text: the ``model_type`` of the text model. None: the one in the text config.
@@ -77,6 +78,7 @@ class Composite:
     model_type: str
     spelling: Prefixes
     fields: tuple[Field, ...]
+    in_memory: Prefixes | None = IN_MODEL
     classes: tuple[str, ...] = ()
     text: str | None = None
     inside: str = ""

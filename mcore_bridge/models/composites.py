@@ -5,7 +5,7 @@ The prefixes come from transformers' ``conversion_mapping`` and from checkpoint 
 
 from typing import Any
 
-from mcore_bridge.composite import BESIDE, IN_MODEL, IN_TEXT, INSIDE, THINKER, Composite
+from mcore_bridge.composite import BESIDE, IN_MODEL, IN_TEXT, IN_THINKER, INSIDE, THINKER, Composite
 from mcore_bridge.config.fields import Ignore, Require
 from mcore_bridge.config.tables import BASE
 from mcore_bridge.models.qwen2_5_vl_text import INITIAL
@@ -37,7 +37,7 @@ TEXT = Ignore(
 FIELDS = (*BASE, OTHER_PARTS, TEXT)
 LIGHTON = ("LightOnOCRForConditionalGeneration",)
 """The class of published files that have the ``model_type`` of Mistral 3, from before transformers had LightOnOCR."""
-IDEFICS = (*FIELDS, parts("scale_factor", "_pad_token_id"))
+IDEFICS: dict[str, Any] = {"in_memory": IN_TEXT, "fields": (*FIELDS, parts("scale_factor", "_pad_token_id"))}
 OVIS = (*FIELDS, parts("visual_indicator_token_ids", "hidden_size", "vocab_size"))
 ASR = (*FIELDS, parts("audio_chunk_size", "audio_merge_size", "timestamp_token_id"))
 MUSIC = (
@@ -56,7 +56,7 @@ MINICPM = (
     ),
 )
 UNTRIED = "nobody has tried to train its models of images"
-SOUND = "models of sound are not built"
+HEARS: dict[str, Any] = {"without_tower": "models of sound are not built", "in_memory": None}
 UNSCALED = (
     "transformers' class of this composite leaves out the scale of the logits, which its text model and engines apply"
 )
@@ -71,6 +71,7 @@ SPEECH = Ignore(
 )
 OMNI: dict[str, Any] = {
     "spelling": THINKER,
+    "in_memory": IN_THINKER,
     "fields": (*FIELDS, SPEECH, LABELS, INITIAL),
     "inside": "thinker_config",
     "carried": ("talker.", "token2wav.", "code2wav."),
@@ -96,6 +97,7 @@ TILED = (
 IN_LLM = (("text_config", "llm_config"),)
 NEMOTRON: dict[str, Any] = {
     "spelling": INSIDE,
+    "in_memory": None,
     "fields": TILED,
     "published_fields": (
         *(*IN_LLM, ("audio_config", "sound_config"), ("vision_hidden_size", "vit_hidden_size")),
@@ -106,6 +108,7 @@ NEMOTRON: dict[str, Any] = {
 BY_TILES = "nobody has written how its model of images, which cuts images into tiles, joins a text"
 REMOTE: dict[str, Any] = {
     "is_remote": True,
+    "in_memory": None,
     "without_tower": "transformers has no code for its models of images",
 }
 KIMI = (
@@ -146,7 +149,7 @@ COMPOSITES = (
     Composite(model_type="internvl",         spelling=INSIDE,   fields=FIELDS),
     Composite(model_type="mistral3",         spelling=INSIDE,   fields=FIELDS, classes=LIGHTON),
     Composite(model_type="gemma3",           spelling=INSIDE,   fields=FIELDS),
-    Composite(model_type="llama4",           spelling=INSIDE,   fields=FIELDS, broken_in=("5.24.0",)),
+    Composite(model_type="llama4",           spelling=INSIDE,   fields=FIELDS, in_memory=None, broken_in=("5.24.0",)),
     Composite(model_type="kimi_k25",         spelling=INSIDE,   fields=FIELDS, tower=KIMI, joined_qkv="wqkv"),
     Composite(model_type="exaone4_5",        spelling=IN_MODEL, fields=FIELDS),
     Composite(model_type="llava",            spelling=INSIDE,   fields=FIELDS),
@@ -157,17 +160,17 @@ COMPOSITES = (
     Composite(model_type="video_llava",      spelling=INSIDE,   fields=FIELDS),
     Composite(model_type="got_ocr2",         spelling=INSIDE,   fields=FIELDS),
     Composite(model_type="lighton_ocr",      spelling=IN_MODEL, fields=FIELDS),
-    Composite(model_type="qwen2_audio",      spelling=INSIDE,   fields=(*FIELDS, LABELS), without_tower=SOUND),
-    Composite(model_type="voxtral",          spelling=INSIDE,   fields=FIELDS, without_tower=SOUND),
+    Composite(model_type="qwen2_audio",      spelling=INSIDE,   fields=(*FIELDS, LABELS), **HEARS),
+    Composite(model_type="voxtral",          spelling=INSIDE,   fields=FIELDS, **HEARS),
     Composite(model_type="qwen2_5_omni",     **OMNI),
     Composite(model_type="qwen3_omni_moe",   **OMNI),
     Composite(model_type="qwen2_5_omni_thinker",   spelling=BESIDE, fields=OMNI["fields"]),
     Composite(model_type="qwen3_omni_moe_thinker", spelling=BESIDE, fields=OMNI["fields"]),
     Composite(model_type="nemotron_h_omni",      **NEMOTRON, without_tower=BY_TILES),
-    Composite(model_type="NemotronH_Nano_VL_V2", **NEMOTRON, **REMOTE),
+    Composite(model_type="NemotronH_Nano_VL_V2", **NEMOTRON | REMOTE),
     Composite(model_type="internvl_chat",    spelling=INSIDE,   fields=TILED, published_fields=IN_LLM, **REMOTE),
     Composite(model_type="kimi_vl",          spelling=INSIDE,   fields=TILED, **REMOTE),
-    Composite(model_type="glmasr",           spelling=INSIDE,   fields=FIELDS, without_tower=SOUND),
+    Composite(model_type="glmasr",           spelling=INSIDE,   fields=FIELDS, **HEARS),
     Composite(model_type="aya_vision",          spelling=INSIDE,   fields=FIELDS,  without_tower=UNTRIED,
               without_reference=UNSCALED),
     Composite(model_type="cohere2_vision",      spelling=IN_MODEL, fields=FIELDS,  without_tower=UNTRIED,
@@ -175,8 +178,8 @@ COMPOSITES = (
     Composite(model_type="deepseek_vl",         spelling=IN_MODEL, fields=FIELDS,  without_tower=UNTRIED),
     Composite(model_type="deepseek_vl_hybrid",  spelling=IN_MODEL, fields=FIELDS,  without_tower=UNTRIED),
     Composite(model_type="fast_vlm",            spelling=IN_MODEL, fields=FIELDS,  without_tower=UNTRIED),
-    Composite(model_type="idefics2",            spelling=IN_TEXT,  fields=IDEFICS, without_tower=UNTRIED),
-    Composite(model_type="idefics3",            spelling=IN_TEXT,  fields=IDEFICS, without_tower=UNTRIED),
+    Composite(model_type="idefics2",            spelling=IN_TEXT,  **IDEFICS, without_tower=UNTRIED),
+    Composite(model_type="idefics3",            spelling=IN_TEXT,  **IDEFICS, without_tower=UNTRIED),
     Composite(model_type="janus",               spelling=IN_MODEL, fields=FIELDS,  without_tower=UNTRIED),
     Composite(model_type="minicpm_ocr",         spelling=IN_MODEL, fields=MINICPM, without_tower=UNTRIED),
     Composite(model_type="minicpmv4_6",         spelling=IN_MODEL, fields=MINICPM, without_tower=UNTRIED),
@@ -184,17 +187,17 @@ COMPOSITES = (
     Composite(model_type="ovis2",               spelling=IN_MODEL, fields=OVIS,    without_tower=UNTRIED),
     Composite(model_type="perception_lm",       spelling=IN_MODEL, fields=FIELDS,  without_tower=UNTRIED),
     Composite(model_type="qianfan_ocr",         spelling=INSIDE,   fields=FIELDS,  without_tower=UNTRIED),
-    Composite(model_type="smolvlm",             spelling=IN_TEXT,  fields=IDEFICS, without_tower=UNTRIED),
+    Composite(model_type="smolvlm",             spelling=IN_TEXT,  **IDEFICS, without_tower=UNTRIED),
     Composite(model_type="video_llama_3",       spelling=IN_MODEL, fields=FIELDS,  without_tower=UNTRIED),
     Composite(model_type="glmga",               spelling=IN_MODEL, fields=FIELDS,  without_tower=UNTRIED),
     Composite(model_type="pp_chart2table",      spelling=INSIDE,   fields=FIELDS,  without_tower=UNTRIED),
-    Composite(model_type="moss_transcribe_diarize", spelling=IN_MODEL, fields=ASR, without_tower=SOUND),
-    Composite(model_type="musicflamingo",       spelling=INSIDE,   fields=MUSIC,   without_tower=SOUND),
-    Composite(model_type="qwen3_asr",           spelling=IN_MODEL, fields=ASR,     without_tower=SOUND),
-    Composite(model_type="audioflamingo3",      spelling=INSIDE,   fields=FIELDS,  without_tower=SOUND),
-    Composite(model_type="granite_speech",      spelling=INSIDE,   fields=GRANITE, without_tower=SOUND,
+    Composite(model_type="moss_transcribe_diarize", spelling=IN_MODEL, fields=ASR, **HEARS),
+    Composite(model_type="musicflamingo",       spelling=INSIDE,   fields=MUSIC,   **HEARS),
+    Composite(model_type="qwen3_asr",           spelling=IN_MODEL, fields=ASR,     **HEARS),
+    Composite(model_type="audioflamingo3",      spelling=INSIDE,   fields=FIELDS,  **HEARS),
+    Composite(model_type="granite_speech",      spelling=INSIDE,   fields=GRANITE, **HEARS,
               without_reference=UNSCALED),
-    Composite(model_type="granite_speech_plus", spelling=INSIDE,   fields=GRANITE, without_tower=SOUND,
+    Composite(model_type="granite_speech_plus", spelling=INSIDE,   fields=GRANITE, **HEARS,
               without_reference=UNSCALED),
 )
 # fmt: on

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import mcore_bridge as mb
 from mcore_bridge.architecture import architecture_of, composites
@@ -19,6 +20,8 @@ from mcore_bridge.convert.convert import convert
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.launch.fake_rank import rank_of
 from mcore_bridge.rules.mapping import respelled_name
+from mcore_bridge.weights.peft.peft_folder import memory_prefixes
+from mcore_bridge.weights.provenance import provenance_of
 from tests.support import composites as tiny
 from tests.support import pool
 from tests.support.bounds import BOUND, ONE
@@ -252,6 +255,24 @@ def test_what_is_not_accounted_for_is_refused(tmp_path: Path, caplog: pytest.Log
         assert "the other parts of this llava are not saved" in caplog.text
         with pytest.raises(CheckpointError, match=r"unexpected.*language_model.model.layers.0.extra"):
             mb.load_hf_weights(models, {**state, "language_model.model.layers.0.extra": torch.zeros(1)})
+
+
+@pytest.mark.skipif(transformers.__version__.startswith("4."), reason="names in memory are those of transformers 5")
+def test_a_text_has_its_prefix_in_the_memory_of_transformers():
+    """PEFT names its modules so."""
+    differ = {}
+    for name, composite in composites().items():
+        if name not in CONFIG_MAPPING or composite.in_memory is None:
+            continue
+        hf = tiny.config(name)
+        if tiny.lacks_tower(hf):
+            continue
+        with torch.device("meta"):
+            names = [each for each, _ in tiny.model_class(name)(hf).named_parameters()]
+        ((_, prefix),) = memory_prefixes(provenance_of(hf))
+        if not any(each.startswith(f"{prefix}layers.0.") for each in names):
+            differ[name] = prefix
+    assert differ == {}
 
 
 def test_a_head_dim_that_the_text_computes_anyway_is_accepted() -> None:

@@ -137,7 +137,7 @@ def written(model_type: str, folder: Path, *, published: bool = True, **text: An
     """
     hf = config(model_type, **text)
     torch.manual_seed(0)
-    if _lacks_tower(hf):
+    if lacks_tower(hf):
         return _text_written(hf, folder)
     model = model_class(model_type)(hf).eval()
     with torch.no_grad():
@@ -171,7 +171,7 @@ def base_of(model: Any) -> Any:
     return getattr(model, "model", model)
 
 
-def _lacks_tower(hf: Any) -> bool:
+def lacks_tower(hf: Any) -> bool:
     """Whether the tower is a model of timm, which is not installed."""
     return hf.vision_config.model_type == "timm_wrapper" if hasattr(hf, "vision_config") else False
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.arguments import given_path
-from mcore_bridge.composite import IN_MODEL, IN_TEXT, IN_THINKER, SPELLINGS
+from mcore_bridge.composite import SPELLINGS
 from mcore_bridge.config.hf import read_fields
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.rules.adapters import adapter_rules, base_name
@@ -217,17 +217,10 @@ def _spelled(modules: Iterable[str], provenance: Provenance, mapping: WeightMapp
 
 
 def memory_prefixes(provenance: Provenance) -> Prefixes:
-    """The prefix of the text's names in the model's folder, with the prefix in transformers' memory, if these differ.
-
-    In transformers 5 the text of every composite of images is ``model.language_model``, or ``model.text_model``.
-    """
-    whole = provenance.whole
-    if not provenance.spelling or (whole and not hasattr(whole.config, "vision_config")):
+    """The prefix of the text in the model's folder, with its prefix in transformers' memory; empty if they are one."""
+    in_memory = () if provenance.whole is None else provenance.whole.composite.in_memory
+    if not provenance.spelling or in_memory is None:
         return ()
-    in_memory: Prefixes = ()
-    if whole is not None:
-        in_text = IN_TEXT if provenance.spelling == IN_TEXT else IN_MODEL
-        in_memory = IN_THINKER if whole.composite.inside else in_text
     return ((respelled_name(_TEXT, provenance.spelling), respelled_name(_TEXT, in_memory)),)
 
 
