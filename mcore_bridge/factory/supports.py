@@ -57,7 +57,7 @@ def supports(hf: HF) -> Support:
         The answer. It is true or false, and has the reason of a refusal, which ``build_model`` would raise.
 
     Raises:
-        Exception: only what is no fault of the config, such as a broken installation. A refusal is an answer.
+        Nothing: a folder without a config is an answer, too.
 
     Example:
         >>> support = mb.supports("path/of/Qwen3-8B")

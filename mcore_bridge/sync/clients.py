@@ -36,21 +36,21 @@ def call_of(engine: object) -> Call:
     Raises:
         TransferError: for anything else, such as an address without ``http://``.
     """
-    draft = isinstance(engine, vllm.Draft)
-    client = engine.engine if isinstance(engine, vllm.Draft) else engine
+    client, draft = (engine.engine, True) if isinstance(engine, vllm.Draft) else (engine, False)
+    start = vllm.STARTS[draft]
     if isinstance(client, str):
-        return _server(client, vllm.STARTS[draft])
+        return _server(client, start)
     if hasattr(client, "collective_rpc"):
         return partial(vllm.receive, client, draft=draft)
     if all(hasattr(client, name) for name in _FOUR):
-        return _client(client, vllm.STARTS[draft])
-    if hasattr(engine, "send_bytes") and hasattr(engine, "recv"):
-        return _pipe(engine)
+        return _client(client, start)
     if draft:
         raise TransferError(
-            f"expected a vllm.Draft that holds vLLM's LLM, one of its clients or the address of a server, found one "
+            "expected a vllm.Draft that holds vLLM's LLM, one of its clients or the address of a server, found one "
             f"that holds {shown(client)}"
         )
+    if hasattr(engine, "send_bytes") and hasattr(engine, "recv"):
+        return _pipe(engine)
     if callable(engine):
         return lambda info, version: engine(info)
     raise TransferError(
@@ -60,11 +60,12 @@ def call_of(engine: object) -> Call:
 
 
 def _client(client: Any, start: str) -> Call:
+    takes_version = bool(signature(client.finish_weight_update).parameters)  # since vLLM 0.27
+
     def call(info: Mapping[str, Any], version: int) -> None:
         getattr(client, start)()
         client.update_weights(dict(info))
-        takes_version = signature(client.finish_weight_update).parameters  # since vLLM 0.27
-        client.finish_weight_update(*[str(version)] * bool(takes_version))
+        client.finish_weight_update(*([str(version)] if takes_version else []))
 
     return call
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_bridge.commands import text
 from mcore_bridge.rules.encoded import Encoded
 from mcore_bridge.weights.manifest import Manifest, ManifestEntry, digest
-from mcore_bridge.weights.progress import show_progress, tracked
+from mcore_bridge.weights.progress import Report, show_progress, tracked
 from mcore_bridge.weights.source.source import open_folder
-
-Report = Callable[[str, int, int], object]
 
 
 @dataclass(frozen=True, slots=True)
