@@ -203,10 +203,12 @@ def _version() -> str:
 
 
 def _meant(name: str) -> str:
+    if name.startswith("_"):
+        return ""
     from difflib import get_close_matches
 
     near = [_OF_OTHERS[name]] if name in _OF_OTHERS else get_close_matches(name, _HOMES, n=1)
-    return f": do you mean {near[0]}?" if near and not name.startswith("_") else ""
+    return f": do you mean {near[0]}?" if near else ""
 
 
 def __dir__() -> list[str]:

@@ -215,8 +215,8 @@ def read_hf(source: "str | os.PathLike[str] | PretrainedConfig") -> "PretrainedC
 
 def _classes_of(hf: "PretrainedConfig") -> frozenset[str]:
     """The classes of a whole model with this config. Nobody lists them for a family that only another package has."""
-    entry = _REGISTRY.get(hf.model_type, _COMPOSITES.get(hf.model_type))
-    return frozenset() if entry is None else classes_in_transformers(hf.model_type).union(entry.classes)
+    family = _family(hf.model_type)
+    return frozenset() if family is None else classes_in_transformers(hf.model_type).union(family.classes)
 
 
 def _classes_around(hf: "PretrainedConfig") -> frozenset[str]:
@@ -227,8 +227,13 @@ def _classes_around(hf: "PretrainedConfig") -> frozenset[str]:
 
 def published_fields(model_type: str) -> "Prefixes":
     """Fields of a family's config with other names in published files, each with its published name."""
-    family = architectures().get(model_type) or composites().get(model_type)
+    family = _family(model_type)
     return family.published_fields if family else ()
+
+
+def _family(model_type: str) -> "Architecture | Composite | None":
+    _load_ours()
+    return _REGISTRY.get(model_type) or _COMPOSITES.get(model_type)
 
 
 def _refused(model_type: str) -> str:

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from mcore_bridge import __version__
 from mcore_bridge.commands.options import (
     Debug,
     Download,
@@ -48,6 +47,8 @@ _FROM_MEGATRON = "for a checkpoint of megatron-core, of which an HF folder is ma
 
 def _version(wanted: bool) -> None:
     if wanted:
+        from mcore_bridge import __version__  # it searches the installed packages
+
         typer.echo(__version__)
         raise typer.Exit
 
@@ -138,6 +139,7 @@ def convert_command(
         from mcore_bridge.convert.hf_to_torch import rank_files
 
         source = locate(source, MODEL, download=download)
+        hf = hf and locate(hf, DESCRIPTION, download=download)
         one_of("to", to, tuple(_IGNORED))
         from_megatron = is_checkpoint(source)
         if from_megatron:
@@ -151,7 +153,7 @@ def convert_command(
             converted = convert(
                 source,
                 target,
-                hf=hf and locate(hf, DESCRIPTION, download=download),
+                hf=hf,
                 dtype=dtype_of(dtype),
                 num_mtp_layers=mtp,
                 vision=vision,

@@ -17,22 +17,22 @@ class Contents(NamedTuple):
     Attributes:
         head: the file that every such repository has.
         patterns: the files to download.
-        has_weights: whether the command cannot work without weights.
+        needs_weights: whether the command cannot work without weights.
     """
 
     head: str
     patterns: tuple[str, ...]
-    has_weights: bool
+    needs_weights: bool
 
 
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 _OTHERS = ("*/*", "consolidated*")
-"""The same weights in formats that are not read, in folders of their own or not."""
-MODEL = Contents("config.json", _FILES, has_weights=True)
-DESCRIPTION = MODEL._replace(has_weights=False)
+"""Further copies of the weights, in formats that are not read. Some are in subfolders."""
+MODEL = Contents("config.json", _FILES, needs_weights=True)
+DESCRIPTION = MODEL._replace(needs_weights=False)
 """Config and tokenizer. Parts that no model has, such as MTP layers, are copied from here if there are weights."""
-CONFIG = Contents("config.json", ("config.json", "hf_quant_config.json"), has_weights=False)
-ADAPTER = Contents("adapter_config.json", ("adapter_*",), has_weights=True)
+CONFIG = Contents("config.json", ("config.json", "hf_quant_config.json"), needs_weights=False)
+ADAPTER = Contents("adapter_config.json", ("adapter_*",), needs_weights=True)
 
 
 def locate(name: Path, contents: Contents, *, download: bool) -> Path:
@@ -54,7 +54,7 @@ def locate(name: Path, contents: Contents, *, download: bool) -> Path:
     if download:
         return _downloaded(str(name), contents)
     folder = find_folder(name, head=contents.head, fetch="pass --download")
-    if contents.has_weights and not shard_names(folder):
+    if contents.needs_weights and not shard_names(folder):
         raise CheckpointError(f"the local hub cache has the config of {name}, and no *.safetensors: pass --download")
     return folder
 

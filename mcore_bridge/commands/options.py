@@ -63,7 +63,7 @@ Layout = Annotated[str | None, typer.Option(
     help='"balanced": layers split by bytes; or an explicit layout of megatron-core, such as "Ett|tttL".')]
 Strict = Annotated[bool, typer.Option("--strict-config", help="Also refuse unknown fields that change nothing.")]
 Download = Annotated[bool, typer.Option(
-    "--download", help="Fetch from the hub what is no folder here; without it only the local hub cache is read.")]
+    "--download", help="Download what is named on the hub. Without this option only the local hub cache is read.")]
 Json   = Annotated[bool, typer.Option("--json", help="Print one JSON object, also of an error, and nothing else.")]
 Debug  = Annotated[bool, typer.Option("--debug", help="Show tracebacks and the output of the ranks.")]
 # fmt: on

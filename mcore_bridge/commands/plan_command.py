@@ -97,7 +97,9 @@ def plan_command(
     ] = False,
     settings: Annotated[
         str | None,
-        typer.Option(help='Print only the mesh, as settings of a trainer: YAML of "verl" or "nemo-rl", or of "slime".'),
+        typer.Option(
+            help='Print only the mesh, as settings of a trainer: YAML for "verl" or "nemo-rl", arguments for "slime".'
+        ),
     ] = None,
     picture: Annotated[Path | None, typer.Option(parser=path, help="Also draw the plan to this file, *.svg.")] = None,
     strict_config: Strict = False,
@@ -119,22 +121,16 @@ def plan_command(
             _suggest(context, answer, folder, gpus, Batch(sequence, micro_batch, recompute))
             return
         refuse(context, _OF_SEARCH, "without --gpus")
+        if settings is not None:
+            _print_settings(context, answer, folder, settings)
+            return
         from mcore_bridge.commands.plan.picture import draw
         from mcore_bridge.commands.plan.tables import Planned, plan, render
-        from mcore_bridge.commands.plan.trainer_settings import TRAINERS, settings_for
-        from mcore_bridge.commands.plan.trainer_settings import render as render_settings
         from mcore_bridge.weights.plan.target import engine_ranks
 
-        if settings is not None:
-            one_of("settings", settings, TRAINERS)
         if picture is not None and picture.suffix.lower() != ".svg":
             raise ConfigError(f"--picture must be a file *.svg, found {picture}: the picture is written as SVG")
         mesh_plan = plan(folder, build_options(context), dtype=dtype_of(dtype), world_size=world)
-        if settings is not None:
-            refuse(context, _OF_REPORT, "with --settings")
-            dims, num_layers = mesh_plan.blueprint.dims, mesh_plan.blueprint.config.num_layers
-            answer(settings_for(settings, dims, num_layers), partial(render_settings, settings))
-            return
         sizes = engine_tp or 1, engine_pp or 1, engine_ep or 1
         asked = engine_tp or engine_pp or engine_ep
         engine = engine_ranks(tp=sizes[0], pp=sizes[1], ep=sizes[2]) if asked else ()
@@ -142,6 +138,21 @@ def plan_command(
         if picture is not None:
             draw(planned, picture)
         answer(planned, render)
+
+
+def _print_settings(context: typer.Context, answer: Answer, folder: Path, trainer: str) -> None:
+    from mcore_bridge.commands.plan.tables import blueprint_of
+    from mcore_bridge.commands.plan.trainer_settings import TRAINERS, render, settings_for
+    from mcore_bridge.weights.provenance import provenance_of
+
+    one_of("settings", trainer, TRAINERS)
+    refuse(context, _OF_REPORT, "with --settings")
+    options, given = build_options(context), context.params
+    blueprint = blueprint_of(provenance_of(folder, head=None), options, dtype=dtype_of(given["dtype"]))
+    dims = blueprint.dims
+    for ranks_of_data in (dims.dp, dims.edp):
+        ranks_of_data(given["world"] or dims.smallest_world)  # raises if the ranks do not fit the mesh
+    answer(settings_for(trainer, dims, blueprint.config.num_layers), partial(render, trainer))
 
 
 def _suggest(context: typer.Context, answer: Answer, folder: Path, gpus: int, batch: Batch) -> None:

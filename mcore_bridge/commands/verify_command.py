@@ -90,23 +90,27 @@ def verify_command(
     with running(context) as answer:
         from mcore_bridge.commands.hub import ADAPTER, MODEL, locate
         from mcore_bridge.commands.report import progress, render
-        from mcore_bridge.commands.verify.verify import verify
 
         if files_only:
             _compare_files(context, answer, folder, against)
             return
+        from mcore_bridge.commands.verify.verify import verify
+
         refuse(context, {"tokens"} if no_logits else (), "with --no-logits")
         one_of("device", device, ("cpu", "cuda"))
         options = build_options(context)
+        folder = locate(folder, MODEL, download=download)
+        against = against and locate(against, MODEL, download=download)
+        adapter = adapter and locate(adapter, ADAPTER, download=download)
         with progress(Console(stderr=True), options.dims.smallest_world) as on_event:
             verdict = verify(
-                locate(folder, MODEL, download=download),
+                folder,
                 options,
                 dtype=dtype_of(dtype),
-                against=against and locate(against, MODEL, download=download),
+                against=against,
                 num_tokens=0 if no_logits else tokens,
                 save=save,
-                adapter=adapter and locate(adapter, ADAPTER, download=download),
+                adapter=adapter,
                 on_event=on_event,
             )
         answer(verdict, render)
@@ -123,7 +127,7 @@ def _compare_files(context: typer.Context, answer: Answer, folder: Path, against
     refuse(context, {*options_of(context)} - used, "with --files-only, which builds no model")
     if against is None:
         raise ConfigError("--files-only compares two folders: name the other one by --against")
-    folder, against = (locate(path, MODEL, download=context.params["download"]) for path in (folder, against))
+    folder, against = (locate(each, MODEL, download=context.params["download"]) for each in (folder, against))
     with progress(Console(stderr=True), 1) as on_event:
         compared = compare_folders(folder, against, partial(on_event, 0))
     answer(compared, render)

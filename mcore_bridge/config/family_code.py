@@ -6,6 +6,7 @@ It reads the source text of the installed release, without importing or running 
 import functools
 import re
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,9 +49,8 @@ def _folders_of_model(model_type: str) -> tuple[Path, ...]:
     users = (name for name, model in CLASSES.items() if model == CLASSES.get(model_type))
     folders = (root() / "models" / model_type_to_module_name(name) for name in users)
     definition = f"class {CLASSES.get(model_type)}("
-    return tuple(folder for folder in folders if any(definition in text(path) for path in modules_in(folder, MODEL)))[
-        :1
-    ]
+    defines = (folder for folder in folders if any(definition in text(path) for path in modules_in(folder, MODEL)))
+    return tuple(islice(defines, 1))
 
 
 def modules_in(package: Path, prefix: str) -> list[Path]:

@@ -44,8 +44,8 @@ def fields_read(config: "type[PretrainedConfig]", names: Iterable[str]) -> froze
 def readers_of(config: "type[PretrainedConfig]", names: Iterable[str]) -> tuple[frozenset[str], frozenset[str]]:
     """Split ``fields_read``: names that code of families may read, and names that only shared modules may read.
 
-    The modules of a family are in the folder of its config. A family without a model of its own has the modules of the
-    class that ``AutoModelForCausalLM`` gives for it.
+    The modules of a family are in the folder of its config. A family without a model of its own also has the modules of
+    the class that ``AutoModelForCausalLM`` gives for it.
     """
     names = frozenset(names)
     packages = packages_of(config)

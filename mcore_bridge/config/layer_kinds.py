@@ -13,6 +13,7 @@ from mcore_bridge.config.fields import Mcore, per_layer
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
+    from transformers import PretrainedConfig
 
 
 FIRST, SECOND = frozenset("M*"), frozenset("-E")
@@ -21,6 +22,11 @@ MTP_KINDS = ("*", "*-", "*E")
 """The possible parts of an MTP layer, if the config lists them: attention, optionally followed by an MLP or experts."""
 MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 """Fields for the number of MTP layers. A family has one of them, or none."""
+
+
+def counted_mtp_layers(hf: PretrainedConfig) -> int:
+    """The number of MTP layers that a config counts."""
+    return max(getattr(hf, name, None) or 0 for name in MTP_COUNTS)
 
 
 def layers_of(mcore: Mcore) -> list[int]:

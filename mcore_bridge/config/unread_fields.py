@@ -7,6 +7,7 @@ cannot change the result, so it is accepted. A field that is read but not claime
 import functools
 from collections.abc import Collection, Iterable, Mapping
 from logging import INFO, WARNING
+from operator import getitem
 from typing import TYPE_CHECKING, Any
 
 from mcore_bridge.config.compared_fields import changes_nothing
@@ -45,17 +46,16 @@ def unread_fields(hf: "PretrainedConfig", table: tuple[Field, ...]) -> tuple[str
     fields = hf.to_dict()
     config_class, is_own = _class_of(hf)
     unclaimed = fields.keys() - claimed_by(table)
-    if not is_own:
-        unclaimed &= config_class().to_dict().keys()
-    of_family, of_shared = readers_of(config_class, unclaimed)
+    tried = unclaimed if is_own else unclaimed & config_class().to_dict().keys()
+    of_family, of_shared = readers_of(config_class, tried)
     keys = _unread_keys(fields, config_class)
-    plain = _without(fields, {*keys, *(fields.keys() - claimed_by(table))})
+    plain = _without(fields, keys | unclaimed)
     neutral = {  # None is the absence of a field that only shared modules may read
         name
         for name in of_shared
         if fields[name] is None or changes_nothing(config_class, {**plain, name: fields[name]}, table, name)
     }
-    return tuple(sorted(unclaimed - of_family - of_shared | neutral | keys))
+    return tuple(sorted(tried - of_family - of_shared | neutral | keys))
 
 
 def _class_of(hf: "PretrainedConfig") -> tuple[Any, bool]:
@@ -116,21 +116,17 @@ def require_no_unread(read_by: Iterable[tuple["PretrainedConfig", tuple[Field, .
     Raises:
         ConfigError: there are unread fields; the message names all of them.
     """
-    listing = ", ".join(
-        f"{name}={shown(functools.reduce(_get, name.split('.'), hf.to_dict()))}"
-        for hf, table in read_by
-        for name in unread_fields(hf, table)
-    )
+    values: list[tuple[str, Any]] = []
+    for hf, table in read_by:
+        fields = hf.to_dict()
+        values += [(name, functools.reduce(getitem, name.split("."), fields)) for name in unread_fields(hf, table)]
+    listing = ", ".join(f"{name}={shown(value)}" for name, value in values)
     if listing:
         raise ConfigError(
             f"strict_config=True accepts only fields that our tables contain, found {listing}. The installed "
             "transformers "
             "reads none of them: pass strict_config=False, or delete them from the config."
         )
-
-
-def _get(value: Any, name: str) -> Any:
-    return value[name]
 
 
 def notes_on(unread: Iterable[str]) -> list[tuple[int, str]]:

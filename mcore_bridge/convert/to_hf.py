@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -58,12 +59,15 @@ class ToHF(ModelConversion):
     @property
     def hf_names(self) -> Collection[str]:
         """See ``ModelConversion``."""
-        return [spec.name for number in range(len(self.names)) for spec in self._specs(number)]
+        return [spec.name for spec in self._all_specs()]
 
     @property
     def numels(self) -> Sequence[int]:
         """See ``Conversion``. The tensors are HF's, carried ones included."""
-        return [spec.numel for number in range(len(self.names)) for spec in self._specs(number)]
+        return [spec.numel for spec in self._all_specs()]
+
+    def _all_specs(self) -> Iterator[TensorSpec]:
+        return chain.from_iterable(map(self._specs, range(len(self.names))))
 
     @cached_property
     def carried_units(self) -> tuple[tuple[TensorSpec, ...], ...]:

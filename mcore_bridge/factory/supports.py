@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from mcore_bridge.architecture import architectures, composites, read_hf, refusals
 from mcore_bridge.errors import BridgeError
 from mcore_bridge.factory.blueprint import Blueprint, BuildOptions, make_blueprint
@@ -22,7 +20,7 @@ def require_supported(hf: HF) -> Blueprint:
         ConfigError: there is no config, or it is one that cannot be built.
     """
     provenance = provenance_of(hf, head=None)
-    return make_blueprint(provenance, BuildOptions(dtype=torch.bfloat16, device="cpu", head=provenance.head))
+    return make_blueprint(provenance, BuildOptions(device="cpu", head=provenance.head))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +53,7 @@ def supports(hf: HF) -> Support:
 
     Returns:
         The answer. It is true or false, and has the reason of a refusal, which ``build_model`` would raise.
-
-    Raises:
-        Nothing: a folder without a config is an answer, too.
+        No error is raised: a folder without a config is an answer, too.
 
     Example:
         >>> support = mb.supports("path/of/Qwen3-8B")

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from mcore_bridge.config import fields
+from mcore_bridge.config.layer_kinds import counted_mtp_layers
 from mcore_bridge.rules.layout import COLUMN, FUSED_GATED_UP, FUSED_QKV, GATED_UP, QKV, REPLICATED, ROW, VOCAB
 from mcore_bridge.rules.mapping import Rule, Rules, experts, numbered, table, under
 
@@ -102,15 +103,10 @@ MTP_BEHIND = around_mtp("enorm", "hnorm", "eh_proj", "shared_head.norm")
 MTP_BESIDE = around_mtp("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
 
 
-def num_mtp_layers(hf: "PretrainedConfig") -> int:
-    """The number of MTP layers that a config counts."""
-    return getattr(hf, "num_nextn_predict_layers", None) or getattr(hf, "num_mtp_layers", None) or 0
-
-
 def mtp_numbered(hf: "PretrainedConfig", place: str, around: Rules, *layer: Rules, offset: int = 0) -> Rules:
     """MTP layers that HF numbers at ``place``, from ``offset`` on: ``layer``, and the modules ``around`` it."""
     rules = (*under("mtp.layers.*", place, around), *under("mtp.layers.*.transformer_layer", place, *layer))
-    return numbered(rules, offset=offset, count=num_mtp_layers(hf))
+    return numbered(rules, offset=offset, count=counted_mtp_layers(hf))
 
 
 def mtp_behind(hf: "PretrainedConfig", *layer: Rules) -> Rules:
@@ -122,7 +118,7 @@ def mtp_behind(hf: "PretrainedConfig", *layer: Rules) -> Rules:
             ("embedding.word_embeddings.weight", "embed_tokens"),
             ("output_layer.weight", "shared_head.head"),
         )
-        for number in range(first, first + num_mtp_layers(hf))
+        for number in range(first, first + counted_mtp_layers(hf))
     )
     return (*mtp_numbered(hf, "model.layers.*", MTP_BEHIND, *layer, offset=first), *copies)
 

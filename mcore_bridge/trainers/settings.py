@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mcore_bridge.architecture import architecture_of
 from mcore_bridge.config.apply_overrides import OF_SOME, same
 from mcore_bridge.config.fields import Preset
-from mcore_bridge.config.layer_kinds import MTP_COUNTS, layers_of
+from mcore_bridge.config.layer_kinds import MTP_COUNTS, counted_mtp_layers, layers_of
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.blueprint import Blueprint, BuildOptions, changes_of, make_blueprint, reconcile
@@ -62,7 +62,7 @@ def with_mtp_layers(settings: Mapping[str, object], hf: PretrainedConfig) -> dic
     """
     if "mtp_loss_scaling_factor" not in settings or "mtp_num_layers" in settings:
         return dict(settings)
-    count = max(getattr(hf, name, None) or 0 for name in MTP_COUNTS)
+    count = counted_mtp_layers(hf)
     if count == 0:
         raise ConfigError(
             f"mtp_loss_scaling_factor needs MTP layers: expected one of {', '.join(MTP_COUNTS)} in the HF "

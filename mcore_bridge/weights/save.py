@@ -213,8 +213,8 @@ def _config_of(specs: Manifest, provenance: Provenance) -> PretrainedConfig:
     score = next((spec for spec in specs if spec.name in ("score.weight", "score.2.weight")), None)
     if score is not None:
         biased = any(spec.name == "score.bias" for spec in specs)
-        kind = "ForTokenClassification" if biased else "ForSequenceClassification"
-        kind = "ForProcessRewardModel" if provenance.head == "process_reward" else kind
+        linear = "ForTokenClassification" if biased else "ForSequenceClassification"
+        kind = "ForProcessRewardModel" if provenance.head == "process_reward" else linear
         hf.architectures = [f"{_stem(hf)}{kind}"]
         hf.num_labels = score.shape[0]
     if provenance.head == "none" and hf.architectures and _loses_head(provenance):

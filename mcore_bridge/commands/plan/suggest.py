@@ -213,6 +213,8 @@ def _enough(
     for recompute in sorted({batch.recompute, True}):
         own = replace(batch, recompute=recompute)
         for gpus in sizes:
+            if (gpus, recompute) == (num_gpus, batch.recompute):
+                continue  # the search has found nothing here
             most_cut_first = sorted(meshes_for(gpus), key=lambda dims: -dims.model_size * dims.ep * dims.etp)
             if any(model.fits(dims, gpus, own, gpu_bytes) for dims in most_cut_first):
                 yield Enough(gpus, recompute)

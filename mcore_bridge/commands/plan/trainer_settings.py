@@ -53,7 +53,9 @@ def render(trainer: str, settings: Mapping[str, Any]) -> Text:
 
 def _two_ends(dims: ParallelDims, num_layers: int) -> dict[str, int]:
     """The split for NeMo-RL, which has the numbers of layers in the first and in the last stage, and no layout."""
-    first, *middle, last = counts = [len(stage.layers) for stage in dims.stages(num_layers)] * (1 if dims.pp > 1 else 2)
+    if dims.pp == 1:
+        return {}
+    first, *middle, last = counts = [len(stage.layers) for stage in dims.stages(num_layers)]
     if dims.vp > 1 or len({*middle}) > 1:
         raise MeshError(f"NeMo-RL must have equal stages between the first and the last, found {counts}: change pp")
     if len({*counts}) == 1:

@@ -206,8 +206,8 @@ class ParallelDims:
 
         The value None has the meaning that it has in megatron-core.
 
-                Raises:
-                    MeshError: the combination is wrong for every model and every world size.
+        Raises:
+            MeshError: the combination is wrong for every model and every world size.
         """
         changes = {DIM_OF.get(name, name): settings[name] for name in self.to_config_fields() if name in settings}
         for name in _SIZES:

@@ -31,12 +31,12 @@ def sizes_in(settings: object, ours: Mapping[str, str], names: Collection[str]) 
     split = overrides if isinstance(overrides := section.get(OVERRIDES), Mapping) else {}
     given = {str(name): value for name, value in section.items()}
     given |= {str(name): value for name, value in split.items() if name in names}
-    absent = {*ours.values(), *names} - given.keys()
-    others = given.keys() - {*ours.values(), *names}
+    known = {*ours.values(), *names}
+    others, absent = given.keys() - known, known - given.keys()
     near = {name: get_close_matches(name, absent, n=1, cutoff=0.88) for name in sorted(others)}
     problems = [f"{name} (do you mean {match[0]}?)" for name, match in near.items() if match]
     problems += [f"{name} and {own}" for name, own in ours.items() if name != own and {name, own} <= given.keys()]
-    if problems or given.keys().isdisjoint({*ours.values(), *names}):
+    if problems or given.keys().isdisjoint(known):
         actual = ", ".join(problems) or f"none among {shown([*given])}"
         raise MeshError(f"settings of a mesh must have each size once, by names such as {TP} or tp, found {actual}")
     is_ours = not given.keys().isdisjoint(ours.values() - ours.keys())

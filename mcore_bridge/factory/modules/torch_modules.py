@@ -151,7 +151,7 @@ class CoreAttention(nn.Module):
         return torch.cat(outputs)
 
     def masked(self, query: Tensor, key: Tensor, value: Tensor, visible: Sequence[Tensor], packed: Any) -> Tensor:
-        """Attend by masks alone (True is visible): ``[1, 1, n, n]`` for tensor packed sequence, or one for rows."""
+        """Attend by masks alone (True is visible): ``[1, 1, n, n]`` for each packed sequence, or one for rows."""
         if packed is None:
             return self._sequence(query, key, value, None, None, visible[0])
         lengths = packed_lengths(packed, self.cp_group.size())

@@ -71,7 +71,6 @@ def see(chunk: GPTModel, composite: nn.Module) -> None:
     stub = composite.language_model
     assert isinstance(stub, TextStub)
     readable = {name for name in _arguments(composite) if name.startswith(OF_OTHER_PARTS)}
-    readable -= {name for name in readable if name.startswith(_SOUND)}
     if stub.recompose is not None:
         take_positions(chunk, stub.num_positions, stub.recompose)
         readable.add(POSITIONS)
@@ -156,7 +155,7 @@ def _is_dynamic(chunk: Any) -> bool:
 
 
 def _require_readable(chunk: Any, composite: nn.Module, images: Iterable[str]) -> None:
-    unknown = [name for name in images if name not in _arguments(composite) or name.startswith(_SOUND)]
+    unknown = [name for name in images if name not in _arguments(composite)]
     if unknown:
         raise BatchError(
             f"inputs of images must be arguments of {type(composite).__name__}, found {', '.join(unknown)}: leave them "
@@ -170,13 +169,13 @@ def _require_readable(chunk: Any, composite: nn.Module, images: Iterable[str]) -
 
 
 def _arguments(composite: nn.Module) -> frozenset[str]:
-    """The names of the arguments of the composite's ``forward``."""
+    """The names of the arguments of the composite's ``forward``, without inputs of sound."""
     return _arguments_of(type(composite).forward)
 
 
 @functools.cache
 def _arguments_of(forward: Callable[..., Any]) -> frozenset[str]:
-    return frozenset(inspect.signature(forward).parameters)
+    return frozenset(name for name in inspect.signature(forward).parameters if not name.startswith(_SOUND))
 
 
 def _text_call(
