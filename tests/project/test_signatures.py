@@ -68,7 +68,7 @@ def test_a_call_says_what_it_takes_returns_and_raises(name: str) -> None:
         nothing = signature.return_annotation in ("None", None, "Iterator[None]")
         assert nothing or section(doc, "Returns", "Yields")
     assert doc
-    assert not taken or name not in FUNCTIONS or section(doc, "Raises")
+    assert not taken or name not in FUNCTIONS or section(doc, "Raises") or "No error is raised" in doc
 
 
 def described() -> set[str]:
