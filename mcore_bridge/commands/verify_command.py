@@ -127,7 +127,7 @@ def _compare_files(context: typer.Context, answer: Answer, folder: Path, against
     refuse(context, {*options_of(context)} - used, "with --files-only, which builds no model")
     if against is None:
         raise ConfigError("--files-only compares two folders: name the other one by --against")
-    folder, against = (locate(each, MODEL, download=context.params["download"]) for each in (folder, against))
+    folder, against = (locate(name, MODEL, download=context.params["download"]) for name in (folder, against))
     with progress(Console(stderr=True), 1) as on_event:
         compared = compare_folders(folder, against, partial(on_event, 0))
     answer(compared, render)
