@@ -1,4 +1,4 @@
-"""Carried tensors: tensors of parts of a checkpoint that are not built. A save copies them.
+"""Tensors of parts of a checkpoint that are not built. A save copies them.
 
 Such parts are the tower of a composite, and layers for multi-token prediction (MTP). Their bytes are copied from the
 folder of the model. Encoded tensors are decoded, since saved files are plain.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mcore_bridge.rules.mapping import WeightMapping
     from mcore_bridge.weights.provenance import Provenance
 
-Mtp = Literal["carried", "dropped"]
+Mtp = Literal["copied", "dropped"]
 """The fate of MTP layers that are not built."""
 _SIZES = (
     *("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "intermediate_size"),
@@ -36,11 +36,11 @@ logger = logging.getLogger("mcore_bridge")
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
-    """The carried tensors of a folder, in the order of its files.
+class NotBuilt:
+    """The tensors of a folder that are not built, in the order of its files.
 
     Attributes:
-        mtp: the names of carried tensors in MTP layers.
+        mtp: the names of such tensors in MTP layers.
         sources: the state of the folder when its tensors were listed.
     """
 
@@ -67,7 +67,7 @@ class Carried:
         )
 
 
-def carried_of(provenance: Provenance, mapping: WeightMapping, *, mtp: Mtp = "carried") -> Carried:
+def not_built_of(provenance: Provenance, mapping: WeightMapping, *, mtp: Mtp = "copied") -> NotBuilt:
     """The tensors that a save of this model must copy.
 
     Without a folder nothing can be copied. For a composite, the save then holds the text model alone, and a warning is
@@ -75,24 +75,24 @@ def carried_of(provenance: Provenance, mapping: WeightMapping, *, mtp: Mtp = "ca
 
     Raises:
         CheckpointError: the folder is gone, or the folder of a composite has no weights.
-        ConfigError: ``mtp`` is neither "carried" nor "dropped".
+        ConfigError: ``mtp`` is neither "copied" nor "dropped".
     """
     if mtp not in get_args(Mtp):
         raise ConfigError(f"mtp must be {' or '.join(map(repr, get_args(Mtp)))}, found {mtp!r}")
     _require_folder(provenance.folder)
     names = names_in(provenance.folder) if provenance.folder else ()
     _require_other_parts(provenance, names)
-    if provenance.folder is None or not any(map(mapping.is_carried, names)):
-        return Carried()
+    if provenance.folder is None or not any(map(mapping.is_not_built, names)):
+        return NotBuilt()
     sources = SourceFolders.of(provenance.folder)
     left_out = mapping.is_unbuilt_mtp if mtp == "dropped" or _differs(provenance) else lambda name: False
     specs = tuple(
         TensorSpec.of(name, tensor)
         for name, tensor in open_folder(provenance.folder).items()
-        if mapping.is_carried(name) and not left_out(name)
+        if mapping.is_not_built(name) and not left_out(name)
     )
     in_mtp = tuple(spec.name for spec in specs if mapping.is_unbuilt_mtp(spec.name))
-    return Carried(specs, provenance.folder, in_mtp, sources)
+    return NotBuilt(specs, provenance.folder, in_mtp, sources)
 
 
 def _require_folder(folder: str | None) -> None:
