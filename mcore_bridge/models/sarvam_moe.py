@@ -24,6 +24,7 @@ OWN = (
 )
 ARCHITECTURE = Architecture(
     model_type="sarvam_moe",
+    classes=("SarvamMoEForCausalLM",),
     reads_as="llama",
     published_fields=(*NUMBERS, ("attention_bias", "use_qkv_bias")),
     fields=but(glm4_moe.ARCHITECTURE.fields, *OWN),

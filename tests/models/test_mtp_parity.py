@@ -1,6 +1,7 @@
 """An MTP layer predicts what transformers' modules compute from the published tensors."""
 
 import functools
+from dataclasses import replace
 from operator import itemgetter
 
 import pytest
@@ -84,6 +85,14 @@ MISTAKES += [("nemotron_h", functools.partial(exchanged, one=one, other=other)) 
 def test_parity_can_fail(references, name, mistake):
     (worst,) = pool.run(1, worst_of, [name], mb.ParallelDims(), references, mistake)
     assert worst[name] > 50 * BOUND
+
+
+@pytest.mark.skipif("exaone4" not in mtp_checkpoints.CASES, reason="the installed transformers lacks it")
+def test_a_window_and_a_rope_of_the_last_layer_show(references, monkeypatch):
+    style = mtp_checkpoints.STYLES["exaone"]
+    monkeypatch.setitem(mtp_checkpoints.STYLES, "exaone", replace(style, like_first=False))
+    other, right = mtp_checkpoints.reference_logits(mtp_checkpoints.config("exaone4")), references["exaone4"]
+    assert (other - right).abs().max() / right.std() > 50 * BOUND
 
 
 STEPS = {1: [{}], 2: [{"tp": 2, "sp": True}, {"pp": 2}, {"ep": 2}, {"pp": 2, "layout": "Etttt|mmL"}, {"cp": 2}]}
