@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mcore_bridge.architecture import architectures
+from mcore_bridge.architecture import architectures, composites
 
 HEAD = """# Which published checkpoints load
 
@@ -94,7 +94,7 @@ def _loads(record: dict[str, Any], outcome: dict[str, Any]) -> str:
         return f"no: {', '.join(map(_reason, outcome['refused']))}"
     architecture = record["config"].get("architectures", [""])[0]
     embeds = "Embedding" in record["name"] and not record["config"].get("tie_word_embeddings")
-    if embeds or architecture.endswith("Model"):
+    if embeds or (architecture.endswith("Model") and record["config"]["model_type"] not in composites()):
         return 'yes, with `head="none"`'
     return 'yes, with `head="classification"`' if architecture.endswith("ForSequenceClassification") else "yes"
 
