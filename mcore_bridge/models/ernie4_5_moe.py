@@ -75,6 +75,6 @@ ARCHITECTURE = Architecture(
     rules=lambda hf: decoder(NORMS, GQA, SWIGLU, MOE, BIAS, SHARED),
     # Ernie4_5_MoePreTrainedModel of transformers ignores all names with "mtp", and has no such layers. In Baidu's code
     # they read hidden states before the final norm, which also follows each MTP layer; megatron-core's read them behind
-    # it. vLLM's ErnieMTP reads them behind it too, but has no norm after the layer.
+    # it. vLLM and SGLang read them behind it too, but have no norm after the layer: the sources differ.
     mtp=lambda hf: ("model.mtp_*",),
 )
