@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mcore_bridge.architecture import architectures
+from mcore_bridge.architecture import architectures, composites
 
 HEAD = """# Which published checkpoints load
 
@@ -19,7 +19,7 @@ all records. It reads no weights. [support.md](support.md) lists what was run wi
   quotes only a part of the config, so the answer is not certain.
 - **Besides** lists parts of the checkpoint beside the model of text that is built. Some families build layers for
   multi-token prediction (MTP) on request. A save copies models of images or sound from the source.
-- **From** has the first release that loads it. The tested releases are transformers 4.57 and 5.23, megatron-core 0.16.1
+- **From** has the first release that loads it. The tested releases are transformers 4.57 and 5.24, megatron-core 0.16.1
   and 0.19.2.
 - **Parameters** are the parameters of the text, as `mcore-bridge plan` counts them: in all and, for models with
   experts, active for each token. Tied weights count once. Releases of transformers may differ on which weights are
@@ -94,7 +94,7 @@ def _loads(record: dict[str, Any], outcome: dict[str, Any]) -> str:
         return f"no: {', '.join(map(_reason, outcome['refused']))}"
     architecture = record["config"].get("architectures", [""])[0]
     embeds = "Embedding" in record["name"] and not record["config"].get("tie_word_embeddings")
-    if embeds or architecture.endswith("Model"):
+    if embeds or (architecture.endswith("Model") and record["config"]["model_type"] not in composites()):
         return 'yes, with `head="none"`'
     return 'yes, with `head="classification"`' if architecture.endswith("ForSequenceClassification") else "yes"
 
@@ -119,10 +119,10 @@ def _besides(config: dict[str, Any]) -> Iterator[str]:
 
 def _from(model_type: str, with_transformers_4: dict[str, Any]) -> str:
     architecture = architectures().get(model_type)
-    transformers = "transformers 5.23" if "refused" in with_transformers_4 else "transformers 4.57"
+    transformers = "transformers 5.24" if "refused" in with_transformers_4 else "transformers 4.57"
     if architecture is None or architecture.megatron_core is None:
         return transformers
-    return f"transformers 5.23, megatron-core {architecture.megatron_core.version}"
+    return f"transformers 5.24, megatron-core {architecture.megatron_core.version}"
 
 
 def format_of(record: dict[str, Any]) -> str:

@@ -24,11 +24,12 @@ names exists in the installed releases, and try each of these values.
 MESHES = """## On some meshes
 
 A mesh is refused with `MeshError` if megatron-core cannot cut the model along it, or would compute something else than
-the HF model. Heads, sizes and vocabularies must be divisible (`config/mesh/divisibility.py`). Three more cases are
+the HF model. Heads, sizes and vocabularies must be divisible (`config/mesh/divisibility.py`). Four more cases are
 refused:
 
 - `etp` above 1 for experts with biases;
-- MTP layers in a model that lists windows or ropes by layer, or whose last layer has linear attention;
+- MTP layers whose window or rope is not known, in a model that lists windows or ropes by layer;
+- MTP layers in a model whose last layer has linear attention;
 - linear attention if the number of its key heads is not a multiple of `tp` times `cp`.
 
 MTP layers are refused with `ConfigError` if HF has no names for so many layers. An MTP layer of Nemotron-H must have

@@ -24,7 +24,7 @@ TESTED = {
     "python": ("3.11", "3.13"),
     "torch": ("2.13", "2.13"),
     "megatron-core": ("0.16.1", "0.19.2"),
-    "transformers": ("4.57", "5.23"),
+    "transformers": ("4.57", "5.24"),
 }
 """The oldest and the newest release with which the whole suite runs; on Python 3.13 its quick tests do."""
 

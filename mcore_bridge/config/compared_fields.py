@@ -47,10 +47,25 @@ _COMPARED: dict[tuple[object, ...], bool] = {}
 
 def _compare(config_class: Any, source: dict[str, Any], table: tuple[Field, ...], name: str) -> bool:
     value = source.pop(name)
-    small = _small(source, table)
-    if small is None or (plain := _outcome(config_class, small)) is None:
+    small, plain = _plain(config_class, source, table)
+    if small is None or plain is None:
         return False
     return all(_equal(plain, _outcome(config_class, {**small, name: other})) for other in _like(value))
+
+
+def _plain(
+    config_class: Any, source: dict[str, Any], table: tuple[Field, ...]
+) -> tuple[dict[str, Any] | None, Outcome]:
+    """The fields of the small model without the field, and what transformers computes with them."""
+    key = (config_class, json.dumps(source, sort_keys=True, default=str))
+    if key not in _PLAIN:
+        small = _small(source, table)
+        _PLAIN[key] = (small, None if small is None else _outcome(config_class, small))
+    return _PLAIN[key]
+
+
+_PLAIN: dict[tuple[object, ...], tuple[dict[str, Any] | None, Outcome]] = {}
+"""Results of ``_plain`` in this process, which all fields of a config share."""
 
 
 def _like(value: object) -> Iterator[object]:

@@ -27,23 +27,11 @@ _NOT_OF_MODELS = frozenset(
 _WHOLE = frozenset({"to_dict", "to_diff_dict", "__dict__"})
 
 
-def fields_read(config: "type[PretrainedConfig]", names: Iterable[str]) -> frozenset[str]:
-    """Select the ``names`` that the installed transformers may read from a config of this class.
+def readers_of(config: "type[PretrainedConfig]", names: Iterable[str]) -> tuple[frozenset[str], frozenset[str]]:
+    """Select the ``names`` that code of families may read from a config of this class, and those that only shared
+    modules may read.
 
     If the class is not from transformers, any code may read it, so all names count as read.
-
-    Example::
-
-        >>> from transformers import LlamaConfig
-        >>> sorted(fields_read(LlamaConfig, ["hidden_size", "unk_token_id"]))
-        ['hidden_size']
-    """
-    return frozenset().union(*readers_of(config, names))
-
-
-def readers_of(config: "type[PretrainedConfig]", names: Iterable[str]) -> tuple[frozenset[str], frozenset[str]]:
-    """Split ``fields_read``: names that code of families may read, and names that only shared modules may read.
-
     The modules of a family are in the folder of its config. A family without a model of its own also has the modules of
     the class that ``AutoModelForCausalLM`` gives for it.
     """

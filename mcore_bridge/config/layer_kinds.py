@@ -61,11 +61,19 @@ def held_mtp_layers(settings: Mapping[str, Any]) -> int:
 
 def inner_config(config: TransformerConfig) -> TransformerConfig:
     """A config whose last layer has the kind of the layers within MTP layers."""
-    kinds = getattr(config, "mtp_kinds", None)
-    if kinds is None:
+    kinds: str | None = getattr(config, "mtp_kinds", None)
+    like: int | None = getattr(config, "mtp_like_layer", None)
+    if kinds is None and like is None:
         return config  # they are like the last layer of the decoder
     own: Any = copy.copy(config)
-    own.num_layers, own.layer_kinds, own.moe_layer_freq = 1, (kinds,), [int("E" in kinds)]
+    own.num_layers = 1
+    if kinds is not None:
+        own.layer_kinds, own.moe_layer_freq = (kinds,), [int("E" in kinds)]
+    elif like is not None:
+        settings = vars(config)
+        own.moe_layer_freq = [layers_of(settings)[like]]
+        own.window_attn_skip_freq = [layers_but_full(settings, "window_attn_skip_freq", unset=1)[like]]
+        own.no_rope_freq = [layers_without_rope(settings)[like]]
     return own
 
 

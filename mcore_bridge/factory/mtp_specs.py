@@ -21,8 +21,11 @@ if TYPE_CHECKING:
 
     from mcore_bridge.weights.provenance import Provenance
 
-_DENSE = "mtp.layers.*.transformer_layer.mlp.linear_fc1.weight"
-"""The name of a weight. It has a rule if the layer within an MTP layer may have an MLP in place of experts."""
+_FIRST = {
+    False: "mtp.layers.*.transformer_layer.mlp.linear_fc1.weight",
+    True: "mtp.layers.*.transformer_layer.mlp.experts.*.linear_fc1.weight",
+}
+"""The name of a weight, by whether the layer within an MTP layer has experts. It has a rule if a file may have it."""
 HIDDEN_FIRST = "mtp.layers.*.eh_proj.hidden_first.weight"
 REPEATED = Release("0.19", "earlier releases have a separate layer for each prediction")
 
@@ -61,13 +64,8 @@ def require_mtp(provenance: Provenance, config: TransformerConfig) -> None:
             f"mtp_num_layers must be 0 or None, found {wanted}: mtp_layers_block_type has experts, and no layer of the "
             "decoder has any. No published model is so: remove mtp_num_layers"
         )
-    names = {rule.mcore for rule in provenance.rules}
-    if wanted and kinds is None and config.num_moe_experts and not layers_of(vars(config))[-1] and _DENSE not in names:
-        raise ConfigError(
-            f"mtp_num_layers must be 0 or None, found {wanted}: megatron-core builds MTP layers like the last layer, "
-            f"which has no experts here, and those of {provenance.hf.model_type} have some. Remove mtp_num_layers, or "
-            "keep more layers"
-        )
+    if wanted and kinds is None and config.num_moe_experts:
+        _require_named(provenance, config, wanted)
     pattern = getattr(config, "mtp_hybrid_override_pattern", None)
     if pattern is not None and pattern != inner_letters(config):
         raise ConfigError(
@@ -84,10 +82,28 @@ def require_mtp(provenance: Provenance, config: TransformerConfig) -> None:
         )
 
 
+def _require_named(provenance: Provenance, config: TransformerConfig, wanted: int) -> None:
+    """Raise ``ConfigError`` if MTP layers would have experts, or an MLP, that files of the family lack."""
+    names = {rule.mcore for rule in provenance.rules if rule.mcore.startswith("mtp.")}
+    sparse = bool(layers_of(vars(inner_config(config)))[-1])
+    if names and _FIRST[sparse] not in names:
+        which = "last" if getattr(config, "mtp_like_layer", None) is None else "first"
+        has, have = ("has experts", "none") if sparse else ("has no experts", "some")
+        raise ConfigError(
+            f"mtp_num_layers must be 0 or None, found {wanted}: MTP layers are built like the {which} layer, which "
+            f"{has} here, and those of {provenance.hf.model_type} have {have}. Remove mtp_num_layers, or keep more "
+            "layers"
+        )
+
+
 def inner_spec(config: TransformerConfig, layer_spec: Callable[..., Any], *, backend: Backend) -> Any:
     """The spec of the layer within an MTP layer, from a function that makes specs of decoder layers."""
+    from mcore_bridge.factory.modules.layer_rope import adapt_inner_rope
+
     own = inner_config(config)
-    return layer_spec(own, range(own.num_layers - 1, own.num_layers), backend=backend).layer_specs[0]
+    spec = layer_spec(own, range(own.num_layers - 1, own.num_layers), backend=backend).layer_specs[0]
+    adapt_inner_rope(spec.submodules, config)
+    return spec
 
 
 def multiplies_hidden_first(provenance: Provenance) -> bool:

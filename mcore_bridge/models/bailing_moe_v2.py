@@ -22,13 +22,15 @@ ATTENTION   = under("self_attention", "attention", table(
 ROUTER_BIAS = table(("mlp.router.expert_bias",           "mlp.gate.expert_bias",         REPLICATED))
 LAYER       = (*NORMS, *ATTENTION, *SWIGLU, *MOE, *ROUTER_BIAS, *SHARED)
 # fmt: on
-OWN: tuple[Field, ...] = (
+ONE_FORM: tuple[Field, ...] = (
     *published(score_function="sigmoid", moe_router_enable_expert_bias=True, router_dtype="fp32", use_rmsnorm=True),
-    *published(use_bias=False, attention_bias=False, mlp_bias=False, embedding_dropout=0.0, output_dropout=0.0),
-    *published(norm_head=False, norm_softmax=False, using_split_qkv_in_self_attention=False),
+    *published(use_bias=False, mlp_bias=False, embedding_dropout=0.0, output_dropout=0.0),
+)
+UNREAD = unread("max_window_layers", "moe_shared_expert_intermediate_size", "mtp_loss_scaling_factor")
+OWN: tuple[Field, ...] = (
+    *published(attention_bias=False, norm_head=False, norm_softmax=False, using_split_qkv_in_self_attention=False),
     Require("num_nextn_predict_layers", (0, None), "the published code counts them among num_hidden_layers"),
-    *(biases("use_qkv_bias", None, None), Map("use_qk_norm", "qk_layernorm")),
-    unread("max_window_layers", "moe_shared_expert_intermediate_size", "mtp_loss_scaling_factor"),
+    *(*ONE_FORM, biases("use_qkv_bias", None, None), Map("use_qk_norm", "qk_layernorm"), UNREAD),
 )
 ARCHITECTURE = Architecture(
     model_type="bailing_moe_v2",

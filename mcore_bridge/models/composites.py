@@ -7,7 +7,7 @@ from typing import Any
 
 from mcore_bridge.composite import BESIDE, IN_MODEL, IN_TEXT, IN_THINKER, INSIDE, THINKER, Composite
 from mcore_bridge.config.fields import Ignore, Require
-from mcore_bridge.config.tables import BASE
+from mcore_bridge.config.tables import BASE, unread
 from mcore_bridge.models.qwen2_5_vl_text import INITIAL
 
 
@@ -46,6 +46,11 @@ MUSIC = (
         *("audio_frame_step", "audio_bos_token_id", "audio_eos_token_id"),
         *("head_dim", "max_position_embeddings", "rope_parameters"),  # of positions in time
     ),
+)
+CHARTS = (
+    *FIELDS,
+    parts("freeze_vision_tower", "use_im_start_end", "im_start_token", "im_end_token"),
+    unread("max_window_layers"),  # text_config has no such field, and no window
 )
 GRANITE = (*FIELDS, parts("downsample_rate", "has_lora_adapter", "window_size"))
 MINICPM = (
@@ -190,7 +195,7 @@ COMPOSITES = (
     Composite(model_type="smolvlm",             spelling=IN_TEXT,  **IDEFICS, without_tower=UNTRIED),
     Composite(model_type="video_llama_3",       spelling=IN_MODEL, fields=FIELDS,  without_tower=UNTRIED),
     Composite(model_type="glmga",               spelling=IN_MODEL, fields=FIELDS,  without_tower=UNTRIED),
-    Composite(model_type="pp_chart2table",      spelling=INSIDE,   fields=FIELDS,  without_tower=UNTRIED),
+    Composite(model_type="pp_chart2table",      spelling=INSIDE,   fields=CHARTS,  without_tower=UNTRIED),
     Composite(model_type="moss_transcribe_diarize", spelling=IN_MODEL, fields=ASR, **HEARS),
     Composite(model_type="musicflamingo",       spelling=INSIDE,   fields=MUSIC,   **HEARS),
     Composite(model_type="qwen3_asr",           spelling=IN_MODEL, fields=ASR,     **HEARS),

@@ -73,7 +73,8 @@ ARCHITECTURE = Architecture(
     model_type="ernie4_5_moe",
     fields=(*ERNIE, *BIAS_NONE, *SPACED, *OWN),
     rules=lambda hf: decoder(NORMS, GQA, SWIGLU, MOE, BIAS, SHARED),
-    # Ernie4_5_MoePreTrainedModel of transformers ignores all names with "mtp", and has no such layers. They read hidden
-    # states before the final norm, which also follows each MTP layer; megatron-core's read them behind it.
+    # Ernie4_5_MoePreTrainedModel of transformers ignores all names with "mtp", and has no such layers. In Baidu's code
+    # they read hidden states before the final norm, which also follows each MTP layer; megatron-core's read them behind
+    # it. vLLM and SGLang read them behind it too, but have no norm after the layer: the sources differ.
     mtp=lambda hf: ("model.mtp_*",),
 )

@@ -18,6 +18,7 @@ LAYER  = table(("input_layernorm.weight",           "ln_1.weight",              
 # fmt: on
 ARCHITECTURE = Architecture(
     model_type="exaone",
+    classes=("ExaoneForCausalLM",),
     reads_as="llama",
     published_fields=(
         *(("num_hidden_layers", "num_layers"), ("rms_norm_eps", "layer_norm_epsilon")),

@@ -20,5 +20,6 @@ ARCHITECTURE = Architecture(
         *(*SIGMOID, *NO_SHARED, MTP_NEVER, UNREAD, Const("moe_router_topk_scaling_factor", None)),
     ),
     rules=lambda hf: decoder(NORMS, GQA, QK_NORM, W123, W123_BIAS),
+    # Published files of M2 to M2.7 count MTP layers and hold none. vLLM skips such layers, and has no code for them.
     renamed_in_memory=W123_STACKS,
 )

@@ -14,6 +14,7 @@ OWN = (
 ARCHITECTURE = replace(
     deepseek_v3.ARCHITECTURE,
     model_type="sarvam_mla",
+    classes=("SarvamMLAForCausalLM",),
     reads_as="llama",
     published_fields=NUMBERS,
     fields=but(deepseek_v3.ARCHITECTURE.fields, *OWN),

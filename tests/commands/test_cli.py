@@ -621,7 +621,7 @@ def test_doctor_finds_nothing_wrong_here(tmp_path: Path, monkeypatch: pytest.Mon
     [
         ("transformers", "4.56.0", "too old", True),
         ("transformers", "4.57.1", "", False),
-        ("transformers", "5.23.4", "", False),
+        ("transformers", "5.24.4", "", False),
         ("transformers", "6.0", "not tested", False),
         ("megatron-core", "0.15.3", "too old", True),
         ("megatron-core", "0.19.2+git1", "", False),

@@ -3,6 +3,7 @@
 import copy
 import json
 import logging
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from mcore_bridge.commands.plan.tables import Planned, plan, render
 from mcore_bridge.config import compared_fields, family_code
 from mcore_bridge.config import fields_read as static
 from mcore_bridge.config.fields import claimed_by
-from mcore_bridge.config.fields_read import fields_read
+from mcore_bridge.config.fields_read import readers_of
 from mcore_bridge.config.hf import read_config
 from mcore_bridge.config.tables import BASE
 from mcore_bridge.config.unread_fields import notes_on, unread_fields, without_unread
@@ -49,6 +50,11 @@ def recorded(hf: PretrainedConfig) -> set[str]:
     model = AutoModelForCausalLM._model_mapping[type(hf)](config)
     model(torch.zeros(1, 4, dtype=torch.long))
     return names & fields
+
+
+def fields_read(config: type, names: Iterable[str]) -> frozenset[str]:
+    """The ``names`` that the installed transformers may read from a config of this class."""
+    return frozenset().union(*readers_of(config, names))
 
 
 @pytest.mark.parametrize("model_type", CASES)

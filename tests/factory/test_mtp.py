@@ -31,13 +31,13 @@ MESHES = [
 
 
 NUMBERS = [("glm4_moe", 1), ("glm4_moe", 2), ("qwen3_next", 1), ("nemotron_h-narrow-experts", 2), ("hy_v3", 1)]
-NUMBERS += [("mimo", 2)]
+NUMBERS += [("mimo", 2), ("exaone_moe", 1), ("exaone4", 1)]
 
 
 @pytest.mark.parametrize(("name", "num_mtp_layers"), mtp_checkpoints.params(NUMBERS, itemgetter(0)))
 @pytest.mark.parametrize("dims", MESHES, ids=str)
 def test_they_go_round(dims, name, num_mtp_layers):
-    dims = replace(dims, ep=1, etp=1) if name == "mimo" else dims  # which has no experts
+    dims = replace(dims, ep=1, etp=1) if name in ("mimo", "exaone4") else dims  # which have no experts
     goes_round(*published(num_mtp_layers, name), dims, num_mtp_layers)
 
 

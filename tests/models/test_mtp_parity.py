@@ -1,6 +1,7 @@
 """An MTP layer predicts what transformers' modules compute from the published tensors."""
 
 import functools
+from dataclasses import replace
 from operator import itemgetter
 
 import pytest
@@ -13,8 +14,6 @@ from tests.support import mtp_checkpoints, pool, stepping, tiny
 from tests.support.bounds import BOUND
 from tests.support.mtp_steps import reference_step
 from tests.support.strategies import save
-
-needs_repeated = pytest.mark.skipif(not REPEATED.is_installed, reason="the installed megatron-core repeats no layer")
 
 
 def worst_of(names, dims, references, mistake=lambda state: state):
@@ -86,7 +85,15 @@ def test_parity_can_fail(references, name, mistake):
     assert worst[name] > 50 * BOUND
 
 
-STEPS = {1: [{}], 2: [{"tp": 2, "sp": True}, {"pp": 2}, {"ep": 2}, {"pp": 2, "layout": "Etttt|mmL"}, {"cp": 2}]}
+@pytest.mark.skipif("exaone4" not in mtp_checkpoints.CASES, reason="the installed transformers lacks it")
+def test_a_window_and_a_rope_of_the_last_layer_show(references, monkeypatch):
+    style = mtp_checkpoints.STYLES["exaone"]
+    monkeypatch.setitem(mtp_checkpoints.STYLES, "exaone", replace(style, like_first=False))
+    other, right = mtp_checkpoints.reference_logits(mtp_checkpoints.config("exaone4")), references["exaone4"]
+    assert (other - right).abs().max() / right.std() > 50 * BOUND
+
+
+STEPS = {1: [{}], 2: [{"tp": 2, "sp": True}, {"pp": 2}, {"ep": 2}, {"pp": 2, "layout": "Etttt|mL"}, {"cp": 2}]}
 RANKS = {"{'cp': 2}": [[*range(4), *range(12, 16)], [*range(4, 12)]]}
 HALVES = mtp_checkpoints.HALVES[1]
 SCALE = 0.3
@@ -96,23 +103,28 @@ def steps(folder, meshes, overrides):
     """Runs in each worker: a step on each mesh."""
     found = []
     for sizes in meshes:
-        dims = mb.ParallelDims(**sizes)
+        layout = sizes.get("layout", "").replace("m", "m" * overrides["mtp_num_layers"])
+        dims = mb.ParallelDims(**{**sizes, "layout": layout or None})
         with stepping.mesh(dims):
             found.append((str(sizes), "", stepping.train(folder, dims, tiny.tokens(4), overrides=overrides)))
     return found
 
 
-@pytest.mark.skipif(HALVES not in mtp_checkpoints.CASES, reason="the installed transformers lacks it")
-@pytest.mark.parametrize("repeated", [False, pytest.param(True, marks=needs_repeated)])
-def test_a_step_has_the_loss_of_two_tokens_ahead(tmp_path, repeated):
-    held = 1 if repeated else 2
-    hf = mtp_checkpoints.config(HALVES, held)
-    asked = {"depths": 2, "repeated": repeated, "scale": SCALE}
+ASKED = [(HALVES, 2, False), (HALVES, 2, True), ("exaone_moe", 1, False)]
+
+
+@pytest.mark.parametrize(("name", "depths", "repeated"), mtp_checkpoints.params(ASKED, itemgetter(0)))
+def test_a_step_has_the_loss_of_tokens_ahead(tmp_path, name, depths, repeated):
+    if repeated and not REPEATED.is_installed:
+        pytest.skip("the installed megatron-core repeats no layer")
+    held = 1 if repeated else depths
+    hf = mtp_checkpoints.config(name, held)
+    asked = {"depths": depths, "repeated": repeated, "scale": SCALE}
     references = {
         label: reference_step(hf, tiny.tokens(4), **asked, ranks=RANKS.get(label, ())) for label in ("", *RANKS)
     }
     save(mtp_checkpoints.published(hf, held), hf, tmp_path)
-    overrides = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": SCALE}
+    overrides = {"mtp_num_layers": depths, "mtp_loss_scaling_factor": SCALE}
     overrides |= {"mtp_use_repeated_layer": True} if repeated else {}
     for world_size, meshes in STEPS.items():
         for results in zip(*pool.run(world_size, steps, str(tmp_path), meshes, overrides), strict=True):

@@ -34,6 +34,8 @@ class Style:
     """Whether the layer has copies of the embedding and the head."""
     hidden_first: bool = False
     """Whether the projection multiplies hidden states, then the embedding."""
+    like_first: bool = False
+    """Whether the inner layer is like the first layer of the decoder, in place of the last."""
 
 
 FLAT = ("enorm", "hnorm", "eh_proj", "final_layernorm")
@@ -44,10 +46,12 @@ STYLES = {
     "qwen": Style("mtp.layers.{number}.", QWEN, beside="mtp."),
     "mimo": Style("model.mtp_layers.{number}.", MIMO, hidden_first=True),
     "hy_v3": Style(around=FLAT),
+    "exaone": Style("mtp.layers.{number}.", QWEN, beside="mtp.", like_first=True),
 }
 """By the beginning of the ``model_type``."""
 HALVES = ("nemotron_h", "nemotron_h-narrow-experts")
 NAMES = ("glm4_moe", "deepseek_v3", "glm4_moe_lite", "hy_v3", "qwen3_next", "qwen3.5", "qwen3.5-moe", *HALVES)
+NAMES += ("exaone_moe", "exaone4")
 _KINDS = {"layer_types": "full_attention", "mlp_layer_types": "sparse", "indexer_types": "full"}
 _OF_TWINS = {"mimo": {**tiny("qwen2", num_key_value_heads=2, hidden_size=192).to_dict(), "attention_bias": True}}
 """Configs of families that transformers lacks, by name."""
@@ -63,7 +67,7 @@ def params(names: Iterable[Any], case_of: Callable[[Any], str] = str) -> list[An
 
 
 def config(name: str, num_mtp_layers: int = 1) -> Any:
-    """The HF config of a case of the zoo, with MTP layers. They are of the kind of its last layer."""
+    """The HF config of a case of the zoo, with MTP layers. They are of the kind of its last layer, or of its first."""
     hf = twins.read(name, _OF_TWINS[name]) if name in _OF_TWINS else zoo.cases()[name].hf
     if getattr(hf, "mlp_layer_types", None):
         hf.mlp_layer_types = [*hf.mlp_layer_types[:-1], "sparse"]
@@ -106,7 +110,7 @@ def one_layer(hf: Any) -> Any:
     fields = {**hf.to_dict(), "num_hidden_layers": 1, "first_k_dense_replace": 0, "mlp_only_layers": []}
     for name, value in _KINDS.items():
         if fields.get(name):
-            fields[name] = [value]
+            fields[name] = fields[name][:1] if style_of(hf).like_first else [value]
     return type(hf).from_dict({name: value for name, value in fields.items() if hasattr(hf, name)})
 
 

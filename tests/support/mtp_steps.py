@@ -26,7 +26,7 @@ def reference_step(
     """The loss without the MTP loss, and the gradients of the sum of both, by name, for ``published(hf)``.
 
     Args:
-        hf: a config of Nemotron-H.
+        hf: a config with MTP layers under ``mtp.``.
         batch: int64 ``[sequences, length + 1]``, of which inputs and labels are one apart.
         depths: the number of predicted tokens.
         repeated: whether one MTP layer predicts all.
@@ -38,6 +38,7 @@ def reference_step(
     state = published(hf, held)
     decoder = {name: tensor for name, tensor in state.items() if not name.startswith("mtp.")}
     model = _model(hf, decoder)
+    model.get_input_embeddings().padding_idx = None  # a token of padding would have no gradient
     layers = [_Layer(hf, state, number) for number in range(held)]
     ids, labels = batch[:, :-1], batch[:, 1:]
     hidden = model.model(ids).last_hidden_state
@@ -71,7 +72,7 @@ class _Layer:
         self.places, self.names = names_of(hf, number)
         self.around = {name: state[self.names[name]].clone().requires_grad_() for name in AROUND[:3]}
         self.inner = _model(one_layer(hf), without_ends(hf, state, number))
-        self.eps = hf.layer_norm_epsilon
+        self.eps = getattr(hf, "layer_norm_epsilon", None) or hf.rms_norm_eps
 
     def __call__(self, hidden: Tensor, following: Tensor) -> Tensor:
         size = hidden.shape[-1:]

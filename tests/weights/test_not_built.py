@@ -25,7 +25,6 @@ COUNT = "num_nextn_predict_layers"
 WITHOUT_RULES = {  # names of a family's MTP layers, some or all of which have no rules, and the field that counts them
     "hy_v3": (["model.layers.{layers}.eh_proj.weight", "model.layers.{layers}.shared_head.head.weight"], COUNT),
     "ernie4_5_moe": (["model.mtp_block.0.mlp.up_proj.weight", "model.mtp_emb_norm.0.weight"], COUNT),
-    "exaone_moe": (["mtp.fc.weight", "mtp.layers.0.mlp.experts.1.up_proj.weight"], COUNT),
     "mellum": (["mtp.layers.0.mlp.up_proj.weight"], "mtp_num_hidden_layers"),
 }
 CASES = [name for name in dict.fromkeys((*mtp_checkpoints.CASES, *WITHOUT_RULES)) if name in zoo.cases()]
@@ -129,14 +128,18 @@ def test_a_model_that_was_built_from_a_config_copies_from_the_folder_that_it_loa
         mb.save_hf_checkpoint(models, source, mtp="gone")  # type: ignore[arg-type]
 
 
+COUNTS = {"qwen3_5": "mtp_num_hidden_layers", "exaone4_5": COUNT}
+VISIONS = [("qwen3_5", "text_only"), ("qwen3_5", "train"), ("exaone4_5", "text_only")]
+
+
 @pytest.mark.skipif("qwen3_5" not in composites.NAMES, reason="the installed transformers lacks it")
-@pytest.mark.parametrize("vision", ["text_only", "train"])
-def test_mtp_layers_of_a_composite_are_copied_with_its_tower_or_without(vision: str, tmp_path: Path) -> None:
-    composites.written("qwen3_5", tmp_path / "source")
+@pytest.mark.parametrize(("name", "vision"), VISIONS)
+def test_mtp_layers_of_a_composite_are_copied_with_its_tower_or_without(name: str, vision: str, tmp_path: Path) -> None:
+    composites.written(name, tmp_path / "source")
     own = {"mtp.layers.0.mlp.up_proj.weight": torch.randn(4, 6), "mtp.fc.weight": torch.randn(4, 8)}
     state = dict(Checkpoint(tmp_path / "source")) | own
     hf = read_config(tmp_path / "source")
-    hf.text_config.mtp_num_hidden_layers = 1
+    setattr(hf.text_config, COUNTS[name], 1)
     save({name: tensor.clone() for name, tensor in state.items()}, hf, tmp_path / "source")
     models = built(tmp_path / "source", vision=vision)
     for fate, kept in {"copied": state, "dropped": {name: state[name] for name in state.keys() - own.keys()}}.items():

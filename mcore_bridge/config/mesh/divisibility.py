@@ -144,7 +144,8 @@ def _check_split(dims: ParallelDims, settings: Mapping[str, object]) -> None:
             f"layout {dims.layout!r} puts MTP layers ('m') on the rank of the embedding ('E'), but not in its stage: "
             "the rank would hold two copies of the embedding. Put them on another rank, or into that stage"
         )
-    if wanted and isinstance(settings.get("window_attn_skip_freq") or settings.get("no_rope_freq"), list):
+    by_layer = isinstance(settings.get("window_attn_skip_freq") or settings.get("no_rope_freq"), list)
+    if wanted and by_layer and settings.get("mtp_like_layer") is None:
         raise MeshError(
             f"mtp_num_layers must be None, found {wanted}: it is not known which window or rope the MTP layers of this "
             "model have. Remove mtp_num_layers"

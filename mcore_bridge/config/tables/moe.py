@@ -227,6 +227,8 @@ CLAMPED_GATE: tuple[Field, ...] = (
 """gpt-oss: ``(up + 1) * gate * sigmoid(1.702 * gate)``, with gate and up clamped to a limit."""
 MTP_ON_REQUEST = Ignore("MTP layers are built on request: override mtp_num_layers", MTP_COUNTS)
 """Logits do not depend on MTP layers, so a model may have them or not."""
+MTP_LIKE_FIRST: tuple[Field, ...] = (MTP_ON_REQUEST, Const("mtp_like_layer", 0))
+"""``MTP_ON_REQUEST``, with the window, the rope and the MLP of the decoder's first layer."""
 MTP_NEVER = Ignore("MTP layers are not built: their weights have no rules, and a save copies them", MTP_COUNTS)
 NO_SHARED: tuple[Field, ...] = (Const("moe_shared_expert_intermediate_size", None),)
 SHARED_BY_GATE: tuple[Field, ...] = (

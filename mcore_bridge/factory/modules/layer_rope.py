@@ -2,6 +2,9 @@
 
 megatron-core computes one tensor of angles for all layers. Here this tensor holds the angles of both ropes, and each
 layer takes the angles that it needs.
+
+megatron-core looks for the window and the rope of a layer under its number. The numbers of layers within MTP layers
+follow those of the decoder, or begin anew, depending on the release. So such a layer reads a config of one layer.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import torch
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
+from mcore_bridge.config.layer_kinds import inner_config
 from mcore_bridge.config.rope import ATTENTION_FACTOR, Rope
 from mcore_bridge.factory.modules.backend import mixed
 from mcore_bridge.factory.modules.rotary import HFRotaryEmbedding
@@ -28,6 +32,12 @@ def adapt_layer_rope(layer: Any, config: TransformerConfig, backend: str) -> Non
     """Makes a layer's attention take only the angles of the layer's rope, if ``config.hf_sliding_rope`` is set."""
     if getattr(config, "hf_sliding_rope", None) is not None:
         layer.self_attention.module = mixed(OwnRope, layer.self_attention.module)
+
+
+def adapt_inner_rope(layer: Any, config: TransformerConfig) -> None:
+    """Give a layer within an MTP layer the window and the rope of the layer that ``config.mtp_like_layer`` names."""
+    if getattr(config, "mtp_like_layer", None) is not None:
+        layer.self_attention.module = mixed(InnerRope, layer.self_attention.module)
 
 
 def both_ropes(chunk: GPTModel) -> None:
@@ -67,6 +77,13 @@ class OwnRope(nn.Module):
 
     def forward(self, *inputs: Any, rotary_pos_emb: Tensor, **options: Any) -> Any:
         return super().forward(*inputs, rotary_pos_emb=rotary_pos_emb[self.rope], **options)
+
+
+class InnerRope(nn.Module):
+    """Attention within an MTP layer, with the window and the rope of one layer of the decoder."""
+
+    def __init__(self, *places: Any, config: TransformerConfig, layer_number: int, **arguments: Any) -> None:
+        super().__init__(*places, config=inner_config(config), layer_number=1, **arguments)
 
 
 def _with_attention_factor(config: TransformerConfig, rope: Rope) -> TransformerConfig:
