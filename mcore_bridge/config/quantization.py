@@ -24,6 +24,8 @@ _ORDERS = (None, False, "static", "weight")
 _E4M3 = ("e4m3", "float8_e4m3fn")
 _BLOCK = (128, 128)
 """The block size of transformers if a config gives none; null means no blocks."""
+_LEFT_OUT = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
+"""Fields with modules that are not encoded; each method reads one of them."""
 _WAY_OUT = (
     "load the release of this model in bf16, or write one with a program that reads this format (with transformers: "
     "from_pretrained, dequantize and save_pretrained, if it supports the format)"
@@ -36,6 +38,10 @@ class Quantization:
 
     method: str
     allowed: frozenset[tuple[str, Grain]]
+    powers: bool = False
+    """Whether scales are powers of two."""
+    left_out: tuple[str, ...] = ()
+    """Names of modules, or patterns of names, whose weights are not encoded."""
 
     @property
     def block(self) -> tuple[int, int] | None:
@@ -71,7 +77,9 @@ def read_quantization(note: object) -> Quantization | None:
     if not isinstance(method, str) or method not in readers:
         actual = method if method is not None else f"none beside {sorted(map(str, fields))}"
         raise _refused("quant_method", actual, ", ".join(map(repr, readers)))
-    return Quantization(method, frozenset(readers[method](fields)))
+    lists = (fields.get(name) for name in _LEFT_OUT)
+    left_out = tuple(str(module) for modules in lists if isinstance(modules, list | tuple) for module in modules)
+    return Quantization(method, frozenset(readers[method](fields)), fields.get("scale_fmt") == "ue8m0", left_out)
 
 
 def _fp8(fields: Mapping[str, Any]) -> Iterator[tuple[str, Grain]]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, TypedDict, Unpack
 
@@ -21,6 +22,7 @@ from mcore_bridge.rules.adapters import Adapters
 from mcore_bridge.rules.dtypes import Dtypes
 from mcore_bridge.rules.mapping import Dialect, Rules
 from mcore_bridge.weights.bound import BoundModel, bind, provenance_on
+from mcore_bridge.weights.encoding import encode_shards
 from mcore_bridge.weights.model_chunks import Models, chunks_of, whole_config
 from mcore_bridge.weights.param_sync import gather_pending, heard_by_replicas, require_gatherable
 from mcore_bridge.weights.plan.all_to_all import plan_targets
@@ -33,6 +35,7 @@ from mcore_bridge.weights.provenance import HF, identity
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.failures import raise_failures
 from mcore_bridge.weights.transfer.program import Program
+from mcore_bridge.weights.weight_format import PLAIN, Quantize, WeightFormat, weight_format
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -61,6 +64,8 @@ class Export:
     bound: BoundModel
     guest_program: Callable[[int], Program]
     """The program of each guest, by its number."""
+    format: WeightFormat = PLAIN
+    """The format in which weights leave."""
 
 
 class Options(TypedDict, total=False):
@@ -72,6 +77,7 @@ class Options(TypedDict, total=False):
     problem: str
     dtype: Dtypes
     merged: bool | None
+    quantize: Quantize
     adapters: Adapters | None
     guests: tuple[Target, ...]
     shared: Shared
@@ -94,7 +100,7 @@ def open_export(models: Models, hf: HF | None, head: str, **options: Unpack[Opti
         export = agree_on_plan(models, hf, head, **options)
         require_gatherable(models, export.group)
     gather_pending(models)
-    return export
+    return replace(export, bound=encode_shards(export.program, export.group, export.bound, export.format.files))
 
 
 @uncollected()
@@ -109,6 +115,7 @@ def agree_on_plan(
     problem: str = "",
     dtype: Dtypes = None,
     merged: bool | None = None,
+    quantize: Quantize = None,
     adapters: Adapters | None = None,
     guests: tuple[Target, ...] = (),
     shared: Shared = MappingProxyType({}),
@@ -119,7 +126,7 @@ def agree_on_plan(
     stay pending.
 
     Args:
-        models, hf, head, dialect, bucket_bytes, target, dtype, merged: as for ``iter_hf_weights``.
+        models, hf, head, dialect, bucket_bytes, target, dtype, merged, quantize: as for ``iter_hf_weights``.
         adapters: the adapters of the models, to export only these.
         guests: targets of receivers that are no ranks of the group. They hold nothing, and come after its ranks.
         problem: the reason why this rank cannot export, if the caller knows one. Every rank then raises it.
@@ -131,13 +138,14 @@ def agree_on_plan(
     """
     first = chunks_of(models)[0]
     group = Group.of_replica(first.pg_collection)
-    bound, error = None, problem
+    bound, error, form = None, problem, PLAIN
     given: dict[str, object] = {"bucket_bytes": bucket_bytes, "merged": merged, **shared}
     try:
         require(ExportError, bucket_bytes=(bucket_bytes, COUNT.or_none()), target=(target, _TARGET))
         provenance = provenance_on(models, hf, head)
         bound = bind(models, provenance, dialect=dialect, merged=merged, adapters=adapters)
-        given |= {"head": provenance.head, "dialect": dialect or provenance.dialect}
+        form = weight_format(quantize, provenance.folder)
+        given |= {"head": provenance.head, "dialect": dialect or provenance.dialect, "quantize": form.digest}
         error = error or bound.problem_of(dtype)
     except Exception as failure:  # also errors of files: other ranks must be informed
         error = describe(failure)
@@ -151,11 +159,11 @@ def agree_on_plan(
         given |= {"hf": identity(provenance)} if bound else {}
         own = _Answer(error, sendable(given), bucket_bytes, target, group.num_stages, *of_bound)
         answers = group.all_gather_object((own, plans[0].number if plans else 0))
-        programs = _agreed(group, bound, first, [answer for answer, _ in answers], guests)
+        programs = _agreed(group, bound, first, [answer for answer, _ in answers], guests, form)
         kept = _Kept(fingerprint, 1 + max(number for _, number in answers), *programs)
         _plans[first] = (kept, *plans)[:_NUM_PLANS]
     assert bound is not None
-    return Export(kept.program, group, bound, kept.guest_program)
+    return Export(kept.program, group, bound, kept.guest_program, form)
 
 
 _TARGET = instance_of('"everything", "nothing", "share", an EngineRank or an EngineMap', str, EngineRank, EngineMap)
@@ -174,11 +182,16 @@ class _Answer(NamedTuple):
 
 
 def _agreed(
-    group: Group, bound: BoundModel | None, chunk: GPTModel, answers: Sequence[_Answer], guests: tuple[Target, ...]
+    group: Group,
+    bound: BoundModel | None,
+    chunk: GPTModel,
+    answers: Sequence[_Answer],
+    guests: tuple[Target, ...],
+    form: WeightFormat,
 ) -> tuple[Program, Callable[[int], Program]]:
     """Make the plan on this rank, and check that the plans of all ranks fit together."""
     try:
-        plans_of = _planned(bound, chunk, answers, guests)
+        plans_of = _planned(bound, chunk, answers, guests, form)
         stages = {answer.num_stages for answer in answers}
         program = Program(plans_of(group.rank), group.rank, stages.pop() if len(stages) == 1 else 1)
 
@@ -200,7 +213,11 @@ def _agreed(
 
 
 def _planned(
-    bound: BoundModel | None, chunk: GPTModel, answers: Sequence[_Answer], guests: tuple[Target, ...]
+    bound: BoundModel | None,
+    chunk: GPTModel,
+    answers: Sequence[_Answer],
+    guests: tuple[Target, ...],
+    form: WeightFormat,
 ) -> Callable[[int], Sequence[ExportPlan]]:
     """The plans for all receivers, with the parts that a rank needs, by rank. Guests are the last ranks."""
     raise_failures([answer.error for answer in answers])
@@ -215,8 +232,8 @@ def _planned(
         raise ExportError("no rank of the group holds a tensor to export: give targets of adapters that the model has")
     inventories += [Inventory(dict.fromkeys(inventories[0].ranks, 0), ())] * len(guests)
     arguments = bound.mapping, bound.axes, whole_config(chunk).num_layers, inventories
-    bucket_bytes = answers[0].bucket_bytes
+    bucket_bytes, encode = answers[0].bucket_bytes, partial(form.entries, bound.mapping)
     if set(targets) == {"everything"} and not guests:
-        plan = plan_export(*arguments, bucket_bytes=bucket_bytes)
+        plan = plan_export(*arguments, bucket_bytes=bucket_bytes, encode=encode)
         return lambda rank: [plan]
-    return plan_targets(*arguments, targets, bucket_bytes=bucket_bytes).plans_of
+    return plan_targets(*arguments, targets, bucket_bytes=bucket_bytes, encode=encode).plans_of

@@ -140,7 +140,8 @@ class Source(Mapping[str, Weight]):
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], scheme: Scheme | None = None) -> None:
-        scheme = scheme or Scheme()
+        self.scheme = scheme = scheme or Scheme()
+        """Which tensors are encoded, by plain name in the source."""
         self._tensors = tensors
         plain = {name: Stored((name,)) for name in scheme.plain(tensors)}
         self._table = plain | {name: Stored(held.parts, held) for name, held in scheme.held.items()}
