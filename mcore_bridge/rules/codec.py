@@ -135,7 +135,7 @@ def new_overall(codec: Codec, amax: Tensor) -> Tensor:
 
 
 def is_overall_enough(codec: Codec, amax: Tensor, overall: Tensor) -> Tensor:
-    """Whether the largest block of a weight has a scale beside this overall number, with ``new_overall``'s arguments."""
+    """Whether the largest block of a weight can have a scale beside this overall number; see ``new_overall``."""
     most = torch.full((), MOST[codec.kind] * _OF_OVERALL * _ROUNDED_DOWN, device=amax.device)
     return amax <= most * overall if codec.overall == "multiplies" else amax * overall <= most
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 import torch
 
@@ -55,6 +56,7 @@ class Encoding:
         overall: the single number for the whole weight; None if there is none.
         shape_tensor: a tensor that holds the shape once more; None if there is none.
         powers: whether all scales are powers of two.
+        beside: tensors that no weight needs, such as scales of activations, of the module of this weight.
     """
 
     codec: Codec
@@ -65,6 +67,7 @@ class Encoding:
     overall: TensorSpec | None = None
     shape_tensor: TensorSpec | None = None
     powers: bool = False
+    beside: tuple[TensorSpec, ...] = ()
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -128,7 +131,17 @@ def scheme_of(specs: Mapping[str, TensorSpec], block: tuple[int, int] | None = N
         problems[""] = f"{len(lost)} companions of codes belong to no encoded weight, such as {lost[:5]}"
     if problems:
         raise unreadable(list(problems.values()))
-    return Scheme(held, tuple(filter(is_unused, left)) if held else ())
+    unused = tuple(filter(is_unused, left)) if held else ()
+    for name in unused:
+        owner = max(held, key=lambda weight: _shared_words(weight, name))
+        held[owner] = replace(held[owner], beside=(*held[owner].beside, specs[name]))
+    return Scheme(held, unused)
+
+
+def _shared_words(name: str, other: str) -> int:
+    """With how many equal words two names begin."""
+    pairs = zip(name.split("."), other.split("."), strict=False)
+    return sum(1 for _ in takewhile(lambda words: words[0] == words[1], pairs))
 
 
 def unreadable(problems: list[str]) -> CheckpointError:

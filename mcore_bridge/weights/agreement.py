@@ -100,7 +100,7 @@ def open_export(models: Models, hf: HF | None, head: str, **options: Unpack[Opti
         export = agree_on_plan(models, hf, head, **options)
         require_gatherable(models, export.group)
     gather_pending(models)
-    return replace(export, bound=encode_shards(export.program, export.group, export.bound, export.format.files))
+    return replace(export, bound=encode_shards(export.program, export.group, export.bound, export.format))
 
 
 @uncollected()

@@ -31,43 +31,43 @@ from mcore_bridge.rules.encoded import Encoded
 from mcore_bridge.rules.mapping import unstacked
 from mcore_bridge.rules.trace import Trace
 from mcore_bridge.weights.bound import BoundModel
-from mcore_bridge.weights.plan.encoded_entries import cells_of, sent_name
+from mcore_bridge.weights.plan.encoded_entries import cells_of, upright_of
 from mcore_bridge.weights.plan.inventory import EncodedPart, Role
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.endpoints import check_storage
 from mcore_bridge.weights.transfer.failures import raise_on_all
 from mcore_bridge.weights.transfer.program import Program
+from mcore_bridge.weights.weight_format import WeightFormat
 
-Files = Mapping[str, Encoded]
-"""Weights as a folder has them, by plain HF name."""
 _STRIP = 1 << 22
 """Numbers of a shard that are encoded at once. In fp32 they take 16 MB, and a few tensors of this size exist."""
 
 
-def encode_shards(program: Program, group: Group, bound: BoundModel, files: Files) -> BoundModel:
+def encode_shards(program: Program, group: Group, bound: BoundModel, form: WeightFormat) -> BoundModel:
     """Add the codes and scales that an export of ``program`` sends to the tensors of this rank.
 
     All ranks of the group call it together. They communicate once, and only if a block lies on several ranks.
 
     Args:
-        files: the weights whose scales are kept where they fit; empty: all scales are new.
+        form: the format in which weights leave.
 
     Raises:
         ExportError: on every rank, when a weight of any rank has a number that is not finite, or no memory.
     """
-    weights: dict[tuple[str, tuple[int, ...]], dict[Role, EncodedPart]] = {}
-    for entry in program.entries:
-        if (encoded := entry.encoded) is not None:
-            weights.setdefault((encoded.plain.held.name, encoded.parts), {})[encoded.role] = encoded
-    if not weights:
+    encoded = {entry.held.name: entry.encoded for entry in program.entries if entry.encoded is not None}
+    if not encoded:
         return bound
+    weights: dict[tuple[str, tuple[int, ...]], dict[Role, EncodedPart]] = {}
+    for part in encoded.values():
+        if part.constant is None:
+            weights.setdefault((part.plain.held.name, part.parts), {})[part.role] = part
+    sizes = {key: _num_shared(roles) for key, roles in weights.items()}
     with raise_on_all(group, kind=ExportError):
         shards = {
-            (name, parts): EncodedShard(of_weight, _shard(bound, name), _values(bound, name), files)
-            for (name, parts), of_weight in weights.items()
-            if name in bound.tensors
+            key: EncodedShard(roles, _shard(bound, key[0]), _values(bound, key[0]), form)
+            for key, roles in weights.items()
+            if key[0] in bound.tensors
         }
-        sizes = {key: _num_shared(of_weight) for key, of_weight in weights.items()}
         device = next((tensor.device for tensor in bound.tensors.values()), group.device)
         shared = torch.zeros(sum(sizes.values()), device=device)
         for key, own in zip(sizes, shared.split([*sizes.values()]), strict=True):
@@ -79,11 +79,22 @@ def encode_shards(program: Program, group: Group, bound: BoundModel, files: File
             if len(own) and key in shards:
                 shards[key].agreed = own
     tensors, merges = dict(bound.tensors), dict(bound.merges)
-    for (name, parts), shard in shards.items():
-        for role in shard.roles:
-            sent = sent_name(name, parts, role)
-            tensors[sent], merges[sent] = bound.tensors[name], partial(_made, shard, role)
+    for sent, part in encoded.items():
+        if (held := bound.tensors.get(part.plain.held.name)) is not None:
+            tensors[sent] = held
+            if part.constant is not None:
+                merges[sent] = partial(_constant, form, part)
+            else:
+                merges[sent] = partial(_made, shards[part.plain.held.name, part.parts], part.role)
     return replace(bound, tensors=tensors, merges=merges)
+
+
+def _constant(form: WeightFormat, part: EncodedPart, held: Tensor) -> Tensor:
+    spec = part.constant
+    assert spec is not None
+    own = form.raw(spec.name)
+    found = torch.tensor(part.encodings[0].shape, dtype=spec.dtype) if own is None else own.flatten()
+    return found.to(held.device)
 
 
 def _shard(bound: BoundModel, name: str) -> int:
@@ -98,7 +109,7 @@ def _values(bound: BoundModel, name: str) -> Callable[[], Tensor]:
 
 def _made(shard: EncodedShard, role: Role, held: Tensor) -> Tensor:
     with torch.no_grad():
-        return {"codes": shard.codes, "scales": shard.scales, "overall": shard.overall, "shape": shard.shapes}[role]()
+        return {"codes": shard.codes, "scales": shard.scales, "overall": shard.overall}[role]()
 
 
 def _num_shared(roles: Mapping[Role, EncodedPart]) -> int:
@@ -122,14 +133,14 @@ class EncodedShard:
         roles: what the shard is sent as.
         shard: the number of the shard.
         values: gives the numbers of the shard.
-        files: see ``encode_shards``.
+        form: the format in which weights leave.
         agreed: what all holders of the weight agreed on; see ``partial``.
     """
 
     roles: Mapping[Role, EncodedPart]
     shard: int
     values: Callable[[], Tensor]
-    files: Files
+    form: WeightFormat
     agreed: Tensor | None = None
     _scales: Tensor | None = field(default=None, repr=False)
 
@@ -192,21 +203,12 @@ class EncodedShard:
         numbers = [self._in_file(index).overall for index in range(len(self._part.parts))]
         return torch.cat([own.view(1) for own in numbers if own is not None]).to(device, torch.float32)
 
-    def shapes(self) -> Tensor:
-        """The shape of each part."""
-        part = self.roles["shape"]
-        spec = part.encodings[0].shape_tensor
-        assert spec is not None
-        return torch.tensor(
-            [part.encodings[0].shape, *(e.shape for e in part.encodings[1:])], dtype=spec.dtype
-        ).flatten()
-
     @property
     def _is_kept(self) -> bool:
-        return all(unstacked(self._part.plain.hf[part])[0] in self.files for part in self._part.parts)
+        return all(unstacked(self._part.plain.hf[part])[0] in self.form.files for part in self._part.parts)
 
     def _in_file(self, index: int) -> Encoded:
-        return self.files[unstacked(self._part.plain.hf[self._part.parts[index]])[0]]
+        return self.form.files[unstacked(self._part.plain.hf[self._part.parts[index]])[0]]
 
     def _kept(self, device: torch.device) -> Tensor | None:
         """The scales of the files in the shape of the grid; None if there are none."""
@@ -222,7 +224,7 @@ class EncodedShard:
         return traced.shard(0 if self._part.shared else self.shard, grids, grids[0].dtype).to(device)
 
     def _stored_scales(self, grid: _Grid, values: Tensor) -> Tensor:
-        """The scales as they are sent. They are kept from codes to scales, which one message needs one after the other."""
+        """The scales as they are sent. Codes leave them for the scales, which follow in the same message."""
         if self._scales is not None:
             return self._scales
         dtype = self._part.encodings[0].scales.dtype
@@ -295,7 +297,7 @@ class _Grid:
     @classmethod
     def of(cls, part: EncodedPart, shard: int, shape: torch.Size, device: torch.device) -> _Grid:
         """The grid of a shard of ``shape``."""
-        traced, plain = part.trace, part.plain.trace
+        traced, plain = part.trace, upright_of(part.plain.trace, part.encodings[0])
         heights, widths = zip(*(cells_of(plain, encoding) for encoding in part.encodings), strict=True)
         num_rows, num_columns = traced.shard_shape
         rows, columns = torch.arange(shape[0]) // heights[0], None
@@ -336,7 +338,7 @@ class _Grid:
             yield slice(start, start + step)
 
     def largest(self, of_rows: Callable[[slice], Tensor]) -> Tensor:
-        """The largest number in each block, fp32, with the shape of the grid. ``of_rows`` gives numbers of at least 0."""
+        """The largest number in each block, fp32, with the shape of the grid. ``of_rows`` gives no negative numbers."""
         grid = torch.zeros(self.shape[0] + 1, self.shape[1], device=self.rows.device)
         for rows in self.strips():
             found = self._of_columns(of_rows(rows))

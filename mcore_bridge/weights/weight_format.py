@@ -10,11 +10,12 @@ import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, Union
 
 import torch
+from torch import Tensor
 
 from mcore_bridge.arguments import instance_of, require
 from mcore_bridge.config.hf import find_folder
@@ -29,7 +30,7 @@ from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.files.sources import SourceFolders
 from mcore_bridge.weights.plan.encoded_entries import encoded_entries, plain_specs
 from mcore_bridge.weights.plan.inventory import ParamEntry
-from mcore_bridge.weights.source.encoded_weights import quantization_note
+from mcore_bridge.weights.source.encoded_weights import note_in_config
 from mcore_bridge.weights.source.source import Source, open_folder
 
 AS_PUBLISHED = "as_published"
@@ -52,12 +53,13 @@ class WeightFormat:
 
     Attributes:
         note: the ``quantization_config`` that describes the format; None for plain weights.
-        source: the folder whose tensors show the format.
+        source, folder: the tensors of the folder that shows the format, and its path.
         digest: equal for equal formats, in every process.
     """
 
     note: Mapping[str, Any] | None = None
     source: Source | None = None
+    folder: str | None = None
     digest: str = ""
     quantization: Quantization | None = field(default=None, repr=False)
 
@@ -75,8 +77,8 @@ class WeightFormat:
             lost = [name for name in scheme.held if name not in known and not mapping.is_unused(name)]
             if lost:
                 raise MappingError(
-                    f"{self.source.folder} encodes {len(lost)} tensors that this export does not have, such as {lost[0]}: "
-                    "expected a folder of this model with equal names. Leave expert_format (dialect) at its default"
+                    f"{self.source.folder} encodes {len(lost)} tensors that this export does not have, such as "
+                    f"{lost[0]}: expected a folder of this model with equal names. Leave dialect= at its default"
                 )
             return encoded_entries(entries, scheme)
         if self.quantization is None:
@@ -84,7 +86,11 @@ class WeightFormat:
         linear = [entry for entry in entries if is_linear(entry.held.name)]
         return encoded_entries(entries, new_scheme(plain_specs(linear).values(), self.quantization))
 
-    @property
+    def raw(self, name: str) -> Tensor | None:
+        """A tensor as the folder stores it, under its name there; None without a folder."""
+        return None if self.source is None else self.source.raw(name)
+
+    @cached_property
     def files(self) -> Mapping[str, Encoded]:
         """The encoded weights of the folder, whose scales are kept where they fit."""
         return _EncodedOnly(self.source) if self.source is not None else {}
@@ -162,7 +168,7 @@ def weight_format(quantize: Quantize, folder: str | None) -> WeightFormat:
     if isinstance(quantize, Mapping):
         quantization = read_quantization(quantize)
         text = json.dumps(quantize, sort_keys=True, default=str)
-        return WeightFormat(quantize, None, hashlib.sha256(text.encode()).hexdigest(), quantization)
+        return WeightFormat(quantize, digest=hashlib.sha256(text.encode()).hexdigest(), quantization=quantization)
     if quantize == AS_PUBLISHED:
         if folder is None:
             raise ConfigError(
@@ -183,4 +189,4 @@ def _opened(folder: str, state: str) -> WeightFormat:
     source = open_folder(folder)
     stored = [(name, str(spec)) for name, held in source.scheme.held.items() for spec in held.stored]
     digest = hashlib.sha256(repr(sorted(stored)).encode()).hexdigest()
-    return WeightFormat(quantization_note(Path(folder)), source, digest)
+    return WeightFormat(note_in_config(Path(folder)), source, folder, digest)

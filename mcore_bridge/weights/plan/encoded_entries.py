@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-import torch
-
 from mcore_bridge.errors import MappingError
 from mcore_bridge.rules.mapping import unstacked
 from mcore_bridge.rules.scheme import Encoding, Scheme
@@ -91,46 +89,48 @@ def _encoded(entry: ParamEntry, parts: tuple[int, ...], encodings: tuple[Encodin
             raise _UnfitError(f"has the shape {encoding.shape} in the scheme, and {(*stack, *shape)} in the model")
     if entry.copies:
         raise _UnfitError("has second names, under which codes are not written")
-    plain = replace(entry, trace=_upright(entry.trace, first))
+    upright = upright_of(entry.trace, first)
     words = first.shape[first.order[-1]] // first.codes.shape[len(first.order) - 1]  # columns in an element of codes
-    codes = coarser(plain.trace, parts, (1, words))
+    codes = coarser(upright, parts, (1, words))
     if codes is None:
         raise _UnfitError(f"is cut within {words} numbers whose codes lie together: choose a smaller (expert) tp")
 
-    def made(role: Role, trace: Trace, dtype: torch.dtype, names: Sequence[str], *, shared: bool = False) -> ParamEntry:
-        hf = tuple(_numbered(name, entry.hf[part]) for name, part in zip(names, parts, strict=True))
-        held = TensorSpec(sent_name(entry.held.name, parts, role), trace.shard_shape, dtype)
-        holders = dict(entry.holders)
-        if shared:
-            holders = {0: tuple(sorted({rank for ranks in entry.holders.values() for rank in ranks}))}
-        return ParamEntry(
-            held, hf, trace, holders, entry.stack, encoded=EncodedPart(role, plain, parts, encodings, trace, shared)
+    def made(role: Role, trace: Trace, *, shared: bool = False) -> ParamEntry:
+        encoded = EncodedPart(role, entry, parts, encodings, trace, shared)
+        return _entry(
+            encoded, [_numbered(spec.name, entry.hf[p]) for spec, p in zip(encoded.specs, parts, strict=True)]
         )
 
-    codes = _with_trailing(codes, first.codes.shape[len(first.order) :])
-    yield made("codes", codes, first.codes.dtype, [encoding.codes.name for encoding in encodings])
-    scales = [encoding.scales.name for encoding in encodings]
+    yield made("codes", _with_trailing(codes, first.codes.shape[len(first.order) :]))
     blocks = {encoding.codec.block[-2:] for encoding in encodings}
-    grid = coarser(plain.trace, parts, cells_of(plain.trace, first)) if len(blocks) == 1 else None
+    grid = coarser(upright, parts, cells_of(upright, first)) if len(blocks) == 1 else None
     if grid is not None:
-        yield made("scales", grid, first.scales.dtype, scales)
+        yield made("scales", grid)
     else:
-        moved = entry.trace.to_hf[0].dim
-        whole = _side_by_side([encoding.grid[-2:] for encoding in encodings], moved)
-        yield made("scales", whole, first.scales.dtype, scales, shared=True)
-    constants: dict[Role, list[TensorSpec | None]] = {
-        "overall": [encoding.overall for encoding in encodings],
-        "shape": [encoding.shape_tensor for encoding in encodings],
-    }
-    for role, of_parts in constants.items():
-        if specs := [spec for spec in of_parts if spec is not None]:
-            whole = _side_by_side([(spec.numel,) for spec in specs], 0)
-            yield made(role, whole, specs[0].dtype, [spec.name for spec in specs], shared=True)
+        whole = _side_by_side([encoding.grid[-2:] for encoding in encodings], upright.to_hf[0].dim)
+        yield made("scales", whole, shared=True)
+    if first.overall is not None:
+        yield made("overall", _side_by_side([(1,)] * len(parts), 0), shared=True)
+    for part, encoding in zip(parts, encodings, strict=True):
+        if unstacked(entry.hf[part])[1] in (None, 0):  # once for a stack of experts
+            for spec in (*encoding.stored[len(encoding.parts) :], *encoding.beside):
+                whole = _side_by_side([(spec.numel,)], 0)
+                yield _entry(EncodedPart("constant", entry, (part,), (encoding,), whole, True, spec), [spec.name])
 
 
-def sent_name(mcore: str, parts: Sequence[int], role: Role) -> str:
-    """The name of what a rank sends of encoded parts of a parameter, with its canonical name."""
-    return f"{mcore}:{role}{parts[0]}"
+def _entry(encoded: EncodedPart, hf: Sequence[str]) -> ParamEntry:
+    """The entry of what is sent. If all holders of the weight have it, each of them may send it."""
+    plain, spec = encoded.plain, encoded.specs[0]
+    holders = dict(plain.holders)
+    if encoded.shared:
+        holders = {0: tuple(sorted({rank for ranks in holders.values() for rank in ranks}))}
+    held = TensorSpec(sent_name(encoded), encoded.trace.shard_shape, spec.dtype)
+    return ParamEntry(held, tuple(hf), encoded.trace, holders, plain.stack, encoded=encoded)
+
+
+def sent_name(encoded: EncodedPart) -> str:
+    """The name of what a rank sends of encoded parts of a parameter, after its canonical name."""
+    return f"{encoded.plain.held.name}:{encoded.specs[0].name}"
 
 
 def _numbered(name: str, hf: str) -> str:
@@ -149,7 +149,7 @@ def _of_parts(traced: Trace, parts: Sequence[int]) -> Trace:
     return Trace(tuple(traced.part_shapes[part] for part in parts), traced.shard_shape, to_mcore, to_hf)
 
 
-def _upright(traced: Trace, encoding: Encoding) -> Trace:
+def upright_of(traced: Trace, encoding: Encoding) -> Trace:
     """The trace from parts in the order of their codes. Codes that are stored transposed may need no turn at all."""
     turned = encoding.order[-2:] != tuple(sorted(encoding.order[-2:]))
     views = {copy.view for copy in traced.to_mcore}

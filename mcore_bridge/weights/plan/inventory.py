@@ -27,7 +27,8 @@ class Inventory:
     held: tuple[TensorSpec, ...]
 
 
-Role = Literal["codes", "scales", "overall", "shape"]
+Role = Literal["codes", "scales", "overall", "constant"]
+"""What a tensor is to an encoded weight: its codes, its scales, its overall number, or a tensor that stays as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class EncodedPart:
         encodings: how each of ``parts`` is encoded.
         trace: from these numbers in HF to the shards of all ranks.
         shared: whether each holder sends the numbers of all shards.
+        constant: the tensor, if training never changes it.
     """
 
     role: Role
@@ -49,17 +51,24 @@ class EncodedPart:
     encodings: tuple[Encoding, ...]
     trace: Trace
     shared: bool = False
+    constant: TensorSpec | None = None
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """What a file has of each part."""
+        if self.constant is not None:
+            return (self.constant,)
+        found = {"codes": lambda e: e.codes, "scales": lambda e: e.scales, "overall": lambda e: e.overall}[self.role]
+        return tuple(map(found, self.encodings))
 
     def stored_shape(self, index: int, shape: Shape) -> Shape:
         """The shape in which a file has these numbers of a part (or of a slice), instead of ``shape``."""
-        encoding = self.encodings[index]
+        spec = self.specs[index]
         if self.role == "codes":
             return shape
-        spec = {"scales": encoding.scales, "overall": encoding.overall, "shape": encoding.shape_tensor}[self.role]
-        assert spec is not None
-        if self.role != "scales" or math.prod(spec.shape) == 1:
+        if self.role != "scales" or spec.numel == 1:
             return spec.shape
-        if len(spec.shape) == len(encoding.grid) + 2:  # ModelOpt's blocks
+        if len(spec.shape) == len(self.encodings[index].grid) + 2:  # ModelOpt's blocks
             return (*shape[:-2], shape[-2], 1, shape[-1], 1)
         return shape[: len(spec.shape)]  # one scale for each row may be stored without a dim of 1
 

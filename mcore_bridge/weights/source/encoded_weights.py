@@ -43,18 +43,18 @@ def quantization_in(folder: Path) -> Quantization | None:
         ConfigError: the format is not supported.
         CheckpointError: ``hf_quant_config.json`` is no file, or no JSON.
     """
-    return read_quantization(quantization_note(folder))
-
-
-def quantization_note(folder: Path) -> Any:
-    """The description of quantization in the configs of a folder, as it stands there; None if there is none."""
-    try:
-        note = _note_in(read_json(folder / "config.json", finite=False))
-    except CheckpointError:  # code that needs a config raises elsewhere
-        note = None
+    note = note_in_config(folder)
     if note is None and os.path.lexists(folder / MODELOPT):
         note = read_json(folder / MODELOPT)
-    return note
+    return read_quantization(note)
+
+
+def note_in_config(folder: Path) -> Any:
+    """The ``quantization_config`` in the config.json of a folder, as it stands there; None if there is none."""
+    try:
+        return _note_in(read_json(folder / "config.json", finite=False))
+    except CheckpointError:  # code that needs a config raises elsewhere
+        return None
 
 
 def _note_in(fields: object) -> object:
