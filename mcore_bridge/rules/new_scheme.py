@@ -40,20 +40,19 @@ def new_scheme(specs: Iterable[TensorSpec], quantization: Quantization) -> Schem
     stored: dict[str, TensorSpec] = {}
     wrong = []
     for spec in specs:
-        if is_left_out(spec.name, quantization.left_out):
+        if is_left_out(spec.name, quantization.left_out) or (kind == "mxfp4" and len(spec.shape) < 3):
             continue
         group = grain[1] if kind != "fp8" and isinstance(grain, tuple) else 1
-        columns = spec.shape[-2] if kind == "mxfp4" else spec.shape[-1]
-        if columns % group or (kind == "mxfp4") != (len(spec.shape) == 3 and not spec.name.endswith(".weight")):
+        if spec.shape[-2 if kind == "mxfp4" else -1] % group or (kind in ("int4", "nvfp4") and len(spec.shape) > 2):
             wrong.append(f"{spec.name} {list(spec.shape)}")
         else:
             parts = _MAKERS[kind](spec.name, spec.shape, grain, quantization.method)
             stored.update((part.name, part) for part in parts)
     if wrong:
-        size = "stacks of experts in groups of 32 input features" if kind == "mxfp4" else f"groups of {grain}"
         raise ConfigError(
-            f"the weights do not divide into {size}: {', '.join(wrong[:5])} ({len(wrong)} in all). Name their modules "
-            f"in {list_of(quantization.method)!r} of the quantization_config"
+            f"{len(wrong)} weights must be matrices whose columns divide into groups of {kind} ({grain}), found "
+            f"{', '.join(wrong[:5])}. Name their modules in {list_of(quantization.method)!r} of the "
+            "quantization_config, or export experts one by one"
         )
     return scheme_of(stored, quantization.block, powers=quantization.powers)
 
