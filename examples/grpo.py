@@ -52,7 +52,7 @@ def main() -> None:
         dtype=dtype,
         device=arguments.device,
         load_weights=arguments.model is not None,
-        vision="train" if arguments.images else "carried",
+        vision="train" if arguments.images else "text_only",
     )
     models, step_optimizer = prepare(chunks, arguments)
     leads = dist.get_rank() == 0  # the rank that asks the engine

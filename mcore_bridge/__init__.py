@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from mcore_bridge.weights.engine.map_engine import map_engine as map_engine
     from mcore_bridge.weights.engine.writer import EngineWriter as EngineWriter
     from mcore_bridge.weights.engine.writer import export_into as export_into
-    from mcore_bridge.weights.export import iter_hf_pieces as iter_hf_pieces
+    from mcore_bridge.weights.export import iter_hf_shards as iter_hf_shards
     from mcore_bridge.weights.export import iter_hf_weights as iter_hf_weights
     from mcore_bridge.weights.export import to_hf_state_dict as to_hf_state_dict
     from mcore_bridge.weights.ipc.buckets import plan_buckets as plan_buckets
@@ -104,7 +104,7 @@ _HOMES = {
     "load_hf_weights": "weights.load",
     "iter_hf_weights": "weights.export",
     "to_hf_state_dict": "weights.export",
-    "iter_hf_pieces": "weights.export",
+    "iter_hf_shards": "weights.export",
     "save_hf_checkpoint": "weights.save",
     "manifest": "weights.manifest",
     "save_checkpoint": "weights.dist_checkpoint.checkpoint",
@@ -179,11 +179,18 @@ _OF_OTHERS = {
     "list_supported_models": "list_families",
 }
 """Names that other libraries have for what is here."""
+_FORMER = {"iter_hf_pieces": "iter_hf_shards"}
+"""Names of the release before. They are gone in the next."""
 
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         value = _version()
+    elif name in _FORMER:
+        from mcore_bridge.arguments import warn_of_former
+
+        warn_of_former(f"mcore_bridge.{name}", f"mcore_bridge.{_FORMER[name]}")
+        return getattr(sys.modules[__name__], _FORMER[name])
     elif name in _HOMES:
         value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     else:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mcore_bridge.arguments import instance_of, require
+from mcore_bridge.arguments import FormerName, accepts_former_names, instance_of, require
 from mcore_bridge.composite import TRANSFORMERS, Composite, text_of
 from mcore_bridge.config.class_names import classes_in_transformers, require_class
 from mcore_bridge.config.fields import Field
@@ -27,9 +27,10 @@ from mcore_bridge.installed import GROUP, Release, plugins
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from mcore_bridge.rules.mapping import Dialect, Prefixes, Rule
+    from mcore_bridge.rules.mapping import ExpertFormat, Prefixes, Rule
 
 
+@accepts_former_names
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
     """The translation of models of one ``model_type`` to ``GPTModel``s and back.
@@ -46,8 +47,8 @@ class Architecture:
             copies them. The patterns follow from the config.
         optional: patterns (fnmatch) of HF tensor names that a checkpoint may lack. These parameters then keep their
             initial values, as in transformers. A family with such names states the reason.
-        dialect: how published checkpoints hold routed experts: "split", one tensor for each, or "fused", one tensor for
-            all.
+        expert_format: how published checkpoints hold routed experts: "split", one tensor for each, or "fused", one
+            tensor for all.
         aliases: other ``model_type`` values for this architecture.
         classes: names that published configs have in ``architectures``, besides names of transformers' auto classes.
         reads_as: another ``model_type``, whose config class reads these configs. It is for families that have no config
@@ -66,7 +67,7 @@ class Architecture:
 
     Example:
         >>> from mcore_bridge.models.qwen3 import ARCHITECTURE
-        >>> ARCHITECTURE.model_type, ARCHITECTURE.dialect
+        >>> ARCHITECTURE.model_type, ARCHITECTURE.expert_format
         ('qwen3', 'split')
     """
 
@@ -76,7 +77,7 @@ class Architecture:
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
     mtp: "Callable[[PretrainedConfig], tuple[str, ...]]" = lambda hf: ()
     optional: tuple[str, ...] = ()
-    dialect: "Dialect" = "split"
+    expert_format: "ExpertFormat" = "split"
     aliases: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
     reads_as: str | None = None
@@ -86,6 +87,8 @@ class Architecture:
     model: type | None = None
     renamed_in_memory: "Prefixes" = ()
     swapped_in_peft: bool = False
+
+    dialect = FormerName("expert_format")
 
 
 @dataclass(frozen=True)

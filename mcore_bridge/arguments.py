@@ -1,15 +1,18 @@
 """Checks of the arguments that callers pass: their types, and paths of files and folders. A wrong argument raises.
 
 Types are checked here only where the command line cannot get them wrong. An empty path raises; in pathlib it is the
-working folder.
+working folder. Names and values that had other names in the release before are accepted, with a warning.
 """
 
 from __future__ import annotations
 
 import os
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 from mcore_bridge.errors import BridgeError, CheckpointError, shown
 
@@ -133,3 +136,80 @@ def given_path(path: str | os.PathLike[str], kind: type[BridgeError] = Checkpoin
     if "\0" in text:
         raise kind(f"expected a path, found a null byte in {shown(text)}: correct it")
     return Path.cwd() if Path(text) == Path() else Path(text)
+
+
+FORMER_ARGUMENTS = {"dialect": "expert_format"}
+"""Arguments that had another name in the release before, by this name."""
+FORMER_VALUES = {"vision": {"carried": "text_only"}, "mtp": {"carried": "copied"}}
+"""Values of arguments that had another name in the release before."""
+_Called = TypeVar("_Called", bound=Callable[..., Any])
+
+
+def accepts_former_names(called: _Called) -> _Called:
+    """A decorator of functions and classes. Their arguments may have the names and values of the release before.
+
+    Raises:
+        TypeError: when it is called, if an argument is given by both names.
+
+    Example:
+        >>> @accepts_former_names
+        ... def build(*, vision: str) -> str:
+        ...     return vision
+        >>> build(vision="carried")
+        'text_only'
+    """
+    function = called.__init__ if isinstance(called, type) else called  # type: ignore[misc]  # decorated at once
+
+    @wraps(function)
+    def renewed(*args: Any, **given: Any) -> Any:
+        for former in FORMER_ARGUMENTS.keys() & given.keys():
+            if (name := FORMER_ARGUMENTS[former]) in given:
+                raise TypeError(f"{called.__qualname__}() takes {name}= or its former name {former}=, found both")
+            warn_of_former(f"{former}=", f"{name}=")
+            given[name] = given.pop(former)
+        for name in FORMER_VALUES.keys() & given.keys():
+            if isinstance(value := given[name], str) and value in FORMER_VALUES[name]:
+                warn_of_former(f"{name}={value!r}", f"{name}={FORMER_VALUES[name][value]!r}")
+                given[name] = FORMER_VALUES[name][value]
+        return function(*args, **given)
+
+    if isinstance(called, type):
+        called.__init__ = renewed  # type: ignore[misc]
+        return called
+    return renewed  # type: ignore[return-value]
+
+
+class FormerName:
+    """An attribute of a class under the name that it had in the release before.
+
+    >>> class Report:
+    ...     not_built = ("visual.weight",)
+    ...     carried = FormerName("not_built")
+    >>> Report().carried
+    ('visual.weight',)
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._former = ""
+
+    def __set_name__(self, owner: type, former: str) -> None:
+        self._former = f"{owner.__name__}.{former}"
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        if instance is None:
+            return self
+        warn_of_former(self._former, f"{owner.__name__}.{self._name}")
+        return getattr(instance, self._name)
+
+
+def warn_of_former(former: str, name: str) -> None:
+    """Warn the code outside of this package that ``former`` is now ``name``."""
+    depth = 1
+    while (frame := sys._getframe(depth)).f_back and frame.f_globals.get("__name__", "").startswith("mcore_bridge"):
+        depth += 1
+    warnings.warn(
+        f"{former} is now {name}: the former name works in this release, and not in the next",
+        DeprecationWarning,
+        stacklevel=depth + 1,
+    )

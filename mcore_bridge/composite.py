@@ -2,7 +2,7 @@
 
 A composite refers to a text architecture. It has the prefixes of the text model's tensors, and a table for its own
 config fields. All other tensors in its files belong to its tower, which transformers builds. If the tower is not built,
-these tensors are carried: no parameter uses them, and a save copies their bytes.
+these tensors are not built: no parameter uses them, and a save copies their bytes.
 """
 
 import copy
@@ -60,7 +60,7 @@ class Composite:
         text: the ``model_type`` of the text model. None: the one in the text config.
         inside: the field with the config of the composite itself, if its checkpoint has more models, such as a talker.
             Empty: the whole config.
-        carried: prefixes of tensors that are carried, whether or not the tower is built.
+        not_built: prefixes of tensors that are not built, whether or not the tower is built.
         tower: prefixes of the tower's names in memory, as patterns, with their prefixes in published files. None: they
             follow from ``spelling``.
         joined_qkv: the name of a layer that joins queries, keys and values in the tower of published files.
@@ -82,7 +82,7 @@ class Composite:
     classes: tuple[str, ...] = ()
     text: str | None = None
     inside: str = ""
-    carried: tuple[str, ...] = ()
+    not_built: tuple[str, ...] = ()
     tower: Prefixes | None = None
     joined_qkv: str = ""
     published_fields: Prefixes = ()

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def alias(path: str) -> tuple[str, str]:
-    """The value of an alias such as ``mcore_bridge.rules.mapping.Dialect`` as code, and the text below it."""
+    """The value of an alias such as ``mcore_bridge.rules.mapping.ExpertFormat`` as code, and the text below it."""
     module, _, name = path.rpartition(".")
     body = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text()).body
     for node, following in zip(body, [*body[1:], None], strict=True):

@@ -34,9 +34,9 @@ The output layer is not repeated: it is `lm_head.weight` (VOCAB), or the embeddi
 multi-token prediction (MTP) are `model.layers.*` in HF, numbered after the layers of the decoder, unless the family
 says otherwise. The config decides which layers have a block.
 """
-DIALECTS = """Routed experts have two dialects. `split` is one tensor per expert. `fused` is one tensor for all
-experts of a layer, named `gate_up_proj` and `down_proj` in the module `experts`. Folders of either dialect can be read.
-A family is listed with the dialect of its published checkpoints. A save without a source folder writes this dialect.
+EXPERT_FORMATS = """Routed experts have two formats. `split` is one tensor per expert. `fused` is one tensor for all
+experts of a layer, named `gate_up_proj` and `down_proj` in the module `experts`. Folders of either format can be read.
+A family is listed with the format of its published checkpoints. A save without a source folder writes this format.
 """
 PLACES = {
     "Once": ("", ""),
@@ -71,7 +71,7 @@ def page(families: Mapping[str, tuple[Architecture, str]], overview: str) -> str
     rules = {name: architecture.rules(default_config(architecture)) for name, (architecture, _) in families.items()}
     told = {name: _told(each) for name, each in rules.items()}
     uses = Counter(block for used, _ in told.values() for block in {name for names in used.values() for name in names})
-    lines = [HEAD.format(overview=overview), DIALECTS]
+    lines = [HEAD.format(overview=overview), EXPERT_FORMATS]
     for name, (architecture, description) in families.items():
         lines += [f"## {name}", "", description, "", *_family(architecture, rules[name], told[name]), ""]
     return "\n".join([*lines, "## Blocks", "", *_blocks([name for name in sorted(BLOCKS) if uses[name]]), ""])
@@ -84,7 +84,7 @@ def _family(architecture: Architecture, rules: Rules, told: Told) -> Iterator[st
     for place, names in used.items():
         yield f"- {place}: {_quoted(names)}"
     if fused(rules) != rules:
-        yield f"- Routed experts: `{architecture.dialect}`"
+        yield f"- Routed experts: `{architecture.expert_format}`"
     elif any(rule.axis == "etp" for rule in rules):
         yield "- Routed experts: always one tensor for all experts of a layer"
     if architecture.ignored:

@@ -113,7 +113,7 @@ def require_images(images: Sequence[Mapping[str, Any] | None], num_rows: int, re
         row = next(row for row, inputs in enumerate(images) if inputs)
         raise BatchError(
             f"a model that takes images must be built with vision='train' or 'frozen', found images in row {row} "
-            "without a tower (vision='carried'): leave them out, or build it so"
+            "without a tower (vision='text_only'): leave them out, or build it so"
         )
     for row, inputs in enumerate(images):
         require_names(inputs or {}, readable or frozenset(), f"row {row}")

@@ -51,7 +51,7 @@ def _as_text(chunk: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     if images:
         raise BatchError(
             f"a batch must be of text alone, found {', '.join(images)}: the models of images, video and sound are "
-            "carried and not built (vision='carried'). Build with vision='train' or 'frozen', or leave out such rows"
+            "not built (vision='text_only'). Build with vision='train' or 'frozen', or leave out such rows"
         )
     return (), as_own_tokens(chunk, inputs)
 

@@ -93,8 +93,8 @@ def convert_command(
         typer.Option("--drop-mtp", help="Do not copy MTP layers that a checkpoint lacks from the folder of --hf."),
     ] = False,
     vision: Annotated[
-        str, typer.Option(help='"train" takes the model of images from an HF folder too, and "carried" its text alone.')
-    ] = "carried",
+        str, typer.Option(help='"train" takes the model of images from an HF folder too, "text_only" its text alone.')
+    ] = "text_only",
     to: Annotated[
         str,
         typer.Option(
@@ -157,7 +157,7 @@ def convert_command(
                 dtype=dtype_of(dtype),
                 num_mtp_layers=mtp,
                 vision=vision,
-                mtp="dropped" if drop_mtp else "carried",
+                mtp="dropped" if drop_mtp else "copied",
                 rank_files=wanted,
                 plain=to == "hf" and not from_megatron,
                 num_processes=processes,

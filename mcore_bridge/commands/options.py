@@ -55,7 +55,7 @@ Ep     = Annotated[int,  typer.Option(help="Expert parallel size.")]
 Etp    = Annotated[int,  typer.Option(help="Tensor parallel size of the experts.")]
 Mtp    = Annotated[int,  typer.Option(min=0, help="Number of MTP layers (multi-token prediction) to build.")]
 Vision = Annotated[str,  typer.Option(
-    help='A composite\'s models of images: "train" or "frozen" with them, "carried" without.')]
+    help='A composite\'s models of images: "train" or "frozen" with them, "text_only" without.')]
 Model  = Annotated[str,  typer.Option(
     help='The class of megatron-core to build: "gpt", or "hybrid" (HybridModel, since 0.19).')]
 Sp     = Annotated[bool, typer.Option("--sp", help="Sequence parallelism; needs --tp above 1.")]

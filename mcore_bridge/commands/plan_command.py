@@ -57,7 +57,7 @@ def plan_command(
     sp: Sp = False,
     layout: Layout = None,
     mtp: Mtp = 0,
-    vision: Vision = "carried",
+    vision: Vision = "text_only",
     model: Model = "gpt",
     world: Annotated[
         int | None, typer.Option(min=1, help="Ranks of the whole job; by default those of one replica.")

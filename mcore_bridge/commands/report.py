@@ -61,7 +61,7 @@ def render(verdict: Verdict) -> Table:
     table.add_row("checkpoint", escape(of_files))
     for note in verdict.notes:
         table.add_row("config", note)
-    for row, names in (("carried", verdict.carried), ("not used", verdict.unused)):
+    for row, names in (("not built", verdict.not_built), ("not used", verdict.unused)):
         if names:
             table.add_row(row, f"{text.plural(len(names), 'tensor')} of the files: {text.names(names)}")
     if verdict.drawn:

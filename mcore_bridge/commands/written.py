@@ -24,7 +24,7 @@ class Written:
         bytes: the bytes of all tensors.
         files: names in the target.
         kept: how many of the files an earlier run had written.
-        carried: HF names in the target of parts that were copied, and not built.
+        copied: HF names in the target of parts that are not built, and were copied.
         unused: HF names of the source that nothing uses.
         notes: remarks on the target for the user.
     """
@@ -36,7 +36,7 @@ class Written:
     bytes: int
     files: tuple[str, ...]
     kept: int
-    carried: tuple[str, ...]
+    copied: tuple[str, ...]
     unused: tuple[str, ...]
     notes: tuple[str, ...] = field(repr=False)
 
@@ -57,7 +57,7 @@ class Written:
             bytes=sum(conversion.sizes),
             files=tuple(conversion.names),
             kept=converted.num_kept,
-            carried=conversion.carried_names,
+            copied=conversion.copied_names,
             unused=conversion.ignored,
             notes=tuple(notes),
         )

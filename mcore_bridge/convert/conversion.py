@@ -74,7 +74,7 @@ class Conversion:
         return None
 
     @property
-    def carried_names(self) -> tuple[str, ...]:
+    def copied_names(self) -> tuple[str, ...]:
         """HF names in the target of parts for which no model was built."""
         return ()
 
@@ -144,7 +144,7 @@ class ModelConversion(Conversion):
 
 
 def read_source(
-    source: Path, hf: Path, *, dtype: torch.dtype | None, num_mtp_layers: int = 0, vision: str = "carried"
+    source: Path, hf: Path, *, dtype: torch.dtype | None, num_mtp_layers: int = 0, vision: str = "text_only"
 ) -> tuple[WholeModel, tuple[str, ...]]:
     """Read an HF folder to convert: its model, and the names in the folder that no parameter uses.
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from mcore_bridge.architecture import architecture_of
-from mcore_bridge.arguments import COUNT, given_path, require
+from mcore_bridge.arguments import COUNT, accepts_former_names, given_path, require
 from mcore_bridge.config.hf import CONFIG, read_fields
 from mcore_bridge.config.unread_fields import require_no_unread
 from mcore_bridge.convert.conversion import Conversion, ModelConversion
@@ -32,7 +32,6 @@ from mcore_bridge.errors import CheckpointError, MeshError
 from mcore_bridge.factory.supports import require_supported
 from mcore_bridge.launch.processes import OnEvent, run_ranks
 from mcore_bridge.launch.worker import Report
-from mcore_bridge.weights.carried import Mtp
 from mcore_bridge.weights.dist_checkpoint.folder import dist_files, find_checkpoint, track
 from mcore_bridge.weights.files.atomic_folder import CONVERSION, Update, commit, target_of, updating
 from mcore_bridge.weights.files.file_shards import MAX_SHARD_BYTES
@@ -40,6 +39,7 @@ from mcore_bridge.weights.files.folder_lock import PREFIX
 from mcore_bridge.weights.files.hf_folder import shard_names, weight_files
 from mcore_bridge.weights.files.sidecars import NOTES, config_folders, first_with_config
 from mcore_bridge.weights.files.sources import SourceFolders
+from mcore_bridge.weights.not_built import Mtp
 from mcore_bridge.weights.peft.peft_config import CONFIG as ADAPTER_CONFIG
 from mcore_bridge.weights.source.encoded_weights import quantization_in
 
@@ -82,6 +82,7 @@ class _Work:
             ) from error
 
 
+@accepts_former_names
 def convert(
     source: Path,
     target: Path,
@@ -89,8 +90,8 @@ def convert(
     hf: Path | None = None,
     dtype: torch.dtype | None = None,
     num_mtp_layers: int = 0,
-    vision: str = "carried",
-    mtp: Mtp = "carried",
+    vision: str = "text_only",
+    mtp: Mtp = "copied",
     rank_files: RankFiles | None = None,
     plain: bool = False,
     num_processes: int = 1,
@@ -110,7 +111,7 @@ def convert(
         hf: folder of the HF config and tokenizer, if ``source`` has none.
         dtype: cast tensors to this; by default each tensor keeps its dtype.
         num_mtp_layers: MTP layers to convert from an HF folder. From megatron-core all are converted.
-        vision: "train" or "frozen" also convert the tower of a composite from an HF folder, "carried" only its text.
+        vision: "train" or "frozen" also convert the tower of a composite from an HF folder, "text_only" only its text.
             From megatron-core an existing tower is always converted.
         mtp: the fate of MTP layers that a checkpoint of megatron-core lacks, when an HF folder is written: as for
             ``save_hf_checkpoint``. They come from the folder of the HF config.
@@ -267,7 +268,7 @@ def _from_hf(
         )
     if num_mtp_layers:
         raise CheckpointError("only torch_dist can have layers of multi-token prediction; leave out --mtp")
-    if vision != "carried":
+    if vision != "text_only":
         raise CheckpointError(f"only torch_dist can have a tower, found vision={vision!r}; leave out --vision")
     return ToTorch.plan(source, staging, hf, rank_files, dtype=dtype)
 

@@ -17,9 +17,9 @@ from mcore_bridge.convert.reference_model import whole_model
 from mcore_bridge.convert.to_hf import ToHF, stored_as
 from mcore_bridge.errors import CheckpointError, plural
 from mcore_bridge.rules.names import TOWER, count_mtp_layers, layer_of, plain_key
-from mcore_bridge.weights.carried import Mtp
 from mcore_bridge.weights.dist_checkpoint.files import ChunkLocation, LocatedParam, TorchDistReader
 from mcore_bridge.weights.dist_checkpoint.folder import TorchDistFolder, in_layer_stack
+from mcore_bridge.weights.not_built import Mtp
 from mcore_bridge.weights.provenance import head_of
 
 
@@ -35,7 +35,7 @@ class FromDist(ToHF):
         folder = TorchDistFolder.open(source)
         sizes = ((tensor.properties.dtype, tensor.size.numel()) for tensor in folder.tensors.values())
         num_mtp_layers = count_mtp_layers(folder.tensors)
-        vision = "train" if any(key.startswith(TOWER) for key in folder.tensors) else "carried"
+        vision = "train" if any(key.startswith(TOWER) for key in folder.tensors) else "text_only"
         own = dtype or widespread(sizes)
         model = whole_model(
             hf,

@@ -1,7 +1,7 @@
 """Converts an HF folder and a PEFT folder to an HF folder with merged adapters, one tensor after the other.
 
 All other tensors keep their bits, also tensors that no parameter uses. The adapters may store experts in another
-dialect than the files. So a tensor and its adapter are matched through the parameter of megatron-core.
+format than the files. So a tensor and its adapter are matched through the parameter of megatron-core.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class ToMerged(ToPlain):
 
     @cached_property
     def rules(self) -> WeightMapping:
-        """The rules of the adapters, in their own dialect."""
-        rules = self.provenance.mapping(tied=False, dialect=self.given.dialect).rules
+        """The rules of the adapters, in their own format of experts."""
+        rules = self.provenance.mapping(tied=False, expert_format=self.given.expert_format).rules
         return WeightMapping(adapter_rules(rules, self.given.targets))
 
     def _pieces(self, spec: TensorSpec) -> Iterator[Tensor]:

@@ -16,7 +16,7 @@ from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.launch.fake_rank import rank_of
 from mcore_bridge.rules.mapping import WeightMapping
-from mcore_bridge.rules.variants import dialect_of
+from mcore_bridge.rules.variants import expert_format_of
 from mcore_bridge.weights.bound import bind
 from mcore_bridge.weights.dist_checkpoint.compare import sharded_states
 from mcore_bridge.weights.dist_checkpoint.extra_state import with_extra_states
@@ -49,7 +49,7 @@ def whole_model(
     num_mtp_layers: int = 0,
     metadata: Mapping[str, Any] = CONTENT,
     names: Iterable[str] = (),
-    vision: str = "carried",
+    vision: str = "text_only",
     hybrid: bool = False,
     head: str = "lm",
 ) -> WholeModel:
@@ -60,7 +60,7 @@ def whole_model(
         dtype: the dtype of the parameters.
         num_mtp_layers: MTP layers to build.
         metadata: the spelling of keys, for megatron-core's ``sharded_state_dict``.
-        names: names of HF tensors, which determine the dialect; without names, ``hf`` does.
+        names: names of HF tensors, which determine the expert format; without names, ``hf`` does.
         vision: as for ``build_model``.
         hybrid: whether the checkpoint is from a ``HybridModel``.
         head: as for ``build_model``.
@@ -74,7 +74,7 @@ def whole_model(
         overrides = {"mtp_num_layers": num_mtp_layers or None}
         meta: dict[str, Any] = {"device": "meta", "backend": "torch", "load_weights": False}
         (chunk,) = build_model(hf, dims=dims, dtype=dtype, head=head, overrides=overrides, vision=vision, **meta)
-        bound = bind(chunk, dialect=dialect_of(names, chunk.bridge.rules))
+        bound = bind(chunk, expert_format=expert_format_of(names, chunk.bridge.rules))
         entries = merge_inventories(bound.mapping, bound.axes, chunk.config.num_layers, [bound.inventory()])
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         states = sharded_states([chunk], {**metadata, "dp_cp_group": group})

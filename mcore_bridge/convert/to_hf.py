@@ -16,10 +16,10 @@ from mcore_bridge.convert.conversion import ModelConversion, Progress
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.dtypes import dtype_name, is_exact
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.carried import Carried, Mtp, carried_of
 from mcore_bridge.weights.files.file_shards import MAX_SHARD_BYTES, assign_files, shard_names_of
 from mcore_bridge.weights.files.hf_folder import HEADS, weight_files, write_index
 from mcore_bridge.weights.files.safetensors import SafetensorsWriter
+from mcore_bridge.weights.not_built import Mtp, NotBuilt, not_built_of
 from mcore_bridge.weights.plan.inventory import ParamEntry
 
 
@@ -29,7 +29,7 @@ class ToHF(ModelConversion):
 
     kind = "hf"
     heads = HEADS
-    mtp: Mtp = "carried"
+    mtp: Mtp = "copied"
 
     @property
     def options(self) -> object:
@@ -39,22 +39,22 @@ class ToHF(ModelConversion):
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the files, numbered as in transformers."""
-        return shard_names_of(len(self.units) + len(self.carried_units))
+        return shard_names_of(len(self.units) + len(self.copied_units))
 
     @cached_property
-    def carried(self) -> Carried:
+    def not_built(self) -> NotBuilt:
         """The tensors of parts that are not built, which come from the folder of the HF config."""
-        return carried_of(self.model.provenance, self.model.mapping, mtp=self.mtp)
+        return not_built_of(self.model.provenance, self.model.mapping, mtp=self.mtp)
 
     @property
-    def carried_names(self) -> tuple[str, ...]:
+    def copied_names(self) -> tuple[str, ...]:
         """See ``Conversion``."""
-        return tuple(spec.name for spec in self.carried.specs)
+        return tuple(spec.name for spec in self.not_built.specs)
 
     @property
     def note(self) -> str:
         """See ``Conversion``."""
-        return self.carried.note
+        return self.not_built.note
 
     @property
     def hf_names(self) -> Collection[str]:
@@ -63,27 +63,27 @@ class ToHF(ModelConversion):
 
     @property
     def numels(self) -> Sequence[int]:
-        """See ``Conversion``. The tensors are HF's, carried ones included."""
+        """See ``Conversion``. The tensors are HF's, copied ones included."""
         return [spec.numel for spec in self._all_specs()]
 
     def _all_specs(self) -> Iterator[TensorSpec]:
         return chain.from_iterable(map(self._specs, range(len(self.names))))
 
     @cached_property
-    def carried_units(self) -> tuple[tuple[TensorSpec, ...], ...]:
-        """The carried tensors of each file. These files follow the files of parameters, and are at most as large."""
+    def copied_units(self) -> tuple[tuple[TensorSpec, ...], ...]:
+        """The copied tensors of each file. These files follow the files of parameters, and are at most as large."""
         limit = max((*super().sizes, MAX_SHARD_BYTES))
-        return tuple(shard.tensors for shard in assign_files(self.carried.specs, 1, limit))
+        return tuple(shard.tensors for shard in assign_files(self.not_built.specs, 1, limit))
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Bytes of the tensors in each file."""
-        return (*super().sizes, *(sum(spec.num_bytes for spec in unit) for unit in self.carried_units))
+        return (*super().sizes, *(sum(spec.num_bytes for spec in unit) for unit in self.copied_units))
 
     def write(self, number: int, progress: Progress) -> None:
         """Write one file, one parameter after the other."""
         with self.completing(number) as path, SafetensorsWriter(path, self._specs(number)) as writer:
-            for name, tensor in self.carried.pairs(spec.name for spec in self._carried_in(number)):
+            for name, tensor in self.not_built.pairs(spec.name for spec in self._copied_in(number)):
                 writer.write(name, 0, tensor.contiguous().flatten().view(torch.uint8))
                 progress(tensor.nbytes)
             for param in self.units[number] if number < len(self.units) else ():
@@ -107,10 +107,10 @@ class ToHF(ModelConversion):
 
     def _specs(self, number: int) -> list[TensorSpec]:
         units = self.units[number] if number < len(self.units) else ()
-        return [*specs_of(self.model.entries[param] for param in units), *self._carried_in(number)]
+        return [*specs_of(self.model.entries[param] for param in units), *self._copied_in(number)]
 
-    def _carried_in(self, number: int) -> tuple[TensorSpec, ...]:
-        return self.carried_units[number - len(self.units)] if number >= len(self.units) else ()
+    def _copied_in(self, number: int) -> tuple[TensorSpec, ...]:
+        return self.copied_units[number - len(self.units)] if number >= len(self.units) else ()
 
 
 def _write(writer: SafetensorsWriter, entry: ParamEntry, part: HFSlice, tensor: Tensor) -> None:

@@ -17,7 +17,7 @@ from mcore_bridge.convert.reference_model import whole_model
 from mcore_bridge.convert.to_hf import ToHF, stored_as
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.trace import Shape
-from mcore_bridge.weights.carried import Mtp
+from mcore_bridge.weights.not_built import Mtp
 from mcore_bridge.weights.plan.inventory import ParamEntry
 from mcore_bridge.weights.provenance import head_of
 

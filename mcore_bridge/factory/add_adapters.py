@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from mcore_bridge.arguments import NAMES, is_count
+from mcore_bridge.arguments import NAMES, accepts_former_names, is_count
 from mcore_bridge.config.fields import is_number
 from mcore_bridge.config.mesh.alike import Shared, agreed, replica_groups
 from mcore_bridge.errors import CheckpointError, ConfigError, shown
@@ -24,7 +24,7 @@ from mcore_bridge.factory.modules.backend import has_transformer_engine
 from mcore_bridge.rules.adapters import FACTORS, Adapters, Sharing, adapter_rules, factor_name, rows_of_parts
 from mcore_bridge.rules.dtypes import DtypeLike, as_dtype, problem_of
 from mcore_bridge.rules.layout import REPLICATED
-from mcore_bridge.rules.mapping import Binding, Dialect, WeightMapping, axes_of, pattern_of
+from mcore_bridge.rules.mapping import Binding, ExpertFormat, WeightMapping, axes_of, pattern_of
 from mcore_bridge.rules.names import canonical
 from mcore_bridge.rules.trace import Trace, moved_dim, trace
 from mcore_bridge.weights.bound import BoundModel, bind
@@ -65,6 +65,7 @@ _UNTRIED = (
 """Settings of megatron-core that change the outputs, weights or communication of its linear layers."""
 
 
+@accepts_former_names
 def add_adapters(
     models: Models,
     folder: str | os.PathLike[str] | None = None,
@@ -73,7 +74,7 @@ def add_adapters(
     alpha: float | None = None,
     targets: Sequence[str] | None = None,
     kind: Sharing = "own",
-    dialect: Dialect | None = None,
+    expert_format: ExpertFormat | None = None,
     dtype: DtypeLike | None = None,
     init: Init = "kaiming",
     seed: int = 0,
@@ -94,8 +95,8 @@ def add_adapters(
             ("linear_qkv"). Each must match something. Projections that are not named get no adapter.
         kind: "own" gives each HF projection a separate A, like ``peft``. "shared" gives each layer of mcore one A for
             all of its projections, like Megatron-Bridge by default; a folder repeats it for each projection.
-        dialect: "fused" gives gate and up of an expert one A, like ``peft`` for transformers 5; "split" gives each a
-            separate A. None means the dialect of the models' checkpoint. A folder decides for itself.
+        expert_format: "fused" gives gate and up of an expert one A, like ``peft`` for transformers 5; "split" gives
+            each a separate A. None means the format of the models' checkpoint. A folder decides for itself.
         dtype: the dtype of the factors and their computations; tensors of a folder are cast to it. None or "auto" means
             the dtype of the layer's weight, also after later casts; then it must hold all values of the folder.
         init: the distribution of A: "kaiming" is ``peft``'s; "xavier" and "normal" are Megatron-Bridge's.
@@ -120,12 +121,12 @@ def add_adapters(
         all_chunks_of(models)
         if problem := problem_of(dtype):
             raise ConfigError(problem)
-        asked: dict[str, Any] = {"rank": rank, "alpha": alpha, "targets": targets, "dialect": dialect}
+        asked: dict[str, Any] = {"rank": rank, "alpha": alpha, "targets": targets, "expert_format": expert_format}
         _require_fitting(chunks, models, folder, kind, init, **asked)
         given = None if folder is None else open_peft_for(models, folder)
         asked = asked if given is None else {name: getattr(given, name) for name in asked}
         targeted = asked["targets"]
-        bound = bind(models, dialect=asked["dialect"])
+        bound = bind(models, expert_format=asked["expert_format"])
         mapping = WeightMapping(adapter_rules(bound.mapping.rules, targeted, kind))
         places = [place for chunk in chunks for place in _places(chunk, mapping)]
         names = frozenset(factor_name(name, end) for name, *_ in places for end in FACTORS)
@@ -181,7 +182,7 @@ def _attach(places: Sequence[Place], adapters: Mapping[str, Adapter]) -> None:
 def _require_all(bound: BoundModel, given: PeftFolder) -> None:
     """Raise if the config of a folder lists a module of this rank that has no adapter in the folder."""
     bindings = map(bound.mapping.bind, bound.tensors)
-    names = (hf for binding in bindings if binding.axis == "tp" or given.dialect == "split" for hf in binding.hf)
+    names = (hf for binding in bindings if binding.axis == "tp" or given.expert_format == "split" for hf in binding.hf)
     modules = (name.removesuffix(".weight") for name in names if name.endswith(".weight"))
     if absent := [module for module in modules if given.config.lists(module) and module not in given.ranks]:
         raise CheckpointError(f"the adapter's config has {len(absent)} targets without tensors, such as {absent[:4]}")
@@ -274,7 +275,7 @@ def _require_fitting(
         (config.mtp_num_layers, "models must have no MTP layers, whose adapters no engine reads: build without them"),
         (
             chunks[0].bridge.vision == "train",
-            'adapters freeze all other parameters: build with vision="frozen" or "carried"',
+            'adapters freeze all other parameters: build with vision="frozen" or "text_only"',
         ),
         (
             config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate,

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mcore_bridge.architecture import Architecture, architecture_of
+from mcore_bridge.arguments import accepts_former_names
 from mcore_bridge.composite import levels_of
 from mcore_bridge.config import transformer
 from mcore_bridge.config.apply_overrides import effective
@@ -49,6 +50,7 @@ Overrides = Mapping[str, object]
 """Values by name: fields of ``TransformerConfig``, and arguments of ``GPTModel``."""
 
 
+@accepts_former_names
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
     """Arguments of ``build_model`` by their names, with their defaults. ``make_blueprint`` checks their values."""
@@ -60,7 +62,7 @@ class BuildOptions:
     head: str = "lm"
     overrides: Overrides | None = None
     strict_config: bool = False
-    vision: str = "carried"
+    vision: str = "text_only"
     model: str = "gpt"
 
 
@@ -185,7 +187,7 @@ def make_blueprint(hf: str | os.PathLike[str] | PretrainedConfig | Provenance, o
     changed = effective(origin, architecture.fields, tp=dims.tp, overrides=overrides)
     provenance = provenance.with_overridden(changed.fields)
     hf = provenance.hf
-    if whole is not None and vision != "carried" and not provenance.tower:
+    if whole is not None and vision != "text_only" and not provenance.tower:
         provenance = provenance.seeing(vision, tower_specs(whole, dtype))
     features = count_features(whole) if whole is not None and provenance.tower else 0
     dims = resolve_layout(dims, hf, dtype=dtype, head=head, mtp=mtp, tower=provenance.tower, at_first=features)

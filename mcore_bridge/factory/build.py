@@ -51,7 +51,7 @@ def build_model(
     on_chunk: Callable[[GPTModel, int], None] | None = None,
     seed: int = 0,
     strict_config: bool = False,
-    vision: str = "carried",
+    vision: str = "text_only",
     model: str = "gpt",
 ) -> list[GPTModel]:
     """Build this rank's part of an HF model: bare ``GPTModel``s of megatron-core, one per virtual pipeline stage.
@@ -81,12 +81,13 @@ def build_model(
         seed: for all random values: the initial values, or the values of a head that the source lacks.
         strict_config: True: refuse fields of the HF config that the architecture does not claim. False: accept and log
             them, if no code of transformers reads them for this family.
-        vision: the fate of a composite's models of images, video and sound. "carried": they are not built, batches are
-            of text, exports yield the text, and ``save_hf_checkpoint`` copies their tensors. "train": the first stage
-            has transformers' model of images as ``chunk.vision``, whole on each tensor-parallel rank, and exports,
-            saves and checkpoints have its tensors. "frozen": like "train", with ``requires_grad=False``; to train one
-            part of the tower, such as its connection to the text, add ``freeze=["!vision.visual.merger.*"]``. "train"
-            and "frozen" need transformers 5.17. Sound is always carried.
+        vision: the fate of a composite's models of images, video and sound. "text_only": they are not built, batches
+            are of text, exports yield the text, and ``save_hf_checkpoint`` copies their tensors. "train": the first
+            stage has transformers' model of images as ``chunk.vision``, whole on each tensor-parallel rank, and
+            exports, saves and checkpoints have its tensors. "frozen": like "train", with ``requires_grad=False``;
+            to train one part of the tower, such as its connection to the text, add
+            ``freeze=["!vision.visual.merger.*"]``. "train" and "frozen" need transformers 5.17. Models of sound are
+            never built.
         model: the class of the chunks. "gpt": megatron-core's ``GPTModel``. "hybrid": its ``HybridModel``, whose layers
             are halves of a ``GPTModel``'s (megatron-core 0.19, and families whose layers of one kind are equal).
 

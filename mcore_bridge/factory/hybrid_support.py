@@ -55,8 +55,8 @@ def _obstacles(architecture: Architecture, config: TransformerConfig, positions:
         yield "its MLP and attention read the same input, and in a HybridModel the MLP reads the output of attention"
     if positions not in ("rope", "none"):
         yield f"HybridModel has no positions of the type {positions!r}"
-    if vision != "carried":
-        yield "its models of images need the forward of GPTModel; vision='carried' needs none"
+    if vision != "text_only":
+        yield "its models of images need the forward of GPTModel; vision='text_only' needs none"
     layout = config.pipeline_model_parallel_layout
     if config.mtp_num_layers and layout is not None and not _with_loss(layout):
         yield (

@@ -53,7 +53,9 @@ def supports(hf: HF) -> Support:
 
     Returns:
         The answer. It is true or false, and has the reason of a refusal, which ``build_model`` would raise.
-        No error is raised: a folder without a config is an answer, too.
+
+    Raises:
+        BridgeError: never. A folder without a config is an answer, too.
 
     Example:
         >>> support = mb.supports("path/of/Qwen3-8B")

@@ -15,7 +15,7 @@ def parts(*names: str) -> Ignore:
     """Fields of the other parts of a composite."""
     return Ignore(
         "they describe the models of images, video and sound, and their connection to the text model, which are "
-        "carried",
+        "not built",
         names,
     )
 
@@ -61,7 +61,7 @@ UNSCALED = (
     "transformers' class of this composite leaves out the scale of the logits, which its text model and engines apply"
 )
 SPEECH = Ignore(
-    "they describe models of speech and sound, which are carried, and their tokens and times",
+    "they describe models of speech and sound, which are not built, and their tokens and times",
     (
         *("thinker_config", "talker_config", "token2wav_config", "code2wav_config", "enable_audio_output"),
         *("position_id_per_seconds", "seconds_per_chunk", "im_start_token_id", "im_end_token_id"),
@@ -74,11 +74,11 @@ OMNI: dict[str, Any] = {
     "in_memory": IN_THINKER,
     "fields": (*FIELDS, SPEECH, LABELS, INITIAL),
     "inside": "thinker_config",
-    "carried": ("talker.", "token2wav.", "code2wav."),
+    "not_built": ("talker.", "token2wav.", "code2wav."),
     "tower": (("visual.", "thinker.visual."), ("audio_tower.", "thinker.audio_tower.")),
 }
 TILES = Ignore(
-    "they describe how a processor or a model of images, which is carried, cuts images into tiles and joins patches",
+    "they describe how a processor or a model of images, which is not built, cuts images into tiles and joins patches",
     (
         *("force_image_size", "dynamic_image_size", "use_thumbnail", "min_dynamic_patch", "max_dynamic_patch"),
         *("pad2square", "image_fold", "patch_size", "norm_mean", "norm_std", "ps_version", "select_layer"),

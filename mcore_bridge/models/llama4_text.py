@@ -104,7 +104,7 @@ MLP = (*under("mlp",                "feed_forward",               GATED_MLP),
 ARCHITECTURE = Architecture(
     model_type="llama4_text",
     fields=(*but(DECODER, *INTERLEAVED, ROPE, *ON_INPUT), *BIAS_ATTENTION, *WINDOW_NEVER, *CHUNKED),
-    dialect="fused",
+    expert_format="fused",
     swapped_in_peft=True,
     rules=lambda hf: decoder(NORMS, GQA, QKV_BIAS, O_BIAS, MLP),
 )

@@ -15,6 +15,6 @@ ARCHITECTURE = Architecture(
         *(*but(LATENT, ROPE_OF_PART), *COUNTED, *SOFTMAX_BY_CONFIG, DENSE_FIRST, QUERY_DIM),
         *(Require("n_group", (1, None), ONE_GROUP), Require("topk_group", (1, None), ONE_GROUP)),
     ),
-    dialect="fused",
+    expert_format="fused",
     rules=lambda hf: decoder(NORMS, MLA, SWIGLU, MOE, SHARED),
 )

@@ -80,7 +80,7 @@ class Binding:
 Rules = tuple[Rule, ...]
 Prefixes = tuple[tuple[str, str], ...]
 """Prefixes of HF names in a checkpoint of text alone, each with the prefix in a composite."""
-Dialect = Literal["split", "fused"]
+ExpertFormat = Literal["split", "fused"]
 """How HF holds the routed experts of a layer: one tensor per expert, or one tensor for all of them."""
 
 
@@ -170,16 +170,16 @@ class WeightMapping:
     ignored: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     text: tuple[str, ...] = ()
-    """Prefixes of the tensors of text, if the model is a composite. All other tensors are carried, so no parameter
+    """Prefixes of the tensors of text, if the model is a composite. All other tensors are not built: no parameter
     uses them.
     """
-    carried: tuple[str, ...] = ()
-    """Prefixes in ``text`` that are carried too."""
+    not_built: tuple[str, ...] = ()
+    """Prefixes in ``text`` that are not built either."""
     num_mtp_layers: int = 0
     """How many MTP layers the model has. A checkpoint may have more MTP layers, which are not built."""
     mtp: tuple[str, ...] = ()
     """HF names, as ``fnmatch`` patterns, of tensors in MTP layers that are not built and have no rule."""
-    carries_mtp: bool = True
+    copies_mtp: bool = True
     """Whether a save copies the MTP layers that are not built."""
     _by_mcore: dict[str, Rule] = field(init=False, repr=False, compare=False)
     _by_hf: dict[str, list[Rule]] = field(init=False, repr=False, compare=False)
@@ -278,12 +278,12 @@ class WeightMapping:
         """Whether no parameter of the model uses this HF tensor: it is ignored, or of a part that is not built."""
         return matches(hf, self.ignored) or hf in self.twins or self._is_of_other_part(hf) or self.is_unbuilt_mtp(hf)
 
-    def is_carried(self, hf: str) -> bool:
+    def is_not_built(self, hf: str) -> bool:
         """Whether this HF tensor belongs to a part that is not built, so that a save copies its bytes.
 
         Such parts are MTP layers, and parts of a composite beside its text.
         """
-        return self._is_of_other_part(hf) or (self.carries_mtp and self.is_unbuilt_mtp(hf))
+        return self._is_of_other_part(hf) or (self.copies_mtp and self.is_unbuilt_mtp(hf))
 
     def is_unbuilt_mtp(self, hf: str) -> bool:
         """Whether this HF tensor is of an MTP layer that is not built."""
@@ -294,7 +294,7 @@ class WeightMapping:
         return matches(hf, self.mtp)
 
     def _is_of_other_part(self, hf: str) -> bool:
-        return bool(self.text) and (not hf.startswith(self.text) or hf.startswith(self.carried))
+        return bool(self.text) and (not hf.startswith(self.text) or hf.startswith(self.not_built))
 
     def is_copy(self, hf: str) -> bool:
         """Whether an HF name is a second name of a tensor, under which a save writes it again."""

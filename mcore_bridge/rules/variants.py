@@ -2,7 +2,7 @@
 experts.
 
 - The output layer may be an untied head, the embedding, or a head that gives scores.
-- *Dialects*: the routed experts of a layer are stored one by one, or all of them in one tensor.
+- *Expert formats*: the routed experts of a layer are stored one by one, or all of them in one tensor.
 - Models without their head, such as embedding models, are saved without the prefix: `layers.0.` instead of
   `model.layers.0.`. transformers adds the prefix if it reads such a file into a model with a head.
 - A tied embedding may be stored only under the name of the head.
@@ -20,7 +20,7 @@ from torch import Tensor
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.rules.layout import REPLICATED, TRANSPOSED, VOCAB, Split, upright
 from mcore_bridge.rules.mapping import (
-    Dialect,
+    ExpertFormat,
     Prefixes,
     Rule,
     Rules,
@@ -72,11 +72,9 @@ def redundant_head(rules: Rules, lm_head: str = HEAD) -> Rules:
     return tuple(replace(rule, hf=(lm_head,), exported=False, copy=True) for rule in embedding_rules(rules))
 
 
-def dialect_of(names: Iterable[str], rules: Rules) -> Dialect | None:
-    """The dialect of ``names``; None without routed experts, or if both dialects have the same names."""
-    split, whole = (
-        {name for rule in dialect if rule.axis == "etp" for name in rule.hf} for dialect in (rules, fused(rules))
-    )
+def expert_format_of(names: Iterable[str], rules: Rules) -> ExpertFormat | None:
+    """The expert format of ``names``; None without routed experts, or if both formats have the same names."""
+    split, whole = ({name for rule in own if rule.axis == "etp" for name in rule.hf} for own in (rules, fused(rules)))
     if split == whole:
         return None
     stacks = {name.removesuffix("[*]") for name in whole}

@@ -16,10 +16,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mcore_bridge.arguments import Kind, require
+from mcore_bridge.arguments import Kind, accepts_former_names, require
 from mcore_bridge.config.mesh.alike import Shared, agreed
 from mcore_bridge.errors import TransferError
-from mcore_bridge.rules.mapping import Dialect
+from mcore_bridge.rules.mapping import ExpertFormat
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.bound import BoundModel, bind
 from mcore_bridge.weights.export import SliceOrigin, iter_hf_weights, origins_of
@@ -169,8 +169,9 @@ class VllmSource:
                 pass
 
 
+@accepts_former_names
 def vllm_source(
-    models: Models, backend: Backend, *, dialect: Dialect | None = None, merged: bool | None = None
+    models: Models, backend: Backend, *, expert_format: ExpertFormat | None = None, merged: bool | None = None
 ) -> VllmSource:
     """A model as the source of weights of vLLM's own backends. All ranks of the trainer call this together.
 
@@ -181,7 +182,7 @@ def vllm_source(
         backend: the backend of vLLM. ``"nccl"``: rank 0 gets whole tensors. ``"ipc"``: each rank gets them.
             ``"sharded_rdt"``: each tensor is whole on one rank of each replica. ``"nccl_m2n"``: ranks yield their own
             parts wherever all ranks cut a tensor evenly along one dim, and whole tensors otherwise.
-        dialect, merged: as for ``iter_hf_weights``.
+        expert_format, merged: as for ``iter_hf_weights``.
 
     Returns:
         The source, to pass to vLLM's trainer.
@@ -198,7 +199,7 @@ def vllm_source(
         >>> dict(source.iter_full()).keys() == mb.to_hf_state_dict(models).keys()
         True
     """
-    options: dict[str, Any] = {"dialect": dialect, "merged": merged}
+    options: dict[str, Any] = {"expert_format": expert_format, "merged": merged}
 
     def checked() -> tuple[dict[str, Box | None], Shared]:
         require(TransferError, backend=(backend, _BACKEND))

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from mcore_bridge.arguments import LEAST_0, Kind, instance_of, problem_of, require
+from mcore_bridge.arguments import LEAST_0, Kind, accepts_former_names, instance_of, problem_of, require
 from mcore_bridge.engines.channel import HANDSHAKE, Listener, WorkerLine, own_host
 from mcore_bridge.engines.engine_worker import Identity
 from mcore_bridge.errors import TransferError, describe, plural
 from mcore_bridge.machine import this_machine, uncollected
-from mcore_bridge.rules.mapping import Dialect
+from mcore_bridge.rules.mapping import ExpertFormat
 from mcore_bridge.sync.clients import call_of
 from mcore_bridge.sync.elsewhere import Answer, Elsewhere
 from mcore_bridge.sync.reports import SyncReport, VerifyReport, WorkerReport, WorkerWeights
@@ -67,6 +67,7 @@ class _Outcome:
         return WorkerWeights(worker.engine, worker.rank, worker.name, self.compared, self.problem)
 
 
+@accepts_former_names
 class WeightSync:
     """The engines of a trainer. Each call sends all weights to all of them.
 
@@ -84,7 +85,7 @@ class WeightSync:
         loads: whether engines take weights by their own loaders, without a map.
         address: the number under which engines reach this rank's machine; None finds it.
         timeout: seconds that an engine may take for one answer. The first round makes maps within one answer.
-        dialect, merged: as for ``iter_hf_weights``.
+        expert_format, merged: as for ``iter_hf_weights``.
 
     Raises:
         TransferError: on every rank, when an argument is wrong on one.
@@ -114,12 +115,12 @@ class WeightSync:
         loads: bool = False,
         address: str | None = None,
         timeout: float = 600.0,
-        dialect: Dialect | None = None,
+        expert_format: ExpertFormat | None = None,
         merged: bool | None = None,
     ) -> None:
         self._models, self._loads, self._seconds = models, loads, timeout
         self._allowed: tuple[Transport, ...] = WAYS if transport is None else (transport,)
-        self._options: dict[str, Any] = {"dialect": dialect, "merged": merged}
+        self._options: dict[str, Any] = {"expert_format": expert_format, "merged": merged}
         self._group = Group.of_trainer()
         self._routes: dict[WorkerKey, Route] = {}
         self._roll_call: RollCall | None = None

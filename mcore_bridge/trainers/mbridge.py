@@ -89,7 +89,7 @@ class Bridge:
         """Override fields of ``TransformerConfig``, and make a new ``config``.
 
         With ``mtp_loss_scaling_factor`` and without ``mtp_num_layers``, the HF config decides the number of MTP layers.
-        ``vision`` and ``model`` are arguments of ``build_model``: "carried" and "gpt" by default.
+        ``vision`` and ``model`` are arguments of ``build_model``: "text_only" and "gpt" by default.
         ``enable_routing_replay`` is set on ``config`` unchanged, for verl's own routers, which read it.
 
         Raises:
@@ -183,7 +183,7 @@ class Bridge:
         schedule = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall", "batch_p2p_comm": False}
         settings = with_mtp_layers(self.extra_args, text_config(self.hf_config))
         for_routers = {_REPLAY: settings.pop(_REPLAY)} if _REPLAY in settings and _routers_read_replay() else {}
-        vision, model = str(settings.pop("vision", "carried")), str(settings.pop("model", "gpt"))
+        vision, model = str(settings.pop("vision", "text_only")), str(settings.pop("model", "gpt"))
         dims, overrides = split({**schedule, "overlap_p2p_comm": mesh.vp > 1, **settings}, mesh)
         overrides = require_same_model(self.hf_config, overrides, dtype=self.dtype)
         options = BuildOptions(dims=dims, dtype=self.dtype, overrides=overrides, vision=vision, model=model)

@@ -79,7 +79,7 @@ class ConversionTasks:
     def __iter__(self) -> NoReturn:
         raise ConfigError(
             "only Megatron-Bridge has conversion tasks that can be inspected. In place of delta_sharded set "
-            "checkpoint_engine.backend=mcore_bridge, which writes shards into the engines. iter_hf_pieces says where "
+            "checkpoint_engine.backend=mcore_bridge, which writes shards into the engines. iter_hf_shards says where "
             "each element of a shard is in HF's tensors"
         )
 

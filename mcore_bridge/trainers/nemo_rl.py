@@ -55,7 +55,7 @@ def local_params(
             v.
         ExportError: from ``pre``: parameters have no storage, or a step has left some for the next forward to gather.
     """
-    bound = bind(models, provenance_on(models, hf, "lm"), dialect="split", merged=merged)
+    bound = bind(models, provenance_on(models, hf, "lm"), expert_format="split", merged=merged)
     origins = _by_name(bound)
     wanted = [info["name"] for layer in refit_info["layer_names"] for info in refit_info["per_layer_params"][layer]]
     if unknown := [name for name in wanted if not _is_known(name, bound.mapping)]:

@@ -48,7 +48,7 @@ class Provider(TransformerConfig):
         freeze_vision_projection: whether this connection is frozen.
     """
 
-    vision: str = "carried"
+    vision: str = "text_only"
     model: str = "gpt"
     freeze_language_model: bool = False
     freeze_vision_model: bool = False

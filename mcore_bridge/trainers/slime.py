@@ -72,7 +72,7 @@ def convert_to_hf(
     folder = str(args.hf_checkpoint)
     name = _PREFIX.sub("", name)
     model = _known(folder, getattr(args, "mtp_num_layers", None) or 0, name.startswith(TOWER))
-    if name.startswith("model.") and model.mapping.is_carried(name):
+    if name.startswith("model.") and model.mapping.is_not_built(name):
         return [(name, param.detach().clone(memory_format=torch.contiguous_format))]
     binding = binding_of(name, model.mapping, model.numbering, "iter_hf_weights")
     if not binding.exported:
@@ -127,7 +127,7 @@ def _known(folder: str, mtp: int, vision: bool) -> _Model:
     provenance = provenance_of(folder)
     if vision and provenance.whole is not None:
         provenance = provenance.seeing("train", tower_specs(provenance.whole, torch.bfloat16))
-    mapping = provenance.mapping(tied=bool(provenance.hf.tie_word_embeddings), mtp=mtp, dialect="split")
+    mapping = provenance.mapping(tied=bool(provenance.hf.tie_word_embeddings), mtp=mtp, expert_format="split")
     if any(name.endswith("[*]") for rule in mapping.rules for name in rule.hf):
         # We cannot wait for all experts: if an engine distributes experts, slime passes only some of them.
         raise ConfigError(

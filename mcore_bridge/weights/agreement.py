@@ -20,7 +20,7 @@ from mcore_bridge.errors import ExportError, describe
 from mcore_bridge.machine import uncollected
 from mcore_bridge.rules.adapters import Adapters
 from mcore_bridge.rules.dtypes import Dtypes
-from mcore_bridge.rules.mapping import Dialect, Rules
+from mcore_bridge.rules.mapping import ExpertFormat, Rules
 from mcore_bridge.weights.bound import BoundModel, bind, provenance_on
 from mcore_bridge.weights.encoding import encode_shards
 from mcore_bridge.weights.model_chunks import Models, chunks_of, whole_config
@@ -71,7 +71,7 @@ class Export:
 class Options(TypedDict, total=False):
     """The optional arguments of ``agree_on_plan``."""
 
-    dialect: Dialect | None
+    expert_format: ExpertFormat | None
     bucket_bytes: int | None
     target: Target
     problem: str
@@ -109,7 +109,7 @@ def agree_on_plan(
     hf: HF | None,
     head: str,
     *,
-    dialect: Dialect | None = None,
+    expert_format: ExpertFormat | None = None,
     bucket_bytes: int | None = None,
     target: Target = "everything",
     problem: str = "",
@@ -126,7 +126,7 @@ def agree_on_plan(
     stay pending.
 
     Args:
-        models, hf, head, dialect, bucket_bytes, target, dtype, merged, quantize: as for ``iter_hf_weights``.
+        models, hf, head, expert_format, bucket_bytes, target, dtype, merged, quantize: as for ``iter_hf_weights``.
         adapters: the adapters of the models, to export only these.
         guests: targets of receivers that are no ranks of the group. They hold nothing, and come after its ranks.
         problem: the reason why this rank cannot export, if the caller knows one. Every rank then raises it.
@@ -143,9 +143,13 @@ def agree_on_plan(
     try:
         require(ExportError, bucket_bytes=(bucket_bytes, COUNT.or_none()), target=(target, _TARGET))
         provenance = provenance_on(models, hf, head)
-        bound = bind(models, provenance, dialect=dialect, merged=merged, adapters=adapters)
+        bound = bind(models, provenance, expert_format=expert_format, merged=merged, adapters=adapters)
         form = weight_format(quantize, provenance.folder)
-        given |= {"head": provenance.head, "dialect": dialect or provenance.dialect, "quantize": form.digest}
+        given |= {
+            "head": provenance.head,
+            "expert_format": expert_format or provenance.expert_format,
+            "quantize": form.digest,
+        }
         error = error or bound.problem_of(dtype)
     except Exception as failure:  # also errors of files: other ranks must be informed
         error = describe(failure)
@@ -226,7 +230,9 @@ def _planned(
     if problem := difference([answer.given for answer in answers], ExportError):
         raise problem
     if any(answer.rules != bound.mapping.rules for answer in answers):
-        raise ExportError("the ranks name weights by different rules; pass the same hf, head and dialect on each rank")
+        raise ExportError(
+            "the ranks name weights by different rules; pass the same hf, head and expert_format on each rank"
+        )
     inventories = [answer.inventory for answer in answers if answer.inventory]
     if not any(inventory.held for inventory in inventories):
         raise ExportError("no rank of the group holds a tensor to export: give targets of adapters that the model has")

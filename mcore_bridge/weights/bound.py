@@ -15,7 +15,7 @@ from mcore_bridge.errors import ConfigError, MappingError
 from mcore_bridge.rules.adapters import Adapters, is_adapter
 from mcore_bridge.rules.dtypes import Dtypes, problem_of, unmatched
 from mcore_bridge.rules.layout import Axes
-from mcore_bridge.rules.mapping import Binding, Dialect, WeightMapping, axes_of
+from mcore_bridge.rules.mapping import Binding, ExpertFormat, WeightMapping, axes_of
 from mcore_bridge.rules.names import TOWER, expert_of, kind_of, layer_of, mtp_layer_of
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.rules.trace import Trace, trace
@@ -193,7 +193,7 @@ def bind(
     models: Models,
     provenance: Provenance | None = None,
     *,
-    dialect: Dialect | None = None,
+    expert_format: ExpertFormat | None = None,
     merged: bool | None = None,
     adapters: Adapters | None = None,
 ) -> BoundModel:
@@ -202,7 +202,7 @@ def bind(
     Args:
         models: the chunks of this rank, one per virtual pipeline stage.
         provenance: the model's HF config and folder; None: ``build_model`` has attached them.
-        dialect: how HF names the experts; None means the dialect of the checkpoint of the models.
+        expert_format: how HF names the experts; None means the format of the checkpoint of the models.
         merged: for models with adapters: True binds merged weights, False the weights of the base.
         adapters: the adapters of the models, to bind only these.
 
@@ -215,7 +215,7 @@ def bind(
     chunks = chunks_of(models)
     first = chunks[0]
     groups = first.pg_collection
-    mapping = mapping_of(first, provenance, dialect=dialect)
+    mapping = mapping_of(first, provenance, expert_format=expert_format)
     ranks = {"pp": groups.pp.rank(), "tp": groups.tp.rank(), "etp": groups.expt_tp.rank()}
     sizes = axes_of_config(whole_config(first), vocab=provenance.hf.vocab_size, padded_vocab=first.vocab_size)
     axes = {**sizes, "mtp": mapping.num_mtp_layers}
@@ -238,10 +238,10 @@ def bind(
     return BoundModel(chunks, tensors, mapping, axes, ranks, merged, merges)
 
 
-def mapping_of(chunk: GPTModel, provenance: Provenance, *, dialect: Dialect | None = None) -> WeightMapping:
+def mapping_of(chunk: GPTModel, provenance: Provenance, *, expert_format: ExpertFormat | None = None) -> WeightMapping:
     """The weight mapping of the model of a chunk."""
     mtp = held_mtp_layers(vars(chunk.config))
-    return provenance.mapping(tied=chunk.share_embeddings_and_output_weights, mtp=mtp, dialect=dialect)
+    return provenance.mapping(tied=chunk.share_embeddings_and_output_weights, mtp=mtp, expert_format=expert_format)
 
 
 def axes_of_config(config: TransformerConfig, *, vocab: int, padded_vocab: int) -> Axes:

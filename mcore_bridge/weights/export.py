@@ -1,7 +1,7 @@
 """Exports weights from mcore to HF: agree on a plan, run it, and yield HF tensors. Saves and trainers use this
 iterator.
 
-Nothing communicates until the first ``next``. ``iter_hf_pieces`` never communicates: it yields the slices that a rank
+Nothing communicates until the first ``next``. ``iter_hf_shards`` never communicates: it yields the slices that a rank
 holds, for callers that transfer weights themselves.
 """
 
@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_bridge.arguments import accepts_former_names
 from mcore_bridge.rules.dtypes import Dtypes
-from mcore_bridge.rules.mapping import Dialect, unstacked
+from mcore_bridge.rules.mapping import ExpertFormat, unstacked
 from mcore_bridge.rules.trace import Copy, Shape
 from mcore_bridge.weights.agreement import open_export
 from mcore_bridge.weights.bound import BoundModel, bind, provenance_on
@@ -32,6 +33,7 @@ from mcore_bridge.weights.transfer.executor import run_program
 from mcore_bridge.weights.weight_format import PLAIN, Quantize, WeightFormat
 
 
+@accepts_former_names
 def iter_hf_weights(
     models: Models,
     *,
@@ -39,7 +41,7 @@ def iter_hf_weights(
     head: str = "lm",
     dtype: Dtypes = None,
     device: torch.device | str | None = None,
-    dialect: Dialect | None = None,
+    expert_format: ExpertFormat | None = None,
     bucket_bytes: int | None = None,
     target: Target = "everything",
     copy: bool = True,
@@ -62,8 +64,8 @@ def iter_hf_weights(
         hf, head: deprecated; call ``adopt`` once for models that ``build_model`` did not make.
         dtype: cast tensors to this; by default each tensor keeps its own dtype.
         device: where tensors are yielded; by default where the group communicates.
-        dialect: "split" yields one tensor for each routed expert, "fused" one tensor for all experts of a layer. None
-            means the dialect of the checkpoint that the model came from.
+        expert_format: "split" yields one tensor for each routed expert, "fused" one tensor for all experts of a layer.
+            None means the format of the checkpoint that the model came from.
         bucket_bytes: limits the messages in flight to a rank. An export takes at most three times this memory, beside
             the model and the largest tensor (or the tensors of a layer that engines fuse). If this is not enough,
             pipeline stages send one after the other, and experts a few at a time. None means 2 GB in all, or 1.5 times
@@ -102,8 +104,13 @@ def iter_hf_weights(
         model.norm.weight (48,)
         lm_head.weight (96, 48)
     """
-    options: dict[str, Any] = {"dialect": dialect, "bucket_bytes": bucket_bytes, "target": target, "merged": merged}
-    options["quantize"] = quantize
+    options: dict[str, Any] = {
+        "expert_format": expert_format,
+        "bucket_bytes": bucket_bytes,
+        "target": target,
+        "merged": merged,
+        "quantize": quantize,
+    }
     export = open_export(models, hf, head, **options, dtype=dtype)
     bound = export.bound
     with closing(run_program(export.program, export.group, bound.tensors, merges=bound.merges, lend=not copy)) as pairs:
@@ -128,6 +135,7 @@ def converted(
         yield name, new
 
 
+@accepts_former_names
 def to_hf_state_dict(
     models: Models,
     *,
@@ -135,7 +143,7 @@ def to_hf_state_dict(
     head: str = "lm",
     dtype: Dtypes = None,
     device: torch.device | str | None = None,
-    dialect: Dialect | None = None,
+    expert_format: ExpertFormat | None = None,
     bucket_bytes: int | None = None,
     target: Target = "everything",
     merged: bool | None = None,
@@ -144,7 +152,8 @@ def to_hf_state_dict(
     """The whole HF state dict on every rank, or what ``target`` selects: all pairs of ``iter_hf_weights``.
 
     Args:
-        models, hf, head, dtype, device, dialect, bucket_bytes, target, merged, quantize: as for ``iter_hf_weights``.
+        models, hf, head, dtype, device, expert_format, bucket_bytes, target, merged, quantize: as for
+            ``iter_hf_weights``.
 
     Returns:
         Tensors by HF name, in the order of the export. Each has the shape of the HF checkpoint, or of the slice
@@ -158,8 +167,13 @@ def to_hf_state_dict(
         >>> len(state), state["model.norm.weight"].dtype
         (47, torch.float32)
     """
-    options: dict[str, Any] = {"dialect": dialect, "bucket_bytes": bucket_bytes, "target": target, "merged": merged}
-    options["quantize"] = quantize
+    options: dict[str, Any] = {
+        "expert_format": expert_format,
+        "bucket_bytes": bucket_bytes,
+        "target": target,
+        "merged": merged,
+        "quantize": quantize,
+    }
     return dict(iter_hf_weights(models, hf=hf, head=head, dtype=dtype, device=device, **options))
 
 
@@ -200,12 +214,13 @@ class SliceOrigin:
         return part[None] if self.is_stacked else part
 
 
-def iter_hf_pieces(
+@accepts_former_names
+def iter_hf_shards(
     models: Models,
     *,
     hf: HF | None = None,
     head: str = "lm",
-    dialect: Dialect | None = None,
+    expert_format: ExpertFormat | None = None,
     merged: bool | None = None,
 ) -> Iterator[LocalSlice]:
     """Yield the slices of HF tensors that this rank holds. Nothing is copied and nothing communicates.
@@ -216,7 +231,7 @@ def iter_hf_pieces(
     Args:
         models: this rank's chunks, wrapped or not.
         hf, head: deprecated; call ``adopt`` once for models that ``build_model`` did not make.
-        dialect: how HF names the experts, as for ``iter_hf_weights``.
+        expert_format: how HF names the experts, as for ``iter_hf_weights``.
         merged: whether adapters are merged, as for ``iter_hf_weights``.
 
     Yields:
@@ -228,13 +243,13 @@ def iter_hf_pieces(
             when the next forward may still have to gather parameters.
 
     Example:
-        >>> for piece in mb.iter_hf_pieces(models):
-        ...     if piece.name == "lm_head.weight":
-        ...         print(piece.index, tuple(piece.tensor.shape))
+        >>> for shard in mb.iter_hf_shards(models):
+        ...     if shard.name == "lm_head.weight":
+        ...         print(shard.index, tuple(shard.tensor.shape))
         (slice(0, 96, 1), slice(None, None, None)) (96, 48)
     """
     require_gathered(models)
-    bound = bind(models, provenance_on(models, hf, head), dialect=dialect, merged=merged)
+    bound = bind(models, provenance_on(models, hf, head), expert_format=expert_format, merged=merged)
     check_storage(bound.tensors)
     for mcore, origins in groupby(origins_of(bound), key=attrgetter("mcore")):
         held = bound.exported(mcore)

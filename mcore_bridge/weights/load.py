@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mcore_bridge.arguments import COUNT, require
+from mcore_bridge.arguments import COUNT, accepts_former_names, require
 from mcore_bridge.config.hf import find_folder
 from mcore_bridge.config.mesh.alike import Content
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.machine import uncollected
 from mcore_bridge.rules.dtypes import Dtypes
 from mcore_bridge.rules.encoded import Weight
-from mcore_bridge.rules.mapping import Dialect
-from mcore_bridge.rules.variants import dialect_of, model_names
+from mcore_bridge.rules.mapping import ExpertFormat
+from mcore_bridge.rules.variants import expert_format_of, model_names
 from mcore_bridge.weights.bound import BoundModel, bind, provenance_on
 from mcore_bridge.weights.files.hf_folder import content_of
 from mcore_bridge.weights.files.slice_reader import read
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
 
+@accepts_former_names
 def load_hf_weights(
     models: Models,
     source: HFWeights,
@@ -47,7 +48,7 @@ def load_hf_weights(
     hf: HF | None = None,
     head: str = "lm",
     dtype: Dtypes = None,
-    dialect: Dialect | None = None,
+    expert_format: ExpertFormat | None = None,
     strict: bool = True,
     slot_bytes: int = SLOT_BYTES,
 ) -> LoadReport:
@@ -63,8 +64,8 @@ def load_hf_weights(
         hf, head: deprecated; call ``adopt`` once for models that ``build_model`` did not make.
         dtype: cast tensors to this first, if a parameter cannot hold every value of its source. By default such a
             parameter is an error.
-        dialect: how the source holds routed experts: "split" or "fused". By default the names of a folder or mapping
-            decide; for an iterable, the default is the dialect of the models' checkpoint.
+        expert_format: how the source holds routed experts: "split" or "fused". By default the names of a folder or
+            mapping decide; for an iterable, the default is the format of the models' checkpoint.
         strict: whether missing and unexpected tensors raise; otherwise they are reported.
         slot_bytes: bytes that are read from a file at once. If parameters are on a GPU or have another dtype, slices
             pass through about twelve times this amount of host memory.
@@ -83,7 +84,9 @@ def load_hf_weights(
     """
     require(CheckpointError, slot_bytes=(slot_bytes, COUNT))
     provenance = provenance_on(models, hf, head)
-    return load_as(models, provenance, source, dtype=dtype, dialect=dialect, strict=strict, slot_bytes=slot_bytes)
+    return load_as(
+        models, provenance, source, dtype=dtype, expert_format=expert_format, strict=strict, slot_bytes=slot_bytes
+    )
 
 
 @torch.no_grad()
@@ -93,7 +96,7 @@ def load_as(
     source: HFWeights,
     *,
     dtype: Dtypes = None,
-    dialect: Dialect | None = None,
+    expert_format: ExpertFormat | None = None,
     strict: bool = True,
     slot_bytes: int = SLOT_BYTES,
 ) -> LoadReport:
@@ -103,13 +106,13 @@ def load_as(
         opened = open_source(source, getattr(provenance.hf, "quantization_config", None))
         if isinstance(opened, Pairs):
             paused.close()  # the code that makes the pairs may create reference cycles
-            load = Load(bind(models, provenance, dialect=dialect, merged=False), dtype)
+            load = Load(bind(models, provenance, expert_format=expert_format, merged=False), dtype)
             with compiling(load.device):  # compiles the kernel, for which the first export would wait
                 _write_pairs(load, opened, strict=strict)
             return load.report()
         provenance = provenance.spelled_as(opened)
-        dialect = dialect_of(opened, provenance.rules) if dialect is None else dialect
-        load = Load(bind(models, provenance, dialect=dialect, merged=False), dtype)
+        expert_format = expert_format_of(opened, provenance.rules) if expert_format is None else expert_format
+        load = Load(bind(models, provenance, expert_format=expert_format, merged=False), dtype)
         _note_folder(models, load.bound, opened)
         with compiling(load.device):
             _write_source(load, opened, strict=strict, slot_bytes=slot_bytes)
@@ -144,7 +147,7 @@ def _note_folder(models: Models, bound: BoundModel, source: Source) -> None:
     if source.folder is not None:
         note_source(models, source.folder)
         own = [chunk for chunk in bound.chunks if getattr(chunk, "bridge", None)]
-        has_parts = any(map(bound.mapping.is_carried, source))
+        has_parts = any(map(bound.mapping.is_not_built, source))
         note_folder([chunk for chunk in own if chunk.bridge.whole or has_parts], str(source.folder), source)
 
 

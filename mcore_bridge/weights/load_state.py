@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from mcore_bridge.arguments import FormerName
 from mcore_bridge.errors import CheckpointError, plural
 from mcore_bridge.rules.dtypes import Dtypes, dtype_name, is_exact, wanted_dtype
 from mcore_bridge.rules.encoded import Encoded, EncodedSlice, Weight
@@ -32,7 +33,7 @@ class LoadReport:
         num_bytes: bytes that it copied from them, or compared.
         initialised: HF names that the source lacks and that keep their random values: a new head, or MTP layers.
         ignored: HF names in the source that the model does not use, and copies of a used tensor under other names.
-        carried: names in ``ignored`` of parts that are not built: MTP layers, or the tower of a composite. If the
+        not_built: names in ``ignored`` of parts that are not built: MTP layers, or the tower of a composite. If the
             source is the folder of the model, a save copies them unchanged.
         cast: HF names whose dtype was changed, with the change as ``"float32 -> bfloat16"``. For decoded tensors:
             ``"float8_e4m3fn[128x128] -> bfloat16"``, with the shape of the block of each scale.
@@ -48,10 +49,12 @@ class LoadReport:
     num_bytes: int
     initialised: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
-    carried: tuple[str, ...] = ()
+    not_built: tuple[str, ...] = ()
     cast: Mapping[str, str] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
+
+    carried = FormerName("not_built")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +128,9 @@ class Load:
         others = self._not_elsewhere(name for name in names if name not in self.uses)
         mapping = self.bound.mapping
         ignored = tuple(filter(mapping.is_unused, others))
-        carried = tuple(filter(mapping.is_carried, ignored))
+        not_built = tuple(filter(mapping.is_not_built, ignored))
         unexpected = tuple(name for name in others if not mapping.is_unused(name))
-        self._names = LoadReport(0, 0, initialised, (*ignored, *unused), carried, {}, missing, unexpected)
+        self._names = LoadReport(0, 0, initialised, (*ignored, *unused), not_built, {}, missing, unexpected)
         if strict and (missing or unexpected):
             advice = "Use the checkpoint of this config" + foreign_prefix(unexpected, missing)
             if any(use.mcore.startswith("output_layer.") for name in missing for use in self.uses[name]):

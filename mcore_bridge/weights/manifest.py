@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_bridge.arguments import accepts_former_names
 from mcore_bridge.errors import ExportError, TransferError
 from mcore_bridge.foreign_files import parse
 from mcore_bridge.rules.dtypes import Dtypes, dtype_name
-from mcore_bridge.rules.mapping import Dialect
+from mcore_bridge.rules.mapping import ExpertFormat
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.agreement import agree_on_plan
 from mcore_bridge.weights.export import iter_hf_weights
@@ -127,13 +128,14 @@ def digest(tensor: Tensor) -> str:
     return hashlib.sha256(array_of(tensor.detach().cpu().contiguous()).data).hexdigest()
 
 
+@accepts_former_names
 def manifest(
     models: Models,
     *,
     hf: HF | None = None,
     head: str = "lm",
     dtype: Dtypes = None,
-    dialect: Dialect | None = None,
+    expert_format: ExpertFormat | None = None,
     digests: bool = False,
     bucket_bytes: int | None = None,
     target: Target = "everything",
@@ -147,7 +149,7 @@ def manifest(
 
     Args:
         digests: whether to compute the SHA-256 of each tensor.
-        models, hf, head, dtype, dialect, bucket_bytes, target, merged, quantize: as for ``iter_hf_weights``.
+        models, hf, head, dtype, expert_format, bucket_bytes, target, merged, quantize: as for ``iter_hf_weights``.
 
     Returns:
         Name, shape and dtype of each HF tensor in the order of the export, with digests on request.
@@ -159,8 +161,13 @@ def manifest(
         >>> mb.manifest(models).num_bytes                 # of all tensors that an export yields
         666048
     """
-    options: dict[str, Any] = {"dialect": dialect, "bucket_bytes": bucket_bytes, "target": target, "merged": merged}
-    options["quantize"] = quantize
+    options: dict[str, Any] = {
+        "expert_format": expert_format,
+        "bucket_bytes": bucket_bytes,
+        "target": target,
+        "merged": merged,
+        "quantize": quantize,
+    }
     shared = {"digests": digests, "dtype": dtype} if digests else {}  # other ranks have cast these tensors
     export = agree_on_plan(models, hf, head, **options, dtype=dtype, shared=shared)
     specs = tuple(

@@ -50,7 +50,7 @@ def require_held(target: Path, stored: Mapping[str, torch.dtype], written: Mappi
 
     Args:
         target: a folder that the models came from.
-        stored, written: the dtypes of tensors by name. Names may differ, for example in the two dialects of experts. So
+        stored, written: the dtypes of tensors by name. Names may differ, for example in the two formats of experts. So
             the most frequent dtypes are compared as well.
     """
     pairs = {name: (dtype, written[name]) for name, dtype in stored.items() if name in written}

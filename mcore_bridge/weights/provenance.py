@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
 from mcore_bridge.architecture import architecture_of, composite_of, published_fields, read_hf
+from mcore_bridge.arguments import accepts_former_names
 from mcore_bridge.composite import IN_MODEL, Whole, spelling_in, text_of
 from mcore_bridge.config.hf import find_folder, with_fields
 from mcore_bridge.config.layer_kinds import MTP_COUNTS
@@ -21,7 +22,7 @@ from mcore_bridge.foreign_files import read_json
 from mcore_bridge.rules.dtypes import dtype_name
 from mcore_bridge.rules.layout import REPLICATED
 from mcore_bridge.rules.mapping import (
-    Dialect,
+    ExpertFormat,
     Prefixes,
     Rule,
     Rules,
@@ -37,7 +38,7 @@ from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.rules.variants import (
     HEAD,
     LM_HEAD,
-    dialect_of,
+    expert_format_of,
     fused,
     lm_head_of,
     prefix_of,
@@ -70,11 +71,11 @@ class Provenance:
     A folder may hold the text alone under names with other prefixes, for example if transformers read it from a
     composite. Then ``prefixes`` has these.
 
-    ``dialect`` is the dialect of the folder, or of the architecture if there is no folder. ``overridden`` has the
+    ``expert_format`` is the format of the folder, or of the architecture if there is no folder. ``overridden`` has the
     fields of ``hf`` that overrides have changed. A config that replaces ``hf`` needs these values, too.
 
     ``vision`` is the argument of ``build_model``. ``tower`` has the tensors of the composite's tower, with their names
-    in memory. It is empty if the tower is carried.
+    in memory. It is empty if the tower is not built.
     """
 
     hf: PretrainedConfig
@@ -83,10 +84,10 @@ class Provenance:
     optional: tuple[str, ...] = ()
     head: str = "lm"
     folder: str | None = None
-    dialect: Dialect = "split"
+    expert_format: ExpertFormat = "split"
     overridden: Mapping[str, object] = field(default_factory=dict)
     whole: Whole | None = None
-    vision: str = "carried"
+    vision: str = "text_only"
     tower: tuple[TensorSpec, ...] = ()
     prefixes: Prefixes = ()
 
@@ -139,9 +140,9 @@ class Provenance:
         )
 
     def loaded_from(self, folder: str, names: Collection[str]) -> Provenance:
-        """A copy with the folder of its weights, whose HF names and dialect follow ``names`` in that folder."""
+        """A copy with the folder of its weights, whose HF names and expert format follow ``names`` in that folder."""
         own = self.spelled_as(names)
-        return replace(own, folder=folder, dialect=dialect_of(names, own.rules) or own.dialect)
+        return replace(own, folder=folder, expert_format=expert_format_of(names, own.rules) or own.expert_format)
 
     @property
     def config(self) -> PretrainedConfig:
@@ -163,21 +164,23 @@ class Provenance:
         """The HF name of the LM head."""
         return respelled_name(HEAD, self.spelling)
 
-    def mapping(self, *, tied: bool, mtp: int = 0, dialect: Dialect | None = None) -> WeightMapping:
+    def mapping(self, *, tied: bool, mtp: int = 0, expert_format: ExpertFormat | None = None) -> WeightMapping:
         """The weight mapping of the model: all rules, with the rules of the architecture's head, or ``LM_HEAD``.
 
         Args:
             tied: whether the output layer is the word embedding.
             mtp: how many MTP layers are built. With some, their copies of embedding and head are written; without, all
-                tensors of these layers are carried.
-            dialect: the dialect of the HF names; None is the model's own.
+                tensors of these layers are not built.
+            expert_format: the format of experts in the HF names; None is the model's own.
 
         Raises:
-            ConfigError: there is no such dialect.
+            ConfigError: there is no such format.
         """
-        if dialect not in (None, "split", "fused"):
-            raise ConfigError(f"dialect must be 'split' (a tensor for each expert), 'fused' or None, found {dialect!r}")
-        rules = fused(self.rules) if (dialect or self.dialect) == "fused" else self.rules
+        if expert_format not in (None, "split", "fused"):
+            raise ConfigError(
+                f"expert_format must be 'split' (a tensor for each expert), 'fused' or None, found {expert_format!r}"
+            )
+        rules = fused(self.rules) if (expert_format or self.expert_format) == "fused" else self.rules
         rules = (*rules, *self._tower_rules())
         lm_head = lm_head_of(rules, self.spelling)
         rules = tuple(rule for rule in rules if rule not in lm_head)
@@ -189,7 +192,7 @@ class Provenance:
             unbuilt = (*unbuilt, *(name for rule in rules if rule.copy for name in rule.hf))
             rules = tuple(rule for rule in rules if not rule.copy)
         is_lm = self.head == "lm"
-        parts: dict[str, Any] = {**self._parts(), "num_mtp_layers": mtp, "mtp": unbuilt, "carries_mtp": is_lm}
+        parts: dict[str, Any] = {**self._parts(), "num_mtp_layers": mtp, "mtp": unbuilt, "copies_mtp": is_lm}
         if not is_lm:
             # A causal LM has no score: we skip its LM head, and our new head keeps its random values. In transformers,
             # too, ...ForSequenceClassification and ...ForTokenClassification have no lm_head.
@@ -221,14 +224,15 @@ class Provenance:
         )
 
     def _parts(self) -> dict[str, tuple[str, ...]]:
-        """Prefixes that separate the tensors of a composite's text model from carried tensors."""
+        """Prefixes that separate the tensors of a composite's text model from tensors that are not built."""
         if self.whole is None:
             return {}
+        not_built = self.whole.composite.not_built
         if self.tower:
-            return {"text": ("",), "carried": self.whole.composite.carried} if self.whole.composite.carried else {}
+            return {"text": ("",), "not_built": not_built} if not_built else {}
         names = top_names((*architecture_of(self.hf).rules(self.hf), *LM_HEAD, *score_head(self.head)))
         text = tuple(respelled_name(name, self.spelling) for name in names)
-        return {"text": text, "carried": self.whole.composite.carried}
+        return {"text": text, "not_built": not_built}
 
 
 def identity(provenance: Provenance) -> Content:
@@ -275,7 +279,7 @@ def provenance_of(hf: HF, *, head: str | None = "lm") -> Provenance:
     if folder and provenance.head == "lm" and config.tie_word_embeddings:
         embeddings = embedding_names(provenance.rules)
         config.tie_word_embeddings = all(is_tied(folder, names, name, provenance.lm_head) for name in embeddings)
-    return replace(provenance, dialect=dialect_of(names, provenance.rules) or architecture.dialect)
+    return replace(provenance, expert_format=expert_format_of(names, provenance.rules) or architecture.expert_format)
 
 
 def head_of(hf: HF, names: Iterable[str] = ()) -> str:
@@ -295,13 +299,14 @@ def _head_in(provenance: Provenance, names: Collection[str]) -> str:
     return "lm" if has_head or not names or provenance.hf.tie_word_embeddings else "none"
 
 
-def mapping(hf: HF, *, head: str = "lm", dialect: Dialect | None = None) -> WeightMapping:
+@accepts_former_names
+def mapping(hf: HF, *, head: str = "lm", expert_format: ExpertFormat | None = None) -> WeightMapping:
     """The weight mapping of a model: its rules, and HF names that a checkpoint may have in addition, or may lack.
 
     Args:
         hf: a folder, a hub name in the local cache, or a ``PretrainedConfig``.
         head: ``"lm"``, ``"value"``, ``"classification"``, ``"process_reward"`` or ``"none"``.
-        dialect: how HF names the experts; None is the dialect of the folder, or of the architecture.
+        expert_format: how HF names the experts; None is the format of the folder, or of the architecture.
 
     Returns:
         The rules; ``bind`` finds the rule of a megatron-core parameter.
@@ -314,7 +319,7 @@ def mapping(hf: HF, *, head: str = "lm", dialect: Dialect | None = None) -> Weig
         ('model.norm.weight',)
     """
     provenance = provenance_of(hf, head=head)
-    return provenance.mapping(tied=bool(provenance.hf.tie_word_embeddings), dialect=dialect)
+    return provenance.mapping(tied=bool(provenance.hf.tie_word_embeddings), expert_format=expert_format)
 
 
 def config_in(

@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.architecture import read_hf
-from mcore_bridge.arguments import COUNT, require
+from mcore_bridge.arguments import COUNT, accepts_former_names, require
 from mcore_bridge.config.class_names import stem_of
 from mcore_bridge.errors import CheckpointError, plural
 from mcore_bridge.rules.dtypes import Dtypes
-from mcore_bridge.rules.mapping import Dialect
+from mcore_bridge.rules.mapping import ExpertFormat
 from mcore_bridge.rules.scheme import is_part
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.bound import mapping_of, provenance_on
-from mcore_bridge.weights.carried import Carried, Mtp, carried_of
 from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.files.atomic_folder import commit, require_files, target_of, updating_by_all
 from mcore_bridge.weights.files.file_shards import MAX_SHARD_BYTES, FileShard, assign_files
@@ -33,6 +32,7 @@ from mcore_bridge.weights.files.sidecars import NOTES, copy_companions, copy_not
 from mcore_bridge.weights.files.staging import SLOT_BYTES, Staging
 from mcore_bridge.weights.manifest import Manifest, manifest
 from mcore_bridge.weights.model_chunks import Models, chunks_of
+from mcore_bridge.weights.not_built import Mtp, NotBuilt, not_built_of
 from mcore_bridge.weights.own_folder import is_source, plain_dtypes, require_held
 from mcore_bridge.weights.provenance import HF, Provenance, config_in, head_of, identity, write_config
 from mcore_bridge.weights.transfer.collectives import Group
@@ -48,6 +48,7 @@ logger = logging.getLogger("mcore_bridge")
 WriterByName = dict[str, tuple[SafetensorsWriter, TensorSpec]]
 
 
+@accepts_former_names
 def save_hf_checkpoint(
     models: Models,
     folder: str | os.PathLike[str],
@@ -55,13 +56,13 @@ def save_hf_checkpoint(
     hf: HF | None = None,
     head: str = "lm",
     dtype: Dtypes = None,
-    dialect: Dialect | None = None,
+    expert_format: ExpertFormat | None = None,
     keep: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     slot_bytes: int = SLOT_BYTES,
     merged: bool | None = None,
     quantize: Quantize = None,
-    mtp: Mtp = "carried",
+    mtp: Mtp = "copied",
 ) -> Manifest:
     """Write sharded safetensors, index, config, and the tokenizer files of the folder that the model came from.
 
@@ -77,7 +78,7 @@ def save_hf_checkpoint(
         folder: created if it does not exist.
         hf, head: deprecated; call ``adopt`` once for models that ``build_model`` did not make.
         dtype: cast tensors to this; by default each tensor keeps its dtype.
-        dialect: the dialect of the experts, as for ``iter_hf_weights``.
+        expert_format: the format of the experts, as for ``iter_hf_weights``.
         keep: whether an existing config and tokenizer in ``folder`` stay, for example if a trainer has changed them. In
             such a config we only set the dtype of the weights, the class for another head than an LM head, and the
             fields that ``overrides=`` of ``build_model`` have changed.
@@ -87,7 +88,7 @@ def save_hf_checkpoint(
         merged: whether the adapters of models that have some are merged, as for ``iter_hf_weights``.
         quantize: the format of the weights, as for ``iter_hf_weights``. The config describes it, and tensors of parts
             that are not built are copied as the folder with the format stores them.
-        mtp: the fate of MTP layers that are not built. "carried": they are copied from the folder of the model,
+        mtp: the fate of MTP layers that are not built. "copied": they are copied from the folder of the model,
             unchanged by training. "dropped": they are left out. The config counts the written MTP layers.
 
     Returns:
@@ -95,7 +96,7 @@ def save_hf_checkpoint(
 
     Raises:
         CheckpointError: on every rank, when any rank cannot write, ranks pass different arguments, another job writes
-            to this folder, or the folder of carried tensors changes during the save. The target is then unchanged.
+            to this folder, or the folder of copied tensors changes during the save. The target is then unchanged.
 
     Example:
         >>> written = mb.save_hf_checkpoint(models, "run/step_100", dtype=torch.bfloat16)
@@ -107,7 +108,7 @@ def save_hf_checkpoint(
         target, provenance = target_of(folder), provenance_on(models, hf, head)
         form = weight_format(quantize, provenance.folder)
         require(CheckpointError, max_shard_bytes=(max_shard_bytes, COUNT), slot_bytes=(slot_bytes, COUNT))
-    given: dict[str, Any] = {"dtype": dtype, "dialect": dialect, "head": head, "merged": merged}
+    given: dict[str, Any] = {"dtype": dtype, "expert_format": expert_format, "head": head, "merged": merged}
     sizes = {"max_shard_bytes": max_shard_bytes, "slot_bytes": slot_bytes}
     compared = {**given, **sizes, "keep": keep, "mtp": mtp, "quantize": form.digest}
     require_alike(world, {"hf": identity(provenance), **compared})
@@ -117,27 +118,27 @@ def save_hf_checkpoint(
     with updating_by_all(world, target) as update, ExitStack() as stack:
         with together():
             specs = manifest(models, hf=hf, **given, bucket_bytes=bucket_bytes)
-            carried = carried_of(provenance, mapping_of(chunks_of(models)[0], provenance), mtp=mtp, form=form)
-            specs = specs.with_tensors(carried.specs)
+            not_built = not_built_of(provenance, mapping_of(chunks_of(models)[0], provenance), mtp=mtp, form=form)
+            specs = specs.with_tensors(not_built.specs)
             if world.rank == 0 and is_source(models, target):
                 require_held(target, plain_dtypes(target), {spec.name: spec.dtype for spec in specs})
-        require_alike(world, {"number of tensors to copy from the folder of the model": len(carried.specs)})
+        require_alike(world, {"number of tensors to copy from the folder of the model": len(not_built.specs)})
         with together():
             shards = assign_files(specs.tensors, world.size, max_shard_bytes)
             writers = open_files([shard for shard in shards if shard.rank == world.rank], update.new, stack)
         with together():
             pairs = iter_hf_weights(models, hf=hf, **given, bucket_bytes=bucket_bytes)
-            write_pairs(_and_carried(pairs, carried, writers), writers, slot_bytes)
+            write_pairs(_and_not_built(pairs, not_built, writers), writers, slot_bytes)
             stack.close()
-            carried.sources.require_unchanged()
+            not_built.sources.require_unchanged()
             if world.rank == 0:
-                if carried.note:
-                    _warn(carried.note)
+                if not_built.note:
+                    _warn(not_built.note)
                 _write_rest(shards, specs, provenance, update.new, target if keep else None, form)
         with together():
             if world.rank == 0:
                 require_files(update.new, [shard.name for shard in shards])
-                commit(update, carried.sources, (*weight_files(target), *NOTES), HEADS)
+                commit(update, not_built.sources, (*weight_files(target), *NOTES), HEADS)
     return specs
 
 
@@ -147,12 +148,12 @@ def _warn(message: str) -> None:
     logger.warning(message)
 
 
-def _and_carried(
-    pairs: Iterator[tuple[str, Tensor]], carried: Carried, writers: WriterByName
+def _and_not_built(
+    pairs: Iterator[tuple[str, Tensor]], not_built: NotBuilt, writers: WriterByName
 ) -> Iterator[tuple[str, Tensor]]:
-    """The exported tensors, and the carried tensors of this rank's files."""
+    """The exported tensors, and the copied tensors of this rank's files."""
     yield from pairs
-    yield from carried.pairs(spec.name for spec in carried.specs if spec.name in writers)
+    yield from not_built.pairs(spec.name for spec in not_built.specs if spec.name in writers)
 
 
 def open_files(shards: Sequence[FileShard], folder: Path, stack: ExitStack) -> WriterByName:

@@ -78,7 +78,7 @@ class WeightFormat:
             if lost:
                 raise MappingError(
                     f"{self.source.folder} encodes {len(lost)} tensors that this export does not have, such as "
-                    f"{lost[0]}: expected a folder of this model with equal names. Leave dialect= at its default"
+                    f"{lost[0]}: expected a folder of this model with equal names. Leave expert_format= at its default"
                 )
             return encoded_entries(entries, scheme)
         if self.quantization is None:

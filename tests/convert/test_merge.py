@@ -64,12 +64,12 @@ def test_the_bits_are_those_of_peft_in_fp64(tmp_path):
 
 
 @pytest.mark.skipif(not zoo.NEWEST, reason="transformers 4 has a module for each expert")
-@pytest.mark.parametrize("dialect", [dict, split], ids=["fused", "split"])
-def test_files_may_hold_experts_in_the_other_dialect(dialect, tmp_path):
+@pytest.mark.parametrize("spelled", [dict, split], ids=["fused", "split"])
+def test_files_may_hold_experts_in_the_other_format(spelled, tmp_path):
     *_, base, merged = merged_by_peft(experts.HF, ("q_proj", *EXPERTS), torch.float32, tmp_path / "adapter")
-    state = write(dialect(base), experts.HF, tmp_path / "base")
+    state = write(spelled(base), experts.HF, tmp_path / "base")
     merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "out", on_event=lambda *event: None)
-    check(tmp_path / "out", state, dialect(merged))
+    check(tmp_path / "out", state, spelled(merged))
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "llama4", "qwen3_vl_moe"])

@@ -25,14 +25,14 @@ MESHES: dict[int, list[dict[str, Any]]] = {
 }
 
 
-def steps(folder, meshes, targets, dialect, values):
+def steps(folder, meshes, targets, expert_format, values):
     """Run in each worker: for each mesh the loss, the norm, the adapters after a step, and this rank's shards."""
     found = []
     for sizes in meshes:
         dims = ParallelDims(**sizes)
         with stepping.mesh(dims):
             chunks = build_model(folder, dims=dims, dtype=torch.float32, device="cpu")
-            made = add_adapters(chunks, rank=RANK, alpha=ALPHA, targets=targets, dialect=dialect)
+            made = add_adapters(chunks, rank=RANK, alpha=ALPHA, targets=targets, expert_format=expert_format)
             fill(chunks, made, values)
             wrapped = stepping.wrap(chunks, overlap_grad_reduce=True, use_distributed_optimizer=True)
             chunks[0].config.no_sync_func = wrapped[0].no_sync
@@ -50,9 +50,9 @@ def steps(folder, meshes, targets, dialect, values):
     return found
 
 
-def expected_step(hf, targets, dialect):
+def expected_step(hf, targets, expert_format):
     """Computed by ``peft``: the factors before a step, its loss, the norm of its gradients, the factors after it."""
-    before, loss, grads = expected(hf, targets, dialect)
+    before, loss, grads = expected(hf, targets, expert_format)
     after = {name: torch.nn.Parameter(value.clone()) for name, value in before.items()}
     for name, parameter in after.items():
         parameter.grad = grads[name]
@@ -65,15 +65,15 @@ def expected_step(hf, targets, dialect):
 def case(tmp_path_factory):
     hf, folder = zoo.cases()["deepseek_v3"].hf, tmp_path_factory.mktemp("tiny")
     tiny.random_checkpoint(hf, folder)
-    targets, dialect = ((*TARGETS, *EXPERTS), "fused") if zoo.NEWEST else (TARGETS, "split")
-    return str(folder), targets, dialect, expected_step(hf, targets, dialect)
+    targets, expert_format = ((*TARGETS, *EXPERTS), "fused") if zoo.NEWEST else (TARGETS, "split")
+    return str(folder), targets, expert_format, expected_step(hf, targets, expert_format)
 
 
 @pytest.mark.parametrize("world_size", MESHES)
 def test_a_whole_step_is_that_of_peft_and_replicas_stay_equal(case, world_size):
-    folder, targets, dialect, (before, loss, norm, after) = case
+    folder, targets, expert_format, (before, loss, norm, after) = case
     assert norm > 2 * CLIP
-    ranks = pool.run(world_size, steps, folder, MESHES[world_size], targets, dialect, before)
+    ranks = pool.run(world_size, steps, folder, MESHES[world_size], targets, expert_format, before)
     for results in zip(*ranks, strict=True):
         tiny.assert_losses(results, loss)
         shards: dict[str, Any] = {}
@@ -84,13 +84,13 @@ def test_a_whole_step_is_that_of_peft_and_replicas_stay_equal(case, world_size):
                 assert torch.equal(shards.setdefault(name, shard), shard), f"{label}: {name} differs among replicas"
 
 
-def second_losses(folder, targets, dialect, values):
+def second_losses(folder, targets, expert_format, values):
     """Runs in each worker: the loss after a step that gathers parameters, or leaves it to the next forward."""
     losses = []
     for late in (False, True):
         with stepping.mesh(ParallelDims()):
             chunks = build_model(folder, dims=ParallelDims(), dtype=torch.float32, device="cpu")
-            made = add_adapters(chunks, rank=RANK, alpha=ALPHA, targets=targets, dialect=dialect)
+            made = add_adapters(chunks, rank=RANK, alpha=ALPHA, targets=targets, expert_format=expert_format)
             fill(chunks, made, values)
             options = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": late}
             (model,) = wrapped = stepping.wrap(chunks, bucket_size=1, **options)
@@ -105,8 +105,8 @@ def second_losses(folder, targets, dialect, values):
 
 
 def test_a_forward_gathers_what_a_step_has_left(case):
-    folder, targets, dialect, (before, loss, _, _) = case
-    for at_once, late in pool.run(2, second_losses, folder, targets, dialect, before):
+    folder, targets, expert_format, (before, loss, _, _) = case
+    for at_once, late in pool.run(2, second_losses, folder, targets, expert_format, before):
         assert torch.equal(at_once, late)
         assert not torch.isclose(at_once, loss)
 

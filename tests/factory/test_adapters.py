@@ -62,7 +62,7 @@ CASES = {
 }
 
 
-def steps(folder, meshes, targets, dialect, values):
+def steps(folder, meshes, targets, expert_format, values):
     """Runs in each worker: for each mesh the loss, and the gradients by HF name."""
     found = []
     for sizes in meshes:
@@ -70,7 +70,7 @@ def steps(folder, meshes, targets, dialect, values):
         dims = ParallelDims(**sizes)
         with stepping.mesh(dims):
             chunks = build_model(folder, dims=dims, dtype=torch.float32, device="cpu", overrides=overrides)
-            made = add_adapters(chunks, rank=RANK, alpha=ALPHA, targets=targets, dialect=dialect or None)
+            made = add_adapters(chunks, rank=RANK, alpha=ALPHA, targets=targets, expert_format=expert_format or None)
             absent, own = fill(chunks, made, values), held(chunks).values()
             assert {id(p) for p in own} == {id(p) for c in chunks for p in c.parameters() if p.requires_grad}
             loss = stepping.forward_backward(stepping.wrap(chunks), dims, batch(), micro_batch_size=4)
@@ -85,13 +85,13 @@ def steps(folder, meshes, targets, dialect, values):
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_is_that_of_peft(case, tmp_path):
-    targets, dialect, meshes = CASES[case]
-    if (dialect == "fused" and not zoo.NEWEST) or not (case in OWN or zoo.here([case])):
+    targets, expert_format, meshes = CASES[case]
+    if (expert_format == "fused" and not zoo.NEWEST) or not (case in OWN or zoo.here([case])):
         pytest.skip("the installed releases have no such model, or a module for each expert")
     make = OWN.get(case, lambda: zoo.cases()[case].hf)
     tiny.random_checkpoint(make(), tmp_path)
-    values, loss, grads = expected(make(), targets, dialect)
-    ranks = pool.run(2, steps, str(tmp_path), meshes, targets, dialect, values)
+    values, loss, grads = expected(make(), targets, expert_format)
+    ranks = pool.run(2, steps, str(tmp_path), meshes, targets, expert_format, values)
     for results in zip(*ranks, strict=True):
         tiny.assert_losses(results, loss)
         for label, _, step in results:

@@ -56,7 +56,7 @@ def test_every_rank_holds_its_experts_and_gives_them_back(dims):
     stacked = fused(state)
     held = fake_mesh.build_everywhere(HF, dims, lambda chunks: load_hf_weights(chunks, state), dtype=torch.float32)
     again = fake_mesh.build_everywhere(
-        HF, dims, lambda chunks: load_hf_weights(chunks, stacked), dialect="fused", dtype=torch.float32
+        HF, dims, lambda chunks: load_hf_weights(chunks, stacked), expert_format="fused", dtype=torch.float32
     )
     for (bound, _), (same, _) in zip(held, again, strict=True):
         names = {name for name in bound.tensors if ".experts." in name}
@@ -88,25 +88,27 @@ def test_nothing_is_read_from_the_attributes_of_megatron():
     assert all(torch.equal(exported[name], state[name]) for name in state)
 
 
-def exported_dialects(folder, sizes):
+def exported_formats(folder, sizes):
     """Runs in each worker."""
     dims = ParallelDims(**sizes)
     with stepping.mesh(dims):
         models = mb.build_model(folder, dims=dims, dtype=torch.float32, device="cpu")
-        states = [mb.to_hf_state_dict(models, dialect=dialect) for dialect in (None, "split", "fused")]
-        names = [spec.name for spec in mb.manifest(models, dialect="fused")]
+        states = [
+            mb.to_hf_state_dict(models, expert_format=expert_format) for expert_format in (None, "split", "fused")
+        ]
+        names = [spec.name for spec in mb.manifest(models, expert_format="fused")]
         mb.save_hf_checkpoint(models, f"{folder}-saved")
         return states, names, list(states[2])
 
 
 @pytest.mark.parametrize("sizes", [{"ep": 2}, {"tp": 2, "sp": True}, {"pp": 2}, {"etp": 2}], ids=str)
-@pytest.mark.parametrize("dialect", ["split", "fused"])
-def test_names_are_those_of_the_checkpoint_or_those_asked_for(tmp_path, dialect, sizes):
+@pytest.mark.parametrize("expert_format", ["split", "fused"])
+def test_names_are_those_of_the_checkpoint_or_those_asked_for(tmp_path, expert_format, sizes):
     split = random_state(HF)
     stacked = fused(split)
-    own = {"split": split, "fused": stacked}[dialect]
+    own = {"split": split, "fused": stacked}[expert_format]
     save(own, HF, tmp_path)
-    for states, names, order in pool.run(2, exported_dialects, str(tmp_path), sizes):
+    for states, names, order in pool.run(2, exported_formats, str(tmp_path), sizes):
         for found, wanted in zip(states, (own, split, stacked), strict=True):
             assert found.keys() == wanted.keys()
             assert all(torch.equal(found[name], wanted[name]) for name in wanted)
@@ -114,12 +116,12 @@ def test_names_are_those_of_the_checkpoint_or_those_asked_for(tmp_path, dialect,
     assert Checkpoint(f"{tmp_path}-saved").keys() == own.keys()
 
 
-def test_an_iterable_is_read_in_the_dialect_that_is_said():
+def test_an_iterable_is_read_in_the_format_that_is_said():
     state = fused(random_state(HF))
     held = fake_mesh.build_everywhere(
         HF,
         ParallelDims(ep=2),
-        lambda chunks: load_hf_weights(chunks, iter(state.items()), dialect="fused"),
+        lambda chunks: load_hf_weights(chunks, iter(state.items()), expert_format="fused"),
         dtype=torch.float32,
     )
     assert fake_mesh.export(held).keys() == random_state(HF).keys()
@@ -159,22 +161,22 @@ def test_an_expert_too_many_is_unexpected_on_every_rank():
         )
 
 
-def different_dialects():
+def different_formats():
     """Run in each worker: each rank requests a different expert."""
     dims = ParallelDims(ep=2)
     with stepping.mesh(dims):
         models = mb.build_model(HF, dims=dims, dtype=torch.float32, device="cpu", load_weights=random_state(HF))
         rank = torch.distributed.get_rank()
         try:
-            mb.to_hf_state_dict(models, dialect=("split", "fused")[rank])
+            mb.to_hf_state_dict(models, expert_format=("split", "fused")[rank])
         except BridgeError as error:
             return type(error), str(error)
 
 
-def test_ranks_that_ask_for_different_dialects_all_raise():
-    for kind, message in pool.run(2, different_dialects):
+def test_ranks_that_ask_for_different_formats_all_raise():
+    for kind, message in pool.run(2, different_formats):
         assert kind is ExportError
-        assert "expected the same dialect on every rank" in message
+        assert "expected the same expert_format on every rank" in message
 
 
 SIGMOID = tiny("glm4_moe", n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=0)

@@ -153,7 +153,7 @@ def test_a_pattern_has_the_halves_of_all_layers_by_stage():
         (sparse, 2, "+-|+E|+E|+E/+E/+E"),
     ):
         blueprint = make_blueprint(hf, replace(options, overrides={"mtp_num_layers": predictions or None}))
-        require_hybrid(blueprint.architecture, blueprint.config, positions="rope", vision="carried")
+        require_hybrid(blueprint.architecture, blueprint.config, positions="rope", vision="text_only")
         assert pattern_of(blueprint) == expected
 
 
@@ -189,7 +189,7 @@ def test_the_page_says_which_families_are_refused():
         gpt = make_blueprint(each.hf, BuildOptions(dims=ParallelDims(), dtype=torch.float32))
         known.add(family := gpt.architecture.model_type)
         try:
-            require_hybrid(gpt.architecture, gpt.config, positions="rope", vision="carried")
+            require_hybrid(gpt.architecture, gpt.config, positions="rope", vision="text_only")
         except ConfigError:
             refused.add(family)
     named = set(re.findall("`([a-z0-9_]+)`", PAGE.read_text().split("## Families")[1]))

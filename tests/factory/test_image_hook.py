@@ -124,7 +124,7 @@ def test_what_no_model_could_see_is_refused_by_name() -> None:
     hf = read_config(folder)
     with rank_of(ONE, 0, 1):
         blind = mb.build_model(folder, dims=ONE, dtype=torch.float32, device="cpu")
-        with pytest.raises(BatchError, match=r"row 0 .*vision='carried'"):
+        with pytest.raises(BatchError, match=r"row 0 .*vision='text_only'"):
             mb.forward(blind, ids, mask, images=images)
         models = seeing.built(folder, ONE)
         with pytest.raises(BatchError, match="an entry for each of 4 rows, found 3"):

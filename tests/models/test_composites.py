@@ -1,4 +1,4 @@
-"""Composites: their text loads from published names and has transformers' logits. All other tensors are carried."""
+"""Composites: their text loads from published names and has transformers' logits. All other tensors are not built."""
 
 import json
 import logging
@@ -43,7 +43,7 @@ def test_a_composite_needs_the_folder_of_its_tower_to_come_back_to_hf(tmp_path: 
 
 
 @pytest.mark.parametrize("name", tiny.NAMES)
-def test_a_composite_is_text_that_computes_as_in_transformers_and_parts_that_are_carried(
+def test_a_composite_is_text_that_computes_as_in_transformers_and_parts_that_are_not_built(
     name: str, tmp_path: Path
 ) -> None:
     """Load each on a mesh; the saved folder then has every tensor of the source, bit for bit, and an equal config."""
@@ -57,9 +57,9 @@ def test_a_composite_is_text_that_computes_as_in_transformers_and_parts_that_are
     assert fields_of(tmp_path / "saved") == fields_of(tmp_path / "source")
     assert why_no_reference(tmp_path / "source") == composites()[name].without_reference
     mapping = mb.mapping(tmp_path / "source")
-    carried = [spec.name for spec in source if mapping.is_carried(spec.name)]
-    assert carried
-    assert not any("language_model" in each or "text_model" in each or "embed_tokens" in each for each in carried)
+    copied = [spec.name for spec in source if mapping.is_not_built(spec.name)]
+    assert copied
+    assert not any("language_model" in each or "text_model" in each or "embed_tokens" in each for each in copied)
 
 
 @pytest.mark.skipif("qwen3_vl_moe" not in tiny.NAMES, reason="the installed transformers lacks it")
@@ -160,7 +160,7 @@ def test_a_composite_that_transformers_lacks_is_read_and_written_by_its_publishe
     }
     assert saved[field]["hidden_size"] == text["hidden_size"]
     assert field == "text_config" or "text_config" not in saved
-    with pytest.raises(ConfigError, match=f"vision must be 'carried' for {name}"), rank_of(ONE, 0, 1):
+    with pytest.raises(ConfigError, match=f"vision must be 'text_only' for {name}"), rank_of(ONE, 0, 1):
         mb.build_model(tmp_path / "saved", dims=ONE, device="meta", vision="frozen")
 
 
@@ -201,7 +201,7 @@ def test_a_composite_keeps_its_spelling_its_ties_and_what_overrides_say(tmp_path
         mb.save_hf_checkpoint(built(hf, twice), tmp_path / "saved twice")
         assert_same(tmp_path / "saved twice", twice)
         assert models[0].bridge.config.model_type == "mistral3"
-        assert_dialect_noted(tmp_path / "experts")
+        assert_format_noted(tmp_path / "experts")
         larger = mb.build_model(hf, dims=ONE, device="cpu", overrides={"rotary_base": 5e5}, load_weights=False)
     assert_theta(larger[0].bridge.config.text_config, 5e5)
     convert(tmp_path / "source", tmp_path / "dist", on_event=quiet)
@@ -209,15 +209,15 @@ def test_a_composite_keeps_its_spelling_its_ties_and_what_overrides_say(tmp_path
     assert_same(tmp_path / "back", tmp_path / "source")
 
 
-def assert_dialect_noted(folder: Path) -> None:
+def assert_format_noted(folder: Path) -> None:
     """A model from a config exports experts as in the folder: all in one tensor, or one tensor for each."""
     if "qwen3_5_moe" not in tiny.NAMES:
         return
     tiny.written("qwen3_5_moe", folder)
     models = built(hf := read_config(folder), folder)
-    other = {"fused": "split", "split": "fused"}[models[0].bridge.dialect]
-    mb.save_hf_checkpoint(models, folder / "other", dialect=other)
-    assert built(hf, folder / "other")[0].bridge.dialect == other
+    other = {"fused": "split", "split": "fused"}[models[0].bridge.expert_format]
+    mb.save_hf_checkpoint(models, folder / "other", expert_format=other)
+    assert built(hf, folder / "other")[0].bridge.expert_format == other
 
 
 def assert_theta(text: Any, theta: float) -> None:

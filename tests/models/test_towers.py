@@ -32,7 +32,7 @@ from tests.support.published import records as configs
 from tests.support.written_weights import read
 
 PUBLISHED = Path(__file__).parent.parent / "data" / "tower_names.jsonl"
-VISIONS = ("carried", "frozen", "train")
+VISIONS = ("text_only", "frozen", "train")
 SIZES = ("num_parameters", "num_bytes")
 EXPERTS = mb.ParallelDims(ep=2)
 MESHES = (mb.ParallelDims(tp=2, sp=True), mb.ParallelDims(pp=2))
@@ -178,7 +178,7 @@ def test_a_plan_and_a_balanced_layout_count_the_tower_on_the_first_stage(name: s
     tiny.written(name, tmp_path)
     dims = mb.ParallelDims(tp=2, pp=2, layout="balanced")
     plans = {vision: plan(tmp_path, BuildOptions(dims=dims, vision=vision), dtype=torch.float32) for vision in VISIONS}
-    text, seeing = plans["carried"], plans["train"]
+    text, seeing = plans["text_only"], plans["train"]
     (tower,) = (cell for chunks in seeing.ranks for chunk in chunks for cell in chunk.cells if cell.name == "tower")
     assert tower.num_parameters == seeing.blueprint.counts.tower
     assert tower in seeing.ranks[0][0].cells
@@ -198,7 +198,7 @@ def test_the_layers_that_take_features_of_the_tower_are_on_the_first_stage() -> 
     """A balanced layout keeps them there, beside the bytes of the tower. Other layouts raise before a rank builds."""
     hf = tiny.config("qwen3_vl")
     hf.vision_config.depth, hf.vision_config.deepstack_visual_indexes = 3, [0, 1, 2]
-    for layout, vision in (("Et|tttL", "carried"), ("Ettt|tL", "train"), ("balanced", "train")):
+    for layout, vision in (("Et|tttL", "text_only"), ("Ettt|tL", "train"), ("balanced", "train")):
         dims = mb.ParallelDims(pp=2, layout=layout)
         blueprint = make_blueprint(hf, BuildOptions(dims=dims, dtype=torch.float32, device="meta", vision=vision))
         assert blueprint.dims.layout == layout.replace("balanced", "Ettt|tL")
@@ -227,7 +227,7 @@ def test_queries_keys_and_values_that_files_join_learn_as_in_transformers(tmp_pa
 @pytest.mark.parametrize(
     ("name", "vision", "release", "message"),
     [
-        ("qwen3_vl", "yes", "5.17.0", "vision must be 'train', 'frozen' or 'carried', found 'yes'"),
+        ("qwen3_vl", "yes", "5.17.0", "vision must be 'train', 'frozen' or 'text_only', found 'yes'"),
         ("qwen3_vl", "train", "5.16.2", "qwen3_vl needs transformers 5.17 or later with vision='train', found 5.16.2"),
         ("llama4", "train", "5.24.0", "llama4 needs another release of transformers with vision='train', found 5.24.0"),
         ("voxtral", "train", "5.17.0", "for voxtral, found 'train': models of sound are not built"),

@@ -449,7 +449,7 @@ TABLE: dict[str, dict[str, Cell] | str] = {
     "to_layer_spec": not_a_writer(lambda place, path: mb.to_layer_spec(path)),
     "iter_hf_weights": not_a_writer(lambda place, path: next(mb.iter_hf_weights(place.models(), hf=path))),
     "to_hf_state_dict": not_a_writer(lambda place, path: mb.to_hf_state_dict(place.models(), hf=path)),
-    "iter_hf_pieces": not_a_writer(lambda place, path: next(mb.iter_hf_pieces(place.models(), hf=path))),
+    "iter_hf_shards": not_a_writer(lambda place, path: next(mb.iter_hf_shards(place.models(), hf=path))),
     "manifest": not_a_writer(lambda place, path: mb.manifest(place.models(), hf=path)),
     "Manifest": not_a_writer(
         lambda place, path: mb.Manifest.from_folder(path),

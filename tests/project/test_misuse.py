@@ -57,9 +57,9 @@ def fill(models, folder):
 
 
 CALLS = {
-    "dialect": (
-        lambda models, folder: mb.save_hf_checkpoint(models, folder, dialect="both"),
-        "dialect must be .*'both'",
+    "expert_format": (
+        lambda models, folder: mb.save_hf_checkpoint(models, folder, expert_format="both"),
+        "expert_format must be .*'both'",
     ),
     "no path": (
         lambda models, folder: mb.save_hf_checkpoint(models, None),
@@ -181,7 +181,7 @@ def good(models, folder, source):
         "to_gpt_arguments": {"hf": HF},
         "to_layer_spec": {"hf": HF},
         "register": {"architecture": None},
-        **{name: {"models": models} for name in ("iter_hf_weights", "to_hf_state_dict", "iter_hf_pieces")},
+        **{name: {"models": models} for name in ("iter_hf_weights", "to_hf_state_dict", "iter_hf_shards")},
         **{name: {"models": models} for name in ("manifest", "iter_hf_adapters", "without_adapters")},
     }
 

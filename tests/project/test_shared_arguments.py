@@ -28,7 +28,7 @@ _EXPORT = {
     "dtype": AS_RECEIVED,
     "device": AS_RECEIVED,
     "target": AS_RECEIVED,
-    **dict.fromkeys(("hf", "head", "dialect", "bucket_bytes", "merged"), COMPARED),
+    **dict.fromkeys(("hf", "head", "expert_format", "bucket_bytes", "merged"), COMPARED),
 }
 _FOLDER = {"models": OWN, **dict.fromkeys(("folder", "hf", "head"), COMPARED)}
 TABLE: dict[str, dict[str, str]] = {
@@ -55,13 +55,15 @@ TABLE: dict[str, dict[str, str]] = {
     "manifest": {**{name: reason for name, reason in _EXPORT.items() if name != "device"}, "digests": COMPARED},
     "save_hf_checkpoint": {
         **_FOLDER,
-        **dict.fromkeys(("dtype", "dialect", "keep", "max_shard_bytes", "slot_bytes", "merged", "mtp"), COMPARED),
+        **dict.fromkeys(("dtype", "expert_format", "keep", "max_shard_bytes", "slot_bytes", "merged", "mtp"), COMPARED),
     },
     "save_checkpoint": {**_FOLDER, **dict.fromkeys(("optimizer", "common", "part"), COMPARED)},
     "load_checkpoint": {**_FOLDER, **dict.fromkeys(("optimizer", "dtype", "strict", "part"), COMPARED)},
     "add_adapters": {
         "models": OWN,
-        **dict.fromkeys(("folder", "rank", "alpha", "targets", "kind", "dialect", "dtype", "init", "seed"), COMPARED),
+        **dict.fromkeys(
+            ("folder", "rank", "alpha", "targets", "kind", "expert_format", "dtype", "init", "seed"), COMPARED
+        ),
     },
     "load_adapters": {"models": OWN, "folder": COMPARED, "dtype": COMPARED},
     "iter_hf_adapters": {name: _EXPORT[name] for name in ("models", "dtype", "device", "bucket_bytes", "target")},
@@ -69,10 +71,10 @@ TABLE: dict[str, dict[str, str]] = {
     "without_adapters": {"models": LATER},
     "adopt": dict.fromkeys(("models", "hf", "head"), NEXT),
     "load_hf_weights": dict.fromkeys(
-        ("models", "source", "hf", "head", "dtype", "dialect", "strict", "slot_bytes"), ALONE
+        ("models", "source", "hf", "head", "dtype", "expert_format", "strict", "slot_bytes"), ALONE
     ),
-    "vllm_source": {"models": OWN, **dict.fromkeys(("backend", "dialect", "merged"), COMPARED)},
-    "iter_hf_pieces": dict.fromkeys(("models", "hf", "head", "dialect", "merged"), NOTHING),
+    "vllm_source": {"models": OWN, **dict.fromkeys(("backend", "expert_format", "merged"), COMPARED)},
+    "iter_hf_shards": dict.fromkeys(("models", "hf", "head", "expert_format", "merged"), NOTHING),
     "pack_sequences": dict.fromkeys(
         ("input_ids", "attention_mask", "dims", "cp_rank", "packed", "multiple_of", "min_tokens"), NOTHING
     ),
@@ -115,7 +117,7 @@ def _usual(name: str, folders: dict[str, str], models: dict[str, Any]) -> tuple[
     plain, adapted, other = (
         models.get("plain"),
         models.get("adapted"),
-        {"hf": OTHER_HF, "head": "value", "dialect": "fused"},
+        {"hf": OTHER_HF, "head": "value", "expert_format": "fused"},
     )
     of_all = {**other, "bucket_bytes": 1 << 20, "merged": True, "digests": True}
     ids = torch.arange(8).view(2, 4)
@@ -214,7 +216,7 @@ def _usual(name: str, folders: dict[str, str], models: dict[str, Any]) -> tuple[
                 "alpha": 5,
                 "targets": ["q_proj", "v_proj"],
                 "kind": "shared",
-                "dialect": "fused",
+                "expert_format": "fused",
                 "dtype": torch.bfloat16,
                 "init": "xavier",
                 "seed": 1,
@@ -223,7 +225,7 @@ def _usual(name: str, folders: dict[str, str], models: dict[str, Any]) -> tuple[
         "vllm_source": (
             mb.vllm_source,
             {"models": adapted, "backend": "nccl", "merged": False},
-            {"backend": "ipc", "dialect": "fused", "merged": True},
+            {"backend": "ipc", "expert_format": "fused", "merged": True},
         ),
         "load_adapters": (
             mb.load_adapters,

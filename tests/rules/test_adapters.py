@@ -107,7 +107,7 @@ def test_peft_finds_what_has_adapters(name):
     assert names <= found, names - found
 
 
-def test_names_are_those_of_peft_in_either_dialect():
+def test_names_are_those_of_peft_in_either_format():
     rules = mapping(zoo.cases()["qwen3_moe"].hf).rules
     made = {
         rule.mcore: rule for rule in adapter_rules(fused(rules), ["q_proj", "k_proj", "v_proj", "experts.down_proj"])

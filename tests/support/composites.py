@@ -151,7 +151,7 @@ def written(model_type: str, folder: Path, *, published: bool = True, **text: An
     if model_type == "qwen2_5_omni":
         torch.save({}, folder / "spk_dict.pt")  # the voices, without which transformers does not load it
     if published:
-        beside = {f"{prefix}model.norm.weight": torch.randn(6) for prefix in composites()[model_type].carried}
+        beside = {f"{prefix}model.norm.weight": torch.randn(6) for prefix in composites()[model_type].not_built}
         state = dict(as_published(model_type, load_file(file))) | beside
         save_file(state, file, metadata={"format": "pt"})
     return logits
@@ -206,10 +206,10 @@ def as_published(model_type: str, state: dict[str, Tensor]) -> Iterator[tuple[st
 
 
 def parts_of(folder: str | Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The tensors of the text in a folder, and the carried tensors."""
+    """The tensors of the text in a folder, and the tensors that a save copies."""
     mapping, state = mb.mapping(folder), read(folder)
-    carried = {name: tensor for name, tensor in state.items() if mapping.is_carried(name)}
-    return {name: tensor for name, tensor in state.items() if name not in carried}, carried
+    copied = {name: tensor for name, tensor in state.items() if mapping.is_not_built(name)}
+    return {name: tensor for name, tensor in state.items() if name not in copied}, copied
 
 
 def tokens() -> Tensor:

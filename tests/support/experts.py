@@ -1,4 +1,4 @@
-"""A model with experts, in both dialects."""
+"""A model with experts, in both formats."""
 
 import torch
 

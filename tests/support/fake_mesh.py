@@ -46,7 +46,7 @@ def replica(dims: ParallelDims) -> list[int]:
 
 
 def build_everywhere(
-    hf: Any, dims: ParallelDims, load: Callable[[list[Any]], Any], dialect: str | None = None, **arguments: Any
+    hf: Any, dims: ParallelDims, load: Callable[[list[Any]], Any], expert_format: str | None = None, **arguments: Any
 ) -> list[Any]:
     """The tensors of every rank of a replica after ``load(chunks)``, by rank of the model-parallel group. If ``load``
     has added adapters, only these.
@@ -61,7 +61,9 @@ def build_everywhere(
                         tensor.fill_(float("nan"))
             load(chunks)
             bound.append(
-                with_inventory(bind(chunks, dialect=dialect, adapters=getattr(chunks[0], "bridge_adapters", None)))
+                with_inventory(
+                    bind(chunks, expert_format=expert_format, adapters=getattr(chunks[0], "bridge_adapters", None))
+                )
             )
     return bound
 

@@ -51,20 +51,20 @@ def count_of(hf):
     return next((count for name in names if (count := getattr(hf, name, None))), 0)
 
 
-def named(parameters, hf, dialect):
+def named(parameters, hf, expert_format):
     """The factors of ``peft`` by our names, as views. If ``peft`` has one tensor for experts: for each expert and
     projection.
 
-    In the dialect "split", ``peft`` holds gate and up as one adapter with twice the rank. Only two blocks of B are not
+    In the format "split", ``peft`` holds gate and up as one adapter with twice the rank. Only two blocks of B are not
     zero.
     """
-    for name, tensor in _named(parameters, hf, dialect):
+    for name, tensor in _named(parameters, hf, expert_format):
         for old, new in IN_FILES.get(hf.model_type, ()):
             name = name.replace(old, new)
         yield name, tensor
 
 
-def _named(parameters, hf, dialect):
+def _named(parameters, hf, expert_format):
     num_experts, first = count_of(hf), "up_proj" if hf.model_type == "nemotron_h" else "gate_up_proj"
     for name, tensor in parameters.items():
         if ".lora_" not in name:
@@ -80,7 +80,7 @@ def _named(parameters, hf, dialect):
                 end = "B" if "lora_A" in name else "A"
                 yield f"{re.sub('lora_.', f'lora_{end}', name)}[{number}]", entry.mT
                 continue
-            if dialect == "fused":
+            if expert_format == "fused":
                 yield f"{name}[{number}]", entry
                 continue
             name_of_one = name.replace(".experts.", f".experts.{number}.")
@@ -98,24 +98,24 @@ def _of_experts(name, tensor, num_experts):
     return tensor.unflatten(1, (-1, num_experts)).permute(2, 0, 1)
 
 
-def expected(hf, targets, dialect):
+def expected(hf, targets, expert_format):
     """The factors of an adapter of ``peft``, its loss and its gradients, in our names."""
     own = copy.deepcopy(hf)
     own._attn_implementation = "eager"  # other attention of transformers 4 leaves out the cap of scores
     model = tiny.random_model(own)
     config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, **of_peft(targets))
-    if dialect == "fused":
+    if expert_format == "fused":
         model.config.model_type = ""  # for some model types, peft would use a shared gate_proj for all experts
     model = peft.get_peft_model(model, config).eval()
     generator, parameters = torch.Generator().manual_seed(5), {n: p.detach() for n, p in model.named_parameters()}
-    values = dict(named(parameters, hf, dialect))
+    values = dict(named(parameters, hf, expert_format))
     for name, parameter in parameters.items():
         if ".lora_" in name:
             parameter.zero_()
     for value in values.values():
         value.copy_(torch.randn(value.shape, generator=generator) * 0.1)
     _, loss, grads = tiny.reference(model, batch())
-    return values, loss, dict(named(grads, hf, dialect))
+    return values, loss, dict(named(grads, hf, expert_format))
 
 
 @torch.no_grad()

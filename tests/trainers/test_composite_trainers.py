@@ -1,4 +1,4 @@
-"""Composites of text and images through the calls of trainers: their text trains, and all other tensors are carried.
+"""Composites of text and images through the calls of trainers: their text trains, and all other tensors are copied.
 
 verl treats every model whose config has a ``vision_config`` as a model of images: it passes padded rows, packed or not.
 """
@@ -131,7 +131,7 @@ def whole(locals_: list[Tensor], dims: ParallelDims, packed: bool) -> list[Tenso
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_text_of_a_composite_trains_and_the_rest_is_carried(case: str, tmp_path: Path) -> None:
+def test_the_text_of_a_composite_trains_and_the_rest_is_copied(case: str, tmp_path: Path) -> None:
     face, family, dims, packed = CASES[case]
     reference = composites.written(family, tmp_path / "hf")
     out = tmp_path / "out"
@@ -139,9 +139,9 @@ def test_the_text_of_a_composite_trains_and_the_rest_is_carried(case: str, tmp_p
     config = json.loads((tmp_path / "hf" / "config.json").read_text()) | {"rope_theta": 10000.0}
     (out / "config.json").write_text(json.dumps(config))  # verl writes it before the weights
     ranks = pool.run(2, life, dims, face, str(tmp_path / "hf"), str(out), packed)
-    saved, carried = parts_of(out)
-    assert carried.keys() == parts_of(tmp_path / "hf")[1].keys()
-    assert all(torch.equal(tensor, read(tmp_path / "hf")[name]) for name, tensor in carried.items())
+    saved, copied = parts_of(out)
+    assert copied.keys() == parts_of(tmp_path / "hf")[1].keys()
+    assert all(torch.equal(tensor, read(tmp_path / "hf")[name]) for name, tensor in copied.items())
     for rank in ranks:
         assert rank["broken"] == []
         assert rank["order"] == ranks[0]["order"]
@@ -246,11 +246,11 @@ def test_rlinf_feeds_engines_the_text_of_a_composite(tmp_path: Path) -> None:
 def test_slime_and_nemo_rl_give_the_text_its_published_names(family: str, tmp_path: Path) -> None:
     """slime's models of images have a ``GPTModel`` and a tower, whose parameters already have HF names."""
     composites.written(family, tmp_path)
-    text, carried = parts_of(tmp_path)
+    text, copied = parts_of(tmp_path)
     with rank_of(ONE, 0, 1):
         (model,) = mb.build_model(tmp_path, dims=ONE, dtype=torch.float32, device="cpu")
         assert mb.to_hf_state_dict([model]).keys() == text.keys()
-        whole = mb.to_hf_state_dict([model], dialect="split")
+        whole = mb.to_hf_state_dict([model], expert_format="split")
         name = next(name for name in whole if name.endswith("mlp.down_proj.weight") or ".experts." in name)
         info = {"layer_names": ["any"], "per_layer_params": {"any": [{"name": name}]}}
         spec = local_params([model], info, spec=SimpleNamespace, context=SimpleNamespace)[name]
@@ -265,9 +265,9 @@ def test_slime_and_nemo_rl_give_the_text_its_published_names(family: str, tmp_pa
         with rank_of(ONE, 0, 1):
             (model,) = mb.build_model(tmp_path, dims=ONE, dtype=torch.float32, device="cpu", vision="train")
         tower = ((name, each) for name, each in model.named_parameters() if name.startswith("vision."))
-        assert_gets(dict(pair for name, each in tower for pair in convert_to_hf(args, "any", name, each)), carried)
+        assert_gets(dict(pair for name, each in tower for pair in convert_to_hf(args, "any", name, each)), copied)
         found.clear()
-    for name, tensor in carried.items():
+    for name, tensor in copied.items():
         if name.startswith("model."):
             ((same, given),) = convert_to_hf(args, "any", f"module.module.{name}", tensor)
             assert same == name

@@ -91,7 +91,7 @@ def test_adapters_are_merged_when_a_part_is_sent():
         base = local_params(chunks, refit_info(NAMES), spec=Spec, context=Context, merged=False)
         for name in made.names:  # changed after the map was made
             torch.nn.init.normal_(held_tensors(chunks)[name])
-        pieces = {piece.name: piece.tensor for piece in mb.iter_hf_pieces(chunks, dialect="split", merged=True)}
+        pieces = {piece.name: piece.tensor for piece in mb.iter_hf_shards(chunks, expert_format="split", merged=True)}
         for name, spec in found.items():
             numbers = range(HF.num_experts) if ".experts." in name else ()
             parts = [pieces[name.replace(".experts.", f".experts.{number}.")] for number in numbers]

@@ -38,7 +38,7 @@ def test_holds_what_a_merge_adds(family, tmp_path):
     hf = configs()[family]
     tiny.random_checkpoint(hf, tmp_path / "base")
     models = mb.build_model(tmp_path / "base", dims=mb.ParallelDims(), device="cpu", dtype=torch.float32)
-    mb.add_adapters(models, rank=RANK, alpha=10, targets=TARGETS, dialect="split")
+    mb.add_adapters(models, rank=RANK, alpha=10, targets=TARGETS, expert_format="split")
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in (parameter for chunk in models for parameter in chunk.parameters() if parameter.requires_grad):
@@ -51,7 +51,7 @@ def test_holds_what_a_merge_adds(family, tmp_path):
         from_folder.initialize_weights()
         from_tensors.initialize_weights_from_tensors(tensors)
 
-    merged, base = (mb.to_hf_state_dict(models, dialect="split", merged=merged) for merged in (True, False))
+    merged, base = (mb.to_hf_state_dict(models, expert_format="split", merged=merged) for merged in (True, False))
     added = {name: merged[name] - base[name] for name in base if not torch.equal(merged[name], base[name])}
     for found in from_folder, from_tensors:
         held = dict(deltas(found, base))

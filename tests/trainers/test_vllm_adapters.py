@@ -75,7 +75,7 @@ def test_says_with_each_adapter_what_peft_says(case, way, tmp_path):
     folder = tmp_path / "base"
     tiny.random_checkpoint(configs()["qwen3"], folder)
     models = mb.build_model(folder, dims=mb.ParallelDims(), device="cpu", dtype=torch.float32)
-    mb.add_adapters(models, rank=RANK, alpha=ALPHA, targets=CASES[case], dialect="fused")
+    mb.add_adapters(models, rank=RANK, alpha=ALPHA, targets=CASES[case], expert_format="fused")
     prompts = tiny.tokens(3, vocab_size=64)
     serving = ByVerl(folder) if way == "by verl" else FromFolders()
     engine = engine_of(folder, RANK, serving.environment, **serving.options)

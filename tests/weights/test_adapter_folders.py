@@ -68,7 +68,7 @@ def saved(folder, meshes, targets, values):
             if number:
                 add_adapters(chunks, f"{folder}/peft")
             else:
-                add_adapters(chunks, rank=RANK, alpha=ALPHA, targets=targets, dialect="fused")
+                add_adapters(chunks, rank=RANK, alpha=ALPHA, targets=targets, expert_format="fused")
                 load_adapters(stepping.wrap(chunks), f"{folder}/peft")
             found = entries(iter_hf_adapters(chunks))
             assert found.keys() == values.keys()

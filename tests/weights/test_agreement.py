@@ -28,7 +28,7 @@ def calls():
     return [
         {},
         {"bucket_bytes": 1 << 14},
-        {"bucket_bytes": 1 << 14, "dialect": "fused"},
+        {"bucket_bytes": 1 << 14, "expert_format": "fused"},
         {"target": EngineRank(tp=2, tp_rank=rank)},
         {"target": EngineRank(tp=2, tp_rank=1 - rank)},
         {"target": "everything" if rank else "nothing"},
@@ -85,7 +85,7 @@ def one_rank_forgets():
     rank = dist.get_rank()
     for options, message in (
         ({"bucket_bytes": (1 + rank) << 14}, "expected the same bucket_bytes on every rank"),
-        ({"dialect": ("split", "fused")[rank]}, "expected the same dialect on every rank"),
+        ({"expert_format": ("split", "fused")[rank]}, "expected the same expert_format on every rank"),
     ):
         with pytest.raises(ExportError, match=message):
             agree_on_plan(models, None, "lm", **options)

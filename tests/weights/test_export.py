@@ -679,11 +679,11 @@ def export_what_replicas_have_yet_to_gather(unwrapped):
             shares = bucket.param_data.chunk(group.intra_distributed_optimizer_instance_size)
             shares[group.intra_distributed_optimizer_instance_rank].neg_()
     with pytest.raises(ExportError, match="have not gathered yet"):
-        list(mb.iter_hf_pieces(models))
+        list(mb.iter_hf_shards(models))
     assert_exact(mb.to_hf_state_dict(models), {name: -tensor for name, tensor in state.items()})
     assert not any(group.param_gather_dispatched for group in wrapped[0].bucket_groups)  # from now on a step may follow
     wrapped[0].start_param_sync(force_sync=True)
-    assert list(mb.iter_hf_pieces(models))
+    assert list(mb.iter_hf_shards(models))
     if dist.get_rank() % 2:  # the other rank of the replica raises, too
         next(chunks[0].parameters()).data = next(chunks[0].parameters()).data.clone()
     wrapped[0].bucket_groups[0].param_gather_dispatched = False

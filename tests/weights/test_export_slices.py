@@ -19,7 +19,7 @@ def check(hf, dims, **arguments):
 
     def load(chunks):
         mb.load_hf_weights(chunks, state)
-        pieces.extend(mb.iter_hf_pieces(chunks, **arguments))
+        pieces.extend(mb.iter_hf_shards(chunks, **arguments))
 
     fake_mesh.build_everywhere(hf, dims, load, dtype=torch.float32)
     return state, merged(pieces)
@@ -52,7 +52,7 @@ def test_a_piece_is_the_live_parameter():
 
     def load(chunks):
         mb.load_hf_weights(chunks, random_state(hf))
-        pieces = {piece.name: piece for piece in mb.iter_hf_pieces(chunks)}
+        pieces = {piece.name: piece for piece in mb.iter_hf_shards(chunks)}
         with torch.no_grad():
             chunks[0].decoder.final_layernorm.weight.fill_(7)
         seen.append(pieces["model.norm.weight"].tensor)
@@ -61,8 +61,8 @@ def test_a_piece_is_the_live_parameter():
     assert (seen[0] == 7).all()
 
 
-def test_the_dialect_can_be_asked_for():
-    state, found = check(zoo.cases()["qwen3_moe"].hf, ParallelDims(ep=2, pp=2), dialect="fused")
+def test_the_format_can_be_asked_for():
+    state, found = check(zoo.cases()["qwen3_moe"].hf, ParallelDims(ep=2, pp=2), expert_format="fused")
     names = {name for name in found if ".experts." in name}
     assert {name.rpartition(".")[2] for name in names} == {"gate_up_proj", "down_proj"}
     for name in names:
@@ -78,4 +78,4 @@ def test_models_without_memory_have_no_pieces():
     with rank_of(ParallelDims(), 0, 1):
         models = mb.build_model(zoo.cases()["llama"].hf, dims=ParallelDims(), device="meta", load_weights=False)
         with pytest.raises(mb.BridgeError, match="has no storage: it is on the meta device"):
-            list(mb.iter_hf_pieces(models))
+            list(mb.iter_hf_shards(models))

@@ -255,8 +255,8 @@ def test_models_are_chunks_that_are_given_once(state):
                 load_hf_weights(models, state, hf=HF)
             with pytest.raises(MappingError, match=message):
                 bind(models, provenance_of(HF))
-        with pytest.raises(ConfigError, match=r"dialect must be 'split' .*, 'fused' or None, found 'both'"):
-            bind([chunk], dialect="both")
+        with pytest.raises(ConfigError, match=r"expert_format must be 'split' .*, 'fused' or None, found 'both'"):
+            bind([chunk], expert_format="both")
         own = provenance_of(HF)
         norm = "decoder.final_layernorm.weight"
         rules = tuple(replace(rule, hf=(*rule.hf, "b")) if rule.mcore == norm else rule for rule in own.rules)

@@ -58,12 +58,12 @@ def exports(folder, case, factors, dtype):
             chunks = mb.build_model(folder, dims=dims, dtype=dtype, device="cpu")
             plain = mb.manifest(chunks, digests=True)
             assert [mb.manifest(chunks, digests=True, merged=merged) for merged in (True, False)] == [plain, plain]
-            options = {"targets": targets, "dialect": "fused", "dtype": FACTORS.get(case)}
+            options = {"targets": targets, "expert_format": "fused", "dtype": FACTORS.get(case)}
             fill(chunks, add_adapters(chunks, rank=RANK, alpha=ALPHA, **options), factors)
             before = {name: tensor.clone() for name, tensor in held_tensors(chunks).items()}
             kinds = {}
             for merged in (True, False):
-                options = {"dialect": "fused", "merged": merged}
+                options = {"expert_format": "fused", "merged": merged}
                 manifest = mb.manifest(chunks, digests=True, **options)
                 kinds[f"{merged}"] = {spec.name: spec.sha256 for spec in manifest}
                 kinds[f"{merged}, few at a time"] = digests(mb.iter_hf_weights(chunks, **FEW, **options))
@@ -79,7 +79,7 @@ def exports(folder, case, factors, dtype):
                 assert digests(theirs) == digests(mb.iter_hf_weights(chunks, merged=merged))
             unsaid = (
                 mb.iter_hf_weights,
-                mb.iter_hf_pieces,
+                mb.iter_hf_shards,
                 mb.manifest,
                 lambda models: mb.save_hf_checkpoint(models, out),
             )
@@ -93,7 +93,7 @@ def exports(folder, case, factors, dtype):
                     ExportError, match=r"same merged on every rank, found .*merged=(True|False); .*merged="
                 ):
                     mb.to_hf_state_dict(chunks, merged=dist.get_rank() == 0)
-            pieces = [*mb.iter_hf_pieces(chunks, dialect="fused", merged=True)]
+            pieces = [*mb.iter_hf_shards(chunks, expert_format="fused", merged=True)]
             assert all(torch.equal(before[name], tensor) for name, tensor in held_tensors(chunks).items()), sizes
             found.append((sizes, kinds, pieces))
     return found

@@ -387,7 +387,7 @@ def test_no_more_is_decoded_at_once_than_a_slot_takes(
 
 @pytest.mark.parametrize(("model_type", "form"), [("mistral3", ministral()), ("qwen3_vl", deepseek((4, 4)))])
 def test_a_quantized_composite_loads_and_is_saved_plain(model_type: str, form: Format, tmp_path: Path) -> None:
-    """Its text is decoded, and so are carried tensors, if a publisher has quantized them."""
+    """Its text is decoded, and so are copied tensors, if a publisher has quantized them."""
     if model_type not in composites.NAMES:
         pytest.skip("the installed transformers lacks it")
     composites.written(model_type, tmp_path)

@@ -78,7 +78,7 @@ def step(
         provider: Any = AutoBridge.from_hf_pretrained(folder, trust_remote_code=True).to_megatron_provider(
             load_weights=True
         )
-        provider.vision, provider.model = ("carried", model) if model else ("train", "gpt")
+        provider.vision, provider.model = ("text_only", model) if model else ("train", "gpt")
         provider.mrope_section = getattr(provider, "mrope_section", [16, 24, 24])
         provider.position_embedding_type = getattr(provider, "position_embedding_type", "mrope")
         provider.freeze_language_model = provider.freeze_vision_model = provider.freeze_vision_projection = False

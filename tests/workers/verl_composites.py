@@ -56,11 +56,11 @@ def reference(folder: str) -> Tensor:
 
 def problems(ranks: list[dict[str, Any]], folder: str, out: Path) -> list[str]:
     """Errors of a life, from the results of ``life`` on each rank."""
-    saved, carried = parts_of(out / "model" / "huggingface")
+    saved, copied = parts_of(out / "model" / "huggingface")
     found = [f"rank {rank}: {problem}" for rank, each in enumerate(ranks) for problem in each["broken"]]
     found += [f"rank {rank} has another order" for rank, each in enumerate(ranks) if each["order"] != ranks[0]["order"]]
     found += [f"{name} was saved otherwise" for each in ranks for name in differing(saved, each["trained"])]
-    found += [f"{name} was carried otherwise" for name in differing(carried, parts_of(folder)[1])]
+    found += [f"{name} was copied otherwise" for name in differing(copied, parts_of(folder)[1])]
     wanted, shown = reference(folder), padded(2)[1][:, PROMPT:].bool()
     error = float((ranks[0]["said"]["log_probs"] - wanted)[shown].abs().max() / wanted[shown].abs().max())
     print(f"    log_probs are {error:.1e} off", flush=True)

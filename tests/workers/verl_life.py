@@ -135,7 +135,7 @@ def differential(engine: Any) -> list[str]:
     If several ranks hold a part, their bits agree.
     """
     expected = copied(engine)
-    held = [replace(piece, tensor=piece.tensor.detach().cpu()) for piece in mb.iter_hf_pieces(engine.module)]
+    held = [replace(piece, tensor=piece.tensor.detach().cpu()) for piece in mb.iter_hf_shards(engine.module)]
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, held)
     return differing(merged(itertools.chain(*everywhere)), {name: tensor.float() for name, tensor in expected.items()})

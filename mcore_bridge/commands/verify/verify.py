@@ -58,7 +58,7 @@ class Verdict:
             any rank. None: there is no adapter.
         logits: the comparison with transformers, or with ``peft``. None: it was left out.
         logits_left_out: why there is no comparison of logits. None: there is one.
-        carried: names of a composite's other parts, which a save copies.
+        not_built: names of a composite's other parts, which a save copies.
         unused: names in the files that no parameter uses, and no save copies.
         drawn: names of MTP layers that the files lack. They have random values, and are exported.
         notes: remarks on fields of the config that change nothing.
@@ -83,7 +83,7 @@ class Verdict:
     adapter_different: tuple[str, ...] | None
     logits: Comparison | None
     logits_left_out: str | None
-    carried: tuple[str, ...]
+    not_built: tuple[str, ...]
     unused: tuple[str, ...]
     drawn: tuple[str, ...]
     notes: tuple[str, ...]
@@ -142,7 +142,7 @@ def verify(
         sources.require_apart(save := target_of(save))
     checkpoint = open_folder(folder)
     dtypes = {tensor.dtype for tensor in checkpoint.values() if tensor.is_floating_point()}
-    vision = "carried" if adapter is not None or options.model == "hybrid" else _vision(folder)
+    vision = "text_only" if adapter is not None or options.model == "hybrid" else _vision(folder)
     options = replace(options, dtype=dtype or widest(dtypes), head=head_of(folder), vision=vision)
     blueprint = make_blueprint(folder, options)
     tied = bool(blueprint.gpt_arguments["share_embeddings_and_output_weights"])
@@ -195,8 +195,8 @@ def _verdict(
         adapter_different=None if task.adapter is None else tuple(sorted(adapters)),
         logits=first.logits,
         logits_left_out=None if first.logits is not None else first.skipped or "as asked",
-        carried=tuple(filter(mapping.is_carried, others)),
-        unused=tuple(name for name in others if not mapping.is_carried(name)),
+        not_built=tuple(filter(mapping.is_not_built, others)),
+        unused=tuple(name for name in others if not mapping.is_not_built(name)),
         drawn=tuple(spec.name for spec in drawn),
         notes=tuple(note for _, note in notes_on(blueprint.unread)),
         blueprint=blueprint,
@@ -208,13 +208,13 @@ def _verdict(
 
 
 def _vision(folder: Path) -> str:
-    """ "frozen" if the folder is of a composite whose tower can be built here, else "carried"."""
+    """ "frozen" if the folder is of a composite whose tower can be built here, else "text_only"."""
     from mcore_bridge.factory.vision.tower import require_tower
 
     try:
         require_tower(provenance_of(folder).whole, "frozen")
     except ConfigError:
-        return "carried"
+        return "text_only"
     return "frozen"
 
 

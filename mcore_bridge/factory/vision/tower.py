@@ -31,26 +31,28 @@ def require_tower(whole: Whole | None, vision: str) -> None:
     """Raise ``ConfigError`` unless the models of images of this composite can be built."""
     import transformers
 
-    if vision == "carried":
+    if vision == "text_only":
         return
     if vision not in ("train", "frozen"):
-        raise ConfigError(f"vision must be 'train', 'frozen' or 'carried', found {vision!r}")
+        raise ConfigError(f"vision must be 'train', 'frozen' or 'text_only', found {vision!r}")
     if whole is None:
-        raise ConfigError(f"vision must be 'carried' for a model of text, found {vision!r}: it has no models of images")
+        raise ConfigError(
+            f"vision must be 'text_only' for a model of text, found {vision!r}: it has no model of images"
+        )
     kind = whole.composite.model_type
     if reason := whole.composite.without_tower:
-        raise ConfigError(f"vision must be 'carried' for {kind}, found {vision!r}: {reason}")
+        raise ConfigError(f"vision must be 'text_only' for {kind}, found {vision!r}: {reason}")
     if transformers.__version__ in whole.composite.broken_in:
         raise ConfigError(
             f"{kind} needs another release of transformers with vision={vision!r}, found {transformers.__version__}, "
             "whose own class of this composite fails in every forward. Install another release, or pass "
-            "vision='carried'"
+            "vision='text_only'"
         )
     if Version(transformers.__version__) < Version(TRANSFORMERS):
         raise ConfigError(
             f"{kind} needs transformers {TRANSFORMERS} or later with vision={vision!r}, found "
             f"{transformers.__version__}: earlier releases compute positions inside the language model. Install "
-            f"transformers>={TRANSFORMERS}, or pass vision='carried'"
+            f"transformers>={TRANSFORMERS}, or pass vision='text_only'"
         )
 
 

@@ -104,7 +104,7 @@ class Parameters:
         convertor_rules(hf)  # raises for such a layout
         provenance = provenance_of(hf)
         tied, mtp = bool(provenance.hf.tie_word_embeddings), model_config.mtp_num_layers or 0
-        self._mapping = provenance.mapping(tied=tied, mtp=mtp, dialect="split")
+        self._mapping = provenance.mapping(tied=tied, mtp=mtp, expert_format="split")
         groups, head_dim = model_config.num_query_groups, model_config.kv_channels
         self._axes = {"heads_per_group": model_config.num_attention_heads // groups, "head_dim": head_dim}
         self._joined = max(model_config.tensor_model_parallel_size // reshard_tp_size, 1)

@@ -106,7 +106,7 @@ class Sync:
         self.destination = destination
         self.export = open_export(
             *(self.models, self.hf, self.head),
-            dialect="split",
+            expert_format="split",
             bucket_bytes=MESSAGES_IN_FLIGHT * self.bucket_bytes,
             target=target,
             problem=problem,

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from mcore_bridge.arguments import COUNT, instance_of, list_of, problem_of, require
+from mcore_bridge.arguments import COUNT, accepts_former_names, instance_of, list_of, problem_of, require
 from mcore_bridge.errors import TransferError, plural
-from mcore_bridge.rules.mapping import Dialect
+from mcore_bridge.rules.mapping import ExpertFormat
 from mcore_bridge.rules.spec import Pair, runs_within
 from mcore_bridge.weights.agreement import Options, open_export
 from mcore_bridge.weights.engine.composed import MapWriter, MemoryWriter
@@ -108,13 +108,14 @@ class EngineWriter(MemoryWriter):
 _WRITER = instance_of("an EngineWriter", MapWriter)
 
 
+@accepts_former_names
 def export_into(
     models: Models,
     writer: MapWriter,
     *,
     hf: HF | None = None,
     head: str = "lm",
-    dialect: Dialect | None = None,
+    expert_format: ExpertFormat | None = None,
     bucket_bytes: int | None = None,
     merged: bool | None = None,
 ) -> None:
@@ -127,7 +128,7 @@ def export_into(
     made only if the map casts it.
 
     Args:
-        models, hf, head, dialect, bucket_bytes, merged: as for ``iter_hf_weights``.
+        models, hf, head, expert_format, bucket_bytes, merged: as for ``iter_hf_weights``.
         writer: the memory of the engine's rank, which this process has opened.
 
     Raises:
@@ -147,7 +148,12 @@ def export_into(
     """
     problem = problem_of(writer=(writer, _WRITER))
     target: Target = "nothing" if problem else writer.map
-    options: Options = {"dialect": dialect, "bucket_bytes": bucket_bytes, "target": target, "merged": merged}
+    options: Options = {
+        "expert_format": expert_format,
+        "bucket_bytes": bucket_bytes,
+        "target": target,
+        "merged": merged,
+    }
     options["problem"] = problem
     export = open_export(models, hf, head, **options)
 

@@ -21,7 +21,7 @@ from mcore_bridge.composite import SPELLINGS
 from mcore_bridge.config.hf import read_fields
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.rules.adapters import adapter_rules, base_name
-from mcore_bridge.rules.mapping import Dialect, Prefixes, WeightMapping, pattern_of, respelled_name
+from mcore_bridge.rules.mapping import ExpertFormat, Prefixes, WeightMapping, pattern_of, respelled_name
 from mcore_bridge.rules.names import TOWER, layer_of
 from mcore_bridge.rules.trace import Shape
 from mcore_bridge.weights.files.safetensors import SafetensorsFile
@@ -43,7 +43,7 @@ class PeftFolder:
         config: the ranks, scales and targets of its config.
         tensors: the tensors by HF name, as views of the file. Experts in one tensor are ``[experts, ...]``.
         ranks, scales: the rank and scale of each module, by HF name.
-        dialect: the dialect of experts; None if no expert has an adapter.
+        expert_format: the format of experts; None if no expert has an adapter.
         file: the file of the tensors.
     """
 
@@ -51,7 +51,7 @@ class PeftFolder:
     tensors: Mapping[str, Tensor]
     ranks: Mapping[str, int]
     scales: Mapping[str, float]
-    dialect: Dialect | None
+    expert_format: ExpertFormat | None
     file: SafetensorsFile
 
     @property
@@ -108,8 +108,8 @@ def open_peft(
     problems += [f"{name} is no factor of a linear layer" for name in own_names if not name.endswith(_FACTORS)]
     problems += [f"the config has no target for {module}" for module in modules if not config.has(module)]
     problems += [] if modules else [f"{file.path.name} has no adapter"]
-    dialect = _dialect(modules, naming)
-    mapping = provenance.mapping(tied=False, mtp=1, dialect=dialect)
+    expert_format = _expert_format(modules, naming)
+    mapping = provenance.mapping(tied=False, mtp=1, expert_format=expert_format)
     spelled = _spelled(modules, provenance, mapping)
     problems += _foreign(spelled.values(), mapping, num_layers)
     tensors = {}
@@ -123,7 +123,7 @@ def open_peft(
         raise _refused(path, problems)
     ranks = {new: config.rank_of(old) for old, new in spelled.items()}
     scales = {new: config.scale_of(old) for old, new in spelled.items()}
-    return PeftFolder(config, tensors, ranks, scales, dialect, file)
+    return PeftFolder(config, tensors, ranks, scales, expert_format, file)
 
 
 def _at(name: str, tensor: Tensor, rank: int, factor: float) -> Tensor:
@@ -185,7 +185,7 @@ def _refused(folder: Path, problems: Sequence[str]) -> CheckpointError:
     return CheckpointError(f"the adapter in {folder} cannot be used: {'; '.join(different[:_MANY])}{more}")
 
 
-def _dialect(modules: Iterable[str], naming: PeftNames) -> Dialect | None:
+def _expert_format(modules: Iterable[str], naming: PeftNames) -> ExpertFormat | None:
     if any(map(naming.is_stack, modules)):
         return "fused"
     return "split" if any(".experts.*." in pattern_of(module) for module in modules) else None
@@ -244,7 +244,7 @@ def _foreign(modules: Iterable[str], mapping: WeightMapping, num_layers: int) ->
         in_mtp = any(name.startswith("mtp.") for name in users) and not any(layer < num_layers for layer in layers)
         if in_mtp or mapping.is_unbuilt_mtp(weight):
             yield f"{module} is in an MTP layer, whose adapters no engine reads"
-        elif mapping.is_carried(weight) or any(name.startswith(TOWER) for name in users):
+        elif mapping.is_not_built(weight) or any(name.startswith(TOWER) for name in users):
             yield f"{module} is in the tower, which has no adapters"
         elif not users or (layers and min(layers) >= num_layers):
             yield f"{module} is no module of this model"

@@ -101,7 +101,7 @@ def _check(target: EngineMap, entries: Sequence[ParamEntry]) -> None:
     if wrong:
         raise TargetError(
             f"the engine's map was made for other HF tensors: {'; '.join(wrong[:8])} ({len(wrong)} in all). Make it "
-            "from the manifest of these models, with the same dialect"
+            "from the manifest of these models, with the same expert_format="
         )
 
 

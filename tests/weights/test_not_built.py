@@ -71,16 +71,16 @@ def test_mtp_layers_that_are_not_built_are_copied_or_dropped(name: str, tmp_path
     _, state, own = source_of(name, tmp_path / "source")
     models = built(tmp_path / "source")
     assert not own & dict(mb.iter_hf_weights(models)).keys()
-    assert set(mb.load_hf_weights(models, tmp_path / "source", dtype=torch.float32).carried) == own
+    assert set(mb.load_hf_weights(models, tmp_path / "source", dtype=torch.float32).not_built) == own
     with torch.no_grad():
         models[0].decoder.final_layernorm.weight.add_(1)
-    for fate in ("carried", "dropped"):
+    for fate in ("copied", "dropped"):
         mb.save_hf_checkpoint(models, tmp_path / fate, mtp=fate)
-    saved, bare = (dict(Checkpoint(tmp_path / fate)) for fate in ("carried", "dropped"))
+    saved, bare = (dict(Checkpoint(tmp_path / fate)) for fate in ("copied", "dropped"))
     assert saved.keys() == state.keys()
     assert bare.keys() == state.keys() - own
     assert all(saved[each].dtype == state[each].dtype and torch.equal(saved[each], state[each]) for each in own)
-    assert (counts_in(tmp_path / "carried"), counts_in(tmp_path / "dropped")) == ([1], [0])
+    assert (counts_in(tmp_path / "copied"), counts_in(tmp_path / "dropped")) == ([1], [0])
     assert f"{len(own)} tensors of MTP layers are copied" in caplog.text
     assert "=0 instead of 1" in caplog.text
 
@@ -116,7 +116,7 @@ def test_a_config_counts_no_mtp_layers_that_cannot_be_copied(how: str, tmp_path:
 
 @pytest.mark.skipif("glm4_moe" not in CASES, reason="the installed transformers lacks it")
 def test_a_model_that_was_built_from_a_config_copies_from_the_folder_that_it_loads(tmp_path: Path) -> None:
-    """The save may be in place. If a source has more MTP layers than the model, the other MTP layers are carried."""
+    """The save may be in place. If a source has more MTP layers than the model, the other MTP layers are copied."""
     hf = mtp_checkpoints.config("glm4_moe", 2)
     state = {name: tensor.clone() for name, tensor in mtp_checkpoints.published(hf, 2).items()}
     source = written(state, hf, tmp_path / "source")
@@ -125,12 +125,12 @@ def test_a_model_that_was_built_from_a_config_copies_from_the_folder_that_it_loa
         mb.save_hf_checkpoint(models, source)
         assert_exact(source, state)
         assert counts_in(source) == [2]
-    with pytest.raises((CheckpointError, ConfigError), match="mtp must be 'carried' or 'dropped'"):
+    with pytest.raises((CheckpointError, ConfigError), match="mtp must be 'copied' or 'dropped'"):
         mb.save_hf_checkpoint(models, source, mtp="gone")  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif("qwen3_5" not in composites.NAMES, reason="the installed transformers lacks it")
-@pytest.mark.parametrize("vision", ["carried", "train"])
+@pytest.mark.parametrize("vision", ["text_only", "train"])
 def test_mtp_layers_of_a_composite_are_copied_with_its_tower_or_without(vision: str, tmp_path: Path) -> None:
     composites.written("qwen3_5", tmp_path / "source")
     own = {"mtp.layers.0.mlp.up_proj.weight": torch.randn(4, 6), "mtp.fc.weight": torch.randn(4, 8)}
@@ -139,10 +139,10 @@ def test_mtp_layers_of_a_composite_are_copied_with_its_tower_or_without(vision: 
     hf.text_config.mtp_num_hidden_layers = 1
     save({name: tensor.clone() for name, tensor in state.items()}, hf, tmp_path / "source")
     models = built(tmp_path / "source", vision=vision)
-    for fate, kept in {"carried": state, "dropped": {name: state[name] for name in state.keys() - own.keys()}}.items():
+    for fate, kept in {"copied": state, "dropped": {name: state[name] for name in state.keys() - own.keys()}}.items():
         mb.save_hf_checkpoint(models, tmp_path / fate, mtp=fate)  # type: ignore[arg-type]
         assert_exact(tmp_path / fate, kept)
-        assert counts_in(tmp_path / fate) == [fate == "carried"]
+        assert counts_in(tmp_path / fate) == [fate == "copied"]
 
 
 @pytest.mark.skipif("deepseek_v3" not in CASES, reason="the installed transformers lacks it")

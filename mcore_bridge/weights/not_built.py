@@ -1,4 +1,4 @@
-"""Carried tensors: tensors of parts of a checkpoint that are not built. A save copies them.
+"""Tensors of parts of a checkpoint that are not built. A save copies them.
 
 Such parts are the tower of a composite, and layers for multi-token prediction (MTP). Their bytes are copied from the
 folder of the model. Encoded tensors are decoded, unless the save writes the format of a folder.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mcore_bridge.rules.mapping import WeightMapping
     from mcore_bridge.weights.provenance import Provenance
 
-Mtp = Literal["carried", "dropped"]
+Mtp = Literal["copied", "dropped"]
 """The fate of MTP layers that are not built."""
 _SIZES = (
     *("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "intermediate_size"),
@@ -37,11 +37,11 @@ logger = logging.getLogger("mcore_bridge")
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
-    """The carried tensors of a folder, in the order of its files.
+class NotBuilt:
+    """The tensors of a folder that are not built, in the order of its files.
 
     Attributes:
-        mtp: the names of carried tensors in MTP layers.
+        mtp: the names of such tensors in MTP layers.
         sources: the state of the folder when its tensors were listed.
         is_raw: whether encoded tensors are copied as the folder stores them.
     """
@@ -71,9 +71,9 @@ class Carried:
         )
 
 
-def carried_of(
-    provenance: Provenance, mapping: WeightMapping, *, mtp: Mtp = "carried", form: WeightFormat = PLAIN
-) -> Carried:
+def not_built_of(
+    provenance: Provenance, mapping: WeightMapping, *, mtp: Mtp = "copied", form: WeightFormat = PLAIN
+) -> NotBuilt:
     """The tensors that a save of this model in a format must copy.
 
     Without a folder nothing can be copied. For a composite, the save then holds the text model alone, and a warning is
@@ -81,7 +81,7 @@ def carried_of(
 
     Raises:
         CheckpointError: the folder is gone, or the folder of a composite has no weights.
-        ConfigError: ``mtp`` is neither "carried" nor "dropped".
+        ConfigError: ``mtp`` is neither "copied" nor "dropped".
     """
     if mtp not in get_args(Mtp):
         raise ConfigError(f"mtp must be {' or '.join(map(repr, get_args(Mtp)))}, found {mtp!r}")
@@ -89,18 +89,18 @@ def carried_of(
     folder = form.folder or provenance.folder
     names = names_in(folder) if folder else ()
     _require_other_parts(provenance, names)
-    if folder is None or not any(map(mapping.is_carried, names)):
-        return Carried(sources=SourceFolders.of(form.folder) if form.folder else SourceFolders())
+    if folder is None or not any(map(mapping.is_not_built, names)):
+        return NotBuilt(sources=SourceFolders.of(form.folder) if form.folder else SourceFolders())
     sources = SourceFolders.of(folder)
     left_out = mapping.is_unbuilt_mtp if mtp == "dropped" or _differs(provenance) else lambda name: False
     specs: list[TensorSpec] = []
     in_mtp: list[str] = []
     source = form.source or open_folder(folder)
     for name in source:
-        if mapping.is_carried(name) and not left_out(name):
+        if mapping.is_not_built(name) and not left_out(name):
             specs += source.raw_specs(name) if form.source else (TensorSpec.of(name, source[name]),)
             in_mtp += [name] if mapping.is_unbuilt_mtp(name) else []
-    return Carried(tuple(specs), folder, tuple(in_mtp), sources, form.source is not None)
+    return NotBuilt(tuple(specs), folder, tuple(in_mtp), sources, form.source is not None)
 
 
 def _require_folder(folder: str | None) -> None:
