@@ -1,0 +1,184 @@
+"""Weights that leave encoded: as a folder has them, or by a new description, on every mesh.
+
+``tests/support/quantized.py`` is the oracle: it encodes whole tensors, with code that shares nothing with the library.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import mcore_bridge as mb
+from mcore_bridge.errors import ConfigError, ExportError, MappingError, TargetError
+from mcore_bridge.weights.manifest import Manifest
+from mcore_bridge.weights.source.source import open_source
+from tests import zoo
+from tests.support import pool, quantized
+from tests.support.quantized import Format, deepseek
+from tests.support.strategies import random_state, save, tiny
+from tests.weights.test_quantized import CASES, case, family
+
+ENGINES = {
+    "qwen3": {"tp": 2},
+    "qwen3_moe": {"tp": 2, "ep": 2},
+    "each layer": {"tp": 2},
+    "bf16 rows": {"tp": 2},
+    "ministral3": {"tp": 2},
+    "gpt_oss": {"tp": 2, "ep": 2, "whole": ("*.self_attn.*",)},
+    "kimi_k2": {"tp": 2, "ep": 2},
+}
+"""Engines whose cuts are cuts between blocks, by case."""
+STEP = {"nvfp4": 1, "modelopt": 1}
+"""How many times the largest number of its weight the changed number is, by case: 7 if the scales have no limit."""
+
+
+def bits(tensors: Any) -> dict[str, tuple[torch.Size, torch.dtype, Tensor]]:
+    """What can be sent between processes and compared: torch cannot do so with float8."""
+    return {
+        name: (tensor.shape, tensor.dtype, tensor.contiguous().flatten().view(torch.uint8))
+        for name, tensor in dict(tensors).items()
+    }
+
+
+def tensors_of(sent: dict[str, tuple[torch.Size, torch.dtype, Tensor]]) -> dict[str, Tensor]:
+    return {name: octets.view(dtype).view(shape) for name, (shape, dtype, octets) in sent.items()}
+
+
+def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    mine, theirs = bits(found), bits(expected)
+    same = lambda one, other: one[:2] == other[:2] and torch.equal(one[2], other[2])  # noqa: E731
+    return [
+        name for name in {**mine, **theirs} if not (name in mine and name in theirs and same(mine[name], theirs[name]))
+    ]
+
+
+def published(folder: str, changed: str, dims: mb.ParallelDims, dtype: torch.dtype, engine: dict[str, Any]) -> Any:
+    """On one rank: a manifest and a save of the untrained model, slices for an engine, and an export after a change."""
+    rank = torch.distributed.get_rank()
+    dims.initialize(device="cpu")
+    models = mb.build_model(folder, dims=dims, device="cpu", dtype=dtype)
+    before = mb.manifest(models, quantize="as_published", digests=True)
+    mb.save_hf_checkpoint(models, f"{folder}-saved", quantize="as_published")
+    slices = {}
+    if engine:
+        target = mb.engine_ranks(**engine)[rank % engine["tp"]]
+        for quantize in (None, "as_published"):
+            slices[quantize] = bits(mb.iter_hf_weights(models, target=target, quantize=quantize))
+    mb.load_hf_weights(models, changed)
+    return before, slices, bits(mb.iter_hf_weights(models, quantize="as_published"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_model_leaves_as_published_until_a_step_changes_a_block(name: str, tmp_path: Path) -> None:
+    hf, form, dtype, dims = case(name)
+    folder, changed = tmp_path / "published", tmp_path / "changed"
+    files, plain = quantized.write(hf, form, folder, dtype=dtype)
+    weight = max(each for each, tensor in plain.items() if form.is_quantized(each, tensor))
+    index = (-1,) * plain[weight].dim()
+    new = {**plain, weight: plain[weight].clone()}
+    new[weight][index] = STEP.get(name, 7) * plain[weight].abs().max()
+    changed.mkdir()
+    save_file({each: tensor.contiguous() for each, tensor in new.items()}, changed / "model.safetensors")
+    arguments = str(folder), str(changed), dims, dtype, ENGINES.get(name, {})
+    results = pool.run(dims.smallest_world, published, *arguments)
+
+    expected = Manifest.from_folder(folder, digests=True)
+    assert expected.differences(Manifest.from_folder(f"{folder}-saved", digests=True)) == ()
+    notes = [
+        json.loads((each / "config.json").read_text())["quantization_config"]
+        for each in (folder, Path(f"{folder}-saved"))
+    ]
+    assert notes[0] == notes[1]
+    for before, slices, after in results:
+        assert expected.differences(before) == ()
+        if slices:
+            as_decoded(tensors_of(slices["as_published"]), tensors_of(slices[None]), form)
+        found = tensors_of(after)
+        parts = {each for each in differing(found, files)}
+        assert parts and all(each.startswith(weight.removesuffix(".weight")) for each in parts)
+        only_one_block_is_new({each: (found[each], files[each]) for each in parts}, form)
+        error = (open_source(found, form.note)[weight].to(torch.float32)[index] - new[weight][index].float()).abs()
+        assert error <= new[weight][index].float() / (4 if "mxfp4" in str(form.note) else 12)
+
+
+def as_decoded(slices: dict[str, Tensor], expected: dict[str, Tensor], form: Format) -> None:
+    """The slices of codes and scales are those of an engine: decoded alone, they give the slices of the weights."""
+    source = open_source(slices, form.note)
+    assert set(source) == set(expected)
+    for name, tensor in expected.items():
+        found = source[name]
+        found = found.to(tensor.dtype) if form.is_quantized(name, tensor) else found
+        assert torch.equal(found, tensor.to(found.dtype)), name
+
+
+def only_one_block_is_new(pairs: dict[str, tuple[Tensor, Tensor]], form: Format) -> None:
+    for name, (found, before) in pairs.items():
+        if found.dtype == torch.uint8 or found.dtype.itemsize == 1:
+            found, before = found.view(torch.uint8), before.view(torch.uint8)
+        if name.endswith(("scale", "scales", "scale_inv")):
+            assert int((found != before).sum()) == 1, name
+
+
+NEW: dict[str, tuple[Any, Format, torch.dtype, mb.ParallelDims]] = {
+    **{name: CASES[name] for name in ("minimax_m2", "glm4_moe", "experts alone", "kimi_k2", "bf16 rows", "gpt_oss")},
+    "blocks that shards share": (
+        family("qwen3_moe"),
+        deepseek((16, 32)),
+        torch.bfloat16,
+        mb.ParallelDims(tp=4, ep=2, etp=4, sp=True),
+    ),
+    "powers of two": (
+        family("deepseek_v3"),
+        dataclasses.replace(
+            deepseek((16, 16), rule=quantized.power_of_two),
+            note={"quant_method": "fp8", "weight_block_size": [16, 16], "scale_fmt": "ue8m0"},
+        ),
+        torch.float32,
+        mb.ParallelDims(tp=2, pp=2, ep=2, sp=True),
+    ),
+    "one scale": (lambda: tiny("llama"), quantized.one_scale(torch.bfloat16), torch.bfloat16, mb.ParallelDims(tp=4)),
+    "nvfp4": CASES["nvfp4"],
+    "modelopt": CASES["modelopt"],
+}
+"""Formats whose rule for new scales is ours."""
+
+
+def newly(folder: str, saved: str, dims: mb.ParallelDims, dtype: torch.dtype, note: dict[str, Any]) -> Any:
+    """On one rank: a save by a description."""
+    dims.initialize(device="cpu")
+    models = mb.build_model(folder, dims=dims, device="cpu", dtype=dtype)
+    return mb.save_hf_checkpoint(models, saved, quantize=note)
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_new_scales_are_those_of_whole_tensors(name: str, tmp_path: Path) -> None:
+    """Also where a block lies on several ranks. What is saved is read again with the same values."""
+    make, form, dtype, dims = NEW[name]
+    hf = make()
+    state = random_state(hf, dtype=dtype)
+    save(state, hf, tmp_path)
+    expected = {n: t for n, t in form.files(state).items() if not n.endswith(quantized.OF_ACTIVATIONS)}
+    written = pool.run(dims.smallest_world, newly, str(tmp_path), str(tmp_path / "saved"), dims, dtype, form.note)[0]
+    found: dict[str, Tensor] = {}
+    for path in (tmp_path / "saved").glob("*.safetensors"):
+        found |= load_file(path)
+    assert written.differences(Manifest.from_folder(tmp_path / "saved")) == ()
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    note = config["quantization_config"]
+    listed = note.get("modules_to_not_convert", note.get("ignore"))
+    assert "lm_head" in listed and not any(".experts." in module for module in listed)
+    assert config.get("dtype", config.get("torch_dtype")) == str(dtype).removeprefix("torch.")
+    if "fp4" in str(open_source(found, note).scheme.held):  # the oracle has no -0, and rounds middles down
+        decoded = form.decoded(state, dtype)
+        source = open_source(found, note)
+        assert set(source) == set(decoded)
+        for each, tensor in decoded.items():
+            own = source[each].to(tensor.dtype)
+            assert (own.float() - tensor.float()).abs().max() <= tensor.float().abs().max() / 6, each
+    else:
+        assert differing(found, expected) == []
