@@ -32,6 +32,7 @@ from mcore_bridge.weights.manifest import Manifest, manifest
 from mcore_bridge.weights.model_chunks import Models, modules_of
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.failures import raise_failures, raise_on_all
+from mcore_bridge.weights.weight_format import Quantize
 
 _SYNC_FIRST = "expected an engine with weights of this trainer, found a new one: sync first"
 _SECONDS = Kind(
@@ -85,7 +86,7 @@ class WeightSync:
         loads: whether engines take weights by their own loaders, without a map.
         address: the number under which engines reach this rank's machine; None finds it.
         timeout: seconds that an engine may take for one answer. The first round makes maps within one answer.
-        expert_format, merged: as for ``iter_hf_weights``.
+        expert_format, merged, quantize: as for ``iter_hf_weights``. An engine of an FP8 folder takes "as_published".
 
     Raises:
         TransferError: on every rank, when an argument is wrong on one.
@@ -117,10 +118,11 @@ class WeightSync:
         timeout: float = 600.0,
         expert_format: ExpertFormat | None = None,
         merged: bool | None = None,
+        quantize: Quantize = None,
     ) -> None:
         self._models, self._loads, self._seconds = models, loads, timeout
         self._allowed: tuple[Transport, ...] = WAYS if transport is None else (transport,)
-        self._options: dict[str, Any] = {"expert_format": expert_format, "merged": merged}
+        self._options: dict[str, Any] = {"expert_format": expert_format, "merged": merged, "quantize": quantize}
         self._group = Group.of_trainer()
         self._routes: dict[WorkerKey, Route] = {}
         self._roll_call: RollCall | None = None

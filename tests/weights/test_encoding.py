@@ -14,10 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import mcore_bridge as mb
-from mcore_bridge.errors import ConfigError, ExportError, MappingError, TargetError
+from mcore_bridge.engines import EngineWorker
 from mcore_bridge.weights.manifest import Manifest
 from mcore_bridge.weights.source.source import open_source
-from tests import zoo
 from tests.support import pool, quantized
 from tests.support.quantized import Format, deepseek
 from tests.support.strategies import random_state, save, tiny
@@ -40,7 +39,7 @@ STEP = {"nvfp4": 1, "modelopt": 1}
 def bits(tensors: Any) -> dict[str, tuple[torch.Size, torch.dtype, Tensor]]:
     """What can be sent between processes and compared: torch cannot do so with float8."""
     return {
-        name: (tensor.shape, tensor.dtype, tensor.contiguous().flatten().view(torch.uint8))
+        name: (tensor.shape, tensor.dtype, tensor.contiguous().flatten().view(torch.uint8).clone())
         for name, tensor in dict(tensors).items()
     }
 
@@ -99,8 +98,9 @@ def test_a_model_leaves_as_published_until_a_step_changes_a_block(name: str, tmp
         if slices:
             as_decoded(tensors_of(slices["as_published"]), tensors_of(slices[None]), form)
         found = tensors_of(after)
-        parts = {each for each in differing(found, files)}
-        assert parts and all(each.startswith(weight.removesuffix(".weight")) for each in parts)
+        parts = set(differing(found, files))
+        assert parts
+        assert all(each.startswith(weight.removesuffix(".weight")) for each in parts)
         only_one_block_is_new({each: (found[each], files[each]) for each in parts}, form)
         error = (open_source(found, form.note)[weight].to(torch.float32)[index] - new[weight][index].float()).abs()
         assert error <= new[weight][index].float() / (4 if "mxfp4" in str(form.note) else 12)
@@ -171,7 +171,8 @@ def test_new_scales_are_those_of_whole_tensors(name: str, tmp_path: Path) -> Non
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
     note = config["quantization_config"]
     listed = note.get("modules_to_not_convert", note.get("ignore"))
-    assert "lm_head" in listed and not any(".experts." in module for module in listed)
+    assert "lm_head" in listed
+    assert not any(".experts." in module for module in listed)
     assert config.get("dtype", config.get("torch_dtype")) == str(dtype).removeprefix("torch.")
     if "fp4" in str(open_source(found, note).scheme.held):  # the oracle has no -0, and rounds middles down
         decoded = form.decoded(state, dtype)
@@ -182,3 +183,39 @@ def test_new_scales_are_those_of_whole_tensors(name: str, tmp_path: Path) -> Non
             assert (own.float() - tensor.float()).abs().max() <= tensor.float().abs().max() / 6, each
     else:
         assert differing(found, expected) == []
+
+
+def rounds(folder: str, changed: str, dims: mb.ParallelDims) -> Any:
+    """On one rank: two rounds into an engine that holds codes and scales, the second after a step."""
+    dims.initialize(device="cpu")
+    models = mb.build_model(folder, dims=dims, device="cpu", dtype=torch.bfloat16)
+    engine, first = torch.nn.Module(), torch.distributed.get_rank() == 0
+    specs = mb.manifest(models, quantize="as_published")
+    held = {}
+    for number, spec in enumerate(specs):  # in files, which the trainer's process can open
+        octets = torch.from_file(f"{folder}/{number}-{first}", shared=True, size=spec.num_bytes, dtype=torch.uint8)
+        held[spec.name] = octets.view(spec.dtype).view(spec.shape)
+        engine.register_buffer(f"held{number}", held[spec.name])
+
+    def load(pairs: Any) -> None:
+        for name, tensor in pairs:
+            held[name].copy_(tensor)
+
+    worker = EngineWorker(engine, load, name="in this process")
+    with mb.WeightSync(models, worker.receive if first else (), quantize="as_published") as sync:
+        before = sync(), bits(held)
+        mb.load_hf_weights(models, changed)
+        return [before, (sync(), bits(held))], bits(mb.iter_hf_weights(models, quantize="as_published"))
+
+
+def test_an_engine_gets_codes_and_scales_by_its_map(tmp_path: Path) -> None:
+    files, plain = quantized.write(tiny("qwen3"), deepseek((8, 8)), tmp_path / "a", dtype=torch.bfloat16)
+    weight = "model.layers.1.mlp.up_proj.weight"
+    (tmp_path / "b").mkdir()
+    save_file({**plain, weight: -3 * plain[weight]}, tmp_path / "b" / "model.safetensors")
+    outcome, *_ = pool.run(2, rounds, str(tmp_path / "a"), str(tmp_path / "b"), mb.ParallelDims(tp=2))
+    (before, after), exported = outcome
+    assert differing(tensors_of(before[1]), files) == []
+    assert differing(tensors_of(after[1]), tensors_of(exported)) == []
+    assert set(differing(tensors_of(exported), files)) == {weight, f"{weight}_scale_inv"}
+    assert {report.workers[0].transport for report, _ in (before, after)} == {"shards"}

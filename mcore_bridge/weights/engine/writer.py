@@ -23,6 +23,7 @@ from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.provenance import HF
 from mcore_bridge.weights.transfer.copier import Buffers
 from mcore_bridge.weights.transfer.executor import run_messages
+from mcore_bridge.weights.weight_format import Quantize
 
 GROUP_BYTES = 1 << 30
 """Bytes of HF tensors that one kernel copies. They are kept in memory until then."""
@@ -118,6 +119,7 @@ def export_into(
     expert_format: ExpertFormat | None = None,
     bucket_bytes: int | None = None,
     merged: bool | None = None,
+    quantize: Quantize = None,
 ) -> None:
     """Write the weights of a model into an engine's memory. When this returns, the device has written them.
 
@@ -128,7 +130,7 @@ def export_into(
     made only if the map casts it.
 
     Args:
-        models, hf, head, expert_format, bucket_bytes, merged: as for ``iter_hf_weights``.
+        models, hf, head, expert_format, bucket_bytes, merged, quantize: as for ``iter_hf_weights``.
         writer: the memory of the engine's rank, which this process has opened.
 
     Raises:
@@ -153,6 +155,7 @@ def export_into(
         "bucket_bytes": bucket_bytes,
         "target": target,
         "merged": merged,
+        "quantize": quantize,
     }
     options["problem"] = problem
     export = open_export(models, hf, head, **options)
