@@ -29,10 +29,12 @@ from mcore_bridge.rules.codec import (
 )
 from mcore_bridge.rules.encoded import Encoded
 from mcore_bridge.rules.mapping import unstacked
+from mcore_bridge.rules.scheme import Scheme
+from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.rules.trace import Trace
 from mcore_bridge.weights.bound import BoundModel
-from mcore_bridge.weights.plan.encoded_entries import cells_of, upright_of
-from mcore_bridge.weights.plan.inventory import EncodedPart, Role
+from mcore_bridge.weights.plan.encoded_entries import cells_of, encoded_entries, side_by_side, upright_of
+from mcore_bridge.weights.plan.inventory import EncodedPart, ParamEntry, Role
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.endpoints import check_storage
 from mcore_bridge.weights.transfer.failures import raise_on_all
@@ -87,6 +89,25 @@ def encode_shards(program: Program, group: Group, bound: BoundModel, form: Weigh
             else:
                 merges[sent] = partial(_made, shards[part.plain.held.name, part.parts], part.role)
     return replace(bound, tensors=tensors, merges=merges)
+
+
+def encoded_tensors(name: str, weight: Tensor, scheme: Scheme, form: WeightFormat) -> Iterator[tuple[str, Tensor]]:
+    """Encode one whole weight: the names and tensors of its codes and scales, or the weight if ``scheme`` lacks it."""
+    spec = TensorSpec.of(name, weight)
+    entry = ParamEntry(spec, (name,), side_by_side([spec.shape], 0), {0: (0,)})
+    entries = encoded_entries([entry], scheme)
+    roles = {of.encoded.role: of.encoded for of in entries if of.encoded is not None and of.encoded.constant is None}
+    if not roles:
+        yield name, weight
+        return
+    shard = EncodedShard(roles, 0, lambda: weight.detach(), form)
+    with torch.no_grad():
+        if _num_shared(roles):
+            shard.agreed = shard.partial()
+        for of in entries:
+            assert of.encoded is not None
+            made = _constant(form, of.encoded, weight) if of.encoded.constant else _made(shard, of.encoded.role, weight)
+            yield of.hf[0], made.view(of.shape_of(0))
 
 
 def _constant(form: WeightFormat, part: EncodedPart, held: Tensor) -> Tensor:

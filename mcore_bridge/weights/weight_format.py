@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -25,7 +25,7 @@ from mcore_bridge.rules.dtypes import Dtypes, wanted_dtype
 from mcore_bridge.rules.encoded import Encoded
 from mcore_bridge.rules.mapping import WeightMapping
 from mcore_bridge.rules.new_scheme import list_of, new_scheme
-from mcore_bridge.rules.scheme import is_part
+from mcore_bridge.rules.scheme import Scheme, is_part
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.files.sources import SourceFolders
 from mcore_bridge.weights.plan.encoded_entries import encoded_entries, plain_specs
@@ -72,23 +72,34 @@ class WeightFormat:
             ConfigError: the description does not fit the weights.
         """
         if self.source is not None:
-            scheme = self.source.scheme
             known = plain_specs(entries)
-            lost = [name for name in scheme.held if name not in known and not mapping.is_unused(name)]
+            lost = [name for name in self.source.scheme.held if name not in known and not mapping.is_unused(name)]
             if lost:
                 raise MappingError(
                     f"{self.source.folder} encodes {len(lost)} tensors that this export does not have, such as "
                     f"{lost[0]}: expected a folder of this model with equal names. Leave expert_format= at its default"
                 )
-            return encoded_entries(entries, scheme)
-        if self.quantization is None:
-            return tuple(entries)
         linear = [entry for entry in entries if is_linear(entry.held.name)]
-        return encoded_entries(entries, new_scheme(plain_specs(linear).values(), self.quantization))
+        return encoded_entries(entries, self.scheme_for(plain_specs(linear).values()))
+
+    def scheme_for(self, weights: Iterable[TensorSpec]) -> Scheme:
+        """The scheme of a model with these plain weights of linear layers.
+
+        Raises:
+            ConfigError: the description does not fit the weights.
+        """
+        if self.source is not None:
+            return self.source.scheme
+        return Scheme() if self.quantization is None else new_scheme(weights, self.quantization)
 
     def raw(self, name: str) -> Tensor | None:
         """A tensor as the folder stores it, under its name there; None without a folder."""
         return None if self.source is None else self.source.raw(name)
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether any weight leaves encoded."""
+        return self.quantization is not None or (self.source is not None and self.source.is_encoded)
 
     @cached_property
     def files(self) -> Mapping[str, Encoded]:

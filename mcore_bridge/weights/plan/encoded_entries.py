@@ -107,14 +107,14 @@ def _encoded(entry: ParamEntry, parts: tuple[int, ...], encodings: tuple[Encodin
     if grid is not None:
         yield made("scales", grid)
     else:
-        whole = _side_by_side([encoding.grid[-2:] for encoding in encodings], upright.to_hf[0].dim)
+        whole = side_by_side([encoding.grid[-2:] for encoding in encodings], upright.to_hf[0].dim)
         yield made("scales", whole, shared=True)
     if first.overall is not None:
-        yield made("overall", _side_by_side([(1,)] * len(parts), 0), shared=True)
+        yield made("overall", side_by_side([(1,)] * len(parts), 0), shared=True)
     for part, encoding in zip(parts, encodings, strict=True):
         if unstacked(entry.hf[part])[1] in (None, 0):  # once for a stack of experts
             for spec in (*encoding.stored[len(encoding.parts) :], *encoding.beside):
-                whole = _side_by_side([(spec.numel,)], 0)
+                whole = side_by_side([(spec.numel,)], 0)
                 yield _entry(EncodedPart("constant", entry, (part,), (encoding,), whole, True, spec), [spec.name])
 
 
@@ -218,7 +218,7 @@ def _with_trailing(traced: Trace, trailing: Shape) -> Trace:
     return Trace(shapes, (*traced.shard_shape, *trailing), traced.to_mcore, traced.to_hf)
 
 
-def _side_by_side(shapes: Sequence[Shape], dim: int) -> Trace:
+def side_by_side(shapes: Sequence[Shape], dim: int) -> Trace:
     """The trace of a single shard that has whole parts one after the other along ``dim``."""
     copies, start = [], 0
     for part, shape in enumerate(shapes):
