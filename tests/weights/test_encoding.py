@@ -5,6 +5,8 @@
 
 import dataclasses
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,11 @@ from torch import Tensor
 
 import mcore_bridge as mb
 from mcore_bridge.engines import EngineWorker
+from mcore_bridge.errors import ConfigError, ExportError, MappingError, TargetError
+from mcore_bridge.weights import encoding
 from mcore_bridge.weights.manifest import Manifest
 from mcore_bridge.weights.source.source import open_source
+from mcore_bridge.weights.transfer.collectives import Group
 from tests.support import pool, quantized
 from tests.support.quantized import Format, deepseek
 from tests.support.strategies import random_state, save, tiny
@@ -219,3 +224,131 @@ def test_an_engine_gets_codes_and_scales_by_its_map(tmp_path: Path) -> None:
     assert differing(tensors_of(after[1]), tensors_of(exported)) == []
     assert set(differing(tensors_of(exported), files)) == {weight, f"{weight}_scale_inv"}
     assert {report.workers[0].transport for report, _ in (before, after)} == {"shards"}
+
+
+# refusals -------------------------------------------------------------------------------------------------------------
+
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [8, 8]}
+
+
+def refusals(folder: str, plain: str, dims: mb.ParallelDims) -> list[str]:
+    """On one rank: the errors of exports that cannot be."""
+    dims.initialize(device="cpu")
+    models = mb.build_model(folder, dims=dims, device="cpu", dtype=torch.bfloat16)
+    bare = mb.build_model(tiny("qwen3"), dims=dims, device="cpu", dtype=torch.bfloat16, load_weights=False)
+    target = mb.engine_ranks(tp=4)[0]
+    asked: list[tuple[Any, dict[str, Any]]] = [
+        (models, {"quantize": 8}),
+        (models, {"quantize": {"quant_method": "awq"}}),
+        (models, {"quantize": f"{folder}/absent"}),
+        (bare, {"quantize": "as_published"}),
+        (models, {"quantize": {**BLOCKS, "weight_block_size": [16, 16]}, "target": target}),
+        (models, {"quantize": quantized.int4(32).note | {"ignore": []}}),
+        (models, {"quantize": quantized.groups_of_each_layer().note}),
+        (bare, {"quantize": plain}),
+    ]
+    found = [error_of(lambda: list(mb.iter_hf_weights(chunks, **given))) for chunks, given in asked]  # noqa: B023
+    next(p for chunk in models for n, p in chunk.named_parameters() if "linear_fc2" in n).data[0, 0] = torch.nan
+    return [*found, error_of(lambda: list(mb.iter_hf_weights(models, quantize="as_published")))]
+
+
+def error_of(call: Any) -> str:
+    try:
+        call()
+    except (ConfigError, ExportError, MappingError, TargetError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_what_cannot_leave_encoded_is_refused_on_every_rank(tmp_path: Path) -> None:
+    quantized.write(tiny("qwen3"), deepseek((8, 8)), tmp_path / "a", dtype=torch.bfloat16)
+    quantized.write(tiny("qwen3", num_hidden_layers=5), deepseek((8, 8)), tmp_path / "deeper", dtype=torch.bfloat16)
+    expected = [
+        'quantize must be None, "as_published", a folder',
+        "quant_method must be 'fp8'",
+        "must be an existing folder or a repository",
+        'quantize="as_published" needs the folder that the model came from',
+        r"cannot be cut for the engine: a cut after \d+ of \d+ numbers lies within 16",
+        r"weights must be matrices whose columns divide into groups of int4",
+        "quantize must describe one encoding for all weights, found 3",
+        "encodes .* tensors that this export does not have, such as model.layers.4",
+        "down_proj.weight must have finite numbers to be encoded, found NaN",
+    ]
+    for errors in pool.run(2, refusals, str(tmp_path / "a"), str(tmp_path / "deeper"), mb.ParallelDims(tp=2)):
+        for error, message in zip(errors, expected, strict=True):
+            assert re.search(message, error), (message, error)
+
+
+# planted mistakes -----------------------------------------------------------------------------------------------------
+
+
+def _unreduced(right: Any) -> Any:
+    return lambda self, tensor: tensor
+
+
+def _always_kept(right: Any) -> Any:
+    return lambda self, *args: torch.zeros_like(right(self, *args))
+
+
+def _never_kept(right: Any) -> Any:
+    return lambda self, *args: torch.ones_like(right(self, *args))
+
+
+def _unrounded(right: Any) -> Any:
+    return lambda codec, scales, *rest: right(codec, scales, *rest) * (1 + 2**-9)
+
+
+def _of_next_row(right: Any) -> Any:
+    return lambda self, scales, rows: right(self, scales.roll(1, 0), rows)
+
+
+def _first_column(right: Any) -> Any:
+    return lambda self, numbers: right(self, numbers).roll(1, 1)
+
+
+MISTAKES: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
+    "each rank has its own maximum": (Group, "maximum", _unreduced),
+    "scales are kept where numbers have changed": (encoding.EncodedShard, "_changed", _always_kept),
+    "scales are always new": (encoding.EncodedShard, "_changed", _never_kept),
+    "codes are made with other scales than those sent": (encoding, "scales_of", _unrounded),
+    "scales are of the next row of blocks": (encoding._Grid, "spread", _of_next_row),
+    "maxima are of the next column of blocks": (encoding._Grid, "_of_columns", _first_column),
+}
+
+
+def mistaken(folder: str, changed: str, dims: mb.ParallelDims) -> dict[str, Any]:
+    """On one rank: what an untrained and a changed model export with each mistake, and without."""
+    dims.initialize(device="cpu")
+    first, second = (mb.build_model(folder, dims=dims, device="cpu", dtype=torch.bfloat16) for _ in range(2))
+    mb.load_hf_weights(second, changed)
+    found = {}
+    for mistake in ("", *MISTAKES):
+        with pytest.MonkeyPatch.context() as patch:
+            if mistake:
+                owner, name, wrong = MISTAKES[mistake]
+                patch.setattr(owner, name, wrong(getattr(owner, name)))
+            found[mistake] = [bits(mb.iter_hf_weights(models, quantize="as_published")) for models in (first, second)]
+    return found
+
+
+def test_planted_mistakes_are_found(tmp_path: Path) -> None:
+    calibrated, form = (deepseek((16, 16), torch.bfloat16, rule=lambda own, factor=by: own * factor) for by in (1.5, 1))
+    files, plain = quantized.write(tiny("qwen3"), calibrated, tmp_path / "a", dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    changed = {
+        name: tensor * torch.randn(tensor.shape, generator=generator).bfloat16()
+        if form.is_quantized(name, tensor)
+        else tensor
+        for name, tensor in plain.items()
+    }
+    (tmp_path / "b").mkdir()
+    save_file(changed, tmp_path / "b" / "model.safetensors")
+    expected = [files, form.files(changed)]
+    arguments = str(tmp_path / "a"), str(tmp_path / "b"), mb.ParallelDims(tp=4)
+    found = pool.run(4, mistaken, *arguments)[0]
+    wrong = {
+        mistake: [differing(tensors_of(own), right) for own, right in zip(exported, expected, strict=True)]
+        for mistake, exported in found.items()
+    }
+    assert wrong.pop("") == [[], []]
+    assert [mistake for mistake, names in wrong.items() if not any(names)] == []
