@@ -30,9 +30,9 @@ from mcore_bridge.weights.engine.comparison import Compared
 from mcore_bridge.weights.ipc.shared_memory import gpu_of
 from mcore_bridge.weights.manifest import Manifest, manifest
 from mcore_bridge.weights.model_chunks import Models, modules_of
+from mcore_bridge.weights.source.weight_format import Quantize
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.failures import raise_failures, raise_on_all
-from mcore_bridge.weights.weight_format import Quantize
 
 _SYNC_FIRST = "expected an engine with weights of this trainer, found a new one: sync first"
 _SECONDS = Kind(

@@ -25,10 +25,10 @@ from mcore_bridge.rules.names import TOWER, Numbering
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.trainers.one_parameter import binding_of
 from mcore_bridge.weights.bound import axes_of_config
-from mcore_bridge.weights.encoding import encoded_tensors
 from mcore_bridge.weights.files.hf_folder import shard_names
 from mcore_bridge.weights.provenance import provenance_of
-from mcore_bridge.weights.weight_format import is_linear, weight_format
+from mcore_bridge.weights.sent.encoding import encoded_tensors
+from mcore_bridge.weights.source.weight_format import is_linear, weight_format
 
 Named = tuple[str, Tensor]
 

@@ -22,7 +22,6 @@ from mcore_bridge.rules.adapters import Adapters
 from mcore_bridge.rules.dtypes import Dtypes
 from mcore_bridge.rules.mapping import ExpertFormat, Rules
 from mcore_bridge.weights.bound import BoundModel, bind, provenance_on
-from mcore_bridge.weights.encoding import encode_shards
 from mcore_bridge.weights.model_chunks import Models, chunks_of, whole_config
 from mcore_bridge.weights.param_sync import gather_pending, heard_by_replicas, require_gatherable
 from mcore_bridge.weights.plan.all_to_all import plan_targets
@@ -32,10 +31,11 @@ from mcore_bridge.weights.plan.gather import plan_export
 from mcore_bridge.weights.plan.inventory import Inventory
 from mcore_bridge.weights.plan.target import EngineRank, Target
 from mcore_bridge.weights.provenance import HF, identity
+from mcore_bridge.weights.sent.encoding import encode_shards
+from mcore_bridge.weights.source.weight_format import PLAIN, Quantize, WeightFormat, weight_format
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.failures import raise_failures
 from mcore_bridge.weights.transfer.program import Program
-from mcore_bridge.weights.weight_format import PLAIN, Quantize, WeightFormat, weight_format
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -73,8 +73,7 @@ class Options(TypedDict, total=False):
 
     expert_format: ExpertFormat | None
     bucket_bytes: int | None
-    target: Target
-    problem: str
+    target: Target | Exception
     dtype: Dtypes
     merged: bool | None
     quantize: Quantize
@@ -100,7 +99,10 @@ def open_export(models: Models, hf: HF | None, head: str, **options: Unpack[Opti
         export = agree_on_plan(models, hf, head, **options)
         require_gatherable(models, export.group)
     gather_pending(models)
-    return replace(export, bound=encode_shards(export.program, export.group, export.bound, export.format))
+    bound = export.bound
+    held = bound.tensors, bound.merges
+    tensors, merges = encode_shards(export.program, export.group, *held, bound.shard_of, export.format)
+    return replace(export, bound=replace(bound, tensors=tensors, merges=merges))
 
 
 @uncollected()
@@ -111,8 +113,7 @@ def agree_on_plan(
     *,
     expert_format: ExpertFormat | None = None,
     bucket_bytes: int | None = None,
-    target: Target = "everything",
-    problem: str = "",
+    target: Target | Exception = "everything",
     dtype: Dtypes = None,
     merged: bool | None = None,
     quantize: Quantize = None,
@@ -126,10 +127,10 @@ def agree_on_plan(
     stay pending.
 
     Args:
-        models, hf, head, expert_format, bucket_bytes, target, dtype, merged, quantize: as for ``iter_hf_weights``.
+        models, hf, head, expert_format, bucket_bytes, target, dtype, merged, quantize: as for ``iter_hf_weights``. If
+            the target is an error, this rank cannot export, and every rank raises the error.
         adapters: the adapters of the models, to export only these.
         guests: targets of receivers that are no ranks of the group. They hold nothing, and come after its ranks.
-        problem: the reason why this rank cannot export, if the caller knows one. Every rank then raises it.
         shared: further arguments that must be equal on all ranks.
 
     Raises:
@@ -138,9 +139,11 @@ def agree_on_plan(
     """
     first = chunks_of(models)[0]
     group = Group.of_replica(first.pg_collection)
-    bound, error, form = None, problem, PLAIN
+    bound, error, form = None, "", PLAIN
     given: dict[str, object] = {"bucket_bytes": bucket_bytes, "merged": merged, **shared}
     try:
+        if isinstance(target, Exception):
+            raise target
         require(ExportError, bucket_bytes=(bucket_bytes, COUNT.or_none()), target=(target, _TARGET))
         provenance = provenance_on(models, hf, head)
         bound = bind(models, provenance, expert_format=expert_format, merged=merged, adapters=adapters)
@@ -150,9 +153,9 @@ def agree_on_plan(
             "expert_format": expert_format or provenance.expert_format,
             "quantize": form.digest,
         }
-        error = error or bound.problem_of(dtype)
+        error = bound.problem_of(dtype)
     except Exception as failure:  # also errors of files: other ranks must be informed
-        error = describe(failure)
+        error, target = describe(failure), "nothing"
     fingerprint = (repr(given), target, guests, group.rank, group.size, group.num_stages, bound and bound.fingerprint())
     plans = _plans.get(first, ())
     fits = [not error and plan.fingerprint == fingerprint for plan in plans]

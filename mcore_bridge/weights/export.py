@@ -28,9 +28,9 @@ from mcore_bridge.weights.param_sync import require_gathered
 from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.progress import tracked
 from mcore_bridge.weights.provenance import HF
+from mcore_bridge.weights.source.weight_format import PLAIN, Quantize, WeightFormat
 from mcore_bridge.weights.transfer.endpoints import check_storage
 from mcore_bridge.weights.transfer.executor import run_program
-from mcore_bridge.weights.weight_format import PLAIN, Quantize, WeightFormat
 
 
 @accepts_former_names

@@ -31,8 +31,8 @@ from mcore_bridge.weights.model_chunks import Models
 from mcore_bridge.weights.plan.engine_map import EngineMap
 from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.provenance import HF
+from mcore_bridge.weights.source.weight_format import Quantize
 from mcore_bridge.weights.transfer.failures import raise_on_all
-from mcore_bridge.weights.weight_format import Quantize
 
 
 @dataclass(frozen=True, slots=True)

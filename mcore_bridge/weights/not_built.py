@@ -20,7 +20,7 @@ from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.files.hf_folder import Checkpoint, names_in
 from mcore_bridge.weights.files.sources import SourceFolders
 from mcore_bridge.weights.source.source import Source, open_folder
-from mcore_bridge.weights.weight_format import PLAIN, WeightFormat
+from mcore_bridge.weights.source.weight_format import PLAIN, WeightFormat
 
 if TYPE_CHECKING:
     from mcore_bridge.rules.mapping import WeightMapping

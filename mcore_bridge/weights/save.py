@@ -35,9 +35,9 @@ from mcore_bridge.weights.model_chunks import Models, chunks_of
 from mcore_bridge.weights.not_built import Mtp, NotBuilt, not_built_of
 from mcore_bridge.weights.own_folder import is_source, plain_dtypes, require_held
 from mcore_bridge.weights.provenance import HF, Provenance, config_in, head_of, identity, write_config
+from mcore_bridge.weights.source.weight_format import Quantize, WeightFormat, weight_format
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.failures import raise_on_all, require_alike
-from mcore_bridge.weights.weight_format import Quantize, WeightFormat, weight_format
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -16,12 +16,12 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from mcore_bridge.config.quantization import read_quantization
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules import codec, encoded, scheme
-from mcore_bridge.rules.new_scheme import new_scheme
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.encoding import encoded_tensors
 from mcore_bridge.weights.files.encoded_copy import EncodedCopy
+from mcore_bridge.weights.sent.encoding import encoded_tensors
+from mcore_bridge.weights.source.new_scheme import new_scheme
 from mcore_bridge.weights.source.source import open_source
-from mcore_bridge.weights.weight_format import PLAIN
+from mcore_bridge.weights.source.weight_format import PLAIN
 from tests import zoo
 from tests.support import quantized
 from tests.support.quantized import Format, deepseek, mxfp4

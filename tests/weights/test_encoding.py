@@ -18,14 +18,14 @@ from torch import Tensor
 import mcore_bridge as mb
 from mcore_bridge.engines import EngineWorker
 from mcore_bridge.errors import ConfigError, ExportError, MappingError, TargetError
-from mcore_bridge.weights import encoding
 from mcore_bridge.weights.manifest import Manifest
+from mcore_bridge.weights.sent import encoding
 from mcore_bridge.weights.source.source import open_source
 from mcore_bridge.weights.transfer.collectives import Group
 from tests.support import pool, quantized
 from tests.support.quantized import Format, deepseek
+from tests.support.quantized_cases import CASES, case, family
 from tests.support.strategies import random_state, save, tiny
-from tests.weights.test_quantized import CASES, case, family
 
 ENGINES = {
     "qwen3": {"tp": 2},

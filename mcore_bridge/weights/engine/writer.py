@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from mcore_bridge.arguments import COUNT, accepts_former_names, instance_of, list_of, problem_of, require
-from mcore_bridge.errors import TransferError, plural
+from mcore_bridge.errors import ExportError, TransferError, plural
 from mcore_bridge.rules.mapping import ExpertFormat
 from mcore_bridge.rules.spec import Pair, runs_within
 from mcore_bridge.weights.agreement import Options, open_export
@@ -19,11 +19,10 @@ from mcore_bridge.weights.engine.group_copies import MapCopies, take_expected
 from mcore_bridge.weights.ipc.shared_memory import Handle, open_all
 from mcore_bridge.weights.model_chunks import Models
 from mcore_bridge.weights.plan.engine_map import EngineMap
-from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.provenance import HF
+from mcore_bridge.weights.source.weight_format import Quantize
 from mcore_bridge.weights.transfer.copier import Buffers
 from mcore_bridge.weights.transfer.executor import run_messages
-from mcore_bridge.weights.weight_format import Quantize
 
 GROUP_BYTES = 1 << 30
 """Bytes of HF tensors that one kernel copies. They are kept in memory until then."""
@@ -149,7 +148,7 @@ def export_into(
         True
     """
     problem = problem_of(writer=(writer, _WRITER))
-    target: Target = "nothing" if problem else writer.map
+    target = ExportError(problem) if problem else writer.map
     options: Options = {
         "expert_format": expert_format,
         "bucket_bytes": bucket_bytes,
@@ -157,7 +156,6 @@ def export_into(
         "merged": merged,
         "quantize": quantize,
     }
-    options["problem"] = problem
     export = open_export(models, hf, head, **options)
 
     bound = export.bound

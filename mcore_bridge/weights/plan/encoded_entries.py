@@ -40,16 +40,16 @@ def encoded_entries(entries: Sequence[ParamEntry], scheme: Scheme) -> tuple[Para
     """
     if not scheme.held:
         return tuple(entries)
-    found: list[ParamEntry] = []
+    sent: list[ParamEntry] = []
     wrong: list[str] = []
     for entry in entries:
         try:
-            found += _entries_of(entry, scheme.held)
+            sent += _entries_of(entry, scheme.held)
         except _UnfitError as problem:
             wrong.append(f"{entry.hf[0]} {problem}")
     if wrong:
         raise MappingError(f"{len(wrong)} weights cannot leave encoded: {'; '.join(wrong[:5])}")
-    return tuple(found)
+    return tuple(sent)
 
 
 class _UnfitError(Exception):

@@ -131,14 +131,14 @@ def _in_cells(entry: ParamEntry, part: int, indices: Indices) -> Indices:
     whole = plain.part_shapes[encoded.parts[part]][dims_of(plain)[encoded.parts[part]]]
     moved = plain.to_mcore[0].dim
     cell = whole // length if encoded.role == "codes" else cells_of(upright_of(plain, encoding), encoding)[moved]
-    found = np.unique(indices // cell)
-    if (np.minimum((found + 1) * cell, whole) - found * cell).sum() != len(indices):
+    cells = np.unique(indices // cell)
+    if (np.minimum((cells + 1) * cell, whole) - cells * cell).sum() != len(indices):
         raise TargetError(
             f"{entry.hf[part]} cannot be cut for the engine: a cut after {len(indices)} of {whole} numbers lies within "
             f"{cell} that are encoded together. Change tp (or etp of the experts), so that the parts are multiples of "
             f"{cell}, or name it in whole="
         )
-    return found
+    return cells
 
 
 def _check(target: EngineRank, axes: Axes) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal
 
 from mcore_bridge.errors import MappingError
@@ -58,8 +59,7 @@ class EncodedPart:
         """What a file has of each part."""
         if self.constant is not None:
             return (self.constant,)
-        found = {"codes": lambda e: e.codes, "scales": lambda e: e.scales, "overall": lambda e: e.overall}[self.role]
-        return tuple(map(found, self.encodings))
+        return tuple(map(attrgetter(self.role), self.encodings))
 
     def stored_shape(self, index: int, shape: Shape) -> Shape:
         """The shape in which a file has these numbers of a part (or of a slice), instead of ``shape``."""

@@ -9,7 +9,7 @@ bits do not depend on the mesh.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 import torch
@@ -32,33 +32,46 @@ from mcore_bridge.rules.mapping import unstacked
 from mcore_bridge.rules.scheme import Scheme
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.rules.trace import Trace
-from mcore_bridge.weights.bound import BoundModel
 from mcore_bridge.weights.plan.encoded_entries import cells_of, encoded_entries, side_by_side, upright_of
 from mcore_bridge.weights.plan.inventory import EncodedPart, ParamEntry, Role
+from mcore_bridge.weights.source.weight_format import WeightFormat
 from mcore_bridge.weights.transfer.collectives import Group
-from mcore_bridge.weights.transfer.endpoints import check_storage
+from mcore_bridge.weights.transfer.endpoints import Merge, check_storage
 from mcore_bridge.weights.transfer.failures import raise_on_all
 from mcore_bridge.weights.transfer.program import Program
-from mcore_bridge.weights.weight_format import WeightFormat
 
+Held = tuple[Mapping[str, Tensor], Mapping[str, Merge]]
+"""Tensors by name, and the functions from some of them to what is sent."""
 _STRIP = 1 << 22
 """Numbers of a shard that are encoded at once. In fp32 they take 16 MB, and a few tensors of this size exist."""
 
 
-def encode_shards(program: Program, group: Group, bound: BoundModel, form: WeightFormat) -> BoundModel:
+def encode_shards(
+    program: Program,
+    group: Group,
+    tensors: Mapping[str, Tensor],
+    merges: Mapping[str, Merge],
+    shard_of: Callable[[str], int],
+    form: WeightFormat,
+) -> Held:
     """Add the codes and scales that an export of ``program`` sends to the tensors of this rank.
 
     All ranks of the group call it together. They communicate once, and only if a block lies on several ranks.
 
     Args:
+        tensors, merges: this rank's tensors by canonical name, and the functions from some of them to what is sent.
+        shard_of: gives the number of the shard that this rank has of a tensor.
         form: the format in which weights leave.
+
+    Returns:
+        Tensors and functions, with names for what is sent of encoded weights.
 
     Raises:
         ExportError: on every rank, when a weight of any rank has a number that is not finite, or no memory.
     """
     encoded = {entry.held.name: entry.encoded for entry in program.entries if entry.encoded is not None}
     if not encoded:
-        return bound
+        return tensors, merges
     weights: dict[tuple[str, tuple[int, ...]], dict[Role, EncodedPart]] = {}
     for part in encoded.values():
         if part.constant is None:
@@ -66,11 +79,11 @@ def encode_shards(program: Program, group: Group, bound: BoundModel, form: Weigh
     sizes = {key: _num_shared(roles) for key, roles in weights.items()}
     with raise_on_all(group, kind=ExportError):
         shards = {
-            key: EncodedShard(roles, _shard(bound, key[0]), _values(bound, key[0]), form)
+            key: EncodedShard(roles, shard_of(key[0]), _values(key[0], tensors, merges), form)
             for key, roles in weights.items()
-            if key[0] in bound.tensors
+            if key[0] in tensors
         }
-        device = next((tensor.device for tensor in bound.tensors.values()), group.device)
+        device = next((tensor.device for tensor in tensors.values()), group.device)
         shared = torch.zeros(sum(sizes.values()), device=device)
         for key, own in zip(sizes, shared.split([*sizes.values()]), strict=True):
             if len(own) and key in shards:
@@ -80,15 +93,15 @@ def encode_shards(program: Program, group: Group, bound: BoundModel, form: Weigh
         for key, own in zip(sizes, shared.split([*sizes.values()]), strict=True):
             if len(own) and key in shards:
                 shards[key].agreed = own
-    tensors, merges = dict(bound.tensors), dict(bound.merges)
+    sources, made = dict(tensors), dict(merges)
     for sent, part in encoded.items():
-        if (held := bound.tensors.get(part.plain.held.name)) is not None:
-            tensors[sent] = held
+        if (held := tensors.get(part.plain.held.name)) is not None:
+            sources[sent] = held
             if part.constant is not None:
-                merges[sent] = partial(_constant, form, part)
+                made[sent] = partial(_constant, form, part)
             else:
-                merges[sent] = partial(_made, shards[part.plain.held.name, part.parts], part.role)
-    return replace(bound, tensors=tensors, merges=merges)
+                made[sent] = partial(_made, shards[part.plain.held.name, part.parts], part.role)
+    return sources, made
 
 
 def encoded_tensors(name: str, weight: Tensor, scheme: Scheme, form: WeightFormat) -> Iterator[tuple[str, Tensor]]:
@@ -114,18 +127,15 @@ def _constant(form: WeightFormat, part: EncodedPart, held: Tensor) -> Tensor:
     spec = part.constant
     assert spec is not None
     own = form.raw(spec.name)
-    found = torch.tensor(part.encodings[0].shape, dtype=spec.dtype) if own is None else own.flatten()
-    return found.to(held.device)
+    own = torch.tensor(part.encodings[0].shape, dtype=spec.dtype) if own is None else own.flatten()
+    return own.to(held.device)
 
 
-def _shard(bound: BoundModel, name: str) -> int:
-    return bound.ranks[bound.mapping.bind(name).axis]
-
-
-def _values(bound: BoundModel, name: str) -> Callable[[], Tensor]:
+def _values(name: str, tensors: Mapping[str, Tensor], merges: Mapping[str, Merge]) -> Callable[[], Tensor]:
     """A function that gives the numbers of this rank's shard, with merged adapters if there are any."""
-    check_storage({name: bound.tensors[name]})
-    return lambda: bound.exported(name)
+    held = tensors[name].detach()
+    check_storage({name: held})
+    return lambda: merges[name](held) if name in merges else held
 
 
 def _made(shard: EncodedShard, role: Role, held: Tensor) -> Tensor:
@@ -134,8 +144,10 @@ def _made(shard: EncodedShard, role: Role, held: Tensor) -> Tensor:
 
 
 def _num_shared(roles: Mapping[Role, EncodedPart]) -> int:
-    """How many numbers the holders of a weight agree on: for each block its largest magnitude, and whether it changed;
-    and the largest magnitude of each part that has an overall number.
+    """How many numbers the holders of a weight agree on.
+
+    For each block these are its largest magnitude, and whether it has changed. For each part with an overall number,
+    this is the largest magnitude of the part.
     """
     scales, overall = roles["scales"], roles.get("overall")
     return (2 * _numel(scales.trace) if scales.shared else 0) + (len(overall.encodings) if overall else 0)
@@ -177,15 +189,14 @@ class EncodedShard:
         """What this shard adds to the numbers on which holders agree, [``_num_shared``] of fp32."""
         values = self.values()
         grid = _Grid.of(self._part, self.shard, values.shape, values.device)
-        found = []
+        numbers = []
         amax = self._amax(grid, values)
         if self._part.shared:
-            found += [amax.flatten(), self._changed(grid, values).flatten()]
+            numbers += [amax.flatten(), self._changed(grid, values).flatten()]
         if "overall" in self.roles:
-            found.append(amax.new_zeros(len(self._part.parts) + 1))
-            found[-1].scatter_reduce_(0, grid.parts, amax.amax(1), "amax")
-            found[-1] = found[-1][:-1]
-        return torch.cat(found)
+            of_parts = amax.new_zeros(len(self._part.parts) + 1)
+            numbers.append(of_parts.scatter_reduce_(0, grid.parts, amax.amax(1), "amax")[:-1])
+        return torch.cat(numbers)
 
     def codes(self) -> Tensor:
         """The codes of the shard, in the dtype and shape in which they are sent."""
@@ -362,15 +373,14 @@ class _Grid:
         """The largest number in each block, fp32, with the shape of the grid. ``of_rows`` gives no negative numbers."""
         grid = torch.zeros(self.shape[0] + 1, self.shape[1], device=self.rows.device)
         for rows in self.strips():
-            found = self._of_columns(of_rows(rows))
-            grid.scatter_reduce_(0, self.rows[rows, None].expand_as(found), found, "amax")
+            amax = self._of_columns(of_rows(rows))
+            grid.scatter_reduce_(0, self.rows[rows, None].expand_as(amax), amax, "amax")
         return grid[:-1]
 
     def _of_columns(self, numbers: Tensor) -> Tensor:
         if self.columns is not None:
-            found = numbers.new_zeros(len(numbers), self.shape[1] + 1)
-            found.scatter_reduce_(1, self.columns.expand_as(numbers), numbers, "amax")
-            return found[:, :-1]
+            amax = numbers.new_zeros(len(numbers), self.shape[1] + 1)
+            return amax.scatter_reduce_(1, self.columns.expand_as(numbers), numbers, "amax")[:, :-1]
         missing = self.shape[1] * self.width - self.num_columns
         return torch.nn.functional.pad(numbers, (0, missing)).unflatten(1, (self.shape[1], self.width)).amax(-1)
 

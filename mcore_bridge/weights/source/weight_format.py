@@ -24,19 +24,21 @@ from mcore_bridge.errors import ConfigError, MappingError
 from mcore_bridge.rules.dtypes import Dtypes, wanted_dtype
 from mcore_bridge.rules.encoded import Encoded
 from mcore_bridge.rules.mapping import WeightMapping
-from mcore_bridge.rules.new_scheme import list_of, new_scheme
 from mcore_bridge.rules.scheme import Scheme, is_part
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.files.sources import SourceFolders
 from mcore_bridge.weights.plan.encoded_entries import encoded_entries, plain_specs
 from mcore_bridge.weights.plan.inventory import ParamEntry
 from mcore_bridge.weights.source.encoded_weights import note_in_config
+from mcore_bridge.weights.source.new_scheme import list_of, new_scheme
 from mcore_bridge.weights.source.source import Source, open_folder
 
 AS_PUBLISHED = "as_published"
 Quantize: TypeAlias = Union[Literal["as_published"], str, "os.PathLike[str]", Mapping[str, Any], None]
-"""How weights leave: None, plain; "as_published", encoded as in the folder of the model; another folder of this model
-whose format is used; or a ``quantization_config``, as it stands in a config.json.
+"""How weights leave. None: plain. "as_published": as the folder of the model has them.
+
+A folder, or its hub name: as this other release of the model has them. A dict: by this ``quantization_config``, as it
+stands in a config.json.
 """
 _KIND = instance_of(
     'None, "as_published", a folder or its hub name, or a quantization_config as a dict',
