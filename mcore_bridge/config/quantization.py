@@ -3,14 +3,22 @@
 The files alone decide which tensors are quantized, and the config must agree with them.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, Union
 
 from mcore_bridge.errors import ConfigError
 
 Grain = Literal["tensor", "row"] | tuple[int, int]
 """The elements that share a scale: the whole weight, a row, or a block with these numbers of rows and columns."""
+
+Quantize: TypeAlias = Union[Literal["as_published"], str, "os.PathLike[str]", Mapping[str, Any], None]
+"""How weights leave. None: plain. "as_published": as the folder of the model has them.
+
+A folder, or its hub name: as this other release of the model has them. A dict: by this ``quantization_config``, as it
+stands in a config.json.
+"""
 
 _MODELOPT: dict[str, tuple[str, Grain]] = {
     "FP8": ("fp8", "tensor"),

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from mcore_bridge.arguments import LEAST_0, Kind, accepts_former_names, instance_of, problem_of, require
+from mcore_bridge.config.quantization import Quantize
 from mcore_bridge.engines.channel import HANDSHAKE, Listener, WorkerLine, own_host
 from mcore_bridge.engines.engine_worker import Identity
 from mcore_bridge.errors import TransferError, describe, plural
@@ -30,7 +31,6 @@ from mcore_bridge.weights.engine.comparison import Compared
 from mcore_bridge.weights.ipc.shared_memory import gpu_of
 from mcore_bridge.weights.manifest import Manifest, manifest
 from mcore_bridge.weights.model_chunks import Models, modules_of
-from mcore_bridge.weights.source.weight_format import Quantize
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.failures import raise_failures, raise_on_all
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from mcore_bridge.arguments import COUNT, instance_of, require
 from mcore_bridge.config.mesh.alike import Shared, difference, sendable
+from mcore_bridge.config.quantization import Quantize
 from mcore_bridge.errors import ExportError, describe
 from mcore_bridge.machine import uncollected
 from mcore_bridge.rules.adapters import Adapters
@@ -32,7 +33,7 @@ from mcore_bridge.weights.plan.inventory import Inventory
 from mcore_bridge.weights.plan.target import EngineRank, Target
 from mcore_bridge.weights.provenance import HF, identity
 from mcore_bridge.weights.sent.encoding import encode_shards
-from mcore_bridge.weights.source.weight_format import PLAIN, Quantize, WeightFormat, weight_format
+from mcore_bridge.weights.source.weight_format import PLAIN, WeightFormat, weight_format
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.failures import raise_failures
 from mcore_bridge.weights.transfer.program import Program

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.arguments import accepts_former_names
+from mcore_bridge.config.quantization import Quantize
 from mcore_bridge.rules.dtypes import Dtypes
 from mcore_bridge.rules.mapping import ExpertFormat, unstacked
 from mcore_bridge.rules.trace import Copy, Shape
@@ -28,7 +29,7 @@ from mcore_bridge.weights.param_sync import require_gathered
 from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.progress import tracked
 from mcore_bridge.weights.provenance import HF
-from mcore_bridge.weights.source.weight_format import PLAIN, Quantize, WeightFormat
+from mcore_bridge.weights.source.weight_format import PLAIN, WeightFormat
 from mcore_bridge.weights.transfer.endpoints import check_storage
 from mcore_bridge.weights.transfer.executor import run_program
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.arguments import accepts_former_names
+from mcore_bridge.config.quantization import Quantize
 from mcore_bridge.errors import ExportError, TransferError
 from mcore_bridge.foreign_files import parse
 from mcore_bridge.rules.dtypes import Dtypes, dtype_name
@@ -31,7 +32,6 @@ from mcore_bridge.weights.model_chunks import Models
 from mcore_bridge.weights.plan.engine_map import EngineMap
 from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.provenance import HF
-from mcore_bridge.weights.source.weight_format import Quantize
 from mcore_bridge.weights.transfer.failures import raise_on_all
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from mcore_bridge.architecture import read_hf
 from mcore_bridge.arguments import COUNT, accepts_former_names, require
 from mcore_bridge.config.class_names import stem_of
+from mcore_bridge.config.quantization import Quantize
 from mcore_bridge.errors import CheckpointError, plural
 from mcore_bridge.rules.dtypes import Dtypes
 from mcore_bridge.rules.mapping import ExpertFormat
@@ -35,7 +36,7 @@ from mcore_bridge.weights.model_chunks import Models, chunks_of
 from mcore_bridge.weights.not_built import Mtp, NotBuilt, not_built_of
 from mcore_bridge.weights.own_folder import is_source, plain_dtypes, require_held
 from mcore_bridge.weights.provenance import HF, Provenance, config_in, head_of, identity, write_config
-from mcore_bridge.weights.source.weight_format import Quantize, WeightFormat, weight_format
+from mcore_bridge.weights.source.weight_format import WeightFormat, weight_format
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.failures import raise_on_all, require_alike
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from mcore_bridge.arguments import COUNT, accepts_former_names, instance_of, list_of, problem_of, require
+from mcore_bridge.config.quantization import Quantize
 from mcore_bridge.errors import ExportError, TransferError, plural
 from mcore_bridge.rules.mapping import ExpertFormat
 from mcore_bridge.rules.spec import Pair, runs_within
@@ -20,7 +21,6 @@ from mcore_bridge.weights.ipc.shared_memory import Handle, open_all
 from mcore_bridge.weights.model_chunks import Models
 from mcore_bridge.weights.plan.engine_map import EngineMap
 from mcore_bridge.weights.provenance import HF
-from mcore_bridge.weights.source.weight_format import Quantize
 from mcore_bridge.weights.transfer.copier import Buffers
 from mcore_bridge.weights.transfer.executor import run_messages
 

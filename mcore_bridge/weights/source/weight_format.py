@@ -12,14 +12,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, Union
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mcore_bridge.arguments import instance_of, require
 from mcore_bridge.config.hf import find_folder
-from mcore_bridge.config.quantization import Quantization, read_quantization
+from mcore_bridge.config.quantization import Quantization, Quantize, read_quantization
 from mcore_bridge.errors import ConfigError, MappingError
 from mcore_bridge.rules.dtypes import Dtypes, wanted_dtype
 from mcore_bridge.rules.encoded import Encoded
@@ -34,12 +34,6 @@ from mcore_bridge.weights.source.new_scheme import list_of, new_scheme
 from mcore_bridge.weights.source.source import Source, open_folder
 
 AS_PUBLISHED = "as_published"
-Quantize: TypeAlias = Union[Literal["as_published"], str, "os.PathLike[str]", Mapping[str, Any], None]
-"""How weights leave. None: plain. "as_published": as the folder of the model has them.
-
-A folder, or its hub name: as this other release of the model has them. A dict: by this ``quantization_config``, as it
-stands in a config.json.
-"""
 _KIND = instance_of(
     'None, "as_published", a folder or its hub name, or a quantization_config as a dict',
     type(None),
