@@ -3,14 +3,22 @@
 The files alone decide which tensors are quantized, and the config must agree with them.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, Union
 
 from mcore_bridge.errors import ConfigError
 
 Grain = Literal["tensor", "row"] | tuple[int, int]
 """The elements that share a scale: the whole weight, a row, or a block with these numbers of rows and columns."""
+
+Quantize: TypeAlias = Union[Literal["as_published"], str, "os.PathLike[str]", Mapping[str, Any], None]
+"""How weights leave. None: plain. "as_published": as the folder of the model has them.
+
+A folder, or its hub name: as this other release of the model has them. A dict: by this ``quantization_config``, as it
+stands in a config.json.
+"""
 
 _MODELOPT: dict[str, tuple[str, Grain]] = {
     "FP8": ("fp8", "tensor"),
@@ -24,6 +32,8 @@ _ORDERS = (None, False, "static", "weight")
 _E4M3 = ("e4m3", "float8_e4m3fn")
 _BLOCK = (128, 128)
 """The block size of transformers if a config gives none; null means no blocks."""
+_LEFT_OUT = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
+"""Fields with modules that are not encoded; each method reads one of them."""
 _WAY_OUT = (
     "load the release of this model in bf16, or write one with a program that reads this format (with transformers: "
     "from_pretrained, dequantize and save_pretrained, if it supports the format)"
@@ -36,6 +46,10 @@ class Quantization:
 
     method: str
     allowed: frozenset[tuple[str, Grain]]
+    powers: bool = False
+    """Whether scales are powers of two."""
+    left_out: tuple[str, ...] = ()
+    """Names of modules, or patterns of names, whose weights are not encoded."""
 
     @property
     def block(self) -> tuple[int, int] | None:
@@ -71,7 +85,9 @@ def read_quantization(note: object) -> Quantization | None:
     if not isinstance(method, str) or method not in readers:
         actual = method if method is not None else f"none beside {sorted(map(str, fields))}"
         raise _refused("quant_method", actual, ", ".join(map(repr, readers)))
-    return Quantization(method, frozenset(readers[method](fields)))
+    lists = (fields.get(name) for name in _LEFT_OUT)
+    left_out = tuple(str(module) for modules in lists if isinstance(modules, list | tuple) for module in modules)
+    return Quantization(method, frozenset(readers[method](fields)), fields.get("scale_fmt") == "ue8m0", left_out)
 
 
 def _fp8(fields: Mapping[str, Any]) -> Iterator[tuple[str, Grain]]:

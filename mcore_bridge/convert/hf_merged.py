@@ -25,10 +25,10 @@ from mcore_bridge.rules.mapping import Binding, WeightMapping, axes_of, pattern_
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.rules.trace import Shape, trace
 from mcore_bridge.weights.bound import axes_of_config
-from mcore_bridge.weights.merging import with_product
 from mcore_bridge.weights.peft.peft_folder import PeftFolder, open_peft, require_shapes
 from mcore_bridge.weights.plan.inventory import ParamEntry
 from mcore_bridge.weights.provenance import Provenance, head_of
+from mcore_bridge.weights.sent.merging import with_product
 from mcore_bridge.weights.source.source import Source, open_folder
 
 Matrix = tuple[str, int | None]

@@ -162,7 +162,7 @@ def renumber_layer(name: str, layer: int) -> str:
 
 _FUSED = re.compile(
     r"(.*)\.(?:[qkv]_proj|q_a_proj|kv_a_proj_with_mqa|in_proj_\w+|gate_proj|up_proj|w1|w3|c_fc_[01]"
-    r"|(?<=\.indexer\.)(?:wk|weights_proj))\.(?:weight|bias)"
+    r"|(?<=\.indexer\.)(?:wk|weights_proj))\.(?:bias|weight\w*|\w*scale\w*)"
 )
 """Projections of one input: of an attention, its indexer, a delta net, an MLP or an expert.
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 import torch
 
@@ -45,29 +46,49 @@ _PART_DTYPES = (*_CODES, torch.uint8)
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """How a checkpoint encodes one plain tensor: its codec and shape, and the names of its parts.
+    """How a checkpoint encodes one plain tensor: its codec and shape, and its parts as they are stored.
 
-    ``order`` has, for each dim of the codes, the dim of the plain tensor. ``shape_tensor`` is the name of a tensor that
-    holds the shape once more.
+    Attributes:
+        codec: how codes and scales become numbers.
+        shape: the shape of the plain tensor.
+        order: for each dim of the codes, the dim of the plain tensor.
+        codes, scales: the tensors of codes and of scales.
+        overall: the single number for the whole weight; None if there is none.
+        shape_tensor: a tensor that holds the shape once more; None if there is none.
+        powers: whether all scales are powers of two.
+        beside: tensors that no weight needs, such as scales of activations, of the module of this weight.
     """
 
     codec: Codec
     shape: Shape
     order: tuple[int, ...]
-    codes: str
-    scales: str
-    overall: str | None = None
-    shape_tensor: str | None = None
+    codes: TensorSpec
+    scales: TensorSpec
+    overall: TensorSpec | None = None
+    shape_tensor: TensorSpec | None = None
+    powers: bool = False
+    beside: tuple[TensorSpec, ...] = ()
 
     @property
     def parts(self) -> tuple[str, ...]:
         """The names of codes, scales, and the overall number if there is one."""
-        return (self.codes, self.scales) if self.overall is None else (self.codes, self.scales, self.overall)
+        return tuple(part.name for part in (self.codes, self.scales, self.overall) if part is not None)
+
+    @property
+    def stored(self) -> tuple[TensorSpec, ...]:
+        """All tensors in the checkpoint that belong to this tensor, codes first."""
+        return tuple(part for part in (self.codes, self.scales, self.overall, self.shape_tensor) if part is not None)
 
     @property
     def names(self) -> tuple[str, ...]:
         """All names in the checkpoint that belong to this tensor."""
-        return self.parts if self.shape_tensor is None else (*self.parts, self.shape_tensor)
+        return tuple(part.name for part in self.stored)
+
+    @property
+    def grid(self) -> Shape:
+        """The number of blocks along each dim of the codes."""
+        sizes = (self.shape[dim] for dim in self.order)
+        return tuple(-(-size // block) for size, block in zip(sizes, self.codec.block, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +100,18 @@ class Scheme:
 
     def plain(self, names: Iterable[str]) -> Iterator[str]:
         """The names in a checkpoint, in order, with one plain name for all parts of an encoded tensor."""
-        whole = {held.codes: name for name, held in self.held.items()}
+        whole = {held.codes.name: name for name, held in self.held.items()}
         hidden = {name for held in self.held.values() for name in held.names}.union(self.unused) - whole.keys()
         return (whole.get(name, name) for name in names if name not in hidden)
 
 
-def scheme_of(specs: Mapping[str, TensorSpec], block: tuple[int, int] | None = None) -> Scheme:
+def scheme_of(specs: Mapping[str, TensorSpec], block: tuple[int, int] | None = None, *, powers: bool = False) -> Scheme:
     """The scheme of a checkpoint.
 
     Args:
         specs: the tensors in the checkpoint, by name.
         block: rows and columns that share a scale of FP8, by the config. None: ``BLOCK``.
+        powers: whether the config says that scales are powers of two.
 
     Raises:
         CheckpointError: tensors do not fit together; the message names all of them.
@@ -99,7 +121,8 @@ def scheme_of(specs: Mapping[str, TensorSpec], block: tuple[int, int] | None = N
     for name in specs:
         try:
             if (encoded := _held(name, specs, block or BLOCK)) is not None:
-                held[encoded[0]] = encoded[1]
+                plain, encoding = encoded
+                held[plain] = replace(encoding, powers=powers or encoding.powers)
         except _ProblemError as problem:
             problems[stem_of(name)] = f"{name} {problem}"
     used = {name for weight in held.values() for name in weight.names}
@@ -108,7 +131,17 @@ def scheme_of(specs: Mapping[str, TensorSpec], block: tuple[int, int] | None = N
         problems[""] = f"{len(lost)} companions of codes belong to no encoded weight, such as {lost[:5]}"
     if problems:
         raise unreadable(list(problems.values()))
-    return Scheme(held, tuple(filter(is_unused, left)) if held else ())
+    unused = tuple(filter(is_unused, left)) if held else ()
+    for name in unused:
+        owner = max(held, key=lambda weight: _shared_words(weight, name))
+        held[owner] = replace(held[owner], beside=(*held[owner].beside, specs[name]))
+    return Scheme(held, unused)
+
+
+def _shared_words(name: str, other: str) -> int:
+    """With how many equal words two names begin."""
+    pairs = zip(name.split("."), other.split("."), strict=False)
+    return sum(1 for _ in takewhile(lambda words: words[0] == words[1], pairs))
 
 
 def unreadable(problems: list[str]) -> CheckpointError:
@@ -194,7 +227,7 @@ def _mxfp4(name: str, spec: TensorSpec, specs: Specs) -> tuple[str, Encoding]:
     experts, rows, groups, num_bytes = spec.shape
     size = num_bytes * PER_BYTE["mxfp4"]
     _require(scales, (experts, rows, groups), (torch.uint8,))
-    held = Encoding(Codec("mxfp4", (1, 1, size)), (experts, groups * size, rows), (0, 2, 1), spec.name, scales.name)
+    held = Encoding(Codec("mxfp4", (1, 1, size)), (experts, groups * size, rows), (0, 2, 1), spec, scales)
     return name, held
 
 
@@ -204,9 +237,8 @@ def _packed(name: str, spec: TensorSpec, specs: Specs) -> tuple[str, Encoding]:
     if spec.dtype == torch.int32:
         rows, columns, group = _groups(spec, scales, "int4", 8)
         _require(scales, (rows, columns // group), _FLOATS)
-        shape = f"{name}_shape" if f"{name}_shape" in specs else None
         codec = Codec("int4", (1, group), scales.dtype)
-        return name, Encoding(codec, (rows, columns), (0, 1), spec.name, scales.name, None, shape)
+        return name, Encoding(codec, (rows, columns), (0, 1), spec, scales, None, specs.get(f"{name}_shape"))
     if spec.dtype != torch.uint8:
         raise _ProblemError(f"is {spec.dtype}, expected int32 (int4) or uint8 (NVFP4)")
     return name, _nvfp4(spec, scales, _companion(f"{name}_global_scale", specs))
@@ -228,7 +260,7 @@ def _nvfp4(spec: TensorSpec, scales: TensorSpec, overall: TensorSpec) -> Encodin
         codec = Codec("nvfp4", (1, group), torch.bfloat16, "divides")
     else:
         codec = Codec("nvfp4", (1, group), None, "multiplies")
-    return Encoding(codec, (rows, columns), (0, 1), spec.name, scales.name, overall.name)
+    return Encoding(codec, (rows, columns), (0, 1), spec, scales, overall)
 
 
 def _groups(spec: TensorSpec, scales: TensorSpec, kind: Kind, per: int) -> tuple[int, int, int]:
@@ -267,7 +299,7 @@ def _float8(spec: TensorSpec, specs: Specs, block: tuple[int, int]) -> Encoding:
     # As in transformers: compressed-tensors' code computes in the dtype of scales, but not for experts.
     rounded = scales.dtype if scales_name.endswith("weight_scale") and ".experts." not in name else None
     codec = Codec("fp8", (*(1 for _ in outer), *own), rounded)
-    return Encoding(codec, shape, tuple(range(len(shape))), name, scales_name)
+    return Encoding(codec, shape, tuple(range(len(shape))), spec, scales, powers=scales.dtype in _E8M0)
 
 
 def _scales_of(name: str) -> tuple[str, ...]:

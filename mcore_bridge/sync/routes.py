@@ -67,6 +67,11 @@ class NoRoute:
         return None
 
 
+def _of_model(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that say what the tensors of a model are, without the format in which they leave."""
+    return {name: value for name, value in options.items() if name != "quantize"}
+
+
 class Route(NoRoute):
     """The way to one worker. Its transport is chosen when the worker connects, and again after a round that failed.
 
@@ -150,9 +155,11 @@ class Route(NoRoute):
 
     def _open_pull(self, manifest: Manifest) -> None:
         assert self._map is not None
-        bound = bind(self._models, **self._options)
-        if bound.merges:
-            raise TransferError("each round makes merged weights anew, in memory that the engine would have to open")
+        quantize, bound = self._options["quantize"], bind(self._models, **_of_model(self._options))
+        if bound.merges or quantize is not None:
+            raise TransferError(
+                "each round makes merged and encoded weights anew, in memory that the engine would have to open"
+            )
         writer = PullWriter(self._map, self.line)
         self.line(
             "pull", tuple(TensorSpec.of(spec.name, spec) for spec in manifest), writer.open(bound.tensors.values())

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from mcore_bridge.arguments import LEAST_0, Kind, accepts_former_names, instance_of, problem_of, require
+from mcore_bridge.config.quantization import Quantize
 from mcore_bridge.engines.channel import HANDSHAKE, Listener, WorkerLine, own_host
 from mcore_bridge.engines.engine_worker import Identity
 from mcore_bridge.errors import TransferError, describe, plural
@@ -85,7 +86,7 @@ class WeightSync:
         loads: whether engines take weights by their own loaders, without a map.
         address: the number under which engines reach this rank's machine; None finds it.
         timeout: seconds that an engine may take for one answer. The first round makes maps within one answer.
-        expert_format, merged: as for ``iter_hf_weights``.
+        expert_format, merged, quantize: as for ``iter_hf_weights``. An engine of an FP8 folder takes "as_published".
 
     Raises:
         TransferError: on every rank, when an argument is wrong on one.
@@ -117,10 +118,11 @@ class WeightSync:
         timeout: float = 600.0,
         expert_format: ExpertFormat | None = None,
         merged: bool | None = None,
+        quantize: Quantize = None,
     ) -> None:
         self._models, self._loads, self._seconds = models, loads, timeout
         self._allowed: tuple[Transport, ...] = WAYS if transport is None else (transport,)
-        self._options: dict[str, Any] = {"expert_format": expert_format, "merged": merged}
+        self._options: dict[str, Any] = {"expert_format": expert_format, "merged": merged, "quantize": quantize}
         self._group = Group.of_trainer()
         self._routes: dict[WorkerKey, Route] = {}
         self._roll_call: RollCall | None = None

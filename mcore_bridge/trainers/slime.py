@@ -10,6 +10,7 @@ import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +22,13 @@ from mcore_bridge.factory.vision.tower import tower_specs
 from mcore_bridge.rules.layout import Axes
 from mcore_bridge.rules.mapping import WeightMapping
 from mcore_bridge.rules.names import TOWER, Numbering
+from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.trainers.one_parameter import binding_of
 from mcore_bridge.weights.bound import axes_of_config
+from mcore_bridge.weights.files.hf_folder import shard_names
 from mcore_bridge.weights.provenance import provenance_of
+from mcore_bridge.weights.sent.encoding import encoded_tensors
+from mcore_bridge.weights.source.weight_format import is_linear, weight_format
 
 Named = tuple[str, Tensor]
 
@@ -50,8 +55,9 @@ def convert_to_hf(
         name: the name of the parameter in a ``GPTModel``, with global numbers of layers and experts, and with wrappers.
             Parameters of slime's own models of images have their HF names.
         param: the whole parameter, gathered over tensor parallelism. A padded vocabulary is cut.
-        quantization_config: must be None.
-        transform_ue8m0: without effect.
+        quantization_config: of the engine's folder, as in its config.json. If ``hf_checkpoint`` has encoded weights,
+            its format is used, and scales that still fit are kept. None: tensors are plain.
+        transform_ue8m0: without effect. Scales are those of files; an engine that packs them does so itself.
 
     Returns:
         New, contiguous tensors; none for a head that is tied to the embedding. With latent queries, none for the first
@@ -59,16 +65,12 @@ def convert_to_hf(
         ends without the second, the first is missing, and the next pass raises.
 
     Raises:
-        ConfigError: tensors must be quantized, or the family has one tensor for all experts of a layer. Or the
+        ConfigError: the format is not supported, or the family has one tensor for all experts of a layer. Or the
             parameter belongs to an adapter or to a ``HybridModel``.
         ExportError: a latent came again before the other one of its layer. All latents that were kept for this folder
             are dropped, so that a new pass can start.
         MappingError: no rule has this name, or the shape does not fit.
     """
-    if quantization_config is not None:
-        raise ConfigError(
-            "quantization_config must be None, since exports do not change bits; quantize the result of this function"
-        )
     folder = str(args.hf_checkpoint)
     name = _PREFIX.sub("", name)
     model = _known(folder, getattr(args, "mtp_num_layers", None) or 0, name.startswith(TOWER))
@@ -82,7 +84,18 @@ def convert_to_hf(
     parts = (*parts, *(parts[0] for _ in binding.copies))
     pairs = [(hf, part.clone(memory_format=torch.contiguous_format)) for hf, part in zip(names, parts, strict=True)]
     latent = _LATENT.fullmatch(names[0]) if model.has_latent_queries else None
-    return _paired(_HELD.setdefault(folder, {}), latent["attention"], pairs[0]) if latent else pairs
+    if latent:
+        pairs = _paired(_HELD.setdefault(folder, {}), latent["attention"], pairs[0])
+    return _encoded(pairs, folder, quantization_config) if is_linear(binding.mcore) else pairs
+
+
+def _encoded(pairs: list[Named], folder: str, note: Mapping[str, Any] | None) -> list[Named]:
+    """The codes and scales of whole weights, in the format of the folder, or else by the description ``note``."""
+    form = weight_format(note, folder)
+    if note is not None and shard_names(Path(folder)) and (own := weight_format("as_published", folder)).is_encoded:
+        form = own
+    scheme = form.scheme_for(TensorSpec.of(name, tensor) for name, tensor in pairs)
+    return [pair for name, tensor in pairs for pair in encoded_tensors(name, tensor, scheme, form)]
 
 
 def _paired(held: dict[str, Named], attention: str, latent: Named) -> list[Named]:

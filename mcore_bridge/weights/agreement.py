@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, TypedDict, Unpack
 
@@ -15,6 +16,7 @@ from torch import nn
 
 from mcore_bridge.arguments import COUNT, instance_of, require
 from mcore_bridge.config.mesh.alike import Shared, difference, sendable
+from mcore_bridge.config.quantization import Quantize
 from mcore_bridge.errors import ExportError, describe
 from mcore_bridge.machine import uncollected
 from mcore_bridge.rules.adapters import Adapters
@@ -30,6 +32,8 @@ from mcore_bridge.weights.plan.gather import plan_export
 from mcore_bridge.weights.plan.inventory import Inventory
 from mcore_bridge.weights.plan.target import EngineRank, Target
 from mcore_bridge.weights.provenance import HF, identity
+from mcore_bridge.weights.sent.encoding import encode_shards
+from mcore_bridge.weights.source.weight_format import PLAIN, WeightFormat, weight_format
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.failures import raise_failures
 from mcore_bridge.weights.transfer.program import Program
@@ -61,6 +65,8 @@ class Export:
     bound: BoundModel
     guest_program: Callable[[int], Program]
     """The program of each guest, by its number."""
+    format: WeightFormat = PLAIN
+    """The format in which weights leave."""
 
 
 class Options(TypedDict, total=False):
@@ -68,10 +74,10 @@ class Options(TypedDict, total=False):
 
     expert_format: ExpertFormat | None
     bucket_bytes: int | None
-    target: Target
-    problem: str
+    target: Target | Exception
     dtype: Dtypes
     merged: bool | None
+    quantize: Quantize
     adapters: Adapters | None
     guests: tuple[Target, ...]
     shared: Shared
@@ -94,7 +100,10 @@ def open_export(models: Models, hf: HF | None, head: str, **options: Unpack[Opti
         export = agree_on_plan(models, hf, head, **options)
         require_gatherable(models, export.group)
     gather_pending(models)
-    return export
+    bound = export.bound
+    held = bound.tensors, bound.merges
+    tensors, merges = encode_shards(export.program, export.group, *held, bound.shard_of, export.format)
+    return replace(export, bound=replace(bound, tensors=tensors, merges=merges))
 
 
 @uncollected()
@@ -105,10 +114,10 @@ def agree_on_plan(
     *,
     expert_format: ExpertFormat | None = None,
     bucket_bytes: int | None = None,
-    target: Target = "everything",
-    problem: str = "",
+    target: Target | Exception = "everything",
     dtype: Dtypes = None,
     merged: bool | None = None,
+    quantize: Quantize = None,
     adapters: Adapters | None = None,
     guests: tuple[Target, ...] = (),
     shared: Shared = MappingProxyType({}),
@@ -119,10 +128,10 @@ def agree_on_plan(
     stay pending.
 
     Args:
-        models, hf, head, expert_format, bucket_bytes, target, dtype, merged: as for ``iter_hf_weights``.
+        models, hf, head, expert_format, bucket_bytes, target, dtype, merged, quantize: as for ``iter_hf_weights``. If
+            the target is an error, this rank cannot export, and every rank raises the error.
         adapters: the adapters of the models, to export only these.
         guests: targets of receivers that are no ranks of the group. They hold nothing, and come after its ranks.
-        problem: the reason why this rank cannot export, if the caller knows one. Every rank then raises it.
         shared: further arguments that must be equal on all ranks.
 
     Raises:
@@ -131,16 +140,23 @@ def agree_on_plan(
     """
     first = chunks_of(models)[0]
     group = Group.of_replica(first.pg_collection)
-    bound, error = None, problem
+    bound, error, form = None, "", PLAIN
     given: dict[str, object] = {"bucket_bytes": bucket_bytes, "merged": merged, **shared}
     try:
+        if isinstance(target, Exception):
+            raise target
         require(ExportError, bucket_bytes=(bucket_bytes, COUNT.or_none()), target=(target, _TARGET))
         provenance = provenance_on(models, hf, head)
         bound = bind(models, provenance, expert_format=expert_format, merged=merged, adapters=adapters)
-        given |= {"head": provenance.head, "expert_format": expert_format or provenance.expert_format}
-        error = error or bound.problem_of(dtype)
+        form = weight_format(quantize, provenance.folder)
+        given |= {
+            "head": provenance.head,
+            "expert_format": expert_format or provenance.expert_format,
+            "quantize": form.digest,
+        }
+        error = bound.problem_of(dtype)
     except Exception as failure:  # also errors of files: other ranks must be informed
-        error = describe(failure)
+        error, target = describe(failure), "nothing"
     fingerprint = (repr(given), target, guests, group.rank, group.size, group.num_stages, bound and bound.fingerprint())
     plans = _plans.get(first, ())
     fits = [not error and plan.fingerprint == fingerprint for plan in plans]
@@ -151,11 +167,11 @@ def agree_on_plan(
         given |= {"hf": identity(provenance)} if bound else {}
         own = _Answer(error, sendable(given), bucket_bytes, target, group.num_stages, *of_bound)
         answers = group.all_gather_object((own, plans[0].number if plans else 0))
-        programs = _agreed(group, bound, first, [answer for answer, _ in answers], guests)
+        programs = _agreed(group, bound, first, [answer for answer, _ in answers], guests, form)
         kept = _Kept(fingerprint, 1 + max(number for _, number in answers), *programs)
         _plans[first] = (kept, *plans)[:_NUM_PLANS]
     assert bound is not None
-    return Export(kept.program, group, bound, kept.guest_program)
+    return Export(kept.program, group, bound, kept.guest_program, form)
 
 
 _TARGET = instance_of('"everything", "nothing", "share", an EngineRank or an EngineMap', str, EngineRank, EngineMap)
@@ -174,11 +190,16 @@ class _Answer(NamedTuple):
 
 
 def _agreed(
-    group: Group, bound: BoundModel | None, chunk: GPTModel, answers: Sequence[_Answer], guests: tuple[Target, ...]
+    group: Group,
+    bound: BoundModel | None,
+    chunk: GPTModel,
+    answers: Sequence[_Answer],
+    guests: tuple[Target, ...],
+    form: WeightFormat,
 ) -> tuple[Program, Callable[[int], Program]]:
     """Make the plan on this rank, and check that the plans of all ranks fit together."""
     try:
-        plans_of = _planned(bound, chunk, answers, guests)
+        plans_of = _planned(bound, chunk, answers, guests, form)
         stages = {answer.num_stages for answer in answers}
         program = Program(plans_of(group.rank), group.rank, stages.pop() if len(stages) == 1 else 1)
 
@@ -200,7 +221,11 @@ def _agreed(
 
 
 def _planned(
-    bound: BoundModel | None, chunk: GPTModel, answers: Sequence[_Answer], guests: tuple[Target, ...]
+    bound: BoundModel | None,
+    chunk: GPTModel,
+    answers: Sequence[_Answer],
+    guests: tuple[Target, ...],
+    form: WeightFormat,
 ) -> Callable[[int], Sequence[ExportPlan]]:
     """The plans for all receivers, with the parts that a rank needs, by rank. Guests are the last ranks."""
     raise_failures([answer.error for answer in answers])
@@ -217,8 +242,8 @@ def _planned(
         raise ExportError("no rank of the group holds a tensor to export: give targets of adapters that the model has")
     inventories += [Inventory(dict.fromkeys(inventories[0].ranks, 0), ())] * len(guests)
     arguments = bound.mapping, bound.axes, whole_config(chunk).num_layers, inventories
-    bucket_bytes = answers[0].bucket_bytes
+    bucket_bytes, encode = answers[0].bucket_bytes, partial(form.entries, bound.mapping)
     if set(targets) == {"everything"} and not guests:
-        plan = plan_export(*arguments, bucket_bytes=bucket_bytes)
+        plan = plan_export(*arguments, bucket_bytes=bucket_bytes, encode=encode)
         return lambda rank: [plan]
-    return plan_targets(*arguments, targets, bucket_bytes=bucket_bytes).plans_of
+    return plan_targets(*arguments, targets, bucket_bytes=bucket_bytes, encode=encode).plans_of

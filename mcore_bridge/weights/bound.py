@@ -20,7 +20,6 @@ from mcore_bridge.rules.names import TOWER, expert_of, kind_of, layer_of, mtp_la
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.rules.trace import Trace, trace
 from mcore_bridge.rules.variants import check_head
-from mcore_bridge.weights.merging import merges_of
 from mcore_bridge.weights.model_chunks import (
     Models,
     chunks_of,
@@ -33,6 +32,7 @@ from mcore_bridge.weights.model_chunks import (
 from mcore_bridge.weights.model_tensors import held_tensors, require_as_built
 from mcore_bridge.weights.plan.inventory import Inventory
 from mcore_bridge.weights.provenance import HF, Provenance, provenance_of
+from mcore_bridge.weights.sent.merging import merges_of
 from mcore_bridge.weights.transfer.endpoints import Merge
 
 if TYPE_CHECKING:
@@ -59,6 +59,10 @@ class BoundModel:
         """The tensor that an export sends for a tensor of this rank: the tensor itself, or a new merged one."""
         tensor = self.tensors[mcore].detach()
         return self.merges[mcore](tensor) if mcore in self.merges else tensor
+
+    def shard_of(self, mcore: str) -> int:
+        """The number of the shard that this rank has of a tensor, on the axis that cuts the tensor."""
+        return self.ranks[self.mapping.bind(mcore).axis]
 
     def trace(self, binding: Binding) -> Trace:
         """The trace of the layout of ``binding``, for the tensor that this rank holds under its name.

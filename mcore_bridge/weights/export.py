@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.arguments import accepts_former_names
-from mcore_bridge.rules.dtypes import Dtypes, wanted_dtype
+from mcore_bridge.config.quantization import Quantize
+from mcore_bridge.rules.dtypes import Dtypes
 from mcore_bridge.rules.mapping import ExpertFormat, unstacked
 from mcore_bridge.rules.trace import Copy, Shape
 from mcore_bridge.weights.agreement import open_export
@@ -28,6 +29,7 @@ from mcore_bridge.weights.param_sync import require_gathered
 from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.progress import tracked
 from mcore_bridge.weights.provenance import HF
+from mcore_bridge.weights.source.weight_format import PLAIN, WeightFormat
 from mcore_bridge.weights.transfer.endpoints import check_storage
 from mcore_bridge.weights.transfer.executor import run_program
 
@@ -45,6 +47,7 @@ def iter_hf_weights(
     target: Target = "everything",
     copy: bool = True,
     merged: bool | None = None,
+    quantize: Quantize = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every HF tensor, whole, with equal names, order and bits on every rank; or what ``target`` selects.
 
@@ -80,6 +83,11 @@ def iter_hf_weights(
         merged: required for models with adapters. True yields weights with merged adapters, summed in fp64 and rounded
             once. False yields the base alone. The models do not change. A rank holds only a few merged shards at a
             time.
+        quantize: None yields plain tensors. "as_published" yields what the folder of the model has: codes and scales of
+            encoded weights under its names, and all other tensors in its dtypes. A folder of another release of this
+            model gives its format instead, and a ``quantization_config`` (a dict as in config.json) a new one. Ranks
+            encode their own shards, so codes travel. ``dtype`` applies to plain tensors. See
+            docs/guide/quantized.md.
 
     Yields:
         HF names, each with its tensor in the shape of the HF checkpoint, or the slice that ``target`` selects.
@@ -102,23 +110,27 @@ def iter_hf_weights(
         "bucket_bytes": bucket_bytes,
         "target": target,
         "merged": merged,
+        "quantize": quantize,
     }
     export = open_export(models, hf, head, **options, dtype=dtype)
     bound = export.bound
     with closing(run_program(export.program, export.group, bound.tensors, merges=bound.merges, lend=not copy)) as pairs:
         count = lambda: sum(1 for _ in export.program.plan.tensors())  # noqa: E731
-        yield from tracked(converted(pairs, dtype, device), "export", count)
+        yield from tracked(converted(pairs, dtype, device, export.format), "export", count)
 
 
 def converted(
-    pairs: Generator[tuple[str, Tensor]], dtype: Dtypes, device: torch.device | str | None
+    pairs: Generator[tuple[str, Tensor]],
+    dtype: Dtypes,
+    device: torch.device | str | None,
+    form: WeightFormat = PLAIN,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the pairs of an export in another dtype, or on another device."""
-    if dtype is None and device is None:
+    """Yield the pairs of an export in another dtype, or on another device. Codes and scales keep their dtype."""
+    if dtype is None and device is None and form is PLAIN:
         yield from pairs
     for name, tensor in pairs:
         try:
-            new = tensor.to(device or tensor.device, wanted_dtype(name, tensor.dtype, dtype))
+            new = tensor.to(device or tensor.device, form.wanted_dtype(name, tensor.dtype, dtype))
         except Exception as problem:  # such as out of memory: the export fails on every rank
             pairs.throw(problem)
         yield name, new
@@ -136,11 +148,13 @@ def to_hf_state_dict(
     bucket_bytes: int | None = None,
     target: Target = "everything",
     merged: bool | None = None,
+    quantize: Quantize = None,
 ) -> dict[str, Tensor]:
     """The whole HF state dict on every rank, or what ``target`` selects: all pairs of ``iter_hf_weights``.
 
     Args:
-        models, hf, head, dtype, device, expert_format, bucket_bytes, target, merged: as for ``iter_hf_weights``.
+        models, hf, head, dtype, device, expert_format, bucket_bytes, target, merged, quantize: as for
+            ``iter_hf_weights``.
 
     Returns:
         Tensors by HF name, in the order of the export. Each has the shape of the HF checkpoint, or of the slice
@@ -159,6 +173,7 @@ def to_hf_state_dict(
         "bucket_bytes": bucket_bytes,
         "target": target,
         "merged": merged,
+        "quantize": quantize,
     }
     return dict(iter_hf_weights(models, hf=hf, head=head, dtype=dtype, device=device, **options))
 

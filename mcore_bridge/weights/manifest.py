@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.arguments import accepts_former_names
+from mcore_bridge.config.quantization import Quantize
 from mcore_bridge.errors import ExportError, TransferError
 from mcore_bridge.foreign_files import parse
-from mcore_bridge.rules.dtypes import Dtypes, dtype_name, wanted_dtype
+from mcore_bridge.rules.dtypes import Dtypes, dtype_name
 from mcore_bridge.rules.mapping import ExpertFormat
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.agreement import agree_on_plan
@@ -139,6 +140,7 @@ def manifest(
     bucket_bytes: int | None = None,
     target: Target = "everything",
     merged: bool | None = None,
+    quantize: Quantize = None,
 ) -> Manifest:
     """The manifest of an ``iter_hf_weights`` with these arguments. All ranks of a replica call it together.
 
@@ -147,7 +149,7 @@ def manifest(
 
     Args:
         digests: whether to compute the SHA-256 of each tensor.
-        models, hf, head, dtype, expert_format, bucket_bytes, target, merged: as for ``iter_hf_weights``.
+        models, hf, head, dtype, expert_format, bucket_bytes, target, merged, quantize: as for ``iter_hf_weights``.
 
     Returns:
         Name, shape and dtype of each HF tensor in the order of the export, with digests on request.
@@ -164,11 +166,12 @@ def manifest(
         "bucket_bytes": bucket_bytes,
         "target": target,
         "merged": merged,
+        "quantize": quantize,
     }
     shared = {"digests": digests, "dtype": dtype} if digests else {}  # other ranks have cast these tensors
     export = agree_on_plan(models, hf, head, **options, dtype=dtype, shared=shared)
     specs = tuple(
-        ManifestEntry(spec.name, spec.shape, wanted_dtype(spec.name, spec.dtype, dtype))
+        ManifestEntry(spec.name, spec.shape, export.format.wanted_dtype(spec.name, spec.dtype, dtype))
         for spec in export.program.plan.tensors()
     )
     of_map = target.digest if isinstance(target, EngineMap) else ""

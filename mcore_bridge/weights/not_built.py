@@ -1,7 +1,7 @@
 """Tensors of parts of a checkpoint that are not built. A save copies them.
 
 Such parts are the tower of a composite, and layers for multi-token prediction (MTP). Their bytes are copied from the
-folder of the model. Encoded tensors are decoded, since saved files are plain.
+folder of the model. Encoded tensors are decoded, unless the save writes the format of a folder.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from torch import Tensor
 from mcore_bridge.architecture import read_hf, text_config
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.files.hf_folder import names_in
+from mcore_bridge.weights.files.hf_folder import Checkpoint, names_in
 from mcore_bridge.weights.files.sources import SourceFolders
-from mcore_bridge.weights.source.source import open_folder
+from mcore_bridge.weights.source.source import Source, open_folder
+from mcore_bridge.weights.source.weight_format import PLAIN, WeightFormat
 
 if TYPE_CHECKING:
     from mcore_bridge.rules.mapping import WeightMapping
@@ -42,17 +43,20 @@ class NotBuilt:
     Attributes:
         mtp: the names of such tensors in MTP layers.
         sources: the state of the folder when its tensors were listed.
+        is_raw: whether encoded tensors are copied as the folder stores them.
     """
 
     specs: tuple[TensorSpec, ...] = ()
     folder: str | None = None
     mtp: tuple[str, ...] = ()
     sources: SourceFolders = field(default_factory=SourceFolders)
+    is_raw: bool = False
 
     def pairs(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """``(name, tensor)`` for each of ``names``, decoded if needed; see ``Source.pairs``."""
         if self.folder is not None:
-            for name, tensor in open_folder(self.folder).pairs(names):
+            source = Source(Checkpoint(self.folder)) if self.is_raw else open_folder(self.folder)
+            for name, tensor in source.pairs(names):
                 yield name, tensor.to(tensor.dtype)
 
     @property
@@ -67,8 +71,10 @@ class NotBuilt:
         )
 
 
-def not_built_of(provenance: Provenance, mapping: WeightMapping, *, mtp: Mtp = "copied") -> NotBuilt:
-    """The tensors that a save of this model must copy.
+def not_built_of(
+    provenance: Provenance, mapping: WeightMapping, *, mtp: Mtp = "copied", form: WeightFormat = PLAIN
+) -> NotBuilt:
+    """The tensors that a save of this model in a format must copy.
 
     Without a folder nothing can be copied. For a composite, the save then holds the text model alone, and a warning is
     logged. MTP layers are also left out if the model in the folder has another size or depth.
@@ -80,19 +86,21 @@ def not_built_of(provenance: Provenance, mapping: WeightMapping, *, mtp: Mtp = "
     if mtp not in get_args(Mtp):
         raise ConfigError(f"mtp must be {' or '.join(map(repr, get_args(Mtp)))}, found {mtp!r}")
     _require_folder(provenance.folder)
-    names = names_in(provenance.folder) if provenance.folder else ()
+    folder = form.folder or provenance.folder
+    names = names_in(folder) if folder else ()
     _require_other_parts(provenance, names)
-    if provenance.folder is None or not any(map(mapping.is_not_built, names)):
-        return NotBuilt()
-    sources = SourceFolders.of(provenance.folder)
+    if folder is None or not any(map(mapping.is_not_built, names)):
+        return NotBuilt(sources=SourceFolders.of(form.folder) if form.folder else SourceFolders())
+    sources = SourceFolders.of(folder)
     left_out = mapping.is_unbuilt_mtp if mtp == "dropped" or _differs(provenance) else lambda name: False
-    specs = tuple(
-        TensorSpec.of(name, tensor)
-        for name, tensor in open_folder(provenance.folder).items()
-        if mapping.is_not_built(name) and not left_out(name)
-    )
-    in_mtp = tuple(spec.name for spec in specs if mapping.is_unbuilt_mtp(spec.name))
-    return NotBuilt(specs, provenance.folder, in_mtp, sources)
+    specs: list[TensorSpec] = []
+    in_mtp: list[str] = []
+    source = form.source or open_folder(folder)
+    for name in source:
+        if mapping.is_not_built(name) and not left_out(name):
+            specs += source.raw_specs(name) if form.source else (TensorSpec.of(name, source[name]),)
+            in_mtp += [name] if mapping.is_unbuilt_mtp(name) else []
+    return NotBuilt(tuple(specs), folder, tuple(in_mtp), sources, form.source is not None)
 
 
 def _require_folder(folder: str | None) -> None:

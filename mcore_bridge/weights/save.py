@@ -17,9 +17,11 @@ from torch import Tensor
 from mcore_bridge.architecture import read_hf
 from mcore_bridge.arguments import COUNT, accepts_former_names, require
 from mcore_bridge.config.class_names import stem_of
+from mcore_bridge.config.quantization import Quantize
 from mcore_bridge.errors import CheckpointError, plural
 from mcore_bridge.rules.dtypes import Dtypes
 from mcore_bridge.rules.mapping import ExpertFormat
+from mcore_bridge.rules.scheme import is_part
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.bound import mapping_of, provenance_on
 from mcore_bridge.weights.export import iter_hf_weights
@@ -27,13 +29,14 @@ from mcore_bridge.weights.files.atomic_folder import commit, require_files, targ
 from mcore_bridge.weights.files.file_shards import MAX_SHARD_BYTES, FileShard, assign_files
 from mcore_bridge.weights.files.hf_folder import HEADS, weight_files, write_index
 from mcore_bridge.weights.files.safetensors import SafetensorsWriter
-from mcore_bridge.weights.files.sidecars import NOTES, copy_companions
+from mcore_bridge.weights.files.sidecars import NOTES, copy_companions, copy_note
 from mcore_bridge.weights.files.staging import SLOT_BYTES, Staging
 from mcore_bridge.weights.manifest import Manifest, manifest
 from mcore_bridge.weights.model_chunks import Models, chunks_of
 from mcore_bridge.weights.not_built import Mtp, NotBuilt, not_built_of
 from mcore_bridge.weights.own_folder import is_source, plain_dtypes, require_held
 from mcore_bridge.weights.provenance import HF, Provenance, config_in, head_of, identity, write_config
+from mcore_bridge.weights.source.weight_format import WeightFormat, weight_format
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.failures import raise_on_all, require_alike
 
@@ -59,6 +62,7 @@ def save_hf_checkpoint(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     slot_bytes: int = SLOT_BYTES,
     merged: bool | None = None,
+    quantize: Quantize = None,
     mtp: Mtp = "copied",
 ) -> Manifest:
     """Write sharded safetensors, index, config, and the tokenizer files of the folder that the model came from.
@@ -83,6 +87,8 @@ def save_hf_checkpoint(
         slot_bytes: bytes that are written at once. Tensors on a GPU pass through about twelve times this amount of host
             memory.
         merged: whether the adapters of models that have some are merged, as for ``iter_hf_weights``.
+        quantize: the format of the weights, as for ``iter_hf_weights``. The config describes it, and tensors of parts
+            that are not built are copied as the folder with the format stores them.
         mtp: the fate of MTP layers that are not built. "copied": they are copied from the folder of the model,
             unchanged by training. "dropped": they are left out. The config counts the written MTP layers.
 
@@ -101,16 +107,19 @@ def save_hf_checkpoint(
     world = Group(None)
     with raise_on_all(world, f"{folder} was not changed"):
         target, provenance = target_of(folder), provenance_on(models, hf, head)
+        form = weight_format(quantize, provenance.folder)
         require(CheckpointError, max_shard_bytes=(max_shard_bytes, COUNT), slot_bytes=(slot_bytes, COUNT))
     given: dict[str, Any] = {"dtype": dtype, "expert_format": expert_format, "head": head, "merged": merged}
     sizes = {"max_shard_bytes": max_shard_bytes, "slot_bytes": slot_bytes}
-    require_alike(world, {"hf": identity(provenance), **given, "keep": keep, **sizes, "mtp": mtp})
+    compared = {**given, **sizes, "keep": keep, "mtp": mtp, "quantize": form.digest}
+    require_alike(world, {"hf": identity(provenance), **compared})
+    given["quantize"] = quantize
     together = partial(raise_on_all, world, f"{target} was not changed")
     bucket_bytes = BUCKET_SLOTS * slot_bytes
     with updating_by_all(world, target) as update, ExitStack() as stack:
         with together():
             specs = manifest(models, hf=hf, **given, bucket_bytes=bucket_bytes)
-            not_built = not_built_of(provenance, mapping_of(chunks_of(models)[0], provenance), mtp=mtp)
+            not_built = not_built_of(provenance, mapping_of(chunks_of(models)[0], provenance), mtp=mtp, form=form)
             specs = specs.with_tensors(not_built.specs)
             if world.rank == 0 and is_source(models, target):
                 require_held(target, plain_dtypes(target), {spec.name: spec.dtype for spec in specs})
@@ -126,7 +135,7 @@ def save_hf_checkpoint(
             if world.rank == 0:
                 if not_built.note:
                     _warn(not_built.note)
-                _write_rest(shards, specs, provenance, update.new, target if keep else None)
+                _write_rest(shards, specs, provenance, update.new, target if keep else None, form)
         with together():
             if world.rank == 0:
                 require_files(update.new, [shard.name for shard in shards])
@@ -193,22 +202,32 @@ def _write_tensor(tensor: Tensor, write: Callable[[int, Tensor], None], staging:
 
 
 def _write_rest(
-    shards: Sequence[FileShard], specs: Manifest, provenance: Provenance, staging: Path, kept: Path | None
+    shards: Sequence[FileShard],
+    specs: Manifest,
+    provenance: Provenance,
+    staging: Path,
+    kept: Path | None,
+    form: WeightFormat,
 ) -> None:
     """Write all files except files of tensors. If ``kept`` has a config or a tokenizer, these stay."""
     write_index(staging, {shard.name: shard.tensors for shard in shards})
     names = os.listdir(kept) if kept is not None and kept.is_dir() else []
     copy_companions(provenance.folder, staging, kept=names)
+    if form.folder is not None:
+        copy_note(Path(form.folder), staging)
     if kept is not None and "config.json" in names:
         provenance = provenance.with_config(read_hf(kept))
-    write_config(_config_of(specs, provenance), staging)
+    config = _config_of(specs, provenance)
+    if (note := form.config_note(specs.tensors)) is not None:
+        config.quantization_config = note
+    write_config(config, staging)
 
 
 def _config_of(specs: Manifest, provenance: Provenance) -> PretrainedConfig:
     """The HF config for the manifest: with its dtype and, for another head than an LM head, with the class of that
     head.
     """
-    largest = max(specs, key=lambda spec: spec.num_bytes)
+    largest = max((spec for spec in specs if not is_part(spec)), key=lambda spec: spec.num_bytes)
     names = [spec.name for spec in specs]
     hf = config_in(provenance, largest.dtype, tied=provenance.lm_head not in names, names=names)
     score = next((spec for spec in specs if spec.name in ("score.weight", "score.2.weight")), None)

@@ -17,6 +17,7 @@ from tests.support.strategies import random_state, tiny
 from tests.support.strategies import save as save_state
 
 COMPARED = "compared"
+FP8 = {"quant_method": "fp8", "weight_block_size": [8, 8]}
 OWN = "each rank has its own"
 AS_RECEIVED = "a rank gets whole tensors, or what it asks for, and casts or moves them by itself"
 ALONE = "a load communicates with nobody: a rank may load alone, and from tensors of its own stage"
@@ -28,7 +29,7 @@ _EXPORT = {
     "dtype": AS_RECEIVED,
     "device": AS_RECEIVED,
     "target": AS_RECEIVED,
-    **dict.fromkeys(("hf", "head", "expert_format", "bucket_bytes", "merged"), COMPARED),
+    **dict.fromkeys(("hf", "head", "expert_format", "bucket_bytes", "merged", "quantize"), COMPARED),
 }
 _FOLDER = {"models": OWN, **dict.fromkeys(("folder", "hf", "head"), COMPARED)}
 TABLE: dict[str, dict[str, str]] = {
@@ -55,7 +56,9 @@ TABLE: dict[str, dict[str, str]] = {
     "manifest": {**{name: reason for name, reason in _EXPORT.items() if name != "device"}, "digests": COMPARED},
     "save_hf_checkpoint": {
         **_FOLDER,
-        **dict.fromkeys(("dtype", "expert_format", "keep", "max_shard_bytes", "slot_bytes", "merged", "mtp"), COMPARED),
+        **dict.fromkeys(
+            ("dtype", "expert_format", "keep", "max_shard_bytes", "slot_bytes", "merged", "quantize", "mtp"), COMPARED
+        ),
     },
     "save_checkpoint": {**_FOLDER, **dict.fromkeys(("optimizer", "common", "part"), COMPARED)},
     "load_checkpoint": {**_FOLDER, **dict.fromkeys(("optimizer", "dtype", "strict", "part"), COMPARED)},
@@ -119,7 +122,7 @@ def _usual(name: str, folders: dict[str, str], models: dict[str, Any]) -> tuple[
         models.get("adapted"),
         {"hf": OTHER_HF, "head": "value", "expert_format": "fused"},
     )
-    of_all = {**other, "bucket_bytes": 1 << 20, "merged": True, "digests": True}
+    of_all = {**other, "bucket_bytes": 1 << 20, "merged": True, "digests": True, "quantize": FP8}
     ids = torch.arange(8).view(2, 4)
     out = folders["out"]
     if name in ("iter_hf_weights", "to_hf_state_dict", "manifest"):
@@ -179,6 +182,7 @@ def _usual(name: str, folders: dict[str, str], models: dict[str, Any]) -> tuple[
                 "dtype": torch.bfloat16,
                 "keep": True,
                 "merged": True,
+                "quantize": FP8,
                 "mtp": "dropped",
                 "max_shard_bytes": 1000,
                 "slot_bytes": 1000,

@@ -11,7 +11,7 @@ from mcore_bridge.errors import ConfigError, ExportError, MappingError
 from mcore_bridge.launch.fake_rank import rank_of
 from mcore_bridge.trainers.slime import convert_to_hf
 from tests import zoo
-from tests.support import mtp_checkpoints, twins
+from tests.support import mtp_checkpoints, quantized, twins
 from tests.support.rlinf_models import LATENT, SPARSE
 from tests.support.strategies import random_state, tiny
 from tests.support.target_models import assert_gets
@@ -30,11 +30,11 @@ def parameters(hf, state, **overrides):
     return found | {word: torch.cat((found[word], torch.zeros(32, hf.hidden_size)))}
 
 
-def union(args, params):
+def union(args, params, note=None):
     """The tensors of all calls, each of which comes from one call only."""
     found = {}
     for name, param in params.items():
-        given = convert_to_hf(args, "any", name, param)
+        given = convert_to_hf(args, "any", name, param, note)
         assert len(dict(given)) == len(given)
         assert not found.keys() & dict(given).keys()
         found.update(given)
@@ -126,6 +126,19 @@ def test_a_latent_that_comes_again_before_the_other_is_refused_once(again, missi
         assert [bool((tensor == 3).all()) for _, tensor in given] == [True, True]
 
 
+@pytest.mark.parametrize("has_weights", [True, False])
+def test_weights_leave_in_the_format_of_the_folder(has_weights, tmp_path):
+    """Latents still come together, each with its scales. New scales are equal to the scales of the folder."""
+    hf, form = zoo.cases()["deepseek_v3"].hf, quantized.deepseek((16, 16))
+    files, plain = quantized.write(hf, form, tmp_path, dtype=torch.float32)
+    if not has_weights:
+        (tmp_path / "model.safetensors").unlink()
+        files = form.files(plain)
+    args = SimpleNamespace(hf_checkpoint=tmp_path)
+    note = {**form.note, "modules_to_not_convert": ["lm_head"]}
+    assert_gets(union(args, parameters(hf, plain), note), files)
+
+
 def test_grouped_experts_by_their_numbers(tmp_path):
     SPARSE.save_pretrained(tmp_path)
     args = SimpleNamespace(hf_checkpoint=tmp_path)
@@ -140,8 +153,8 @@ def test_what_it_cannot_do_is_refused(tmp_path):
     SPARSE.save_pretrained(tmp_path / "sparse")
     zoo.cases()["gpt_oss"].hf.save_pretrained(tmp_path / "fused")
     args, fused = (SimpleNamespace(hf_checkpoint=tmp_path / name) for name in ("sparse", "fused"))
-    with pytest.raises(ConfigError, match="quantization_config must be None"):
-        convert_to_hf(args, "any", "module.decoder.final_layernorm.weight", torch.zeros(48), {"bits": 8})
+    with pytest.raises(ConfigError, match="quant_method must be 'fp8'"):
+        convert_to_hf(args, "any", "module.decoder.layers.0.self_attention.linear_proj.weight", torch.zeros(48, 96), {})
     with pytest.raises(ConfigError, match="gpt_oss has one tensor for all experts"):
         convert_to_hf(fused, "any", "module.decoder.final_layernorm.weight", torch.zeros(48))
     factor = "module.decoder.layers.0.mlp.linear_fc1.adapter.linear_in.weight"

@@ -9,13 +9,19 @@ import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
+from hypothesis import given, strategies
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from mcore_bridge.config.quantization import read_quantization
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules import codec, encoded, scheme
+from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.files.encoded_copy import EncodedCopy
+from mcore_bridge.weights.sent.encoding import encoded_tensors
+from mcore_bridge.weights.source.new_scheme import new_scheme
 from mcore_bridge.weights.source.source import open_source
+from mcore_bridge.weights.source.weight_format import PLAIN
 from tests import zoo
 from tests.support import quantized
 from tests.support.quantized import Format, deepseek, mxfp4
@@ -389,3 +395,100 @@ def test_pieces_of_stacked_experts_are_as_small_as_they_are_asked_for() -> None:
     assert [math.prod(piece.shape) for piece in whole.in_order(4)] == [8] * 12  # a row is not cut
     whole_copy = EncodedCopy.of(whole.cut(lambda each: each), torch.empty(3, 4, 8))
     assert [math.prod(piece.source.shape) for piece in whole_copy.pieces(1)] == [1] * 96  # no slot is too small
+
+
+# encoding -------------------------------------------------------------------------------------------------------------
+
+KINDS: dict[str, tuple[codec.Codec, Tensor]] = {
+    "fp8": (codec.Codec("fp8", (128, 128)), torch.exp2(torch.linspace(-30, 30, 4001))),
+    "fp8 of rows": (codec.Codec("fp8", (1, 8), torch.bfloat16), torch.exp2(torch.linspace(-30, 30, 4001)).bfloat16()),
+    "int4": (codec.Codec("int4", (1, 32), torch.bfloat16), torch.exp2(torch.linspace(-30, 30, 4001)).bfloat16()),
+    "mxfp4": (codec.Codec("mxfp4", (1, 32)), torch.arange(4, 250, dtype=torch.uint8)),
+    "nvfp4": (codec.Codec("nvfp4", (1, 16)), torch.exp2(torch.linspace(-30, 30, 4001))),
+}
+"""A codec of each kind, and scales over the whole range."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_codes_come_back_with_their_scales(kind: str) -> None:
+    """In each dtype of a model, with the sign of zero. A number that fp16 or bf16 cannot hold has no way back."""
+    own, scales = KINDS[kind]
+    octets = torch.arange(256, dtype=torch.uint8)
+    if own.kind == "fp8":
+        octets = octets[(octets & 0x7F) != 0x7F]  # NaN
+    numbers = codec.numbers_of(own, octets[None])
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        narrow = scales if dtype != torch.float16 else scales[len(scales) * 2 // 5 : len(scales) * 3 // 5]
+        factors = codec.scales_of(own, narrow)[:, None]
+        values = codec.decoded(own, numbers.expand(len(factors), -1), factors, dtype)
+        usable = values.isfinite().all(1) & (values.float().abs() > torch.finfo(dtype).tiny).any(1)
+        found = codec.codes_of(own, codec.divided(own, values, factors))
+        assert int(usable.sum()) > len(narrow) // 2
+        assert torch.equal(found[usable], octets.expand(len(factors), -1)[usable])
+
+
+@given(
+    kind=strategies.sampled_from(sorted({"fp8", "int4", "mxfp4", "nvfp4"})),
+    seed=strategies.integers(0, 1 << 30),
+    spread=strategies.floats(-20, 20),
+    powers=strategies.booleans(),
+)
+def test_a_number_moves_by_half_a_step_at_most(kind: codec.Kind, seed: int, spread: float, powers: bool) -> None:
+    """Blocks of zeros stay zeros. The largest number of a block has the largest code, unless scales are rounded."""
+    own = codec.Codec(kind, (1, 32), overall="multiplies" if kind == "nvfp4" else "")
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(16, 32, generator=generator) * torch.exp2(spread + 4 * torch.randn(16, 1, generator=generator))
+    values[3] = 0
+    amax = values.abs().amax(1, keepdim=True)
+    overall = codec.new_overall(own, amax.amax()) if own.overall else None
+    dtype = {"mxfp4": torch.uint8, "nvfp4": torch.float8_e4m3fn}.get(kind, torch.float32)
+    stored = codec.new_scales(own, amax, dtype, powers=powers and kind == "fp8", overall=overall)
+    scales = codec.scales_of(own, stored, overall)
+    numbers = codec.divided(own, values, scales)
+    found = codec.numbers_of(own, codec.codes_of(own, numbers))
+    table = codec.numbers_of(own, torch.arange(256, dtype=torch.uint8)[None]).flatten()
+    nearest = (table[table.isfinite()] - numbers[..., None]).abs().amin(-1)
+    assert torch.equal((found - numbers).abs(), nearest)
+    assert not found[3].any()
+    most = codec.MOST[kind] * (2 if kind == "mxfp4" else 1)
+    limit = most * {"mxfp4": 4 / 3, "nvfp4": 1.26}.get(kind, 1.0001)
+    assert float(numbers.abs().max()) <= limit
+    if kind in ("fp8", "int4") and not powers:
+        assert torch.allclose(numbers.abs().amax(1)[amax[:, 0] > 0], torch.tensor(most))
+
+
+@pytest.mark.parametrize("exponent", [-100, -9, 0, 7, 100])
+def test_powers_of_two_are_the_smallest_that_fit(exponent: int) -> None:
+    """Also beside their borders, where a logarithm in fp32 is wrong."""
+    border = torch.tensor(448.0) * 2.0**exponent
+    near = torch.stack(
+        [torch.nextafter(border, torch.tensor(0.0)), border, torch.nextafter(border, torch.tensor(torch.inf))]
+    )
+    own = codec.Codec("fp8", (1, 1))
+    for dtype, powers in ((torch.float32, True), (torch.float8_e8m0fnu, False)):
+        found = codec.new_scales(own, near, dtype, powers=powers).float()
+        assert (found / 2.0**exponent).tolist() == [1, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["rows", "one scale", "blocks", "int4", "nvfp4"])
+def test_codes_are_those_of_compressed_tensors(name: str) -> None:
+    """With scales of ours, its own quantizer gives our codes. It is given fp32: in bf16, it would round twice."""
+    form, shape = {
+        "rows": (quantized.rows(), (24, 64)),
+        "one scale": (quantized.one_scale(), (24, 64)),
+        "blocks": (quantized.blocks((8, 16)), (24, 64)),
+        "int4": (quantized.int4(32), (24, 64)),
+        "nvfp4": (quantized.nvfp4("compressed-tensors"), (24, 64)),
+    }[name]
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(8)).bfloat16()
+    spec = TensorSpec("x.weight", tuple(shape), weight.dtype)
+    made = new_scheme([spec], read_quantization(form.note))
+    parts = dict(encoded_tensors("x.weight", weight, made, PLAIN))
+    config = QuantizationConfig.model_validate(form.note)
+    (group,) = config.config_groups.values()
+    compressor = BaseCompressor.get_value_from_registry(config.format)
+    scales = {end.removeprefix("x."): part.float() for end, part in parts.items() if "scale" in end}
+    theirs = compressor.compress({"weight": weight.float(), **scales}, group)
+    codes = next(part for end, part in parts.items() if end.endswith(("weight", "packed")))
+    own = next(part for end, part in theirs.items() if end in ("weight", "weight_packed"))
+    assert torch.equal(codes.view(torch.uint8), own.view(torch.uint8))

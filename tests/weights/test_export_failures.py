@@ -49,7 +49,7 @@ THE_ONE = r"embedding\.word_embeddings\.weight to decoder\.layers\.2\.self_atten
         ("mcore_bridge.weights.transfer.copier.CopyTable.run", 0, "rank 1 of the group: RuntimeError: out of memory"),
         ("mcore_bridge.weights.transfer.copier.CopyTable.run", 1, "out of memory"),
         ("mcore_bridge.weights.agreement.provenance_on", 0, "RuntimeError: out of memory"),
-        ("mcore_bridge.weights.export.wanted_dtype", 3, "RuntimeError in the message of .*: out of memory"),
+        ("mcore_bridge.weights.source.weight_format.wanted_dtype", 3, "RuntimeError in the message of .*: out of memory"),
     ],
 )
 def test_all_ranks_raise(name, after, message):
@@ -65,7 +65,7 @@ def fail_with_the_first_tensor(copy):
     messages = agreement.agree_on_plan(models, None, "lm", bucket_bytes=BUCKET).program.plan.messages
     numbers, taken = [message.number for message in messages for _ in message.done], []
     with (
-        only_on_1("mcore_bridge.weights.export.wanted_dtype"),
+        only_on_1("mcore_bridge.weights.source.weight_format.wanted_dtype"),
         pytest.raises(ExportError, match="rank 1 of the group: RuntimeError in the"),
     ):
         taken.extend(mb.iter_hf_weights(models, dtype=torch.bfloat16, bucket_bytes=BUCKET, copy=copy))

@@ -13,9 +13,9 @@ import mcore_bridge as mb
 from mcore_bridge.errors import BridgeError, ExportError
 from mcore_bridge.factory.add_adapters import add_adapters
 from mcore_bridge.trainers.megatron_bridge import AutoBridge
-from mcore_bridge.weights import merging
 from mcore_bridge.weights.manifest import digest
 from mcore_bridge.weights.model_tensors import held_tensors
+from mcore_bridge.weights.sent import merging
 from mcore_bridge.weights.transfer.endpoints import Sources
 from mcore_bridge.weights.transfer.program import Program
 from tests import zoo

@@ -13,7 +13,7 @@ from itertools import chain, islice, pairwise
 
 from torch import Tensor
 
-from mcore_bridge.errors import ExportError, describe
+from mcore_bridge.errors import ExportError
 from mcore_bridge.trainers.rlinf.engine import Destination
 from mcore_bridge.weights.agreement import Export, open_export
 from mcore_bridge.weights.model_chunks import Models
@@ -96,20 +96,18 @@ class Sync:
     def _begun(
         self, destination: Destination | None, target_at: Callable[[Models, Destination], Target]
     ) -> Generator[dict[str, Tensor], None, None]:
-        target: Target = "everything"
-        problem = ""
+        target: Target | Exception = "everything"
         try:
             if destination is not None:
                 target = target_at(self.models, destination)
         except Exception as error:  # other ranks are about to wait for this rank
-            problem = describe(error)
+            target = error
         self.destination = destination
         self.export = open_export(
             *(self.models, self.hf, self.head),
             expert_format="split",
             bucket_bytes=MESSAGES_IN_FLIGHT * self.bucket_bytes,
             target=target,
-            problem=problem,
             merged=self.merged,
         )
         return run_rounds(self.export, self.num_buckets)

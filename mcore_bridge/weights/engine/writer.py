@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from mcore_bridge.arguments import COUNT, accepts_former_names, instance_of, list_of, problem_of, require
-from mcore_bridge.errors import TransferError, plural
+from mcore_bridge.config.quantization import Quantize
+from mcore_bridge.errors import ExportError, TransferError, plural
 from mcore_bridge.rules.mapping import ExpertFormat
 from mcore_bridge.rules.spec import Pair, runs_within
 from mcore_bridge.weights.agreement import Options, open_export
@@ -19,7 +20,6 @@ from mcore_bridge.weights.engine.group_copies import MapCopies, take_expected
 from mcore_bridge.weights.ipc.shared_memory import Handle, open_all
 from mcore_bridge.weights.model_chunks import Models
 from mcore_bridge.weights.plan.engine_map import EngineMap
-from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.provenance import HF
 from mcore_bridge.weights.transfer.copier import Buffers
 from mcore_bridge.weights.transfer.executor import run_messages
@@ -118,6 +118,7 @@ def export_into(
     expert_format: ExpertFormat | None = None,
     bucket_bytes: int | None = None,
     merged: bool | None = None,
+    quantize: Quantize = None,
 ) -> None:
     """Write the weights of a model into an engine's memory. When this returns, the device has written them.
 
@@ -128,7 +129,7 @@ def export_into(
     made only if the map casts it.
 
     Args:
-        models, hf, head, expert_format, bucket_bytes, merged: as for ``iter_hf_weights``.
+        models, hf, head, expert_format, bucket_bytes, merged, quantize: as for ``iter_hf_weights``.
         writer: the memory of the engine's rank, which this process has opened.
 
     Raises:
@@ -147,14 +148,14 @@ def export_into(
         True
     """
     problem = problem_of(writer=(writer, _WRITER))
-    target: Target = "nothing" if problem else writer.map
+    target = ExportError(problem) if problem else writer.map
     options: Options = {
         "expert_format": expert_format,
         "bucket_bytes": bucket_bytes,
         "target": target,
         "merged": merged,
+        "quantize": quantize,
     }
-    options["problem"] = problem
     export = open_export(models, hf, head, **options)
 
     bound = export.bound

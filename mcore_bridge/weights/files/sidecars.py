@@ -30,7 +30,7 @@ NOTES = (
     "quanto_qmap.json",  # the parameters that Quanto has encoded
     "kv_cache_scales.json",
 )
-"""Files that describe encoded weights. A save writes plain weights, so it removes these files, and copies none."""
+"""Files that describe encoded weights. A save of plain weights removes these files, and copies none."""
 _OF_OTHERS = (*NOTES, "adapter_config.json", "*.index.json")
 """Files that would not describe the weights that a save writes."""
 _MOST_BYTES = 2 << 30
@@ -60,6 +60,12 @@ def copy_companions(
                     f"{path} has {size} bytes, expected at most {_MOST_BYTES} in a file beside the weights: remove it"
                 )
             shutil.copy2(path, target / path.name)
+
+
+def copy_note(source: Path, target: Path) -> None:
+    """Copy ModelOpt's description of encoded weights, if there is one beside the config."""
+    if (source / MODELOPT).is_file():
+        shutil.copy2(source / MODELOPT, target / MODELOPT)
 
 
 def forget_quantization(folder: Path) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from mcore_bridge.arguments import COUNT, ITERABLE, Kind, require
 from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.names import fused_module
+from mcore_bridge.rules.scheme import stem_of
 from mcore_bridge.rules.spec import ALIGNMENT, TensorSpec, aligned
 
 SLOT_BYTES = 512 << 20
@@ -94,8 +95,8 @@ def plan_buckets(
 ) -> BucketPlan:
     """Distribute the tensors of a manifest, in its order, over slots of one size.
 
-    Projections of one input (q, k and v; gate and up) always share a slot, because engines fuse them. The experts of a
-    layer share a slot if it holds them all.
+    Projections of one input (q, k and v; gate and up) always share a slot, because engines fuse them. So do the codes
+    and scales of a weight. The experts of a layer share a slot if it holds them all.
 
     Args:
         manifest: names, shapes and dtypes in the order in which the tensors will come, such as ``mb.manifest(models)``
@@ -146,10 +147,10 @@ def plan_buckets(
 
 
 def _fused(specs: Iterable[TensorSpec]) -> Iterable[Collection[str]]:
+    """Names that an engine needs at once: projections of one input, and the codes and scales of a weight."""
     groups: dict[str, list[str]] = {}
     for spec in specs:
-        if module := fused_module(spec.name):
-            groups.setdefault(module, []).append(spec.name)
+        groups.setdefault(fused_module(spec.name) or stem_of(spec.name), []).append(spec.name)
     return groups.values()
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from mcore_bridge import arguments
 from mcore_bridge.arguments import COUNT, DEVICE, require
 from mcore_bridge.config.mesh.alike import Shared, agreed, replica_groups
-from mcore_bridge.errors import CheckpointError, ConfigError
+from mcore_bridge.errors import CheckpointError, ConfigError, ExportError
 from mcore_bridge.rules.adapters import Adapters, base_name
 from mcore_bridge.rules.dtypes import Dtypes, has_same_bits, wanted_dtype
 from mcore_bridge.rules.mapping import pattern_of
@@ -82,7 +82,8 @@ def iter_hf_adapters(
         model.layers.0.self_attn.v_proj.lora_B.weight (96, 16)
     """
     problem = arguments.problem_of(device=(device, DEVICE.or_none()))
-    options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "target": target, "dtype": dtype, "problem": problem}
+    asked = ExportError(problem) if problem else target
+    options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "target": asked, "dtype": dtype}
     made = adapters_of(models)
     export = open_export(models, None, "lm", adapters=made, **options)
     with closing(run_program(export.program, export.group, export.bound.tensors)) as pairs:

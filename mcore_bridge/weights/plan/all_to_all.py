@@ -13,7 +13,7 @@ from mcore_bridge.rules.mapping import WeightMapping
 from mcore_bridge.rules.spec import ALIGNMENT, aligned
 from mcore_bridge.weights.plan.export_plan import MEMORY, MESSAGES_IN_FLIGHT, ExportPlan, Message
 from mcore_bridge.weights.plan.gather import Request, SourceShard, assemble_plan, assign_senders, shards_of
-from mcore_bridge.weights.plan.inventory import Inventory, ParamEntry, merge_inventories
+from mcore_bridge.weights.plan.inventory import Encode, Inventory, ParamEntry, merge_inventories
 from mcore_bridge.weights.plan.schedule import MIN_WINDOW
 from mcore_bridge.weights.plan.select_for_target import dealt, select_for
 from mcore_bridge.weights.plan.stream import HEADER, SendRange, Streams, WindowRun, cut, num_messages, widths
@@ -37,6 +37,7 @@ def plan_targets(
     targets: Sequence[Target],
     *,
     bucket_bytes: int | None,
+    encode: Encode = tuple,
 ) -> TargetPlans:
     """Plan an export to the targets of all ranks. Only needed bytes travel.
 
@@ -44,12 +45,13 @@ def plan_targets(
         targets: the target of each rank of the group.
         bucket_bytes: limits the messages in flight to and from a rank, with the bytes that it copies from itself at
             that time. None leaves room in ``MEMORY`` for the largest tensor and all other incomplete tensors.
+        encode: replaces the entries of weights that leave encoded.
 
     Raises:
         MappingError: what ``merge_inventories`` raises.
         TargetError: when the model cannot be cut for a target.
     """
-    entries = merge_inventories(mapping, axes, num_layers, inventories)
+    entries = encode(merge_inventories(mapping, axes, num_layers, inventories))
     kinds = [(rank, target) if target == "share" else target for rank, target in enumerate(targets)]
     wanted: dict[object, Sequence[ParamEntry]] = {
         target: select_for(target, mapping, axes, num_layers, entries)

@@ -19,6 +19,7 @@ from mcore_bridge.rules.layout import COLUMN, GROUPS, Axes, Chain, Concat, Layou
 from mcore_bridge.rules.mapping import Rule, WeightMapping, axes_of, unstacked
 from mcore_bridge.rules.names import expert_of, layer_of
 from mcore_bridge.rules.trace import Copy, Shape, Trace, line_starts, lines, trace
+from mcore_bridge.weights.plan.encoded_entries import cells_of, upright_of
 from mcore_bridge.weights.plan.inventory import ParamEntry
 from mcore_bridge.weights.plan.target import EngineRank
 
@@ -78,7 +79,7 @@ class Slicer:
 
     def _sliced(self, entry: ParamEntry) -> dict[int, tuple[Trace, tuple[int, ...]]]:
         """For each shard, the trace of the part that the target takes, and the start of each copy in the sent bytes."""
-        rule = self._mapping.rule_of(entry.held.name)
+        rule = self._mapping.rule_of(entry.plain.held.name)
         key = (id(entry.trace), id(rule), self._cuts(entry, rule))
         if key not in self._known:
             self._known[key] = sliced_shards(entry.trace, self.taken(entry))
@@ -88,8 +89,17 @@ class Slicer:
         """For each part, the number of ranks that share it, and the target's rank among them."""
         return tuple(self._target.cut(unstacked(name)[0], routed=rule.axis == "etp") for name in entry.hf)
 
+    def _coarse(self, entry: ParamEntry) -> tuple[Indices, ...]:
+        """The indices of codes or scales that the target takes, for the numbers that it takes."""
+        encoded = entry.encoded
+        assert encoded is not None
+        taken = self.taken(encoded.plain)
+        return tuple(_in_cells(entry, part, taken[number]) for part, number in enumerate(encoded.parts))
+
     def taken(self, entry: ParamEntry) -> tuple[Indices, ...]:
         """The indices that the target takes of each part, along the dim that is cut."""
+        if entry.encoded is not None:
+            return self._coarse(entry)
         rule, shapes = self._mapping.rule_of(entry.held.name), entry.trace.part_shapes
         axes = axes_of(rule, self._axes)
         indices = []
@@ -104,6 +114,31 @@ class Slicer:
                     f"it in whole= ({str(error).strip().splitlines()[-1]})"
                 ) from None
         return tuple(indices)
+
+
+def _in_cells(entry: ParamEntry, part: int, indices: Indices) -> Indices:
+    """The elements of codes or scales that stand for ``indices`` of the weight.
+
+    Raises:
+        TargetError: when some of the numbers for which an element stands are not taken.
+    """
+    encoded, dim = entry.encoded, dims_of(entry.trace)[part]
+    assert encoded is not None
+    encoding, length = encoded.encodings[part], entry.trace.part_shapes[part][dim]
+    if encoded.role in ("overall", "constant") or (encoded.role == "scales" and length == 1):
+        return np.arange(length)
+    plain = encoded.plain.trace
+    whole = plain.part_shapes[encoded.parts[part]][dims_of(plain)[encoded.parts[part]]]
+    moved = plain.to_mcore[0].dim
+    cell = whole // length if encoded.role == "codes" else cells_of(upright_of(plain, encoding), encoding)[moved]
+    cells = np.unique(indices // cell)
+    if (np.minimum((cells + 1) * cell, whole) - cells * cell).sum() != len(indices):
+        raise TargetError(
+            f"{entry.hf[part]} cannot be cut for the engine: a cut after {len(indices)} of {whole} numbers lies within "
+            f"{cell} that are encoded together. Change tp (or etp of the experts), so that the parts are multiples of "
+            f"{cell}, or name it in whole="
+        )
+    return cells
 
 
 def _check(target: EngineRank, axes: Axes) -> None:

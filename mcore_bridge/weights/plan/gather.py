@@ -15,7 +15,7 @@ from mcore_bridge.rules.layout import Axes
 from mcore_bridge.rules.mapping import WeightMapping
 from mcore_bridge.rules.spec import aligned
 from mcore_bridge.weights.plan.export_plan import MEMORY, MESSAGES_IN_FLIGHT, ExportPlan, Message, peak_bytes
-from mcore_bridge.weights.plan.inventory import Inventory, ParamEntry, merge_inventories
+from mcore_bridge.weights.plan.inventory import Encode, Inventory, ParamEntry, merge_inventories
 from mcore_bridge.weights.plan.payload import Payload
 from mcore_bridge.weights.plan.schedule import (
     MANY,
@@ -64,19 +64,26 @@ class Request(NamedTuple):
 
 
 def plan_export(
-    mapping: WeightMapping, axes: Axes, num_layers: int, inventories: Sequence[Inventory], *, bucket_bytes: int | None
+    mapping: WeightMapping,
+    axes: Axes,
+    num_layers: int,
+    inventories: Sequence[Inventory],
+    *,
+    bucket_bytes: int | None,
+    encode: Encode = tuple,
 ) -> ExportPlan:
     """Plan the export of a whole model to every rank of a group.
 
     Args:
         inventories: the inventory of each rank of the group.
+        encode: replaces the entries of weights that leave encoded.
         bucket_bytes: limits the messages in flight to a rank, unless one row takes more. By default messages are as
             large as possible, with the whole export within ``MEMORY``.
 
     Raises:
         MappingError: what ``merge_inventories`` raises.
     """
-    request = Request.of(merge_inventories(mapping, axes, num_layers, inventories), bucket_bytes)
+    request = Request.of(encode(merge_inventories(mapping, axes, num_layers, inventories)), bucket_bytes)
     stages = [inventory.ranks["pp"] for inventory in inventories]
     size, fused = bucket_bytes // MESSAGES_IN_FLIGHT if bucket_bytes else OTHERWISE, max(request.sizes.values())
     allowed = 3 * bucket_bytes + fused if bucket_bytes else max(MEMORY, fused * 3 // 2)

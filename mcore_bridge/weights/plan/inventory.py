@@ -5,14 +5,17 @@ rules.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Literal
 
 from mcore_bridge.errors import MappingError
 from mcore_bridge.rules.adapters import is_adapter
 from mcore_bridge.rules.layout import Axes
 from mcore_bridge.rules.mapping import Binding, WeightMapping, axes_of, unstacked
 from mcore_bridge.rules.names import expert_of, kind_of, layer_of
+from mcore_bridge.rules.scheme import Encoding
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.rules.trace import Copy, Shape, Trace, trace
 
@@ -23,6 +26,51 @@ class Inventory:
 
     ranks: Mapping[str, int]
     held: tuple[TensorSpec, ...]
+
+
+Role = Literal["codes", "scales", "overall", "constant"]
+"""What a tensor is to an encoded weight: its codes, its scales, its overall number, or a tensor that stays as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPart:
+    """What an entry sends of a weight that leaves encoded: its codes, its scales, or numbers of the whole weight.
+
+    Attributes:
+        role: which of these.
+        plain: the entry of the weight itself, as the model holds it.
+        parts: the parts of ``plain`` that are encoded.
+        encodings: how each of ``parts`` is encoded.
+        trace: from these numbers in HF to the shards of all ranks.
+        shared: whether each holder sends the numbers of all shards.
+        constant: the tensor, if training never changes it.
+    """
+
+    role: Role
+    plain: ParamEntry
+    parts: tuple[int, ...]
+    encodings: tuple[Encoding, ...]
+    trace: Trace
+    shared: bool = False
+    constant: TensorSpec | None = None
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """What a file has of each part."""
+        if self.constant is not None:
+            return (self.constant,)
+        return tuple(map(attrgetter(self.role), self.encodings))
+
+    def stored_shape(self, index: int, shape: Shape) -> Shape:
+        """The shape in which a file has these numbers of a part (or of a slice), instead of ``shape``."""
+        spec = self.specs[index]
+        if self.role == "codes":
+            return shape
+        if self.role != "scales" or spec.numel == 1:
+            return spec.shape
+        if len(spec.shape) == len(self.encodings[index].grid) + 2:  # ModelOpt's blocks
+            return (*shape[:-2], shape[-2], 1, shape[-1], 1)
+        return shape[: len(spec.shape)]  # one scale for each row may be stored without a dim of 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +91,18 @@ class ParamEntry:
     """Other names under which the first HF tensor is also written."""
     starts: tuple[int, ...] | None = None
     """The index along its dim at which each copy of ``trace.to_hf`` begins in the sent part; None if all is sent."""
+    encoded: EncodedPart | None = None
+    """What is sent in place of the parameter, if it leaves encoded."""
+
+    @property
+    def plain(self) -> ParamEntry:
+        """The entry of the parameter as the model holds it."""
+        return self if self.encoded is None else self.encoded.plain
+
+    def shape_of(self, part: int) -> Shape:
+        """The shape of an HF tensor (of one expert, in a stack), or of the slice that is sent."""
+        shape = self.trace.part_shapes[part]
+        return shape if self.encoded is None else self.encoded.stored_shape(part, shape)
 
     @property
     def sent(self) -> Shape:
@@ -63,6 +123,10 @@ class ParamEntry:
     def row_bytes(self) -> int:
         """Bytes of one row (an index of dim 0) of the sent part."""
         return math.prod(self.sent[1:]) * self.held.dtype.itemsize
+
+
+Encode = Callable[[Sequence[ParamEntry]], Sequence[ParamEntry]]
+"""Replaces the entries of weights that leave encoded by entries of their codes and scales."""
 
 
 def merge_inventories(

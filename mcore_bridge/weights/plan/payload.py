@@ -52,7 +52,8 @@ class Payload:
                 name, number = unstacked(hf)
                 if name not in numbers:
                     numbers[name] = len(outputs)
-                    whole = shape if number is None else (entry.stack, *shape)
+                    own = entry.shape_of(index)
+                    whole = own if number is None else (entry.stack, *own)
                     outputs.append(OutputTensor(name, whole, entry.held.dtype, entry.copies if index == 0 else ()))
                 of_entry.append((numbers[name], (number or 0) * math.prod(shape) * entry.held.dtype.itemsize))
             destinations.append(tuple(of_entry))
@@ -109,16 +110,15 @@ class Payload:
                 sizes = layers.setdefault(_layer_with_experts(entry), {})
                 sizes.update((output, self.outputs[output].num_bytes) for output, _ in destinations)
         whole = {layer for layer, sizes in layers.items() if sum(sizes.values()) <= bucket_bytes}
-        pairs = zip(self.entries, self.destinations, strict=True)
-        return tuple(self._key(entry, destinations[0][0], whole) for entry, destinations in pairs)
+        return tuple(_load_group(entry.plain, whole) for entry in self.entries)
 
-    @staticmethod
-    def _key(entry: ParamEntry, output: int, whole: Collection[str]) -> object:
-        """The key of an entry, given its first output and the layers whose experts stay together."""
-        if expert_of(entry.held.name) is not None:
-            layer = _layer_with_experts(entry)
-            return layer if layer in whole else output
-        return next(filter(None, map(fused_module, entry.hf)), entry.held.name)
+
+def _load_group(entry: ParamEntry, whole: Collection[str]) -> str:
+    """The key of an entry, given the layers whose experts stay together."""
+    if expert_of(entry.held.name) is not None:
+        layer = _layer_with_experts(entry)
+        return layer if layer in whole else unstacked(entry.hf[0])[0]
+    return next(filter(None, map(fused_module, entry.hf)), entry.held.name)
 
 
 def _crc(text: str) -> int:

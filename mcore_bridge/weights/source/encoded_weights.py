@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,13 +43,18 @@ def quantization_in(folder: Path) -> Quantization | None:
         ConfigError: the format is not supported.
         CheckpointError: ``hf_quant_config.json`` is no file, or no JSON.
     """
-    try:
-        note = _note_in(read_json(folder / "config.json", finite=False))
-    except CheckpointError:  # code that needs a config raises elsewhere
-        note = None
+    note = note_in_config(folder)
     if note is None and os.path.lexists(folder / MODELOPT):
         note = read_json(folder / MODELOPT)
     return read_quantization(note)
+
+
+def note_in_config(folder: Path) -> Any:
+    """The ``quantization_config`` in the config.json of a folder, as it stands there; None if there is none."""
+    try:
+        return _note_in(read_json(folder / "config.json", finite=False))
+    except CheckpointError:  # code that needs a config raises elsewhere
+        return None
 
 
 def _note_in(fields: object) -> object:
@@ -64,13 +70,13 @@ def scheme_within(specs: Mapping[str, TensorSpec], quantization: Quantization | 
     Raises:
         CheckpointError: tensors do not fit together, or differ from the config; the message names all of them.
     """
-    scheme = scheme_of(specs, quantization.block if quantization is not None else None)
-    if quantization is not None:
-        wrong = [f"{name} is {held.codec}" for name, held in scheme.held.items() if not _allows(quantization, held)]
-        if wrong:
-            said = ", ".join(f"{kind} by {grain}" for kind, grain in sorted(quantization.allowed, key=str))
-            said = said or "nothing of weights"
-            raise unreadable([f"quantization_config says {said}, found others: {', '.join(wrong[:5])}"])
+    if quantization is None:
+        return scheme_of(specs)
+    scheme = scheme_of(specs, quantization.block, powers=quantization.powers)
+    if wrong := [f"{name} is {held.codec}" for name, held in scheme.held.items() if not _allows(quantization, held)]:
+        said = ", ".join(f"{kind} by {grain}" for kind, grain in sorted(quantization.allowed, key=str))
+        said = said or "nothing of weights"
+        raise unreadable([f"quantization_config says {said}, found others: {', '.join(wrong[:5])}"])
     return scheme
 
 
@@ -88,12 +94,10 @@ def _allows(quantization: Quantization, held: Encoding) -> bool:
 def encoded(name: str, held: Encoding, source: Mapping[str, Tensor]) -> Encoded:
     """The weight with its tensors, in the shapes that its codec expects."""
     codes, scales, *overall = (source[part] for part in held.parts)
-    shape = held.shape if held.shape_tensor is None else tuple(source[held.shape_tensor].tolist())
-    if shape != held.shape:
-        raise unreadable([f"{held.shape_tensor} is {shape}, while there are codes for {held.shape}"])
+    if held.shape_tensor is not None and (shape := tuple(source[held.shape_tensor.name].tolist())) != held.shape:
+        raise unreadable([f"{held.shape_tensor.name} is {shape}, while there are codes for {held.shape}"])
     if held.codec.kind == "mxfp4":
         codes = codes.flatten(2)
-    stored = (held.shape[dim] for dim in held.order)
-    scales = scales.reshape([-(-size // block) for size, block in zip(stored, held.codec.block, strict=True)])
+    scales = scales.reshape(held.grid)
     codes = codes if codes.dtype == torch.uint8 else codes.view(torch.uint8)
     return Encoded(name, held.codec, held.shape, held.order, codes, scales, overall[0].view(1) if overall else None)

@@ -140,7 +140,8 @@ class Source(Mapping[str, Weight]):
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], scheme: Scheme | None = None) -> None:
-        scheme = scheme or Scheme()
+        self.scheme = scheme = scheme or Scheme()
+        """Which tensors are encoded, by plain name in the source."""
         self._tensors = tensors
         plain = {name: Stored((name,)) for name in scheme.plain(tensors)}
         self._table = plain | {name: Stored(held.parts, held) for name, held in scheme.held.items()}
@@ -187,6 +188,15 @@ class Source(Mapping[str, Weight]):
     def is_encoded(self) -> bool:
         """Whether any weight is encoded."""
         return any(stored.encoding for stored in self._table.values())
+
+    def raw(self, name: str) -> Tensor:
+        """A tensor as it is stored, under its name there. It may be a part of an encoded weight."""
+        return self._tensors[name]
+
+    def raw_specs(self, name: str) -> tuple[TensorSpec, ...]:
+        """The tensors that the source has for a plain name, as it stores them."""
+        encoding = self._table[name].encoding
+        return (TensorSpec.of(name, self[name]),) if encoding is None else (*encoding.stored, *encoding.beside)
 
     def files(self, name: str) -> tuple[SafetensorsFile, ...]:
         """The file of a tensor or, if it is encoded, the file of each part; empty if the source has no files."""

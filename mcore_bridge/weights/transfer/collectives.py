@@ -258,6 +258,14 @@ class Group:
             dist.all_reduce(reduced, operation, group=self.group)
             return [int(number) for number in reduced.tolist()]
 
+    @naming_lost_ranks("comparing tensors with other ranks")
+    def maximum(self, tensor: Tensor) -> Tensor:
+        """The elementwise maximum of the tensors of all ranks, as a new tensor where the group communicates."""
+        largest = tensor.to(self.device, copy=True)
+        if self.size > 1:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        return largest
+
     def max(self, number: int) -> int:
         """The maximum of the numbers of all ranks."""
         return self.most([number])[0]

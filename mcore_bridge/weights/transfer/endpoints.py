@@ -15,7 +15,7 @@ from mcore_bridge.weights.transfer.copier import Buffers
 from mcore_bridge.weights.transfer.program import Program, Step
 
 Merge = Callable[[Tensor], Tensor]
-"""A function from a tensor of this rank to the tensor that is sent in its place, with equal shape and dtype."""
+"""A function from a tensor of this rank to the tensor that is sent in its place."""
 NO_MERGES: Mapping[str, Merge] = {}
 
 
@@ -115,10 +115,10 @@ class Outputs:
         per_slab = SLAB // num_bytes if is_small else 1
         tensors: list[Tensor] = []
         while (left := count - len(tensors)) > 0:
-            rows, *others = output.shape
+            rows, *others = output.shape or (1,)
             slab = like.new_empty((min(left, per_slab) * rows, *others))
             tensors += slab.unsafe_split(rows) if left > 1 and per_slab > 1 else [slab]
-        return tensors
+        return tensors if output.shape else [tensor.squeeze() for tensor in tensors]
 
     def lend(self, step: Step, windows: Tensor) -> None:
         """Use views of ``windows`` as outputs, for outputs that lie whole in them."""

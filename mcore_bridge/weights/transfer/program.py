@@ -64,8 +64,9 @@ class Program:
         self.plan = plans[0 if self.is_gather else rank]
         """The plan of the tensors that this rank gets."""
         payloads = {id(plan.payload): plan.payload for plan in plans}  # receivers with one target share an object
-        entries = (entry for payload in payloads.values() for entry in payload.entries)
-        held = (entry.held.name for entry in entries if any(rank in holders for holders in entry.holders.values()))
+        self.entries = tuple(entry for payload in payloads.values() for entry in payload.entries)
+        """What any receiver gets, in one order on all ranks."""
+        held = (entry.held.name for entry in self.entries if any(rank in holders for holders in entry.holders.values()))
         self.names = tuple(dict.fromkeys(held))
         """The canonical names of the tensors that this rank sends, or copies to its own outputs."""
         self._numbers = {name: number for number, name in enumerate(self.names)}

@@ -1,0 +1,199 @@
+"""The format in which weights leave a model: plain, as the folder of the model has them, or by a description.
+
+Each rank opens it for itself. What it decides depends on the files alone, so ranks compare a digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_bridge.arguments import instance_of, require
+from mcore_bridge.config.hf import find_folder
+from mcore_bridge.config.quantization import Quantization, Quantize, read_quantization
+from mcore_bridge.errors import ConfigError, MappingError
+from mcore_bridge.rules.dtypes import Dtypes, wanted_dtype
+from mcore_bridge.rules.encoded import Encoded
+from mcore_bridge.rules.mapping import WeightMapping
+from mcore_bridge.rules.scheme import Scheme, is_part
+from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights.files.sources import SourceFolders
+from mcore_bridge.weights.plan.encoded_entries import encoded_entries, plain_specs
+from mcore_bridge.weights.plan.inventory import ParamEntry
+from mcore_bridge.weights.source.encoded_weights import note_in_config
+from mcore_bridge.weights.source.new_scheme import list_of, new_scheme
+from mcore_bridge.weights.source.source import Source, open_folder
+
+AS_PUBLISHED = "as_published"
+_KIND = instance_of(
+    'None, "as_published", a folder or its hub name, or a quantization_config as a dict',
+    type(None),
+    str,
+    os.PathLike,
+    Mapping,
+)
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """A format of weights. Without a folder and a description, weights are plain.
+
+    Attributes:
+        note: the ``quantization_config`` that describes the format; None for plain weights.
+        source, folder: the tensors of the folder that shows the format, and its path.
+        digest: equal for equal formats, in every process.
+    """
+
+    note: Mapping[str, Any] | None = None
+    source: Source | None = None
+    folder: str | None = None
+    digest: str = ""
+    quantization: Quantization | None = field(default=None, repr=False)
+
+    def entries(self, mapping: WeightMapping, entries: Sequence[ParamEntry]) -> tuple[ParamEntry, ...]:
+        """The entries of an export in this format.
+
+        Raises:
+            MappingError: the model has other tensors than the folder that shows the format, or is cut so that codes
+                cannot follow; the message names them.
+            ConfigError: the description does not fit the weights.
+        """
+        if self.source is not None:
+            known = plain_specs(entries)
+            lost = [name for name in self.source.scheme.held if name not in known and not mapping.is_unused(name)]
+            if lost:
+                raise MappingError(
+                    f"{self.source.folder} encodes {len(lost)} tensors that this export does not have, such as "
+                    f"{lost[0]}: expected a folder of this model with equal names. Leave expert_format= at its default"
+                )
+        linear = [entry for entry in entries if is_linear(entry.held.name)]
+        return encoded_entries(entries, self.scheme_for(plain_specs(linear).values()))
+
+    def scheme_for(self, weights: Iterable[TensorSpec]) -> Scheme:
+        """The scheme of a model with these plain weights of linear layers.
+
+        Raises:
+            ConfigError: the description does not fit the weights.
+        """
+        if self.source is not None:
+            return self.source.scheme
+        return Scheme() if self.quantization is None else new_scheme(weights, self.quantization)
+
+    def raw(self, name: str) -> Tensor | None:
+        """A tensor as the folder stores it, under its name there; None without a folder."""
+        return None if self.source is None else self.source.raw(name)
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether any weight leaves encoded."""
+        return self.quantization is not None or (self.source is not None and self.source.is_encoded)
+
+    @cached_property
+    def files(self) -> Mapping[str, Encoded]:
+        """The encoded weights of the folder, whose scales are kept where they fit."""
+        return _EncodedOnly(self.source) if self.source is not None else {}
+
+    def wanted_dtype(self, name: str, own: torch.dtype, dtypes: Dtypes) -> torch.dtype:
+        """The dtype in which a tensor leaves: as ``dtypes`` say, else as the folder has it. Codes and scales stay."""
+        if self is not PLAIN and (is_part(TensorSpec(name, (), own))):
+            return own
+        if dtypes is None and self.source is not None and name in self.source:
+            dtypes = self.source[name].dtype
+        return wanted_dtype(name, own, dtypes)
+
+    def config_note(self, written: Collection[TensorSpec]) -> dict[str, Any] | None:
+        """The ``quantization_config`` for a folder with these tensors; it names all modules that are not encoded."""
+        if self.note is None:
+            return None
+        note = dict(self.note)
+        if self.source is None and self.quantization is not None:
+            names = {spec.name for spec in written}
+            plain = (
+                spec.name.removesuffix(".weight")
+                for spec in written
+                if spec.name.endswith(".weight")
+                and len(spec.shape) > 1
+                and spec.dtype in (torch.bfloat16, torch.float16, torch.float32)
+            )
+            note[list_of(self.quantization.method)] = sorted(m for m in plain if f"{m}.weight_packed" not in names)
+        return note
+
+
+PLAIN = WeightFormat()
+
+
+class _EncodedOnly(Mapping[str, Encoded]):
+    """The encoded weights of a source."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def __getitem__(self, name: str) -> Encoded:
+        weight = self._source[name]
+        if not isinstance(weight, Encoded):
+            raise KeyError(name)
+        return weight
+
+    def __iter__(self) -> Any:
+        return iter(self._source.scheme.held)
+
+    def __len__(self) -> int:
+        return len(self._source.scheme.held)
+
+
+def is_linear(mcore: str) -> bool:
+    """Whether a canonical name is of the weight of a linear layer that engines can run in low precision.
+
+    Embedding, head, norms, routers, and the mixers of linear attention and Mamba are not.
+    """
+    *_, module, tensor = mcore.split(".")
+    return tensor == "weight" and module.startswith("linear_") and module != "linear_weights_proj"
+
+
+def weight_format(quantize: Quantize, folder: str | None) -> WeightFormat:
+    """Open the format that ``quantize`` asks for.
+
+    Args:
+        folder: the folder that the model came from; None if it is not known.
+
+    Raises:
+        ConfigError: ``quantize`` has another type, describes a format that is not supported, or the folder is unknown.
+        CheckpointError: the folder cannot be read, or its weights cannot be decoded.
+    """
+    require(ConfigError, quantize=(quantize, _KIND))
+    if quantize is None:
+        return PLAIN
+    if isinstance(quantize, Mapping):
+        quantization = read_quantization(quantize)
+        text = json.dumps(quantize, sort_keys=True, default=str)
+        return WeightFormat(quantize, digest=hashlib.sha256(text.encode()).hexdigest(), quantization=quantization)
+    if quantize == AS_PUBLISHED:
+        if folder is None:
+            raise ConfigError(
+                'quantize="as_published" needs the folder that the model came from, and this model has none: build or '
+                "load it from a folder, or pass the folder of a release as quantize="
+            )
+        return _of_folder(folder)
+    return _of_folder(os.fspath(find_folder(quantize)))
+
+
+def _of_folder(folder: str) -> WeightFormat:
+    return _opened(folder, json.dumps(SourceFolders.of(folder).as_json()))
+
+
+@lru_cache(maxsize=4)
+def _opened(folder: str, state: str) -> WeightFormat:
+    """The format of a folder. Opened again only if its files have changed."""
+    source = open_folder(folder)
+    stored = [(name, str(spec)) for name, held in source.scheme.held.items() for spec in held.stored]
+    digest = hashlib.sha256(repr(sorted(stored)).encode()).hexdigest()
+    return WeightFormat(note_in_config(Path(folder)), source, folder, digest)

@@ -1,0 +1,86 @@
+"""Families in their published forms, with the meshes on which tests try them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import mcore_bridge as mb
+from tests import zoo
+from tests.support import quantized
+from tests.support.quantized import Format, deepseek, ministral, mxfp4
+from tests.support.strategies import tiny
+from tests.support.twins import read
+
+GPT_OSS = {"hidden_size": 64, "intermediate_size": 32}
+
+
+def kimi() -> Any:
+    return read("kimi_k2", zoo.described()["deepseek_v3"].hf.to_dict())
+
+
+def family(name: str, **fields: Any) -> Callable[[], Any]:
+    return lambda: tiny(zoo.described()[name].model_type, **{**zoo.described()[name].fields, **fields})
+
+
+CASES: dict[str, tuple[Callable[[], Any], Format, torch.dtype, mb.ParallelDims]] = {
+    "qwen3": (lambda: tiny("qwen3"), deepseek((8, 8), torch.bfloat16), torch.bfloat16, mb.ParallelDims(tp=4)),
+    "qwen3_moe": (
+        family("qwen3_moe"),
+        deepseek((8, 8), torch.bfloat16),
+        torch.float32,
+        mb.ParallelDims(tp=2, ep=2, etp=2, sp=True),
+    ),
+    "deepseek_v3": (
+        family("deepseek_v3"),
+        deepseek((4, 4), rule=quantized.power_of_two),
+        torch.float32,
+        mb.ParallelDims(tp=2, pp=2, ep=2, sp=True),
+    ),
+    "e8m0": (
+        family("deepseek_v3"),
+        deepseek((4, 4), torch.float8_e8m0fnu, rule=quantized.power_of_two, name=".scale"),
+        torch.bfloat16,
+        mb.ParallelDims(tp=2, sp=True),
+    ),
+    "minimax_m2": (family("minimax_m2"), deepseek((8, 8)), torch.bfloat16, mb.ParallelDims(ep=2, etp=2)),
+    "glm4_moe": (
+        family("glm4_moe"),
+        quantized.rows_of_experts(alone=False),
+        torch.float32,
+        mb.ParallelDims(pp=2, ep=2),
+    ),
+    "experts alone": (
+        family("qwen3_moe"),
+        quantized.rows_of_experts(alone=True),
+        torch.float32,
+        mb.ParallelDims(tp=2, sp=True),
+    ),
+    "each layer": (lambda: tiny("qwen3"), quantized.groups_of_each_layer(), torch.bfloat16, mb.ParallelDims(tp=2)),
+    "kimi_k2": (kimi, quantized.int4(8), torch.bfloat16, mb.ParallelDims(ep=2, etp=2)),
+    "blocks": (lambda: tiny("qwen3"), quantized.blocks((8, 8)), torch.bfloat16, mb.ParallelDims(tp=2)),
+    "bf16 rows": (lambda: tiny("llama"), quantized.rows(torch.bfloat16), torch.float32, mb.ParallelDims(tp=2)),
+    "nvfp4": (lambda: tiny("qwen3"), quantized.nvfp4("compressed-tensors"), torch.float32, mb.ParallelDims(tp=4)),
+    "ministral3": (family("ministral3"), ministral(), torch.float32, mb.ParallelDims(tp=2)),
+    "modelopt": (lambda: tiny("llama"), quantized.nvfp4("modelopt"), torch.bfloat16, mb.ParallelDims(tp=2, pp=2)),
+    "fbgemm": (lambda: tiny("llama"), quantized.fbgemm(), torch.bfloat16, mb.ParallelDims(tp=2)),
+    "modelopt rows": (lambda: tiny("llama"), quantized.modelopt_rows(), torch.bfloat16, mb.ParallelDims(tp=2)),
+    "modelopt blocks": (
+        lambda: tiny("llama", hidden_size=192, intermediate_size=320, num_hidden_layers=1),
+        quantized.modelopt_blocks(),
+        torch.bfloat16,
+        mb.ParallelDims(tp=2, sp=True),
+    ),
+    "modelopt mixed": (lambda: tiny("llama"), quantized.modelopt_mixed(), torch.float32, mb.ParallelDims(tp=2)),
+    "gpt_oss": (family("gpt_oss", **GPT_OSS), mxfp4(), torch.bfloat16, mb.ParallelDims(tp=2, pp=2, ep=2, sp=True)),
+}
+"""For each family or special case: its config, its published form, a dtype, and a mesh."""
+
+
+def case(name: str) -> tuple[Any, Format, torch.dtype, mb.ParallelDims]:
+    make, form, dtype, dims = CASES[name]
+    try:
+        return make(), form, dtype, dims
+    except KeyError:
+        pytest.skip("the installed transformers lacks it")

@@ -1,0 +1,354 @@
+"""Weights that leave encoded: as a folder has them, or by a new description, on every mesh.
+
+``tests/support/quantized.py`` is the oracle: it encodes whole tensors, with code that shares nothing with the library.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import mcore_bridge as mb
+from mcore_bridge.engines import EngineWorker
+from mcore_bridge.errors import ConfigError, ExportError, MappingError, TargetError
+from mcore_bridge.weights.manifest import Manifest
+from mcore_bridge.weights.sent import encoding
+from mcore_bridge.weights.source.source import open_source
+from mcore_bridge.weights.transfer.collectives import Group
+from tests.support import pool, quantized
+from tests.support.quantized import Format, deepseek
+from tests.support.quantized_cases import CASES, case, family
+from tests.support.strategies import random_state, save, tiny
+
+ENGINES = {
+    "qwen3": {"tp": 2},
+    "qwen3_moe": {"tp": 2, "ep": 2},
+    "each layer": {"tp": 2},
+    "bf16 rows": {"tp": 2},
+    "ministral3": {"tp": 2},
+    "gpt_oss": {"tp": 2, "ep": 2, "whole": ("*.self_attn.*",)},
+    "kimi_k2": {"tp": 2, "ep": 2},
+}
+"""Engines whose cuts are cuts between blocks, by case."""
+STEP = {"nvfp4": 1, "modelopt": 1}
+"""How many times the largest number of its weight the changed number is, by case: 7 if the scales have no limit."""
+
+
+def bits(tensors: Any) -> dict[str, tuple[torch.Size, torch.dtype, Tensor]]:
+    """What can be sent between processes and compared: torch cannot do so with float8."""
+    return {
+        name: (tensor.shape, tensor.dtype, tensor.contiguous().flatten().view(torch.uint8).clone())
+        for name, tensor in dict(tensors).items()
+    }
+
+
+def tensors_of(sent: dict[str, tuple[torch.Size, torch.dtype, Tensor]]) -> dict[str, Tensor]:
+    return {name: octets.view(dtype).view(shape) for name, (shape, dtype, octets) in sent.items()}
+
+
+def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    mine, theirs = bits(found), bits(expected)
+    same = lambda one, other: one[:2] == other[:2] and torch.equal(one[2], other[2])  # noqa: E731
+    return [
+        name for name in {**mine, **theirs} if not (name in mine and name in theirs and same(mine[name], theirs[name]))
+    ]
+
+
+def published(folder: str, changed: str, dims: mb.ParallelDims, dtype: torch.dtype, engine: dict[str, Any]) -> Any:
+    """On one rank: a manifest and a save of the untrained model, slices for an engine, and an export after a change."""
+    rank = torch.distributed.get_rank()
+    dims.initialize(device="cpu")
+    models = mb.build_model(folder, dims=dims, device="cpu", dtype=dtype)
+    before = mb.manifest(models, quantize="as_published", digests=True)
+    mb.save_hf_checkpoint(models, f"{folder}-saved", quantize="as_published")
+    slices = {}
+    if engine:
+        target = mb.engine_ranks(**engine)[rank % engine["tp"]]
+        for quantize in (None, "as_published"):
+            slices[quantize] = bits(mb.iter_hf_weights(models, target=target, quantize=quantize))
+    mb.load_hf_weights(models, changed)
+    return before, slices, bits(mb.iter_hf_weights(models, quantize="as_published"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_model_leaves_as_published_until_a_step_changes_a_block(name: str, tmp_path: Path) -> None:
+    hf, form, dtype, dims = case(name)
+    folder, changed = tmp_path / "published", tmp_path / "changed"
+    files, plain = quantized.write(hf, form, folder, dtype=dtype)
+    weight = max(each for each, tensor in plain.items() if form.is_quantized(each, tensor))
+    index = (-1,) * plain[weight].dim()
+    new = {**plain, weight: plain[weight].clone()}
+    new[weight][index] = STEP.get(name, 7) * plain[weight].abs().max()
+    changed.mkdir()
+    save_file({each: tensor.contiguous() for each, tensor in new.items()}, changed / "model.safetensors")
+    arguments = str(folder), str(changed), dims, dtype, ENGINES.get(name, {})
+    results = pool.run(dims.smallest_world, published, *arguments)
+
+    expected = Manifest.from_folder(folder, digests=True)
+    assert expected.differences(Manifest.from_folder(f"{folder}-saved", digests=True)) == ()
+    notes = [
+        json.loads((each / "config.json").read_text())["quantization_config"]
+        for each in (folder, Path(f"{folder}-saved"))
+    ]
+    assert notes[0] == notes[1]
+    for before, slices, after in results:
+        assert expected.differences(before) == ()
+        if slices:
+            as_decoded(tensors_of(slices["as_published"]), tensors_of(slices[None]), form)
+        found = tensors_of(after)
+        parts = set(differing(found, files))
+        assert parts
+        assert all(each.startswith(weight.removesuffix(".weight")) for each in parts)
+        only_one_block_is_new({each: (found[each], files[each]) for each in parts}, form)
+        error = (open_source(found, form.note)[weight].to(torch.float32)[index] - new[weight][index].float()).abs()
+        assert error <= new[weight][index].float() / (4 if "mxfp4" in str(form.note) else 12)
+
+
+def as_decoded(slices: dict[str, Tensor], expected: dict[str, Tensor], form: Format) -> None:
+    """The slices of codes and scales are those of an engine: decoded alone, they give the slices of the weights."""
+    source = open_source(slices, form.note)
+    assert set(source) == set(expected)
+    for name, tensor in expected.items():
+        found = source[name]
+        found = found.to(tensor.dtype) if form.is_quantized(name, tensor) else found
+        assert torch.equal(found, tensor.to(found.dtype)), name
+
+
+def only_one_block_is_new(pairs: dict[str, tuple[Tensor, Tensor]], form: Format) -> None:
+    for name, (found, before) in pairs.items():
+        if found.dtype == torch.uint8 or found.dtype.itemsize == 1:
+            found, before = found.view(torch.uint8), before.view(torch.uint8)
+        if name.endswith(("scale", "scales", "scale_inv")):
+            assert int((found != before).sum()) == 1, name
+
+
+NEW: dict[str, tuple[Any, Format, torch.dtype, mb.ParallelDims]] = {
+    **{name: CASES[name] for name in ("minimax_m2", "glm4_moe", "experts alone", "kimi_k2", "bf16 rows", "gpt_oss")},
+    "blocks that shards share": (
+        family("qwen3_moe"),
+        deepseek((16, 32)),
+        torch.bfloat16,
+        mb.ParallelDims(tp=4, ep=2, etp=4, sp=True),
+    ),
+    "powers of two": (
+        family("deepseek_v3"),
+        dataclasses.replace(
+            deepseek((16, 16), rule=quantized.power_of_two),
+            note={"quant_method": "fp8", "weight_block_size": [16, 16], "scale_fmt": "ue8m0"},
+        ),
+        torch.float32,
+        mb.ParallelDims(tp=2, pp=2, ep=2, sp=True),
+    ),
+    "one scale": (lambda: tiny("llama"), quantized.one_scale(torch.bfloat16), torch.bfloat16, mb.ParallelDims(tp=4)),
+    "nvfp4": CASES["nvfp4"],
+    "modelopt": CASES["modelopt"],
+}
+"""Formats whose rule for new scales is ours."""
+
+
+def newly(folder: str, saved: str, dims: mb.ParallelDims, dtype: torch.dtype, note: dict[str, Any]) -> Any:
+    """On one rank: a save by a description."""
+    dims.initialize(device="cpu")
+    models = mb.build_model(folder, dims=dims, device="cpu", dtype=dtype)
+    return mb.save_hf_checkpoint(models, saved, quantize=note)
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_new_scales_are_those_of_whole_tensors(name: str, tmp_path: Path) -> None:
+    """Also where a block lies on several ranks. What is saved is read again with the same values."""
+    make, form, dtype, dims = NEW[name]
+    hf = make()
+    state = random_state(hf, dtype=dtype)
+    save(state, hf, tmp_path)
+    expected = {n: t for n, t in form.files(state).items() if not n.endswith(quantized.OF_ACTIVATIONS)}
+    written = pool.run(dims.smallest_world, newly, str(tmp_path), str(tmp_path / "saved"), dims, dtype, form.note)[0]
+    found: dict[str, Tensor] = {}
+    for path in (tmp_path / "saved").glob("*.safetensors"):
+        found |= load_file(path)
+    assert written.differences(Manifest.from_folder(tmp_path / "saved")) == ()
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    note = config["quantization_config"]
+    listed = note.get("modules_to_not_convert", note.get("ignore"))
+    assert "lm_head" in listed
+    assert not any(".experts." in module for module in listed)
+    assert config.get("dtype", config.get("torch_dtype")) == str(dtype).removeprefix("torch.")
+    if "fp4" in str(open_source(found, note).scheme.held):  # the oracle has no -0, and rounds middles down
+        decoded = form.decoded(state, dtype)
+        source = open_source(found, note)
+        assert set(source) == set(decoded)
+        for each, tensor in decoded.items():
+            own = source[each].to(tensor.dtype)
+            assert (own.float() - tensor.float()).abs().max() <= tensor.float().abs().max() / 6, each
+    else:
+        assert differing(found, expected) == []
+
+
+def rounds(folder: str, changed: str, dims: mb.ParallelDims) -> Any:
+    """On one rank: two rounds into an engine that holds codes and scales, the second after a step."""
+    dims.initialize(device="cpu")
+    models = mb.build_model(folder, dims=dims, device="cpu", dtype=torch.bfloat16)
+    engine, first = torch.nn.Module(), torch.distributed.get_rank() == 0
+    specs = mb.manifest(models, quantize="as_published")
+    held = {}
+    for number, spec in enumerate(specs):  # in files, which the trainer's process can open
+        octets = torch.from_file(f"{folder}/{number}-{first}", shared=True, size=spec.num_bytes, dtype=torch.uint8)
+        held[spec.name] = octets.view(spec.dtype).view(spec.shape)
+        engine.register_buffer(f"held{number}", held[spec.name])
+
+    def load(pairs: Any) -> None:
+        for name, tensor in pairs:
+            held[name].copy_(tensor)
+
+    worker = EngineWorker(engine, load, name="in this process")
+    with mb.WeightSync(models, worker.receive if first else (), quantize="as_published") as sync:
+        before = sync(), bits(held)
+        mb.load_hf_weights(models, changed)
+        return [before, (sync(), bits(held))], bits(mb.iter_hf_weights(models, quantize="as_published"))
+
+
+def test_an_engine_gets_codes_and_scales_by_its_map(tmp_path: Path) -> None:
+    files, plain = quantized.write(tiny("qwen3"), deepseek((8, 8)), tmp_path / "a", dtype=torch.bfloat16)
+    weight = "model.layers.1.mlp.up_proj.weight"
+    (tmp_path / "b").mkdir()
+    save_file({**plain, weight: -3 * plain[weight]}, tmp_path / "b" / "model.safetensors")
+    outcome, *_ = pool.run(2, rounds, str(tmp_path / "a"), str(tmp_path / "b"), mb.ParallelDims(tp=2))
+    (before, after), exported = outcome
+    assert differing(tensors_of(before[1]), files) == []
+    assert differing(tensors_of(after[1]), tensors_of(exported)) == []
+    assert set(differing(tensors_of(exported), files)) == {weight, f"{weight}_scale_inv"}
+    assert {report.workers[0].transport for report, _ in (before, after)} == {"shards"}
+
+
+# refusals -------------------------------------------------------------------------------------------------------------
+
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [8, 8]}
+
+
+def refusals(folder: str, plain: str, dims: mb.ParallelDims) -> list[str]:
+    """On one rank: the errors of exports that cannot be."""
+    dims.initialize(device="cpu")
+    models = mb.build_model(folder, dims=dims, device="cpu", dtype=torch.bfloat16)
+    bare = mb.build_model(tiny("qwen3"), dims=dims, device="cpu", dtype=torch.bfloat16, load_weights=False)
+    target = mb.engine_ranks(tp=4)[0]
+    asked: list[tuple[Any, dict[str, Any]]] = [
+        (models, {"quantize": 8}),
+        (models, {"quantize": {"quant_method": "awq"}}),
+        (models, {"quantize": f"{folder}/absent"}),
+        (bare, {"quantize": "as_published"}),
+        (models, {"quantize": {**BLOCKS, "weight_block_size": [16, 16]}, "target": target}),
+        (models, {"quantize": quantized.int4(32).note | {"ignore": []}}),
+        (models, {"quantize": quantized.groups_of_each_layer().note}),
+        (bare, {"quantize": plain}),
+    ]
+    found = [error_of(lambda: list(mb.iter_hf_weights(chunks, **given))) for chunks, given in asked]  # noqa: B023
+    next(p for chunk in models for n, p in chunk.named_parameters() if "linear_fc2" in n).data[0, 0] = torch.nan
+    return [*found, error_of(lambda: list(mb.iter_hf_weights(models, quantize="as_published")))]
+
+
+def error_of(call: Any) -> str:
+    try:
+        call()
+    except (ConfigError, ExportError, MappingError, TargetError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_what_cannot_leave_encoded_is_refused_on_every_rank(tmp_path: Path) -> None:
+    quantized.write(tiny("qwen3"), deepseek((8, 8)), tmp_path / "a", dtype=torch.bfloat16)
+    quantized.write(tiny("qwen3", num_hidden_layers=5), deepseek((8, 8)), tmp_path / "deeper", dtype=torch.bfloat16)
+    expected = [
+        'quantize must be None, "as_published", a folder',
+        "quant_method must be 'fp8'",
+        "must be an existing folder or a repository",
+        'quantize="as_published" needs the folder that the model came from',
+        r"cannot be cut for the engine: a cut after \d+ of \d+ numbers lies within 16",
+        r"weights must be matrices whose columns divide into groups of int4",
+        "quantize must describe one encoding for all weights, found 3",
+        "encodes .* tensors that this export does not have, such as model.layers.4",
+        "down_proj.weight must have finite numbers to be encoded, found NaN",
+    ]
+    for errors in pool.run(2, refusals, str(tmp_path / "a"), str(tmp_path / "deeper"), mb.ParallelDims(tp=2)):
+        for error, message in zip(errors, expected, strict=True):
+            assert re.search(message, error), (message, error)
+
+
+# planted mistakes -----------------------------------------------------------------------------------------------------
+
+
+def _unreduced(right: Any) -> Any:
+    return lambda self, tensor: tensor
+
+
+def _always_kept(right: Any) -> Any:
+    return lambda self, *args: torch.zeros_like(right(self, *args))
+
+
+def _never_kept(right: Any) -> Any:
+    return lambda self, *args: torch.ones_like(right(self, *args))
+
+
+def _unrounded(right: Any) -> Any:
+    return lambda codec, scales, *rest: right(codec, scales, *rest) * (1 + 2**-9)
+
+
+def _of_next_row(right: Any) -> Any:
+    return lambda self, scales, rows: right(self, scales.roll(1, 0), rows)
+
+
+def _first_column(right: Any) -> Any:
+    return lambda self, numbers: right(self, numbers).roll(1, 1)
+
+
+MISTAKES: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
+    "each rank has its own maximum": (Group, "maximum", _unreduced),
+    "scales are kept where numbers have changed": (encoding.EncodedShard, "_changed", _always_kept),
+    "scales are always new": (encoding.EncodedShard, "_changed", _never_kept),
+    "codes are made with other scales than those sent": (encoding, "scales_of", _unrounded),
+    "scales are of the next row of blocks": (encoding._Grid, "spread", _of_next_row),
+    "maxima are of the next column of blocks": (encoding._Grid, "_of_columns", _first_column),
+}
+
+
+def mistaken(folder: str, changed: str, dims: mb.ParallelDims) -> dict[str, Any]:
+    """On one rank: what an untrained and a changed model export with each mistake, and without."""
+    dims.initialize(device="cpu")
+    first, second = (mb.build_model(folder, dims=dims, device="cpu", dtype=torch.bfloat16) for _ in range(2))
+    mb.load_hf_weights(second, changed)
+    found = {}
+    for mistake in ("", *MISTAKES):
+        with pytest.MonkeyPatch.context() as patch:
+            if mistake:
+                owner, name, wrong = MISTAKES[mistake]
+                patch.setattr(owner, name, wrong(getattr(owner, name)))
+            found[mistake] = [bits(mb.iter_hf_weights(models, quantize="as_published")) for models in (first, second)]
+    return found
+
+
+def test_planted_mistakes_are_found(tmp_path: Path) -> None:
+    calibrated, form = (deepseek((16, 16), torch.bfloat16, rule=lambda own, factor=by: own * factor) for by in (1.5, 1))
+    files, plain = quantized.write(tiny("qwen3"), calibrated, tmp_path / "a", dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    changed = {
+        name: tensor * torch.randn(tensor.shape, generator=generator).bfloat16()
+        if form.is_quantized(name, tensor)
+        else tensor
+        for name, tensor in plain.items()
+    }
+    (tmp_path / "b").mkdir()
+    save_file(changed, tmp_path / "b" / "model.safetensors")
+    expected = [files, form.files(changed)]
+    arguments = str(tmp_path / "a"), str(tmp_path / "b"), mb.ParallelDims(tp=4)
+    found = pool.run(4, mistaken, *arguments)[0]
+    wrong = {
+        mistake: [differing(tensors_of(own), right) for own, right in zip(exported, expected, strict=True)]
+        for mistake, exported in found.items()
+    }
+    assert wrong.pop("") == [[], []]
+    assert [mistake for mistake, names in wrong.items() if not any(names)] == []

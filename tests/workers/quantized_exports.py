@@ -1,0 +1,1 @@
+"""Jobs of ``tests/weights/test_encoding.py``."""
