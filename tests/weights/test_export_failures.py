@@ -49,7 +49,11 @@ THE_ONE = r"embedding\.word_embeddings\.weight to decoder\.layers\.2\.self_atten
         ("mcore_bridge.weights.transfer.copier.CopyTable.run", 0, "rank 1 of the group: RuntimeError: out of memory"),
         ("mcore_bridge.weights.transfer.copier.CopyTable.run", 1, "out of memory"),
         ("mcore_bridge.weights.agreement.provenance_on", 0, "RuntimeError: out of memory"),
-        ("mcore_bridge.weights.source.weight_format.wanted_dtype", 3, "RuntimeError in the message of .*: out of memory"),
+        (
+            "mcore_bridge.weights.source.weight_format.wanted_dtype",
+            3,
+            "RuntimeError in the message of .*: out of memory",
+        ),
     ],
 )
 def test_all_ranks_raise(name, after, message):
