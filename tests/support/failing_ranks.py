@@ -22,8 +22,8 @@ def only_on_1(name, after=0):
 
 
 def wait_for_all(rank_that_leaves: int, report: Any) -> int:
-    """Runs on each rank: one of them raises or, with a negative number, is killed. It is here since new processes import
-    this module sooner than a test.
+    """Runs on each rank: one of them raises or, with a negative number, is killed. It is here since new processes
+    import this module sooner than a test.
     """
     rank = dist.get_rank()
     report("work", 1, 2)
