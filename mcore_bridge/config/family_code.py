@@ -53,8 +53,9 @@ def _folders_of_model(model_type: str) -> tuple[Path, ...]:
     return tuple(islice(defines, 1))
 
 
-def modules_in(package: Path, prefix: str) -> list[Path]:
-    return sorted(package.glob(f"{prefix}*.py"))
+@functools.cache
+def modules_in(package: Path, prefix: str) -> tuple[Path, ...]:
+    return tuple(sorted(package.glob(f"{prefix}*.py")))
 
 
 @functools.cache
@@ -74,21 +75,27 @@ def code_of(packages: tuple[Path, ...]) -> tuple[tuple[Path, ...], tuple[Path, .
     return tuple(sorted(own)), tuple(sorted(modules - own))
 
 
+@functools.cache
 def is_of_family(path: Path) -> bool:
     return path.is_relative_to(root() / "models")
 
 
-def _imported_by(path: Path) -> Iterator[Path]:
+@functools.cache
+def _imported_by(path: Path) -> tuple[Path, ...]:
     """The modules of transformers that ``path`` imports, at any level of its code.
 
     Shared modules and the package ``auto`` import families only to choose one by its name.
     """
-    for module in _imports(path):
-        if not is_of_family(module):
-            if not _NOT_OF_FORWARD.match(module.relative_to(root()).as_posix()):
-                yield module
-        elif is_of_family(path) and module.parent.name != "auto" and module.name.startswith(_OF_A_FAMILY):
-            yield module
+    taken = (_is_shared, _is_own) if is_of_family(path) else (_is_shared,)
+    return tuple(module for module in _imports(path) if any(accepts(module) for accepts in taken))
+
+
+def _is_shared(module: Path) -> bool:
+    return not is_of_family(module) and not _NOT_OF_FORWARD.match(module.relative_to(root()).as_posix())
+
+
+def _is_own(module: Path) -> bool:
+    return is_of_family(module) and module.parent.name != "auto" and module.name.startswith(_OF_A_FAMILY)
 
 
 @functools.cache

@@ -25,6 +25,8 @@ _NOT_OF_MODELS = frozenset(
 )
 """Classes of heads that we never build, a step of ``generate()``, and methods of configs that only pass values on."""
 _WHOLE = frozenset({"to_dict", "to_diff_dict", "__dict__"})
+_UNNAMED = re.compile("|".join((*_WHOLE, "vars", "getattr")))
+"""What the text of a module contains if it reads fields without their names."""
 
 
 def readers_of(config: "type[PretrainedConfig]", names: Iterable[str]) -> tuple[frozenset[str], frozenset[str]]:
@@ -137,7 +139,7 @@ def _asked_for_by_parts(node: ast.AST) -> Iterator[str]:
 @functools.cache
 def _reads_unnamed_fields(path: Path) -> bool:
     """Whether a module reads all fields of a config, or a field whose name comes from other code."""
-    return any(map(_is_read_of_unnamed, _nodes(path)))
+    return bool(_UNNAMED.search(text(path))) and any(map(_is_read_of_unnamed, _nodes(path)))
 
 
 def _is_read_of_unnamed(node: ast.AST) -> bool:

@@ -1,5 +1,6 @@
 """Rotary embeddings. transformers computes the frequencies, so that this library needs no second formula."""
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -82,7 +83,7 @@ class Rope:
     @property
     def attention_factor(self) -> float:
         """The factor of cosines and sines, at any length. It is 1 except for yarn and longrope."""
-        return self._computed(None)[1]
+        return _attention_factor(self)
 
     @property
     def query_temperature(self) -> tuple[float, float] | None:
@@ -190,6 +191,12 @@ class Rope:
         if value is None or isinstance(value, int | float):
             return value
         raise ConfigError(f"{name} of a rope must be a number, found {shown(value)}. Correct the HF config.")
+
+
+@functools.lru_cache(maxsize=256)
+def _attention_factor(rope: Rope) -> float:
+    """Cached, since every build asks several times, and transformers makes a config for each answer."""
+    return rope._computed(None)[1]
 
 
 def rope_from(hf: Hf) -> Rope:

@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -41,6 +40,7 @@ from mcore_bridge.rules.dtypes import wanted_dtype
 from mcore_bridge.rules.mapping import Rule
 from tests.support import command, composites, seeing, tiny, towers
 from tests.support.command import quietly, refused, run
+from tests.support.failing_ranks import wait_for_all
 
 INDEX = "model.safetensors.index.json"
 
@@ -377,20 +377,9 @@ def test_the_bar_of_a_phase_is_over_all_ranks_and_full_when_they_are_done(monkey
     assert "export" in console.file.getvalue(), "nothing was drawn on a terminal"
 
 
-def _wait_for_all(rank_that_leaves: int, report: Any) -> int:
-    rank = torch.distributed.get_rank()
-    report("work", 1, 2)
-    if rank == abs(rank_that_leaves):
-        if rank_that_leaves < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise KeyError("planted")
-    torch.distributed.barrier()
-    return rank
-
-
 def test_ranks_return_and_report() -> None:
     events: list[Any] = []
-    found = run_ranks(_wait_for_all, 7, world_size=2, device="cpu", on_event=lambda *event: events.append(event))
+    found = run_ranks(wait_for_all, 7, world_size=2, device="cpu", on_event=lambda *event: events.append(event))
     assert found == [0, 1]
     assert sorted(events) == [(0, "work", 1, 2), (1, "work", 1, 2)]
 
@@ -401,7 +390,7 @@ def test_ranks_return_and_report() -> None:
 def test_a_rank_that_leaves_ends_the_others(leaver: int, world_size: int, said: str) -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match=said):
-        run_ranks(_wait_for_all, leaver, world_size=world_size, device="cpu", on_event=lambda *event: None)
+        run_ranks(wait_for_all, leaver, world_size=world_size, device="cpu", on_event=lambda *event: None)
     assert time.monotonic() - start < 120  # much less than the timeout of a process group, half an hour
 
 

@@ -145,14 +145,15 @@ def test_each_way_to_read_a_field_counts(tmp_path: Path, monkeypatch: pytest.Mon
     try:
         assert fields_read(toy, read | unread) == read
         modeling.write_text(modeling.read_text() + "        self.any = getattr(config, config.name_of_field)\n")
-        for cached in (family_code.text, static._nodes, static._reads_unnamed_fields, family_code._imports):
+        for cached in (family_code.text, static._nodes, static._reads_unnamed_fields):
             cached.cache_clear()
         assert fields_read(toy, read | unread) == read | unread
         other = tmp_path / "models" / "other" / "modeling_other.py"
         other.parent.mkdir()
         other.write_text("class OtherForCausalLM(Base):\n    def __init__(self, config): self.a = config.of_other\n")
         modeling.unlink()
-        family_code.code_of.cache_clear()
+        for cached in (family_code.code_of, family_code.modules_in):
+            cached.cache_clear()
         assert fields_read(toy, unread) == unread, "no class is known for it"
         monkeypatch.setitem(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "toy", "OtherForCausalLM")
         monkeypatch.setitem(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "other", "OtherForCausalLM")

@@ -1,5 +1,6 @@
 """Checks of every family of the zoo besides parity: exact round trips on drawn meshes, and a complete config table."""
 
+import contextlib
 import itertools
 import re
 from typing import Any
@@ -14,6 +15,7 @@ from mcore_bridge import ParallelDims, build_model, to_transformer_config
 from mcore_bridge.architecture import architecture_of
 from mcore_bridge.config.fields import require_total
 from mcore_bridge.config.hf import read_config
+from mcore_bridge.config.mesh.divisibility import check_model
 from mcore_bridge.errors import BridgeError, MeshError
 from mcore_bridge.factory.chunk import mark_cut
 from tests import zoo
@@ -28,12 +30,14 @@ EXPERT_AXES = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)]
 
 def sizes_that_fit(hf: Any) -> list[dict[str, Any]]:
     """Sizes of all axes that megatron-core can cut the model along."""
-    has_experts = to_transformer_config(hf).num_moe_experts is not None
-    found = []
+    config = to_transformer_config(hf)
+    has_experts, found = config.num_moe_experts is not None, []
     for (tp, pp), (ep, etp) in itertools.product(AXES, EXPERT_AXES if has_experts else EXPERT_AXES[:1]):
         for vp in (1, 2) if pp == 2 else (1,):
             sizes = {"tp": tp, "pp": pp, "vp": vp, "ep": ep, "etp": etp, "sp": tp > 1}
-            if fits(hf, sizes):
+            dims = ParallelDims(**sizes)
+            with contextlib.suppress(MeshError):
+                check_model(dims, {**vars(config), **dims.to_config_fields()})
                 found.append(sizes)
     return found
 

@@ -11,7 +11,7 @@ from megatron.core.models.gpt import GPTModel  # noqa: F401
 from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM  # noqa: F401
 
 import mcore_bridge  # noqa: F401
-from tests.support import seeing, stepping  # noqa: F401
+from tests.support import seeing, stepping, towers  # noqa: F401
 
 gc.collect()
 gc.freeze()  # garbage collection leaves it out in workers, so they share its memory

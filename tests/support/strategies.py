@@ -1,7 +1,9 @@
 """Hypothesis strategies: tiny dense HF configs, and meshes that megatron-core can build for them."""
 
 import functools
+import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +155,21 @@ def on_disk(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @functools.lru_cache(maxsize=512)
-def _shapes(config: str) -> tuple[tuple[str, torch.Size], ...]:
+def _shapes(config: str) -> list[tuple[str, list[int]]]:
+    """The names and shapes of a checkpoint of transformers. They are kept in a file for other processes of the session,
+    since many ranks ask for each model.
+    """
+    folder = Path(os.environ["MCORE_BRIDGE_CACHE"])
+    path = folder / f"shapes-{hashlib.sha256(config.encode()).hexdigest()}.json"
+    if not path.exists():
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(json.dumps(_shapes_in_transformers(config)))
+        unfinished.replace(path)
+    shapes: list[tuple[str, list[int]]] = json.loads(path.read_text())
+    return shapes
+
+
+def _shapes_in_transformers(config: str) -> list[tuple[str, torch.Size]]:
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -164,9 +180,7 @@ def _shapes(config: str) -> tuple[tuple[str, torch.Size], ...]:
         empty = AutoModelForCausalLM.from_config(hf)
     state = on_disk(empty, empty.state_dict())
     skipped = {"lm_head.weight"} if hf.tie_word_embeddings else set()
-    return tuple(
-        (name, published_shape(hf, name, tensor.shape)) for name, tensor in state.items() if name not in skipped
-    )
+    return [(name, published_shape(hf, name, tensor.shape)) for name, tensor in state.items() if name not in skipped]
 
 
 def _stays_fp32(name: str) -> bool:
