@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypedDict, Unpack
 
 from torch import nn
 
-from mcore_bridge.arguments import COUNT, instance_of, require
+from mcore_bridge.arguments import COUNT, FLAG, instance_of, require
 from mcore_bridge.config.mesh.alike import Shared, difference, sendable
 from mcore_bridge.errors import ExportError, describe
 from mcore_bridge.machine import uncollected
@@ -134,7 +134,12 @@ def agree_on_plan(
     bound, error = None, problem
     given: dict[str, object] = {"bucket_bytes": bucket_bytes, "merged": merged, **shared}
     try:
-        require(ExportError, bucket_bytes=(bucket_bytes, COUNT.or_none()), target=(target, _TARGET))
+        require(
+            ExportError,
+            bucket_bytes=(bucket_bytes, COUNT.or_none()),
+            target=(target, _TARGET),
+            merged=(merged, FLAG.or_none()),
+        )
         provenance = provenance_on(models, hf, head)
         bound = bind(models, provenance, expert_format=expert_format, merged=merged, adapters=adapters)
         given |= {"head": provenance.head, "expert_format": expert_format or provenance.expert_format}

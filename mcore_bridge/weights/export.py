@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_bridge.arguments import accepts_former_names
+from mcore_bridge.arguments import DEVICE, FLAG, accepts_former_names, problem_of
 from mcore_bridge.rules.dtypes import Dtypes, wanted_dtype
 from mcore_bridge.rules.mapping import ExpertFormat, unstacked
 from mcore_bridge.rules.trace import Copy, Shape
@@ -103,7 +103,8 @@ def iter_hf_weights(
         "target": target,
         "merged": merged,
     }
-    export = open_export(models, hf, head, **options, dtype=dtype)
+    problem = problem_of(device=(device, DEVICE.or_none()), copy=(copy, FLAG))
+    export = open_export(models, hf, head, **options, dtype=dtype, problem=problem)
     bound = export.bound
     with closing(run_program(export.program, export.group, bound.tensors, merges=bound.merges, lend=not copy)) as pairs:
         count = lambda: sum(1 for _ in export.program.plan.tensors())  # noqa: E731

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_bridge.arguments import accepts_former_names
+from mcore_bridge.arguments import FLAG, accepts_former_names, problem_of
 from mcore_bridge.errors import ExportError, TransferError
 from mcore_bridge.foreign_files import parse
 from mcore_bridge.rules.dtypes import Dtypes, dtype_name, wanted_dtype
@@ -166,7 +166,8 @@ def manifest(
         "merged": merged,
     }
     shared = {"digests": digests, "dtype": dtype} if digests else {}  # other ranks have cast these tensors
-    export = agree_on_plan(models, hf, head, **options, dtype=dtype, shared=shared)
+    problem = problem_of(digests=(digests, FLAG))
+    export = agree_on_plan(models, hf, head, **options, dtype=dtype, shared=shared, problem=problem)
     specs = tuple(
         ManifestEntry(spec.name, spec.shape, wanted_dtype(spec.name, spec.dtype, dtype))
         for spec in export.program.plan.tensors()

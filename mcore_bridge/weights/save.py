@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.architecture import read_hf
-from mcore_bridge.arguments import COUNT, accepts_former_names, require
+from mcore_bridge.arguments import COUNT, FLAG, accepts_former_names, require
 from mcore_bridge.config.class_names import stem_of
 from mcore_bridge.errors import CheckpointError, plural
 from mcore_bridge.rules.dtypes import Dtypes
@@ -101,9 +101,9 @@ def save_hf_checkpoint(
     world = Group(None)
     with raise_on_all(world, f"{folder} was not changed"):
         target, provenance = target_of(folder), provenance_on(models, hf, head)
-        require(CheckpointError, max_shard_bytes=(max_shard_bytes, COUNT), slot_bytes=(slot_bytes, COUNT))
+        sizes = {"max_shard_bytes": max_shard_bytes, "slot_bytes": slot_bytes}
+        require(CheckpointError, keep=(keep, FLAG), **{name: (size, COUNT) for name, size in sizes.items()})
     given: dict[str, Any] = {"dtype": dtype, "expert_format": expert_format, "head": head, "merged": merged}
-    sizes = {"max_shard_bytes": max_shard_bytes, "slot_bytes": slot_bytes}
     require_alike(world, {"hf": identity(provenance), **given, "keep": keep, **sizes, "mtp": mtp})
     together = partial(raise_on_all, world, f"{target} was not changed")
     bucket_bytes = BUCKET_SLOTS * slot_bytes
