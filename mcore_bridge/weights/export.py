@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_bridge.arguments import accepts_former_names
+from mcore_bridge.arguments import DEVICE, FLAG, accepts_former_names, problem_of
 from mcore_bridge.config.quantization import Quantize
 from mcore_bridge.rules.dtypes import Dtypes
 from mcore_bridge.rules.mapping import ExpertFormat, unstacked
 from mcore_bridge.rules.trace import Copy, Shape
-from mcore_bridge.weights.agreement import open_export
+from mcore_bridge.weights.agreement import open_export, unless
 from mcore_bridge.weights.bound import BoundModel, bind, provenance_on
 from mcore_bridge.weights.model_chunks import Models
 from mcore_bridge.weights.param_sync import require_gathered
@@ -108,7 +108,7 @@ def iter_hf_weights(
     options: dict[str, Any] = {
         "expert_format": expert_format,
         "bucket_bytes": bucket_bytes,
-        "target": target,
+        "target": unless(problem_of(device=(device, DEVICE.or_none()), copy=(copy, FLAG)), target),
         "merged": merged,
         "quantize": quantize,
     }

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_bridge.arguments import accepts_former_names
+from mcore_bridge.arguments import FLAG, accepts_former_names, problem_of
 from mcore_bridge.config.quantization import Quantize
 from mcore_bridge.errors import ExportError, TransferError
 from mcore_bridge.foreign_files import parse
 from mcore_bridge.rules.dtypes import Dtypes, dtype_name
 from mcore_bridge.rules.mapping import ExpertFormat
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.agreement import agree_on_plan
+from mcore_bridge.weights.agreement import agree_on_plan, unless
 from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.files.positional_io import array_of
@@ -169,7 +169,8 @@ def manifest(
         "quantize": quantize,
     }
     shared = {"digests": digests, "dtype": dtype} if digests else {}  # other ranks have cast these tensors
-    export = agree_on_plan(models, hf, head, **options, dtype=dtype, shared=shared)
+    asked = options | {"target": unless(problem_of(digests=(digests, FLAG)), target)}
+    export = agree_on_plan(models, hf, head, **asked, dtype=dtype, shared=shared)
     specs = tuple(
         ManifestEntry(spec.name, spec.shape, export.format.wanted_dtype(spec.name, spec.dtype, dtype))
         for spec in export.program.plan.tensors()

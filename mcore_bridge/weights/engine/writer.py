@@ -11,10 +11,10 @@ import torch
 
 from mcore_bridge.arguments import COUNT, accepts_former_names, instance_of, list_of, problem_of, require
 from mcore_bridge.config.quantization import Quantize
-from mcore_bridge.errors import ExportError, TransferError, plural
+from mcore_bridge.errors import TransferError, plural
 from mcore_bridge.rules.mapping import ExpertFormat
 from mcore_bridge.rules.spec import Pair, runs_within
-from mcore_bridge.weights.agreement import Options, open_export
+from mcore_bridge.weights.agreement import Options, open_export, unless
 from mcore_bridge.weights.engine.composed import MapWriter, MemoryWriter
 from mcore_bridge.weights.engine.group_copies import MapCopies, take_expected
 from mcore_bridge.weights.ipc.shared_memory import Handle, open_all
@@ -147,8 +147,7 @@ def export_into(
         >>> torch.equal(head.weight, mb.to_hf_state_dict(models)["lm_head.weight"])
         True
     """
-    problem = problem_of(writer=(writer, _WRITER))
-    target = ExportError(problem) if problem else writer.map
+    target = unless(problem_of(writer=(writer, _WRITER)), getattr(writer, "map", "nothing"))
     options: Options = {
         "expert_format": expert_format,
         "bucket_bytes": bucket_bytes,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -15,13 +14,14 @@ from torch import Tensor
 
 from mcore_bridge import arguments
 from mcore_bridge.arguments import COUNT, DEVICE, require
+from mcore_bridge.config.hf import write_fields
 from mcore_bridge.config.mesh.alike import Shared, agreed, replica_groups
-from mcore_bridge.errors import CheckpointError, ConfigError, ExportError
+from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.rules.adapters import Adapters, base_name
 from mcore_bridge.rules.dtypes import Dtypes, has_same_bits, wanted_dtype
 from mcore_bridge.rules.mapping import pattern_of
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.agreement import agree_on_plan, open_export
+from mcore_bridge.weights.agreement import agree_on_plan, open_export, unless
 from mcore_bridge.weights.bound import BoundModel, bind, provenance_on
 from mcore_bridge.weights.export import converted
 from mcore_bridge.weights.files.atomic_folder import commit, target_of, updating_by_all
@@ -82,8 +82,7 @@ def iter_hf_adapters(
         model.layers.0.self_attn.v_proj.lora_B.weight (96, 16)
     """
     problem = arguments.problem_of(device=(device, DEVICE.or_none()))
-    asked = ExportError(problem) if problem else target
-    options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "target": asked, "dtype": dtype}
+    options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "target": unless(problem, target), "dtype": dtype}
     made = adapters_of(models)
     export = open_export(models, None, "lm", adapters=made, **options)
     with closing(run_program(export.program, export.group, export.bound.tensors)) as pairs:
@@ -159,7 +158,7 @@ def save_hf_adapters(
             stack.close()
             if world.rank == 0:
                 config = _config(made, provenance, [spec.name for spec in own], naming)
-                (update.new / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+                write_fields(update.new / CONFIG, config)
         with together():
             if world.rank == 0:
                 commit(update, SourceFolders(), _OF_PEFT, (CONFIG,))
@@ -176,14 +175,15 @@ def load_adapters(models: Models, folder: str | os.PathLike[str], *, dtype: Dtyp
 
     Args:
         models: this rank's chunks with adapters, wrapped or not.
-        folder: a folder of ``peft`` or ``save_hf_adapters``. Every rank reads it, or a copy of it.
+        folder: a folder of ``peft`` or ``save_hf_adapters``, or its name in the local hub cache. Every rank reads it,
+            or a copy of it.
         dtype: cast tensors to this first, if an adapter cannot hold every value. By default this is an error.
 
     Returns:
         What this rank has read, and which tensors were cast.
 
     Raises:
-        ConfigError: the models have no adapters.
+        ConfigError: the models have no adapters, or there is no such folder.
         CheckpointError: naming all unsupported features (dropout, DoRA, biases, ...), or the tensors that are missing,
             unexpected, of another shape, or would lose bits. Then nothing was written.
 
@@ -201,11 +201,12 @@ def load_adapters(models: Models, folder: str | os.PathLike[str], *, dtype: Dtyp
                 "or pass the folder to add_adapters"
             )
         bound = bind(models, adapters=made)
-        shared = {"folder": content_of(folder), "scales": sorted(given.scales.items()), "dtype": dtype}
+        shared = {"folder": content_of(given.path), "scales": sorted(given.scales.items()), "dtype": dtype}
         return (bound, made, given), shared
 
-    report = load_peft(*agreed(replica_groups(chunks[0].pg_collection), checked, CheckpointError), dtype)
-    note_source(models, folder)
+    bound, made, given = agreed(replica_groups(chunks[0].pg_collection), checked, CheckpointError)
+    report = load_peft(bound, made, given, dtype)
+    note_source(models, given.path)
     return report
 
 
