@@ -219,4 +219,4 @@ def _planned(
     if set(targets) == {"everything"} and not guests:
         plan = plan_export(*arguments, bucket_bytes=bucket_bytes)
         return lambda rank: [plan]
-    return plan_targets(*arguments, targets, bucket_bytes=bucket_bytes).plans_of
+    return plan_targets(*arguments, targets, bucket_bytes=bucket_bytes, guests=len(guests)).plans_of

@@ -45,8 +45,18 @@ class Message:
         return tuple(piece for sender in senders for piece in self.pieces_of(sender))
 
     def pieces_of(self, sender: int) -> Iterator[WindowSlice]:
-        """The contents of the window of one rank."""
+        """What one rank puts into its window, out of its tensors."""
         return pieces(self.streams[sender], sender, self.number)
+
+    @property
+    def contents(self) -> range:
+        """The bytes of all windows that a receiver passes on, if it has a sibling: up to the last that is not idle."""
+        busy = [sender for sender, width in enumerate(self.widths) if width > HEADER]
+        return range(sum(self.widths[: max(busy, default=-1) + 1]))
+
+    def passed_on(self, rank: int) -> range:
+        """The bytes of the windows of an earlier message that a rank puts into its window."""
+        return range(0)
 
 
 @dataclass(frozen=True)
@@ -81,7 +91,16 @@ class ExportPlan:
     def stream_checksum(self, sender: int, receiver: int) -> int:
         """A hash of the bytes that travel from one rank to another, equal in every process."""
         widths = tuple(message.widths[sender] for message in self.messages)
-        return hash((sender, receiver, self.payload.checksum, self.streams[sender], widths))
+        return hash((sender, receiver, self.payload.checksum, self.sent_by(sender), widths))
+
+    def sent_by(self, sender: int) -> Streams:
+        """The runs that one rank sends."""
+        return (self.streams[sender],)
+
+    @property
+    def fed_by(self) -> int | None:
+        """The rank that passes on what it gets, if the receiver gets everything from this rank."""
+        return None
 
     @property
     def open_bytes(self) -> int:
