@@ -16,10 +16,9 @@ from mcore_bridge.launch.fake_rank import rank_of
 from mcore_bridge.weights.bound import BoundModel, bind
 from mcore_bridge.weights.model_tensors import held_tensors
 from mcore_bridge.weights.plan.all_to_all import plan_targets
-from mcore_bridge.weights.plan.export_plan import ExportPlan
+from mcore_bridge.weights.plan.export_plan import LAG, ExportPlan
 from mcore_bridge.weights.plan.gather import plan_export
 from mcore_bridge.weights.plan.inventory import Inventory
-from mcore_bridge.weights.plan.relay import LAG
 from mcore_bridge.weights.plan.stream import HEADER
 from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.transfer.collectives import Group

@@ -17,10 +17,10 @@ from mcore_bridge import EngineRank, ParallelDims, engine_ranks
 from mcore_bridge.errors import ExportError, TargetError
 from mcore_bridge.trainers.rlinf.weight_reshard import slices_of
 from mcore_bridge.weights.manifest import digest
-from mcore_bridge.weights.plan import relay
+from mcore_bridge.weights.plan import all_to_all
 from mcore_bridge.weights.plan.engine_slices import _runs
+from mcore_bridge.weights.plan.export_plan import RelayedMessage
 from mcore_bridge.weights.plan.inventory import merge_inventories
-from mcore_bridge.weights.plan.relay import RelayedMessage
 from mcore_bridge.weights.plan.stream import HEADER
 from tests.support import fake_mesh, pool
 from tests.support.strategies import problems, random_state, sparse_problems, tiny
@@ -221,7 +221,7 @@ def test_a_trainer_sends_once_to_replicas_which_pass_it_on(dims, bucket_bytes):
 @pytest.mark.parametrize(
     ("owner", "name", "wrong"),
     [
-        (relay, "LAG", 3),  # the windows of the message before
+        (all_to_all, "LAG", 3),  # the windows of the message before
         (RelayedMessage, "passed_on", lambda self, rank: range(len(self.source.contents) * (rank == self.sibling))),
         (RelayedMessage, "pieces", property(lambda self: self.source.pieces)),
     ],

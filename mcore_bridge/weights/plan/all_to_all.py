@@ -7,18 +7,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from operator import sub
 
 from mcore_bridge.rules.layout import Axes
 from mcore_bridge.rules.mapping import WeightMapping
 from mcore_bridge.rules.spec import ALIGNMENT, aligned
-from mcore_bridge.weights.plan.export_plan import MEMORY, MESSAGES_IN_FLIGHT, ExportPlan, Message
+from mcore_bridge.weights.plan.export_plan import (
+    LAG,
+    MEMORY,
+    MESSAGES_IN_FLIGHT,
+    ExportPlan,
+    Message,
+    RelayedMessage,
+    RelayedPlan,
+)
 from mcore_bridge.weights.plan.gather import Request, SourceShard, assemble_plan, assign_senders, shards_of
 from mcore_bridge.weights.plan.inventory import Inventory, ParamEntry, merge_inventories
 from mcore_bridge.weights.plan.payload import Payload
-from mcore_bridge.weights.plan.relay import LAG, RelayedPlan, idle_plan, relayed
 from mcore_bridge.weights.plan.schedule import MIN_WINDOW
 from mcore_bridge.weights.plan.select_for_target import dealt, select_for
 from mcore_bridge.weights.plan.stream import HEADER, SendRange, Streams, WindowRun, cut, num_messages, widths
@@ -278,17 +285,43 @@ class SiblingPlan:
     def arriving(self, schedule: SendSchedule) -> RelayedPlan:
         """The plan of what the sibling passes on. It is kept, since both siblings of a chain need it."""
         if self._plan is None:
-            self._plan = relayed(self._source.arriving(schedule), self._sibling, self._receiver)
+            self._plan = _relayed(self._source.arriving(schedule), self._sibling, self._receiver)
         return self._plan
 
     def sent_by(self, sender: int, schedule: SendSchedule) -> ExportPlan:
         """As ``ReceiverPlan.sent_by``."""
         if sender == self._sibling:
             return self.arriving(schedule)
-        return idle_plan(self.payload, self.num_ranks, self._receiver, schedule.num_messages)
+        return _idle(self.payload, self.num_ranks, self._receiver, schedule.num_messages)
 
 
 Feed = ReceiverPlan | SiblingPlan
+
+
+def _relayed(plan: ExportPlan, sibling: int, receiver: int) -> RelayedPlan:
+    """The plan of a receiver to which its sibling passes on what it gets, in as many messages: its last ones are idle.
+
+    Args:
+        plan: what the sibling gets.
+        sibling, receiver: the rank that passes this on, and the rank that gets it.
+    """
+    idle = _idle(plan.payload, len(plan.streams), receiver, len(plan.messages)).messages
+    room = idle[0].room + max(len(message.contents) for message in plan.messages)
+    messages = [replace(message, room=room) for message in idle]
+    for message, source in zip(messages[LAG:], plan.messages, strict=False):
+        widths = [*message.widths]
+        widths[sibling] += len(source.contents)
+        figures = message.number, tuple(widths), room, source.done, message.streams
+        messages[message.number] = RelayedMessage(*figures, source, sibling)
+    streams = tuple(tuple(run._replace(message=run.message + LAG) for run in stream) for stream in plan.streams)
+    return RelayedPlan(plan.payload, streams, tuple(messages), sibling)
+
+
+def _idle(payload: Payload, num_ranks: int, receiver: int, count: int) -> ExportPlan:
+    """The plan of a receiver to which a rank sends nothing but headers, as this rank needs it."""
+    widths, streams = tuple(HEADER * (rank != receiver) for rank in range(num_ranks)), ((),) * num_ranks
+    messages = tuple(Message(number, widths, sum(widths), (), streams) for number in range(count))
+    return ExportPlan(payload, streams, messages)
 
 
 def _large_last(ranges: Sequence[SendRange], large: Collection[int]) -> Sequence[SendRange]:

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from mcore_bridge.rules.trace import Copy
 from mcore_bridge.weights.plan.boxes import BoxCopy, ByteCopy, joined, stacked
-from mcore_bridge.weights.plan.export_plan import MESSAGES_IN_FLIGHT, ExportPlan
+from mcore_bridge.weights.plan.export_plan import LAG, MESSAGES_IN_FLIGHT, ExportPlan
 from mcore_bridge.weights.plan.inventory import ParamEntry
 from mcore_bridge.weights.plan.payload import OutputTensor
-from mcore_bridge.weights.plan.relay import LAG
 from mcore_bridge.weights.plan.stream import HEADER, WindowSlice
 from mcore_bridge.weights.transfer.collectives import Lineup, lineup
 from mcore_bridge.weights.transfer.copier import CopyTable
