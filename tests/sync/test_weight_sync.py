@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 from contextlib import suppress
 from unittest import mock
 
@@ -189,6 +190,7 @@ def test_an_engine_that_dies_at_any_time_harms_no_other(tmp_path):
     first, second = pool.run(2, survive, addresses, mb.ParallelDims(tp=2), rounds, timeout=240.0)
     assert first == second
     assert all("engine" in problem for problem in first)
+    assert not any(re.search(r"of engine (\d+): [^;]*of engine \1:", problem) for problem in first)  # named twice
     assert len(first) > NUM_ROUNDS // 2
     for process in processes:
         process.join(20)

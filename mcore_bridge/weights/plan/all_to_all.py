@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, pairwise
 from operator import sub
 
@@ -154,6 +155,15 @@ class SendSchedule:
         """The number of the first message with which a rank sends to a receiver."""
         return (self._periods[sender] + self._offsets[receiver]) % self.num_periods * self.length
 
+    @cached_property
+    def _idle(self) -> tuple[Message, ...]:
+        widths, streams = (HEADER,) * len(self._periods), ((),) * len(self._periods)
+        return tuple(Message(number, widths, sum(widths), (), streams) for number in range(self.num_messages))
+
+    def idle_plan(self, payload: Payload) -> ExportPlan:
+        """The plan of a receiver to which a rank sends nothing but headers, as this rank needs it."""
+        return ExportPlan(payload, ((),) * len(self._periods), self._idle)
+
     def widths(
         self, own: Mapping[int, tuple[int, int]], firsts: Mapping[int, int], idle: Sequence[int]
     ) -> list[tuple[int, ...]]:
@@ -189,7 +199,7 @@ class ReceiverPlan:
 
     def __init__(self, request: Request, shards: Sequence[SourceShard], loads: list[int], receiver: int) -> None:
         self._request, self._row_bytes, self._receiver = request, request.row_bytes, receiver
-        self.payload, self.num_ranks = request.payload, len(loads)
+        self.payload = request.payload
         before = list(loads)
         self._ranges = assign_senders(shards, loads, receiver)
         self._bytes = list(map(sub, loads, before))
@@ -227,6 +237,8 @@ class ReceiverPlan:
 
     def sent_by(self, sender: int, schedule: SendSchedule) -> ExportPlan:
         """The plan of one stream, as its sender needs it: no message of it completes an output."""
+        if not self._ranges[sender]:
+            return schedule.idle_plan(self.payload)
         streams = tuple(self._cut(sender, schedule) if rank == sender else () for rank in range(len(self._ranges)))
         widths_by_message = self._widths([sender], streams, schedule)
         messages = zip(range(len(widths_by_message)), widths_by_message, _rooms(widths_by_message), strict=True)
@@ -272,7 +284,6 @@ class SiblingPlan:
         self.hops: int = source.hops + 1
         """The number of siblings through which the weights come."""
         self.payload: Payload = source.payload
-        self.num_ranks: int = source.num_ranks
 
     def bytes_from(self, sender: int) -> int:
         """Bytes that travel from a rank."""
@@ -292,7 +303,7 @@ class SiblingPlan:
         """As ``ReceiverPlan.sent_by``."""
         if sender == self._sibling:
             return self.arriving(schedule)
-        return _idle(self.payload, self.num_ranks, self._receiver, schedule.num_messages)
+        return schedule.idle_plan(self.payload)
 
 
 Feed = ReceiverPlan | SiblingPlan
@@ -305,23 +316,15 @@ def _relayed(plan: ExportPlan, sibling: int, receiver: int) -> RelayedPlan:
         plan: what the sibling gets.
         sibling, receiver: the rank that passes this on, and the rank that gets it.
     """
-    idle = _idle(plan.payload, len(plan.streams), receiver, len(plan.messages)).messages
-    room = idle[0].room + max(len(message.contents) for message in plan.messages)
-    messages = [replace(message, room=room) for message in idle]
-    for message, source in zip(messages[LAG:], plan.messages, strict=False):
-        widths = [*message.widths]
-        widths[sibling] += len(source.contents)
-        figures = message.number, tuple(widths), room, source.done, message.streams
-        messages[message.number] = RelayedMessage(*figures, source, sibling)
-    streams = tuple(tuple(run._replace(message=run.message + LAG) for run in stream) for stream in plan.streams)
-    return RelayedPlan(plan.payload, streams, tuple(messages), sibling)
-
-
-def _idle(payload: Payload, num_ranks: int, receiver: int, count: int) -> ExportPlan:
-    """The plan of a receiver to which a rank sends nothing but headers, as this rank needs it."""
-    widths, streams = tuple(HEADER * (rank != receiver) for rank in range(num_ranks)), ((),) * num_ranks
-    messages = tuple(Message(number, widths, sum(widths), (), streams) for number in range(count))
-    return ExportPlan(payload, streams, messages)
+    count, num_ranks = len(plan.messages), len(plan.streams)
+    idle, streams = tuple(HEADER * (rank != receiver) for rank in range(num_ranks)), ((),) * num_ranks
+    room = sum(idle) + max(len(message.contents) for message in plan.messages)
+    messages = [Message(number, idle, room, (), streams) for number in range(LAG)]
+    for number, source in enumerate(plan.messages[: count - LAG], LAG):
+        widths = tuple(width + len(source.contents) * (rank == sibling) for rank, width in enumerate(idle))
+        messages.append(RelayedMessage(number, widths, room, source.done, streams, source, sibling))
+    later = tuple(tuple(run._replace(message=run.message + LAG) for run in stream) for stream in plan.streams)
+    return RelayedPlan(plan.payload, later, tuple(messages), sibling)
 
 
 def _large_last(ranges: Sequence[SendRange], large: Collection[int]) -> Sequence[SendRange]:
