@@ -14,11 +14,12 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from typing import Any
 
-from mcore_bridge.errors import TransferError
+from mcore_bridge.errors import TransferError, describe
 
 KEY_BYTES = 32
 HANDSHAKE = 5.0
 """Seconds that a worker has to prove that it has the key."""
+_LOST = "expected a connection, found that the process has ended"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,17 @@ def socket_of(pipe: Connection) -> socket.socket:
     return socket.socket(fileno=os.dup(pipe.fileno()))
 
 
+def has_ended(pipe: Connection) -> bool:
+    """Whether the process behind a connection has ended. What it has sent is not read."""
+    try:
+        with socket_of(pipe) as same:
+            return same.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
 def _prompt(pipe: Connection) -> Connection:
     """Send small messages at once. By default TCP holds the second of two back for up to 40 ms."""
     with socket_of(pipe) as same:
@@ -141,7 +153,7 @@ class WorkerLine:
         try:
             tell(self.pipe, (method, tuple(arguments)))
         except OSError as error:
-            raise self._lost(error) from None
+            raise TransferError(f"{self.worker}: {_LOST}") from error
 
     def answer(self) -> Any:
         """The next answer.
@@ -152,15 +164,16 @@ class WorkerLine:
         try:
             if not self.pipe.poll(self.seconds):
                 raise TransferError(
-                    f"expected an answer of {self.worker} within {self.seconds:.0f} s, found none; look into its log, "
-                    "or pass a longer timeout"
+                    f"{self.worker}: expected an answer within {self.seconds:.0f} s, found none; look into its log, or "
+                    "pass a longer timeout"
                 )
             answer = self.pipe.recv()
         except (OSError, EOFError) as error:
-            raise self._lost(error) from None
+            raise TransferError(f"{self.worker}: {_LOST}") from error
         if isinstance(answer, Exception):
             raise TransferError(f"{self.worker}: {answer}") from answer
         return answer
 
-    def _lost(self, error: Exception) -> TransferError:
-        return TransferError(f"expected {self.worker} to be connected, found that it has ended ({error!r})")
+    def failed(self, error: Exception) -> TransferError:
+        """The error of this worker after a failure of all: that the worker has ended, or else ``error``."""
+        return TransferError(f"{self.worker}: {_LOST}" if has_ended(self.pipe) else describe(error))

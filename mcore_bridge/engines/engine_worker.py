@@ -71,6 +71,10 @@ class Identity:
         """Engine and rank, which no two workers share."""
         return self.engine, self.rank
 
+    def __str__(self) -> str:
+        """What messages call it."""
+        return f"{self.name} of engine {self.engine}"
+
 
 @dataclass(frozen=True, slots=True)
 class Invitation:

@@ -8,7 +8,6 @@ one that finds a break breaks the group of all.
 from __future__ import annotations
 
 import pickle
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_bridge.config.mesh.lost_ranks import naming_lost_ranks
-from mcore_bridge.engines.channel import socket_of
+from mcore_bridge.engines.channel import has_ended
 from mcore_bridge.errors import TransferError
 from mcore_bridge.weights.transfer.collectives import Group
 
@@ -134,7 +133,7 @@ class JointGroup(Group):
             thread.join()
 
     def _is_broken(self) -> bool:
-        if any(map(_has_ended, self._pipes)):
+        if any(map(has_ended, self._pipes)):
             return True
         try:
             return bool(self._store.check([_BROKEN]))
@@ -195,14 +194,3 @@ class _Breakable:
             if self._broken.wait(_POLL):
                 raise TransferError("expected all ranks and workers to go on, found that one of them has ended")
         self._work.wait()
-
-
-def _has_ended(pipe: Connection) -> bool:
-    """Whether the process behind a connection has ended. What it has sent is not read."""
-    try:
-        with socket_of(pipe) as same:
-            return same.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True

@@ -6,12 +6,13 @@ What a worker needs of the shard of a rank goes from this rank straight to the w
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any
 
 import torch
 
 from mcore_bridge.engines.joint_group import JointGroup, break_store, open_store
-from mcore_bridge.errors import BridgeError, TransferError, describe
+from mcore_bridge.errors import BridgeError, TransferError
 from mcore_bridge.sync.routes import Route, WorkerKey
 from mcore_bridge.weights.agreement import Export, open_export
 from mcore_bridge.weights.engine.comparison import Compared
@@ -49,6 +50,8 @@ class Elsewhere:
         self._program: Program | None = None
         self._targets: dict[WorkerKey, Target] = {}
         """What each worker of the replica gets, in the order in which they follow the ranks."""
+        self.siblings: dict[WorkerKey, WorkerKey] = {}
+        """For each of this rank's workers to which a sibling passes weights on, this sibling."""
         self._own: frozenset[WorkerKey] | None = frozenset()
         """This rank's workers in the group; None after it broke."""
         self.members = self._replica.members
@@ -73,7 +76,7 @@ class Elsewhere:
                 self._join(routes)
         except TransferError as error:
             self.close()
-            return {key: TransferError(str(error)) for key in routes}
+            return {key: route.line.failed(error) for key, route in routes.items()}
         if self._group is None:
             return {}
         targets = tuple(self._targets.values())
@@ -82,7 +85,7 @@ class Elsewhere:
             self._run(self._group, export, routes, (version, compares))
         except (BridgeError, RuntimeError) as error:
             self.close()
-            return {key: TransferError(describe(error)) for key in routes}
+            return {key: route.line.failed(error) for key, route in routes.items()}
         answers: dict[WorkerKey, Answer] = {}
         for key, route in routes.items():
             try:
@@ -95,7 +98,8 @@ class Elsewhere:
         """Make a group of all ranks of the replica and all workers."""
         self.close()
         own = {key: route.target for key, route in routes.items()}
-        self._targets = {key: t for of_rank in self._replica.all_gather_object(own) for key, t in of_rank.items()}
+        of_ranks = self._replica.all_gather_object(own)
+        self._targets = dict(sorted((item for of_rank in of_ranks for item in of_rank.items()), key=itemgetter(0)))
         self._own = frozenset(routes)
         if not self._targets:
             return
@@ -123,9 +127,13 @@ class Elsewhere:
     def _run(self, group: JointGroup, export: Export, routes: Routes, what: tuple[int, bool]) -> None:
         try:
             if export.program is not self._program:
-                for number, key in enumerate(self._targets):
+                keys = [*self._targets]
+                for number, key in enumerate(keys):
                     if key in routes:
-                        routes[key].line("follow", export.guest_program(number))
+                        program = export.guest_program(number)
+                        routes[key].line("follow", program)
+                        if (rank := program.plan.fed_by) is not None:
+                            self.siblings[key] = keys[rank - self._replica.size]
                 self._program = export.program
             for route in routes.values():
                 route.line.send("exchange", what)
@@ -142,4 +150,4 @@ class Elsewhere:
         if self._group is not None:
             self._group.close()
         self._group = self._program = self._own = None
-        self._targets = {}
+        self._targets, self.siblings = {}, {}

@@ -34,6 +34,9 @@ class WorkerReport:
     """Bytes of HF tensors, or of the slices of HF tensors that the worker uses."""
     seconds: float
     """From the begin of the round on the trainer rank until this worker had the weights."""
+    sibling: tuple[int, int] | None = None
+    """The worker with equal weights that passed them on: its engine, and its rank there. None if the trainer sent them.
+    """
     problem: str = ""
     """What went wrong; empty if the worker has the new weights."""
 
@@ -55,9 +58,10 @@ class SyncReport:
             return f"version {self.version} in {self.seconds:.3f} s: no engines, nothing sent"
         ways = sorted({f"{worker.transport}" for worker in self.workers})
         total = sum(worker.num_bytes for worker in self.workers) / 1e9
+        passed = sum(worker.num_bytes for worker in self.workers if worker.sibling) / 1e9
         return (
             f"version {self.version} in {self.seconds:.3f} s: {plural(len(self.workers), 'worker')}, {total:.2f} GB by "
-            f"{', '.join(ways)}"
+            f"{', '.join(ways)}{f', {passed:.2f} GB of them from siblings' if passed else ''}"
         )
 
 

@@ -53,13 +53,14 @@ class _Outcome:
     reason: str
     num_bytes: int
     seconds: float
+    sibling: WorkerKey | None
     compared: Compared | None
     problem: str
 
     def report(self) -> WorkerReport:
         """After a sync."""
         worker = self.worker
-        figures = self.transport, self.reason, self.num_bytes, self.seconds, self.problem
+        figures = self.transport, self.reason, self.num_bytes, self.seconds, self.sibling, self.problem
         return WorkerReport(worker.engine, worker.rank, worker.name, self.trainer, *figures)
 
     def weights(self) -> WorkerWeights:
@@ -276,11 +277,7 @@ class WeightSync:
         changed = sorted(
             {outcome.worker.engine for outcome in outcomes if outcome.problem or outcome.worker.engine in absent}
         )
-        wrong = [
-            f"{outcome.worker.name} of engine {outcome.worker.engine}: {outcome.problem}"
-            for outcome in outcomes
-            if outcome.problem
-        ]
+        wrong = [f"{outcome.worker}: {outcome.problem}" for outcome in outcomes if outcome.problem]
         wrong += [f"engine {engine}: {reason}" for engine, reason in sorted(absent.items())]
         if wrong:
             broken = "" if compares or not changed else f". {_broken(changed)}"
@@ -292,9 +289,10 @@ class WeightSync:
 
     def _outcome(self, worker: Identity, answer: Answer, when: float, start: float) -> _Outcome:
         route = self._routes[worker.place]
-        figures = route.transport, route.reason, route.num_bytes, when - start
+        sibling = self._elsewhere.siblings.get(worker.place)
+        figures = route.transport, route.reason, route.num_bytes, when - start, sibling
         if isinstance(answer, TransferError):
-            problem = str(answer).removeprefix(f"{worker.name}: ")  # the report names the worker
+            problem = str(answer).replace(f"{worker}: ", "")  # the report names the worker
             return _Outcome(worker, self._group.rank, *figures, None, problem)
         return _Outcome(worker, self._group.rank, *figures, answer, "")
 
@@ -352,7 +350,7 @@ class WeightSync:
             self._routes[worker.place] = Route(
                 self._models,
                 self._options,
-                line=WorkerLine(pipe, worker.name, self._seconds),
+                line=WorkerLine(pipe, str(worker), self._seconds),
                 device=self._device,
                 allowed=self._allowed,
                 is_near=worker.is_on(this_machine()),

@@ -256,4 +256,4 @@ def _planned(
     if set(targets) == {"everything"} and not guests:
         plan = plan_export(*arguments, bucket_bytes=bucket_bytes, encode=encode)
         return lambda rank: [plan]
-    return plan_targets(*arguments, targets, bucket_bytes=bucket_bytes, encode=encode).plans_of
+    return plan_targets(*arguments, targets, bucket_bytes=bucket_bytes, guests=len(guests), encode=encode).plans_of

@@ -16,8 +16,9 @@ from mcore_bridge.launch.fake_rank import rank_of
 from mcore_bridge.weights.bound import BoundModel, bind
 from mcore_bridge.weights.model_tensors import held_tensors
 from mcore_bridge.weights.plan.all_to_all import plan_targets
-from mcore_bridge.weights.plan.export_plan import ExportPlan
+from mcore_bridge.weights.plan.export_plan import LAG, ExportPlan
 from mcore_bridge.weights.plan.gather import plan_export
+from mcore_bridge.weights.plan.inventory import Inventory
 from mcore_bridge.weights.plan.stream import HEADER
 from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.transfer.collectives import Group
@@ -81,41 +82,46 @@ def plan_of(held: Sequence[Any], *, bucket_bytes: int | None) -> ExportPlan:
     return plan_export(first.mapping, first.axes, num_layers, inventories, bucket_bytes=bucket_bytes)
 
 
-def programs_for(held: Sequence[Any], targets: Sequence[Target], *, bucket_bytes: int | None) -> list[Program]:
-    """The programs that every rank would make for the targets of all ranks."""
-    first = held[0][0]
-    inventories = [inventory for _, inventory in held]
-    arguments = first.mapping, first.axes, first.chunks[0].config.num_layers, inventories, targets
-    feeds = plan_targets(*arguments, bucket_bytes=bucket_bytes)
-    return [Program(feeds.plans_of(rank), rank) for rank in range(len(held))]
+def programs_for(
+    held: Sequence[Any], targets: Sequence[Target], *, bucket_bytes: int | None, guests: Sequence[Target] = ()
+) -> list[Program]:
+    """The programs that every rank would make for the targets of all ranks, and then the programs of guests."""
+    first, inventories = held[0][0], [inventory for _, inventory in held]
+    inventories += [Inventory(dict.fromkeys(inventories[0].ranks, 0), ())] * len(guests)
+    arguments = first.mapping, first.axes, first.chunks[0].config.num_layers, inventories, [*targets, *guests]
+    feeds = plan_targets(*arguments, bucket_bytes=bucket_bytes, guests=len(guests))
+    return [Program(feeds.plans_of(rank), rank) for rank in range(len(inventories))]
 
 
 def export_to(
-    held: Sequence[Any], targets: Sequence[Target], *, bucket_bytes: int = 1 << 16
+    held: Sequence[Any], targets: Sequence[Target], *, bucket_bytes: int = 1 << 16, guests: Sequence[Target] = ()
 ) -> tuple[list[dict[str, Tensor]], int]:
-    """The tensors that each rank gets, and the bytes that travelled, with windows passed between each pair of ranks."""
-    ranks = range(len(held))
-    programs = programs_for(held, targets, bucket_bytes=bucket_bytes)
+    """The tensors that each rank and guest gets, and the bytes that ranks send. Windows are passed in lists."""
+    programs = programs_for(held, targets, bucket_bytes=bucket_bytes, guests=guests)
+    ranks = range(len(programs))
     assert sum(program.balance() for program in programs) == 0
-    staying = [Buffers([bound.tensors[name] for name in p.names]) for p, (bound, _) in zip(programs, held, strict=True)]
+    tensors = [*(bound.tensors for bound, _ in held), *[{}] * len(guests)]
+    staying = [Buffers([own[name] for name in p.names]) for p, own in zip(programs, tensors, strict=True)]
     states: list[dict[str, Tensor]] = [{} for _ in ranks]
     outputs = [NanOutputs(program.plan, CPU) for program in programs]
-    travelled = 0
+    travelled, arrived = 0, [[NOTHING.byte()] * len(ranks)] * LAG
     for number in range(len(programs[0].plan.messages)):
         sent = [[NOTHING.byte()]]
-        for rank, program in enumerate(programs if len(held) > 1 else ()):
+        for rank, program in enumerate(programs if len(ranks) > 1 else ()):
             own = torch.empty(sum(program.sent(number)), dtype=torch.uint8)
             header = torch.full((HEADER,), rank, dtype=torch.uint8)
-            step = program.step(None, number)
-            step.copies.run(staying[rank], Buffers([NOTHING, header, NOTHING, own]), CPU)
+            step = program.step(number - LAG if number >= LAG else None, number, unpack=False)
+            headers = torch.empty((len(ranks), HEADER), dtype=torch.uint8)
+            step.copies.run(staying[rank], Buffers([arrived[number][rank], header, headers, own]), CPU)
             sent[rank:] = [own.split(list(program.sent(number)))]
-            travelled += sum(program.sent(number))
+            travelled += sum(program.sent(number)) if rank < len(held) else 0
+        arrived.append([torch.cat([sent[sender][rank] for sender in ranks]) for rank in ranks])
         for rank, program in enumerate(programs):
-            windows = torch.cat([sent[sender][rank] for sender in ranks])
+            windows = arrived[-1][rank]
             assert len(windows) == sum(program.received(number))
-            headers = torch.full((len(held), HEADER), rank, dtype=torch.uint8)
+            headers = torch.full((len(ranks), HEADER), rank, dtype=torch.uint8)
             outputs[rank].run(program.step(number, None), staying[rank], [windows, NOTHING, headers, NOTHING], CPU)
-            assert (headers == torch.arange(len(held))[:, None]).all()
+            assert (headers == torch.arange(len(ranks))[:, None]).all()
             for name, tensor in outputs[rank].closed(program.plan.messages[number]):
                 assert name not in states[rank], f"{name} came twice"
                 states[rank][name] = tensor

@@ -46,6 +46,9 @@ def serve(address, arguments, options, rank, size):
                 return
             if message == "held":
                 pipe.send(held_bits(model.held()))
+            elif message == "free":
+                model.layers[0].o_proj.untyped_storage().resize_(0)
+                pipe.send(None)
             elif message == "loads":
                 pipe.send(model.num_loads)
             elif isinstance(message, int):

@@ -2,7 +2,9 @@
 
 import os
 import random
+import re
 from contextlib import suppress
+from unittest import mock
 
 import pytest
 import torch
@@ -66,62 +68,86 @@ def engines(folder, *each):
     return addresses, processes
 
 
+KINDS = [(TP2, {"shared": True}), (PP2, {}), (TP2, {"elsewhere": True})]
+KINDS += [(TP1, {"hidden": HIDDEN}), (TP1, {"hidden": HIDDEN, "elsewhere": True}), *[KINDS[2]] * 2]
+SIBLINGS = [None, None, None, (2, 0), (2, 1), (5, 0), (5, 1)]
+"""The sibling of each worker elsewhere: three replicas of an engine, and another engine between them."""
+
+
 def serve_rounds(addresses, dims, transports):
     trainer = Trainer(dims)
     if "pull" in transports:
         trainer.move(0)
     clients = [Client(each) for each in addresses] if trainer.is_lead else ()
-    with mb.WeightSync(trainer.models, clients, timeout=60) as sync:
+    with mb.WeightSync(trainer.models, clients[:-1], timeout=60) as sync:
         for seed in range(3):
             trainer.step(seed)
+            if trainer.is_lead and seed:
+                sync.set_engines(clients)  # the third replica joins late
             if "pull" in transports and seed:
                 trainer.move(seed)  # as after an offload
             report = sync()
             assert report.version == seed + 1
             ways = {worker.engine: worker.transport for worker in report.workers}
-            assert list(ways.values()) == transports, report.workers
-            for number, workers in enumerate((TP2, PP2, TP2, TP1, TP1)):
-                assert trainer.has(clients[number] if clients else None, workers)
+            assert list(ways.values()) == transports[: len(ways)], report.workers
+            assert len(ways) == len(KINDS) - (not seed)
+            siblings = [worker.sibling for worker in report.workers if worker.transport == "network"]
+            assert siblings == SIBLINGS[: 7 if seed else 5]
+            assert "from siblings" in str(report)
+            for number in ways:
+                assert trainer.has(clients[number] if clients else None, KINDS[number][0])
             assert [worker.reason for worker in report.workers if "no map" in worker.reason and HIDDEN in worker.reason]
             held = {worker.compared for worker in sync.verify(weights=True, atol=0).weights}
             assert None in held  # the one without a map
             assert all(each is None or each.num_tensors > 10 for each in held)
-        clients = clients[:3]  # the others have no map
-        counts = [client.ask("loads") for client in clients]
+        mapped = [clients[number] for number in (0, 1, 2, 5, 6) if clients]
+        counts = [client.ask("loads") for client in mapped]
         trainer.step(7)
         assert sync(70).version == sync.version == 70
-        assert counts == [client.ask("loads") for client in clients]  # no loader runs in a round
+        assert counts == [client.ask("loads") for client in mapped]  # no loader runs in a round
+        trainer.step(8)
+        if trainer.is_lead:
+            clients[2].ask("free")
+        with pytest.raises(TransferError, match=r"found 2 failures: stand-in .* of engine 2: .*half new"):
+            sync()
+        assert all(trainer.has(clients[number] if clients else None, TP2) for number in (5, 6))
+        if trainer.is_lead:
+            sync.set_engines(clients[5:])
+        trainer.step(9)
+        assert [worker.sibling for worker in sync().workers] == [None, None, (5, 0), (5, 1)]
+        assert all(trainer.has(clients[number] if clients else None, TP2) for number in (5, 6))
     return [(worker.engine, worker.trainer) for worker in report.workers]
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_engine_gets_every_bit_by_the_best_way(mesh, tmp_path):
     world, dims, way = MESHES[mesh]
-    kinds = [(TP2, {"shared": True}), (PP2, {}), (TP2, {"elsewhere": True})]
-    kinds += [(TP1, {"hidden": HIDDEN}), (TP1, {"hidden": HIDDEN, "elsewhere": True})]
-    addresses, processes = engines(str(tmp_path), *kinds)
-    served, *others = pool.run(world, serve_rounds, addresses, dims, ["shards", way, "network", "ring", "network"])
+    addresses, processes = engines(str(tmp_path), *KINDS)
+    ways = ["shards", way, "network", "ring", "network", "network", "network"]
+    served, *others = pool.run(world, serve_rounds, addresses, dims, ways)
     assert all(each == served for each in others)
-    assert {engine for engine, _ in served} == {0, 1, 2, 3, 4}
+    assert {engine for engine, _ in served} == {*range(len(KINDS))}
     assert len({trainer for _, trainer in served}) == world  # all ranks share the workers
     for process in processes:
         process.join(20)
         assert process.exitcode == 0
 
 
+@mock.patch("mcore_bridge.weights.plan.all_to_all.PER_HOP", 100)  # so that some die between messages and within them
+@mock.patch("mcore_bridge.weights.plan.all_to_all.MIN_WINDOW", 1)
 def survive(addresses, dims, rounds):
-    """In each round a new engine joins, and one of its workers dies after some messages. One engine stays."""
+    """In each round new engines join, and a worker of one of them dies after some messages. One engine stays."""
     trainer, problems = Trainer(dims), []
-    kept = Client(addresses[0]) if trainer.is_lead else None
+    kept = Client(addresses.pop(0)) if trainer.is_lead else None
     with mb.WeightSync(trainer.models, kept or (), timeout=60) as sync:
-        for seed, (address, ((workers, _), dies, after)) in enumerate(zip(addresses[1:], rounds, strict=True)):
-            joins = None
+        for seed, (replicas, workers, dying, worker, after) in enumerate(rounds):
+            joining = [addresses.pop(0) for _ in range(replicas)] if trainer.is_lead else [()] * replicas
             if seed == len(rounds) // 2:
                 trainer.move(0)  # from here on engines that cannot share their memory pull
             if trainer.is_lead:
-                joins = Client(address)
-                sync.set_engines([kept, joins])
-                joins.tell(dies, after)
+                joining = [*map(Client, joining)]
+                sync.set_engines([kept, *joining])
+                joining[dying].tell(worker, after)
             trainer.step(seed)
             try:
                 sync()
@@ -129,8 +155,16 @@ def survive(addresses, dims, rounds):
                 problems.append(str(error))
             else:
                 with suppress(EOFError, OSError):  # the worker may have died after its round
-                    assert trainer.has(joins, workers)
+                    assert all(trainer.has(each, workers) for each in joining)
             assert trainer.has(kept, TP2)
+            if replicas > 1:  # the others go on, whether they sent or got
+                staying = [each for number, each in enumerate(joining) if number != dying]
+                if trainer.is_lead:
+                    sync.set_engines([kept, *staying])
+                trainer.step(seed + 50)
+                assert {worker.transport for worker in sync().workers} == {"shards", "network"}
+                assert trainer.has(kept, TP2)
+                assert all(trainer.has(each, workers) for each in staying)
         if trainer.is_lead:
             sync.set_engines(kept)
         trainer.step(99)
@@ -140,16 +174,23 @@ def survive(addresses, dims, rounds):
 
 
 NUM_ROUNDS = int(os.environ.get("MCORE_BRIDGE_ROUNDS", "20"))
+JOINING = [(1, TP1, {"shared": True}), (1, TP2, {}), (3, TP1, {"elsewhere": True})]
+"""Replicas of an engine that join at once."""
 
 
 def test_an_engine_that_dies_at_any_time_harms_no_other(tmp_path):
     chance = random.Random(NUM_ROUNDS)
-    kinds = [(TP1, {"shared": True}), (TP2, {}), (TP2, {"elsewhere": True})]
-    rounds = [(kinds[n % 3], chance.randrange(len(kinds[n % 3][0])), n // 3 % 6) for n in range(NUM_ROUNDS)]
-    addresses, processes = engines(str(tmp_path), (TP2, {"shared": True}), *(kind for kind, *_ in rounds))
-    first, second = pool.run(2, survive, addresses, mb.ParallelDims(tp=2), rounds, timeout=120.0)
+    kinds, rounds = [(TP2, {"shared": True})], []
+    for number in range(NUM_ROUNDS):
+        replicas, workers, options = JOINING[number % 3]
+        kinds += [(workers, options)] * replicas
+        dying = chance.randrange(replicas), chance.randrange(len(workers))
+        rounds.append((replicas, workers, *dying, number // 3 % 6))
+    addresses, processes = engines(str(tmp_path), *kinds)
+    first, second = pool.run(2, survive, addresses, mb.ParallelDims(tp=2), rounds, timeout=240.0)
     assert first == second
     assert all("engine" in problem for problem in first)
+    assert not any(re.search(r"of engine (\d+): [^;]*of engine \1:", problem) for problem in first)  # named twice
     assert len(first) > NUM_ROUNDS // 2
     for process in processes:
         process.join(20)

@@ -3,6 +3,7 @@
 from functools import lru_cache
 from itertools import chain
 from math import gcd
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,7 +17,9 @@ from mcore_bridge import EngineRank, ParallelDims, engine_ranks
 from mcore_bridge.errors import ExportError, TargetError
 from mcore_bridge.trainers.rlinf.weight_reshard import slices_of
 from mcore_bridge.weights.manifest import digest
+from mcore_bridge.weights.plan import all_to_all
 from mcore_bridge.weights.plan.engine_slices import _runs
+from mcore_bridge.weights.plan.export_plan import RelayedMessage
 from mcore_bridge.weights.plan.inventory import merge_inventories
 from mcore_bridge.weights.plan.stream import HEADER
 from tests.support import fake_mesh, pool
@@ -59,10 +62,11 @@ def test_any_model_on_any_mesh_to_any_engine(data, problem, bucket_bytes):
     ranks = data.draw(engines(hf))
     choices = st.one_of(st.sampled_from(ranks), st.sampled_from(["everything", "nothing", "share"]))
     targets = data.draw(st.lists(choices, min_size=len(held), max_size=len(held)))
-    states, _ = fake_mesh.export_to(held, targets, bucket_bytes=bucket_bytes)
-    for target, found in zip(targets, states, strict=True):
+    guests = data.draw(st.lists(st.sampled_from([*ranks, "everything"]), max_size=4))
+    states, _ = fake_mesh.export_to(held, targets, bucket_bytes=bucket_bytes, guests=guests)
+    for target, found in zip([*targets, *guests], states, strict=True):
         assert_gets(found, expected(hf, state, target) if target != "share" else {name: state[name] for name in found})
-    shared = [found for target, found in zip(targets, states, strict=True) if target == "share"]
+    shared = [found for target, found in zip(targets, states, strict=False) if target == "share"]
     assert not shared or sorted(chain.from_iterable(shared)) == sorted(expected(hf, state, "everything"))
     for plan in (program.plan for program in fake_mesh.programs_for(held, targets, bucket_bytes=bucket_bytes)):
         message_of = {plan.payload.outputs[i].name: n for n, message in enumerate(plan.messages) for i in message.done}
@@ -174,6 +178,57 @@ def test_only_what_is_needed_travels(dims, sizes, share):
     num_messages = len(fake_mesh.programs_for(held, targets, bucket_bytes=1 << 20)[0].plan.messages)
     overhead = num_messages * len(held) ** 2 * (HEADER + 4096)
     assert travelled <= share * wanted * 1.01 + overhead
+
+
+def sent_by_trainer(programs, num_ranks):
+    """Bytes of tensors that the ranks of a trainer send, to whomever."""
+    streams = [(plan, plan.streams[rank]) for rank in range(num_ranks) for plan in programs[rank].plans]
+    return sum(
+        run.rows * run.times * plan.payload.entries[run.entry].row_bytes for plan, stream in streams for run in stream
+    )
+
+
+ENGINE = engine_ranks(tp=2)
+
+
+def export_to_guests(dims, guests, bucket_bytes=1 << 14):
+    """The programs of an export that gives each guest what it wants, and how many ranks the trainer has."""
+    state, held = random_state(SPARSE), held_of("sparse", dims)
+    nobody = ["nothing"] * len(held)
+    states, _ = fake_mesh.export_to(held, nobody, bucket_bytes=bucket_bytes, guests=guests)
+    for target, found in zip(guests, states[len(held) :], strict=True):
+        assert_gets(found, expected(SPARSE, state, target))
+    return fake_mesh.programs_for(held, nobody, bucket_bytes=bucket_bytes, guests=guests), len(held)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1 << 14, 1 << 17])
+@pytest.mark.parametrize("dims", MESHES["sparse"][::2], ids=str)
+def test_a_trainer_sends_once_to_replicas_which_pass_it_on(dims, bucket_bytes):
+    sums = []
+    for guests in (ENGINE, [*ENGINE] * 3, ["everything", ENGINE[1], *ENGINE, *ENGINE, "everything"]):
+        programs, first = export_to_guests(dims, guests, bucket_bytes)
+        sums.append(sent_by_trainer(programs, first))
+        for place, program in enumerate(programs[first:]):
+            before = [other for other in range(place) if guests[other] == guests[place]]
+            assert program.plan.fed_by == (first + before[-1] if before else None)
+            numbers = range(len(program.plan.messages))
+            sent, got = (sum(sum(of(number)) for number in numbers) for of in (program.sent, program.received))
+            assert sent <= got + len(numbers) * len(programs) * HEADER  # no link carries more than without siblings
+    assert sums[0] == sums[1]
+    assert sums[2] == sums[0] + sum(tensor.nbytes for tensor in random_state(SPARSE).values())
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "wrong"),
+    [
+        (all_to_all, "LAG", 3),  # the windows of the message before
+        (RelayedMessage, "passed_on", lambda self, rank: range(len(self.source.contents) * (rank == self.sibling))),
+        (RelayedMessage, "pieces", property(lambda self: self.source.pieces)),
+    ],
+)
+def test_a_wrong_window_that_is_passed_on_is_found(owner, name, wrong):
+    with mock.patch.object(owner, name, wrong), pytest.raises((AssertionError, RuntimeError)):
+        export_to_guests(MESHES["sparse"][0], [*ENGINE] * 3)
 
 
 @pytest.mark.parametrize("dims", [ParallelDims(ep=4), ParallelDims(tp=2, pp=2, sp=True)], ids=str)

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import accumulate, groupby
 from operator import attrgetter
 
 import torch
@@ -45,8 +45,18 @@ class Message:
         return tuple(piece for sender in senders for piece in self.pieces_of(sender))
 
     def pieces_of(self, sender: int) -> Iterator[WindowSlice]:
-        """The contents of the window of one rank."""
+        """What one rank puts into its window, out of its tensors."""
         return pieces(self.streams[sender], sender, self.number)
+
+    @property
+    def contents(self) -> range:
+        """The bytes of all windows that a receiver passes on, if it has a sibling: up to the last that is not idle."""
+        busy = [sender for sender, width in enumerate(self.widths) if width > HEADER]
+        return range(sum(self.widths[: max(busy, default=-1) + 1]))
+
+    def passed_on(self, rank: int) -> range:
+        """The bytes of the windows of an earlier message that a rank puts into its window."""
+        return range(0)
 
 
 @dataclass(frozen=True)
@@ -81,7 +91,16 @@ class ExportPlan:
     def stream_checksum(self, sender: int, receiver: int) -> int:
         """A hash of the bytes that travel from one rank to another, equal in every process."""
         widths = tuple(message.widths[sender] for message in self.messages)
-        return hash((sender, receiver, self.payload.checksum, self.streams[sender], widths))
+        return hash((sender, receiver, self.payload.checksum, self.sent_by(sender), widths))
+
+    def sent_by(self, sender: int) -> Streams:
+        """The runs that one rank sends."""
+        return (self.streams[sender],)
+
+    @property
+    def fed_by(self) -> int | None:
+        """The rank that passes on what it gets, if the receiver gets everything from this rank."""
+        return None
 
     @property
     def open_bytes(self) -> int:
@@ -99,6 +118,52 @@ class ExportPlan:
             for output in map(self.payload.outputs.__getitem__, message.done):
                 for name in (output.name, *output.copies):
                     yield TensorSpec.of(name, output)
+
+
+@dataclass(frozen=True, slots=True)
+class RelayedMessage(Message):
+    """A message in which one rank passes on the windows that it got with an earlier message."""
+
+    source: Message = field(repr=False)
+    """The earlier message, as this rank got it."""
+    sibling: int
+    """The rank."""
+
+    @property
+    def pieces(self) -> tuple[WindowSlice, ...]:
+        """As ``Message.pieces``. All of them lie in the window of the sibling."""
+        starts = (*accumulate(self.source.widths, initial=HEADER - self.source.contents.start),)
+        return tuple(
+            replace(piece, sender=self.sibling, start=starts[piece.sender] + piece.start)
+            for piece in self.source.pieces
+        )
+
+    @property
+    def contents(self) -> range:
+        """As ``Message.contents``: the window of the sibling without its header."""
+        start = sum(self.widths[: self.sibling])
+        return range(start + HEADER, start + self.widths[self.sibling])
+
+    def passed_on(self, rank: int) -> range:
+        """As ``Message.passed_on``."""
+        return self.source.contents if rank == self.sibling else range(0)
+
+
+@dataclass(frozen=True)
+class RelayedPlan(ExportPlan):
+    """The messages to a receiver that gets everything from its sibling. The runs are those of the first sibling."""
+
+    sibling: int
+    """The rank of the sibling."""
+
+    @property
+    def fed_by(self) -> int:
+        """As ``ExportPlan.fed_by``."""
+        return self.sibling
+
+    def sent_by(self, sender: int) -> Streams:
+        """As ``ExportPlan.sent_by``."""
+        return self.streams if sender == self.sibling else ((),)
 
 
 def _open_bytes(plan: ExportPlan) -> Iterator[int]:
@@ -142,6 +207,9 @@ def _first_messages(plan: ExportPlan) -> dict[int, int]:
 
 MESSAGES_IN_FLIGHT = 2
 """Messages that travel at once, each in separate memory."""
+LAG = MESSAGES_IN_FLIGHT
+"""How many messages later a sibling gets what a worker gets. A step unpacks one message, and packs the one that is so
+much later: those between them are on their way."""
 MEMORY = 2_000_000_000
 """Bytes that an export takes beside the model by default, unless an HF tensor needs more."""
 SLAB = 32 << 20

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mcore_bridge.rules.trace import Copy
 from mcore_bridge.weights.plan.boxes import BoxCopy, ByteCopy, joined, stacked
-from mcore_bridge.weights.plan.export_plan import MESSAGES_IN_FLIGHT, ExportPlan
+from mcore_bridge.weights.plan.export_plan import LAG, MESSAGES_IN_FLIGHT, ExportPlan
 from mcore_bridge.weights.plan.inventory import ParamEntry
 from mcore_bridge.weights.plan.payload import OutputTensor
 from mcore_bridge.weights.plan.stream import HEADER, WindowSlice
@@ -158,7 +158,10 @@ class Program:
             starts = tuple(accumulate(self.sent(following), initial=0))
             for receiver, (plan, start) in enumerate(zip(self.plans, starts, strict=False)):
                 if self.is_gather or receiver != self.rank:
-                    byte_copies.append(self._header(HEADER_SENT, 0, OWN_WINDOWS, start))
+                    byte_copies.append(self._run(HEADER_SENT, 0, OWN_WINDOWS, start))
+                    if (passed := plan.messages[following].passed_on(self.rank)) and pack:
+                        assert arrived == following - LAG, "the windows of another message"
+                        byte_copies.append(self._run(WINDOWS, passed.start, OWN_WINDOWS, start + HEADER, len(passed)))
                     for piece in plan.messages[following].pieces_of(self.rank) if pack else ():
                         entry = plan.payload.entries[piece.entry]
                         byte_copies += self._packed(entry, piece, start)
@@ -190,10 +193,10 @@ class Program:
     def _number(self, entry: ParamEntry) -> int:
         return self._numbers[entry.held.name]
 
-    def _header(self, source: int, source_start: int, target: int, target_start: int) -> ByteCopy:
+    def _run(self, source: int, source_start: int, target: int, target_start: int, size: int = HEADER) -> ByteCopy:
+        """Consecutive bytes between two of the buffers of a step."""
         first = len(self.names)
-        ends = first + source, source_start, first + target, target_start
-        return ByteCopy(*ends, 1, HEADER, 1, HEADER, 1, HEADER, 1)
+        return ByteCopy(first + source, source_start, first + target, target_start, 1, size, 1, size, 1, size, 1)
 
     def _headers_arrived(self, windows: Lineup) -> Iterator[ByteCopy]:
         """Yield the copies of all headers except this rank's, which may already belong to the next message."""
@@ -201,7 +204,7 @@ class Program:
             end = row.first + row.length
             for first, last in ((row.first, min(end, self.rank)), (max(row.first, self.rank + 1), end)):
                 if first < last:
-                    header = self._header(WINDOWS, windows.starts[first], HEADERS, first * HEADER)
+                    header = self._run(WINDOWS, windows.starts[first], HEADERS, first * HEADER)
                     yield header._replace(rows=last - first, source_row=row.distance or HEADER)
 
     def _packed(self, entry: ParamEntry, piece: WindowSlice, window: int) -> Iterator[ByteCopy]:
