@@ -123,6 +123,7 @@ def save_hf_checkpoint(
             specs = specs.with_tensors(not_built.specs)
             if world.rank == 0 and is_source(models, target):
                 require_held(target, plain_dtypes(target), {spec.name: spec.dtype for spec in specs})
+                _warn(f"{target} is a folder that these models came from: this save replaces its weights")
         require_alike(world, {"number of tensors to copy from the folder of the model": len(not_built.specs)})
         with together():
             shards = assign_files(specs.tensors, world.size, max_shard_bytes)

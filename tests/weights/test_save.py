@@ -305,7 +305,7 @@ def test_a_file_is_never_held_in_memory(tmp_path):
     assert added <= path.stat().st_size // 2
 
 
-def test_a_relative_folder_is_known_after_the_working_folder_has_changed(tmp_path, monkeypatch):
+def test_a_relative_folder_is_known_after_the_working_folder_has_changed(tmp_path, monkeypatch, caplog):
     """Trainers change it, as hydra does for each run."""
     source = tmp_path / "source"
     source.mkdir()
@@ -317,5 +317,10 @@ def test_a_relative_folder_is_known_after_the_working_folder_has_changed(tmp_pat
         monkeypatch.chdir(source)
         with pytest.raises(CheckpointError, match="a folder that these models came from, and would lose bits"):
             mb.save_hf_checkpoint(models, source)
-        mb.save_hf_checkpoint(models, tmp_path / "out")
+        for _ in range(2):
+            assert "replaces its weights" not in caplog.text
+            mb.save_hf_checkpoint(models, tmp_path / "out")
+        for _ in range(2):
+            mb.save_hf_checkpoint(models, source, dtype=torch.float32)
+    assert caplog.text.count(f"{source} is a folder that these models came from: this save replaces its weights") == 1
     assert (tmp_path / "out" / "tokenizer.json").exists()
