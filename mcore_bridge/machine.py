@@ -1,4 +1,4 @@
-"""The processes of this machine: which are alive, read from Linux's ``/proc``. Also pauses garbage collection."""
+"""The processes and the memory of this machine, read from Linux's ``/proc``. Also pauses garbage collection."""
 
 from __future__ import annotations
 
@@ -33,6 +33,13 @@ def start_time(pid: int) -> str:
 def is_alive(pid: int, started: str) -> bool:
     """Whether the process ``pid`` still runs. ``started`` is an earlier result of ``start_time`` for it."""
     return start_time(pid) == started
+
+
+def free_memory() -> int:
+    """The bytes of memory that new objects may take without swapping."""
+    import psutil
+
+    return int(psutil.virtual_memory().available)
 
 
 @contextmanager

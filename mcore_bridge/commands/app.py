@@ -1,7 +1,10 @@
-"""The commands and their options, for typer. An error is one message on stderr and exit code 1."""
+"""The commands and their options, for typer. An error is one message on stderr, and exit code 1, or 2 for
+wrong usage.
+"""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +12,8 @@ import typer
 from rich.console import Console
 
 from mcore_bridge.commands.options import (
+    DTYPE,
+    VISIONS,
     Debug,
     Download,
     Ep,
@@ -20,6 +25,8 @@ from mcore_bridge.commands.options import (
     Tp,
     Vp,
     dtype_of,
+    mesh_of,
+    of_command_line,
     one_of,
     path,
 )
@@ -84,9 +91,7 @@ def convert_command(
             parser=path, help="Folder of the HF config and tokenizer, if SOURCE has none; or a name on the hub."
         ),
     ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="Cast to float32, bfloat16 or float16; by default every tensor keeps its own.")
-    ] = None,
+    dtype: Annotated[str | None, typer.Option(help=DTYPE.format("Of all tensors", "each keeps its own"))] = None,
     mtp: Annotated[int, typer.Option(min=0, help="Layers of multi-token prediction to take from an HF folder.")] = 0,
     drop_mtp: Annotated[
         bool,
@@ -134,27 +139,28 @@ def convert_command(
         from mcore_bridge.commands.hub import DESCRIPTION, MODEL, locate
         from mcore_bridge.commands.report import progress
         from mcore_bridge.commands.written import Written, render
-        from mcore_bridge.config.mesh.parallel_dims import ParallelDims
         from mcore_bridge.convert.convert import convert, is_checkpoint
         from mcore_bridge.convert.hf_to_torch import rank_files
 
+        one_of("to", to, tuple(_IGNORED))
+        one_of("vision", vision, VISIONS)
+        refuse(context, {"processes"} if gpus else (), "with --gpus, which starts a process for each GPU")
+        dims, cast = mesh_of(context), dtype_of(dtype)
+        with of_command_line():
+            wanted = rank_files(to, dims, one_of("backend", backend, _BACKENDS))
         source = locate(source, MODEL, download=download)
         hf = hf and locate(hf, DESCRIPTION, download=download)
-        one_of("to", to, tuple(_IGNORED))
         from_megatron = is_checkpoint(source)
         if from_megatron:
             refuse(context, {"mtp", "vision", "backend"} | ({"to"} if to == "torch_dist" else set()), _FROM_MEGATRON)
         else:
             refuse(context, *_IGNORED[to])
-        refuse(context, {"processes"} if gpus else (), "with --gpus, which starts a process for each GPU")
-        dims = ParallelDims(tp=tp, pp=pp, vp=vp, ep=ep, etp=etp, layout=layout)
-        wanted = rank_files(to, dims, one_of("backend", backend, _BACKENDS))
         with progress(Console(stderr=True), gpus or processes) as on_event:
             converted = convert(
                 source,
                 target,
                 hf=hf,
-                dtype=dtype_of(dtype),
+                dtype=cast,
                 num_mtp_layers=mtp,
                 vision=vision,
                 mtp="dropped" if drop_mtp else "copied",
@@ -226,7 +232,7 @@ def draw_command(
     layers: Annotated[
         int | None, typer.Option(min=1, help="Number of layers, instead of that of the config.", show_default=False)
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="Of the tensors; by default that of the config.")] = None,
+    dtype: Annotated[str | None, typer.Option(help=DTYPE.format("Of the tensors", "as in the config"))] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Other seeds draw other values.")] = 0,
     download: Download = False,
     json: Json = False,
@@ -238,11 +244,22 @@ def draw_command(
     which it could not with the weights that transformers begins a training with. The model has to fit into memory.
     """
     with running(context) as answer:
+        from mcore_bridge.commands import text
         from mcore_bridge.commands.draw import draw, render
         from mcore_bridge.commands.hub import CONFIG, locate
+        from mcore_bridge.commands.report import progress
+        from mcore_bridge.weights.progress import show_progress
 
+        wanted = dtype_of(dtype)
         config = locate(config, CONFIG, download=download)
-        answer(draw(config, target, num_layers=layers, dtype=dtype_of(dtype), seed=seed), render)
+        console = Console(stderr=True)
+
+        def say(parameters: int, num_bytes: int) -> None:
+            console.print(f"drawing {text.count(parameters)} parameters, {text.num_bytes(num_bytes)}", highlight=False)
+
+        with progress(console, 1) as on_event, show_progress(partial(on_event, 0)):
+            drawn = draw(config, target, num_layers=layers, dtype=wanted, seed=seed, on_size=say)
+        answer(drawn, render)
 
 
 @app.command("doctor")

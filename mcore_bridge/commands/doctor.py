@@ -32,7 +32,7 @@ _REQUIRED = ("torch", "megatron-core", "transformers", "accelerate", "einops", "
 _OPTIONAL = {
     "transformer-engine": ('backend "te" on GPUs', "'mcore-hf[te]'"),
     "triton": ("megatron-core 0.19", "triton"),
-    "peft": ("logits of verify --adapter", "peft"),
+    "peft": ("logits of verify --adapter", "'mcore-hf[peft]'"),
     "rich": ("commands", "'mcore-hf[cli]'"),
     "typer": ("commands", "'mcore-hf[cli]'"),
 }

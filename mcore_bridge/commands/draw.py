@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from mcore_bridge.architecture import read_hf
 from mcore_bridge.commands import text
 from mcore_bridge.commands.random_values import drawn
 from mcore_bridge.errors import CheckpointError, ConfigError
+from mcore_bridge.machine import free_memory
 from mcore_bridge.weights.files.atomic_folder import commit, target_of, updating
 from mcore_bridge.weights.files.hf_folder import HEADS, foreign_weights
 from mcore_bridge.weights.files.sidecars import NOTES
 from mcore_bridge.weights.files.sources import SourceFolders
+from mcore_bridge.weights.progress import tracked
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -60,6 +64,7 @@ def draw(
     dtype: torch.dtype | None = None,
     seed: int = 0,
     max_shard_bytes: int = 5_000_000_000,
+    on_size: Callable[[int, int], object] = lambda parameters, num_bytes: None,
 ) -> Drawn:
     """Write a checkpoint of a config, by transformers, with random weights. The model has to fit into memory.
 
@@ -73,10 +78,12 @@ def draw(
         dtype: the dtype of the tensors. None: the dtype in the config, or float32.
         seed: other seeds draw other values.
         max_shard_bytes: upper limit on the size of a file, unless one tensor is larger.
+        on_size: called with the number of parameters and their bytes, before the first value is drawn.
 
     Raises:
         ConfigError: transformers cannot build a model of the config, or its layers cannot be cut.
-        CheckpointError: ``folder`` has weights, or cannot be written to.
+        CheckpointError: ``folder`` has weights, or cannot be written to; or the model does not fit into the free memory
+            or on the disk.
     """
     target = target_of(folder)
     if weights := foreign_weights(target):
@@ -84,15 +91,28 @@ def draw(
     hf = _read(config)
     if num_layers is not None:
         hf = _with_layers(hf, num_layers)
-    model = _random_model(hf, dtype or hf.dtype or torch.float32, seed)
-    state = model.state_dict()
+    dtype = dtype or hf.dtype or torch.float32
+    tensors = _tensors_of(_built(hf, dtype, "meta"))
+    parameters, num_bytes = sum(tensor.numel() for tensor in tensors), sum(tensor.nbytes for tensor in tensors)
+    on_size(parameters, num_bytes)
+    _require_room(target, num_bytes)
+    model = _random_model(hf, dtype, seed)
     with updating(target) as update:
         model.save_pretrained(update.new, max_shard_size=max_shard_bytes)
         names = tuple(sorted(path.name for path in update.new.iterdir()))
         commit(update, SourceFolders(), NOTES, HEADS)
-    sizes = {tensor.data_ptr(): (tensor.numel(), tensor.nbytes) for tensor in state.values()}
-    numels, nbytes = (sum(of_kind) for of_kind in zip(*sizes.values(), strict=True))
-    return Drawn(target, numels, len(sizes), nbytes, names)
+    return Drawn(target, parameters, len(tensors), num_bytes, names)
+
+
+def _require_room(target: Path, num_bytes: int) -> None:
+    place = next(folder for folder in (target, *target.parents) if folder.is_dir())
+    free = {"memory": free_memory(), f"the disk of {place}": shutil.disk_usage(place).free}
+    short = [f"{text.num_bytes(size)} of {where}" for where, size in free.items() if size < num_bytes]
+    if short:
+        raise CheckpointError(
+            f"the model needs {text.num_bytes(num_bytes)} of memory and of disk, found only {' and '.join(short)} "
+            "free: draw fewer layers with --layers, in a narrower --dtype, or where there is more room"
+        )
 
 
 def _read(config: str | os.PathLike[str] | PretrainedConfig) -> PretrainedConfig:
@@ -114,20 +134,30 @@ def _with_layers(hf: PretrainedConfig, num_layers: int) -> PretrainedConfig:
 
 
 def _random_model(hf: PretrainedConfig, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    model = _built(hf, dtype, "cpu")
+    with torch.no_grad():
+        names = {id(tensor): name for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
+        for tensor in tracked(_tensors_of(model), "draw", names.__len__):
+            if tensor.is_floating_point():
+                tensor.copy_(drawn(names[id(tensor)], tensor, seed=seed))
+    return model
+
+
+def _tensors_of(model: PreTrainedModel) -> list[Tensor]:
+    """The tensors that a save writes. A tied one is there once."""
+    return [*{id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}.values()]
+
+
+def _built(hf: PretrainedConfig, dtype: torch.dtype, device: str) -> PreTrainedModel:
     model_class = class_of(hf)
     try:
-        torch.manual_seed(seed)
-        model: PreTrainedModel = model_class._from_config(hf, dtype=dtype)
+        with torch.device(device):
+            model: PreTrainedModel = model_class._from_config(hf, dtype=dtype)
     except Exception as error:  # a model may raise any type
         raise ConfigError(
             f"transformers must build a {model_class.__name__} of this config, but cannot: {error}. Correct the config."
         ) from error
-    with torch.no_grad():
-        done: set[int] = set()
-        for name, tensor in model.state_dict().items():
-            if tensor.is_floating_point() and tensor.data_ptr() not in done:
-                done.add(tensor.data_ptr())
-                tensor.copy_(drawn(name, tensor, seed=seed))
     return model
 
 

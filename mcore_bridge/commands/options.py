@@ -3,25 +3,51 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mcore_bridge.arguments import given_path
-from mcore_bridge.errors import ConfigError
+from mcore_bridge.arguments import FORMER_VALUES, given_path
+from mcore_bridge.errors import BridgeError, ConfigError
 
 if TYPE_CHECKING:
     import torch
 
+    from mcore_bridge.config.mesh.parallel_dims import ParallelDims
     from mcore_bridge.factory.blueprint import BuildOptions
 
 _DTYPES = ("float32", "bfloat16", "float16", "auto")
 MESH = ("tp", "pp", "vp", "cp", "ep", "etp", "sp", "layout")
 """The options of a mesh, as fields of ``ParallelDims``."""
+DTYPE = '{}: float32, bfloat16 or float16. Without it, or with "auto": {}.'
+"""The help of every ``--dtype``."""
+VISIONS = ("text_only", "train", "frozen")
+_CHOICES = {
+    "device": ("cpu", "cuda"),
+    "backend": ("auto", "te", "torch"),
+    "model": ("gpt", "hybrid"),
+    "vision": VISIONS,
+}
+"""Options of a build that have few values."""
 BANDWIDTH = 255.0
 """GB/s that a rank receives from others, measured with exports of 16 and 61 GB among 4 H200s by NVLink."""
+
+
+class UsageError(ConfigError):
+    """The command line cannot be read. A command then exits with 2."""
+
+
+@contextmanager
+def of_command_line() -> Iterator[None]:
+    """Errors inside come from the command line alone, so they are wrong usage."""
+    try:
+        yield
+    except BridgeError as error:
+        raise UsageError(str(error)) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +66,22 @@ class Batch:
 
 
 def path(text: str) -> Path:
-    """Parse a path of the command line. The shell tells an empty one, which ``running`` refuses, from "."."""
-    return given_path(text) if text else Path()
+    """Parse a path of the command line. An empty one is refused, unlike "."."""
+    try:
+        return given_path(text)
+    except BridgeError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 # fmt: off
 Folder = Annotated[Path, typer.Argument(
     parser=path, help="Folder of the HF checkpoint, or its name on the hub.", show_default=False)]
-Tp     = Annotated[int,  typer.Option(help="Tensor parallel size.")]
-Pp     = Annotated[int,  typer.Option(help="Pipeline parallel size.")]
-Vp     = Annotated[int,  typer.Option(help="Virtual stages (chunks) of each pipeline rank.")]
-Cp     = Annotated[int,  typer.Option(help="Context parallel size.")]
-Ep     = Annotated[int,  typer.Option(help="Expert parallel size.")]
-Etp    = Annotated[int,  typer.Option(help="Tensor parallel size of the experts.")]
+Tp     = Annotated[int,  typer.Option(min=1, help="Tensor parallel size.")]
+Pp     = Annotated[int,  typer.Option(min=1, help="Pipeline parallel size.")]
+Vp     = Annotated[int,  typer.Option(min=1, help="Virtual stages (chunks) of each pipeline rank.")]
+Cp     = Annotated[int,  typer.Option(min=1, help="Context parallel size.")]
+Ep     = Annotated[int,  typer.Option(min=1, help="Expert parallel size.")]
+Etp    = Annotated[int,  typer.Option(min=1, help="Tensor parallel size of the experts.")]
 Mtp    = Annotated[int,  typer.Option(min=0, help="Number of MTP layers (multi-token prediction) to build.")]
 Vision = Annotated[str,  typer.Option(
     help='A composite\'s models of images: "train" or "frozen" with them, "text_only" without.')]
@@ -77,22 +106,35 @@ def finite(value: float) -> float:
 
 
 def one_of(option: str, value: str, choices: tuple[str, ...]) -> str:
-    """The value of an option that has only these choices; any other raises ``ConfigError``."""
-    if value not in choices:
-        raise ConfigError(f"--{option} must be one of {', '.join(choices)}, found {value!r}")
+    """The value of an option that has only these choices, or had it in the release before.
+
+    Raises:
+        UsageError: it is another value.
+    """
+    if value not in (*choices, *FORMER_VALUES.get(option, ())):
+        raise UsageError(f"--{option} must be one of {', '.join(choices)}, found {value!r}")
     return value
+
+
+def mesh_of(context: typer.Context) -> ParallelDims:
+    """The mesh of a command's options. Sizes that the command lacks are 1."""
+    from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+
+    with of_command_line():
+        return ParallelDims(**{name: context.params[name] for name in MESH if name in context.params})
 
 
 def build_options(context: typer.Context) -> BuildOptions:
     """The options of a command that describe the model to build. Options that the command lacks have their defaults."""
-    from mcore_bridge.config.mesh.parallel_dims import ParallelDims
     from mcore_bridge.factory.blueprint import BuildOptions
 
     given = context.params
-    sizes = {name: given[name] for name in MESH if name in given}
-    others = {name: given[name] for name in ("device", "backend", "strict_config", "vision", "model") if name in given}
-    overrides = {"mtp_num_layers": given["mtp"] or None}
-    return BuildOptions(dims=ParallelDims(**sizes), overrides=overrides, **others)
+    chosen: dict[str, Any] = {
+        name: one_of(name, given[name], values) for name, values in _CHOICES.items() if name in given
+    }
+    if "strict_config" in given:
+        chosen["strict_config"] = given["strict_config"]
+    return BuildOptions(dims=mesh_of(context), overrides={"mtp_num_layers": given["mtp"] or None}, **chosen)
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from mcore_bridge.commands.options import (
     BANDWIDTH,
+    DTYPE,
     Batch,
     Cp,
     Debug,
@@ -26,16 +27,17 @@ from mcore_bridge.commands.options import (
     Sp,
     Strict,
     Tp,
+    UsageError,
     Vision,
     Vp,
     build_options,
     dtype_of,
     finite,
+    of_command_line,
     one_of,
     path,
 )
 from mcore_bridge.commands.run_command import Answer, given_options, in_options, options_of, refuse, running, uncompiled
-from mcore_bridge.errors import ConfigError
 from mcore_bridge.machine import uncollected
 
 _OF_ONE_MESH = {"vp", "layout", "sp", "mtp", "world", "engine_tp", "engine_pp", "engine_ep", "picture", "settings"}
@@ -62,7 +64,7 @@ def plan_command(
     world: Annotated[
         int | None, typer.Option(min=1, help="Ranks of the whole job; by default those of one replica.")
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="Of the parameters; by default that of the config.")] = None,
+    dtype: Annotated[str | None, typer.Option(help=DTYPE.format("Of the parameters", "as in the config"))] = None,
     bandwidth: Annotated[
         float,
         typer.Option(
@@ -115,12 +117,15 @@ def plan_command(
     with running(context) as answer, uncollected(), uncompiled():
         from mcore_bridge.commands.hub import CONFIG, locate
 
-        folder = locate(folder, CONFIG, download=download)
         if gpus is not None:
             refuse(context, _OF_ONE_MESH, "with --gpus, which searches meshes")
+        else:
+            refuse(context, _OF_SEARCH, "without --gpus")
+        options, wanted = build_options(context), dtype_of(dtype)
+        if gpus is not None:
+            folder = locate(folder, CONFIG, download=download)
             _suggest(context, answer, folder, gpus, Batch(sequence, micro_batch, recompute))
             return
-        refuse(context, _OF_SEARCH, "without --gpus")
         if settings is not None:
             _print_settings(context, answer, folder, settings)
             return
@@ -129,11 +134,12 @@ def plan_command(
         from mcore_bridge.weights.plan.target import engine_ranks
 
         if picture is not None and picture.suffix.lower() != ".svg":
-            raise ConfigError(f"--picture must be a file *.svg, found {picture}: the picture is written as SVG")
-        mesh_plan = plan(folder, build_options(context), dtype=dtype_of(dtype), world_size=world)
-        sizes = engine_tp or 1, engine_pp or 1, engine_ep or 1
+            raise UsageError(f"--picture must be a file *.svg, found {picture}: the picture is written as SVG")
         asked = engine_tp or engine_pp or engine_ep
-        engine = engine_ranks(tp=sizes[0], pp=sizes[1], ep=sizes[2]) if asked else ()
+        with of_command_line():
+            engine = engine_ranks(tp=engine_tp or 1, pp=engine_pp or 1, ep=engine_ep or 1) if asked else ()
+        folder = locate(folder, CONFIG, download=download)
+        mesh_plan = plan(folder, options, dtype=wanted, world_size=world)
         planned = Planned.of(mesh_plan, engine, bandwidth=bandwidth)
         if picture is not None:
             draw(planned, picture)
@@ -141,6 +147,7 @@ def plan_command(
 
 
 def _print_settings(context: typer.Context, answer: Answer, folder: Path, trainer: str) -> None:
+    from mcore_bridge.commands.hub import CONFIG, locate
     from mcore_bridge.commands.plan.tables import blueprint_of
     from mcore_bridge.commands.plan.trainer_settings import TRAINERS, render, settings_for
     from mcore_bridge.weights.provenance import provenance_of
@@ -148,6 +155,7 @@ def _print_settings(context: typer.Context, answer: Answer, folder: Path, traine
     one_of("settings", trainer, TRAINERS)
     refuse(context, _OF_REPORT, "with --settings")
     options, given = build_options(context), context.params
+    folder = locate(folder, CONFIG, download=given["download"])
     blueprint = blueprint_of(provenance_of(folder, head=None), options, dtype=dtype_of(given["dtype"]))
     dims = blueprint.dims
     for ranks_of_data in (dims.dp, dims.edp):

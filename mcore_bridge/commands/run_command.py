@@ -15,17 +15,16 @@ import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from pathlib import Path
-from typing import Any
+from difflib import get_close_matches
+from typing import Any, TextIO
 
 import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 from typer.core import TyperGroup
 
-from mcore_bridge.arguments import given_path
-from mcore_bridge.commands.options import MESH
-from mcore_bridge.errors import BridgeError, ConfigError, TargetError, describe
+from mcore_bridge.commands.options import MESH, UsageError
+from mcore_bridge.errors import BridgeError, TargetError, describe, printable
 
 Answer = Callable[[Any, Callable[[Any], RenderableType]], None]
 """Prints the answer of a command: as a report that the given function makes, or as JSON (``plain``) for ``--json``."""
@@ -40,7 +39,7 @@ _JSON = "mcore_bridge.json"
 
 
 class Commands(TyperGroup):
-    """The commands. With ``--json`` wrong usage is an object on stdout too, beside the text and exit code of typer."""
+    """The commands. Wrong usage is one message, as other errors are, with exit code 2."""
 
     def make_context(self, info_name: str | None, args: list[str], *rest: Any, **extra: Any) -> Any:
         """Read the options before a command."""
@@ -58,18 +57,55 @@ class Commands(TyperGroup):
 
 @contextlib.contextmanager
 def _wrong_usage(as_json: bool) -> Iterator[None]:
-    """Prints the object of an error of typer, or of click, which some releases of typer have inside."""
+    """Prints an error of typer, or of click, which some releases of typer have inside."""
     try:
         yield
     except Exception as error:
-        if as_json and hasattr(error, "format_message"):
-            print(json.dumps({"error": error.format_message()}))
-        raise
+        if not hasattr(error, "format_message") or type(error).__name__ == "NoArgsIsHelpError":
+            raise
+        message = printable(_usage_message(error))
+        _print_error(message, sys.stdout if as_json else None)
+        raise typer.Exit(2) from None
+
+
+def _print_error(message: str, stdout: TextIO | None) -> None:
+    """Print a message to stderr, and also as an object for scripts if ``stdout`` is given."""
+    typer.secho(f"error: {message}", fg="red", err=True)
+    if stdout is not None:
+        print(json.dumps({"error": message}), file=stdout)
+
+
+def _usage_message(error: Any) -> str:
+    """An error of typer as a message of ours: what was expected, what was found, and where all is explained.
+
+    Newer releases of typer leave out the value, which is then in the error of pydantic behind it.
+    """
+    context, option = getattr(error, "ctx", None), getattr(error, "param", None)
+    what = error.format_message().rstrip(".")
+    if option is not None and type(error).__name__ == "MissingParameter":
+        what = f"expected {option.name.upper()}, found nothing: {(option.help or '').rstrip('.')}"
+    elif option is not None:
+        reasons: list[Any] = getattr(error.__cause__, "errors", list)()
+        reason = error.message.rstrip(".").replace("Input should be", "must be").partition(", unable")[0]
+        value = f", found {reasons[0]['input']!r}" if reasons else ""
+        name = option.opts[0] if option.param_type_name == "option" else option.name.upper()
+        what = f"{name} {reason}{value}"
+    elif hasattr(error, "possibilities"):
+        near = get_close_matches(error.option_name, _names_in(context), n=1)
+        what = f"there is no option {error.option_name}{f', do you mean {near[0]}?' if near else ''}"
+    path = context.command_path if context is not None else "mcore-bridge"
+    return f"{what}; {path} --help shows what it takes"
+
+
+def _names_in(context: Any) -> list[str]:
+    """The options of the command that was called."""
+    return [] if context is None else [name for option in context.command.params for name in option.opts]
 
 
 @contextlib.contextmanager
 def running(context: typer.Context) -> Iterator[Answer]:
-    """Yields the function that prints the answer of a command. An error is one message, and exit code 1.
+    """Yields the function that prints the answer of a command. An error is one message, and exit code 1, or 2 if the
+    command line cannot be read.
 
     With ``--debug`` the error has its traceback. With ``--json`` stdout has one object and nothing else, of an error
     ``{"error": "..."}``.
@@ -89,22 +125,18 @@ def running(context: typer.Context) -> Iterator[Answer]:
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr if as_json else stdout):
             warnings.simplefilter("ignore")
-            for value in context.params.values():
-                if isinstance(value, Path):
-                    given_path(value)
             yield answer
     except typer.Exit:
         raise
     except Exception as error:
-        message = in_options(describe(error), options_of(context), of_engine=isinstance(error, TargetError))
-        typer.secho(f"error: {message}", fg="red", err=True)
+        of_engine = isinstance(error.__cause__ if isinstance(error, UsageError) else error, TargetError)
+        message = in_options(describe(error), options_of(context), of_engine=of_engine)
+        _print_error(message, stdout if as_json else None)
         if context.params.get("debug"):
             typer.echo(getattr(error, "details", "") or traceback.format_exc(), err=True)
         elif not isinstance(error, BridgeError) or hasattr(error, "details"):
             typer.echo("(--debug shows more)", err=True)
-        if as_json:
-            print(json.dumps({"error": message}), file=stdout)
-        raise typer.Exit(1) from None
+        raise typer.Exit(2 if isinstance(error, UsageError) else 1) from None
     finally:
         for logger, level in levels.items():
             logger.setLevel(level)
@@ -164,11 +196,11 @@ def refuse(context: typer.Context, names: Collection[str], why: str) -> None:
         why: why they have no effect, such as "without --gpus".
 
     Raises:
-        ConfigError: the command line has some of them.
+        UsageError: the command line has some of them.
     """
     if ignored := sorted(given_options(context).intersection(names)):
         named = ", ".join(f"--{name.replace('_', '-')}" for name in ignored)
-        raise ConfigError(f"{named} would have no effect {why}: leave out what is not needed")
+        raise UsageError(f"{named} would have no effect {why}: leave out what is not needed")
 
 
 def options_of(context: typer.Context) -> list[str]:

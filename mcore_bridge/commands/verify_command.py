@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from mcore_bridge.commands.options import (
+    DTYPE,
     Cp,
     Debug,
     Download,
@@ -24,14 +25,13 @@ from mcore_bridge.commands.options import (
     Sp,
     Strict,
     Tp,
+    UsageError,
     Vp,
     build_options,
     dtype_of,
-    one_of,
     path,
 )
 from mcore_bridge.commands.run_command import Answer, options_of, refuse, running
-from mcore_bridge.errors import ConfigError
 
 
 def verify_command(
@@ -50,10 +50,10 @@ def verify_command(
     backend: Annotated[str, typer.Option(help='"te", "torch", or "auto": te where it is installed, on cuda.')] = "auto",
     model: Model = "gpt",
     dtype: Annotated[
-        str | None, typer.Option(help="Build and export in float32, bfloat16 or float16; by default as in the files.")
+        str | None, typer.Option(help=DTYPE.format("Of the model and the export", "as in the files"))
     ] = None,
     against: Annotated[
-        Path | None, typer.Option(parser=path, help="Compare the export with this folder instead.")
+        Path | None, typer.Option(parser=path, help="Compare the export with this folder, or name on the hub, instead.")
     ] = None,
     files_only: Annotated[
         bool, typer.Option("--files-only", help="Compare the files of the folder with --against, and build no model.")
@@ -64,7 +64,8 @@ def verify_command(
     adapter: Annotated[
         Path | None,
         typer.Option(
-            parser=path, help="PEFT folder: add its adapters, and compare their export, and logits with peft."
+            parser=path,
+            help="PEFT folder, or its hub name: add its adapters, and compare their export, and logits with peft.",
         ),
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Length of the sequences that logits are computed for.")] = 32,
@@ -97,8 +98,7 @@ def verify_command(
         from mcore_bridge.commands.verify.verify import verify
 
         refuse(context, {"tokens"} if no_logits else (), "with --no-logits")
-        one_of("device", device, ("cpu", "cuda"))
-        options = build_options(context)
+        options, wanted = build_options(context), dtype_of(dtype)
         folder = locate(folder, MODEL, download=download)
         against = against and locate(against, MODEL, download=download)
         adapter = adapter and locate(adapter, ADAPTER, download=download)
@@ -106,7 +106,7 @@ def verify_command(
             verdict = verify(
                 folder,
                 options,
-                dtype=dtype_of(dtype),
+                dtype=wanted,
                 against=against,
                 num_tokens=0 if no_logits else tokens,
                 save=save,
@@ -126,8 +126,8 @@ def _compare_files(context: typer.Context, answer: Answer, folder: Path, against
     used = {"against", "files_only", "download", "json", "debug"}
     refuse(context, {*options_of(context)} - used, "with --files-only, which builds no model")
     if against is None:
-        raise ConfigError("--files-only compares two folders: name the other one by --against")
-    folder, against = (locate(path, MODEL, download=context.params["download"]) for path in (folder, against))
+        raise UsageError("--files-only compares two folders, found one: name the other one by --against")
+    folder, against = (locate(name, MODEL, download=context.params["download"]) for name in (folder, against))
     with progress(Console(stderr=True), 1) as on_event:
         compared = compare_folders(folder, against, partial(on_event, 0))
     answer(compared, render)

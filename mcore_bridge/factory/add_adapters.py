@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -87,8 +88,8 @@ def add_adapters(
 
     Args:
         models: the chunks of this rank from ``build_model``, not yet wrapped.
-        folder: a folder of ``peft`` or ``save_hf_adapters``, with rank, scale and targets. All adapters get its largest
-            rank; see ``load_adapters`` for exactness. Every rank reads it.
+        folder: a folder of ``peft`` or ``save_hf_adapters``, or its name in the local hub cache, with rank, scale and
+            targets. All adapters get its largest rank; see ``load_adapters`` for exactness. Every rank reads it.
         rank: the rank of each adapter.
         alpha: the adapter's output is multiplied by ``alpha / rank``.
         targets: ends of module names, in HF ("q_proj", "mlp.down_proj", "experts.gate_up_proj") or in megatron-core
@@ -117,7 +118,7 @@ def add_adapters(
     """
     chunks, dtype = chunks_of(models), as_dtype(dtype)
 
-    def checked() -> tuple[tuple[Adapters, list[Place], dict[str, Adapter], Mapping[str, bool]], Shared]:
+    def checked() -> tuple[tuple[Adapters, list[Place], dict[str, Adapter], Mapping[str, bool], Path | None], Shared]:
         all_chunks_of(models)
         if problem := problem_of(dtype):
             raise ConfigError(problem)
@@ -139,12 +140,13 @@ def add_adapters(
             ends = [(name, end) for name in adapters for end in FACTORS]
             factors = {factor_name(name, end): getattr(adapters[name], end).weight for name, end in ends}
             load_peft(replace(bound, mapping=mapping, tensors=factors), made, given, dtype)
-        content = None if folder is None else content_of(folder)
+        path = None if given is None else given.path
+        content = None if path is None else content_of(path)
         shared = {**asked, "alpha": float(made.alpha), "targets": sorted(targeted), "folder": content}
         shared |= {"kind": kind, "dtype": dtype, "init": init, "seed": seed}
-        return (made, places, adapters, _held_here(bound, targeted, names)), shared
+        return (made, places, adapters, _held_here(bound, targeted, names), path), shared
 
-    made, places, adapters, held = agreed(replica_groups(chunks[0].pg_collection), checked, ConfigError)
+    made, places, adapters, held, path = agreed(replica_groups(chunks[0].pg_collection), checked, ConfigError)
     _require_held(Group(chunks[0].pg_collection.pp), held)
     for chunk in chunks:
         chunk.requires_grad_(False)
@@ -154,8 +156,8 @@ def add_adapters(
     _attach(places, adapters)
     for chunk in chunks:
         note_built(chunk)
-    if folder is not None:
-        note_source(models, folder)
+    if path is not None:
+        note_source(models, path)
     return made
 
 

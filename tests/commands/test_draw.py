@@ -1,6 +1,7 @@
 """``draw``: every model that transformers builds gets distinct weights; a folder that has weights is not changed."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,12 @@ def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
     hf = tiny.config("qwen3")
     hf.save_pretrained(tmp_path)
     (tmp_path / "other.json").write_text("{}")
+    tiny.config("qwen3", vocab_size=10**12).save_pretrained(tmp_path / "large")
+    large = run("draw", tmp_path / "large", tmp_path / "out")
+    assert "drawing 96" in large.stderr
+    assert re.search(
+        r"needs \d+ TB of memory and of disk, found only .* of memory and .* of the disk of", refused(large)
+    )
     assert "Rename it" in refused(run("draw", tmp_path / "other.json", tmp_path / "out"))
     assert "neither" in refused(run("draw", tmp_path / "none", tmp_path / "out"))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "albert"}))

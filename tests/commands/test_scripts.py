@@ -88,8 +88,35 @@ def test_wrong_usage_is_an_object_too(command: str, tmp_path: Path) -> None:
     for arguments in wrong[command == "doctor" :]:
         result = run(command, "--json", *arguments)
         assert result.exit_code == 2, arguments
-        assert list(json.loads(result.stdout)) == ["error"]
-        assert "Traceback" not in result.stderr
+        (error,) = json.loads(result.stdout).items()
+        assert error == ("error", result.stderr.removeprefix("error: ").strip())
+        assert "--help shows" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (["plan", ".", "--tp", "two"], r"^error: --tp .*valid integer.*'two'"),
+        (["plan", ".", "--tp", 0], r"^error: --tp .*1.*0"),
+        (["plan", ".", "--gpu-memory", "nan"], r"^error: --gpu-memory .*nan"),
+        (["plan"], "^error: expected FOLDER, found nothing: Folder with a config.json"),
+        (["plan", ""], "^error: FOLDER expected a path, found an empty string: is a variable not set"),
+        (["plan", ".", "--gpu-memroy", 3], "--gpu-memroy, do you mean --gpu-memory"),
+        (["plan", ".", "more"], "argument.*more"),
+        (["plan", ".", "--tp"], "--tp.* requires an argument"),
+        (["verfy", "."], "'verfy'.*'verify'"),
+        (["plan", ".", "--sp"], "--sp needs --tp > 1.* found --tp 1"),
+        (["plan", ".", "--vision", "no"], "--vision must be one of text_only, train, frozen, found 'no'"),
+        (["plan", ".", "--dtype", "int8"], "--dtype must be one of float32, bfloat16, float16, auto, found 'int8'"),
+        (["plan", ".", "--recompute"], "--recompute would have no effect without --gpus"),
+        (["verify", ".", "--files-only"], "found one: name the other one by --against"),
+        (["convert", ".", "out", "--tp", 2], "torch_dist loads at any mesh, found TP2"),
+    ],
+)
+def test_wrong_usage_says_what_was_found(line: list[Any], said: str) -> None:
+    result = run(*line)
+    assert result.exit_code == 2
+    assert re.search(said, result.stderr), result.stderr
 
 
 WRONG = {

@@ -37,7 +37,7 @@ def quietly(function: Callable[..., Any], task: Any) -> Any:
 
 def refused(result: Result) -> str:
     """The single message of a refused command."""
-    assert result.exit_code == 1, result.output
+    assert result.exit_code in (1, 2), result.output
     assert "Traceback" not in result.output
     (message,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert not PYTHON.search(message), message

@@ -219,6 +219,21 @@ def test_the_alpha_of_a_config_is_kept_although_its_scale_is_rounded(tmp_path):
     assert open_peft(tmp_path, provenance_of(experts.HF), num_layers=2, num_experts=8).alpha == 29
 
 
+def test_the_name_of_a_repository_in_the_local_cache_is_a_folder(tmp_path, monkeypatch):
+    repository = tmp_path / "models--acme--lora"
+    adapted(tiny.config("qwen3"), ("q_proj",)).save_pretrained(repository / "snapshots" / "abc")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with rank_of(ParallelDims(), 0, 1):
+        models = build_model(tiny.config("qwen3"), load_weights=False, device="cpu", dtype=torch.float32)
+        with pytest.raises(ConfigError, match="'acme/other' must be an existing folder or a repository"):
+            add_adapters(models, "acme/other")
+        made = add_adapters(models, "acme/lora")
+        assert load_adapters(models, "acme/lora").num_tensors == len(made.names) == 8
+        assert models[0].bridge_sources == (str(repository / "snapshots" / "abc"),) * 2
+
+
 REFUSED = {
     "lora_dropout": 0.1,
     "use_dora": True,

@@ -19,6 +19,7 @@ from mcore_bridge.commands.verify.constant_weights import Alike
 from mcore_bridge.commands.verify.random_image import Shown
 from mcore_bridge.config.hf import is_borrowed
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+from mcore_bridge.machine import free_memory
 from mcore_bridge.rules.scheme import Encoding
 from mcore_bridge.weights.source.encoded_weights import quantization_in
 from mcore_bridge.weights.source.source import open_folder
@@ -39,7 +40,7 @@ def why_no_reference(folder: Path, adapter: Path | None = None) -> str:
     if (composite := composite_of(hf)) is not None and composite.without_reference:
         return composite.without_reference
     if adapter is not None and importlib.util.find_spec("peft") is None:
-        return "no reference for logits with an adapter, as peft is not installed: pip install peft"
+        return "no reference for logits with an adapter, as peft is not installed: pip install 'mcore-hf[peft]'"
     return _why_not_decoded(folder)
 
 
@@ -69,7 +70,7 @@ def _has_edges(held: Encoding) -> bool:
 
 def shortage(num_parameters: int, dims: ParallelDims, device: str) -> str:
     """Why a model in fp32 does not fit into memory; "" if it fits. The answer is the same on every rank."""
-    world, free = Group(None), _free_memory()
+    world, free = Group(None), free_memory()
     replicas = math.ceil(world.size / (dims.tp * dims.pp)) if device == "cpu" else 1
     need = num_parameters * _BYTES * replicas
     short = "" if need < _USABLE * free else f"{text.num_bytes(need)} of memory, {text.num_bytes(free)} are free"
@@ -80,12 +81,6 @@ def shortage(num_parameters: int, dims: ParallelDims, device: str) -> str:
             short = f"{text.num_bytes(here)} of each GPU, {text.num_bytes(free)} are free on one"
     said = world.all_gather_object(short)
     return next((f"the model in fp32 needs {short}" for short in said if short), "")
-
-
-def _free_memory() -> int:
-    import psutil
-
-    return int(psutil.virtual_memory().available)
 
 
 def reference_logits(folder: Path, alike: Alike, batch: Shown, device: str, adapter: Path | None, head: str) -> Tensor:

@@ -176,14 +176,15 @@ def load_adapters(models: Models, folder: str | os.PathLike[str], *, dtype: Dtyp
 
     Args:
         models: this rank's chunks with adapters, wrapped or not.
-        folder: a folder of ``peft`` or ``save_hf_adapters``. Every rank reads it, or a copy of it.
+        folder: a folder of ``peft`` or ``save_hf_adapters``, or its name in the local hub cache. Every rank reads it,
+            or a copy of it.
         dtype: cast tensors to this first, if an adapter cannot hold every value. By default this is an error.
 
     Returns:
         What this rank has read, and which tensors were cast.
 
     Raises:
-        ConfigError: the models have no adapters.
+        ConfigError: the models have no adapters, or there is no such folder.
         CheckpointError: naming all unsupported features (dropout, DoRA, biases, ...), or the tensors that are missing,
             unexpected, of another shape, or would lose bits. Then nothing was written.
 
@@ -201,11 +202,12 @@ def load_adapters(models: Models, folder: str | os.PathLike[str], *, dtype: Dtyp
                 "or pass the folder to add_adapters"
             )
         bound = bind(models, adapters=made)
-        shared = {"folder": content_of(folder), "scales": sorted(given.scales.items()), "dtype": dtype}
+        shared = {"folder": content_of(given.path), "scales": sorted(given.scales.items()), "dtype": dtype}
         return (bound, made, given), shared
 
-    report = load_peft(*agreed(replica_groups(chunks[0].pg_collection), checked, CheckpointError), dtype)
-    note_source(models, folder)
+    bound, made, given = agreed(replica_groups(chunks[0].pg_collection), checked, CheckpointError)
+    report = load_peft(bound, made, given, dtype)
+    note_source(models, given.path)
     return report
 
 

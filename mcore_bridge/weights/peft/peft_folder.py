@@ -16,9 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mcore_bridge.arguments import given_path
 from mcore_bridge.composite import SPELLINGS
-from mcore_bridge.config.hf import read_fields
+from mcore_bridge.config.hf import find_folder, read_fields
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.rules.adapters import adapter_rules, base_name
 from mcore_bridge.rules.mapping import ExpertFormat, Prefixes, WeightMapping, pattern_of, respelled_name
@@ -44,6 +43,7 @@ class PeftFolder:
         tensors: the tensors by HF name, as views of the file. Experts in one tensor are ``[experts, ...]``.
         ranks, scales: the rank and scale of each module, by HF name.
         expert_format: the format of experts; None if no expert has an adapter.
+        path: the folder.
         file: the file of the tensors.
     """
 
@@ -52,6 +52,7 @@ class PeftFolder:
     ranks: Mapping[str, int]
     scales: Mapping[str, float]
     expert_format: ExpertFormat | None
+    path: Path
     file: SafetensorsFile
 
     @property
@@ -89,12 +90,13 @@ class PeftFolder:
 def open_peft(
     folder: str | os.PathLike[str], provenance: Provenance, *, num_layers: int, num_experts: int
 ) -> PeftFolder:
-    """Open the adapters of a folder for a model.
+    """Open the adapters of a folder for a model, or of a repository in the local hub cache.
 
     Raises:
+        ConfigError: there is neither.
         CheckpointError: the folder cannot be read, or it has unsupported features; the error names all of them.
     """
-    path = given_path(folder)
+    path = find_folder(folder, head=CONFIG)
     fields, file = read_fields(_config_in(path)), _weights_in(path)
     if problems := [*unreadable_in(fields)]:
         raise _refused(path, problems)
@@ -123,7 +125,7 @@ def open_peft(
         raise _refused(path, problems)
     ranks = {new: config.rank_of(old) for old, new in spelled.items()}
     scales = {new: config.scale_of(old) for old, new in spelled.items()}
-    return PeftFolder(config, tensors, ranks, scales, expert_format, file)
+    return PeftFolder(config, tensors, ranks, scales, expert_format, path, file)
 
 
 def _at(name: str, tensor: Tensor, rank: int, factor: float) -> Tensor:
