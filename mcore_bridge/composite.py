@@ -39,8 +39,8 @@ and ``IN_THINKER`` are for a composite beside models of speech: in files, and in
 """
 SPELLINGS: tuple[Prefixes, ...] = (IN_MODEL, INSIDE, BESIDE, TWICE, BASE, THINKER, IN_THINKER)
 TRANSFORMERS = "5.17"
-"""The first release that has all composites, and whose composites compute positions and masks before they call their
-language model."""
+"""The first release whose composites compute positions and masks before they call their language model. Some
+composites are in later releases alone."""
 _TOWERS = ("vision_tower.", "image_tower.", "video_tower.")
 _INNER = tuple((name, f"{name}vision_model.") for name in _TOWERS)
 """Prefixes of a CLIP or SigLIP in files. transformers 5.8 and later have no ``vision_model`` there."""

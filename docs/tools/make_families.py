@@ -8,7 +8,7 @@ python docs/tools/make_families.py [--check]
 import inspect
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -17,6 +17,7 @@ import published_page
 import refused_page
 import support_page
 import weights_page
+from weights_page import quoted
 
 from mcore_bridge.architecture import Architecture, architectures, refusals
 from mcore_bridge.architecture import composites as registered_composites
@@ -70,7 +71,7 @@ def names_by_kind() -> dict[str, list[str]]:
 
 def kinds_table(names: Mapping[str, Sequence[str]]) -> str:
     """The table of the first page: how many models of each kind there are, and examples."""
-    rows = [f"| {title} | {len(names[kind])} | {_listed(examples)} |" for kind, (title, examples) in KINDS.items()]
+    rows = [f"| {title} | {len(names[kind])} | {quoted(examples)} |" for kind, (title, examples) in KINDS.items()]
     assert all({*examples} <= {*names[kind]} for kind, (_, examples) in KINDS.items())
     return "\n".join(["| kind | `model_type`s | examples |", "|---|---|---|", *rows])
 
@@ -86,26 +87,25 @@ or Mamba-2 mixers. {len(names["images"])} more are of images and text. [This tab
 of them. Of {count} published configs, [{loading} load without changes]({docs}reference/checkpoints_published.md). They
 include weights in [FP8, NVFP4, MXFP4 and int4 of compressed-tensors]({docs}guide/quantized.md), but not in AWQ, GPTQ
 and bitsandbytes. {refused} more families are [refused by name]({docs}reference/refused.md), with the reason."""
+    return _wrapped(text)
+
+
+def _wrapped(text: str) -> str:
     return "\n".join(textwrap.wrap(text.strip(), 120, break_long_words=False, break_on_hyphens=False))
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(map("`{}`".format, names))
 
 
 def overview(names: Mapping[str, Sequence[str]]) -> str:
     """The table of all families, and the composites, whose weights are those of their text and of transformers."""
     rows = ["| `model_type` | what it is | lines |", "|---|---|---|"]
     for name, (architecture, module) in families().items():
-        aliases = _listed((name, *architecture.aliases))
+        aliases = quoted((name, *architecture.aliases))
         lines = len(inspect.getsource(module).splitlines())
         rows.append(f"| {aliases} | {_description(module)} | {lines} |")
-    ropes = ", ".join(f"`{name}`" for name in ROPE_TYPES)
+    ropes = quoted(ROPE_TYPES)
     composites = f"""
 Each of these models of [images and text](../guide/images.md) has the text model of one of the families:
-{_listed(names["images"])}. Of these models of images or sound, only the text is built: {_listed(names["text_of"])}."""
-    wrapped = textwrap.wrap(composites.strip(), 120, break_long_words=False, break_on_hyphens=False)
-    return "\n".join([*rows, "", f"Rope types, unless the family says otherwise: {ropes}.", "", *wrapped])
+{quoted(names["images"])}. Of these models of images or sound, only the text is built: {quoted(names["text_of"])}."""
+    return "\n".join([*rows, "", f"Rope types, unless the family says otherwise: {ropes}.", "", _wrapped(composites)])
 
 
 def _description(module: ModuleType) -> str:

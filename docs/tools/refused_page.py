@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 
+from weights_page import quoted
+
 from mcore_bridge.architecture import Architecture, Refusal, refusals
 from mcore_bridge.config.fields import Derive, Require
 
@@ -61,6 +63,6 @@ def values(architecture: Architecture) -> Iterator[str]:
 
 def _by_name(refused: tuple[Refusal, ...]) -> Iterator[str]:
     for refusal in refused:
-        names = ", ".join(f"`{name}`" for name in refusal.model_types)
+        names = quoted(refusal.model_types)
         seen = "<br>".join(f"`{name}`" for name in refusal.checked)
         yield f"| {names} | {refusal.reason} | {seen} |"

@@ -82,15 +82,15 @@ def _family(architecture: Architecture, rules: Rules, told: Told) -> Iterator[st
         yield f"- Needs megatron-core {architecture.megatron_core.version}: {architecture.megatron_core.reason}"
     used, own = told
     for place, names in used.items():
-        yield f"- {place}: {_quoted(names)}"
+        yield f"- {place}: {quoted(names)}"
     if fused(rules) != rules:
         yield f"- Routed experts: `{architecture.expert_format}`"
     elif any(rule.axis == "etp" for rule in rules):
         yield "- Routed experts: always one tensor for all experts of a layer"
     if architecture.ignored:
-        yield f"- Left unused when a checkpoint holds it: {_quoted(architecture.ignored)}"
+        yield f"- Left unused when a checkpoint holds it: {quoted(architecture.ignored)}"
     if patterns := architecture.mtp(default_config(architecture)):
-        yield f"- MTP layers that are not built, which a save copies: {_quoted(patterns)}"
+        yield f"- MTP layers that are not built, which a save copies: {quoted(patterns)}"
     if own:
         yield ""
         yield from _table(own)
@@ -140,7 +140,7 @@ def _blocks(names: list[str]) -> Iterator[str]:
             yield f"| {'' if number else f'`{name}`'} | {_cells(rule)} |"
 
 
-def _quoted(names: Iterable[str]) -> str:
+def quoted(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
@@ -157,7 +157,7 @@ def _cells(rule: Rule) -> str:
         *((f"layer n is HF's {rule.stride}n{f' + {rule.offset}' * (rule.offset > 0)}",) if rule.stride > 1 else ()),
         *(("a copy under another name: saves write it, loads compare it",) if rule.copy else ()),
     )
-    return f"`{rule.mcore}` | {_quoted(rule.hf)} | {', '.join((name_of(rule.layout), *notes))}"
+    return f"`{rule.mcore}` | {quoted(rule.hf)} | {', '.join((name_of(rule.layout), *notes))}"
 
 
 def name_of(value: Layout) -> str:

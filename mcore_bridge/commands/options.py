@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from mcore_bridge.config.mesh.parallel_dims import ParallelDims
     from mcore_bridge.factory.blueprint import BuildOptions
 
-_DTYPES = ("float32", "bfloat16", "float16", "auto")
 MESH = ("tp", "pp", "vp", "cp", "ep", "etp", "sp", "layout")
 """The options of a mesh, as fields of ``ParallelDims``."""
 DTYPE = '{}: float32, bfloat16 or float16. Without it, or with "auto": {}.'
@@ -33,6 +32,8 @@ _CHOICES = {
     "vision": VISIONS,
 }
 """Options of a build that have few values."""
+NODE = 8
+"""GPUs of a node, by default."""
 BANDWIDTH = 255.0
 """GB/s that a rank receives from others, measured with exports of 16 and 61 GB among 4 H200s by NVLink."""
 
@@ -139,6 +140,7 @@ def build_options(context: typer.Context) -> BuildOptions:
 
 def dtype_of(name: str | None) -> torch.dtype | None:
     """The dtype that the option ``--dtype`` names, if it is given and not "auto"."""
-    from mcore_bridge.rules.dtypes import as_dtype
+    from mcore_bridge.config.transformer import BUILDABLE
+    from mcore_bridge.rules.dtypes import AUTO, as_dtype, dtype_name
 
-    return None if name is None else as_dtype(one_of("dtype", name, _DTYPES))
+    return None if name is None else as_dtype(one_of("dtype", name, (*map(dtype_name, BUILDABLE), AUTO)))

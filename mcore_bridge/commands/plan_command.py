@@ -13,6 +13,7 @@ from rich.console import Console
 from mcore_bridge.commands.options import (
     BANDWIDTH,
     DTYPE,
+    NODE,
     Batch,
     Cp,
     Debug,
@@ -88,7 +89,7 @@ def plan_command(
     ] = None,
     gpus_per_node: Annotated[
         int, typer.Option(min=1, help="With --gpus: GPUs of a node. Tensor parallelism stays within one.")
-    ] = 8,
+    ] = NODE,
     gpu_memory: Annotated[
         float, typer.Option(min=1, callback=finite, help="With --gpus: GB that a rank may need.")
     ] = 72.0,

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mcore_bridge.config.fields import Const, Field, Hf, Map, Mcore, Preset, to_mcore
+from mcore_bridge.config.fields import Const, Field, Hf, Mcore, Preset, to_mcore, written
 from mcore_bridge.config.hf import special_float, with_fields
 from mcore_bridge.config.layer_kinds import layers_but_full, layers_of, layers_without_rope
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
@@ -174,15 +174,11 @@ class _Writing:
     def _written(self, entry: Field) -> dict[str, object]:
         names = entry.to_mcore(self.source).keys() & self.wanted
         try:
-            fields = entry.to_hf(self.given)
+            return written(entry, self.source, self.given)
         except Exception as error:  # a value of a wrong type may raise any type
             reason = "" if isinstance(entry, Const) else f" ({_cause(error)})"
             self.problems.append(f"{self._say(names or self.wanted)}{reason}")
             return {}
-        if isinstance(entry, Map):  # write the name that the config has
-            own = next((name for name in entry.names if name in self.source), entry.hf)
-            return {own: fields[entry.hf]}
-        return fields
 
     def _reads(self, entry: Field, source: Hf) -> bool:
         """Whether an entry reads the wanted values from ``source``."""

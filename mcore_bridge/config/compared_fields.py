@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_bridge.config.fields import Field, Hf, Map, Mcore, to_mcore
+from mcore_bridge.config.fields import Field, Mcore, to_mcore, written
 
 _LAYERS, _TOKENS = "num_hidden_layers", 12
 _MOST_LAYERS = 8
@@ -98,7 +98,7 @@ def _small(source: dict[str, Any], table: tuple[Field, ...]) -> dict[str, Any] |
         sizes = _sizes(mcore)
         entries = [entry for entry in table if entry.to_mcore(source).keys() & sizes.keys()]
         for entry in entries:
-            source |= _written(entry, source, {**mcore, **sizes})
+            source |= written(entry, source, {**mcore, **sizes})
         now = to_mcore(table, source)
     except Exception:  # a table may not express these sizes, or a config of another kind raises
         return None
@@ -136,14 +136,6 @@ def _widths(mcore: Mcore) -> dict[str, int]:
     unit = math.gcd(*experts)
     widths = {name: 16 * size // unit for name, size in given.items() if size in experts}
     return {name: widths.get(name, 48) for name in given}
-
-
-def _written(entry: Field, source: Hf, mcore: Mcore) -> dict[str, Any]:
-    fields = entry.to_hf(mcore)
-    if isinstance(entry, Map):
-        own = next((name for name in entry.names if name in source), entry.hf)
-        return {own: fields[entry.hf]}
-    return fields
 
 
 def _outcome(config_class: Any, fields: dict[str, Any]) -> Outcome:

@@ -210,6 +210,15 @@ def to_mcore(table: tuple[Field, ...], hf: Hf) -> dict[str, object]:
     return _union(values, "mcore name")
 
 
+def written(entry: Field, source: Hf, mcore: Mcore) -> dict[str, object]:
+    """``entry.to_hf`` with the name that the field has in the config ``source``, which may be another of its names."""
+    fields = entry.to_hf(mcore)
+    if isinstance(entry, Map):
+        own = next((name for name in entry.names if name in source), entry.hf)
+        return {own: fields[entry.hf]}
+    return fields
+
+
 def to_hf(table: tuple[Field, ...], mcore: Mcore) -> dict[str, object]:
     """The inverse of ``to_mcore``: the HF fields that the table maps, from mcore values by name.
 

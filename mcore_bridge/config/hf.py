@@ -6,6 +6,7 @@ transformers 5, and would use defaults. So a config with these fields is transla
 
 import copy
 import functools
+import json
 import os
 from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
@@ -179,6 +180,11 @@ def read_fields(path: Path, hook: Hook | None = None) -> dict[str, object]:
     if not isinstance(fields, dict):
         raise ConfigError(f"{path} must hold a JSON object, found a {type(fields).__name__}. Copy the file again.")
     return fields
+
+
+def write_fields(path: Path, fields: Mapping[str, object]) -> None:
+    """Write the fields of a config.json, or of another file of one JSON object. ``read_fields`` reads them."""
+    path.write_text(json.dumps(fields, indent=2) + "\n")
 
 
 def _found_instead(folder: Path) -> str:

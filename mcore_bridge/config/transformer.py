@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
     from transformers import PretrainedConfig
 
+BUILDABLE = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes in which megatron-core builds models."""
 _OF_OUR_ROUTER = frozenset({"moe_router_enable_expert_bias"})
 """Fields to set after ``TransformerConfig`` is made: it refuses them with softmax scores, but our router allows these.
 """
@@ -178,7 +180,7 @@ def _is_latent(settings: Mapping[str, object]) -> bool:
 
 
 def _dtype_fields(dtype: torch.dtype) -> dict[str, object]:
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if dtype not in BUILDABLE:
         raise ConfigError(f"dtype must be torch.float32, torch.bfloat16 or torch.float16, found {dtype!r}.")
     halves = {"bf16": dtype == torch.bfloat16, "fp16": dtype == torch.float16}
     return {**halves, "params_dtype": dtype, "pipeline_dtype": dtype}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_bridge.config.hf import read_fields
+from mcore_bridge.config.hf import read_fields, write_fields
 from mcore_bridge.convert.conversion import Conversion, Progress, units_of_tensors
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.dtypes import dtype_name, wanted_dtype
@@ -104,7 +103,7 @@ class ToPlain(Conversion):
             fields["torch_dtype"] = dtype  # all releases of transformers read this spelling
         for part in (fields, *(value for value in fields.values() if isinstance(value, dict))):
             part |= {name: dtype for name in ("dtype", "torch_dtype") if name in part}
-        (self.staging / _CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
+        write_fields(self.staging / _CONFIG, fields)
         write_index(self.staging, {name: self._specs_in(number) for number, name in enumerate(self.names)})
 
     def _specs_in(self, number: int) -> list[TensorSpec]:

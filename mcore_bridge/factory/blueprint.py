@@ -224,7 +224,7 @@ def _model_dtype(dtype: DtypeLike, hf: PretrainedConfig) -> torch.dtype:
     """
     published = getattr(hf, "dtype", None)
     chosen = (published or torch.bfloat16) if dtype == AUTO else as_dtype(dtype)
-    if not isinstance(chosen, torch.dtype) or chosen not in (torch.float32, torch.bfloat16, torch.float16):
+    if not isinstance(chosen, torch.dtype) or chosen not in transformer.BUILDABLE:
         of_config = " in the HF config" * (dtype == AUTO)
         raise ConfigError(f'dtype must be float32, bfloat16 or float16, or "auto", found {chosen!r}{of_config}.')
     return chosen

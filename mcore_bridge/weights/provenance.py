@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, Union
 from mcore_bridge.architecture import architecture_of, composite_of, published_fields, read_hf
 from mcore_bridge.arguments import accepts_former_names
 from mcore_bridge.composite import IN_MODEL, Whole, spelling_in, text_of
-from mcore_bridge.config.hf import find_folder, with_fields
+from mcore_bridge.config.hf import find_folder, read_fields, with_fields, write_fields
 from mcore_bridge.config.layer_kinds import MTP_COUNTS
 from mcore_bridge.config.mesh.alike import Content, digest_of
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.foreign_files import read_json
 from mcore_bridge.rules.dtypes import dtype_name
 from mcore_bridge.rules.layout import REPLICATED
 from mcore_bridge.rules.mapping import (
@@ -350,8 +349,7 @@ def write_config(config: PretrainedConfig, folder: Path) -> None:
     config.save_pretrained(folder)
     if names := dict(published_fields(config.model_type)):
         path = folder / "config.json"
-        fields = {names.get(name, name): value for name, value in read_json(path, finite=False).items()}
-        path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
+        write_fields(path, {names.get(name, name): value for name, value in read_fields(path).items()})
 
 
 def _count_mtp(hf: PretrainedConfig, provenance: Provenance, names: Collection[str]) -> None:

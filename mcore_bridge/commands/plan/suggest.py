@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mcore_bridge.commands.options import BANDWIDTH, Batch
+from mcore_bridge.commands.options import BANDWIDTH, NODE, Batch
 from mcore_bridge.commands.plan.mesh_plan import build_stages
 from mcore_bridge.commands.plan.replicas import stage_size
 from mcore_bridge.commands.plan.suggest_report import Enough, Refused, Search, Suggestion, TooLarge
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 AXES = ("tp", "pp", "cp", "ep", "etp")
 """The axes that are searched; context parallelism stays 1 unless its size is given."""
-NODE = 8
-"""GPUs of a node, unless told otherwise. Tensor parallelism stays within a node."""
 MOST_DOUBLINGS = 5
 """If no mesh fits, up to 32 times as many GPUs are tried."""
 

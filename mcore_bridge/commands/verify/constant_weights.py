@@ -6,7 +6,6 @@ model and in its reference. The new values are random, and depend on the HF name
 
 from __future__ import annotations
 
-import json
 import re
 import zlib
 from collections import Counter
@@ -19,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mcore_bridge.commands.random_values import is_flat, varied
-from mcore_bridge.config.hf import read_fields
+from mcore_bridge.config.hf import read_fields, write_fields
 from mcore_bridge.rules.adapters import base_name
 from mcore_bridge.rules.encoded import Encoded
 from mcore_bridge.rules.mapping import WeightMapping
@@ -111,7 +110,7 @@ def told_apart(adapter: Path, target: Path, *, swapped: bool) -> None:
     tensors = {name: file.tensor(name) for name in file.entries}
     changed = {name: varied(name, tensor) if is_flat(tensor) else tensor.clone() for name, tensor in tensors.items()}
     save_file(changed, target / WEIGHTS)
-    (target / CONFIG).write_text(json.dumps({**fields, **_without_patterns(fields, tensors, swapped)}))
+    write_fields(target / CONFIG, {**fields, **_without_patterns(fields, tensors, swapped)})
 
 
 def _without_patterns(fields: Mapping[str, Any], names: Mapping[str, object], swapped: bool) -> dict[str, Any]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_bridge.commands import text
-from mcore_bridge.rules.encoded import Encoded
+from mcore_bridge.rules.dtypes import Dtypes, wanted_dtype
 from mcore_bridge.weights.manifest import Manifest, ManifestEntry, digest
 from mcore_bridge.weights.progress import Report, show_progress, tracked
-from mcore_bridge.weights.source.source import open_folder
+from mcore_bridge.weights.source.source import Source, open_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,8 @@ def compare_folders(folder: Path, against: Path, report: Report) -> FolderCompar
         ConfigError: a folder has weights in a format that is not supported.
     """
     with show_progress(report):
-        first, second = (_manifest_of(*pair) for pair in ((folder, "first"), (against, "second")))
+        opened = {"first": open_folder(folder), "second": open_folder(against)}
+        first, second = (Manifest(entries_of(source, [*source], None, phase)) for phase, source in opened.items())
     return FolderComparison(folder, against, len(first), first.num_bytes, first.differences(second))
 
 
@@ -57,12 +59,15 @@ def render(compared: FolderComparison) -> str:
     return f"[red]DIFFERENT[/]: {number} of {compared.folder} ({held}) and {compared.against}: {names}"
 
 
-def _manifest_of(folder: Path, phase: str) -> Manifest:
-    import torch
+def entries_of(source: Source, names: Sequence[str], crossing: Dtypes, phase: str) -> tuple[ManifestEntry, ...]:
+    """Specs and digests of tensors of a folder, cast as an export casts. Encoded weights are decoded.
 
-    source = open_folder(folder)
-    names, entries = [*source], []
+    Raises:
+        CheckpointError: a file was changed after it was opened.
+    """
+    entries = []
     for name, tensor in tracked(source.pairs(names), phase, names.__len__):
-        plain = tensor.to(torch.bfloat16) if isinstance(tensor, Encoded) else tensor
-        entries.append(ManifestEntry(name, tuple(plain.shape), plain.dtype, digest(plain)))
-    return Manifest(tuple(entries))
+        wanted = tensor.to(wanted_dtype(name, tensor.dtype, crossing))
+        entries.append(ManifestEntry(name, tuple(wanted.shape), wanted.dtype, digest(wanted)))
+    source.require_unchanged()
+    return tuple(entries)

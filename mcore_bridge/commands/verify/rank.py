@@ -14,19 +14,20 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
+from mcore_bridge.commands.verify.folders import entries_of
 from mcore_bridge.commands.verify.logits import Comparison, compare_logits
 from mcore_bridge.config.layer_kinds import held_mtp_layers
 from mcore_bridge.factory.blueprint import BuildOptions
 from mcore_bridge.launch.worker import Report
-from mcore_bridge.rules.dtypes import Dtypes, wanted_dtype
+from mcore_bridge.rules.dtypes import Dtypes
 from mcore_bridge.rules.mapping import WeightMapping
 from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.files.sources import SourceFolders
-from mcore_bridge.weights.manifest import Manifest, ManifestEntry, digest, manifest
+from mcore_bridge.weights.manifest import Manifest, ManifestEntry, manifest
 from mcore_bridge.weights.peft.hf_adapters import adapters_of, iter_hf_adapters
 from mcore_bridge.weights.peft.peft_folder import open_peft
-from mcore_bridge.weights.progress import show_progress, tracked
+from mcore_bridge.weights.progress import show_progress
 from mcore_bridge.weights.save import save_hf_checkpoint
 from mcore_bridge.weights.source.encoded_weights import scheme_in
 from mcore_bridge.weights.source.source import Source, open_folder
@@ -189,9 +190,5 @@ def _share(source: Source, task: Task, crossing: Dtypes, report: Report, phase: 
     """Specs and digests of this rank's part of the task's tensors, read from a folder and cast as an export casts."""
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     names = [name for name in task.names if name in source][rank::world_size]
-    specs = []
     with show_progress(report):
-        for name, tensor in tracked(source.pairs(names), phase, names.__len__):
-            wanted = tensor.to(wanted_dtype(name, tensor.dtype, crossing))
-            specs.append(ManifestEntry(name, tuple(wanted.shape), wanted.dtype, digest(wanted)))
-    return tuple(specs)
+        return entries_of(source, names, crossing, phase)

@@ -15,6 +15,7 @@ from mcore_bridge.commands.verify.logits import Comparison
 from mcore_bridge.commands.verify.rank import RankResult, Task, check_rank
 from mcore_bridge.config.layer_kinds import held_mtp_layers
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+from mcore_bridge.config.transformer import BUILDABLE
 from mcore_bridge.config.unread_fields import notes_on
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.factory.blueprint import BuildOptions
@@ -26,13 +27,11 @@ from mcore_bridge.rules.names import mtp_layer_of
 from mcore_bridge.weights.files.atomic_folder import target_of
 from mcore_bridge.weights.files.sources import SourceFolders
 from mcore_bridge.weights.manifest import Manifest
-from mcore_bridge.weights.provenance import head_of, provenance_of
+from mcore_bridge.weights.provenance import Provenance
 from mcore_bridge.weights.source.source import Source, open_folder
 
 if TYPE_CHECKING:
     from mcore_bridge.factory.blueprint import Blueprint
-
-BUILDABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,15 +135,15 @@ def verify(
     """
     from mcore_bridge.factory.blueprint import make_blueprint
 
-    require_supported(folder)
+    given = require_supported(folder).provenance
     sources = SourceFolders.of(*(given_path(path) for path in (folder, against, adapter) if path is not None))
     if save is not None:
         sources.require_apart(save := target_of(save))
     checkpoint = open_folder(folder)
     dtypes = {tensor.dtype for tensor in checkpoint.values() if tensor.is_floating_point()}
-    vision = "text_only" if adapter is not None or options.model == "hybrid" else _vision(folder)
-    options = replace(options, dtype=dtype or widest(dtypes), head=head_of(folder), vision=vision)
-    blueprint = make_blueprint(folder, options)
+    vision = "text_only" if adapter is not None or options.model == "hybrid" else _vision(given)
+    options = replace(options, dtype=dtype or widest(dtypes), head=given.head, vision=vision)
+    blueprint = make_blueprint(given, options)
     tied = bool(blueprint.gpt_arguments["share_embeddings_and_output_weights"])
     mapping = blueprint.provenance.mapping(tied=tied, mtp=held_mtp_layers(vars(blueprint.config)))
     checkpoint = checkpoint.for_model(mapping)
@@ -207,12 +206,12 @@ def _verdict(
     )
 
 
-def _vision(folder: Path) -> str:
-    """ "frozen" if the folder is of a composite whose tower can be built here, else "text_only"."""
+def _vision(provenance: Provenance) -> str:
+    """ "frozen" if the model is a composite whose tower can be built here, else "text_only"."""
     from mcore_bridge.factory.vision.tower import require_tower
 
     try:
-        require_tower(provenance_of(folder).whole, "frozen")
+        require_tower(provenance.whole, "frozen")
     except ConfigError:
         return "text_only"
     return "frozen"

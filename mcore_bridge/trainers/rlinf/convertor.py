@@ -6,18 +6,16 @@ another mesh, is detected. Files are written one parameter after the other.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mcore_bridge.architecture import read_hf
 from mcore_bridge.arguments import given_path
-from mcore_bridge.config.hf import find_folder
+from mcore_bridge.config.hf import find_folder, read_fields, write_fields
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.convert.rank_files.file import NAME, RELEASE, write_rank_file
 from mcore_bridge.convert.rank_files.file_layout import FileLayout
-from mcore_bridge.foreign_files import read_json
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.trainers.rlinf.cached_folder import made_once
 from mcore_bridge.trainers.rlinf.convertor_settings import ConvertorSettings, as_conversion, read_conversion
@@ -104,7 +102,7 @@ def _copy_rest(folder: Path, layout: FileLayout, staging: Path) -> None:
     tied = bool(layout.provenance.hf.tie_word_embeddings)
     if tied != bool(read_hf(folder).tie_word_embeddings):
         config = staging / "config.json"
-        config.write_text(json.dumps({**read_json(config, finite=False), "tie_word_embeddings": tied}, indent=2) + "\n")
+        write_fields(config, {**read_fields(config), "tie_word_embeddings": tied})
 
 
 def _opened(folder: Path) -> Source:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
+from mcore_bridge.config.hf import read_fields, write_fields
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.foreign_files import read_json
 from mcore_bridge.rules.mapping import matches
 
 _TOKENIZER = (
@@ -71,12 +70,12 @@ def copy_note(source: Path, target: Path) -> None:
 def forget_quantization(folder: Path) -> None:
     """Remove the description of quantized weights from the config of a folder, since its weights are plain now."""
     config = folder / "config.json"
-    fields = read_json(config, finite=False)
+    fields = read_fields(config)
     parts = [part for part in (fields, *fields.values()) if isinstance(part, dict) and "quantization_config" in part]
     for part in parts:
         del part["quantization_config"]
     if parts:
-        config.write_text(json.dumps(fields, indent=2) + "\n")
+        write_fields(config, fields)
 
 
 def config_folders(source: Path, iteration: Path) -> tuple[Path, ...]:

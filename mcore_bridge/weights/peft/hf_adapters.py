@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from mcore_bridge import arguments
 from mcore_bridge.arguments import COUNT, DEVICE, require
+from mcore_bridge.config.hf import write_fields
 from mcore_bridge.config.mesh.alike import Shared, agreed, replica_groups
 from mcore_bridge.errors import CheckpointError, ConfigError, ExportError
 from mcore_bridge.rules.adapters import Adapters, base_name
@@ -159,7 +159,7 @@ def save_hf_adapters(
             stack.close()
             if world.rank == 0:
                 config = _config(made, provenance, [spec.name for spec in own], naming)
-                (update.new / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+                write_fields(update.new / CONFIG, config)
         with together():
             if world.rank == 0:
                 commit(update, SourceFolders(), _OF_PEFT, (CONFIG,))
