@@ -39,8 +39,8 @@ HEAD = """# Command line
 
 Made from the options of `mcore-bridge` by `docs/tools/make_families.py`; CI checks that it is up to date. Every command
 exits with 1 and one message if something fails; `--debug` adds the traceback. It exits with 2 if the command line
-cannot be read: an argument is missing, or an option is unknown, has a value that it cannot have, or would have no
-effect.
+cannot be read: an argument is missing, an option is unknown, or its value is wrong. An option that would have no effect
+is refused in this way, too.
 
 ```sh
 mcore-bridge verify path/of/Qwen3-8B --tp 2 --pp 2 --vp 2     # is it exact, does it compute what transformers does?

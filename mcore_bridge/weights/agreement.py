@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypedDict, Unpack
 
 from torch import nn
 
-from mcore_bridge.arguments import COUNT, instance_of, require
+from mcore_bridge.arguments import COUNT, FLAG, instance_of, require
 from mcore_bridge.config.mesh.alike import Shared, difference, sendable
 from mcore_bridge.config.quantization import Quantize
 from mcore_bridge.errors import ExportError, describe
@@ -145,7 +145,12 @@ def agree_on_plan(
     try:
         if isinstance(target, Exception):
             raise target
-        require(ExportError, bucket_bytes=(bucket_bytes, COUNT.or_none()), target=(target, _TARGET))
+        require(
+            ExportError,
+            bucket_bytes=(bucket_bytes, COUNT.or_none()),
+            target=(target, _TARGET),
+            merged=(merged, FLAG.or_none()),
+        )
         provenance = provenance_on(models, hf, head)
         bound = bind(models, provenance, expert_format=expert_format, merged=merged, adapters=adapters)
         form = weight_format(quantize, provenance.folder)

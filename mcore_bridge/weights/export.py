@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_bridge.arguments import accepts_former_names
+from mcore_bridge.arguments import DEVICE, FLAG, accepts_former_names, problem_of
 from mcore_bridge.config.quantization import Quantize
+from mcore_bridge.errors import ExportError
 from mcore_bridge.rules.dtypes import Dtypes
 from mcore_bridge.rules.mapping import ExpertFormat, unstacked
 from mcore_bridge.rules.trace import Copy, Shape
@@ -112,6 +113,8 @@ def iter_hf_weights(
         "merged": merged,
         "quantize": quantize,
     }
+    if problem := problem_of(device=(device, DEVICE.or_none()), copy=(copy, FLAG)):
+        options["target"] = ExportError(problem)
     export = open_export(models, hf, head, **options, dtype=dtype)
     bound = export.bound
     with closing(run_program(export.program, export.group, bound.tensors, merges=bound.merges, lend=not copy)) as pairs:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mcore_bridge.arguments import COUNT, accepts_former_names, require
+from mcore_bridge.arguments import COUNT, FLAG, accepts_former_names, require
 from mcore_bridge.config.hf import find_folder
 from mcore_bridge.config.mesh.alike import Content, Shared, agreed, replica_groups
 from mcore_bridge.errors import CheckpointError
@@ -87,7 +87,7 @@ def load_hf_weights(
     """
 
     def checked() -> tuple[Provenance, Shared]:
-        require(CheckpointError, slot_bytes=(slot_bytes, COUNT))
+        require(CheckpointError, slot_bytes=(slot_bytes, COUNT), strict=(strict, FLAG))
         provenance = provenance_on(models, hf, head)
         shared = {"source": described_source(source), "hf": identity(provenance), "head": provenance.head}
         return provenance, {**shared, "dtype": dtype, "expert_format": expert_format, "strict": strict}

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_bridge.arguments import accepts_former_names
+from mcore_bridge.arguments import FLAG, accepts_former_names, problem_of
 from mcore_bridge.config.quantization import Quantize
 from mcore_bridge.errors import ExportError, TransferError
 from mcore_bridge.foreign_files import parse
@@ -169,6 +169,8 @@ def manifest(
         "quantize": quantize,
     }
     shared = {"digests": digests, "dtype": dtype} if digests else {}  # other ranks have cast these tensors
+    if problem := problem_of(digests=(digests, FLAG)):
+        options["target"] = ExportError(problem)
     export = agree_on_plan(models, hf, head, **options, dtype=dtype, shared=shared)
     specs = tuple(
         ManifestEntry(spec.name, spec.shape, export.format.wanted_dtype(spec.name, spec.dtype, dtype))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.architecture import read_hf
-from mcore_bridge.arguments import COUNT, accepts_former_names, require
+from mcore_bridge.arguments import COUNT, FLAG, accepts_former_names, require
 from mcore_bridge.config.class_names import stem_of
 from mcore_bridge.config.quantization import Quantize
 from mcore_bridge.errors import CheckpointError, plural
@@ -108,9 +108,9 @@ def save_hf_checkpoint(
     with raise_on_all(world, f"{folder} was not changed"):
         target, provenance = target_of(folder), provenance_on(models, hf, head)
         form = weight_format(quantize, provenance.folder)
-        require(CheckpointError, max_shard_bytes=(max_shard_bytes, COUNT), slot_bytes=(slot_bytes, COUNT))
+        sizes = {"max_shard_bytes": max_shard_bytes, "slot_bytes": slot_bytes}
+        require(CheckpointError, keep=(keep, FLAG), **{name: (size, COUNT) for name, size in sizes.items()})
     given: dict[str, Any] = {"dtype": dtype, "expert_format": expert_format, "head": head, "merged": merged}
-    sizes = {"max_shard_bytes": max_shard_bytes, "slot_bytes": slot_bytes}
     compared = {**given, **sizes, "keep": keep, "mtp": mtp, "quantize": form.digest}
     require_alike(world, {"hf": identity(provenance), **compared})
     given["quantize"] = quantize

@@ -61,6 +61,19 @@ CALLS = {
         lambda models, folder: mb.save_hf_checkpoint(models, folder, expert_format="both"),
         "expert_format must be .*'both'",
     ),
+    "device of an export": (
+        lambda models, folder: mb.to_hf_state_dict(models, device="gpu:0"),
+        "device must be a torch.device.*found 'gpu:0'",
+    ),
+    **{
+        f"no flag {name}": (call, f"{name} must be True or False.*found 'no'")
+        for name, call in {
+            "keep": lambda models, folder: mb.save_hf_checkpoint(models, folder, keep="no"),
+            "strict": lambda models, folder: mb.load_hf_weights(models, random_state(HF), strict="no"),
+            "merged": lambda models, folder: mb.to_hf_state_dict(models, merged="no"),
+            "digests": lambda models, folder: mb.manifest(models, digests="no"),
+        }.items()
+    },
     "no path": (
         lambda models, folder: mb.save_hf_checkpoint(models, None),
         "expected a path, found None: pass a string",
