@@ -26,7 +26,7 @@ from mcore_bridge.factory.blueprint import Blueprint, BuildOptions, Overrides, m
 from mcore_bridge.factory.chunk import build_chunk, building
 from mcore_bridge.factory.freeze import freeze_parameters, require_patterns
 from mcore_bridge.rules.dtypes import DtypeLike
-from mcore_bridge.weights.load import described_source, load_as
+from mcore_bridge.weights.load import described_source, load_hf_weights
 from mcore_bridge.weights.provenance import identity
 from mcore_bridge.weights.source.source import HFWeights
 
@@ -169,7 +169,7 @@ def build(
 
 def _load(chunks: Sequence[GPTModel], source: HFWeights, described: object, dtype: torch.dtype) -> tuple[None, Shared]:
     """Load weights. Raise if the source has changed since ranks compared it, because each rank opens it by itself."""
-    load_as(chunks, chunks[0].bridge, source, dtype=dtype)
+    load_hf_weights(chunks, source, dtype=dtype)
     if (now := described_source(source)) != described:
         raise CheckpointError(
             f"the weights were changed while they were read, from {described} to {now}: wait for the process that "

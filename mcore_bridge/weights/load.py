@@ -1,4 +1,4 @@
-"""Loads HF weights: every rank copies its slices straight into its parameters. Ranks compare only their arguments.
+"""Loads HF weights: every rank copies its slices straight into its parameters, without communication.
 
 Each element of each parameter is written exactly once, and each HF tensor of this rank is read once. Every other tensor
 of a source must belong to another pipeline stage, or be in the architecture's list of ignored names.
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mcore_bridge.arguments import COUNT, FLAG, accepts_former_names, require
 from mcore_bridge.config.hf import find_folder
-from mcore_bridge.config.mesh.alike import Content, Shared, agreed, replica_groups
+from mcore_bridge.config.mesh.alike import Content
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.machine import uncollected
 from mcore_bridge.rules.dtypes import Dtypes
@@ -28,10 +28,10 @@ from mcore_bridge.weights.files.hf_folder import content_of
 from mcore_bridge.weights.files.slice_reader import read
 from mcore_bridge.weights.files.staging import SLOT_BYTES, Staging
 from mcore_bridge.weights.load_state import Load, LoadReport
-from mcore_bridge.weights.model_chunks import Models, chunks_of
+from mcore_bridge.weights.model_chunks import Models
 from mcore_bridge.weights.own_folder import note_source
 from mcore_bridge.weights.progress import tracked
-from mcore_bridge.weights.provenance import HF, Provenance, identity
+from mcore_bridge.weights.provenance import HF, Provenance
 from mcore_bridge.weights.source.source import HFWeights, Pairs, Source, open_source
 from mcore_bridge.weights.source.tied_tensors import require_equal
 from mcore_bridge.weights.transfer.copier import compiling
@@ -54,15 +54,13 @@ def load_hf_weights(
 ) -> LoadReport:
     """Copy HF weights into this rank's chunks, in place.
 
-    All ranks of a replica call it together, and compare their arguments first. No weight is sent.
-
     Args:
         models: this rank's chunks, wrapped or not, on any device.
         source: a folder of safetensors, with or without index (or its hub name in the local cache), a mapping of HF
-            names to tensors, or an iterable of pairs. Every rank reads it, or a copy of it. Folders are compared by
-            their contents; tensors of a mapping or pairs may be those of a rank's stage alone. Folders and mappings
-            are checked before the first write. Weights may be encoded (docs/guide/quantized.md): each slice is decoded
-            on the device and to the dtype of its parameter. In an iterable, codes are kept until their scales come.
+            names to tensors, or an iterable of pairs. Every rank needs a source, since ranks do not communicate.
+            Folders and mappings are checked before the first write. Weights may be encoded (docs/guide/quantized.md):
+            each slice is decoded on the device and to the dtype of its parameter. In an iterable, codes are kept until
+            their scales come.
         hf, head: deprecated; call ``adopt`` once for models that ``build_model`` did not make.
         dtype: cast tensors to this first, if a parameter cannot hold every value of its source. By default such a
             parameter is an error.
@@ -77,22 +75,15 @@ def load_hf_weights(
 
     Raises:
         CheckpointError: naming the tensors that are missing, unexpected, of another shape, or would lose bits. Also
-            copies that differ from their original, such as the head of a tied model. On every rank, when ranks pass
-            different arguments, or one refuses its own; then nothing was written.
+            copies that differ from their original, such as the head of a tied model.
 
     Example:
         >>> report = mb.load_hf_weights(models, "path/of/Qwen3-8B")
         >>> report.num_tensors, report.missing, report.unexpected
         (47, (), ())
     """
-
-    def checked() -> tuple[Provenance, Shared]:
-        require(CheckpointError, slot_bytes=(slot_bytes, COUNT), strict=(strict, FLAG))
-        provenance = provenance_on(models, hf, head)
-        shared = {"source": described_source(source), "hf": identity(provenance), "head": provenance.head}
-        return provenance, {**shared, "dtype": dtype, "expert_format": expert_format, "strict": strict}
-
-    provenance = agreed(replica_groups(chunks_of(models)[0].pg_collection), checked, CheckpointError)
+    require(CheckpointError, slot_bytes=(slot_bytes, COUNT), strict=(strict, FLAG))
+    provenance = provenance_on(models, hf, head)
     return load_as(
         models, provenance, source, dtype=dtype, expert_format=expert_format, strict=strict, slot_bytes=slot_bytes
     )
@@ -109,10 +100,7 @@ def load_as(
     strict: bool = True,
     slot_bytes: int = SLOT_BYTES,
 ) -> LoadReport:
-    """Like ``load_hf_weights``, for a source that ``provenance`` describes. It may differ from the models' own.
-
-    Nothing is compared between ranks, so a rank may load alone.
-    """
+    """Like ``load_hf_weights``, for a source that ``provenance`` describes. It may differ from the models' own."""
     with contextlib.ExitStack() as paused:
         paused.enter_context(uncollected())
         opened = open_source(source, getattr(provenance.hf, "quantization_config", None))

@@ -15,7 +15,7 @@ import mcore_bridge
 from tests.support.house import MODULES, PACKAGE, import_graph, module_of
 
 REACHED = {
-    "load_hf_weights": 57,
+    "load_hf_weights": 55,
     "iter_hf_weights": 76,
     "build_model": 114,
     "save_hf_checkpoint": 85,

@@ -20,6 +20,7 @@ COMPARED = "compared"
 FP8 = {"quant_method": "fp8", "weight_block_size": [8, 8]}
 OWN = "each rank has its own"
 AS_RECEIVED = "a rank gets whole tensors, or what it asks for, and casts or moves them by itself"
+ALONE = "a load communicates with nobody: a rank may load alone, and from tensors of its own stage"
 NOTHING = "nothing communicates"
 NEXT = "nothing communicates, and the next function that does so compares what each rank's models are"
 LATER = "the next forward compares whether adapters are on"
@@ -72,11 +73,9 @@ TABLE: dict[str, dict[str, str]] = {
     "save_hf_adapters": {"models": OWN, **dict.fromkeys(("folder", "dtype", "slot_bytes"), COMPARED)},
     "without_adapters": {"models": LATER},
     "adopt": dict.fromkeys(("models", "hf", "head"), NEXT),
-    "load_hf_weights": {
-        "models": OWN,
-        **dict.fromkeys(("source", "hf", "head", "dtype", "expert_format", "strict"), COMPARED),
-        "slot_bytes": "no rank waits for the reads of another",
-    },
+    "load_hf_weights": dict.fromkeys(
+        ("models", "source", "hf", "head", "dtype", "expert_format", "strict", "slot_bytes"), ALONE
+    ),
     "vllm_source": {"models": OWN, **dict.fromkeys(("backend", "expert_format", "merged"), COMPARED)},
     "iter_hf_shards": dict.fromkeys(("models", "hf", "head", "expert_format", "merged"), NOTHING),
     "pack_sequences": dict.fromkeys(
@@ -227,11 +226,6 @@ def _usual(name: str, folders: dict[str, str], models: dict[str, Any]) -> tuple[
                 "seed": 1,
             },
         ),
-        "load_hf_weights": (
-            mb.load_hf_weights,
-            {"models": plain, "source": folders["first"], "hf": HF},
-            {**other, "source": folders["second"], "dtype": torch.bfloat16, "strict": False},
-        ),
         "vllm_source": (
             mb.vllm_source,
             {"models": adapted, "backend": "nccl", "merged": False},
@@ -298,10 +292,9 @@ def calls(folders: dict[str, str]) -> dict[tuple[str, str], str]:
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str], str]]:
     root: Path = tmp_path_factory.mktemp("shared")
-    for seed, name in enumerate(("first", "second")):
-        (root / name).mkdir()
-        save_state(random_state(HF, seed=seed), HF, root / name)
-    names = ("first", "second", "lora", "lora 2", "dist", "dist 2", "out")
+    (root / "first").mkdir()
+    save_state(random_state(HF), HF, root / "first")
+    names = ("first", "lora", "lora 2", "dist", "dist 2", "out")
     return pool.run(2, calls, {name: str(root / name) for name in names}, timeout=120)
 
 

@@ -211,7 +211,7 @@ def builds_that_fail(folder):
     """The errors of builds in which rank 1 cannot load, and the common operations of all ranks until then."""
     dims, said = mb.ParallelDims(tp=2), []
     with stepping.mesh(dims):
-        for name in ("mcore_bridge.factory.build.load_as", "mcore_bridge.weights.load.read"):
+        for name in ("mcore_bridge.factory.build.load_hf_weights", "mcore_bridge.weights.load.read"):
             with only_on_1(name), pytest.raises((CheckpointError, RuntimeError)) as caught:
                 mb.build_model(folder, dims=dims, device="cpu", dtype=torch.float32)
             said.append(str(caught.value))
