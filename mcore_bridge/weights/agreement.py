@@ -148,12 +148,9 @@ def agree_on_plan(
     bound, error, form = None, "", PLAIN
     given: dict[str, object] = {"bucket_bytes": bucket_bytes, "merged": merged, **shared}
     try:
-        if isinstance(target, Exception):
-            raise target
         require(
             ExportError,
             bucket_bytes=(bucket_bytes, COUNT.or_none()),
-            target=(target, _TARGET),
             merged=(merged, FLAG.or_none()),
         )
         provenance = provenance_on(models, hf, head)
@@ -164,6 +161,9 @@ def agree_on_plan(
             "expert_format": expert_format or provenance.expert_format,
             "quantize": form.digest,
         }
+        if isinstance(target, Exception):
+            raise target
+        require(ExportError, target=(target, _TARGET))
         error = bound.problem_of(dtype)
     except Exception as failure:  # also errors of files: other ranks must be informed
         error, target = describe(failure), "nothing"
