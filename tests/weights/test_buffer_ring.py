@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import mcore_bridge as mb
 from mcore_bridge.errors import TransferError
-from mcore_bridge.rules.spec import ALIGNMENT
+from mcore_bridge.rules.spec import ALIGNMENT, TensorSpec
 from mcore_bridge.weights.ipc.buckets import BucketPlan, plan_buckets
 from mcore_bridge.weights.ipc.receiver import Receiver
 from mcore_bridge.weights.ipc.sender import BufferRing
@@ -107,6 +107,16 @@ def test_groups_that_share_tensors_are_one(groups, expected):
     together = [{f"layers.{i}.weight" for i in group} for group in groups]
     plan = plan_buckets(manifest, slot_bytes=4 * ALIGNMENT, together=together)
     assert [len(bucket.pieces) for bucket in plan.buckets] == expected
+
+
+def test_codes_and_scales_share_a_slot():
+    """Of a weight alone, and of all weights that engines fuse."""
+    names = [f"a.{module}.weight{end}" for module in ("q_proj", "k_proj", "o_proj") for end in ("", "_scale_inv")]
+    names += [f"b.o_proj.{end}" for end in ("weight_packed", "weight_scale", "weight_global_scale", "weight_shape")]
+    names += ["c.experts.down_proj_blocks", "c.experts.down_proj_scales", "d.norm.weight"]
+    manifest = [TensorSpec(name, (ALIGNMENT,), torch.uint8) for name in names]
+    plan = plan_buckets(manifest, slot_bytes=4 * ALIGNMENT)
+    assert [len(bucket.pieces) for bucket in plan.buckets] == [4, 2, 4, 3]
 
 
 def test_what_cannot_be_planned_is_refused_before_anything_is_allocated():

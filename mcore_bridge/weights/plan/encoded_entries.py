@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from mcore_bridge.errors import MappingError
 from mcore_bridge.rules.mapping import unstacked
@@ -42,9 +43,10 @@ def encoded_entries(entries: Sequence[ParamEntry], scheme: Scheme) -> tuple[Para
         return tuple(entries)
     sent: list[ParamEntry] = []
     wrong: list[str] = []
+    known: Known = {}
     for entry in entries:
         try:
-            sent += _entries_of(entry, scheme.held)
+            sent += _entries_of(entry, scheme.held, known)
         except _UnfitError as problem:
             wrong.append(f"{entry.hf[0]} {problem}")
     if wrong:
@@ -56,7 +58,7 @@ class _UnfitError(Exception):
     """Why a weight cannot be encoded on this mesh. The name of the weight is put before the message."""
 
 
-def _entries_of(entry: ParamEntry, held: Mapping[str, Encoding]) -> Iterator[ParamEntry]:
+def _entries_of(entry: ParamEntry, held: Mapping[str, Encoding], known: Known) -> Iterator[ParamEntry]:
     """The entries for a parameter: for each encoding of its parts, codes and the rest; and plain parts, if any."""
     by_form: dict[object, list[int]] = {}
     encodings = [held.get(unstacked(hf)[0]) for hf in entry.hf]
@@ -70,7 +72,7 @@ def _entries_of(entry: ParamEntry, held: Mapping[str, Encoding]) -> Iterator[Par
             yield replace(entry, hf=tuple(entry.hf[part] for part in parts), trace=_of_parts(entry.trace, parts))
             continue
         of_parts = tuple(encoding for encoding in encodings if encoding is not None and _form(encoding) == form)
-        yield from _encoded(entry, tuple(parts), of_parts)
+        yield from _encoded(entry, tuple(parts), of_parts, known)
 
 
 def _form(encoding: Encoding | None) -> object:
@@ -81,19 +83,20 @@ def _form(encoding: Encoding | None) -> object:
     return encoding.codec.kind, encoding.codec.block[-2:] if encoding.grid[-2:] != (1, 1) else "tensor", kinds
 
 
-def _encoded(entry: ParamEntry, parts: tuple[int, ...], encodings: tuple[Encoding, ...]) -> Iterator[ParamEntry]:
-    first = encodings[0]
+def _encoded(
+    entry: ParamEntry, parts: tuple[int, ...], encodings: tuple[Encoding, ...], known: Known
+) -> Iterator[ParamEntry]:
     for part, encoding in zip(parts, encodings, strict=True):
         shape, stack = entry.trace.part_shapes[part], (entry.stack,) if entry.stack else ()
         if encoding.shape != (*stack, *shape):
             raise _UnfitError(f"has the shape {encoding.shape} in the scheme, and {(*stack, *shape)} in the model")
     if entry.copies:
         raise _UnfitError("has second names, under which codes are not written")
-    upright = upright_of(entry.trace, first)
-    words = first.shape[first.order[-1]] // first.codes.shape[len(first.order) - 1]  # columns in an element of codes
-    codes = coarser(upright, parts, (1, words))
-    if codes is None:
-        raise _UnfitError(f"is cut within {words} numbers whose codes lie together: choose a smaller (expert) tp")
+    like = tuple((encoding.codec, encoding.order, encoding.shape, encoding.codes.shape) for encoding in encodings)
+    key = id(entry.trace), parts, like
+    if key not in known:
+        known[key] = _traces(entry.trace, parts, encodings)
+    traces = known[key]
 
     def made(role: Role, trace: Trace, *, shared: bool = False) -> ParamEntry:
         encoded = EncodedPart(role, entry, parts, encodings, trace, shared)
@@ -101,21 +104,42 @@ def _encoded(entry: ParamEntry, parts: tuple[int, ...], encodings: tuple[Encodin
             encoded, [_numbered(spec.name, entry.hf[p]) for spec, p in zip(encoded.specs, parts, strict=True)]
         )
 
-    yield made("codes", _with_trailing(codes, first.codes.shape[len(first.order) :]))
-    blocks = {encoding.codec.block[-2:] for encoding in encodings}
-    grid = coarser(upright, parts, cells_of(upright, first)) if len(blocks) == 1 else None
-    if grid is not None:
-        yield made("scales", grid)
-    else:
-        whole = side_by_side([encoding.grid[-2:] for encoding in encodings], upright.to_hf[0].dim)
-        yield made("scales", whole, shared=True)
-    if first.overall is not None:
+    yield made("codes", traces.codes)
+    yield made("scales", traces.scales, shared=traces.is_shared)
+    if encodings[0].overall is not None:
         yield made("overall", side_by_side([(1,)] * len(parts), 0), shared=True)
     for part, encoding in zip(parts, encodings, strict=True):
         if unstacked(entry.hf[part])[1] in (None, 0):  # once for a stack of experts
             for spec in (*encoding.stored[len(encoding.parts) :], *encoding.beside):
                 whole = side_by_side([(spec.numel,)], 0)
                 yield _entry(EncodedPart("constant", entry, (part,), (encoding,), whole, True, spec), [spec.name])
+
+
+class _Traces(NamedTuple):
+    """The traces of codes and of scales, and whether several shards may have numbers of one block."""
+
+    codes: Trace
+    scales: Trace
+    is_shared: bool
+
+
+Known = dict[object, _Traces]
+"""Traces by what they follow from. Equal layers and experts share one object, by which plans know them as equal."""
+
+
+def _traces(traced: Trace, parts: tuple[int, ...], encodings: tuple[Encoding, ...]) -> _Traces:
+    first, upright = encodings[0], upright_of(traced, encodings[0])
+    words = first.shape[first.order[-1]] // first.codes.shape[len(first.order) - 1]  # columns in an element of codes
+    codes = coarser(upright, parts, (1, words))
+    if codes is None:
+        raise _UnfitError(f"is cut within {words} numbers whose codes lie together: choose a smaller (expert) tp")
+    codes = _with_trailing(codes, first.codes.shape[len(first.order) :])
+    blocks = {encoding.codec.block[-2:] for encoding in encodings}
+    scales = coarser(upright, parts, cells_of(upright, first)) if len(blocks) == 1 else None
+    if scales is not None:
+        return _Traces(codes, scales, False)
+    grids = [encoding.grid[-2:] for encoding in encodings]
+    return _Traces(codes, side_by_side(grids, upright.to_hf[0].dim), True)
 
 
 def _entry(encoded: EncodedPart, hf: Sequence[str]) -> ParamEntry:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -143,7 +143,10 @@ class _EncodedOnly(Mapping[str, Encoded]):
             raise KeyError(name)
         return weight
 
-    def __iter__(self) -> Any:
+    def __contains__(self, name: object) -> bool:
+        return name in self._source.scheme.held
+
+    def __iter__(self) -> Iterator[str]:
         return iter(self._source.scheme.held)
 
     def __len__(self) -> int:
