@@ -37,8 +37,8 @@ app = typer.Typer(
 
 _BACKENDS = ("te", "torch")
 _IGNORED: dict[str, tuple[set[str], str]] = {
-    "torch_dist": ({"backend", "drop_mtp"}, "with --to torch_dist"),
-    "torch": ({"drop_mtp"}, "with --to torch"),
+    "torch_dist": ({"backend", "drop_mtp", "quantize"}, "with --to torch_dist"),
+    "torch": ({"drop_mtp", "quantize"}, "with --to torch"),
     "hf": ({"hf", "mtp", "drop_mtp", "vision", "backend", "strict_config"}, "with --to hf, which builds no model"),
 }
 """The options of which ``convert`` makes no use, by the format to make from an HF folder."""
@@ -98,11 +98,19 @@ def convert_command(
     to: Annotated[
         str,
         typer.Option(
-            help='Format to make from an HF folder: "torch_dist"; "hf", plain weights of a quantized folder; or '
-            '"torch". Files of "torch" are Megatron\'s older ones, as RLinf loads them, for the mesh of the options '
-            "below."
+            help='Format to make from an HF folder: "torch_dist"; "hf", plain weights of a quantized folder, or '
+            'weights in the format of --quantize; or "torch". Files of "torch" are Megatron\'s older ones, as RLinf '
+            "loads them, for the mesh of the options below."
         ),
     ] = "torch_dist",
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORMAT",
+            help='Encode the weights of an HF folder: "as_published" in the folder of --hf; as in another quantized '
+            "folder of the model, or its name on the hub; or by a quantization_config, as JSON or a file *.json.",
+        ),
+    ] = None,
     tp: Tp = 1,
     pp: Pp = 1,
     vp: Vp = 1,
@@ -131,6 +139,7 @@ def convert_command(
     and it continues; the target appears when it is complete.
     """
     with running(context) as answer, uncompiled():
+        from mcore_bridge.commands.formats import quantize_of
         from mcore_bridge.commands.hub import DESCRIPTION, MODEL, locate
         from mcore_bridge.commands.report import progress
         from mcore_bridge.commands.written import Written, render
@@ -160,6 +169,7 @@ def convert_command(
                 mtp="dropped" if drop_mtp else "copied",
                 rank_files=wanted,
                 plain=to == "hf" and not from_megatron,
+                quantize=quantize_of(quantize, download=download),
                 num_processes=processes,
                 num_gpus=gpus,
                 strict_config=strict_config,

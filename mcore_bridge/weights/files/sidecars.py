@@ -79,6 +79,13 @@ def forget_quantization(folder: Path) -> None:
         config.write_text(json.dumps(fields, indent=2) + "\n")
 
 
+def describe_quantization(folder: Path, note: object) -> None:
+    """Write the description of quantized weights to the config of a folder."""
+    config = folder / "config.json"
+    fields = read_json(config, finite=False) | {"quantization_config": note}
+    config.write_text(json.dumps(fields, indent=2) + "\n")
+
+
 def config_folders(source: Path, iteration: Path) -> tuple[Path, ...]:
     """The folders that may have the HF config of a checkpoint: its own, or the folders to which verl writes it.
 
