@@ -37,8 +37,8 @@ app = typer.Typer(
 
 _BACKENDS = ("te", "torch")
 _IGNORED: dict[str, tuple[set[str], str]] = {
-    "torch_dist": ({"backend", "drop_mtp", "quantize"}, "with --to torch_dist"),
-    "torch": ({"drop_mtp", "quantize"}, "with --to torch"),
+    "torch_dist": ({"backend", "drop_mtp"}, "with --to torch_dist"),
+    "torch": ({"drop_mtp"}, "with --to torch"),
     "hf": ({"hf", "mtp", "drop_mtp", "vision", "backend", "strict_config"}, "with --to hf, which builds no model"),
 }
 """The options of which ``convert`` makes no use, by the format to make from an HF folder."""
