@@ -107,8 +107,8 @@ def convert_command(
         str | None,
         typer.Option(
             metavar="FORMAT",
-            help='Encode the weights of an HF folder: "as_published" in the folder of --hf; as in another quantized '
-            "folder of the model, or its name on the hub; or by a quantization_config, as JSON or a file *.json.",
+            help="Encode the weights of an HF folder. FORMAT is a quantized folder of the model, or its name on the hub; "
+            'or "as_published" for the folder of --hf. Or it is a quantization_config, as JSON or a file *.json.',
         ),
     ] = None,
     tp: Tp = 1,
@@ -139,8 +139,7 @@ def convert_command(
     and it continues; the target appears when it is complete.
     """
     with running(context) as answer, uncompiled():
-        from mcore_bridge.commands.formats import quantize_of
-        from mcore_bridge.commands.hub import DESCRIPTION, MODEL, locate
+        from mcore_bridge.commands.hub import DESCRIPTION, MODEL, locate, quantize_of
         from mcore_bridge.commands.report import progress
         from mcore_bridge.commands.written import Written, render
         from mcore_bridge.config.mesh.parallel_dims import ParallelDims

@@ -24,8 +24,7 @@ from tests.support import quantized
 from tests.support.conversions import StoppedError, assert_exact, quiet, stop_half_way
 from tests.support.rlinf_files import PLAIN, asked
 from tests.support.strategies import random_state, save, tiny
-from tests.weights.test_encoding import differing
-from tests.weights.test_quantized import kimi
+from tests.support.twins import read
 
 FORMS: dict[str, tuple[Any, quantized.Format]] = {
     "kimi_k2": (None, quantized.int4(8)),
@@ -39,7 +38,8 @@ def source(name: str, folder: Path) -> tuple[dict[str, Any], dict[str, torch.Ten
     """A quantized folder: its files, and their decoded values."""
     width, form = FORMS[name]
     if name == "kimi_k2":
-        return quantized.write(kimi(), form, folder, dtype=torch.bfloat16)
+        hf = read("kimi_k2", zoo.described()["deepseek_v3"].hf.to_dict())
+        return quantized.write(hf, form, folder, dtype=torch.bfloat16)
     fields = dict(zoo.cases()[name].fields) if name != "llama" else {}
     if width:
         fields |= {"hidden_size": width, "intermediate_size": 32}
@@ -129,13 +129,16 @@ def test_a_description_encodes_as_on_a_mesh(tmp_path: Path) -> None:
     state = random_state(hf, dtype=torch.bfloat16)
     (tmp_path / "plain").mkdir()
     save(state, hf, tmp_path / "plain")
+    (tmp_path / "published").mkdir()
+    save(form.files(state), hf, tmp_path / "published")
+    published = Manifest.from_folder(tmp_path / "published", digests=True)
     convert(tmp_path / "plain", tmp_path / "dist", on_event=quiet)
     mesh = rank_files("torch", ParallelDims(tp=2, ep=2), "torch")
     convert(tmp_path / "plain", tmp_path / "ranks", rank_files=mesh, on_event=quiet)
     for folder in ("plain", "dist", "ranks"):
         options = {"plain": folder == "plain", "hf": None if folder == "plain" else tmp_path / "plain"}
         convert(tmp_path / folder, tmp_path / f"from {folder}", quantize=form.note, on_event=quiet, **options)
-        assert differing(dict(Checkpoint(tmp_path / f"from {folder}")), form.files(state)) == []
+        assert published.differences(Manifest.from_folder(tmp_path / f"from {folder}", digests=True)) == ()
         note = json.loads((tmp_path / f"from {folder}" / "config.json").read_text())["quantization_config"]
         listed = note.pop("modules_to_not_convert")
         assert note == form.note
@@ -202,5 +205,6 @@ def test_the_command_writes_plain_folders(tmp_path: Path) -> None:
         assert (
             "weights are encoded as nvfp4[1x16]" if number < 2 else "must be JSON if it begins with a brace"
         ) in said
-    assert differing(dict(Checkpoint(tmp_path / "0")), files) == []
+    both = (Manifest.from_folder(tmp_path / folder, digests=True) for folder in ("quantized", "0"))
+    assert next(both).differences(next(both)) == ()
     assert {name for name in files if name.endswith(".input_scale")} == files.keys() - Checkpoint(tmp_path / "1").keys()
