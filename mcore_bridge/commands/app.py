@@ -103,11 +103,19 @@ def convert_command(
     to: Annotated[
         str,
         typer.Option(
-            help='Format to make from an HF folder: "torch_dist"; "hf", plain weights of a quantized folder; or '
-            '"torch". Files of "torch" are Megatron\'s older ones, as RLinf loads them, for the mesh of the options '
-            "below."
+            help='Format to make from an HF folder: "torch_dist"; "hf", plain weights of a quantized folder, or '
+            'weights in the format of --quantize; or "torch". Files of "torch" are Megatron\'s older ones, as RLinf '
+            "loads them, for the mesh of the options below."
         ),
     ] = "torch_dist",
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORMAT",
+            help="Encode the weights of an HF folder. FORMAT is a quantized folder of the model, or its hub name; "
+            'or "as_published" for the folder of --hf. Or it is a quantization_config, as JSON or a file *.json.',
+        ),
+    ] = None,
     tp: Tp = 1,
     pp: Pp = 1,
     vp: Vp = 1,
@@ -136,7 +144,7 @@ def convert_command(
     and it continues; the target appears when it is complete.
     """
     with running(context) as answer, uncompiled():
-        from mcore_bridge.commands.hub import DESCRIPTION, MODEL, locate
+        from mcore_bridge.commands.hub import DESCRIPTION, MODEL, locate, quantize_of
         from mcore_bridge.commands.report import progress
         from mcore_bridge.commands.written import Written, render
         from mcore_bridge.convert.convert import convert, is_checkpoint
@@ -166,6 +174,7 @@ def convert_command(
                 mtp="dropped" if drop_mtp else "copied",
                 rank_files=wanted,
                 plain=to == "hf" and not from_megatron,
+                quantize=quantize_of(quantize, download=download),
                 num_processes=processes,
                 num_gpus=gpus,
                 strict_config=strict_config,

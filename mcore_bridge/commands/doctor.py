@@ -81,7 +81,9 @@ class Diagnosis:
 def examine() -> Diagnosis:
     """Examine the packages of this environment."""
     python = _judged("python", platform.python_version())
-    return Diagnosis((python, *map(_required, _REQUIRED), *_optional(), _triton(), *_gpus(), *_clash(), _self()))
+    return Diagnosis(
+        (python, *map(_required, _REQUIRED), *_optional(), _triton(), *_gpus(), *_formats(), *_clash(), _self())
+    )
 
 
 def render(diagnosis: Diagnosis) -> Group:
@@ -153,6 +155,17 @@ def _gpus() -> list[Line]:
     if _version("transformer-engine") is None:
         return [line, Line("backend", "torch", "for speed: pip install 'mcore-hf[te]'")]
     return [line]
+
+
+def _formats() -> list[Line]:
+    """The formats of quantized weights that this torch can make and read. All of them work on the CPU."""
+    if _version("torch") is None:
+        return []
+    import torch
+
+    if hasattr(torch, "float8_e8m0fnu"):
+        return [Line("quantized weights", "fp8, int4, nvfp4, mxfp4")]
+    return [Line("quantized weights", "fp8, int4, nvfp4, mxfp4", "scales of e8m0 need torch 2.7")]
 
 
 def _clash() -> list[Line]:

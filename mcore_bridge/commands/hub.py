@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mcore_bridge.config.hf import find_folder
 from mcore_bridge.errors import CheckpointError, ConfigError
+from mcore_bridge.foreign_files import parse, read_json
 from mcore_bridge.weights.files.hf_folder import shard_names
 
 
@@ -57,6 +58,37 @@ def locate(name: Path, contents: Contents, *, download: bool) -> Path:
     if contents.needs_weights and not shard_names(folder):
         raise CheckpointError(f"the local hub cache has the config of {name}, and no *.safetensors: pass --download")
     return folder
+
+
+def quantize_of(text: str | None, *, download: bool) -> Any:
+    """The format that the option names, as ``quantize`` of the library.
+
+    Args:
+        text: "as_published", a folder or its name on the hub, JSON, or the path of a file with JSON. An object with a
+            ``quantization_config``, such as a config.json, stands for this.
+        download: as for ``locate``.
+
+    Raises:
+        ConfigError: there is no such folder, or the JSON is no object.
+    """
+    from mcore_bridge.weights.source.weight_format import AS_PUBLISHED
+
+    if text is None or text == AS_PUBLISHED:
+        return text
+    if text.lstrip().startswith("{"):
+        try:
+            fields = parse(text.encode())
+        except ValueError as error:
+            raise ConfigError(
+                f"--quantize must be JSON if it begins with a brace, found {text!r:.200}: {error}"
+            ) from None
+    elif text.endswith(".json"):
+        fields = read_json(Path(text))
+    else:
+        return locate(Path(text), MODEL, download=download)
+    if not isinstance(fields, dict):
+        raise ConfigError(f"--quantize must be an object of JSON, found {type(fields).__name__} in {text}")
+    return fields.get("quantization_config", fields)
 
 
 def _is_repository(name: str) -> bool:

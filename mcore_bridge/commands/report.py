@@ -75,6 +75,10 @@ def render(verdict: Verdict) -> Table:
     where = f"on {'all ' * (verdict.ranks > 1)}{text.plural(verdict.ranks, 'rank')}"
     where += f", as in {task.against}" * (task.against != task.folder)
     table.add_row("exact", _exact(verdict.tensors, verdict.different, where))
+    if verdict.encoded_left_out is not None:
+        table.add_row("published", escape(f"left out: {verdict.encoded_left_out}"))
+    elif verdict.encoded_different is not None:
+        table.add_row("published", _published(verdict.encoded, verdict.encoded_different))
     if verdict.widened:
         kept = text.plural(len(verdict.widened), "tensor")
         leave = f"{kept} in fp32 in the model leave as the files have them: {text.names(verdict.widened)}"
@@ -102,6 +106,14 @@ def _exact(num_tensors: int, different: tuple[str, ...], where: str) -> str:
         return f"[green]yes[/]: {text.plural(num_tensors, 'tensor')} bit by bit, {where}"
     number, names = text.plural(len(different), "tensor"), text.names(different)
     return f"[red]NO[/]: {number} of {num_tensors:,} differ {where}: {names}"
+
+
+def _published(num_encoded: int, different: tuple[str, ...]) -> str:
+    encoded = text.plural(num_encoded, "encoded tensor")
+    if not different:
+        return f'[green]yes[/]: {encoded} bit by bit with quantize="as_published", and all others'
+    number, names = text.plural(len(different), "tensor"), text.names(different)
+    return f'[red]NO[/]: {number} differ with quantize="as_published", of which {encoded} are in the files: {names}'
 
 
 def _logits(verdict: Verdict) -> str:

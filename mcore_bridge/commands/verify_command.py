@@ -79,6 +79,9 @@ def verify_command(
 
     Exact means: the export has exactly the tensors of the files, with the same bits (cast first with --dtype).
 
+    The export of a quantized folder is also made in its format, with quantize="as_published", and must have its codes
+    and scales. If the mesh cuts codes that lie in one byte or word, this is left out, with a message.
+
     Logits are compared as well. The same weights are loaded once more in fp32. A small random batch goes through
     megatron-core's pipeline schedule, and its logits must equal those of transformers up to 1e-3 of the largest one.
     That is far above fp32 rounding (1e-5), and far below the effect of any misplaced tensor (1e-2). This is left out,

@@ -273,9 +273,14 @@ def _borrowed(model_type: str, owner: str) -> "type[PretrainedConfig]":
     """A subclass of the config class of ``owner``, with another ``model_type``."""
     from transformers import CONFIG_MAPPING
 
-    return type(
-        f"{model_type}_as_{owner}", (CONFIG_MAPPING[owner],), {"model_type": model_type, "__module__": __name__}
-    )
+    reduce = lambda self: (_blank, (model_type, owner), vars(self))  # noqa: E731
+    members = {"model_type": model_type, "__module__": __name__, "__reduce__": reduce}
+    return type(f"{model_type}_as_{owner}", (CONFIG_MAPPING[owner],), members)
+
+
+def _blank(model_type: str, owner: str) -> "PretrainedConfig":
+    """A config of such a class without fields: pickle finds no class that has no name in a module."""
+    return object.__new__(_borrowed(model_type, owner))
 
 
 def _spell(fields: dict[str, object]) -> dict[str, object]:

@@ -130,16 +130,20 @@ class ModelConversion(Conversion):
         return [entry.held.numel for entry in self.model.entries]
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of weights in the config of the target."""
+        return max(self.model.entries, key=lambda entry: entry.held.num_bytes).held.dtype
+
+    @property
     def hf_names(self) -> Collection[str] | None:
         """The names of all HF tensors in the target. None: it has no HF tensors."""
         return None
 
     def finish(self) -> None:
         """Write the files of the target that have no tensors."""
-        dtype = max(self.model.entries, key=lambda entry: entry.held.num_bytes).held.dtype
         head = self.model.provenance.lm_head
         tied = all(head not in entry.hf for entry in self.model.entries)
-        write_config(config_in(self.model.provenance, dtype, tied=tied, names=self.hf_names), self.staging)
+        write_config(config_in(self.model.provenance, self.dtype, tied=tied, names=self.hf_names), self.staging)
         copy_companions(self.model.provenance.folder, self.staging)
 
 

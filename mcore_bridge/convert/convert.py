@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,18 +18,20 @@ import torch
 
 from mcore_bridge.architecture import architecture_of
 from mcore_bridge.arguments import COUNT, accepts_former_names, given_path, require
-from mcore_bridge.config.hf import CONFIG, read_fields
+from mcore_bridge.config.hf import CONFIG, find_folder, read_fields
+from mcore_bridge.config.quantization import Quantize
 from mcore_bridge.config.unread_fields import require_no_unread
 from mcore_bridge.convert.conversion import Conversion, ModelConversion
 from mcore_bridge.convert.dist_to_hf import FromDist
 from mcore_bridge.convert.hf_merged import ToMerged
 from mcore_bridge.convert.hf_to_dist import ToDist
+from mcore_bridge.convert.hf_to_encoded import ToEncoded
 from mcore_bridge.convert.hf_to_plain import ToPlain
 from mcore_bridge.convert.hf_to_torch import RankFiles, ToTorch
 from mcore_bridge.convert.rank_files.rank_folder import find_rank_files
 from mcore_bridge.convert.resume import resume
 from mcore_bridge.convert.torch_to_hf import FromTorch
-from mcore_bridge.errors import CheckpointError, MeshError
+from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
 from mcore_bridge.factory.supports import require_supported
 from mcore_bridge.launch.processes import OnEvent, run_ranks
 from mcore_bridge.launch.worker import Report
@@ -42,6 +45,7 @@ from mcore_bridge.weights.files.sources import SourceFolders
 from mcore_bridge.weights.not_built import Mtp
 from mcore_bridge.weights.peft.peft_config import CONFIG as ADAPTER_CONFIG
 from mcore_bridge.weights.source.encoded_weights import quantization_in
+from mcore_bridge.weights.source.weight_format import AS_PUBLISHED
 
 DIST_FILE_BYTES = 512 << 20
 """Size limit of a file of ``torch_dist``: torch keeps the content of a file in memory until the end."""
@@ -94,6 +98,7 @@ def convert(
     mtp: Mtp = "copied",
     rank_files: RankFiles | None = None,
     plain: bool = False,
+    quantize: Quantize = None,
     num_processes: int = 1,
     num_gpus: int = 0,
     file_bytes: int | None = None,
@@ -118,6 +123,8 @@ def convert(
         rank_files: write Megatron's ``torch`` format with these settings, and not ``torch_dist``.
         plain: write an HF folder of the source's tensors, with encoded weights (docs/guide/quantized.md) as bf16 or
             ``dtype``, also tensors that a model does not use.
+        quantize: the format of the weights of an HF folder, as for ``save_hf_checkpoint``. "as_published" is the format
+            of ``hf``. From a folder of plain tensors, it needs ``plain``.
         num_processes: processes that write in parallel.
         num_gpus: use one process for each of these GPUs, instead of ``num_processes``. Parameters are assembled on the
             GPU.
@@ -136,17 +143,26 @@ def convert(
     _require_config(source if hf is None else given_path(hf), plain)
     checkpoint = source if plain or shard_names(source) else _find(source, rank_files)
     hf = given_path(hf) if hf is not None else source if plain else _config_of(source, checkpoint)
-    sources = SourceFolders.of(source, checkpoint, configs=[hf])
+    sources = SourceFolders.of(source, checkpoint, configs=[hf, *_folder_of_format(quantize, hf)])
     sources.require_apart(target)
     staging = Update(target, target / f"{PREFIX}{CONVERSION}").new
-    if plain:
-        conversion: Conversion = ToPlain.plan(source, staging, dtype=dtype, file_bytes=file_bytes or MAX_SHARD_BYTES)
+    if plain and quantize is not None:
+        size = file_bytes or MAX_SHARD_BYTES
+        conversion: Conversion = ToEncoded.of(source, staging, quantize, dtype=dtype, file_bytes=size)
+    elif plain:
+        conversion = ToPlain.plan(source, staging, dtype=dtype, file_bytes=file_bytes or MAX_SHARD_BYTES)
+    elif shard_names(source) and quantize is not None:
+        raise ConfigError(
+            "quantize encodes the weights of an HF folder, and a checkpoint of megatron-core has plain ones: pass "
+            "--to hf, or leave quantize out"
+        )
     elif shard_names(source):
         conversion = _from_hf(source, staging, hf, rank_files, dtype, num_mtp_layers, vision, file_bytes)
     else:
         to_hf = FromTorch if find_rank_files(checkpoint) else FromDist
         size = file_bytes or MAX_SHARD_BYTES
-        conversion = to_hf.plan(checkpoint, staging, hf, dtype=dtype, file_bytes=size, mtp=mtp)
+        from_megatron = to_hf.plan(checkpoint, staging, hf, dtype=dtype, file_bytes=size, mtp=mtp)
+        conversion = from_megatron if quantize is None else from_megatron.encoded(quantize, dtype)
     if strict_config and isinstance(conversion, ModelConversion):
         hf_config = conversion.model.provenance.hf
         require_no_unread([(hf_config, architecture_of(hf_config).fields)])
@@ -244,6 +260,19 @@ def _require_config(folder: Path, plain: bool) -> None:
     if plain and folder.is_dir():
         read_fields(folder / CONFIG)
         quantization_in(folder)
+
+
+def _folder_of_format(quantize: Quantize, hf: Path) -> list[Path]:
+    """The folder that shows the format of the target, if one does."""
+    if quantize is None or isinstance(quantize, Mapping):
+        return []
+    folder = hf if quantize == AS_PUBLISHED else find_folder(quantize)
+    if not shard_names(folder):
+        raise CheckpointError(
+            f"quantize={os.fspath(quantize)!r} needs a folder with quantized weights, found none in {folder}: pass the "
+            "folder of a release (with --hf for as_published), or a quantization_config"
+        )
+    return [folder]
 
 
 def _from_hf(

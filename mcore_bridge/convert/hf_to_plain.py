@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mcore_bridge.config.hf import read_fields, write_fields
 from mcore_bridge.convert.conversion import Conversion, Progress, units_of_tensors
+from mcore_bridge.convert.encoder import plain_dtype
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.dtypes import dtype_name, wanted_dtype
 from mcore_bridge.rules.encoded import Encoded
@@ -49,11 +50,7 @@ class ToPlain(Conversion):
             raise CheckpointError(
                 f"{source} has no quantized weights, expected some: it is already a folder of plain tensors"
             )
-        decoded = dtype or _dtype_of(_fields(source))
-        specs = tuple(
-            TensorSpec(name, tuple(t.shape), decoded if isinstance(t, Encoded) else wanted_dtype(name, t.dtype, dtype))
-            for name, t in stored.items()
-        )
+        specs = plain_specs_of(stored, source, dtype)
         units = units_of_tensors(specs, file_bytes)
         return cls(source=source, staging=staging, units=units, ignored=stored.unused, specs=specs, dtype=dtype)
 
@@ -65,7 +62,7 @@ class ToPlain(Conversion):
     @property
     def sizes(self) -> tuple[int, ...]:
         """Bytes of the tensors in each file."""
-        return tuple(sum(self.specs[number].num_bytes for number in unit) for unit in self.units)
+        return tuple(sum(spec.num_bytes for spec in self._specs_in(number)) for number in range(len(self.units)))
 
     @property
     def contents(self) -> Iterable[object]:
@@ -75,19 +72,16 @@ class ToPlain(Conversion):
     @property
     def numels(self) -> Sequence[int]:
         """See ``Conversion``."""
-        return [spec.numel for spec in self.specs]
+        return [spec.numel for spec in self._all_specs()]
 
     def write(self, number: int, progress: Progress) -> None:
         """Write one file, one tensor after the other, and each in pieces."""
-        specs = self._specs_in(number)
-        with self.completing(number) as path, SafetensorsWriter(path, specs) as writer:
-            for spec in specs:
-                start = 0
-                for piece in self._pieces(spec):
-                    writer.write(spec.name, start, piece)
-                    start += piece.nbytes
+        with self.completing(number) as path, SafetensorsWriter(path, self._specs_in(number)) as writer:
+            for spec in (self.specs[tensor] for tensor in self.units[number]):
+                for name, start, piece in self._written(spec):
+                    writer.write(name, start, piece)
+                    progress(piece.nbytes)
                 self._stored.release(spec.name)
-                progress(spec.num_bytes)
 
     def replaced(self, target: Path) -> Iterable[str]:
         """The names of the files of a checkpoint of this kind in ``target``."""
@@ -98,7 +92,7 @@ class ToPlain(Conversion):
         copy_companions(self.source, self.staging, *_OTHERS)
         forget_quantization(self.staging)
         fields = _fields(self.staging)
-        dtype = dtype_name(max(self.specs, key=lambda spec: spec.num_bytes).dtype)
+        dtype = dtype_name(plain_dtype(self._all_specs()))
         if "dtype" not in fields:
             fields["torch_dtype"] = dtype  # all releases of transformers read this spelling
         for part in (fields, *(value for value in fields.values() if isinstance(value, dict))):
@@ -108,6 +102,16 @@ class ToPlain(Conversion):
 
     def _specs_in(self, number: int) -> list[TensorSpec]:
         return [self.specs[tensor] for tensor in self.units[number]]
+
+    def _all_specs(self) -> list[TensorSpec]:
+        return [spec for number in range(len(self.units)) for spec in self._specs_in(number)]
+
+    def _written(self, spec: TensorSpec) -> Iterator[tuple[str, int, Tensor]]:
+        """Yield what is written of a tensor: a name, the byte at which a piece starts, and the piece, flat."""
+        start = 0
+        for piece in self._pieces(spec):
+            yield spec.name, start, piece
+            start += piece.nbytes
 
     @cached_property
     def _stored(self) -> Source:
@@ -122,6 +126,15 @@ class ToPlain(Conversion):
             return
         for view in tensor.flatten().split(PIECE_ELEMENTS):
             yield self._stored.read(spec.name, view).to(spec.dtype)
+
+
+def plain_specs_of(stored: Source, folder: Path, dtype: torch.dtype | None) -> tuple[TensorSpec, ...]:
+    """The tensors of a folder after decoding, in ``dtype`` or in the dtype of the config."""
+    decoded = dtype or _dtype_of(_fields(folder))
+    return tuple(
+        TensorSpec(name, tuple(t.shape), decoded if isinstance(t, Encoded) else wanted_dtype(name, t.dtype, dtype))
+        for name, t in stored.items()
+    )
 
 
 def _fields(folder: Path) -> dict[str, Any]:

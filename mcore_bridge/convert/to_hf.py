@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
 
+from mcore_bridge.config.quantization import Quantize
 from mcore_bridge.convert.assemble import HFSlice, parts_of, specs_of
 from mcore_bridge.convert.conversion import ModelConversion, Progress
+from mcore_bridge.convert.encoder import Encoder, Matrix, plain_dtype
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.dtypes import dtype_name, is_exact
 from mcore_bridge.rules.spec import TensorSpec
@@ -21,6 +24,7 @@ from mcore_bridge.weights.files.hf_folder import HEADS, weight_files, write_inde
 from mcore_bridge.weights.files.safetensors import SafetensorsWriter
 from mcore_bridge.weights.not_built import Mtp, NotBuilt, not_built_of
 from mcore_bridge.weights.plan.inventory import ParamEntry
+from mcore_bridge.weights.source.weight_format import is_linear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +34,28 @@ class ToHF(ModelConversion):
     kind = "hf"
     heads = HEADS
     mtp: Mtp = "copied"
+    encoder: Encoder = field(default_factory=Encoder)
+
+    def encoded(self, quantize: Quantize, dtype: torch.dtype | None) -> Self:
+        """This conversion with weights in a format.
+
+        Args:
+            quantize: as for ``save_hf_checkpoint``.
+            dtype: the dtype of tensors that are not encoded. None: as the folder of the format has them.
+
+        Raises:
+            BridgeError: as for ``Encoder.plan``.
+        """
+        entries, folder = self.model.entries, self.model.provenance.folder
+        linear = {part.name for entry in entries if is_linear(entry.held.name) for part in parts_of(entry)}
+        is_unused = self.model.mapping.is_unused
+        encoder = Encoder.plan(quantize, folder, [*specs_of(entries)], linear, dtype=dtype, is_unused=is_unused)
+        return replace(self, encoder=encoder)
 
     @property
     def options(self) -> object:
         """See ``Conversion``."""
-        return self.mtp
+        return [self.mtp, self.encoder.digest]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -44,7 +65,8 @@ class ToHF(ModelConversion):
     @cached_property
     def not_built(self) -> NotBuilt:
         """The tensors of parts that are not built, which come from the folder of the HF config."""
-        return not_built_of(self.model.provenance, self.model.mapping, mtp=self.mtp)
+        form = self.encoder.form
+        return not_built_of(self.model.provenance, self.model.mapping, mtp=self.mtp, form=form)
 
     @property
     def copied_names(self) -> tuple[str, ...]:
@@ -54,12 +76,17 @@ class ToHF(ModelConversion):
     @property
     def note(self) -> str:
         """See ``Conversion``."""
-        return self.not_built.note
+        return ". ".join(filter(None, (self.encoder.note, self.not_built.note)))
 
     @property
     def hf_names(self) -> Collection[str]:
         """See ``ModelConversion``."""
         return [spec.name for spec in self._all_specs()]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See ``ModelConversion``."""
+        return plain_dtype(self._all_specs())
 
     @property
     def numels(self) -> Sequence[int]:
@@ -78,10 +105,11 @@ class ToHF(ModelConversion):
     @property
     def sizes(self) -> tuple[int, ...]:
         """Bytes of the tensors in each file."""
-        return (*super().sizes, *(sum(spec.num_bytes for spec in unit) for unit in self.copied_units))
+        return tuple(sum(spec.num_bytes for spec in self._specs(number)) for number in range(len(self.names)))
 
     def write(self, number: int, progress: Progress) -> None:
         """Write one file, one parameter after the other."""
+        form = self.encoder.form
         with self.completing(number) as path, SafetensorsWriter(path, self._specs(number)) as writer:
             for name, tensor in self.not_built.pairs(spec.name for spec in self._copied_in(number)):
                 writer.write(name, 0, tensor.contiguous().flatten().view(torch.uint8))
@@ -89,8 +117,11 @@ class ToHF(ModelConversion):
             for param in self.units[number] if number < len(self.units) else ():
                 entry = self.model.entries[param]
                 for part, tensor in self.parts(param):
-                    _write(writer, entry, part, tensor)
-                progress(entry.held.num_bytes)
+                    for name in (part.name, *(entry.copies if part == parts_of(entry)[0] else ())):
+                        matrix = Matrix(name, part.index, entry.stack)
+                        for written, start, flat in self.encoder.pieces(form, matrix, tensor, self.device):
+                            writer.write(written, start, flat)
+                            progress(flat.nbytes)
 
     def parts(self, number: int) -> Iterator[tuple[HFSlice, Tensor]]:
         """Yield the parts of a parameter that belong to its HF tensors."""
@@ -103,22 +134,16 @@ class ToHF(ModelConversion):
     def finish(self) -> None:
         """Write the index, the HF config and the tokenizer."""
         super().finish()
+        self.encoder.finish(self.staging, [*self._all_specs()])
         write_index(self.staging, {name: self._specs(number) for number, name in enumerate(self.names)})
 
     def _specs(self, number: int) -> list[TensorSpec]:
         units = self.units[number] if number < len(self.units) else ()
-        return [*specs_of(self.model.entries[param] for param in units), *self._copied_in(number)]
+        plain = specs_of(self.model.entries[param] for param in units)
+        return [*chain.from_iterable(map(self.encoder.specs, plain)), *self._copied_in(number)]
 
     def _copied_in(self, number: int) -> tuple[TensorSpec, ...]:
         return self.copied_units[number - len(self.units)] if number >= len(self.units) else ()
-
-
-def _write(writer: SafetensorsWriter, entry: ParamEntry, part: HFSlice, tensor: Tensor) -> None:
-    flat = tensor.flatten().view(torch.uint8)
-    writer.write(part.name, (part.index or 0) * flat.nbytes, flat)
-    if part == parts_of(entry)[0]:
-        for name in entry.copies:
-            writer.write(name, 0, flat)
 
 
 def stored_as(entry: ParamEntry, stored: torch.dtype, dtype: torch.dtype | None) -> ParamEntry:

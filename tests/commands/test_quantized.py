@@ -1,16 +1,21 @@
 """The command on quantized folders: ``verify``, and ``plan``, which reads their configs alone."""
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from mcore_bridge.commands import text
 from mcore_bridge.commands.verify.transformers_logits import why_no_reference
 from tests import zoo
 from tests.support import quantized
 from tests.support.command import run
 from tests.support.strategies import tiny
+from tests.support.twins import read
 
 
 def test_verify_compares_with_what_files_decode_to(tmp_path: Path) -> None:
@@ -23,6 +28,8 @@ def test_verify_compares_with_what_files_decode_to(tmp_path: Path) -> None:
     assert "exact yes: 47 tensors bit by bit, on all 2 ranks" in said
     assert re.search(r"build \d+\.\d+, load \d\d?\d?\.\d+, export", said)  # durations, not seconds since boot
     assert "saved yes: 47 tensors bit by bit" in said
+    encoded = 28 * (2 if zoo.NEWEST else 3)
+    assert f'published yes: {encoded} encoded tensors bit by bit with quantize="as_published", and all others' in said
     assert ("largest difference to transformers" if zoo.NEWEST else "does not dequantize") in said
 
 
@@ -46,3 +53,35 @@ def test_plan_takes_the_config_of_a_quantized_model(tmp_path: Path) -> None:
         path.unlink()
     result = run("plan", tmp_path, "--tp", 2)
     assert result.exit_code == 0, result.output
+
+
+CUT = "is cut within 8 numbers whose codes lie together"
+FORMS = {"gpt_oss": quantized.mxfp4(), "kimi_k2": quantized.int4(8), "qwen3": quantized.deepseek((8, 8))}
+
+
+def config_of(name: str) -> Any:
+    if name == "kimi_k2":
+        return read(name, {**zoo.described()["deepseek_v3"].hf.to_dict(), "moe_intermediate_size": 24})
+    sizes = {"hidden_size": 64, "intermediate_size": 32} if name == "gpt_oss" else {}
+    return tiny(name, **{**zoo.described()[name].fields, **sizes})
+
+
+@pytest.mark.parametrize(("name", "left_out", "lost"), [("gpt_oss", "", []), ("kimi_k2", CUT, None), ("qwen3", "", 1)])
+def test_codes_leave_as_published_where_the_mesh_lets_them(name: str, left_out: str, lost: Any, tmp_path: Path) -> None:
+    """A plan counts their bytes. Codes beside a scale of zero, planted in the last case, cannot come back."""
+    files, _ = quantized.write(config_of(name), FORMS[name], tmp_path, dtype=torch.bfloat16)
+    mesh = [tmp_path, "--tp", 2, *(("--etp", 2) if left_out else ())]
+    if lost:
+        files["model.layers.1.mlp.up_proj.weight_scale_inv"][1, 1] = 0
+        lost = ["model.layers.1.mlp.up_proj.weight"]
+        save_file(files, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    result = run("verify", *mesh, "--no-logits", "--json")
+    found = json.loads(result.stdout)
+    assert (found["good"], result.exit_code) == (not lost, int(bool(lost)))
+    assert left_out in (found["encoded_left_out"] or "")
+    assert bool(left_out) == bool(found["encoded_left_out"])
+    assert found["encoded_different"] == lost
+    assert found["different"] == []
+    num_bytes = text.num_bytes(sum(tensor.nbytes for tensor in files.values()))
+    planned = " ".join(run("plan", *mesh).output.split())
+    assert (f'(quantize="as_published") it yields {num_bytes}; a rank receives' in planned) == (not left_out)

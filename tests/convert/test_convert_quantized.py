@@ -11,18 +11,23 @@ import torch
 from typer.testing import CliRunner
 
 from mcore_bridge.commands.app import app
+from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.convert.convert import convert
+from mcore_bridge.convert.hf_to_torch import rank_files
 from mcore_bridge.convert.rank_files.rank_folder import iter_mg_weights
-from mcore_bridge.errors import CheckpointError, ConfigError
+from mcore_bridge.errors import BridgeError, CheckpointError, ConfigError
 from mcore_bridge.trainers.rlinf.convertor import convert_hf_to_mg
 from mcore_bridge.weights.files.hf_folder import Checkpoint
+from mcore_bridge.weights.manifest import Manifest
 from tests import zoo
 from tests.support import quantized
 from tests.support.conversions import StoppedError, assert_exact, quiet, stop_half_way
 from tests.support.rlinf_files import PLAIN, asked
-from tests.support.strategies import tiny
+from tests.support.strategies import random_state, save, tiny
+from tests.support.twins import read
 
 FORMS: dict[str, tuple[Any, quantized.Format]] = {
+    "kimi_k2": (None, quantized.int4(8)),
     "qwen3_moe": (None, quantized.deepseek((8, 8), torch.bfloat16)),
     "gpt_oss": (64, quantized.mxfp4()),
     "llama": (None, quantized.nvfp4("modelopt")),
@@ -32,6 +37,9 @@ FORMS: dict[str, tuple[Any, quantized.Format]] = {
 def source(name: str, folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """A quantized folder: its files, and their decoded values."""
     width, form = FORMS[name]
+    if name == "kimi_k2":
+        hf = read("kimi_k2", zoo.described()["deepseek_v3"].hf.to_dict())
+        return quantized.write(hf, form, folder, dtype=torch.bfloat16)
     fields = dict(zoo.cases()[name].fields) if name != "llama" else {}
     if width:
         fields |= {"hidden_size": width, "intermediate_size": 32}
@@ -76,18 +84,88 @@ def test_it_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     assert not (tmp_path / "plain" / "config.json").exists()
     assert convert(tmp_path / "quantized", tmp_path / "plain", on_event=quiet, **arguments).num_kept > 0
     assert_exact(tmp_path / "plain", plain)
+    arguments |= {"quantize": tmp_path / "quantized"}
+    with pytest.raises(StoppedError):
+        convert(tmp_path / "plain", tmp_path / "encoded", on_event=stop_half_way, **arguments)
+    other = {**arguments, "quantize": {"quant_method": "fp8", "weight_block_size": [8, 8]}}
+    with pytest.raises(StoppedError):
+        convert(tmp_path / "plain", tmp_path / "encoded", on_event=stop_half_way, **other)
+    assert convert(tmp_path / "plain", tmp_path / "encoded", on_event=quiet, **arguments).num_kept == 0
     with pytest.raises(CheckpointError, match="has no quantized weights, expected some"):
         convert(tmp_path / "plain", tmp_path / "again", plain=True, on_event=quiet)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-def test_a_quantized_folder_becomes_one_of_megatron_core(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "kimi_k2"])
+def test_a_quantized_folder_becomes_one_of_megatron_core_and_is_published_again(name: str, tmp_path: Path) -> None:
+    """Plain weights that come back in the format of the folder have all its bits, and so has its config."""
     _, plain = source(name, tmp_path / "quantized")
     convert(tmp_path / "quantized", tmp_path / "dist", on_event=quiet)
     convert(tmp_path / "dist", tmp_path / "back", on_event=quiet)
     assert_exact(tmp_path / "back", plain)
     for folder in ("dist", "back"):
         assert "quantization_config" not in json.loads((tmp_path / folder / "config.json").read_text())
+    published = Manifest.from_folder(tmp_path / "quantized", digests=True)
+    described = json.loads((tmp_path / "quantized" / "config.json").read_text())
+    for folder, options in (
+        ("dist", {"hf": tmp_path / "quantized", "quantize": "as_published", "num_processes": 2}),
+        ("back", {"plain": True, "quantize": tmp_path / "quantized"}),
+        ("quantized", {"plain": True, "quantize": "as_published"}),
+    ):
+        target = tmp_path / f"from {folder}"
+        written = convert(tmp_path / folder, target, on_event=quiet, file_bytes=30_000, **options)
+        assert published.differences(Manifest.from_folder(target, digests=True)) == ()
+        assert sum(written.conversion.sizes) == published.num_bytes
+        config = json.loads((target / "config.json").read_text())
+        assert [config[key] for key in ("quantization_config", "num_hidden_layers")] == [
+            described[key] for key in ("quantization_config", "num_hidden_layers")
+        ]
+        assert config.get("dtype", config.get("torch_dtype")) == "bfloat16"
+
+
+def test_a_description_encodes_as_on_a_mesh(tmp_path: Path) -> None:
+    """A save on a mesh is held to the same oracle."""
+    form = quantized.deepseek((8, 8))
+    hf = tiny("qwen3_moe", **zoo.cases()["qwen3_moe"].fields)
+    state = random_state(hf, dtype=torch.bfloat16)
+    (tmp_path / "plain").mkdir()
+    save(state, hf, tmp_path / "plain")
+    (tmp_path / "published").mkdir()
+    save(form.files(state), hf, tmp_path / "published")
+    published = Manifest.from_folder(tmp_path / "published", digests=True)
+    convert(tmp_path / "plain", tmp_path / "dist", on_event=quiet)
+    mesh = rank_files("torch", ParallelDims(tp=2, ep=2), "torch")
+    convert(tmp_path / "plain", tmp_path / "ranks", rank_files=mesh, on_event=quiet)
+    for folder in ("plain", "dist", "ranks"):
+        options = {"plain": folder == "plain", "hf": None if folder == "plain" else tmp_path / "plain"}
+        convert(tmp_path / folder, tmp_path / f"from {folder}", quantize=form.note, on_event=quiet, **options)
+        assert published.differences(Manifest.from_folder(tmp_path / f"from {folder}", digests=True)) == ()
+        note = json.loads((tmp_path / f"from {folder}" / "config.json").read_text())["quantization_config"]
+        listed = note.pop("modules_to_not_convert")
+        assert note == form.note
+        assert {module for module in listed if "norm" not in module} == {
+            name.removesuffix(".weight")
+            for name, tensor in state.items()
+            if tensor.dim() > 1 and not form.is_quantized(name, tensor)
+        }
+
+
+def test_a_conversion_that_cannot_encode_says_what_to_use(tmp_path: Path) -> None:
+    source("qwen3_moe", tmp_path / "quantized")
+    source("llama", tmp_path / "other")
+    convert(tmp_path / "quantized", tmp_path / "plain", plain=True, on_event=quiet)
+    convert(tmp_path / "plain", tmp_path / "dist", on_event=quiet)
+    note = {"quant_method": "fp8", "weight_block_size": [8, 8]}
+    for folder, said, options in (
+        ("plain", "pass --to hf", {"quantize": note}),
+        ("plain", "found plain ones in .*pass the folder of a quantized release", {"quantize": "as_published"}),
+        ("plain", "tensors that this export does not have", {"quantize": tmp_path / "other"}),
+        ("plain", "shorten its list", {"quantize": {**note, "modules_to_not_convert": ["layers"]}}),
+        ("dist", "found none in .*--hf for as_published", {"quantize": "as_published"}),
+    ):
+        plain = folder == "plain" and "to hf" not in said
+        with pytest.raises(BridgeError, match=said):
+            convert(tmp_path / folder, tmp_path / "target", plain=plain, on_event=quiet, **options)
+    assert not (tmp_path / "target").exists()
 
 
 @pytest.mark.parametrize(("name", "plain"), [("qwen3_moe", True), ("gpt_oss", False)])
@@ -115,8 +193,18 @@ def test_files_for_rlinf_are_plain(tmp_path: Path) -> None:
 
 
 def test_the_command_writes_plain_folders(tmp_path: Path) -> None:
-    _, plain = source("llama", tmp_path / "quantized")
+    files, plain = source("llama", tmp_path / "quantized")
     found = CliRunner().invoke(app, ["convert", str(tmp_path / "quantized"), str(tmp_path / "plain"), "--to", "hf"])
     assert found.exit_code == 0, found.output
     assert "is written as hf" in " ".join(found.output.split())
     assert Checkpoint(tmp_path / "plain").keys() == plain.keys()
+    for number, form in enumerate((tmp_path / "quantized", tmp_path / "quantized" / "config.json", "{")):
+        asked = ("convert", tmp_path / "plain", tmp_path / f"{number}", "--to", "hf", "--quantize", form)
+        found = CliRunner().invoke(app, list(map(str, asked)))
+        said = " ".join(found.output.split())
+        assert (
+            "weights are encoded as nvfp4[1x16]" if number < 2 else "must be JSON if it begins with a brace"
+        ) in said
+    both = (Manifest.from_folder(tmp_path / folder, digests=True) for folder in ("quantized", "0"))
+    assert next(both).differences(next(both)) == ()
+    assert {name for name in files if name.endswith(".input_scale")} == files.keys() - Checkpoint(tmp_path / "1").keys()

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import mcore_bridge as mb
+from mcore_bridge.convert.convert import convert
 from mcore_bridge.engines import EngineWorker
 from mcore_bridge.errors import ConfigError, ExportError, MappingError, TargetError
 from mcore_bridge.weights.manifest import Manifest
@@ -23,6 +24,7 @@ from mcore_bridge.weights.sent import encoding
 from mcore_bridge.weights.source.source import open_source
 from mcore_bridge.weights.transfer.collectives import Group
 from tests.support import pool, quantized
+from tests.support.conversions import quiet
 from tests.support.quantized import Format, deepseek
 from tests.support.quantized_cases import CASES, case, family
 from tests.support.strategies import random_state, save, tiny
@@ -162,7 +164,7 @@ def newly(folder: str, saved: str, dims: mb.ParallelDims, dtype: torch.dtype, no
 
 @pytest.mark.parametrize("name", NEW)
 def test_new_scales_are_those_of_whole_tensors(name: str, tmp_path: Path) -> None:
-    """Also where a block lies on several ranks. What is saved is read again with the same values."""
+    """Also where a block lies on several ranks, and in a conversion. What is saved is read again with equal values."""
     make, form, dtype, dims = NEW[name]
     hf = make()
     state = random_state(hf, dtype=dtype)
@@ -179,6 +181,10 @@ def test_new_scales_are_those_of_whole_tensors(name: str, tmp_path: Path) -> Non
     assert "lm_head" in listed
     assert not any(".experts." in module for module in listed)
     assert config.get("dtype", config.get("torch_dtype")) == str(dtype).removeprefix("torch.")
+    convert(tmp_path, tmp_path / "converted", plain=True, quantize=form.note, on_event=quiet)
+    saved, converted = (Manifest.from_folder(tmp_path / each, digests=True) for each in ("saved", "converted"))
+    assert saved.differences(converted) == ()
+    assert json.loads((tmp_path / "converted" / "config.json").read_text())["quantization_config"] == note
     if "fp4" in str(open_source(found, note).scheme.held):  # the oracle has no -0, and rounds middles down
         decoded = form.decoded(state, dtype)
         source = open_source(found, note)

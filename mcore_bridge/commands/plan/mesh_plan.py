@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -16,15 +18,18 @@ from torch import nn
 
 from mcore_bridge.commands.plan.replicas import replicas
 from mcore_bridge.config.mesh.pipeline import Stage
+from mcore_bridge.errors import CheckpointError, MappingError
 from mcore_bridge.launch.fake_rank import rank_of
 from mcore_bridge.rules.layout import Axes
 from mcore_bridge.rules.mapping import WeightMapping
 from mcore_bridge.rules.names import TOWER, count_mtp_layers, expert_of, layer_of, mtp_layer_of, renumber_layer
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.bound import BoundModel, bind
+from mcore_bridge.weights.files.hf_folder import shard_names
 from mcore_bridge.weights.plan.export_plan import ExportPlan
 from mcore_bridge.weights.plan.gather import plan_export
 from mcore_bridge.weights.plan.inventory import Inventory
+from mcore_bridge.weights.source.weight_format import AS_PUBLISHED, PLAIN, weight_format
 
 if TYPE_CHECKING:
     from mcore_bridge.factory.blueprint import Blueprint
@@ -102,6 +107,19 @@ class MeshPlan:
     ranks: tuple[tuple[Chunk, ...], ...]
     replica: Replica
     export: ExportPlan
+
+    def as_published(self) -> ExportPlan | None:
+        """The plan of an export in the format of the folder. Only headers of its files are read.
+
+        None: the folder has no quantized weights, or is incomplete, or its codes cannot leave on this mesh.
+        """
+        folder = self.blueprint.provenance.folder
+        try:
+            form = weight_format(AS_PUBLISHED, folder) if folder and shard_names(Path(folder)) else PLAIN
+            encode = partial(form.entries, self.replica.mapping)
+            return plan_export(*self.replica, bucket_bytes=None, encode=encode) if form.is_encoded else None
+        except (CheckpointError, MappingError):
+            return None
 
 
 def plan_mesh(blueprint: Blueprint, *, world_size: int) -> MeshPlan:

@@ -117,6 +117,8 @@ class Planned:
         parameters: the number of parameters of the whole model.
         stages: by pipeline rank, and then by virtual stage.
         export: the cost of an export for the rank with the highest cost.
+        published: the cost of an export in the format of a quantized folder. None: the folder has no quantized
+            weights, or they cannot leave so on this mesh.
         engine: the cost of sending to engines. None: it was not requested.
         notes: remarks on fields of the config that change nothing.
         engine_ranks: all ranks of one engine.
@@ -131,9 +133,11 @@ class Planned:
     parameters: int
     stages: tuple[StageRow, ...]
     export: Cost
+    published: Cost | None
     engine: Feeding | None
     notes: tuple[str, ...]
     mesh_plan: MeshPlan = field(repr=False)
+    published_bytes: int = field(repr=False)
     engine_ranks: tuple[EngineRank, ...] = field(repr=False)
     bandwidth: float = field(repr=False)
 
@@ -146,7 +150,7 @@ class Planned:
         Raises:
             TargetError: engines of this size do not fill the job, or the model cannot be sliced so.
         """
-        blueprint = mesh_plan.blueprint
+        blueprint, published = mesh_plan.blueprint, mesh_plan.as_published()
         return cls(
             model_type=blueprint.hf.model_type,
             tower=bool(blueprint.provenance.tower),
@@ -156,9 +160,11 @@ class Planned:
             parameters=sum(spec.numel for spec in mesh_plan.export.tensors()),
             stages=tuple(StageRow.of(chunk) for chunks in mesh_plan.ranks for chunk in chunks),
             export=cost_of(mesh_plan.export, bandwidth=bandwidth),
+            published=cost_of(published, bandwidth=bandwidth) if published else None,
             engine=feed(mesh_plan, engine_ranks, bandwidth=bandwidth) if engine_ranks else None,
             notes=tuple(note for _, note in notes_on(blueprint.unread)),
             mesh_plan=mesh_plan,
+            published_bytes=sum(spec.num_bytes for spec in published.tensors()) if published else 0,
             engine_ranks=engine_ranks,
             bandwidth=bandwidth,
         )
@@ -167,7 +173,8 @@ class Planned:
 def render(planned: Planned) -> Group:
     """The report: a title, a row per chunk, and the cost of an export, and of feeding engines if there are any."""
     feeding = ("", _feeding(planned)) if planned.engine else ()
-    return Group(title(planned), *planned.notes, "", _table(planned), "", _export(planned), *feeding)
+    exports = [_export(planned), *([_published(planned)] if planned.published else [])]
+    return Group(title(planned), *planned.notes, "", _table(planned), "", *exports, *feeding)
 
 
 def title(planned: Planned) -> str:
@@ -280,6 +287,14 @@ def _export(planned: Planned) -> str:
         f"are sent at once are as wide as the fullest), receives {text.num_bytes(cost.received)}, and takes {memory}. "
         f"{_predicted(cost.seconds, planned.bandwidth)}"
     )
+
+
+def _published(planned: Planned) -> str:
+    cost = planned.published
+    assert cost is not None
+    received = f"; a rank receives {text.num_bytes(cost.received)}" if cost.ranks > 1 else ""
+    yields = f"it yields {text.num_bytes(planned.published_bytes)}{received}."
+    return f'In the format of the folder (quantize="as_published") {yields}'
 
 
 def _feeding(planned: Planned) -> str:

@@ -17,20 +17,22 @@ import torch
 from mcore_bridge.commands.verify.folders import entries_of
 from mcore_bridge.commands.verify.logits import Comparison, compare_logits
 from mcore_bridge.config.layer_kinds import held_mtp_layers
+from mcore_bridge.errors import MappingError
 from mcore_bridge.factory.blueprint import BuildOptions
 from mcore_bridge.launch.worker import Report
-from mcore_bridge.rules.dtypes import Dtypes
+from mcore_bridge.rules.dtypes import Dtypes, wanted_dtype
 from mcore_bridge.rules.mapping import WeightMapping
 from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.files.sources import SourceFolders
-from mcore_bridge.weights.manifest import Manifest, ManifestEntry, manifest
+from mcore_bridge.weights.manifest import Manifest, ManifestEntry, digest, manifest
 from mcore_bridge.weights.peft.hf_adapters import adapters_of, iter_hf_adapters
 from mcore_bridge.weights.peft.peft_folder import open_peft
-from mcore_bridge.weights.progress import show_progress
+from mcore_bridge.weights.progress import show_progress, tracked
 from mcore_bridge.weights.save import save_hf_checkpoint
 from mcore_bridge.weights.source.encoded_weights import scheme_in
 from mcore_bridge.weights.source.source import Source, open_folder
+from mcore_bridge.weights.source.weight_format import AS_PUBLISHED
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.failures import raise_on_all
 
@@ -76,6 +78,9 @@ class RankResult:
         seconds: times by phase.
         logits: on rank 0, unless they were left out; then ``skipped`` is the reason.
         widened: the tensors whose dtype is not the dtype of the model, such as a router's bias in fp32.
+        stored: this rank's part of the tensors in a quantized folder, as the files have them.
+        published: the manifest of the export in the format of this folder. None: the folder is not quantized, or
+            ``unsent`` is the reason why codes cannot be sent.
         adapters: for each tensor of the adapter, whether its export has the bits of the PEFT folder.
     """
 
@@ -87,6 +92,9 @@ class RankResult:
     logits: Comparison | None = None
     skipped: str = ""
     widened: tuple[str, ...] = ()
+    stored: tuple[ManifestEntry, ...] = ()
+    published: Manifest | None = None
+    unsent: str = ""
     adapters: dict[str, bool] = field(default_factory=dict)
 
     @contextlib.contextmanager
@@ -123,6 +131,7 @@ def check_rank(task: Task, report: Report) -> RankResult:
     _export(chunks, task, finding, report)
     mapping = chunks[0].bridge.mapping(tied=chunks[0].share_embeddings_and_output_weights)
     finding.expected = _share(open_folder(task.against, mapping), task, task.crossing, report, "compare")
+    _export_as_published(chunks, task, mapping, finding, report)
     if task.save is not None:
         with raise_on_all(Group(None)):
             task.sources.require_unchanged()
@@ -173,6 +182,33 @@ def _export(chunks: list[GPTModel], task: Task, finding: RankResult, report: Rep
     if task.adapter is not None:
         finding.adapters = _adapters(chunks, task.adapter)
     finding.widened = tuple(spec.name for spec in plain if own[spec.name] not in (spec.dtype, task.options.dtype))
+
+
+def _export_as_published(
+    chunks: list[GPTModel], task: Task, mapping: WeightMapping, finding: RankResult, report: Report
+) -> None:
+    """Exports in the format of a quantized folder, and reads this rank's part of its tensors, as they are stored."""
+    source = open_folder(task.folder, mapping)
+    if not any(source.stored(name).encoding for name in task.names):
+        return
+    try:
+        with finding.timed("as published"), show_progress(report):
+            finding.published = manifest(chunks, quantize=AS_PUBLISHED, digests=True, merged=False)
+    except MappingError as error:  # on every rank alike, before anything is sent
+        finding.unsent = str(error)
+        return
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    names = [spec.name for name in task.names for spec in source.raw_specs(name)][rank::world_size]
+    plain = {name for name in task.names if source.stored(name).encoding is None}
+    specs = []
+    with show_progress(report):
+        stored = Source(Checkpoint(task.folder))
+        for name, tensor in tracked(stored.pairs(names), "codes", names.__len__):
+            crossing = wanted_dtype(name, tensor.dtype, task.crossing) if name in plain else tensor.dtype
+            held = tensor.to(crossing).to(tensor.dtype)
+            specs.append(ManifestEntry(name, tuple(held.shape), held.dtype, digest(held)))
+        stored.require_unchanged()
+    finding.stored = tuple(specs)
 
 
 def _adapters(chunks: list[GPTModel], folder: Path) -> dict[str, bool]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,6 +55,10 @@ class Verdict:
         saved_different: names whose bits differ between the files and the saved folder. None: nothing was saved.
         adapter_different: names of the adapter's tensors whose bits differ between the PEFT folder and the export on
             any rank. None: there is no adapter.
+        encoded: the number of encoded tensors in the files: codes, scales and what else belongs to them.
+        encoded_different: names whose bits differ between the files and the export with ``quantize="as_published"`` on
+            any rank. None: the files are not quantized, or this export was left out.
+        encoded_left_out: why a quantized folder was not exported so, such as a mesh that cuts its codes. None: it was.
         logits: the comparison with transformers, or with ``peft``. None: it was left out.
         logits_left_out: why there is no comparison of logits. None: there is one.
         not_built: names of a composite's other parts, which a save copies.
@@ -80,6 +84,9 @@ class Verdict:
     different: tuple[str, ...]
     saved_different: tuple[str, ...] | None
     adapter_different: tuple[str, ...] | None
+    encoded: int
+    encoded_different: tuple[str, ...] | None
+    encoded_left_out: str | None
     logits: Comparison | None
     logits_left_out: str | None
     not_built: tuple[str, ...]
@@ -95,7 +102,7 @@ class Verdict:
     @property
     def good(self) -> bool:
         """Whether no comparison has found a difference."""
-        is_same = not (self.different or self.saved_different or self.adapter_different)
+        is_same = not (self.different or self.saved_different or self.adapter_different or self.encoded_different)
         return is_same and (self.logits is None or self.logits.agree())
 
 
@@ -174,6 +181,7 @@ def _verdict(
     saved = Manifest(tuple(spec for finding in findings for spec in finding.saved))
     drawn = [spec for spec in exported if spec.name not in checkpoint and _is_of_mtp(mapping, spec.name)]
     exported_names = set(task.names)
+    encoded = [spec for name in task.names if checkpoint.stored(name).encoding for spec in checkpoint.raw_specs(name)]
     others = [name for name in checkpoint if name not in exported_names]
     adapters = {name for finding in findings for name, is_same in finding.adapters.items() if not is_same}
     return Verdict(
@@ -192,6 +200,9 @@ def _verdict(
         different=differences(Manifest((*expected, *drawn)), [finding.exported for finding in findings]),
         saved_different=None if task.save is None else differences(expected, [saved]),
         adapter_different=None if task.adapter is None else tuple(sorted(adapters)),
+        encoded=len(encoded),
+        encoded_different=_encoded_different(findings, {spec.name for spec in drawn}),
+        encoded_left_out=first.unsent or None,
         logits=first.logits,
         logits_left_out=None if first.logits is not None else first.skipped or "as asked",
         not_built=tuple(filter(mapping.is_not_built, others)),
@@ -204,6 +215,15 @@ def _verdict(
         widened=tuple(dict.fromkeys(name for finding in findings for name in finding.widened)),
         num_adapters=len(first.adapters),
     )
+
+
+def _encoded_different(findings: Sequence[RankResult], drawn: Collection[str]) -> tuple[str, ...] | None:
+    """Names that differ between a quantized folder and an export in its format. ``drawn`` are in the export alone."""
+    exported = [finding.published for finding in findings if finding.published is not None]
+    if not exported:
+        return None
+    stored = Manifest(tuple(spec for finding in findings for spec in finding.stored))
+    return tuple(name for name in differences(stored, exported) if name not in drawn)
 
 
 def _vision(provenance: Provenance) -> str:

@@ -78,6 +78,12 @@ def forget_quantization(folder: Path) -> None:
         write_fields(config, fields)
 
 
+def describe_quantization(folder: Path, note: object) -> None:
+    """Write the description of quantized weights to the config of a folder."""
+    config = folder / "config.json"
+    write_fields(config, read_fields(config) | {"quantization_config": note})
+
+
 def config_folders(source: Path, iteration: Path) -> tuple[Path, ...]:
     """The folders that may have the HF config of a checkpoint: its own, or the folders to which verl writes it.
 

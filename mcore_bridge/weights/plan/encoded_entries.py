@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from mcore_bridge.errors import MappingError
+from mcore_bridge.rules.layout import TRANSPOSED
 from mcore_bridge.rules.mapping import unstacked
 from mcore_bridge.rules.scheme import Encoding, Scheme
 from mcore_bridge.rules.spec import TensorSpec
@@ -240,6 +241,14 @@ def _with_trailing(traced: Trace, trailing: Shape) -> Trace:
         return traced
     shapes = tuple((*shape, *trailing) for shape in traced.part_shapes)
     return Trace(shapes, (*traced.shard_shape, *trailing), traced.to_mcore, traced.to_hf)
+
+
+def whole_trace(shape: Shape, encoding: Encoding) -> Trace:
+    """The trace of a matrix whose single shard has the orientation of its codes."""
+    view = TRANSPOSED if encoding.order[-2:] != tuple(sorted(encoding.order[-2:])) else None
+    turned = shape if view is None else shape[::-1]
+    copies = (Copy(0, 0, 0, 0, 0, turned[0], view=view),)
+    return Trace((shape,), turned, copies, copies)
 
 
 def side_by_side(shapes: Sequence[Shape], dim: int) -> Trace:

@@ -32,7 +32,7 @@ from mcore_bridge.rules.mapping import unstacked
 from mcore_bridge.rules.scheme import Scheme
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.rules.trace import Trace
-from mcore_bridge.weights.plan.encoded_entries import cells_of, encoded_entries, side_by_side, upright_of
+from mcore_bridge.weights.plan.encoded_entries import cells_of, encoded_entries, upright_of, whole_trace
 from mcore_bridge.weights.plan.inventory import EncodedPart, ParamEntry, Role
 from mcore_bridge.weights.source.weight_format import WeightFormat
 from mcore_bridge.weights.transfer.collectives import Group
@@ -104,15 +104,25 @@ def encode_shards(
     return sources, made
 
 
-def encoded_tensors(name: str, weight: Tensor, scheme: Scheme, form: WeightFormat) -> Iterator[tuple[str, Tensor]]:
-    """Encode one whole weight: the names and tensors of its codes and scales, or the weight if ``scheme`` lacks it."""
-    spec = TensorSpec.of(name, weight)
-    entry = ParamEntry(spec, (name,), side_by_side([spec.shape], 0), {0: (0,)})
-    entries = encoded_entries([entry], scheme)
-    roles = {of.encoded.role: of.encoded for of in entries if of.encoded is not None and of.encoded.constant is None}
-    if not roles:
+def encoded_tensors(
+    name: str, weight: Tensor, scheme: Scheme, form: WeightFormat, *, stack: int = 0
+) -> Iterator[tuple[str, Tensor]]:
+    """Encode one whole weight: the names and tensors of its codes and scales, or the weight if ``scheme`` lacks it.
+
+    Args:
+        name: its plain name; of an expert in a stack with its number, as ``weight[3]``. The results then have it, too.
+        weight: the numbers of the weight, or of this expert.
+        stack: the number of experts in the stack; 0 for other weights.
+    """
+    if (encoding := scheme.held.get(unstacked(name)[0])) is None:
         yield name, weight
         return
+    traced = whole_trace(tuple(weight.shape), encoding)
+    if traced.to_mcore[0].view is not None:
+        weight = weight.mT
+    spec = TensorSpec.of(name, weight)
+    entries = encoded_entries([ParamEntry(spec, (name,), traced, {0: (0,)}, stack)], scheme)
+    roles = {of.encoded.role: of.encoded for of in entries if of.encoded is not None and of.encoded.constant is None}
     shard = EncodedShard(roles, 0, lambda: weight.detach(), form)
     with torch.no_grad():
         if _num_shared(roles):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -67,16 +67,22 @@ class WeightFormat:
                 cannot follow; the message names them.
             ConfigError: the description does not fit the weights.
         """
-        if self.source is not None:
-            known = plain_specs(entries)
-            lost = [name for name in self.source.scheme.held if name not in known and not mapping.is_unused(name)]
-            if lost:
-                raise MappingError(
-                    f"{self.source.folder} encodes {len(lost)} tensors that this export does not have, such as "
-                    f"{lost[0]}: expected a folder of this model with equal names. Leave expert_format= at its default"
-                )
+        self.require_all(plain_specs(entries), mapping.is_unused)
         linear = [entry for entry in entries if is_linear(entry.held.name)]
         return encoded_entries(entries, self.scheme_for(plain_specs(linear).values()))
+
+    def require_all(self, known: Collection[str], is_unused: Callable[[str], bool] = lambda name: False) -> None:
+        """Require that all weights that the folder encodes are among ``known``, the plain names of an export.
+
+        Raises:
+            MappingError: weights are missing for which ``is_unused`` is false; the message names one.
+        """
+        if lost := [name for name in self.files if name not in known and not is_unused(name)]:
+            raise MappingError(
+                f"{self.folder} encodes {len(lost)} tensors that this export does not have, such as {lost[0]}: "
+                "expected a folder of this model with equal names",
+                in_python="leave expert_format= at its default",
+            )
 
     def scheme_for(self, weights: Iterable[TensorSpec]) -> Scheme:
         """The scheme of a model with these plain weights of linear layers.
