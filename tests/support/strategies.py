@@ -159,8 +159,9 @@ def _shapes(config: str) -> list[tuple[str, list[int]]]:
     """The names and shapes of a checkpoint of transformers. They are kept in a file for other processes of the session,
     since many ranks ask for each model.
     """
-    folder = Path(os.environ["MCORE_BRIDGE_CACHE"])
-    path = folder / f"shapes-{hashlib.sha256(config.encode()).hexdigest()}.json"
+    if "MCORE_BRIDGE_CACHE" not in os.environ:  # a program of its own
+        return [(name, [*shape]) for name, shape in _shapes_in_transformers(config)]
+    path = Path(os.environ["MCORE_BRIDGE_CACHE"]) / f"shapes-{hashlib.sha256(config.encode()).hexdigest()}.json"
     if not path.exists():
         unfinished = path.with_suffix(f".{os.getpid()}")
         unfinished.write_text(json.dumps(_shapes_in_transformers(config)))

@@ -320,7 +320,7 @@ def test_a_writer_renews_its_lock_and_commits_nothing_without_it(tmp_path, model
     save(models["a"], tmp_path)
     monkeypatch.setattr(folder_lock, "BEAT", 0.01)
 
-    def taken(shards, specs, provenance, staging, kept):
+    def taken(*of_rest):
         os.utime(tmp_path / LOCK, (1, 1))
         end = time.monotonic() + 60
         while (tmp_path / LOCK).stat().st_mtime == 1:
