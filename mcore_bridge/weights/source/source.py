@@ -270,5 +270,6 @@ def open_source(weights: HFWeights, note: object = None) -> Source | Pairs:
     if isinstance(weights, Iterable):
         return Pairs(weights, quantization)
     raise CheckpointError(
-        f"expected a folder, a mapping of HF names to tensors, or an iterable of such pairs, found {shown(weights)}"
+        f"expected a folder, a mapping of HF names to tensors, or an iterable of such pairs, found {shown(weights)}: "
+        "pass one of them"
     )
