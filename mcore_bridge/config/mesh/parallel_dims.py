@@ -99,9 +99,14 @@ class ParallelDims:
             object.__setattr__(self, name, bool(flag))  # settings of a command line have 0 or 1
         object.__setattr__(self, "layout", layout_text(self.layout))
         if self.sp and self.tp == 1:
-            raise MeshError("sp=True needs tp > 1: sequence parallelism cuts activations over the tp axis, found tp=1")
+            raise MeshError(
+                "sp=True needs tp > 1: sequence parallelism cuts activations over the tp axis, found tp=1. Set both, "
+                "or neither"
+            )
         if self.vp > 1 and self.pp == 1:
-            raise MeshError(f"vp={self.vp} needs pp > 1: virtual stages interleave pipeline ranks, found pp=1")
+            raise MeshError(
+                f"vp={self.vp} needs pp > 1: virtual stages interleave pipeline ranks, found pp=1. Set both, or neither"
+            )
         self._check_hierarchy()
         self._split()
 
