@@ -126,7 +126,13 @@ def register(architecture: Architecture) -> Architecture:
         >>> mb.register(replace(ARCHITECTURE, model_type="my_qwen3", reads_as="qwen3")).model_type
         'my_qwen3'
     """
-    require(ConfigError, architecture=(architecture, instance_of("an Architecture", Architecture)))
+    require(
+        ConfigError,
+        architecture=(
+            architecture,
+            instance_of("an Architecture", Architecture, advice="make one by Architecture(...)"),
+        ),
+    )
     _load_ours()
     return _add(architecture)
 

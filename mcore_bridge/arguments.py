@@ -18,24 +18,25 @@ from mcore_bridge.errors import BridgeError, CheckpointError, shown
 
 
 class Kind(NamedTuple):
-    """A kind of arguments: its description, and a function that checks a value."""
+    """A kind of arguments: its description, a function that checks a value, and what to do about a wrong value."""
 
     words: str
     is_good: Callable[[object], bool]
+    advice: str
 
     def or_none(self) -> Kind:
         """The kind with None."""
-        return Kind(f"{self.words}, or None", lambda value: value is None or self.is_good(value))
+        return Kind(f"{self.words}, or None", lambda value: value is None or self.is_good(value), self.advice)
 
 
-def instance_of(words: str, *types: type) -> Kind:
+def instance_of(words: str, *types: type, advice: str) -> Kind:
     """The kind of values that have one of these types."""
-    return Kind(words, lambda value: isinstance(value, types))
+    return Kind(words, lambda value: isinstance(value, types), advice)
 
 
-def list_of(words: str, *types: type) -> Kind:
+def list_of(words: str, *types: type, advice: str) -> Kind:
     """The kind of lists and tuples of values that have one of these types."""
-    return Kind(words, lambda value: _is_list_of(value, lambda entry: isinstance(entry, types)))
+    return Kind(words, lambda value: _is_list_of(value, lambda entry: isinstance(entry, types)), advice)
 
 
 def require(error: type[BridgeError], **given: tuple[object, Kind]) -> None:
@@ -50,7 +51,7 @@ def require(error: type[BridgeError], **given: tuple[object, Kind]) -> None:
 def problem_of(**given: tuple[object, Kind]) -> str:
     """The message that ``require`` would raise, or an empty string."""
     wrong = [(name, *pair) for name, pair in given.items() if not pair[1].is_good(pair[0])]
-    return "; ".join(f"{name} must be {kind.words}, found {shown(value)}" for name, value, kind in wrong)
+    return "; ".join(f"{name} must be {kind.words}, found {shown(value)}: {kind.advice}" for name, value, kind in wrong)
 
 
 def is_count(value: object) -> TypeGuard[int]:
@@ -88,28 +89,44 @@ def _is_tensor(value: object, dtype: str = "", device: object = None) -> bool:
 
 def ids_on(device: object = None) -> Kind:
     """The kind of token ids, on the device of a model if one is given."""
-    return Kind(f"an int64 tensor{_place(device)}", lambda value: _is_tensor(value, "torch.int64", device))
+    advice = f"pass torch.as_tensor(ids).long(){_move(device)}"
+    return Kind(f"an int64 tensor{_place(device)}", lambda value: _is_tensor(value, "torch.int64", device), advice)
 
 
 def tensor_on(device: object = None) -> Kind:
     """The kind of tensors, on the device of another one if that is given."""
-    return Kind(f"a tensor{_place(device)}", lambda value: _is_tensor(value, device=device))
+    advice = f"pass torch.as_tensor(values){_move(device)}"
+    return Kind(f"a tensor{_place(device)}", lambda value: _is_tensor(value, device=device), advice)
 
 
 def _place(device: object) -> str:
     return "" if device is None else f" on {device}"
 
 
-WHOLE = Kind("a whole number", _is_whole)
-COUNT = Kind("a whole number of at least 1", lambda value: is_count(value) and _is_whole(value))
-LEAST_0 = Kind("a whole number of at least 0", lambda value: _is_whole(value) and value >= 0)  # type: ignore[operator]
-FLAG = instance_of("True or False", bool)
-COUNTS = Kind("a list of whole numbers", lambda value: _is_list_of(value, _is_whole))
-NAMES = list_of("a list of names", str)
-DEVICE = Kind('a torch.device, or its name such as "cpu" or "cuda:0"', _is_device)
-FUNCTION = Kind("a function", callable)
-MAPPING = instance_of("a mapping", Mapping)
-ITERABLE = Kind("an iterable", lambda value: isinstance(value, Iterable) and not isinstance(value, str | bytes))
+def _move(device: object) -> str:
+    return "" if device is None else f".to({str(device)!r})"
+
+
+WHOLE = Kind("a whole number", _is_whole, "pass an int such as 1234")
+COUNT = Kind(
+    "a whole number of at least 1", lambda value: is_count(value) and _is_whole(value), "pass an int such as 1"
+)
+LEAST_0 = Kind(
+    "a whole number of at least 0",
+    lambda value: _is_whole(value) and value >= 0,  # type: ignore[operator]
+    "pass an int such as 0",
+)
+FLAG = instance_of("True or False", bool, advice="pass one of the two")
+COUNTS = Kind("a list of whole numbers", lambda value: _is_list_of(value, _is_whole), "pass a list such as [2, 2]")
+NAMES = list_of("a list of names", str, advice="pass a list, even of one name")
+DEVICE = Kind(
+    'a torch.device, or its name such as "cpu" or "cuda:0"', _is_device, 'pass "cpu", or "cuda" on a machine with GPUs'
+)
+FUNCTION = Kind("a function", callable, "pass the function itself, not its result")
+MAPPING = instance_of("a mapping", Mapping, advice="pass a dict")
+ITERABLE = Kind(
+    "an iterable", lambda value: isinstance(value, Iterable) and not isinstance(value, str | bytes), "pass a list"
+)
 
 
 def given_path(path: str | os.PathLike[str], kind: type[BridgeError] = CheckpointError) -> Path:
@@ -130,7 +147,7 @@ def given_path(path: str | os.PathLike[str], kind: type[BridgeError] = Checkpoin
         raise kind(f"expected a path, found {shown(path)}: pass a string or a pathlib.Path")
     if not text or (not isinstance(path, str) and Path(path) == Path()):
         raise kind(
-            "expected a path, found an empty string: is a variable not set?",
+            "expected a path, found an empty string: is a variable not set? Set it, or pass a path",
             in_python="Path('') equals Path('.'): pass Path.cwd() for the working folder",
         )
     if "\0" in text:

@@ -102,7 +102,10 @@ def require_images(images: Sequence[Mapping[str, Any] | None], num_rows: int, re
             f"all rows, found {type(images).__name__}: pass one of these"
         )
     if len(images) != num_rows:
-        raise BatchError(f"images must have an entry for each of {num_rows} rows, found {len(images)}")
+        raise BatchError(
+            f"images must have an entry for each of {num_rows} rows, found {len(images)}: "
+            "add None for rows without images"
+        )
     for row, inputs in enumerate(images):
         if inputs is not None and not isinstance(inputs, Mapping):
             raise BatchError(

@@ -25,6 +25,7 @@ IGNORED = -100
 _LOGITS = Kind(
     "a tensor of floats [..., padded vocab / tp]",
     lambda value: isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0,
+    "pass the output of the last stage",
 )
 CHUNK = 1 << 24
 """Elements that are converted to fp32 at a time: 64 MB, of which three or four copies exist at once."""

@@ -105,7 +105,7 @@ def pack_sequences(
         BatchError,
         input_ids=(input_ids, ids_on()),
         attention_mask=(attention_mask, tensor_on(getattr(input_ids, "device", None)).or_none()),
-        dims=(dims, instance_of("a ParallelDims", ParallelDims).or_none()),
+        dims=(dims, instance_of("a ParallelDims", ParallelDims, advice="write ParallelDims(...)").or_none()),
         cp_rank=(cp_rank, LEAST_0),
         packed=(packed, FLAG),
         multiple_of=(multiple_of, COUNT),
@@ -114,13 +114,18 @@ def pack_sequences(
     dims = ParallelDims() if dims is None else dims
     if input_ids.dim() != 2 or (attention_mask is not None and attention_mask.shape != input_ids.shape):
         shapes = [tuple(input_ids.shape), attention_mask if attention_mask is None else tuple(attention_mask.shape)]
-        raise BatchError(f"input_ids and attention_mask must both be [batch, seq], found {shapes}")
+        raise BatchError(f"input_ids and attention_mask must both be [batch, seq], found {shapes}: reshape them")
     if attention_mask is not None:
         require_mask(attention_mask)
     if not input_ids.numel():
-        raise BatchError(f"input_ids must be [batch, seq] with at least one token, found {tuple(input_ids.shape)}")
+        raise BatchError(
+            f"input_ids must be [batch, seq] with at least one token, found {tuple(input_ids.shape)}: "
+            "pass a row for each sequence"
+        )
     if not 0 <= cp_rank < dims.cp:
-        raise BatchError(f"cp_rank must be 0 to {dims.cp - 1} at cp={dims.cp}, found {cp_rank}")
+        raise BatchError(
+            f"cp_rank must be 0 to {dims.cp - 1} at cp={dims.cp}, found {cp_rank}: pass the rank in the cp group"
+        )
     unit = 2 * dims.cp if dims.cp > 1 else 1
     row = math.lcm(unit, dims.cp * (dims.tp if dims.sp else 1) * multiple_of)
     mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask != 0
@@ -240,13 +245,16 @@ def unpack_sequences(packed: PackedSequences, values: Tensor, *, following: bool
     """
     require(
         BatchError,
-        packed=(packed, instance_of("a result of pack_sequences", PackedSequences)),
+        packed=(packed, instance_of("a result of pack_sequences", PackedSequences, advice="pass one that it returned")),
         values=(values, tensor_on()),
         following=(following, FLAG),
     )
     places = packed.following if following else packed.places
     if values.shape[:3] != places.shape:
-        raise BatchError(f"values must be [cp, rows, tokens] = {tuple(places.shape)}, found {tuple(values.shape)}")
+        raise BatchError(
+            f"values must be [cp, rows, tokens] = {tuple(places.shape)}, found {tuple(values.shape)}: "
+            "pass values of all ranks of cp"
+        )
     batch, seq = packed.shape
     has_value = places >= 0
     tail = values.shape[3:]

@@ -21,7 +21,10 @@ ROWS_ONLY = ("all_gather", "a2a+p2p")
 def require_batch(input_ids: Tensor, attention_mask: Tensor | None) -> None:
     """Refuse shapes that do not fit, and masks with other values than 1 and 0."""
     if input_ids.dim() != 2 or not input_ids.numel():
-        raise BatchError(f"input_ids must be [batch, seq] with at least one token, found {tuple(input_ids.shape)}")
+        raise BatchError(
+            f"input_ids must be [batch, seq] with at least one token, found {tuple(input_ids.shape)}: "
+            "pass a row for each sequence"
+        )
     if attention_mask is not None:
         if attention_mask.shape != input_ids.shape:
             raise BatchError(

@@ -102,7 +102,7 @@ Debug  = Annotated[bool, typer.Option("--debug", help="Show tracebacks and the o
 def finite(value: float) -> float:
     """The value of an option, for its ``callback``. ``min=`` lets NaN and infinity pass."""
     if not math.isfinite(value):
-        raise typer.BadParameter(f"must be a finite number, found {value}")
+        raise typer.BadParameter(f"must be a finite number, found {value}: pass such a number")
     return value
 
 
@@ -113,7 +113,7 @@ def one_of(option: str, value: str, choices: tuple[str, ...]) -> str:
         UsageError: it is another value.
     """
     if value not in (*choices, *FORMER_VALUES.get(option, ())):
-        raise UsageError(f"--{option} must be one of {', '.join(choices)}, found {value!r}")
+        raise UsageError(f"--{option} must be one of {', '.join(choices)}, found {value!r}: pass one of them")
     return value
 
 

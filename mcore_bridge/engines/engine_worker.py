@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 CACHE = "MCORE_BRIDGE_CACHE"
 """The environment variable that names the folder of kept maps."""
 
-_SOURCE = Kind("the engine's model, or a function that returns its tensors by name", callable)
+_SOURCE = Kind("the engine's model, or a function that returns its tensors by name", callable, "pass one of them")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class EngineWorker:
             TransferError,
             source=(source, _SOURCE),
             load=(load, FUNCTION),
-            name=(name, instance_of("a line of text", str)),
+            name=(name, instance_of("a line of text", str, advice="name the engine's rank")),
             rank=(rank, LEAST_0),
             size=(size, COUNT),
         )

@@ -256,8 +256,8 @@ def _require_fitting(
     twice = [name for name, value in asked.items() if folder is not None and value is not None]
     checks = (
         (folder is None and absent, f"expected rank=, alpha= and targets=, or a folder, found no {absent}"),
-        (kind not in get_args(Sharing), f"kind must be one of {get_args(Sharing)}, found {kind!r}"),
-        (init not in get_args(Init), f"init must be one of {get_args(Init)}, found {init!r}"),
+        (kind not in get_args(Sharing), f"kind must be one of {get_args(Sharing)}, found {kind!r}: pass one of them"),
+        (init not in get_args(Init), f"init must be one of {get_args(Init)}, found {init!r}: pass one of them"),
         (twice, f"a folder decides on {twice}: leave them out"),
         (
             folder is not None and not isinstance(folder, str | os.PathLike),
@@ -265,10 +265,17 @@ def _require_fitting(
         ),
         (
             asked["targets"] is not None and not (NAMES.is_good(asked["targets"]) and asked["targets"]),
-            f"targets must be a list of module names, such as ['q_proj', 'v_proj'], found {shown(asked['targets'])}",
+            f"targets must be a list of module names, such as ['q_proj', 'v_proj'], found {shown(asked['targets'])}: "
+            "pass such a list",
         ),
-        (rank is not None and not is_count(rank), f"rank must be at least 1, found {rank}"),
-        (alpha is not None and not is_number(alpha), f"alpha must be a finite number, found {alpha}"),
+        (
+            rank is not None and not is_count(rank),
+            f"rank must be at least 1, found {shown(rank)}: pass an int such as 16",
+        ),
+        (
+            alpha is not None and not is_number(alpha),
+            f"alpha must be a finite number, found {shown(alpha)}: pass a number such as 32",
+        ),
         (
             any(a is not b for a, b in zip(chunks, given, strict=True)),
             "models must not be wrapped yet: add adapters first",

@@ -226,7 +226,9 @@ def _model_dtype(dtype: DtypeLike, hf: PretrainedConfig) -> torch.dtype:
     chosen = (published or torch.bfloat16) if dtype == AUTO else as_dtype(dtype)
     if not isinstance(chosen, torch.dtype) or chosen not in transformer.BUILDABLE:
         of_config = " in the HF config" * (dtype == AUTO)
-        raise ConfigError(f'dtype must be float32, bfloat16 or float16, or "auto", found {chosen!r}{of_config}.')
+        raise ConfigError(
+            f'dtype must be float32, bfloat16 or float16, or "auto", found {chosen!r}{of_config}: pass one of them'
+        )
     return chosen
 
 

@@ -22,7 +22,7 @@ def require_patterns(patterns: object) -> None:
     if isinstance(patterns, str) or not isinstance(patterns, Collection):
         raise ConfigError(f"freeze must be a list of patterns, found {patterns!r}: write freeze=[{patterns!r}]")
     if wrong := [pattern for pattern in patterns if not isinstance(pattern, str)]:
-        raise ConfigError(f"freeze must be a list of patterns, which are strings, found {wrong} in it")
+        raise ConfigError(f"freeze must be a list of patterns, which are strings, found {wrong} in it: pass strings")
 
 
 def freeze_parameters(chunks: Sequence[GPTModel], patterns: Sequence[str]) -> None:

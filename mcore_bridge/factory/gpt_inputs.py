@@ -117,5 +117,5 @@ def to_layer_spec(
             return blueprint.block_spec(stage.layers)
     raise MeshError(
         f"pp_rank and vp_stage must name one of the {len(blueprint.stages)} stages of {dims}, found pp_rank={pp_rank}, "
-        f"vp_stage={vp_stage}"
+        f"vp_stage={vp_stage}: pass the stage that this rank builds"
     )

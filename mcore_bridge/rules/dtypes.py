@@ -48,7 +48,7 @@ def problem_of(dtypes: object) -> str:
         return ""
     return (
         'dtype must be a floating torch.dtype or its name such as "bfloat16", a dict of such by name patterns, or '
-        f'"auto" or None, found {wrong[0]!r}'
+        f'"auto" or None, found {wrong[0]!r}: pass one of them'
     )
 
 

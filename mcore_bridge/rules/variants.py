@@ -53,7 +53,7 @@ def score_head(head: str) -> Rules:
 def check_head(head: object) -> None:
     """Raise ``ConfigError`` unless ``head`` is a known one."""
     if head not in KINDS:
-        raise ConfigError(f"head must be one of {', '.join(KINDS)}, found {head!r}")
+        raise ConfigError(f"head must be one of {', '.join(KINDS)}, found {head!r}: pass one of them")
 
 
 def lm_head_of(rules: Rules, spelling: Prefixes = ()) -> Rules:

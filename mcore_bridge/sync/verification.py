@@ -26,7 +26,9 @@ from mcore_bridge.weights.peft.hf_adapters import adapters_in_use
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.failures import raise_on_all
 
-_ATOL = Kind("a number of at least 0", lambda value: isinstance(value, int | float) and value >= 0)
+_ATOL = Kind(
+    "a number of at least 0", lambda value: isinstance(value, int | float) and value >= 0, "pass a number such as 0.01"
+)
 ALL_GO_ON = "expected all ranks to go on, found"
 """What it means if one rank fails."""
 

@@ -270,7 +270,11 @@ _LAYOUTS: dict[str, Callable[[Sequence[TensorSpec], Boxes], list[_Distribution]]
     "sharded_rdt": _shared,
     "nccl_m2n": _as_held,
 }
-_BACKEND = Kind(f"one of {', '.join(_LAYOUTS)}", lambda value: isinstance(value, str) and value in _LAYOUTS)
+_BACKEND = Kind(
+    f"one of {', '.join(_LAYOUTS)}",
+    lambda value: isinstance(value, str) and value in _LAYOUTS,
+    "pass one of them",
+)
 
 
 def _by_layer(specs: Sequence[TensorSpec]) -> list[TensorSpec]:

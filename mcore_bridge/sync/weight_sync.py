@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mcore_bridge.arguments import LEAST_0, Kind, accepts_former_names, instance_of, problem_of, require
+from mcore_bridge.arguments import FLAG, LEAST_0, Kind, accepts_former_names, problem_of, require
 from mcore_bridge.config.quantization import Quantize
 from mcore_bridge.engines.channel import HANDSHAKE, Listener, WorkerLine, own_host
 from mcore_bridge.engines.engine_worker import Identity
@@ -38,9 +38,14 @@ _SYNC_FIRST = "expected an engine with weights of this trainer, found a new one:
 _SECONDS = Kind(
     f"a number of seconds above 0 and up to {TIMEOUT_MAX:.0f}",
     lambda value: isinstance(value, int | float) and 0 < value <= TIMEOUT_MAX,
+    "pass a number such as 600",
 )
-_HOST = Kind("a name or number of this machine", lambda value: isinstance(value, str) and value != "")
-_TRANSPORT = Kind(f"one of {', '.join(WAYS)}, or None", lambda value: value is None or value in WAYS)
+_HOST = Kind(
+    "a name or number of this machine", lambda value: isinstance(value, str) and value != "", "pass its IP address"
+)
+_TRANSPORT = Kind(
+    f"one of {', '.join(WAYS)}, or None", lambda value: value is None or value in WAYS, "pass one of them"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +136,7 @@ class WeightSync:
         """The version of the last round."""
         wrong = problem_of(
             transport=(transport, _TRANSPORT),
-            loads=(loads, instance_of("True or False", bool)),
+            loads=(loads, FLAG),
             address=(address, _HOST.or_none()),
             timeout=(timeout, _SECONDS),
         )

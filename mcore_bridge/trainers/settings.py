@@ -153,5 +153,7 @@ def _attention_backend(name: str) -> object:
     from megatron.core.transformer.enums import AttnBackend
 
     if name not in AttnBackend.__members__:
-        raise ConfigError(f"attention_backend must be one of {', '.join(AttnBackend.__members__)}, found {name!r}")
+        raise ConfigError(
+            f"attention_backend must be one of {', '.join(AttnBackend.__members__)}, found {name!r}: choose one of them"
+        )
     return AttnBackend[name]

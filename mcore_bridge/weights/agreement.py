@@ -184,7 +184,11 @@ def agree_on_plan(
     return Export(kept.program, group, bound, kept.guest_program, form)
 
 
-_TARGET = instance_of('"everything", "nothing", "share", an EngineRank or an EngineMap', str, EngineRank, EngineMap)
+_TARGET = instance_of(
+    '"everything", "nothing", "share", an EngineRank or an EngineMap',
+    *(str, EngineRank, EngineMap),
+    advice="pass one of them",
+)
 
 
 class _Answer(NamedTuple):

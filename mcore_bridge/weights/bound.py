@@ -230,8 +230,8 @@ def bind(
     if adapters is None and not isinstance(merged, bool):
         raise ConfigError(
             "these models have adapters, and the base could be mistaken for the trained model: expected merged=True "
-            f"for the trained weights or merged=False for the base, found merged={merged!r}. iter_hf_adapters yields "
-            "the adapters alone"
+            f"for the trained weights or merged=False for the base, found merged={merged!r}. Pass one of them; "
+            "iter_hf_adapters yields the adapters alone"
         )
     tensors = {name: tensor for name, tensor in tensors.items() if is_adapter(name) == (adapters is not None)}
     if adapters is not None:

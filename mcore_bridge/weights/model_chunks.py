@@ -33,7 +33,7 @@ Models = Sequence[nn.Module] | nn.Module
 """This rank's chunks, one per virtual pipeline stage, wrapped (DDP, Float16Module, ...) or not."""
 
 
-_MODELS = instance_of("this rank's chunks, which build_model returns", nn.Module, Iterable)
+_MODELS = instance_of("this rank's chunks, which build_model returns", nn.Module, Iterable, advice="pass its result")
 
 
 def modules_of(models: Models) -> list[nn.Module]:

@@ -84,7 +84,7 @@ def not_built_of(
         ConfigError: ``mtp`` is neither "copied" nor "dropped".
     """
     if mtp not in get_args(Mtp):
-        raise ConfigError(f"mtp must be {' or '.join(map(repr, get_args(Mtp)))}, found {mtp!r}")
+        raise ConfigError(f"mtp must be {' or '.join(map(repr, get_args(Mtp)))}, found {mtp!r}: pass one of them")
     _require_folder(provenance.folder)
     folder = form.folder or provenance.folder
     names = names_in(folder) if folder else ()

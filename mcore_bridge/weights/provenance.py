@@ -177,7 +177,8 @@ class Provenance:
         """
         if expert_format not in (None, "split", "fused"):
             raise ConfigError(
-                f"expert_format must be 'split' (a tensor for each expert), 'fused' or None, found {expert_format!r}"
+                f"expert_format must be 'split' (a tensor for each expert), 'fused' or None, found {expert_format!r}: "
+                "pass one of them"
             )
         rules = fused(self.rules) if (expert_format or self.expert_format) == "fused" else self.rules
         rules = (*rules, *self._tower_rules())

@@ -105,7 +105,7 @@ def save_hf_checkpoint(
         (47, 333024)
     """
     world = Group(None)
-    with raise_on_all(world, f"{folder} was not changed"):
+    with raise_on_all(world, "nothing was written"):
         target, provenance = target_of(folder), provenance_on(models, hf, head)
         form = weight_format(quantize, provenance.folder)
         sizes = {"max_shard_bytes": max_shard_bytes, "slot_bytes": slot_bytes}

@@ -211,7 +211,9 @@ def test_the_command_prints_and_refuses(tmp_path: Path) -> None:
     assert "--layout, --picture, --vp would have no effect with --gpus" in refused(
         run("plan", tmp_path, "--gpus", 4, "--vp", 2, "--layout", "balanced", "--picture", tmp_path / "meshes.svg")
     )
-    assert "--tp 3 must divide 4 GPUs" in refused(run("plan", tmp_path, "--gpus", 4, "--tp", 3))
+    odd = run("plan", tmp_path, "--gpus", 4, "--tp", 3)
+    assert odd.exit_code == 2
+    assert "--tp 3 must divide 4 GPUs" in refused(odd)
     nothing = run("plan", tmp_path, "--gpus", 2, "--gpu-memory", 1, "--sequence", 100_000_000)
     assert nothing.exit_code == 1
     assert "--recompute keeps fewer" in nothing.output

@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import os
+import re
 
 import pytest
 import torch
@@ -209,8 +210,12 @@ def attempts(name, known):
             yield f"{name}({parameter.name}={value!r})", call, {**known.get(name, {}), parameter.name: value}
 
 
+UNADVISED = re.compile(r"found (?:(?!: |; |\? |\. [A-Z]).)*$")
+"""The end of a message that says what was found, and not what to do."""
+
+
 def outcome(call, arguments):
-    """An error that is not an error of this library, as text; empty if the call raised none."""
+    """An error that is not an error of this library, or that gives no advice, as text; empty if there is none."""
     try:
         with contextlib.ExitStack() as stack:
             made = call(**arguments)
@@ -218,8 +223,9 @@ def outcome(call, arguments):
                 next(made, None)
             if hasattr(made, "close"):
                 stack.callback(made.close)
-    except BridgeError:
-        pass
+    except BridgeError as error:
+        if UNADVISED.search(str(error)):
+            return f"no advice: {error}"
     except Exception as error:
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return ""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mcore_bridge.commands.options import BANDWIDTH, NODE, Batch
+from mcore_bridge.commands.options import BANDWIDTH, NODE, Batch, UsageError
 from mcore_bridge.commands.plan.mesh_plan import build_stages
 from mcore_bridge.commands.plan.replicas import stage_size
 from mcore_bridge.commands.plan.suggest_report import Enough, Refused, Search, Suggestion, TooLarge
@@ -26,7 +26,7 @@ from mcore_bridge.commands.plan.training_memory import (
     training_memory,
 )
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
-from mcore_bridge.errors import BridgeError, MeshError
+from mcore_bridge.errors import BridgeError
 from mcore_bridge.launch.processes import OnEvent
 from mcore_bridge.weights.provenance import provenance_of
 
@@ -132,14 +132,14 @@ def suggest(
 
     Raises:
         ConfigError: the model cannot be built on any mesh.
-        MeshError: the given sizes do not divide the GPUs.
+        UsageError: the given sizes do not divide the GPUs.
     """
     model = _model_of(folder, options, dtype)
     config = model.single.config
     searched = meshes(num_gpus, config, given, gpus_per_node)
     if not searched:
         sizes = ", ".join(f"{axis}={size}" for axis, size in given.items())
-        raise MeshError(f"{sizes} must divide {num_gpus} GPUs: leave sizes out to search them, or change the GPUs")
+        raise UsageError(f"{sizes} must divide {num_gpus} GPUs: leave sizes out to search them, or change the GPUs")
     candidates, refused = _candidates(model.made, searched, on_event)
 
     def order(blueprint: Blueprint) -> tuple[int, ...]:

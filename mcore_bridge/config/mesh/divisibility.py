@@ -159,7 +159,8 @@ def _check_split(dims: ParallelDims, settings: Mapping[str, object]) -> None:
     placed = sum(stage.num_mtp_layers for stage in dims.stages(num_layers))
     if dims.layout is not None and placed != wanted:
         raise MeshError(
-            f"layout {dims.layout!r} must place {_say('mtp_num_layers', wanted)} MTP layers ('m'), found {placed}"
+            f"layout {dims.layout!r} must place {_say('mtp_num_layers', wanted)} MTP layers ('m'), found {placed}: "
+            "add or remove 'm'"
         )
 
 

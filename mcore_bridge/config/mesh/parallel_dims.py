@@ -92,16 +92,21 @@ class ParallelDims:
         for name in _SIZES:
             size = getattr(self, name)
             if not is_count(size):
-                raise MeshError(f"{name} must be an integer of at least 1, found {size!r}")
+                raise MeshError(f"{name} must be an integer of at least 1, found {size!r}: pass an int such as 1")
         for name in _FLAGS:
             if (flag := getattr(self, name)) not in (False, True):
-                raise MeshError(f"{name} must be True or False, found {flag!r}")
+                raise MeshError(f"{name} must be True or False, found {flag!r}: pass one of the two")
             object.__setattr__(self, name, bool(flag))  # settings of a command line have 0 or 1
         object.__setattr__(self, "layout", layout_text(self.layout))
         if self.sp and self.tp == 1:
-            raise MeshError("sp=True needs tp > 1: sequence parallelism cuts activations over the tp axis, found tp=1")
+            raise MeshError(
+                "sp=True needs tp > 1: sequence parallelism cuts activations over the tp axis, found tp=1. Set both, "
+                "or neither"
+            )
         if self.vp > 1 and self.pp == 1:
-            raise MeshError(f"vp={self.vp} needs pp > 1: virtual stages interleave pipeline ranks, found pp=1")
+            raise MeshError(
+                f"vp={self.vp} needs pp > 1: virtual stages interleave pipeline ranks, found pp=1. Set both, or neither"
+            )
         self._check_hierarchy()
         self._split()
 
@@ -112,7 +117,8 @@ class ParallelDims:
         sizes = tuple(given) if isinstance(given, Sequence) else ()  # a trainer's settings may have a list
         if len(sizes) != 2 or not all(map(is_count, sizes)) or prod(sizes) != self.cp:
             raise MeshError(
-                f"hierarchical_context_parallel_sizes must be two sizes whose product is cp={self.cp}, found {given}"
+                f"hierarchical_context_parallel_sizes must be two sizes whose product is cp={self.cp}, found {given}: "
+                "correct them, or cp"
             )
         object.__setattr__(self, "hierarchical_context_parallel_sizes", sizes)
 

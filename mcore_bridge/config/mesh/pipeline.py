@@ -96,7 +96,7 @@ class PipelineSplit:
 def stages_of(split: PipelineSplit, num_layers: int) -> tuple[Stage, ...]:
     """The stages of a model in execution order; see ``ParallelDims.stages``."""
     if num_layers < 1:
-        raise MeshError(f"num_layers must be at least 1, found {num_layers}")
+        raise MeshError(f"num_layers must be at least 1, found {num_layers}: correct the config")
     if split.layout == BALANCED:
         raise MeshError(
             'layout="balanced" is not resolved yet, so the stages are unknown: call '
@@ -201,7 +201,8 @@ def _explicit_counts(split: PipelineSplit, layout: str, num_layers: int) -> tupl
     counts, mtp = [stage.count("t") for stage in stages], [stage.count("m") for stage in stages]
     if sum(counts) != num_layers:
         raise MeshError(
-            f"layout {layout!r} must place the num_layers={num_layers} layers of the model ('t'), found {sum(counts)}"
+            f"layout {layout!r} must place the num_layers={num_layers} layers of the model ('t'), found {sum(counts)}: "
+            "add or remove 't'"
         )
     try:
         PipelineParallelLayerLayout(layout, split.pp).validate_layer_layout(num_layers, sum(mtp) or None)

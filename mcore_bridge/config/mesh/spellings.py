@@ -26,7 +26,9 @@ def sizes_in(settings: object, ours: Mapping[str, str], names: Collection[str]) 
         MeshError: they are no mapping, have no size of a mesh, or have one twice or misspelt.
     """
     if not isinstance(settings, Mapping):
-        raise MeshError(f"the settings of a mesh must be a mapping of names to values, found {shown(settings)}")
+        raise MeshError(
+            f"the settings of a mesh must be a mapping of names to values, found {shown(settings)}: pass a dict"
+        )
     section = _section(settings)
     split = overrides if isinstance(overrides := section.get(OVERRIDES), Mapping) else {}
     given = {str(name): value for name, value in section.items()}
@@ -38,7 +40,9 @@ def sizes_in(settings: object, ours: Mapping[str, str], names: Collection[str]) 
     problems += [f"{name} and {own}" for name, own in ours.items() if name != own and {name, own} <= given.keys()]
     if problems or given.keys().isdisjoint(known):
         actual = ", ".join(problems) or f"none among {shown([*given])}"
-        raise MeshError(f"settings of a mesh must have each size once, by names such as {TP} or tp, found {actual}")
+        raise MeshError(
+            f"settings of a mesh must have each size once, by names such as {TP} or tp, found {actual}: correct them"
+        )
     is_ours = not given.keys().isdisjoint(ours.values() - ours.keys())
     sizes = {name: given[key] for name in names for key in (name, ours.get(name, name)) if key in given}
     sizes.setdefault(ETP, 1 if is_ours else None)  # for megatron-core, a missing one is tp

@@ -25,7 +25,7 @@ def choose_backend(backend: str, *, device: torch.device) -> Backend:
         ConfigError: ``backend`` is not one of "auto", "te", "torch", or is "te" and TransformerEngine is not installed.
     """
     if backend not in ("auto", "te", "torch"):
-        raise ConfigError(f'backend must be "auto", "te" or "torch", found {backend!r}')
+        raise ConfigError(f'backend must be "auto", "te" or "torch", found {backend!r}: pass one of them')
     is_installed = has_transformer_engine()
     if backend == "te" and not is_installed:
         raise ConfigError('backend "te" needs transformer_engine, which is not installed: install it, or use "torch"')

@@ -34,10 +34,11 @@ def require_tower(whole: Whole | None, vision: str) -> None:
     if vision == "text_only":
         return
     if vision not in ("train", "frozen"):
-        raise ConfigError(f"vision must be 'train', 'frozen' or 'text_only', found {vision!r}")
+        raise ConfigError(f"vision must be 'train', 'frozen' or 'text_only', found {vision!r}: pass one of them")
     if whole is None:
         raise ConfigError(
-            f"vision must be 'text_only' for a model of text, found {vision!r}: it has no model of images"
+            f"vision must be 'text_only' for a model of text, found {vision!r}: it has no model of images. "
+            "Leave vision= out"
         )
     kind = whole.composite.model_type
     if reason := whole.composite.without_tower:

@@ -28,7 +28,7 @@ Part = Literal["everything", "base", "adapters"]
 def require_part(part: str, chunk: GPTModel) -> None:
     """Raise ``CheckpointError`` if ``part`` is invalid, or the model does not have this part."""
     if part not in get_args(Part):
-        raise CheckpointError(f"part must be one of {list(get_args(Part))}, found {part!r}")
+        raise CheckpointError(f"part must be one of {list(get_args(Part))}, found {part!r}: pass one of them")
     if part == "adapters" and not hasattr(chunk, "bridge_adapters"):
         raise CheckpointError('part="adapters" needs a model with adapters, found none: call add_adapters first')
 

@@ -116,7 +116,7 @@ def save_checkpoint(
     from mcore_bridge.weights.dist_checkpoint.dist_writer import InThisProcess
 
     world = Group(None)
-    with raise_on_all(world, f"{folder} was not changed"):
+    with raise_on_all(world, "nothing was written"):
         target, chunks, provenance = target_of(folder), all_chunks_of(models), provenance_on(models, hf, head)
         _require_ready(chunks, part, optimizer)
         require_as_built(chunks, held_tensors(chunks))

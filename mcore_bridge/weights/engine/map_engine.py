@@ -35,7 +35,9 @@ from mcore_bridge.weights.plan.boxes import are_apart
 from mcore_bridge.weights.plan.engine_map import EngineMap, EngineTensor, SliceCopy, SliceFill, Uncovered
 
 logger = logging.getLogger(__name__)
-_SPECS = list_of("a plan, or specs such as those of a manifest", TensorSpec)
+_PLAN = "a plan, or specs such as those of a manifest"
+_ADVICE = "pass plan_buckets(...) or manifest(models)"
+_SPECS = list_of(_PLAN, TensorSpec, advice=_ADVICE)
 
 
 def map_engine(
@@ -83,11 +85,11 @@ def map_engine(
     """
     require(
         TransferError,
-        plan=(plan, instance_of("a plan, or specs such as those of a manifest", BucketPlan, Iterable)),
-        source=(source, Kind("a module, or a function that returns tensors by name", callable)),
+        plan=(plan, instance_of(_PLAN, BucketPlan, Iterable, advice=_ADVICE)),
+        source=(source, Kind("a module, or a function that returns tensors by name", callable, "pass one of them")),
         load=(load, FUNCTION),
-        engine=(engine, instance_of("a line of text", str)),
-        kept=(kept, instance_of("an EngineMap", EngineMap).or_none()),
+        engine=(engine, instance_of("a line of text", str, advice="name the engine's rank")),
+        kept=(kept, instance_of("an EngineMap", EngineMap, advice="read one by EngineMap.load").or_none()),
         verify_every=(verify_every, LEAST_0),
     )
     specs = specs_of(plan) if isinstance(plan, BucketPlan) else tuple(plan)

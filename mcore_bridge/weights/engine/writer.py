@@ -59,8 +59,11 @@ class EngineWriter(MemoryWriter):
     def __init__(self, engine_map: EngineMap, handles: Sequence[Handle], *, group_bytes: int = GROUP_BYTES) -> None:
         require(
             TransferError,
-            engine_map=(engine_map, instance_of("an EngineMap", EngineMap)),
-            handles=(handles, list_of("what MappedEngine.share returned", Handle)),
+            engine_map=(engine_map, instance_of("an EngineMap", EngineMap, advice="pass the map of a MappedEngine")),
+            handles=(
+                handles,
+                list_of("what MappedEngine.share returned", Handle, advice="call share() there, and send the result"),
+            ),
             group_bytes=(group_bytes, COUNT),
         )
         if len(handles) != 1 + len(engine_map.tensors):
@@ -105,7 +108,7 @@ class EngineWriter(MemoryWriter):
         self._copies, self._buffers = MapCopies(self.map), Buffers([])
 
 
-_WRITER = instance_of("an EngineWriter", MapWriter)
+_WRITER = instance_of("an EngineWriter", MapWriter, advice="make one by EngineWriter(...)")
 
 
 @accepts_former_names

@@ -83,7 +83,11 @@ class BucketPlan:
         return hashlib.sha256(repr(whole).encode()).hexdigest()
 
 
-_GROUPS = Kind("groups of names", lambda value: all(map(ITERABLE.is_good, value)))  # type: ignore[call-overload]
+_GROUPS = Kind(
+    "groups of names",
+    lambda value: all(map(ITERABLE.is_good, value)),  # type: ignore[call-overload]
+    "pass a list of lists of names",
+)
 
 
 def plan_buckets(

@@ -17,8 +17,8 @@ from mcore_bridge.rules.spec import ALIGNMENT, Pair
 from mcore_bridge.weights.ipc.buckets import Bucket, BucketPlan
 from mcore_bridge.weights.ipc.shared_memory import Handle, open_all
 
-_PLAN = instance_of("the plan of a BufferRing", BucketPlan)
-_HANDLES = list_of("what BufferRing.handles returned", Handle)
+_PLAN = instance_of("the plan of a BufferRing", BucketPlan, advice="send ring.plan")
+_HANDLES = list_of("what BufferRing.handles returned", Handle, advice="send ring.handles()")
 
 
 class EngineInput(Protocol):

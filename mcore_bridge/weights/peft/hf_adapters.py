@@ -136,7 +136,7 @@ def save_hf_adapters(
         (16, 'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight')
     """
     made, provenance, world = adapters_of(models), provenance_on(models), Group(None)
-    with raise_on_all(world, f"{folder} was not changed"):
+    with raise_on_all(world, "nothing was written"):
         target = target_of(folder)
         require(CheckpointError, slot_bytes=(slot_bytes, COUNT))
     require_alike(world, {"dtype": dtype, "slot_bytes": slot_bytes})

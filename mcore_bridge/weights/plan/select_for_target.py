@@ -39,7 +39,8 @@ def select_for(
         return tuple(_by_map(target, entries))
     if target not in ("everything", "nothing"):
         raise TargetError(
-            f'expected target="everything", "nothing", "share", an EngineRank or an EngineMap, found {target!r}'
+            f'expected target="everything", "nothing", "share", an EngineRank or an EngineMap, found {target!r}: '
+            "pass one of them"
         )
     return entries if target == "everything" else ()
 

@@ -21,6 +21,7 @@ _CUTS = Kind(
     lambda value: (
         isinstance(value, tuple | list) and all(isinstance(cut, tuple | list) and len(cut) == 3 for cut in value)
     ),
+    'pass a list such as [("*.q_proj.weight", 2, 0)]',
 )
 
 
@@ -82,9 +83,15 @@ class EngineRank:
             *self.cuts,
         ):
             if not (isinstance(rank, int) and 0 <= rank < size):
-                raise TargetError(f"expected {axis} of at least 1 and {axis}_rank below it, found {size} and {rank!r}")
+                raise TargetError(
+                    f"expected {axis} of at least 1 and {axis}_rank below it, found {size} and {rank!r}: "
+                    "count ranks from 0"
+                )
         if self.layers is not None and (len(self.layers) != self.pp or min(self.layers) < 0):
-            raise TargetError(f"expected layers= with a number for each of pp={self.pp} stages, found {self.layers}")
+            raise TargetError(
+                f"expected layers= with a number for each of pp={self.pp} stages, found {self.layers}: "
+                "pass as many numbers as stages"
+            )
 
     @property
     def experts_cut(self) -> tuple[int, int]:
@@ -189,7 +196,7 @@ def engine_ranks(
     require(TargetError, layers=(layers, COUNTS.or_none()), whole=(whole, NAMES))
     if tp % ep:
         raise TargetError(
-            f"expected ep to divide tp={tp}, found {ep}",
+            f"expected ep to divide tp={tp}, found {ep}: choose another ep",
             in_python="where experts lie across data parallel engines, make each EngineRank with its own ep_rank",
         )
     etp = tp // ep

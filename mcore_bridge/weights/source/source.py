@@ -101,7 +101,9 @@ class Pairs(Iterable[tuple[str, Weight]]):
     def _checked(self) -> Iterator[tuple[str, Tensor]]:
         for pair in self._pairs:
             if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
-                raise CheckpointError(f"the source must yield pairs of an HF name and a tensor, found {shown(pair)}")
+                raise CheckpointError(
+                    f"the source must yield pairs of an HF name and a tensor, found {shown(pair)}: pass such pairs"
+                )
             yield pair
 
     def _complete(self, group: Mapping[str, Tensor]) -> list[tuple[str, Encoding]]:
@@ -270,5 +272,6 @@ def open_source(weights: HFWeights, note: object = None) -> Source | Pairs:
     if isinstance(weights, Iterable):
         return Pairs(weights, quantization)
     raise CheckpointError(
-        f"expected a folder, a mapping of HF names to tensors, or an iterable of such pairs, found {shown(weights)}"
+        f"expected a folder, a mapping of HF names to tensors, or an iterable of such pairs, found {shown(weights)}: "
+        "pass one of them"
     )

@@ -36,10 +36,8 @@ from mcore_bridge.weights.source.source import Source, open_folder
 AS_PUBLISHED = "as_published"
 _KIND = instance_of(
     'None, "as_published", a folder or its hub name, or a quantization_config as a dict',
-    type(None),
-    str,
-    os.PathLike,
-    Mapping,
+    *(type(None), str, os.PathLike, Mapping),
+    advice="pass one of them",
 )
 
 
