@@ -107,7 +107,7 @@ def convert_command(
         str | None,
         typer.Option(
             metavar="FORMAT",
-            help="Encode the weights of an HF folder. FORMAT is a quantized folder of the model, or its name on the hub; "
+            help="Encode the weights of an HF folder. FORMAT is a quantized folder of the model or its hub name; "
             'or "as_published" for the folder of --hf. Or it is a quantization_config, as JSON or a file *.json.',
         ),
     ] = None,
