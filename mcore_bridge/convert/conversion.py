@@ -65,7 +65,7 @@ class Conversion:
 
     @property
     def numels(self) -> Sequence[int]:
-        """The number of elements of each tensor of the target."""
+        """The number of parameters in each tensor of the target. Scales have none."""
         raise NotImplementedError
 
     @property

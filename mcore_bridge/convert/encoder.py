@@ -126,6 +126,10 @@ class Encoder:
             return (*encoding.stored, *encoding.beside)
         return (replace(plain, dtype=self.dtypes.get(plain.name, plain.dtype)),)
 
+    def numels(self, plain: TensorSpec) -> Sequence[int]:
+        """The parameters in each of these tensors: codes have all of them."""
+        return (plain.numel, *(0 for _ in self.specs(plain)[1:]))
+
     def pieces(
         self, form: WeightFormat, matrix: Matrix, tensor: Tensor, device: str
     ) -> Iterator[tuple[str, int, Tensor]]:

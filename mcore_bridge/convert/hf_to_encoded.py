@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -55,6 +55,11 @@ class ToEncoded(ToPlain):
     def options(self) -> object:
         """See ``Conversion``."""
         return self.encoder.digest
+
+    @property
+    def numels(self) -> Sequence[int]:
+        """See ``Conversion``."""
+        return [numel for spec in self.specs for numel in self.encoder.numels(spec)]
 
     @property
     def note(self) -> str:

@@ -72,7 +72,7 @@ class ToPlain(Conversion):
     @property
     def numels(self) -> Sequence[int]:
         """See ``Conversion``."""
-        return [spec.numel for spec in self._all_specs()]
+        return [spec.numel for spec in self.specs]
 
     def write(self, number: int, progress: Progress) -> None:
         """Write one file, one tensor after the other, and each in pieces."""

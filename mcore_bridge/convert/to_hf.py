@@ -91,7 +91,8 @@ class ToHF(ModelConversion):
     @property
     def numels(self) -> Sequence[int]:
         """See ``Conversion``. The tensors are HF's, copied ones included."""
-        return [spec.numel for spec in self._all_specs()]
+        own = chain.from_iterable(map(self.encoder.numels, specs_of(self.model.entries)))
+        return [*own, *(spec.numel for spec in self.not_built.specs)]
 
     def _all_specs(self) -> Iterator[TensorSpec]:
         return chain.from_iterable(map(self._specs, range(len(self.names))))

@@ -115,6 +115,8 @@ def test_a_quantized_folder_becomes_one_of_megatron_core_and_is_published_again(
         written = convert(tmp_path / folder, target, on_event=quiet, file_bytes=30_000, **options)
         assert published.differences(Manifest.from_folder(target, digests=True)) == ()
         assert sum(written.conversion.sizes) == published.num_bytes
+        assert sum(written.conversion.numels) == sum(tensor.numel() for tensor in plain.values())
+        assert len(written.conversion.numels) == len(published)
         config = json.loads((target / "config.json").read_text())
         assert [config[key] for key in ("quantization_config", "num_hidden_layers")] == [
             described[key] for key in ("quantization_config", "num_hidden_layers")
