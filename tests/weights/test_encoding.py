@@ -131,6 +131,19 @@ def only_one_block_is_new(pairs: dict[str, tuple[Tensor, Tensor]], form: Format)
             assert int((found != before).sum()) == 1, name
 
 
+def of_stacks() -> Format:
+    """FP8 of transposed stacks of experts, whose rows of gate and up alternate: every block lies in both."""
+    own = deepseek((8, 16))
+
+    def encode(weight: Tensor) -> dict[str, Tensor]:
+        parts = [own.encode(expert) for expert in weight]
+        codes, scales = (torch.stack([part[end].float() for part in parts]) for end in (".weight", ".weight_scale_inv"))
+        return {"": codes.to(torch.float8_e4m3fn), "_scale_inv": scales}
+
+    note = {**(own.note or {}), "modules_to_not_convert": ["self_attn"]}
+    return Format(note, encode, own.decode, lambda name: name.endswith(("experts.gate_up_proj", "experts.down_proj")))
+
+
 NEW: dict[str, tuple[Any, Format, torch.dtype, mb.ParallelDims]] = {
     **{name: CASES[name] for name in ("minimax_m2", "glm4_moe", "experts alone", "kimi_k2", "bf16 rows", "gpt_oss")},
     "blocks that shards share": (
@@ -149,6 +162,7 @@ NEW: dict[str, tuple[Any, Format, torch.dtype, mb.ParallelDims]] = {
         mb.ParallelDims(tp=2, pp=2, ep=2, sp=True),
     ),
     "one scale": (lambda: tiny("llama"), quantized.one_scale(torch.bfloat16), torch.bfloat16, mb.ParallelDims(tp=4)),
+    "transposed stacks": (*CASES["gpt_oss"][:1], of_stacks(), *CASES["gpt_oss"][2:]),
     "nvfp4": CASES["nvfp4"],
     "modelopt": CASES["modelopt"],
 }

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from mcore_bridge.errors import MappingError
-from mcore_bridge.rules.layout import TRANSPOSED
+from mcore_bridge.rules.layout import TRANSPOSED, Rearrange
 from mcore_bridge.rules.mapping import unstacked
 from mcore_bridge.rules.scheme import Encoding, Scheme
 from mcore_bridge.rules.spec import TensorSpec
@@ -140,7 +140,7 @@ def _traces(traced: Trace, parts: tuple[int, ...], encodings: tuple[Encoding, ..
     if scales is not None:
         return _Traces(codes, scales, False)
     grids = [encoding.grid[-2:] for encoding in encodings]
-    return _Traces(codes, side_by_side(grids, upright.to_hf[0].dim), True)
+    return _Traces(codes, side_by_side(grids, upright.to_hf[0].dim, upright.to_hf[0].view), True)
 
 
 def _entry(encoded: EncodedPart, hf: Sequence[str]) -> ParamEntry:
@@ -245,17 +245,19 @@ def _with_trailing(traced: Trace, trailing: Shape) -> Trace:
 
 def whole_trace(shape: Shape, encoding: Encoding) -> Trace:
     """The trace of a matrix whose single shard has the orientation of its codes."""
-    view = TRANSPOSED if encoding.order[-2:] != tuple(sorted(encoding.order[-2:])) else None
-    turned = shape if view is None else shape[::-1]
-    copies = (Copy(0, 0, 0, 0, 0, turned[0], view=view),)
-    return Trace((shape,), turned, copies, copies)
+    is_turned = encoding.order[-2:] != tuple(sorted(encoding.order[-2:]))
+    return side_by_side([shape], 0, TRANSPOSED if is_turned else None)
 
 
-def side_by_side(shapes: Sequence[Shape], dim: int) -> Trace:
-    """The trace of a single shard that has whole parts one after the other along ``dim``."""
+def side_by_side(shapes: Sequence[Shape], dim: int, view: Rearrange | None = None) -> Trace:
+    """The trace of a single shard that has whole parts of these shapes one after the other along its ``dim``.
+
+    With ``view``, the shard has them transposed.
+    """
     copies, start = [], 0
-    for part, shape in enumerate(shapes):
-        copies.append(Copy(part, 0, dim, 0, start, shape[dim]))
+    turned = [shape if view is None else shape[::-1] for shape in shapes]
+    for part, shape in enumerate(turned):
+        copies.append(Copy(part, 0, dim, 0, start, shape[dim], view=view))
         start += shape[dim]
-    whole = (*shapes[0][:dim], start, *shapes[0][dim + 1 :])
+    whole = (*turned[0][:dim], start, *turned[0][dim + 1 :])
     return Trace(tuple(shapes), whole, tuple(copies), tuple(copies))
