@@ -170,7 +170,7 @@ class WeightMapping:
     ignored: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     text: tuple[str, ...] = ()
-    """Prefixes of the tensors of text, if the model is a composite. All other tensors are not built: no parameter
+    """Prefixes of the tensors of text, if the model is a composite. All other tensors are not built, so no parameter
     uses them.
     """
     not_built: tuple[str, ...] = ()

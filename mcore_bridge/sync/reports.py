@@ -35,8 +35,7 @@ class WorkerReport:
     seconds: float
     """From the begin of the round on the trainer rank until this worker had the weights."""
     sibling: tuple[int, int] | None = None
-    """The worker with equal weights that passed them on: its engine, and its rank there. None if the trainer sent them.
-    """
+    """Engine and rank of the worker with equal weights that passed them on; None if the trainer sent them."""
     problem: str = ""
     """What went wrong; empty if the worker has the new weights."""
 
