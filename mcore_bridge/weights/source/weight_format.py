@@ -197,7 +197,7 @@ def _of_folder(folder: str) -> WeightFormat:
     return _opened(folder, json.dumps(SourceFolders.of(folder).as_json()))
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=2)  # an entry keeps the files of its folder open, also if a save has replaced them
 def _opened(folder: str, state: str) -> WeightFormat:
     """The format of a folder. Opened again only if its files have changed."""
     source = open_folder(folder)
