@@ -26,7 +26,8 @@ PER_BYTE = {"fp8": 1, "mxfp4": 2, "int4": 2, "nvfp4": 2}
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _DOUBLED = "mxfp4"
 """For this kind, values are doubled and scales are halved. So 2 ** 128, the largest scale, is also a number of fp32."""
-_POWER_BIAS = 127 + 1
+_BIAS = 127
+"""Of the exponents of fp32, and of scales that are bytes."""
 _INT4_OFFSET = 8
 MOST: dict[Kind, float] = {"fp8": 448.0, "mxfp4": 6.0, "int4": 7.0, "nvfp4": 6.0}
 """The largest value of a code."""
@@ -114,15 +115,16 @@ def new_scales(
         Scales in the shape of ``amax``, as a file stores them.
     """
     if codec.kind == "mxfp4":  # as the OCP standard says: the exponent of the largest number, less the largest code's
-        exponents = torch.frexp(amax).exponent - 1 - 2 + _POWER_BIAS - 1
-        return torch.where(amax > 0, exponents.clamp(0, 254), _POWER_BIAS - 1).to(torch.uint8)
+        exponents = torch.frexp(amax).exponent - 1 - 2 + _BIAS
+        return torch.where(amax > 0, exponents.clamp(0, 254), _BIAS).to(torch.uint8)
     most = torch.full((), MOST[codec.kind], device=amax.device)  # a tensor: a GPU would multiply by 1 / number
     scales = amax / most
     if overall is not None:
         scales = (scales / overall if codec.overall == "multiplies" else scales * overall).clamp(max=_OF_OVERALL)
     elif powers or dtype == _E8M0:
         mantissa, exponent = torch.frexp(amax)
-        scales = torch.ldexp(torch.ones_like(amax), exponent - 9 + (mantissa > 0.875).int())  # 448 is 0.875 * 2 ** 9
+        exponent = (exponent - 9 + (mantissa > 0.875).int()).clamp(-126, 127)  # 448 is 0.875 * 2 ** 9
+        scales = (exponent + _BIAS << 23).view(torch.float32)  # by its bits: a GPU's powers may be inexact
     smallest = _smallest(dtype)
     return torch.where(amax > 0, scales.clamp(min=smallest), 1.0).to(dtype)
 
@@ -193,5 +195,5 @@ def _table(kind: Kind, device: torch.device) -> Tensor:
 @cache
 def _powers(device: torch.device) -> Tensor:
     """Half of ``2 ** (byte - 127)`` for each byte, in fp32."""
-    exponents = torch.arange(256, dtype=torch.float64) - _POWER_BIAS
+    exponents = torch.arange(256, dtype=torch.float64) - _BIAS - 1
     return torch.exp2(exponents).float().to(device)
