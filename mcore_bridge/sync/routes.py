@@ -67,7 +67,7 @@ class NoRoute:
         return None
 
 
-def _of_model(options: Mapping[str, Any]) -> dict[str, Any]:
+def of_model(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options that say what the tensors of a model are, without the format in which they leave."""
     return {name: value for name, value in options.items() if name != "quantize"}
 
@@ -155,7 +155,7 @@ class Route(NoRoute):
 
     def _open_pull(self, manifest: Manifest) -> None:
         assert self._map is not None
-        quantize, bound = self._options["quantize"], bind(self._models, **_of_model(self._options))
+        quantize, bound = self._options["quantize"], bind(self._models, **of_model(self._options))
         if bound.merges or quantize is not None:
             raise TransferError(
                 "each round makes merged and encoded weights anew, in memory that the engine would have to open"

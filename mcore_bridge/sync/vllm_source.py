@@ -18,9 +18,11 @@ from torch import Tensor
 
 from mcore_bridge.arguments import Kind, accepts_former_names, require
 from mcore_bridge.config.mesh.alike import Shared, agreed
+from mcore_bridge.config.quantization import Quantize
 from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.mapping import ExpertFormat
 from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.sync.routes import of_model
 from mcore_bridge.weights.bound import BoundModel, bind
 from mcore_bridge.weights.export import SliceOrigin, iter_hf_weights, origins_of
 from mcore_bridge.weights.manifest import manifest
@@ -143,7 +145,7 @@ class VllmSource:
         owned = self.owned_names(self._rank)
         pairs = self._gathered([name for name in owned if self._is_gathered[name]], self._rest)
         first = next(pairs, None)  # all parameters are up to date from here on
-        bound = bind(self._models, **self._options)
+        bound = bind(self._models, **of_model(self._options))
         check_storage(bound.tensors)
         origins = _by_name(bound)
         for name in owned:
@@ -171,7 +173,12 @@ class VllmSource:
 
 @accepts_former_names
 def vllm_source(
-    models: Models, backend: Backend, *, expert_format: ExpertFormat | None = None, merged: bool | None = None
+    models: Models,
+    backend: Backend,
+    *,
+    expert_format: ExpertFormat | None = None,
+    merged: bool | None = None,
+    quantize: Quantize = None,
 ) -> VllmSource:
     """A model as the source of weights of vLLM's own backends. All ranks of the trainer call this together.
 
@@ -182,7 +189,7 @@ def vllm_source(
         backend: the backend of vLLM. ``"nccl"``: rank 0 gets whole tensors. ``"ipc"``: each rank gets them.
             ``"sharded_rdt"``: each tensor is whole on one rank of each replica. ``"nccl_m2n"``: ranks yield their own
             parts wherever all ranks cut a tensor evenly along one dim, and whole tensors otherwise.
-        expert_format, merged: as for ``iter_hf_weights``.
+        expert_format, merged, quantize: as for ``iter_hf_weights``. Codes and scales leave whole with every backend.
 
     Returns:
         The source, to pass to vLLM's trainer.
@@ -199,12 +206,12 @@ def vllm_source(
         >>> dict(source.iter_full()).keys() == mb.to_hf_state_dict(models).keys()
         True
     """
-    options: dict[str, Any] = {"expert_format": expert_format, "merged": merged}
+    options: dict[str, Any] = {"expert_format": expert_format, "merged": merged, "quantize": quantize}
 
     def checked() -> tuple[dict[str, Box | None], Shared]:
         require(TransferError, backend=(backend, _BACKEND))
-        own = {name: _box_of(origins) for name, origins in _by_name(bind(models, **options)).items()}
-        return own, {"backend": backend, **options}
+        held = _by_name(bind(models, **of_model(options))) if quantize is None else {}  # codes are made anew
+        return {name: _box_of(origins) for name, origins in held.items()}, {"backend": backend, **options}
 
     group = Group.of_trainer()
     try:

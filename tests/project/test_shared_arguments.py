@@ -76,7 +76,7 @@ TABLE: dict[str, dict[str, str]] = {
     "load_hf_weights": dict.fromkeys(
         ("models", "source", "hf", "head", "dtype", "expert_format", "strict", "slot_bytes"), ALONE
     ),
-    "vllm_source": {"models": OWN, **dict.fromkeys(("backend", "expert_format", "merged"), COMPARED)},
+    "vllm_source": {"models": OWN, **dict.fromkeys(("backend", "expert_format", "merged", "quantize"), COMPARED)},
     "iter_hf_shards": dict.fromkeys(("models", "hf", "head", "expert_format", "merged"), NOTHING),
     "pack_sequences": dict.fromkeys(
         ("input_ids", "attention_mask", "dims", "cp_rank", "packed", "multiple_of", "min_tokens"), NOTHING
@@ -229,7 +229,7 @@ def _usual(name: str, folders: dict[str, str], models: dict[str, Any]) -> tuple[
         "vllm_source": (
             mb.vllm_source,
             {"models": adapted, "backend": "nccl", "merged": False},
-            {"backend": "ipc", "expert_format": "fused", "merged": True},
+            {"backend": "ipc", "expert_format": "fused", "merged": True, "quantize": FP8},
         ),
         "load_adapters": (
             mb.load_adapters,

@@ -38,14 +38,14 @@ def groups(names):
     return list(dict.fromkeys(int(name.split(".")[2]) for name in names if ".layers." in name))
 
 
-def sources(dims, family, fields):
+def sources(dims, family, fields, quantize=None):
     """For each backend the owners, and the names that are cut; each pair was checked."""
     dims.initialize(device="cpu")
     hf = tiny(family, num_attention_heads=4, num_hidden_layers=4, **fields)
     models = mb.build_model(hf, dims=dims, dtype=torch.bfloat16, device="cpu", load_weights=False)
-    whole, rank, found = mb.to_hf_state_dict(models), dist.get_rank(), {}
+    whole, rank, found = mb.to_hf_state_dict(models, quantize=quantize), dist.get_rank(), {}
     for backend in BACKENDS:
-        source = mb.vllm_source(models, backend)
+        source = mb.vllm_source(models, backend, quantize=quantize)
         metas = {meta.name: meta for meta in source.metadata}
         assert metas.keys() == whole.keys()
         everywhere = [None] * dist.get_world_size()
@@ -54,7 +54,7 @@ def sources(dims, family, fields):
         for number in range(2):
             for parameter in models[0].parameters():
                 parameter.data.add_(0.125)
-            whole = mb.to_hf_state_dict(models)
+            whole = mb.to_hf_state_dict(models, quantize=quantize)
             for is_local, pairs in ((False, source.iter_full()), (True, source.iter_local())):
                 names = []
                 for name, tensor in pairs:
@@ -91,3 +91,11 @@ def test_each_backend_finds_what_it_wants_where_it_wants_it(case):
         "TP2 EP2 DP2": {*heads, "o_proj", "embed_tokens"},
     }
     assert cut == expected.get(case, set())
+
+
+def test_codes_and_scales_leave_whole():
+    """No rank has codes before an export makes them, so no backend gets cut ones."""
+    fp8 = {"quant_method": "fp8", "weight_block_size": [8, 8]}
+    found, *_ = pool.run(4, sources, mb.ParallelDims(tp=2, pp=2), "llama", {}, fp8)
+    assert {backend: cut for backend, (_, cut, _) in found.items()} == {backend: set() for backend in BACKENDS}
+    assert set(found["nccl_m2n"][0]) == {None}
