@@ -136,8 +136,8 @@ def test_what_has_no_adapters_is_named():
         chunks = build_model(mtp_checkpoints.config("glm4_moe", 1), load_weights=False, overrides=overrides)
         with pytest.raises(
             ConfigError,
-            match=r"list of module names, .* found 'q_proj': .*; .* at least 1, found 2.5: .*; alpha .* nan: .*; .*no MTP layers"
-            r".*rate must be 0.*overlap must be off",
+            match=r"list of module names, .* found 'q_proj': .*; .* at least 1, found 2.5: .*; alpha .* nan: .*; "
+            r".*no MTP layers.*rate must be 0.*overlap must be off",
         ):
             add_adapters(chunks, rank=2.5, alpha=float("nan"), targets="q_proj")
 

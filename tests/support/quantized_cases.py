@@ -1,6 +1,6 @@
 """Families in their published forms, with the meshes on which tests try them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -24,7 +24,8 @@ def family(name: str, **fields: Any) -> Callable[[], Any]:
     return lambda: tiny(zoo.described()[name].model_type, **{**zoo.described()[name].fields, **fields})
 
 
-CASES: dict[str, tuple[Callable[[], Any], Format, torch.dtype, mb.ParallelDims]] = {
+Case = tuple[Callable[[], Any], Format, torch.dtype, mb.ParallelDims]
+CASES: dict[str, Case] = {
     "qwen3": (lambda: tiny("qwen3"), deepseek((8, 8), torch.bfloat16), torch.bfloat16, mb.ParallelDims(tp=4)),
     "qwen3_moe": (
         family("qwen3_moe"),
@@ -78,8 +79,9 @@ CASES: dict[str, tuple[Callable[[], Any], Format, torch.dtype, mb.ParallelDims]]
 """For each family or special case: its config, its published form, a dtype, and a mesh."""
 
 
-def case(name: str) -> tuple[Any, Format, torch.dtype, mb.ParallelDims]:
-    make, form, dtype, dims = CASES[name]
+def case(name: str, cases: Mapping[str, Case] = CASES) -> tuple[Any, Format, torch.dtype, mb.ParallelDims]:
+    """One of ``cases``, with its config. A test without the family is skipped."""
+    make, form, dtype, dims = cases[name]
     try:
         return make(), form, dtype, dims
     except KeyError:

@@ -26,7 +26,7 @@ from mcore_bridge.weights.transfer.collectives import Group
 from tests.support import pool, quantized
 from tests.support.conversions import quiet
 from tests.support.quantized import Format, deepseek
-from tests.support.quantized_cases import CASES, case, family
+from tests.support.quantized_cases import CASES, Case, case, family
 from tests.support.strategies import random_state, save, tiny
 
 ENGINES = {
@@ -144,7 +144,7 @@ def of_stacks() -> Format:
     return Format(note, encode, own.decode, lambda name: name.endswith(("experts.gate_up_proj", "experts.down_proj")))
 
 
-NEW: dict[str, tuple[Any, Format, torch.dtype, mb.ParallelDims]] = {
+NEW: dict[str, Case] = {
     **{name: CASES[name] for name in ("minimax_m2", "glm4_moe", "experts alone", "kimi_k2", "bf16 rows", "gpt_oss")},
     "blocks that shards share": (
         family("qwen3_moe"),
@@ -179,8 +179,7 @@ def newly(folder: str, saved: str, dims: mb.ParallelDims, dtype: torch.dtype, no
 @pytest.mark.parametrize("name", NEW)
 def test_new_scales_are_those_of_whole_tensors(name: str, tmp_path: Path) -> None:
     """Also where a block lies on several ranks, and in a conversion. What is saved is read again with equal values."""
-    make, form, dtype, dims = NEW[name]
-    hf = make()
+    hf, form, dtype, dims = case(name, NEW)
     state = random_state(hf, dtype=dtype)
     save(state, hf, tmp_path)
     expected = {n: t for n, t in form.files(state).items() if not n.endswith(quantized.OF_ACTIVATIONS)}
