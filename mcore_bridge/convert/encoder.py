@@ -6,7 +6,7 @@ A conversion has whole matrices, which are encoded as an export encodes shards. 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from torch import Tensor
 from mcore_bridge.config.quantization import Quantize
 from mcore_bridge.errors import ConfigError, plural
 from mcore_bridge.rules.mapping import unstacked
-from mcore_bridge.rules.scheme import Scheme, is_part
+from mcore_bridge.rules.scheme import Scheme
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.files.sidecars import copy_note, describe_quantization
 from mcore_bridge.weights.sent.encoding import encoded_tensors
@@ -155,8 +155,3 @@ class Encoder:
             describe_quantization(target, note)
         if form.folder is not None:
             copy_note(Path(form.folder), target)
-
-
-def plain_dtype(specs: Iterable[TensorSpec]) -> torch.dtype:
-    """The dtype of the largest tensor that is no part of an encoded weight."""
-    return max((spec for spec in specs if not is_part(spec)), key=lambda spec: spec.num_bytes).dtype

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from mcore_bridge.config.hf import read_fields, write_fields
 from mcore_bridge.convert.conversion import Conversion, Progress, units_of_tensors
-from mcore_bridge.convert.encoder import plain_dtype
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.dtypes import dtype_name, wanted_dtype
 from mcore_bridge.rules.encoded import Encoded
@@ -23,6 +22,7 @@ from mcore_bridge.weights.files.hf_folder import HEADS, weight_files, write_inde
 from mcore_bridge.weights.files.safetensors import SafetensorsWriter
 from mcore_bridge.weights.files.sidecars import copy_companions, forget_quantization
 from mcore_bridge.weights.source.source import Source, open_folder
+from mcore_bridge.weights.source.weight_format import plain_dtype
 
 _CONFIG = "config.json"
 _OTHERS = ("*.json", "LICENSE*", "*.md")

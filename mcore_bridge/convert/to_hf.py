@@ -15,7 +15,7 @@ from torch import Tensor
 from mcore_bridge.config.quantization import Quantize
 from mcore_bridge.convert.assemble import HFSlice, parts_of, specs_of
 from mcore_bridge.convert.conversion import ModelConversion, Progress
-from mcore_bridge.convert.encoder import Encoder, Matrix, plain_dtype
+from mcore_bridge.convert.encoder import Encoder, Matrix
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.dtypes import dtype_name, is_exact
 from mcore_bridge.rules.spec import TensorSpec
@@ -24,7 +24,7 @@ from mcore_bridge.weights.files.hf_folder import HEADS, weight_files, write_inde
 from mcore_bridge.weights.files.safetensors import SafetensorsWriter
 from mcore_bridge.weights.not_built import Mtp, NotBuilt, not_built_of
 from mcore_bridge.weights.plan.inventory import ParamEntry
-from mcore_bridge.weights.source.weight_format import is_linear
+from mcore_bridge.weights.source.weight_format import is_linear, plain_dtype
 
 
 @dataclass(frozen=True, kw_only=True)

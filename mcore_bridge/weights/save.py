@@ -21,7 +21,6 @@ from mcore_bridge.config.quantization import Quantize
 from mcore_bridge.errors import CheckpointError, plural
 from mcore_bridge.rules.dtypes import Dtypes
 from mcore_bridge.rules.mapping import ExpertFormat
-from mcore_bridge.rules.scheme import is_part
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.bound import mapping_of, provenance_on
 from mcore_bridge.weights.export import iter_hf_weights
@@ -36,7 +35,7 @@ from mcore_bridge.weights.model_chunks import Models, chunks_of
 from mcore_bridge.weights.not_built import Mtp, NotBuilt, not_built_of
 from mcore_bridge.weights.own_folder import is_source, plain_dtypes, require_held
 from mcore_bridge.weights.provenance import HF, Provenance, config_in, head_of, identity, write_config
-from mcore_bridge.weights.source.weight_format import WeightFormat, weight_format
+from mcore_bridge.weights.source.weight_format import WeightFormat, plain_dtype, weight_format
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.failures import raise_on_all, require_alike
 
@@ -228,9 +227,8 @@ def _config_of(specs: Manifest, provenance: Provenance) -> PretrainedConfig:
     """The HF config for the manifest: with its dtype and, for another head than an LM head, with the class of that
     head.
     """
-    largest = max((spec for spec in specs if not is_part(spec)), key=lambda spec: spec.num_bytes)
     names = [spec.name for spec in specs]
-    hf = config_in(provenance, largest.dtype, tied=provenance.lm_head not in names, names=names)
+    hf = config_in(provenance, plain_dtype(specs), tied=provenance.lm_head not in names, names=names)
     score = next((spec for spec in specs if spec.name in ("score.weight", "score.2.weight")), None)
     if score is not None:
         biased = any(spec.name == "score.bias" for spec in specs)

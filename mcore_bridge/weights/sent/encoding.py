@@ -224,9 +224,10 @@ class EncodedShard:
 
     def scales(self) -> Tensor:
         """The scales of the shard; of all shards, if holders share blocks."""
-        values = self.values()
-        grid = _Grid.of(self._part, self.shard, values.shape, values.device)
-        stored, self._scales = self._stored_scales(grid, values), None
+        if (stored := self._scales) is None:
+            values = self.values()
+            stored = self._stored_scales(_Grid.of(self._part, self.shard, values.shape, values.device), values)
+        self._scales = None
         return stored
 
     def overall(self) -> Tensor:

@@ -108,7 +108,7 @@ class WeightFormat:
 
     def wanted_dtype(self, name: str, own: torch.dtype, dtypes: Dtypes) -> torch.dtype:
         """The dtype in which a tensor leaves: as ``dtypes`` say, else as the folder has it. Codes and scales stay."""
-        if self is not PLAIN and (is_part(TensorSpec(name, (), own))):
+        if self is not PLAIN and is_part(TensorSpec(name, (), own)):
             return own
         if dtypes is None and self.source is not None and name in self.source:
             dtypes = self.source[name].dtype
@@ -164,6 +164,11 @@ def is_linear(mcore: str) -> bool:
     """
     *_, module, tensor = mcore.split(".")
     return tensor == "weight" and module.startswith("linear_") and module != "linear_weights_proj"
+
+
+def plain_dtype(specs: Iterable[TensorSpec]) -> torch.dtype:
+    """The dtype of the largest tensor that is no part of an encoded weight."""
+    return max((spec for spec in specs if not is_part(spec)), key=lambda spec: spec.num_bytes).dtype
 
 
 def weight_format(quantize: Quantize, folder: str | None) -> WeightFormat:
