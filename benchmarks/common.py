@@ -209,6 +209,14 @@ def _filled(name: str, shape: tuple[int, ...], block: Tensor) -> Tensor:
     return 1 + tensor if "norm" in name else tensor
 
 
+def format_of(text: str) -> dict[str, Any] | None:
+    """The format of weights that an option names: "none", or a ``quantization_config`` as JSON."""
+    if text == "none":
+        return None
+    note: dict[str, Any] = json.loads(text)
+    return note
+
+
 def case_arguments(description: str | None, case: str) -> ArgumentParser:
     """The arguments of benchmarks of several cases."""
     parser = ArgumentParser(description=description)

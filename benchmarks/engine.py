@@ -4,6 +4,7 @@
     python benchmarks/engine.py --device cpu "tiny" "tiny-moe" --engine stand-in
     torchrun --nproc-per-node 2 benchmarks/engine.py "qwen3-30b-a3b layers=12 tp=2 ep=2 sp=1" --engine vllm ...
     torchrun --nproc-per-node 2 benchmarks/engine.py "qwen3-8b tp=2" --engine vllm --engine-device cuda:2 ...
+    python benchmarks/engine.py "qwen3-8b" --quantize none '{"quant_method": "fp8"}' --engine vllm ...
 
 Weights are random. The engine is a separate process, which may have a different ``PYTHONPATH``. It has as many ranks as
 the trainer, by tensor parallelism, on the trainer's GPUs or on the GPUs from ``--engine-device`` on. Each trainer rank
@@ -37,7 +38,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import config_of, most, parsed, report, set_up
+from common import config_of, format_of, most, parsed, report, set_up
 
 import mcore_bridge as mb
 from mcore_bridge.errors import TransferError
@@ -131,15 +132,19 @@ def main() -> None:
     parser.add_argument(
         "--transports", nargs="*", default=[], help="further transports of WeightSync: pull, ring, network"
     )
+    parser.add_argument(
+        "--quantize", nargs="+", type=format_of, default=[None], help='"none", or a quantization_config as JSON'
+    )
     parser.add_argument("--slow-repeats", type=int, default=3, help="of the engine's own loader")
     arguments = parser.parse_args()
     for case in arguments.cases:
-        measure(case, arguments)
+        for quantize in arguments.quantize:
+            measure(case, quantize, arguments)
 
 
 @torch.no_grad()
-def measure(case: str, arguments: Namespace) -> None:
-    """One report for each way of a case."""
+def measure(case: str, quantize: dict[str, Any] | None, arguments: Namespace) -> None:
+    """One report for each way of a case, with weights in one format."""
     name, layers, sizes = parsed(case)
     on_gpu = arguments.device != "cpu"
     dims = set_up(Namespace(**sizes, device="cuda" if on_gpu else "cpu"))
@@ -148,9 +153,10 @@ def measure(case: str, arguments: Namespace) -> None:
     models = mb.build_model(config, **options, backend=arguments.backend, load_weights=False)
     in_buffers(models)
     fill(models, 0)
-    engine = Engine(arguments, config.to_dict())
+    fields = config.to_dict() | ({"quantization_config": quantize} if quantize else {})
+    engine = Engine(arguments, fields)
     try:
-        with closing(Case(case, models, engine, arguments)) as running:
+        with closing(Case(case, models, engine, quantize, arguments)) as running:
             running.run()
     finally:
         engine.close()
@@ -198,9 +204,17 @@ def fill(models: list[torch.nn.Module], seed: int) -> None:
 class Case:
     """One model and one engine."""
 
-    def __init__(self, case: str, models: list[torch.nn.Module], engine: Engine, arguments: Namespace) -> None:
+    def __init__(
+        self,
+        case: str,
+        models: list[torch.nn.Module],
+        engine: Engine,
+        quantize: dict[str, Any] | None,
+        arguments: Namespace,
+    ) -> None:
         self.case, self.models, self.engine, self.arguments = case, models, engine, arguments
-        self.manifest = mb.manifest(models)
+        self.quantize = quantize
+        self.manifest = mb.manifest(models, quantize=quantize)
         self.device = "cpu" if arguments.device == "cpu" else f"cuda:{torch.cuda.current_device()}"
         plan = mb.plan_buckets(self.manifest, slot_bytes=self._slot_bytes())
         self.ring = mb.BufferRing(plan, self.device)
@@ -255,7 +269,7 @@ class Case:
 
     def by_one_object(self, transport: Any, repeats: int, expected: dict[str, int]) -> None:
         """Rounds of a ``WeightSync``. The first one makes a map, or proves a stored one."""
-        with mb.WeightSync(self.models, self.engine.receive, transport=transport) as sync:
+        with mb.WeightSync(self.models, self.engine.receive, transport=transport, quantize=self.quantize) as sync:
             start = time.perf_counter()
             report = sync()
             first = time.perf_counter() - start
@@ -284,19 +298,19 @@ class Case:
 
     def sync(self, way: str) -> None:
         """A round through the ring."""
-        pairs = mb.iter_hf_weights(self.models)
+        pairs = mb.iter_hf_weights(self.models, quantize=self.quantize)
         for bucket in self.ring.fill(pairs, acknowledged=self.engine.answer):
             self.engine.ask("load", bucket.number, way)
         self.engine("finish", way)
 
     def sync_direct(self) -> None:
         """A round without one."""
-        self.opened().write(mb.iter_hf_weights(self.models))
+        self.opened().write(mb.iter_hf_weights(self.models, quantize=self.quantize))
         self.engine("complete")
 
     def sync_shards(self) -> None:
         """A round without HF tensors."""
-        mb.export_into(self.models, self.opened())
+        mb.export_into(self.models, self.opened(), quantize=self.quantize)
         self.engine("complete")
 
     def opened(self) -> mb.EngineWriter:
@@ -318,7 +332,7 @@ class Case:
 
     def drain(self) -> None:
         """The export. Its tensors are dropped."""
-        for _ in mb.iter_hf_weights(self.models):
+        for _ in mb.iter_hf_weights(self.models, quantize=self.quantize):
             pass
 
     def compare(self, way: str, found: dict[str, int], expected: dict[str, int]) -> None:
@@ -343,7 +357,8 @@ class Case:
 
     def report(self, what: str, **more: Any) -> None:
         """A line."""
-        report(case=self.case, engine=self.arguments.engine, what=what, **more)
+        method = (self.quantize or {}).get("quant_method")
+        report(case=self.case, engine=self.arguments.engine, format=method, what=what, **more)
 
     def _synchronize(self) -> None:
         if self.device != "cpu":

@@ -125,7 +125,7 @@ def new_scales(
         mantissa, exponent = torch.frexp(amax)
         exponent = (exponent - 9 + (mantissa > 0.875).int()).clamp(-126, 127)  # 448 is 0.875 * 2 ** 9
         scales = (exponent + _BIAS << 23).view(torch.float32)  # by its bits: a GPU's powers may be inexact
-    smallest = _smallest(dtype)
+    smallest = smallest_scale(dtype)
     return torch.where(amax > 0, scales.clamp(min=smallest), 1.0).to(dtype)
 
 
@@ -173,7 +173,7 @@ def _borders(kind: Kind, device: torch.device) -> Tensor:
     return torch.where(torch.arange(len(borders)) % 2 == 0, above, borders).to(device)
 
 
-def _smallest(dtype: torch.dtype) -> float:
+def smallest_scale(dtype: torch.dtype) -> float:
     """The smallest normal number of a dtype of scales; of fp8, the smallest above 0."""
     if dtype == torch.float8_e4m3fn:
         return 2.0**-9

@@ -20,7 +20,7 @@ from mcore_bridge.convert.convert import convert
 from mcore_bridge.engines import EngineWorker
 from mcore_bridge.errors import ConfigError, ExportError, MappingError, TargetError
 from mcore_bridge.weights.manifest import Manifest
-from mcore_bridge.weights.sent import encoding
+from mcore_bridge.weights.sent import encoded_shard
 from mcore_bridge.weights.source.source import open_source
 from mcore_bridge.weights.transfer.collectives import Group
 from tests.support import pool, quantized
@@ -327,11 +327,11 @@ def _first_column(right: Any) -> Any:
 
 MISTAKES: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "each rank has its own maximum": (Group, "maximum", _unreduced),
-    "scales are kept where numbers have changed": (encoding.EncodedShard, "_changed", _always_kept),
-    "scales are always new": (encoding.EncodedShard, "_changed", _never_kept),
-    "codes are made with other scales than those sent": (encoding, "scales_of", _unrounded),
-    "scales are of the next row of blocks": (encoding._Grid, "spread", _of_next_row),
-    "maxima are of the next column of blocks": (encoding._Grid, "_of_columns", _first_column),
+    "scales are kept where numbers have changed": (encoded_shard.EncodedShard, "_changed", _always_kept),
+    "scales are always new": (encoded_shard.EncodedShard, "_changed", _never_kept),
+    "codes are made with other scales than those sent": (encoded_shard, "scales_of", _unrounded),
+    "scales are of the next row of blocks": (encoded_shard._Grid, "spread", _of_next_row),
+    "maxima are of the next column of blocks": (encoded_shard._Grid, "_of_columns", _first_column),
 }
 
 

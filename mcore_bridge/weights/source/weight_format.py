@@ -49,6 +49,7 @@ class WeightFormat:
         note: the ``quantization_config`` that describes the format; None for plain weights.
         source, folder: the tensors of the folder that shows the format, and its path.
         digest: equal for equal formats, in every process.
+        on_gpu: small scales of the folder, as exports have put them on a GPU.
     """
 
     note: Mapping[str, Any] | None = None
@@ -56,6 +57,7 @@ class WeightFormat:
     folder: str | None = None
     digest: str = ""
     quantization: Quantization | None = field(default=None, repr=False)
+    on_gpu: dict[object, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def entries(self, mapping: WeightMapping, entries: Sequence[ParamEntry]) -> tuple[ParamEntry, ...]:
         """The entries of an export in this format.

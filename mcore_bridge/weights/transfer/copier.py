@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, cached_property
 from importlib.util import find_spec
@@ -57,6 +57,17 @@ class Buffers:
         joined.addresses = np.concatenate([self.addresses, others.addresses])
         joined.on_gpu = self.on_gpu and others.on_gpu
         return joined
+
+    def with_others(self, others: Mapping[int, Tensor]) -> Buffers:
+        """These buffers, with ``others`` in the place of those of the same numbers, on the same devices."""
+        tensors = [*self.tensors]
+        for number, tensor in others.items():
+            tensors[number] = tensor
+        changed = Buffers(tensors, self.gpus)
+        changed.addresses = self.addresses.copy()
+        changed.addresses[[*others]] = [tensor.data_ptr() for tensor in others.values()]
+        changed.on_gpu = self.on_gpu
+        return changed
 
     @cached_property
     def is_aligned(self) -> bool:

@@ -72,8 +72,7 @@ class Sources:
             self._replace()
 
     def _replace(self) -> None:
-        tensors = [self._merged.get(number, held) for number, held in enumerate(self._buffers.tensors)]
-        self._current = Buffers(tensors)
+        self._current = self._buffers.with_others(self._merged)
 
 
 class Outputs:
