@@ -36,7 +36,7 @@ SIZES = {
 }
 FAMILIES = {
     "qwen3": tiny("qwen3", **SIZES),
-    "qwen3_moe": tiny("qwen3_moe", **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=256),
+    "qwen3_moe": tiny("qwen3_moe", **SIZES, num_experts=4, num_experts_per_tok=4, moe_intermediate_size=256),
 }
 """All shards are whole blocks of 128 rows and columns."""
 BLOCKS = quantized.deepseek((128, 128), rule=quantized.power_of_two)
