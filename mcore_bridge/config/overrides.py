@@ -147,14 +147,18 @@ def require_activation(settings: Mapping[str, object]) -> None:
         )
 
 
-def require_plain_parameters(settings: Mapping[str, object]) -> None:
-    """Raises ``ConfigError`` if parameters would be quantized, and so lose values of the checkpoint."""
-    for name in ("fp8_param", "fp4_param"):
-        if settings.get(name):
-            raise ConfigError(
-                f"{name} must be False, found {settings[name]!r}: quantized parameters cannot hold the values of the "
-                f"checkpoint, so an export could not give them back. Remove the override; {name[:3]} works without it."
-            )
+def require_parameters(settings: Mapping[str, object]) -> None:
+    """Raises ``ConfigError`` if parameters would be quantized in a way that loads and exports do not know."""
+    if settings.get("fp4_param"):
+        raise ConfigError(
+            f"fp4_param must be False, found {settings['fp4_param']!r}: loads and exports know parameters in FP8, and "
+            "none in FP4. Remove the override; fp4 works without it."
+        )
+    if settings.get("fp8_param") and not settings.get("fp8"):
+        raise ConfigError(
+            "fp8_param needs fp8, found no fp8: set it, too, such as fp8='e4m3' and fp8_recipe='blockwise', or remove "
+            "fp8_param."
+        )
 
 
 def require_layers(settings: Mapping[str, object]) -> None:

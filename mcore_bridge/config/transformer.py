@@ -23,7 +23,7 @@ from mcore_bridge.config.overrides import (
     require_known,
     require_layers,
     require_overridable,
-    require_plain_parameters,
+    require_parameters,
     require_vocab,
 )
 from mcore_bridge.config.rope import Rope
@@ -134,7 +134,7 @@ def settings_of(
     require_activation(settings)
     require_layers(settings)
     require_chosen_experts(settings)
-    require_plain_parameters(settings)
+    require_parameters(settings)
     require_known(settings, latent=latent)
     return settings
 

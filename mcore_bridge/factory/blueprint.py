@@ -31,7 +31,7 @@ from mcore_bridge.config.unread_fields import require_no_unread, unread_fields, 
 from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory import layer_specs
 from mcore_bridge.factory.hybrid_support import check_model, require_hybrid
-from mcore_bridge.factory.modules.backend import Backend, choose_backend, kernels_of
+from mcore_bridge.factory.modules.backend import Backend, choose_backend, kernels_of, require_quantizable
 from mcore_bridge.factory.mtp_specs import count_mtp, inner_spec, mtp_block_spec, multiplies_hidden_first, require_mtp
 from mcore_bridge.factory.param_count import ParamCounts, count_params, resolve_layout
 from mcore_bridge.factory.vision.deepstack import count_features, require_layers
@@ -191,6 +191,7 @@ def make_blueprint(hf: str | os.PathLike[str] | PretrainedConfig | Provenance, o
         provenance = provenance.seeing(vision, tower_specs(whole, dtype))
     features = count_features(whole) if whole is not None and provenance.tower else 0
     dims = resolve_layout(dims, hf, dtype=dtype, head=head, mtp=mtp, tower=provenance.tower, at_first=features)
+    require_quantizable(overrides, chosen, device)
     chosen_fields = {**kernels_of(chosen), **_interleaved(dims, changed.free)}
     table = architecture.fields
     config = transformer.to_transformer_config(hf, table, dims=dims, dtype=dtype, overrides=chosen_fields)

@@ -32,7 +32,7 @@ from mcore_bridge.weights.model_chunks import (
 from mcore_bridge.weights.model_tensors import held_tensors, require_as_built
 from mcore_bridge.weights.plan.inventory import Inventory
 from mcore_bridge.weights.provenance import HF, Provenance, provenance_of
-from mcore_bridge.weights.sent.merging import merges_of
+from mcore_bridge.weights.sent.merging import merges_of, of_values
 from mcore_bridge.weights.transfer.endpoints import Merge
 
 if TYPE_CHECKING:
@@ -53,10 +53,10 @@ class BoundModel:
     merged: bool | None = None
     """Whether adapters are merged into what is exported; None without adapters."""
     merges: Mapping[str, Merge] = field(default_factory=dict)
-    """The functions that merge adapters into tensors, by canonical name."""
+    """The functions from tensors to what is sent, by canonical name: of quantized tensors, and to merge adapters."""
 
     def exported(self, mcore: str) -> Tensor:
-        """The tensor that an export sends for a tensor of this rank: the tensor itself, or a new merged one."""
+        """The tensor that an export sends for a tensor of this rank: the tensor itself, or a new one."""
         tensor = self.tensors[mcore].detach()
         return self.merges[mcore](tensor) if mcore in self.merges else tensor
 
@@ -226,7 +226,7 @@ def bind(
     tensors = held_tensors(chunks)
     require_as_built(chunks, tensors)
     if not hasattr(first, "bridge_adapters"):
-        return BoundModel(chunks, tensors, mapping, axes, ranks)
+        return BoundModel(chunks, tensors, mapping, axes, ranks, merges=of_values(tensors, {}))
     if adapters is None and not isinstance(merged, bool):
         raise ConfigError(
             "these models have adapters, and the base could be mistaken for the trained model: expected merged=True "
@@ -239,7 +239,7 @@ def bind(
         if absent := adapters.names - tensors.keys():
             raise MappingError(f"the chunks must have {len(absent)} more adapters, such as {min(absent)}: pass all")
     merges = dict(merges_of(chunks)) if merged and adapters is None else {}
-    return BoundModel(chunks, tensors, mapping, axes, ranks, merged, merges)
+    return BoundModel(chunks, tensors, mapping, axes, ranks, merged, of_values(tensors, merges))
 
 
 def mapping_of(chunk: GPTModel, provenance: Provenance, *, expert_format: ExpertFormat | None = None) -> WeightMapping:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Collection, Iterable, Mapping
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +23,7 @@ from mcore_bridge.machine import uncollected
 from mcore_bridge.rules.dtypes import Dtypes
 from mcore_bridge.rules.encoded import Weight
 from mcore_bridge.rules.mapping import ExpertFormat
+from mcore_bridge.rules.spec import runs_within
 from mcore_bridge.rules.variants import expert_format_of, model_names
 from mcore_bridge.weights.bound import BoundModel, bind, provenance_on
 from mcore_bridge.weights.files.hf_folder import content_of
@@ -38,6 +40,9 @@ from mcore_bridge.weights.transfer.copier import compiling
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
+
+_BUFFERED = 1 << 30
+"""Bytes of values that are read before parameters in FP8 are made from them."""
 
 
 @accepts_former_names
@@ -133,6 +138,7 @@ def overwrite(models: Models, tensors: Mapping[str, Weight], names: Iterable[str
         if name in load.uses:
             load.check(name, tensors[name])
             load.write(name, tensors[name])
+    load.close()
 
 
 def load_bound(bound: BoundModel, source: Mapping[str, Tensor], dtype: Dtypes) -> LoadReport:
@@ -178,10 +184,16 @@ def _write_source(load: Load, source: Source, *, strict: bool, slot_bytes: int) 
         for name, tensor in pairs:
             load.check(name, tensor)  # again, since a mapping may make a new tensor for each access
             load.write(name, tensor)
+        load.close()
         return
-    copies = (copy for name, tensor in pairs for copy in load.slices(name, tensor, source.files(name)))
     with Staging(slot_bytes) as staging:
-        read(copies, staging)
+        for run in runs_within(names, load.num_buffered, _BUFFERED):
+            own = islice(pairs, len(run))
+            read((copy for name, tensor in own for copy in load.slices(name, tensor, source.files(name))), staging)
+            staging.finish()
+            load.settle()
+    next(pairs, None)  # reports and frees the last tensor
+    load.close()
     source.require_unchanged()
 
 
@@ -190,5 +202,6 @@ def _write_pairs(load: Load, source: Pairs, *, strict: bool) -> None:
     for name, tensor in tracked(source.for_model(mapping), "load", lambda: 0):
         load.check(name, tensor)
         load.write(name, tensor)
+    load.close()
     new = model_names(load.seen, mapping)
     load.check_names((new.get(name, name) for name in load.seen), source.unused, strict)

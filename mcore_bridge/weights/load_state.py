@@ -22,6 +22,7 @@ from mcore_bridge.weights.files.encoded_copy import EncodedCopy
 from mcore_bridge.weights.files.safetensors import SafetensorsFile
 from mcore_bridge.weights.files.slice_reader import AnyCopy, FileCopy
 from mcore_bridge.weights.source.tied_tensors import differing
+from mcore_bridge.weights.transfer.quantized_parameters import Targets, format_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,9 @@ class Load:
         self.first: dict[str, str] = {}
         """The first name under which each HF tensor arrived, by its main name."""
         self._cuts: dict[object, EncodedSlice] = {}
+        self._targets = Targets(bound.tensors)
+        self._parts: dict[str, set[str]] = {}
+        """The HF tensors of each quantized tensor."""
         self.cast: dict[str, str] = {}
         self.num_bytes = 0
         self._names = LoadReport(0, 0)
@@ -111,6 +115,8 @@ class Load:
             copies = tuple(copy for copy in mine if copy.part == part)
             padding = trace.padding(rank) if part == 0 else ()
             whole, index = unstacked(name)
+            if mcore in self._targets.quantized:
+                self._parts.setdefault(mcore, set()).add(whole)
             self.uses.setdefault(whole, []).append(_Use(mcore, tensor, shape, copies, padding, index))
 
     def check_names(self, names: Iterable[str], unused: Iterable[str], strict: bool) -> None:
@@ -177,7 +183,7 @@ class Load:
                     f"tp={self.bound.axes['tp']} takes {shape}; load the checkpoint of this config"
                 )
             if not isinstance(tensor, Tensor):
-                self.cast.setdefault(name, f"{tensor.codec} -> {dtype_name(use.tensor.dtype)}")
+                self.cast.setdefault(name, f"{tensor.codec} -> {format_of(use.tensor)}")
                 continue
             crossing = self._crossing(name, tensor.dtype, use)
             if not is_exact(crossing, use.tensor.dtype):
@@ -186,8 +192,8 @@ class Load:
                     f"{name} is {dtype_name(crossing)} and {use.mcore} {held}, which cannot hold all its values; pass "
                     f"dtype=torch.{held} to cast, or build the model in another dtype"
                 )
-            if use.tensor.dtype != tensor.dtype:
-                self.cast.setdefault(name, f"{dtype_name(tensor.dtype)} -> {dtype_name(use.tensor.dtype)}")
+            if (new := format_of(use.tensor)) != (old := dtype_name(tensor.dtype)):
+                self.cast.setdefault(name, f"{old} -> {new}")
 
     def write(self, name: str, tensor: Weight) -> None:
         """Copy this rank's slices of one HF tensor. If they have already come under another name, compare instead."""
@@ -198,6 +204,19 @@ class Load:
                 slice_copy.run()
             elif not slice_copy.is_in_place():
                 raise differing(self.bound.mapping, [(name, first) if name != original else (first, name)])
+        self.settle()
+
+    def num_buffered(self, name: str) -> int:
+        """How many bytes of buffers an HF tensor needs until ``settle``, beside the parameters."""
+        return self._targets.num_buffered(use.mcore for use in self._uses_of(name))
+
+    def settle(self) -> None:
+        """Quantize the parameters in FP8 of which all HF tensors have come."""
+        self._targets.settle(lambda mcore: self._parts[mcore] <= self.seen.keys())
+
+    def close(self) -> None:
+        """Quantize all that is left, also parameters of which the source lacks a part."""
+        self._targets.close()
 
     def slices(self, name: str, tensor: Weight, files: tuple[SafetensorsFile, ...] = ()) -> Iterator[AnyCopy]:
         """Set padding to zero, and yield the copies of one HF tensor, which has been checked.
@@ -209,10 +228,11 @@ class Load:
             raise CheckpointError(f"{name} came twice; every HF tensor must come exactly once")
         self.seen[name] = None
         for use in self._uses_of(name):
+            held = self._targets[use.mcore]
             for dim, start, size in use.padding:
-                use.tensor.narrow(dim, start, size).zero_()
+                held.narrow(dim, start, size).zero_()
             for copy in use.copies:
-                target = copy.of_shard(use.tensor)
+                target = copy.of_shard(held)
                 if isinstance(tensor, Encoded):
                     encoded = self._cut(tensor, use, copy)
                     self.num_bytes += encoded.nbytes

@@ -13,11 +13,10 @@ from mcore_bridge.errors import MappingError
 from mcore_bridge.rules.names import canonical
 from mcore_bridge.rules.trace import Shape
 from mcore_bridge.weights.model_chunks import numbering_of, unwrap
+from mcore_bridge.weights.transfer.quantized_parameters import is_quantized, of_other_classes
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
-
-_PLAIN = frozenset({Tensor, nn.Parameter})
 
 
 def held_tensors(models: Sequence[nn.Module]) -> dict[str, Tensor]:
@@ -38,8 +37,7 @@ def held_tensors(models: Sequence[nn.Module]) -> dict[str, Tensor]:
         if twice := held.keys() & own.keys():
             raise MappingError(f"{min(twice)} is in two of the {len(models)} chunks given; pass each chunk once")
         held |= own
-    if not _PLAIN.issuperset(map(type, held.values())):
-        _require_own_memory(held)
+    _require_own_memory(of_other_classes(held))
     return held
 
 
@@ -80,12 +78,12 @@ def require_as_built(models: Sequence[nn.Module], held: Mapping[str, Tensor]) ->
 
 
 def _require_own_memory(held: Mapping[str, Tensor]) -> None:
-    """Raise ``MappingError`` for a parameter whose data is in other tensors, such as a quantized one or one of FSDP."""
+    """Raise ``MappingError`` for a parameter whose data is in tensors that we do not know, such as one of FSDP."""
     for name, tensor in held.items():
-        if type(tensor) not in _PLAIN and tensor.untyped_storage().nbytes() and not tensor.data_ptr():
+        if not is_quantized(tensor) and tensor.untyped_storage().nbytes() and not tensor.data_ptr():
             raise MappingError(
                 f"{name} is a {type(tensor).__name__}, whose values are in other tensors: expected a parameter with "
-                "its own memory. Build without fp8_param, and wrap without FSDP"
+                "its own memory, or in TransformerEngine's FP8. Wrap without FSDP"
             )
 
 

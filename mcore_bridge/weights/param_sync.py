@@ -12,6 +12,7 @@ from mcore_bridge.errors import ExportError
 from mcore_bridge.weights.model_chunks import Models, chunks_of, modules_of, unwrap
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.failures import require_all
+from mcore_bridge.weights.transfer.quantized_parameters import memory_of
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -93,7 +94,7 @@ def _problem(ddp: DistributedDataParallel) -> str:
         if bucket.param_data is None:
             return f"this optimizer gathers parameters where gradients are, which an export must not change: {hint}"
         own = bucket.param_data.untyped_storage().data_ptr()
-        if not own or any(parameter.untyped_storage().data_ptr() != own for parameter in bucket.params):
+        if not own or any(memory_of(parameter).untyped_storage().data_ptr() != own for parameter in bucket.params):
             return f"parameters were moved before replicas had gathered the changes of a step: {hint}"
     return ""
 

@@ -95,6 +95,8 @@ def test_an_attribute_of_a_trainer_stays() -> None:
         (HF, "ffn_hidden_size", 81, "tp=2 must divide ffn_hidden_size=81"),
         (YARN, "apply_rope_fusion", True, "apply_rope_fusion must be False"),
         (tiny("llama", hidden_act="gelu"), "bias_activation_fusion", True, "bias_activation_fusion must be False"),
+        (HF, "fp8_param", True, "fp8_param needs fp8, found no fp8"),
+        (HF, "fp4_param", True, "fp4_param must be False"),
     ],
 )
 def test_a_change_that_makes_another_model_is_refused(hf: Any, name: str, value: object, message: str) -> None:

@@ -100,6 +100,7 @@ NOT_HERE = {
     ("docs/guide/add_a_family.md", 0): "it is a copy of mcore_bridge/models/qwen3.py",
     ("docs/guide/quantized.md", 0): "the folder of DeepSeek-V3 is not there",
     ("docs/guide/quantized.md", 1): "vLLM is not installed, and tests/weights/test_encoding.py runs the like",
+    ("docs/guide/quantized.md", 2): "TransformerEngine needs a GPU, where tests/gpu/test_gpu_fp8_parameters.py runs it",
     ("docs/guide/hybrid_model.md", 0): "the oldest megatron-core that is tested has no HybridModel",
     ("docs/guide/images.md", 2): "its two models are of two families",
 }

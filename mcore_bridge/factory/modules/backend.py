@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -37,6 +37,15 @@ def choose_backend(backend: str, *, device: torch.device) -> Backend:
 def has_transformer_engine() -> bool:
     """Whether TransformerEngine is installed."""
     return importlib.util.find_spec("transformer_engine") is not None
+
+
+def require_quantizable(overrides: Mapping[str, object], backend: Backend, device: torch.device) -> None:
+    """Raises ``ConfigError`` if an override wants parameters in FP8, which only TransformerEngine's modules have."""
+    if overrides.get("fp8_param") and backend != "te" and device.type != "meta":
+        raise ConfigError(
+            f'fp8_param needs the backend "te" on a GPU, found "{backend}" on {device}: install transformer_engine, or '
+            "remove fp8_param"
+        )
 
 
 def kernels_of(backend: Backend) -> dict[str, object]:

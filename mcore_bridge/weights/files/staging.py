@@ -65,8 +65,8 @@ class Staging:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         try:
-            while self._busy and kind is None:
-                self._finish()
+            if kind is None:
+                self.finish()
         finally:
             self._threads.shutdown(wait=True, cancel_futures=True)
             for slot in self._free:
@@ -89,6 +89,11 @@ class Staging:
             work()
 
         self._busy.append((slot, self._threads.submit(run), then))
+
+    def finish(self) -> None:
+        """Wait for all work that was submitted."""
+        while self._busy:
+            self._finish()
 
     def _finish(self) -> None:
         slot, future, then = self._busy.popleft()

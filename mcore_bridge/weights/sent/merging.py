@@ -6,7 +6,7 @@ sum within about 2^-50 of a boundary of rounding could differ, if kernels add in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from mcore_bridge.rules.names import canonical
 from mcore_bridge.weights.model_chunks import numbering_of
 from mcore_bridge.weights.transfer.endpoints import Merge, check_storage
+from mcore_bridge.weights.transfer.quantized_parameters import is_quantized, of_other_classes, values_of
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -24,6 +25,17 @@ _BLOCK = 1 << 22
 """How many fp64 numbers a merge holds at once, about 32 MB for each tensor."""
 _LOW = (1 << 29) - 1
 """The bits of an fp64 fraction that do not fit into fp32."""
+
+
+def of_values(tensors: Mapping[str, Tensor], merges: Mapping[str, Merge]) -> dict[str, Merge]:
+    """``merges``, and before them a function for each quantized tensor that gives its values."""
+    held = of_other_classes(tensors).items()
+    return {**merges, **{name: partial(_merged, merges.get(name)) for name, tensor in held if is_quantized(tensor)}}
+
+
+def _merged(merge: Merge | None, tensor: Tensor) -> Tensor:
+    values = values_of(tensor)
+    return values if merge is None else merge(values)
 
 
 class Factors(Protocol):

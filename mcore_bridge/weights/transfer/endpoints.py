@@ -13,6 +13,7 @@ from mcore_bridge.weights.plan.export_plan import SLAB, ExportPlan, Message
 from mcore_bridge.weights.plan.payload import OutputTensor
 from mcore_bridge.weights.transfer.copier import Buffers
 from mcore_bridge.weights.transfer.program import Program, Step
+from mcore_bridge.weights.transfer.quantized_parameters import memory_of
 
 Merge = Callable[[Tensor], Tensor]
 """A function from a tensor of this rank to the tensor that is sent in its place."""
@@ -21,8 +22,9 @@ NO_MERGES: Mapping[str, Merge] = {}
 
 def check_storage(tensors: Mapping[str, Tensor]) -> list[UntypedStorage]:
     """The storage of each tensor. Raise ``ExportError`` if a tensor has no values to export."""
-    storages = [*map(Tensor.untyped_storage, tensors.values())]
-    for (name, tensor), size in zip(tensors.items(), map(UntypedStorage.nbytes, storages), strict=True):
+    memory = [*map(memory_of, tensors.values())]
+    storages = [*map(Tensor.untyped_storage, memory)]
+    for name, tensor, size in zip(tensors, memory, map(UntypedStorage.nbytes, storages), strict=True):
         if size < tensor.nbytes or tensor.is_meta:
             raise ExportError(f"{name} has no storage: it is on the meta device or its memory was freed; bring it back")
     return storages
@@ -41,10 +43,10 @@ class Sources:
         self, program: Program, tensors: Mapping[str, Tensor], merges: Mapping[str, Merge] = NO_MERGES
     ) -> None:
         self._program, self._names = program, program.names
-        own = [tensors[name] for name in self._names]
+        self._own = own = [tensors[name] for name in self._names]
         self._storages = check_storage(dict(zip(self._names, own, strict=True)))  # these stay even if tensors move
         self._addresses = [*map(UntypedStorage.data_ptr, self._storages)]
-        self._buffers = Buffers([*map(Tensor.contiguous, own)])
+        self._buffers = Buffers([*map(Tensor.contiguous, map(memory_of, own))])
         self._buffers.addresses  # noqa: B018  # computed now, and kept
         self._merges = {number: merges[name] for number, name in enumerate(self._names) if name in merges}
         self._merged: dict[int, Tensor] = {}
@@ -59,7 +61,7 @@ class Sources:
             )
         if new := [number for number in step.held if number in self._merges and number not in self._merged]:
             for number in new:
-                self._merged[number] = self._merges[number](self._buffers.tensors[number])
+                self._merged[number] = self._merges[number](self._own[number])
             self._replace()
         return self._current
 

@@ -1,0 +1,102 @@
+"""Loads into parameters in FP8, and exports of them, with a stand-in for TransformerEngine's parameters."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import mcore_bridge as mb
+from mcore_bridge.errors import ExportError
+from tests.support import pool, quantized
+from tests.support.exports import BUCKET, assert_exact
+from tests.support.fp8_stand_in import BLOCK, quantize_linears
+from tests.support.strategies import random_state, save, tiny
+
+PUBLISHED = quantized.deepseek(BLOCK, rule=quantized.power_of_two)
+MESHES = [mb.ParallelDims(), mb.ParallelDims(tp=2), mb.ParallelDims(tp=2, pp=2)]
+
+
+def built(folder, dims, *, load):
+    dims.initialize(device="cpu")
+    return mb.build_model(folder, dims=dims, dtype=torch.bfloat16, device="cpu", load_weights=load)
+
+
+def in_fp8(folder, dims):
+    """Chunks whose linear layers have parameters in FP8, with initial values; and these parameters."""
+    models = built(folder, dims, load=False)
+    return models, quantize_linears(models)
+
+
+def load_and_export(dims, folder, how):
+    """Parameters get what TransformerEngine makes of the loaded values, which are their first masters."""
+    plain = built(folder, dims, load=True)
+    state = mb.to_hf_state_dict(plain)
+    models, held = in_fp8(folder, dims)
+    source = {"folder": folder, "mapping": state, "pairs": state.items()}[how]
+    report = mb.load_hf_weights(models, source, slot_bytes=1 << 10)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert name not in report.cast or report.cast[name].endswith(" -> StandIn")
+    expected = quantize_linears(plain)
+    assert len(held) == len(expected) > 0
+    for own, other in zip(held, expected, strict=True):
+        assert torch.equal(own.dequantize(), other.dequantize())
+        assert torch.equal(own.get_high_precision_init_val(), other.get_high_precision_init_val())
+    for chunk in plain:
+        for module in chunk.decoder.modules():
+            if "weight" in module._parameters and module.weight in set(expected):
+                module.weight = nn.Parameter(module.weight.dequantize())
+    rounded = mb.to_hf_state_dict(plain)
+    assert_exact(mb.to_hf_state_dict(models, bucket_bytes=BUCKET), rounded)
+    for shard in mb.iter_hf_shards(models):
+        assert torch.equal(shard.tensor, rounded[shard.name][shard.index])
+    is_exact = all(torch.equal(rounded[name], tensor) for name, tensor in state.items())
+    return is_exact, mb.manifest(models, quantize="as_published", digests=True)
+
+
+@pytest.mark.parametrize("dims", MESHES, ids=str)
+@pytest.mark.parametrize("how", ["folder", "mapping", "pairs"])
+def test_parameters_in_fp8_are_loaded_and_exported(dims, how, tmp_path):
+    """bf16 values are rounded. Published codes with powers of two as scales leave as they came."""
+    hf = tiny("qwen3")
+    state = random_state(hf, dtype=torch.bfloat16)
+    plain, published = tmp_path / "plain", tmp_path / "published"
+    plain.mkdir()
+    save(state, hf, plain)
+    quantized.write(hf, PUBLISHED, published, dtype=torch.bfloat16)
+    for folder, exactly in ((plain, False), (published, True)):
+        for is_exact, manifest in pool.run(dims.model_size, load_and_export, dims, folder, how):
+            assert is_exact == exactly
+            assert exactly != bool(mb.Manifest.from_folder(folder, digests=True).differences(manifest))
+
+
+def load_again(folder):
+    """A part of the weights, then all of them after an optimizer has taken the first masters."""
+    models, held = in_fp8(folder, mb.ParallelDims())
+    mb.load_hf_weights(models, folder)
+    before = mb.to_hf_state_dict(models)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    mb.load_hf_weights(models, {name: -before[name]}, strict=False)
+    after = mb.to_hf_state_dict(models)
+    assert [each for each in before if not torch.equal(before[each], after[each])] == [name]
+    assert torch.equal(after[name], -before[name])
+    warnings = []
+    handler = logging.Handler()
+    handler.emit = warnings.append
+    logging.getLogger("mcore_bridge").addHandler(handler)
+    for parameter in held:
+        del parameter._high_precision_init_val
+    mb.load_hf_weights(models, folder)
+    logging.getLogger("mcore_bridge").removeHandler(handler)
+    assert_exact(mb.to_hf_state_dict(models), before)
+    held[0]._codes.untyped_storage().resize_(0)
+    with pytest.raises(ExportError, match=r"weight has no storage"):
+        mb.to_hf_state_dict(models)
+    return len(held), [record.getMessage() for record in warnings]
+
+
+def test_a_load_after_an_optimizer_was_made_says_that_masters_are_old(tmp_path):
+    quantized.write(tiny("qwen3"), PUBLISHED, tmp_path, dtype=torch.bfloat16)
+    ((count, messages),) = pool.run(1, load_again, tmp_path)
+    assert [f"the {count} parameters in FP8" in message for message in messages] == [True]
+    assert "reload_model_params()" in messages[0]
