@@ -1,6 +1,6 @@
 """The kernel behind ``batches.py``: the codes and scales of many shards of one shape in one launch.
 
-A program reads whole blocks once. It finds the largest number of each, decides on the scale, and writes scale and codes.
+A program reads whole blocks once: it finds their largest numbers, decides on the scales, and writes scales and codes.
 Every rule is a rule of ``rules/codec.py``, with equal bits. Codes and scales are rounded by integers, which give equal
 bits on every GPU, also on one without FP8.
 """
