@@ -107,7 +107,7 @@ def open_export(models: Models, hf: HF | None, head: str, **options: Unpack[Opti
     gather_pending(models)
     bound = export.bound
     held = bound.tensors, bound.merges
-    tensors, merges = encode_shards(export.program, export.group, *held, bound.shard_of, export.format)
+    tensors, merges = encode_shards(export.program, export.group, *held, export.format)
     return replace(export, bound=replace(bound, tensors=tensors, merges=merges))
 
 

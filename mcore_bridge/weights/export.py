@@ -130,7 +130,8 @@ def converted(
         yield from pairs
     for name, tensor in pairs:
         try:
-            new = tensor.to(device or tensor.device, form.wanted_dtype(name, tensor.dtype, dtype))
+            wanted = form.wanted_dtype(name, tensor.dtype, dtype)
+            new = tensor if device is None and wanted == tensor.dtype else tensor.to(device or tensor.device, wanted)
         except Exception as problem:  # such as out of memory: the export fails on every rank
             pairs.throw(problem)
         yield name, new

@@ -50,6 +50,7 @@ def test_bits_of_a_gpu_are_those_of_a_cpu(name, monkeypatch):
         for dtype in (torch.bfloat16, torch.float32):
             weight = torch.randn(shape) * torch.exp2(torch.randint(-20, 4, (shape[0], 1)).float())
             weight[: shape[0] // 4] = 0
+            weight[shape[0] // 8 :: 3, ::5] = -0.0
             weight = weight.to(dtype)
             quantization = read_quantization(note)
             scheme = new_scheme([TensorSpec.of("w.weight", weight)], quantization)

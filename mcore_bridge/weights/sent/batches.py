@@ -7,15 +7,17 @@ is encoded together with the next ones of its shape, which wait for their messag
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from mcore_bridge.rules.codec import Codec
+from mcore_bridge.rules.spec import ALIGNMENT
+from mcore_bridge.rules.trace import Shape
 from mcore_bridge.weights.plan.encoded_entries import cells_of, upright_of
-from mcore_bridge.weights.plan.inventory import Role
+from mcore_bridge.weights.plan.inventory import EncodedPart, Role
 from mcore_bridge.weights.sent.encoded_shard import EncodedShard
 from mcore_bridge.weights.transfer.copier import Buffers, has_triton
 
@@ -25,7 +27,6 @@ _KEPT = 1 << 18
 """The scales of a batch in files stay on the GPU between exports if they have at most this many bytes."""
 _UNCHECKED = 2
 """Launches whose numbers may not yet be known to be finite when the next one begins."""
-_ALIGNMENT = 512
 _LARGEST = 1 << 15
 """Numbers of the largest block. A program of the kernel holds all of them in registers."""
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -41,37 +42,38 @@ class Blocks:
         shape: rows and columns of a shard.
         cells: rows and columns of a block; the last block of a row or column may be smaller.
         dtype: the dtype of the numbers.
+        codes: dtype and shape in which the codes of a shard are sent.
         scales: the dtype of the scales; uint8 are exponents of powers of two.
         powers: whether new scales are powers of two.
-        are_kept: whether there are scales of files.
-        device: where the shards are.
     """
 
     codec: Codec
     shape: tuple[int, int]
     cells: tuple[int, int]
     dtype: torch.dtype
+    codes: tuple[torch.dtype, Shape]
     scales: torch.dtype
     powers: bool
-    are_kept: bool
-    device: torch.device
 
     @classmethod
-    def of(cls, shard: EncodedShard) -> Blocks:
-        """The blocks of a shard."""
-        part, (rows, columns) = shard.roles["scales"], shard.held.shape
-        first = part.encodings[0]
+    def of(cls, roles: Mapping[Role, EncodedPart]) -> Blocks | None:
+        """The blocks of a weight that is sent so; None if ranks share a block, or the kernel does not know them."""
+        part, codes = roles["scales"], roles["codes"]
+        if part.shared or "overall" in roles:
+            return None
+        held, first = part.plain.held, part.encodings[0]
         height, width = cells_of(upright_of(part.plain.trace, first), first)
-        return cls(
+        rows, columns = held.shape
+        blocks = cls(
             first.codec,
             (rows, columns),
             (min(height, rows), min(width, columns)),
-            shard.held.dtype,
+            held.dtype,
+            (first.codes.dtype, codes.trace.shard_shape),
             first.scales.dtype,
             first.powers,
-            shard.is_kept,
-            shard.held.device,
         )
+        return blocks if blocks._are_known else None
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -85,31 +87,27 @@ class Blocks:
         return self.shape[0] * self.shape[1] // self.codec.per_byte
 
     @property
-    def have_kernel(self) -> bool:
-        """Whether the kernel knows such blocks."""
+    def _are_known(self) -> bool:
         height, width = (1 << (cell - 1).bit_length() for cell in self.cells)
-        known = (torch.uint8,) if self.codec.kind == "mxfp4" else (*_FLOATS, _E8M0)
-        is_plain = self.codec.kind != "nvfp4" and not self.codec.overall and self.dtype in _FLOATS
-        is_whole = self.cells[1] % self.codec.per_byte == 0
-        return is_plain and is_whole and self.scales in known and height * width <= _LARGEST
+        scales = (torch.uint8,) if self.codec.kind == "mxfp4" else (*_FLOATS, _E8M0)
+        is_known = self.codec.kind != "nvfp4" and self.dtype in _FLOATS and self.scales in scales
+        return is_known and self.cells[1] % self.codec.per_byte == 0 and height * width <= _LARGEST
 
 
-def batch(shards: Iterable[EncodedShard]) -> None:
-    """Let shards on a GPU be encoded in batches, if the kernel can encode them. All others are encoded alone."""
+def batch(shards: Iterable[tuple[Blocks | None, EncodedShard]]) -> None:
+    """Let shards on a GPU be encoded in batches, if they have blocks. All others are encoded alone."""
     checks = _Checks()
-    open_batches: dict[Blocks, _Batch] = {}
-    for shard in shards:
-        if shard.agreed is not None or not runs_kernel(shard.held.device):
+    begun: dict[tuple[Blocks, torch.device], _Batch] = {}
+    for blocks, shard in shards:
+        if blocks is None or not runs_kernel(shard.held.device):
             continue
-        blocks = Blocks.of(shard)
-        if not blocks.have_kernel:
-            continue
-        current = open_batches.get(blocks)
-        if current is None or (len(current.shards) + 1) * blocks.num_bytes > _BATCH:
-            current = open_batches[blocks] = _Batch(blocks, checks)
+        key = blocks, shard.held.device
+        current = begun.get(key)
+        if current is None or len(current.shards) >= max(1, _BATCH // blocks.num_bytes):
+            current = begun[key] = _Batch(*key, checks)
             checks.left += 1
         current.shards.append(shard)
-        shard.maker = current.take
+        shard.make = current.make
 
 
 def runs_kernel(device: torch.device) -> bool:
@@ -117,57 +115,58 @@ def runs_kernel(device: torch.device) -> bool:
     return device.type == "cuda" and has_triton()
 
 
-@dataclass
+@dataclass(eq=False)
 class _Batch:
     """Shards that one launch encodes, when the first of them is needed."""
 
     blocks: Blocks
+    device: torch.device
     checks: _Checks
     shards: list[EncodedShard] = field(default_factory=list)
-    _made: dict[tuple[int, Role], Tensor] = field(default_factory=dict)
     _is_made: bool = False
 
-    def take(self, shard: EncodedShard, role: Role) -> Tensor:
-        """What is sent of a shard in a role; a ``Maker``."""
-        key = id(shard), role
-        if key not in self._made:
-            with torch.cuda.device(self.blocks.device):
-                self._make([shard] if self._is_made else self.shards)
-            self._is_made = True
-        return self._made.pop(key)
+    def make(self, shard: EncodedShard) -> None:
+        """Make what is sent of all shards; if they were made before, of this one alone."""
+        with torch.cuda.device(self.device), torch.no_grad():
+            shards = [shard] if self._is_made else self.shards
+            self.checks.add(shards, self._encoded(shards), is_new=not self._is_made)
+        self._is_made = True
 
-    def _make(self, shards: Sequence[EncodedShard]) -> None:
+    def _encoded(self, shards: Sequence[EncodedShard]) -> Tensor:
+        """Encode shards. Returns int32 [shards], 1 for each shard with a number that is not finite."""
         from mcore_bridge.weights.sent.triton_encode import encode_blocks
 
-        blocks, device, count = self.blocks, self.blocks.device, len(shards)
+        blocks, count = self.blocks, len(shards)
         values = [shard.values().contiguous() for shard in shards]
-        stored = torch.uint8 if blocks.scales.itemsize == 1 else blocks.scales
-        stride = -(-blocks.num_bytes // _ALIGNMENT) * _ALIGNMENT
-        codes = torch.empty((count, stride), dtype=torch.uint8, device=device)
-        scales = torch.empty((count, *blocks.grid), dtype=stored, device=device)
-        not_finite = torch.zeros(count, dtype=torch.int32, device=device)
-        addresses = Buffers(values).addresses_on(device)
-        encode_blocks(blocks, addresses, self._kept(shards), codes, scales, not_finite)
-        for shard, own, of_shard in zip(shards, codes.unbind(), scales.unbind(), strict=True):
-            self._made[id(shard), "codes"] = shard.as_sent(own[: blocks.num_bytes])
-            self._made[id(shard), "scales"] = of_shard.view(blocks.scales)
-        self.checks.add(shards, not_finite, is_new=not self._is_made)
+        stride = -(-blocks.num_bytes // ALIGNMENT) * ALIGNMENT
+        codes = torch.empty((count, stride), dtype=torch.uint8, device=self.device)
+        scales = torch.empty((count, *blocks.grid), dtype=_as_stored(blocks.scales), device=self.device)
+        not_finite = torch.zeros(count, dtype=torch.int32, device=self.device)
+        held = Buffers(values)
+        outputs = codes, scales, not_finite
+        encode_blocks(blocks, held.addresses_on(self.device), self._kept(shards), *outputs, aligned=held.is_aligned)
+        dtype, shape = blocks.codes
+        sent = codes.view(dtype)[:, : blocks.num_bytes // dtype.itemsize].unflatten(1, shape)
+        for shard, own, of_shard in zip(shards, sent.unbind(), scales.view(blocks.scales).unbind(), strict=True):
+            shard.ready = {"codes": own, "scales": of_shard}
+        return not_finite
 
     def _kept(self, shards: Sequence[EncodedShard]) -> Tensor | None:
         """The scales of shards in files, on the GPU, [shards, *grid]; None if there are none."""
-        if not self.blocks.are_kept:
+        form, parts = shards[0].form, [shard.roles["scales"] for shard in shards]
+        if not shards[0].is_kept:
             return None
-        on_gpu = shards[0].form.on_gpu
-        key = (
-            self.blocks,
-            *((shard.roles["scales"].plain.hf, shard.roles["scales"].parts, shard.shard) for shard in shards),
-        )
-        if key in on_gpu:
-            return on_gpu[key]
-        own = torch.stack([kept for shard in shards if (kept := shard.kept()) is not None]).to(self.blocks.device)
+        key = self.device, *((id(part), shard.shard) for part, shard in zip(parts, shards, strict=True))
+        if key in form.on_gpu:
+            return form.on_gpu[key][0]
+        own = torch.stack([kept for shard in shards if (kept := shard.kept()) is not None]).to(self.device)
         if own.nbytes <= _KEPT:
-            on_gpu[key] = own
+            form.on_gpu[key] = own, parts  # which keep their ids
         return own
+
+
+def _as_stored(dtype: torch.dtype) -> torch.dtype:
+    return torch.uint8 if dtype.itemsize == 1 else dtype
 
 
 @dataclass

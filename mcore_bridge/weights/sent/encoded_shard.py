@@ -29,8 +29,6 @@ from mcore_bridge.weights.plan.inventory import EncodedPart, Role
 from mcore_bridge.weights.source.weight_format import WeightFormat
 from mcore_bridge.weights.transfer.endpoints import Merge
 
-Maker = Callable[["EncodedShard", Role], Tensor]
-"""Makes what is sent of a shard in a role."""
 _STRIP = 1 << 22
 """Numbers of a shard that are encoded at once. In fp32 they take 16 MB, and a few tensors of this size exist."""
 
@@ -50,7 +48,7 @@ def _numel(traced: Trace) -> int:
     return rows * columns
 
 
-@dataclass
+@dataclass(eq=False)
 class EncodedShard:
     """The codes and scales of one shard, each made when it is needed.
 
@@ -61,7 +59,8 @@ class EncodedShard:
         merge: merges adapters into it; None: there are none.
         form: the format in which weights leave.
         agreed: what all holders of the weight agreed on; see ``partial``.
-        maker: makes codes and scales in place of this object; None: it makes them itself.
+        make: makes codes and scales and puts them into ``ready``; None: each is made alone.
+        ready: what is made and not yet sent.
     """
 
     roles: Mapping[Role, EncodedPart]
@@ -70,19 +69,21 @@ class EncodedShard:
     merge: Merge | None
     form: WeightFormat
     agreed: Tensor | None = None
-    maker: Maker | None = None
-    _scales: Tensor | None = field(default=None, repr=False)
+    make: Callable[[EncodedShard], None] | None = None
+    ready: dict[Role, Tensor] = field(default_factory=dict)
 
     def values(self) -> Tensor:
         """The numbers of the shard."""
         return self.held if self.merge is None else self.merge(self.held)
 
-    @torch.no_grad()
     def made(self, role: Role) -> Tensor:
         """What is sent of the shard in this role, in the dtype and shape in which it is sent."""
-        if self.maker is not None:
-            return self.maker(self, role)
-        return {"codes": self.codes, "scales": self.scales, "overall": self.overall}[role]()
+        if self.make is not None and role not in self.ready:
+            self.make(self)
+        if role in self.ready:
+            return self.ready.pop(role)
+        with torch.no_grad():
+            return {"codes": self.codes, "scales": self.scales, "overall": self.overall}[role]()
 
     @cached_property
     def _part(self) -> EncodedPart:
@@ -109,27 +110,20 @@ class EncodedShard:
         """The codes of the shard, in the dtype and shape in which they are sent."""
         values = self.values()
         grid = _Grid.of(self._part, self.shard, values.shape, values.device)
-        stored = self._stored_scales(grid, values)
+        stored = self.ready["scales"] = self._stored_scales(grid, values)  # they follow in the same message
         scales = scales_of(self._codec, stored, grid.of_rows(self.overall() if "overall" in self.roles else None))
         codes = torch.empty((len(values), values.shape[1] // self._codec.per_byte), dtype=torch.uint8)
         codes = codes.to(values.device)
         for rows in grid.strips():
             numbers = divided(self._codec, values[rows], grid.spread(scales, rows))
             codes[rows] = codes_of(self._codec, numbers)
-        return self.as_sent(codes)
-
-    def as_sent(self, codes: Tensor) -> Tensor:
-        """View codes, uint8, in the dtype and shape in which they are sent."""
         part = self.roles["codes"]
         return codes.view(part.encodings[0].codes.dtype).view(part.trace.shard_shape)
 
     def scales(self) -> Tensor:
         """The scales of the shard; of all shards, if holders share blocks."""
-        if (stored := self._scales) is None:
-            values = self.values()
-            stored = self._stored_scales(_Grid.of(self._part, self.shard, values.shape, values.device), values)
-        self._scales = None
-        return stored
+        values = self.values()
+        return self._stored_scales(_Grid.of(self._part, self.shard, values.shape, values.device), values)
 
     def overall(self) -> Tensor:
         """The overall number of each part."""
@@ -172,9 +166,6 @@ class EncodedShard:
         return traced.shard(0 if self._part.shared else self.shard, grids, grids[0].dtype)
 
     def _stored_scales(self, grid: _Grid, values: Tensor) -> Tensor:
-        """The scales as they are sent. Codes leave them for the scales, which follow in the same message."""
-        if self._scales is not None:
-            return self._scales
         dtype = self._part.encodings[0].scales.dtype
         if self._part.shared:
             assert self.agreed is not None
@@ -190,10 +181,8 @@ class EncodedShard:
         fresh = new_scales(self._codec, amax, dtype, powers=self._part.encodings[0].powers, overall=overall)
         kept = self.kept()
         if kept is None:
-            self._scales = fresh
-        else:
-            self._scales = torch.where(changed > 0, _as_bytes(fresh), kept.to(values.device)).view(dtype)
-        return self._scales
+            return fresh
+        return torch.where(changed > 0, _as_bytes(fresh), kept.to(values.device)).view(dtype)
 
     def _amax(self, grid: _Grid, values: Tensor) -> Tensor:
         amax = grid.largest(lambda rows: values[rows].float().abs())

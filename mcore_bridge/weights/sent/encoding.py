@@ -8,8 +8,11 @@ bits do not depend on the mesh.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -20,7 +23,7 @@ from mcore_bridge.rules.scheme import Scheme
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.plan.encoded_entries import encoded_entries, whole_trace
 from mcore_bridge.weights.plan.inventory import EncodedPart, ParamEntry, Role
-from mcore_bridge.weights.sent.batches import batch
+from mcore_bridge.weights.sent.batches import Blocks, batch
 from mcore_bridge.weights.sent.encoded_shard import EncodedShard, num_shared
 from mcore_bridge.weights.source.weight_format import WeightFormat
 from mcore_bridge.weights.transfer.collectives import Group
@@ -28,6 +31,8 @@ from mcore_bridge.weights.transfer.endpoints import Merge, check_storage
 from mcore_bridge.weights.transfer.failures import raise_on_all
 from mcore_bridge.weights.transfer.program import Program
 
+Key = tuple[str, tuple[int, ...]]
+"""The canonical name of a weight, and the numbers of those of its parts that are encoded alike."""
 Held = tuple[Mapping[str, Tensor], Mapping[str, Merge]]
 """Tensors by name, and the functions from some of them to what is sent."""
 
@@ -37,7 +42,6 @@ def encode_shards(
     group: Group,
     tensors: Mapping[str, Tensor],
     merges: Mapping[str, Merge],
-    shard_of: Callable[[str], int],
     form: WeightFormat,
 ) -> Held:
     """Add the codes and scales that an export of ``program`` sends to the tensors of this rank.
@@ -46,7 +50,6 @@ def encode_shards(
 
     Args:
         tensors, merges: this rank's tensors by canonical name, and the functions from some of them to what is sent.
-        shard_of: gives the number of the shard that this rank has of a tensor.
         form: the format in which weights leave.
 
     Returns:
@@ -55,41 +58,83 @@ def encode_shards(
     Raises:
         ExportError: on every rank, when a weight of any rank has a number that is not finite, or no memory.
     """
-    encoded = {entry.held.name: entry.encoded for entry in program.entries if entry.encoded is not None}
-    if not encoded:
+    if program not in _PREPARED:
+        _PREPARED[program] = _Prepared.of(program)
+    prepared = _PREPARED[program]
+    if not prepared.sent:
         return tensors, merges
-    weights: dict[tuple[str, tuple[int, ...]], dict[Role, EncodedPart]] = {}
-    for part in encoded.values():
-        if part.constant is None:
-            weights.setdefault((part.plain.held.name, part.parts), {})[part.role] = part
-    sizes = {key: num_shared(roles) for key, roles in weights.items()}
     with raise_on_all(group, kind=ExportError):
         shards = {
-            key: EncodedShard(roles, shard_of(key[0]), tensors[key[0]].detach(), merges.get(key[0]), form)
-            for key, roles in weights.items()
+            key: EncodedShard(weight.roles, weight.shard, tensors[key[0]].detach(), merges.get(key[0]), form)
+            for key, weight in prepared.weights.items()
             if key[0] in tensors
         }
         check_storage({key[0]: shard.held for key, shard in shards.items()})
         device = next((tensor.device for tensor in tensors.values()), group.device)
-        shared = torch.zeros(sum(sizes.values()), device=device)
-        for key, own in zip(sizes, shared.split([*sizes.values()]), strict=True):
-            if len(own) and key in shards:
+        shared = torch.zeros(sum(prepared.shared.values()), device=device)
+        for key, own in zip(prepared.shared, shared.split([*prepared.shared.values()]), strict=True):
+            if key in shards:
                 own.copy_(shards[key].partial())
     if len(shared):
         shared = group.maximum(shared).to(device)
-        for key, own in zip(sizes, shared.split([*sizes.values()]), strict=True):
-            if len(own) and key in shards:
+        for key, own in zip(prepared.shared, shared.split([*prepared.shared.values()]), strict=True):
+            if key in shards:
                 shards[key].agreed = own
-    batch(shards.values())
+    batch((prepared.weights[key].blocks, shard) for key, shard in shards.items())
     sources, made = dict(tensors), dict(merges)
-    for sent, part in encoded.items():
-        if (held := tensors.get(part.plain.held.name)) is not None:
+    for sent, (key, part) in prepared.sent.items():
+        if (held := tensors.get(key[0])) is not None:
             sources[sent] = held
             if part.constant is not None:
                 made[sent] = partial(_constant, form, part)
             else:
-                made[sent] = partial(_made, shards[part.plain.held.name, part.parts], part.role)
+                made[sent] = partial(_made, shards[key], part.role)
     return sources, made
+
+
+class _Weight(NamedTuple):
+    """What a weight is sent as, the number of this rank's shard, and the blocks in which a kernel can encode it."""
+
+    roles: Mapping[Role, EncodedPart]
+    shard: int
+    blocks: Blocks | None
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What all exports of a program have in common.
+
+    Attributes:
+        sent: for the name of each encoded part that is sent, the key of its weight, and the part.
+        weights: the weights, by canonical name and numbers of parts.
+        shared: how many numbers the holders of a weight agree on, if any.
+    """
+
+    sent: Mapping[str, tuple[Key, EncodedPart]]
+    weights: Mapping[Key, _Weight]
+    shared: Mapping[Key, int]
+
+    @classmethod
+    def of(cls, program: Program) -> _Prepared:
+        """What the exports of ``program`` have in common."""
+        sent = {
+            entry.held.name: ((part.plain.held.name, part.parts), part)
+            for entry in program.entries
+            if (part := entry.encoded) is not None
+        }
+        roles: dict[Key, dict[Role, EncodedPart]] = {}
+        for key, part in sent.values():
+            if part.constant is None:
+                roles.setdefault(key, {})[part.role] = part
+        weights = {}
+        for key, own in roles.items():
+            holders = own["codes"].plain.holders
+            shard = next((shard for shard, ranks in holders.items() if program.rank in ranks), 0)
+            weights[key] = _Weight(own, shard, Blocks.of(own))
+        return cls(sent, weights, {key: size for key, own in roles.items() if (size := num_shared(own))})
+
+
+_PREPARED: WeakKeyDictionary[Program, _Prepared] = WeakKeyDictionary()
 
 
 def encoded_tensors(
@@ -114,7 +159,7 @@ def encoded_tensors(
     shard = EncodedShard(roles, 0, weight.detach(), None, form)
     if num_shared(roles):
         shard.agreed = shard.partial()
-    batch([shard])
+    batch([(Blocks.of(roles), shard)])
     for of in entries:
         assert of.encoded is not None
         made = _constant(form, of.encoded, weight) if of.encoded.constant else shard.made(of.encoded.role)

@@ -1,8 +1,7 @@
 """The kernel behind ``batches.py``: the codes and scales of many shards of one shape in one launch.
 
 A program reads whole blocks once: it finds their largest numbers, decides on the scales, and writes scales and codes.
-Every rule is a rule of ``rules/codec.py``, with equal bits. Codes and scales are rounded by integers, which give equal
-bits on every GPU, also on one without FP8.
+Every rule is a rule of ``rules/codec.py``, with equal bits.
 """
 
 from __future__ import annotations
@@ -17,14 +16,23 @@ from torch import Tensor
 from mcore_bridge.rules.codec import MOST, smallest_scale
 from mcore_bridge.weights.sent.batches import Blocks
 
-_TILE = 1 << 13
-"""Numbers that a program encodes at once, if blocks are smaller."""
+_TILE = 1 << 12
+"""Numbers that a program holds at once, if it need not hold more of a row."""
+_UNIT = 8
+"""Numbers that a thread loads and stores at once. Wider stores would have to pass codes between threads."""
 _KINDS = {"fp8": 0, "mxfp4": 1, "int4": 2}
 _FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def encode_blocks(
-    blocks: Blocks, values: Tensor, kept: Tensor | None, codes: Tensor, scales: Tensor, not_finite: Tensor
+    blocks: Blocks,
+    values: Tensor,
+    kept: Tensor | None,
+    codes: Tensor,
+    scales: Tensor,
+    not_finite: Tensor,
+    *,
+    aligned: bool = False,
 ) -> None:
     """Encode shards, on the current stream of the device of ``codes``.
 
@@ -36,6 +44,7 @@ def encode_blocks(
         codes: where to write codes, uint8 [shards, bytes]; the first bytes of a row are used.
         scales: where to write scales, [shards, *blocks.grid]; as uint8 if they have one byte.
         not_finite: where to write 1 for shards with NaN or infinity, int32 [shards].
+        aligned: whether all addresses are multiples of 16.
     """
     rows, columns = blocks.shape
     height, width = blocks.cells
@@ -43,16 +52,17 @@ def encode_blocks(
     groups = 1 if height > 1 else max(1, min(_TILE // wide, triton.next_power_of_2(blocks.grid[1])))
     lines = tall if height > 1 else max(1, min(_TILE // (wide * groups), triton.next_power_of_2(rows)))
     across, down = -(-blocks.grid[1] // groups), -(-blocks.grid[0] // (1 if height > 1 else lines))
+    unit = _UNIT if columns % _UNIT == 0 else 1
     rounded = blocks.codec.rounded_to
     is_bytes = scales.dtype == torch.uint8
     _encode[(across * down, len(codes))](
         values, scales if kept is None else kept, codes, scales, not_finite,
-        rows, columns, *blocks.grid, codes.stride(0), height, width, across,
+        rows, columns // unit, *blocks.grid, codes.stride(0), across,
         float(MOST[blocks.codec.kind]), 0.0 if is_bytes else smallest_scale(blocks.scales),
-        VALUE=_FLOATS[blocks.dtype], KIND=_KINDS[blocks.codec.kind], KEPT=kept is not None, BYTES=is_bytes,
-        POWERS=blocks.powers or is_bytes, ROUNDED=rounded is not None and rounded != torch.float32,
-        ROUND=_FLOATS[rounded or torch.float32], TALL=height > 1, LINES=lines, GROUPS=groups, WIDE=wide,
-        num_warps=4 if lines * groups * wide <= _TILE else 8,
+        HEIGHT=height, WIDTH=width, VALUE=_FLOATS[blocks.dtype], KIND=_KINDS[blocks.codec.kind], KEPT=kept is not None,
+        BYTES=is_bytes, POWERS=blocks.powers or is_bytes, ROUNDED=rounded is not None and rounded != torch.float32,
+        ROUND=_FLOATS[rounded or torch.float32], LINES=lines, GROUPS=groups, WIDE=wide, UNIT=unit, ALIGNED=aligned,
+        CUDA=codes.is_cuda, FP8=codes.is_cuda and torch.cuda.get_device_capability(codes.device) >= (8, 9), num_warps=4,
     )  # fmt: skip
 
 
@@ -61,41 +71,46 @@ def _jit(function: Any) -> Any:
 
 
 @_jit
-def _code(numbers, KIND: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """The nearest code of each number, int32; of mxfp4, numbers are doubled."""
+def _codes(numbers, KIND: tl.constexpr, FP8: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """The nearest code of each number, uint8; of mxfp4, numbers are doubled.
+
+    With ``FP8`` the GPU rounds to FP8. Without it, integers do so, with equal bits.
+    """
     if KIND == 0:
-        bits = numbers.to(tl.int32, bitcast=True)
+        if FP8:
+            return tl.minimum(tl.maximum(numbers, -448.0), 448.0).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
         size = tl.minimum(tl.abs(numbers), 448.0)
-        even = size.to(tl.int32, bitcast=True)
-        even = (
-            even + 0x7FFFF + ((even >> 20) & 1) >> 20
-        ) - 960  # 120, by which the exponents differ, in steps of 1 / 8
+        bits = size.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFFF + ((bits >> 20) & 1) >> 20) - 960  # exponents differ by 120, in steps of 1 / 8
         small = (size * 512.0 + 8388608.0 - 8388608.0).to(tl.int32)
-        return tl.where(size < 0.015625, small, even) | ((bits >> 24) & 0x80)
+        sign = (numbers.to(tl.int32, bitcast=True) >> 24) & 0x80
+        return (tl.where(size < 0.015625, small, bits) | sign).to(tl.uint8)
     if KIND == 2:
-        return (tl.minimum(tl.maximum(numbers, -8.0), 7.0) + 12582912.0 - 12582912.0).to(tl.int32) + 8  # 1.5 * 2 ** 23
+        nearest = tl.minimum(tl.maximum(numbers, -8.0), 7.0) + 12582912.0 - 12582912.0  # 1.5 * 2 ** 23
+        return (nearest.to(tl.int32) + 8).to(tl.uint8)
     size = tl.abs(numbers)  # middles between neighbours; a number in a middle gets the even code
     code = (size > 0.5).to(tl.int32) + (size >= 1.5).to(tl.int32) + (size > 2.5).to(tl.int32)
     code += (size >= 3.5).to(tl.int32) + (size > 5.0).to(tl.int32) + (size >= 7.0).to(tl.int32)
     code += (size > 10.0).to(tl.int32)
-    return code + (numbers.to(tl.int32, bitcast=True) < 0).to(tl.int32) * 8
+    return (code + (numbers.to(tl.int32, bitcast=True) < 0).to(tl.int32) * 8).to(tl.uint8)
 
 
 @_jit
-def _number(code, KIND: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def _numbers(codes, KIND: tl.constexpr, FP8: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """The value of each code, fp32; doubled for mxfp4."""
     if KIND == 0:
-        size = tl.where(
-            (code & 0x78) == 0,
-            (code & 7).to(tl.float32) * 0.001953125,
-            ((code & 0x7F) + 960 << 20).to(tl.float32, bitcast=True),
-        )
+        if FP8:
+            return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        code = codes.to(tl.int32)
+        normal = ((code & 0x7F) + 960 << 20).to(tl.float32, bitcast=True)
+        size = tl.where((code & 0x78) == 0, (code & 7).to(tl.float32) * 0.001953125, normal)
         return tl.where(code >= 0x80, -size, size)
+    code = codes.to(tl.int32)
     if KIND == 2:
         return (code - 8).to(tl.float32)
     half = code & 7
-    size = tl.where(half < 4, half, tl.where(half < 6, half * 2 - 4, half * 4 - 16))
-    return tl.where(code >= 8, -size.to(tl.float32), size.to(tl.float32))
+    size = tl.where(half < 4, half, tl.where(half < 6, half * 2 - 4, half * 4 - 16)).to(tl.float32)
+    return tl.where(code >= 8, -size, size)
 
 
 @_jit
@@ -108,7 +123,7 @@ def _rounded(numbers, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]  # n
 
 
 @_jit
-def _factor(stored, KIND: tl.constexpr, BYTES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def _factors(stored, KIND: tl.constexpr, BYTES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Stored scales as fp32; halved for mxfp4, whose numbers are doubled."""
     if not BYTES:
         return stored.to(tl.float32)
@@ -120,30 +135,54 @@ def _factor(stored, KIND: tl.constexpr, BYTES: tl.constexpr):  # type: ignore[no
 
 
 @_jit
+def _quotients(numbers, factors, CUDA: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Numbers by the factors of their blocks, rounded once; 0 where a factor is 0.
+
+    A product with the inverse, and one correction with an exact remainder, give this rounding, too, if nothing leaves
+    the range of normal numbers. They take a third of the time. Triton's interpreter on a CPU has no exact remainder.
+    """
+    inside = (factors >= 8.673617379884035e-19) & (factors <= 1.152921504606847e18)  # 2 ** -60, 2 ** 60
+    are_usual = tl.min(tl.min(tl.min(inside.to(tl.int32), axis=2), axis=1), axis=0) == 1
+    if CUDA and are_usual:
+        inverse = tl.div_rn(tl.full(factors.shape, 1.0, tl.float32), factors)
+        nearly = numbers * inverse
+        rest = tl.fma(-nearly, tl.broadcast_to(factors, numbers.shape), numbers)
+        result = tl.fma(rest, tl.broadcast_to(inverse, numbers.shape), nearly)
+        sign = numbers.to(tl.int32, bitcast=True) & -2147483648  # of -0, which sums lose
+        result = (result.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    else:
+        result = tl.where(factors == 0, 0.0, tl.div_rn(numbers, tl.broadcast_to(factors, numbers.shape)))
+    return result
+
+
+@triton.jit(do_not_specialize=["units"])  # type: ignore[untyped-decorator]
 def _encode(  # type: ignore[no-untyped-def]
-    values, kept, codes, scales, not_finite, rows, columns, grid_rows, grid_columns, stride, height, width, across,
-    most, smallest,
-    VALUE: tl.constexpr, KIND: tl.constexpr, KEPT: tl.constexpr, BYTES: tl.constexpr, POWERS: tl.constexpr,  # noqa: N803
-    ROUNDED: tl.constexpr, ROUND: tl.constexpr, TALL: tl.constexpr, LINES: tl.constexpr, GROUPS: tl.constexpr,  # noqa: N803
-    WIDE: tl.constexpr,  # noqa: N803
+    values, kept, codes, scales, not_finite, rows, units, grid_rows, grid_columns, stride, across, most, smallest,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr, KIND: tl.constexpr, KEPT: tl.constexpr,  # noqa: N803
+    BYTES: tl.constexpr, POWERS: tl.constexpr, ROUNDED: tl.constexpr, ROUND: tl.constexpr, LINES: tl.constexpr,  # noqa: N803
+    GROUPS: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr, CUDA: tl.constexpr,  # noqa: N803
+    FP8: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
+    columns = units * UNIT
     tile, shard = tl.program_id(0), tl.program_id(1).to(tl.int64)
     source = tl.load(values + shard).to(tl.pointer_type(VALUE))
+    if ALIGNED:
+        source = tl.multiple_of(source, 16)
     line, group, place = tl.arange(0, LINES), tile % across * GROUPS + tl.arange(0, GROUPS), tl.arange(0, WIDE)
-    if TALL:
-        row = tile // across * height + line
-        inside = (line < height) & (row < rows)
+    if HEIGHT > 1:
+        row = tile // across * HEIGHT + line
+        inside = (line < HEIGHT) & (row < rows)
         grid_row = tile // across + tl.zeros([1], tl.int32)
     else:
         row = tile // across * LINES + line
         inside = row < rows
         grid_row = row
-    column = group[:, None] * width + place[None, :]
-    there = inside[:, None, None] & ((place < width)[None, :] & (column < columns))[None, :, :]
+    column = group[:, None] * WIDTH + place[None, :]
+    there = inside[:, None, None] & ((place < WIDTH)[None, :] & (column < columns))[None, :, :]
     at = row.to(tl.int64)[:, None, None] * columns + column[None, :, :]
     numbers = tl.load(source + at, mask=there, other=0.0).to(tl.float32)
     bits = tl.max(numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2)
-    if TALL:
+    if HEIGHT > 1:
         bits = tl.max(bits, axis=0)[None, :]
     tl.store(not_finite + shard + tl.zeros_like(bits), tl.full(bits.shape, 1, tl.int32), mask=bits >= 0x7F800000)
     amax = bits.to(tl.float32, bitcast=True)
@@ -163,25 +202,23 @@ def _encode(  # type: ignore[no-untyped-def]
     in_grid = (grid_row < grid_rows)[:, None] & (group < grid_columns)[None, :]
     if KEPT:
         old = tl.load(kept + grid_at, mask=in_grid, other=1)
-        scale = _factor(old, KIND, BYTES)[:, :, None]
-        quotient = tl.where(scale == 0, 0.0, tl.div_rn(numbers, tl.zeros_like(numbers) + scale))
-        again = _number(_code(quotient, KIND), KIND) * scale
+        factors = _factors(old, KIND, BYTES)[:, :, None]
+        again = _numbers(_codes(_quotients(numbers, factors, CUDA), KIND, FP8), KIND, FP8) * factors
         if ROUNDED:
             again = _rounded(again, ROUND)
         differs = tl.max(((_rounded(again, VALUE) != numbers) & there).to(tl.int32), axis=2)
-        if TALL:
+        if HEIGHT > 1:
             differs = tl.max(differs, axis=0)[None, :]
         stored = tl.where(differs > 0, stored, old)
     tl.store(scales + grid_at, stored, mask=in_grid)
-    scale = _factor(stored, KIND, BYTES)[:, :, None]
-    code = _code(tl.where(scale == 0, 0.0, tl.div_rn(numbers, tl.zeros_like(numbers) + scale)), KIND)
+    code = _codes(_quotients(numbers, _factors(stored, KIND, BYTES)[:, :, None], CUDA), KIND, FP8)
     target = codes + shard * stride
     if KIND == 0:
-        tl.store(target + at, code.to(tl.uint8), mask=there)
+        tl.store(target + at, code, mask=there)
     else:
         low, high = tl.split(tl.reshape(code, [LINES, GROUPS, WIDE // 2, 2]))
         pair = tl.arange(0, WIDE // 2)
-        column = group[:, None] * (width // 2) + pair[None, :]
-        there = inside[:, None, None] & ((pair < width // 2)[None, :] & (column < columns // 2))[None, :, :]
+        column = group[:, None] * (WIDTH // 2) + pair[None, :]
+        there = inside[:, None, None] & ((pair < WIDTH // 2)[None, :] & (column < columns // 2))[None, :, :]
         at = row.to(tl.int64)[:, None, None] * (columns // 2) + column[None, :, :]
-        tl.store(target + at, (low | high << 4).to(tl.uint8), mask=there)
+        tl.store(target + at, low | high << 4, mask=there)

@@ -49,7 +49,7 @@ class WeightFormat:
         note: the ``quantization_config`` that describes the format; None for plain weights.
         source, folder: the tensors of the folder that shows the format, and its path.
         digest: equal for equal formats, in every process.
-        on_gpu: small scales of the folder, as exports have put them on a GPU.
+        on_gpu: small scales of the folder that exports have put on a GPU, with the parts whose ids are in the keys.
     """
 
     note: Mapping[str, Any] | None = None
@@ -57,7 +57,7 @@ class WeightFormat:
     folder: str | None = None
     digest: str = ""
     quantization: Quantization | None = field(default=None, repr=False)
-    on_gpu: dict[object, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    on_gpu: dict[object, tuple[Tensor, object]] = field(default_factory=dict, repr=False, compare=False)
 
     def entries(self, mapping: WeightMapping, entries: Sequence[ParamEntry]) -> tuple[ParamEntry, ...]:
         """The entries of an export in this format.
@@ -110,6 +110,8 @@ class WeightFormat:
 
     def wanted_dtype(self, name: str, own: torch.dtype, dtypes: Dtypes) -> torch.dtype:
         """The dtype in which a tensor leaves: as ``dtypes`` say, else as the folder has it. Codes and scales stay."""
+        if dtypes is None and self.source is None:
+            return own
         if self is not PLAIN and is_part(TensorSpec(name, (), own)):
             return own
         if dtypes is None and self.source is not None and name in self.source:
