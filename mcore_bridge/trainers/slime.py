@@ -1,5 +1,5 @@
 """slime's ``load_hf_weights`` and ``convert_to_hf`` with our rules: from an HF folder to parameters, and back one by
-one.
+one. And a function that builds slime's models from the HF config.
 
 Some HF tensors leave only when all their parameters have come. SGLang fuses ``q_a_proj`` and ``kv_a_proj_with_mqa``
 within one load call, and ignores both without an error if it gets them in two calls. And some families have one tensor
@@ -17,7 +17,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from mcore_bridge.rules.layout import Axes
 from mcore_bridge.rules.mapping import WeightMapping, unstacked
 from mcore_bridge.rules.names import TOWER, Numbering
 from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.trainers.megatron_bridge import AutoBridge
 from mcore_bridge.trainers.one_parameter import binding_of
 from mcore_bridge.weights.bound import axes_of_config, provenance_on
 from mcore_bridge.weights.files.hf_folder import shard_names
@@ -38,6 +39,9 @@ from mcore_bridge.weights.model_chunks import chunks_of
 from mcore_bridge.weights.provenance import provenance_of
 from mcore_bridge.weights.sent.encoding import encoded_tensors
 from mcore_bridge.weights.source.weight_format import is_linear, weight_format
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
 
 Named = tuple[str, Tensor]
 
@@ -51,6 +55,52 @@ _HELD: dict[str, dict[str, _Group]] = {}
 """The tensors that are kept until others come, by HF folder and the first name of their group."""
 _LOCK = threading.Lock()
 """slime's converter of files calls from several threads."""
+RUNTIME = {
+    **{
+        name: name
+        for name in (
+            *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+            *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
+            *("sequence_parallel", "cp_comm_type", "tp_comm_overlap", "overlap_p2p_comm"),
+            *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+            "pipeline_model_parallel_layout",
+            *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
+            *("distribute_saved_activations", "attention_backend", "deterministic_mode", "variable_seq_lengths"),
+            *("calculate_per_token_loss", "gradient_accumulation_fusion", "moe_token_dispatcher_type"),
+            *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "mtp_num_layers", "mtp_loss_scaling_factor"),
+        )
+    },
+    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
+    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
+}
+"""Arguments of Megatron-LM that count in ``model_provider``, each with the field of the config that it sets."""
+
+
+def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> GPTModel:
+    """Build one chunk from the HF config in ``hf_checkpoint``, for slime's ``--custom-model-provider-path``.
+
+    Of Megatron-LM's arguments only ``RUNTIME`` and the dtype count. The HF config decides everything else.
+
+    Args:
+        pre_process, post_process: whether the caller expects the embedding, and the output layer, in this stage.
+        vp_stage: the virtual stage; None means the current one of ``parallel_state``.
+
+    Raises:
+        ConfigError: the family is not supported, or an argument contradicts the HF config.
+        MeshError: the arguments split the pipeline in another way than megatron-core's groups.
+    """
+    from megatron.training.global_vars import get_args
+
+    args = get_args()
+    bridge = AutoBridge.from_hf_pretrained(args.hf_checkpoint, dtype=args.params_dtype)
+    provider = bridge.to_megatron_provider(load_weights=False)
+    for name, field_name in RUNTIME.items():
+        if hasattr(args, name):
+            setattr(provider, field_name, getattr(args, name))
+    provider.batch_p2p_comm = not provider.overlap_p2p_comm  # as Megatron-LM
+    chunk = provider.provide(pre_process, post_process, vp_stage)
+    del chunk.bridge_built  # slime gives a critic another output layer
+    return chunk
 
 
 def supports_hf_weight_loading(path: str | os.PathLike[str]) -> bool:

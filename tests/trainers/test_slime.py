@@ -12,12 +12,13 @@ import torch
 
 import mcore_bridge as mb
 from mcore_bridge import ParallelDims
-from mcore_bridge.errors import ConfigError, ExportError, MappingError
+from mcore_bridge.errors import ConfigError, ExportError, MappingError, MeshError
 from mcore_bridge.launch.fake_rank import rank_of
 from mcore_bridge.trainers.slime import (
     _ROUTING,
     convert_to_hf,
     load_hf_weights,
+    model_provider,
     needs_all_experts,
     supports_hf_weight_loading,
 )
@@ -234,6 +235,40 @@ def test_a_folder_fills_chunks_that_slime_has_built(name, critic, tmp_path):
             delattr(chunk, name)
         load_hf_weights(SimpleNamespace(), [chunk], tmp_path)
         assert_gets(held_tensors([chunk]), held_tensors([expected]))
+
+
+@pytest.mark.parametrize(("name", "dims"), [("gemma3", ParallelDims(pp=2)), ("qwen3_moe", ParallelDims(tp=2, ep=2))])
+def test_a_stage_is_built_from_the_hf_config(name, dims, monkeypatch, tmp_path):
+    """Also for a critic, whose output layer slime replaces before the load."""
+    hf = zoo.cases()[name].hf
+    save(state := random_state(hf), hf, tmp_path)
+    args = SimpleNamespace(
+        hf_checkpoint=str(tmp_path), params_dtype=torch.float32, recompute_granularity="selective", mtp_num_layers=None
+    )
+    sizes = dims.to_config_fields()
+    vars(args).update({field: sizes[field] for field in sizes if field.endswith("_parallel_size")})
+    args.decoder_first_pipeline_num_layers = None
+    module = ModuleType("megatron.training.global_vars")
+    module.get_args = lambda: args
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    rank = dims.tp * dims.pp - 1
+    with rank_of(dims, rank, dims.tp * dims.pp):
+        expected = mb.build_model(hf, dims=dims, dtype=torch.float32, device="cpu", load_weights=state)[0]
+        chunk = model_provider(pre_process=dims.pp == 1, post_process=True)
+        assert chunk.config.recompute_granularity == "selective"
+        load_hf_weights(args, [chunk], tmp_path)
+        assert_gets(held_tensors([chunk]), held_tensors([expected]))
+        expected.output_layer = chunk.output_layer = torch.nn.Linear(hf.hidden_size, 1)
+        del expected.bridge_built
+        for name, tensor in held_tensors([chunk]).items():
+            tensor.data.mul_(name.startswith("output_layer."))
+        load_hf_weights(args, [chunk], tmp_path)
+        assert_gets(held_tensors([chunk]), held_tensors([expected]))
+        with pytest.raises(MeshError, match="split the pipeline in the same way"):
+            model_provider(pre_process=dims.pp != 1, post_process=True)
+        args.hf_checkpoint = "nowhere"
+        with pytest.raises(ConfigError):
+            model_provider()
 
 
 def test_the_reason_of_a_refusal_is_logged(tmp_path, caplog):

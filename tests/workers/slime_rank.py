@@ -29,6 +29,7 @@ from tests.support import stepping
 from tests.support.written_weights import read
 from tests.workers.rlinf_worker import diffs_of
 from tests.workers.siirl_worker import _Nothing
+from tests.workers.trainer_modules import Absent
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "trainers" / "slime.md").read_text()
 UTILS = "slime.backends.megatron_utils"
@@ -144,6 +145,31 @@ def loads(copy: str, dims: ParallelDims, folder: str) -> list[str]:
         pairs = list(zip(named(args, ours), named(args, theirs), strict=True))
         assert pairs
         return [name for (name, mine), (_, other) in pairs if not torch.equal(mine, other)]
+
+
+def critic(copy: str, dims: ParallelDims, folder: str) -> bool:
+    """Run in a worker: slime's own builder with our function, for a critic; whether its body has the folder's bits."""
+    from megatron.core import parallel_state
+
+    arguments = arguments_of(folder)
+    vars(arguments).update(dims.to_config_fields(), params_dtype=torch.bfloat16, only_train_params_name_list=None)
+    arguments.custom_model_provider_path = "mcore_bridge.trainers.slime.model_provider"
+    absent = Absent(["megatron.training"])
+    with in_slime(copy, dims) as module, mock.patch.object(sys, "meta_path", [*sys.meta_path, absent]):
+        importlib.import_module("megatron.training.global_vars").get_args = lambda: arguments
+        provider = module("model_provider").get_model_provider_func(arguments, role="critic")
+        last = parallel_state.is_pipeline_last_stage()
+        chunk = provider(pre_process=parallel_state.is_pipeline_first_stage(), post_process=last)
+        module("hf_to_megatron").load_hf_weights(arguments, wrap([chunk], None), folder)
+        for name in [name for name in sys.modules if name.startswith("megatron.training")]:
+            del sys.modules[name]
+        (other,) = mb.build_model(folder, dims=dims, device="cpu", head="value")
+        assert (type(getattr(chunk, "output_layer", None)).__name__ == "LinearForLastLayer") == last
+        mine, own = (
+            [each for name, each in model.named_parameters() if not name.startswith("output_layer.")]
+            for model in (chunk, other)
+        )
+        return all(torch.equal(*pair) for pair in zip(mine, own, strict=True))
 
 
 def sent(copy: str, dims: ParallelDims, folder: str, out: str) -> dict[str, dict[str, Tensor]]:
