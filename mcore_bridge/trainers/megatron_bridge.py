@@ -1,19 +1,27 @@
-"""The interface of Megatron-Bridge for verl and RLinf, implemented with this library."""
+"""The interface of Megatron-Bridge for verl, RLinf and other trainers, implemented with this library."""
 
 from __future__ import annotations
 
+import copy
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn, Self
 
+import torch
 from torch import Tensor, nn
 
 from mcore_bridge.architecture import read_hf
+from mcore_bridge.config.hf import find_folder
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.blueprint import BuildOptions, make_blueprint
 from mcore_bridge.trainers.loading import load_folder
 from mcore_bridge.trainers.weight_export import WeightExport
 from mcore_bridge.trainers.wrap import ddp_config_of, freeze_routers
+from mcore_bridge.weights.files.sidecars import copy_companions
 from mcore_bridge.weights.model_chunks import chunks_of
 from mcore_bridge.weights.peft.hf_adapters import adapters_of, iter_peft_adapters, save_hf_adapters
 from mcore_bridge.weights.save import save_hf_checkpoint
@@ -21,6 +29,8 @@ from mcore_bridge.weights.source.source import HFWeights
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.transformer import TransformerConfig
+    from transformers import PretrainedConfig
 
     from mcore_bridge.trainers.peft_functions import Peft
     from mcore_bridge.trainers.provider import Provider, ValueHead
@@ -84,26 +94,67 @@ class ConversionTasks:
         )
 
 
+@dataclass
+class HFPretrained:
+    """An HF folder, or a repository in the local hub cache.
+
+    Attributes:
+        folder: its path or name.
+    """
+
+    folder: Folder
+
+    @cached_property
+    def config(self) -> PretrainedConfig:
+        """The HF config. Changes of it have no effect on a model."""
+        return read_hf(self.folder)
+
+    @property
+    def name_or_path(self) -> str:
+        """The path or name."""
+        return os.fspath(self.folder)
+
+    def save_artifacts(self, save_directory: Folder) -> None:
+        """Copy the tokenizer, the model's code, and the config unless there is one already."""
+        source, target = Path(find_folder(self.folder)), Path(save_directory)
+        target.mkdir(parents=True, exist_ok=True)
+        copy_companions(source, target)
+        if not (target / "config.json").exists():
+            shutil.copy2(source / "config.json", target)
+
+
 class AutoBridge:
     """The bridge between an HF folder and models of megatron-core."""
 
-    def __init__(self, folder: Folder) -> None:
+    def __init__(self, folder: Folder, dtype: str | torch.dtype | None = None) -> None:
         self.folder = folder
+        self.dtype = dtype
+        self.hf_pretrained = HFPretrained(folder)
         self._sent = {"base": 0, "adapters": 0}
 
     @classmethod
-    def from_hf_pretrained(cls, path: Folder, *, trust_remote_code: bool = False) -> AutoBridge:
+    def from_hf_pretrained(
+        cls, path: Folder, *, trust_remote_code: bool = False, dtype: str | torch.dtype | None = None
+    ) -> Self:
         """Make a bridge for a folder, or for a repository in the local hub cache.
 
         Args:
             path: a folder with a ``config.json``.
             trust_remote_code: without effect, since no code of a repository is run.
+            dtype: the dtype of models; None means bf16.
 
         Raises:
             ConfigError: its family is not supported; the message says why.
         """
         read_hf(path)
-        return cls(path)
+        return cls(path, dtype)
+
+    @property
+    def transformer_config(self) -> TransformerConfig:
+        """The config of the model, without changes. A change of the result has no effect on a model."""
+        provider = self.to_megatron_provider(load_weights=False)
+        provider.finalize()
+        return copy.deepcopy(provider)
 
     def to_megatron_provider(self, load_weights: bool = True, hf_path: Folder | None = None) -> Provider:
         """The config of the model. It can be changed and finalized, and then builds the model; bf16 by default.
@@ -117,7 +168,7 @@ class AutoBridge:
         """
         from mcore_bridge.trainers.provider import Provider
 
-        blueprint = make_blueprint(self.folder, BuildOptions())
+        blueprint = make_blueprint(self.folder, BuildOptions(dtype=self.dtype or torch.bfloat16))
         source: HFWeights | None = (hf_path or self.folder) if load_weights else None
         return Provider.of(blueprint, source)
 
@@ -194,13 +245,16 @@ class AutoBridge:
         show_progress: bool = True,
         strict: bool = True,
         merge_adapter_weights: bool = True,
+        distributed_save: bool = False,
+        save_every_n_ranks: int = 1,
     ) -> None:
         """Write an HF checkpoint, as ``save_hf_checkpoint``. All ranks call it, with a folder that they share.
 
         Args:
             model: this rank's chunks, wrapped or not.
             path: the folder. Other files in it stay, and so do its config and its tokenizer.
-            show_progress, strict: without effect. All tensors are written, or this raises.
+            show_progress, strict, distributed_save, save_every_n_ranks: without effect. All tensors are written, by
+                several ranks, or this raises.
             merge_adapter_weights: for models with adapters, whether to write merged weights, or only the base.
         """
         save_hf_checkpoint(model, path, keep=True, merged=merge_adapter_weights)

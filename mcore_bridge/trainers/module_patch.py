@@ -13,6 +13,14 @@ from typing import Any
 
 from mcore_bridge.errors import ConfigError
 
+MEGATRON_BRIDGE = {
+    "megatron.bridge": "mcore_bridge.trainers.megatron_bridge",
+    "megatron.bridge.peft.lora": "mcore_bridge.trainers.bridge_classes",
+    "megatron.bridge.peft.canonical_lora": "mcore_bridge.trainers.bridge_classes",
+    "megatron.bridge.models.conversion.peft_bridge": "mcore_bridge.trainers.bridge_classes",
+    "megatron.bridge.training.config": "mcore_bridge.trainers.bridge_classes",
+}
+"""The modules of Megatron-Bridge from which trainers import, and our modules in their places."""
 logger = logging.getLogger("mcore_bridge")
 
 
@@ -53,8 +61,8 @@ def replace_modules(homes: Mapping[str, Home]) -> None:
     late = [name for name in homes if not isinstance(sys.modules.get(name), StandInModule | None)]
     if late:
         raise ConfigError(
-            f"{', '.join(late)} must not have been imported before mcore_bridge takes the place: name this module in "
-            "the trainer's config or environment, as docs/trainers/verl.md says, instead of importing it later"
+            f"{', '.join(late)} must not have been imported before mcore_bridge takes the place: name or import this "
+            "module where the trainer's page in docs/trainers says, instead of importing it later"
         )
     sys.modules.update({name: StandInModule(name, home) for name, home in homes.items()})
     logger.info("mcore_bridge takes the place of %s", ", ".join(homes))

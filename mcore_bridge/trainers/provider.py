@@ -16,16 +16,20 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch import nn
 
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+from mcore_bridge.config.mesh.pipeline import Stage
 from mcore_bridge.config.overrides import config_class, require_overridable
-from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.blueprint import Blueprint, changes_of
-from mcore_bridge.factory.build import build
+from mcore_bridge.errors import ConfigError, MeshError
+from mcore_bridge.factory.blueprint import Blueprint, changes_of, reconcile
+from mcore_bridge.factory.build import build, own_stages
+from mcore_bridge.factory.chunk import build_chunk, building
 from mcore_bridge.trainers.settings import parts_to_freeze, settle_same, split, with_mtp_layers
 from mcore_bridge.trainers.wrap import ddp_config_of, require_value_head, wrap
+from mcore_bridge.weights.load import load_hf_weights
 from mcore_bridge.weights.source.source import HFWeights
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.models.gpt import GPTModel
 
 Hook = Callable[[list[nn.Module]], Sequence[nn.Module] | None]
 """A function that is called with this rank's bare chunks before they are wrapped. It may return other chunks."""
@@ -114,6 +118,21 @@ class Provider(TransformerConfig):
         changed = {"dtype": dtype, "head": head, "vision": self.vision, "model": self.model}
         self._blueprint = settle_same(self._blueprint, dims=dims, overrides=overrides, **changed)
 
+    def provide(self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> GPTModel:
+        """Build the bare chunk of one stage of this rank, for Megatron-LM's ``get_model``. No hook is called.
+
+        Args:
+            pre_process, post_process: whether the caller expects the embedding, and the output layer, in this stage.
+            vp_stage: the virtual stage; None means the current one of ``parallel_state``.
+
+        Raises:
+            ConfigError, CheckpointError: as ``build_model``.
+            MeshError: also if the caller splits the pipeline in another way.
+        """
+        self.finalize()
+        blueprint = reconcile(self._blueprint)
+        return build_one(blueprint, self._source, vp_stage, pre_process=pre_process, post_process=post_process)
+
     def provide_distributed_model(
         self,
         ddp_config: DistributedDataParallelConfig | None = None,
@@ -121,6 +140,8 @@ class Provider(TransformerConfig):
         fp16: bool | None = None,
         bf16: bool | None = None,
         use_megatron_fsdp: bool = False,
+        use_torch_fsdp2: bool = False,
+        overlap_param_gather_with_optimizer_step: bool = False,
     ) -> list[nn.Module]:
         """Build this rank's chunks, by virtual stage, and run all hooks.
 
@@ -128,12 +149,17 @@ class Provider(TransformerConfig):
             ddp_config: megatron-core's config of DDP, or a subclass.
             wrap_with_ddp: whether to wrap chunks in megatron-core's DDP.
             fp16, bf16: values for the config; None changes nothing.
-            use_megatron_fsdp: must be False.
+            use_megatron_fsdp, use_torch_fsdp2, overlap_param_gather_with_optimizer_step: must be False.
 
         Raises:
             ConfigError, MeshError, CheckpointError: as ``build_model``.
         """
-        ddp_config_of({"use_megatron_fsdp": use_megatron_fsdp})
+        ddp_config_of({"use_megatron_fsdp": use_megatron_fsdp or use_torch_fsdp2})
+        if overlap_param_gather_with_optimizer_step:
+            raise ConfigError(
+                "overlap_param_gather_with_optimizer_step must be False: the chunks are wrapped without it. Set "
+                "overlap_param_gather in the ddp_config"
+            )
         if wrap_with_ddp and ddp_config is None:
             raise ConfigError(
                 "wrap_with_ddp=True needs a ddp_config; pass create_ddp_config(...), or wrap_with_ddp=False"
@@ -161,3 +187,52 @@ class Provider(TransformerConfig):
 
 class LatentProvider(Provider, MLATransformerConfig):
     """A provider of a model with multi-latent attention."""
+
+
+def build_one(
+    blueprint: Blueprint,
+    source: HFWeights | None,
+    vp_stage: int | None,
+    *,
+    pre_process: bool,
+    post_process: bool,
+    seed: int = 0,
+) -> GPTModel:
+    """Build the chunk of one stage of this rank.
+
+    Args:
+        blueprint: of the model.
+        source: the weights; None keeps megatron-core's initial values.
+        vp_stage: the virtual stage; None means the current one of ``parallel_state``.
+        pre_process, post_process: whether the caller expects the embedding, and the output layer, in this stage.
+        seed: as for ``build_model``.
+
+    Raises:
+        MeshError: there is no such stage, or the stage has other parts than expected.
+        CheckpointError: as ``load_hf_weights``.
+    """
+    stage = stage_of(blueprint, vp_stage)
+    if (stage.embedding, stage.loss) != (pre_process, post_process):
+        raise MeshError(
+            f"{stage} has embedding={stage.embedding} and loss={stage.loss}, found pre_process={pre_process} and "
+            f"post_process={post_process}: split the pipeline in the same way in both"
+        )
+    with building(blueprint, seed=seed, initialise=source is None):
+        chunk = build_chunk(blueprint, stage, seed=seed)
+    if source is not None:
+        load_hf_weights([chunk], source, dtype=blueprint.dtype)
+    return chunk
+
+
+def stage_of(blueprint: Blueprint, vp_stage: int | None) -> Stage:
+    """This rank's stage.
+
+    Raises:
+        MeshError: there is no such virtual stage.
+    """
+    if vp_stage is None:
+        vp_stage = parallel_state.get_virtual_pipeline_model_parallel_rank() or 0
+    stages = own_stages(blueprint)
+    if not 0 <= vp_stage < len(stages):
+        raise MeshError(f"expected vp_stage below {blueprint.dims.vp}, found {vp_stage}")
+    return stages[vp_stage]

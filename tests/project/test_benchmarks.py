@@ -109,3 +109,22 @@ def test_an_engine_on_another_gpu_than_its_trainer_gets_every_bit_in_all_ways():
     assert {*bits} == {"bits, ring", "bits, direct", "bits, shards"}
     assert not any(line["differing"] for line in bits.values())
     assert all(line["parameters"] > 10 for line in bits.values())
+
+
+def test_quantizers_are_compared_bit_by_bit(monkeypatch):
+    """Ours beside itself has no difference, and a scale that is a bit larger is seen, with the codes that it moves."""
+    monkeypatch.syspath_prepend(FOLDER)
+    quantizers = runpy.run_path(str(FOLDER / "quantizers.py"))
+    ours, weight = quantizers["ours"], quantizers["weights"]("cpu")["zeros"]
+    own = quantizers["compared"](ours, ours, weight)
+    assert own["scales_differ"] == own["codes_differ"] == 0
+    assert 0 < own["error"] == own["our_error"] < 1 / 16
+
+    def shifted(weight):
+        codes, scales = ours(weight)
+        scales[0, 1] *= 1.5
+        return codes, scales
+
+    other = quantizers["compared"](shifted, ours, weight)
+    assert (other["scales_differ"], other["codes_differ"]) == (1, 0)
+    assert other["error"] > 0.4

@@ -1,19 +1,33 @@
-"""slime's ``convert_to_hf``: the parameters of a real model, one by one, give every HF tensor."""
+"""slime's functions: parameters of a real model, one by one, give every HF tensor, and a folder fills them.
 
-from types import SimpleNamespace
+``test_slime_modules.py`` runs slime's own modules with them.
+"""
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 import mcore_bridge as mb
 from mcore_bridge import ParallelDims
-from mcore_bridge.errors import ConfigError, ExportError, MappingError
+from mcore_bridge.errors import ConfigError, ExportError, MappingError, MeshError
 from mcore_bridge.launch.fake_rank import rank_of
-from mcore_bridge.trainers.slime import convert_to_hf
+from mcore_bridge.trainers.slime import (
+    _ROUTING,
+    convert_to_hf,
+    load_hf_weights,
+    model_provider,
+    needs_all_experts,
+    supports_hf_weight_loading,
+)
+from mcore_bridge.weights.model_tensors import held_tensors
 from tests import zoo
 from tests.support import mtp_checkpoints, quantized, twins
+from tests.support.quantized_cases import GPT_OSS, family
 from tests.support.rlinf_models import LATENT, SPARSE
-from tests.support.strategies import random_state, tiny
+from tests.support.strategies import random_state, save, tiny
 from tests.support.target_models import assert_gets
 
 LATENTS = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
@@ -149,14 +163,125 @@ def test_grouped_experts_by_their_numbers(tmp_path):
     assert_gets(dict(found), {name: state[name] for name in (f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight")})
 
 
+STACKED = zoo.params(("gpt_oss-uneven-clamped", "granitemoe", "qwen3_vl_moe"))
+
+
+@pytest.mark.parametrize("name", STACKED)
+def test_experts_leave_joined_with_the_last_of_their_layer(name, tmp_path):
+    """Also from several threads, as in slime's converter of files, and in any order."""
+    hf = zoo.cases()[name].hf
+    hf.save_pretrained(tmp_path)
+    state = random_state(hf)
+    args = SimpleNamespace(hf_checkpoint=tmp_path)
+    assert needs_all_experts(args)
+    params = parameters(hf, state)
+    for order in (list(params), list(params)[::-1]):
+        assert_gets(union(args, {name: params[name] for name in order}), state)
+    with ThreadPoolExecutor(4) as threads:
+        found = threads.map(lambda pair: convert_to_hf(args, "any", *pair), params.items())
+        assert_gets(dict(pair for pairs in found for pair in pairs), state)
+
+
+def test_stacks_leave_as_the_codes_of_their_folder(tmp_path):
+    hf, form = family("gpt_oss", **GPT_OSS)(), quantized.mxfp4()
+    files, plain = quantized.write(hf, form, tmp_path, dtype=torch.float32)
+    args = SimpleNamespace(hf_checkpoint=tmp_path)
+    assert_gets(union(args, parameters(hf, plain), form.note), files)
+
+
+def test_an_expert_that_never_came_is_named(tmp_path):
+    hf = zoo.cases()["gpt_oss"].hf
+    hf.save_pretrained(tmp_path)
+    args = SimpleNamespace(hf_checkpoint=tmp_path)
+    params = parameters(hf, random_state(hf))
+    name = next(name for name in params if "linear_fc1" in name)
+    assert convert_to_hf(args, "any", name, params[name]) == []
+    with pytest.raises(
+        ExportError, match=r"expected .*gate_up_proj(_bias)?\[1\] and \d+ others, found .*\[0\] a second"
+    ):
+        convert_to_hf(args, "any", name, params[name])
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_stacks_are_refused_while_slime_may_send_experts_point_to_point(asks, monkeypatch, tmp_path):
+    hf = zoo.cases()["gpt_oss"].hf
+    hf.save_pretrained(tmp_path)
+    args, routing = SimpleNamespace(hf_checkpoint=tmp_path), ModuleType(_ROUTING)
+    monkeypatch.setitem(sys.modules, _ROUTING, routing)
+    if asks:
+        routing.needs_all_experts = needs_all_experts
+        assert union(args, parameters(hf, random_state(hf)))
+        return
+    with pytest.raises(ConfigError, match=r"let _can_route_experts in .* ask needs_all_experts"):
+        union(args, parameters(hf, random_state(hf)))
+    SPARSE.save_pretrained(tmp_path / "single")
+    assert union(SimpleNamespace(hf_checkpoint=tmp_path / "single"), parameters(SPARSE, random_state(SPARSE)))
+
+
+@pytest.mark.parametrize("name", ["gemma3", "deepseek_v3", "qwen3_vl"])
+@pytest.mark.parametrize("critic", [False, True])
+def test_a_folder_fills_chunks_that_slime_has_built(name, critic, tmp_path):
+    """The chunks have no config of ours, and a critic has slime's head, whose values stay."""
+    hf = zoo.cases()[name].hf
+    save(state := random_state(hf), hf, tmp_path)
+    assert supports_hf_weight_loading(tmp_path)
+    with rank_of(ParallelDims(), 0, 1):
+        expected, chunk = (
+            mb.build_model(hf, dtype=torch.float32, device="cpu", load_weights=source)[0] for source in (state, False)
+        )
+        if critic:
+            expected.output_layer = chunk.output_layer = torch.nn.Linear(hf.get_text_config().hidden_size, 1)
+        for name in [name for name in vars(chunk) if name.startswith("bridge")]:
+            delattr(chunk, name)
+        load_hf_weights(SimpleNamespace(), [chunk], tmp_path)
+        assert_gets(held_tensors([chunk]), held_tensors([expected]))
+
+
+@pytest.mark.parametrize(("name", "dims"), [("gemma3", ParallelDims(pp=2)), ("qwen3_moe", ParallelDims(tp=2, ep=2))])
+def test_a_stage_is_built_from_the_hf_config(name, dims, monkeypatch, tmp_path):
+    """Also for a critic, whose output layer slime replaces before the load."""
+    hf = zoo.cases()[name].hf
+    save(state := random_state(hf), hf, tmp_path)
+    args = SimpleNamespace(
+        hf_checkpoint=str(tmp_path), params_dtype=torch.float32, recompute_granularity="selective", mtp_num_layers=None
+    )
+    sizes = dims.to_config_fields()
+    vars(args).update({field: sizes[field] for field in sizes if field.endswith("_parallel_size")})
+    args.decoder_first_pipeline_num_layers = None
+    module = ModuleType("megatron.training.global_vars")
+    module.get_args = lambda: args
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    rank = dims.tp * dims.pp - 1
+    with rank_of(dims, rank, dims.tp * dims.pp):
+        expected = mb.build_model(hf, dims=dims, dtype=torch.float32, device="cpu", load_weights=state)[0]
+        chunk = model_provider(pre_process=dims.pp == 1, post_process=True)
+        assert chunk.config.recompute_granularity == "selective"
+        load_hf_weights(args, [chunk], tmp_path)
+        assert_gets(held_tensors([chunk]), held_tensors([expected]))
+        expected.output_layer = chunk.output_layer = torch.nn.Linear(hf.hidden_size, 1)
+        del expected.bridge_built
+        for name, tensor in held_tensors([chunk]).items():
+            tensor.data.mul_(name.startswith("output_layer."))
+        load_hf_weights(args, [chunk], tmp_path)
+        assert_gets(held_tensors([chunk]), held_tensors([expected]))
+        with pytest.raises(MeshError, match="split the pipeline in the same way"):
+            model_provider(pre_process=dims.pp != 1, post_process=True)
+        args.hf_checkpoint = "nowhere"
+        with pytest.raises(ConfigError):
+            model_provider()
+
+
+def test_the_reason_of_a_refusal_is_logged(tmp_path, caplog):
+    tiny("bloom").save_pretrained(tmp_path)
+    assert not supports_hf_weight_loading(tmp_path)
+    assert "positions are a bias of the scores" in caplog.text
+
+
 def test_what_it_cannot_do_is_refused(tmp_path):
     SPARSE.save_pretrained(tmp_path / "sparse")
-    zoo.cases()["gpt_oss"].hf.save_pretrained(tmp_path / "fused")
-    args, fused = (SimpleNamespace(hf_checkpoint=tmp_path / name) for name in ("sparse", "fused"))
+    args = SimpleNamespace(hf_checkpoint=tmp_path / "sparse")
     with pytest.raises(ConfigError, match="quant_method must be 'fp8'"):
         convert_to_hf(args, "any", "module.decoder.layers.0.self_attention.linear_proj.weight", torch.zeros(48, 96), {})
-    with pytest.raises(ConfigError, match="gpt_oss has one tensor for all experts"):
-        convert_to_hf(fused, "any", "module.decoder.final_layernorm.weight", torch.zeros(48))
     factor = "module.decoder.layers.0.mlp.linear_fc1.adapter.linear_in.weight"
     with pytest.raises(ConfigError, match="belongs to an adapter, which cannot be handed over"):
         convert_to_hf(args, "any", factor, torch.zeros(4, 48))

@@ -48,11 +48,11 @@ class Diff:
         return text
 
 
-def diffs_of(page: str) -> list[Diff]:
-    """All diffs of a page; each is of the file of RLinf that was last named before it."""
+def diffs_of(page: str, package: str = "rlinf") -> list[Diff]:
+    """All diffs of a page; each is of the file of ``package`` that was last named before it."""
     found = []
     for block in re.finditer(r"^( *)```diff\n(.*?)```", page, re.DOTALL | re.MULTILINE):
-        *_, file = re.findall(r"`(rlinf/[\w/]+\.py)`", page[: block.start()])
+        *_, file = re.findall(rf"`({package}/[\w/]+\.py)`", page[: block.start()])
         lines = re.sub(rf"^{block[1]}", "", block[2], flags=re.MULTILINE)
         hunks = re.split(r"^\.\.\.\n", lines, flags=re.MULTILINE)
         found.append(Diff(file, tuple((_marked(" -", hunk), _marked(" +", hunk)) for hunk in hunks)))

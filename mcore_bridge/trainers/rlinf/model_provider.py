@@ -6,14 +6,10 @@ from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from mcore_bridge.config.mesh.pipeline import Stage
-from mcore_bridge.errors import ConfigError, MeshError
-from mcore_bridge.factory.blueprint import Blueprint
-from mcore_bridge.factory.build import own_stages
-from mcore_bridge.factory.chunk import build_chunk, building
+from mcore_bridge.errors import ConfigError
+from mcore_bridge.trainers.provider import build_one, stage_of
 from mcore_bridge.trainers.rlinf.actor import read_actor
 from mcore_bridge.trainers.rlinf.checkpoint import checkpoint_of, hf_folder_of, require_loads
-from mcore_bridge.weights.load import load_hf_weights
 from mcore_bridge.weights.provenance import HF
 from mcore_bridge.weights.source.source import HFWeights
 
@@ -72,18 +68,9 @@ def model_provider(
     ) -> GPTModel:
         read.dims.initialize()  # does nothing if parallel_state has these sizes, and raises if it has other sizes
         blueprint = make_once()
-        stage = _stage(blueprint, vp_stage)
-        if (stage.embedding, stage.loss) != (pre_process, post_process):
-            raise MeshError(
-                f"{stage} has embedding={stage.embedding} and loss={stage.loss}, found pre_process={pre_process} and "
-                f"post_process={post_process}: split the pipeline in the same way in both"
-            )
-        with building(blueprint, seed=seed, initialise=source is None):
-            chunk = build_chunk(blueprint, stage, seed=seed)
-        if source is not None:
-            load_hf_weights([chunk], source, dtype=read.dtype)
+        chunk = build_one(blueprint, source, vp_stage, pre_process=pre_process, post_process=post_process, seed=seed)
         if checkpoint is not None:
-            require_loads(chunk, checkpoint, read.dims, stage.vp_stage, head=head)
+            require_loads(chunk, checkpoint, read.dims, stage_of(blueprint, vp_stage).vp_stage, head=head)
         return chunk
 
     return model_provider_func
@@ -97,15 +84,3 @@ def _require_last(actor: Mapping[str, Any]) -> None:
             f"megatron.load must be None if weights are loaded from elsewhere, found {load!r}, which Megatron would "
             "load over them: set it to None, or leave out load_weights"
         )
-
-
-def _stage(blueprint: Blueprint, vp_stage: int | None) -> Stage:
-    """This rank's stage."""
-    from megatron.core import parallel_state
-
-    if vp_stage is None:
-        vp_stage = parallel_state.get_virtual_pipeline_model_parallel_rank() or 0
-    stages = own_stages(blueprint)
-    if not 0 <= vp_stage < len(stages):
-        raise MeshError(f"expected vp_stage below {blueprint.dims.vp}, found {vp_stage}")
-    return stages[vp_stage]

@@ -53,16 +53,14 @@ def encode_blocks(
     lines = tall if height > 1 else max(1, min(_TILE // (wide * groups), triton.next_power_of_2(rows)))
     across, down = -(-blocks.grid[1] // groups), -(-blocks.grid[0] // (1 if height > 1 else lines))
     unit = _UNIT if columns % _UNIT == 0 else 1
-    rounded = blocks.codec.rounded_to
-    is_bytes = scales.dtype == torch.uint8
     _encode[(across * down, len(codes))](
         values, scales if kept is None else kept, codes, scales, not_finite,
         rows, columns // unit, *blocks.grid, codes.stride(0), across,
-        float(MOST[blocks.codec.kind]), 0.0 if is_bytes else smallest_scale(blocks.scales),
+        float(MOST[blocks.codec.kind]), 0.0 if scales.dtype == torch.uint8 else smallest_scale(blocks.scales),
         HEIGHT=height, WIDTH=width, VALUE=_FLOATS[blocks.dtype], KIND=_KINDS[blocks.codec.kind], KEPT=kept is not None,
-        BYTES=is_bytes, POWERS=blocks.powers or is_bytes, ROUNDED=rounded is not None and rounded != torch.float32,
-        ROUND=_FLOATS[rounded or torch.float32], LINES=lines, GROUPS=groups, WIDE=wide, UNIT=unit, ALIGNED=aligned,
-        CUDA=codes.is_cuda, FP8=codes.is_cuda and torch.cuda.get_device_capability(codes.device) >= (8, 9), num_warps=4,
+        POWERS=blocks.powers, ROUND=_FLOATS[blocks.codec.rounded_to or torch.float32], LINES=lines, GROUPS=groups,
+        WIDE=wide, UNIT=unit, ALIGNED=aligned, CUDA=codes.is_cuda,
+        FP8=codes.is_cuda and torch.cuda.get_device_capability(codes.device) >= (8, 9), num_warps=4,
     )  # fmt: skip
 
 
@@ -123,9 +121,9 @@ def _rounded(numbers, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]  # n
 
 
 @_jit
-def _factors(stored, KIND: tl.constexpr, BYTES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def _factors(stored, KIND: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Stored scales as fp32; halved for mxfp4, whose numbers are doubled."""
-    if not BYTES:
+    if stored.dtype != tl.uint8:
         return stored.to(tl.float32)
     exponent = stored.to(tl.int32)
     if KIND == 1:
@@ -155,70 +153,80 @@ def _quotients(numbers, factors, CUDA: tl.constexpr):  # type: ignore[no-untyped
     return result
 
 
+@_jit
+def _new(bits, most, smallest, DTYPE: tl.constexpr, KIND: tl.constexpr, POWERS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803  # fmt: skip
+    """New scales, as they are stored, by the bits of the largest magnitude of each block."""
+    if KIND == 1:
+        exponent = tl.minimum(tl.maximum((bits >> 23) - 2, 0), 254)
+        return tl.where(bits > 0, exponent, 127).to(tl.uint8)
+    exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)  # 448 is 1.75 * 2 ** 8
+    exponent = tl.where(bits > 0, tl.minimum(tl.maximum(exponent, 1), 254), 127)
+    if tl.uint8 == DTYPE:
+        return exponent.to(tl.uint8)
+    if POWERS:
+        scales = (exponent << 23).to(tl.float32, bitcast=True)
+    else:
+        amax = bits.to(tl.float32, bitcast=True)
+        scales = tl.div_rn(amax, tl.zeros_like(amax) + most)
+    return _rounded(tl.where(bits > 0, tl.maximum(scales, smallest), 1.0), DTYPE).to(DTYPE)
+
+
+@_jit
+def _places(tile, across, rows, columns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, LINES: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: E501, N803  # fmt: skip
+    """Where the elements of a tile are in a shard of so many columns, and whether they are there, [LINES, GROUPS, WIDE]."""
+    line = tl.arange(0, LINES)
+    row = tile // across * (HEIGHT if HEIGHT > 1 else LINES) + line
+    inside = row < rows
+    if HEIGHT > 1:
+        inside = inside & (line < HEIGHT)
+    group, place = tile % across * GROUPS + tl.arange(0, GROUPS), tl.arange(0, WIDE)
+    column = group[:, None] * WIDTH + place[None, :]
+    there = inside[:, None, None] & ((place < WIDTH)[None, :] & (column < columns))[None, :, :]
+    return row.to(tl.int64)[:, None, None] * columns + column[None, :, :], there
+
+
+@_jit
+def _largest(numbers, HEIGHT: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """The largest number of each block of a tile."""
+    if HEIGHT > 1:
+        return tl.max(tl.max(numbers, axis=2), axis=0)[None, :]
+    else:  # Triton would compile both
+        return tl.max(numbers, axis=2)
+
+
 @triton.jit(do_not_specialize=["units"])  # type: ignore[untyped-decorator]
 def _encode(  # type: ignore[no-untyped-def]
     values, kept, codes, scales, not_finite, rows, units, grid_rows, grid_columns, stride, across, most, smallest,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr, KIND: tl.constexpr, KEPT: tl.constexpr,  # noqa: N803
-    BYTES: tl.constexpr, POWERS: tl.constexpr, ROUNDED: tl.constexpr, ROUND: tl.constexpr, LINES: tl.constexpr,  # noqa: N803
-    GROUPS: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr, CUDA: tl.constexpr,  # noqa: N803
-    FP8: tl.constexpr,  # noqa: N803
+    POWERS: tl.constexpr, ROUND: tl.constexpr, LINES: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr,  # noqa: N803
+    UNIT: tl.constexpr, ALIGNED: tl.constexpr, CUDA: tl.constexpr, FP8: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     columns = units * UNIT
     tile, shard = tl.program_id(0), tl.program_id(1).to(tl.int64)
     source = tl.load(values + shard).to(tl.pointer_type(VALUE))
     if ALIGNED:
         source = tl.multiple_of(source, 16)
-    line, group, place = tl.arange(0, LINES), tile % across * GROUPS + tl.arange(0, GROUPS), tl.arange(0, WIDE)
-    if HEIGHT > 1:
-        row = tile // across * HEIGHT + line
-        inside = (line < HEIGHT) & (row < rows)
-        grid_row = tile // across + tl.zeros([1], tl.int32)
-    else:
-        row = tile // across * LINES + line
-        inside = row < rows
-        grid_row = row
-    column = group[:, None] * WIDTH + place[None, :]
-    there = inside[:, None, None] & ((place < WIDTH)[None, :] & (column < columns))[None, :, :]
-    at = row.to(tl.int64)[:, None, None] * columns + column[None, :, :]
+    at, there = _places(tile, across, rows, columns, HEIGHT, WIDTH, LINES, GROUPS, WIDE)
     numbers = tl.load(source + at, mask=there, other=0.0).to(tl.float32)
-    bits = tl.max(numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2)
-    if HEIGHT > 1:
-        bits = tl.max(bits, axis=0)[None, :]
+    bits = _largest(numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF, HEIGHT)
     tl.store(not_finite + shard + tl.zeros_like(bits), tl.full(bits.shape, 1, tl.int32), mask=bits >= 0x7F800000)
-    amax = bits.to(tl.float32, bitcast=True)
-    if KIND == 1:
-        exponent = tl.minimum(tl.maximum((bits >> 23) - 2, 0), 254)
-        stored = tl.where(bits > 0, exponent, 127).to(tl.uint8)
-    elif POWERS:
-        exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)  # 448 is 1.75 * 2 ** 8
-        exponent = tl.where(bits > 0, tl.minimum(tl.maximum(exponent, 1), 254), 127)
-        stored = exponent.to(tl.uint8) if BYTES else (exponent << 23).to(tl.float32, bitcast=True)
-    else:
-        stored = tl.div_rn(amax, tl.zeros_like(amax) + most)
-    if not BYTES:
-        stored = tl.where(bits > 0, tl.maximum(stored, smallest), 1.0)
-        stored = _rounded(stored, scales.dtype.element_ty).to(scales.dtype.element_ty)
+    stored = _new(bits, most, smallest, scales.dtype.element_ty, KIND, POWERS)
+    own: tl.constexpr = 1 if HEIGHT > 1 else LINES
+    grid_row, group = tile // across * own + tl.arange(0, own), tile % across * GROUPS + tl.arange(0, GROUPS)
     grid_at = (shard * grid_rows + grid_row[:, None]) * grid_columns + group[None, :]
     in_grid = (grid_row < grid_rows)[:, None] & (group < grid_columns)[None, :]
     if KEPT:
         old = tl.load(kept + grid_at, mask=in_grid, other=1)
-        factors = _factors(old, KIND, BYTES)[:, :, None]
+        factors = _factors(old, KIND)[:, :, None]
         again = _numbers(_codes(_quotients(numbers, factors, CUDA), KIND, FP8), KIND, FP8) * factors
-        if ROUNDED:
-            again = _rounded(again, ROUND)
-        differs = tl.max(((_rounded(again, VALUE) != numbers) & there).to(tl.int32), axis=2)
-        if HEIGHT > 1:
-            differs = tl.max(differs, axis=0)[None, :]
-        stored = tl.where(differs > 0, stored, old)
+        differs = ((_rounded(_rounded(again, ROUND), VALUE) != numbers) & there).to(tl.int32)
+        stored = tl.where(_largest(differs, HEIGHT) > 0, stored, old)
     tl.store(scales + grid_at, stored, mask=in_grid)
-    code = _codes(_quotients(numbers, _factors(stored, KIND, BYTES)[:, :, None], CUDA), KIND, FP8)
+    code = _codes(_quotients(numbers, _factors(stored, KIND)[:, :, None], CUDA), KIND, FP8)
     target = codes + shard * stride
     if KIND == 0:
         tl.store(target + at, code, mask=there)
     else:
         low, high = tl.split(tl.reshape(code, [LINES, GROUPS, WIDE // 2, 2]))
-        pair = tl.arange(0, WIDE // 2)
-        column = group[:, None] * (WIDTH // 2) + pair[None, :]
-        there = inside[:, None, None] & ((pair < WIDTH // 2)[None, :] & (column < columns // 2))[None, :, :]
-        at = row.to(tl.int64)[:, None, None] * (columns // 2) + column[None, :, :]
+        at, there = _places(tile, across, rows, columns // 2, HEIGHT, WIDTH // 2, LINES, GROUPS, WIDE // 2)
         tl.store(target + at, low | high << 4, mask=there)
