@@ -23,6 +23,8 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 PARTS = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp", "moe"]}
 OWN = {
     "llama": lambda: tiny.config("llama"),
+    "llama, dora": lambda: tiny.config("llama"),
+    "qwen3, dora": lambda: tiny.config("qwen3"),
     "qwen3": lambda: tiny.config("qwen3"),
     "qwen3_moe": lambda: experts.HF,
     "qwen3_moe, split": lambda: zoo.case("qwen3_moe", **ALL_EXPERTS).hf,
@@ -35,6 +37,8 @@ CASES = {
         "",
         ({"tp": 2}, {**SP, "overrides": FULL}, {"pp": 2, "vp": 2, "overrides": FULL}, {"cp": 2, "overrides": PARTS}),
     ),
+    "llama, dora": (DENSE, "", ({"tp": 2}, {**SP, "overrides": FULL}, {"pp": 2}, {"cp": 2})),
+    "qwen3, dora": (SOME, "", (SP,)),
     "qwen3_moe": (
         (*DENSE[:4], *EXPERTS),
         "fused",
@@ -62,7 +66,7 @@ CASES = {
 }
 
 
-def steps(folder, meshes, targets, expert_format, values):
+def steps(folder, meshes, targets, expert_format, values, dora):
     """Runs in each worker: for each mesh the loss, and the gradients by HF name."""
     found = []
     for sizes in meshes:
@@ -70,7 +74,8 @@ def steps(folder, meshes, targets, expert_format, values):
         dims = ParallelDims(**sizes)
         with stepping.mesh(dims):
             chunks = build_model(folder, dims=dims, dtype=torch.float32, device="cpu", overrides=overrides)
-            made = add_adapters(chunks, rank=RANK, alpha=ALPHA, targets=targets, expert_format=expert_format or None)
+            options = {"targets": targets, "expert_format": expert_format or None, "dora": dora}
+            made = add_adapters(chunks, rank=RANK, alpha=ALPHA, **options)
             absent, own = fill(chunks, made, values), held(chunks).values()
             assert {id(p) for p in own} == {id(p) for c in chunks for p in c.parameters() if p.requires_grad}
             loss = stepping.forward_backward(stepping.wrap(chunks), dims, batch(), micro_batch_size=4)
@@ -90,8 +95,9 @@ def test_a_step_is_that_of_peft(case, tmp_path):
         pytest.skip("the installed releases have no such model, or a module for each expert")
     make = OWN.get(case, lambda: zoo.cases()[case].hf)
     tiny.random_checkpoint(make(), tmp_path)
-    values, loss, grads = expected(make(), targets, expert_format)
-    ranks = pool.run(2, steps, str(tmp_path), meshes, targets, expert_format, values)
+    dora = case.endswith("dora")
+    values, loss, grads = expected(make(), targets, expert_format, use_dora=dora)
+    ranks = pool.run(2, steps, str(tmp_path), meshes, targets, expert_format, values, dora)
     for results in zip(*ranks, strict=True):
         tiny.assert_losses(results, loss)
         for label, _, step in results:
