@@ -1,17 +1,25 @@
 """A step with adapters against ``peft``: the loss and the gradient of each A and B, over the meshes."""
 
+from functools import partial
+
 import pytest
 import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
 from mcore_bridge import ParallelDims, build_model, to_hf_state_dict
 from mcore_bridge.errors import BridgeError, ConfigError
 from mcore_bridge.factory.add_adapters import add_adapters
+from mcore_bridge.factory.modules.adapter import Adapter
+from mcore_bridge.rules.adapters import base_name
+from mcore_bridge.rules.names import canonical
+from mcore_bridge.weights.model_chunks import numbering_of
 from mcore_bridge.weights.peft.hf_adapters import iter_hf_adapters
 from tests import zoo
 from tests.support import experts, mtp_checkpoints, pool, stepping, tiny
 from tests.support.fake_mesh import rank_of
 from tests.support.peft_models import ALPHA, EXPERTS, RANK, batch, entries, expected, fill, held
 
+P = 0.3
 DENSE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SOME = ("q_proj", "v_proj", "up_proj")
 """Some projections of each layer of mcore that joins projections."""
@@ -24,7 +32,11 @@ PARTS = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"
 OWN = {
     "llama": lambda: tiny.config("llama"),
     "llama, dora": lambda: tiny.config("llama"),
+    "llama, tp4, dora": lambda: tiny.config("llama"),
     "qwen3, dora": lambda: tiny.config("qwen3"),
+    "qwen3_next, dora": lambda: zoo.cases()["qwen3_next"].hf,
+    "gpt_oss, dora": lambda: zoo.cases()["gpt_oss"].hf,
+    "deepseek_v3-dense, dora": lambda: zoo.cases()["deepseek_v3-dense"].hf,
     "qwen3": lambda: tiny.config("qwen3"),
     "qwen3_moe": lambda: experts.HF,
     "qwen3_moe, split": lambda: zoo.case("qwen3_moe", **ALL_EXPERTS).hf,
@@ -38,7 +50,15 @@ CASES = {
         ({"tp": 2}, {**SP, "overrides": FULL}, {"pp": 2, "vp": 2, "overrides": FULL}, {"cp": 2, "overrides": PARTS}),
     ),
     "llama, dora": (DENSE, "", ({"tp": 2}, {**SP, "overrides": FULL}, {"pp": 2}, {"cp": 2})),
+    "llama, tp4, dora": (DENSE, "", ({"tp": 4, "sp": True},)),  # there are 2 groups of queries
     "qwen3, dora": (SOME, "", (SP,)),
+    "qwen3_next, dora": (
+        ("in_proj_qkvz", "out_proj", *DENSE[:4], *SHARED),
+        "fused",
+        ({**SP, "etp": 2}, {"ep": 2}),
+    ),
+    "gpt_oss, dora": (DENSE[:4], "", (SP, {"ep": 2})),
+    "deepseek_v3-dense, dora": (LATENT, "", (SP,)),
     "qwen3_moe": (
         (*DENSE[:4], *EXPERTS),
         "fused",
@@ -97,12 +117,85 @@ def test_a_step_is_that_of_peft(case, tmp_path):
     tiny.random_checkpoint(make(), tmp_path)
     dora = case.endswith("dora")
     values, loss, grads = expected(make(), targets, expert_format, use_dora=dora)
-    ranks = pool.run(2, steps, str(tmp_path), meshes, targets, expert_format, values, dora)
+    ranks = pool.run(4 if "tp4" in case else 2, steps, str(tmp_path), meshes, targets, expert_format, values, dora)
     for results in zip(*ranks, strict=True):
         tiny.assert_losses(results, loss)
         for label, _, step in results:
             assert step["grads"].keys() == grads.keys(), set(step["grads"]) ^ set(grads)
             tiny.assert_near(step["grads"], grads, f"{case} on {label}")
+
+
+def note_kept(calls, module, inputs, output):
+    calls.append(output != 0)
+
+
+def dropped(folder, meshes, targets, values, dora):
+    """Runs in each worker: for each mesh the loss, the gradients, and what each dropout has kept, in order."""
+    found = []
+    for sizes in meshes:
+        overrides = sizes.pop("overrides", None)
+        dims, kept = ParallelDims(**sizes), {}
+        with stepping.mesh(dims):
+            chunks = build_model(folder, dims=dims, dtype=torch.float32, device="cpu", overrides=overrides)
+            made = add_adapters(chunks, rank=RANK, alpha=ALPHA, targets=targets, dropout=P, dora=dora)
+            fill(chunks, made, values)
+            for chunk in chunks:
+                for path, module in chunk.named_modules():
+                    if isinstance(module, Adapter):
+                        name = canonical(f"{path}.linear_in.weight", numbering_of(chunk))
+                        module.dropout.register_forward_hook(partial(note_kept, kept.setdefault(name, [])))
+            torch.manual_seed(3)
+            model_parallel_cuda_manual_seed(3)
+            loss = stepping.forward_backward(stepping.wrap(chunks), dims, batch(), micro_batch_size=4)
+            get_cuda_rng_tracker().reset()
+            with torch.no_grad():
+                for parameter in held(chunks).values():
+                    parameter.copy_(parameter.main_grad)
+            by_name = {}
+            for name, calls in kept.items():
+                hf = made.mapping.bind(name).hf
+                again = len(hf) * bool(overrides)  # a recompute follows each forward
+                for number, own in enumerate(hf):
+                    by_name[base_name(own)] = calls[number :: len(hf) + again]
+                    assert not again or all(
+                        map(torch.equal, by_name[base_name(own)], calls[number + again :: len(hf) + again])
+                    )
+            found.append((f"{sizes} {overrides}", dims, loss, entries(iter_hf_adapters(chunks)), by_name))
+    return found
+
+
+def joined(ranks, dims, is_cut):
+    """What a dropout has kept on the whole mesh, ``[batch, sequence, in]``, and whether parts of ranks differ."""
+    if dims.cp > 1:
+        first, last = zip(*(part.chunk(2) for part in ranks), strict=True)
+        return torch.cat((*first, *reversed(last))).transpose(0, 1), True
+    if dims.tp == 1:
+        return ranks[0].transpose(0, 1), True
+    if is_cut or dims.sp:
+        return torch.cat(ranks, -1 if is_cut else 0).transpose(0, 1), not torch.equal(*ranks)
+    assert torch.equal(*ranks), "ranks with one input zero the same elements"
+    return ranks[0].transpose(0, 1), True
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_step_with_dropout_is_that_of_peft_with_the_same_zeros(dora, tmp_path):
+    tiny.random_checkpoint(hf := tiny.config("llama"), tmp_path)
+    values, *_ = expected(hf, DENSE, "", use_dora=dora)
+    meshes = ({"tp": 2}, {**SP, "overrides": FULL}, {"pp": 2}, {"cp": 2})
+    ranks = pool.run(2, dropped, str(tmp_path), meshes, DENSE, values, dora)
+    for (label, dims, loss, grads, kept), (_, _, last_loss, _, further) in zip(*ranks, strict=True):
+        whole = {}
+        for name in {*kept, *further}:
+            of_ranks = [each[name] for each in (kept, further) if name in each]
+            batches = [joined(own, dims, name.endswith(("o_proj", "down_proj"))) for own in zip(*of_ranks, strict=True)]
+            whole[name] = torch.cat([own for own, _ in batches])
+            assert all(differs for _, differs in batches), f"{label}: parts of ranks are zeroed independently"
+            assert 0.5 < whole[name].float().mean() < 0.9
+        first = whole["model.layers.0.self_attn.q_proj"]
+        assert not torch.equal(first, whole["model.layers.0.self_attn.v_proj"]), "each projection draws for itself"
+        _, wanted, expected_grads = expected(hf, DENSE, "", kept=whole, use_dora=dora, lora_dropout=P)
+        torch.testing.assert_close(last_loss if loss is None else loss, wanted, rtol=1e-5, atol=1e-6, msg=label)
+        tiny.assert_near(grads, expected_grads, label)
 
 
 def drawn(folder, meshes):
