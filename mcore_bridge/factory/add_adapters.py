@@ -33,6 +33,7 @@ from mcore_bridge.rules.adapters import (
     all_linear,
     base_name,
     factor_name,
+    is_dropout,
     modules_of_adapter,
     rows_of_parts,
 )
@@ -343,7 +344,7 @@ def _require_fitting(
     checks = (
         (folder is None and absent, f"expected rank= and alpha=, or a folder, found no {absent}"),
         (
-            dropout is not None and not (is_number(dropout) and 0 <= dropout < 1),
+            dropout is not None and not is_dropout(dropout),
             f"dropout must be a number from 0 to below 1, found {shown(dropout)}: pass a number such as 0.05",
         ),
         (

@@ -21,11 +21,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Literal
+from typing import Literal, TypeGuard
 
 import torch
 from torch import Tensor
 
+from mcore_bridge.config.fields import is_number
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.rules.layout import REPLICATED, Chain, Concat, Fill, Leading, upright
 from mcore_bridge.rules.mapping import Rule, Rules, WeightMapping
@@ -54,7 +55,7 @@ ALL_LINEAR = "all-linear"
 _QV = ("q_proj", "v_proj")
 DEFAULT_TARGETS = {
     **dict.fromkeys(("llama", "llama4", "mistral", "mixtral", "stablelm", "gemma", "gemma2", "gemma3_text"), _QV),
-    **dict.fromkeys(("gemma4", "qwen2", "qwen3"), _QV),
+    **dict.fromkeys(("qwen2", "qwen3"), _QV),
     "gpt_neox": ("query_key_value",),
     "nemotron_h": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "phi": (*_QV, "fc1", "fc2"),
@@ -99,6 +100,11 @@ class Adapters:
             return ()
         bindings = (self.mapping.bind(mcore.replace(first, second)) for mcore in self.mapping.consumers(name))
         return tuple(f"{base_name(other)}{end}" for binding in bindings for other in binding.hf[1:])
+
+
+def is_dropout(value: object) -> TypeGuard[float]:
+    """Whether a value is a probability with which a dropout may zero elements."""
+    return is_number(value) and 0 <= value < 1
 
 
 def modules_of_adapter(dora: bool) -> dict[str, str]:

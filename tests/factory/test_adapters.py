@@ -129,7 +129,7 @@ def note_kept(calls, module, inputs, output):
     calls.append(output != 0)
 
 
-def dropped(folder, meshes, targets, values, dora):
+def dropped(folder, meshes, targets, values, options):
     """Runs in each worker: for each mesh the loss, the gradients, and what each dropout has kept, in order."""
     found = []
     for sizes in meshes:
@@ -137,7 +137,7 @@ def dropped(folder, meshes, targets, values, dora):
         dims, kept = ParallelDims(**sizes), {}
         with stepping.mesh(dims):
             chunks = build_model(folder, dims=dims, dtype=torch.float32, device="cpu", overrides=overrides)
-            made = add_adapters(chunks, rank=RANK, alpha=ALPHA, targets=targets, dropout=P, dora=dora)
+            made = add_adapters(chunks, rank=RANK, alpha=ALPHA, targets=targets, dropout=P, **options)
             fill(chunks, made, values)
             for chunk in chunks:
                 for path, module in chunk.named_modules():
@@ -182,7 +182,7 @@ def test_a_step_with_dropout_is_that_of_peft_with_the_same_zeros(dora, tmp_path)
     tiny.random_checkpoint(hf := tiny.config("llama"), tmp_path)
     values, *_ = expected(hf, DENSE, "", use_dora=dora)
     meshes = ({"tp": 2}, {**SP, "overrides": FULL}, {"pp": 2}, {"cp": 2})
-    ranks = pool.run(2, dropped, str(tmp_path), meshes, DENSE, values, dora)
+    ranks = pool.run(2, dropped, str(tmp_path), meshes, DENSE, values, {"dora": dora})
     for (label, dims, loss, grads, kept), (_, _, last_loss, _, further) in zip(*ranks, strict=True):
         whole = {}
         for name in {*kept, *further}:
@@ -191,11 +191,22 @@ def test_a_step_with_dropout_is_that_of_peft_with_the_same_zeros(dora, tmp_path)
             whole[name] = torch.cat([own for own, _ in batches])
             assert all(differs for _, differs in batches), f"{label}: parts of ranks are zeroed independently"
             assert 0.5 < whole[name].float().mean() < 0.9
+            assert not torch.equal(*whole[name].chunk(2)), "each micro batch draws for itself"
         first = whole["model.layers.0.self_attn.q_proj"]
         assert not torch.equal(first, whole["model.layers.0.self_attn.v_proj"]), "each projection draws for itself"
         _, wanted, expected_grads = expected(hf, DENSE, "", kept=whole, use_dora=dora, lora_dropout=P)
         torch.testing.assert_close(last_loss if loss is None else loss, wanted, rtol=1e-5, atol=1e-6, msg=label)
         tiny.assert_near(grads, expected_grads, label)
+
+
+def test_ranks_that_cut_an_expert_zero_the_same_elements_of_whole_inputs_alone(tmp_path):
+    tiny.random_checkpoint(OWN["qwen3_moe, split"](), tmp_path)
+    arguments = ({**SP, "etp": 2},), DENSE, None, {"expert_format": "split"}
+    ((*_, first),), ((*_, second),) = pool.run(2, dropped, str(tmp_path), *arguments)
+    assert sum(".experts." in name for name in first) == 8 * 3
+    for name in first:
+        is_whole = ".experts." in name and not name.endswith("down_proj")
+        assert all(torch.equal(*pair) for pair in zip(first[name], second[name], strict=True)) == is_whole, name
 
 
 def drawn(folder, meshes):

@@ -14,13 +14,14 @@ import mcore_bridge as mb
 from mcore_bridge import ParallelDims
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.factory.add_adapters import add_adapters
-from mcore_bridge.rules.adapters import is_adapter
+from mcore_bridge.rules.adapters import base_name, is_adapter
 from mcore_bridge.trainers.peft_functions import create_peft, load_peft_adapter_checkpoint
 from mcore_bridge.weights.dist_checkpoint.dist_writer import InThisProcess
 from mcore_bridge.weights.dist_checkpoint.folder import TorchDistFolder
 from mcore_bridge.weights.model_tensors import held_tensors
 from mcore_bridge.weights.peft.hf_adapters import iter_hf_adapters
 from tests.support import pool, stepping
+from tests.support.peft_models import fill
 from tests.support.strategies import random_state, save, tiny
 
 MOE = {"num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
@@ -103,6 +104,38 @@ def test_training_goes_on_at_another_mesh(folder, tmp_path):
     keys = TorchDistFolder.open(tmp_path / "alone").metadata.state_dict_metadata
     assert any(key.startswith("optimizer.state.exp_avg.decoder.") for key in keys)
     assert all(".adapter.linear_" in key for key in keys if "decoder." in key), keys
+
+
+def with_magnitudes(folder, target):
+    """Runs in each worker: adapters of DoRA, on all linear layers, before a checkpoint and after it at another mesh."""
+    found = []
+    for sizes, load in (({"tp": 2, "sp": True}, False), ({"pp": 2}, True)):
+        with stepping.mesh(ParallelDims(**sizes)):
+            models = mb.build_model(folder, dims=ParallelDims(**sizes), device="cpu", dtype=torch.float32)
+            made = add_adapters(models, rank=2, alpha=3, targets="all-linear", dora=True)
+            start = adapters(models)
+            if load:
+                mb.load_checkpoint(models, target, part="adapters")
+            else:
+                fill(models, made)
+                mb.save_checkpoint(models, target, part="adapters")
+            found.append((start, adapters(models)))
+    return found
+
+
+def test_magnitudes_are_lengths_of_rows_at_first_and_are_read_at_another_mesh(tmp_path):
+    hf = tiny("qwen3", vocab_size=97)
+    (tmp_path / "hf").mkdir()
+    save(state := random_state(hf), hf, tmp_path / "hf")
+    (start, saved), (other_start, read) = pool.run(2, with_magnitudes, tmp_path / "hf", tmp_path / "checkpoint")[0]
+    assert len(saved) == 3 * 7 * hf.num_hidden_layers
+    assert all(torch.equal(read[name], tensor) for name, tensor in saved.items())
+    for name, tensor in saved.items():
+        if name.endswith(".lora_magnitude_vector"):
+            lengths = state[f"{base_name(name)}.weight"].norm(dim=1)
+            for first in (start, other_start):
+                torch.testing.assert_close(first[name], lengths, msg=name)
+            assert not torch.allclose(tensor, lengths)
 
 
 def refusals(folder, target):

@@ -13,13 +13,15 @@ from typing import Any, Literal
 
 import torch
 from megatron.core.tensor_parallel import mappings
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
+from megatron.core.tensor_parallel.random import (
+    get_cuda_rng_tracker,
+    get_data_parallel_rng_tracker_name,
+    get_expert_parallel_rng_tracker_name,
+)
 from torch import Tensor, nn
 
 Product = Callable[[Tensor, Tensor], Tensor]
 _OF_WHOLE_EXPERTS = "mcore_bridge: dropout of whole inputs of experts"
-_OFFSET = 4096
-"""megatron-core seeds its states with the seed of a run, and at most some thousands more."""
 _ALIGNED = 8
 """All sizes in a grouped product of bf16 must be multiples of this."""
 Kind = Literal["cut", "summed", "whole"]
@@ -84,7 +86,7 @@ class Dropout(nn.Module):
         """The input of A, of any shape."""
         tracker = get_cuda_rng_tracker()
         if self.expert and not self.is_cut:
-            self._seed(hidden.is_cuda)
+            self._seed(hidden.device)
             own = tracker.fork(_OF_WHOLE_EXPERTS)
         elif self.is_cut:
             own = tracker.fork(*[get_expert_parallel_rng_tracker_name()] * self.expert)
@@ -93,11 +95,12 @@ class Dropout(nn.Module):
         with own:
             return nn.functional.dropout(hidden, self.p)
 
-    def _seed(self, is_cuda: bool) -> None:
+    def _seed(self, device: torch.device) -> None:
         """Make the random state that ranks of ``etp`` have in common, which megatron-core lacks."""
         tracker = get_cuda_rng_tracker()
         if _OF_WHOLE_EXPERTS not in tracker.states_:
-            seed = (torch.cuda.initial_seed() if is_cuda else torch.initial_seed()) + _OFFSET + self.expert_rank
+            with tracker.fork(get_data_parallel_rng_tracker_name()):  # equal on all ranks of tensor parallelism
+                seed = int(torch.randint(1 << 31, (), device=device)) + self.expert_rank
             tracker.seeds_.discard(seed)  # a recompute may take the state away
             tracker.add(_OF_WHOLE_EXPERTS, seed)
 

@@ -20,6 +20,7 @@ import regex
 from mcore_bridge.arguments import is_count
 from mcore_bridge.config.fields import is_number
 from mcore_bridge.errors import CheckpointError, shown
+from mcore_bridge.rules.adapters import is_dropout
 from mcore_bridge.weights.peft.peft_config import STACKS
 
 SECONDS = 5.0
@@ -234,7 +235,7 @@ def _are_stacks(value: Any) -> bool:
 _CHECKS = {
     "r": is_count,
     "lora_alpha": is_number,
-    "lora_dropout": lambda value: value is None or (is_number(value) and 0 <= value < 1),
+    "lora_dropout": lambda value: value is None or is_dropout(value),
     "rank_pattern": lambda value: not value or (isinstance(value, dict) and _all(value, is_count)),
     "alpha_pattern": lambda value: not value or (isinstance(value, dict) and _all(value, is_number)),
     "target_modules": _is_pattern,
