@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_bridge.arguments import NAMES, accepts_former_names, is_count
-from mcore_bridge.config.fields import is_number
+from mcore_bridge.config.fields import is_dropout, is_number
 from mcore_bridge.config.mesh.alike import Shared, agreed, replica_groups
 from mcore_bridge.errors import CheckpointError, ConfigError, shown
 from mcore_bridge.factory.modules.backend import has_transformer_engine
@@ -33,7 +33,6 @@ from mcore_bridge.rules.adapters import (
     all_linear,
     base_name,
     factor_name,
-    is_dropout,
     modules_of_adapter,
     rows_of_parts,
 )
@@ -267,7 +266,6 @@ def _made(bound: BoundModel, made: Adapters, mcore: str, weight: Any, dtype: tor
         Factor(ins.shard_shape, weight, dtype),
         Factor(outs.shard_shape, weight, dtype),
         rows_of_parts(outs, shard).clamp(max=len(first.hf) - 1).to(weight.device),
-        parts=len(first.hf),
         scale=made.alpha / made.rank,
         group=groups.expt_tp if is_expert else groups.tp,
         sequence_parallel=config.sequence_parallel,

@@ -21,12 +21,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Literal, TypeGuard
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from mcore_bridge.config.fields import is_number
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.rules.layout import REPLICATED, Chain, Concat, Fill, Leading, upright
 from mcore_bridge.rules.mapping import Rule, Rules, WeightMapping
@@ -100,11 +99,6 @@ class Adapters:
             return ()
         bindings = (self.mapping.bind(mcore.replace(first, second)) for mcore in self.mapping.consumers(name))
         return tuple(f"{base_name(other)}{end}" for binding in bindings for other in binding.hf[1:])
-
-
-def is_dropout(value: object) -> TypeGuard[float]:
-    """Whether a value is a probability with which a dropout may zero elements."""
-    return is_number(value) and 0 <= value < 1
 
 
 def modules_of_adapter(dora: bool) -> dict[str, str]:

@@ -65,7 +65,8 @@ TABLE: dict[str, dict[str, str]] = {
     "add_adapters": {
         "models": OWN,
         **dict.fromkeys(
-            ("folder", "rank", "alpha", "targets", "kind", "expert_format", "dtype", "init", "seed"), COMPARED
+            ("folder", "rank", "alpha", "targets", "kind", "dropout", "dora", "expert_format", "dtype", "init", "seed"),
+            COMPARED,
         ),
     },
     "load_adapters": {"models": OWN, "folder": COMPARED, "dtype": COMPARED},
@@ -219,6 +220,8 @@ def _usual(name: str, folders: dict[str, str], models: dict[str, Any]) -> tuple[
                 "rank": 4,
                 "alpha": 5,
                 "targets": ["q_proj", "v_proj"],
+                "dropout": 0.5,
+                "dora": True,
                 "kind": "shared",
                 "expert_format": "fused",
                 "dtype": torch.bfloat16,

@@ -116,7 +116,6 @@ class Adapter(nn.Module):
         linear_in, linear_out: this rank's A, ``[parts * rank, in]``, and its B, ``[out, rank]``.
         part_of_row: for each row of B, the part (HF projection) whose rows of A it reads. int64 ``[out]``. It is -1 for
             rows without an adapter: B is zero there, and gets no gradient.
-        parts: how many parts there are.
         scale: alpha / rank.
         group: the ranks that cut the layer; for an expert, the ranks of expert tensor parallelism.
         sequence_parallel: whether hidden states outside of the layer are cut along the sequence.
@@ -138,7 +137,6 @@ class Adapter(nn.Module):
         linear_out: Factor,
         part_of_row: Tensor,
         *,
-        parts: int,
         scale: float,
         group: Any,
         sequence_parallel: bool,
@@ -149,7 +147,8 @@ class Adapter(nn.Module):
     ) -> None:
         super().__init__()
         self.linear_in, self.linear_out, self.magnitude, self.dropout = linear_in, linear_out, magnitude, dropout
-        self.kind, self.scale, self.group, self.parts = kind, scale, group, parts
+        self.kind, self.scale, self.group = kind, scale, group
+        self.parts = parts = linear_in.weight.shape[0] // linear_out.weight.shape[1]
         self.sequence_parallel, self.expert = sequence_parallel and not expert, expert
         self.has_cut_rows = kind == "summed" and group.size() > 1
         self.masked = parts > 1 or bool((part_of_row < 0).any())

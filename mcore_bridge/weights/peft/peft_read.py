@@ -18,9 +18,8 @@ from typing import Any
 import regex
 
 from mcore_bridge.arguments import is_count
-from mcore_bridge.config.fields import is_number
+from mcore_bridge.config.fields import is_dropout, is_number
 from mcore_bridge.errors import CheckpointError, shown
-from mcore_bridge.rules.adapters import is_dropout
 from mcore_bridge.weights.peft.peft_config import STACKS
 
 SECONDS = 5.0

@@ -99,11 +99,12 @@ def with_squares(group: Group, merges: Mapping[str, Merge], tensors: Mapping[str
     Raises:
         ExportError: on every rank, if a rank has no memory for it.
     """
-    lacking = {name: each for name, each in merges.items() if isinstance(each, AdapterMerge) and each.lacks_squares}
+    of_adapters = ((name, merge) for name, merge in merges.items() if isinstance(merge, AdapterMerge))
+    lacking = {name: merge for name, merge in of_adapters if merge.lacks_squares}
     if not lacking:
         return merges
     with raise_on_all(group, kind=ExportError):
-        own = {name: squares_of(each.adapter, tensors[name].detach()) for name, each in lacking.items()}
+        own = {name: squares_of(merge.adapter, tensors[name].detach()) for name, merge in lacking.items()}
     sharing = Group(next(iter(lacking.values())).adapter.group)  # experts have no DoRA
     sums = torch.stack(sharing.gather(torch.cat([*own.values()]).to(sharing.device))).sum(0)
     parts = sums.split([len(squares) for squares in own.values()])
