@@ -21,6 +21,7 @@ from mcore_bridge.arguments import NAMES, accepts_former_names, is_count
 from mcore_bridge.config.fields import is_dropout, is_number
 from mcore_bridge.config.mesh.alike import Shared, agreed, replica_groups
 from mcore_bridge.errors import CheckpointError, ConfigError, shown
+from mcore_bridge.factory.adapter_sets import keep, lay_aside, sets_of, use
 from mcore_bridge.factory.modules.backend import has_transformer_engine
 from mcore_bridge.rules.adapters import (
     ALL_LINEAR,
@@ -45,7 +46,6 @@ from mcore_bridge.weights.bound import BoundModel, bind, provenance_on
 from mcore_bridge.weights.dist_checkpoint.adapter_shards import sharded_state_dict
 from mcore_bridge.weights.files.hf_folder import content_of
 from mcore_bridge.weights.model_chunks import Models, all_chunks_of, chunks_of, modules_of, numbering_of
-from mcore_bridge.weights.model_tensors import note_built
 from mcore_bridge.weights.own_folder import note_source
 from mcore_bridge.weights.peft.hf_adapters import load_peft, open_peft_for
 from mcore_bridge.weights.peft.peft_folder import PeftFolder
@@ -95,6 +95,7 @@ def add_adapters(
     dtype: DtypeLike | None = None,
     init: Init = "kaiming",
     seed: int = 0,
+    name: str = "default",
 ) -> Adapters:
     """Add a low-rank adapter to each targeted linear layer, and freeze all other parameters.
 
@@ -123,12 +124,13 @@ def add_adapters(
             the dtype of the layer's weight, also after later casts; then it must hold all values of the folder.
         init: the distribution of A: "kaiming" is ``peft``'s; "xavier" and "normal" are Megatron-Bridge's.
         seed: A is drawn from the seed and the HF name, equally on every mesh. B is zero.
+        name: the name of these adapters. A base can have several sets, and these are in use until ``set_adapters``.
 
     Returns:
         Rank, scale and rules of the adapters.
 
     Raises:
-        ConfigError: a target or the model cannot have adapters, or ``models`` already have some, or are wrapped.
+        ConfigError: a target or the model cannot have adapters, or ``models`` are wrapped, or have a set of this name.
         CheckpointError: the folder has unsupported features, or does not fit the models; as ``load_adapters``.
 
     Example:
@@ -145,10 +147,10 @@ def add_adapters(
             raise ConfigError(problem)
         asked: dict[str, Any] = {"rank": rank, "alpha": alpha, "targets": targets, "expert_format": expert_format}
         asked["dora"] = dora
-        _require_fitting(chunks, models, folder, kind, init, dropout, **asked)
+        _require_fitting(chunks, models, folder, kind, init, dropout, name, **asked)
         given = None if folder is None else open_peft_for(models, folder)
         asked = asked if given is None else {name: getattr(given, name) for name in asked}
-        bound = bind(models, expert_format=asked["expert_format"])
+        bound = bind(models, expert_format=asked["expert_format"], merged=False)
         targeted = _targeted(bound, asked["targets"])
         mapping = WeightMapping(adapter_rules(bound.mapping.rules, targeted, kind, dora=bool(asked["dora"])))
         places = [place for chunk in chunks for place in _places(chunk, mapping)]
@@ -168,22 +170,29 @@ def add_adapters(
         path = None if given is None else given.path
         content = None if path is None else content_of(path)
         shared = {**asked, "alpha": float(made.alpha), "targets": sorted(targeted), "folder": content}
-        shared |= {"kind": kind, "dtype": dtype, "init": init, "seed": seed, "dropout": float(made.dropout)}
+        shared |= {
+            "kind": kind,
+            "dtype": dtype,
+            "init": init,
+            "seed": seed,
+            "dropout": float(made.dropout),
+            "name": name,
+        }
         named = () if asked["targets"] == ALL_LINEAR else targeted
         return (made, places, adapters, _held_here(bound, named, names), path), shared
 
     made, places, adapters, held, path = agreed(replica_groups(chunks[0].pg_collection), checked, ConfigError)
     _require_held(Group(chunks[0].pg_collection.pp), held)
-    for chunk in chunks:
-        chunk.requires_grad_(False)
-        _let_recompute(chunk)
-        chunk.bridge_adapters = made
-        chunk.sharded_state_dict = partial(sharded_state_dict, chunk)  # a deep copy of the chunk gets its own
     if made.dora and path is None:
         _measure(places, adapters)
-    _attach(places, adapters)
     for chunk in chunks:
-        note_built(chunk)
+        lay_aside(chunk)
+        chunk.requires_grad_(False)
+        if not sets_of(chunk).by_name:
+            _let_recompute(chunk)
+            chunk.sharded_state_dict = partial(sharded_state_dict, chunk)  # a deep copy of the chunk gets its own
+        keep(chunk, name, made, _by_layer(chunk, places, adapters))
+        use(chunk, name)
     if path is not None:
         note_source(models, path)
     return made
@@ -227,15 +236,17 @@ def _places(chunk: GPTModel, mapping: WeightMapping) -> Iterator[Place]:
                 yield name, module, own
 
 
-def _attach(places: Sequence[Place], adapters: Mapping[str, Adapter]) -> None:
+def _by_layer(chunk: GPTModel, places: Sequence[Place], adapters: Mapping[str, Adapter]) -> dict[str, nn.Module]:
+    """The adapters of a chunk by the path of their layer. A layer with several weights has one module for all."""
     from mcore_bridge.factory.modules.adapter import GroupedAdapter
 
+    paths = {id(module): path for path, module in chunk.named_modules()}
+    modules: dict[str, nn.Module] = {}
     for linear, of_one in groupby(places, key=itemgetter(1)):
-        own = [adapters[name] for name, *_ in of_one]
-        linear.adapter = own[0] if hasattr(linear, "weight") else GroupedAdapter(own)
-        linear.register_forward_hook(linear.adapter, prepend=True)  # our hook on latents reads the sum
-        if hasattr(linear, "return_layernorm_output"):
-            linear.return_layernorm_output = True  # the input of the weight, and so of A
+        if id(linear) in paths:
+            own = [adapters[name] for name, *_ in of_one]
+            modules[paths[id(linear)]] = own[0] if hasattr(linear, "weight") else GroupedAdapter(own)
+    return modules
 
 
 def _require_all(bound: BoundModel, given: PeftFolder) -> None:
@@ -333,6 +344,7 @@ def _require_fitting(
     kind: object,
     init: object,
     dropout: object,
+    name: object,
     **asked: Any,
 ) -> None:
     config, rank, alpha, dora, targets = chunks[0].config, *(asked[name] for name in _OF_NEW)
@@ -373,7 +385,8 @@ def _require_fitting(
             any(a is not b for a, b in zip(chunks, given, strict=True)),
             "models must not be wrapped yet: add adapters first",
         ),
-        (any(hasattr(chunk, "bridge_adapters") for chunk in chunks), "models have adapters: one set is supported"),
+        (not (isinstance(name, str) and name), f"name must be a name, found {shown(name)}: pass a string"),
+        (name in list(sets_of(chunks[0]).by_name), f"models have adapters named {shown(name)}: pass another name="),
         (config.mtp_num_layers, "models must have no MTP layers, whose adapters no engine reads: build without them"),
         (
             chunks[0].bridge.vision == "train",

@@ -18,8 +18,8 @@ from torch import nn
 from mcore_bridge.arguments import is_count
 from mcore_bridge.config.fields import is_dropout, is_number
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.factory.adapter_sets import without_adapters
 from mcore_bridge.factory.add_adapters import Init, add_adapters
-from mcore_bridge.factory.reference import without_adapters
 from mcore_bridge.rules.adapters import Sharing, is_adapter
 from mcore_bridge.rules.mapping import Rules
 from mcore_bridge.weights.bound import provenance_on

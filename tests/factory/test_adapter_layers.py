@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from mcore_bridge import ParallelDims, build_model
+from mcore_bridge.factory.adapter_sets import without_adapters
 from mcore_bridge.factory.add_adapters import add_adapters
 from mcore_bridge.factory.modules import adapter
 from mcore_bridge.factory.modules.adapter import GroupedAdapter
-from mcore_bridge.factory.reference import without_adapters
 from mcore_bridge.rules.names import canonical
 from mcore_bridge.weights.model_chunks import numbering_of
 from tests.support import experts

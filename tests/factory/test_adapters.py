@@ -8,6 +8,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_par
 
 from mcore_bridge import ParallelDims, build_model, to_hf_state_dict
 from mcore_bridge.errors import BridgeError, ConfigError
+from mcore_bridge.factory.adapter_sets import set_adapters
 from mcore_bridge.factory.add_adapters import add_adapters
 from mcore_bridge.factory.modules.adapter import Adapter
 from mcore_bridge.rules.adapters import base_name
@@ -222,7 +223,7 @@ def drawn(folder, meshes):
                 add_adapters(chunks, rank=1, alpha=1, targets=["q_prj"])
             assert all(parameter.requires_grad for parameter in chunks[0].parameters()), "a refusal changes nothing"
             add_adapters(chunks, rank=2, alpha=1, targets=DENSE, **({"seed": 0} if sizes else {}))  # the default
-            with pytest.raises(ConfigError, match="one set is supported"):
+            with pytest.raises(ConfigError, match="models have adapters named 'default': pass another name"):
                 add_adapters(chunks, rank=2, alpha=1, targets=DENSE)
             with pytest.raises(BridgeError, match="could be mistaken for the trained model"):
                 to_hf_state_dict(chunks)
@@ -238,6 +239,27 @@ def test_all_meshes_begin_with_the_same_adapter(tmp_path):
     assert torch.equal(first[0], one[0])
     assert torch.equal(torch.cat((first[1], second[1]), 1), one[1])
     assert one[0].unique().numel() == one[0].numel(), "each projection of each layer has its own"
+
+
+def test_a_recompute_of_a_forward_with_other_adapters_raises():
+    with rank_of(ParallelDims(), 0, 1):
+        for overrides in (FULL, {}):
+            (chunk,) = build_model(tiny.config("llama"), load_weights=False, device="cpu", overrides=overrides)
+            for name, targets in (("first", ["q_proj"]), ("second", ["down_proj"])):
+                add_adapters(chunk, rank=2, alpha=1, targets=targets, name=name)
+            set_adapters(chunk, "first")
+            (first, *_), tokens = held([chunk]).values(), batch()[:, :-1]
+            loss = chunk(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None).float().square().sum()
+            set_adapters(chunk, "second")
+            if overrides:
+                with pytest.raises(ConfigError, match="with the adapters 'first', and 'second' are in use"):
+                    loss.backward()
+                continue
+            loss.backward()
+            assert first.grad is not None
+            assert not any(parameter.grad is not None for parameter in held([chunk]).values())
+            with pytest.raises(ConfigError, match=r"named 'third', found \['first', 'second'\]: call add_adapters"):
+                set_adapters(chunk, "third")
 
 
 def test_what_has_no_adapters_is_named():

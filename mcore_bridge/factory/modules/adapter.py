@@ -106,7 +106,7 @@ class Dropout(nn.Module):
 
 
 class Adapter(nn.Module):
-    """Adds ``scale * B A x`` to the output of a layer, as a forward hook of it.
+    """Adds ``scale * B A x`` to the output of a layer.
 
     With DoRA, each row of the changed weight then gets the length of its magnitude. Like ``peft``, gradients regard the
     length of the row before as a constant.
@@ -310,8 +310,21 @@ def _without_bias(layer: nn.Module, product: Tensor, returned: Tensor | None) ->
     return product if returned is not None or bias is None or not bias.numel() else product - bias
 
 
+def beside(check: Callable[[], None], layer: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> Any:
+    """The outputs of ``layer``, with the output of its adapter added if it has one: a forward hook of the layer.
+
+    Args:
+        check: raises if the forward needs another set of adapters.
+    """
+    check()
+    adapter = getattr(layer, "adapter", None)
+    if adapter is not None:
+        return adapter(layer, inputs, outputs)
+    return outputs_and_input(outputs, inputs[0])[0]
+
+
 class GroupedAdapter(nn.ModuleList):
-    """The adapters of the experts whose weights TransformerEngine holds in one layer, as a forward hook of it.
+    """The adapters of the experts whose weights TransformerEngine holds in one layer.
 
     One grouped product computes each factor of all experts, where torch has a kernel for it.
     """
