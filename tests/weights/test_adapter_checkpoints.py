@@ -110,7 +110,7 @@ def test_training_goes_on_at_another_mesh(folder, tmp_path):
 
 SETS = {
     "default": {"rank": 2, "alpha": 3, "targets": TARGETS},
-    "other": {"rank": 3, "alpha": 5, "targets": ("k_proj", "v_proj", "o_proj", "linear_fc1"), "seed": 1},
+    "other": {"rank": 3, "alpha": 5, "targets": ("k_proj", "v_proj", "o_proj"), "seed": 1, "dora": True},
 }
 
 

@@ -191,7 +191,7 @@ class Adapter(nn.Module):
         if self.is_off():
             return product, bias
         dropped = self.inputs_of(hidden)
-        beside = self._beside(dropped).to(product.dtype)
+        beside = self.beside(dropped).to(product.dtype)
         if self.magnitude is not None:
             factor = self.factor_of_rows(layer.weight)
             base = self._base(layer.weight, dropped) if self._drops() else _without_bias(layer, product, bias)
@@ -202,12 +202,12 @@ class Adapter(nn.Module):
         """Whether this forward runs the base alone, or is the recompute of such a forward."""
         return self.switch in get_cuda_rng_tracker().states_
 
-    def _beside(self, inputs: list[Tensor]) -> Tensor:
+    def beside(self, inputs: list[Tensor]) -> Tensor:
         """The output of the adapter, cut like the layer's output, from inputs ``[..., in]`` of A."""
         return self.with_factors(inputs, self.linear_in(), self.linear_out(), nn.functional.linear)
 
     def with_factors(self, inputs: list[Tensor], first: Tensor, second: Tensor, product: Product) -> Tensor:
-        """``_beside`` with these factors: of this adapter, or the stacked factors of all experts of the layer."""
+        """``beside`` with these factors: of this adapter, or the stacked factors of all experts of the layer."""
         first, second = self._factor(first, 0), self._factor(second, 1)
         pairs = zip(inputs, first.chunk(len(inputs), -2), strict=True)
         inner = torch.cat([product(own.to(first.dtype), factor) for own, factor in pairs], -1)

@@ -255,12 +255,14 @@ def adapters_in_use(models: Models) -> str | None:
     """A description of the adapters that a forward uses, for ranks to compare; None without adapters."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    made: Adapters | None = getattr(chunks_of(models)[0], "bridge_adapters", None)
+    chunk: Any = chunks_of(models)[0]
+    made: Adapters | None = getattr(chunk, "bridge_adapters", None)
     if made is None:
         return None
     state = "off" if switch_of(made) in get_cuda_rng_tracker().states_ else "on"
     kind = f"{made.kind}, dropout {made.dropout}, dora {made.dora}"
-    return f"rank {made.rank}, alpha {float(made.alpha)}, {kind}, {state}"
+    name = chunk.bridge_adapter_sets.in_use
+    return f"{name!r}, rank {made.rank}, alpha {float(made.alpha)}, {kind}, {state}"
 
 
 def _with_further(specs: Iterable[TensorSpec], made: Adapters) -> Iterator[TensorSpec]:
