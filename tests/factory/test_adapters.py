@@ -32,12 +32,6 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 PARTS = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp", "moe"]}
 OWN = {
     "llama": lambda: tiny.config("llama"),
-    "llama, dora": lambda: tiny.config("llama"),
-    "llama, tp4, dora": lambda: tiny.config("llama"),
-    "qwen3, dora": lambda: tiny.config("qwen3"),
-    "qwen3_next, dora": lambda: zoo.cases()["qwen3_next"].hf,
-    "gpt_oss, dora": lambda: zoo.cases()["gpt_oss"].hf,
-    "deepseek_v3-dense, dora": lambda: zoo.cases()["deepseek_v3-dense"].hf,
     "qwen3": lambda: tiny.config("qwen3"),
     "qwen3_moe": lambda: experts.HF,
     "qwen3_moe, split": lambda: zoo.case("qwen3_moe", **ALL_EXPERTS).hf,
@@ -74,6 +68,7 @@ CASES = {
     "deepseek_v3-dense": (LATENT, "", ({"tp": 2},)),
     "deepseek_v3": ((*LATENT, *EXPERTS), "fused", ({**SP, "etp": 2},)),
     "deepseek_v32": ((*LATENT, *EXPERTS), "fused", ({**SP, "etp": 2}, {"pp": 2, "overrides": FULL})),
+    "deepseek_v32, dora": (LATENT, "fused", (SP,)),
     "qwen3.5": (
         ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", *DENSE),
         "",
@@ -112,9 +107,10 @@ def steps(folder, meshes, targets, expert_format, values, dora):
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_is_that_of_peft(case, tmp_path):
     targets, expert_format, meshes = CASES[case]
-    if (expert_format == "fused" and not zoo.NEWEST) or not (case in OWN or zoo.here([case])):
+    name = case.removesuffix(", dora").removesuffix(", tp4")
+    if (expert_format == "fused" and not zoo.NEWEST) or not (name in OWN or zoo.here([name])):
         pytest.skip("the installed releases have no such model, or a module for each expert")
-    make = OWN.get(case, lambda: zoo.cases()[case].hf)
+    make = OWN.get(name, lambda: zoo.cases()[name].hf)
     tiny.random_checkpoint(make(), tmp_path)
     dora = case.endswith("dora")
     values, loss, grads = expected(make(), targets, expert_format, use_dora=dora)
@@ -272,6 +268,28 @@ def test_what_has_no_adapters_is_named():
             r".*no MTP layers.*rate must be 0.*overlap must be off",
         ):
             add_adapters(chunks, rank=2.5, alpha=float("nan"), targets="q_proj")
+
+
+REFUSED = {
+    "qwen3_moe": [
+        (
+            {"targets": ["q_proj", *EXPERTS], "dropout": 0.1},
+            r"dropout=0.1 .*experts.down_proj.* in one tensor, where peft refuses dropout: pass dropout=0",
+        ),
+        ({"targets": ["linear_fc1"], "dora": True}, "cannot have an adapter: DoRA of routed experts is not supported"),
+        ({}, "peft chooses no targets for 'qwen3_moe': pass targets="),
+    ],
+    "deepseek_v32": [({"targets": ["kv_b_proj"], "dropout": 0.1}, "sparse attention reads the weight of .*kv_up_proj")],
+}
+
+
+@pytest.mark.parametrize("case", zoo.params(REFUSED))
+def test_what_cannot_have_dropout_or_dora_or_targets_of_peft_is_named(case):
+    with rank_of(ParallelDims(), 0, 1):
+        chunks = build_model(zoo.cases()[case].hf, load_weights=False)
+        for options, message in REFUSED[case]:
+            with pytest.raises(ConfigError, match=message):
+                add_adapters(chunks, rank=1, alpha=1, expert_format="fused", **options)
 
 
 def of_no_layer():
