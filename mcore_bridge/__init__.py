@@ -36,12 +36,13 @@ if TYPE_CHECKING:
     from mcore_bridge.errors import MeshError as MeshError
     from mcore_bridge.errors import TargetError as TargetError
     from mcore_bridge.errors import TransferError as TransferError
+    from mcore_bridge.factory.adapter_sets import set_adapters as set_adapters
+    from mcore_bridge.factory.adapter_sets import without_adapters as without_adapters
     from mcore_bridge.factory.add_adapters import add_adapters as add_adapters
     from mcore_bridge.factory.build import build_model as build_model
     from mcore_bridge.factory.gpt_inputs import to_gpt_arguments as to_gpt_arguments
     from mcore_bridge.factory.gpt_inputs import to_layer_spec as to_layer_spec
     from mcore_bridge.factory.gpt_inputs import to_transformer_config as to_transformer_config
-    from mcore_bridge.factory.reference import without_adapters as without_adapters
     from mcore_bridge.factory.supports import Support as Support
     from mcore_bridge.factory.supports import list_families as list_families
     from mcore_bridge.factory.supports import supports as supports
@@ -137,7 +138,8 @@ _HOMES = {
     "iter_hf_adapters": "weights.peft.hf_adapters",
     "save_hf_adapters": "weights.peft.hf_adapters",
     "load_adapters": "weights.peft.hf_adapters",
-    "without_adapters": "factory.reference",
+    "without_adapters": "factory.adapter_sets",
+    "set_adapters": "factory.adapter_sets",
     "Architecture": "architecture",
     "register": "architecture",
     "LoadReport": "weights.load_state",

@@ -179,13 +179,16 @@ def _use_cpu_rng() -> None:
             if name not in self.states_:
                 yield
                 return
-            outside = torch.get_rng_state()
+            outside, outer = torch.get_rng_state(), getattr(self, "forked", "")
+            if outer:  # a fork inside of a fork of one state goes on where the outer one is
+                self.states_[outer] = outside
             torch.set_rng_state(self.states_[name])
+            self.forked = name
             try:
                 yield
             finally:
-                self.states_[name] = torch.get_rng_state()
-                torch.set_rng_state(outside)
+                self.states_[name], self.forked = torch.get_rng_state(), outer
+                torch.set_rng_state(self.states_.get(outer, outside))
 
     random.CudaRNGStatesTracker = CpuRNGStatesTracker  # initialize_rng_tracker makes one, now and after a reset
     random.initialize_rng_tracker(force_reset=True)

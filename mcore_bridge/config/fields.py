@@ -166,6 +166,11 @@ def is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
+def is_dropout(value: object) -> TypeGuard[float]:
+    """Whether ``value`` is a probability with which a dropout may zero elements: from 0 to below 1."""
+    return is_number(value) and 0 <= value < 1
+
+
 _KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
     "bool": ("true or false", lambda value: isinstance(value, bool)),
     "int": ("a whole number", lambda value: isinstance(value, int) and not isinstance(value, bool)),

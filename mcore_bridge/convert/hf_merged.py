@@ -19,7 +19,13 @@ from mcore_bridge.convert.hf_to_plain import PIECE_ELEMENTS, ToPlain
 from mcore_bridge.convert.reference_model import WholeModel, whole_model
 from mcore_bridge.errors import CheckpointError, plural
 from mcore_bridge.factory.gpt_inputs import to_transformer_config
-from mcore_bridge.rules.adapters import FACTORS, adapter_rules, factor_name, rows_of_parts
+from mcore_bridge.rules.adapters import (
+    ENDS,
+    adapter_rules,
+    factor_name,
+    modules_of_adapter,
+    rows_of_parts,
+)
 from mcore_bridge.rules.layout import Axes
 from mcore_bridge.rules.mapping import Binding, WeightMapping, axes_of, pattern_of, unstacked
 from mcore_bridge.rules.spec import TensorSpec
@@ -28,7 +34,7 @@ from mcore_bridge.weights.bound import axes_of_config
 from mcore_bridge.weights.peft.peft_folder import PeftFolder, open_peft, require_shapes
 from mcore_bridge.weights.plan.inventory import ParamEntry
 from mcore_bridge.weights.provenance import Provenance, head_of
-from mcore_bridge.weights.sent.merging import with_product
+from mcore_bridge.weights.sent.merging import factor_of_rows, squares_with_product, with_product
 from mcore_bridge.weights.source.source import Source, open_folder
 
 Matrix = tuple[str, int | None]
@@ -104,7 +110,7 @@ class ToMerged(ToPlain):
     def rules(self) -> WeightMapping:
         """The rules of the adapters, in their own format of experts."""
         rules = self.provenance.mapping(tied=False, expert_format=self.given.expert_format).rules
-        return WeightMapping(adapter_rules(rules, self.given.targets))
+        return WeightMapping(adapter_rules(rules, self.given.targets, dora=self.given.dora))
 
     def _pieces(self, spec: TensorSpec) -> Iterator[Tensor]:
         """Yield the elements of a tensor in order, some at a time, flat and on the CPU."""
@@ -118,14 +124,28 @@ class ToMerged(ToPlain):
             place = self.places.get((spec.name, index))
             matrix = tensor if index is None else tensor[index]
             left, right = self._factors(*place) if place else (None, None)
+            magnitude = self._magnitude(*place) if place else None
             if spec.name in self.turned and left is not None and right is not None:
                 left, right = right.mT, left.mT
             rows = max(PIECE_ELEMENTS // matrix.shape[1], 1)
             for start in range(0, len(matrix), rows):
                 held = self._stored.read(spec.name, matrix[start : start + rows])
                 if left is not None and right is not None:
-                    held = with_product(held, left[start : start + rows], right, self.given.alpha / self.given.rank)
+                    held = self._merged(held, left[start : start + rows], right, magnitude, start)
                 yield held.flatten()
+
+    def _merged(self, held: Tensor, left: Tensor, right: Tensor, magnitude: Tensor | None, start: int) -> Tensor:
+        """Some rows of a matrix, from row ``start`` on, with the product of these factors."""
+        scale, factor = self.given.alpha / self.given.rank, None
+        if magnitude is not None:
+            squares = squares_with_product(held, left, right, scale)
+            factor = factor_of_rows(magnitude[start : start + len(held)], squares)
+        return with_product(held, left, right, scale, factor)
+
+    def _magnitude(self, entry: ParamEntry, part: int) -> Tensor | None:
+        """The magnitudes of DoRA for the rows of one part of a parameter; None without DoRA or without an adapter."""
+        name = f"{entry.hf[part].removesuffix('.weight')}{ENDS[2]}"
+        return self.given.tensors.get(name)
 
     def _factors(self, entry: ParamEntry, part: int) -> tuple[Tensor, Tensor]:
         """The two fp64 factors whose product is added to one part of a parameter.
@@ -146,7 +166,7 @@ class ToMerged(ToPlain):
         """B with a column for each row of A, in the order of the parameter's rows, and all A, in fp64."""
         bindings, given = self.bindings(entry), self.given
         assert bindings
-        first, second = bindings
+        first, second, *_ = bindings
         tensors = {}
         for hf in (*first.hf, *second.hf):
             name, index = unstacked(hf)
@@ -162,26 +182,27 @@ class ToMerged(ToPlain):
         """The shapes of one expert's factors, or of a layer's, by HF name, at the largest rank."""
         bindings, rank, (rows, columns) = self.bindings(entry), self.given.rank, entry.held.shape
         assert bindings
-        first, second = bindings
         shapes: dict[str, Shape] = {}
-        for binding, held in ((first, (len(first.hf) * rank, columns)), (second, (rows, rank))):
+        for binding, held in zip(
+            bindings, ((len(bindings[0].hf) * rank, columns), (rows, rank), (rows,)), strict=False
+        ):
             parts = trace(binding.layout, held, axes_of(binding, self.axes)).part_shapes
             shapes |= {unstacked(hf)[0]: shape for hf, shape in zip(binding.hf, parts, strict=True)}
         return shapes
 
-    def bindings(self, entry: ParamEntry) -> tuple[Binding, Binding] | None:
-        """The HF tensors of the adapter of a parameter; None if it has none."""
+    def bindings(self, entry: ParamEntry) -> tuple[Binding, ...] | None:
+        """The HF tensors of A and B, and with DoRA of magnitudes, of a parameter; None if it has no adapter."""
         module = entry.held.name.removesuffix(".weight")
-        names = [factor_name(module, end) for end in FACTORS]
+        names = [factor_name(module, end) for end in modules_of_adapter(self.given.dora)]
         if {pattern_of(name) for name in names}.isdisjoint(rule.mcore for rule in self.rules.rules):
             return None
-        first, second = map(self.rules.bind, names)
-        names = [unstacked(name)[0] for name in (*first.hf, *second.hf)]
+        bindings = tuple(map(self.rules.bind, names))
+        names = [unstacked(name)[0] for binding in bindings for name in binding.hf]
         present = [name for name in names if name in self.given.tensors]
         if present and len(present) < len(names):
             absent = [name for name in names if name not in present]
             raise CheckpointError(f"the adapter in {self.adapter} has {present[0]}, and lacks {absent}: save it again")
-        return (first, second) if present else None
+        return bindings if present else None
 
 
 def _places(made: ToMerged, model: WholeModel, base: Source) -> dict[Matrix, tuple[ParamEntry, int]]:

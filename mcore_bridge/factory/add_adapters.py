@@ -18,21 +18,34 @@ import torch
 from torch import Tensor, nn
 
 from mcore_bridge.arguments import NAMES, accepts_former_names, is_count
-from mcore_bridge.config.fields import is_number
+from mcore_bridge.config.fields import is_dropout, is_number
 from mcore_bridge.config.mesh.alike import Shared, agreed, replica_groups
 from mcore_bridge.errors import CheckpointError, ConfigError, shown
+from mcore_bridge.factory.adapter_sets import keep, lay_aside, sets_of, use
 from mcore_bridge.factory.modules.backend import has_transformer_engine
-from mcore_bridge.rules.adapters import FACTORS, Adapters, Sharing, adapter_rules, factor_name, rows_of_parts
+from mcore_bridge.rules.adapters import (
+    ALL_LINEAR,
+    DEFAULT_TARGETS,
+    FACTORS,
+    MAGNITUDE,
+    Adapters,
+    Sharing,
+    adapter_rules,
+    all_linear,
+    base_name,
+    factor_name,
+    modules_of_adapter,
+    rows_of_parts,
+)
 from mcore_bridge.rules.dtypes import DtypeLike, as_dtype, problem_of
 from mcore_bridge.rules.layout import REPLICATED
 from mcore_bridge.rules.mapping import Binding, ExpertFormat, WeightMapping, axes_of, pattern_of
 from mcore_bridge.rules.names import canonical
 from mcore_bridge.rules.trace import Trace, moved_dim, trace
-from mcore_bridge.weights.bound import BoundModel, bind
+from mcore_bridge.weights.bound import BoundModel, bind, provenance_on
 from mcore_bridge.weights.dist_checkpoint.adapter_shards import sharded_state_dict
 from mcore_bridge.weights.files.hf_folder import content_of
 from mcore_bridge.weights.model_chunks import Models, all_chunks_of, chunks_of, modules_of, numbering_of
-from mcore_bridge.weights.model_tensors import note_built
 from mcore_bridge.weights.own_folder import note_source
 from mcore_bridge.weights.peft.hf_adapters import load_peft, open_peft_for
 from mcore_bridge.weights.peft.peft_folder import PeftFolder
@@ -53,6 +66,7 @@ Place = tuple[str, Any, str]
 A layer of TransformerEngine for experts holds several.
 """
 Draw = Callable[[str, tuple[int, ...]], Tensor]
+_OF_NEW = ("rank", "alpha", "dora", "targets")
 _WEIGHT = re.compile(r"weight\d*")
 _UNTRIED = (
     "fp8",
@@ -73,16 +87,19 @@ def add_adapters(
     *,
     rank: int | None = None,
     alpha: float | None = None,
-    targets: Sequence[str] | None = None,
+    targets: Sequence[str] | Literal["all-linear"] | None = None,
     kind: Sharing = "own",
+    dropout: float | None = None,
+    dora: bool | None = None,
     expert_format: ExpertFormat | None = None,
     dtype: DtypeLike | None = None,
     init: Init = "kaiming",
     seed: int = 0,
+    name: str = "default",
 ) -> Adapters:
     """Add a low-rank adapter to each targeted linear layer, and freeze all other parameters.
 
-    Either ``rank``, ``alpha`` and ``targets`` describe new adapters, or ``folder`` has the adapters. Call this before
+    Either ``rank`` and ``alpha`` describe new adapters, or ``folder`` has the adapters. Call this before
     the models are wrapped. If it raises, nothing has changed. All ranks of a replica call it together, and compare
     their arguments first.
 
@@ -93,21 +110,27 @@ def add_adapters(
         rank: the rank of each adapter.
         alpha: the adapter's output is multiplied by ``alpha / rank``.
         targets: ends of module names, in HF ("q_proj", "mlp.down_proj", "experts.gate_up_proj") or in megatron-core
-            ("linear_qkv"). Each must match something. Projections that are not named get no adapter.
+            ("linear_qkv"). Each must match something. Projections that are not named get no adapter. "all-linear" names
+            all linear layers of the decoder that can have one. None means the targets that ``peft`` has for the family.
         kind: "own" gives each HF projection a separate A, like ``peft``. "shared" gives each layer of mcore one A for
             all of its projections, like Megatron-Bridge by default; a folder repeats it for each projection.
+        dropout: the probability with which a forward in training mode zeroes an element of the input of A. None means
+            the dropout of the folder, or 0.
+        dora: whether to train a magnitude for each row, as ``use_dora`` of ``peft``. It begins as the length of the row
+            of the weight, so load the base before. A folder decides for itself.
         expert_format: "fused" gives gate and up of an expert one A, like ``peft`` for transformers 5; "split" gives
             each a separate A. None means the format of the models' checkpoint. A folder decides for itself.
         dtype: the dtype of the factors and their computations; tensors of a folder are cast to it. None or "auto" means
             the dtype of the layer's weight, also after later casts; then it must hold all values of the folder.
         init: the distribution of A: "kaiming" is ``peft``'s; "xavier" and "normal" are Megatron-Bridge's.
         seed: A is drawn from the seed and the HF name, equally on every mesh. B is zero.
+        name: the name of these adapters. A base can have several sets, and these are in use until ``set_adapters``.
 
     Returns:
         Rank, scale and rules of the adapters.
 
     Raises:
-        ConfigError: a target or the model cannot have adapters, or ``models`` already have some, or are wrapped.
+        ConfigError: a target or the model cannot have adapters, or ``models`` are wrapped, or have a set of this name.
         CheckpointError: the folder has unsupported features, or does not fit the models; as ``load_adapters``.
 
     Example:
@@ -123,42 +146,85 @@ def add_adapters(
         if problem := problem_of(dtype):
             raise ConfigError(problem)
         asked: dict[str, Any] = {"rank": rank, "alpha": alpha, "targets": targets, "expert_format": expert_format}
-        _require_fitting(chunks, models, folder, kind, init, **asked)
+        asked["dora"] = dora
+        _require_fitting(chunks, models, folder, kind, init, dropout, name, **asked)
         given = None if folder is None else open_peft_for(models, folder)
         asked = asked if given is None else {name: getattr(given, name) for name in asked}
-        targeted = asked["targets"]
-        bound = bind(models, expert_format=asked["expert_format"])
-        mapping = WeightMapping(adapter_rules(bound.mapping.rules, targeted, kind))
+        bound = bind(models, expert_format=asked["expert_format"], merged=False)
+        targeted = _targeted(bound, asked["targets"])
+        mapping = WeightMapping(adapter_rules(bound.mapping.rules, targeted, kind, dora=bool(asked["dora"])))
         places = [place for chunk in chunks for place in _places(chunk, mapping)]
-        names = frozenset(factor_name(name, end) for name, *_ in places for end in FACTORS)
-        made = Adapters(asked["rank"], asked["alpha"], mapping, names, kind)
+        ends = modules_of_adapter(bool(asked["dora"]))
+        names = frozenset(factor_name(name, end) for name, *_ in places for end in ends)
+        zeroed = dropout if dropout is not None else given.config.dropout if given is not None else 0.0
+        made = Adapters(asked["rank"], asked["alpha"], mapping, names, kind, zeroed, bool(asked["dora"]))
         _require_known(places)
+        _require_droppable(bound, made)
         draw = partial(_drawn, seed, init)
         adapters = {name: _made(bound, made, name, getattr(linear, own), dtype, draw) for name, linear, own in places}
         if given is not None:
             _require_all(bound, given)
-            ends = [(name, end) for name in adapters for end in FACTORS]
-            factors = {factor_name(name, end): getattr(adapters[name], end).weight for name, end in ends}
+            tensors = ((name, *own) for name in adapters for own in adapters[name].tensors)
+            factors = {factor_name(name, end): factor for name, end, factor, _ in tensors}
             load_peft(replace(bound, mapping=mapping, tensors=factors), made, given, dtype)
         path = None if given is None else given.path
         content = None if path is None else content_of(path)
         shared = {**asked, "alpha": float(made.alpha), "targets": sorted(targeted), "folder": content}
-        shared |= {"kind": kind, "dtype": dtype, "init": init, "seed": seed}
-        return (made, places, adapters, _held_here(bound, targeted, names), path), shared
+        shared |= {
+            "kind": kind,
+            "dtype": dtype,
+            "init": init,
+            "seed": seed,
+            "dropout": float(made.dropout),
+            "name": name,
+        }
+        named = () if asked["targets"] == ALL_LINEAR else targeted
+        return (made, places, adapters, _held_here(bound, named, names), path), shared
 
     made, places, adapters, held, path = agreed(replica_groups(chunks[0].pg_collection), checked, ConfigError)
     _require_held(Group(chunks[0].pg_collection.pp), held)
+    if made.dora and path is None:
+        _measure(places, adapters)
     for chunk in chunks:
+        lay_aside(chunk)
         chunk.requires_grad_(False)
-        _let_recompute(chunk)
-        chunk.bridge_adapters = made
-        chunk.sharded_state_dict = partial(sharded_state_dict, chunk)  # a deep copy of the chunk gets its own
-    _attach(places, adapters)
-    for chunk in chunks:
-        note_built(chunk)
+        if not sets_of(chunk).by_name:
+            _let_recompute(chunk)
+            chunk.sharded_state_dict = partial(sharded_state_dict, chunk)  # a deep copy of the chunk gets its own
+        keep(chunk, name, made, _by_layer(chunk, places, adapters))
+        use(chunk, name)
     if path is not None:
         note_source(models, path)
     return made
+
+
+def _targeted(bound: BoundModel, targets: Sequence[str] | None) -> tuple[str, ...]:
+    """The ends of module names that ``targets`` of ``add_adapters`` mean.
+
+    Raises:
+        ConfigError: there are none, and ``peft`` chooses none for the family.
+    """
+    if targets == ALL_LINEAR:
+        return all_linear(bound.mapping.rules)
+    if targets is not None:
+        return tuple(targets)
+    provenance = provenance_on(bound.chunks)
+    family = (provenance.hf if provenance.whole is None else provenance.whole.config).model_type
+    if family not in DEFAULT_TARGETS:
+        raise ConfigError(
+            f"peft chooses no targets for {family!r}: pass targets=, such as ['q_proj', 'v_proj'] or {ALL_LINEAR!r}"
+        )
+    return DEFAULT_TARGETS[family]
+
+
+@torch.no_grad()
+def _measure(places: Sequence[Place], adapters: Mapping[str, Adapter]) -> None:
+    """Let magnitudes begin as the lengths of the rows, so that an adapter of DoRA begins without an effect."""
+    for name, linear, own in places:
+        adapter = adapters[name]
+        assert adapter.magnitude is not None
+        lengths = adapter.lengths_of_rows(getattr(linear, own))
+        adapter.magnitude.weight.copy_(lengths * adapter.has_row())
 
 
 def _places(chunk: GPTModel, mapping: WeightMapping) -> Iterator[Place]:
@@ -170,15 +236,17 @@ def _places(chunk: GPTModel, mapping: WeightMapping) -> Iterator[Place]:
                 yield name, module, own
 
 
-def _attach(places: Sequence[Place], adapters: Mapping[str, Adapter]) -> None:
+def _by_layer(chunk: GPTModel, places: Sequence[Place], adapters: Mapping[str, Adapter]) -> dict[str, nn.Module]:
+    """The adapters of a chunk by the path of their layer. A layer with several weights has one module for all."""
     from mcore_bridge.factory.modules.adapter import GroupedAdapter
 
+    paths = {id(module): path for path, module in chunk.named_modules()}
+    modules: dict[str, nn.Module] = {}
     for linear, of_one in groupby(places, key=itemgetter(1)):
-        own = [adapters[name] for name, *_ in of_one]
-        linear.adapter = own[0] if hasattr(linear, "weight") else GroupedAdapter(own)
-        linear.register_forward_hook(linear.adapter, prepend=True)  # our hook on latents reads the sum
-        if hasattr(linear, "return_layernorm_output"):
-            linear.return_layernorm_output = True  # the input of the weight, and so of A
+        if id(linear) in paths:
+            own = [adapters[name] for name, *_ in of_one]
+            modules[paths[id(linear)]] = own[0] if hasattr(linear, "weight") else GroupedAdapter(own)
+    return modules
 
 
 def _require_all(bound: BoundModel, given: PeftFolder) -> None:
@@ -191,25 +259,31 @@ def _require_all(bound: BoundModel, given: PeftFolder) -> None:
 
 
 def _made(bound: BoundModel, made: Adapters, mcore: str, weight: Any, dtype: torch.dtype | None, draw: Draw) -> Adapter:
-    from mcore_bridge.factory.modules.adapter import Adapter, Factor
+    from mcore_bridge.factory.modules.adapter import Adapter, Dropout, Factor
 
-    config = bound.chunks[0].config
+    config, groups = bound.chunks[0].config, bound.chunks[0].pg_collection
     first, second = (made.mapping.bind(factor_name(mcore, end)) for end in FACTORS)
     shard, (out, width) = bound.ranks[first.axis], weight.shape
     ins = _trace(bound, first, (len(first.hf) * made.rank, width))
     outs = _trace(bound, second, (out, made.rank))
-    groups = bound.chunks[0].pg_collection
+    kind, is_expert, magnitude = _kind(first, second), first.axis == "etp", None
+    if made.dora:
+        third = made.mapping.bind(factor_name(mcore, *MAGNITUDE))
+        magnitude = Factor(_trace(bound, third, (out,)).shard_shape, weight, dtype)
+    is_cut = kind == "summed" or (config.sequence_parallel and not is_expert)
+    cut: dict[str, Any] = {"is_cut": is_cut, "expert": is_expert, "expert_rank": groups.ep.rank()}
     adapter = Adapter(
-        _kind(first, second),
+        kind,
         Factor(ins.shard_shape, weight, dtype),
         Factor(outs.shard_shape, weight, dtype),
         rows_of_parts(outs, shard).clamp(max=len(first.hf) - 1).to(weight.device),
-        parts=len(first.hf),
         scale=made.alpha / made.rank,
-        group=groups.expt_tp if first.axis == "etp" else groups.tp,
+        group=groups.expt_tp if is_expert else groups.tp,
         sequence_parallel=config.sequence_parallel,
-        expert=first.axis == "etp",
+        expert=is_expert,
         allreduce=getattr(weight, "allreduce", True),
+        magnitude=magnitude,
+        dropout=Dropout(made.dropout, **cut) if made.dropout else None,
     )
     drawn = tuple(map(draw, first.hf, ins.part_shapes))
     with torch.no_grad():
@@ -217,7 +291,23 @@ def _made(bound: BoundModel, made: Adapters, mcore: str, weight: Any, dtype: tor
     return adapter
 
 
-def _trace(bound: BoundModel, binding: Binding, shape: tuple[int, int]) -> Trace:
+def _require_droppable(bound: BoundModel, made: Adapters) -> None:
+    """Raise if an adapter cannot have the dropout of ``made``."""
+    config, names = bound.chunks[0].config, {name for rule in made.mapping.rules for name in rule.hf}
+    reasons = []
+    if stacks := sorted({base_name(name) for name in names if name.endswith("[*]")}):
+        reasons.append(
+            f"{stacks} have all experts in one tensor, where peft refuses dropout: pass dropout=0, or "
+            'expert_format="split"'
+        )
+    read = [name for name in made.names if name.endswith(f".linear_kv_up_proj.adapter.{next(iter(FACTORS))}.weight")]
+    if read and config.experimental_attention_variant == "dsa":
+        reasons.append(f"sparse attention reads the weight of {sorted(read)[0]} and has no input for dropout: pass 0")
+    if made.dropout and reasons:
+        raise ConfigError(f"dropout={made.dropout} is not possible: " + "; ".join(reasons))
+
+
+def _trace(bound: BoundModel, binding: Binding, shape: tuple[int, ...]) -> Trace:
     return trace(binding.layout, shape, axes_of(binding, bound.axes))
 
 
@@ -248,14 +338,29 @@ def _requiring(module: nn.Module, inputs: object, output: Tensor) -> None:
 
 
 def _require_fitting(
-    chunks: Sequence[GPTModel], models: Models, folder: object, kind: object, init: object, **asked: Any
+    chunks: Sequence[GPTModel],
+    models: Models,
+    folder: object,
+    kind: object,
+    init: object,
+    dropout: object,
+    name: object,
+    **asked: Any,
 ) -> None:
-    config, rank, alpha = chunks[0].config, asked["rank"], asked["alpha"]
+    config, rank, alpha, dora, targets = chunks[0].config, *(asked[name] for name in _OF_NEW)
     given = modules_of(models)
-    absent = [name for name in ("rank", "alpha", "targets") if asked[name] is None]
+    absent = [name for name in ("rank", "alpha") if asked[name] is None]
     twice = [name for name, value in asked.items() if folder is not None and value is not None]
     checks = (
-        (folder is None and absent, f"expected rank=, alpha= and targets=, or a folder, found no {absent}"),
+        (folder is None and absent, f"expected rank= and alpha=, or a folder, found no {absent}"),
+        (
+            dropout is not None and not is_dropout(dropout),
+            f"dropout must be a number from 0 to below 1, found {shown(dropout)}: pass a number such as 0.05",
+        ),
+        (
+            dora is not None and not isinstance(dora, bool),
+            f"dora must be True or False, found {shown(dora)}: pass one of them",
+        ),
         (kind not in get_args(Sharing), f"kind must be one of {get_args(Sharing)}, found {kind!r}: pass one of them"),
         (init not in get_args(Init), f"init must be one of {get_args(Init)}, found {init!r}: pass one of them"),
         (twice, f"a folder decides on {twice}: leave them out"),
@@ -264,9 +369,9 @@ def _require_fitting(
             f"folder must be the path of an adapter, found {shown(folder)}; new adapters need rank=, alpha=, targets=",
         ),
         (
-            asked["targets"] is not None and not (NAMES.is_good(asked["targets"]) and asked["targets"]),
-            f"targets must be a list of module names, such as ['q_proj', 'v_proj'], found {shown(asked['targets'])}: "
-            "pass such a list",
+            targets not in (None, ALL_LINEAR) and not (NAMES.is_good(targets) and targets),
+            f"targets must be a list of module names, such as ['q_proj', 'v_proj'], or {ALL_LINEAR!r}, found "
+            f"{shown(targets)}: pass one of these",
         ),
         (
             rank is not None and not is_count(rank),
@@ -280,7 +385,8 @@ def _require_fitting(
             any(a is not b for a, b in zip(chunks, given, strict=True)),
             "models must not be wrapped yet: add adapters first",
         ),
-        (any(hasattr(chunk, "bridge_adapters") for chunk in chunks), "models have adapters: one set is supported"),
+        (not (isinstance(name, str) and name), f"name must be a name, found {shown(name)}: pass a string"),
+        (name in list(sets_of(chunks[0]).by_name), f"models have adapters named {shown(name)}: pass another name="),
         (config.mtp_num_layers, "models must have no MTP layers, whose adapters no engine reads: build without them"),
         (
             chunks[0].bridge.vision == "train",

@@ -3,9 +3,9 @@
 A layout moves whole slices along one dim of ``[out, in]``. So it commutes with the product ``B A``: a layout of rows
 moves rows of B, and a layout of columns moves columns of A. If HF holds a weight as ``[in, out]``, the factors belong
 to its transpose. So the rule of a linear layer gives two more rules, with the names of ``peft``: each HF projection has
-its own ``lora_A`` and ``lora_B``. If a layer of mcore joins projections, some of them may have no adapter. Their rows
-of B are zero and stay zero. If a layer of mcore *shares* one A among its projections, ``peft`` stores this A under the
-name of each.
+its own ``lora_A`` and ``lora_B``. The magnitudes of DoRA, one for each row, have the layout of B. If a layer of mcore
+joins projections, some of them may have no adapter. Their rows of B are zero and stay zero. If a layer of mcore
+*shares* one A among its projections, ``peft`` stores this A under the name of each.
 
 >>> from mcore_bridge.rules.layout import GATED_UP
 >>> from mcore_bridge.rules.mapping import table
@@ -43,9 +43,23 @@ LINEAR = frozenset(
 _OTHERS = ("mtp.", TOWER)
 """The prefixes of names of weights outside the decoder: in MTP layers and in a tower."""
 _OF_KERNELS = (".mixer.out_proj.weight", ".mamba.out_proj.weight")
-FACTORS = {"linear_in": "lora_A", "linear_out": "lora_B"}
+FACTORS = {"linear_in": "lora_A.weight", "linear_out": "lora_B.weight"}
 """The modules of an adapter in mcore (Megatron-Bridge's names), and the names of their weights in ``peft``."""
-
+MAGNITUDE = {"magnitude": "lora_magnitude_vector"}
+"""The module that an adapter of DoRA has in addition, and the name of its weight in ``peft``."""
+ENDS = tuple(f".{name}" for name in (*FACTORS.values(), *MAGNITUDE.values()))
+"""The ends of all names of tensors in ``peft``."""
+ALL_LINEAR = "all-linear"
+"""The targets of ``peft`` that stand for all linear layers but the head."""
+_QV = ("q_proj", "v_proj")
+DEFAULT_TARGETS = {
+    **dict.fromkeys(("llama", "llama4", "mistral", "mixtral", "stablelm", "gemma", "gemma2", "gemma3_text"), _QV),
+    **dict.fromkeys(("qwen2", "qwen3"), _QV),
+    "gpt_neox": ("query_key_value",),
+    "nemotron_h": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "phi": (*_QV, "fc1", "fc2"),
+}
+"""The targets that ``peft`` 0.21.2 chooses for a model type if a config has none."""
 
 Sharing = Literal["own", "shared"]
 """Whether each HF projection has a separate A, or a layer of mcore has one A for all of its projections."""
@@ -61,6 +75,8 @@ class Adapters:
         mapping: the rules of their tensors.
         names: the canonical names of the tensors in all chunks of this rank.
         kind: whether the projections of a layer share one A.
+        dropout: the probability with which a step in training mode zeroes an element of the input of A.
+        dora: whether each row of an adapted weight has a trained magnitude.
 
     Example:
         >>> adapters.rank, adapters.alpha, adapters.kind
@@ -72,18 +88,37 @@ class Adapters:
     mapping: WeightMapping
     names: frozenset[str]
     kind: Sharing
+    dropout: float = 0.0
+    dora: bool = False
 
     def further_names(self, name: str) -> tuple[str, ...]:
         """The names under which ``peft`` repeats a shared A, by the HF name of the first projection that shares it."""
         first, second = FACTORS
-        end = f".{FACTORS[first]}.weight"
+        end = f".{FACTORS[first]}"
         if self.kind == "own" or not name.endswith(end):
             return ()
         bindings = (self.mapping.bind(mcore.replace(first, second)) for mcore in self.mapping.consumers(name))
         return tuple(f"{base_name(other)}{end}" for binding in bindings for other in binding.hf[1:])
 
 
-def adapter_rules(rules: Rules, targets: Sequence[str], kind: Sharing = "own") -> Rules:
+def modules_of_adapter(dora: bool) -> dict[str, str]:
+    """The modules of an adapter, each with the end of its HF name."""
+    return FACTORS | MAGNITUDE if dora else FACTORS
+
+
+def all_linear(rules: Rules) -> tuple[str, ...]:
+    """The HF names of all linear layers that can have an adapter. Experts in one tensor are parameters, and no layers.
+
+    >>> from mcore_bridge.rules.layout import QKV
+    >>> from mcore_bridge.rules.mapping import table
+    >>> all_linear(table(("linear_qkv.weight", "{q,k,v}_proj.weight", QKV)))
+    ('q_proj', 'k_proj', 'v_proj')
+    """
+    able = (rule for rule in _of_decoder(rules) if _module(rule.mcore) and not _obstacle(rule))
+    return tuple(_module(name) for rule in able for name in rule.hf if name.endswith(".weight"))
+
+
+def adapter_rules(rules: Rules, targets: Sequence[str], kind: Sharing = "own", *, dora: bool = False) -> Rules:
     """The rules of the adapters of all linear layers that ``targets`` name.
 
     Args:
@@ -91,16 +126,17 @@ def adapter_rules(rules: Rules, targets: Sequence[str], kind: Sharing = "own") -
         targets: ends of module names, each of one or more words: in HF ("q_proj", "mlp.down_proj",
             "experts.gate_up_proj") or in mcore ("linear_qkv").
         kind: with "shared", P below is 1 for each A.
+        dora: whether there are magnitudes, too.
 
     Returns:
         Two rules for each targeted weight. With P named HF projections, ``linear_in`` is ``[P * rank, in]`` and
         ``linear_out`` is ``[out, rank]``, where each row of ``linear_out`` belongs to its own projection. Rows of
-        projections that are not named have no HF tensor.
+        projections that are not named have no HF tensor. With ``dora``, a third rule is for ``magnitude``, ``[out]``.
 
     Raises:
         ConfigError: naming all targets that match nothing, and all that cannot have an adapter.
     """
-    weights = [rule for rule in rules if not rule.copy and not rule.mcore.startswith(_OTHERS)]
+    weights = _of_decoder(rules)
     problems = [*_unmatched(weights, rules, targets)]
     chosen = []
     for rule in weights:
@@ -108,32 +144,33 @@ def adapter_rules(rules: Rules, targets: Sequence[str], kind: Sharing = "own") -
         named = tuple(part for part, name in enumerate(rule.hf) if whole or _is_named(name, targets))
         if not named or not _module(rule.mcore):  # a bias goes with its weight
             continue
-        if reason := _obstacle(rule):
+        if reason := _obstacle(rule) or (dora and _obstacle_to_dora(rule)):
             problems.append(f"{rule.hf[named[0]]} cannot have an adapter: {reason}")
         else:
             chosen.append((rule, named))
     if problems:
         raise ConfigError(f"targets must name linear layers, found {list(targets)}: " + "; ".join(problems))
-    return tuple(made for rule, named in chosen for made in _adapted(rule, named, kind))
+    return tuple(made for rule, named in chosen for made in _adapted(rule, named, kind, dora))
 
 
 def base_name(hf: str) -> str:
-    """The HF name of the weight that a tensor of an adapter belongs to, without ``.weight``.
+    """The HF name of the weight that a tensor of an adapter belongs to, without ``.weight``; of others, the own name.
 
     >>> base_name("model.layers.0.mlp.up_proj.lora_B.weight")
     'model.layers.0.mlp.up_proj'
     """
-    return hf.removesuffix("[*]").removesuffix(".lora_A.weight").removesuffix(".lora_B.weight")
+    name = hf.removesuffix("[*]")
+    return next((name.removesuffix(end) for end in ENDS if name.endswith(end)), name)
 
 
 def factor_name(module: str, end: str) -> str:
-    """The canonical name of a factor of the adapter of ``module``, where ``end`` is one of ``FACTORS``."""
+    """The canonical name of a tensor of the adapter of ``module``, where ``end`` is of ``modules_of_adapter``."""
     return f"{module}.adapter.{end}.weight"
 
 
 def is_adapter(mcore: str) -> bool:
     """Whether a canonical name belongs to a tensor of an adapter."""
-    return ".adapter.linear_" in mcore
+    return any(f".adapter.{end}." in mcore for end in (*FACTORS, *MAGNITUDE))
 
 
 def rows_of_parts(traced: Trace, shard: int) -> Tensor:
@@ -148,8 +185,12 @@ def rows_of_parts(traced: Trace, shard: int) -> Tensor:
     return parts
 
 
-def _adapted(rule: Rule, named: tuple[int, ...], kind: Sharing) -> Iterator[Rule]:
-    """The rules of A and B for the parts of ``rule`` that are named."""
+def _of_decoder(rules: Rules) -> list[Rule]:
+    return [rule for rule in rules if not rule.copy and not rule.mcore.startswith(_OTHERS)]
+
+
+def _adapted(rule: Rule, named: tuple[int, ...], kind: Sharing, dora: bool) -> Iterator[Rule]:
+    """The rules of A and B, and of magnitudes, for the parts of ``rule`` that are named."""
     having_own = named[:1] if kind == "shared" else named
     layout = upright(rule.layout)
     first, second = Concat(0, (1,) * len(having_own)) >> REPLICATED, layout
@@ -157,7 +198,8 @@ def _adapted(rule: Rule, named: tuple[int, ...], kind: Sharing) -> Iterator[Rule
         first, second = layout, REPLICATED
     elif len(named) < len(rule.hf):
         second = Fill(_ratio(rule), named) >> layout
-    for (end, hf), moves, parts in zip(FACTORS.items(), (first, second), (having_own, named), strict=True):
+    ends = modules_of_adapter(dora).items()
+    for (end, hf), moves, parts in zip(ends, (first, second, second), (having_own, named, named), strict=False):
         names = tuple(_adapter_name(rule.hf[part], hf) for part in parts)
         yield replace(rule, mcore=factor_name(_module(rule.mcore), end), hf=names, layout=moves)
 
@@ -176,7 +218,7 @@ def _ratio(rule: Rule) -> tuple[tuple[int | str, ...], ...]:
 
 def _adapter_name(hf: str, factor: str) -> str:
     whole, entry = hf.removesuffix("[*]"), "[*]" if hf.endswith("[*]") else ""
-    return f"{whole.removesuffix('.weight')}.{factor}.weight{entry}"
+    return f"{whole.removesuffix('.weight')}.{factor}{entry}"
 
 
 def _obstacle(rule: Rule) -> str:
@@ -188,6 +230,11 @@ def _obstacle(rule: Rule) -> str:
     if module.rpartition(".")[2] not in LINEAR:
         return f"{module} is no linear layer inside a decoder layer"
     return ""
+
+
+def _obstacle_to_dora(rule: Rule) -> str:
+    is_expert = ".experts." in rule.mcore
+    return "DoRA of routed experts is not supported, nor by peft if they are in one tensor" if is_expert else ""
 
 
 def _unmatched(weights: Collection[Rule], rules: Rules, targets: Sequence[str]) -> Iterator[str]:

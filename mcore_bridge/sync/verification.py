@@ -9,7 +9,7 @@ from typing import Any
 
 from mcore_bridge.arguments import FLAG, Kind, problem_of
 from mcore_bridge.errors import TransferError
-from mcore_bridge.factory.reference import without_adapters
+from mcore_bridge.factory.adapter_sets import without_adapters
 from mcore_bridge.sync.clients import log_probs_of
 from mcore_bridge.sync.log_probs import (
     EngineDifference,

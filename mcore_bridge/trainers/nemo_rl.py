@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mcore_bridge.errors import MappingError
+from mcore_bridge.errors import ExportError, MappingError
+from mcore_bridge.rules.adapters import Adapters
 from mcore_bridge.rules.mapping import WeightMapping
 from mcore_bridge.weights.bound import BoundModel, bind, provenance_on
 from mcore_bridge.weights.export import SliceOrigin, origins_of
-from mcore_bridge.weights.model_chunks import Models
+from mcore_bridge.weights.model_chunks import Models, chunks_of
 from mcore_bridge.weights.param_sync import require_gathered
 from mcore_bridge.weights.provenance import HF
 from mcore_bridge.weights.transfer.endpoints import Merge, check_storage
@@ -100,7 +101,12 @@ def _spec_of(
             f"this rank has {len(origins)} blocks of {name}, expected one: send it whole, with iter_hf_weights"
         )
     merges = [bound.merges.get(origin.mcore, _same) for origin in origins]
-    pre = partial(_send, models=models, origins=origins, merges=merges, of_experts=of_experts, context=context)
+    held: dict[str, Any] = {
+        "origins": origins,
+        "merges": merges,
+        "made": getattr(bound.chunks[0], "bridge_adapters", None),
+    }
+    pre = partial(_send, models=models, of_experts=of_experts, context=context, **held)
     return spec(base=[bound.tensors[origin.mcore] for origin in origins], pre=pre)
 
 
@@ -112,12 +118,15 @@ def _send(
     parameters: Sequence[Tensor],
     *,
     models: Models,
+    made: Adapters | None,
     origins: Sequence[SliceOrigin],
     merges: Sequence[Merge],
     of_experts: bool,
     context: Callable[..., Any],
 ) -> Any:
     require_gathered(models)
+    if getattr(chunks_of(models)[0], "bridge_adapters", None) is not made:
+        raise ExportError("models must use the adapters with which their parts were described: call set_adapters first")
     check_storage(dict(zip([origin.mcore for origin in origins], parameters, strict=True)))
     sent = (merge(parameter) for merge, parameter in zip(merges, parameters, strict=True))
     parts = [origin.of(parameter) for origin, parameter in zip(origins, sent, strict=True)]

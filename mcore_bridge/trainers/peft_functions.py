@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from mcore_bridge.arguments import is_count
-from mcore_bridge.config.fields import is_number
+from mcore_bridge.config.fields import is_dropout, is_number
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.factory.adapter_sets import without_adapters
 from mcore_bridge.factory.add_adapters import Init, add_adapters
-from mcore_bridge.factory.reference import without_adapters
 from mcore_bridge.rules.adapters import Sharing, is_adapter
 from mcore_bridge.rules.mapping import Rules
 from mcore_bridge.weights.bound import provenance_on
@@ -45,7 +45,6 @@ PARTS = {
 """Names of single projections: the layer of mcore that joins them, the position in it, and how many it joins."""
 MUST_BE: dict[str, tuple[object, ...]] = {
     "type": tuple(KINDS),
-    "dropout": (0,),
     "exclude_modules": ([], None),
     "lora_A_init_method": ("xavier", "normal", "kaiming"),
     "lora_B_init_method": ("zero",),
@@ -55,10 +54,16 @@ MUST_BE: dict[str, tuple[object, ...]] = {
 }
 """The supported values of keys for which other values exist."""
 KEYS = {
-    *(*MUST_BE, "rank", "alpha", "target_modules", "dtype", "adapter_path", "merge", "fully_sharded_loras"),
+    *(*MUST_BE, "rank", "alpha", "dropout", "target_modules", "dtype", "adapter_path", "merge", "fully_sharded_loras"),
 }
 """All keys. The trainer itself reads the last three."""
-DEFAULTS = {"type": "lora", "alpha": 32, "lora_A_init_method": "xavier"}
+DEFAULTS = {
+    "type": "lora",
+    "alpha": 32,
+    "lora_A_init_method": "xavier",
+    "dropout": 0.0,
+    "dropout_position": "pre",
+}
 DEFAULT_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
@@ -78,13 +83,15 @@ class Peft:
     targets: tuple[str, ...]
     init: Init
     dropout: float = 0.0
+    """The dropout of the input of A, in training mode."""
     trains_head: bool = False
 
     def __call__(self, chunks: Models) -> Models:
         """Add the adapters to bare chunks, and freeze all other parameters except a value head."""
         rules = provenance_on(chunks).mapping(tied=False).rules
         targets = [module for target in self.targets for module in _targets(rules, target)]
-        add_adapters(chunks, rank=self.dim, alpha=self.alpha, targets=targets, kind=self.kind, init=self.init)
+        options: dict[str, Any] = {"kind": self.kind, "init": self.init, "dropout": self.dropout}
+        add_adapters(chunks, rank=self.dim, alpha=self.alpha, targets=targets, **options)
         for chunk in chunks:
             bare: Any = chunk
             self.trains_head = bare.bridge.head not in ("lm", "none")
@@ -124,6 +131,10 @@ def create_peft(lora: Mapping[str, Any], dtype: torch.dtype | None = None) -> Pe
         problems.append(f"rank must be an integer of at least 1, found {rank!r}")
     if not is_number(alpha := given["alpha"]):
         problems.append(f"alpha must be a number, found {alpha!r}")
+    if not is_dropout(dropout := given["dropout"]):
+        problems.append(f"dropout must be a number from 0 to below 1, found {dropout!r}")
+    elif dropout and given["dropout_position"] != "pre":
+        problems.append(f"dropout_position must be 'pre' with a dropout of {dropout}, as the input of A is dropped")
     if unknown := sorted(given.keys() - KEYS):
         problems.append(f"lora has no keys {unknown}")
     if (asked := given.get("dtype")) not in (None, dtype, *_spellings(dtype)):
@@ -135,7 +146,7 @@ def create_peft(lora: Mapping[str, Any], dtype: torch.dtype | None = None) -> Pe
             f"lora has settings that are not supported: {'; '.join(problems)}. Change these keys, or use "
             "Megatron-Bridge itself"
         )
-    return Peft(rank, alpha, KINDS[given["type"]], targets, given["lora_A_init_method"])
+    return Peft(rank, alpha, KINDS[given["type"]], targets, given["lora_A_init_method"], dropout)
 
 
 def create_peft_hook(peft: Peft, training: bool = True) -> Hook:

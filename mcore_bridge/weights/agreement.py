@@ -33,6 +33,7 @@ from mcore_bridge.weights.plan.inventory import Inventory
 from mcore_bridge.weights.plan.target import EngineRank, Target
 from mcore_bridge.weights.provenance import HF, identity
 from mcore_bridge.weights.sent.encoding import encode_shards
+from mcore_bridge.weights.sent.merging import with_squares
 from mcore_bridge.weights.source.weight_format import PLAIN, WeightFormat, weight_format
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.failures import raise_failures
@@ -106,7 +107,7 @@ def open_export(models: Models, hf: HF | None, head: str, **options: Unpack[Opti
         require_gatherable(models, export.group)
     gather_pending(models)
     bound = export.bound
-    held = bound.tensors, bound.merges
+    held = bound.tensors, with_squares(export.group, bound.merges, bound.tensors)
     tensors, merges = encode_shards(export.program, export.group, *held, export.format)
     return replace(export, bound=replace(bound, tensors=tensors, merges=merges))
 

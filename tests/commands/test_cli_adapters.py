@@ -24,7 +24,8 @@ def test_an_adapter_of_peft_is_exact_on_a_mesh(case, tmp_path):
         pytest.skip("transformers 4 has a module for each expert")
     hf = make()
     tiny.random_checkpoint(hf, tmp_path / "base", dtype=torch.bfloat16)
-    merged_by_peft(hf, targets, torch.bfloat16, tmp_path / "adapter")
+    options = {"use_dora": True, "lora_dropout": 0.1} if case == "llama" else {}
+    merged_by_peft(hf, targets, torch.bfloat16, tmp_path / "adapter", **options)
     result = run("verify", tmp_path / "base", *mesh, "--adapter", tmp_path / "adapter", "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)

@@ -51,13 +51,16 @@ def check(folder, state, merged):
     assert (folder / "tokenizer.json").is_file()
 
 
-def test_the_bits_are_those_of_peft_in_fp64(tmp_path):
+@pytest.mark.parametrize("options", [{}, {"use_dora": True, "lora_dropout": 0.1}], ids=["lora", "dora"])
+def test_the_bits_are_those_of_peft_in_fp64(options, tmp_path):
     hf = tiny.config("llama")
-    *_, base, merged = merged_by_peft(hf, DENSE, torch.bfloat16, tmp_path / "adapter")
+    *_, base, merged = merged_by_peft(hf, DENSE, torch.bfloat16, tmp_path / "adapter", **options)
     state = write(base, hf, tmp_path / "base")
     merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "out", file_bytes=1 << 15, on_event=lambda *event: None)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3
     check(tmp_path / "out", state, merged)
+    if options:
+        return
     finished = run("merge", tmp_path / "base", tmp_path / "adapter", tmp_path / "again")
     assert "parameters in 56 tensors" in finished.stdout
     check(tmp_path / "again", state, merged)
@@ -106,6 +109,6 @@ def test_what_does_not_fit_is_named(tmp_path):
     save_file({name: tensor for name, tensor in tensors.items() if "0.mlp.up_proj.lora_B" not in name}, weights)
     refused(r"lacks \['model.layers.0.mlp.up_proj.lora_B.weight'\]: save it again")
     config.write_text(json.dumps({**json.loads(config.read_text()), "use_dora": True}))
-    refused("use_dora")
+    refused(r"lacks .*o_proj.lora_magnitude_vector")
     quantized.write(hf, quantized.deepseek((8, 8), torch.bfloat16), tmp_path / "fp8", dtype=torch.bfloat16)
     refused(r"fp8 has quantized weights, expected plain ones: convert it with --to hf first", "fp8")

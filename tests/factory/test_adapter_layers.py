@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from mcore_bridge import ParallelDims, build_model
+from mcore_bridge.factory.adapter_sets import without_adapters
 from mcore_bridge.factory.add_adapters import add_adapters
 from mcore_bridge.factory.modules import adapter
 from mcore_bridge.factory.modules.adapter import GroupedAdapter
-from mcore_bridge.factory.reference import without_adapters
 from mcore_bridge.rules.names import canonical
 from mcore_bridge.weights.model_chunks import numbering_of
 from tests.support import experts
@@ -30,6 +30,13 @@ def chunk():
         yield chunk
 
 
+class Upper(torch.nn.Module):
+    """A dropout that always zeroes the first half of all features."""
+
+    def forward(self, hidden):
+        return torch.cat((torch.zeros_like(hidden[..., :24]), hidden[..., 24:] * 2), -1)
+
+
 def random(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
@@ -40,8 +47,8 @@ def test_a_norm_in_the_layer_comes_before_the_adapter(chunk):
     product, _ = layer(hidden)
     with without_adapters(chunk):
         base, _ = layer(hidden)
-    added = layer.adapter.beside(normed)
-    assert torch.equal(product, base + layer.adapter.beside(hidden))
+    added = layer.adapter.beside([normed])
+    assert torch.equal(product, base + layer.adapter.beside([hidden]))
     for outputs, kept in (((((base, normed), None)), None), ((base, bias, normed), bias)):
         found, same = layer.adapter(layer, (hidden,), outputs)
         assert torch.equal(found, base + added)
@@ -62,6 +69,13 @@ def test_experts_in_one_layer_have_an_adapter_each(chunk):
     assert bias is None
     expected = torch.cat([layer(own)[0] for layer, own in zip(layers, hidden.split(counts), strict=True)])
     assert torch.equal(product, expected)
+    for layer in layers:
+        layer.adapter.dropout = Upper()
+    dropped = torch.cat([layer(own)[0] for layer, own in zip(layers, hidden.split(counts), strict=True)])
+    assert torch.equal(grouped(mlp, (hidden, list(counts)), (base, None))[0], dropped)
+    assert not torch.equal(expected, dropped)
+    for layer in layers:
+        layer.adapter.dropout = None
     names = {f"decoder.layers.1.mlp.experts.linear_fc1.adapter.{name}" for name, _ in grouped.named_parameters()}
     own = {f"decoder.layers.1.mlp.experts.{name}" for name, _ in mlp.named_parameters() if "fc1.adapter" in name}
     numbering = numbering_of(chunk)

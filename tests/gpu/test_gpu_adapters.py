@@ -7,8 +7,8 @@ import torch
 from transformers import CONFIG_MAPPING
 
 import mcore_bridge as mb
+from mcore_bridge.factory.adapter_sets import without_adapters
 from mcore_bridge.factory.add_adapters import add_adapters
-from mcore_bridge.factory.reference import without_adapters
 from mcore_bridge.weights.peft.hf_adapters import iter_hf_adapters
 from tests.support import gpu_models
 from tests.support.gpu_gradients import ROUNDED, distances, wrapped

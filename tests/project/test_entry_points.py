@@ -467,6 +467,7 @@ TABLE: dict[str, dict[str, Cell] | str] = {
             *("ParallelDims", "CheckpointReport", "engine_ranks", "EngineRank", "plan_buckets", "BufferRing"),
             *("Receiver", "forward", "TokenOutputs", "log_probs", "pack_sequences", "unpack_sequences"),
             *("PackedSequences", "Adapters", "iter_hf_adapters", "without_adapters", "Architecture", "register"),
+            "set_adapters",
             *("LoadReport", "BridgeError", "enable_cpu", "EngineWriter", "EngineWorker", "MappedEngine", "WeightSync"),
             *("vllm_source", "Support", "list_families", "show_progress"),
         ],

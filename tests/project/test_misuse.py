@@ -189,6 +189,7 @@ def good(models, folder, source):
         "export_into": {"models": models, "writer": mb.EngineWriter(EMPTY_MAP, handles)},
         "WeightSync": {"models": models},
         "vllm_source": {"models": models, "backend": "nccl"},
+        "set_adapters": {"models": models, "name": "default"},
         "map_engine": {"plan": plan, "source": torch.nn.Linear(2, 2), "load": print},
         "mapping": {"hf": HF},
         "to_transformer_config": {"hf": HF},

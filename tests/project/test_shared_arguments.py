@@ -65,12 +65,15 @@ TABLE: dict[str, dict[str, str]] = {
     "add_adapters": {
         "models": OWN,
         **dict.fromkeys(
-            ("folder", "rank", "alpha", "targets", "kind", "expert_format", "dtype", "init", "seed"), COMPARED
+            ("folder", "rank", "alpha", "targets", "kind", "dropout", "dora", "expert_format", "dtype", "init", "seed"),
+            COMPARED,
         ),
+        "name": COMPARED,
     },
     "load_adapters": {"models": OWN, "folder": COMPARED, "dtype": COMPARED},
     "iter_hf_adapters": {name: _EXPORT[name] for name in ("models", "dtype", "device", "bucket_bytes", "target")},
     "save_hf_adapters": {"models": OWN, **dict.fromkeys(("folder", "dtype", "slot_bytes"), COMPARED)},
+    "set_adapters": {"models": OWN, "name": COMPARED},
     "without_adapters": {"models": LATER},
     "adopt": dict.fromkeys(("models", "hf", "head"), NEXT),
     "load_hf_weights": dict.fromkeys(
@@ -219,6 +222,9 @@ def _usual(name: str, folders: dict[str, str], models: dict[str, Any]) -> tuple[
                 "rank": 4,
                 "alpha": 5,
                 "targets": ["q_proj", "v_proj"],
+                "dropout": 0.5,
+                "dora": True,
+                "name": "other",
                 "kind": "shared",
                 "expert_format": "fused",
                 "dtype": torch.bfloat16,
@@ -231,6 +237,7 @@ def _usual(name: str, folders: dict[str, str], models: dict[str, Any]) -> tuple[
             {"models": adapted, "backend": "nccl", "merged": False},
             {"backend": "ipc", "expert_format": "fused", "merged": True, "quantize": FP8},
         ),
+        "set_adapters": (mb.set_adapters, {"models": adapted, "name": "default"}, {"name": "other"}),
         "load_adapters": (
             mb.load_adapters,
             {"models": adapted, "folder": folders["lora"]},
@@ -273,6 +280,7 @@ def calls(folders: dict[str, str]) -> dict[tuple[str, str], str]:
     with stepping.mesh(MESH):
         differ(["build_model"], {})
         adapted = _built(load_weights=folders["first"])
+        mb.add_adapters(adapted, **NEW, name="other")
         mb.add_adapters(adapted, **NEW)
         models = {"plain": _built(load_weights=folders["first"]), "adapted": adapted}
         mb.save_hf_adapters(adapted, folders["lora"])

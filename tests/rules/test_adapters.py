@@ -2,14 +2,17 @@
 
 import re
 
+import peft
 import pytest
 import torch
+from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
+from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULTS_OF_PEFT
 from transformers import AutoModelForCausalLM
 
 from mcore_bridge import mapping, to_transformer_config
 from mcore_bridge.architecture import architecture_of
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.rules.adapters import LINEAR, adapter_rules, base_name, rows_of_parts
+from mcore_bridge.rules.adapters import DEFAULT_TARGETS, LINEAR, adapter_rules, all_linear, base_name, rows_of_parts
 from mcore_bridge.rules.layout import TRANSPOSED, Chain
 from mcore_bridge.rules.mapping import axes_of, pattern_of
 from mcore_bridge.rules.trace import trace
@@ -22,6 +25,8 @@ from tests.support.strategies import random_state
 from tests.support.twins import TWINS
 
 RANK = 3
+WITHOUT = (".router", "shared_expert_gate", ".gate.wg", ".out_proj", "_latent_proj")
+"""Linear layers of transformers without an adapter here: routers, gates, and what kernels of Mamba-2 read."""
 
 
 def projection(name):
@@ -105,6 +110,15 @@ def test_peft_finds_what_has_adapters(name):
     names = {naming.in_memory(projection(name)) for rule in fused(tuple(present)) for name in rule.hf}
     assert names
     assert names <= found, names - found
+    theirs = _maybe_include_all_linear_layers(peft.LoraConfig(target_modules="all-linear"), model).target_modules
+    ours = {naming.in_memory(module) for module in all_linear(fused(rules))} & found
+    further = {name for name in {*map(pattern_of, theirs)} - ours if not name.endswith(WITHOUT)}
+    assert (further, ours - {*map(pattern_of, theirs)}) == (set(), set())
+    assert DEFAULT_TARGETS.get(hf.model_type) == _tuple(DEFAULTS_OF_PEFT.get(hf.model_type))
+
+
+def _tuple(names):
+    return None if names is None else tuple(names)
 
 
 def test_names_are_those_of_peft_in_either_format():

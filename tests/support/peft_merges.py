@@ -7,13 +7,13 @@ from tests.support import tiny
 from tests.support.peft_models import ALPHA, RANK, named, of_peft
 
 
-def merged(hf, targets, dtype, folder=None, *, factors=None):
+def merged(hf, targets, dtype, folder=None, *, factors=None, **options):
     """Factors in our names, the base, and the weights that ``peft`` merges in fp64, of a random model in ``dtype``.
 
     ``peft`` also saves the adapter to ``folder``. The dtype of the adapter is ``factors``, or the dtype of the base.
     """
     base = tiny.random_model(hf).to(dtype).state_dict()
-    config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, **of_peft(targets))
+    config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, **of_peft(targets), **options)
     model = peft.get_peft_model(tiny.random_model(hf), config)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():

@@ -69,7 +69,7 @@ def _named(parameters, hf, expert_format):
     for name, tensor in parameters.items():
         if ".lora_" not in name:
             continue
-        name = name.removeprefix("base_model.model.").replace(".default.", ".")
+        name = name.removeprefix("base_model.model.").replace(".default.", ".").replace("vector.weight", "vector")
         if not name.partition(".experts.")[2].startswith(("base_layer.lora_", "lora_")):
             yield name, tensor
             continue
@@ -98,22 +98,43 @@ def _of_experts(name, tensor, num_experts):
     return tensor.unflatten(1, (-1, num_experts)).permute(2, 0, 1)
 
 
-def expected(hf, targets, expert_format):
-    """The factors of an adapter of ``peft``, its loss and its gradients, in our names."""
+class Kept(torch.nn.Module):
+    """Dropout that keeps given elements."""
+
+    def __init__(self, kept, p):
+        super().__init__()
+        self.kept, self.p = kept, p
+
+    def forward(self, hidden):
+        return hidden * self.kept / (1 - self.p)
+
+
+def expected(hf, targets, expert_format, *, kept=None, **options):
+    """The factors of an adapter of ``peft``, its loss and its gradients, in our names.
+
+    Args:
+        kept: for a step with dropout, the elements of the input of each module that it keeps, by HF name.
+    """
     own = copy.deepcopy(hf)
     own._attn_implementation = "eager"  # other attention of transformers 4 leaves out the cap of scores
     model = tiny.random_model(own)
-    config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, **of_peft(targets))
+    config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, **of_peft(targets), **options)
     if expert_format == "fused":
         model.config.model_type = ""  # for some model types, peft would use a shared gate_proj for all experts
     model = peft.get_peft_model(model, config).eval()
     generator, parameters = torch.Generator().manual_seed(5), {n: p.detach() for n, p in model.named_parameters()}
     values = dict(named(parameters, hf, expert_format))
     for name, parameter in parameters.items():
-        if ".lora_" in name:
+        if ".lora_" in name and "magnitude" not in name:
             parameter.zero_()
     for value in values.values():
-        value.copy_(torch.randn(value.shape, generator=generator) * 0.1)
+        noise = torch.randn(value.shape, generator=generator) * 0.1
+        value.copy_(value * (1 + noise) if value.dim() == 1 else noise)
+    if kept is not None:
+        model.train()
+        for name, module in model.named_modules():
+            if hasattr(module, "lora_dropout"):
+                module.lora_dropout["default"] = Kept(kept[name.removeprefix("base_model.model.")], config.lora_dropout)
     _, loss, grads = tiny.reference(model, batch())
     return values, loss, dict(named(grads, hf, expert_format))
 

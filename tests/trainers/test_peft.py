@@ -19,7 +19,7 @@ from tests.support.rlinf_models import config_a
 
 REFUSED = {
     "type": "dora",
-    "dropout": 0.1,
+    "dropout": 1.0,
     "exclude_modules": ["linear_qkv"],
     "lora_A_init_method": "gauss",
     "lora_B_init_method": "normal",

@@ -8,19 +8,22 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from safetensors.torch import load_file
 from torch.nn.init import zeros_
 
 import mcore_bridge as mb
 from mcore_bridge import ParallelDims
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.factory.add_adapters import add_adapters
-from mcore_bridge.rules.adapters import is_adapter
+from mcore_bridge.rules.adapters import base_name, is_adapter
 from mcore_bridge.trainers.peft_functions import create_peft, load_peft_adapter_checkpoint
 from mcore_bridge.weights.dist_checkpoint.dist_writer import InThisProcess
 from mcore_bridge.weights.dist_checkpoint.folder import TorchDistFolder
+from mcore_bridge.weights.manifest import digest
 from mcore_bridge.weights.model_tensors import held_tensors
 from mcore_bridge.weights.peft.hf_adapters import iter_hf_adapters
 from tests.support import pool, stepping
+from tests.support.peft_models import fill
 from tests.support.strategies import random_state, save, tiny
 
 MOE = {"num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
@@ -103,6 +106,104 @@ def test_training_goes_on_at_another_mesh(folder, tmp_path):
     keys = TorchDistFolder.open(tmp_path / "alone").metadata.state_dict_metadata
     assert any(key.startswith("optimizer.state.exp_avg.decoder.") for key in keys)
     assert all(".adapter.linear_" in key for key in keys if "decoder." in key), keys
+
+
+SETS = {
+    "default": {"rank": 2, "alpha": 3, "targets": TARGETS},
+    "other": {"rank": 3, "alpha": 5, "targets": ("k_proj", "v_proj", "o_proj"), "seed": 1, "dora": True},
+}
+
+
+def results_of(models, step, folder):
+    """What two runs must have in common after their last step: the loss, adapters, merged weights, and files."""
+    loss, name = step(), models[0].module.bridge_adapter_sets.in_use
+    mb.save_hf_adapters(models, folder / name)
+    mb.save_checkpoint(models, folder / name / "checkpoint", part="adapters")
+    tensors = adapters(models)
+    return loss, tensors, {name: digest(tensor) for name, tensor in mb.iter_hf_weights(models, merged=True)}
+
+
+def in_turn(folder, target):
+    """Runs in each worker: two sets of adapters that are trained apart, and on one base, one after the other."""
+    dims, apart, together, runs = ParallelDims(**HERE), {}, {}, {}
+    with stepping.mesh(dims):
+        (target / "together").mkdir(parents=True, exist_ok=True)
+        for name, options in SETS.items():
+            chunks = mb.build_model(folder, dims=dims, device="cpu", dtype=torch.float32)
+            add_adapters(chunks, **options, name=name)
+            models, _, step = optimized(chunks, dims)
+            apart[name] = [step(), *results_of(models, step, target)]
+        chunks = mb.build_model(folder, dims=dims, device="cpu", dtype=torch.float32)
+        base = {name: digest(tensor) for name, tensor in mb.iter_hf_weights(chunks)}
+        for name, options in SETS.items():
+            add_adapters(chunks, **options, name=name)
+            models, _, step = optimized(chunks, dims)
+            runs[name] = models, step
+        for name, (_, step) in runs.items():
+            mb.set_adapters(chunks, name)
+            together[name] = [step()]
+        for name, (models, step) in runs.items():
+            mb.set_adapters(chunks, name)
+            together[name] += results_of(models, step, target / "together")
+        assert {name: digest(tensor) for name, tensor in mb.iter_hf_weights(chunks, merged=False)} == base
+        for name in SETS:  # the other set gets the values of this set's folders, and this set keeps its own
+            mb.set_adapters(chunks, name)
+            (other,) = SETS.keys() - {name}
+            with pytest.raises(CheckpointError, match="add adapters of that rank"):
+                mb.load_adapters(chunks, target / "together" / other)
+            with torch.no_grad():
+                for parameter in stepping.trained(chunks):
+                    parameter.zero_()
+            mb.load_checkpoint(chunks, target / "together" / name / "checkpoint", part="adapters")
+            assert adapters(chunks).keys() == together[name][2].keys()
+            assert all(torch.equal(tensor, together[name][2][own]) for own, tensor in adapters(chunks).items())
+    return apart, together
+
+
+def test_two_sets_on_one_base_are_trained_and_exported_like_two_models(folder, tmp_path):
+    for apart, together in pool.run(2, in_turn, folder, tmp_path):
+        for name in SETS:
+            first, last, tensors, weights = apart[name]
+            assert together[name][:2] == [first, last]
+            assert together[name][3] == weights
+            assert together[name][2].keys() == tensors.keys()
+            assert all(torch.equal(together[name][2][own], tensor) for own, tensor in tensors.items())
+            files = [load_file(tmp_path / place / name / "adapter_model.safetensors") for place in ("", "together")]
+            assert files[0].keys() == files[1].keys()
+            assert all(torch.equal(files[0][own], tensor) for own, tensor in files[1].items())
+        assert apart["default"][3] != apart["other"][3]
+
+
+def with_magnitudes(folder, target):
+    """Runs in each worker: adapters of DoRA, on all linear layers, before a checkpoint and after it at another mesh."""
+    found = []
+    for sizes, load in (({"tp": 2, "sp": True}, False), ({"pp": 2}, True)):
+        with stepping.mesh(ParallelDims(**sizes)):
+            models = mb.build_model(folder, dims=ParallelDims(**sizes), device="cpu", dtype=torch.float32)
+            made = add_adapters(models, rank=2, alpha=3, targets="all-linear", dora=True)
+            start = adapters(models)
+            if load:
+                mb.load_checkpoint(models, target, part="adapters")
+            else:
+                fill(models, made)
+                mb.save_checkpoint(models, target, part="adapters")
+            found.append((start, adapters(models)))
+    return found
+
+
+def test_magnitudes_are_lengths_of_rows_at_first_and_are_read_at_another_mesh(tmp_path):
+    hf = tiny("qwen3", vocab_size=97)
+    (tmp_path / "hf").mkdir()
+    save(state := random_state(hf), hf, tmp_path / "hf")
+    (start, saved), (other_start, read) = pool.run(2, with_magnitudes, tmp_path / "hf", tmp_path / "checkpoint")[0]
+    assert len(saved) == 3 * 7 * hf.num_hidden_layers
+    assert all(torch.equal(read[name], tensor) for name, tensor in saved.items())
+    for name, tensor in saved.items():
+        if name.endswith(".lora_magnitude_vector"):
+            lengths = state[f"{base_name(name)}.weight"].norm(dim=1)
+            for first in (start, other_start):
+                torch.testing.assert_close(first[name], lengths, msg=name)
+            assert not torch.allclose(tensor, lengths)
 
 
 def refusals(folder, target):

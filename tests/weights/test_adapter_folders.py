@@ -30,9 +30,11 @@ from tests.support.peft_models import ALPHA, EXPERTS, NARROW, RANK, batch, entri
 from tests.support.strategies import problems, random_state, sparse_problems
 
 DENSE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+DROPOUT = 0.05
 TP2 = {"tp": 2, "sp": True}
 CASES = {
     "qwen3": (lambda: tiny.config("qwen3"), ("q_proj", "v_proj", "down_proj"), (TP2, {"pp": 2})),
+    "qwen3, dora": (lambda: tiny.config("qwen3"), ("q_proj", "v_proj", "down_proj"), (TP2, {"pp": 2})),
     "qwen3_moe": (lambda: experts.HF, ("o_proj", *EXPERTS), ({"ep": 2}, {**TP2, "etp": 2})),
     "gpt_oss": (lambda: zoo.cases()["gpt_oss"].hf, EXPERTS, ({"ep": 2},)),
     "granitemoe": (lambda: zoo.cases()["granitemoe"].hf, EXPERTS, ({"ep": 2},)),
@@ -59,7 +61,7 @@ def adapted(hf, targets, **options):
     return model
 
 
-def saved(folder, meshes, targets, values):
+def saved(folder, meshes, targets, values, dora):
     """Runs in each worker: reads the folder of ``peft`` on each mesh, and writes one for it."""
     for number, sizes in enumerate(meshes):
         dims = ParallelDims(**sizes)
@@ -68,7 +70,8 @@ def saved(folder, meshes, targets, values):
             if number:
                 add_adapters(chunks, f"{folder}/peft")
             else:
-                add_adapters(chunks, rank=RANK, alpha=ALPHA, targets=targets, expert_format="fused")
+                options = {"targets": targets, "expert_format": "fused", "dora": dora, "dropout": DROPOUT * dora}
+                add_adapters(chunks, rank=RANK, alpha=ALPHA, **options)
                 load_adapters(stepping.wrap(chunks), f"{folder}/peft")
             found = entries(iter_hf_adapters(chunks))
             assert found.keys() == values.keys()
@@ -83,16 +86,19 @@ def test_a_folder_is_that_of_peft(case, tmp_path):
     if targets[-1] in EXPERTS + NARROW and not zoo.NEWEST:
         pytest.skip("transformers 4 has a module for each expert")
     tiny.random_checkpoint(make(), tmp_path)
-    model = adapted(make(), targets)
+    dora = case.endswith("dora")
+    model = adapted(make(), targets, use_dora=dora, lora_dropout=DROPOUT * dora)
     model.save_pretrained(tmp_path / "peft")
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     values = dict(named(parameters, make(), "fused"))
-    pool.run(2, saved, str(tmp_path), meshes, IN_FILES.get(case, targets), values)
+    pool.run(2, saved, str(tmp_path), meshes, IN_FILES.get(case, targets), values, dora)
     theirs = load_file(tmp_path / "peft" / "adapter_model.safetensors")
     for number in range(len(meshes)):
         ours = load_file(tmp_path / f"adapter{number}" / "adapter_model.safetensors")
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        config = json.loads((tmp_path / f"adapter{number}" / "adapter_config.json").read_text())
+        assert (config["lora_dropout"], config["use_dora"]) == (DROPOUT * dora, dora)
     loaded = peft.PeftModel.from_pretrained(tiny.random_model(make()), tmp_path / "adapter0").eval()
     with torch.no_grad():
         assert torch.equal(loaded(batch()).logits, model(batch()).logits)
@@ -235,8 +241,6 @@ def test_the_name_of_a_repository_in_the_local_cache_is_a_folder(tmp_path, monke
 
 
 REFUSED = {
-    "lora_dropout": 0.1,
-    "use_dora": True,
     "bias": "all",
     "modules_to_save": ["lm_head"],
     "fan_in_fan_out": True,

@@ -7,15 +7,21 @@ layer keeps its class, its weight and its names.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from megatron.core.tensor_parallel import mappings
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import (
+    get_cuda_rng_tracker,
+    get_data_parallel_rng_tracker_name,
+    get_expert_parallel_rng_tracker_name,
+)
 from torch import Tensor, nn
 
 Product = Callable[[Tensor, Tensor], Tensor]
+_OF_WHOLE_EXPERTS = "mcore_bridge: dropout of whole inputs of experts"
 _ALIGNED = 8
 """All sizes in a grouped product of bf16 must be multiples of this."""
 Kind = Literal["cut", "summed", "whole"]
@@ -59,21 +65,65 @@ class Factor(nn.Module):
         return self
 
 
+class Dropout(nn.Module):
+    """Zeroes elements of an adapter's input in training mode, with a random state of megatron-core.
+
+    Ranks with equal inputs must draw equal numbers, and ranks with parts of one input must not. A recompute restores
+    all these states, and so draws the numbers of the forward again.
+
+    Args:
+        p: the probability of a zero. Other elements are multiplied by ``1 / (1 - p)``.
+        is_cut: whether ranks of tensor parallelism, or of ``etp`` for an expert, have parts of one input.
+        expert: whether the input has tokens of a routed expert, so that ranks with other experts have other tokens.
+        expert_rank: the rank among the ranks with other experts.
+    """
+
+    def __init__(self, p: float, *, is_cut: bool, expert: bool, expert_rank: int) -> None:
+        super().__init__()
+        self.p, self.is_cut, self.expert, self.expert_rank = p, is_cut, expert, expert_rank
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The input of A, of any shape."""
+        tracker = get_cuda_rng_tracker()
+        if self.expert and not self.is_cut:
+            self._seed(hidden.device)
+            own = tracker.fork(_OF_WHOLE_EXPERTS)
+        elif self.is_cut:
+            own = tracker.fork(*[get_expert_parallel_rng_tracker_name()] * self.expert)
+        else:
+            own = nullcontext()  # ranks of tensor parallelism have equal default generators
+        with own:
+            return nn.functional.dropout(hidden, self.p)
+
+    def _seed(self, device: torch.device) -> None:
+        """Make the random state that ranks of ``etp`` have in common, which megatron-core lacks."""
+        tracker = get_cuda_rng_tracker()
+        if _OF_WHOLE_EXPERTS not in tracker.states_:
+            with tracker.fork(get_data_parallel_rng_tracker_name()):  # equal on all ranks of tensor parallelism
+                seed = int(torch.randint(1 << 31, (), device=device)) + self.expert_rank
+            tracker.seeds_.discard(seed)  # a recompute may take the state away
+            tracker.add(_OF_WHOLE_EXPERTS, seed)
+
+
 class Adapter(nn.Module):
-    """Adds ``scale * B A x`` to the output of a layer, as a forward hook of it.
+    """Adds ``scale * B A x`` to the output of a layer.
+
+    With DoRA, each row of the changed weight then gets the length of its magnitude. Like ``peft``, gradients regard the
+    length of the row before as a constant.
 
     Args:
         kind: the parallel state of the layer's output.
         linear_in, linear_out: this rank's A, ``[parts * rank, in]``, and its B, ``[out, rank]``.
         part_of_row: for each row of B, the part (HF projection) whose rows of A it reads. int64 ``[out]``. It is -1 for
             rows without an adapter: B is zero there, and gets no gradient.
-        parts: how many parts there are.
         scale: alpha / rank.
         group: the ranks that cut the layer; for an expert, the ranks of expert tensor parallelism.
         sequence_parallel: whether hidden states outside of the layer are cut along the sequence.
         expert: whether the layer belongs to a routed expert, for which the dispatcher of tokens communicates.
         allreduce: whether gradients are summed over all data-parallel ranks, or only over the data-parallel ranks of
             experts.
+        magnitude: this rank's magnitudes for DoRA, ``[out]``; None without DoRA.
+        dropout: the dropout of the input of A; None without dropout. Each part draws for itself, as in ``peft``.
     """
 
     chosen: Tensor
@@ -87,25 +137,34 @@ class Adapter(nn.Module):
         linear_out: Factor,
         part_of_row: Tensor,
         *,
-        parts: int,
         scale: float,
         group: Any,
         sequence_parallel: bool,
         expert: bool,
         allreduce: bool,
+        magnitude: Factor | None = None,
+        dropout: Dropout | None = None,
     ) -> None:
         super().__init__()
-        self.linear_in, self.linear_out = linear_in, linear_out
-        self.kind, self.scale, self.group, self.parts = kind, scale, group, parts
+        self.linear_in, self.linear_out, self.magnitude, self.dropout = linear_in, linear_out, magnitude, dropout
+        self.kind, self.scale, self.group = kind, scale, group
+        self.parts = parts = linear_in.weight.shape[0] // linear_out.weight.shape[1]
         self.sequence_parallel, self.expert = sequence_parallel and not expert, expert
+        self.has_cut_rows = kind == "summed" and group.size() > 1
         self.masked = parts > 1 or bool((part_of_row < 0).any())
         chosen = nn.functional.one_hot(part_of_row + 1, parts + 1)[:, 1:].to(linear_out.weight)
         self.register_buffer("chosen", chosen[:, :, None], persistent=False)
         self.whole = {"cut": [True, False], "summed": [False, True], "whole": [True, True]}[kind]
-        for factor, whole, dim in zip((linear_in, linear_out), self.whole, (1, 0), strict=True):
-            weight: Any = factor.weight
-            weight.allreduce = allreduce
-            self._mark(weight, dim=-1 if whole else dim)
+        for (_, factor, dim), whole in zip(self.tensors, (*self.whole, self.whole[1]), strict=False):
+            factor.allreduce = allreduce
+            self._mark(factor, dim=-1 if whole else dim)
+
+    @property
+    def tensors(self) -> list[tuple[str, Any, int]]:
+        """The name of each module with a parameter, the parameter, and its dim that the weight has, too."""
+        dims = {"linear_in": 1, "linear_out": 0, "magnitude": 0}
+        modules = ((end, getattr(self, end), dim) for end, dim in dims.items())
+        return [(end, module.weight, dim) for end, module, dim in modules if module is not None]
 
     def _mark(self, weight: Any, *, dim: int) -> None:
         """Set the attributes for megatron-core's DDP and optimizer. The factor is cut along ``dim``; -1: whole.
@@ -126,26 +185,56 @@ class Adapter(nn.Module):
         """The adapter of each weight of the layer, by the weight's name in it."""
         return {"weight": self}
 
-    def forward(self, layer: nn.Module, inputs: tuple[Tensor, ...], outputs: Any) -> Any:
+    def forward(self, layer: Any, inputs: tuple[Tensor, ...], outputs: Any) -> Any:
         """The outputs of ``layer`` (product, and bias or None), with the adapter's output added to the product."""
         (product, bias), hidden = outputs_and_input(outputs, inputs[0])
-        return product if self.is_off() else product + self.beside(hidden).to(product.dtype), bias
+        if self.is_off():
+            return product, bias
+        dropped = self.inputs_of(hidden)
+        beside = self.beside(dropped).to(product.dtype)
+        if self.magnitude is not None:
+            factor = self.factor_of_rows(layer.weight)
+            base = self._base(layer.weight, dropped) if self._drops() else _without_bias(layer, product, bias)
+            beside = (factor - 1).to(product.dtype) * base + factor.to(product.dtype) * beside
+        return product + beside, bias
 
     def is_off(self) -> bool:
         """Whether this forward runs the base alone, or is the recompute of such a forward."""
         return self.switch in get_cuda_rng_tracker().states_
 
-    def beside(self, hidden: Tensor) -> Tensor:
-        """The output of the adapter, cut like the layer's output, from the layer's input ``[..., in]``."""
-        return self.with_factors(hidden, self.linear_in(), self.linear_out(), nn.functional.linear)
+    def beside(self, inputs: list[Tensor]) -> Tensor:
+        """The output of the adapter, cut like the layer's output, from inputs ``[..., in]`` of A."""
+        return self.with_factors(inputs, self.linear_in(), self.linear_out(), nn.functional.linear)
 
-    def with_factors(self, hidden: Tensor, first: Tensor, second: Tensor, product: Product) -> Tensor:
+    def with_factors(self, inputs: list[Tensor], first: Tensor, second: Tensor, product: Product) -> Tensor:
         """``beside`` with these factors: of this adapter, or the stacked factors of all experts of the layer."""
         first, second = self._factor(first, 0), self._factor(second, 1)
-        inner = product(hidden.to(first.dtype), first)
+        pairs = zip(inputs, first.chunk(len(inputs), -2), strict=True)
+        inner = torch.cat([product(own.to(first.dtype), factor) for own, factor in pairs], -1)
         if not self.expert:
             inner = {"cut": self._gathered, "summed": self._reduced, "whole": lambda same: same}[self.kind](inner)
         return product(inner, self._rows(second)) * self.scale
+
+    def _drops(self) -> bool:
+        return self.dropout is not None and self.training
+
+    def inputs_of(self, hidden: Tensor) -> list[Tensor]:
+        """The inputs of A from the input of the layer: one for all parts, or with dropout one for each part."""
+        if self.dropout is None or not self.training:
+            return [hidden]
+        return [self.dropout(hidden) for _ in range(self.parts)]
+
+    def _base(self, weight: Tensor, inputs: list[Tensor]) -> Tensor:
+        """The output of the layer without its bias, where each row belongs to the input of its part."""
+        linear = nn.functional.linear
+        if self.kind == "cut":
+            outs = [linear(self._gathered(own), weight) for own in inputs]
+        else:
+            outs = [linear(own, weight) for own in inputs]
+            outs = [self._reduced(out) for out in outs] if self.kind == "summed" else outs
+        if len(outs) == 1:
+            return outs[0]
+        return sum((out * own for out, own in zip(outs, self.chosen[..., 0].unbind(1), strict=True)), torch.zeros(()))
 
     def added_to(self, weight: Tensor) -> Tensor:
         """The layer's weight with the product of the factors, for attention that does not run the layer.
@@ -155,7 +244,39 @@ class Adapter(nn.Module):
         if self.is_off():
             return weight
         delta = self._rows(self.linear_out()) @ self.linear_in() * self.scale
-        return weight + delta.to(weight.dtype)
+        changed = weight + delta.to(weight.dtype)
+        return changed if self.magnitude is None else changed * self.factor_of_rows(weight).to(weight.dtype)[:, None]
+
+    def factor_of_rows(self, weight: Tensor) -> Tensor:
+        """The factor of DoRA for each row of this rank's output: its magnitude over its length; 1 without an adapter.
+
+        Args:
+            weight: the weight of the layer, ``[out, in]``.
+        """
+        assert self.magnitude is not None
+        own = self.has_row()
+        lengths = self.lengths_of_rows(weight)
+        return torch.where(own, self.magnitude().to(lengths.dtype) / lengths.masked_fill(~own, 1), 1)
+
+    @torch.no_grad()
+    def lengths_of_rows(self, weight: Tensor) -> Tensor:
+        """The length of each row of the weight with the product of the factors, over all ranks that cut the row.
+
+        It is ``|w|^2 + 2 w.d + |d|^2`` for a row ``d`` of the product, so that no product of the weight's size is made.
+        """
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        first, rows = self.linear_in(), (self._rows(self.linear_out()) * self.scale).to(wide)
+        mixed = (weight @ first.to(weight.dtype).mT).to(wide)
+        inner = first.to(wide) @ first.to(wide).mT
+        squares = torch.linalg.vector_norm(weight, dim=1, dtype=wide).square()
+        squares += ((2 * mixed + rows @ inner) * rows).sum(1)
+        if self.kind == "summed":
+            squares = mappings.reduce_from_tensor_model_parallel_region(squares, group=self.group)
+        return squares.clamp(min=0).sqrt()
+
+    def has_row(self) -> Tensor:
+        """Whether each row of this rank's output has an adapter. bool ``[out]``."""
+        return self.chosen.flatten(1).any(1)
 
     def _rows(self, second: Tensor) -> Tensor:
         """B with a column for each row of A; each row of B has values only in the columns of its part."""
@@ -183,8 +304,27 @@ class Adapter(nn.Module):
         return mappings.reduce_from_tensor_model_parallel_region(inner, group=self.group)
 
 
+def _without_bias(layer: nn.Module, product: Tensor, returned: Tensor | None) -> Tensor:
+    """The product of a layer that adds its bias itself, or that returns it. TransformerEngine has an empty for none."""
+    bias = getattr(layer, "bias", None)
+    return product if returned is not None or bias is None or not bias.numel() else product - bias
+
+
+def beside(check: Callable[[], None], layer: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> Any:
+    """The outputs of ``layer``, with the output of its adapter added if it has one: a forward hook of the layer.
+
+    Args:
+        check: raises if the forward needs another set of adapters.
+    """
+    check()
+    adapter = getattr(layer, "adapter", None)
+    if adapter is not None:
+        return adapter(layer, inputs, outputs)
+    return outputs_and_input(outputs, inputs[0])[0]
+
+
 class GroupedAdapter(nn.ModuleList):
-    """The adapters of the experts whose weights TransformerEngine holds in one layer, as a forward hook of it.
+    """The adapters of the experts whose weights TransformerEngine holds in one layer.
 
     One grouped product computes each factor of all experts, where torch has a kernel for it.
     """
@@ -203,7 +343,8 @@ class GroupedAdapter(nn.ModuleList):
         first = torch.stack([adapter.linear_in() for adapter in adapters])
         second = torch.stack([adapter.linear_out() for adapter in adapters])
         by_expert = partial(_by_expert, counts=[int(count) for count in inputs[1]])
-        return product + adapters[0].with_factors(inputs[0], first, second, by_expert).to(product.dtype), bias
+        beside = adapters[0].with_factors(adapters[0].inputs_of(inputs[0]), first, second, by_expert)
+        return product + beside.to(product.dtype), bias
 
 
 def _by_expert(hidden: Tensor, weights: Tensor, counts: list[int]) -> Tensor:

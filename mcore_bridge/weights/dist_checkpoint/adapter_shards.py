@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.rules.adapters import FACTORS, Adapters, is_adapter
+from mcore_bridge.rules.adapters import Adapters, is_adapter
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -83,8 +83,7 @@ def _place_adapters(chunk: GPTModel, state: dict[str, Any], prefix: str) -> None
     for module in chunk.modules():
         for own, adapter in getattr(getattr(module, "adapter", None), "by_weight", {}).items():
             base: Any = entries.get(id(getattr(module, own)))
-            for end, dim in zip(FACTORS, (1, 0), strict=True) if base else ():  # a missing base is reported later
-                factor = getattr(adapter, end).weight
+            for end, factor, dim in adapter.tensors if base else ():  # a missing base is reported later
                 key = f"{base.key.removesuffix('.weight')}.adapter.{end}.weight"
                 state[names[id(factor)]] = _placed(key, factor, base, dim, adapter.group.rank())
 

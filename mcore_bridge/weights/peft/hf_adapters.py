@@ -56,6 +56,8 @@ def iter_hf_adapters(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield each ``lora_A`` and ``lora_B``, whole, with equal names, order and bits on every rank.
 
+    Adapters of DoRA have each ``lora_magnitude_vector``, too.
+
     If HF holds experts in one tensor, their adapters come in one tensor too, ``[experts, rank, in]`` and ``[experts,
     out, rank]``. All ranks of a model replica iterate together. Tensors are copies that the caller may keep. The scale
     ``alpha / rank`` is not in them.
@@ -171,7 +173,7 @@ def load_adapters(models: Models, folder: str | os.PathLike[str], *, dtype: Dtyp
     All ranks of a replica call it together, and compare what they are about to read. The folder must have exactly the
     adapters of the models, with an equal largest rank. Smaller ranks are padded with zeros, which is exact. If the
     scale of a module differs from the models' scale, its B is multiplied by the ratio and rounded once. This is exact
-    if the ratio is a power of two. ``cast`` of the report names these tensors.
+    if the ratio is a power of two. ``cast`` of the report names these tensors. The dropout of the models stays.
 
     Args:
         models: this rank's chunks with adapters, wrapped or not.
@@ -184,8 +186,8 @@ def load_adapters(models: Models, folder: str | os.PathLike[str], *, dtype: Dtyp
 
     Raises:
         ConfigError: the models have no adapters, or there is no such folder.
-        CheckpointError: naming all unsupported features (dropout, DoRA, biases, ...), or the tensors that are missing,
-            unexpected, of another shape, or would lose bits. Then nothing was written.
+        CheckpointError: naming all unsupported features (biases, ``modules_to_save``, ...), or the tensors that are
+            missing, unexpected, of another shape, or would lose bits. Then nothing was written.
 
     Example:
         >>> mb.load_adapters(policy, "run/adapter_100").num_tensors
@@ -199,6 +201,11 @@ def load_adapters(models: Models, folder: str | os.PathLike[str], *, dtype: Dtyp
             raise CheckpointError(
                 f"the adapter in {folder} has rank {given.rank}, the models {made.rank}: add adapters of that rank, "
                 "or pass the folder to add_adapters"
+            )
+        if given.dora != made.dora:
+            raise CheckpointError(
+                f"the adapter in {folder} has use_dora={given.dora}, the models {made.dora}: add adapters with "
+                f"dora={given.dora}, or pass the folder to add_adapters"
             )
         bound = bind(models, adapters=made)
         shared = {"folder": content_of(given.path), "scales": sorted(given.scales.items()), "dtype": dtype}
@@ -248,11 +255,14 @@ def adapters_in_use(models: Models) -> str | None:
     """A description of the adapters that a forward uses, for ranks to compare; None without adapters."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    made: Adapters | None = getattr(chunks_of(models)[0], "bridge_adapters", None)
+    chunk: Any = chunks_of(models)[0]
+    made: Adapters | None = getattr(chunk, "bridge_adapters", None)
     if made is None:
         return None
     state = "off" if switch_of(made) in get_cuda_rng_tracker().states_ else "on"
-    return f"rank {made.rank}, alpha {float(made.alpha)}, {made.kind}, {state}"
+    kind = f"{made.kind}, dropout {made.dropout}, dora {made.dora}"
+    name = chunk.bridge_adapter_sets.in_use
+    return f"{name!r}, rank {made.rank}, alpha {float(made.alpha)}, {kind}, {state}"
 
 
 def _with_further(specs: Iterable[TensorSpec], made: Adapters) -> Iterator[TensorSpec]:
@@ -301,5 +311,4 @@ def _config(made: Adapters, provenance: Provenance, names: Sequence[str], naming
     ends = shortest_ends(map(pattern_of, modules), map(naming.in_memory, others))
     ends = None if provenance.whole else ends  # a tower has such names, too
     base = provenance.folder or getattr(provenance.hf, "_name_or_path", None)
-    arguments: dict[str, Any] = {"rank": made.rank, "alpha": made.alpha, "base": base, "head": provenance.head}
-    return portable_config(modules if ends is None else ends, parameters, **arguments)
+    return portable_config(modules if ends is None else ends, parameters, made, base=base, head=provenance.head)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mcore_bridge.rules.adapters import base_name
+from mcore_bridge.rules.adapters import Adapters, base_name
 from mcore_bridge.rules.layout import Rearrange
 from mcore_bridge.rules.mapping import Prefixes, respelled_name
 
@@ -54,13 +54,13 @@ class PeftNames:
         >>> PeftNames(STACKS).to_peft("model.layers.0.mlp.experts.gate_up_proj.lora_A.weight")
         'base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight'
         """
-        base, factor = _split(name)
-        base, is_stack = self.in_memory(base), self.is_stack(base)
+        base = base_name(name)
+        end, is_stack, base = name.removeprefix(base), self.is_stack(base), self.in_memory(base)
         if is_stack:
             module, _, last = base.rpartition(".")
             base = module + ".base_layer" * (len(self.stacks) - 1 - self.stacks.index(last))
-            factor = _OTHER[factor] if self.swapped else factor
-        return f"{PREFIX}{base}.{factor}.weight"
+            end = f".{_OTHER[_factor(name)]}.weight" if self.swapped else end
+        return f"{PREFIX}{base}{end}"
 
     def to_hf(self, name: str) -> str:
         """The inverse of ``to_peft``, with names as in memory. From other names only ``PREFIX`` is removed."""
@@ -100,22 +100,21 @@ class PeftNames:
         return stack
 
     def _layout(self, name: str) -> Rearrange:
-        return (SWAPPED if self.swapped else STACKED)[_split(name)[1]]
+        return (SWAPPED if self.swapped else STACKED)[_factor(name)]
 
 
-def _split(name: str) -> tuple[str, str]:
-    """The module of a tensor of an adapter, and which factor it is."""
-    base = base_name(name)
-    return base, name.removeprefix(f"{base}.").removesuffix(".weight")
+def _factor(name: str) -> str:
+    return name.removeprefix(f"{base_name(name)}.").removesuffix(".weight")
 
 
 def portable_config(
-    modules: Collection[str], parameters: Collection[str], *, rank: int, alpha: float, base: str | None, head: str
+    modules: Collection[str], parameters: Collection[str], made: Adapters, *, base: str | None, head: str
 ) -> dict[str, Any]:
-    """The config of an adapter that ``peft``, vLLM and SGLang read.
+    """The config of an adapter that ``peft`` reads; and vLLM and SGLang, if it has no DoRA.
 
     Args:
         modules, parameters: ends of names of the targets.
+        made: the adapters.
         base: the folder or hub name of the model.
         head: the model's head.
     """
@@ -123,14 +122,14 @@ def portable_config(
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if head == "lm" else None,
         "base_model_name_or_path": base,
-        "r": rank,
-        "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
+        "r": made.rank,
+        "lora_alpha": int(made.alpha) if float(made.alpha).is_integer() else made.alpha,
         "target_modules": sorted(modules),
         "target_parameters": sorted(parameters) or None,
-        "lora_dropout": 0.0,
+        "lora_dropout": float(made.dropout),
         "bias": "none",
         "use_rslora": False,
-        "use_dora": False,
+        "use_dora": made.dora,
         "fan_in_fan_out": False,
         "modules_to_save": None,
         "rank_pattern": {},

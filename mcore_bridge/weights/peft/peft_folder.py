@@ -19,7 +19,7 @@ from torch import Tensor
 from mcore_bridge.composite import SPELLINGS
 from mcore_bridge.config.hf import find_folder, read_fields
 from mcore_bridge.errors import CheckpointError, ConfigError
-from mcore_bridge.rules.adapters import adapter_rules, base_name
+from mcore_bridge.rules.adapters import ENDS, adapter_rules, base_name
 from mcore_bridge.rules.mapping import ExpertFormat, Prefixes, WeightMapping, pattern_of, respelled_name
 from mcore_bridge.rules.names import TOWER, layer_of
 from mcore_bridge.rules.trace import Shape
@@ -29,7 +29,7 @@ from mcore_bridge.weights.peft.peft_read import PeftConfig, refused_in, unreadab
 from mcore_bridge.weights.provenance import Provenance
 
 _TEXT = "model."
-_FACTORS = (".lora_A.weight", ".lora_B.weight")
+_FACTORS = ENDS[:2]
 _MANY = 30
 """The most reasons in one error. Adapters of another base have a reason for each module."""
 
@@ -65,6 +65,11 @@ class PeftFolder:
         """The most frequent scale of modules; in a tie, the largest of these."""
         counts = Counter(self.scales.values())
         return max(counts, key=lambda scale: (counts[scale], scale))
+
+    @property
+    def dora(self) -> bool:
+        """Whether there are magnitudes of DoRA."""
+        return self.config.dora
 
     @property
     def alpha(self) -> float:
@@ -103,23 +108,26 @@ def open_peft(
     config = PeftConfig.of(fields)
     naming = PeftNames(config.stacks, swapped=provenance.swapped_in_peft)
     own_names = {naming.to_hf(name): name for name in file.entries}
-    modules = dict.fromkeys(base_name(name) for name in own_names if name.endswith(_FACTORS))
+    modules = dict.fromkeys(base_name(name) for name in own_names if name.endswith(ENDS))
     named = set(own_names.values())
     problems = [*refused_in(fields)]
     problems += [f"{own} is there under another name too" for own in file.entries if own not in named]
-    problems += [f"{name} is no factor of a linear layer" for name in own_names if not name.endswith(_FACTORS)]
+    problems += [f"{name} is no factor of a linear layer" for name in own_names if not name.endswith(ENDS)]
+    magnitudes = () if config.dora else (name for name in own_names if name.endswith(ENDS[2]))
+    problems += [f"the config has no use_dora for {name}" for name in magnitudes]
     problems += [f"the config has no target for {module}" for module in modules if not config.has(module)]
     problems += [] if modules else [f"{file.path.name} has no adapter"]
     expert_format = _expert_format(modules, naming)
     mapping = provenance.mapping(tied=False, mtp=1, expert_format=expert_format)
     spelled = _spelled(modules, provenance, mapping)
-    problems += _foreign(spelled.values(), mapping, num_layers)
+    problems += _foreign(spelled.values(), mapping, num_layers, config.dora)
     tensors = {}
     for name, own in own_names.items():
-        if name.endswith(_FACTORS):
-            module, factor = base_name(name), name[-len(_FACTORS[0]) :]
-            tensors[f"{spelled[module]}{factor}"] = tensor = _whole(file, own, name, naming, num_experts)
-            if (held := tensor.shape[-2:][_FACTORS.index(factor)]) != (rank := config.rank_of(module)):
+        if name.endswith(ENDS):
+            module = base_name(name)
+            end = name.removeprefix(module)
+            tensors[f"{spelled[module]}{end}"] = tensor = _whole(file, own, name, naming, num_experts)
+            if end in _FACTORS and (held := tensor.shape[-2:][_FACTORS.index(end)]) != (rank := config.rank_of(module)):
                 problems.append(f"{own} has rank {held}, the config says {rank}")
     if problems:
         raise _refused(path, problems)
@@ -129,7 +137,9 @@ def open_peft(
 
 
 def _at(name: str, tensor: Tensor, rank: int, factor: float) -> Tensor:
-    """A factor, padded with zeros up to ``rank`` and multiplied by ``factor``."""
+    """A factor, padded with zeros up to ``rank`` and multiplied by ``factor``; magnitudes as they are."""
+    if not name.endswith(_FACTORS):
+        return tensor
     is_first = name.endswith(_FACTORS[0])
     missing = rank - tensor.shape[-2 if is_first else -1]
     if factor != 1.0:
@@ -165,9 +175,9 @@ def require_shapes(folder: Path, given: PeftFolder, wanted: Mapping[str, Shape])
     """
     problems = []
     for name, shape in wanted.items():
-        dim = -1 if name.endswith(_FACTORS[0]) else -2
+        dim = {_FACTORS[1]: -2}.get(name.removeprefix(base_name(name)), -1)
         if (size := given.tensors[name].shape[dim]) != shape[dim]:
-            side = ("rows", "columns")[dim]
+            side = "columns" if name.endswith(_FACTORS[0]) else "rows"
             problems.append(f"{name} has {size} {side}, and its weight takes {shape[dim]}")
     if problems:
         raise _refused(folder, problems)
@@ -236,7 +246,7 @@ def _unspelled(name: str, spelling: Prefixes) -> str:
     return respelled_name(name, tuple((new, old) for old, new in spelling))
 
 
-def _foreign(modules: Iterable[str], mapping: WeightMapping, num_layers: int) -> Iterator[str]:
+def _foreign(modules: Iterable[str], mapping: WeightMapping, num_layers: int, dora: bool) -> Iterator[str]:
     """Yield the reasons why modules cannot have adapters."""
     known = []
     for module in modules:
@@ -253,7 +263,7 @@ def _foreign(modules: Iterable[str], mapping: WeightMapping, num_layers: int) ->
         else:
             known.append(pattern_of(module))
     try:
-        adapter_rules(mapping.rules, [*dict.fromkeys(known)])
+        adapter_rules(mapping.rules, [*dict.fromkeys(known)], dora=dora)
     except ConfigError as error:
         yield str(error).partition(": ")[2]
 
@@ -262,8 +272,8 @@ def _whole(file: SafetensorsFile, own: str, name: str, naming: PeftNames, num_ex
     """A factor from the file; for experts in one tensor, ``[experts, ...]``."""
     tensor = file.tensor(own)
     try:
-        if tensor.dim() != 2:
-            raise ValueError("expected two dims")
+        if tensor.dim() != (num_dims := 2 if name.endswith(_FACTORS) else 1):
+            raise ValueError(f"expected {num_dims} dims")
         return naming.stacked(name, tensor, num_experts) if naming.is_stack(base_name(name)) else tensor
     except (ValueError, RuntimeError) as error:  # einops raises EinopsError, a RuntimeError
         experts = f" of {num_experts} experts" if naming.is_stack(base_name(name)) else ""

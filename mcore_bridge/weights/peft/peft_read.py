@@ -18,7 +18,7 @@ from typing import Any
 import regex
 
 from mcore_bridge.arguments import is_count
-from mcore_bridge.config.fields import is_number
+from mcore_bridge.config.fields import is_dropout, is_number
 from mcore_bridge.errors import CheckpointError, shown
 from mcore_bridge.weights.peft.peft_config import STACKS
 
@@ -82,7 +82,7 @@ class Comparisons:
 _READ = frozenset(
     {
         *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"),
-        *("target_modules", "target_parameters", "exclude_modules"),
+        *("target_modules", "target_parameters", "exclude_modules", "lora_dropout", "use_dora"),
     }
 )
 _WITHOUT_EFFECT = frozenset(
@@ -94,8 +94,6 @@ _WITHOUT_EFFECT = frozenset(
 """Fields that describe the origin of an adapter, or that only matter together with a refused field."""
 # fmt: off
 _REFUSED = {
-    "lora_dropout":          "dropout: train with 0, or set it to 0 in the config to use the adapter without dropout",
-    "use_dora":              "DoRA changes the weight by more than a product: merge the adapter into the base",
     "bias":                  "biases of the base are trained: merge the adapter into the base",
     "lora_bias":             "the adapters have biases",
     "modules_to_save":       "whole modules are trained, which are no adapters",
@@ -110,7 +108,7 @@ _CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """Ranks, scales and targets of an adapter, as its config has them."""
+    """Ranks, scales, targets, dropout and DoRA of an adapter, as its config has them."""
 
     rank: int
     alpha: float
@@ -120,6 +118,8 @@ class PeftConfig:
     target_modules: str | frozenset[str]
     target_parameters: frozenset[str]
     exclude_modules: str | frozenset[str]
+    dropout: float = 0.0
+    dora: bool = False
     comparisons: Comparisons = field(default_factory=Comparisons, compare=False)
 
     @classmethod
@@ -134,6 +134,8 @@ class PeftConfig:
             _names(fields.get("target_modules")),
             frozenset(fields.get("target_parameters") or ()),
             _names(fields.get("exclude_modules")),
+            fields.get("lora_dropout") or 0.0,
+            bool(fields.get("use_dora")),
         )
 
     @property
@@ -232,6 +234,7 @@ def _are_stacks(value: Any) -> bool:
 _CHECKS = {
     "r": is_count,
     "lora_alpha": is_number,
+    "lora_dropout": lambda value: value is None or is_dropout(value),
     "rank_pattern": lambda value: not value or (isinstance(value, dict) and _all(value, is_count)),
     "alpha_pattern": lambda value: not value or (isinstance(value, dict) and _all(value, is_number)),
     "target_modules": _is_pattern,

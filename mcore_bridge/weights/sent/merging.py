@@ -1,21 +1,26 @@
 """Merges adapters into weights: new tensors that an export makes of this rank's shards, one after the other.
 
-A merge needs no other shard. Sums are in fp64 and rounded once, so that bits do not depend on how a weight is cut. (A
-sum within about 2^-50 of a boundary of rounding could differ, if kernels add in another order.)
+A merge needs no other shard, except for DoRA: if ranks have parts of a row, they add up the squares of their parts
+before an export. Sums are in fp64 and rounded once, so that bits do not depend on how a weight is cut. (A sum within
+about 2^-50 of a boundary of rounding could differ, if kernels add in another order.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
+from mcore_bridge.errors import ExportError
 from mcore_bridge.rules.names import canonical
 from mcore_bridge.weights.model_chunks import numbering_of
+from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.endpoints import Merge, check_storage
+from mcore_bridge.weights.transfer.failures import raise_on_all
 from mcore_bridge.weights.transfer.quantized_parameters import is_quantized, of_other_classes, values_of
 
 if TYPE_CHECKING:
@@ -43,6 +48,14 @@ class Factors(Protocol):
 
     chosen: Tensor
     scale: float
+    group: Any
+    magnitude: Any
+    """The module of the magnitudes of DoRA, ``[out]``, or None."""
+    has_cut_rows: bool
+    """Whether ranks of ``group`` have parts of one row."""
+
+    def has_row(self) -> Tensor:
+        """Whether each row has an adapter. bool ``[out]``."""
 
     @property
     def linear_in(self) -> Any:
@@ -53,32 +66,120 @@ class Factors(Protocol):
         """The module of B, ``[out, rank]``."""
 
 
-def merges_of(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Merge]]:
+@dataclass(frozen=True)
+class AdapterMerge:
+    """Merges an adapter into a shard of its weight.
+
+    Attributes:
+        adapter: the adapter.
+        squares: for DoRA, the squares of the lengths of the shard's rows in fp64. None: rows are whole on this rank.
+    """
+
+    adapter: Factors
+    squares: Tensor | None = None
+
+    @property
+    def lacks_squares(self) -> bool:
+        """Whether DoRA needs the squares of other ranks first."""
+        return self.adapter.magnitude is not None and self.adapter.has_cut_rows and self.squares is None
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        """The merged weight, as a new tensor.
+
+        Raises:
+            ExportError: this needs the squares of other ranks, and this export does not communicate.
+        """
+        if self.lacks_squares:
+            raise ExportError(
+                "a merge of DoRA needs the lengths of rows that tensor-parallel ranks share, and this export does not "
+                "communicate: use iter_hf_weights or save_hf_checkpoint"
+            )
+        return merged_weight(self.adapter, weight, self.squares)
+
+
+def merges_of(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, AdapterMerge]]:
     """Yield the canonical name of each weight with an adapter, and the function that merges the weight."""
     for chunk in chunks:
         numbering = numbering_of(chunk)
         for path, module in chunk.named_modules():
             for own, adapter in getattr(getattr(module, "adapter", None), "by_weight", {}).items():
-                yield canonical(f"{path}.{own}", numbering), partial(merged_weight, adapter)
+                yield canonical(f"{path}.{own}", numbering), AdapterMerge(adapter)
+
+
+def with_squares(group: Group, merges: Mapping[str, Merge], tensors: Mapping[str, Tensor]) -> Mapping[str, Merge]:
+    """The merges, with all squares of lengths. All ranks of ``group`` call it together; ranks of one row communicate.
+
+    Raises:
+        ExportError: on every rank, if a rank has no memory for it.
+    """
+    of_adapters = ((name, merge) for name, merge in merges.items() if isinstance(merge, AdapterMerge))
+    lacking = {name: merge for name, merge in of_adapters if merge.lacks_squares}
+    if not lacking:
+        return merges
+    with raise_on_all(group, kind=ExportError):
+        own = {name: squares_of(merge.adapter, tensors[name].detach()) for name, merge in lacking.items()}
+    sharing = Group(next(iter(lacking.values())).adapter.group)  # experts have no DoRA
+    sums = torch.stack(sharing.gather(torch.cat([*own.values()]).to(sharing.device))).sum(0)
+    parts = sums.split([len(squares) for squares in own.values()])
+    summed = {name: replace(lacking[name], squares=part) for name, part in zip(own, parts, strict=True)}
+    return {**merges, **summed}
 
 
 @torch.no_grad()
-def merged_weight(adapter: Factors, weight: Tensor) -> Tensor:
-    """A new tensor with the weight and the product of its adapter, in the dtype and on the device of the weight."""
-    first, second = adapter.linear_in.weight, adapter.linear_out.weight
-    check_storage({"linear_in of an adapter": first, "linear_out of an adapter": second})
-    first, second, chosen = (factor.to(weight.device, torch.float64) for factor in (first, second, adapter.chosen))
-    merged = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-    rows = max(_BLOCK // (first.shape[0] + first.shape[1]), 1)
-    blocks = (tensor.split(rows) for tensor in (merged, second, chosen, weight))
-    for block, own, places, old in zip(*blocks, strict=True):
-        block.copy_(with_product(old, (places * own[:, None, :]).flatten(1), first, adapter.scale))
+def merged_weight(adapter: Factors, weight: Tensor, squares: Tensor | None = None) -> Tensor:
+    """A new tensor with the weight and its adapter, in the dtype and on the device of the weight.
+
+    Args:
+        squares: as for ``AdapterMerge``.
+    """
+    merged, start = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device), 0
+    factor = None
+    if adapter.magnitude is not None:
+        squares = squares_of(adapter, weight) if squares is None else squares.to(weight.device)
+        factor = factor_of_rows(adapter.magnitude.weight, squares, adapter.has_row())
+    for old, left, right in _blocks(adapter, weight):
+        block = slice(start, start := start + len(old))
+        merged[block] = with_product(old, left, right, adapter.scale, None if factor is None else factor[block])
     return merged
 
 
-def with_product(weight: Tensor, left: Tensor, right: Tensor, scale: float) -> Tensor:
-    """``weight + scale * left @ right``, computed from factors in fp64, and rounded once to the dtype of ``weight``."""
-    return _rounded((left @ right).mul_(scale).add_(weight), weight.dtype)
+@torch.no_grad()
+def squares_of(adapter: Factors, weight: Tensor) -> Tensor:
+    """The squares of the lengths of this shard's rows of the weight with its adapter, in fp64. ``[rows]``."""
+    blocks = _blocks(adapter, weight)
+    return torch.cat([squares_with_product(old, left, right, adapter.scale) for old, left, right in blocks])
+
+
+def _blocks(adapter: Factors, weight: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield some rows of the weight at a time, with the fp64 factors of the product that is added to them."""
+    first, second = adapter.linear_in.weight, adapter.linear_out.weight
+    check_storage({"linear_in of an adapter": first, "linear_out of an adapter": second})
+    first, second, chosen = (factor.to(weight.device, torch.float64) for factor in (first, second, adapter.chosen))
+    rows = max(_BLOCK // (first.shape[0] + first.shape[1]), 1)
+    for own, places, old in zip(*(tensor.split(rows) for tensor in (second, chosen, weight)), strict=True):
+        yield old, (places * own[:, None, :]).flatten(1), first
+
+
+def squares_with_product(weight: Tensor, left: Tensor, right: Tensor, scale: float) -> Tensor:
+    """The squares of the lengths of the rows of ``weight + scale * left @ right``, in fp64."""
+    return (left @ right).mul_(scale).add_(weight).square_().sum(1)
+
+
+def factor_of_rows(magnitude: Tensor, squares: Tensor, has_row: Tensor | bool = True) -> Tensor:
+    """The factor of each row with DoRA, in fp64: its magnitude over its length, and 1 where there is no adapter."""
+    factor = magnitude.to(squares) / squares.sqrt()
+    return torch.where(torch.as_tensor(has_row, device=squares.device), factor, 1)
+
+
+def with_product(weight: Tensor, left: Tensor, right: Tensor, scale: float, factor: Tensor | None = None) -> Tensor:
+    """``factor * (weight + scale * left @ right)``, computed in fp64, and rounded once to the dtype of ``weight``.
+
+    Args:
+        left, right: the factors of an adapter, in fp64.
+        factor: of each row, in fp64; None: 1.
+    """
+    changed = (left @ right).mul_(scale).add_(weight)
+    return _rounded(changed if factor is None else changed.mul_(factor[:, None]), weight.dtype)
 
 
 def _rounded(sums: Tensor, dtype: torch.dtype) -> Tensor:

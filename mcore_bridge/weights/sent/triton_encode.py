@@ -173,7 +173,7 @@ def _new(bits, most, smallest, DTYPE: tl.constexpr, KIND: tl.constexpr, POWERS: 
 
 @_jit
 def _places(tile, across, rows, columns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, LINES: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: E501, N803  # fmt: skip
-    """Where the elements of a tile are in a shard of so many columns, and whether they are there, [LINES, GROUPS, WIDE]."""
+    """Where the elements [LINES, GROUPS, WIDE] of a tile are in a shard, and whether they are there."""
     line = tl.arange(0, LINES)
     row = tile // across * (HEIGHT if HEIGHT > 1 else LINES) + line
     inside = row < rows

@@ -1,0 +1,194 @@
+"""The adapters that a forward uses: one of several sets, each with a name, or none, as for a reference policy.
+
+Only the set in use is a part of the model. So each function for adapters means this set, and megatron-core's DDP and
+optimizer, made while a set is in use, have the parameters of this set alone. The other sets are kept beside the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from mcore_bridge.config.mesh.alike import Shared, agreed, replica_groups
+from mcore_bridge.errors import ConfigError
+from mcore_bridge.rules.adapters import Adapters
+from mcore_bridge.weights.model_chunks import Models, chunks_of
+from mcore_bridge.weights.model_tensors import note_built
+from mcore_bridge.weights.peft.hf_adapters import switch_of
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+
+@dataclass(frozen=True)
+class AdapterSet:
+    """One set of adapters of a chunk.
+
+    Attributes:
+        made: rank, scale and rules.
+        modules: the adapters by the path of their layer in the chunk.
+    """
+
+    made: Adapters
+    modules: Mapping[str, nn.Module]
+
+    @property
+    def marker(self) -> str:
+        """The name of a state in megatron-core's tracker of random numbers, which is there while the set is in use.
+
+        A recompute restores the states of its forward, and so shows which set the forward has used.
+        """
+        return f"mcore_bridge: adapters in use {id(self)}"
+
+
+@dataclass
+class AdapterSets:
+    """All sets of a chunk by name, and the name of the set in use; empty while none is in use."""
+
+    by_name: dict[str, AdapterSet] = field(default_factory=dict)
+    in_use: str = ""
+
+    def require_in_use(self) -> None:
+        """Raise ``ConfigError`` in the recompute of a forward that has used another set."""
+        from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+        states = get_cuda_rng_tracker().states_
+        for name, kept in self.by_name.items() if len(self.by_name) > 1 else ():
+            if kept.marker in states and name != self.in_use:
+                raise ConfigError(
+                    f"this is the recompute of a forward with the adapters {name!r}, and {self.in_use!r} are in use: "
+                    "call set_adapters between steps, and again after you restore random states"
+                )
+
+
+def set_adapters(models: Models, name: str) -> None:
+    """Let all forwards, exports and functions use the set of adapters ``name``, until the next call.
+
+    Nothing is copied. The other sets keep their values, and the optimizers that train them keep their state. Call it
+    between steps: the recompute of a forward that used another set raises. All ranks of a replica call it together.
+
+    Wrap the models and make the optimizer anew for each set, while the set is in use. Later use both only with the set.
+
+    Args:
+        models: this rank's chunks with adapters, wrapped or not.
+        name: the ``name`` of an ``add_adapters``.
+
+    Raises:
+        ConfigError: the models have no such set, or ranks pass different names.
+
+    Example:
+        >>> mb.add_adapters(policy, rank=4, alpha=8, targets=["o_proj"], name="other").rank      # in use from now on
+        4
+        >>> mb.set_adapters(policy, "default")
+        >>> len(dict(mb.iter_hf_adapters(policy)))
+        16
+    """
+    chunks = chunks_of(models)
+
+    def checked() -> tuple[None, Shared]:
+        names = list(sets_of(chunks[0]).by_name)
+        if name not in names:
+            raise ConfigError(f"models must have adapters named {name!r}, found {names}: call add_adapters first")
+        return None, {"name": name}
+
+    agreed(replica_groups(chunks[0].pg_collection), checked, ConfigError)
+    for chunk in chunks:
+        use(chunk, name)
+
+
+@contextmanager
+def without_adapters(models: Models) -> Iterator[None]:
+    """Make every forward of ``models`` in the block run the base alone.
+
+    A recompute uses adapters exactly if its forward did, wherever the backward runs. For this, the switch is one of the
+    random states, which megatron-core restores for a recompute. Blocks may be nested. All ranks of a replica enter it
+    together. CUDA graphs keep what they captured.
+
+    Args:
+        models: this rank's chunks with adapters, wrapped or not.
+
+    Raises:
+        ConfigError: the models have no adapters, so the policy would be its own reference.
+
+    Example:
+        >>> with mb.without_adapters(policy), torch.no_grad():
+        ...     reference = mb.forward(policy, input_ids, attention_mask).log_probs
+        >>> torch.equal(reference, mb.forward(models, input_ids, attention_mask).log_probs)
+        True
+    """
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    from mcore_bridge.factory.modules.adapter import Adapter
+
+    chunks = chunks_of(models)
+    if not hasattr(chunks[0], "bridge_adapters"):
+        raise ConfigError("models must have adapters, found none: the policy would be its own reference")
+    switch = switch_of(chunks[0].bridge_adapters)
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if isinstance(module, Adapter):
+            module.switch = switch
+    was_off = switch in get_cuda_rng_tracker().states_
+    get_cuda_rng_tracker().states_[switch] = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        if not was_off:
+            get_cuda_rng_tracker().states_.pop(switch, None)
+
+
+def sets_of(chunk: GPTModel) -> AdapterSets:
+    """The sets of adapters of a chunk. A change of them is kept if the chunk has some."""
+    sets: AdapterSets = getattr(chunk, "bridge_adapter_sets", None) or AdapterSets()
+    return sets
+
+
+def keep(chunk: Any, name: str, made: Adapters, modules: Mapping[str, nn.Module]) -> None:
+    """Add a set to a chunk, beside the model, and let its layers ask for the adapter in use.
+
+    Args:
+        modules: as for ``AdapterSet``.
+    """
+    from mcore_bridge.factory.modules.adapter import beside
+
+    chunk.bridge_adapter_sets = sets = sets_of(chunk)
+    known = {path for kept in sets.by_name.values() for path in kept.modules}
+    sets.by_name[name] = AdapterSet(made, modules)
+    for path in modules.keys() - known:
+        layer = chunk.get_submodule(path)
+        layer.register_forward_hook(partial(beside, sets.require_in_use), prepend=True)  # before our hook on latents
+        if hasattr(layer, "return_layernorm_output"):
+            layer.return_layernorm_output = True  # the input of the weight, and so of A
+
+
+def use(chunk: Any, name: str) -> None:
+    """Make the set ``name`` of a chunk a part of the model, and no other set."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    lay_aside(chunk)
+    sets = sets_of(chunk)
+    kept, sets.in_use = sets.by_name[name], name
+    for path, adapter in kept.modules.items():
+        layer = chunk.get_submodule(path)
+        layer.adapter = adapter.train(layer.training)
+    chunk.bridge_adapters = kept.made
+    note_built(chunk)
+    if len(sets.by_name) > 1:
+        get_cuda_rng_tracker().states_[kept.marker] = torch.get_rng_state()
+
+
+def lay_aside(chunk: Any) -> None:
+    """Take the set in use out of the model of a chunk, if there is one."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    sets = sets_of(chunk)
+    for kept in sets.by_name.values():
+        get_cuda_rng_tracker().states_.pop(kept.marker, None)
+    for path in sets.by_name[sets.in_use].modules if sets.in_use else ():
+        del chunk.get_submodule(path).adapter
+    sets.in_use = ""
