@@ -70,10 +70,11 @@ class ShardPositions:
         Args:
             flat: flat positions in the shard, int64.
         """
+        copies = [copy for copy in _copies(self.trace) if copy.shard == self.shard]
         for number, (part, start) in enumerate(self.parts):
             for first in range(0, len(flat), _AT_ONCE):
-                for copy in self.trace.to_hf:
-                    if copy.part == part and copy.shard == self.shard:
+                for copy in copies:
+                    if copy.part == part:
                         chosen, hf = self._of_copy(copy, flat[first : first + _AT_ONCE])
                         yield Positions(number, chosen + first, hf + start)
 
@@ -90,6 +91,11 @@ class ShardPositions:
             else:
                 hf += flat // steps[dim] % shape[dim] * stride
         return chosen, hf
+
+
+def _copies(trace: Trace) -> Sequence[Copy]:
+    """The copies by which elements are counted: each element of a part is in one of them."""
+    return trace.to_hf
 
 
 def _strides(shape: Shape) -> Sequence[int]:
