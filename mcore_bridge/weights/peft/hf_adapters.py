@@ -28,7 +28,7 @@ from mcore_bridge.weights.files.atomic_folder import commit, target_of, updating
 from mcore_bridge.weights.files.file_shards import FileShard
 from mcore_bridge.weights.files.hf_folder import content_of
 from mcore_bridge.weights.files.sources import SourceFolders
-from mcore_bridge.weights.files.staging import SLOT_BYTES
+from mcore_bridge.weights.files.staging import SLOT_BYTES, Staging
 from mcore_bridge.weights.load import load_bound
 from mcore_bridge.weights.load_state import LoadReport
 from mcore_bridge.weights.manifest import Manifest, ManifestEntry
@@ -154,7 +154,7 @@ def save_hf_adapters(
             writers = open_files([shard] if world.rank == 0 else [], update.new, stack)
         with together():
             pairs = iter_hf_adapters(models, dtype=dtype, bucket_bytes=bucket_bytes)
-            write_pairs(_in_peft(pairs, naming), writers, slot_bytes)
+            write_pairs(_in_peft(pairs, naming), writers, Staging(slot_bytes))
             stack.close()
             if world.rank == 0:
                 config = _config(made, provenance, [spec.name for spec in own], naming)
