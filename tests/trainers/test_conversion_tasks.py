@@ -234,3 +234,28 @@ def test_global_names_are_like_those_of_megatron_bridge():
         assert global_name(local, numbering) == name
     sequential = "decoder.layers.{}.mlp.experts.local_experts.{}.linear_fc2.bias"
     assert global_name(sequential.format(0, 0), numbering) == sequential.format(4, 8)
+
+
+def with_adapters(dims: ParallelDims) -> None:
+    """Runs in a worker: the tasks are those of the base, and an export merges adapters or leaves them out."""
+    models, _ = built(dims, tiny("qwen3", vocab_size=97))
+    mb.add_adapters(models, rank=2, alpha=4, targets=["q_proj", "down_proj"])
+    for name, parameter in (named for model in models for named in model.named_parameters()):
+        if "adapter" in name:
+            parameter.data.fill_(0.1)
+    bridge, wrapped = bridge_of(megatron_bridge.AutoBridge, models)
+    list(bridge.export_adapter_weights(wrapped))
+    tasks = bridge.get_conversion_tasks(wrapped)
+    assert not any("adapter" in task.global_param_name for task in tasks)
+    exported = []
+    for merged in (True, False):
+        options = {"merge_adapter_weights": merged}
+        parts = [dict(bridge.export_hf_weights(wrapped, conversion_tasks=tasks[at::2], **options)) for at in (0, 1)]
+        exported.append(mb.to_hf_state_dict(models, merged=merged))
+        assert_exact(parts[0] | parts[1], exported[-1])
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert not exported[0][name].equal(exported[1][name])
+
+
+def test_models_with_adapters():
+    pool.run(2, with_adapters, ParallelDims(pp=2))
