@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from mcore_bridge.weights.export import iter_hf_shards as iter_hf_shards
     from mcore_bridge.weights.export import iter_hf_weights as iter_hf_weights
     from mcore_bridge.weights.export import to_hf_state_dict as to_hf_state_dict
+    from mcore_bridge.weights.files.background import PendingSave as PendingSave
     from mcore_bridge.weights.ipc.buckets import plan_buckets as plan_buckets
     from mcore_bridge.weights.ipc.receiver import Receiver as Receiver
     from mcore_bridge.weights.ipc.sender import BufferRing as BufferRing
@@ -109,6 +110,7 @@ _HOMES = {
     "save_hf_checkpoint": "weights.save",
     "manifest": "weights.manifest",
     "save_checkpoint": "weights.dist_checkpoint.checkpoint",
+    "PendingSave": "weights.files.background",
     "load_checkpoint": "weights.dist_checkpoint.checkpoint",
     "CheckpointReport": "weights.dist_checkpoint.checkpoint",
     "engine_ranks": "weights.plan.target",

@@ -38,7 +38,7 @@ INDEXER = "self_attention.core_attention.indexer"
 _UNFUSED = [
     (re.compile(rf"{re.escape(linear)}\.layer_norm_(weight|bias)$"), rf"{norm}.\1") for norm, linear in _FUSED_NORMS
 ]
-_LAYER = re.compile(r"^decoder\.layers\.([0-9]{1,9})\.")
+_LAYER = re.compile(r"^decoder\.layers\.(?P<number>[0-9]{1,9})\.")
 FINAL_NORM = re.compile(r"^decoder\.final_norm\.")
 """The final norm of a ``HybridModel``."""
 _MAMBA = (
@@ -57,7 +57,7 @@ _EXPERTS = (
         r"\.experts\.(?P<layer>linear_fc[12]\.adapter\.)(?P<number>[0-9]{1,9})\.(?P<tensor>linear_\w+\.weight)$"
     ),
 )
-_MTP = re.compile(r"^mtp\.layers\.([0-9]{1,9})\.(?:mtp_model_layer(?:\.layers\.\d+)?(?=\.))?")
+_MTP = re.compile(r"^mtp\.layers\.(?P<number>[0-9]{1,9})\.(?:mtp_model_layer(?:\.layers\.\d+)?(?=\.))?")
 _EXPERT = re.compile(r"\.experts\.([0-9]{1,9})\.")
 
 
@@ -86,6 +86,20 @@ def canonical(name: str, numbering: Numbering) -> str:
 def _expert_tensor(match: re.Match[str], numbering: Numbering) -> str:
     layer = match.groupdict().get("layer", "")
     return f".experts.{numbering.experts[int(match['number'])]}.{layer}{match['tensor']}"
+
+
+def global_name(name: str, numbering: Numbering) -> str:
+    """The name of a chunk's parameter with the global numbers of its layer and expert, otherwise unchanged."""
+    numbered = (
+        (_LAYER, numbering.layers),
+        (_MTP, numbering.mtp),
+        *((pattern, numbering.experts) for pattern in _EXPERTS),
+    )
+    for pattern, numbers in numbered:
+        if match := pattern.search(name):
+            start, end = match.span("number")
+            name = f"{name[:start]}{numbers[int(match['number'])]}{name[end:]}"
+    return name
 
 
 def plain_key(key: str) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from mcore_bridge.architecture import read_hf
 from mcore_bridge.config.hf import find_folder
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.blueprint import BuildOptions, make_blueprint
+from mcore_bridge.trainers.conversion_tasks import ConversionTask, ConversionTasks, require_tasks, sourced_weights
 from mcore_bridge.trainers.loading import load_folder
 from mcore_bridge.trainers.weight_export import WeightExport
 from mcore_bridge.trainers.wrap import ddp_config_of, freeze_routers
@@ -81,17 +82,6 @@ def create_ddp_config(
     settings = {"use_distributed_optimizer": use_distributed_optimizer, "use_megatron_fsdp": use_megatron_fsdp}
     config = ddp_config_of({**settings, **(overrides or {})})
     return config if wrap_with_ddp else None
-
-
-class ConversionTasks:
-    """The result of ``get_conversion_tasks``: an export accepts and ignores it, and an iteration over it raises."""
-
-    def __iter__(self) -> NoReturn:
-        raise ConfigError(
-            "only Megatron-Bridge has conversion tasks that can be inspected. In place of delta_sharded set "
-            "checkpoint_engine.backend=mcore_bridge, which writes shards into the engines. iter_hf_shards says where "
-            "each element of a shard is in HF's tensors"
-        )
 
 
 @dataclass
@@ -200,17 +190,30 @@ class AutoBridge:
         return model
 
     def get_conversion_tasks(self, megatron_model: Models, hf_path: Folder | None = None) -> ConversionTasks:
-        """An object to pass to ``export_hf_weights``. It refers to no weight and no plan."""
-        return ConversionTasks()
+        """The tasks of an export, one for each parameter of the model. All ranks of a model replica call it together.
+
+        The result may be kept: it refers to no tensor, and each access makes tasks with the current parameters. A task
+        refers to its parameter.
+
+        Args:
+            megatron_model: this rank's chunks, wrapped or not.
+            hf_path: without effect.
+
+        Raises:
+            ExportError: on every rank, if a parameter of any of them has no rule.
+        """
+        return ConversionTasks(megatron_model)
 
     def export_hf_weights(
         self,
         model: Models,
         cpu: bool = False,
         show_progress: bool = True,
-        conversion_tasks: ConversionTasks | None = None,
+        conversion_tasks: Iterable[ConversionTask | None] | None = None,
         merge_adapter_weights: bool = True,
-    ) -> WeightExport:
+        *,
+        with_megatron_names: bool = False,
+    ) -> Iterator[Any]:
         """Yield every HF tensor, whole, on every rank, like ``iter_hf_weights``. Nothing runs before the first
         ``next``.
 
@@ -220,14 +223,19 @@ class AutoBridge:
             show_progress: without effect, as nothing is printed.
             merge_adapter_weights: for models with adapters, whether to yield merged weights. Otherwise only the base is
                 yielded, with names without ``.base_layer``.
-            conversion_tasks: from ``get_conversion_tasks``, or None.
+            conversion_tasks: None or the result of ``get_conversion_tasks``: everything. Some of its tasks, the same
+                on all ranks: only the HF tensors of these, from the ``param_weight`` of each. Tasks with one
+                ``mapping.group_key`` come together.
+            with_megatron_names: whether to yield triples: the third is a tuple with the global names of the parameters
+                of which the tensor was made (``SourcedWeight``).
 
         Raises:
             ConfigError: the tasks belong to another bridge. Or the base is exported for the second time, while the
                 adapters of the model were never exported.
         """
-        if not isinstance(conversion_tasks, ConversionTasks | None):
-            raise ConfigError(f"conversion_tasks must come from get_conversion_tasks, found {type(conversion_tasks)}")
+        whole = conversion_tasks is None or isinstance(conversion_tasks, ConversionTasks)
+        if isinstance(conversion_tasks, Sequence) and not whole:
+            require_tasks(task for task in conversion_tasks if task is not None)
         if not merge_adapter_weights and hasattr(chunks_of(model)[0], "bridge_adapters"):
             self._sent["base"] += 1
             if self._sent["base"] > 1 and not self._sent["adapters"]:
@@ -236,7 +244,11 @@ class AutoBridge:
                     "GPUs): set lora.merge=True, or change verl as "
                     "docs/trainers/verl.md shows"
                 )
-        return WeightExport(model, device="cpu" if cpu else None, merged=merge_adapter_weights)
+        options: dict[str, Any] = {"device": "cpu" if cpu else None, "merged": merge_adapter_weights}
+        if whole and not with_megatron_names:
+            return WeightExport(model, **options)
+        weights = sourced_weights(model, conversion_tasks, **options)
+        return weights if with_megatron_names else ((sourced.param_name, sourced.weight) for sourced in weights)
 
     def save_hf_weights(
         self,

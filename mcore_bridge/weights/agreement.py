@@ -6,13 +6,13 @@ A plan is reused until something that it depends on changes on any rank.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, TypedDict, Unpack
 
-from torch import nn
+from torch import Tensor, nn
 
 from mcore_bridge.arguments import COUNT, FLAG, instance_of, require
 from mcore_bridge.config.mesh.alike import Shared, difference, sendable
@@ -70,6 +70,21 @@ class Export:
     """The format in which weights leave."""
 
 
+class Only(NamedTuple):
+    """What an export takes of the models; by default all weights, without adapters.
+
+    Attributes:
+        adapters: the adapters of the models, to export only these.
+        tensors: tensors by canonical name, to export only these, in place of the tensors of the models.
+    """
+
+    adapters: Adapters | None = None
+    tensors: Mapping[str, Tensor] | None = None
+
+
+EVERYTHING = Only()
+
+
 class Options(TypedDict, total=False):
     """The optional arguments of ``agree_on_plan``."""
 
@@ -79,7 +94,7 @@ class Options(TypedDict, total=False):
     dtype: Dtypes
     merged: bool | None
     quantize: Quantize
-    adapters: Adapters | None
+    only: Only
     guests: tuple[Target, ...]
     shared: Shared
 
@@ -124,7 +139,7 @@ def agree_on_plan(
     dtype: Dtypes = None,
     merged: bool | None = None,
     quantize: Quantize = None,
-    adapters: Adapters | None = None,
+    only: Only = EVERYTHING,
     guests: tuple[Target, ...] = (),
     shared: Shared = MappingProxyType({}),
 ) -> Export:
@@ -136,7 +151,7 @@ def agree_on_plan(
     Args:
         models, hf, head, expert_format, bucket_bytes, target, dtype, merged, quantize: as for ``iter_hf_weights``. If
             the target is an error, this rank cannot export, and every rank raises the error.
-        adapters: the adapters of the models, to export only these.
+        only: what of the models to export.
         guests: targets of receivers that are no ranks of the group. They hold nothing, and come after its ranks.
         shared: further arguments that must be equal on all ranks.
 
@@ -155,7 +170,8 @@ def agree_on_plan(
             merged=(merged, FLAG.or_none()),
         )
         provenance = provenance_on(models, hf, head)
-        bound = bind(models, provenance, expert_format=expert_format, merged=merged, adapters=adapters)
+        bound = bind(models, provenance, expert_format=expert_format, merged=merged, adapters=only.adapters)
+        bound = bound if only.tensors is None else replace(bound, tensors=only.tensors, is_part=True)
         form = weight_format(quantize, provenance.folder)
         given |= {
             "head": provenance.head,

@@ -54,6 +54,8 @@ class BoundModel:
     """Whether adapters are merged into what is exported; None without adapters."""
     merges: Mapping[str, Merge] = field(default_factory=dict)
     """The functions from tensors to what is sent, by canonical name: of quantized tensors, and to merge adapters."""
+    is_part: bool = False
+    """Whether an export takes only these tensors, and other tensors of the models stay."""
 
     def exported(self, mcore: str) -> Tensor:
         """The tensor that an export sends for a tensor of this rank: the tensor itself, or a new one."""
@@ -99,7 +101,7 @@ class BoundModel:
     def inventory(self) -> Inventory:
         """The inventory of this rank, which other ranks need to plan an export."""
         held = tuple(TensorSpec.of(name, tensor) for name, tensor in self.tensors.items())
-        return Inventory(self.ranks, held)
+        return Inventory(self.ranks, held, self.is_part)
 
     def is_elsewhere(self, mcore: str) -> bool:
         """Whether another rank has the tensor ``mcore`` (a canonical name), which this rank does not hold.

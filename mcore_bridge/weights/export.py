@@ -7,7 +7,7 @@ holds, for callers that transfer weights themselves.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import groupby
@@ -22,14 +22,15 @@ from mcore_bridge.config.quantization import Quantize
 from mcore_bridge.rules.dtypes import Dtypes
 from mcore_bridge.rules.mapping import ExpertFormat, unstacked
 from mcore_bridge.rules.trace import Copy, Shape
-from mcore_bridge.weights.agreement import open_export, unless
+from mcore_bridge.weights.agreement import Export, Only, open_export, unless
 from mcore_bridge.weights.bound import BoundModel, bind, provenance_on
-from mcore_bridge.weights.model_chunks import Models
+from mcore_bridge.weights.model_chunks import Models, chunks_of
 from mcore_bridge.weights.param_sync import require_gathered
 from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.progress import tracked
 from mcore_bridge.weights.provenance import HF
 from mcore_bridge.weights.source.weight_format import PLAIN, WeightFormat
+from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.endpoints import check_storage
 from mcore_bridge.weights.transfer.executor import run_program
 
@@ -112,7 +113,45 @@ def iter_hf_weights(
         "merged": merged,
         "quantize": quantize,
     }
-    export = open_export(models, hf, head, **options, dtype=dtype)
+    yield from _pairs(open_export(models, hf, head, **options, dtype=dtype), dtype, device, copy=copy)
+
+
+def iter_with_sources(
+    models: Models,
+    *,
+    part: Mapping[str, Tensor] | None,
+    rows: Sequence[int] | None,
+    device: torch.device | str | None = None,
+    merged: bool | None = None,
+) -> Iterator[tuple[str, Tensor, tuple[str, ...]]]:
+    """Yield HF tensors like ``iter_hf_weights``, each with the canonical names of the parameters that become it.
+
+    Args:
+        models, device, merged: as for ``iter_hf_weights``.
+        part: tensors of this rank by canonical name, to export only these, in place of the tensors of the models;
+            None exports all.
+        rows: what the ranks chose, equal on all ranks. If it is empty on all ranks, nothing is yielded.
+
+    Raises:
+        ExportError, MappingError: as ``iter_hf_weights``, except that layers may be absent from a part. A tensor of
+            all experts must be there with all its experts.
+    """
+    if rows is not None and not Group.of_replica(chunks_of(models)[0].pg_collection).max(len(rows)):
+        return
+    export = open_export(models, None, "lm", merged=merged, only=Only(tensors=part), shared={"conversion_tasks": rows})
+    sources: dict[str, list[str]] = {}
+    for entry in export.program.plan.payload.entries:
+        for name in (*entry.hf, *entry.copies):
+            sources.setdefault(unstacked(name)[0], []).append(entry.held.name)
+    with closing(_pairs(export, None, device, copy=True)) as pairs:
+        for name, tensor in pairs:
+            yield name, tensor, tuple(sources[name])
+
+
+def _pairs(
+    export: Export, dtype: Dtypes, device: torch.device | str | None, *, copy: bool
+) -> Generator[tuple[str, Tensor]]:
+    """Run an export. Where the caller stops early, this rank still sends what other ranks need."""
     bound = export.bound
     with closing(run_program(export.program, export.group, bound.tensors, merges=bound.merges, lend=not copy)) as pairs:
         count = lambda: sum(1 for _ in export.program.plan.tensors())  # noqa: E731

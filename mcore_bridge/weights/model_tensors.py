@@ -87,6 +87,12 @@ def _require_own_memory(held: Mapping[str, Tensor]) -> None:
             )
 
 
+def local_names(chunk: GPTModel) -> dict[str, str]:
+    """The names of a chunk's tensors in its modules, by canonical name, in the order of ``held_tensors``."""
+    numbering = numbering_of(chunk)
+    return {canonical(name, numbering): name for name, _ in _tensors(chunk)}
+
+
 @dataclass(frozen=True, slots=True)
 class _Roll:
     """The canonical names of the tensors of a chunk, and where in the chunk they are.

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -24,12 +25,13 @@ from mcore_bridge.rules.mapping import ExpertFormat
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.bound import mapping_of, provenance_on
 from mcore_bridge.weights.export import iter_hf_weights
-from mcore_bridge.weights.files.atomic_folder import commit, require_files, target_of, updating_by_all
+from mcore_bridge.weights.files.atomic_folder import Update, commit, require_files, target_of, updating_by_all
+from mcore_bridge.weights.files.background import HostCopies, PendingSave, copy_all, settle
 from mcore_bridge.weights.files.file_shards import MAX_SHARD_BYTES, FileShard, assign_files
 from mcore_bridge.weights.files.hf_folder import HEADS, weight_files, write_index
 from mcore_bridge.weights.files.safetensors import SafetensorsWriter
 from mcore_bridge.weights.files.sidecars import NOTES, copy_companions, copy_note
-from mcore_bridge.weights.files.staging import SLOT_BYTES, Staging
+from mcore_bridge.weights.files.staging import SLOT_BYTES, InThisThread, Staging
 from mcore_bridge.weights.manifest import Manifest, manifest
 from mcore_bridge.weights.model_chunks import Models, chunks_of
 from mcore_bridge.weights.not_built import Mtp, NotBuilt, not_built_of
@@ -48,6 +50,34 @@ logger = logging.getLogger("mcore_bridge")
 WriterByName = dict[str, tuple[SafetensorsWriter, TensorSpec]]
 
 
+class SaveOptions(TypedDict, total=False):
+    """The optional arguments of ``save_hf_checkpoint``, without ``wait``."""
+
+    hf: HF | None
+    head: str
+    dtype: Dtypes
+    expert_format: ExpertFormat | None
+    keep: bool
+    max_shard_bytes: int
+    slot_bytes: int
+    merged: bool | None
+    quantize: Quantize
+    mtp: Mtp
+    host_bytes: int | None
+
+
+@overload
+def save_hf_checkpoint(
+    models: Models, folder: str | os.PathLike[str], *, wait: Literal[True] = True, **options: Unpack[SaveOptions]
+) -> Manifest: ...
+
+
+@overload
+def save_hf_checkpoint(
+    models: Models, folder: str | os.PathLike[str], *, wait: Literal[False], **options: Unpack[SaveOptions]
+) -> PendingSave[Manifest]: ...
+
+
 @accepts_former_names
 def save_hf_checkpoint(
     models: Models,
@@ -63,7 +93,9 @@ def save_hf_checkpoint(
     merged: bool | None = None,
     quantize: Quantize = None,
     mtp: Mtp = "copied",
-) -> Manifest:
+    wait: bool = True,
+    host_bytes: int | None = None,
+) -> Manifest | PendingSave[Manifest]:
     """Write sharded safetensors, index, config, and the tokenizer files of the folder that the model came from.
 
     Tensors of parts that are not built (a composite's tower, MTP layers) are copied from that folder, byte by byte.
@@ -90,13 +122,19 @@ def save_hf_checkpoint(
             that are not built are copied as the folder with the format stores them.
         mtp: the fate of MTP layers that are not built. "copied": they are copied from the folder of the model,
             unchanged by training. "dropped": they are left out. The config counts the written MTP layers.
+        wait: False returns as soon as this rank has copied what it writes, and training may go on. A thread writes the
+            files, and then all files appear in one step.
+        host_bytes: how many bytes of copies a rank may hold with ``wait=False``. It then copies further tensors when
+            others are written, so the call takes longer. None: everything that the rank writes, the size of the
+            checkpoint divided by the number of ranks.
 
     Returns:
-        The manifest of what was written.
+        The manifest of what was written. With ``wait=False`` a handle, whose ``wait()`` returns the manifest.
 
     Raises:
         CheckpointError: on every rank, when any rank cannot write, ranks pass different arguments, another job writes
-            to this folder, or the folder of copied tensors changes during the save. The target is then unchanged.
+            to this folder, or the folder of copied tensors changes during the save. The target is then unchanged. With
+            ``wait=False``, errors of the thread are raised by ``wait()``, or else by the next save.
 
     Example:
         >>> written = mb.save_hf_checkpoint(models, "run/step_100", dtype=torch.bfloat16)
@@ -105,17 +143,20 @@ def save_hf_checkpoint(
     """
     world = Group(None)
     with raise_on_all(world, "nothing was written"):
+        settle()
         target, provenance = target_of(folder), provenance_on(models, hf, head)
         form = weight_format(quantize, provenance.folder)
         sizes = {"max_shard_bytes": max_shard_bytes, "slot_bytes": slot_bytes}
         require(CheckpointError, keep=(keep, FLAG), **{name: (size, COUNT) for name, size in sizes.items()})
+        require(CheckpointError, wait=(wait, FLAG), host_bytes=(host_bytes, COUNT.or_none()))
     given: dict[str, Any] = {"dtype": dtype, "expert_format": expert_format, "head": head, "merged": merged}
-    compared = {**given, **sizes, "keep": keep, "mtp": mtp, "quantize": form.digest}
+    compared = {**given, **sizes, "keep": keep, "mtp": mtp, "quantize": form.digest, "wait": wait}
     require_alike(world, {"hf": identity(provenance), **compared})
     given["quantize"] = quantize
     together = partial(raise_on_all, world, f"{target} was not changed")
     bucket_bytes = BUCKET_SLOTS * slot_bytes
-    with updating_by_all(world, target) as update, ExitStack() as stack:
+    with ExitStack() as opened:
+        update = opened.enter_context(updating_by_all(world, target))
         with together():
             specs = manifest(models, hf=hf, **given, bucket_bytes=bucket_bytes)
             not_built = not_built_of(provenance, mapping_of(chunks_of(models)[0], provenance), mtp=mtp, form=form)
@@ -126,21 +167,56 @@ def save_hf_checkpoint(
         require_alike(world, {"number of tensors to copy from the folder of the model": len(not_built.specs)})
         with together():
             shards = assign_files(specs.tensors, world.size, max_shard_bytes)
-            writers = open_files([shard for shard in shards if shard.rank == world.rank], update.new, stack)
+            files = opened.enter_context(ExitStack())
+            writers = open_files([shard for shard in shards if shard.rank == world.rank], update.new, files)
+        writing = _FolderWriting(update, files, writers, shards, specs, not_built, provenance, form, keep)
+        pairs = iter_hf_weights(models, hf=hf, **given, bucket_bytes=bucket_bytes)
+        if wait:
+            writing.finish(pairs, Staging(slot_bytes), world)
+            return specs
+        copies = HostCopies(host_bytes)
+        finish = partial(writing.finish, copies.taken(), InThisThread(slot_bytes))
+        pending = PendingSave(target, specs, copies, finish, opened)
+    return copy_all(pending, world, _written(pairs, writers), own=True)
+
+
+@dataclass(frozen=True)
+class _FolderWriting:
+    """What a save writes to a folder, with the files that this rank has opened."""
+
+    update: Update
+    files: ExitStack
+    writers: WriterByName
+    shards: Sequence[FileShard]
+    specs: Manifest
+    not_built: NotBuilt
+    provenance: Provenance
+    form: WeightFormat
+    keep: bool
+
+    def finish(self, pairs: Iterator[tuple[str, Tensor]], staging: Staging, world: Group) -> None:
+        """Write the tensors as they come and everything else, on all ranks of ``world`` together; then commit."""
+        target, new = self.update.target, self.update.new
+        together = partial(raise_on_all, world, f"{target} was not changed")
         with together():
-            pairs = iter_hf_weights(models, hf=hf, **given, bucket_bytes=bucket_bytes)
-            write_pairs(_and_not_built(pairs, not_built, writers), writers, slot_bytes)
-            stack.close()
-            not_built.sources.require_unchanged()
+            write_pairs(_and_not_built(pairs, self.not_built, self.writers), self.writers, staging)
+            self.files.close()
+            self.not_built.sources.require_unchanged()
             if world.rank == 0:
-                if not_built.note:
-                    _warn(not_built.note)
-                _write_rest(shards, specs, provenance, update.new, target if keep else None, form)
+                if self.not_built.note:
+                    _warn(self.not_built.note)
+                kept = target if self.keep else None
+                _write_rest(self.shards, self.specs, self.provenance, new, kept, self.form)
         with together():
             if world.rank == 0:
-                require_files(update.new, [shard.name for shard in shards])
-                commit(update, not_built.sources, (*weight_files(target), *NOTES), HEADS)
-    return specs
+                require_files(new, [shard.name for shard in self.shards])
+                commit(self.update, self.not_built.sources, (*weight_files(target), *NOTES), HEADS)
+
+
+def _written(pairs: Iterator[tuple[str, Tensor]], writers: WriterByName) -> Generator[tuple[str, Tensor]]:
+    """The tensors of this rank's files."""
+    with closing(pairs):  # type: ignore[type-var]  # a generator, as it promises
+        yield from ((name, tensor) for name, tensor in pairs if name in writers)
 
 
 @functools.cache
@@ -168,11 +244,11 @@ def open_files(shards: Sequence[FileShard], folder: Path, stack: ExitStack) -> W
     return writers
 
 
-def write_pairs(pairs: Iterator[tuple[str, Tensor]], writers: WriterByName, slot_bytes: int) -> None:
+def write_pairs(pairs: Iterator[tuple[str, Tensor]], writers: WriterByName, staging: Staging) -> None:
     """Write this rank's tensors as they come, and skip all others."""
     waiting = dict(writers)
     # The iterator is closed explicitly: an error keeps its frames alive, and other ranks would wait for this rank.
-    with Staging(slot_bytes) as staging, closing(pairs):  # type: ignore[type-var]  # a generator, as it promises
+    with staging, closing(pairs):  # type: ignore[type-var]  # a generator, as it promises
         for name, tensor in pairs:
             if name not in waiting:
                 continue

@@ -1,9 +1,12 @@
 """Files to GPUs and back, through pinned slots: many slots, few slots, and tensors larger than a slot."""
 
+import threading
+
 import pytest
 import torch
 
 import mcore_bridge as mb
+from mcore_bridge.weights.files.background import HostCopies
 from mcore_bridge.weights.files.staging import SLOT_BYTES
 from tests.support.gpu_models import WITH_EXPERTS as HF
 from tests.support.gpus import spawn
@@ -38,3 +41,25 @@ def test_what_is_loaded_is_saved(dims, tmp_path):
     (tmp_path / "source").mkdir()
     save(random_state(HF), HF, tmp_path / "source")
     spawn(rank_main, tmp_path, dims.smallest_world, dims, str(tmp_path))
+
+
+@pytest.mark.parametrize("most_bytes", [None, 6 << 20])
+def test_copies_are_those_of_the_call_although_the_tensors_change(most_bytes):
+    """A save in the background: each tensor is overwritten as soon as it was put."""
+    truth = [torch.randn(1 << 20) for _ in range(16)]
+    copies, wrong, held = HostCopies(most_bytes), [], []
+
+    def take():
+        for name, tensor in copies.taken():
+            held.append(copies._held)
+            wrong.extend([name] * (not tensor.is_pinned() or not torch.equal(tensor, truth[int(name)])))
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    for number, tensor in enumerate([tensor.cuda() for tensor in truth]):
+        copies.put(str(number), tensor)
+        tensor.fill_(7.0)
+    copies.end()
+    thread.join()
+    assert (wrong, len(held)) == ([], 16)
+    assert most_bytes is None or max(held) <= most_bytes

@@ -464,7 +464,15 @@ TABLE: dict[str, dict[str, Cell] | str] = {
     "map_engine": "it takes an engine's process, and paths of none",
     **dict.fromkeys(
         [
-            *("ParallelDims", "CheckpointReport", "engine_ranks", "EngineRank", "plan_buckets", "BufferRing"),
+            *(
+                "ParallelDims",
+                "CheckpointReport",
+                "PendingSave",
+                "engine_ranks",
+                "EngineRank",
+                "plan_buckets",
+                "BufferRing",
+            ),
             *("Receiver", "forward", "TokenOutputs", "log_probs", "pack_sequences", "unpack_sequences"),
             *("PackedSequences", "Adapters", "iter_hf_adapters", "without_adapters", "Architecture", "register"),
             "set_adapters",

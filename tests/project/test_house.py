@@ -25,7 +25,7 @@ REACHED = {
 }
 """Public functions, and the files that a reader passes who follows each name that is used on the way."""
 ROOMS, FLOORS = {"weights": 23, "factory": 15}, {"weights": 11, "factory": 6}
-SMALL, SMALL_FILES, FILES, MEDIAN = 45, 12, 397, 116
+SMALL, SMALL_FILES, FILES, MEDIAN = 45, 12, 403, 116
 TWICE = {"classes": 1, "files": 1}
 LONG, MANY = 60, 12
 
@@ -152,8 +152,8 @@ def test_files_are_neither_many_nor_small() -> None:
 
 
 def test_functions_are_short_and_take_little() -> None:
-    """Statements count, and docstrings do not. Commands have an argument for each option, two functions their own, and
-    a kernel each constant.
+    """Statements count, and docstrings do not. Commands have an argument for each option, three functions their own,
+    and a kernel each constant.
     """
     long, many = [], []
     for module, tree in trees().items():
@@ -170,6 +170,7 @@ def test_functions_are_short_and_take_little() -> None:
         "convert/convert.convert",
         "factory/add_adapters.add_adapters",
         "factory/build.build_model",
+        "weights/save.save_hf_checkpoint",
         "weights/sent/triton_encode._encode",
     ]
 

@@ -160,7 +160,16 @@ def test_a_wrong_call_is_told_what_was_expected(tmp_path, models, what):
 
 NOT_TRIED = {"forward", "log_probs", "pack_sequences", "unpack_sequences", "TokenOutputs", "PackedSequences"}
 """Functions for batches, which have separate tests."""
-RESULTS = {"LoadReport", "CheckpointReport", "Adapters", "Manifest", "EngineMap", "Architecture", "Support"}
+RESULTS = {
+    "LoadReport",
+    "CheckpointReport",
+    "PendingSave",
+    "Adapters",
+    "Manifest",
+    "EngineMap",
+    "Architecture",
+    "Support",
+}
 DATA = {"BridgeError", *mb._ERRORS, *RESULTS}
 """Classes of results, which callers only read, or whose fields the author of an architecture writes."""
 MARK = allocate(8, torch.device("cpu"))

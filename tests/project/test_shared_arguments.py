@@ -57,10 +57,16 @@ TABLE: dict[str, dict[str, str]] = {
     "save_hf_checkpoint": {
         **_FOLDER,
         **dict.fromkeys(
-            ("dtype", "expert_format", "keep", "max_shard_bytes", "slot_bytes", "merged", "quantize", "mtp"), COMPARED
+            ("dtype", "expert_format", "keep", "max_shard_bytes", "slot_bytes", "merged", "quantize", "mtp", "wait"),
+            COMPARED,
         ),
+        "host_bytes": OWN,
     },
-    "save_checkpoint": {**_FOLDER, **dict.fromkeys(("optimizer", "common", "part"), COMPARED)},
+    "save_checkpoint": {
+        **_FOLDER,
+        **dict.fromkeys(("optimizer", "common", "part", "wait"), COMPARED),
+        "host_bytes": OWN,
+    },
     "load_checkpoint": {**_FOLDER, **dict.fromkeys(("optimizer", "dtype", "strict", "part"), COMPARED)},
     "add_adapters": {
         "models": OWN,
@@ -189,6 +195,7 @@ def _usual(name: str, folders: dict[str, str], models: dict[str, Any]) -> tuple[
                 "mtp": "dropped",
                 "max_shard_bytes": 1000,
                 "slot_bytes": 1000,
+                "wait": False,
             },
         ),
         "save_checkpoint": (
@@ -200,6 +207,7 @@ def _usual(name: str, folders: dict[str, str], models: dict[str, Any]) -> tuple[
                 "optimizer": Optimizer(),
                 "part": "base",
                 "common": {"iteration": 2},
+                "wait": False,
             },
         ),
         "load_checkpoint": (

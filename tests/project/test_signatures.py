@@ -27,7 +27,7 @@ OTHERS = {
     *("bool", "dict", "float", "frozenset", "int", "list", "object", "range", "set", "slice", "str", "tuple", "type"),
     *("GPTModel", "PackedSeqParams", "Path", "PathLike", "PretrainedConfig", "ProcessGroup", "Tensor", "device"),
     *("TransformerBlockSubmodules", "TransformerConfig", "bytes", "dtype", "nn", "Module", "os", "timedelta", "torch"),
-    *("TracebackType", "BaseException", "Self", "Shaped"),
+    *("TracebackType", "BaseException", "Self", "Shaped", "T"),
 }
 """Types of Python and of other libraries."""
 

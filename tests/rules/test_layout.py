@@ -1,5 +1,8 @@
 """The laws of layouts, and of their traces, over all sizes of axes."""
 
+from dataclasses import replace
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,9 +12,11 @@ from mcore_bridge.errors import MappingError
 from mcore_bridge.rules.layout import (
     COLUMN,
     GATED_UP,
+    INTERLEAVED,
     QKV,
     REPLICATED,
     ROW,
+    TRANSPOSED,
     VOCAB,
     Concat,
     Fill,
@@ -19,7 +24,10 @@ from mcore_bridge.rules.layout import (
     Replicate,
     Resize,
 )
+from mcore_bridge.rules.mapping import Binding
 from mcore_bridge.rules.trace import _runs, line_starts, moved_dim, trace
+from mcore_bridge.weights.plan import positions
+from mcore_bridge.weights.plan.positions import ShardPositions
 
 NAMED = {"COLUMN": COLUMN, "ROW": ROW, "REPLICATED": REPLICATED, "VOCAB": VOCAB, "GATED_UP": GATED_UP, "QKV": QKV}
 PADDED = Resize("vocab", "padded_vocab")
@@ -117,6 +125,56 @@ def test_trace_writes_every_hf_element_exactly_once(problem):
         copy.of_part(times[copy.part]).add_(1)
     assert equal(back, parts)
     assert all((count == 1).all() for count in times)
+
+
+@given(problems())
+def test_positions_of_a_shard_say_where_each_element_is(problem):
+    check_positions(*problem)
+
+
+def check_positions(layout, axes, parts):
+    (shards,) = layout(parts, axes)
+    traced = trace(layout, shards.shape[1:], axes)
+    names = tuple(f"{number}[2]" for number in range(len(parts)))  # the third entry of a stack of four
+    binding = Binding("", names, layout, True, "tp", ("second",))
+    times = [torch.zeros(4 * part.numel()) for part in parts] + [torch.zeros(parts[0].numel())]
+    every = torch.arange(shards[0].numel()).flip(0)
+    for number, shard in enumerate(shards):
+        places = ShardPositions.of(binding, traced, number, torch.int64, 4)
+        assert [spec.shape for spec in places.hf] == [(4, *part.shape) for part in parts] + [parts[0].shape]
+        for slot, chosen, at in places.of_elements(every):
+            times[slot][at] += 1
+            part = parts[slot % len(parts)].flatten()
+            start = 2 * len(part) if slot < len(parts) else 0
+            assert equal([shard.flatten()[every[chosen]]], [part[at - start]])
+    for part, count in zip([*parts, parts[0]], times, strict=True):
+        assert equal([count.nonzero().flatten() % part.numel()], [torch.arange(part.numel())]), "an element is absent"
+        assert count.sum() == part.numel(), "an element comes twice"
+
+
+def slipped(**slip):
+    """A mistake in the numbers of each copy."""
+    right = ShardPositions._of_copy
+    wrong = lambda self, copy, flat: right(self, replace(copy, **slip), flat)  # noqa: E731
+    return mock.patch.object(ShardPositions, "_of_copy", wrong)
+
+
+MISTAKES = {
+    "view": mock.patch.object(positions, "_strides_in_shard", lambda copy, shape: positions._strides(shape)),
+    "step": slipped(part_step=1),
+    "start": slipped(part_start=0),
+    "shard": slipped(shard_start=0),
+}
+
+
+@pytest.mark.parametrize("mistake", [None, *MISTAKES])
+def test_positions_in_a_turned_tensor_with_steps(mistake):
+    """Gate and up are alternate columns of one tensor, for two ranks."""
+    problem = TRANSPOSED >> INTERLEAVED, {"tp": 2, "gate_up": 2}, (torch.arange(1, 41).view(5, 8),)
+    if mistake is None:
+        return check_positions(*problem)
+    with MISTAKES[mistake], pytest.raises((AssertionError, IndexError)):
+        check_positions(*problem)
 
 
 def test_a_trace_is_short():

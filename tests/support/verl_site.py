@@ -26,6 +26,22 @@ class CheckpointEngineRegistry:
 class CheckpointEngine: ...
 """,
     "workers/__init__.py": "",
+    "workers/engine/__init__.py": "",
+    "workers/engine/megatron/__init__.py": "",
+    "workers/engine/spec.py": """
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class ShardSpec:
+    full_shape: tuple
+    mesh: Any = None
+    placements: Any = None
+    place: Any = None
+    gather_group: Any = None
+    contributes: bool = True
+""",
     "workers/rollout/__init__.py": "",
     "workers/rollout/vllm_rollout/__init__.py": "from .vllm_rollout import ServerAdapter\n",
     "workers/rollout/vllm_rollout/vllm_rollout.py": """

@@ -25,7 +25,7 @@ from tests.support.settings_of_trainers import BECOMES, ENGINE, SIIRL
 from tests.support.strategies import random_state, save
 from tests.support.trainer_calls import attention_switches
 from tests.support.written_weights import read
-from tests.workers import verl_composites, verl_images, verl_lora
+from tests.workers import verl_composites, verl_delta, verl_images, verl_lora
 from tests.workers.rlinf_worker import diffs_of
 from tests.workers.verl_engine import SWITCH, CpuForCuda, engine_of, kernels_on_cpu, own_processes, use_us_on_cpu
 from tests.workers.verl_life import (
@@ -207,6 +207,21 @@ def test_adapters_reach_rollouts_on_other_gpus_by_the_diff_of_the_page(dense):
     assert all(".lora_" in name for name in names)
     assert options["base_sync_done"]
     assert options["peft_config"]["r"] == 2
+
+
+@pytest.mark.skipif(importlib.util.find_spec("uvicorn") is None, reason="verl's checkpoint engines import uvicorn")
+@pytest.mark.parametrize(
+    ("kind", "dims"),
+    [("dense", MESHES["dense"]), ("sparse", MESHES["sparse"]), ("sparse", ParallelDims(tp=2, pp=2, ep=2, sp=True))],
+    ids=["TP2 PP2 VP2", "TP2 EP2", "TP2 PP2 EP2"],
+)
+def test_deltas_are_a_full_sync(kind, dims, request):
+    """``delta_sharded``: verl compares shards and gathers changes, and our bridge says where they are."""
+    ranks = pool.run(dims.tp * dims.pp, in_verl, dims, verl_delta.engine_life, request.getfixturevalue(kind))
+    assert [rank["problems"] for rank in ranks] == [[]] * len(ranks)
+    trained, few = (count / ranks[0]["numel"] for count in ranks[0]["counts"])
+    assert trained > 0.5
+    assert 0.005 < few < 0.02
 
 
 def test_a_life_of_padded_rows(dense, tmp_path):

@@ -3,6 +3,7 @@
 import zlib
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,9 +180,11 @@ def train_and_go_on(
         models, optimizer, step = stepping.optimized(chunks, dims, batch)
         for _ in range(2):
             step()
-        save(models, target, optimizer=optimizer, common={"iteration": 2})
+        pending = save(models, target, optimizer=optimizer, common={"iteration": 2})
         exported = {name: tensor.clone() for name, tensor in mb.to_hf_state_dict(models).items()}
         unbroken = [step() for _ in range(2)]
+        if pending is not None:
+            pending.wait()
     found = []
     for dims in (ParallelDims(**sizes) for sizes in there):
         with stepping.mesh(dims):
@@ -196,9 +199,12 @@ def tiny_batch() -> torch.Tensor:
     return torch.randint(0, 97, (4, 17), generator=torch.Generator().manual_seed(0))
 
 
-def test_training_goes_on_at_another_mesh(folder, tmp_path):
+@pytest.mark.parametrize("save", [mb.save_checkpoint, partial(mb.save_checkpoint, wait=False)], ids=["wait", "go on"])
+def test_training_goes_on_at_another_mesh(save, folder, tmp_path):
+    """With ``wait=False``, steps are made while the thread writes."""
     here, there = {"ep": 2}, [{"tp": 2, "sp": True, "ep": 2, "etp": 1}, {"pp": 2}, {}]
-    ranks = pool.run(2, train_and_go_on, folder, tmp_path / "saved", here, there)
+    there = there if save is mb.save_checkpoint else there[:1]
+    ranks = pool.run(2, train_and_go_on, folder, tmp_path / "saved", here, there, save)
     unbroken = ranks[0][0]
     assert unbroken[1] < unbroken[0]
     for index, sizes in enumerate(there):

@@ -21,6 +21,7 @@ import mcore_bridge as mb
 from mcore_bridge.errors import BridgeError, CheckpointError
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.files.hf_folder import Checkpoint
+from mcore_bridge.weights.files.staging import Staging
 from mcore_bridge.weights.save import write_pairs
 from tests.support import fake_mesh, memory, pool
 from tests.support.limits import limited
@@ -145,7 +146,7 @@ def test_what_comes_must_be_what_was_announced():
         ([("b", torch.ones(2))], r"the export lacks 1 tensor of its manifest: \['w'\]"),
     ):
         with pytest.raises(CheckpointError, match=message):
-            write_pairs((pair for pair in pairs), {"w": (None, spec)}, 1000)
+            write_pairs((pair for pair in pairs), {"w": (None, spec)}, Staging(1000))
 
 
 def fail_to_write(folder, rank):

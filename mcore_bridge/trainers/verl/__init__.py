@@ -15,6 +15,7 @@ _BRIDGE = "mcore_bridge.trainers.megatron_bridge"
 _OURS = "mcore_bridge.trainers.verl.replacements"
 _CHECKPOINT_ENGINE = "mcore_bridge.trainers.verl.checkpoint_engine"
 _ADAPTER_OF_VLLM = "mcore_bridge.trainers.verl.server_adapter"
+_DELTA_EXPORT = "mcore_bridge.trainers.verl.delta_export"
 _EXTENSION = "mcore_bridge.trainers.verl.worker_extension"
 
 replace_modules(
@@ -28,6 +29,9 @@ replace_modules(
         "verl.checkpoint_engine.base": {"CheckpointEngineRegistry": _CHECKPOINT_ENGINE},
         "verl.workers.rollout.vllm_rollout.vllm_rollout": {"ServerAdapter": _ADAPTER_OF_VLLM},
         "verl.workers.rollout.vllm_rollout.utils": {"vLLMColocateWorkerExtension": _EXTENSION},
+        "verl.workers.engine.megatron.delta_export": dict.fromkeys(
+            ("build_export_index", "mcore_hf_delta_entry"), _DELTA_EXPORT
+        ),
         "verl.utils.kernel.linear_cross_entropy": {"linear_cross_entropy": _OURS},
         "megatron.bridge.training.utils.config_utils": {"create_ddp_config": _BRIDGE},
         "megatron.bridge.training.checkpointing": {"apply_peft_adapter_filter_to_state_dict": _ADAPTERS},

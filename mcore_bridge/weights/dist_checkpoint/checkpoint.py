@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mcore_bridge.arguments import MAPPING, require
+from mcore_bridge.arguments import COUNT, FLAG, MAPPING, require
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.dtypes import DtypeLike, as_dtype
 from mcore_bridge.weights.bound import provenance_on
@@ -34,7 +35,8 @@ from mcore_bridge.weights.dist_checkpoint.extra_state import with_extra_states
 from mcore_bridge.weights.dist_checkpoint.fit_state import fit_chain, respell, stack_layers
 from mcore_bridge.weights.dist_checkpoint.folder import CONTENT, HEADS, VERSION, TorchDistFolder, dist_files, track
 from mcore_bridge.weights.dist_checkpoint.metadata import without_code
-from mcore_bridge.weights.files.atomic_folder import commit, require_files, target_of, updating_by_all
+from mcore_bridge.weights.files.atomic_folder import Update, commit, require_files, target_of, updating_by_all
+from mcore_bridge.weights.files.background import HostCopies, PendingSave, copy_all, settle
 from mcore_bridge.weights.files.hf_folder import shard_names
 from mcore_bridge.weights.files.sidecars import NOTES, copy_companions
 from mcore_bridge.weights.files.sources import SourceFolders
@@ -87,7 +89,9 @@ def save_checkpoint(
     hf: HF | None = None,
     head: str = "lm",
     part: Part = "everything",
-) -> None:
+    wait: bool = True,
+    host_bytes: int | None = None,
+) -> PendingSave[None] | None:
     """Write a checkpoint of megatron-core (``torch_dist``), with the HF config and tokenizer files beside it.
 
     All ranks of the job call it together, with a ``folder`` on a file system that they share. Its files change in one
@@ -102,10 +106,18 @@ def save_checkpoint(
             Its ``iteration`` is also written to the place from which Megatron-LM reads it.
         hf, head: deprecated; call ``adopt`` once for models that ``build_model`` did not make.
         part: for models with adapters, "base" or "adapters" writes only these tensors.
+        wait: False returns as soon as this rank has copied what it writes, and training may go on. A thread writes the
+            files, and then all files appear in one step.
+        host_bytes: how many bytes of copies a rank may hold with ``wait=False``. It then copies further tensors when
+            others are written, so the call takes longer. None: everything that the rank writes.
+
+    Returns:
+        With ``wait=False`` a handle; its ``wait()`` ends when the folder is complete.
 
     Raises:
         CheckpointError: on every rank, when any rank cannot write, ranks pass different arguments, or another job
-            writes to this folder. The folder is then unchanged.
+            writes to this folder. The folder is then unchanged. With ``wait=False``, errors of the thread are raised by
+            ``wait()``, or else by the next save.
 
     Example:
         >>> mb.save_checkpoint(models, "run/iter_0000100", common={"iteration": 100})
@@ -117,16 +129,19 @@ def save_checkpoint(
 
     world = Group(None)
     with raise_on_all(world, "nothing was written"):
+        settle()
+        require(CheckpointError, wait=(wait, FLAG), host_bytes=(host_bytes, COUNT.or_none()))
         target, chunks, provenance = target_of(folder), all_chunks_of(models), provenance_on(models, hf, head)
         _require_ready(chunks, part, optimizer)
         require_as_built(chunks, held_tensors(chunks))
         require(CheckpointError, common=(common, MAPPING.or_none()))
         pickle.dumps(common)  # only one rank would fail to write it
-    named = {"hf": identity(provenance), "head": head, "part": part, "optimizer": type(optimizer)}
+    named = {"hf": identity(provenance), "head": head, "part": part, "optimizer": type(optimizer), "wait": wait}
     require_alike(world, {**named, "common": sorted(common or ())})
     require_equal(world, common or {})
     together = partial(raise_on_all, world, f"{target} was not changed")
-    with updating_by_all(world, target) as update:
+    with ExitStack() as opened:
+        update = opened.enter_context(updating_by_all(world, target))
         with together():
             require_gatherable(models, Group.of_replica(chunks[0].pg_collection))
         gather_pending(models)
@@ -144,20 +159,58 @@ def save_checkpoint(
             content |= {key: value for key, value in (common or {}).items() if key == "iteration"}
             if part != "base" and hasattr(chunks[0], "bridge_adapters"):
                 content[ADAPTERS] = description(chunks[0].bridge_adapters)
+        tied = chunks[0].share_embeddings_and_output_weights
+        finishing = _Finishing(update, provenance.folder, config_in(provenance, _dtype_of(chunks), tied=tied))
         with together():
             strategy = FullyParallelSaveStrategyWrapper(InThisProcess(), metadata["dp_cp_group"])
-            dist_checkpointing.save(content, str(update.new), strategy, content_metadata=dict(CONTENT))
-        with together():
+            options: dict[str, Any] = {"content_metadata": dict(CONTENT), "async_sharded_save": not wait}
+            request = dist_checkpointing.save(content, str(update.new), strategy, **options)
+        if request is None:
+            finishing.commit(world)
+            return None
+        copies = HostCopies(host_bytes)
+        work = partial(finishing.write_and_commit, request, copies)
+        pending = PendingSave(target, None, copies, work, opened)
+    return copy_all(pending, world, request.preload_fn())
+
+
+@dataclass(frozen=True, slots=True)
+class _Finishing:
+    """The end of a save: everything beside the tensors, and the commit."""
+
+    update: Update
+    source: HF | None
+    config: Any
+
+    def commit(self, world: Group) -> None:
+        """Write the HF files, and commit. All ranks call it together, when all tensors are written."""
+        target, new = self.update.target, self.update.new
+        with raise_on_all(world, f"{target} was not changed"):
             if world.rank == 0:
-                require_files(update.new, TorchDistFolder.open(update.new).files)
-                tied = chunks[0].share_embeddings_and_output_weights
-                write_config(config_in(provenance, _dtype_of(chunks), tied=tied), update.new)
-                copy_companions(provenance.folder, update.new)
+                require_files(new, TorchDistFolder.open(new).files)
+                write_config(self.config, new)
+                copy_companions(self.source, new)
                 notes = () if shard_names(target) else NOTES  # files of HF weights that stay
-                commit(update, SourceFolders(), (*dist_files(target), *notes), HEADS)
-    with raise_on_all(world, f"{target} was written"):
-        if world.rank == 0:
-            track(target)
+                commit(self.update, SourceFolders(), (*dist_files(target), *notes), HEADS)
+        with raise_on_all(world, f"{target} was written"):
+            if world.rank == 0:
+                track(target)
+
+    def write_and_commit(self, request: Any, copies: HostCopies, world: Group) -> None:
+        """Run a request of megatron-core, and commit.
+
+        Its last function waits for all ranks over the group of training, so we do instead what it does before.
+        """
+        from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+
+        together = partial(raise_on_all, world, f"{self.update.target} was not changed")
+        with together():
+            request.async_fn(copies.taken())
+        with together():
+            request.finalize_fns[0](world)
+            if world.rank == 0:
+                save_config(CheckpointingConfig("torch_dist", 1), str(self.update.new))
+        self.commit(world)
 
 
 def load_checkpoint(

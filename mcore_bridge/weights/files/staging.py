@@ -101,3 +101,15 @@ class Staging:
         if then is not None:
             then()
         self._free.append(slot)
+
+
+class InThisThread(Staging):
+    """Staging without further threads, which a process that ends could no longer start."""
+
+    def submit(self, slot: Slot, work: Callable[[], None], then: Callable[[], None] | None = None) -> None:
+        """Do the work now."""
+        slot.wait()
+        work()
+        if then is not None:
+            then()
+        self._free.append(slot)

@@ -21,14 +21,14 @@ from mcore_bridge.rules.adapters import Adapters, base_name
 from mcore_bridge.rules.dtypes import Dtypes, has_same_bits, wanted_dtype
 from mcore_bridge.rules.mapping import pattern_of
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.agreement import agree_on_plan, open_export, unless
+from mcore_bridge.weights.agreement import Only, agree_on_plan, open_export, unless
 from mcore_bridge.weights.bound import BoundModel, bind, provenance_on
 from mcore_bridge.weights.export import converted
 from mcore_bridge.weights.files.atomic_folder import commit, target_of, updating_by_all
 from mcore_bridge.weights.files.file_shards import FileShard
 from mcore_bridge.weights.files.hf_folder import content_of
 from mcore_bridge.weights.files.sources import SourceFolders
-from mcore_bridge.weights.files.staging import SLOT_BYTES
+from mcore_bridge.weights.files.staging import SLOT_BYTES, Staging
 from mcore_bridge.weights.load import load_bound
 from mcore_bridge.weights.load_state import LoadReport
 from mcore_bridge.weights.manifest import Manifest, ManifestEntry
@@ -86,7 +86,7 @@ def iter_hf_adapters(
     problem = arguments.problem_of(device=(device, DEVICE.or_none()))
     options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "target": unless(problem, target), "dtype": dtype}
     made = adapters_of(models)
-    export = open_export(models, None, "lm", adapters=made, **options)
+    export = open_export(models, None, "lm", only=Only(adapters=made), **options)
     with closing(run_program(export.program, export.group, export.bound.tensors)) as pairs:
         for name, tensor in converted(pairs, dtype, device):
             yield name, tensor
@@ -146,7 +146,7 @@ def save_hf_adapters(
     bucket_bytes = BUCKET_SLOTS * slot_bytes
     with updating_by_all(world, target) as update, ExitStack() as stack:
         with together():
-            export = agree_on_plan(models, None, "lm", bucket_bytes=bucket_bytes, adapters=made, dtype=dtype)
+            export = agree_on_plan(models, None, "lm", bucket_bytes=bucket_bytes, only=Only(adapters=made), dtype=dtype)
             own = tuple(_with_further(export.program.plan.tensors(), made))
             naming = _naming([base_name(spec.name) for spec in own if len(spec.shape) == 3], provenance)
             specs = tuple(_as_peft(spec, naming, dtype) for spec in own)
@@ -156,7 +156,7 @@ def save_hf_adapters(
             writers = open_files([shard] if world.rank == 0 else [], update.new, stack)
         with together():
             pairs = iter_hf_adapters(models, dtype=dtype, bucket_bytes=bucket_bytes)
-            write_pairs(_in_peft(pairs, naming), writers, slot_bytes)
+            write_pairs(_in_peft(pairs, naming), writers, Staging(slot_bytes))
             stack.close()
             if world.rank == 0:
                 config = _config(made, provenance, [spec.name for spec in own], naming)

@@ -26,6 +26,8 @@ class Inventory:
 
     ranks: Mapping[str, int]
     held: tuple[TensorSpec, ...]
+    is_part: bool = False
+    """Whether the rank exports only some of its tensors, so that layers may be absent."""
 
 
 Role = Literal["codes", "scales", "overall", "constant"]
@@ -158,7 +160,11 @@ def merge_inventories(
         for name in _in_order(inventories, {name: kind_of(name) for name in described})
         if bindings[name].exported
     )
-    _check_numbers(num_layers, axes["experts"], entries)
+    if any(inventory.is_part for inventory in inventories):
+        _check_experts(axes["experts"], [entry for entry in entries if entry.stack])
+    else:
+        _check_layers(num_layers, entries)
+        _check_experts(axes["experts"], entries)
     _check_unique(entries)
     return entries
 
@@ -194,7 +200,7 @@ def _of_one_stage(holders: Sequence[int], stages: Sequence[int]) -> tuple[int, .
     return tuple(rank for rank in holders if stages[rank] == stages[holders[0]])
 
 
-def _check_numbers(num_layers: int, num_experts: int, entries: Sequence[ParamEntry]) -> None:
+def _check_layers(num_layers: int, entries: Sequence[ParamEntry]) -> None:
     layers = {layer for entry in entries if (layer := layer_of(entry.held.name)) is not None}
     has_all = layers == set(range(num_layers))
     if not has_all and not all(is_adapter(entry.held.name) for entry in entries):  # some layers may have no experts
@@ -202,6 +208,9 @@ def _check_numbers(num_layers: int, num_experts: int, entries: Sequence[ParamEnt
             f"the ranks of the group hold the layers {sorted(layers)}, expected 0 to {num_layers - 1}; "
             "the model was not built whole, or a chunk was not passed"
         )
+
+
+def _check_experts(num_experts: int, entries: Sequence[ParamEntry]) -> None:
     experts: dict[str, set[int]] = {}
     for entry in entries:
         if (expert := expert_of(entry.held.name)) is not None:
@@ -209,7 +218,10 @@ def _check_numbers(num_layers: int, num_experts: int, entries: Sequence[ParamEnt
     for kind, numbers in experts.items():
         if numbers != set(range(num_experts)):
             absent = sorted(set(range(num_experts)) - numbers)
-            raise MappingError(f"no rank of the group holds the experts {absent} of {kind}; is a rank missing in it?")
+            raise MappingError(
+                f"no rank of the group holds the experts {absent} of {kind}; is a rank missing in it, or a task of a "
+                "group (task.mapping.group_key)?"
+            )
 
 
 def _check_unique(entries: Sequence[ParamEntry]) -> None:
