@@ -1,5 +1,6 @@
 """Loads into parameters in FP8, and exports of them, with a stand-in for TransformerEngine's parameters."""
 
+import contextlib
 import logging
 
 import pytest
@@ -8,12 +9,14 @@ from torch import nn
 
 import mcore_bridge as mb
 from mcore_bridge.errors import ExportError
+from mcore_bridge.weights.files.hf_folder import Checkpoint
 from tests.support import pool, quantized
 from tests.support.exports import BUCKET, assert_exact
 from tests.support.fp8_stand_in import BLOCK, quantize_linears
 from tests.support.strategies import random_state, save, tiny
 
 PUBLISHED = quantized.deepseek(BLOCK, rule=quantized.power_of_two)
+OF_ANY_SCALE = quantized.deepseek(BLOCK)
 MESHES = [mb.ParallelDims(), mb.ParallelDims(tp=2), mb.ParallelDims(tp=2, pp=2)]
 
 
@@ -22,10 +25,23 @@ def built(folder, dims, *, load):
     return mb.build_model(folder, dims=dims, dtype=torch.bfloat16, device="cpu", load_weights=load)
 
 
-def in_fp8(folder, dims):
+def in_fp8(folder, dims, *, powers=True):
     """Chunks whose linear layers have parameters in FP8, with initial values; and these parameters."""
     models = built(folder, dims, load=False)
-    return models, quantize_linears(models)
+    return models, quantize_linears(models, powers=powers)
+
+
+@contextlib.contextmanager
+def warnings_of():
+    """The messages that the library logs in the block."""
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("mcore_bridge").addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logging.getLogger("mcore_bridge").removeHandler(handler)
 
 
 def load_and_export(dims, folder, how):
@@ -80,19 +96,15 @@ def load_again(folder):
     after = mb.to_hf_state_dict(models)
     assert [each for each in before if not torch.equal(before[each], after[each])] == [name]
     assert torch.equal(after[name], -before[name])
-    warnings = []
-    handler = logging.Handler()
-    handler.emit = warnings.append
-    logging.getLogger("mcore_bridge").addHandler(handler)
     for parameter in held:
         del parameter._high_precision_init_val
-    mb.load_hf_weights(models, folder)
-    logging.getLogger("mcore_bridge").removeHandler(handler)
+    with warnings_of() as messages:
+        mb.load_hf_weights(models, folder)
     assert_exact(mb.to_hf_state_dict(models), before)
     held[0]._codes.untyped_storage().resize_(0)
     with pytest.raises(ExportError, match=r"weight has no storage"):
         mb.to_hf_state_dict(models)
-    return len(held), [record.getMessage() for record in warnings]
+    return len(held), messages
 
 
 def test_a_load_after_an_optimizer_was_made_says_that_masters_are_old(tmp_path):
@@ -100,3 +112,27 @@ def test_a_load_after_an_optimizer_was_made_says_that_masters_are_old(tmp_path):
     ((count, messages),) = pool.run(1, load_again, tmp_path)
     assert [f"the {count} parameters in FP8" in message for message in messages] == [True]
     assert "reload_model_params()" in messages[0]
+
+
+def load_codes(folder, dims, powers):
+    """What a load of published FP8 blocks says, and for each weight whether the codes of the file leave again."""
+    models, held = in_fp8(folder, dims, powers=powers)
+    with warnings_of() as messages:
+        mb.load_hf_weights(models, folder)
+    assert [f"{len(held)} parameters lost the codes" in message for message in messages] == [True] * powers
+    found, files = mb.to_hf_state_dict(models, quantize="as_published"), Checkpoint(folder)
+    codes = [name for name, tensor in files.items() if tensor.dtype == torch.float8_e4m3fn]
+    if not powers:
+        for name in (f"{name}_scale_inv" for name in codes):
+            torch.testing.assert_close(found[name], files[name], rtol=2**-8, atol=0)
+    return [torch.equal(found[name].float(), files[name].float()) for name in codes]
+
+
+@pytest.mark.parametrize("dims", [mb.ParallelDims(), mb.ParallelDims(tp=2)], ids=str)
+def test_a_load_says_whether_published_codes_are_lost(dims, tmp_path):
+    """Powers of two give other codes than scales of any value. Scales of any value give the codes of the file again."""
+    quantized.write(tiny("qwen3"), OF_ANY_SCALE, tmp_path, dtype=torch.bfloat16)
+    for powers in (True, False):
+        for is_kept in pool.run(dims.model_size, load_codes, tmp_path, dims, powers):
+            assert is_kept
+            assert set(is_kept) == {not powers}
