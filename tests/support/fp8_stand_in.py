@@ -61,6 +61,11 @@ class StandIn(Tensor):
     def __torch_dispatch__(cls, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
         if function is torch.ops.aten.detach.default:
             return arguments[0].detach()
+        if function in (
+            torch.ops.aten.is_pinned.default,
+            torch.ops.aten.split.Tensor,
+        ):  # which megatron-core's saves call
+            return function(arguments[0].dequantize(), *arguments[1:])
         raise NotImplementedError(f"{function} of a parameter in FP8")
 
     __torch_function__ = torch._C._disabled_torch_function_impl

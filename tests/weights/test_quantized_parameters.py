@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 import mcore_bridge as mb
-from mcore_bridge.errors import ExportError
+from mcore_bridge.errors import ConfigError, ExportError
+from mcore_bridge.trainers.wrap import wrap
 from mcore_bridge.weights.files.hf_folder import Checkpoint
-from tests.support import pool, quantized
+from tests.support import pool, quantized, stepping
 from tests.support.exports import BUCKET, assert_exact
 from tests.support.fp8_stand_in import BLOCK, quantize_linears
 from tests.support.strategies import random_state, save, tiny
@@ -112,6 +113,66 @@ def test_a_load_after_an_optimizer_was_made_says_that_masters_are_old(tmp_path):
     ((count, messages),) = pool.run(1, load_again, tmp_path)
     assert [f"the {count} parameters in FP8" in message for message in messages] == [True]
     assert "reload_model_params()" in messages[0]
+
+
+def save_and_load(folder, target):
+    """A checkpoint has values of bf16. A model reads it on another mesh, also into parameters in FP8."""
+    with stepping.mesh(mb.ParallelDims(tp=2)):
+        models, _ = in_fp8(folder, mb.ParallelDims(tp=2))
+        mb.load_hf_weights(models, folder)
+        state = mb.to_hf_state_dict(models)
+        mb.save_checkpoint(models, target)
+    dims = mb.ParallelDims(pp=2)
+    with stepping.mesh(dims):
+        plain = built(target, dims, load=False)
+        mb.load_checkpoint(plain, target)
+        assert_exact(mb.to_hf_state_dict(plain), state)
+        models, held = in_fp8(target, dims)
+        mb.load_checkpoint(models, target)
+        assert_exact(mb.to_hf_state_dict(models), state)
+        for parameter in held:
+            assert torch.equal(parameter.get_high_precision_init_val(), parameter.dequantize())
+            del parameter._high_precision_init_val
+        with warnings_of() as messages:
+            mb.load_checkpoint(models, target)
+        assert [f"the {len(held)} parameters in FP8" in message for message in messages] == [True]
+
+
+def test_a_checkpoint_of_parameters_in_fp8_is_read_on_another_mesh(tmp_path):
+    hf = tiny("qwen3")
+    save(random_state(hf, dtype=torch.bfloat16), hf, tmp_path)
+    pool.run(2, save_and_load, tmp_path, tmp_path / "saved")
+
+
+def load_below_a_value_head(folder):
+    """A value head is no layer of TransformerEngine, and stays in bf16."""
+    mb.ParallelDims().initialize(device="cpu")
+    models = mb.build_model(folder, dtype=torch.bfloat16, device="cpu", load_weights=False, head="value")
+    held, head = quantize_linears(models), models[0].output_layer.weight
+    before = head.detach().clone()
+    assert mb.load_hf_weights(models, folder).initialised == ("score.weight",)
+    found, expected = mb.to_hf_state_dict(models), mb.to_hf_state_dict(built(folder, mb.ParallelDims(), load=True))
+    assert torch.equal(found.pop("score.weight"), before)
+    assert_exact(found, {name: tensor for name, tensor in expected.items() if name != "lm_head.weight"})
+    assert len(held) > 3
+
+
+def test_parameters_in_fp8_are_loaded_below_a_value_head(tmp_path):
+    quantized.write(tiny("qwen3"), PUBLISHED, tmp_path, dtype=torch.bfloat16)
+    pool.run(1, load_below_a_value_head, tmp_path)
+
+
+def wrap_without_a_gather(folder):
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    chunks, _ = in_fp8(folder, mb.ParallelDims())
+    with pytest.raises(ConfigError, match="fp8_param_gather must be True"):
+        wrap(chunks, DistributedDataParallelConfig(use_distributed_optimizer=True))
+
+
+def test_parameters_that_no_optimizer_would_write_are_refused(tmp_path):
+    quantized.write(tiny("qwen3"), PUBLISHED, tmp_path, dtype=torch.bfloat16)
+    pool.run(1, wrap_without_a_gather, tmp_path)
 
 
 def load_codes(folder, dims, powers):

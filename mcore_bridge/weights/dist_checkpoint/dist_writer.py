@@ -15,11 +15,14 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+
+from mcore_bridge.weights.transfer.quantized_parameters import values_of
 
 
 class InThisProcess(TorchDistSaveShardedStrategy):
@@ -31,8 +34,16 @@ class InThisProcess(TorchDistSaveShardedStrategy):
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
         """Write this rank's part of a sharded state dict. All ranks call it together."""
         held, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        planner = MCoreSavePlanner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False)
+        planner = _Planner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False)
         save(mcore_to_pyt_state_dict(held), storage_writer=_Writer(checkpoint_dir), planner=planner)
+
+
+class _Planner(MCoreSavePlanner):
+    """megatron-core's planner. It makes the values of a parameter in FP8 when they are written, one after the other."""
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """The values of a tensor, or the bytes of an object."""
+        return values_of(object) if isinstance(object, Tensor) else object
 
 
 class _Writer(FileSystemWriter):

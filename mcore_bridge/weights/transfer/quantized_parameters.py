@@ -97,8 +97,12 @@ class Targets:
         for name in [*filter(is_complete, self._buffers)]:
             self._late += not _set(self._tensors[name], self._buffers.pop(name))
 
-    def close(self) -> None:
-        """Quantize all buffers. Warn if an optimizer has other masters, or if codes of the source are lost."""
+    def close(self, *, has_masters: bool = False) -> None:
+        """Quantize all buffers. Warn if an optimizer has other masters, or if codes of the source are lost.
+
+        Args:
+            has_masters: whether the masters of an optimizer are loaded, too.
+        """
         self.settle(lambda _: True)
         if self._rescaled:
             logger.warning(
@@ -107,7 +111,7 @@ class Targets:
                 "NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 in the environment of the job, and codes are kept",
                 plural(len(self._rescaled), "parameter"),
             )
-        if self._late:
+        if self._late and not has_masters:
             logger.warning(
                 "an optimizer still has the old masters of the %d parameters in FP8 that were loaded now. Load before "
                 "the optimizer is made, and its masters begin at the loaded values. Or call its "
