@@ -1,8 +1,5 @@
 """Loads into parameters in FP8, and exports of them, with a stand-in for TransformerEngine's parameters."""
 
-import contextlib
-import logging
-
 import pytest
 import torch
 from torch import nn
@@ -14,6 +11,7 @@ from mcore_bridge.weights.files.hf_folder import Checkpoint
 from tests.support import pool, quantized, stepping
 from tests.support.exports import BUCKET, assert_exact
 from tests.support.fp8_stand_in import BLOCK, quantize_linears
+from tests.support.logs import messages_of
 from tests.support.strategies import random_state, save, tiny
 
 PUBLISHED = quantized.deepseek(BLOCK, rule=quantized.power_of_two)
@@ -30,19 +28,6 @@ def in_fp8(folder, dims, *, powers=True):
     """Chunks whose linear layers have parameters in FP8, with initial values; and these parameters."""
     models = built(folder, dims, load=False)
     return models, quantize_linears(models, powers=powers)
-
-
-@contextlib.contextmanager
-def warnings_of():
-    """The messages that the library logs in the block."""
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("mcore_bridge").addHandler(handler)
-    try:
-        yield messages
-    finally:
-        logging.getLogger("mcore_bridge").removeHandler(handler)
 
 
 def load_and_export(dims, folder, how):
@@ -99,7 +84,7 @@ def load_again(folder):
     assert torch.equal(after[name], -before[name])
     for parameter in held:
         del parameter._high_precision_init_val
-    with warnings_of() as messages:
+    with messages_of() as messages:
         mb.load_hf_weights(models, folder)
     assert_exact(mb.to_hf_state_dict(models), before)
     held[0]._codes.untyped_storage().resize_(0)
@@ -133,7 +118,7 @@ def save_and_load(folder, target):
         for parameter in held:
             assert torch.equal(parameter.get_high_precision_init_val(), parameter.dequantize())
             del parameter._high_precision_init_val
-        with warnings_of() as messages:
+        with messages_of() as messages:
             mb.load_checkpoint(models, target)
         assert [f"the {len(held)} parameters in FP8" in message for message in messages] == [True]
 
@@ -178,7 +163,7 @@ def test_parameters_that_no_optimizer_would_write_are_refused(tmp_path):
 def load_codes(folder, dims, powers):
     """What a load of published FP8 blocks says, and for each weight whether the codes of the file leave again."""
     models, held = in_fp8(folder, dims, powers=powers)
-    with warnings_of() as messages:
+    with messages_of() as messages:
         mb.load_hf_weights(models, folder)
     assert [f"{len(held)} parameters lost the codes" in message for message in messages] == [True] * powers
     found, files = mb.to_hf_state_dict(models, quantize="as_published"), Checkpoint(folder)
