@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.weights.transfer.quantized_parameters import is_quantized
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallelConfig
@@ -56,10 +57,14 @@ def wrap(chunks: Sequence[Any], ddp_config: DistributedDataParallelConfig | None
     Args:
         chunks: bare chunks by virtual stage. Parameters must be frozen already.
         ddp_config: None means no data parallelism, for models that are not trained.
+
+    Raises:
+        ConfigError: an optimizer would never write parameters in FP8.
     """
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
 
+    _require_written(chunks, ddp_config)
     for chunk in chunks:
         for parameter in chunk.parameters():
             set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
@@ -71,6 +76,17 @@ def wrap(chunks: Sequence[Any], ddp_config: DistributedDataParallelConfig | None
         DistributedDataParallel(config, ddp_config, module, disable_bucketing=number > 0)
         for number, module in enumerate(wrapped)
     ]
+
+
+def _require_written(chunks: Sequence[nn.Module], ddp_config: DistributedDataParallelConfig | None) -> None:
+    """Raise if a distributed optimizer would leave parameters in FP8 as they are, as megatron-core's 0.19 may."""
+    if ddp_config is None or not ddp_config.use_distributed_optimizer or ddp_config.fp8_param_gather:
+        return
+    if any(is_quantized(parameter) for chunk in chunks for parameter in chunk.parameters()):
+        raise ConfigError(
+            "fp8_param_gather must be True for parameters in FP8 (fp8_param), found False: a distributed optimizer "
+            "would train its masters and never write the parameters. Set it in the settings of DDP."
+        )
 
 
 def _half(chunk: Any) -> nn.Module:

@@ -236,6 +236,7 @@ class Load:
                 if isinstance(tensor, Encoded):
                     encoded = self._cut(tensor, use, copy)
                     self.num_bytes += encoded.nbytes
+                    self._targets.note_source(use.mcore, encoded)
                     yield EncodedCopy.of(encoded, target, files)
                     continue
                 source = use.part(copy, tensor)

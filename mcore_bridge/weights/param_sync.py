@@ -82,7 +82,11 @@ def gather_pending(models: Models) -> None:
     """Gather the parameters now. All replicas call it together."""
     for ddp in filter(_awaits, _wrappers(models)):  # none if a stage is frozen
         dispatched = [group.param_gather_dispatched for group in _groups(ddp)]
-        ddp.start_param_sync(force_sync=True)
+        for group in _groups(ddp):
+            if group.param_gather_handle is None:
+                group.start_param_sync(force_sync=True)
+            else:  # the next forward will not gather again, so parameters in FP8 get their transposes now
+                group.finish_param_sync(skip_next_bucket_dispatch=True)
         for group, was_dispatched in zip(_groups(ddp), dispatched, strict=True):
             group.param_gather_dispatched = was_dispatched  # a step may still come, and the next forward must gather
 

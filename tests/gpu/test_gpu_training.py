@@ -20,7 +20,7 @@ from transformers import AutoConfig
 import mcore_bridge as mb
 from tests.support import gpu_batches, records
 from tests.support.gpu_batches import has_experts, is_refused
-from tests.support.gpu_gradients import ROUNDED, by_name, distances, wrapped
+from tests.support.gpu_gradients import ROUNDED, away, buffers_of, by_name, distances, wrapped
 from tests.support.gpus import chosen, spawn, with_replicas
 from tests.support.stepping import masters, trained
 from tests.support.strategies import random_state
@@ -267,23 +267,6 @@ def train(hf, dims, state, dtype, *, overlap, overflow=False):
     sums = {name: float(tensor.double().sum()) for name, tensor in before.items()}
     dist.all_gather_object(everywhere, sums)
     return problems + [f"replicas differ: {each}" for each in everywhere if each != sums]
-
-
-@contextlib.contextmanager
-def away(tensors):
-    """Move tensors to the CPU in the block, and free their memory on the GPU, so that reading it fails."""
-    kept = [(tensor, tensor.untyped_storage().nbytes(), tensor.detach().to("cpu", copy=True)) for tensor in tensors]
-    for tensor, _, _ in kept:
-        tensor.untyped_storage().resize_(0)
-    yield
-    for tensor, num_bytes, value in kept:
-        tensor.untyped_storage().resize_(num_bytes)
-        tensor.detach().copy_(value)
-
-
-def buffers_of(models):
-    """The buffers of megatron-core's DDP; parameters and gradients are views of the buffers."""
-    return [buffer for model in models for buffer in model.buffers + model.expert_parallel_buffers]
 
 
 def gradients_away(models, optimizer):

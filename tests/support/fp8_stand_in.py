@@ -1,7 +1,8 @@
 """A stand-in for a parameter that TransformerEngine holds in FP8, since TransformerEngine needs a GPU.
 
 It has the interface of ``Float8BlockwiseQTensor`` that the library uses, and like it no memory of its own: codes of
-e4m3, and a scale for each block, which is a power of two. ``tests/gpu/test_gpu_fp8_parameters.py`` uses the real one.
+e4m3, and a scale for each block, by either of TransformerEngine's two rules. ``tests/gpu/test_gpu_fp8_parameters.py``
+uses the real one.
 """
 
 import types
@@ -25,9 +26,11 @@ class StandIn(Tensor):
     _high_precision_init_val: Tensor
 
     @staticmethod
-    def __new__(cls, values: Tensor, codes: Tensor | None = None, scales: Tensor | None = None) -> "StandIn":
+    def __new__(
+        cls, values: Tensor, codes: Tensor | None = None, scales: Tensor | None = None, *, powers: bool = True
+    ) -> "StandIn":
         made: StandIn = Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype)  # type: ignore[attr-defined]
-        made._quantizer = types.SimpleNamespace()
+        made._quantizer = types.SimpleNamespace(block_len=BLOCK[0], force_pow_2_scales=powers)
         if codes is None or scales is None:
             made.quantize_(values)
         else:
@@ -37,9 +40,12 @@ class StandIn(Tensor):
     def quantize_(self, values: Tensor) -> "StandIn":
         assert values.shape == self.shape
         assert values.is_contiguous()
-        self._scales = power_of_two(amax(values, BLOCK) / 448)
-        self._scales[self._scales == 0] = 1.0
-        self._codes = (values.float() / spread(self._scales, BLOCK, values.shape)).to(torch.float8_e4m3fn)
+        largest = amax(values, BLOCK)
+        factors = 448 / torch.where(largest > 0, largest, 448.0)
+        if self._quantizer.force_pow_2_scales:
+            factors = 1 / power_of_two(1 / factors)
+        self._scales = 1 / factors
+        self._codes = (values.float() * spread(factors, BLOCK, values.shape)).to(torch.float8_e4m3fn)
         return self
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
@@ -49,25 +55,34 @@ class StandIn(Tensor):
         return self._codes, None
 
     def detach(self) -> "StandIn":  # type: ignore[override]
-        return StandIn(self, self._codes, self._scales)
+        return StandIn(self, self._codes, self._scales, powers=self._quantizer.force_pow_2_scales)
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
         if function is torch.ops.aten.detach.default:
             return arguments[0].detach()
+        if function in (
+            torch.ops.aten.is_pinned.default,
+            torch.ops.aten.split.Tensor,
+        ):  # which megatron-core's saves call
+            return function(arguments[0].dequantize(), *arguments[1:])
         raise NotImplementedError(f"{function} of a parameter in FP8")
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
 
-def quantize_linears(models: Any) -> list[StandIn]:
-    """Replace the weights of all linear layers by stand-ins, as ``fp8_param`` does; returns these."""
+def quantize_linears(models: Any, *, powers: bool = True) -> list[StandIn]:
+    """Replace the weights of all linear layers by stand-ins, as ``fp8_param`` does; returns these.
+
+    Args:
+        powers: whether scales are powers of two, TransformerEngine's default.
+    """
     made = []
     for chunk in models:
         for module in chunk.decoder.modules():
             weight = module._parameters.get("weight")
             if weight is not None and weight.dim() == 2:
-                module.weight = nn.Parameter(StandIn(weight.detach()))
+                module.weight = nn.Parameter(StandIn(weight.detach(), powers=powers))
                 module.weight._high_precision_init_val = weight.detach().clone()
                 module.weight.get_high_precision_init_val = types.MethodType(_first, module.weight)
                 made.append(module.weight)

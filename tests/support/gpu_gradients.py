@@ -1,5 +1,6 @@
 """Models on GPUs, wrapped for training."""
 
+import contextlib
 import re
 from collections import defaultdict
 
@@ -17,6 +18,23 @@ def wrapped(chunks, **settings):
     chunks[0].config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
     chunks[0].config.finalize_model_grads_func = finalize_model_grads
     return models
+
+
+@contextlib.contextmanager
+def away(tensors):
+    """Move tensors to the CPU in the block, and free their memory on the GPU, so that reading it fails."""
+    kept = [(tensor, tensor.untyped_storage().nbytes(), tensor.detach().to("cpu", copy=True)) for tensor in tensors]
+    for tensor, _, _ in kept:
+        tensor.untyped_storage().resize_(0)
+    yield
+    for tensor, num_bytes, value in kept:
+        tensor.untyped_storage().resize_(num_bytes)
+        tensor.detach().copy_(value)
+
+
+def buffers_of(models):
+    """The buffers of megatron-core's DDP; parameters and gradients are views of the buffers."""
+    return [buffer for model in models for buffer in model.buffers + model.expert_parallel_buffers]
 
 
 def by_name(chunks, gradient_of):

@@ -13,6 +13,7 @@ from mcore_bridge.factory.add_adapters import add_adapters
 from mcore_bridge.trainers.nemo_rl import local_params
 from mcore_bridge.weights.model_tensors import held_tensors
 from tests.support import fake_mesh
+from tests.support.fp8_stand_in import quantize_linears
 from tests.support.strategies import random_state, tiny
 
 HF = tiny(
@@ -83,6 +84,18 @@ def test_every_rank_gives_its_shards(dims):
     assert seen == {name for names in NAMES.values() for name in names}
 
 
+def sent_pieces(chunks, **options):
+    """A function from NeMo-RL's name to this rank's part, as ``iter_hf_shards`` has it."""
+    pieces = {piece.name: piece.tensor for piece in mb.iter_hf_shards(chunks, expert_format="split", **options)}
+
+    def of(name):
+        if ".experts." not in name:
+            return pieces[name]
+        return torch.stack([pieces[name.replace(".experts.", f".experts.{each}.")] for each in range(HF.num_experts)])
+
+    return of
+
+
 def test_adapters_are_merged_when_a_part_is_sent():
     def load(chunks):
         mb.load_hf_weights(chunks, random_state(HF))
@@ -91,17 +104,33 @@ def test_adapters_are_merged_when_a_part_is_sent():
         base = local_params(chunks, refit_info(NAMES), spec=Spec, context=Context, merged=False)
         for name in made.names:  # changed after the map was made
             torch.nn.init.normal_(held_tensors(chunks)[name])
-        pieces = {piece.name: piece.tensor for piece in mb.iter_hf_shards(chunks, expert_format="split", merged=True)}
+        part_of = sent_pieces(chunks, merged=True)
         for name, spec in found.items():
-            numbers = range(HF.num_experts) if ".experts." in name else ()
-            parts = [pieces[name.replace(".experts.", f".experts.{number}.")] for number in numbers]
             sent = spec.pre(spec.base).buf
-            assert torch.equal(sent, torch.stack(parts) if parts else pieces[name]), name
+            assert torch.equal(sent, part_of(name)), name
             assert torch.equal(sent, base[name].pre(base[name].base).buf) == ("up_proj" in name), name
         with pytest.raises(ConfigError, match="expected merged=True"):
             local_params(chunks, refit_info(NAMES), spec=Spec, context=Context)
 
     fake_mesh.build_everywhere(HF, ParallelDims(), load, dtype=torch.float32)
+
+
+def test_parameters_in_fp8_are_sent_by_their_values():
+    def load(chunks):
+        held = {id(each): each for each in quantize_linears(chunks)}
+        found = local_params(chunks, refit_info(NAMES), spec=Spec, context=Context)
+        mb.load_hf_weights(chunks, random_state(HF, dtype=torch.bfloat16))  # after the map was made
+        part_of = sent_pieces(chunks)
+        for name, spec in found.items():
+            assert {*map(id, spec.base)} <= held.keys()
+            sent = spec.pre(spec.base).buf
+            assert type(sent) is torch.Tensor
+            assert torch.equal(sent, part_of(name)), name
+        held[id(spec.base[0])]._codes.untyped_storage().resize_(0)
+        with pytest.raises(ExportError, match="storage"):
+            spec.pre(spec.base)
+
+    fake_mesh.build_everywhere(HF, ParallelDims(tp=2, sp=True), load, dtype=torch.bfloat16)
 
 
 def test_what_is_not_one_block_is_named():

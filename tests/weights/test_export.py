@@ -682,7 +682,13 @@ def export_what_replicas_have_yet_to_gather(unwrapped):
         list(mb.iter_hf_shards(models))
     assert_exact(mb.to_hf_state_dict(models), {name: -tensor for name, tensor in state.items()})
     assert not any(group.param_gather_dispatched for group in wrapped[0].bucket_groups)  # from now on a step may follow
-    wrapped[0].start_param_sync(force_sync=True)
+    for group in wrapped[0].bucket_groups:
+        group.start_param_sync()  # in flight, as with overlap_param_gather_with_optimizer_step
+        assert group.param_gather_handle is not None
+    assert_exact(mb.to_hf_state_dict(models), {name: -tensor for name, tensor in state.items()})
+    for group in wrapped[0].bucket_groups:
+        assert group.param_gather_handle is None
+        assert group.param_gather_dispatched  # the next forward need not gather
     assert list(mb.iter_hf_shards(models))
     if dist.get_rank() % 2:  # the other rank of the replica raises, too
         next(chunks[0].parameters()).data = next(chunks[0].parameters()).data.clone()

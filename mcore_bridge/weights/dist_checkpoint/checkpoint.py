@@ -32,7 +32,7 @@ from mcore_bridge.weights.dist_checkpoint.adapter_shards import (
 from mcore_bridge.weights.dist_checkpoint.common import require_equal
 from mcore_bridge.weights.dist_checkpoint.compare import Check, chunk_names, dtypes_of, sharded_states
 from mcore_bridge.weights.dist_checkpoint.extra_state import with_extra_states
-from mcore_bridge.weights.dist_checkpoint.fit_state import fit_chain, respell, stack_layers
+from mcore_bridge.weights.dist_checkpoint.fit_state import Buffered, fit_chain, respell, stack_layers
 from mcore_bridge.weights.dist_checkpoint.folder import CONTENT, HEADS, VERSION, TorchDistFolder, dist_files, track
 from mcore_bridge.weights.dist_checkpoint.metadata import without_code
 from mcore_bridge.weights.files.atomic_folder import Update, commit, require_files, target_of, updating_by_all
@@ -281,11 +281,14 @@ def load_checkpoint(
     require_alike(world, given)
     with raise_on_all(world, f"{checkpoint.path} was not read, and the models were not changed"):
         missing, unexpected = check.agree(Group.of_replica(chunks[0].pg_collection), strict=strict)
+        of_optimizer: dict[str, Any] = {}
         if optimizer is not None:
-            state["optimizer"] = optimizer.sharded_state_dict(_parts(state), is_loading=True, metadata=metadata)
+            of_optimizer["optimizer"] = optimizer.sharded_state_dict(_parts(state), is_loading=True, metadata=metadata)
+        buffered = Buffered(state)
     with raise_on_all(world, f"{checkpoint.path} was not read, or in part"), without_code():
-        loaded = dist_checkpointing.load(state, str(checkpoint.path))
+        loaded = dist_checkpointing.load(state | of_optimizer, str(checkpoint.path))
         sources.require_unchanged()
+    buffered.quantize(loaded, has_masters=optimizer is not None)
     for name, chunk in zip(chunk_names(chunks), chunks, strict=True):
         chunk.load_state_dict(loaded.pop(name, {}), strict=False)  # megatron-core drops the name of an empty stage
     if optimizer is not None:

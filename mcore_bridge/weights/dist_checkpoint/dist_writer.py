@@ -31,6 +31,7 @@ from torch.futures import Future
 
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.transfer.collectives import Group
+from mcore_bridge.weights.transfer.quantized_parameters import values_of
 
 
 class InThisProcess(TorchDistSaveShardedStrategy):
@@ -42,7 +43,7 @@ class InThisProcess(TorchDistSaveShardedStrategy):
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
         """Write this rank's part of a sharded state dict. All ranks call it together."""
         held, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        planner = MCoreSavePlanner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False)
+        planner = _Planner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False)
         save(mcore_to_pyt_state_dict(held), storage_writer=_Writer(checkpoint_dir), planner=planner)
 
     def async_save(
@@ -63,6 +64,14 @@ class InThisProcess(TorchDistSaveShardedStrategy):
         (_, metadata, _), *_ = save_state_dict_async_plan(mcore_to_pyt_state_dict(held), writer, planner=planner)
         finish = partial(writer.finish_by_all, metadata)
         return AsyncRequest(writer.write, (), [finish], preload_fn=writer.tensors)
+
+
+class _Planner(MCoreSavePlanner):
+    """megatron-core's planner. It makes the values of a parameter in FP8 when they are written, one after the other."""
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """The values of a tensor, or the bytes of an object."""
+        return values_of(object) if isinstance(object, Tensor) else object
 
 
 class _Writer(FileSystemWriter):
@@ -91,10 +100,10 @@ class _CopyWriter(_Writer):
         self._data = {item.index: planner.resolve_data(item) for item in plan.items}
 
     def tensors(self) -> Generator[tuple[str, Tensor]]:
-        """Yield this rank's tensors in the order in which ``write`` takes them, and forget them."""
+        """Yield the values of this rank's tensors in the order in which ``write`` takes them, and forget the tensors."""
         for item in self._plan.items:
             if item.type != WriteItemType.BYTE_IO:
-                yield item.index.fqn, self._data.pop(item.index)
+                yield item.index.fqn, values_of(self._data.pop(item.index))
 
     def write(self, copies: Iterator[tuple[str, Tensor]]) -> None:
         """Write this rank's file."""

@@ -6,6 +6,7 @@
 * On some meshes different ranks sum the gradients of experts. megatron-core then chains a second optimizer for experts.
   States of parameters go by names, and fit with or without the second optimizer. States of groups of parameters (step,
   learning rate) go by their place in the chain, so they are converted to a chain of the right length.
+* Parameters in FP8 have no memory for values. They are read into buffers, and quantized afterwards.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from mcore_bridge.config.layer_kinds import inner_letters, letters_of
 from mcore_bridge.rules.hybrid_keys import HalfKeys
 from mcore_bridge.weights.dist_checkpoint.folder import in_layer_stack
 from mcore_bridge.weights.model_chunks import is_hybrid, whole_config
+from mcore_bridge.weights.transfer.quantized_parameters import Targets
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -109,3 +113,31 @@ def respell(state: Mapping[str, Mapping[str, Any]], chunk: GPTModel, *, hybrid: 
     for entries in state.values():
         for sharded in entries.values():
             sharded.key = spelled(sharded.key)
+
+
+class Buffered:
+    """The buffers for the parameters in FP8 of sharded state dicts, in which ``state`` then names these buffers.
+
+    Args:
+        state: of all chunks, from ``compare.sharded_states``.
+    """
+
+    def __init__(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        self._targets: dict[str, Targets] = {}
+        for chunk, entries in state.items():
+            held = {name: sharded.data for name, sharded in entries.items() if isinstance(sharded.data, Tensor)}
+            own = self._targets[chunk] = Targets(held)
+            for name in own.quantized:
+                entries[name].data = own[name]
+
+    def quantize(self, loaded: Mapping[str, dict[str, Any]], *, has_masters: bool) -> None:
+        """Take the values of these parameters out of a loaded state, and quantize them.
+
+        Args:
+            loaded: the tensors of each chunk, by their names in ``state``.
+            has_masters: whether the masters of an optimizer are loaded, too.
+        """
+        for chunk, targets in self._targets.items():
+            for name in targets.quantized:
+                targets[name].copy_(loaded[chunk].pop(name))
+            targets.close(has_masters=has_masters)

@@ -23,7 +23,8 @@ from mcore_bridge.rules.scheme import Scheme
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.plan.encoded_entries import encoded_entries, whole_trace
 from mcore_bridge.weights.plan.inventory import EncodedPart, ParamEntry, Role
-from mcore_bridge.weights.sent.batches import Blocks, batch
+from mcore_bridge.weights.sent.batches import batch
+from mcore_bridge.weights.sent.blocks import Blocks
 from mcore_bridge.weights.sent.encoded_shard import EncodedShard, num_shared
 from mcore_bridge.weights.source.weight_format import WeightFormat
 from mcore_bridge.weights.transfer.collectives import Group

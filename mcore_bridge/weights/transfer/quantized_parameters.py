@@ -17,7 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mcore_bridge.errors import plural
+from mcore_bridge.rules.codec import scales_of
 from mcore_bridge.rules.dtypes import dtype_name
+from mcore_bridge.rules.encoded import EncodedSlice
 
 logger = logging.getLogger(__name__)
 _PLAIN = frozenset({Tensor, nn.Parameter})
@@ -67,6 +70,8 @@ class Targets:
         self._buffers: dict[str, Tensor] = {}
         self._late = 0
         """The number of parameters whose first masters an optimizer has already taken."""
+        self._rescaled: set[str] = set()
+        """Parameters that lose the codes of their source."""
         self.quantized = frozenset(name for name, tensor in of_other_classes(tensors).items() if is_quantized(tensor))
 
     def __getitem__(self, name: str) -> Tensor:
@@ -78,6 +83,11 @@ class Targets:
             self._buffers[name] = values_of(tensor)
         return self._buffers[name]
 
+    def note_source(self, name: str, source: EncodedSlice) -> None:
+        """Note whether an encoded slice, which goes into the tensor ``name``, has other scales than this tensor can."""
+        if name in self.quantized and name not in self._rescaled and _loses_codes(self._tensors[name], source):
+            self._rescaled.add(name)
+
     def num_buffered(self, names: Iterable[str]) -> int:
         """How many bytes the buffers of some tensors take."""
         return sum(self._tensors[name].nbytes for name in self.quantized.intersection(names))
@@ -87,16 +97,41 @@ class Targets:
         for name in [*filter(is_complete, self._buffers)]:
             self._late += not _set(self._tensors[name], self._buffers.pop(name))
 
-    def close(self) -> None:
-        """Quantize all buffers, and warn if an optimizer has other masters."""
+    def close(self, *, has_masters: bool = False) -> None:
+        """Quantize all buffers. Warn if an optimizer has other masters, or if codes of the source are lost.
+
+        Args:
+            has_masters: whether the masters of an optimizer are loaded, too.
+        """
         self.settle(lambda _: True)
-        if self._late:
+        if self._rescaled:
+            logger.warning(
+                "%s lost the codes of the source, and have new ones: the source has FP8 blocks whose scales are no "
+                "powers of two, and TransformerEngine's scales are. On Hopper, set "
+                "NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 in the environment of the job, and codes are kept",
+                plural(len(self._rescaled), "parameter"),
+            )
+        if self._late and not has_masters:
             logger.warning(
                 "an optimizer still has the old masters of the %d parameters in FP8 that were loaded now. Load before "
                 "the optimizer is made, and its masters begin at the loaded values. Or call its "
                 "reload_model_params(), and they begin at these values rounded to FP8",
                 self._late,
             )
+
+
+def _loses_codes(parameter: Any, source: EncodedSlice) -> bool:
+    """Whether TransformerEngine gives the blocks of a source other scales, from which other codes follow.
+
+    Scales that are powers of two are found again: the largest number of a block decides about both. Scales of any
+    value are found again within an error of bf16, if the quantizer may make such scales, and codes stay. This holds for
+    blocks of one size. In other recipes and other formats, codes cannot be kept.
+    """
+    quantizer, codec = parameter._quantizer, source.weight.codec
+    size = getattr(quantizer, "block_len", None)
+    if codec.kind != "fp8" or codec.block[-2:] != (size, size) or not quantizer.force_pow_2_scales:
+        return False
+    return not bool((torch.frexp(scales_of(codec, source.parts[1])).mantissa == 0.5).all())
 
 
 @torch.no_grad()

@@ -1,0 +1,79 @@
+"""What shards have in common whose codes and scales one launch can make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from mcore_bridge.rules.codec import Codec
+from mcore_bridge.rules.trace import Shape
+from mcore_bridge.weights.plan.encoded_entries import cells_of, upright_of
+from mcore_bridge.weights.plan.inventory import EncodedPart, Role
+
+_LARGEST = 1 << 15
+"""Numbers of the largest block. A program of the kernel holds all of them in registers."""
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_E8M0 = getattr(torch, "float8_e8m0fnu", torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """What the shards of a batch have in common.
+
+    Attributes:
+        codec: their codec.
+        shape: rows and columns of a shard.
+        cells: rows and columns of a block; the last block of a row or column may be smaller.
+        dtype: the dtype of the numbers.
+        codes: dtype and shape in which the codes of a shard are sent.
+        scales: the dtype of the scales; uint8 are exponents of powers of two.
+        powers: whether new scales are powers of two.
+    """
+
+    codec: Codec
+    shape: tuple[int, int]
+    cells: tuple[int, int]
+    dtype: torch.dtype
+    codes: tuple[torch.dtype, Shape]
+    scales: torch.dtype
+    powers: bool
+
+    @classmethod
+    def of(cls, roles: Mapping[Role, EncodedPart]) -> Blocks | None:
+        """The blocks of a weight that is sent so; None if ranks share a block, or the kernel does not know them."""
+        part, codes = roles["scales"], roles["codes"]
+        if part.shared or "overall" in roles:
+            return None
+        held, first = part.plain.held, part.encodings[0]
+        height, width = cells_of(upright_of(part.plain.trace, first), first)
+        rows, columns = held.shape
+        blocks = cls(
+            first.codec,
+            (rows, columns),
+            (min(height, rows), min(width, columns)),
+            held.dtype,
+            (first.codes.dtype, codes.trace.shard_shape),
+            first.scales.dtype,
+            first.powers,
+        )
+        return blocks if blocks._are_known else None
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of the scales of a shard."""
+        (rows, columns), (height, width) = self.shape, self.cells
+        return -(-rows // height), -(-columns // width)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the codes of a shard."""
+        return self.shape[0] * self.shape[1] // self.codec.per_byte
+
+    @property
+    def _are_known(self) -> bool:
+        height, width = (1 << (cell - 1).bit_length() for cell in self.cells)
+        scales = (torch.uint8,) if self.codec.kind == "mxfp4" else (*_FLOATS, _E8M0)
+        is_known = self.codec.kind != "nvfp4" and self.dtype in _FLOATS and self.scales in scales
+        return is_known and self.cells[1] % self.codec.per_byte == 0 and height * width <= _LARGEST
