@@ -100,7 +100,7 @@ class _CopyWriter(_Writer):
         self._data = {item.index: planner.resolve_data(item) for item in plan.items}
 
     def tensors(self) -> Generator[tuple[str, Tensor]]:
-        """Yield the values of this rank's tensors in the order in which ``write`` takes them, and forget the tensors."""
+        """Yield the values of this rank's tensors in the order of ``write``, and forget the tensors."""
         for item in self._plan.items:
             if item.type != WriteItemType.BYTE_IO:
                 yield item.index.fqn, values_of(self._data.pop(item.index))
