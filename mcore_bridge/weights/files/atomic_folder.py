@@ -243,7 +243,7 @@ def _recover(target: Path) -> None:
     for home in target.glob(f"{PREFIX}*"):
         update = Update(target, home)
         if home.is_symlink() or not home.is_dir():
-            if home.suffix in (".stale", ".probe"):
+            if home.suffix in (".stale", ".probe", ".named"):
                 home.unlink(missing_ok=True)
         elif _is_there(update.live):
             _settle(update)

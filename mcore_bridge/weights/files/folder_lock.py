@@ -96,24 +96,43 @@ def require_held(folder: Path, own: Writer | None) -> None:
 
 
 def _acquire(folder: Path, own: Writer) -> None:
-    path, text = folder / LOCK, json.dumps(asdict(own)).encode()
-    while True:
-        folder.mkdir(parents=True, exist_ok=True)  # try again if another writer has made it, failed and removed it
+    path, named = folder / LOCK, folder / f"{PREFIX}{own.token}.named"
+    try:
+        while True:
+            folder.mkdir(parents=True, exist_ok=True)  # try again if another writer has made it, failed and removed it
+            try:
+                named.write_text(json.dumps(asdict(own)))
+                _create(path, named)
+            except FileExistsError:
+                _take_over(folder, own)
+            except FileNotFoundError:
+                continue
+            else:
+                return
+    finally:
+        named.unlink(missing_ok=True)
+
+
+def _create(path: Path, named: Path) -> None:
+    """Create a lock with the text of ``named``, at once, so that a writer that is killed leaves no lock without a name.
+
+    Raises:
+        FileExistsError: there is a lock.
+        FileNotFoundError: there is no folder.
+    """
+    try:
+        os.link(named, path)
+    except (FileExistsError, FileNotFoundError):
+        raise
+    except OSError:  # a file system without links
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        except FileExistsError:
-            _take_over(folder, own)
-            continue
-        except FileNotFoundError:
-            continue
-        try:
-            os.write(file, text)
+            os.write(file, named.read_bytes())
         except BaseException:
             path.unlink(missing_ok=True)
             raise
         finally:
             os.close(file)
-        return
 
 
 def _take_over(folder: Path, own: Writer) -> None:
