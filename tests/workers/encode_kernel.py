@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.rules.codec import Codec, codes_of, decoded, divided, new_scales, numbers_of, scales_of
-from mcore_bridge.weights.sent.blocks import Blocks
+from mcore_bridge.weights.sent.block_geometry import Blocks
 
 E8M0 = getattr(torch, "float8_e8m0fnu", torch.uint8)
 FORMATS = {

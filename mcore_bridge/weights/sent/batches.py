@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.rules.spec import ALIGNMENT
-from mcore_bridge.weights.sent.blocks import Blocks
+from mcore_bridge.weights.sent.block_geometry import Blocks
 from mcore_bridge.weights.sent.encoded_shard import EncodedShard
 from mcore_bridge.weights.transfer.copier import Buffers, has_triton
 

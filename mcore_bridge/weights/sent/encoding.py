@@ -24,7 +24,7 @@ from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.plan.encoded_entries import encoded_entries, whole_trace
 from mcore_bridge.weights.plan.inventory import EncodedPart, ParamEntry, Role
 from mcore_bridge.weights.sent.batches import batch
-from mcore_bridge.weights.sent.blocks import Blocks
+from mcore_bridge.weights.sent.block_geometry import Blocks
 from mcore_bridge.weights.sent.encoded_shard import EncodedShard, num_shared
 from mcore_bridge.weights.source.weight_format import WeightFormat
 from mcore_bridge.weights.transfer.collectives import Group

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mcore_bridge.rules.codec import MOST, smallest_scale
-from mcore_bridge.weights.sent.blocks import Blocks
+from mcore_bridge.weights.sent.block_geometry import Blocks
 
 _TILE = 1 << 12
 """Numbers that a program holds at once, if it need not hold more of a row."""
