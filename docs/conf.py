@@ -4,8 +4,11 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from sphinx.pycode import ModuleAnalyzer
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "docs" / "tools"), str(ROOT)]
@@ -40,6 +43,7 @@ nitpick_ignore_regex = [
     ("py:.*", r"(torch|transformers|megatron|collections|pathlib|os|datetime)\..*"),
     ("py:.*", "GPTModel|PackedSeqParams|Path|PretrainedConfig|ProcessGroup|Tensor|TransformerConfig"),
     ("py:.*", "TransformerBlockSubmodules|nn.Module|timedelta"),
+    ("py:class", r"mcore_bridge\..*\.T"),  # a type variable
 ]
 
 smartquotes = False  # options begin with two hyphens
@@ -57,6 +61,15 @@ if "/OWNER/" not in repository:  # a placeholder, until the project has an addre
     html_theme_options = {"source_repository": repository, "source_branch": "main", "source_directory": ""}
 templates_path = ["templates"]
 html_additional_pages = {"index": "redirect.html"}
+
+
+def _without_overloads(analyzer: ModuleAnalyzer, analyze: Callable[..., None] = ModuleAnalyzer.analyze) -> None:
+    """Let functions have the signatures of their definitions, with all arguments, and not those of overloads."""
+    analyze(analyzer)
+    analyzer.overloads.clear()
+
+
+ModuleAnalyzer.analyze = _without_overloads  # type: ignore[method-assign]
 
 
 def _plural(*arguments: Any) -> None:

@@ -119,12 +119,6 @@ class PendingSave(Generic[T]):
     Attributes:
         folder: the folder that is written.
 
-    Args:
-        result: what ``wait`` returns.
-        copies: what ``copy_all`` fills.
-        work: what the thread does, with the group over which it communicates.
-        opened: what the thread closes at its end.
-
     Example:
         >>> pending = mb.save_checkpoint(models, "run/iter_0000100", wait=False)
         >>> pending.wait()                          # after some steps: the folder is complete, or this raises
@@ -133,6 +127,15 @@ class PendingSave(Generic[T]):
     def __init__(
         self, folder: Path, result: T, copies: HostCopies, work: Callable[[Group], None], opened: ExitStack
     ) -> None:
+        """Start the thread.
+
+        Args:
+            folder: the folder that is written.
+            result: what ``wait`` returns.
+            copies: what ``copy_all`` fills.
+            work: what the thread does, with the group over which it communicates.
+            opened: what the thread closes at its end.
+        """
         self.folder = folder
         self._result, self._copies, self._work = result, copies, work
         self._error: BaseException | None = None
