@@ -88,7 +88,7 @@ class Encoder:
             )
         own = {spec.name: spec for spec in specs}
         form.require_all(own, is_unused)
-        scheme = form.scheme_for(spec for spec in specs if spec.name in linear)
+        scheme = form.scheme_of_model(spec for spec in specs if spec.name in linear)
         held = {name: encoding for name, encoding in scheme.held.items() if name in own}
         if wrong := [
             f"{name} {own[name].shape}, not {encoding.shape}"
@@ -98,11 +98,6 @@ class Encoder:
             raise ConfigError(
                 f"quantize must name a folder of this model, found {plural(len(wrong), 'weight')} of other shapes "
                 f"than in {form.folder}: {', '.join(wrong[:5])}"
-            )
-        if not held:
-            raise ConfigError(
-                "quantize must encode weights of linear layers, found a quantization_config that leaves all of them "
-                "out: shorten its list of modules"
             )
         dtypes = {name: form.wanted_dtype(name, spec.dtype, dtype) for name, spec in own.items() if name not in held}
         cast = {name: wanted for name, wanted in dtypes.items() if wanted != own[name].dtype}

@@ -19,18 +19,19 @@ from torch import Tensor
 
 from mcore_bridge.arguments import instance_of, require
 from mcore_bridge.config.hf import find_folder
-from mcore_bridge.config.quantization import Quantization, Quantize, read_quantization
+from mcore_bridge.config.quantization import Quantization, Quantize
 from mcore_bridge.errors import ConfigError, MappingError
 from mcore_bridge.rules.dtypes import Dtypes, wanted_dtype
 from mcore_bridge.rules.encoded import Encoded
 from mcore_bridge.rules.mapping import WeightMapping
-from mcore_bridge.rules.scheme import Scheme, is_part
+from mcore_bridge.rules.names import TOWER
+from mcore_bridge.rules.scheme import Scheme, is_part, stem_of
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.files.sources import SourceFolders
 from mcore_bridge.weights.plan.encoded_entries import encoded_entries, plain_specs
 from mcore_bridge.weights.plan.inventory import ParamEntry
 from mcore_bridge.weights.source.encoded_weights import note_in_config
-from mcore_bridge.weights.source.new_scheme import list_of, new_scheme
+from mcore_bridge.weights.source.new_scheme import new_scheme, read_description, require_some, written_description
 from mcore_bridge.weights.source.source import Source, open_folder
 
 AS_PUBLISHED = "as_published"
@@ -69,7 +70,7 @@ class WeightFormat:
         """
         self.require_all(plain_specs(entries), mapping.is_unused)
         linear = [entry for entry in entries if is_linear(entry.held.name)]
-        return encoded_entries(entries, self.scheme_for(plain_specs(linear).values()))
+        return encoded_entries(entries, self.scheme_of_model(plain_specs(linear).values()))
 
     def require_all(self, known: Collection[str], is_unused: Callable[[str], bool] = lambda name: False) -> None:
         """Require that all weights that the folder encodes are among ``known``, the plain names of an export.
@@ -84,8 +85,19 @@ class WeightFormat:
                 in_python="leave expert_format= at its default",
             )
 
+    def scheme_of_model(self, weights: Iterable[TensorSpec]) -> Scheme:
+        """The scheme of a whole model with these plain weights of linear layers.
+
+        Raises:
+            ConfigError: the description does not fit the weights, or encodes none of them.
+        """
+        scheme = self.scheme_for(weights)
+        if self.quantization is not None:
+            require_some(scheme, self.quantization)
+        return scheme
+
     def scheme_for(self, weights: Iterable[TensorSpec]) -> Scheme:
-        """The scheme of a model with these plain weights of linear layers.
+        """The scheme of some plain weights of linear layers.
 
         Raises:
             ConfigError: the description does not fit the weights.
@@ -120,20 +132,10 @@ class WeightFormat:
 
     def config_note(self, written: Collection[TensorSpec]) -> dict[str, Any] | None:
         """The ``quantization_config`` for a folder with these tensors; it names all modules that are not encoded."""
-        if self.note is None:
-            return None
-        note = dict(self.note)
-        if self.source is None and self.quantization is not None:
-            names = {spec.name for spec in written}
-            plain = (
-                spec.name.removesuffix(".weight")
-                for spec in written
-                if spec.name.endswith(".weight")
-                and len(spec.shape) > 1
-                and spec.dtype in (torch.bfloat16, torch.float16, torch.float32)
-            )
-            note[list_of(self.quantization.method)] = sorted(m for m in plain if f"{m}.weight_packed" not in names)
-        return note
+        if self.quantization is None or self.note is None:
+            return None if self.note is None else dict(self.note)
+        ((kind, _),) = self.quantization.allowed
+        return written_description(self.note, kind, _plain_modules(written))
 
 
 PLAIN = WeightFormat()
@@ -161,13 +163,28 @@ class _EncodedOnly(Mapping[str, Encoded]):
         return len(self._source.scheme.held)
 
 
+def _plain_modules(written: Collection[TensorSpec]) -> Iterator[str]:
+    """Yield the modules of tensors that are not encoded: linear layers, embeddings, and stacks of experts."""
+    encoded = {stem_of(spec.name) for spec in written if is_part(spec)}
+    above = {name.rpartition(".")[0] for name in encoded}
+    for spec in written:
+        if spec.dtype not in (torch.bfloat16, torch.float16, torch.float32) or is_part(spec):
+            continue
+        module, _, tensor = spec.name.rpartition(".")
+        if tensor == "weight" and len(spec.shape) > 1 and module not in encoded:
+            yield module
+        elif module.endswith(".experts") and len(spec.shape) > 2:
+            yield spec.name if module in above else module
+
+
 def is_linear(mcore: str) -> bool:
     """Whether a canonical name is of the weight of a linear layer that engines can run in low precision.
 
-    Embedding, head, norms, routers, and the mixers of linear attention and Mamba are not.
+    Embedding, head, norms, routers, the mixers of linear attention and Mamba, and towers are not.
     """
     *_, module, tensor = mcore.split(".")
-    return tensor == "weight" and module.startswith("linear_") and module != "linear_weights_proj"
+    is_named = tensor == "weight" and module.startswith("linear_") and module != "linear_weights_proj"
+    return is_named and not mcore.startswith(TOWER)
 
 
 def plain_dtype(specs: Iterable[TensorSpec]) -> torch.dtype:
@@ -189,7 +206,7 @@ def weight_format(quantize: Quantize, folder: str | None) -> WeightFormat:
     if quantize is None:
         return PLAIN
     if isinstance(quantize, Mapping):
-        quantization = read_quantization(quantize)
+        quantization = read_description(quantize)
         text = json.dumps(quantize, sort_keys=True, default=str)
         return WeightFormat(quantize, digest=hashlib.sha256(text.encode()).hexdigest(), quantization=quantization)
     if quantize == AS_PUBLISHED:
