@@ -32,12 +32,22 @@ _ORDERS = (None, False, "static", "weight")
 _E4M3 = ("e4m3", "float8_e4m3fn")
 _BLOCK = (128, 128)
 """The block size of transformers if a config gives none; null means no blocks."""
-_LEFT_OUT = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
+LISTS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
 """Fields with modules that are not encoded; each method reads one of them."""
+LINEAR = ("Linear",)
+"""The target of compressed-tensors that means all linear layers."""
 _WAY_OUT = (
     "load the release of this model in bf16, or write one with a program that reads this format (with transformers: "
     "from_pretrained, dequantize and save_pretrained, if it supports the format)"
 )
+
+
+class NotReadError(ConfigError):
+    """A format is not supported; ``said`` has its words without the way out for a reader."""
+
+    def __init__(self, said: str) -> None:
+        super().__init__(f"quantization_config: {said}, which is not read: {_WAY_OUT}.")
+        self.said = said
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +60,8 @@ class Quantization:
     """Whether scales are powers of two."""
     left_out: tuple[str, ...] = ()
     """Names of modules, or patterns of names, whose weights are not encoded."""
+    targets: tuple[str, ...] = LINEAR
+    """Names, patterns or classes of modules whose weights are encoded. Only compressed-tensors has some."""
 
     @property
     def block(self) -> tuple[int, int] | None:
@@ -69,12 +81,8 @@ def read_quantization(note: object) -> Quantization | None:
     """
     if note is None:
         return None
-    fields: Any = note if isinstance(note, Mapping) else note.to_dict() if hasattr(note, "to_dict") else None
-    if not isinstance(fields, Mapping):
-        raise ConfigError(f"quantization_config must be an object, found {note!r:.200}. Correct the HF config.")
-    if isinstance(fields.get("quantization"), Mapping):  # the form that ModelOpt writes to a separate file
-        fields = {"quant_method": "modelopt", **fields["quantization"]}
-    method = fields.get("quant_method", "modelopt" if "quant_algo" in fields else None)
+    fields = fields_of(note)
+    method = fields.get("quant_method")
     readers = {
         "fp8": _fp8,
         "mxfp4": _mxfp4,
@@ -85,9 +93,36 @@ def read_quantization(note: object) -> Quantization | None:
     if not isinstance(method, str) or method not in readers:
         actual = method if method is not None else f"none beside {sorted(map(str, fields))}"
         raise _refused("quant_method", actual, ", ".join(map(repr, readers)))
-    lists = (fields.get(name) for name in _LEFT_OUT)
-    left_out = tuple(str(module) for modules in lists if isinstance(modules, list | tuple) for module in modules)
-    return Quantization(method, frozenset(readers[method](fields)), fields.get("scale_fmt") == "ue8m0", left_out)
+    powers = fields.get("scale_fmt") == "ue8m0"
+    return Quantization(method, frozenset(readers[method](fields)), powers, left_out_by(fields), _targets(fields))
+
+
+def fields_of(note: object) -> Mapping[str, Any]:
+    """The fields of a ``quantization_config``; also if it is in the form that ModelOpt writes to a separate file.
+
+    Raises:
+        ConfigError: it is no object.
+    """
+    fields: Any = note if isinstance(note, Mapping) else note.to_dict() if hasattr(note, "to_dict") else None
+    if not isinstance(fields, Mapping):
+        raise ConfigError(f"quantization_config must be an object, found {note!r:.200}. Correct the HF config.")
+    if isinstance(fields.get("quantization"), Mapping):
+        fields = {"quant_method": "modelopt", **fields["quantization"]}
+    return fields if "quant_method" in fields or "quant_algo" not in fields else {"quant_method": "modelopt", **fields}
+
+
+def left_out_by(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names and patterns of modules that are not encoded, in all lists of a config."""
+    lists = (fields.get(name) for name in LISTS)
+    return tuple(str(module) for modules in lists if isinstance(modules, list | tuple) for module in modules)
+
+
+def _targets(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    groups = fields.get("config_groups")
+    if fields["quant_method"] != "compressed-tensors" or not isinstance(groups, Mapping):
+        return LINEAR
+    lists = (group.get("targets") or LINEAR for group in groups.values() if isinstance(group, Mapping))
+    return tuple(dict.fromkeys(str(target) for targets in lists for target in targets))
 
 
 def _fp8(fields: Mapping[str, Any]) -> Iterator[tuple[str, Grain]]:
@@ -164,7 +199,5 @@ def _block(sizes: object) -> tuple[int, int] | None:
     raise _refused("the size of blocks", sizes, "two positive whole numbers")
 
 
-def _refused(what: str, value: object, expected: str) -> ConfigError:
-    return ConfigError(
-        f"quantization_config: {what} must be {expected}, found {value!r:.200}, which is not read: {_WAY_OUT}."
-    )
+def _refused(what: str, value: object, expected: str) -> NotReadError:
+    return NotReadError(f"{what} must be {expected}, found {value!r:.200}")

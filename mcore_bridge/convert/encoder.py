@@ -99,11 +99,6 @@ class Encoder:
                 f"quantize must name a folder of this model, found {plural(len(wrong), 'weight')} of other shapes "
                 f"than in {form.folder}: {', '.join(wrong[:5])}"
             )
-        if not held:
-            raise ConfigError(
-                "quantize must encode weights of linear layers, found a quantization_config that leaves all of them "
-                "out: shorten its list of modules"
-            )
         dtypes = {name: form.wanted_dtype(name, spec.dtype, dtype) for name, spec in own.items() if name not in held}
         cast = {name: wanted for name, wanted in dtypes.items() if wanted != own[name].dtype}
         given = os.fspath(quantize) if isinstance(quantize, os.PathLike) else quantize

@@ -32,7 +32,7 @@ _CODES = tuple(
 """Dtypes of codes, which need a scale."""
 _UNUSED = (
     *(f".{name}_scale" for name in ("activation", "input", "input_global", "output", "q", "k", "v")),
-    *(".qscale_act", ".input_scale_ub"),
+    *(".qscale_act", ".input_scale_ub", "_proj_activation_scale"),
 )
 """Name suffixes of the scales of activations. Inference in low precision uses them, and no weight needs them."""
 _COMPANIONS = ("_scale_inv", "_scale_2", "_global_scale", "_scale", "_shape", "_zero_point", "_g_idx", "_scales")
@@ -290,11 +290,12 @@ def _float8(spec: TensorSpec, specs: Specs, block: tuple[int, int]) -> Encoding:
     grid = (*outer, *(-(-size // cell) for size, cell in zip(shape[-2:], block, strict=True)))
     spread = tuple(size for cells in grid[-2:] for size in (cells, 1))  # the shape of ModelOpt's blocks
     blocks = {shape[:-1]: (1, shape[-1]), (*outer, *spread): block, grid: block, (*shape[:-1], 1): (1, shape[-1])}
-    own = blocks.get(scales.shape, shape[-2:] if math.prod((*outer, *scales.shape)) == 1 else None)
+    is_one = math.prod(scales.shape) == math.prod(outer) and scales.shape[: len(outer)] in (outer, ())  # for a matrix
+    own = blocks.get(scales.shape, shape[-2:] if is_one else None)
     if own is None:
         raise _ProblemError(
             f"has shape {shape} and {scales_name} {scales.shape}: expected {grid} or {(*outer, *spread)} for blocks of "
-            f"{block}, {(*shape[:-1], 1)} or {shape[:-1]} for rows, or one number"
+            f"{block}, {(*shape[:-1], 1)} or {shape[:-1]} for rows, or one number for a matrix"
         )
     # As in transformers: compressed-tensors' code computes in the dtype of scales, but not for experts.
     rounded = scales.dtype if scales_name.endswith("weight_scale") and ".experts." not in name else None

@@ -229,6 +229,7 @@ def iter_hf_shards(
 
     The slices of all ranks of a model replica make up every HF tensor. If several ranks hold a slice, each rank yields
     it. A parameter gives as few slices as its layout allows: one, or one for each group of heads that q, k and v share.
+    Slices are plain, since a scale may need numbers of several ranks: ``iter_hf_weights`` has ``quantize=``.
 
     Args:
         models: this rank's chunks, wrapped or not.

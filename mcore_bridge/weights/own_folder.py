@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mcore_bridge.errors import CheckpointError, plural
 from mcore_bridge.rules.dtypes import dtype_name, is_exact
+from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.files.hf_folder import shard_names
 from mcore_bridge.weights.model_chunks import Models, chunks_of
 from mcore_bridge.weights.source.source import open_folder
@@ -38,11 +39,17 @@ def is_source(models: Models, target: Path) -> bool:
     )
 
 
-def plain_dtypes(folder: Path) -> dict[str, torch.dtype]:
-    """The dtype of each tensor of an HF folder. Encoded weights are left out, since a load decodes them."""
+def plain_dtypes(folder: Path, specs: Iterable[TensorSpec]) -> tuple[dict[str, torch.dtype], dict[str, torch.dtype]]:
+    """The dtypes by name of the tensors of an HF folder, and of the tensors ``specs`` that a save would write.
+
+    Tensors of weights that the folder has encoded are left out of both, since a load decodes them.
+    """
     if not shard_names(folder):
-        return {}
-    return {name: tensor.dtype for name, tensor in open_folder(folder).items() if isinstance(tensor, Tensor)}
+        return {}, {}
+    source = open_folder(folder)
+    encoded = {name for held in source.scheme.held.values() for name in held.names}
+    stored = {name: tensor.dtype for name, tensor in source.items() if isinstance(tensor, Tensor)}
+    return stored, {spec.name: spec.dtype for spec in specs if spec.name not in encoded}
 
 
 def require_held(target: Path, stored: Mapping[str, torch.dtype], written: Mapping[str, torch.dtype]) -> None:

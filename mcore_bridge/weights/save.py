@@ -121,7 +121,7 @@ def save_hf_checkpoint(
             not_built = not_built_of(provenance, mapping_of(chunks_of(models)[0], provenance), mtp=mtp, form=form)
             specs = specs.with_tensors(not_built.specs)
             if world.rank == 0 and is_source(models, target):
-                require_held(target, plain_dtypes(target), {spec.name: spec.dtype for spec in specs})
+                require_held(target, *plain_dtypes(target, specs))
                 _warn(f"{target} is a folder that these models came from: this save replaces its weights")
         require_alike(world, {"number of tensors to copy from the folder of the model": len(not_built.specs)})
         with together():

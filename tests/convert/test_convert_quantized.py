@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ FORMS: dict[str, tuple[Any, quantized.Format]] = {
     "kimi_k2": (None, quantized.int4(8)),
     "qwen3_moe": (None, quantized.deepseek((8, 8), torch.bfloat16)),
     "gpt_oss": (64, quantized.mxfp4()),
-    "llama": (None, quantized.nvfp4("modelopt")),
+    "llama": (None, replace(quantized.nvfp4("modelopt"), note={"quant_algo": "W4A16_NVFP4"})),
 }
 
 
@@ -149,6 +150,22 @@ def test_a_description_encodes_as_on_a_mesh(tmp_path: Path) -> None:
             for name, tensor in state.items()
             if tensor.dim() > 1 and not form.is_quantized(name, tensor)
         }
+
+
+def test_transformers_finds_all_of_a_model_with_a_tied_head(tmp_path: Path) -> None:
+    """The description has only what is needed. No file has a tied head, but transformers makes a module of it."""
+    pytest.importorskip("compressed_tensors")
+    from transformers import AutoModelForCausalLM
+
+    hf = tiny("qwen3", tie_word_embeddings=True)
+    save(random_state(hf, dtype=torch.bfloat16), hf, tmp_path)
+    note = {"quant_method": "compressed-tensors", "config_groups": {"all": {"weights": quantized.ROWS}}}
+    convert(tmp_path, tmp_path / "encoded", plain=True, quantize=note, on_event=quiet)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "encoded", dtype=torch.bfloat16, output_loading_info=True
+    )
+    assert {key: value for key, value in report.items() if value} == {}
+    assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 def test_a_conversion_that_cannot_encode_says_what_to_use(tmp_path: Path) -> None:

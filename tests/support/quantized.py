@@ -16,7 +16,7 @@ from tests.support.strategies import random_state, save
 
 State = dict[str, Tensor]
 LUT = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
-OF_ACTIVATIONS = (".activation_scale", ".input_scale", ".input_scale_ub")
+OF_ACTIVATIONS = (".activation_scale", "_activation_scale", ".input_scale", ".input_scale_ub")
 """Tensors that no weight needs."""
 PLAIN = ("embed_tokens", "lm_head", "norm", "mlp.gate.", "block_sparse_moe.gate.", "router", "eh_proj")
 """Parts of names of tensors that no publisher quantizes."""
@@ -180,6 +180,24 @@ def ministral() -> Format:
     note = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
     skipped = {"modules_to_not_convert": ["lm_head"]}
     return fp8(None, {**note, **skipped}, extra={".activation_scale": torch.tensor(0.5)})
+
+
+def stacks_with_one_scale() -> Format:
+    """The format of Mistral Small 4: one scale for each matrix, also in stacks of experts."""
+    own = ministral()
+
+    def encode(weight: Tensor) -> State:
+        if weight.dim() == 2:
+            return own.encode(weight)
+        parts = [own.encode(expert) for expert in weight]
+        codes = torch.stack([part[".weight"].view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
+        scales = torch.stack([part[".weight_scale_inv"] for part in parts])
+        return {"": codes, "_scale_inv": scales[:, None, None], "_activation_scale": torch.full((len(parts),), 0.5)}
+
+    def decode(parts: State, wanted: torch.dtype) -> Tensor:
+        return (parts[""].float() * parts["_scale_inv"]).to(wanted) if "" in parts else own.decode(parts, wanted)
+
+    return Format(own.note, encode, decode, lambda name: name.endswith((".weight", "experts.gate_up_proj", "_proj")))
 
 
 # MXFP4 ----------------------------------------------------------------------------------------------------------------

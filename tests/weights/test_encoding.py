@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import mcore_bridge as mb
+from mcore_bridge.config.quantization import LISTS
 from mcore_bridge.convert.convert import convert
 from mcore_bridge.engines import EngineWorker
 from mcore_bridge.errors import ConfigError, ExportError, MappingError, TargetError
@@ -26,7 +27,7 @@ from mcore_bridge.weights.transfer.collectives import Group
 from tests.support import pool, quantized
 from tests.support.conversions import quiet
 from tests.support.quantized import Format, deepseek
-from tests.support.quantized_cases import CASES, Case, case, family
+from tests.support.quantized_cases import CASES, MISTRAL4, Case, case, family
 from tests.support.strategies import random_state, save, tiny
 
 ENGINES = {
@@ -79,9 +80,9 @@ def published(folder: str, changed: str, dims: mb.ParallelDims, dtype: torch.dty
     return before, slices, bits(mb.iter_hf_weights(models, quantize="as_published"))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, "mistral4"])
 def test_a_model_leaves_as_published_until_a_step_changes_a_block(name: str, tmp_path: Path) -> None:
-    hf, form, dtype, dims = case(name)
+    hf, form, dtype, dims = case(name, {**CASES, "mistral4": MISTRAL4})
     folder, changed = tmp_path / "published", tmp_path / "changed"
     files, plain = quantized.write(hf, form, folder, dtype=dtype)
     weight = max(each for each, tensor in plain.items() if form.is_quantized(each, tensor))
@@ -144,6 +145,12 @@ def of_stacks() -> Format:
     return Format(note, encode, own.decode, lambda name: name.endswith(("experts.gate_up_proj", "experts.down_proj")))
 
 
+def with_note(given: Case, **fields: Any) -> Case:
+    """A case with other fields in its config: such as scales of activations that an engine makes."""
+    hf, form, dtype, dims = given
+    return hf, dataclasses.replace(form, note={**(form.note or {}), **fields}), dtype, dims
+
+
 NEW: dict[str, Case] = {
     **{name: CASES[name] for name in ("minimax_m2", "glm4_moe", "experts alone", "kimi_k2", "bf16 rows", "gpt_oss")},
     "blocks that shards share": (
@@ -164,7 +171,11 @@ NEW: dict[str, Case] = {
     "one scale": (lambda: tiny("llama"), quantized.one_scale(torch.bfloat16), torch.bfloat16, mb.ParallelDims(tp=4)),
     "transposed stacks": (*CASES["gpt_oss"][:1], of_stacks(), *CASES["gpt_oss"][2:]),
     "nvfp4": CASES["nvfp4"],
-    "modelopt": CASES["modelopt"],
+    "modelopt": with_note(CASES["modelopt"], quant_algo="W4A16_NVFP4"),
+    "modelopt rows": CASES["modelopt rows"],
+    "modelopt blocks": CASES["modelopt blocks"],
+    "mistral4": with_note(MISTRAL4, activation_scheme="dynamic"),
+    "fbgemm": with_note(CASES["fbgemm"], activation_scale_ub=1200.0),
 }
 """Formats whose rule for new scales is ours."""
 
@@ -190,8 +201,9 @@ def test_new_scales_are_those_of_whole_tensors(name: str, tmp_path: Path) -> Non
     assert written.differences(Manifest.from_folder(tmp_path / "saved")) == ()
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
     note = config["quantization_config"]
-    listed = note.get("modules_to_not_convert", note.get("ignore"))
+    (listed,) = (value for key, value in note.items() if key in LISTS)
     assert "lm_head" in listed
+    assert note["quant_method"] != "fp8" or note["activation_scheme"] == "dynamic"
     assert not any(".experts." in module for module in listed)
     assert config.get("dtype", config.get("torch_dtype")) == str(dtype).removeprefix("torch.")
     convert(tmp_path, tmp_path / "converted", plain=True, quantize=form.note, on_event=quiet)
@@ -264,9 +276,12 @@ def refusals(folder: str, plain: str, dims: mb.ParallelDims) -> list[str]:
         (models, {"quantize": {**BLOCKS, "weight_block_size": [16, 16]}, "target": target}),
         (models, {"quantize": quantized.int4(32).note | {"ignore": []}}),
         (models, {"quantize": quantized.groups_of_each_layer().note}),
+        (models, {"quantize": {**BLOCKS, "modules_to_not_convert": ["layers"]}}),
+        (models, {"quantize": {"quant_method": "mxfp4"}}),
         (bare, {"quantize": plain}),
     ]
     found = [error_of(lambda: list(mb.iter_hf_weights(chunks, **given))) for chunks, given in asked]  # noqa: B023
+    found.append(error_of(lambda: mb.save_hf_checkpoint(models, folder, quantize="as_published")))
     next(p for chunk in models for n, p in chunk.named_parameters() if "linear_fc2" in n).data[0, 0] = torch.nan
     return [*found, error_of(lambda: list(mb.iter_hf_weights(models, quantize="as_published")))]
 
@@ -282,6 +297,7 @@ def error_of(call: Any) -> str:
 def test_what_cannot_leave_encoded_is_refused_on_every_rank(tmp_path: Path) -> None:
     quantized.write(tiny("qwen3"), deepseek((8, 8)), tmp_path / "a", dtype=torch.bfloat16)
     quantized.write(tiny("qwen3", num_hidden_layers=5), deepseek((8, 8)), tmp_path / "deeper", dtype=torch.bfloat16)
+    before = Manifest.from_folder(tmp_path / "a", digests=True)
     expected = [
         'quantize must be None, "as_published", a folder',
         "quant_method must be 'fp8'",
@@ -290,12 +306,16 @@ def test_what_cannot_leave_encoded_is_refused_on_every_rank(tmp_path: Path) -> N
         r"cannot be cut for the engine: a cut after \d+ of \d+ numbers lies within 16",
         r"weights must be matrices whose columns divide into groups of int4",
         "quantize must describe one encoding for all weights, found 3",
+        "leaves all of them out: shorten its list 'modules_to_not_convert'",
+        "mxfp4 encodes stacks of experts alone",
         "encodes .* tensors that this export does not have, such as model.layers.4",
+        "no error",
         "down_proj.weight must have finite numbers to be encoded, found NaN",
     ]
     for errors in pool.run(2, refusals, str(tmp_path / "a"), str(tmp_path / "deeper"), mb.ParallelDims(tp=2)):
         for error, message in zip(errors, expected, strict=True):
             assert re.search(message, error), (message, error)
+    assert before.differences(Manifest.from_folder(tmp_path / "a", digests=True)) == ()
 
 
 # planted mistakes -----------------------------------------------------------------------------------------------------

@@ -19,18 +19,18 @@ from torch import Tensor
 
 from mcore_bridge.arguments import instance_of, require
 from mcore_bridge.config.hf import find_folder
-from mcore_bridge.config.quantization import Quantization, Quantize, read_quantization
+from mcore_bridge.config.quantization import Quantization, Quantize
 from mcore_bridge.errors import ConfigError, MappingError
 from mcore_bridge.rules.dtypes import Dtypes, wanted_dtype
 from mcore_bridge.rules.encoded import Encoded
 from mcore_bridge.rules.mapping import WeightMapping
-from mcore_bridge.rules.scheme import Scheme, is_part
+from mcore_bridge.rules.scheme import Scheme, is_part, stem_of
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.files.sources import SourceFolders
 from mcore_bridge.weights.plan.encoded_entries import encoded_entries, plain_specs
 from mcore_bridge.weights.plan.inventory import ParamEntry
 from mcore_bridge.weights.source.encoded_weights import note_in_config
-from mcore_bridge.weights.source.new_scheme import list_of, new_scheme
+from mcore_bridge.weights.source.new_scheme import new_scheme, read_description, written_description
 from mcore_bridge.weights.source.source import Source, open_folder
 
 AS_PUBLISHED = "as_published"
@@ -120,20 +120,10 @@ class WeightFormat:
 
     def config_note(self, written: Collection[TensorSpec]) -> dict[str, Any] | None:
         """The ``quantization_config`` for a folder with these tensors; it names all modules that are not encoded."""
-        if self.note is None:
-            return None
-        note = dict(self.note)
-        if self.source is None and self.quantization is not None:
-            names = {spec.name for spec in written}
-            plain = (
-                spec.name.removesuffix(".weight")
-                for spec in written
-                if spec.name.endswith(".weight")
-                and len(spec.shape) > 1
-                and spec.dtype in (torch.bfloat16, torch.float16, torch.float32)
-            )
-            note[list_of(self.quantization.method)] = sorted(m for m in plain if f"{m}.weight_packed" not in names)
-        return note
+        if self.quantization is None or self.note is None:
+            return None if self.note is None else dict(self.note)
+        ((kind, _),) = self.quantization.allowed
+        return written_description(self.note, kind, _plain_modules(written))
 
 
 PLAIN = WeightFormat()
@@ -159,6 +149,20 @@ class _EncodedOnly(Mapping[str, Encoded]):
 
     def __len__(self) -> int:
         return len(self._source.scheme.held)
+
+
+def _plain_modules(written: Collection[TensorSpec]) -> Iterator[str]:
+    """Yield the modules of tensors that are not encoded: linear layers, embeddings, and stacks of experts."""
+    encoded = {stem_of(spec.name) for spec in written if is_part(spec)}
+    above = {name.rpartition(".")[0] for name in encoded}
+    for spec in written:
+        if spec.dtype not in (torch.bfloat16, torch.float16, torch.float32) or is_part(spec):
+            continue
+        module, _, tensor = spec.name.rpartition(".")
+        if tensor == "weight" and len(spec.shape) > 1 and module not in encoded:
+            yield module
+        elif module.endswith(".experts") and len(spec.shape) > 2:
+            yield spec.name if module in above else module
 
 
 def is_linear(mcore: str) -> bool:
@@ -189,7 +193,7 @@ def weight_format(quantize: Quantize, folder: str | None) -> WeightFormat:
     if quantize is None:
         return PLAIN
     if isinstance(quantize, Mapping):
-        quantization = read_quantization(quantize)
+        quantization = read_description(quantize)
         text = json.dumps(quantize, sort_keys=True, default=str)
         return WeightFormat(quantize, digest=hashlib.sha256(text.encode()).hexdigest(), quantization=quantization)
     if quantize == AS_PUBLISHED:
