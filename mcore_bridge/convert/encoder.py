@@ -88,7 +88,7 @@ class Encoder:
             )
         own = {spec.name: spec for spec in specs}
         form.require_all(own, is_unused)
-        scheme = form.scheme_for(spec for spec in specs if spec.name in linear)
+        scheme = form.scheme_of_model(spec for spec in specs if spec.name in linear)
         held = {name: encoding for name, encoding in scheme.held.items() if name in own}
         if wrong := [
             f"{name} {own[name].shape}, not {encoding.shape}"

@@ -91,9 +91,10 @@ def convert_to_hf(
 
 def _encoded(pairs: list[Named], folder: str, note: Mapping[str, Any] | None) -> list[Named]:
     """The codes and scales of whole weights, in the format of the folder, or else by the description ``note``."""
-    form = weight_format(note, folder)
-    if note is not None and shard_names(Path(folder)) and (own := weight_format("as_published", folder)).is_encoded:
-        form = own
+    has_files = note is not None and shard_names(Path(folder))
+    form = weight_format("as_published" if has_files else None, folder)
+    if not form.is_encoded:
+        form = weight_format(note, folder)
     scheme = form.scheme_for(TensorSpec.of(name, tensor) for name, tensor in pairs)
     return [pair for name, tensor in pairs for pair in encoded_tensors(name, tensor, scheme, form)]
 

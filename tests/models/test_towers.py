@@ -22,6 +22,7 @@ from mcore_bridge.factory.blueprint import BuildOptions, make_blueprint
 from mcore_bridge.factory.param_count import count_params
 from mcore_bridge.factory.vision.tower import build_tower
 from mcore_bridge.launch.fake_rank import rank_of
+from mcore_bridge.weights.manifest import Manifest
 from tests.support import composites as tiny
 from tests.support import pool, seeing, towers
 from tests.support.bounds import ONE
@@ -63,6 +64,11 @@ def test_a_tower_goes_round_and_is_the_one_of_transformers(name: str, tmp_path: 
         for kind, checkpoint in (("back", tmp_path / "dist"), ("home", again)):
             convert(checkpoint, tmp_path / kind, hf=tmp_path / "source", on_event=quiet)
             assert_same(tmp_path / "source", tmp_path / kind)
+        note = {"quant_method": "fp8", "weight_block_size": [8, 8], "modules_to_not_convert": ["experts"]}
+        convert(again, tmp_path / "fp8", hf=tmp_path / "source", quantize=note, on_event=quiet)
+        coded = [spec.name for spec in Manifest.from_folder(tmp_path / "fp8") if spec.dtype == torch.float8_e4m3fn]
+        assert coded
+        assert not [name for name in coded if "visual" in name]
         with rank_of(ONE, 0, 1):  # the tower that a training loads
             build: dict[str, Any] = {"dims": ONE, "dtype": torch.float32, "device": "cpu", "vision": "train"}
             models = mb.build_model(tmp_path / "source", **build, load_weights=False)

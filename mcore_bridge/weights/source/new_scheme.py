@@ -66,8 +66,8 @@ def new_scheme(specs: Iterable[TensorSpec], quantization: Quantization) -> Schem
     """The scheme for ``specs``, the plain weights of linear layers. Modules that the config leaves out stay plain.
 
     Raises:
-        ConfigError: the config describes several encodings or encodes none of the weights, or a weight does not divide
-            into its groups; the message names all such weights.
+        ConfigError: the config describes several encodings, or a weight does not divide into its groups; the message
+            names all such weights.
     """
     if len(quantization.allowed) != 1:
         raise ConfigError(
@@ -89,13 +89,17 @@ def new_scheme(specs: Iterable[TensorSpec], quantization: Quantization) -> Schem
             parts = _MAKERS[kind](spec.name, spec.shape, grain, quantization.method)
             stored.update((part.name, part) for part in parts)
     _require_encodable(kind, grain, undivided, stacks, quantization)
-    if not stored:
-        only = " (mxfp4 encodes stacks of experts alone)" if kind == "mxfp4" else ""
+    return scheme_of(stored, quantization.block, powers=quantization.powers)
+
+
+def require_some(scheme: Scheme, quantization: Quantization) -> None:
+    """Require that a config encodes any weight of a whole model."""
+    if not scheme.held:
+        only = " (mxfp4 encodes stacks of experts alone)" if quantization.method == "mxfp4" else ""
         raise ConfigError(
             "quantize must encode weights of linear layers, found a quantization_config that leaves all of them "
             f"out{only}: shorten its list {list_of(quantization.method)!r} of modules, or correct its targets"
         )
-    return scheme_of(stored, quantization.block, powers=quantization.powers)
 
 
 def _is_encoded(spec: TensorSpec, kind: str, quantization: Quantization) -> bool:

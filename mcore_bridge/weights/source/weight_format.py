@@ -24,13 +24,14 @@ from mcore_bridge.errors import ConfigError, MappingError
 from mcore_bridge.rules.dtypes import Dtypes, wanted_dtype
 from mcore_bridge.rules.encoded import Encoded
 from mcore_bridge.rules.mapping import WeightMapping
+from mcore_bridge.rules.names import TOWER
 from mcore_bridge.rules.scheme import Scheme, is_part, stem_of
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.files.sources import SourceFolders
 from mcore_bridge.weights.plan.encoded_entries import encoded_entries, plain_specs
 from mcore_bridge.weights.plan.inventory import ParamEntry
 from mcore_bridge.weights.source.encoded_weights import note_in_config
-from mcore_bridge.weights.source.new_scheme import new_scheme, read_description, written_description
+from mcore_bridge.weights.source.new_scheme import new_scheme, read_description, require_some, written_description
 from mcore_bridge.weights.source.source import Source, open_folder
 
 AS_PUBLISHED = "as_published"
@@ -69,7 +70,7 @@ class WeightFormat:
         """
         self.require_all(plain_specs(entries), mapping.is_unused)
         linear = [entry for entry in entries if is_linear(entry.held.name)]
-        return encoded_entries(entries, self.scheme_for(plain_specs(linear).values()))
+        return encoded_entries(entries, self.scheme_of_model(plain_specs(linear).values()))
 
     def require_all(self, known: Collection[str], is_unused: Callable[[str], bool] = lambda name: False) -> None:
         """Require that all weights that the folder encodes are among ``known``, the plain names of an export.
@@ -84,8 +85,19 @@ class WeightFormat:
                 in_python="leave expert_format= at its default",
             )
 
+    def scheme_of_model(self, weights: Iterable[TensorSpec]) -> Scheme:
+        """The scheme of a whole model with these plain weights of linear layers.
+
+        Raises:
+            ConfigError: the description does not fit the weights, or encodes none of them.
+        """
+        scheme = self.scheme_for(weights)
+        if self.quantization is not None:
+            require_some(scheme, self.quantization)
+        return scheme
+
     def scheme_for(self, weights: Iterable[TensorSpec]) -> Scheme:
-        """The scheme of a model with these plain weights of linear layers.
+        """The scheme of some plain weights of linear layers.
 
         Raises:
             ConfigError: the description does not fit the weights.
@@ -168,10 +180,11 @@ def _plain_modules(written: Collection[TensorSpec]) -> Iterator[str]:
 def is_linear(mcore: str) -> bool:
     """Whether a canonical name is of the weight of a linear layer that engines can run in low precision.
 
-    Embedding, head, norms, routers, and the mixers of linear attention and Mamba are not.
+    Embedding, head, norms, routers, the mixers of linear attention and Mamba, and towers are not.
     """
     *_, module, tensor = mcore.split(".")
-    return tensor == "weight" and module.startswith("linear_") and module != "linear_weights_proj"
+    is_named = tensor == "weight" and module.startswith("linear_") and module != "linear_weights_proj"
+    return is_named and not mcore.startswith(TOWER)
 
 
 def plain_dtype(specs: Iterable[TensorSpec]) -> torch.dtype:
