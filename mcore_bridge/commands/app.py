@@ -199,6 +199,14 @@ def merge_command(
         ),
     ],
     target: Annotated[Path, typer.Argument(parser=path, help="HF folder; it is written.", show_default=False)],
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORMAT",
+            help="Encode the merged weights. FORMAT is a quantized folder of the base, or its hub name; or a "
+            "quantization_config, as JSON or a file *.json.",
+        ),
+    ] = None,
     processes: Annotated[int, typer.Option(min=1, help="Number of processes that write at the same time.")] = 1,
     download: Download = False,
     json: Json = False,
@@ -211,7 +219,7 @@ def merge_command(
     target appears when it is complete.
     """
     with running(context) as answer, uncompiled():
-        from mcore_bridge.commands.hub import ADAPTER, MODEL, locate
+        from mcore_bridge.commands.hub import ADAPTER, MODEL, locate, quantize_of
         from mcore_bridge.commands.report import progress
         from mcore_bridge.commands.written import Written, render
         from mcore_bridge.convert.convert import merge
@@ -219,7 +227,8 @@ def merge_command(
         base = locate(base, MODEL, download=download)
         adapter = locate(adapter, ADAPTER, download=download)
         with progress(Console(stderr=True), processes) as on_event:
-            merged = merge(base, adapter, target, num_processes=processes, on_event=on_event)
+            form = quantize_of(quantize, download=download)
+            merged = merge(base, adapter, target, quantize=form, num_processes=processes, on_event=on_event)
         answer(Written.of(merged, target), render)
 
 

@@ -148,7 +148,8 @@ def convert(
     staging = Update(target, target / f"{PREFIX}{CONVERSION}").new
     if plain and quantize is not None:
         size = file_bytes or MAX_SHARD_BYTES
-        conversion: Conversion = ToEncoded.of(source, staging, quantize, dtype=dtype, file_bytes=size)
+        decoded = ToPlain.of_any(source, staging, dtype=dtype, file_bytes=size)
+        conversion: Conversion = ToEncoded.of(decoded, quantize)
     elif plain:
         conversion = ToPlain.plan(source, staging, dtype=dtype, file_bytes=file_bytes or MAX_SHARD_BYTES)
     elif shard_names(source) and quantize is not None:
@@ -174,6 +175,7 @@ def merge(
     adapter: Path,
     target: Path,
     *,
+    quantize: Quantize = None,
     num_processes: int = 1,
     file_bytes: int = MAX_SHARD_BYTES,
     on_event: OnEvent,
@@ -188,6 +190,7 @@ def merge(
         adapter: a folder of ``peft`` or ``save_hf_adapters``.
         target: the folder to write to, without a checkpoint of another kind. Other files in it stay. It must differ
             from both sources.
+        quantize: the format of the merged weights, as for ``save_hf_checkpoint``, other than "as_published".
         num_processes: processes that write in parallel.
         file_bytes: upper limit on the size of a file, unless one tensor is larger.
         on_event: called with the bytes that each process has written.
@@ -200,11 +203,12 @@ def merge(
     require(CheckpointError, file_bytes=(file_bytes, COUNT))
     require_supported(base)
     base, adapter, target = given_path(base), given_path(adapter), target_of(target)
-    sources = SourceFolders.of(base, adapter)
+    sources = SourceFolders.of(base, adapter, configs=_folder_of_format(quantize, base))
     sources.require_apart(target)
     _require_processes(num_processes, 0)
     staging = Update(target, target / f"{PREFIX}{CONVERSION}").new
-    conversion = ToMerged.of(base, adapter, staging, file_bytes=file_bytes)
+    merged = ToMerged.of(base, adapter, staging, file_bytes=file_bytes)
+    conversion = merged if quantize is None else ToEncoded.of(merged, quantize)
     return _run(conversion, sources, target, num_processes, 0, on_event)
 
 

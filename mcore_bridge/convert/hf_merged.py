@@ -106,13 +106,13 @@ class ToMerged(ToPlain):
         rules = self.provenance.mapping(tied=False, expert_format=self.given.expert_format).rules
         return WeightMapping(adapter_rules(rules, self.given.targets))
 
-    def _pieces(self, spec: TensorSpec) -> Iterator[Tensor]:
+    def pieces(self, spec: TensorSpec) -> Iterator[Tensor]:
         """Yield the elements of a tensor in order, some at a time, flat and on the CPU."""
         stacked = [index for name, index in self.places if name == spec.name]
         if not stacked:
-            yield from super()._pieces(spec)
+            yield from super().pieces(spec)
             return
-        tensor = self._stored[spec.name]
+        tensor = self.stored[spec.name]
         assert isinstance(tensor, Tensor)
         for index in [None] if None in stacked else range(len(tensor)):
             place = self.places.get((spec.name, index))
@@ -122,7 +122,7 @@ class ToMerged(ToPlain):
                 left, right = right.mT, left.mT
             rows = max(PIECE_ELEMENTS // matrix.shape[1], 1)
             for start in range(0, len(matrix), rows):
-                held = self._stored.read(spec.name, matrix[start : start + rows])
+                held = self.stored.read(spec.name, matrix[start : start + rows])
                 if left is not None and right is not None:
                     held = with_product(held, left[start : start + rows], right, self.given.alpha / self.given.rank)
                 yield held.flatten()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,50 +12,59 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.config.quantization import Quantize
-from mcore_bridge.convert.conversion import units_of_tensors
 from mcore_bridge.convert.encoder import Encoder, Matrix
-from mcore_bridge.convert.hf_to_plain import ToPlain, plain_specs_of
+from mcore_bridge.convert.hf_to_plain import ToPlain
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.provenance import provenance_of
-from mcore_bridge.weights.source.source import Source, open_folder
+from mcore_bridge.weights.source.source import Source
 from mcore_bridge.weights.source.weight_format import WeightFormat, is_linear
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToEncoded(ToPlain):
-    """The conversion to codes and scales; ``specs`` are the tensors before they are encoded."""
+    """The conversion to codes and scales; ``specs`` are the tensors before they are encoded.
 
+    Attributes:
+        plain: the conversion that makes these tensors.
+    """
+
+    plain: ToPlain
     encoder: Encoder
 
     @classmethod
-    def of(
-        cls, source: Path, staging: Path, quantize: Quantize, *, dtype: torch.dtype | None, file_bytes: int
-    ) -> ToEncoded:
-        """Plan the conversion.
+    def of(cls, plain: ToPlain, quantize: Quantize) -> ToEncoded:
+        """Plan the conversion of what ``plain`` would write.
 
         Raises:
             BridgeError: as for ``Encoder.plan``; or a description is given, and the family is not supported.
         """
-        stored = open_folder(source)
-        specs = plain_specs_of(stored, source, dtype)
-        linear = _linear(stored, source) if isinstance(quantize, Mapping) else frozenset()
-        encoder = Encoder.plan(quantize, str(source), specs, linear, dtype=dtype)
-        units = units_of_tensors(specs, file_bytes)
+        linear = _linear(plain.stored, plain.source) if isinstance(quantize, Mapping) else frozenset()
+        encoder = Encoder.plan(quantize, str(plain.source), plain.specs, linear, dtype=plain.dtype)
         return cls(
-            source=source,
-            staging=staging,
-            units=units,
-            ignored=stored.unused,
-            specs=specs,
-            dtype=dtype,
+            source=plain.source,
+            staging=plain.staging,
+            units=plain.units,
+            ignored=plain.ignored,
+            specs=plain.specs,
+            dtype=plain.dtype,
+            plain=plain,
             encoder=encoder,
         )
 
     @property
     def options(self) -> object:
         """See ``Conversion``."""
-        return self.encoder.digest
+        return [self.plain.options, self.encoder.digest]
+
+    @property
+    def stored(self) -> Source:
+        """The tensors of the source."""
+        return self.plain.stored
+
+    def pieces(self, spec: TensorSpec) -> Iterator[Tensor]:
+        """See ``ToPlain``."""
+        return self.plain.pieces(spec)
 
     @property
     def numels(self) -> Sequence[int]:
@@ -84,13 +94,22 @@ class ToEncoded(ToPlain):
             (plain,) = self.encoder.specs(spec)
             yield from super()._written(plain)
             return
-        whole, experts = self._stored[spec.name], spec.shape[0] if len(spec.shape) > 2 else 0
-        for index in range(experts) if experts else (None,):
-            held = whole if index is None else whole[index]
-            if isinstance(held, Tensor):
-                held = self._stored.read(spec.name, held)
-            matrix = Matrix(spec.name, index, experts)
-            yield from self.encoder.pieces(self._form, matrix, held.to(spec.dtype), self.device)
+        experts = spec.shape[0] if len(spec.shape) > 2 else 0
+        matrices = _of_size(self.pieces(spec), math.prod(spec.shape[-2:]))
+        for index, numbers in enumerate(matrices):
+            matrix = Matrix(spec.name, index if experts else None, experts)
+            yield from self.encoder.pieces(self._form, matrix, numbers.view(spec.shape[-2:]), self.device)
+
+
+def _of_size(pieces: Iterable[Tensor], size: int) -> Iterator[Tensor]:
+    """Join flat pieces, or cut them, into pieces of a size, of which all together have a multiple."""
+    rest: list[Tensor] = []
+    for piece in pieces:
+        rest.append(piece)
+        while (held := sum(each.numel() for each in rest)) >= size:
+            joined = rest[0] if len(rest) == 1 else torch.cat(rest)
+            yield joined[:size]
+            rest = [joined[size:]] if held > size else []
 
 
 def _linear(stored: Source, folder: Path) -> frozenset[str]:

@@ -45,11 +45,16 @@ class ToPlain(Conversion):
         Raises:
             CheckpointError: the folder has no encoded weights, or has weights that cannot be decoded.
         """
-        stored = open_folder(source)
-        if not stored.is_encoded:
+        if not open_folder(source).is_encoded:
             raise CheckpointError(
                 f"{source} has no quantized weights, expected some: it is already a folder of plain tensors"
             )
+        return cls.of_any(source, staging, dtype=dtype, file_bytes=file_bytes)
+
+    @classmethod
+    def of_any(cls, source: Path, staging: Path, *, dtype: torch.dtype | None, file_bytes: int) -> ToPlain:
+        """Plan the conversion of a folder that may have plain weights."""
+        stored = open_folder(source)
         specs = plain_specs_of(stored, source, dtype)
         units = units_of_tensors(specs, file_bytes)
         return cls(source=source, staging=staging, units=units, ignored=stored.unused, specs=specs, dtype=dtype)
@@ -81,7 +86,7 @@ class ToPlain(Conversion):
                 for name, start, piece in self._written(spec):
                     writer.write(name, start, piece)
                     progress(piece.nbytes)
-                self._stored.release(spec.name)
+                self.stored.release(spec.name)
 
     def replaced(self, target: Path) -> Iterable[str]:
         """The names of the files of a checkpoint of this kind in ``target``."""
@@ -109,23 +114,24 @@ class ToPlain(Conversion):
     def _written(self, spec: TensorSpec) -> Iterator[tuple[str, int, Tensor]]:
         """Yield what is written of a tensor: a name, the byte at which a piece starts, and the piece, flat."""
         start = 0
-        for piece in self._pieces(spec):
+        for piece in self.pieces(spec):
             yield spec.name, start, piece
             start += piece.nbytes
 
     @cached_property
-    def _stored(self) -> Source:
+    def stored(self) -> Source:
+        """The tensors of the source."""
         return open_folder(self.source)
 
-    def _pieces(self, spec: TensorSpec) -> Iterator[Tensor]:
+    def pieces(self, spec: TensorSpec) -> Iterator[Tensor]:
         """Yield the elements of a tensor in order, some at a time, flat and on the CPU."""
-        tensor = self._stored[spec.name]
+        tensor = self.stored[spec.name]
         if isinstance(tensor, Encoded):
             for rows in tensor.in_order(PIECE_ELEMENTS):
                 yield rows.to(spec.dtype, self.device).cpu().flatten()
             return
         for view in tensor.flatten().split(PIECE_ELEMENTS):
-            yield self._stored.read(spec.name, view).to(spec.dtype)
+            yield self.stored.read(spec.name, view).to(spec.dtype)
 
 
 def plain_specs_of(stored: Source, folder: Path, dtype: torch.dtype | None) -> tuple[TensorSpec, ...]:

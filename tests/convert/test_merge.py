@@ -6,15 +6,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mcore_bridge.convert.convert import merge
+from mcore_bridge.convert.convert import convert, merge
 from mcore_bridge.errors import BridgeError
 from mcore_bridge.weights.files.hf_folder import Checkpoint
+from mcore_bridge.weights.manifest import Manifest
 from tests import zoo
 from tests.support import experts, quantized, tiny
 from tests.support.command import run
 from tests.support.peft_merges import merged as merged_by_peft
 from tests.support.peft_models import EXPERTS
 
+FP8 = {"quant_method": "fp8", "weight_block_size": [8, 16]}
 DENSE = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
 
 
@@ -51,6 +53,14 @@ def check(folder, state, merged):
     assert (folder / "tokenizer.json").is_file()
 
 
+def assert_encoded_later(folder):
+    """The merge that encoded has the bits of a conversion of the plain merge."""
+    convert(folder / "out", folder / "later", plain=True, quantize=FP8, on_event=lambda *event: None)
+    at_once, later = (Manifest.from_folder(folder / name, digests=True) for name in ("fp8", "later"))
+    assert at_once.differences(later) == ()
+    assert (folder / "fp8" / "config.json").read_text() == (folder / "later" / "config.json").read_text()
+
+
 def test_the_bits_are_those_of_peft_in_fp64(tmp_path):
     hf = tiny.config("llama")
     *_, base, merged = merged_by_peft(hf, DENSE, torch.bfloat16, tmp_path / "adapter")
@@ -61,6 +71,9 @@ def test_the_bits_are_those_of_peft_in_fp64(tmp_path):
     finished = run("merge", tmp_path / "base", tmp_path / "adapter", tmp_path / "again")
     assert "parameters in 56 tensors" in finished.stdout
     check(tmp_path / "again", state, merged)
+    finished = run("merge", tmp_path / "base", tmp_path / "adapter", tmp_path / "fp8", "--quantize", json.dumps(FP8))
+    assert "weights are encoded as float8_e4m3fn[8x16]" in " ".join(finished.stdout.split())
+    assert_encoded_later(tmp_path)
 
 
 @pytest.mark.skipif(not zoo.NEWEST, reason="transformers 4 has a module for each expert")
@@ -70,6 +83,8 @@ def test_files_may_hold_experts_in_the_other_format(spelled, tmp_path):
     state = write(spelled(base), experts.HF, tmp_path / "base")
     merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "out", on_event=lambda *event: None)
     check(tmp_path / "out", state, spelled(merged))
+    merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "fp8", quantize=FP8, on_event=lambda *event: None)
+    assert_encoded_later(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "llama4", "qwen3_vl_moe"])
