@@ -106,7 +106,7 @@ def _of_size(pieces: Iterable[Tensor], size: int) -> Iterator[Tensor]:
     rest: list[Tensor] = []
     for piece in pieces:
         rest.append(piece)
-        while (held := sum(each.numel() for each in rest)) >= size:
+        while (held := sum(part.numel() for part in rest)) >= size:
             joined = rest[0] if len(rest) == 1 else torch.cat(rest)
             yield joined[:size]
             rest = [joined[size:]] if held > size else []
