@@ -26,13 +26,13 @@ from mcore_bridge.batches.refusals import (
     require_scalar,
     require_vocabulary,
 )
+from mcore_bridge.batches.row_sets import ROW_SETS, RowSets, adapters_of, using_row_sets
 from mcore_bridge.batches.text_collectives import broadcast_from_last, digest, digest_of_tokens, gather, reduce_max
 from mcore_bridge.config.mesh.alike import Shared
 from mcore_bridge.config.mesh.lost_ranks import naming_lost_ranks
 from mcore_bridge.errors import BatchError
 from mcore_bridge.weights.bound import provenance_on
 from mcore_bridge.weights.model_chunks import Models, all_chunks_of, chunks_of
-from mcore_bridge.weights.peft.hf_adapters import adapters_in_use
 from mcore_bridge.weights.provenance import HF, Provenance, identity
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ def forward(
     attention_mask: Tensor | None = None,
     *,
     images: Images | None = None,
+    adapters: Sequence[str | None] | None = None,
     loss: Loss | None = None,
     hf: HF | None = None,
     head: str = "lm",
@@ -102,6 +103,8 @@ def forward(
             video mean nothing. If the model may have sampled such an id, mark in ``mm_token_type_ids`` which tokens are
             text (0). ``position_ids`` ``[n, seq]`` are used unchanged. None: the batch is of text. Images need a model
             that was built with ``vision="train"`` or ``"frozen"``.
+        adapters: for each row the name of a set of adapters, or None for the base alone. None: all rows use the set in
+            use. Sets with adapters of routed experts or with DoRA raise, and a loss with megatron-core's DDP.
         loss: called with each microbatch on the ranks of the last pipeline stage. If it raises, the error is raised
             after all microbatches are done; the caller must then zero the gradients. None: no backward follows.
         hf, head: deprecated; call ``adopt`` once for models that ``build_model`` did not make.
@@ -140,6 +143,7 @@ def forward(
             attention_mask=(attention_mask, tensor_on(device).or_none()),
             micro_batch_size=(micro_batch_size, COUNT.or_none()),
             packed=(packed, FLAG),
+            adapters=(adapters, ROW_SETS.or_none()),
             multiple_of=(multiple_of, COUNT.or_none()),
             loss=(loss, FUNCTION.or_none()),
         )
@@ -156,7 +160,9 @@ def forward(
         size = micro_batch_size or (1 if chunk.pg_collection.pp.size() > 1 else len(input_ids))
         rows = [slice(start, min(start + size, len(input_ids))) for start in range(0, len(input_ids), size)]
         seen = SeenImages(of_rows, mask, rows, num_positions(chunk)) if any(of_rows) else None
-        runs.append(partial(_Run, chunk, provenance, rows=rows, temperature=divisor, loss=loss, seen=seen))
+        runs.append(
+            partial(_Run, chunk, provenance, rows=rows, temperature=divisor, loss=loss, seen=seen, sets=adapters)
+        )
         shared = {
             "input_ids": digest_of_tokens(input_ids, mask),
             "images": [{name: digest(value) for name, value in sorted(row.items())} for row in of_rows if row],
@@ -168,7 +174,7 @@ def forward(
             "hf": None if hf is None else identity(provenance),
             "head": provenance.head,
             "training": chunk.training,
-            "adapters": adapters_in_use(models),
+            **adapters_of(chunks, adapters, len(input_ids), learns=learns),
             **shared_by_stages(chunks, learns=learns),
         }
         batch = chunk, input_ids, mask, size, len(chunks)
@@ -192,11 +198,12 @@ class _Run:
         temperature: float,
         loss: Loss | None,
         seen: SeenImages | None,
+        sets: RowSets | None,
     ) -> None:
         self._groups = chunk.pg_collection
         self._hf, self._head, self._is_lm = provenance.hf, provenance.head, provenance.head == "lm"
         self._micro_batches, self._rows = micro_batches, rows
-        self._temperature, self._loss, self._seen = temperature, loss, seen
+        self._temperature, self._loss, self._seen, self._sets = temperature, loss, seen, sets
         self._problem: Exception | None = None
 
     @naming_lost_ranks("forward")
@@ -204,9 +211,13 @@ class _Run:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         first, learns = self._micro_batches[0], self._loss is not None
-        with torch.set_grad_enabled(learns), finishing_gradients(chunks) if learns else nullcontext():
+        with (
+            using_row_sets(chunks, self._sets, self._micro_batches, self._rows, learns=learns) as begin,
+            torch.set_grad_enabled(learns),
+            finishing_gradients(chunks) if learns else nullcontext(),
+        ):
             outputs = get_forward_backward_func()(
-                forward_step_func=self._step,
+                forward_step_func=partial(self._step, begin),
                 data_iterator=[iter(enumerate(self._micro_batches)) for _ in chunks],
                 model=[*chunks],
                 num_microbatches=len(self._micro_batches),
@@ -218,8 +229,11 @@ class _Run:
         self._raise_problems()
         return self._everywhere([values for _, values in sorted(outputs, key=itemgetter(0))])
 
-    def _step(self, iterator: Iterator[tuple[int, PackedSequences]], model: nn.Module) -> tuple[Tensor, Any]:
+    def _step(
+        self, begin: Callable[[int], None], iterator: Iterator[tuple[int, PackedSequences]], model: nn.Module
+    ) -> tuple[Tensor, Any]:
         number, batch = next(iterator)
+        begin(number)
         options = {"packed_seq_params": batch.packed_seq_params, **self._padding(batch, model)}
         if self._seen is not None:
             options.update(self._seen.of(number, batch, self._groups.cp.rank()))

@@ -29,7 +29,7 @@ def finishing_gradients(models: Sequence[nn.Module]) -> Iterator[None]:
     chunks = chunks_of(models)
     config: Any = chunks[0].config
     learning = [parameter for chunk in chunks for parameter in chunk.parameters() if parameter.requires_grad]
-    if config.finalize_model_grads_func is not None or any(map(_is_held, learning)):
+    if config.finalize_model_grads_func is not None or any(map(is_held, learning)):
         yield
         return
     before = [parameter.grad for parameter in learning]
@@ -45,7 +45,7 @@ def finishing_gradients(models: Sequence[nn.Module]) -> Iterator[None]:
                 parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
 
 
-def _is_held(parameter: nn.Parameter) -> bool:
+def is_held(parameter: nn.Parameter) -> bool:
     """Whether gradients are elsewhere: DDP has ``main_grad``, and FSDP makes a DTensor of a parameter."""
     return hasattr(parameter, "main_grad") or hasattr(parameter, "full_tensor")
 

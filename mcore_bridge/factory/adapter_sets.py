@@ -2,11 +2,12 @@
 
 Only the set in use is a part of the model. So each function for adapters means this set, and megatron-core's DDP and
 optimizer, made while a set is in use, have the parameters of this set alone. The other sets are kept beside the model.
+While the rows of a batch use several sets, the model has all of these sets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +25,8 @@ from mcore_bridge.weights.peft.hf_adapters import switch_of
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
+
+    from mcore_bridge.batches.row_sets import TokenSets
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,23 @@ class AdapterSets:
                     f"this is the recompute of a forward with the adapters {name!r}, and {self.in_use!r} are in use: "
                     "call set_adapters between steps, and again after you restore random states"
                 )
+
+    @contextmanager
+    def used_by_row(self, chunk: GPTModel, tokens: TokenSets) -> Iterator[None]:
+        """In the block, let each token of a forward use the set of its row. Then the set in use is in use again.
+
+        Args:
+            chunk: the chunk that has these sets.
+            tokens: the tokens of each set.
+        """
+        before, modules = self.in_use, _modules_by_row(self, tokens)
+        lay_aside(chunk)
+        _attach(chunk, modules)
+        try:
+            yield
+        finally:
+            _detach(chunk, modules)
+            use(chunk, before)
 
 
 def set_adapters(models: Models, name: str) -> None:
@@ -173,13 +193,17 @@ def use(chunk: Any, name: str) -> None:
     lay_aside(chunk)
     sets = sets_of(chunk)
     kept, sets.in_use = sets.by_name[name], name
-    for path, adapter in kept.modules.items():
-        layer = chunk.get_submodule(path)
-        layer.adapter = adapter.train(layer.training)
+    _attach(chunk, kept.modules)
     chunk.bridge_adapters = kept.made
     note_built(chunk)
     if len(sets.by_name) > 1:
         get_cuda_rng_tracker().states_[kept.marker] = torch.get_rng_state()
+
+
+def _attach(chunk: Any, modules: Mapping[str, nn.Module]) -> None:
+    for path, adapter in modules.items():
+        layer = chunk.get_submodule(path)
+        layer.adapter = adapter.train(layer.training)
 
 
 def lay_aside(chunk: Any) -> None:
@@ -189,6 +213,21 @@ def lay_aside(chunk: Any) -> None:
     sets = sets_of(chunk)
     for kept in sets.by_name.values():
         get_cuda_rng_tracker().states_.pop(kept.marker, None)
-    for path in sets.by_name[sets.in_use].modules if sets.in_use else ():
-        del chunk.get_submodule(path).adapter
+    _detach(chunk, sets.by_name[sets.in_use].modules if sets.in_use else ())
     sets.in_use = ""
+
+
+def _detach(chunk: Any, paths: Iterable[str]) -> None:
+    for path in paths:
+        del chunk.get_submodule(path).adapter
+
+
+def _modules_by_row(sets: AdapterSets, tokens: TokenSets) -> dict[str, nn.Module]:
+    """The adapters of all sets of ``tokens`` by the path of their layer, one module for each layer."""
+    from mcore_bridge.factory.modules.row_adapters import RowAdapters
+
+    of_layers: dict[str, dict[str, nn.Module]] = {}
+    for name in tokens.names:
+        for path, adapter in sets.by_name[name].modules.items():
+            of_layers.setdefault(path, {})[name] = adapter
+    return {path: RowAdapters(adapters, tokens) for path, adapters in of_layers.items()}

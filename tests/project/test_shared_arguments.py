@@ -43,7 +43,7 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "forward": {
         "models": OWN,
-        **dict.fromkeys(("input_ids", "attention_mask", "images", "loss", "hf", "head"), COMPARED),
+        **dict.fromkeys(("input_ids", "attention_mask", "images", "adapters", "loss", "hf", "head"), COMPARED),
         **dict.fromkeys(("micro_batch_size", "temperature", "packed", "multiple_of"), COMPARED),
     },
     "log_probs": {"logits": OWN, "group": OWN, **dict.fromkeys(("labels", "vocab_size", "temperature"), COMPARED)},
@@ -147,7 +147,7 @@ def _usual(name: str, folders: dict[str, str], models: dict[str, Any]) -> tuple[
         of_call = {"temperature": 0.5, "packed": False, "multiple_of": 4, "micro_batch_size": 1}
         mask, images = torch.tensor([[1, 1, 1, 0]] * 2), [{"pixel_values": ids}] * 2
         learn = {"loss": lambda outputs, rows: outputs.log_probs.sum()}
-        batch = {"input_ids": ids + 1, "attention_mask": mask, "images": images}
+        batch = {"input_ids": ids + 1, "attention_mask": mask, "images": images, "adapters": [None, None]}
         return mb.forward, usual, {**other, **of_call, **batch, **learn}
     cases: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         "ParallelDims.initialize": (

@@ -208,12 +208,22 @@ class Adapter(nn.Module):
 
     def with_factors(self, inputs: list[Tensor], first: Tensor, second: Tensor, product: Product) -> Tensor:
         """``beside`` with these factors: of this adapter, or the stacked factors of all experts of the layer."""
-        first, second = self._factor(first, 0), self._factor(second, 1)
-        pairs = zip(inputs, first.chunk(len(inputs), -2), strict=True)
-        inner = torch.cat([product(own.to(first.dtype), factor) for own, factor in pairs], -1)
-        if not self.expert:
-            inner = {"cut": self._gathered, "summed": self._reduced, "whole": lambda same: same}[self.kind](inner)
-        return product(inner, self._rows(second)) * self.scale
+        return self.outer(self.across(self.inner(inputs, first, product)), second, product)
+
+    def inner(self, inputs: list[Tensor], first: Tensor, product: Product) -> Tensor:
+        """``A x`` for all parts, ``[..., parts * rank]``: of this rank's tokens, or of this rank's part of features."""
+        pairs = zip(inputs, self._factor(first, 0).chunk(len(inputs), -2), strict=True)
+        return torch.cat([product(own.to(first.dtype), factor) for own, factor in pairs], -1)
+
+    def across(self, inner: Tensor) -> Tensor:
+        """``inner`` for the tokens of the layer's output, from all ranks that cut the layer. Tokens come first."""
+        if self.expert or self.kind == "whole":
+            return inner
+        return self._gathered(inner) if self.kind == "cut" else self._reduced(inner)
+
+    def outer(self, inner: Tensor, second: Tensor, product: Product) -> Tensor:
+        """The output of the adapter from the result of ``across``."""
+        return product(inner, self._rows(self._factor(second, 1))) * self.scale
 
     def _drops(self) -> bool:
         return self.dropout is not None and self.training

@@ -251,15 +251,21 @@ def switch_of(made: Adapters) -> str:
     return f"mcore_bridge: without adapters {id(made)}"
 
 
-def adapters_in_use(models: Models) -> str | None:
-    """A description of the adapters that a forward uses, for ranks to compare; None without adapters."""
+def is_without_adapters(chunk: Any) -> bool:
+    """Whether a block of ``without_adapters`` is entered for the chunk."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+    made: Adapters | None = getattr(chunk, "bridge_adapters", None)
+    return made is not None and switch_of(made) in get_cuda_rng_tracker().states_
+
+
+def adapters_in_use(models: Models) -> str | None:
+    """A description of the adapters that a forward uses, for ranks to compare; None without adapters."""
     chunk: Any = chunks_of(models)[0]
     made: Adapters | None = getattr(chunk, "bridge_adapters", None)
     if made is None:
         return None
-    state = "off" if switch_of(made) in get_cuda_rng_tracker().states_ else "on"
+    state = "off" if is_without_adapters(chunk) else "on"
     kind = f"{made.kind}, dropout {made.dropout}, dora {made.dora}"
     name = chunk.bridge_adapter_sets.in_use
     return f"{name!r}, rank {made.rank}, alpha {float(made.alpha)}, {kind}, {state}"

@@ -1,0 +1,193 @@
+"""One set of adapters for each row of a batch: what is refused, and the tokens of each set in each microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from mcore_bridge.arguments import list_of
+from mcore_bridge.batches.gradients import is_held
+from mcore_bridge.batches.packing import PackedSequences
+from mcore_bridge.batches.text_collectives import reduce_max
+from mcore_bridge.config.mesh.alike import Shared
+from mcore_bridge.errors import BatchError, ConfigError
+from mcore_bridge.weights.model_chunks import chunks_of
+from mcore_bridge.weights.peft.hf_adapters import adapters_in_use, is_without_adapters
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+RowSets = Sequence[str | None]
+"""For each row of a batch the name of a set of adapters, or None for the base alone."""
+ROW_SETS = list_of(
+    "a list with the name of a set or None for each row", str, type(None), advice='pass a list such as ["math", None]'
+)
+_GRAPHS = ("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl")
+_NUMBER = "mcore_bridge: microbatch of row adapters"
+"""A state in megatron-core's tracker of random numbers: the number of the microbatch that a forward runs.
+
+A recompute restores the states of its forward. So it finds the rows of its own microbatch, although the forwards of
+later microbatches may have run since.
+"""
+_APART = "call set_adapters and forward for the rows of each set"
+
+
+def adapters_of(chunks: Sequence[nn.Module], sets: RowSets | None, batch: int, *, learns: bool) -> Shared:
+    """A description of the adapters that a forward uses, for ranks to compare.
+
+    Args:
+        chunks: the chunks of this rank, wrapped or not.
+        sets: the set of each row; None: all rows use the set in use.
+        batch: the number of rows.
+        learns: whether a backward follows.
+
+    Raises:
+        BatchError: the rows cannot use these sets. The message names all reasons.
+    """
+    if sets is None:
+        return {"adapters": adapters_in_use(chunks)}
+    problems = [problem for chunk in chunks_of(chunks) for problem in _problems(chunk, sets, learns=learns)]
+    if len(sets) != batch:
+        problems.insert(0, f"adapters must have one entry for each of {batch} rows, found {len(sets)}: add the others")
+    if problems:
+        raise BatchError("; ".join(dict.fromkeys(problems)))
+    return {"adapters": "one set for each row", "adapters of rows": [*sets]}
+
+
+def _problems(chunk: GPTModel, sets: RowSets, *, learns: bool) -> Iterator[str]:
+    """Why the rows of a batch cannot use these sets of a chunk."""
+    config, by_name, names = chunk.config, _by_name(chunk), {name for name in sets if name is not None}
+    if unknown := sorted(names - by_name.keys()):
+        yield f"adapters must name sets of the models, {[*by_name]}, found {unknown}: call add_adapters(name=) first"
+    of_sets = {name: by_name[name] for name in sorted(names & by_name.keys())}
+    sparse = getattr(config, "experimental_attention_variant", None) == "dsa"
+    kinds: dict[str, Callable[[str, nn.Module], bool]] = {
+        "routed experts": lambda path, layer: any(getattr(module, "expert", False) for module in layer.modules()),
+        "kv_b_proj in sparse attention": lambda path, layer: sparse and path.endswith("linear_kv_up_proj"),
+        "DoRA": lambda path, layer: getattr(layer, "magnitude", None) is not None,
+    }
+    for what, is_such in kinds.items():
+        if having := [name for name, own in of_sets.items() if any(is_such(*pair) for pair in own.modules.items())]:
+            yield f"rows cannot have separate adapters of {what}, found them in {having}: {_APART}"
+    held = [
+        name for name, own in of_sets.items() if any(is_held(p) for m in own.modules.values() for p in m.parameters())
+    ]
+    if learns and held:
+        yield f"DDP or FSDP has the gradients of {held}, and would not complete them: {_APART}, or wrap no models"
+    if graphs := [name for name in _GRAPHS if getattr(config, name, None) not in (None, False, "none")]:
+        yield f"CUDA graphs would keep the rows of the first batch, found {graphs}: {_APART}, or build without them"
+    if of_sets and is_without_adapters(chunk):
+        yield "adapters= was given in a block of without_adapters: leave out one of them"
+
+
+class TokenSets:
+    """The tokens of each set of adapters, for each microbatch of a batch.
+
+    Args:
+        sets: for each microbatch the set of each token, by its place in ``names``, in the order of hidden states
+            ``[seq, batch]`` of this context-parallel rank; -1 for a token without adapters. int64 ``[seq * batch]``.
+        names: the names of the sets.
+        rank, parts: the part of the sequence that this rank has outside of layers, and the number of parts; one part
+            without sequence parallelism.
+    """
+
+    def __init__(self, sets: Sequence[Tensor], names: Sequence[str], *, rank: int, parts: int) -> None:
+        self.names = names
+        self._places = [
+            {len(own): [(own == number).nonzero()[:, 0] for number in range(len(names))] for own in both}
+            for both in ((whole.chunk(parts)[rank], whole) for whole in sets)
+        ]
+
+    def begin(self, number: int) -> None:
+        """Let the forward that follows use the rows of the microbatch ``number``."""
+        _states()[_NUMBER] = torch.tensor(number)
+
+    def end(self) -> None:
+        """No forward follows."""
+        _states().pop(_NUMBER, None)
+
+    def places(self, num_tokens: int) -> list[Tensor]:
+        """The places of the tokens of each set, among all tokens of the microbatch or among this rank's part of them.
+
+        Args:
+            num_tokens: how many tokens there are: all, or under sequence parallelism the part of a rank.
+        """
+        known = self._places[int(_states()[_NUMBER])]
+        if num_tokens not in known:
+            raise ConfigError(
+                f"a layer with adapters must get {' or '.join(map(str, known))} tokens, as the microbatch has, found "
+                f"{num_tokens}: its tokens have no known rows, so call forward for each set without adapters="
+            )
+        return known[num_tokens]
+
+
+@contextmanager
+def using_row_sets(
+    chunks: Sequence[nn.Module],
+    sets: RowSets | None,
+    batches: Sequence[PackedSequences],
+    rows: Sequence[slice],
+    *,
+    learns: bool,
+) -> Iterator[Callable[[int], None]]:
+    """In the block, let each row use its set, and only for this let the model have these sets.
+
+    With a backward, all replicas communicate: each must have the parameters of the sets that any of them uses.
+
+    Args:
+        chunks: the chunks of this rank, wrapped or not.
+        sets: the set of each row; None: nothing changes.
+        batches: the microbatches.
+        rows: the rows of each microbatch; further microbatches are padding.
+        learns: whether a backward follows.
+
+    Yields:
+        A function to call with the number of a microbatch before each forward of it.
+    """
+    if sets is None:
+        yield lambda number: None
+        return
+    bare = chunks_of(chunks)
+    groups, known = bare[0].pg_collection, [*_by_name(bare[0])]
+    device = batches[0].places.device
+    is_used = torch.tensor([name in sets for name in known], dtype=torch.int64, device=device)
+    if learns:
+        reduce_max(is_used, groups.dp_cp)
+    names = [name for name, used in zip(known, is_used.tolist(), strict=True) if used]
+    if learns and not names:
+        raise BatchError("adapters must name a set for a row, since a loss is given, found None for all: leave it out")
+    numbers = [-1 if name is None else names.index(name) for name in sets]
+    of_batches = [numbers[own] for own in rows] + [[]] * (len(batches) - len(rows))
+    of_tokens = [_sets_of_tokens(*pair, groups.cp.rank()) for pair in zip(batches, of_batches, strict=True)]
+    cut: Any = groups.tp if bare[0].config.sequence_parallel else None
+    tokens = TokenSets(of_tokens, names, rank=cut.rank() if cut else 0, parts=cut.size() if cut else 1)
+    with ExitStack() as stack:
+        for chunk in bare:
+            stack.enter_context(chunk.bridge_adapter_sets.used_by_row(chunk, tokens))
+        stack.callback(tokens.end)
+        yield tokens.begin
+
+
+def _by_name(chunk: Any) -> dict[str, Any]:
+    """The sets of adapters of a chunk by name. Chunks have an object with them once they have adapters."""
+    by_name: dict[str, Any] = chunk.bridge_adapter_sets.by_name if hasattr(chunk, "bridge_adapter_sets") else {}
+    return by_name
+
+
+def _states() -> dict[str, Any]:
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    states: dict[str, Any] = get_cuda_rng_tracker().states_
+    return states
+
+
+def _sets_of_tokens(batch: PackedSequences, numbers: Sequence[int], cp_rank: int) -> Tensor:
+    """The number of the set of each token in the order of hidden states, ``[tokens * rows]``; -1 at padding."""
+    places = batch.places[cp_rank]
+    padded = torch.tensor([*numbers, *[-1] * (batch.shape[0] - len(numbers))], device=places.device)
+    own = padded[places.clamp(min=0) // batch.shape[1]]
+    return own.where(places >= 0, -1).T.flatten()

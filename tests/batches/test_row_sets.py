@@ -1,0 +1,217 @@
+"""A set of adapters for each row of a batch, against a run of the whole batch for each set."""
+
+import re
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+
+import mcore_bridge as mb
+from mcore_bridge.batches import row_sets
+from mcore_bridge.errors import BatchError
+from tests import zoo
+from tests.support import experts, pool, stepping, tiny
+from tests.support.peft_models import fill, held
+
+DENSE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+SP = {"tp": 2, "sp": True}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+ROWS = ["math", "code", None, "math", "code"]
+EXCHANGED = ["code", "math", None, "math", "code"]
+OF_RANKS = [ROWS, [None, "math", None, "math", "math"]]
+"""Replicas use different sets."""
+CASES = {
+    "qwen3": (
+        DENSE,
+        (
+            {"tp": 2, "packed": False},
+            {**SP, "overrides": FULL},
+            {"pp": 2, "overrides": FULL},
+            {"pp": 2, "vp": 2, "overrides": FULL},
+            {"cp": 2},
+        ),
+    ),
+    "qwen3_moe": (DENSE[:4], ({"ep": 2},)),
+    "deepseek_v3-dense": (LATENT, (SP,)),
+    "nemotron_h-no-experts": (("in_proj", *DENSE[:4], "up_proj", "down_proj"), (SP,)),
+}
+
+
+OWN = {"qwen3": partial(tiny.config, "qwen3"), "qwen3_moe": lambda: experts.HF}
+"""The configs of cases that are not in the zoo."""
+
+
+def batch_of(hf):
+    ids = torch.arange(5 * 12).view(5, 12) * 7 % hf.vocab_size
+    return ids, torch.arange(12) < torch.tensor([12, 7, 9, 3, 11])[:, None]
+
+
+def built(folder, dims, targets, overrides=None, **options):
+    """A model with two sets of other ranks, scales and targets, none of whose factors is zero."""
+    models = mb.build_model(folder, dims=dims, dtype=torch.float32, device="cpu", overrides=overrides)
+    for name, rank, of_set in (("math", 3, targets), ("code", 5, targets[1:])):
+        fill(models, mb.add_adapters(models, rank=rank, alpha=4, targets=of_set, name=name, **options))
+    return models
+
+
+def grads_of(models):
+    """The gradients of each set, which are then empty."""
+    found = {}
+    for name in ("math", "code"):
+        mb.set_adapters(models, name)
+        for path, parameter in held(models).items():
+            found[f"{name} {path}"], parameter.grad = parameter.grad, None
+    return found
+
+
+def apart(models, run, rows):
+    """Log-probs and gradients of a run of the whole batch for each set, whose loss has the rows of this set alone."""
+    whole, grads = {}, {}
+    for name in ("math", "code", None):
+        own = torch.tensor([each == name for each in rows])
+        if name is None:
+            with mb.without_adapters(models):
+                found = run().log_probs
+        else:
+            mb.set_adapters(models, name)
+            found = run(loss=lambda out, of, own=own: out.log_probs[own[of]].sum()).log_probs
+            grads |= {key: grad for key, grad in grads_of(models).items() if key.startswith(name)}
+        whole[name] = found
+    return torch.stack([whole[name][row] for row, name in enumerate(rows)]), grads
+
+
+def errors(found, expected):
+    """The largest differences of log-probs and of gradients."""
+    (logs, grads), (wanted, own) = found, expected
+    assert grads.keys() == own.keys()
+    assert all(grad is not None for grad in grads.values())
+    of_grads = [
+        float((grad - own[name]).abs().max() / own[name].abs().max().clamp(1e-6)) for name, grad in grads.items()
+    ]
+    return float((logs - wanted).abs().max() / wanted.abs().max()), max(of_grads)
+
+
+def mixed(models, run, rows):
+    out = run(adapters=rows, loss=lambda out, of: out.log_probs.sum())
+    return out.log_probs, grads_of(models)
+
+
+def compared(folder, hf, targets, meshes):
+    """Runs in each worker: for each mesh the errors; for some also the errors with a planted mistake."""
+    said = []
+    for sizes in meshes:
+        sizes = dict(sizes)
+        overrides, packed = sizes.pop("overrides", None), sizes.pop("packed", True)
+        dims = mb.ParallelDims(**sizes)
+        with stepping.mesh(dims):
+            models = built(folder, dims, targets, overrides)
+            rows = OF_RANKS[dist.get_rank()] if "ep" in sizes else ROWS
+            run = partial(mb.forward, models, *batch_of(hf), packed=packed, micro_batch_size=2)
+            expected, wrong = apart(models, run, rows), None
+            right = errors(mixed(models, run, rows), expected)
+            if dims.cp > 1:
+                wrong = errors(mixed(models, run, EXCHANGED), expected)
+            elif dims.pp > 1 and dims.vp == 1:  # a recompute that sees the rows of the last forward
+                plain = {}
+                with mock.patch.object(row_sets, "_states", lambda plain=plain: plain):
+                    wrong = errors(mixed(models, run, rows), expected)
+            said.append((right, wrong))
+    return said
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_row_goes_through_its_own_set(case, tmp_path):
+    targets, meshes = CASES[case]
+    if case not in OWN and not zoo.here([case]):
+        pytest.skip("the installed releases have no such model")
+    hf = OWN[case]() if case in OWN else zoo.cases()[case].hf
+    tiny.random_checkpoint(hf, tmp_path)
+    ranks = pool.run(2, compared, str(tmp_path), hf, targets, meshes)
+    for mesh, results in zip(meshes, zip(*ranks, strict=True), strict=True):
+        for logs, grads in (right for right, _ in results):
+            assert logs <= (1e-6 if mesh.get("packed", True) else 0), mesh  # without packing, all products are equal
+            assert grads <= 5e-6, mesh
+        if planted := [wrong for _, wrong in results if wrong]:
+            assert max(grads for _, grads in planted) > 0.1, f"{mesh}: the mistake is found"
+
+
+def dropped(folder):
+    """Runs in one worker: gradients with dropout, with and without a recompute."""
+    found = []
+    with stepping.mesh(mb.ParallelDims()):
+        for overrides in (None, FULL):
+            models = built(folder, mb.ParallelDims(), DENSE, overrides, dropout=0.3)
+            torch.manual_seed(3)
+            model_parallel_cuda_manual_seed(3)
+            run = partial(mb.forward, models, *batch_of(tiny.config("qwen3")), micro_batch_size=2)
+            found.append(mixed(models, run, ROWS))
+            get_cuda_rng_tracker().reset()
+        models[0].eval()
+        return errors(*found), errors(mixed(models, run, ROWS), found[0])
+
+
+def test_a_recompute_drops_what_its_forward_dropped(tmp_path):
+    tiny.random_checkpoint(tiny.config("qwen3"), tmp_path)
+    ((same, other),) = pool.run(1, dropped, str(tmp_path))
+    assert max(same) <= 1e-6
+    assert min(other) > 1e-2
+
+
+def refused(folder):
+    """Runs in each of two workers: what each refusal says."""
+    said = {}
+
+    def refuse(what, models, rows, hf=None, **options):
+        with pytest.raises(BatchError) as caught:
+            mb.forward(models, *batch_of(hf or tiny.config("qwen3")), adapters=rows, **options)
+        said[what] = str(caught.value)
+
+    learn = {"loss": lambda out, of: out.log_probs.sum()}
+    with stepping.mesh(mb.ParallelDims(tp=2)):
+        models = built(folder, mb.ParallelDims(tp=2), DENSE)
+        mb.add_adapters(models, rank=1, alpha=1, targets=["o_proj"], dora=True, name="dora")
+        mb.set_adapters(models, "math")
+        refuse("one name", models, "math")
+        refuse("all at once", models, ["maths", "dora", None])
+        refuse("other rows", models, EXCHANGED if dist.get_rank() else ROWS)
+        refuse("some ranks", models, ROWS if dist.get_rank() else None)
+        refuse("no set", models, [None] * 5, **learn)
+        with mb.without_adapters(models):
+            refuse("off", models, ROWS)
+        wrapped = stepping.wrap(models)
+        refuse("ddp", wrapped, ROWS, **learn)
+        mb.forward(wrapped, *batch_of(tiny.config("qwen3")), adapters=ROWS)
+        assert [*models[0].bridge_adapter_sets.by_name] == ["math", "code", "dora"]
+        assert models[0].bridge_adapter_sets.in_use == "math"
+    with stepping.mesh(mb.ParallelDims()):
+        models = mb.build_model(experts.HF, dtype=torch.float32, device="cpu", load_weights=False)
+        refuse("none there", models, ROWS, experts.HF)
+        mb.add_adapters(models, rank=1, alpha=1, targets=["experts.down_proj"], expert_format="fused", name="math")
+        refuse("experts", models, ["math"] * 5, experts.HF)
+    return said
+
+
+REFUSED = {
+    "one name": r"adapters must be a list with the name of a set or None for each row, .* found 'math': pass a list",
+    "all at once": r"one entry for each of 5 rows, found 3.*\['math', 'code', 'dora'\], found \['maths'\]: call add_ad"
+    r".*adapters of DoRA, found them in \['dora'\]: call set_adapters and forward for the rows of each set",
+    "other rows": r"adapters of rows .*rank 1",
+    "some ranks": r"adapters.*rank 1",
+    "no set": "must name a set for a row, since a loss is given, found None for all",
+    "off": "given in a block of without_adapters: leave out one",
+    "ddp": r"DDP or FSDP has the gradients of \['math'\].*or wrap no models",
+    "none there": r"sets of the models, \[\], found \['code', 'math'\]: call add_adapters",
+    "experts": r"adapters of routed experts, found them in \['math'\]: call set_adapters",
+}
+
+
+def test_what_cannot_have_sets_by_row_is_refused_on_all_ranks(tmp_path):
+    tiny.random_checkpoint(tiny.config("qwen3"), tmp_path)
+    for said in pool.run(2, refused, str(tmp_path)):
+        assert said.keys() == REFUSED.keys()
+        for what, message in REFUSED.items():
+            assert re.search(message, said[what]), f"{what}: {said[what]}"
