@@ -141,13 +141,17 @@ def test_no_launch_event_or_stream_leaves_its_device_open():
                 assert call.args, f"{path}:{call.lineno} names no device or stream"
 
 
-def test_the_only_kernel_is_launched_at_one_place_which_makes_its_device_the_current_one():
+def test_each_kernel_is_launched_at_one_place_which_makes_its_device_the_current_one():
     texts = {path.name: path.read_text() for path in PACKAGE.rglob("*.py")}
-    assert [name for name, text in texts.items() if "@triton" in text] == ["triton_copy.py"]
-    assert [name for name, text in texts.items() if "triton_copy import launch" in text] == ["copier.py"]
-    (block,) = (
-        node
-        for node in ast.walk(ast.parse(texts["copier.py"]))
-        if isinstance(node, ast.With) and "launch(" in ast.unparse(node)
-    )
-    assert ast.unparse(block.items[0]) == "torch.cuda.device(device)"
+    kernels = {"triton_copy.py": ("copier.py", "launch("), "triton_encode.py": ("batches.py", "self._encoded(")}
+    assert {name for name, text in texts.items() if "@triton" in text} == kernels.keys()
+    for kernel, (place, call) in kernels.items():
+        function = "encode_blocks" if kernel == "triton_encode.py" else "launch"
+        imports = f"{kernel.removesuffix('.py')} import {function}"
+        assert [name for name, text in texts.items() if imports in text] == [place]
+        (block,) = (
+            node
+            for node in ast.walk(ast.parse(texts[place]))
+            if isinstance(node, ast.With) and call in ast.unparse(node)
+        )
+        assert ast.unparse(block.items[0]) in ("torch.cuda.device(device)", "torch.cuda.device(self.device)")

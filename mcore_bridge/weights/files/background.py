@@ -36,6 +36,7 @@ class HostCopies:
     def __init__(self, most_bytes: int | None = None) -> None:
         self._most = most_bytes
         self._held = 0
+        self._streams: set[torch.cuda.Stream] = set()
         self._waiting: deque[tuple[str, Tensor, torch.cuda.Event | None]] = deque()
         self._ended = self._stopped = False
         self._changed = threading.Condition()
@@ -60,7 +61,9 @@ class HostCopies:
             copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             copied.copy_(tensor, non_blocking=True)
             event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(tensor.device))
+            stream = torch.cuda.current_stream(tensor.device)
+            event.record(stream)
+            self._streams.add(stream)
         else:
             copied = tensor.detach() if own else tensor.detach().clone()
         with self._changed:
@@ -72,8 +75,8 @@ class HostCopies:
 
     def end(self) -> None:
         """Say that no tensor follows. Copies of tensors on a GPU are complete when this returns."""
-        if torch.cuda.is_initialized():
-            torch.cuda.current_stream().synchronize()
+        for stream in self._streams:
+            stream.synchronize()
         with self._changed:
             self._ended = True
             self._changed.notify_all()

@@ -118,7 +118,7 @@ class _Checks:
         flags = torch.empty(len(not_finite), dtype=not_finite.dtype, pin_memory=True)
         flags.copy_(not_finite, non_blocking=True)
         event = torch.cuda.Event()
-        event.record()
+        event.record(torch.cuda.current_stream(not_finite.device))
         self._waiting.append((shards, flags, event))
         while len(self._waiting) > (_UNCHECKED if self.left > 0 else 0):
             done, flags, event = self._waiting.popleft()
