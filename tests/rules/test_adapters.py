@@ -25,8 +25,11 @@ from tests.support.strategies import random_state
 from tests.support.twins import TWINS
 
 RANK = 3
-WITHOUT = (".router", "shared_expert_gate", ".gate.wg", ".out_proj", "_latent_proj")
-"""Linear layers of transformers without an adapter here: routers, gates, and what kernels of Mamba-2 read."""
+WITHOUT = (
+    *(".router", "shared_expert_gate", ".gate.wg", ".out_proj", "_latent_proj"),
+    *(".indexer.wq_b", ".indexer.wk", ".indexer.weights_proj"),
+)
+"""Linear layers of transformers without an adapter here: routers, gates, what kernels of Mamba-2 read, and indexers."""
 
 
 def projection(name):
