@@ -62,10 +62,6 @@ class BoundModel:
         tensor = self.tensors[mcore].detach()
         return self.merges[mcore](tensor) if mcore in self.merges else tensor
 
-    def shard_of(self, mcore: str) -> int:
-        """The number of the shard that this rank has of a tensor, on the axis that cuts the tensor."""
-        return self.ranks[self.mapping.bind(mcore).axis]
-
     def trace(self, binding: Binding) -> Trace:
         """The trace of the layout of ``binding``, for the tensor that this rank holds under its name.
 

@@ -21,7 +21,7 @@ from mcore_bridge.convert.convert import convert
 from mcore_bridge.engines import EngineWorker
 from mcore_bridge.errors import ConfigError, ExportError, MappingError, TargetError
 from mcore_bridge.weights.manifest import Manifest
-from mcore_bridge.weights.sent import encoded_shard
+from mcore_bridge.weights.sent import batches, encoded_shard
 from mcore_bridge.weights.source.source import open_source
 from mcore_bridge.weights.transfer.collectives import Group
 from tests.support import pool, quantized
@@ -185,6 +185,40 @@ def newly(folder: str, saved: str, dims: mb.ParallelDims, dtype: torch.dtype, no
     dims.initialize(device="cpu")
     models = mb.build_model(folder, dims=dims, device="cpu", dtype=dtype)
     return mb.save_hf_checkpoint(models, saved, quantize=note)
+
+
+def batches_left(folder: str) -> tuple[int, int]:
+    """On one rank: batches of an export as on a GPU, and those that were never made, whose numbers nobody checks."""
+    mb.ParallelDims(ep=2).initialize(device="cpu")
+    models = mb.build_model(folder, dims=mb.ParallelDims(ep=2), device="cpu", load_weights=False)
+    begun: dict[int, Any] = {}
+
+    def make(self: Any, shard: Any) -> None:
+        for each in self.shards:
+            each.make = None  # each is then encoded alone
+        made.add(id(self))
+
+    made: set[int] = set()
+    init = batches._Batch.__init__
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(batches, "runs_kernel", lambda device: True)
+        patched.setattr(batches, "_BATCH", 1)  # each shard has its own
+        patched.setattr(batches._Batch, "make", make)
+        patched.setattr(
+            batches._Batch, "__init__", lambda self, *given: (begun.update({id(self): self}), init(self, *given))[1]
+        )
+        note = {"quant_method": "fp8", "weight_block_size": [8, 8]}
+        target = "nothing" if torch.distributed.get_rank() else "everything"
+        for _ in mb.iter_hf_weights(models, quantize=note, target=target):
+            pass
+    return len(begun), len(begun.keys() - made)
+
+
+def test_every_batch_is_made_where_one_of_two_holders_of_a_weight_sends_it(tmp_path: Path) -> None:
+    tiny("qwen3_moe").save_pretrained(tmp_path)
+    found = pool.run(2, batches_left, str(tmp_path))
+    assert min(begun for begun, _ in found) >= 2
+    assert [left for _, left in found] == [0, 0]
 
 
 @pytest.mark.parametrize("name", NEW)

@@ -94,7 +94,7 @@ class EncodedShard:
         return self._part.encodings[0].codec
 
     def partial(self) -> Tensor:
-        """What this shard adds to the numbers on which holders agree, [``_num_shared``] of fp32."""
+        """What this shard adds to the numbers on which holders agree, [``num_shared``] of fp32."""
         values = self.values()
         grid = _Grid.of(self._part, self.shard, values.shape, values.device)
         numbers = []

@@ -94,7 +94,10 @@ def encode_shards(
 
 
 class _Weight(NamedTuple):
-    """What a weight is sent as, the number of this rank's shard, and the blocks in which a kernel can encode it."""
+    """What a weight is sent as, the number of this rank's shard, and the blocks in which a kernel can encode it.
+
+    There are no blocks if another rank sends the shard. So all shards of a batch are made.
+    """
 
     roles: Mapping[Role, EncodedPart]
     shard: int
@@ -127,11 +130,11 @@ class _Prepared:
         for key, part in sent.values():
             if part.constant is None:
                 roles.setdefault(key, {})[part.role] = part
-        weights = {}
+        weights, read = {}, {key for name, (key, _) in sent.items() if name in program.read}
         for key, own in roles.items():
             holders = own["codes"].plain.holders
             shard = next((shard for shard, ranks in holders.items() if program.rank in ranks), 0)
-            weights[key] = _Weight(own, shard, Blocks.of(own))
+            weights[key] = _Weight(own, shard, Blocks.of(own) if key in read else None)
         return cls(sent, weights, {key: size for key, own in roles.items() if (size := num_shared(own))})
 
 

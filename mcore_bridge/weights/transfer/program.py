@@ -16,7 +16,7 @@ from mcore_bridge.weights.plan.boxes import BoxCopy, ByteCopy, joined, stacked
 from mcore_bridge.weights.plan.export_plan import LAG, MESSAGES_IN_FLIGHT, ExportPlan
 from mcore_bridge.weights.plan.inventory import ParamEntry
 from mcore_bridge.weights.plan.payload import OutputTensor
-from mcore_bridge.weights.plan.stream import HEADER, WindowSlice
+from mcore_bridge.weights.plan.stream import HEADER, WindowRun, WindowSlice
 from mcore_bridge.weights.transfer.collectives import Lineup, lineup
 from mcore_bridge.weights.transfer.copier import CopyTable
 
@@ -80,9 +80,8 @@ class Program:
         Different receivers may get parts of a tensor at different times.
         """
         spans: dict[int, list[tuple[int, int]]] = {}
-        for plan in {id(plan): plan for plan in self.plans}.values():
-            for run in plan.streams[self.rank]:
-                spans.setdefault(self._number(plan.payload.entries[run.entry]), []).append((run.message, run.last()))
+        for entry, run in self._runs():
+            spans.setdefault(self._number(entry), []).append((run.message, run.last()))
         idle: dict[int, list[int]] = {}
         for number, messages in spans.items():
             ends = accumulate((last for _, last in sorted(messages)), max)
@@ -91,6 +90,17 @@ class Program:
                 if start > end + MESSAGES_IN_FLIGHT + 1:
                     idle.setdefault(end, []).append(number)
         return idle
+
+    @cached_property
+    def read(self) -> frozenset[str]:
+        """The canonical names of the tensors that steps of this rank read. Of equal holders one is read."""
+        return frozenset(entry.held.name for entry, _ in self._runs())
+
+    def _runs(self) -> Iterator[tuple[ParamEntry, WindowRun]]:
+        """What this rank sends or copies, for each receiver."""
+        for plan in {id(plan): plan for plan in self.plans}.values():
+            for run in plan.streams[self.rank]:
+                yield plan.payload.entries[run.entry], run
 
     def balance(self) -> int:
         """A hash of what this rank sends, minus a hash of what it expects.
