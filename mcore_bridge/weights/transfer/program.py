@@ -80,7 +80,7 @@ class Program:
         Different receivers may get parts of a tensor at different times.
         """
         spans: dict[int, list[tuple[int, int]]] = {}
-        for entry, run in self._runs():
+        for entry, run in _runs(self):
             spans.setdefault(self._number(entry), []).append((run.message, run.last()))
         idle: dict[int, list[int]] = {}
         for number, messages in spans.items():
@@ -94,13 +94,7 @@ class Program:
     @cached_property
     def read(self) -> frozenset[str]:
         """The canonical names of the tensors that steps of this rank read. Of equal holders one is read."""
-        return frozenset(entry.held.name for entry, _ in self._runs())
-
-    def _runs(self) -> Iterator[tuple[ParamEntry, WindowRun]]:
-        """What this rank sends or copies, for each receiver."""
-        for plan in {id(plan): plan for plan in self.plans}.values():
-            for run in plan.streams[self.rank]:
-                yield plan.payload.entries[run.entry], run
+        return frozenset(entry.held.name for entry, _ in _runs(self))
 
     def balance(self) -> int:
         """A hash of what this rank sends, minus a hash of what it expects.
@@ -265,6 +259,13 @@ class Program:
                 by_part[part] += ByteCopy.of(box, entry.held.dtype.itemsize) if box else ()
             self._known[key] = [stacked(byte_copies) for byte_copies in by_part]
         return self._known[key]
+
+
+def _runs(program: Program) -> Iterator[tuple[ParamEntry, WindowRun]]:
+    """What the rank of a program sends or copies, for each receiver."""
+    for plan in {id(plan): plan for plan in program.plans}.values():
+        for run in plan.streams[program.rank]:
+            yield plan.payload.entries[run.entry], run
 
 
 def _box(entry: ParamEntry, piece: WindowSlice, copy: Copy, start: int, source: Side, target: Side) -> BoxCopy | None:
