@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mcore_bridge.rules.spec import ALIGNMENT
 from mcore_bridge.weights.sent.block_geometry import Blocks
-from mcore_bridge.weights.sent.encoded_shard import EncodedShard
+from mcore_bridge.weights.sent.encoded_shard import EncodedShard, as_bytes
 from mcore_bridge.weights.transfer.copier import Buffers, has_triton
 
 _BATCH = 1 << 25
@@ -72,14 +72,14 @@ class _Batch:
         values = [shard.values().contiguous() for shard in shards]
         stride = -(-blocks.num_bytes // ALIGNMENT) * ALIGNMENT
         codes = torch.empty((count, stride), dtype=torch.uint8, device=self.device)
-        scales = torch.empty((count, *blocks.grid), dtype=_as_stored(blocks.scales), device=self.device)
+        scales = torch.empty((count, *blocks.grid), dtype=blocks.scales, device=self.device)
         not_finite = torch.zeros(count, dtype=torch.int32, device=self.device)
         held = Buffers(values)
-        outputs = codes, scales, not_finite
+        outputs = codes, as_bytes(scales), not_finite
         encode_blocks(blocks, held.addresses_on(self.device), self._kept(shards), *outputs, aligned=held.is_aligned)
         dtype, shape = blocks.codes
         sent = codes.view(dtype)[:, : blocks.num_bytes // dtype.itemsize].unflatten(1, shape)
-        for shard, own, of_shard in zip(shards, sent.unbind(), scales.view(blocks.scales).unbind(), strict=True):
+        for shard, own, of_shard in zip(shards, sent.unbind(), scales.unbind(), strict=True):
             shard.ready = {"codes": own, "scales": of_shard}
         return not_finite
 
@@ -95,10 +95,6 @@ class _Batch:
         if own.nbytes <= _KEPT:
             form.on_gpu[key] = own, parts  # which keep their ids
         return own
-
-
-def _as_stored(dtype: torch.dtype) -> torch.dtype:
-    return torch.uint8 if dtype.itemsize == 1 else dtype
 
 
 @dataclass

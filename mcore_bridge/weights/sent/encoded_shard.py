@@ -150,10 +150,7 @@ class EncodedShard:
         return self.form.files[unstacked(self._part.plain.hf[self._part.parts[index]])[0]]
 
     def kept(self) -> Tensor | None:
-        """The scales of the files in the shape of the grid, on the CPU; None if there are none.
-
-        Scales of one byte are uint8, since torch cannot choose between elements of float8.
-        """
+        """The scales of the files in the shape of the grid, on the CPU, ``as_bytes``; None if there are none."""
         if not self.is_kept:
             return None
         grids = []
@@ -161,7 +158,7 @@ class EncodedShard:
             expert = unstacked(self._part.plain.hf[number])[1]
             scales = self._in_file(index).scales
             own = scales if expert is None else scales[expert]
-            grids.append(_as_bytes(own))
+            grids.append(as_bytes(own))
         traced = self._part.trace
         return traced.shard(0 if self._part.shared else self.shard, grids, grids[0].dtype)
 
@@ -182,7 +179,7 @@ class EncodedShard:
         kept = self.kept()
         if kept is None:
             return fresh
-        return torch.where(changed > 0, _as_bytes(fresh), kept.to(values.device)).view(dtype)
+        return torch.where(changed > 0, as_bytes(fresh), kept.to(values.device)).view(dtype)
 
     def _amax(self, grid: _Grid, values: Tensor) -> Tensor:
         amax = grid.largest(lambda rows: values[rows].float().abs())
@@ -213,7 +210,8 @@ class EncodedShard:
         return grid.largest(differs)
 
 
-def _as_bytes(scales: Tensor) -> Tensor:
+def as_bytes(scales: Tensor) -> Tensor:
+    """View scales of one byte as uint8, since torch cannot choose between elements of float8; others stay."""
     return scales.view(torch.uint8) if scales.dtype.itemsize == 1 else scales
 
 
