@@ -9,6 +9,7 @@ from mcore_bridge.errors import TransferError
 from mcore_bridge.weights.engine.comparison import MapComparison
 from mcore_bridge.weights.engine.composed import MemoryWriter
 from mcore_bridge.weights.engine.mapped_engine import MappedEngine
+from mcore_bridge.weights.transfer.endpoints import Held
 from mcore_bridge.weights.transfer.executor import new_tensors, run_messages
 from mcore_bridge.weights.transfer.program import Program
 
@@ -54,7 +55,7 @@ class Guest:
         except TransferError as error:  # other members wait for this one
             problem, taker = error, None
         into = writer.begin if writer is not None and problem is None else new_tensors
-        with self._group.watched(), closing(run_messages(self._program, self._group, {}, into=into)) as messages:
+        with self._group.watched(), closing(run_messages(self._program, self._group, Held({}), into=into)) as messages:
             for pairs in messages:
                 if taker is None:
                     break

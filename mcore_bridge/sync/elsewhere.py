@@ -140,9 +140,8 @@ class Elsewhere:
         except TransferError:  # other ranks wait
             group.close()
             raise
-        bound = export.bound
         with group.watched():
-            for _ in run_program(export.program, group, bound.tensors, merges=bound.merges):
+            for _ in run_program(export.program, group, export.held):
                 pass
 
     def close(self) -> None:

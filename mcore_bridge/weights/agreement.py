@@ -36,6 +36,7 @@ from mcore_bridge.weights.sent.encoding import encode_shards
 from mcore_bridge.weights.sent.merging import with_squares
 from mcore_bridge.weights.source.weight_format import PLAIN, WeightFormat, weight_format
 from mcore_bridge.weights.transfer.collectives import Group
+from mcore_bridge.weights.transfer.endpoints import Held
 from mcore_bridge.weights.transfer.failures import raise_failures
 from mcore_bridge.weights.transfer.program import Program
 
@@ -66,8 +67,10 @@ class Export:
     bound: BoundModel
     guest_program: Callable[[int], Program]
     """The program of each guest, by its number."""
-    format: WeightFormat = PLAIN
+    format: WeightFormat
     """The format in which weights leave."""
+    held: Held
+    """What this rank sends."""
 
 
 class Only(NamedTuple):
@@ -122,9 +125,8 @@ def open_export(models: Models, hf: HF | None, head: str, **options: Unpack[Opti
         require_gatherable(models, export.group)
     gather_pending(models)
     bound = export.bound
-    held = bound.tensors, with_squares(export.group, bound.merges, bound.tensors)
-    tensors, merges = encode_shards(export.program, export.group, *held, export.format)
-    return replace(export, bound=replace(bound, tensors=tensors, merges=merges))
+    held = Held(bound.tensors, with_squares(export.group, bound.merges, bound.tensors))
+    return replace(export, held=encode_shards(export.program, export.group, held, export.format))
 
 
 @uncollected()
@@ -198,7 +200,7 @@ def agree_on_plan(
         kept = _Kept(fingerprint, 1 + max(number for _, number in answers), *programs)
         _plans[first] = (kept, *plans)[:_NUM_PLANS]
     assert bound is not None
-    return Export(kept.program, group, bound, kept.guest_program, form)
+    return Export(kept.program, group, bound, kept.guest_program, form, Held(bound.tensors, bound.merges))
 
 
 _TARGET = instance_of(

@@ -152,8 +152,7 @@ def _pairs(
     export: Export, dtype: Dtypes, device: torch.device | str | None, *, copy: bool
 ) -> Generator[tuple[str, Tensor]]:
     """Run an export. Where the caller stops early, this rank still sends what other ranks need."""
-    bound = export.bound
-    with closing(run_program(export.program, export.group, bound.tensors, merges=bound.merges, lend=not copy)) as pairs:
+    with closing(run_program(export.program, export.group, export.held, lend=not copy)) as pairs:
         count = lambda: sum(1 for _ in export.program.plan.tensors())  # noqa: E731
         yield from tracked(converted(pairs, dtype, device, export.format), "export", count)
 

@@ -8,7 +8,7 @@ from mcore_bridge.config.quantization import read_quantization
 from mcore_bridge.errors import ExportError
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.manifest import Manifest
-from mcore_bridge.weights.sent import batches
+from mcore_bridge.weights.sent import encoding
 from mcore_bridge.weights.sent.encoding import encoded_tensors
 from mcore_bridge.weights.source.new_scheme import new_scheme
 from mcore_bridge.weights.source.weight_format import WeightFormat
@@ -58,7 +58,7 @@ def test_bits_of_a_gpu_are_those_of_a_cpu(name, monkeypatch):
             expected = dict(encoded_tensors("w.weight", weight, scheme, form))
             for kernel in (True, False):
                 with monkeypatch.context() as patched:
-                    patched.setattr(batches, "runs_kernel", lambda device, kernel=kernel: kernel)
+                    patched.setattr(encoding, "runs_kernel", lambda device, kernel=kernel: kernel)
                     found = dict(encoded_tensors("w.weight", weight.cuda(), scheme, form))
                 assert found.keys() == expected.keys()
                 for part, tensor in expected.items():

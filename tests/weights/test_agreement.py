@@ -39,7 +39,7 @@ def described(models, options):
     """The plan of a call, and the tensors that it yields."""
     export = open_export(models, None, "lm", **options)
     plan = export.program.plan
-    found = [(name, digest(tensor)) for name, tensor in run_program(export.program, export.group, export.bound.tensors)]
+    found = [(name, digest(tensor)) for name, tensor in run_program(export.program, export.group, export.held)]
     return [(message.widths, message.done) for message in plan.messages], found
 
 

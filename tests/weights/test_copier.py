@@ -143,10 +143,10 @@ def test_no_launch_event_or_stream_leaves_its_device_open():
 
 def test_each_kernel_is_launched_at_one_place_which_makes_its_device_the_current_one():
     texts = {path.name: path.read_text() for path in PACKAGE.rglob("*.py")}
-    kernels = {"triton_copy.py": ("copier.py", "launch("), "triton_encode.py": ("batches.py", "self._encoded(")}
-    assert {name for name, text in texts.items() if "@triton" in text} == kernels.keys()
+    kernels = {"triton_copy.py": ("copier.py", "launch("), "triton_encode.py": ("launches.py", "launch.run(")}
+    assert {name for name, text in texts.items() if "triton.jit(" in text} == kernels.keys()
     for kernel, (place, call) in kernels.items():
-        function = "encode_blocks" if kernel == "triton_encode.py" else "launch"
+        function = "encode_tiles" if kernel == "triton_encode.py" else "launch"
         imports = f"{kernel.removesuffix('.py')} import {function}"
         assert [name for name, text in texts.items() if imports in text] == [place]
         (block,) = (

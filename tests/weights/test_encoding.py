@@ -7,6 +7,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,15 @@ from mcore_bridge.config.quantization import LISTS
 from mcore_bridge.convert.convert import convert
 from mcore_bridge.engines import EngineWorker
 from mcore_bridge.errors import ConfigError, ExportError, MappingError, TargetError
+from mcore_bridge.rules.codec import codes_of, divided, scales_of
 from mcore_bridge.weights.manifest import Manifest
-from mcore_bridge.weights.sent import batches, encoded_shard
+from mcore_bridge.weights.sent import encoded_shard, encoding
+from mcore_bridge.weights.sent.encoded_shard import as_bytes
+from mcore_bridge.weights.sent.launches import EncodeLaunch, ShardEncoder
 from mcore_bridge.weights.source.source import open_source
+from mcore_bridge.weights.source.weight_format import WeightFormat
 from mcore_bridge.weights.transfer.collectives import Group
+from mcore_bridge.weights.transfer.copier import Buffers, Made
 from tests.support import pool, quantized
 from tests.support.conversions import quiet
 from tests.support.quantized import Format, deepseek
@@ -187,38 +193,49 @@ def newly(folder: str, saved: str, dims: mb.ParallelDims, dtype: torch.dtype, no
     return mb.save_hf_checkpoint(models, saved, quantize=note)
 
 
-def batches_left(folder: str) -> tuple[int, int]:
-    """On one rank: batches of an export as on a GPU, and those that were never made, whose numbers nobody checks."""
+def run_on_cpu(launch: EncodeLaunch, held: Buffers, form: WeightFormat, device: torch.device) -> tuple[Made, Tensor]:
+    """What a launch makes, by the functions of the codec."""
+    made: dict[int, Tensor] = {}
+    for shard in launch.shards:
+        values, (dtype, shape) = held.tensors[shard.codes], shard.blocks.codes
+        alone = encoded_shard.EncodedShard({"scales": shard.part}, shard.shard, values, None, form)
+        made[shard.scales] = alone.scales()
+        grid = encoded_shard._Grid.of(shard.part, shard.shard, values.shape, device)
+        factors = grid.spread(scales_of(shard.blocks.codec, made[shard.scales]), slice(None))
+        codes = codes_of(shard.blocks.codec, divided(shard.blocks.codec, values, factors))
+        made[shard.codes] = codes.view(dtype).view(shape)
+    return Made.of(made), torch.zeros(len(launch.shards))
+
+
+def as_by_a_kernel(folder: str) -> list[bool]:
+    """On one rank: whether an export has equal bits if launches encode all, with adapters too; and all is made."""
     mb.ParallelDims(ep=2).initialize(device="cpu")
     models = mb.build_model(folder, dims=mb.ParallelDims(ep=2), device="cpu", load_weights=False)
-    begun: dict[int, Any] = {}
+    target = "nothing" if torch.distributed.get_rank() else "everything"
+    equal, encoders = [], list[ShardEncoder]()
+    for merged in (None, True):
+        if merged:
+            mb.add_adapters(models, rank=2, alpha=4, targets="all-linear")
+            with torch.no_grad():
+                for name, parameter in models[0].named_parameters():
+                    parameter.normal_() if "adapter" in name else None
+        options: dict[str, Any] = {"quantize": {"quant_method": "fp8", "weight_block_size": [8, 8]}, "merged": merged}
+        expected = dict(mb.iter_hf_weights(models, target=target, **options))
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(encoding, "runs_kernel", lambda device: True)
+            patched.setattr(torch.cuda, "device", lambda device: nullcontext())
+            patched.setattr(EncodeLaunch, "run", run_on_cpu)
+            patched.setattr(ShardEncoder, "_check", lambda self, *launch: encoders.append(self))
+            for _ in range(2):
+                found = dict(mb.iter_hf_weights(models, target=target, **options))
+        equal += [found.keys() == expected.keys(), not any(encoder._left for encoder in encoders), len(encoders) > 1]
+        equal += [torch.equal(as_bytes(found[name]), as_bytes(own)) for name, own in expected.items()]
+    return equal
 
-    def make(self: Any, shard: Any) -> None:
-        for each in self.shards:
-            each.make = None  # each is then encoded alone
-        made.add(id(self))
 
-    made: set[int] = set()
-    init = batches._Batch.__init__
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(batches, "runs_kernel", lambda device: True)
-        patched.setattr(batches, "_BATCH", 1)  # each shard has its own
-        patched.setattr(batches._Batch, "make", make)
-        patched.setattr(
-            batches._Batch, "__init__", lambda self, *given: (begun.update({id(self): self}), init(self, *given))[1]
-        )
-        note = {"quant_method": "fp8", "weight_block_size": [8, 8]}
-        target = "nothing" if torch.distributed.get_rank() else "everything"
-        for _ in mb.iter_hf_weights(models, quantize=note, target=target):
-            pass
-    return len(begun), len(begun.keys() - made)
-
-
-def test_every_batch_is_made_where_one_of_two_holders_of_a_weight_sends_it(tmp_path: Path) -> None:
+def test_launches_make_all_that_one_of_two_holders_of_a_weight_sends(tmp_path: Path) -> None:
     tiny("qwen3_moe").save_pretrained(tmp_path)
-    found = pool.run(2, batches_left, str(tmp_path))
-    assert min(begun for begun, _ in found) >= 2
-    assert [left for _, left in found] == [0, 0]
+    assert all(map(all, pool.run(2, as_by_a_kernel, str(tmp_path))))
 
 
 @pytest.mark.parametrize("name", NEW)

@@ -16,7 +16,7 @@ from mcore_bridge.trainers.megatron_bridge import AutoBridge
 from mcore_bridge.weights.manifest import digest
 from mcore_bridge.weights.model_tensors import held_tensors
 from mcore_bridge.weights.sent import merging
-from mcore_bridge.weights.transfer.endpoints import Sources
+from mcore_bridge.weights.transfer.endpoints import Held, Sources
 from mcore_bridge.weights.transfer.program import Program
 from tests import zoo
 from tests.support import experts, pool, stepping, tiny
@@ -211,7 +211,7 @@ def test_a_merged_weight_is_dropped_where_no_message_soon_has_a_part_of_it():
         made.append(weakref.ref(merged))
         return merged
 
-    sources = Sources(SimpleNamespace(names=("a", "b"), idle_after={2: {0}}), own, dict.fromkeys(own, merge))
+    sources = Sources(SimpleNamespace(names=("a", "b"), idle_after={2: {0}}), Held(own, dict.fromkeys(own, merge)))
     for message in range(3):
         assert [float(tensor[0]) for tensor in sources.read_by(SimpleNamespace(held=(0, 1))).tensors] == [2, 2]
         sources.passed(message)

@@ -7,13 +7,16 @@ import importlib.util
 import itertools
 import sys
 import warnings
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import torch
 from torch import Tensor
 
 from mcore_bridge.rules.codec import Codec, codes_of, decoded, divided, new_scales, numbers_of, scales_of
 from mcore_bridge.weights.sent.block_geometry import Blocks
+from mcore_bridge.weights.sent.encoded_shard import as_bytes
+from mcore_bridge.weights.sent.launches import EncodeLaunch, KernelShard
+from mcore_bridge.weights.transfer.copier import Buffers
 
 E8M0 = getattr(torch, "float8_e8m0fnu", torch.uint8)
 FORMATS = {
@@ -25,7 +28,7 @@ FORMATS = {
     "mxfp4": (Codec("mxfp4", (1, 32)), torch.uint8, False),
     "int4": (Codec("int4", (1, 32), torch.float16), torch.float16, False),
 }
-SHAPE = (40, 96)
+SHAPE, OTHER = (40, 96), (26, 96)
 
 
 def module_of(path: str) -> ModuleType:
@@ -38,11 +41,7 @@ def module_of(path: str) -> ModuleType:
     return module
 
 
-KERNEL = module_of(sys.argv[1])
-
-
-def as_bytes(scales: Tensor) -> Tensor:
-    return scales.view(torch.uint8) if scales.dtype.itemsize == 1 else scales
+sys.modules["mcore_bridge.weights.sent.triton_encode"] = module_of(sys.argv[1])
 
 
 def spread(blocks: Blocks, scales: Tensor) -> Tensor:
@@ -73,51 +72,65 @@ def encoded(blocks: Blocks, values: Tensor, kept: Tensor | None) -> tuple[Tensor
     return codes_of(blocks.codec, divided(blocks.codec, values, spread(blocks, scales))), scales
 
 
-def by_kernel(blocks: Blocks, values: list[Tensor], kept: list[Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales, and whether numbers are not finite, of several shards."""
-    codes = torch.zeros(len(values), blocks.num_bytes + 256, dtype=torch.uint8)
-    scales = as_bytes(torch.zeros(len(values), *blocks.grid).to(blocks.scales))
-    not_finite = torch.zeros(len(values), dtype=torch.int32)
-    addresses = torch.tensor([tensor.data_ptr() for tensor in values])
-    old = None if kept is None else torch.stack([*map(as_bytes, kept)])
-    KERNEL.encode_blocks(blocks, addresses, old, codes, scales, not_finite)
-    return codes[:, : blocks.num_bytes], scales, not_finite
+class OnCpu(Buffers):
+    """Buffers whose addresses are not pinned."""
+
+    def addresses_on(self, device: torch.device) -> Tensor:
+        return torch.from_numpy(self.addresses)
+
+
+def by_kernel(shards: list[Blocks], values: list[Tensor], kept: list[Tensor] | None) -> tuple[list[Tensor], Tensor]:
+    """The codes and scales of several shards in turn, and whether numbers are not finite."""
+    trace = SimpleNamespace(shard=lambda shard, grids, dtype: grids[0])
+    names = [f"w{number}" for number in range(len(shards))]
+    parts = [SimpleNamespace(parts=(0,), plain=SimpleNamespace(hf=(n,)), shared=False, trace=trace) for n in names]
+    files = {n: SimpleNamespace(scales=own) for n, own in zip(names, kept or (), strict=kept is not None)}
+    launch = EncodeLaunch([KernelShard(own, parts[n], 0, 2 * n, 2 * n + 1) for n, own in enumerate(shards)])
+    held = OnCpu([values[number // 2] for number in range(2 * len(values))])
+    made, are_wrong = launch.run(held, SimpleNamespace(files=files), torch.device("cpu"))
+    assert made.addresses.tolist() == [tensor.data_ptr() for tensor in made.tensors()]
+    return [*made.tensors()], are_wrong
 
 
 def bits_are_those_of_the_codec(name: str, dtype: torch.dtype) -> None:
     codec, scales, powers = FORMATS[name]
-    blocks = Blocks(codec, SHAPE, (codec.block[0], codec.block[1]), dtype, (torch.uint8, ()), scales, powers)
+    shards = []
+    for shape in (SHAPE, SHAPE, OTHER):
+        blocks = Blocks(codec, shape, (codec.block[0], codec.block[1]), dtype, (torch.uint8, (-1,)), scales, powers)
+        shards.append(blocks)
     generator = torch.Generator().manual_seed(0)
-    spreads = torch.exp2(torch.randint(-12, 1, (SHAPE[0], 1), generator=generator).float())
-    values = [(torch.randn(SHAPE, generator=generator) * spreads).to(dtype) for _ in range(2)]
+    values = []
+    for blocks in shards:
+        spreads = torch.exp2(torch.randint(-12, 1, (blocks.shape[0], 1), generator=generator).float())
+        values.append((torch.randn(blocks.shape, generator=generator) * spreads).to(dtype))
     values[0][:16] = 0
     values[0][:9:2, ::3] = -0.0
-    expected = [encoded(blocks, tensor, None) for tensor in values]
-    found = by_kernel(blocks, values, None)
+    expected = [encoded(*pair, None) for pair in zip(shards, values, strict=True)]
+    found = by_kernel(shards, values, None)[0]
     for number, (codes, own) in enumerate(expected):
-        assert torch.equal(found[0][number], codes.flatten())
-        assert torch.equal(found[1][number], as_bytes(own))
+        assert torch.equal(found[2 * number], codes.flatten())
+        assert torch.equal(as_bytes(found[2 * number + 1]), as_bytes(own))
 
-    read = [values_of(blocks, *pair) for pair in expected]
+    read = [values_of(blocks, *pair) for blocks, pair in zip(shards, expected, strict=True)]
     read[1][-1, -1] = read[1].abs().max() * 1.375
     kept = [own for _, own in expected]
-    codes, own, not_finite = by_kernel(blocks, read, kept)
-    again = [encoded(blocks, *pair) for pair in zip(read, kept, strict=True)]
+    found, not_finite = by_kernel(shards, read, kept)
+    again = [encoded(*each) for each in zip(shards, read, kept, strict=True)]
     assert not not_finite.any()
-    assert torch.equal(own[0], as_bytes(kept[0]))
-    assert (own[1] != as_bytes(kept[1])).sum() == 1
-    for number, (expected_codes, expected_scales) in enumerate(again):
-        assert torch.equal(codes[number], expected_codes.flatten())
-        assert torch.equal(own[number], as_bytes(expected_scales))
+    assert torch.equal(as_bytes(found[1]), as_bytes(kept[0]))
+    assert (as_bytes(found[3]) != as_bytes(kept[1])).sum() == 1
+    for number, (codes, own) in enumerate(again):
+        assert torch.equal(found[2 * number], codes.flatten())
+        assert torch.equal(as_bytes(found[2 * number + 1]), as_bytes(own))
 
 
 def numbers_that_are_not_finite_are_seen() -> None:
     codec, scales, powers = FORMATS["fp8 blocks"]
-    blocks = Blocks(codec, SHAPE, (16, 16), torch.bfloat16, (torch.uint8, ()), scales, powers)
+    blocks = Blocks(codec, SHAPE, (16, 16), torch.bfloat16, (torch.uint8, (-1,)), scales, powers)
     values = [torch.ones(SHAPE, dtype=torch.bfloat16) for _ in range(3)]
     values[0][-1, -1] = torch.nan
     values[2][0, 17] = -torch.inf
-    assert by_kernel(blocks, values, None)[2].tolist() == [1, 0, 1]
+    assert by_kernel([blocks] * 3, values, None)[1].tolist() == [1, 0, 1]
 
 
 if __name__ == "__main__":

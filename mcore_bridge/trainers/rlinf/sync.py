@@ -38,8 +38,7 @@ def run_rounds(export: Export, num_rounds: int) -> Generator[dict[str, Tensor], 
     """
     count = len(export.program.plan.messages)
     ends = [count * number // num_rounds for number in range(num_rounds)]
-    bound = export.bound
-    with closing(run_messages(export.program, export.group, bound.tensors, merges=bound.merges)) as messages:
+    with closing(run_messages(export.program, export.group, export.held)) as messages:
         for start, end in pairwise(ends):
             yield dict(chain.from_iterable(islice(messages, end - start)))
         yield dict(chain.from_iterable(messages))  # run to the end, because failures of other ranks are reported there

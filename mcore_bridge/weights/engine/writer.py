@@ -160,9 +160,7 @@ def export_into(
     }
     export = open_export(models, hf, head, **options)
 
-    bound = export.bound
-    messages = run_messages(export.program, export.group, bound.tensors, merges=bound.merges, into=writer.begin)
-    for pairs in messages:
+    for pairs in run_messages(export.program, export.group, export.held, into=writer.begin):
         for _ in pairs:
             pass
     writer.end(export.group.device)

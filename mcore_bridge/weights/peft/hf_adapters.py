@@ -87,7 +87,7 @@ def iter_hf_adapters(
     options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "target": unless(problem, target), "dtype": dtype}
     made = adapters_of(models)
     export = open_export(models, None, "lm", only=Only(adapters=made), **options)
-    with closing(run_program(export.program, export.group, export.bound.tensors)) as pairs:
+    with closing(run_program(export.program, export.group, export.held)) as pairs:
         for name, tensor in converted(pairs, dtype, device):
             yield name, tensor
             for other in made.further_names(name):

@@ -59,7 +59,6 @@ class EncodedShard:
         merge: merges adapters into it; None: there are none.
         form: the format in which weights leave.
         agreed: what all holders of the weight agreed on; see ``partial``.
-        make: makes codes and scales and puts them into ``ready``; None: each is made alone.
         ready: what is made and not yet sent.
     """
 
@@ -69,7 +68,6 @@ class EncodedShard:
     merge: Merge | None
     form: WeightFormat
     agreed: Tensor | None = None
-    make: Callable[[EncodedShard], None] | None = None
     ready: dict[Role, Tensor] = field(default_factory=dict)
 
     def values(self) -> Tensor:
@@ -78,8 +76,6 @@ class EncodedShard:
 
     def made(self, role: Role) -> Tensor:
         """What is sent of the shard in this role, in the dtype and shape in which it is sent."""
-        if self.make is not None and role not in self.ready:
-            self.make(self)
         if role in self.ready:
             return self.ready.pop(role)
         with torch.no_grad():
@@ -144,23 +140,13 @@ class EncodedShard:
     @property
     def is_kept(self) -> bool:
         """Whether files have scales for all parts."""
-        return all(unstacked(self._part.plain.hf[part])[0] in self.form.files for part in self._part.parts)
+        return has_kept_scales(self._part, self.form)
 
     def _in_file(self, index: int) -> Encoded:
-        return self.form.files[unstacked(self._part.plain.hf[self._part.parts[index]])[0]]
+        return _in_file(self._part, index, self.form)
 
-    def kept(self) -> Tensor | None:
-        """The scales of the files in the shape of the grid, on the CPU, ``as_bytes``; None if there are none."""
-        if not self.is_kept:
-            return None
-        grids = []
-        for index, number in enumerate(self._part.parts):
-            expert = unstacked(self._part.plain.hf[number])[1]
-            scales = self._in_file(index).scales
-            own = scales if expert is None else scales[expert]
-            grids.append(as_bytes(own))
-        traced = self._part.trace
-        return traced.shard(0 if self._part.shared else self.shard, grids, grids[0].dtype)
+    def _kept(self) -> Tensor | None:
+        return kept_scales(self._part, self.shard, self.form)
 
     def _stored_scales(self, grid: _Grid, values: Tensor) -> Tensor:
         dtype = self._part.encodings[0].scales.dtype
@@ -176,7 +162,7 @@ class EncodedShard:
             if self.is_kept:  # scales beside another overall number are other scales
                 changed = changed + grid.of_rows((own != self._kept_overall(own.device)).float())
         fresh = new_scales(self._codec, amax, dtype, powers=self._part.encodings[0].powers, overall=overall)
-        kept = self.kept()
+        kept = self._kept()
         if kept is None:
             return fresh
         return torch.where(changed > 0, as_bytes(fresh), kept.to(values.device)).view(dtype)
@@ -184,19 +170,12 @@ class EncodedShard:
     def _amax(self, grid: _Grid, values: Tensor) -> Tensor:
         amax = grid.largest(lambda rows: values[rows].float().abs())
         if not bool(amax.isfinite().all()):
-            raise self.not_finite()
+            raise not_finite(self._part)
         return amax
-
-    def not_finite(self) -> ExportError:
-        """The error for a shard with a number that no code has."""
-        return ExportError(
-            f"{self._part.plain.hf[0]} must have finite numbers to be encoded, found NaN or infinity: see which step "
-            "of the training made it"
-        )
 
     def _changed(self, grid: _Grid, values: Tensor) -> Tensor:
         """For each block, 1 if its scale in the files does not reproduce its numbers, else 0; 1 without files."""
-        if (kept := self.kept()) is None:
+        if (kept := self._kept()) is None:
             return torch.ones(self._part.trace.shard_shape, device=values.device)
         dtype = self._part.encodings[0].scales.dtype
         overall = grid.of_rows(self._kept_overall(values.device)) if "overall" in self.roles else None
@@ -208,6 +187,34 @@ class EncodedShard:
             return (decoded(self._codec, numbers, own, values.dtype) != values[rows]).float()
 
         return grid.largest(differs)
+
+
+def has_kept_scales(part: EncodedPart, form: WeightFormat) -> bool:
+    """Whether files have scales for all parts of a weight."""
+    return all(unstacked(part.plain.hf[own])[0] in form.files for own in part.parts)
+
+
+def kept_scales(part: EncodedPart, shard: int, form: WeightFormat) -> Tensor | None:
+    """The scales of the files in the shape of the grid of a shard, on the CPU, ``as_bytes``; None without files."""
+    if not has_kept_scales(part, form):
+        return None
+    grids = []
+    for index, number in enumerate(part.parts):
+        expert, scales = unstacked(part.plain.hf[number])[1], _in_file(part, index, form).scales
+        grids.append(as_bytes(scales if expert is None else scales[expert]))
+    return part.trace.shard(0 if part.shared else shard, grids, grids[0].dtype)
+
+
+def _in_file(part: EncodedPart, index: int, form: WeightFormat) -> Encoded:
+    return form.files[unstacked(part.plain.hf[part.parts[index]])[0]]
+
+
+def not_finite(part: EncodedPart) -> ExportError:
+    """The error for a weight with a number that no code has."""
+    return ExportError(
+        f"{part.plain.hf[0]} must have finite numbers to be encoded, found NaN or infinity: see which step of the "
+        "training made it"
+    )
 
 
 def as_bytes(scales: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ bits do not depend on the mesh.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -23,52 +23,48 @@ from mcore_bridge.rules.scheme import Scheme
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.plan.encoded_entries import encoded_entries, whole_trace
 from mcore_bridge.weights.plan.inventory import EncodedPart, ParamEntry, Role
-from mcore_bridge.weights.sent.batches import batch
 from mcore_bridge.weights.sent.block_geometry import Blocks
 from mcore_bridge.weights.sent.encoded_shard import EncodedShard, num_shared
+from mcore_bridge.weights.sent.launches import EncodeLaunch, KernelShard, ShardEncoder, runs_kernel
 from mcore_bridge.weights.source.weight_format import WeightFormat
 from mcore_bridge.weights.transfer.collectives import Group
-from mcore_bridge.weights.transfer.endpoints import Merge, check_storage
+from mcore_bridge.weights.transfer.copier import Buffers
+from mcore_bridge.weights.transfer.endpoints import Held, check_storage
 from mcore_bridge.weights.transfer.failures import raise_on_all
 from mcore_bridge.weights.transfer.program import Program
 
 Key = tuple[str, tuple[int, ...]]
 """The canonical name of a weight, and the numbers of those of its parts that are encoded alike."""
-Held = tuple[Mapping[str, Tensor], Mapping[str, Merge]]
-"""Tensors by name, and the functions from some of them to what is sent."""
 
 
-def encode_shards(
-    program: Program,
-    group: Group,
-    tensors: Mapping[str, Tensor],
-    merges: Mapping[str, Merge],
-    form: WeightFormat,
-) -> Held:
-    """Add the codes and scales that an export of ``program`` sends to the tensors of this rank.
+def encode_shards(program: Program, group: Group, held: Held, form: WeightFormat) -> Held:
+    """Add the codes and scales that an export of ``program`` sends to what this rank sends.
 
     All ranks of the group call it together. They communicate once, and only if a block lies on several ranks.
 
     Args:
-        tensors, merges: this rank's tensors by canonical name, and the functions from some of them to what is sent.
+        held: what this rank sends of plain weights.
         form: the format in which weights leave.
 
     Returns:
-        Tensors and functions, with names for what is sent of encoded weights.
+        ``held``, with names for what is sent of encoded weights.
 
     Raises:
         ExportError: on every rank, when a weight of any rank has a number that is not finite, or no memory.
     """
     if program not in _PREPARED:
         _PREPARED[program] = _Prepared.of(program)
-    prepared = _PREPARED[program]
+    prepared, tensors = _PREPARED[program], held.tensors
     if not prepared.sent:
-        return tensors, merges
+        return held
     with raise_on_all(group, kind=ExportError):
+        encoder = _encoder(prepared, held, form)
+        alone = {key: weight for key, weight in prepared.weights.items() if key[0] in tensors}
+        if encoder is not None:
+            alone = {key: weight for key, weight in alone.items() if weight.kernel is None}
         shards = {
-            key: EncodedShard(weight.roles, weight.shard, tensors[key[0]].detach(), merges.get(key[0]), form)
-            for key, weight in prepared.weights.items()
-            if key[0] in tensors
+            key: EncodedShard(weight.roles, weight.shard, tensors[key[0]].detach(), held.merges.get(key[0]), form)
+            for key, weight in alone.items()
         }
         check_storage({key[0]: shard.held for key, shard in shards.items()})
         device = next((tensor.device for tensor in tensors.values()), group.device)
@@ -81,27 +77,39 @@ def encode_shards(
         for key, own in zip(prepared.shared, shared.split([*prepared.shared.values()]), strict=True):
             if key in shards:
                 shards[key].agreed = own
-    batch((prepared.weights[key].blocks, shard) for key, shard in shards.items())
-    sources, made = dict(tensors), dict(merges)
-    for sent, (key, part) in prepared.sent.items():
-        if (held := tensors.get(key[0])) is not None:
-            sources[sent] = held
-            if part.constant is not None:
-                made[sent] = partial(_constant, form, part)
-            else:
-                made[sent] = partial(_made, shards[key], part.role)
-    return sources, made
+    sources = {**tensors, **{sent: tensors[key[0]] for sent, (key, _) in prepared.sent.items() if key[0] in tensors}}
+    merges = dict(held.merges)
+    for sent, (key, part) in prepared.others if encoder is not None else prepared.sent.items():
+        if part.constant is not None:
+            merges[sent] = partial(_constant, form, part)
+        elif key in shards:
+            merges[sent] = partial(_made, shards[key], part.role)
+    return Held(sources, merges, encoder)
+
+
+def _encoder(prepared: _Prepared, held: Held, form: WeightFormat) -> ShardEncoder | None:
+    """The encoder of an export. None: not all tensors of this rank are on one GPU, or there is nothing to encode."""
+    devices = {tensor.device for tensor in held.tensors.values()}
+    if len(devices) != 1 or not prepared.kernel or not runs_kernel(device := devices.pop()):
+        return None
+    merges = {
+        weight.kernel.codes: (merge, held.tensors[key[0]].detach())
+        for key, weight in prepared.weights.items()
+        if weight.kernel is not None and (merge := held.merges.get(key[0])) is not None
+    } if held.merges else {}  # fmt: skip
+    launches = prepared.launches.setdefault(frozenset(merges), {})
+    return ShardEncoder(prepared.kernel, form, merges, device, launches)
 
 
 class _Weight(NamedTuple):
-    """What a weight is sent as, the number of this rank's shard, and the blocks in which a kernel can encode it.
+    """What a weight is sent as, the number of this rank's shard, and the shard for a kernel, if one can encode it.
 
-    There are no blocks if another rank sends the shard. So all shards of a batch are made.
+    There is none if another rank sends the shard.
     """
 
     roles: Mapping[Role, EncodedPart]
     shard: int
-    blocks: Blocks | None
+    kernel: KernelShard | None
 
 
 @dataclass(frozen=True)
@@ -112,11 +120,17 @@ class _Prepared:
         sent: for the name of each encoded part that is sent, the key of its weight, and the part.
         weights: the weights, by canonical name and numbers of parts.
         shared: how many numbers the holders of a weight agree on, if any.
+        kernel: the shards that a kernel can encode, by the numbers of what is sent of them.
+        others: what of ``sent`` no kernel makes.
+        launches: the launches of exports, by the merged weights and by what is made at once.
     """
 
     sent: Mapping[str, tuple[Key, EncodedPart]]
     weights: Mapping[Key, _Weight]
     shared: Mapping[Key, int]
+    kernel: Mapping[int, KernelShard]
+    others: Sequence[tuple[str, tuple[Key, EncodedPart]]]
+    launches: dict[frozenset[int], dict[tuple[int, ...], list[EncodeLaunch]]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, program: Program) -> _Prepared:
@@ -127,15 +141,31 @@ class _Prepared:
             if (part := entry.encoded) is not None
         }
         roles: dict[Key, dict[Role, EncodedPart]] = {}
-        for key, part in sent.values():
+        numbers: dict[tuple[Key, Role], int] = {}
+        places = {name: number for number, name in enumerate(program.names)}
+        for name, (key, part) in sent.items():
             if part.constant is None:
                 roles.setdefault(key, {})[part.role] = part
+                if name in places:
+                    numbers[key, part.role] = places[name]
         weights, read = {}, {key for name, (key, _) in sent.items() if name in program.read}
         for key, own in roles.items():
             holders = own["codes"].plain.holders
             shard = next((shard for shard, ranks in holders.items() if program.rank in ranks), 0)
-            weights[key] = _Weight(own, shard, Blocks.of(own) if key in read else None)
-        return cls(sent, weights, {key: size for key, own in roles.items() if (size := num_shared(own))})
+            blocks = Blocks.of(own) if key in read else None
+            kernel = None
+            if blocks is not None:
+                kernel = KernelShard(blocks, own["scales"], shard, numbers[key, "codes"], numbers[key, "scales"])
+            weights[key] = _Weight(own, shard, kernel)
+        of_kernel = {
+            number: weight.kernel
+            for weight in weights.values()
+            if weight.kernel is not None
+            for number in (weight.kernel.codes, weight.kernel.scales)
+        }
+        others = [pair for pair in sent.items() if places.get(pair[0]) not in of_kernel]
+        shared = {key: size for key, own in roles.items() if (size := num_shared(own))}
+        return cls(sent, weights, shared, of_kernel, others)
 
 
 _PREPARED: WeakKeyDictionary[Program, _Prepared] = WeakKeyDictionary()
@@ -160,14 +190,20 @@ def encoded_tensors(
     spec = TensorSpec.of(name, weight)
     entries = encoded_entries([ParamEntry(spec, (name,), traced, {0: (0,)}, stack)], scheme)
     roles = {of.encoded.role: of.encoded for of in entries if of.encoded is not None and of.encoded.constant is None}
-    shard = EncodedShard(roles, 0, weight.detach(), None, form)
-    if num_shared(roles):
-        shard.agreed = shard.partial()
-    batch([(Blocks.of(roles), shard)])
+    blocks, weight = Blocks.of(roles), weight.detach()
+    if blocks is not None and runs_kernel(weight.device):
+        encoder = ShardEncoder.of_shard(KernelShard(blocks, roles["scales"], 0, 0, 1), form, weight.device)
+        (made,) = encoder.make((0, 1), Buffers([weight.contiguous()] * 2))
+        ready = dict(zip(("codes", "scales"), made.tensors(), strict=True))
+    else:
+        shard = EncodedShard(roles, 0, weight, None, form)
+        if num_shared(roles):
+            shard.agreed = shard.partial()
+        ready = {role: shard.made(role) for role in roles}
     for of in entries:
         assert of.encoded is not None
-        made = _constant(form, of.encoded, weight) if of.encoded.constant else shard.made(of.encoded.role)
-        yield of.hf[0], made.view(of.shape_of(0))
+        sent = _constant(form, of.encoded, weight) if of.encoded.constant else ready[of.encoded.role]
+        yield of.hf[0], sent.view(of.shape_of(0))
 
 
 def _constant(form: WeightFormat, part: EncodedPart, held: Tensor) -> Tensor:

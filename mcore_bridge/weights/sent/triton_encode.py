@@ -1,4 +1,4 @@
-"""The kernel behind ``batches.py``: the codes and scales of many shards of one shape in one launch.
+"""The kernel behind ``launches.py``: the codes and scales of many shards in one launch.
 
 A program reads whole blocks once: it finds their largest numbers, decides on the scales, and writes scales and codes.
 Every rule is a rule of ``rules/codec.py``, with equal bits.
@@ -16,17 +16,15 @@ from torch import Tensor
 from mcore_bridge.rules.codec import MOST, smallest_scale
 from mcore_bridge.weights.sent.block_geometry import Blocks
 
-_TILE = 1 << 12
-"""Numbers that a program holds at once, if it need not hold more of a row."""
-_UNIT = 8
-"""Numbers that a thread loads and stores at once. Wider stores would have to pass codes between threads."""
 _KINDS = {"fp8": 0, "mxfp4": 1, "int4": 2}
 _FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-def encode_blocks(
+def encode_tiles(
     blocks: Blocks,
-    values: Tensor,
+    addresses: Tensor,
+    table: Tensor,
+    owners: Tensor,
     kept: Tensor | None,
     codes: Tensor,
     scales: Tensor,
@@ -37,29 +35,26 @@ def encode_blocks(
     """Encode shards, on the current stream of the device of ``codes``.
 
     Args:
-        blocks: what they have in common.
-        values: the addresses of their numbers, int64 [shards]. Each shard is contiguous.
-        kept: scales of files in the shape of ``scales``. A block keeps its scale if this reproduces all numbers. None:
-            all scales are new.
-        codes: where to write codes, uint8 [shards, bytes]; the first bytes of a row are used.
-        scales: where to write scales, [shards, *blocks.grid]; as uint8 if they have one byte.
+        blocks: the blocks of one of the shards; ``alike`` is equal for all.
+        addresses: where the numbers of tensors are, int64 [tensors]. Each tensor is contiguous.
+        table: a row of ``launches.COLUMNS`` for each shard, int32 [shards, columns].
+        owners: the shard of each tile, int32 [tiles].
+        kept: scales of files, in the places of ``scales``. A block keeps its scale if this reproduces all numbers.
+            None: all scales are new.
+        codes: where to write codes, uint8 [bytes].
+        scales: where to write scales; as uint8 if they have one byte.
         not_finite: where to write 1 for shards with NaN or infinity, int32 [shards].
         aligned: whether all addresses are multiples of 16.
     """
-    rows, columns = blocks.shape
     height, width = blocks.cells
-    tall, wide = triton.next_power_of_2(height), triton.next_power_of_2(width)
-    groups = 1 if height > 1 else max(1, min(_TILE // wide, triton.next_power_of_2(blocks.grid[1])))
-    lines = tall if height > 1 else max(1, min(_TILE // (wide * groups), triton.next_power_of_2(rows)))
-    across, down = -(-blocks.grid[1] // groups), -(-blocks.grid[0] // (1 if height > 1 else lines))
-    unit = _UNIT if columns % _UNIT == 0 else 1
-    _encode[(across * down, len(codes))](
-        values, scales if kept is None else kept, codes, scales, not_finite,
-        rows, columns // unit, *blocks.grid, codes.stride(0), across,
+    lines, groups = blocks.tile
+    _encode[(len(owners),)](
+        addresses, table, owners, scales if kept is None else kept, codes, scales, not_finite,
         float(MOST[blocks.codec.kind]), 0.0 if scales.dtype == torch.uint8 else smallest_scale(blocks.scales),
-        HEIGHT=height, WIDTH=width, VALUE=_FLOATS[blocks.dtype], KIND=_KINDS[blocks.codec.kind], KEPT=kept is not None,
-        POWERS=blocks.powers, ROUND=_FLOATS[blocks.codec.rounded_to or torch.float32], LINES=lines, GROUPS=groups,
-        WIDE=wide, UNIT=unit, ALIGNED=aligned, CUDA=codes.is_cuda,
+        COLUMNS=table.shape[1], HEIGHT=height, WIDTH=width, VALUE=_FLOATS[blocks.dtype],
+        KIND=_KINDS[blocks.codec.kind], KEPT=kept is not None, POWERS=blocks.powers,
+        ROUND=_FLOATS[blocks.codec.rounded_to or torch.float32], LINES=lines, GROUPS=groups,
+        WIDE=triton.next_power_of_2(width), UNIT=blocks.unit, ALIGNED=aligned, CUDA=codes.is_cuda,
         FP8=codes.is_cuda and torch.cuda.get_device_capability(codes.device) >= (8, 9), num_warps=4,
     )  # fmt: skip
 
@@ -194,16 +189,20 @@ def _largest(numbers, HEIGHT: tl.constexpr):  # type: ignore[no-untyped-def]  # 
         return tl.max(numbers, axis=2)
 
 
-@triton.jit(do_not_specialize=["units"])  # type: ignore[untyped-decorator]
+@_jit
 def _encode(  # type: ignore[no-untyped-def]
-    values, kept, codes, scales, not_finite, rows, units, grid_rows, grid_columns, stride, across, most, smallest,
+    addresses, table, owners, kept, codes, scales, not_finite, most, smallest, COLUMNS: tl.constexpr,  # noqa: N803
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr, KIND: tl.constexpr, KEPT: tl.constexpr,  # noqa: N803
     POWERS: tl.constexpr, ROUND: tl.constexpr, LINES: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr,  # noqa: N803
     UNIT: tl.constexpr, ALIGNED: tl.constexpr, CUDA: tl.constexpr, FP8: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    columns = units * UNIT
-    tile, shard = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    source = tl.load(values + shard).to(tl.pointer_type(VALUE))
+    shard = tl.load(owners + tl.program_id(0))
+    row = table + shard * COLUMNS
+    tensor, first, across, rows = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+    columns, grid_rows, grid_columns = tl.load(row + 4) * UNIT, tl.load(row + 5), tl.load(row + 6)
+    codes_at, scales_at = tl.load(row + 7).to(tl.int64) * 16, tl.load(row + 8).to(tl.int64)
+    tile = tl.program_id(0) - first
+    source = tl.load(addresses + tensor).to(tl.pointer_type(VALUE))
     if ALIGNED:
         source = tl.multiple_of(source, 16)
     at, there = _places(tile, across, rows, columns, HEIGHT, WIDTH, LINES, GROUPS, WIDE)
@@ -213,7 +212,7 @@ def _encode(  # type: ignore[no-untyped-def]
     stored = _new(bits, most, smallest, scales.dtype.element_ty, KIND, POWERS)
     own: tl.constexpr = 1 if HEIGHT > 1 else LINES
     grid_row, group = tile // across * own + tl.arange(0, own), tile % across * GROUPS + tl.arange(0, GROUPS)
-    grid_at = (shard * grid_rows + grid_row[:, None]) * grid_columns + group[None, :]
+    grid_at = scales_at + grid_row[:, None] * grid_columns + group[None, :]
     in_grid = (grid_row < grid_rows)[:, None] & (group < grid_columns)[None, :]
     if KEPT:
         old = tl.load(kept + grid_at, mask=in_grid, other=1)
@@ -223,7 +222,7 @@ def _encode(  # type: ignore[no-untyped-def]
         stored = tl.where(_largest(differs, HEIGHT) > 0, stored, old)
     tl.store(scales + grid_at, stored, mask=in_grid)
     code = _codes(_quotients(numbers, _factors(stored, KIND)[:, :, None], CUDA), KIND, FP8)
-    target = codes + shard * stride
+    target = codes + codes_at
     if KIND == 0:
         tl.store(target + at, code, mask=there)
     else:

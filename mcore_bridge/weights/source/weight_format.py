@@ -50,7 +50,6 @@ class WeightFormat:
         note: the ``quantization_config`` that describes the format; None for plain weights.
         source, folder: the tensors of the folder that shows the format, and its path.
         digest: equal for equal formats, in every process.
-        on_gpu: small scales of the folder that exports have put on a GPU, with the parts whose ids are in the keys.
     """
 
     note: Mapping[str, Any] | None = None
@@ -58,7 +57,6 @@ class WeightFormat:
     folder: str | None = None
     digest: str = ""
     quantization: Quantization | None = field(default=None, repr=False)
-    on_gpu: dict[object, tuple[Tensor, object]] = field(default_factory=dict, repr=False, compare=False)
 
     def entries(self, mapping: WeightMapping, entries: Sequence[ParamEntry]) -> tuple[ParamEntry, ...]:
         """The entries of an export in this format.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.util import find_spec
 from threading import Thread
@@ -26,48 +27,82 @@ _CPU = -1
 Addresses = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
+@dataclass(frozen=True, eq=False)
+class Made:
+    """New tensors in the places of others.
+
+    Attributes:
+        numbers: their places, int64.
+        addresses: their addresses, in this order.
+        tensors: makes views of them.
+    """
+
+    numbers: Addresses
+    addresses: Addresses
+    tensors: Callable[[], Sequence[Tensor]]
+
+    @classmethod
+    def of(cls, tensors: Mapping[int, Tensor]) -> Made:
+        """Tensors by number."""
+        addresses = [*map(Tensor.data_ptr, tensors.values())]
+        own = [*tensors.values()]
+        return cls(np.array([*tensors], dtype=np.int64), np.array(addresses, dtype=np.int64), lambda: own)
+
+
 class Buffers:
     """Contiguous tensors between which bytes are copied, with their addresses for a kernel.
 
     Args:
-        tensors: the tensors, by number.
+        tensors: the tensors, by number; or a function that makes them, for buffers whose addresses are set.
         gpus: the indices of the GPUs of the tensors, if the caller has them; None looks at every tensor.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], gpus: frozenset[int] | None = None) -> None:
-        self.tensors, self._gpus = tensors, gpus
+    def __init__(
+        self, tensors: Sequence[Tensor] | Callable[[], Sequence[Tensor]], gpus: frozenset[int] | None = None
+    ) -> None:
+        self._given, self._gpus = tensors, gpus
         self._on_device: dict[torch.device, Tensor] = {}
+
+    @cached_property
+    def tensors(self) -> Sequence[Tensor]:
+        """The tensors. A kernel needs their addresses only."""
+        return self._given() if callable(self._given) else self._given
 
     @cached_property
     def addresses(self) -> Addresses:
         """The addresses of the tensors."""
-        return np.array([tensor.data_ptr() for tensor in self.tensors], dtype=np.int64)
+        return np.array([*map(Tensor.data_ptr, self.tensors)], dtype=np.int64)
 
     def addresses_on(self, device: torch.device) -> Tensor:
         """The addresses as a tensor on a GPU, int64 [buffers]. They are sent to the GPU once."""
         if device not in self._on_device:
-            pinned = torch.empty(len(self.tensors), dtype=torch.int64, pin_memory=True)
+            pinned = torch.empty(len(self.addresses), dtype=torch.int64, pin_memory=True)
             pinned.numpy()[:] = self.addresses
             self._on_device[device] = pinned.to(device, non_blocking=True)
         return self._on_device[device]
 
     def beside(self, others: Buffers) -> Buffers:
         """These buffers, and then ``others``."""
-        joined = Buffers([*self.tensors, *others.tensors], self.gpus | others.gpus)
+        joined = Buffers(lambda: [*self.tensors, *others.tensors], self.gpus | others.gpus)
         joined.addresses = np.concatenate([self.addresses, others.addresses])
         joined.on_gpu = self.on_gpu and others.on_gpu
         return joined
 
-    def with_others(self, others: Mapping[int, Tensor]) -> Buffers:
-        """These buffers, with ``others`` in the place of those of the same numbers, on the same devices."""
-        tensors = [*self.tensors]
-        for number, tensor in others.items():
-            tensors[number] = tensor
-        changed = Buffers(tensors, self.gpus)
+    def with_others(self, others: Sequence[Made]) -> Buffers:
+        """These buffers, with ``others`` in the places of their numbers, on the same devices."""
+        changed = Buffers(lambda: self._with(others), self.gpus)
         changed.addresses = self.addresses.copy()
-        changed.addresses[[*others]] = [tensor.data_ptr() for tensor in others.values()]
+        for made in others:
+            changed.addresses[made.numbers] = made.addresses
         changed.on_gpu = self.on_gpu
         return changed
+
+    def _with(self, others: Sequence[Made]) -> Sequence[Tensor]:
+        tensors = [*self.tensors]
+        for made in others:
+            for number, tensor in zip(made.numbers.tolist(), made.tensors(), strict=True):
+                tensors[number] = tensor
+        return tensors
 
     @cached_property
     def is_aligned(self) -> bool:

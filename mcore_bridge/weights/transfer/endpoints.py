@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter, lt
+from typing import Protocol
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -11,70 +14,119 @@ from mcore_bridge.errors import ExportError
 from mcore_bridge.rules.spec import ALIGNMENT
 from mcore_bridge.weights.plan.export_plan import SLAB, ExportPlan, Message
 from mcore_bridge.weights.plan.payload import OutputTensor
-from mcore_bridge.weights.transfer.copier import Buffers
+from mcore_bridge.weights.transfer.copier import Buffers, Made
 from mcore_bridge.weights.transfer.program import Program, Step
-from mcore_bridge.weights.transfer.quantized_parameters import memory_of
+from mcore_bridge.weights.transfer.quantized_parameters import memory_of, of_other_classes
 
 Merge = Callable[[Tensor], Tensor]
 """A function from a tensor of this rank to the tensor that is sent in its place."""
-NO_MERGES: Mapping[str, Merge] = {}
+_NBYTES, _IS_META = attrgetter("nbytes"), attrgetter("is_meta")
 
 
 def check_storage(tensors: Mapping[str, Tensor]) -> list[UntypedStorage]:
     """The storage of each tensor. Raise ``ExportError`` if a tensor has no values to export."""
-    memory = [*map(memory_of, tensors.values())]
+    are_plain = not of_other_classes(tensors)
+    memory = [*tensors.values()] if are_plain else [*map(memory_of, tensors.values())]
     storages = [*map(Tensor.untyped_storage, memory)]
-    for name, tensor, size in zip(tensors, memory, map(UntypedStorage.nbytes, storages), strict=True):
-        if size < tensor.nbytes or tensor.is_meta:
-            raise ExportError(f"{name} has no storage: it is on the meta device or its memory was freed; bring it back")
+    sizes = map(UntypedStorage.nbytes, storages)
+    if any(map(lt, sizes, map(_NBYTES, memory))) or any(map(_IS_META, memory)):
+        for name, own, storage in zip(tensors, memory, storages, strict=True):
+            if storage.nbytes() < own.nbytes or own.is_meta:
+                raise ExportError(
+                    f"{name} has no storage: it is on the meta device or its memory was freed; bring it back"
+                )
     return storages
+
+
+class Maker(Protocol):
+    """Makes many tensors of an export on a GPU, several at once."""
+
+    @property
+    def numbers(self) -> frozenset[int]:
+        """The numbers of the tensors that it makes, in the order of the names of a program."""
+
+    def make(self, numbers: Sequence[int], held: Buffers) -> Iterator[Made]:
+        """Make tensors of these numbers from the tensors of this rank. What comes with them is made, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a rank sends.
+
+    Attributes:
+        tensors: its tensors by canonical name. A tensor that is made of another one has this one here.
+        merges: functions from some of these to what is sent, by name.
+        maker: makes the other ones that are not sent as they are.
+    """
+
+    tensors: Mapping[str, Tensor]
+    merges: Mapping[str, Merge] = field(default_factory=dict)
+    maker: Maker | None = None
 
 
 class Sources:
     """This rank's tensors, in the memory that they have when an export begins.
 
-    A tensor with a merge is made when a step first reads it, and freed after its last message.
+    A tensor that is made of another one is made when a step first reads it, and freed after its last message.
 
     Raises:
         ExportError: when any of them has no memory.
     """
 
-    def __init__(
-        self, program: Program, tensors: Mapping[str, Tensor], merges: Mapping[str, Merge] = NO_MERGES
-    ) -> None:
-        self._program, self._names = program, program.names
-        self._own = own = [tensors[name] for name in self._names]
-        self._storages = check_storage(dict(zip(self._names, own, strict=True)))  # these stay even if tensors move
+    def __init__(self, program: Program, held: Held) -> None:
+        self._program, self._maker = program, held.maker
+        self._own = own = [held.tensors[name] for name in program.names]
+        single = {id(tensor): (name, tensor) for name, tensor in zip(program.names, own, strict=True)}
+        place = dict(zip(single, range(len(single)), strict=True))
+        self._places = [*map(place.__getitem__, map(id, own))]
+        """For each tensor, the number of its storage. Codes and scales are made of one tensor."""
+        tensors = dict(single.values())
+        self._names = [*tensors]
+        self._storages = check_storage(tensors)  # these stay even if tensors move
         self._addresses = [*map(UntypedStorage.data_ptr, self._storages)]
-        self._buffers = Buffers([*map(Tensor.contiguous, map(memory_of, own))])
-        self._buffers.addresses  # noqa: B018  # computed now, and kept
-        self._merges = {number: merges[name] for number, name in enumerate(self._names) if name in merges}
-        self._merged: dict[int, Tensor] = {}
+        memory = tensors.values() if not of_other_classes(tensors) else map(memory_of, tensors.values())
+        self._buffers = self._all_of(Buffers([*map(Tensor.contiguous, memory)]))
+        self._merges = {number: held.merges[name] for number, name in enumerate(program.names) if name in held.merges}
+        self._unmade = frozenset(self._merges) | (frozenset() if self._maker is None else self._maker.numbers)
+        self._made: dict[int, Made] = {}
         self._current = self._buffers
+
+    def _all_of(self, single: Buffers) -> Buffers:
+        """The buffer of each tensor, by the buffers of their storages."""
+        buffers = Buffers([*map(single.tensors.__getitem__, self._places)], single.gpus)
+        buffers.addresses, buffers.on_gpu = single.addresses[self._places], single.on_gpu
+        return buffers
 
     def read_by(self, step: Step) -> Buffers:
         """All tensors, after a check that the tensors of a step have not moved."""
         storages, addresses = self._storages, self._addresses
-        if moved := [number for number in step.held if storages[number].data_ptr() != addresses[number]]:
+        places = {*map(self._places.__getitem__, step.held)}
+        if moved := [place for place in places if storages[place].data_ptr() != addresses[place]]:
             raise ExportError(
-                f"{self._names[moved[0]]} was freed or moved during an export; leave the model in place until it ends"
+                f"{self._names[min(moved)]} was freed or moved during an export; leave the model in place until it ends"
             )
-        if new := [number for number in step.held if number in self._merges and number not in self._merged]:
-            for number in new:
-                self._merged[number] = self._merges[number](self._own[number])
+        if new := sorted(self._unmade.intersection(step.held) - self._made.keys()):
+            for made in self._make(new):
+                self._made.update(dict.fromkeys(made.numbers.tolist(), made))
             self._replace()
         return self._current
 
+    def _make(self, numbers: Sequence[int]) -> Iterator[Made]:
+        for number in self._merges.keys() & numbers:
+            yield Made.of({number: self._merges[number](self._own[number])})
+        if self._maker is not None and (others := [number for number in numbers if number not in self._merges]):
+            yield from self._maker.make(others, self._buffers)
+
     def passed(self, message: int) -> None:
-        """Free merged tensors that no message soon after this one needs."""
-        idle = self._merged.keys() & self._program.idle_after.get(message, ()) if self._merged else ()
+        """Free tensors that were made and that no message soon after this one needs."""
+        idle = self._made.keys() & self._program.idle_after.get(message, ()) if self._made else ()
         for number in idle:
-            del self._merged[number]
+            del self._made[number]
         if idle:
             self._replace()
 
     def _replace(self) -> None:
-        self._current = self._buffers.with_others(self._merged)
+        self._current = self._buffers.with_others([*dict.fromkeys(self._made.values())])
 
 
 class Outputs:

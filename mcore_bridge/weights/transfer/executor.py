@@ -8,7 +8,7 @@ checks whether all ranks arrived without a failure.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from mcore_bridge.errors import ExportError
 from mcore_bridge.weights.plan.export_plan import MESSAGES_IN_FLIGHT, Message
 from mcore_bridge.weights.transfer.collectives import Group
-from mcore_bridge.weights.transfer.endpoints import NO_MERGES, Merge, Outputs, Sources
+from mcore_bridge.weights.transfer.endpoints import Held, Outputs, Sources
 from mcore_bridge.weights.transfer.failures import raise_failures, raise_on_all, require_all
 from mcore_bridge.weights.transfer.program import OUTPUTS, Program
 from mcore_bridge.weights.transfer.windows import Memory, State, Windows
@@ -35,13 +35,12 @@ def new_tensors(program: Program, device: torch.device) -> Ends:
 def run_program(
     program: Program,
     group: Group,
-    tensors: Mapping[str, Tensor],
+    held: Held,
     *,
-    merges: Mapping[str, Merge] = NO_MERGES,
     lend: bool = False,
 ) -> Generator[tuple[str, Tensor], None, None]:
     """Yield every HF tensor of ``program``, ready on the current stream: ``run_messages``, one tensor at a time."""
-    with closing(run_messages(program, group, tensors, merges=merges, lend=lend)) as messages:
+    with closing(run_messages(program, group, held, lend=lend)) as messages:
         for pairs in messages:
             yield from pairs
 
@@ -49,9 +48,8 @@ def run_program(
 def run_messages(
     program: Program,
     group: Group,
-    tensors: Mapping[str, Tensor],
+    held: Held,
     *,
-    merges: Mapping[str, Merge] = NO_MERGES,
     lend: bool = False,
     into: Callable[[Program, torch.device], Ends] = new_tensors,
 ) -> Generator[Pairs, None, None]:
@@ -60,8 +58,7 @@ def run_messages(
     Every rank gets equally many iterators, so their number shows the progress of all ranks.
 
     Args:
-        tensors: this rank's tensors by canonical name.
-        merges: functions, by name, from some of these to the tensors that are sent.
+        held: what this rank sends.
         lend: yield tensors that lie whole in the windows as views, valid until the next step of the iterator. All other
             tensors are new and belong to the caller. While it reads views, one message less is in flight.
         into: makes the program and the outputs of this rank, from the program and the device of the group.
@@ -70,11 +67,11 @@ def run_messages(
         ExportError: on every rank of the group, when any rank fails. The error names the rank and the parameter.
     """
     if group.size == 1:
-        yield from _alone(*into(program, group.device), Sources(program, tensors, merges), group.device)
+        yield from _alone(*into(program, group.device), Sources(program, held), group.device)
         return
     exchange = None
     with raise_on_all(group, kind=ExportError):  # such as out of memory: other ranks must be informed before they wait
-        exchange = _Exchange(*into(program, group.device), group, Sources(program, tensors, merges), lend=lend)
+        exchange = _Exchange(*into(program, group.device), group, Sources(program, held), lend=lend)
     assert exchange is not None
     yield from exchange.messages()
 

@@ -1,0 +1,240 @@
+"""Encodes shards on a GPU: one launch of a kernel makes the codes and scales of all shards that a message needs.
+
+A launch for each of thousands of experts would take longer than to read their numbers. What a launch needs to know of
+its shards does not change between exports, so a program keeps it on the GPU.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mcore_bridge.rules.spec import ALIGNMENT
+from mcore_bridge.weights.plan.boxes import WIDEST
+from mcore_bridge.weights.plan.inventory import EncodedPart
+from mcore_bridge.weights.sent.block_geometry import Blocks
+from mcore_bridge.weights.sent.encoded_shard import as_bytes, has_kept_scales, kept_scales, not_finite
+from mcore_bridge.weights.source.weight_format import WeightFormat
+from mcore_bridge.weights.transfer.copier import Buffers, Made, has_triton
+from mcore_bridge.weights.transfer.endpoints import Merge
+
+COLUMNS = ("tensor", "first_tile", "tiles_in_a_row", "rows", "units", "grid_rows", "grid_columns", "codes", "scales")
+"""What the kernel needs to know of each shard; codes begin at a multiple of 16 bytes, and scales at an element."""
+_MERGED = 1 << 25
+"""Bytes of codes that a launch makes of merged weights, if these are several weights. They exist until it has run."""
+_KEPT = 1 << 22
+"""The scales of files for a launch stay on the GPU between exports if they have at most this many bytes."""
+_UNCHECKED = 2
+"""Launches whose numbers may not yet be known to be finite when the next one begins."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KernelShard:
+    """A shard that the kernel can encode.
+
+    Attributes:
+        blocks: its blocks.
+        part: its scales.
+        shard: its number.
+        codes, scales: the numbers of these tensors in an export. The numbers of the shard are in the tensor of either.
+    """
+
+    blocks: Blocks
+    part: EncodedPart
+    shard: int
+    codes: int
+    scales: int
+
+
+def runs_kernel(device: torch.device) -> bool:
+    """Whether a kernel encodes shards on ``device``."""
+    return device.type == "cuda" and has_triton()
+
+
+class EncodeLaunch:
+    """Shards that one launch encodes. They are alike, and have scales in files or have none.
+
+    Codes are in one buffer, and scales in another one. All begin at addresses that suit the copies of an export.
+    """
+
+    def __init__(self, shards: Sequence[KernelShard]) -> None:
+        self.shards, self.blocks = shards, shards[0].blocks
+        self._codes_at, self._scales_at = (
+            [*accumulate((-(-size // unit) * unit for size in sizes), initial=0)]
+            for sizes, unit in (
+                ([shard.blocks.num_bytes for shard in shards], ALIGNMENT),
+                ([_area(shard.blocks.grid) for shard in shards], max(1, WIDEST // self._item)),
+            )
+        )
+        self._on_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._of_files: tuple[WeightFormat, Tensor] | None = None
+        self.numbers = np.array([number for shard in shards for number in (shard.codes, shard.scales)], dtype=np.int64)
+
+    @property
+    def _item(self) -> int:
+        return self.blocks.scales.itemsize
+
+    @cached_property
+    def _offsets(self) -> Any:
+        """Where the codes and the scales of each shard begin, in bytes, int64 [shards, 2]."""
+        scales_at = [self._item * start for start in self._scales_at[:-1]]
+        return np.array([self._codes_at[:-1], scales_at], dtype=np.int64).T
+
+    def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The table of shards, and the shard of each tile; see ``triton_encode.encode_tiles``."""
+        if device not in self._on_device:
+            first, tiles, rows = 0, [], []
+            for shard, codes_at, scales_at in zip(self.shards, self._codes_at, self._scales_at, strict=False):
+                of = shard.blocks
+                units, at = of.shape[1] // of.unit, codes_at // WIDEST
+                rows.append((shard.codes, first, of.tiles[1], of.shape[0], units, *of.grid, at, scales_at))
+                first += _area(of.tiles)
+                tiles.append(_area(of.tiles))
+            owners = np.repeat(np.arange(len(tiles), dtype=np.int32), tiles)
+            table = torch.tensor(rows, dtype=torch.int32)
+            self._on_device[device] = table.to(device), torch.from_numpy(owners).to(device)
+        return self._on_device[device]
+
+    def run(self, held: Buffers, form: WeightFormat, device: torch.device) -> tuple[Made, Tensor]:
+        """Encode the shards.
+
+        Args:
+            held: the tensors of this rank, at the numbers of their codes.
+            form: the format in which weights leave.
+
+        Returns:
+            Codes and scales, and int32 [shards], 1 for each shard with a number that is not finite.
+        """
+        from mcore_bridge.weights.sent.triton_encode import encode_tiles
+
+        codes = torch.empty(self._codes_at[-1], dtype=torch.uint8, device=device)
+        scales = torch.empty(self._scales_at[-1], dtype=self.blocks.scales, device=device)
+        are_wrong = torch.zeros(len(self.shards), dtype=torch.int32, device=device)
+        encode_tiles(
+            self.blocks,
+            held.addresses_on(device),
+            *self._tables(device),
+            self._kept(form, device),
+            codes,
+            as_bytes(scales),
+            are_wrong,
+            aligned=held.is_aligned,
+        )
+        addresses = self._offsets + np.array([codes.data_ptr(), scales.data_ptr()])
+        return Made(self.numbers, addresses.ravel(), lambda: [*self._views(codes, scales)]), are_wrong
+
+    def _views(self, codes: Tensor, scales: Tensor) -> Iterator[Tensor]:
+        """Codes and scales of each shard, as they are sent."""
+        for shard, codes_at, scales_at in zip(self.shards, self._codes_at, self._scales_at, strict=False):
+            dtype, shape = shard.blocks.codes
+            yield codes[codes_at : codes_at + shard.blocks.num_bytes].view(dtype).view(shape)
+            yield scales[scales_at : scales_at + _area(shard.blocks.grid)].view(shard.blocks.grid)
+
+    def _kept(self, form: WeightFormat, device: torch.device) -> Tensor | None:
+        """The scales of the files, in the places of the scales that are made; None if there are none."""
+        if not has_kept_scales(self.shards[0].part, form):
+            return None
+        if self._of_files is not None and self._of_files[0] is form:
+            return self._of_files[1]
+        kept = as_bytes(torch.empty(self._scales_at[-1], dtype=self.blocks.scales))
+        for shard, start in zip(self.shards, self._scales_at, strict=False):
+            of_files = kept_scales(shard.part, shard.shard, form)
+            assert of_files is not None
+            kept[start : start + of_files.numel()] = of_files.flatten()
+        own = kept.to(device)
+        self._of_files = (form, own) if own.nbytes <= _KEPT else None
+        return own
+
+
+def launches_of(shards: Iterable[KernelShard], form: WeightFormat, merged: frozenset[int]) -> list[EncodeLaunch]:
+    """The launches that encode shards.
+
+    Args:
+        merged: the codes whose weights have to be made first.
+    """
+    groups: dict[tuple[object, ...], list[KernelShard]] = {}
+    sizes: dict[tuple[object, ...], int] = {}
+    for shard in shards:
+        key: tuple[object, ...] = (shard.blocks.alike, has_kept_scales(shard.part, form), shard.codes in merged)
+        if shard.codes in merged:
+            sizes[key] = sizes.get(key, 0) + shard.blocks.num_bytes
+            key = (*key, sizes[key] // _MERGED)
+        groups.setdefault(key, []).append(shard)
+    return [*map(EncodeLaunch, groups.values())]
+
+
+@dataclass(eq=False)
+class ShardEncoder:
+    """Makes the codes and scales of an export.
+
+    Attributes:
+        shards: the shards, by the numbers of their codes and of their scales.
+        form: the format in which weights leave.
+        merges: functions from tensors to what is encoded, with these tensors, by the numbers of the codes.
+        device: the GPU of all tensors of this rank.
+        launches: the launches of earlier exports, by what each made.
+    """
+
+    shards: Mapping[int, KernelShard]
+    form: WeightFormat
+    merges: Mapping[int, tuple[Merge, Tensor]]
+    device: torch.device
+    launches: dict[tuple[int, ...], list[EncodeLaunch]]
+    _waiting: deque[tuple[EncodeLaunch, Tensor, torch.cuda.Event]] = field(default_factory=deque)
+    _left: set[int] = field(default_factory=set)
+    """The numbers that were not made yet."""
+
+    def __post_init__(self) -> None:
+        self._left |= self.shards.keys()
+
+    @classmethod
+    def of_shard(cls, shard: KernelShard, form: WeightFormat, device: torch.device) -> ShardEncoder:
+        """An encoder of one shard."""
+        return cls({shard.codes: shard, shard.scales: shard}, form, {}, device, {})
+
+    @property
+    def numbers(self) -> frozenset[int]:
+        """See ``Maker``."""
+        return frozenset(self.shards)
+
+    def make(self, numbers: Sequence[int], held: Buffers) -> Iterator[Made]:
+        """See ``Maker``."""
+        key = tuple(numbers)
+        if key not in self.launches:
+            shards = dict.fromkeys(self.shards[number] for number in key)
+            self.launches[key] = launches_of(shards, self.form, frozenset(self.merges))
+        for launch in self.launches[key]:
+            with torch.cuda.device(self.device), torch.no_grad():
+                of_merges = [shard.codes for shard in launch.shards if shard.codes in self.merges]
+                merged = {number: merge(tensor) for number in of_merges for merge, tensor in [self.merges[number]]}
+                sources = held.with_others([Made.of(merged)]) if merged else held
+                made, are_wrong = launch.run(sources, self.form, self.device)
+                self._left.difference_update(launch.numbers.tolist())
+                self._check(launch, are_wrong)
+            yield made
+
+    def _check(self, launch: EncodeLaunch, are_wrong: Tensor) -> None:
+        """Check that the numbers of earlier launches were finite, without a wait for each; after the last one, all."""
+        flags = torch.empty(len(are_wrong), dtype=are_wrong.dtype, pin_memory=True)
+        flags.copy_(are_wrong, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        self._waiting.append((launch, flags, event))
+        while len(self._waiting) > (_UNCHECKED if self._left else 0):
+            done, flags, event = self._waiting.popleft()
+            event.synchronize()
+            if (wrong := flags.nonzero()).numel():
+                raise not_finite(done.shards[int(wrong[0])].part)
+
+
+def _area(sizes: tuple[int, int]) -> int:
+    rows, columns = sizes
+    return rows * columns
