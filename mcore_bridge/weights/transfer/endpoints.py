@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from mcore_bridge.errors import ExportError
-from mcore_bridge.rules.spec import ALIGNMENT
+from mcore_bridge.weights.plan.boxes import WIDEST
 from mcore_bridge.weights.plan.export_plan import SLAB, ExportPlan, Message
 from mcore_bridge.weights.plan.payload import OutputTensor
 from mcore_bridge.weights.transfer.copier import Buffers, Made
@@ -164,7 +164,7 @@ class Outputs:
         treat them as views of one tensor. If a tensor is pickled, the whole allocation is written.
         """
         like, num_bytes = self._like[output.dtype], output.num_bytes
-        is_small = like.is_cuda and 0 < num_bytes <= SLAB and num_bytes % ALIGNMENT == 0
+        is_small = like.is_cuda and 0 < num_bytes <= SLAB and num_bytes % WIDEST == 0
         per_slab = SLAB // num_bytes if is_small else 1
         tensors: list[Tensor] = []
         while (left := count - len(tensors)) > 0:
