@@ -7,6 +7,8 @@ import tempfile
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+from tests.support import pool
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 _maps = tempfile.TemporaryDirectory()  # so that no test uses a map of an earlier run
@@ -62,9 +64,13 @@ def _mix(items):
 
 
 def pytest_collection_finish():
-    """Later garbage collections leave out modules and tests: searching them took an eighth of the whole time."""
+    """Later garbage collections leave out modules and tests: searching them took an eighth of the whole time.
+
+    The workers of the pool are forked from this process as it is now.
+    """
     gc.collect()
     gc.freeze()
+    pool.fork_server()
 
 
 @pytest.fixture(scope="module", autouse=True)
