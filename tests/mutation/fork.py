@@ -1,4 +1,4 @@
-"""Runs some tests in a fork of a process that has imported torch, transformers and megatron-core, but not this library."""
+"""Runs some tests in a fork of a process that has imported torch, transformers and megatron-core, but not our code."""
 
 import contextlib
 import importlib

@@ -5,8 +5,8 @@ process group, and returns the result of each rank. The function must be importa
 raises makes ``run`` raise its error, with rank and traceback in the notes. A rank that hangs ends the pool, and the
 next ``run`` starts a new one.
 
-Workers are forked from a server. ``fork_server`` makes it a fork of this process, which has imported the tests; Python's
-own server would import everything again.
+Workers are forked from a server. ``fork_server`` makes it a fork of this process, which has imported the tests.
+Python's own server would import everything again.
 """
 
 import contextlib
