@@ -56,8 +56,11 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _mix(items):
-    """Spread the files that run in the pool evenly among the others, since they wait for each other."""
-    files = list(dict.fromkeys(item.module for item in items))
+    """Spread the files that run in the pool evenly among the others, since they wait for each other.
+
+    The short files of trainers come last: after a long one at the end, other processes would have nothing to do.
+    """
+    files = sorted(dict.fromkeys(item.module for item in items), key=lambda file: ".trainers." in file.__name__)
     kinds = [[file for file in files if hasattr(file, "pool") is in_pool] for in_pool in (True, False)]
     places = {file: (number + 0.5) / len(kind) for kind in kinds for number, file in enumerate(kind)}
     items.sort(key=lambda item: places[item.module])
