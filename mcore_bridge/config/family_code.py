@@ -110,8 +110,8 @@ def _imports(path: Path) -> tuple[Path, ...]:
 @functools.cache
 def _statements(path: Path) -> tuple[tuple[str, str, frozenset[str]], ...]:
     """The relative imports of a file: the dots, the module behind them, and the words of what is imported."""
-    found = _IMPORT.findall(text(path))
-    return tuple((dots, name, frozenset(re.findall(r"\w+", words))) for dots, name, words in found)
+    statements = _IMPORT.findall(text(path))
+    return tuple((dots, name, frozenset(re.findall(r"\w+", words))) for dots, name, words in statements)
 
 
 def _modules(base: Path, name: str, imported: frozenset[str]) -> Iterator[Path]:
