@@ -7,6 +7,8 @@ import tempfile
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+from tests.support import pool
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 _maps = tempfile.TemporaryDirectory()  # so that no test uses a map of an earlier run
@@ -54,17 +56,24 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _mix(items):
-    """Spread the files that run in the pool evenly among the others, since they wait for each other."""
-    files = list(dict.fromkeys(item.module for item in items))
+    """Spread the files that run in the pool evenly among the others, since they wait for each other.
+
+    The short files of trainers come last: after a long one at the end, other processes would have nothing to do.
+    """
+    files = sorted(dict.fromkeys(item.module for item in items), key=lambda file: ".trainers." in file.__name__)
     kinds = [[file for file in files if hasattr(file, "pool") is in_pool] for in_pool in (True, False)]
     places = {file: (number + 0.5) / len(kind) for kind in kinds for number, file in enumerate(kind)}
     items.sort(key=lambda item: places[item.module])
 
 
 def pytest_collection_finish():
-    """Later garbage collections leave out modules and tests: searching them took an eighth of the whole time."""
+    """Later garbage collections leave out modules and tests: searching them took an eighth of the whole time.
+
+    The workers of the pool are forked from this process as it is now.
+    """
     gc.collect()
     gc.freeze()
+    pool.fork_server()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -100,12 +100,18 @@ def _is_own(module: Path) -> bool:
 
 @functools.cache
 def _imports(path: Path) -> tuple[Path, ...]:
-    statements = _IMPORT.findall(text(path))
     return tuple(
         module
-        for dots, name, imported in statements
-        for module in _modules(path.parents[len(dots) - 1], name, frozenset(re.findall(r"\w+", imported)))
+        for dots, name, imported in _statements(path)
+        for module in _modules(path.parents[len(dots) - 1], name, imported)
     )
+
+
+@functools.cache
+def _statements(path: Path) -> tuple[tuple[str, str, frozenset[str]], ...]:
+    """The relative imports of a file: the dots, the module behind them, and the words of what is imported."""
+    statements = _IMPORT.findall(text(path))
+    return tuple((dots, name, frozenset(re.findall(r"\w+", words))) for dots, name, words in statements)
 
 
 def _modules(base: Path, name: str, imported: frozenset[str]) -> Iterator[Path]:
@@ -115,8 +121,8 @@ def _modules(base: Path, name: str, imported: frozenset[str]) -> Iterator[Path]:
         yield module
     elif (package := target / "__init__.py").exists():
         yield from (path for word in imported if (path := target / f"{word}.py").exists())
-        for _, inner, words in _IMPORT.findall(text(package)):
-            if inner and (taken := imported.intersection(re.findall(r"\w+", words))):
+        for _, inner, words in _statements(package):
+            if inner and (taken := imported & words):
                 yield from _modules(target, inner, taken)
 
 

@@ -1,18 +1,10 @@
-"""Runs some tests in a fork of a process that has imported torch, transformers and megatron-core, but not this library.
-
-A second fork of each is the parent of the workers of ``tests/support/pool.py``: Python's fork server would have to
-import everything again.
-"""
+"""Runs some tests in a fork of a process that has imported torch, transformers and megatron-core, but not our code."""
 
 import contextlib
 import importlib
 import json
-import multiprocessing.forkserver
-import multiprocessing.util
 import os
-import pickle
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -70,37 +62,3 @@ def _settle(tree: Path) -> None:
     main = sys.modules["__main__"]
     main.__spec__ = None
     vars(main).pop("__file__", None)  # workers would import it
-    ours, theirs = socket.socketpair()
-    if (server := os.fork()) == 0:
-        ours.close()
-        _serve(theirs)
-    theirs.close()
-    start = multiprocessing.util.spawnv_passfds
-
-    def started(path: str, arguments: list[str], fds: list[int]) -> int:
-        if "forkserver" not in str(arguments[-1]):
-            return start(path, arguments, fds)
-        multiprocessing.util.spawnv_passfds = start
-        socket.send_fds(ours, [pickle.dumps((str(arguments[-1]), fds))], fds)
-        return server
-
-    multiprocessing.util.spawnv_passfds = started
-
-
-def _serve(asked: socket.socket) -> None:
-    """Replace the server process of ``multiprocessing``, if this process is the one that it starts."""
-    try:
-        message, fds, *_ = socket.recv_fds(asked, 1 << 16, 16)
-        if message:
-            asked.close()
-            command, numbers = pickle.loads(message)
-            for fd in fds:  # these numbers must be free first
-                os.dup2(fd, fd + 200)
-            for fd, number in zip(fds, numbers, strict=True):
-                os.dup2(fd + 200, number, inheritable=False)
-                os.close(fd + 200)
-            for fd in {*fds} - {*numbers}:
-                os.close(fd)
-            exec(command, {})
-    finally:
-        os._exit(0)

@@ -113,7 +113,7 @@ def test_a_model_learns_to_look_at_images(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["make_checkpoint.py", str(folder), "--images"])
     runpy.run_path(str(EXAMPLES / "make_checkpoint.py"), run_name="__main__")
     (tmp_path / "digested.py").write_text(DIGESTED)
-    options = ("--tp", "2", "--steps", str(steps), "--images", "--model", str(folder))
+    options = ("--tp", "2", "--steps", str(steps), "--micro-batch", "16", "--images", "--model", str(folder))
     codes, said = forked(tmp_path / "digested.py", 2, "--device", "cpu", *options)
     assert codes == [0, 0], said
     names = load_file(folder / "model.safetensors").keys()
@@ -127,9 +127,9 @@ def test_a_model_learns_to_look_at_images(tmp_path, monkeypatch):
 
 
 def test_stale_weights_end_the_run(tmp_path):
-    """As a user starts it: torchrun and three fresh interpreters, one of them the engine's."""
+    """As a user starts it: torchrun and two fresh interpreters, one of them the engine's."""
     (tmp_path / "stale.py").write_text(STALE)
-    finished = torchrun(tmp_path / "stale.py", 2, "--steps", "3", "--tp", "2")
+    finished = torchrun(tmp_path / "stale.py", 1, "--steps", "3")
     assert finished.returncode
     assert "step 0" in finished.stdout
     assert "step 2" not in finished.stdout

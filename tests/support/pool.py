@@ -4,6 +4,9 @@
 process group, and returns the result of each rank. The function must be importable by name from its module. A rank that
 raises makes ``run`` raise its error, with rank and traceback in the notes. A rank that hangs ends the pool, and the
 next ``run`` starts a new one.
+
+Workers are forked from a server. ``fork_server`` makes it a fork of this process, which has imported the tests.
+Python's own server would import everything again.
 """
 
 import contextlib
@@ -14,9 +17,11 @@ import gc
 import itertools
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.util
 import os
 import pickle
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -53,6 +58,59 @@ def run(world_size: int, function: Callable[..., Any], *args: Any, timeout: floa
     """
     with _in_turn(world_size):
         return _run(world_size, function, args, timeout)
+
+
+def fork_server() -> None:
+    """Fork this process now. The fork waits, and becomes the server of ``multiprocessing`` as soon as one is needed."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if (server := os.fork()) == 0:
+        _become_server(theirs.fileno())
+    theirs.close()
+    start = multiprocessing.util.spawnv_passfds
+
+    def begun(path: Any, arguments: list[Any], fds: list[int]) -> int:
+        if "forkserver" not in str(arguments[-1]):
+            return start(path, arguments, fds)
+        multiprocessing.util.spawnv_passfds = start  # a server after this one imports everything by itself
+        numbers = [1, 2, *fds]
+        socket.send_fds(ours, [pickle.dumps((str(arguments[-1]), {**os.environ}, numbers))], numbers)
+        ours.close()
+        return server
+
+    multiprocessing.util.spawnv_passfds = begun
+
+
+def _become_server(asked: int) -> None:
+    """Wait to be needed, and run the server with the files that are sent, under their numbers."""
+    try:
+        _leave_files(asked)
+        with socket.socket(fileno=asked) as pipe:
+            message, fds, *_ = socket.recv_fds(pipe, 1 << 18, 16)
+        if message:
+            command, environment, numbers = pickle.loads(message)
+            moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, max(*fds, *numbers) + 1) for fd in fds]
+            for fd, number in zip(moved, numbers, strict=True):
+                os.dup2(fd, number, inheritable=number <= 2)
+            for fd in {*fds, *moved} - {*numbers}:
+                os.close(fd)
+            os.environ.clear()
+            os.environ.update(environment)
+            exec(command, {})
+    finally:
+        os._exit(0)
+
+
+def _leave_files(kept: int) -> None:
+    """Put nothing in the place of the open files, so that their other ends see when the process that has them ends.
+
+    The numbers stay in use, since objects of the process that was forked may close them.
+    """
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd > 2 and fd != kept:
+            with contextlib.suppress(OSError):  # the listing itself was open
+                os.fstat(fd)
+                os.dup2(nothing, fd, inheritable=False)
 
 
 def started(function: Callable[..., Any], arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
