@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
     from mcore_bridge.batches.row_sets import TokenSets
+    from mcore_bridge.factory.modules.dispatched_tokens import DispatchedTokens
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,15 @@ class AdapterSets:
             chunk: the chunk that has these sets.
             tokens: the tokens of each set.
         """
-        before, modules = self.in_use, _modules_by_row(self, tokens)
+        before, (modules, routed) = self.in_use, _modules_by_row(chunk, self, tokens)
+        hooks = [layer.router.register_forward_hook(own.follow) for layer, own in routed.items()]
         lay_aside(chunk)
         _attach(chunk, modules)
         try:
             yield
         finally:
+            for hook in hooks:
+                hook.remove()
             _detach(chunk, modules)
             use(chunk, before)
 
@@ -222,12 +226,29 @@ def _detach(chunk: Any, paths: Iterable[str]) -> None:
         del chunk.get_submodule(path).adapter
 
 
-def _modules_by_row(sets: AdapterSets, tokens: TokenSets) -> dict[str, nn.Module]:
-    """The adapters of all sets of ``tokens`` by the path of their layer, one module for each layer."""
+def _modules_by_row(
+    chunk: Any, sets: AdapterSets, tokens: TokenSets
+) -> tuple[dict[str, nn.Module], dict[Any, DispatchedTokens]]:
+    """The adapters of all sets of ``tokens`` by the path of their layer, one module for each layer.
+
+    Returns:
+        These modules, and for each of megatron-core's layers of experts what follows its tokens.
+    """
+    from mcore_bridge.factory.modules.dispatched_tokens import DispatchedTokens
     from mcore_bridge.factory.modules.row_adapters import RowAdapters
 
-    of_layers: dict[str, dict[str, nn.Module]] = {}
-    for name in tokens.names:
+    of_layers: dict[str, dict[int, nn.Module]] = {}
+    for number, name in enumerate(tokens.names):
         for path, adapter in sets.by_name[name].modules.items():
-            of_layers.setdefault(path, {})[name] = adapter
-    return {path: RowAdapters(adapters, tokens) for path, adapters in of_layers.items()}
+            of_layers.setdefault(path, {})[number] = adapter
+    modules: dict[str, nn.Module] = {}
+    routed: dict[Any, DispatchedTokens] = {}
+    for path, adapters in of_layers.items():
+        layer, experts, of_expert = path.partition(".experts.")
+        sort: Any = tokens.sort
+        if experts:
+            found = chunk.get_submodule(layer)
+            expert = int(of_expert.split(".")[1]) if of_expert.startswith("local_experts.") else None
+            sort = partial(routed.setdefault(found, DispatchedTokens(found, tokens)).sort, expert=expert)
+        modules[path] = RowAdapters(adapters, sort)
+    return modules, routed

@@ -10,7 +10,7 @@ import torch
 from mcore_bridge import ParallelDims, build_model
 from mcore_bridge.factory.adapter_sets import without_adapters
 from mcore_bridge.factory.add_adapters import add_adapters
-from mcore_bridge.factory.modules import adapter
+from mcore_bridge.factory.modules import grouped as products_of_groups
 from mcore_bridge.factory.modules.adapter import GroupedAdapter
 from mcore_bridge.rules.names import canonical
 from mcore_bridge.weights.model_chunks import numbering_of
@@ -90,7 +90,7 @@ def test_one_product_for_all_experts_gives_the_bits_of_one_for_each(chunk):
     hidden = random(sum(counts), 48).requires_grad_()
     for has_kernel in (False, True):
         with (
-            mock.patch.object(adapter, "has_grouped_kernel", lambda hidden, has_kernel=has_kernel: has_kernel),
+            mock.patch.object(products_of_groups, "has_grouped_kernel", lambda hidden, has_kernel=has_kernel: has_kernel),
             mock.patch.object(torch.nn.functional, "grouped_mm", wraps=torch.nn.functional.grouped_mm) as products,
         ):
             product, _ = grouped(None, (hidden, counts), (random(sum(counts), 32), None))
@@ -100,3 +100,30 @@ def test_one_product_for_all_experts_gives_the_bits_of_one_for_each(chunk):
             assert nothing.shape == (0, 32)
     assert all(map(torch.equal, *found))
     assert all(tensor.any() for tensor in found[0][:3])
+
+
+@pytest.mark.parametrize("dropout", [None, Upper()], ids=["", "dropout"])
+@pytest.mark.skipif(not hasattr(torch.nn.functional, "grouped_mm"), reason="the installed torch has no grouped product")
+def test_sets_of_experts_in_one_layer_are_one_product_too(chunk, dropout):
+    """Three sets with other ranks, of which one has no tokens; the tokens of a fourth set have no adapter here."""
+    counts, found = [3, 0, 1, 2, 0, 0, 4, 1], []
+    (tokens,), (hidden, base) = [torch.arange(11) * 7 % 5 - 1], (random(11, 48).requires_grad_(), random(11, 32))
+    tokens = TokenSets([tokens], ["none", "a", "b", "c", "d"], rank=0, parts=1)
+    tokens.begin(0)
+    with rank_of(ParallelDims(), 0, 1):
+        sets = {number: GroupedAdapter(drawn(chunk, rank, alpha, dropout)) for number, rank, alpha in SETS}
+    dispatched = DispatchedTokens(None, tokens)
+    dispatched._of_experts = [*tokens.numbers(11).split(counts)]
+    rows = RowAdapters(sets, partial(dispatched.sort, expert=None))
+    for has_kernel in (False, True):
+        with (
+            mock.patch.object(products_of_groups, "has_grouped_kernel", lambda hidden, has_kernel=has_kernel: has_kernel),
+            mock.patch.object(torch.nn.functional, "grouped_mm", wraps=torch.nn.functional.grouped_mm) as products,
+        ):
+            product, _ = rows(None, (hidden, counts), (base, None))
+            found.append((product, *torch.autograd.grad(product.square().sum(), [hidden, *rows.parameters()])))
+            assert products.call_count == has_kernel * (2 if dropout is None else 1 + 2 * len(SETS))
+    tokens.end()
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+    of_tokens, expected = tokens.numbers, base.clone()
