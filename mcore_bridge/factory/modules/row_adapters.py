@@ -34,7 +34,7 @@ class RowAdapters(nn.ModuleList):
     def __init__(self, adapters: Mapping[int, nn.Module], sort: Sorting) -> None:
         super().__init__(adapters.values())
         self._numbers, self._sort = tuple(adapters), sort
-        self._of_sets = [[*module.by_weight.values()] for module in self]  # type: ignore[operator, union-attr]
+        self._of_sets = [[*module.by_weight.values()] for module in self]  # type: ignore[operator]
 
     def forward(self, layer: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> Any:
         """The outputs of ``layer`` with the adapters' added. A set without tokens takes part, too.
