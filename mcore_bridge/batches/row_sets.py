@@ -105,6 +105,7 @@ class TokenSets:
         self.names = names
         self._numbers = [{len(own): own for own in (whole.chunk(parts)[rank], whole)} for whole in sets]
         self._sorted: list[dict[object, SortedTokens]] = [{} for _ in sets]
+        self._tables: dict[object, Tensor] = {}
 
     def begin(self, number: int) -> None:
         """Let the forward that follows use the rows of the microbatch ``number``."""
@@ -128,10 +129,12 @@ class TokenSets:
             )
         return known[num_tokens]
 
-    def among(self, numbers: Tensor, sets: Sequence[int]) -> Tensor:
+    def among(self, numbers: Tensor, sets: tuple[int, ...]) -> Tensor:
         """For each number of a set its place in ``sets``; -1 if it is not there."""
-        places = torch.tensor([sets.index(own) if own in sets else -1 for own in range(-1, len(self.names))])
-        return places.to(numbers.device)[numbers + 1]
+        if (sets, numbers.device) not in self._tables:
+            places = [sets.index(own) if own in sets else -1 for own in range(-1, len(self.names))]
+            self._tables[sets, numbers.device] = torch.tensor(places, device=numbers.device)
+        return self._tables[sets, numbers.device][numbers + 1]
 
     def sort(self, num_tokens: int, sets: tuple[int, ...]) -> SortedTokens:
         """The tokens sorted by set, once for each microbatch. Tokens of no set in ``sets`` are left out.

@@ -114,7 +114,7 @@ def mixed(models, run, rows):
 def next_to_it(self, *arguments, follow=DispatchedTokens.follow):
     """A mistake: experts use the set of the token before."""
     follow(self, *arguments)
-    self._of_experts = [own.roll(1) for own in self._of_experts]
+    self.take(self._numbers.roll(1), self._counts)
 
 
 def compared(folder, hf, targets, meshes):

@@ -28,7 +28,7 @@ class DispatchedTokens:
 
     def __init__(self, layer: Any, tokens: TokenSets) -> None:
         self._layer, self._tokens = layer, tokens
-        self._of_experts: list[Tensor] = []
+        self._numbers, self._counts = torch.empty(0, dtype=torch.int64), [0]
         self._sorted: dict[object, SortedTokens] = {}
 
     @torch.no_grad()
@@ -39,8 +39,16 @@ class DispatchedTokens:
         numbers = self._tokens.numbers(shape.numel()).float().view(*shape, 1) + 1  # fused permutations take floats
         sent = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(numbers, routing_map, probs))
         received, counts, _ = dispatcher.dispatch_postprocess(*sent)
-        self._of_experts = [*(received[:, 0].long() - 1).split([int(count) for count in counts])]
-        self._sorted = {}
+        self.take(received[:, 0].long() - 1, torch.as_tensor(counts).tolist())
+
+    def take(self, numbers: Tensor, counts: list[int]) -> None:
+        """Hold the number of the set of each token, int64 ``[tokens]`` in the order of experts; -1: no set.
+
+        Args:
+            numbers: for the tokens of all experts of this rank.
+            counts: how many tokens each expert has.
+        """
+        self._numbers, self._counts, self._sorted = numbers, counts, {}
 
     def sort(self, num_tokens: int, sets: tuple[int, ...], *, expert: int | None) -> SortedTokens:
         """The tokens of one expert of this rank sorted by set, or of all experts sorted by set and then by expert.
@@ -50,14 +58,16 @@ class DispatchedTokens:
             sets: the numbers of the sets that have tokens; others are left out.
             expert: the place of the expert on this rank; None: all.
         """
-        numbers = self._of_experts if expert is None else [self._of_experts[expert]]
-        if (found := sum(map(len, numbers))) != num_tokens:
+        experts = slice(None) if expert is None else slice(expert, expert + 1)
+        counts, start = self._counts[experts], sum(self._counts[: experts.start or 0])
+        if sum(counts) != num_tokens:
             raise ConfigError(
-                f"experts with adapters must get {found} tokens, as the dispatcher has sent, found {num_tokens}: their "
-                "tokens have no known rows, so call forward for each set without adapters="
+                f"experts with adapters must get {sum(counts)} tokens, as the dispatcher has sent, found {num_tokens}: "
+                "their tokens have no known rows, so call forward for each set without adapters="
             )
         if (sets, expert) not in self._sorted:
-            chosen = [self._tokens.among(own, sets) for own in numbers]
-            groups = [torch.where(own < 0, -1, own * len(chosen) + place) for place, own in enumerate(chosen)]
-            self._sorted[sets, expert] = sort_tokens(torch.cat(groups), len(sets) * len(chosen))
+            chosen = self._tokens.among(self._numbers[start : start + num_tokens], sets)
+            places = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).to(chosen.device)
+            groups = torch.where(chosen < 0, -1, chosen * len(counts) + places)
+            self._sorted[sets, expert] = sort_tokens(groups, len(sets) * len(counts))
         return self._sorted[sets, expert]
