@@ -180,6 +180,8 @@ def using_row_sets(
     if sets is None:
         yield lambda number: None
         return
+    from mcore_bridge.factory.modules.row_adapters import adapters_by_row
+
     bare = chunks_of(chunks)
     groups, known = bare[0].pg_collection, [*_by_name(bare[0])]
     device = batches[0].places.device
@@ -200,7 +202,11 @@ def using_row_sets(
     tokens = TokenSets(of_tokens, names, rank=cut.rank() if cut else 0, parts=cut.size() if cut else 1)
     with ExitStack() as stack:
         for chunk in bare:
-            stack.enter_context(chunk.bridge_adapter_sets.used_by_row(chunk, tokens))
+            by_name = _by_name(chunk)
+            modules, routed = adapters_by_row(chunk, [by_name[name].modules for name in names], tokens)
+            for layer, dispatched in routed.items():
+                stack.callback(layer.router.register_forward_hook(dispatched.follow).remove)
+            stack.enter_context(chunk.bridge_adapter_sets.used_by_row(chunk, modules))
         stack.callback(tokens.end)
         yield tokens.begin
 

@@ -26,9 +26,6 @@ from mcore_bridge.weights.peft.hf_adapters import switch_of
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
-    from mcore_bridge.batches.row_sets import TokenSets
-    from mcore_bridge.factory.modules.dispatched_tokens import DispatchedTokens
-
 
 @dataclass(frozen=True)
 class AdapterSet:
@@ -71,22 +68,19 @@ class AdapterSets:
                 )
 
     @contextmanager
-    def used_by_row(self, chunk: GPTModel, tokens: TokenSets) -> Iterator[None]:
-        """In the block, let each token of a forward use the set of its row. Then the set in use is in use again.
+    def used_by_row(self, chunk: GPTModel, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+        """In the block, the model has the adapters of several sets. Then the set in use is in use again.
 
         Args:
             chunk: the chunk that has these sets.
-            tokens: the tokens of each set.
+            modules: for each path of a layer one module with its adapters of these sets.
         """
-        before, (modules, routed) = self.in_use, _modules_by_row(chunk, self, tokens)
-        hooks = [layer.router.register_forward_hook(own.follow) for layer, own in routed.items()]
+        before = self.in_use
         lay_aside(chunk)
         _attach(chunk, modules)
         try:
             yield
         finally:
-            for hook in hooks:
-                hook.remove()
             _detach(chunk, modules)
             use(chunk, before)
 
@@ -224,31 +218,3 @@ def lay_aside(chunk: Any) -> None:
 def _detach(chunk: Any, paths: Iterable[str]) -> None:
     for path in paths:
         del chunk.get_submodule(path).adapter
-
-
-def _modules_by_row(
-    chunk: Any, sets: AdapterSets, tokens: TokenSets
-) -> tuple[dict[str, nn.Module], dict[Any, DispatchedTokens]]:
-    """The adapters of all sets of ``tokens`` by the path of their layer, one module for each layer.
-
-    Returns:
-        These modules, and for each of megatron-core's layers of experts what follows its tokens.
-    """
-    from mcore_bridge.factory.modules.dispatched_tokens import DispatchedTokens
-    from mcore_bridge.factory.modules.row_adapters import RowAdapters
-
-    of_layers: dict[str, dict[int, nn.Module]] = {}
-    for number, name in enumerate(tokens.names):
-        for path, adapter in sets.by_name[name].modules.items():
-            of_layers.setdefault(path, {})[number] = adapter
-    modules: dict[str, nn.Module] = {}
-    routed: dict[Any, DispatchedTokens] = {}
-    for path, adapters in of_layers.items():
-        layer, experts, of_expert = path.partition(".experts.")
-        sort: Any = tokens.sort
-        if experts:
-            found = chunk.get_submodule(layer)
-            expert = int(of_expert.split(".")[1]) if of_expert.startswith("local_experts.") else None
-            sort = partial(routed.setdefault(found, DispatchedTokens(found, tokens)).sort, expert=expert)
-        modules[path] = RowAdapters(adapters, sort)
-    return modules, routed

@@ -8,13 +8,18 @@ together again, so that ranks communicate once for all sets, whatever tokens a r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from mcore_bridge.factory.modules.adapter import outputs_and_input, without_bias
+from mcore_bridge.factory.modules.dispatched_tokens import DispatchedTokens
 from mcore_bridge.factory.modules.grouped import Groups, SortedTokens, padded, product_of_groups
+
+if TYPE_CHECKING:
+    from mcore_bridge.batches.row_sets import TokenSets
 
 Sorting = Callable[[int, tuple[int, ...]], SortedTokens]
 """Sorts the tokens of a layer by set, and then by expert, given how many tokens the layer has, and the numbers of sets.
@@ -96,6 +101,37 @@ class RowAdapters(nn.ModuleList):
         """The numbers of tokens of the groups of each set: one group, or a group for each expert."""
         num_experts = len(self._of_sets[0])
         return [groups.counts[start : start + num_experts] for start in range(0, len(groups.counts), num_experts)]
+
+
+def adapters_by_row(
+    chunk: nn.Module, sets: Sequence[Mapping[str, nn.Module]], tokens: TokenSets
+) -> tuple[dict[str, nn.Module], dict[Any, DispatchedTokens]]:
+    """The adapters of several sets, one module for each layer that has any.
+
+    Args:
+        chunk: the chunk that has these sets.
+        sets: for each set its adapters by the path of their layer.
+        tokens: the tokens of each set.
+
+    Returns:
+        These modules by the path of their layer, and what follows the tokens of each of megatron-core's layers of
+        experts: a hook of the router.
+    """
+    of_layers: dict[str, dict[int, nn.Module]] = {}
+    for number, of_set in enumerate(sets):
+        for path, adapter in of_set.items():
+            of_layers.setdefault(path, {})[number] = adapter
+    modules: dict[str, nn.Module] = {}
+    routed: dict[Any, DispatchedTokens] = {}
+    for path, adapters in of_layers.items():
+        layer, experts, of_expert = path.partition(".experts.")
+        sort: Sorting = tokens.sort
+        if experts:
+            found = chunk.get_submodule(layer)
+            expert = int(of_expert.split(".")[1]) if of_expert.startswith("local_experts.") else None
+            sort = partial(routed.setdefault(found, DispatchedTokens(found, tokens)).sort, expert=expert)
+        modules[path] = RowAdapters(adapters, sort)
+    return modules, routed
 
 
 def _stack(factors: Iterable[Tensor]) -> Tensor:
