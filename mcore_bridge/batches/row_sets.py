@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,6 @@ from mcore_bridge.batches.packing import PackedSequences
 from mcore_bridge.batches.text_collectives import reduce_max
 from mcore_bridge.config.mesh.alike import Shared
 from mcore_bridge.errors import BatchError, ConfigError
-from mcore_bridge.factory.modules.grouped import SortedTokens, sort_tokens
 from mcore_bridge.weights.model_chunks import chunks_of
 from mcore_bridge.weights.peft.hf_adapters import adapters_in_use, is_without_adapters
 
@@ -88,6 +88,29 @@ def _problems(chunk: GPTModel, sets: RowSets, *, learns: bool) -> Iterator[str]:
         yield f"CUDA graphs would keep the rows of the first batch, found {graphs}: {_APART}, or build without them"
     if of_sets and is_without_adapters(chunk):
         yield "adapters= was given in a block of without_adapters: leave out one of them"
+
+
+@dataclass(frozen=True)
+class SortedTokens:
+    """The tokens of a layer that belong to a group, sorted by group.
+
+    Attributes:
+        places: the places of these tokens among all tokens of the layer, int64 ``[sorted tokens]``.
+        counts: how many tokens each group has.
+        ends: how many sorted tokens there are up to the end of each group, int32 ``[groups]``.
+    """
+
+    places: Tensor
+    counts: list[int]
+    ends: Tensor
+
+
+def sort_tokens(numbers: Tensor, num_groups: int) -> SortedTokens:
+    """Sort tokens by the number of their group, int64 ``[tokens]``; -1 for tokens without a group."""
+    counts = torch.bincount(numbers + 1, minlength=num_groups + 1)
+    ends = counts[1:].cumsum(0, dtype=torch.int32)
+    none, *of_groups = counts.tolist()
+    return SortedTokens(numbers.argsort(stable=True)[none:], of_groups, ends)
 
 
 class TokenSets:
@@ -180,8 +203,6 @@ def using_row_sets(
     if sets is None:
         yield lambda number: None
         return
-    from mcore_bridge.factory.modules.row_adapters import adapters_by_row
-
     bare = chunks_of(chunks)
     groups, known = bare[0].pg_collection, [*_by_name(bare[0])]
     device = batches[0].places.device
@@ -202,11 +223,7 @@ def using_row_sets(
     tokens = TokenSets(of_tokens, names, rank=cut.rank() if cut else 0, parts=cut.size() if cut else 1)
     with ExitStack() as stack:
         for chunk in bare:
-            by_name = _by_name(chunk)
-            modules, routed = adapters_by_row(chunk, [by_name[name].modules for name in names], tokens)
-            for layer, dispatched in routed.items():
-                stack.callback(layer.router.register_forward_hook(dispatched.follow).remove)
-            stack.enter_context(chunk.bridge_adapter_sets.used_by_row(chunk, modules))
+            stack.enter_context(chunk.bridge_adapter_sets.used_by_row(chunk, tokens))
         stack.callback(tokens.end)
         yield tokens.begin
 

@@ -26,6 +26,8 @@ from mcore_bridge.weights.peft.hf_adapters import switch_of
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
+    from mcore_bridge.batches.row_sets import TokenSets
+
 
 @dataclass(frozen=True)
 class AdapterSet:
@@ -68,19 +70,25 @@ class AdapterSets:
                 )
 
     @contextmanager
-    def used_by_row(self, chunk: GPTModel, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-        """In the block, the model has the adapters of several sets. Then the set in use is in use again.
+    def used_by_row(self, chunk: GPTModel, tokens: TokenSets) -> Iterator[None]:
+        """In the block, let each token of a forward use the set of its row. Then the set in use is in use again.
 
         Args:
             chunk: the chunk that has these sets.
-            modules: for each path of a layer one module with its adapters of these sets.
+            tokens: the tokens of each set.
         """
-        before = self.in_use
+        from mcore_bridge.factory.modules.row_adapters import adapters_by_row
+
+        before, of_sets = self.in_use, [self.by_name[name].modules for name in tokens.names]
+        modules, routed = adapters_by_row(chunk, of_sets, tokens)
+        hooks = [layer.router.register_forward_hook(dispatched.follow) for layer, dispatched in routed.items()]
         lay_aside(chunk)
         _attach(chunk, modules)
         try:
             yield
         finally:
+            for hook in hooks:
+                hook.remove()
             _detach(chunk, modules)
             use(chunk, before)
 

@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_par
 import mcore_bridge as mb
 from mcore_bridge.batches import row_sets
 from mcore_bridge.errors import BatchError
-from mcore_bridge.factory.modules.dispatched_tokens import DispatchedTokens
+from mcore_bridge.factory.modules.row_adapters import DispatchedTokens
 from tests import zoo
 from tests.support import experts, pool, stepping, tiny
 from tests.support.peft_models import fill, held

@@ -13,10 +13,9 @@ from mcore_bridge.batches.row_sets import TokenSets
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.adapter_sets import without_adapters
 from mcore_bridge.factory.add_adapters import add_adapters
-from mcore_bridge.factory.modules import grouped as products_of_groups
+from mcore_bridge.factory.modules import adapter
 from mcore_bridge.factory.modules.adapter import GroupedAdapter
-from mcore_bridge.factory.modules.dispatched_tokens import DispatchedTokens
-from mcore_bridge.factory.modules.row_adapters import RowAdapters
+from mcore_bridge.factory.modules.row_adapters import DispatchedTokens, RowAdapters
 from mcore_bridge.rules.names import canonical
 from mcore_bridge.weights.model_chunks import numbering_of
 from tests.support import experts
@@ -95,9 +94,7 @@ def test_one_product_for_all_experts_gives_the_bits_of_one_for_each(chunk):
     hidden = random(sum(counts), 48).requires_grad_()
     for has_kernel in (False, True):
         with (
-            mock.patch.object(
-                products_of_groups, "has_grouped_kernel", lambda hidden, has_kernel=has_kernel: has_kernel
-            ),
+            mock.patch.object(adapter, "has_grouped_kernel", lambda hidden, has_kernel=has_kernel: has_kernel),
             mock.patch.object(torch.nn.functional, "grouped_mm", wraps=torch.nn.functional.grouped_mm) as products,
         ):
             product, _ = grouped(None, (hidden, counts), (random(sum(counts), 32), None))
@@ -139,7 +136,7 @@ def test_sets_of_experts_in_one_layer_are_one_product_too(chunk, dropout):
     rows = RowAdapters(sets, partial(dispatched.sort, expert=None))
     for has_kernel in (False, True):
         with (
-            mock.patch.object(products_of_groups, "has_grouped_kernel", lambda hidden, has=has_kernel: has),
+            mock.patch.object(adapter, "has_grouped_kernel", lambda hidden, has=has_kernel: has),
             mock.patch.object(torch.nn.functional, "grouped_mm", wraps=torch.nn.functional.grouped_mm) as products,
         ):
             product, _ = rows(None, (hidden, counts), (base, None))

@@ -6,8 +6,9 @@ layer keeps its class, its weight and its names.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -19,8 +20,8 @@ from megatron.core.tensor_parallel.random import (
 )
 from torch import Tensor, nn
 
-from mcore_bridge.factory.modules.grouped import Groups
-
+_ALIGNED = 8
+"""All sizes in a grouped product of bf16 must be multiples of this."""
 Product = Callable[[Tensor, Tensor], Tensor]
 _OF_WHOLE_EXPERTS = "mcore_bridge: dropout of whole inputs of experts"
 Kind = Literal["cut", "summed", "whole"]
@@ -369,6 +370,61 @@ class GroupedAdapter(nn.ModuleList):
             return outputs
         first = torch.stack([adapter.linear_in() for adapter in adapters])
         second = torch.stack([adapter.linear_out() for adapter in adapters])
-        by_expert = Groups([int(count) for count in inputs[1]]).product
+        by_expert = TokenGroups([int(count) for count in inputs[1]]).product
         beside = adapters[0].with_factors(adapters[0].inputs_of(inputs[0]), first, second, by_expert)
         return product + beside.to(product.dtype), bias
+
+
+@dataclass(frozen=True)
+class TokenGroups:
+    """Consecutive tokens in groups, each with a weight of its own: of experts, or of sets of adapters, or of both.
+
+    Attributes:
+        counts: how many tokens each group has.
+        ends: how many tokens there are up to the end of each group, int32 ``[groups]`` on their device, if it is known.
+    """
+
+    counts: list[int]
+    ends: Tensor | None = None
+
+    def product(self, hidden: Tensor, weights: Tensor) -> Tensor:
+        """Each token of ``[tokens, in]`` times the weight of its group, of ``[groups, out, in]``."""
+        return product_of_groups(hidden, [weights], self)[:, : weights.size(1)]
+
+
+def product_of_groups(hidden: Tensor, stacks: Sequence[Tensor], groups: TokenGroups) -> Tensor:
+    """Each token times the weight of its group: one product if torch has a kernel for it, or else one for each group.
+
+    Args:
+        hidden: ``[tokens, in]``, sorted by group.
+        stacks: the weights of all groups, in order. Each stack is ``[groups, out, in]``. Stacks may differ in ``out``,
+            and in ``in``; a narrow weight reads the first features.
+
+    Returns:
+        ``[tokens, widest out]``, or some columns more. Columns beyond the ``out`` of a group are zero.
+    """
+    out, width = max(stack.size(1) for stack in stacks), hidden.size(1)
+    is_alike = all(stack.dtype == hidden.dtype for stack in stacks)
+    if len(groups.counts) > 1 and has_grouped_kernel(hidden) and is_alike and len(hidden) and width % _ALIGNED == 0:
+        out += -out % _ALIGNED
+        alike = [padded(padded(stack, 2, width), 1, out) for stack in stacks]
+        weights = torch.cat(alike) if len(alike) > 1 else alike[0]
+        ends = groups.ends
+        if ends is None:
+            ends = torch.tensor(groups.counts, device=hidden.device).cumsum(0, dtype=torch.int32)
+        return nn.functional.grouped_mm(hidden, weights.mT, offs=ends)
+    pairs = zip(hidden.split(groups.counts), (weight for stack in stacks for weight in stack), strict=True)
+    outs = [nn.functional.linear(own[:, : weight.size(1)].to(weight.dtype), weight) for own, weight in pairs]
+    return torch.cat([padded(own, 1, out) for own in outs])  # cat promotes dtypes
+
+
+def has_grouped_kernel(hidden: Tensor) -> bool:
+    """Whether torch has one kernel for all groups. Without, ``grouped_mm`` is a loop that first waits for the GPU."""
+    is_there = hasattr(nn.functional, "grouped_mm") and hidden.is_cuda and hidden.dtype == torch.bfloat16
+    return is_there and torch.cuda.get_device_capability(hidden.device)[0] in (9, 10)
+
+
+def padded(tensor: Tensor, dim: int, size: int) -> Tensor:
+    """``tensor`` with zeros at the end of ``dim``, up to ``size``."""
+    absent = size - tensor.size(dim)
+    return nn.functional.pad(tensor, (0, 0) * (tensor.dim() - 1 - dim) + (0, absent)) if absent else tensor

@@ -7,19 +7,17 @@ together again, so that ranks communicate once for all sets, whatever tokens a r
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mcore_bridge.factory.modules.adapter import outputs_and_input, without_bias
-from mcore_bridge.factory.modules.dispatched_tokens import DispatchedTokens
-from mcore_bridge.factory.modules.grouped import Groups, SortedTokens, padded, product_of_groups
-
-if TYPE_CHECKING:
-    from mcore_bridge.batches.row_sets import TokenSets
+from mcore_bridge.batches.row_sets import SortedTokens, TokenSets, sort_tokens
+from mcore_bridge.errors import ConfigError
+from mcore_bridge.factory.modules.adapter import TokenGroups, outputs_and_input, padded, product_of_groups, without_bias
 
 Sorting = Callable[[int, tuple[int, ...]], SortedTokens]
 """Sorts the tokens of a layer by set, and then by expert, given how many tokens the layer has, and the numbers of sets.
@@ -50,10 +48,9 @@ class RowAdapters(nn.ModuleList):
         (product, bias), hidden = outputs_and_input(outputs, inputs[0])
         flat, adapter = hidden.flatten(0, -2), self._of_sets[0][0]
         own = self._sort(len(flat), self._numbers)
-        inner = self._inner(flat.index_select(0, own.places), own.groups)
+        inner = self._inner(flat.index_select(0, own.places), own)
         if not adapter.is_local:
-            whole = inner.new_zeros(len(flat), inner.size(1)).index_copy(0, own.places, inner)
-            whole = adapter.across(whole)
+            whole = adapter.across(inner.new_zeros(len(flat), inner.size(1)).index_copy(0, own.places, inner))
             own = self._sort(len(whole), self._numbers)
             inner = whole.index_select(0, own.places)
         base = product.flatten(0, -2)
@@ -64,43 +61,104 @@ class RowAdapters(nn.ModuleList):
     def _has_dora(self) -> bool:
         return any(adapters[0].magnitude is not None for adapters in self._of_sets)
 
-    def _inner(self, rows: Tensor, groups: Groups) -> Tensor:
+    def _inner(self, rows: Tensor, own: SortedTokens) -> Tensor:
         """``A x`` for all parts, ``[sorted tokens, widest parts * rank]``, from the tokens of all sets."""
-        stacks = [_stack(adapter.linear_in() for adapter in each) for each in self._of_sets]
-        if not any(each[0].drops() for each in self._of_sets):
-            firsts = [each[0].first(stack) for each, stack in zip(self._of_sets, stacks, strict=True)]
-            return product_of_groups(rows, firsts, groups)
-        of_sets = zip(self._of_sets, stacks, self._by_set(rows, groups), self._counts(groups), strict=True)
-        inner = [
-            each[0].inner(each[0].inputs_of(own), stack, Groups(counts).product) for each, stack, own, counts in of_sets
-        ]
-        return torch.cat([padded(own, 1, max(own.size(1) for own in inner)) for own in inner])
+        stacks = [_stack(adapter.linear_in() for adapter in adapters) for adapters in self._of_sets]
+        if not any(adapters[0].drops() for adapters in self._of_sets):
+            firsts = [adapters[0].first(stack) for adapters, stack in zip(self._of_sets, stacks, strict=True)]
+            return product_of_groups(rows, firsts, TokenGroups(own.counts, own.ends))
+        inner = []
+        for adapters, stack, part, counts in zip(
+            self._of_sets, stacks, self._by_set(rows, own), self._counts(own), strict=True
+        ):
+            dropped = adapters[0].inputs_of(part)
+            inner.append(adapters[0].inner(dropped, stack, TokenGroups(counts).product))
+        widest = max(part.size(1) for part in inner)
+        return torch.cat([padded(part, 1, widest) for part in inner])
 
     def _outer(self, inner: Tensor, own: SortedTokens, layer: nn.Module, base: Tensor) -> Tensor:
         """What the adapters add to the product ``base`` of the layer, ``[sorted tokens, out]``."""
-        seconds = [each[0].second(_stack(adapter.linear_out() for adapter in each)) for each in self._of_sets]
-        beside = product_of_groups(inner, seconds, own.groups)[:, : base.size(1)]
-        scales = [each[0].scale for each in self._of_sets]
+        seconds = [
+            adapters[0].second(_stack(adapter.linear_out() for adapter in adapters)) for adapters in self._of_sets
+        ]
+        beside = product_of_groups(inner, seconds, TokenGroups(own.counts, own.ends))[:, : base.size(1)]
+        scales = [adapters[0].scale for adapters in self._of_sets]
         if len({*scales}) == 1 and not self._has_dora:
             return beside * scales[0]
-        of_sets = zip(
-            self._of_sets, self._by_set(beside, own.groups), self._by_set(own.places, own.groups), strict=True
-        )
+        of_sets = zip(self._of_sets, self._by_set(beside, own), self._by_set(own.places, own), strict=True)
         changes = []
-        for each, part, places in of_sets:
-            change = part * each[0].scale
-            if each[0].magnitude is not None:
-                change = each[0].resized(layer.weight, base.index_select(0, places), change)
+        for adapters, part, places in of_sets:
+            change = part * adapters[0].scale
+            if adapters[0].magnitude is not None:
+                change = adapters[0].resized(layer.weight, base.index_select(0, places), change)
             changes.append(change)
         return torch.cat(changes)
 
-    def _by_set(self, rows: Tensor, groups: Groups) -> Sequence[Tensor]:
-        return rows.split([sum(counts) for counts in self._counts(groups)])
+    def _by_set(self, rows: Tensor, own: SortedTokens) -> Sequence[Tensor]:
+        return rows.split([sum(counts) for counts in self._counts(own)])
 
-    def _counts(self, groups: Groups) -> list[list[int]]:
+    def _counts(self, own: SortedTokens) -> list[list[int]]:
         """The numbers of tokens of the groups of each set: one group, or a group for each expert."""
         num_experts = len(self._of_sets[0])
-        return [groups.counts[start : start + num_experts] for start in range(0, len(groups.counts), num_experts)]
+        return [own.counts[start : start + num_experts] for start in range(0, len(own.counts), num_experts)]
+
+
+class DispatchedTokens:
+    """The number of the set of each token that this rank's experts of one layer get.
+
+    After the router has chosen, a copy of the layer's dispatcher sends the numbers in place of hidden states, to the
+    same experts and in the same order. A recompute runs the router again, and so sends the numbers again.
+
+    Args:
+        layer: megatron-core's layer of experts.
+        tokens: the sets of the tokens that enter the layer.
+    """
+
+    def __init__(self, layer: Any, tokens: TokenSets) -> None:
+        self._layer, self._tokens = layer, tokens
+        self._numbers, self._counts = torch.empty(0, dtype=torch.int64), [0]
+        self._sorted: dict[object, SortedTokens] = {}
+
+    @torch.no_grad()
+    def follow(self, router: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> None:
+        """A forward hook of the router, whose input is ``[seq, batch, hidden]``. Ranks that share experts join."""
+        (probs, routing_map), shape = outputs[:2], inputs[0].shape[:-1]
+        dispatcher = copy.copy(self._layer.token_dispatcher)
+        numbers = self._tokens.numbers(shape.numel()).float().view(*shape, 1) + 1  # fused permutations take floats
+        sent = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(numbers, routing_map, probs))
+        received, counts, _ = dispatcher.dispatch_postprocess(*sent)
+        self.take(received[:, 0].long() - 1, torch.as_tensor(counts).tolist())
+
+    def take(self, numbers: Tensor, counts: list[int]) -> None:
+        """Hold the number of the set of each token, int64 ``[tokens]`` in the order of experts; -1: no set.
+
+        Args:
+            numbers: for the tokens of all experts of this rank.
+            counts: how many tokens each expert has.
+        """
+        self._numbers, self._counts, self._sorted = numbers, counts, {}
+
+    def sort(self, num_tokens: int, sets: tuple[int, ...], *, expert: int | None) -> SortedTokens:
+        """The tokens of one expert of this rank sorted by set, or of all experts sorted by set and then by expert.
+
+        Args:
+            num_tokens: how many tokens there are.
+            sets: the numbers of the sets that have tokens; others are left out.
+            expert: the place of the expert on this rank; None: all.
+        """
+        experts = slice(None) if expert is None else slice(expert, expert + 1)
+        counts, start = self._counts[experts], sum(self._counts[: experts.start or 0])
+        if sum(counts) != num_tokens:
+            raise ConfigError(
+                f"experts with adapters must get {sum(counts)} tokens, as the dispatcher has sent, found {num_tokens}: "
+                "their tokens have no known rows, so call forward for each set without adapters="
+            )
+        if (sets, expert) not in self._sorted:
+            chosen = self._tokens.among(self._numbers[start : start + num_tokens], sets)
+            places = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).to(chosen.device)
+            groups = torch.where(chosen < 0, -1, chosen * len(counts) + places)
+            self._sorted[sets, expert] = sort_tokens(groups, len(sets) * len(counts))
+        return self._sorted[sets, expert]
 
 
 def adapters_by_row(
@@ -127,14 +185,14 @@ def adapters_by_row(
         layer, experts, of_expert = path.partition(".experts.")
         sort: Sorting = tokens.sort
         if experts:
-            found = chunk.get_submodule(layer)
+            moe = chunk.get_submodule(layer)
             expert = int(of_expert.split(".")[1]) if of_expert.startswith("local_experts.") else None
-            sort = partial(routed.setdefault(found, DispatchedTokens(found, tokens)).sort, expert=expert)
+            sort = partial(routed.setdefault(moe, DispatchedTokens(moe, tokens)).sort, expert=expert)
         modules[path] = RowAdapters(adapters, sort)
     return modules, routed
 
 
 def _stack(factors: Iterable[Tensor]) -> Tensor:
     """The factor of one layer, or the factors of all experts of a layer, ``[experts, ...]``."""
-    each = [*factors]
-    return torch.stack(each) if len(each) > 1 else each[0][None]
+    of_experts = [*factors]
+    return torch.stack(of_experts) if len(of_experts) > 1 else of_experts[0][None]

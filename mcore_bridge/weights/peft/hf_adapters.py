@@ -188,7 +188,7 @@ def save_hf_adapters(
             shard = FileShard(WEIGHTS, 0, specs)
             writers = open_files([shard] if world.rank == 0 else [], update.new, files)
             config = _config(made, provenance, [spec.name for spec in own], naming)
-        writing, written = _FolderWriting(update, files, writers, config), Manifest(specs)
+        writing, written = _AdapterWriting(update, files, writers, config), Manifest(specs)
         pairs = _in_peft(iter_hf_adapters(models, dtype=dtype, bucket_bytes=bucket_bytes), naming)
         if wait:
             writing.finish(pairs, Staging(slot_bytes), world)
@@ -200,7 +200,7 @@ def save_hf_adapters(
 
 
 @dataclass(frozen=True)
-class _FolderWriting:
+class _AdapterWriting:
     """What a save writes to a folder, with the file that the first rank has opened."""
 
     update: Update
