@@ -2,26 +2,30 @@
 
     torchrun --nproc-per-node 1 benchmarks/adapters.py --site SITE "qwen3-8b" "qwen3-30b-a3b layers=12"
     torchrun --nproc-per-node 1 benchmarks/adapters.py --only ours --device cpu --tokens 64 "tiny-moe layers=1"
+    torchrun --nproc-per-node 1 benchmarks/adapters.py --sets 8 "qwen3-8b" "qwen3-30b-a3b layers=12"
 
 All linear layers of attention and MLP have adapters, with one A for each layer of megatron-core. Each expert has a
 separate adapter: Megatron-Bridge's ``share_expert_adapters=False``. Weights and tokens are as in ``train.py``. The
 libraries are measured in turns. SITE is as for ``peers.py``; Megatron-Bridge needs megatron-core 0.19.2. Each line of
 JSON is one measurement, for a file in ``results``: a step (``tokens_s``), or an export that drops each tensor at the
-next one. Its ``extra_gb`` is GPU memory beside the model.
+next one. Its ``extra_gb`` is GPU memory beside the model. With ``--sets``, a line compares steps of this library alone:
+a batch in which each row has a set (``rows``), beside the same batch with one set (``one``).
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import config_of, from_the_first, report, shapes_of, summary
+from common import config_of, from_the_first, report, shapes_of, summary, timed
 from libraries import MegatronBridge, Pairs
-from steps import Build, fill, in_turns, step_arguments, text, timed_steps
+from steps import WARM_UP, Build, fill, in_turns, step_arguments, text, timed_steps
 from transformers import AutoConfig
 
 import mcore_bridge as mb
@@ -40,9 +44,11 @@ def main() -> None:
     """Each case by each library, in turns."""
     parser = step_arguments(__doc__, BUILDS)
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--sets", type=int, default=0, help="measure a batch with so many sets, by our library alone")
     arguments = parser.parse_args()
+    arguments.only = "ours" if arguments.sets else arguments.only
     for fields, build in in_turns(arguments, BUILDS, config_of):
-        measure(build(), arguments, **fields, rank=arguments.rank)
+        (measure_sets if arguments.sets else measure)(build(), arguments, **fields, rank=arguments.rank)
 
 
 def measure(adapted: Adapted, arguments: Namespace, **fields: Any) -> None:
@@ -57,6 +63,31 @@ def measure(adapted: Adapted, arguments: Namespace, **fields: Any) -> None:
         num_bytes = sum(tensor.nbytes for _, tensor in adapted.export(merged))
         extra = {"first_s": round(first, 4), "extra_gb": round(peak / 1e9, 3)}
         report(**fields, measure="export", merged=merged, **summary(seconds, num_bytes), **extra)
+
+
+def measure_sets(adapted: Adapted, arguments: Namespace, **fields: Any) -> None:
+    """A report of steps in which each row has a set, and of steps with one set, in turns."""
+    model, rank, num_sets = adapted.model, arguments.rank, arguments.sets
+    fill(model)
+    names = ["default", *map(str, range(1, num_sets))]
+    for name in names[1:]:
+        mb.add_adapters(model, rank=rank, alpha=2 * rank, targets=TARGETS, kind="shared", init="xavier", name=name)
+        fill(model)
+    ids = text(arguments.tokens, arguments.device)["input_ids"].view(num_sets, -1)
+
+    def step(rows: list[str] | None) -> None:
+        mb.forward(model, ids, adapters=rows, loss=lambda outputs, _: -outputs.log_probs.mean())
+
+    steps = {"one": partial(step, None), "rows": partial(step, names)}
+    for run in steps.values():
+        timed(run, WARM_UP)
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(arguments.repeats):
+        for name, run in steps.items():
+            seconds[name] += timed(run, 1)
+    medians = {name: statistics.median(own) for name, own in seconds.items()}
+    found = {f"{name}_s": round(median, 5) for name, median in medians.items()}
+    report(**fields, measure="sets", sets=num_sets, **found, ratio=round(medians["rows"] / medians["one"], 3))
 
 
 def drain(pairs: Pairs) -> None:

@@ -104,7 +104,7 @@ def forward(
             text (0). ``position_ids`` ``[n, seq]`` are used unchanged. None: the batch is of text. Images need a model
             that was built with ``vision="train"`` or ``"frozen"``.
         adapters: for each row the name of a set of adapters, or None for the base alone. None: all rows use the set in
-            use. Sets with adapters of routed experts or with DoRA raise, and a loss with megatron-core's DDP.
+            use. Sets with DoRA and dropout raise, and a loss with megatron-core's DDP.
         loss: called with each microbatch on the ranks of the last pipeline stage. If it raises, the error is raised
             after all microbatches are done; the caller must then zero the gradients. None: no backward follows.
         hf, head: deprecated; call ``adopt`` once for models that ``build_model`` did not make.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +34,8 @@ _NUMBER = "mcore_bridge: microbatch of row adapters"
 A recompute restores the states of its forward. So it finds the rows of its own microbatch, although the forwards of
 later microbatches may have run since.
 """
+KNOWN = ("allgather", "alltoall")
+"""The dispatchers that can send a tensor of one feature: kernels of others need the width and dtype of the model."""
 _APART = "call set_adapters and forward for the rows of each set"
 
 
@@ -55,7 +58,7 @@ def adapters_of(chunks: Sequence[nn.Module], sets: RowSets | None, batch: int, *
         problems.insert(0, f"adapters must have one entry for each of {batch} rows, found {len(sets)}: add the others")
     if problems:
         raise BatchError("; ".join(dict.fromkeys(problems)))
-    return {"adapters": "one set for each row", "adapters of rows": [*sets]}
+    return {"adapters": f"one of {[*_by_name(chunks_of(chunks)[0])]} for each row", "adapters of rows": [*sets]}
 
 
 def _problems(chunk: GPTModel, sets: RowSets, *, learns: bool) -> Iterator[str]:
@@ -64,11 +67,14 @@ def _problems(chunk: GPTModel, sets: RowSets, *, learns: bool) -> Iterator[str]:
     if unknown := sorted(names - by_name.keys()):
         yield f"adapters must name sets of the models, {[*by_name]}, found {unknown}: call add_adapters(name=) first"
     of_sets = {name: by_name[name] for name in sorted(names & by_name.keys())}
+    dispatcher = getattr(config, "moe_token_dispatcher_type", None)
     sparse = getattr(config, "experimental_attention_variant", None) == "dsa"
     kinds: dict[str, Callable[[str, nn.Module], bool]] = {
-        "routed experts": lambda path, layer: any(getattr(module, "expert", False) for module in layer.modules()),
+        f"routed experts with moe_token_dispatcher_type={dispatcher!r}": lambda path, layer: (
+            dispatcher not in KNOWN and has_experts(layer)
+        ),
         "kv_b_proj in sparse attention": lambda path, layer: sparse and path.endswith("linear_kv_up_proj"),
-        "DoRA": lambda path, layer: getattr(layer, "magnitude", None) is not None,
+        "DoRA with dropout": lambda path, layer: bool(getattr(layer, "magnitude", None) and layer.dropout),
     }
     for what, is_such in kinds.items():
         if having := [name for name, own in of_sets.items() if any(is_such(*pair) for pair in own.modules.items())]:
@@ -84,6 +90,29 @@ def _problems(chunk: GPTModel, sets: RowSets, *, learns: bool) -> Iterator[str]:
         yield "adapters= was given in a block of without_adapters: leave out one of them"
 
 
+@dataclass(frozen=True)
+class SortedTokens:
+    """The tokens of a layer that belong to a group, sorted by group.
+
+    Attributes:
+        places: the places of these tokens among all tokens of the layer, int64 ``[sorted tokens]``.
+        counts: how many tokens each group has.
+        ends: how many sorted tokens there are up to the end of each group, int32 ``[groups]``.
+    """
+
+    places: Tensor
+    counts: list[int]
+    ends: Tensor
+
+
+def sort_tokens(numbers: Tensor, num_groups: int) -> SortedTokens:
+    """Sort tokens by the number of their group, int64 ``[tokens]``; -1 for tokens without a group."""
+    counts = torch.bincount(numbers + 1, minlength=num_groups + 1)
+    ends = counts[1:].cumsum(0, dtype=torch.int32)
+    none, *of_groups = counts.tolist()
+    return SortedTokens(numbers.argsort(stable=True)[none:], of_groups, ends)
+
+
 class TokenSets:
     """The tokens of each set of adapters, for each microbatch of a batch.
 
@@ -97,10 +126,9 @@ class TokenSets:
 
     def __init__(self, sets: Sequence[Tensor], names: Sequence[str], *, rank: int, parts: int) -> None:
         self.names = names
-        self._places = [
-            {len(own): [(own == number).nonzero()[:, 0] for number in range(len(names))] for own in both}
-            for both in ((whole.chunk(parts)[rank], whole) for whole in sets)
-        ]
+        self._numbers = [{len(own): own for own in (whole.chunk(parts)[rank], whole)} for whole in sets]
+        self._sorted: list[dict[object, SortedTokens]] = [{} for _ in sets]
+        self._tables: dict[object, Tensor] = {}
 
     def begin(self, number: int) -> None:
         """Let the forward that follows use the rows of the microbatch ``number``."""
@@ -110,19 +138,42 @@ class TokenSets:
         """No forward follows."""
         _states().pop(_NUMBER, None)
 
-    def places(self, num_tokens: int) -> list[Tensor]:
-        """The places of the tokens of each set, among all tokens of the microbatch or among this rank's part of them.
+    def numbers(self, num_tokens: int) -> Tensor:
+        """The number of the set of each token: of all tokens of the microbatch, or of this rank's part of them.
 
         Args:
             num_tokens: how many tokens there are: all, or under sequence parallelism the part of a rank.
         """
-        known = self._places[int(_states()[_NUMBER])]
+        known = self._numbers[self._microbatch]
         if num_tokens not in known:
             raise ConfigError(
                 f"a layer with adapters must get {' or '.join(map(str, known))} tokens, as the microbatch has, found "
                 f"{num_tokens}: its tokens have no known rows, so call forward for each set without adapters="
             )
         return known[num_tokens]
+
+    def among(self, numbers: Tensor, sets: tuple[int, ...]) -> Tensor:
+        """For each number of a set its place in ``sets``; -1 if it is not there."""
+        if (sets, numbers.device) not in self._tables:
+            places = [sets.index(own) if own in sets else -1 for own in range(-1, len(self.names))]
+            self._tables[sets, numbers.device] = torch.tensor(places, device=numbers.device)
+        return self._tables[sets, numbers.device][numbers + 1]
+
+    def sort(self, num_tokens: int, sets: tuple[int, ...]) -> SortedTokens:
+        """The tokens sorted by set, once for each microbatch. Tokens of no set in ``sets`` are left out.
+
+        Args:
+            num_tokens: as for ``numbers``.
+            sets: the numbers of the sets.
+        """
+        known = self._sorted[self._microbatch]
+        if (num_tokens, sets) not in known:
+            known[num_tokens, sets] = sort_tokens(self.among(self.numbers(num_tokens), sets), len(sets))
+        return known[num_tokens, sets]
+
+    @property
+    def _microbatch(self) -> int:
+        return int(_states()[_NUMBER])
 
 
 @contextmanager
@@ -136,7 +187,8 @@ def using_row_sets(
 ) -> Iterator[Callable[[int], None]]:
     """In the block, let each row use its set, and only for this let the model have these sets.
 
-    With a backward, all replicas communicate: each must have the parameters of the sets that any of them uses.
+    With a backward, all replicas communicate: each must have the parameters of the sets that any of them uses. The same
+    holds for replicas that share experts with adapters.
 
     Args:
         chunks: the chunks of this rank, wrapped or not.
@@ -157,6 +209,10 @@ def using_row_sets(
     is_used = torch.tensor([name in sets for name in known], dtype=torch.int64, device=device)
     if learns:
         reduce_max(is_used, groups.dp_cp)
+    elif any(
+        has_experts(layer) for chunk in bare for own in _by_name(chunk).values() for layer in own.modules.values()
+    ):
+        reduce_max(is_used, groups.tp_ep)
     names = [name for name, used in zip(known, is_used.tolist(), strict=True) if used]
     if learns and not names:
         raise BatchError("adapters must name a set for a row, since a loss is given, found None for all: leave it out")
@@ -170,6 +226,11 @@ def using_row_sets(
             stack.enter_context(chunk.bridge_adapter_sets.used_by_row(chunk, tokens))
         stack.callback(tokens.end)
         yield tokens.begin
+
+
+def has_experts(adapters: nn.Module) -> bool:
+    """Whether the adapters of a layer belong to routed experts."""
+    return any(getattr(module, "expert", False) for module in adapters.modules())
 
 
 def _by_name(chunk: Any) -> dict[str, Any]:

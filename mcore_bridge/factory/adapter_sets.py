@@ -77,12 +77,18 @@ class AdapterSets:
             chunk: the chunk that has these sets.
             tokens: the tokens of each set.
         """
-        before, modules = self.in_use, _modules_by_row(self, tokens)
+        from mcore_bridge.factory.modules.row_adapters import adapters_by_row
+
+        before, of_sets = self.in_use, [self.by_name[name].modules for name in tokens.names]
+        modules, routed = adapters_by_row(chunk, of_sets, tokens)
+        hooks = [layer.router.register_forward_hook(dispatched.follow) for layer, dispatched in routed.items()]
         lay_aside(chunk)
         _attach(chunk, modules)
         try:
             yield
         finally:
+            for hook in hooks:
+                hook.remove()
             _detach(chunk, modules)
             use(chunk, before)
 
@@ -220,14 +226,3 @@ def lay_aside(chunk: Any) -> None:
 def _detach(chunk: Any, paths: Iterable[str]) -> None:
     for path in paths:
         del chunk.get_submodule(path).adapter
-
-
-def _modules_by_row(sets: AdapterSets, tokens: TokenSets) -> dict[str, nn.Module]:
-    """The adapters of all sets of ``tokens`` by the path of their layer, one module for each layer."""
-    from mcore_bridge.factory.modules.row_adapters import RowAdapters
-
-    of_layers: dict[str, dict[str, nn.Module]] = {}
-    for name in tokens.names:
-        for path, adapter in sets.by_name[name].modules.items():
-            of_layers.setdefault(path, {})[name] = adapter
-    return {path: RowAdapters(adapters, tokens) for path, adapters in of_layers.items()}

@@ -177,7 +177,7 @@ def save_hf_checkpoint(
         copies = HostCopies(host_bytes)
         finish = partial(writing.finish, copies.taken(), InThisThread(slot_bytes))
         pending = PendingSave(target, specs, copies, finish, opened)
-    return copy_all(pending, world, _written(pairs, writers), own=True)
+    return copy_all(pending, world, held_in(pairs, writers), own=True)
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ class _FolderWriting:
                 commit(self.update, self.not_built.sources, (*weight_files(target), *NOTES), HEADS)
 
 
-def _written(pairs: Iterator[tuple[str, Tensor]], writers: WriterByName) -> Generator[tuple[str, Tensor]]:
+def held_in(pairs: Iterator[tuple[str, Tensor]], writers: WriterByName) -> Generator[tuple[str, Tensor]]:
     """The tensors of this rank's files."""
     with closing(pairs):  # type: ignore[type-var]  # a generator, as it promises
         yield from ((name, tensor) for name, tensor in pairs if name in writers)

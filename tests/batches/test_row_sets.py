@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_par
 import mcore_bridge as mb
 from mcore_bridge.batches import row_sets
 from mcore_bridge.errors import BatchError
+from mcore_bridge.factory.modules.row_adapters import DispatchedTokens
 from tests import zoo
 from tests.support import experts, pool, stepping, tiny
 from tests.support.peft_models import fill, held
@@ -33,9 +34,19 @@ CASES = {
             {"pp": 2, "overrides": FULL},
             {"pp": 2, "vp": 2, "overrides": FULL},
             {"cp": 2},
+            {**SP, "overrides": FULL, "dora": True},
         ),
     ),
-    "qwen3_moe": (DENSE[:4], ({"ep": 2},)),
+    "qwen3_moe": (
+        ("q_proj", *experts.KINDS, "o_proj"),
+        (
+            {"ep": 2},
+            {"ep": 2, "overrides": {"moe_token_dispatcher_type": "allgather"}},
+            {**SP, "etp": 2, "overrides": FULL},
+            {**SP, "ep": 2, "etp": 1},
+            {"pp": 2, "overrides": FULL},
+        ),
+    ),
     "deepseek_v3-dense": (LATENT, (SP,)),
     "nemotron_h-no-experts": (("in_proj", *DENSE[:4], "up_proj", "down_proj"), (SP,)),
 }
@@ -100,20 +111,30 @@ def mixed(models, run, rows):
     return out.log_probs, grads_of(models)
 
 
+def next_to_it(self, *arguments, follow=DispatchedTokens.follow):
+    """A mistake: experts use the set of the token before."""
+    follow(self, *arguments)
+    self.take(self._numbers.roll(1), self._counts)
+
+
 def compared(folder, hf, targets, meshes):
     """Runs in each worker: for each mesh the errors; for some also the errors with a planted mistake."""
     said = []
     for sizes in meshes:
         sizes = dict(sizes)
-        overrides, packed = sizes.pop("overrides", None), sizes.pop("packed", True)
+        overrides, packed, dora = sizes.pop("overrides", None), sizes.pop("packed", True), sizes.pop("dora", None)
         dims = mb.ParallelDims(**sizes)
         with stepping.mesh(dims):
-            models = built(folder, dims, targets, overrides)
-            rows = OF_RANKS[dist.get_rank()] if "ep" in sizes else ROWS
+            models = built(folder, dims, targets, overrides, dora=dora)
+            rows = OF_RANKS[dist.get_rank()] if sizes == {"ep": 2} else ROWS
             run = partial(mb.forward, models, *batch_of(hf), packed=packed, micro_batch_size=2)
             expected, wrong = apart(models, run, rows), None
-            right = errors(mixed(models, run, rows), expected)
-            if dims.cp > 1:
+            right = errors(found := mixed(models, run, rows), expected)
+            if dims.ep > 1:
+                assert torch.equal(run(adapters=rows).log_probs, found[0])
+                with mock.patch.object(DispatchedTokens, "follow", next_to_it):
+                    wrong = errors(mixed(models, run, rows), expected)
+            elif dims.cp > 1:
                 wrong = errors(mixed(models, run, EXCHANGED), expected)
             elif dims.pp > 1 and dims.vp == 1:  # a recompute that sees the rows of the last forward
                 plain = {}
@@ -173,7 +194,7 @@ def refused(folder):
     learn = {"loss": lambda out, of: out.log_probs.sum()}
     with stepping.mesh(mb.ParallelDims(tp=2)):
         models = built(folder, mb.ParallelDims(tp=2), DENSE)
-        mb.add_adapters(models, rank=1, alpha=1, targets=["o_proj"], dora=True, name="dora")
+        mb.add_adapters(models, rank=1, alpha=1, targets=["o_proj"], dora=True, dropout=0.1, name="dora")
         mb.set_adapters(models, "math")
         refuse("one name", models, "math")
         refuse("all at once", models, ["maths", "dora", None])
@@ -191,6 +212,7 @@ def refused(folder):
         models = mb.build_model(experts.HF, dtype=torch.float32, device="cpu", load_weights=False)
         refuse("none there", models, ROWS, experts.HF)
         mb.add_adapters(models, rank=1, alpha=1, targets=["experts.down_proj"], expert_format="fused", name="math")
+        models[0].config.moe_token_dispatcher_type = "flex"  # its kernels need a GPU
         refuse("experts", models, ["math"] * 5, experts.HF)
     return said
 
@@ -198,14 +220,14 @@ def refused(folder):
 REFUSED = {
     "one name": r"adapters must be a list with the name of a set or None for each row, .* found 'math': pass a list",
     "all at once": r"one entry for each of 5 rows, found 3.*\['math', 'code', 'dora'\], found \['maths'\]: call add_ad"
-    r".*adapters of DoRA, found them in \['dora'\]: call set_adapters and forward for the rows of each set",
+    r".*adapters of DoRA with dropout, found them in \['dora'\]: call set_adapters and forward for the rows of each",
     "other rows": r"adapters of rows .*rank 1",
     "some ranks": r"adapters.*rank 1",
     "no set": "must name a set for a row, since a loss is given, found None for all",
     "off": "given in a block of without_adapters: leave out one",
     "ddp": r"DDP or FSDP has the gradients of \['math'\].*or wrap no models",
     "none there": r"sets of the models, \[\], found \['code', 'math'\]: call add_adapters",
-    "experts": r"adapters of routed experts, found them in \['math'\]: call set_adapters",
+    "experts": r"adapters of routed experts with moe_token_dispatcher_type='flex', found .* in \['math'\]: call set_",
 }
 
 

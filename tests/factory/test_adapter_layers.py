@@ -2,16 +2,20 @@
 layers.
 """
 
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 
 from mcore_bridge import ParallelDims, build_model
+from mcore_bridge.batches.row_sets import TokenSets
+from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.adapter_sets import without_adapters
 from mcore_bridge.factory.add_adapters import add_adapters
 from mcore_bridge.factory.modules import adapter
 from mcore_bridge.factory.modules.adapter import GroupedAdapter
+from mcore_bridge.factory.modules.row_adapters import DispatchedTokens, RowAdapters
 from mcore_bridge.rules.names import canonical
 from mcore_bridge.weights.model_chunks import numbering_of
 from tests.support import experts
@@ -100,3 +104,48 @@ def test_one_product_for_all_experts_gives_the_bits_of_one_for_each(chunk):
             assert nothing.shape == (0, 32)
     assert all(map(torch.equal, *found))
     assert all(tensor.any() for tensor in found[0][:3])
+
+
+def sets_of_experts(dropout):
+    """Three sets with other ranks and scales, each as one layer of TransformerEngine holds its experts."""
+    (chunk,) = build_model(experts.HF, load_weights=False, dtype=torch.float32)
+    found = {}
+    for number, (rank, alpha) in {0: (4, 3), 1: (3, 5), 3: (8, 1)}.items():
+        add_adapters(chunk, rank=rank, alpha=alpha, targets=["linear_fc1"], seed=number, name=str(number))
+        modules = chunk.bridge_adapter_sets.by_name[str(number)].modules
+        each = [modules[f"decoder.layers.1.mlp.experts.local_experts.{place}.linear_fc1"] for place in range(8)]
+        for place, own in enumerate(each):
+            own.dropout = dropout
+            torch.nn.init.normal_(own.linear_out.weight, generator=torch.Generator().manual_seed(9 * place + number))
+        found[number] = GroupedAdapter(each)
+    return found
+
+
+@pytest.mark.parametrize("dropout", [None, Upper()], ids=["", "dropout"])
+@pytest.mark.skipif(not hasattr(torch.nn.functional, "grouped_mm"), reason="the installed torch has no grouped product")
+def test_sets_of_experts_in_one_layer_are_one_product_too(chunk, dropout):
+    """The set 3 has no tokens, and the set 2 has no adapter in this layer. ``chunk`` brings the process groups."""
+    counts, numbers = [3, 0, 1, 2, 0, 0, 4, 1], torch.tensor([1, 0, -1, 2, 0, 1, 1, 0, 0, 2, 1])
+    hidden, base, found = random(11, 48).requires_grad_(), random(11, 32), []
+    sets = sets_of_experts(dropout)
+    expected = base.clone()
+    for number, adapters in sets.items():
+        expected[numbers == number] = adapters(None, (hidden, counts), (base, None))[0][numbers == number].detach()
+    dispatched = DispatchedTokens(None, TokenSets([numbers], ["a", "b", "c", "d"], rank=0, parts=1))
+    dispatched.take(numbers, counts)
+    rows = RowAdapters(sets, partial(dispatched.sort, expert=None))
+    for has_kernel in (False, True):
+        with (
+            mock.patch.object(adapter, "has_grouped_kernel", lambda hidden, has=has_kernel: has),
+            mock.patch.object(torch.nn.functional, "grouped_mm", wraps=torch.nn.functional.grouped_mm) as products,
+        ):
+            product, _ = rows(None, (hidden, counts), (base, None))
+            found.append((product, *torch.autograd.grad(product.square().sum(), [hidden, *rows.parameters()])))
+            assert products.call_count == has_kernel * (2 if dropout is None else 5)
+
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(found[0][0].detach(), expected)
+    assert not torch.equal(expected, base)
+    with pytest.raises(ConfigError, match="must get 11 tokens, as the dispatcher has sent, found 10"):
+        dispatched.sort(10, (0, 1), expert=None)

@@ -41,6 +41,9 @@ def printed(script, arguments):
     return out.getvalue()
 
 
+SETS = ["--sets", "8", "--tokens", "64", "--turns", "1"]
+
+
 @pytest.mark.parametrize(
     ("script", "arguments", "seconds"),
     [
@@ -48,6 +51,7 @@ def printed(script, arguments):
         ("reshard.py", ["tiny-moe layers=1 ep=2 to tp=2", "--repeats", "2"], ("first_s", "median_s", "raw_s")),
         ("load.py", ["--tp", "2", "--layers", "1", "--repeats", "2"], ("load", "raw")),
         ("save.py", ["--tp", "2", "--layers", "1", "--repeats", "2"], ("save", "export", "raw")),
+        ("adapters.py", ["tiny-moe layers=1 tp=2 sp=1 ep=2", *SETS, "--repeats", "2"], ("one_s", "rows_s")),
     ],
 )
 def test_a_benchmark_runs_and_prints_a_ratio(script, arguments, seconds, tmp_path):

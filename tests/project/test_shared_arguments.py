@@ -78,7 +78,10 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "load_adapters": {"models": OWN, "folder": COMPARED, "dtype": COMPARED},
     "iter_hf_adapters": {name: _EXPORT[name] for name in ("models", "dtype", "device", "bucket_bytes", "target")},
-    "save_hf_adapters": {"models": OWN, **dict.fromkeys(("folder", "dtype", "slot_bytes"), COMPARED)},
+    "save_hf_adapters": {
+        **dict.fromkeys(("models", "host_bytes"), OWN),
+        **dict.fromkeys(("folder", "dtype", "slot_bytes", "wait"), COMPARED),
+    },
     "set_adapters": {"models": OWN, "name": COMPARED},
     "without_adapters": {"models": LATER},
     "adopt": dict.fromkeys(("models", "hf", "head"), NEXT),
@@ -259,7 +262,7 @@ def _usual(name: str, folders: dict[str, str], models: dict[str, Any]) -> tuple[
         "save_hf_adapters": (
             mb.save_hf_adapters,
             {"models": adapted, "folder": out},
-            {"folder": f"{out}-2", "dtype": torch.bfloat16, "slot_bytes": 1000},
+            {"folder": f"{out}-2", "dtype": torch.bfloat16, "slot_bytes": 1000, "wait": False},
         ),
     }
     return cases[name]

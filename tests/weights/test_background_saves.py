@@ -12,26 +12,53 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 import mcore_bridge as mb
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.dist_checkpoint import dist_writer
 from mcore_bridge.weights.files import background, safetensors
 from mcore_bridge.weights.files.background import HostCopies
+from mcore_bridge.weights.manifest import ManifestEntry, digest
+from mcore_bridge.weights.peft.hf_adapters import iter_peft_adapters
 from tests.support import fake_mesh, pool
+from tests.support.peft_models import fill
 from tests.support.strategies import random_state, tiny
 
 HF = tiny("qwen3_moe", vocab_size=97, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=22)
 SAVES: dict[str, Any] = {
     "hf": partial(mb.save_hf_checkpoint, max_shard_bytes=20_000),
     "dist": mb.save_checkpoint,
+    "adapters": mb.save_hf_adapters,
 }
+HOMES = {
+    "hf": "mcore_bridge.weights.save",
+    "dist": "mcore_bridge.weights.dist_checkpoint.checkpoint",
+    "adapters": "mcore_bridge.weights.peft.hf_adapters",
+}
+LAST = {"hf": 1, "dist": 1, "adapters": 0}
+"""The last of two ranks that writes."""
 
 
-def built(dims: mb.ParallelDims, seed: int = 0) -> Any:
+def built(dims: mb.ParallelDims, kind: str, seed: int = 0) -> Any:
     dims.initialize(device="cpu")
     state = random_state(HF, seed=seed)
-    return mb.build_model(HF, dims=dims, dtype=torch.float32, device="cpu", load_weights=state)
+    models = mb.build_model(HF, dims=dims, dtype=torch.float32, device="cpu", load_weights=state)
+    if kind == "adapters":
+        fill(models, mb.add_adapters(models, rank=2, alpha=4, targets=["q_proj", "linear_fc2"]))
+    return models
+
+
+def now_in(models: Any, kind: str) -> mb.Manifest:
+    """The digests of what a save writes."""
+    if kind != "adapters":
+        return mb.manifest(models, digests=True)
+    return of_tensors(iter_peft_adapters(models))
+
+
+def of_tensors(pairs: Any) -> mb.Manifest:
+    entries = (ManifestEntry(name, tuple(own.shape), own.dtype, digest(own)) for name, own in pairs)
+    return mb.Manifest(tuple(entries))
 
 
 def trained(models: Any) -> None:
@@ -45,7 +72,11 @@ def content(folder: str, kind: str, dims: mb.ParallelDims) -> Any:
     """The digests of a folder's tensors."""
     if kind == "hf":
         return mb.Manifest.from_folder(folder, digests=True)
-    models = built(dims, seed=5)
+    if kind == "adapters":
+        if not (file := Path(folder, "adapter_model.safetensors")).exists():
+            raise CheckpointError("there are no adapters")
+        return of_tensors(load_file(file).items())
+    models = built(dims, kind, seed=5)
     mb.load_checkpoint(models, folder)
     return mb.manifest(models, digests=True)
 
@@ -65,13 +96,13 @@ def watched(held: list[int]) -> Any:
 
 def save_and_go_on(dims: mb.ParallelDims, folder: str, kind: str) -> dict[str, Any]:
     """Runs in a worker: saves with several bounds, each while the models change, and then one over another."""
-    models = built(dims)
-    truth = mb.manifest(models, digests=True)
+    models = built(dims, kind)
+    truth = now_in(models, kind)
     largest = max(tensor.nbytes for model in models for tensor in [*model.parameters(), *model.buffers()])
     found: dict[str, Any] = {"problems": []}
     for bound in (None, 100, 2 * largest):
         held: list[int] = []
-        models, out = built(dims), f"{folder}/{bound}"
+        models, out = built(dims, kind), f"{folder}/{bound}"
         with watched(held):
             pending = SAVES[kind](models, out, wait=False, host_bytes=bound)
         trained(models)
@@ -119,15 +150,15 @@ def gated() -> Any:
 @pytest.mark.parametrize("mistake", [False, True], ids=["", "no copies are made"])
 @pytest.mark.parametrize("kind", SAVES)
 def test_a_thread_that_comes_late_finds_the_weights_of_the_call(kind, mistake, tmp_path):
-    """In an HF folder come the tensors of an export, which are copies already."""
+    """In a folder of HF or ``peft`` come the tensors of an export, which are copies already."""
     put, dims = HostCopies.put, mb.ParallelDims()
 
     def uncopied(self: HostCopies, name: str, tensor: torch.Tensor, **_: Any) -> None:
         put(self, name, tensor, own=True)
 
     with fake_mesh.rank_of(dims, 0, 1), gated() as gate:
-        models = built(dims)
-        truth = mb.manifest(models, digests=True)
+        models = built(dims, kind)
+        truth = now_in(models, kind)
         with mock.patch.object(HostCopies, "put", uncopied if mistake else put):
             pending = SAVES[kind](models, tmp_path / "out", wait=False)
         trained(models)
@@ -136,7 +167,7 @@ def test_a_thread_that_comes_late_finds_the_weights_of_the_call(kind, mistake, t
         gate.set()
         pending.wait()
         is_same = not content(str(tmp_path / "out"), kind, dims).differences(truth)
-    assert is_same == (not mistake or kind == "hf")
+    assert is_same == (not mistake or kind != "dist")
 
 
 # errors ---------------------------------------------------------------------------------------------------------------
@@ -144,19 +175,19 @@ def test_a_thread_that_comes_late_finds_the_weights_of_the_call(kind, mistake, t
 
 def failing(kind: str) -> Any:
     """The disk of this rank is full."""
-    home, name = {"hf": (safetensors.SafetensorsWriter, "write"), "dist": (dist_writer._CopyWriter, "write")}[kind]
-    return mock.patch.object(home, name, side_effect=OSError(28, "No space left on device"))
+    home: Any = dist_writer._CopyWriter if kind == "dist" else safetensors.SafetensorsWriter
+    return mock.patch.object(home, "write", side_effect=OSError(28, "No space left on device"))
 
 
 def save_where_one_cannot(folder: str, kind: str) -> list[str]:
     """Runs in a worker: the errors of a save in the background, by each way to get them."""
     dims = mb.ParallelDims(tp=2, sp=True)
-    models, said = built(dims), []
+    models, said = built(dims, kind), []
     SAVES[kind](models, folder)
     trained(models)
     before = content(folder, kind, dims)
     for ask in ("wait", "the next save"):
-        with failing(kind) if dist.get_rank() == 1 else contextlib.nullcontext():
+        with failing(kind) if dist.get_rank() == LAST[kind] else contextlib.nullcontext():
             try:
                 pending = SAVES[kind](models, folder, wait=False)
                 pending._thread.join()
@@ -172,15 +203,15 @@ def save_where_one_cannot(folder: str, kind: str) -> list[str]:
     pending = SAVES[kind](models, folder, wait=False)
     pending.wait()
     assert content(folder, kind, dims).differences(before)
-    with failing_export(dist.get_rank()), pytest.raises(CheckpointError, match="out of memory"):
+    with failing_export(dist.get_rank() == LAST[kind]), pytest.raises(CheckpointError, match="out of memory"):
         SAVES[kind](models, folder, wait=False)
     assert not background._pending
     return said
 
 
-def failing_export(rank: int) -> Any:
+def failing_export(fails: bool) -> Any:
     """A rank that fails while it copies."""
-    put = HostCopies.put if rank == 0 else mock.Mock(side_effect=MemoryError("out of memory"))
+    put = HostCopies.put if not fails else mock.Mock(side_effect=MemoryError("out of memory"))
     return mock.patch.object(HostCopies, "put", put)
 
 
@@ -188,7 +219,7 @@ def failing_export(rank: int) -> Any:
 def test_errors_of_the_thread_are_raised_on_all_ranks_and_leave_the_folder(kind, tmp_path):
     for said in pool.run(2, save_where_one_cannot, str(tmp_path / "out"), kind):
         assert len(said) == 2
-        assert all("rank 1" in each and "No space left on device" in each for each in said), said
+        assert all(f"rank {LAST[kind]}" in each and "No space left on device" in each for each in said), said
 
 
 # crashes --------------------------------------------------------------------------------------------------------------
@@ -199,7 +230,7 @@ def test_errors_of_the_thread_are_raised_on_all_ranks_and_leave_the_folder(kind,
 def test_a_save_that_is_killed_leaves_the_old_folder_or_none(kind, exists, tmp_path):
     out = tmp_path / "out"
     with fake_mesh.rank_of(mb.ParallelDims(), 0, 1):
-        models = built(mb.ParallelDims())
+        models = built(mb.ParallelDims(), kind)
         if exists:
             SAVES[kind](models, out)
             before = content(str(out), kind, mb.ParallelDims())
@@ -214,7 +245,7 @@ def test_a_save_that_is_killed_leaves_the_old_folder_or_none(kind, exists, tmp_p
             with pytest.raises(CheckpointError):
                 content(str(out), kind, mb.ParallelDims())
         SAVES[kind](models, out, wait=False).wait()
-        assert not content(str(out), kind, mb.ParallelDims()).differences(mb.manifest(models, digests=True))
+        assert not content(str(out), kind, mb.ParallelDims()).differences(now_in(models, kind))
     assert not [name for name in os.listdir(out) if name.startswith(".mcore")]
 
 
@@ -228,8 +259,7 @@ def stuck(kind: str, models: Any, out: Path) -> None:
             begun.set()
             threading.Event().wait()
 
-        home = "mcore_bridge.weights.save" if kind == "hf" else "mcore_bridge.weights.dist_checkpoint.checkpoint"
-        with mock.patch(f"{home}.commit", wait_for_ever):
+        with mock.patch(f"{HOMES[kind]}.commit", wait_for_ever):
             SAVES[kind](models, out, wait=False)
             begun.wait(60)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -241,8 +271,8 @@ def leave(folder: str, kind: str) -> None:
     """Runs in a process of its own, which ends without waiting for its save."""
     store = dist.FileStore(f"{folder}.store", 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    models = built(mb.ParallelDims())
-    SAVES[kind](models, folder, wait=False, **({"slot_bytes": 1000} if kind == "hf" else {}))
+    models = built(mb.ParallelDims(), kind)
+    SAVES[kind](models, folder, wait=False, **({"slot_bytes": 1000} if kind != "dist" else {}))
 
 
 @pytest.mark.parametrize("kind", SAVES)
@@ -251,5 +281,5 @@ def test_a_process_that_ends_finishes_its_save(kind, tmp_path):
     process.join()
     assert process.exitcode == 0
     with fake_mesh.rank_of(mb.ParallelDims(), 0, 1):
-        truth = mb.manifest(built(mb.ParallelDims()), digests=True)
+        truth = now_in(built(mb.ParallelDims(), kind), kind)
         assert not content(str(tmp_path / "out"), kind, mb.ParallelDims()).differences(truth)

@@ -6,9 +6,9 @@ layer keeps its class, its weight and its names.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -20,10 +20,10 @@ from megatron.core.tensor_parallel.random import (
 )
 from torch import Tensor, nn
 
-Product = Callable[[Tensor, Tensor], Tensor]
-_OF_WHOLE_EXPERTS = "mcore_bridge: dropout of whole inputs of experts"
 _ALIGNED = 8
 """All sizes in a grouped product of bf16 must be multiples of this."""
+Product = Callable[[Tensor, Tensor], Tensor]
+_OF_WHOLE_EXPERTS = "mcore_bridge: dropout of whole inputs of experts"
 Kind = Literal["cut", "summed", "whole"]
 """How the output of a layer is distributed over tensor-parallel ranks.
 
@@ -193,10 +193,14 @@ class Adapter(nn.Module):
         dropped = self.inputs_of(hidden)
         beside = self.beside(dropped).to(product.dtype)
         if self.magnitude is not None:
-            factor = self.factor_of_rows(layer.weight)
-            base = self._base(layer.weight, dropped) if self._drops() else _without_bias(layer, product, bias)
-            beside = (factor - 1).to(product.dtype) * base + factor.to(product.dtype) * beside
+            base = self._base(layer.weight, dropped) if self.drops() else without_bias(layer, product, bias)
+            beside = self.resized(layer.weight, base, beside)
         return product + beside, bias
+
+    def resized(self, weight: Tensor, base: Tensor, beside: Tensor) -> Tensor:
+        """What DoRA adds to the product of the layer, from its product ``base`` without a bias, and from ``beside``."""
+        factor = self.factor_of_rows(weight)
+        return (factor - 1).to(base.dtype) * base + factor.to(base.dtype) * beside
 
     def is_off(self) -> bool:
         """Whether this forward runs the base alone, or is the recompute of such a forward."""
@@ -212,20 +216,26 @@ class Adapter(nn.Module):
 
     def inner(self, inputs: list[Tensor], first: Tensor, product: Product) -> Tensor:
         """``A x`` for all parts, ``[..., parts * rank]``: of this rank's tokens, or of this rank's part of features."""
-        pairs = zip(inputs, self._factor(first, 0).chunk(len(inputs), -2), strict=True)
+        pairs = zip(inputs, self.first(first).chunk(len(inputs), -2), strict=True)
         return torch.cat([product(own.to(first.dtype), factor) for own, factor in pairs], -1)
 
     def across(self, inner: Tensor) -> Tensor:
         """``inner`` for the tokens of the layer's output, from all ranks that cut the layer. Tokens come first."""
-        if self.expert or self.kind == "whole":
+        if self.is_local:
             return inner
         return self._gathered(inner) if self.kind == "cut" else self._reduced(inner)
 
+    @property
+    def is_local(self) -> bool:
+        """Whether A and B see the same tokens on a rank, so that nothing is communicated between them."""
+        return self.expert or self.kind == "whole" or self.group.size() == 1
+
     def outer(self, inner: Tensor, second: Tensor, product: Product) -> Tensor:
         """The output of the adapter from the result of ``across``."""
-        return product(inner, self._rows(self._factor(second, 1))) * self.scale
+        return product(inner, self.second(second)) * self.scale
 
-    def _drops(self) -> bool:
+    def drops(self) -> bool:
+        """Whether this forward zeroes elements of the inputs of A."""
         return self.dropout is not None and self.training
 
     def inputs_of(self, hidden: Tensor) -> list[Tensor]:
@@ -292,6 +302,14 @@ class Adapter(nn.Module):
         """B with a column for each row of A; each row of B has values only in the columns of its part."""
         return (self.chosen * second[..., None, :]).flatten(-2) if self.masked else second
 
+    def first(self, weight: Tensor) -> Tensor:
+        """A for a product, ``[..., parts * rank, in]``: of this adapter, or stacked for all experts of the layer."""
+        return self._factor(weight, 0)
+
+    def second(self, weight: Tensor) -> Tensor:
+        """B for a product, ``[..., out, parts * rank]``: of this adapter, or stacked for all experts of the layer."""
+        return self._rows(self._factor(weight, 1))
+
     def _factor(self, weight: Tensor, number: int) -> Tensor:
         """Sum the partial gradients of the whole factor of a cut expert over ranks, which no other code does."""
         is_partial = self.expert and self.whole[number] and self.group.size() > 1
@@ -314,7 +332,7 @@ class Adapter(nn.Module):
         return mappings.reduce_from_tensor_model_parallel_region(inner, group=self.group)
 
 
-def _without_bias(layer: nn.Module, product: Tensor, returned: Tensor | None) -> Tensor:
+def without_bias(layer: nn.Module, product: Tensor, returned: Tensor | None) -> Tensor:
     """The product of a layer that adds its bias itself, or that returns it. TransformerEngine has an empty for none."""
     bias = getattr(layer, "bias", None)
     return product if returned is not None or bias is None or not bias.numel() else product - bias
@@ -352,21 +370,61 @@ class GroupedAdapter(nn.ModuleList):
             return outputs
         first = torch.stack([adapter.linear_in() for adapter in adapters])
         second = torch.stack([adapter.linear_out() for adapter in adapters])
-        by_expert = partial(_by_expert, counts=[int(count) for count in inputs[1]])
+        by_expert = TokenGroups([int(count) for count in inputs[1]]).product
         beside = adapters[0].with_factors(adapters[0].inputs_of(inputs[0]), first, second, by_expert)
         return product + beside.to(product.dtype), bias
 
 
-def _by_expert(hidden: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
-    """``[tokens, in]`` times the weight ``[experts, out, in]`` of each token's expert, given the tokens per expert."""
-    if has_grouped_kernel(hidden) and len(hidden) and all(size % _ALIGNED == 0 for size in weights.shape[1:]):
-        ends = torch.tensor(counts, device=hidden.device).cumsum(0, dtype=torch.int32)
+@dataclass(frozen=True)
+class TokenGroups:
+    """Consecutive tokens in groups, each with a weight of its own: of experts, or of sets of adapters, or of both.
+
+    Attributes:
+        counts: how many tokens each group has.
+        ends: how many tokens there are up to the end of each group, int32 ``[groups]`` on their device, if it is known.
+    """
+
+    counts: list[int]
+    ends: Tensor | None = None
+
+    def product(self, hidden: Tensor, weights: Tensor) -> Tensor:
+        """Each token of ``[tokens, in]`` times the weight of its group, of ``[groups, out, in]``."""
+        return product_of_groups(hidden, [weights], self)[:, : weights.size(1)]
+
+
+def product_of_groups(hidden: Tensor, stacks: Sequence[Tensor], groups: TokenGroups) -> Tensor:
+    """Each token times the weight of its group: one product if torch has a kernel for it, or else one for each group.
+
+    Args:
+        hidden: ``[tokens, in]``, sorted by group.
+        stacks: the weights of all groups, in order. Each stack is ``[groups, out, in]``. Stacks may differ in ``out``,
+            and in ``in``; a narrow weight reads the first features.
+
+    Returns:
+        ``[tokens, widest out]``, or some columns more. Columns beyond the ``out`` of a group are zero.
+    """
+    out, width = max(stack.size(1) for stack in stacks), hidden.size(1)
+    is_alike = all(stack.dtype == hidden.dtype for stack in stacks)
+    if len(groups.counts) > 1 and has_grouped_kernel(hidden) and is_alike and len(hidden) and width % _ALIGNED == 0:
+        out += -out % _ALIGNED
+        alike = [padded(padded(stack, 2, width), 1, out) for stack in stacks]
+        weights = torch.cat(alike) if len(alike) > 1 else alike[0]
+        ends = groups.ends
+        if ends is None:
+            ends = torch.tensor(groups.counts, device=hidden.device).cumsum(0, dtype=torch.int32)
         return nn.functional.grouped_mm(hidden, weights.mT, offs=ends)
-    pairs = zip(hidden.split(counts), weights, strict=True)
-    return torch.cat([nn.functional.linear(own, weight) for own, weight in pairs])
+    pairs = zip(hidden.split(groups.counts), (weight for stack in stacks for weight in stack), strict=True)
+    outs = [nn.functional.linear(own[:, : weight.size(1)].to(weight.dtype), weight) for own, weight in pairs]
+    return torch.cat([padded(own, 1, out) for own in outs])  # cat promotes dtypes
 
 
 def has_grouped_kernel(hidden: Tensor) -> bool:
-    """Whether torch has one kernel for all experts. Without, ``grouped_mm`` is a loop that first waits for the GPU."""
+    """Whether torch has one kernel for all groups. Without, ``grouped_mm`` is a loop that first waits for the GPU."""
     is_there = hasattr(nn.functional, "grouped_mm") and hidden.is_cuda and hidden.dtype == torch.bfloat16
     return is_there and torch.cuda.get_device_capability(hidden.device)[0] in (9, 10)
+
+
+def padded(tensor: Tensor, dim: int, size: int) -> Tensor:
+    """``tensor`` with zeros at the end of ``dim``, up to ``size``."""
+    absent = size - tensor.size(dim)
+    return nn.functional.pad(tensor, (0, 0) * (tensor.dim() - 1 - dim) + (0, absent)) if absent else tensor

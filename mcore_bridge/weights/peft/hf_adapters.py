@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from mcore_bridge import arguments
-from mcore_bridge.arguments import COUNT, DEVICE, require
+from mcore_bridge.arguments import COUNT, DEVICE, FLAG, require
 from mcore_bridge.config.hf import write_fields
 from mcore_bridge.config.mesh.alike import Shared, agreed, replica_groups
 from mcore_bridge.errors import CheckpointError, ConfigError
@@ -24,11 +24,12 @@ from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.agreement import Only, agree_on_plan, open_export, unless
 from mcore_bridge.weights.bound import BoundModel, bind, provenance_on
 from mcore_bridge.weights.export import converted
-from mcore_bridge.weights.files.atomic_folder import commit, target_of, updating_by_all
+from mcore_bridge.weights.files.atomic_folder import Update, commit, target_of, updating_by_all
+from mcore_bridge.weights.files.background import HostCopies, PendingSave, copy_all, settle
 from mcore_bridge.weights.files.file_shards import FileShard
 from mcore_bridge.weights.files.hf_folder import content_of
 from mcore_bridge.weights.files.sources import SourceFolders
-from mcore_bridge.weights.files.staging import SLOT_BYTES, Staging
+from mcore_bridge.weights.files.staging import SLOT_BYTES, InThisThread, Staging
 from mcore_bridge.weights.load import load_bound
 from mcore_bridge.weights.load_state import LoadReport
 from mcore_bridge.weights.manifest import Manifest, ManifestEntry
@@ -38,7 +39,7 @@ from mcore_bridge.weights.peft.peft_config import CONFIG, STACKS, WEIGHTS, PeftN
 from mcore_bridge.weights.peft.peft_folder import PeftFolder, memory_prefixes, open_peft, stored_dtypes
 from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.provenance import Provenance
-from mcore_bridge.weights.save import BUCKET_SLOTS, open_files, write_pairs
+from mcore_bridge.weights.save import BUCKET_SLOTS, WriterByName, held_in, open_files, write_pairs
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.executor import run_program
 from mcore_bridge.weights.transfer.failures import raise_on_all, require_alike
@@ -109,9 +110,35 @@ def iter_peft_adapters(models: Models, *, device: torch.device | str | None = No
     yield from _in_peft(iter_hf_adapters(models, device=device), naming)
 
 
+class SaveAdapterOptions(TypedDict, total=False):
+    """The optional arguments of ``save_hf_adapters``, without ``wait``."""
+
+    dtype: Dtypes
+    slot_bytes: int
+    host_bytes: int | None
+
+
+@overload
 def save_hf_adapters(
-    models: Models, folder: str | os.PathLike[str], *, dtype: Dtypes = None, slot_bytes: int = SLOT_BYTES
-) -> Manifest:
+    models: Models, folder: str | os.PathLike[str], *, wait: Literal[True] = True, **options: Unpack[SaveAdapterOptions]
+) -> Manifest: ...
+
+
+@overload
+def save_hf_adapters(
+    models: Models, folder: str | os.PathLike[str], *, wait: Literal[False], **options: Unpack[SaveAdapterOptions]
+) -> PendingSave[Manifest]: ...
+
+
+def save_hf_adapters(
+    models: Models,
+    folder: str | os.PathLike[str],
+    *,
+    dtype: Dtypes = None,
+    slot_bytes: int = SLOT_BYTES,
+    wait: bool = True,
+    host_bytes: int | None = None,
+) -> Manifest | PendingSave[Manifest]:
     """Write the adapters as a folder that ``peft``, vLLM and SGLang load: ``adapter_config.json`` and one file.
 
     The config always has one rank and one ``lora_alpha``, and names each module with an adapter. Experts in one tensor
@@ -124,9 +151,12 @@ def save_hf_adapters(
         folder: created if it does not exist.
         dtype: cast tensors to this; by default each tensor keeps its dtype.
         slot_bytes: bytes that are written at once.
+        wait: False returns as soon as the adapters in use are copied, and training may go on, also with another set. A
+            thread of the first rank writes the file, as for ``save_hf_checkpoint``.
+        host_bytes: how many bytes of copies the first rank may hold with ``wait=False``, as for ``save_hf_checkpoint``.
 
     Returns:
-        The manifest of what was written, with PEFT's names.
+        The manifest of what was written, with PEFT's names. With ``wait=False`` a handle, whose ``wait()`` returns it.
 
     Raises:
         ConfigError: the models have no adapters.
@@ -139,32 +169,56 @@ def save_hf_adapters(
     """
     made, provenance, world = adapters_of(models), provenance_on(models), Group(None)
     with raise_on_all(world, "nothing was written"):
+        settle()
         target = target_of(folder)
-        require(CheckpointError, slot_bytes=(slot_bytes, COUNT))
-    require_alike(world, {"dtype": dtype, "slot_bytes": slot_bytes})
-    together = partial(raise_on_all, world, f"{target} was not changed")
+        require(CheckpointError, slot_bytes=(slot_bytes, COUNT), wait=(wait, FLAG))
+        require(CheckpointError, host_bytes=(host_bytes, COUNT.or_none()))
+    require_alike(world, {"dtype": dtype, "slot_bytes": slot_bytes, "wait": wait})
     bucket_bytes = BUCKET_SLOTS * slot_bytes
-    with updating_by_all(world, target) as update, ExitStack() as stack:
-        with together():
+    with ExitStack() as opened:
+        update = opened.enter_context(updating_by_all(world, target))
+        with raise_on_all(world, f"{target} was not changed"):
             export = agree_on_plan(models, None, "lm", bucket_bytes=bucket_bytes, only=Only(adapters=made), dtype=dtype)
             own = tuple(_with_further(export.program.plan.tensors(), made))
             naming = _naming([base_name(spec.name) for spec in own if len(spec.shape) == 3], provenance)
             specs = tuple(_as_peft(spec, naming, dtype) for spec in own)
-            shard = FileShard(WEIGHTS, 0, specs)
             if world.rank == 0 and is_source(models, target):
                 require_held(target, stored_dtypes(target), {spec.name: spec.dtype for spec in specs})
-            writers = open_files([shard] if world.rank == 0 else [], update.new, stack)
+            files = opened.enter_context(ExitStack())
+            shard = FileShard(WEIGHTS, 0, specs)
+            writers = open_files([shard] if world.rank == 0 else [], update.new, files)
+            config = _config(made, provenance, [spec.name for spec in own], naming)
+        writing, written = _AdapterWriting(update, files, writers, config), Manifest(specs)
+        pairs = _in_peft(iter_hf_adapters(models, dtype=dtype, bucket_bytes=bucket_bytes), naming)
+        if wait:
+            writing.finish(pairs, Staging(slot_bytes), world)
+            return written
+        copies = HostCopies(host_bytes)
+        finish = partial(writing.finish, copies.taken(), InThisThread(slot_bytes))
+        pending = PendingSave(target, written, copies, finish, opened)
+    return copy_all(pending, world, held_in(pairs, writers), own=True)
+
+
+@dataclass(frozen=True)
+class _AdapterWriting:
+    """What a save writes to a folder, with the file that the first rank has opened."""
+
+    update: Update
+    files: ExitStack
+    writers: WriterByName
+    config: dict[str, Any]
+
+    def finish(self, pairs: Iterator[tuple[str, Tensor]], staging: Staging, world: Group) -> None:
+        """Write the tensors as they come, and the config, on all ranks of ``world`` together; then commit."""
+        together = partial(raise_on_all, world, f"{self.update.target} was not changed")
         with together():
-            pairs = iter_hf_adapters(models, dtype=dtype, bucket_bytes=bucket_bytes)
-            write_pairs(_in_peft(pairs, naming), writers, Staging(slot_bytes))
-            stack.close()
+            write_pairs(pairs, self.writers, staging)
+            self.files.close()
             if world.rank == 0:
-                config = _config(made, provenance, [spec.name for spec in own], naming)
-                write_fields(update.new / CONFIG, config)
+                write_fields(self.update.new / CONFIG, self.config)
         with together():
             if world.rank == 0:
-                commit(update, SourceFolders(), _OF_PEFT, (CONFIG,))
-    return Manifest(specs)
+                commit(self.update, SourceFolders(), _OF_PEFT, (CONFIG,))
 
 
 def load_adapters(models: Models, folder: str | os.PathLike[str], *, dtype: Dtypes = None) -> LoadReport:
