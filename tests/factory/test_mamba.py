@@ -14,8 +14,8 @@ from torch.distributed import get_rank
 from mcore_bridge import ParallelDims, build_model, forward, to_layer_spec, to_transformer_config
 from mcore_bridge.config.mesh.divisibility import check_model
 from mcore_bridge.errors import ConfigError, MeshError
-from mcore_bridge.factory.modules import mixer
-from mcore_bridge.factory.modules.mamba_kernels import CHUNK, scan
+from mcore_bridge.factory.modules.mixers import mixer
+from mcore_bridge.factory.modules.mixers.mamba_kernels import CHUNK, scan
 from mcore_bridge.rules.names import Numbering, canonical
 from tests import zoo
 from tests.support import pool, stepping, tiny

@@ -13,7 +13,7 @@ from torch import Tensor, cat, nn
 
 from mcore_bridge.config.layer_kinds import FIRST, SECOND
 from mcore_bridge.factory.modules.backend import Backend, mixed, norm_of, submodules_of
-from mcore_bridge.factory.modules.mamba_mixer import mamba_spec
+from mcore_bridge.factory.modules.mixers.mamba_mixer import mamba_spec
 from mcore_bridge.factory.modules.multipliers import multiplied
 
 if TYPE_CHECKING:
