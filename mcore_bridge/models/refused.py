@@ -82,7 +82,7 @@ REFUSALS = (
     *_because(
         "some layers are short convolutions with gates; nobody has written such a layer",
         SSM, PARTS,
-        lfm2="modeling_lfm2.Lfm2ShortConv", lfm2_moe="modeling_lfm2_moe.Lfm2MoeShortConv",
+        lfm2_moe="modeling_lfm2_moe.Lfm2MoeShortConv",
         lfm3="modeling_lfm3.Lfm3ShortConv",
     ),
     *_because(

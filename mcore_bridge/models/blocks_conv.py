@@ -1,0 +1,25 @@
+"""Shared tables of short convolutions in the place of attention, and of the attention and the MLPs beside them."""
+
+from mcore_bridge.rules.layout import COLUMN, GATED_UP, QKV, REPLICATED, ROW
+from mcore_bridge.rules.mapping import table, under
+from mcore_bridge.rules.mixer_layouts import SHORT_CONV_IN
+
+# fmt: off
+W123       = table(("linear_fc1.weight",         "{w1,w3}.weight",       GATED_UP),
+                   ("linear_fc2.weight",         "w2.weight",            ROW))
+NORMS      = table(("input_layernorm.weight",    "operator_norm.weight", REPLICATED),
+                   ("pre_mlp_layernorm.weight",  "ffn_norm.weight",      REPLICATED))
+ATTENTION  = under("self_attention", "self_attn", table(
+                   ("linear_qkv.weight",         "{q,k,v}_proj.weight",  QKV),
+                   ("linear_proj.weight",        "out_proj.weight",      ROW),
+                   ("q_layernorm.weight",        "q_layernorm.weight",   REPLICATED),
+                   ("k_layernorm.weight",        "k_layernorm.weight",   REPLICATED)))
+SHORT_CONV = under("self_attention", "conv", table(
+                   ("in_proj.weight",            "in_proj.weight",       SHORT_CONV_IN),
+                   ("conv1d.weight",             "conv.weight",          COLUMN),
+                   ("out_proj.weight",           "out_proj.weight",      ROW)))
+MLP        = under("mlp", "feed_forward", W123)
+FINAL_NORM = table(("decoder.final_layernorm.weight", "model.embedding_norm.weight", REPLICATED))
+# fmt: on
+CONV_LAYER = (*NORMS, *ATTENTION, *SHORT_CONV)
+"""A layer without its MLP or experts."""
