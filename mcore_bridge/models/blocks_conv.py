@@ -1,7 +1,7 @@
 """Shared tables of short convolutions in the place of attention, and of the attention and the MLPs beside them."""
 
 from mcore_bridge.rules.layout import COLUMN, GATED_UP, QKV, REPLICATED, ROW
-from mcore_bridge.rules.mapping import table, under
+from mcore_bridge.rules.mapping import experts, table, under
 from mcore_bridge.rules.mixer_layouts import SHORT_CONV_IN
 
 # fmt: off
@@ -19,6 +19,10 @@ SHORT_CONV = under("self_attention", "conv", table(
                    ("conv1d.weight",             "conv.weight",          COLUMN),
                    ("out_proj.weight",           "out_proj.weight",      ROW)))
 MLP        = under("mlp", "feed_forward", W123)
+EXPERTS    = (*under("mlp", "feed_forward", table(
+                   ("router.weight",             "gate.weight",          REPLICATED),
+                   ("router.expert_bias",        "expert_bias",          REPLICATED))),
+              *experts("mlp.experts.*",          "feed_forward.experts.*", W123))
 FINAL_NORM = table(("decoder.final_layernorm.weight", "model.embedding_norm.weight", REPLICATED))
 # fmt: on
 CONV_LAYER = (*NORMS, *ATTENTION, *SHORT_CONV)

@@ -80,10 +80,9 @@ REFUSALS = (
         mamba="modeling_mamba.MambaMixer",
     ),
     *_because(
-        "some layers are short convolutions with gates; nobody has written such a layer",
-        SSM, PARTS,
-        lfm2_moe="modeling_lfm2_moe.Lfm2MoeShortConv",
-        lfm3="modeling_lfm3.Lfm3ShortConv",
+        "attention has a gate for each head; nobody has written such attention beside short convolutions, as in lfm2",
+        ATTENTION,
+        lfm3="modeling_lfm3.Lfm3Attention",
     ),
     *_because(
         "layers are recurrences that megatron-core has no module for", SSM,

@@ -28,7 +28,7 @@ MESHES = {
 
 
 def fits(name, dims):
-    return dims.ep == dims.etp == 1 or name in SPARSE
+    return name in SPARSE if dims.ep > 1 or dims.etp > 1 else dims.sp or dims.tp == 1 or name not in SPARSE
 
 
 KIND = Kind(CASES, MESHES, every=2, fits=fits)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from torch.nn.functional import silu
 
 from mcore_bridge.config.fields import Const, Derive, Field, Hf, Ignore, Map, Mcore, Preset, Require, count, is_number
+from mcore_bridge.config.layer_kinds import layers_of
 from mcore_bridge.config.tables import BIAS_NONE, QK_NORMED, WINDOW_NEVER, unread
 from mcore_bridge.config.tables.mixers import kept_kinds
 from mcore_bridge.errors import ConfigError, shown
@@ -49,6 +50,23 @@ def layers(
     return Derive(("layer_types", "num_hidden_layers", *names), forward, backward, (others,))
 
 
+def _second(hf: Hf, layer: int) -> str:
+    dense = hf.get("num_dense_layers")
+    assert isinstance(dense, int)
+    return "-" if layer < dense else "E"
+
+
+def _dense_first_back(mcore: Mcore) -> dict[str, object]:
+    kinds, sparse = kept_kinds(mcore, "layer_types"), layers_of(mcore)
+    dense = "".join(kinds).count("-")
+    if sparse != [int(layer >= dense) for layer in range(len(kinds))]:
+        raise ConfigError(
+            f"moe_layer_freq must have {dense} dense layers first, and then only sparse ones, found {sparse}. Remove "
+            "the override."
+        )
+    return {"num_dense_layers": dense}
+
+
 def _mlp_size(hf: Hf) -> dict[str, object]:
     """Unless the config says otherwise, an MLP has two thirds of the given size, rounded up to a multiple."""
     size, factor = count(hf, "intermediate_size"), hf.get("block_ffn_dim_multiplier")
@@ -73,6 +91,7 @@ def _tied_back(mcore: Mcore) -> dict[str, object]:
 
 
 LAYERS = layers(lambda hf, layer: "-", lambda mcore: {})
+DENSE_FIRST = layers(_second, _dense_first_back, "num_dense_layers", moe_layer_freq="E")
 MLP_SIZE = Derive(
     ("intermediate_size", "block_ff_dim", "block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of"),
     _mlp_size,

@@ -7,9 +7,9 @@ from mcore_bridge.factory.modules.mixers import short_conv
 from mcore_bridge.rules.layout import COLUMN, REPLICATED, Concat, Split
 from tests.rules.mistakes.mamba import ordered
 from tests.support.bounds import ONE
-from tests.support.mutants import DEALT_ROW, exchange, instead, laid_out, of
+from tests.support.mutants import DEALT_ROW, exchange, instead, laid_out, of, parts
 
-HF = "lfm2"
+HF, MOE = "lfm2", "lfm2_moe"
 PARTS = (1, 1, 1)
 IN, CONV, OUT = "self_attention.in_proj.weight", "conv1d.weight", "self_attention.out_proj.weight"
 BY_RANK = Split(0, PARTS) >> Concat(0, PARTS) >> COLUMN
@@ -22,6 +22,8 @@ RULES = {
     "out_proj dealt out":       ("logits at tp=2", HF, of(OUT, laid_out(DEALT_ROW))),
     "no rule of convolutions":  ("no rule",        HF, of(CONV, lambda rule: None)),
     "norms of q and k":         ("logits",         HF, exchange("q_layernorm.weight", "k_layernorm.weight")),
+    "gate and up of experts":   ("logits",         MOE, of("experts.*.linear_fc1.weight", parts(1, 0))),
+    "no bias of the router":    ("no rule",        MOE, of("router.expert_bias", lambda rule: None)),
     "norms of a layer":         ("logits",         HF, exchange("input_layernorm.weight", "pre_mlp_layernorm.weight")),
 }
 # fmt: on
@@ -42,8 +44,8 @@ def activated(self, texts):
     return [text.sigmoid() * text for text in _right(self, texts)]
 
 
-def ungated(self, parts):
-    return self._convolved([rearrange(part, "s b (three n) -> three s b n", three=3)[2] for part in parts])
+def ungated(self, texts):
+    return self._convolved([rearrange(text, "s b (three n) -> three s b n", three=3)[2] for text in texts])
 
 
 MODULES = {
