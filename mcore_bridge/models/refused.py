@@ -104,8 +104,8 @@ REFUSALS = (
         glm5_next_text="modeling_glm5_next.Glm5NextTextForgetGate",
     ),
     *_because(
-        "the delta rule has weights up to 2 (linear_allow_neg_eigval), and megatron-core's are at most 1; norms stand "
-        "before linear attention and after full attention, and nobody has written norms that differ by layer",
+        "norms stand before linear attention, but after full attention; nobody has written both in one model, nor a "
+        "delta rule with weights up to 2",
         DELTA, PARTS,
         olmo_hybrid="modeling_olmo_hybrid.OlmoHybridGatedDeltaNet",
     ),
