@@ -136,7 +136,8 @@ def recomputed(folder, options):
 
 @pytest.mark.parametrize("name", zoo.params(("nemotron_h-narrow-experts", "lfm2")))
 def test_recompute_changes_nothing(tmp_path, name):
-    selective = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
+    modules = ["core_attn", "mlp", *(["moe"] if name in SPARSE else [])]
+    selective = {"recompute_granularity": "selective", "recompute_modules": modules}
     folder = str(tiny.random_checkpoint(zoo.cases()[name].hf, tmp_path))
     plain, *others = pool.run(2, recomputed, folder, [{}, FULL, selective])[0]
     for other in others:
