@@ -42,7 +42,7 @@ KINDS = {
     "experts": ("Mixture of experts", ("mixtral", "qwen3_moe", "gpt_oss", "glm4_moe")),
     "latent": ("Latent attention (MLA)", ("deepseek_v3", "kimi_k2")),
     "sparse": ("Latent attention over selected tokens (DSA)", ("deepseek_v32", "glm_moe_dsa")),
-    "linear": ("Linear attention or Mamba-2 mixers in most layers", ("qwen3_next", "nemotron_h")),
+    "linear": ("Linear attention, Mamba-2 mixers or short convolutions in most layers", ("qwen3_next", "nemotron_h")),
     "images": ("Images and text", ("qwen3_vl", "qwen2_5_vl", "internvl", "gemma3")),
     "text_of": ("The text of models of images or sound", ("qwen2_audio", "voxtral")),
 }

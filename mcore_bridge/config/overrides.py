@@ -22,7 +22,14 @@ ATTRIBUTES = frozenset(
         *("norm_placement", "qk_norm_kind", "attention_softcap", "logit_softcap", "embedding_scale"),
         *("embedding_dropout", "router_norm_min", "residual_multiplier", "logit_scale", "logit_divisor"),
         *("parallel_norms", "norm_bias", "output_layer_bias", "expert_norm", "expert_multiplier"),
-        *("layer_kinds", "mamba_conv_kernel", "mamba_norm", "side_multipliers", "expert_latent_size"),
+        *(
+            "layer_kinds",
+            "mamba_conv_kernel",
+            "short_conv_kernel",
+            "mamba_norm",
+            "side_multipliers",
+            "expert_latent_size",
+        ),
         *("mtp_kinds", "mtp_like_layer", "attention_chunks", "nope_temperature"),
         *ATTENTION_FACTOR,
     )
@@ -55,12 +62,13 @@ For ``build_model``:
 * ``norm_bias``: whether a LayerNorm has a bias (mcore's always has one);
 * ``output_layer_bias``: whether the LM head has a bias (mcore's never has one);
 * ``expert_norm``: whether a norm follows the summed output of a layer's experts;
-* ``layer_kinds``: the parts of each layer, if some layers have one half or a mixer. "M" is Mamba-2, "*" attention, "-"
-  an MLP and "E" experts. "M*-" is a mixer beside attention, and an MLP;
+* ``layer_kinds``: the parts of each layer, if some layers have one half or a mixer. "M" is Mamba-2, "C" a short
+  convolution, "*" attention, "-" an MLP and "E" experts. "M*-" is a mixer beside attention, and an MLP;
 * ``mtp_kinds``: the parts of the layer within an MTP layer, as in ``layer_kinds``, if it is not like the last layer;
 * ``mtp_like_layer``: the number (from 0) of the decoder layer that the layer within an MTP layer is like, if it is not
   the last;
 * ``mamba_conv_kernel``: the kernel size (in tokens) of the convolution of a Mamba-2 mixer;
+* ``short_conv_kernel``: the kernel size (in tokens) of short convolutions;
 * ``mamba_norm``: whether the gated output of a mixer is normed, as it is without this attribute;
 * ``side_multipliers``: the multipliers for the parts of a layer with a mixer beside its attention;
 * ``expert_latent_size``: the width of routed experts, if it differs from the width of the model.

@@ -65,6 +65,8 @@ def _obstacles(architecture: Architecture, config: TransformerConfig, positions:
     if getattr(config, "mla_down_proj_fusion", False):
         yield "HybridModel exchanges modules for mla_down_proj_fusion; leave it out"
     letters = letters_of(config)
+    if any("C" in kind for kind in letters):
+        yield "its layers have short convolutions, and HybridModel has no layer for them"
     if any(len(set(kind) - SECOND) > 1 for kind in letters):
         yield "its layers have a mixer beside attention, and in a HybridModel the second reads the output of the first"
     yield from _differences(config, letters)

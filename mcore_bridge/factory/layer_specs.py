@@ -55,11 +55,11 @@ def _require_recomputable(config: TransformerConfig) -> None:
 def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend) -> None:
     """Puts our modules into the spec of layer ``number`` (from 0)."""
     from mcore_bridge.factory.modules.chunks import adapt_chunks
-    from mcore_bridge.factory.modules.delta import adapt_attention
     from mcore_bridge.factory.modules.experts import adapt_experts, adapt_narrow_experts
     from mcore_bridge.factory.modules.half_layers import adapt_halves
     from mcore_bridge.factory.modules.latent import adapt_latent, adapt_sparse
     from mcore_bridge.factory.modules.layer_rope import adapt_layer_rope
+    from mcore_bridge.factory.modules.mixers.delta import adapt_attention
     from mcore_bridge.factory.modules.multipliers import adapt_residuals
     from mcore_bridge.factory.modules.norms import (
         adapt_expert_norm,

@@ -90,7 +90,8 @@ def _linear(inputs: int, outputs: int, *, bias: bool) -> int:
 
 def _halves(config: Any, kinds: str, attention: int, mlp: int) -> int:
     """The parameters of a layer that may have one half only, with a norm before each."""
-    first = _mamba(config) * ("M" in kinds) + attention * ("*" in kinds)
+    mixer = _mamba(config) if "M" in kinds else _short_conv(config) if "C" in kinds else 0
+    first = mixer + attention * ("*" in kinds)
     second = 0 if SECOND.isdisjoint(kinds) else mlp
     return first + second + _norm(config, config.hidden_size) * ((first > 0) + (second > 0))
 
@@ -173,6 +174,11 @@ def _mamba(config: Any) -> int:
     convolved = inner + 2 * config.mamba_num_groups * config.mamba_state_dim
     count = config.hidden_size * (2 * inner + convolved + heads) + (config.mamba_conv_kernel + 1) * convolved
     return int(count + 3 * heads + inner * getattr(config, "mamba_norm", True))
+
+
+def _short_conv(config: Any) -> int:
+    """The parameters of a short convolution, and of the projections to three numbers for each channel and back."""
+    return int(config.hidden_size * (4 * config.hidden_size + config.short_conv_kernel))
 
 
 def resolve_layout(

@@ -80,10 +80,13 @@ REFUSALS = (
         mamba="modeling_mamba.MambaMixer",
     ),
     *_because(
-        "some layers are short convolutions with gates; nobody has written such a layer",
-        SSM, PARTS,
-        lfm2="modeling_lfm2.Lfm2ShortConv", lfm2_moe="modeling_lfm2_moe.Lfm2MoeShortConv",
-        lfm3="modeling_lfm3.Lfm3ShortConv",
+        "attention has a gate for each head; nobody has written such attention beside short convolutions, as in lfm2",
+        ATTENTION,
+        lfm3="modeling_lfm3.Lfm3Attention",
+    ),
+    *_because(
+        "its text is an lfm2, which is supported; nobody has written how its model of images joins it", GPT,
+        lfm2_vl="modeling_lfm2_vl.Lfm2VlModel",
     ),
     *_because(
         "layers are recurrences that megatron-core has no module for", SSM,
@@ -101,8 +104,9 @@ REFUSALS = (
         glm5_next_text="modeling_glm5_next.Glm5NextTextForgetGate",
     ),
     *_because(
-        "the delta rule has weights up to 2 (linear_allow_neg_eigval); megatron-core's weights are at most 1",
-        DELTA,
+        "norms stand before linear attention, but after full attention; nobody has written both in one model, nor a "
+        "delta rule with weights up to 2",
+        DELTA, PARTS,
         olmo_hybrid="modeling_olmo_hybrid.OlmoHybridGatedDeltaNet",
     ),
     *_because(
@@ -338,7 +342,7 @@ REFUSALS = (
     Refusal(
         (
             *("apertus1p5", "aria", "cohere_compass", "Emu3", "emu3", "gemma3n", "gemma4", "glm_ocr", "hy_v4_vl"),
-            *("inkling2_loop", "lfm2_vl", "lfm3_vl", "mllama", "molmo2", "paddleocr_vl", "paligemma"),
+            *("inkling2_loop", "lfm3_vl", "mllama", "molmo2", "paddleocr_vl", "paligemma"),
         ),
         "it joins models of images or sound to a text model that is not supported, or is not causal",
         ("transformers.PretrainedConfig.sub_configs", GPT),

@@ -43,3 +43,7 @@ _MAMBA_CONV = ("mamba_inner", "mamba_state", "mamba_state")
 
 MAMBA_IN = Split(0, ratio=_MAMBA_IN) >> COLUMN >> Concat(1, ratio=_MAMBA_IN)
 MAMBA_CONV = Split(0, ratio=_MAMBA_CONV) >> COLUMN >> Concat(1, ratio=_MAMBA_CONV)
+
+# A checkpoint joins B, C and x of a short convolution, which have a row for each channel. So does megatron-core, after
+# each of them is cut.
+SHORT_CONV_IN = Split(0, ratio=(1, 1, 1)) >> COLUMN >> Concat(1, ratio=(1, 1, 1))

@@ -162,7 +162,7 @@ def test_each_part_of_the_memory_is_cut_by_the_axes_that_cut_it(name: str, axis:
         assert before > after if law == "<" else after == close, (part, law, before, after)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe", "deepseek_v3", "qwen3_next", "nemotron_h"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe", "deepseek_v3", "qwen3_next", "nemotron_h", "lfm2"])
 def test_autograd_keeps_about_as_much(name: str) -> None:
     """Modules of torch keep other tensors than fused kernels, such as factors of a norm: 0.9 to 1.9 times as much."""
     if not zoo.here([name]):

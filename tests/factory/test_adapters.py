@@ -62,6 +62,7 @@ CASES = {
     "qwen3_moe, split": (DENSE, "split", ({"ep": 2}, {**SP, "etp": 2})),
     "gemma2": (DENSE, "", ({**SP, "overrides": FULL}, {"pp": 2})),
     "nemotron_h-no-experts": (("in_proj", *DENSE[:4], "up_proj", "down_proj"), "", (SP,)),
+    "lfm2": (("in_proj", "q_proj", "v_proj", "out_proj", "w1", "w3", "w2"), "", (SP, {"pp": 2})),
     "gpt_oss": (("o_proj", *EXPERTS), "fused", ({"ep": 2},)),
     "llama4": (("o_proj", *SHARED, *EXPERTS), "fused", ({"ep": 2}, {**SP, "etp": 2})),
     "qwen3_vl_moe": (EXPERTS, "fused", ({**SP, "etp": 2},)),

@@ -14,7 +14,7 @@ from mcore_bridge import ParallelDims, build_model, to_layer_spec, to_transforme
 from mcore_bridge.config.mesh.divisibility import DELTA_CONTEXT
 from mcore_bridge.config.tables.linear_attention import LINEAR_LAYERS
 from mcore_bridge.errors import ConfigError, MeshError
-from mcore_bridge.factory.modules.delta import (
+from mcore_bridge.factory.modules.mixers.delta import (
     CHUNK,
     GatedSelfAttention,
     TorchGatedDeltaNet,

@@ -14,8 +14,8 @@ from torch.distributed import get_rank
 from mcore_bridge import ParallelDims, build_model, forward, to_layer_spec, to_transformer_config
 from mcore_bridge.config.mesh.divisibility import check_model
 from mcore_bridge.errors import ConfigError, MeshError
-from mcore_bridge.factory.modules import mixer
-from mcore_bridge.factory.modules.mamba_kernels import CHUNK, scan
+from mcore_bridge.factory.modules.mixers import mixer
+from mcore_bridge.factory.modules.mixers.mamba_kernels import CHUNK, scan
 from mcore_bridge.rules.names import Numbering, canonical
 from tests import zoo
 from tests.support import pool, stepping, tiny
@@ -134,10 +134,11 @@ def recomputed(folder, options):
     return found
 
 
-@with_halves
-def test_recompute_changes_nothing(tmp_path):
-    selective = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp", "moe"]}
-    folder = str(tiny.random_checkpoint(HF, tmp_path))
+@pytest.mark.parametrize("name", zoo.params(("nemotron_h-narrow-experts", "lfm2")))
+def test_recompute_changes_nothing(tmp_path, name):
+    modules = ["core_attn", "mlp", *(["moe"] if name in SPARSE else [])]
+    selective = {"recompute_granularity": "selective", "recompute_modules": modules}
+    folder = str(tiny.random_checkpoint(zoo.cases()[name].hf, tmp_path))
     plain, *others = pool.run(2, recomputed, folder, [{}, FULL, selective])[0]
     for other in others:
         assert all(tiny.relative_error(other[name], plain[name]) < 1e-5 for name in plain)
@@ -174,9 +175,10 @@ def packed_steps(hf, cases, **options):
     return found
 
 
-def test_states_of_packed_sequences_do_not_run_into_each_other():
+@pytest.mark.parametrize("name", zoo.params(("falcon_h1", "lfm2")))
+def test_states_of_packed_sequences_do_not_run_into_each_other(name):
     """With CP, PP and recompute, log-probs and gradients equal the results of separate rows. A mistake would show."""
-    hf, size = CASES["falcon_h1"], {"micro_batch_size": 2}
+    hf, size = zoo.cases()[name].hf, {"micro_batch_size": 2}
     (((expected, wanted),),) = pool.run(1, functools.partial(packed_steps, packed=False, **size), hf, [({}, {}, "")])
     tried = [(*case, mistake) for *case, when in PACKS for mistake in ("", when)]
     for ranks in pool.run(2, functools.partial(packed_steps, **size), hf, tried):

@@ -14,9 +14,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 import mcore_bridge as mb
-from mcore_bridge.factory.modules import mamba_kernels
-from mcore_bridge.factory.modules import mamba_mixer as mamba
-from mcore_bridge.factory.modules.mamba_kernels import KERNELS, TORCH, operations_for
+from mcore_bridge.factory.modules.mixers import mamba_kernels
+from mcore_bridge.factory.modules.mixers import mamba_mixer as mamba
+from mcore_bridge.factory.modules.mixers.mamba_kernels import KERNELS, TORCH, operations_for
 from mcore_bridge.launch.fake_rank import rank_of
 from tests import zoo
 from tests.support import stand_in_kernels, tiny

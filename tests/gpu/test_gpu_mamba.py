@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mcore_bridge.factory.modules import mamba_kernels
-from mcore_bridge.factory.modules.mamba_kernels import KERNELS, TORCH, operations_for
+from mcore_bridge.factory.modules.mixers import mamba_kernels
+from mcore_bridge.factory.modules.mixers.mamba_kernels import KERNELS, TORCH, operations_for
 from tests.support import stand_in_kernels
 
 pytestmark = [

@@ -6,7 +6,7 @@ CODE = (
         f"weights/{folder}/*.py"
         for folder in ("plan", "transfer", "files", "dist_checkpoint", "ipc", "engine", "peft", "source")
     ),
-    *("factory/modules/*.py", "factory/vision/*.py"),
+    *("factory/modules/**/*.py", "factory/vision/*.py"),
     *("config/tables/*.py", "config/mesh/*.py", "architecture.py", "composite.py"),
     *(f"models/{family}.py" for family in ("cohere2_moe", "ernie4_5_moe", "llama4_text", "nemotron_h")),
 )

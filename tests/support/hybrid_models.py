@@ -12,7 +12,7 @@ from mcore_bridge.factory.blueprint import BuildOptions, make_blueprint
 from mcore_bridge.factory.build import own_stages
 from mcore_bridge.factory.chunk import building
 from mcore_bridge.factory.hybrid_model import pattern_of, stack_spec
-from mcore_bridge.factory.modules.mamba_mixer import mamba_spec
+from mcore_bridge.factory.modules.mixers.mamba_mixer import mamba_spec
 from mcore_bridge.factory.modules.torch_modules import Norm
 
 SAME = (

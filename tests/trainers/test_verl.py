@@ -96,6 +96,24 @@ def test_a_life(kind, value, vanilla, request, tmp_path):
     assert problems(ranks, folder, tmp_path, vanilla=vanilla) == []
 
 
+def folder_of(case, folder):
+    hf = zoo.cases()[case].hf
+    hf.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[hf.model_type]]
+    folder.mkdir()
+    save(random_state(hf, dtype=torch.bfloat16), hf, folder)
+    return with_tokenizer(folder)
+
+
+MIXERS = {"lfm2": ParallelDims(tp=2, pp=2, sp=True)}
+
+
+@pytest.mark.parametrize("name", zoo.params(MIXERS))
+def test_a_life_with_mixers_of_our_own(name, tmp_path):
+    folder, dims = folder_of(name, tmp_path / "hf"), MIXERS[name]
+    ranks = pool.run(dims.tp * dims.pp, in_verl, dims, life, folder, str(tmp_path), {"vanilla": False})
+    assert problems(ranks, folder, tmp_path, vanilla=False) == []
+
+
 HYBRID = {
     "mbridge, critic": ("qwen2", MESHES["dense"], {"vanilla": True, "value": True}),
     "megatron_bridge": ("nemotron_h-no-experts", ParallelDims(tp=2, pp=2, sp=True), {"vanilla": False}),
@@ -111,11 +129,7 @@ def test_a_life_as_hybrid_model_is_that_of_a_gpt_model(name, tmp_path):
     case, dims, options = HYBRID[name]
     if not zoo.here([case]):
         pytest.skip("the installed transformers lacks it")
-    hf = zoo.cases()[case].hf
-    hf.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[hf.model_type]]
-    (tmp_path / "hf").mkdir()
-    save(random_state(hf, dtype=torch.bfloat16), hf, tmp_path / "hf")
-    folder, lives = with_tokenizer(tmp_path / "hf"), []
+    folder, lives = folder_of(case, tmp_path / "hf"), []
     for model in ("gpt", "hybrid"):
         out, own = tmp_path / model, {**options, "overrides": {"model": model}}
         lives.append(pool.run(dims.tp * dims.pp, in_verl, dims, life, folder, str(out), own))

@@ -1,6 +1,7 @@
-"""Layers with Mamba-2 mixers: layers with only a mixer, attention, an MLP or experts, and layers with both halves."""
+"""Layers with Mamba-2 mixers or short convolutions, layers with only a mixer, attention, an MLP or experts."""
 
 from tests.zoo import case, rope
+from tests.zoo.plain import LLAMA3
 from tests.zoo.submodules import EXPERTS as OF_GRANITE
 from tests.zoo.submodules import MULTIPLIERS
 
@@ -51,7 +52,27 @@ FALCON = {
     "ssm_out_multiplier": 0.24,
     "pad_token_id": None,  # in transformers, the row of a padding token gets no gradient
 }
+CONVOLUTIONS = {
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+    "conv_L_cache": 4,
+    "norm_eps": 1e-3,
+    "pad_token_id": None,
+}
+OF_LFM = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 CASES = {
+    "lfm2": case("lfm2", **CONVOLUTIONS, vocab_size=97, block_multiple_of=12, block_ffn_dim_multiplier=1.4),
+    "lfm2-tied": case(
+        "lfm2",
+        **{**CONVOLUTIONS, **rope("llama3", **LLAMA3), "conv_L_cache": 3},
+        block_auto_adjust_ff_dim=False,
+        tie_word_embeddings=True,
+    ),
+    "lfm2_moe": case(
+        "lfm2_moe", **CONVOLUTIONS, **OF_LFM, num_dense_layers=1, routed_scaling_factor=2.5, vocab_size=97
+    ),
+    "lfm2_moe-no-bias": case(
+        "lfm2_moe", **CONVOLUTIONS, **OF_LFM, num_dense_layers=2, use_expert_bias=False, tie_word_embeddings=True
+    ),
     "nemotron_h": case("nemotron_h", **NEMOTRON_H, vocab_size=97),
     "nemotron_h-narrow-experts": case("nemotron_h", **NEMOTRON_H, moe_latent_size=20),
     "granitemoehybrid": case(

@@ -27,7 +27,7 @@ def kept_by_layers(config: Any) -> list[int]:
     mlps = [_experts(config) if is_sparse else _mlp(config) for is_sparse in sparse]
     kinds = getattr(config, "layer_kinds", None)
     if kinds is not None:  # mixers, and layers of one half
-        attentions = [_mamba(config) * ("M" in kind) + _attention(config) * ("*" in kind) for kind in kinds]
+        attentions = [_mixer(config, kind) + _attention(config) * ("*" in kind) for kind in kinds]
         mlps = [0 if SECOND.isdisjoint(kind) else mlp for kind, mlp in zip(kinds, mlps, strict=True)]
     return [attention + mlp for attention, mlp in zip(attentions, mlps, strict=True)]
 
@@ -65,6 +65,11 @@ def _linear_attention(config: Any) -> int:
     values = config.linear_num_value_heads * config.linear_value_head_dim
     qkv = 2 * config.linear_num_key_heads * config.linear_key_head_dim + values
     return int(3 * config.hidden_size + 2 * qkv + 3 * values)
+
+
+def _mixer(config: Any, kind: str) -> int:
+    """A short convolution: the input, the norm and the sum, B, C and x, their products, and the convolved."""
+    return _mamba(config) if "M" in kind else 9 * int(config.hidden_size) if "C" in kind else 0
 
 
 def _mamba(config: Any) -> int:

@@ -60,8 +60,11 @@ def check_model(dims: ParallelDims, settings: Mapping[str, object]) -> None:
     if settings.get("experimental_attention_variant") == "gated_delta_net":
         _check_linear_heads(dims, settings)
     kinds = settings.get("layer_kinds")
-    if isinstance(kinds, tuple) and any("M" in kind for kind in kinds):
+    letters = "".join(kinds) if isinstance(kinds, tuple) else ""
+    if "M" in letters:
         _check_mamba(dims, settings)
+    if "C" in letters:  # short convolutions, each channel of which is on one rank
+        _require_divided(dims, settings, "hidden_size", "tp")
     if settings.get("experimental_attention_variant") == "dsa" and dims.tp > 1 and not dims.sp:
         raise MeshError(f"tp={dims.tp} needs sp=True: megatron-core's sparse attention works only with it; set sp=True")
     _check_split(dims, settings)

@@ -5,6 +5,7 @@ A mixer beside attention is built in the place of attention: both read one norm,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
@@ -13,13 +14,17 @@ from torch import Tensor, cat, nn
 
 from mcore_bridge.config.layer_kinds import FIRST, SECOND
 from mcore_bridge.factory.modules.backend import Backend, mixed, norm_of, submodules_of
-from mcore_bridge.factory.modules.mamba_mixer import mamba_spec
+from mcore_bridge.factory.modules.mixers.mamba_mixer import mamba_spec
+from mcore_bridge.factory.modules.mixers.short_conv import short_conv_spec
 from mcore_bridge.factory.modules.multipliers import multiplied
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
     from mcore_bridge.config.tables.attention_and_mixer import SideMultipliers
+
+_MIXERS: dict[str, Callable[[Backend], Any]] = {"M": mamba_spec, "C": short_conv_spec}
+"""The mixers in the place of attention, by their letters in ``layer_kinds``."""
 
 
 def adapt_halves(layer: Any, config: TransformerConfig, number: int, backend: Backend) -> None:
@@ -36,8 +41,8 @@ def adapt_halves(layer: Any, config: TransformerConfig, number: int, backend: Ba
         return
     if {"M", "*"} <= set(kinds[number]):
         adapt_beside(layer, config, backend)
-    elif "M" in kinds[number]:
-        layer.self_attention = mamba_spec(backend)
+    elif mixer := next((_MIXERS[letter] for letter in kinds[number] if letter in _MIXERS), None):
+        layer.self_attention = mixer(backend)
     if FIRST.isdisjoint(kinds[number]):
         remove_first(layer)
     if SECOND.isdisjoint(kinds[number]):

@@ -6,7 +6,7 @@ import megatron.core
 import torch
 
 from mcore_bridge import ParallelDims
-from mcore_bridge.factory.modules import delta as modules
+from mcore_bridge.factory.modules.mixers import delta as modules
 from mcore_bridge.rules.layout import COLUMN, GROUPS, REPLICATED, Concat, Leading, Split
 from mcore_bridge.rules.mixer_layouts import DELTA, KEY_HEADS, Q_AND_GATE
 from tests.support.bounds import FOUR, ONE

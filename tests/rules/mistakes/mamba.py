@@ -5,9 +5,9 @@ from unittest import mock
 
 import torch
 
-from mcore_bridge.factory.modules import mamba_kernels
-from mcore_bridge.factory.modules import mamba_kernels as mamba_scan
-from mcore_bridge.factory.modules import mamba_mixer as mamba
+from mcore_bridge.factory.modules.mixers import mamba_kernels
+from mcore_bridge.factory.modules.mixers import mamba_kernels as mamba_scan
+from mcore_bridge.factory.modules.mixers import mamba_mixer as mamba
 from mcore_bridge.rules.layout import COLUMN, REPLICATED, Concat, Layout, Split
 from tests.support.bounds import ONE, TWO
 from tests.support.mutants import DEALT_ROW, exchange, instead, laid_out, of

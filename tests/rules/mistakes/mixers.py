@@ -3,7 +3,7 @@
 from torch import cat
 
 from mcore_bridge.factory.modules import half_layers as beside
-from mcore_bridge.factory.modules import mamba_mixer as mamba
+from mcore_bridge.factory.modules.mixers import mamba_mixer as mamba
 from tests import zoo
 from tests.support.bounds import ONE
 from tests.support.mutants import exchange, instead

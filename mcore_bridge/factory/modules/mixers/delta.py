@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (the usual name)
 
 from mcore_bridge.factory.modules.backend import say
-from mcore_bridge.factory.modules.mixer import Mixer
+from mcore_bridge.factory.modules.mixers.mixer import Mixer, submodules_for
 from mcore_bridge.factory.modules.torch_modules import gather_text, own_text, placement
 from mcore_bridge.installed import Release
 
@@ -52,20 +52,12 @@ def _is_linear(config: TransformerConfig, number: int) -> bool:
 
 
 def _delta_spec(config: TransformerConfig, backend: str) -> ModuleSpec:
-    if backend == "te":
-        from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TERowParallelLinear
-
-        linears = {"in_proj": TELayerNormColumnParallelLinear, "out_proj": TERowParallelLinear}
-    else:
-        from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-
-        linears = {"in_proj": ColumnParallelLinear, "out_proj": RowParallelLinear}
     lacking = _lacking() if backend == "te" else "backend torch"
     if backend == "te" and lacking:
         say(f"{lacking}: gated delta nets compute in torch")
     return ModuleSpec(
         module=TorchGatedDeltaNet if lacking else GatedDeltaNet,
-        submodules=GatedDeltaNetSubmodules(out_norm=HeadNorm, **linears),
+        submodules=GatedDeltaNetSubmodules(out_norm=HeadNorm, **vars(submodules_for(backend))),
     )
 
 

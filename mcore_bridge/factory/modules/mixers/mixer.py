@@ -4,18 +4,45 @@ end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from torch import Tensor, nn
 
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.modules.torch_modules import packed_lengths
 
+try:
+    from megatron.core.ssm.utils import _split_tensor_factory
+except ImportError:  # megatron-core 0.16
+    from megatron.core.ssm.gated_delta_net import _split_tensor_factory
+
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
+
+
+@dataclass
+class MixerSubmodules:
+    """The linear layers of a mixer."""
+
+    in_proj: Any
+    out_proj: Any
+
+
+def submodules_for(backend: str, *, normed: bool = True) -> MixerSubmodules:
+    """The linear layers of a backend. With backend te, the norm before the mixer is in ``in_proj`` if ``normed``."""
+    if backend == "te":
+        from megatron.core.extensions import transformer_engine as te
+
+        column = te.TELayerNormColumnParallelLinear if normed else te.TEColumnParallelLinear
+        return MixerSubmodules(column, te.TERowParallelLinear)
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+    return MixerSubmodules(ColumnParallelLinear, RowParallelLinear)
 
 
 class Mixer(nn.Module):
@@ -94,3 +121,32 @@ class Mixer(nn.Module):
         parts = mixed.split(packed_lengths(packed_seq_params, self.cp_group.size())) if packed_seq_params else [mixed]
         out: tuple[Tensor, Tensor | None] = self.out_proj(torch.cat(self._sequences(parts)))
         return out
+
+
+def sharded_mixer(
+    mixer: Any,
+    own: Sequence[str],
+    parts: Mapping[str, Mapping[str, int]],
+    prefix: str,
+    sharded_offsets: tuple[Any, ...],
+    metadata: Any,
+) -> dict[str, Any]:
+    """The ``sharded_state_dict`` of a mixer, whose own parameters are cut along dim 0.
+
+    Args:
+        mixer: the module, with its linear layers as ``in_proj`` and ``out_proj``.
+        own: the names of its own parameters; names that it lacks have no effect.
+        parts: parameters that join parts, each of which is cut separately, with this rank's rows of each part.
+        prefix: the prefix of all keys.
+        sharded_offsets: as megatron-core passes them.
+        metadata: as megatron-core passes them.
+    """
+    parameters = dict(mixer.named_parameters())
+    cut = {name: parameters[name] for name in own if name in parameters}
+    tensors: dict[str, Any] = make_sharded_tensors_for_checkpoint(cut, prefix, dict.fromkeys(cut, 0), sharded_offsets)
+    for name in ("in_proj", "out_proj"):
+        linear = getattr(mixer, name)
+        tensors |= sharded_state_dict_default(linear, f"{prefix}{name}.", sharded_offsets, metadata)
+    for name, rows in parts.items():
+        tensors[prefix + name] = _split_tensor_factory(tensors[prefix + name], [*rows.values()], [*rows], 0)
+    return tensors

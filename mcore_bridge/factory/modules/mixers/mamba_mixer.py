@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,12 +16,11 @@ from einops import rearrange
 from megatron.core.tensor_parallel import all_gather_last_dim_from_tensor_parallel_region, get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (the usual name)
 
-from mcore_bridge.factory.modules.mamba_kernels import Operations, operations_for
-from mcore_bridge.factory.modules.mixer import Mixer
+from mcore_bridge.factory.modules.mixers.mamba_kernels import Operations, operations_for
+from mcore_bridge.factory.modules.mixers.mixer import Mixer, MixerSubmodules, sharded_mixer, submodules_for
 from mcore_bridge.factory.modules.torch_modules import gather_text, own_text, placement
 
 if TYPE_CHECKING:
@@ -34,26 +32,12 @@ if TYPE_CHECKING:
 
 _FIRST_STEPS = (0.001, 0.1)
 """The range of time steps from initial biases, as in megatron-core."""
-
-
-@dataclass
-class MambaSubmodules:
-    """The linear layers of a mixer."""
-
-    in_proj: Any
-    out_proj: Any
+_OWN = ("A_log", "D", "dt_bias", "conv1d.weight", "conv1d.bias", "norm.weight")
 
 
 def mamba_spec(backend: str, *, normed: bool = True) -> ModuleSpec:
     """The spec of a mixer. With backend te, the norm before it is in ``in_proj``, unless ``normed`` is False."""
-    if backend == "te":
-        from megatron.core.extensions import transformer_engine as te
-
-        column = te.TELayerNormColumnParallelLinear if normed else te.TEColumnParallelLinear
-        return ModuleSpec(TorchMamba, submodules=MambaSubmodules(column, te.TERowParallelLinear))
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-
-    return ModuleSpec(TorchMamba, submodules=MambaSubmodules(ColumnParallelLinear, RowParallelLinear))
+    return ModuleSpec(TorchMamba, submodules=submodules_for(backend, normed=normed))
 
 
 class Groups:
@@ -110,7 +94,7 @@ class TorchMamba(Mixer, MegatronModule):
     def __init__(
         self,
         config: TransformerConfig,
-        submodules: MambaSubmodules,
+        submodules: MixerSubmodules,
         layer_number: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         **unused: Any,  # mcore 0.19 also passes name, cp_comm_type and pp_layer_offset
@@ -181,42 +165,6 @@ class TorchMamba(Mixer, MegatronModule):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
         """The tensors of the mixer for a checkpoint of megatron-core, under the keys of ``MambaMixer``."""
-        return sharded_mixer(self, self.sections, prefix, sharded_offsets, metadata)
-
-
-try:
-    from megatron.core.ssm.utils import _split_tensor_factory
-except ImportError:  # megatron-core 0.16
-    from megatron.core.ssm.gated_delta_net import _split_tensor_factory
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import nn
-
-_OWN = ("A_log", "D", "dt_bias", "conv1d.weight", "conv1d.bias", "norm.weight")
-
-
-def sharded_mixer(
-    mixer: nn.Module, sections: Mapping[str, int], prefix: str, sharded_offsets: tuple[Any, ...], metadata: Any
-) -> dict[str, Any]:
-    """The ``sharded_state_dict`` of a mixer, with the keys of megatron-core's ``MambaMixer``.
-
-    Args:
-        mixer: the module, with its linear layers as ``in_proj`` and ``out_proj``.
-        sections: this rank's numbers of rows of z, x, B, C and dt, in this order.
-        prefix: the prefix of all keys.
-        sharded_offsets: as megatron-core passes them.
-        metadata: as megatron-core passes them.
-    """
-    parameters = dict(mixer.named_parameters())
-    own = {name: parameters[name] for name in _OWN if name in parameters}
-    tensors: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, dict.fromkeys(own, 0), sharded_offsets)
-    for name in ("in_proj", "out_proj"):
-        linear = getattr(mixer, name)
-        tensors |= sharded_state_dict_default(linear, f"{prefix}{name}.", sharded_offsets, metadata)
-    parts = {"in_proj.weight": tuple(sections)} | dict.fromkeys(("conv1d.weight", "conv1d.bias"), tuple("xBC"))
-    for name, names in parts.items():
-        rows = [sections[part] for part in names]
-        tensors[prefix + name] = _split_tensor_factory(tensors[prefix + name], rows, list(names), 0)
-    return tensors
+        convolved = {part: self.sections[part] for part in "xBC"}
+        parts = {"in_proj.weight": self.sections, "conv1d.weight": convolved, "conv1d.bias": convolved}
+        return sharded_mixer(self, _OWN, parts, prefix, sharded_offsets, metadata)

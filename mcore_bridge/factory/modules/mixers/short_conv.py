@@ -1,0 +1,83 @@
+"""A gated short convolution in the place of attention, in torch on any device. megatron-core has no such module.
+
+Its channels are dealt to the TP ranks. Each channel reads only its own few earlier tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from einops import rearrange
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  (the usual name)
+
+from mcore_bridge.factory.modules.mixers.mixer import Mixer, MixerSubmodules, sharded_mixer, submodules_for
+from mcore_bridge.factory.modules.torch_modules import gather_text, own_text, placement
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer import TransformerConfig
+
+
+def short_conv_spec(backend: str) -> ModuleSpec:
+    """The spec of a short convolution. With backend te, the norm before it is in ``in_proj``."""
+    return ModuleSpec(ShortConv, submodules=submodules_for(backend))
+
+
+class ShortConv(Mixer, MegatronModule):
+    """``out_proj(C * convolved(B * x))``, where ``in_proj`` gives B, C and x, each as wide as the hidden states."""
+
+    instead = "export the weights to an engine"
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MixerSubmodules,
+        layer_number: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **unused: Any,  # mcore 0.19 also passes name, cp_comm_type and pp_layer_offset
+    ) -> None:
+        super().__init__(config)
+        assert pg_collection is not None
+        self.layer_number, self.tp_group, self.cp_group = layer_number, pg_collection.tp, pg_collection.cp
+        self.channels = config.hidden_size // self.tp_group.size()
+        self.in_proj = self._entering(submodules.in_proj, config, 3 * config.hidden_size)
+        self.conv1d = self._convolution(config)
+        self.out_proj = self._leaving(submodules.out_proj, config, config.hidden_size)
+
+    def _convolution(self, config: Any) -> nn.Conv1d:
+        """Makes the convolution. Each rank draws other values, since it has other channels."""
+        channels, drawn = self.channels, config.perform_initialization
+        with get_cuda_rng_tracker().fork() if drawn else contextlib.nullcontext():
+            size = config.short_conv_kernel
+            conv1d = nn.Conv1d(channels, channels, size, groups=channels, bias=False, **placement(config))
+        weight: Any = conv1d.weight
+        weight.tensor_model_parallel, weight.partition_dim = True, 0
+        return conv1d
+
+    def _sequences(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        gates = [part.chunk(3, dim=-1) for part in parts]
+        texts = [gather_text(before * x, self.cp_group) for before, _, x in gates]
+        convolved = [own_text(text, self.cp_group) for text in self._convolved(texts)]
+        return [after * text for (_, after, _), text in zip(gates, convolved, strict=True)]
+
+    def _convolved(self, texts: Sequence[Tensor]) -> list[Tensor]:
+        """The causal convolution of each text ``[s, b, n]``. All are convolved at once, with zeros before each."""
+        past = self.conv1d.kernel_size[0] - 1
+        joined = torch.cat([F.pad(rearrange(text, "s b n -> b n s"), (past, 0)) for text in texts], dim=-1)
+        convolved = rearrange(F.pad(self.conv1d(joined), (0, past)), "b n s -> s b n")
+        return [piece[: len(piece) - past] for piece in convolved.split([len(text) + past for text in texts])]
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """The tensors of the mixer for a checkpoint of megatron-core, in which B, C and x are cut separately."""
+        parts = {"in_proj.weight": dict.fromkeys("BCx", self.channels)}
+        return sharded_mixer(self, ("conv1d.weight",), parts, prefix, sharded_offsets, metadata)
