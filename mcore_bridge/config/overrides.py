@@ -23,7 +23,8 @@ ATTRIBUTES = frozenset(
         *("embedding_dropout", "router_norm_min", "residual_multiplier", "logit_scale", "logit_divisor"),
         *("parallel_norms", "norm_bias", "output_layer_bias", "expert_norm", "expert_multiplier"),
         *("layer_kinds", "mamba_conv_kernel", "mamba_norm", "side_multipliers", "expert_latent_size"),
-        *("mtp_kinds", "mtp_like_layer", "attention_chunks", "nope_temperature"),
+        *("mtp_kinds", "mtp_like_layer", "attention_chunks", "nope_temperature", "per_layer_config"),
+        *("attention_gate", "attention_gate_activation"),
         *ATTENTION_FACTOR,
     )
 )
@@ -40,9 +41,12 @@ For ``build_model``:
 * ``norm_placement``: "pre" (mcore's), "post" (after attention and MLP) or "sandwich" (both);
 * ``qk_norm_kind``: "head" (mcore's), "all_heads" (one norm over all of them), "each_head" (own weights in each) or
   "after_rope", or "after_rope_unweighted" in layers that have a rope;
+* ``per_layer_config``: for each layer the fields in which it differs from the model (``layer_sizes.py``), if any does;
 * ``attention_chunks``: for each layer the number of tokens within which it attends, and 0 if it attends to the whole
   text;
 * ``nope_temperature``: ``(beta, length)``, by which queries of layers without a rope grow with their position;
+* ``attention_gate``: "head" or "element", each of which has a gate of its own projection behind attention;
+* ``attention_gate_activation``: of these gates, "sigmoid" or "softplus" (in fp32);
 * ``attention_softcap``, ``logit_softcap``: the bounds of attention scores and of logits, enforced by a tanh;
 * ``embedding_scale``: word embeddings are multiplied by it;
 * ``embedding_dropout``: the dropout of the embedding, if it is not mcore's ``hidden_dropout``;
@@ -73,8 +77,12 @@ _BUILT = frozenset(
 )
 
 
-def config_class(*, latent: bool) -> "type[TransformerConfig]":
-    """The installed ``TransformerConfig``, or ``MLATransformerConfig`` for multi-latent attention."""
+def config_class(*, latent: bool, by_layer: bool = False) -> "type[TransformerConfig]":
+    """The installed ``TransformerConfig``, or its subclass for latent attention or for sizes that differ by layer."""
+    if by_layer:
+        from mcore_bridge.config.sized_by_layer import SizedByLayerConfig
+
+        return SizedByLayerConfig
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     return MLATransformerConfig if latent else TransformerConfig

@@ -147,7 +147,7 @@ REFUSALS = (
         "layers have different numbers of heads, and a gate for each head; megatron-core and our rules have one "
         "number for all layers",
         CONFIG, ATTENTION,
-        laguna="modeling_laguna.LagunaAttention", step3p5="step3p7.modeling_step3p7.Step3p7Attention",
+        step3p5="step3p7.modeling_step3p7.Step3p7Attention",
         step3p7="modeling_step3p7.Step3p7Attention",
     ),
     *_because(

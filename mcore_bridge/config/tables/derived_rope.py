@@ -112,9 +112,17 @@ ROTARY_DIM = Derive(("rotary_dim",), _rotary_dim, lambda mcore: {}, (_TWO_DIMS,)
 NO_ROPE = Derive(("no_rope_layers",), _no_rope, _no_rope_back)
 
 
-def _ropes(hf: Hf) -> dict[str, object]:
-    layers = of_layers(hf) or _layers_of_4(hf)
-    return {**ROPE.forward(layers[FULL]), "hf_sliding_rope": ROPE.forward(layers[SLIDING])["hf_rope"]}
+_NAMES = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor")
+
+
+def layer_ropes(rope: Derive = ROPE) -> Derive:
+    """Layers with a window have another rope than the other layers. ``rope`` is the entry of a single one."""
+
+    def forward(hf: Hf) -> dict[str, object]:
+        layers = of_layers(hf) or _layers_of_4(hf)
+        return {**rope.forward(layers[FULL]), "hf_sliding_rope": rope.forward(layers[SLIDING])["hf_rope"]}
+
+    return Derive(_NAMES, forward, _ropes_back, rope.refuses)
 
 
 def _layers_of_4(hf: Hf) -> dict[str, Hf]:
@@ -132,7 +140,7 @@ def _ropes_back(mcore: Mcore) -> dict[str, object]:
 
 
 def _ropes_of_one_base(hf: Hf) -> dict[str, object]:
-    ropes = _ropes(hf)
+    ropes = LAYER_ROPES.forward(hf)
     _require_one_base(ropes["rotary_base"], hf.get("rope_local_base_freq"))
     return ropes
 
@@ -178,9 +186,9 @@ def _unrotated(mcore: Mcore) -> list[int] | None:
 
 _TWO_BASES = "another `rope_theta` for layers that slide: transformers 4 has one for this model"
 _NOWHERE = "`sliding_window` where no layer slides: transformers would not rotate any layer"
-_NAMES = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor")
 # fmt: off
-LAYER_ROPES          = Derive(_NAMES, _ropes, _ropes_back, ROPE.refuses)
+LAYER_ROPES          = layer_ropes()
+LAYER_ROPES_PARTIAL  = layer_ropes(_PARTIAL)
 LAYER_ROPES_ONE_BASE = Derive(_NAMES, _ropes_of_one_base, _ropes_of_one_base_back, (*ROPE.refuses, _TWO_BASES))
 WINDOW_OR_NOPE       = Derive(
     derived.WINDOWS.names, _window_or_nope, _window_or_nope_back, (*derived.WINDOWS.refuses, _NOWHERE)
