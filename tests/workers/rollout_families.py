@@ -159,6 +159,7 @@ AFTER = (
         "gpt_neox",
         "granite",
         "granitemoe",
+        "laguna",
         "granitemoehybrid",
         "granitemoeshared",
     ),

@@ -16,7 +16,7 @@ def shares(full: dict[str, Any], sliding: float) -> dict[str, Any]:
 
 
 HALF = {"rope_type": "default", "partial_rotary_factor": 0.5}
-LAGUNA = {**WINDOWED, **SPARSE, **MIXED, "pad_token_id": 0, "moe_routed_scaling_factor": 2.5}
+LAGUNA = {**WINDOWED, **SPARSE, **MIXED, "pad_token_id": 95, "moe_routed_scaling_factor": 2.5}
 CASES = {
     "laguna": case("laguna", **LAGUNA, **shares(HALF, 1.0), num_attention_heads_per_layer=[16, 8, 16, 8]),
     "laguna-elements-yarn-bias": case(
