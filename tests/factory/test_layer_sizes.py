@@ -17,7 +17,7 @@ from tests import zoo
 from tests.support import pool, stepping, tiny
 from tests.support.training import Kind
 
-CASES = zoo.here(["laguna", "laguna-elements-yarn-bias"])
+CASES = zoo.here(["laguna", "afmoe", "laguna-elements-yarn-bias"])
 pytestmark = pytest.mark.skipif(not CASES, reason="this transformers has no such families")
 MESHES: dict[int, list[dict[str, Any]]] = {
     2: [{"tp": 2, "sp": True}, {"pp": 2, "vp": 2}, {"cp": 2}, {"ep": 2}],

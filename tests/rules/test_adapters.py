@@ -26,7 +26,7 @@ from tests.support.twins import TWINS
 
 RANK = 3
 WITHOUT = (
-    *(".router", "shared_expert_gate", ".gate.wg", ".out_proj", "_latent_proj"),
+    *(".router", ".router.gate", "shared_expert_gate", ".gate.wg", ".out_proj", "_latent_proj"),
     *(".indexer.wq_b", ".indexer.wk", ".indexer.weights_proj"),
 )
 """Linear layers of transformers without an adapter here: routers, gates, what kernels of Mamba-2 read, and indexers."""

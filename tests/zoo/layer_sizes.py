@@ -17,7 +17,12 @@ def shares(full: dict[str, Any], sliding: float) -> dict[str, Any]:
 
 HALF = {"rope_type": "default", "partial_rotary_factor": 0.5}
 LAGUNA = {**WINDOWED, **SPARSE, **MIXED, "pad_token_id": 95, "moe_routed_scaling_factor": 2.5}
+FULL = ["full_attention"] * 4
+AFMOE = {**WINDOWED, **SPARSE, "num_shared_experts": 2, "num_dense_layers": 1, "route_scale": 2.5, "pad_token_id": 95}
 CASES = {
+    "afmoe": case("afmoe", **AFMOE, mup_enabled=True),
+    "afmoe-biased-tied": case("afmoe", **AFMOE, attention_bias=True, tie_word_embeddings=True, vocab_size=97),
+    "afmoe-all-full": case("afmoe", **{**AFMOE, "layer_types": FULL, "num_dense_layers": 0}),
     "laguna": case("laguna", **LAGUNA, **shares(HALF, 1.0), num_attention_heads_per_layer=[16, 8, 16, 8]),
     "laguna-elements-yarn-bias": case(
         "laguna",

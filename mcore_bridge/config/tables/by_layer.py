@@ -46,3 +46,5 @@ GATING = (
     Const("attention_gate_activation", "softplus"),
 )
 """Gates of Laguna, whose activation is softplus."""
+ELEMENT_GATES = (Const("attention_gate", "element"), Const("attention_gate_activation", "sigmoid"))
+"""A sigmoid for each element, as in megatron-core, by a projection of its own."""
