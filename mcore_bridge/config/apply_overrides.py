@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from mcore_bridge.config.fields import Const, Field, Hf, Mcore, Preset, count, to_mcore, written
 from mcore_bridge.config.hf import special_float, with_fields
-from mcore_bridge.config.layer_kinds import layers_but_full, layers_of, layers_without_rope
-from mcore_bridge.config.layer_sizes import sizes_by_layer
+from mcore_bridge.config.layer_kinds import layers_but_full, layers_of, layers_without_rope, sizes_by_layer
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.overrides import config_class
 from mcore_bridge.config.rope import Rope

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch.nn.functional import gelu, silu
 
+from mcore_bridge.config.layer_kinds import sized_by_layer
 from mcore_bridge.config.mesh.parallel_dims import DIM_OF
 from mcore_bridge.config.rope import ATTENTION_FACTOR
 from mcore_bridge.errors import ConfigError
@@ -41,7 +42,7 @@ For ``build_model``:
 * ``norm_placement``: "pre" (mcore's), "post" (after attention and MLP) or "sandwich" (both);
 * ``qk_norm_kind``: "head" (mcore's), "all_heads" (one norm over all of them), "each_head" (own weights in each) or
   "after_rope", or "after_rope_unweighted" in layers that have a rope;
-* ``per_layer_config``: for each layer the fields in which it differs from the model (``layer_sizes.py``), if any does;
+* ``per_layer_config``: for each layer the fields in which it differs from the model (``layer_kinds.py``), if any does;
 * ``attention_chunks``: for each layer the number of tokens within which it attends, and 0 if it attends to the whole
   text;
 * ``nope_temperature``: ``(beta, length)``, by which queries of layers without a rope grow with their position;
@@ -79,13 +80,10 @@ _BUILT = frozenset(
 
 def config_class(*, latent: bool, by_layer: bool = False) -> "type[TransformerConfig]":
     """The installed ``TransformerConfig``, or its subclass for latent attention or for sizes that differ by layer."""
-    if by_layer:
-        from mcore_bridge.config.sized_by_layer import SizedByLayerConfig
-
-        return SizedByLayerConfig
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-    return MLATransformerConfig if latent else TransformerConfig
+    chosen = MLATransformerConfig if latent else TransformerConfig
+    return sized_by_layer(chosen) if by_layer else chosen
 
 
 @functools.cache

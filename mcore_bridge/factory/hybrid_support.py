@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mcore_bridge.config.layer_kinds import SECOND, letters_of, shares_selection
-from mcore_bridge.config.layer_sizes import layer_config
+from mcore_bridge.config.layer_kinds import SECOND, layer_config, letters_of, shares_selection
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.modules.backend import is_unrotated
 from mcore_bridge.installed import Release

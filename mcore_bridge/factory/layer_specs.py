@@ -10,7 +10,7 @@ import copy
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from mcore_bridge.config.layer_sizes import layer_config
+from mcore_bridge.config.layer_kinds import layer_config
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.modules.backend import Backend, has_transformer_engine, norm_of, submodules_of
 from mcore_bridge.factory.modules.te_attention import adapt_kernel

@@ -9,8 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mcore_bridge.architecture import architecture_of
-from mcore_bridge.config.layer_kinds import SECOND, inner_config, layers_but_full, layers_of, shares_selection
-from mcore_bridge.config.layer_sizes import layer_config
+from mcore_bridge.config.layer_kinds import (
+    SECOND,
+    inner_config,
+    layer_config,
+    layers_but_full,
+    layers_of,
+    shares_selection,
+)
 from mcore_bridge.config.mesh.balance import balanced
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.transformer import to_transformer_config

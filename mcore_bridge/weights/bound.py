@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from mcore_bridge.config.layer_kinds import held_mtp_layers
-from mcore_bridge.config.layer_sizes import layer_config
+from mcore_bridge.config.layer_kinds import held_mtp_layers, layer_config
 from mcore_bridge.errors import ConfigError, MappingError
 from mcore_bridge.rules.adapters import Adapters, is_adapter
 from mcore_bridge.rules.dtypes import Dtypes, problem_of, unmatched

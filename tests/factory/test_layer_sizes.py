@@ -1,6 +1,8 @@
 """Layers of different sizes: they train as in transformers, also recomputed, and each size must fit the mesh."""
 
+import copy
 import json
+import pickle
 from typing import Any
 
 import pytest
@@ -8,11 +10,12 @@ import torch
 
 import mcore_bridge as mb
 from mcore_bridge.architecture import architecture_of, read_hf
-from mcore_bridge.config.layer_sizes import layer_config
+from mcore_bridge.config.layer_kinds import layer_config
 from mcore_bridge.config.transformer import to_gpt_arguments, to_hf_config, to_transformer_config
 from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory.blueprint import BuildOptions, make_blueprint
 from mcore_bridge.factory.hybrid_support import require_hybrid
+from mcore_bridge.trainers.rlinf.rules import convertor_rules
 from tests import zoo
 from tests.support import pool, stepping, tiny
 from tests.support.training import Kind
@@ -72,6 +75,8 @@ def test_layers_of_a_large_model_have_their_sizes(tmp_path):
     config = to_transformer_config(hf, table, dims=mb.ParallelDims(tp=8, ep=16, sp=True))
     assert [layer_config(config, number).num_attention_heads for number in range(5)] == [48, 64, 64, 64, 48]
     assert layer_config(config, 4) is config
+    again = pickle.loads(pickle.dumps(copy.deepcopy(config.get_config_for_layer(2))))
+    assert (type(again), again.num_attention_heads) == (type(config), 64)
     assert (config.hf_rope.rotary_dim, config.hf_sliding_rope.rotary_dim) == (64, 128)
     back = to_hf_config(config, to_gpt_arguments(hf, table), table)
     back.pop("rope_parameters")
@@ -91,6 +96,11 @@ def test_a_hybrid_model_is_refused():
     config = to_transformer_config(zoo.cases()["laguna"].hf, architecture.fields)
     with pytest.raises(ConfigError, match=r"its attention layers differ in .*sizes"):
         require_hybrid(architecture, config, positions="rope", vision="text_only")
+
+
+def test_the_convertor_of_rlinf_refuses_them():
+    with pytest.raises(ConfigError, match="must have one size here"):
+        convertor_rules(zoo.cases()["laguna"].hf)
 
 
 def test_fewer_layers_keep_their_sizes():

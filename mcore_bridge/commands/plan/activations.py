@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mcore_bridge.config.layer_kinds import SECOND, layers_but_full, layers_of
-from mcore_bridge.config.layer_sizes import layer_config
+from mcore_bridge.config.layer_kinds import SECOND, layer_config, layers_but_full, layers_of
 
 _ROUTER = 4  # elements per expert: logits and probabilities in fp32
 _LOGITS = 3  # elements per entry of the vocabulary: their softmax in fp32, and its gradient

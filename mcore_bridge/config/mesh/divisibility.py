@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from mcore_bridge.config.layer_kinds import shares_selection
-from mcore_bridge.config.layer_sizes import each_size
+from mcore_bridge.config.layer_kinds import each_size, shares_selection
 from mcore_bridge.errors import MeshError
 from mcore_bridge.installed import Release, megatron_release
 

@@ -1,7 +1,7 @@
 """Entries of config tables for sizes that differ between layers, and for gates behind attention."""
 
 from mcore_bridge.config.fields import Const, Derive, Hf, Mcore, count
-from mcore_bridge.config.layer_sizes import sizes_by_layer, values_of_layers
+from mcore_bridge.config.layer_kinds import sizes_by_layer, values_of_layers
 from mcore_bridge.config.tables import derived
 from mcore_bridge.errors import ConfigError, shown
 
@@ -26,15 +26,15 @@ QUERY_HEADS = Derive((*derived.HEADS.names, _PER_LAYER), _query_heads, _query_he
 """Layers may have different numbers of query heads."""
 
 
-_EACH = {"per-head": "head", "per-element": "element"}
+_GATES = {"per-head": "head", "per-element": "element"}
 
 
 def _gating(hf: Hf) -> dict[str, object]:
     gating = hf.get("gating", True)
-    each = "head" if gating is True else _EACH.get(str(gating))
-    if each is None:
+    gates = "head" if gating is True else _GATES.get(str(gating))
+    if gates is None:
         raise ConfigError(f"gating must be True, 'per-head' or 'per-element', found {shown(gating)}.")
-    return {"attention_gate": each}
+    return {"attention_gate": gates}
 
 
 def _gating_back(mcore: Mcore) -> dict[str, object]:

@@ -47,10 +47,10 @@ class GatedOutput(nn.Module):
 
     def __init__(self, *places: Any, config: TransformerConfig, gate: Any, **arguments: Any) -> None:
         super().__init__(*places, config=config, **arguments)
-        each: int = {"head": 1, "element": config.kv_channels}[config.attention_gate]
+        per_head: int = {"head": 1, "element": config.kv_channels}[config.attention_gate]
         self.linear_gate = gate(
             config.hidden_size,
-            config.num_attention_heads * each,
+            config.num_attention_heads * per_head,
             config=config,
             init_method=config.init_method,
             gather_output=False,
