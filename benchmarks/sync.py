@@ -90,6 +90,9 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument(
+        "--transports", nargs="*", default=[], help="further transports of WeightSync: pull, ring, network"
+    )
     arguments = parser.parse_args()
     name, layers, sizes = parsed(arguments.case)
     dims, config = set_up(Namespace(**sizes, device=arguments.device)), config_of(name, layers)
@@ -119,25 +122,28 @@ def main() -> None:
         sync()
         publish("by the engines' loaders", seconds=round(time.perf_counter() - start, 3))
     expected = [engine.ask("digests") for engine in engines]
-    with mb.WeightSync(models, receives) as sync:
-        start = time.perf_counter()
-        first = sync()
-        publish("first call", seconds=round(time.perf_counter() - start, 2), gb=round(manifest.num_bytes / 1e9, 3))
-        publish("ways", ways=[[w.engine, w.rank, w.trainer, w.transport, w.reason[:120]] for w in first.workers])
-        seconds = []
-        for _ in range(arguments.repeats + 1):
-            dist.barrier()
+    for transport in (None, *arguments.transports):
+        with mb.WeightSync(models, receives, transport=transport) as sync:
             start = time.perf_counter()
+            first = sync()
+            publish("first call", seconds=round(time.perf_counter() - start, 2), gb=round(manifest.num_bytes / 1e9, 3))
+            ways = [[w.engine, w.rank, w.trainer, w.transport, w.sibling, w.reason[:120]] for w in first.workers]
+            publish("ways", ways=ways)
+            seconds = []
+            for _ in range(arguments.repeats + 1):
+                dist.barrier()
+                start = time.perf_counter()
+                sync()
+                seconds.append(time.perf_counter() - start)
+            way = f"sync, {first.workers[0].transport}"
+            publish(way, median_s=round(statistics.median(seconds[1:]), 4), worst_s=round(max(seconds[1:]), 4))
+            for engine in engines:
+                engine.ask("forget")
             sync()
-            seconds.append(time.perf_counter() - start)
-        publish("sync", median_s=round(statistics.median(seconds[1:]), 4), worst_s=round(max(seconds[1:]), 4))
-        for engine in engines:
-            engine.ask("forget")
-        sync()
-    found = [engine.ask("digests") for engine in engines]
-    pairs = [pair for one, other in zip(expected, found, strict=True) for pair in zip(one, other, strict=True)]
-    wrong = [key for one, other in pairs for key in one if one[key] != other.get(key)]
-    publish("bits", parameters=sum(len(one) for one, _ in pairs), differing=most(len(wrong)), such_as=wrong[:3])
+        found = [engine.ask("digests") for engine in engines]
+        pairs = [pair for one, other in zip(expected, found, strict=True) for pair in zip(one, other, strict=True)]
+        wrong = [key for one, other in pairs for key in one if one[key] != other.get(key)]
+        publish("bits", parameters=sum(len(one) for one, _ in pairs), differing=most(len(wrong)), such_as=wrong[:3])
     for engine in engines:
         engine.close()
     dist.destroy_process_group()

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mcore_bridge.config.fields import Const, Field, Hf, Mcore, Preset, to_mcore, written
+from mcore_bridge.config.fields import Const, Field, Hf, Mcore, Preset, count, to_mcore, written
 from mcore_bridge.config.hf import special_float, with_fields
-from mcore_bridge.config.layer_kinds import layers_but_full, layers_of, layers_without_rope
+from mcore_bridge.config.layer_kinds import layers_but_full, layers_of, layers_without_rope, sizes_by_layer
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.overrides import config_class
 from mcore_bridge.config.rope import Rope
@@ -34,7 +34,10 @@ OF_SOME = frozenset(
 """Values that only some families have in their HF config. The other families need megatron-core's default."""
 _PADDED = frozenset({"vocab_size"})
 """Values that megatron-core may pad; ``hf_vocab_size`` keeps HF's value."""
-_BY_LAYER = ("layer_types", "mlp_layer_types", "indexer_types", "no_rope_layers", "attn_type_list")
+_BY_LAYER = (
+    *("layer_types", "mlp_layer_types", "indexer_types", "no_rope_layers", "attn_type_list"),
+    "num_attention_heads_per_layer",
+)
 """HF fields with one entry per layer. transformers checks the length of some of them that no table reads."""
 
 
@@ -109,6 +112,8 @@ def _meant(name: str, mcore: Mcore) -> object:
         return tuple(layers_of(mcore)) if mcore.get("num_moe_experts") else None
     if name == "no_rope_freq":
         return tuple(layers_without_rope(mcore))
+    if name == "per_layer_config" and isinstance(value, tuple):
+        return sizes_by_layer(value[: count(mcore, "num_layers")], mcore)
     if isinstance(value, Rope):
         return dict(value.parameters)  # the sizes of a rope are other fields
     return comparable(value)

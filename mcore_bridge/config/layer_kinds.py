@@ -1,12 +1,17 @@
 """The kind of each layer: with experts, full attention or a rope; also of layers for multi-token prediction (MTP).
 
 megatron-core's ``HybridModel`` has a letter for each kind of layer.
+
+Layers may also have different sizes. ``per_layer_config`` of a config has, for each layer, the fields that differ in
+this layer. A layer is built from the config that ``layer_config`` gives. All code that needs a size of a layer reads it
+there. If the layer has the sizes of the model, this config is the config of the model.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mcore_bridge.config.fields import Mcore, per_layer
@@ -99,3 +104,76 @@ def letters_of(config: TransformerConfig) -> tuple[str, ...]:
     second = layers_of(settings) if config.num_moe_experts else [0] * config.num_layers
     halves = zip(first, second, strict=True)
     return tuple(("G" if is_linear else full) + ("E" if is_sparse else "-") for is_linear, is_sparse in halves)
+
+
+LayerSizes = tuple[Mapping[str, object], ...]
+"""For each layer the mcore names, with their values, in which it differs from the model."""
+
+
+def sizes_by_layer(layers: Iterable[Mapping[str, object]], model: Mcore) -> LayerSizes | None:
+    """What is left of the values of each layer without the values that ``model`` has; None if nothing is left.
+
+    >>> sizes_by_layer([{"kv_channels": 8}, {"kv_channels": 16}], {"kv_channels": 8})
+    ({}, {'kv_channels': 16})
+    """
+    own = tuple({name: value for name, value in layer.items() if value != model[name]} for layer in layers)
+    return own if any(own) else None
+
+
+def values_of_layers(mcore: Mcore, name: str, num_layers: int) -> list[object]:
+    """The value that each layer has under an mcore name: its own, or the value of the model."""
+    by_layer = _own(mcore) or ({},) * num_layers
+    return [own.get(name, mcore[name]) for own in by_layer[:num_layers]]
+
+
+def each_size(mcore: Mcore) -> Iterator[Mcore]:
+    """Yield ``mcore`` for each kind of layer: with the sizes of the model, and with the sizes of layers that differ."""
+    yield mcore
+    kinds: list[Mapping[str, object]] = []
+    for own in _own(mcore):
+        if own and own not in kinds:
+            kinds.append(own)
+            yield {**mcore, **own}
+
+
+def layer_config(config: TransformerConfig, number: int) -> TransformerConfig:
+    """The config of layer ``number`` (from 0). It is ``config`` itself if the layer has the sizes of the model."""
+    by_layer = _own(vars(config))
+    if not by_layer or not by_layer[number]:
+        return config
+    own = copy.copy(config)
+    vars(own).update(by_layer[number])
+    return own
+
+
+class SizedByLayer:
+    """A config that megatron-core's ``TransformerBlock`` asks for the config of each layer.
+
+    With ``heterogeneous_block_specs`` the block does so, and gives each layer its own keys in checkpoints. The configs
+    of megatron-core's ``HeterogeneousTransformerConfig`` differ in KV heads and sizes of MLPs alone.
+    """
+
+    def get_config_for_layer(self, layer_number: int) -> Any:
+        """The config of a layer, which megatron-core numbers from 1."""
+        own: Any = self
+        return layer_config(own, layer_number - 1)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # pickle finds no class that was made at run time
+        return _with_values, (type(self).__bases__[1], dict(vars(self)))
+
+
+@functools.cache
+def sized_by_layer(config_class: type) -> type:
+    """The subclass of a config class for models whose layers have sizes of their own."""
+    return type(f"SizedByLayer{config_class.__name__}", (SizedByLayer, config_class), {})
+
+
+def _with_values(config_class: type, values: dict[str, Any]) -> TransformerConfig:
+    config: Any = object.__new__(sized_by_layer(config_class))
+    vars(config).update(values)
+    return config
+
+
+def _own(mcore: Mcore) -> LayerSizes:
+    own: Any = mcore.get("per_layer_config")
+    return own or ()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch.nn.functional import gelu, silu
 
+from mcore_bridge.config.layer_kinds import sized_by_layer
 from mcore_bridge.config.mesh.parallel_dims import DIM_OF
 from mcore_bridge.config.rope import ATTENTION_FACTOR
 from mcore_bridge.errors import ConfigError
@@ -22,15 +23,9 @@ ATTRIBUTES = frozenset(
         *("norm_placement", "qk_norm_kind", "attention_softcap", "logit_softcap", "embedding_scale"),
         *("embedding_dropout", "router_norm_min", "residual_multiplier", "logit_scale", "logit_divisor"),
         *("parallel_norms", "norm_bias", "output_layer_bias", "expert_norm", "expert_multiplier"),
-        *(
-            "layer_kinds",
-            "mamba_conv_kernel",
-            "short_conv_kernel",
-            "mamba_norm",
-            "side_multipliers",
-            "expert_latent_size",
-        ),
-        *("mtp_kinds", "mtp_like_layer", "attention_chunks", "nope_temperature"),
+        *("layer_kinds", "mamba_conv_kernel", "short_conv_kernel", "mamba_norm", "side_multipliers"),
+        *("mtp_kinds", "mtp_like_layer", "attention_chunks", "nope_temperature", "per_layer_config"),
+        *("attention_gate", "attention_gate_activation", "expert_latent_size"),
         *ATTENTION_FACTOR,
     )
 )
@@ -47,9 +42,12 @@ For ``build_model``:
 * ``norm_placement``: "pre" (mcore's), "post" (after attention and MLP) or "sandwich" (both);
 * ``qk_norm_kind``: "head" (mcore's), "all_heads" (one norm over all of them), "each_head" (own weights in each) or
   "after_rope", or "after_rope_unweighted" in layers that have a rope;
+* ``per_layer_config``: for each layer the fields in which it differs from the model (``layer_kinds.py``), if any does;
 * ``attention_chunks``: for each layer the number of tokens within which it attends, and 0 if it attends to the whole
   text;
 * ``nope_temperature``: ``(beta, length)``, by which queries of layers without a rope grow with their position;
+* ``attention_gate``: "head" or "element", each of which has a gate of its own projection behind attention;
+* ``attention_gate_activation``: of these gates, "sigmoid" or "softplus" (in fp32);
 * ``attention_softcap``, ``logit_softcap``: the bounds of attention scores and of logits, enforced by a tanh;
 * ``embedding_scale``: word embeddings are multiplied by it;
 * ``embedding_dropout``: the dropout of the embedding, if it is not mcore's ``hidden_dropout``;
@@ -81,11 +79,12 @@ _BUILT = frozenset(
 )
 
 
-def config_class(*, latent: bool) -> "type[TransformerConfig]":
-    """The installed ``TransformerConfig``, or ``MLATransformerConfig`` for multi-latent attention."""
+def config_class(*, latent: bool, by_layer: bool = False) -> "type[TransformerConfig]":
+    """The installed ``TransformerConfig``, or its subclass for latent attention or for sizes that differ by layer."""
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-    return MLATransformerConfig if latent else TransformerConfig
+    chosen = MLATransformerConfig if latent else TransformerConfig
+    return sized_by_layer(chosen) if by_layer else chosen
 
 
 @functools.cache

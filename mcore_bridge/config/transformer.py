@@ -69,8 +69,10 @@ def to_transformer_config(
     settings |= {**_dtype_fields(dtype), **_only(overrides or {}, names)}
     check_model(dims, settings)
     ours = _OF_OUR_ROUTER if "router_norm_min" in settings else frozenset()
+    if by_layer := bool(settings.get("per_layer_config")):
+        settings["heterogeneous_block_specs"] = True
     try:
-        config = config_class(latent=latent)(**_only(settings, names - ours))
+        config = config_class(latent=latent, by_layer=by_layer)(**_only(settings, names - ours))
     except (ArithmeticError, AssertionError, ImportError, TypeError, ValueError) as error:
         raise ConfigError(f"megatron-core refuses this configuration: {error}") from error
     for name in (ATTRIBUTES | ours) & settings.keys():

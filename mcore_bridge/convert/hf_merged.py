@@ -26,8 +26,7 @@ from mcore_bridge.rules.adapters import (
     modules_of_adapter,
     rows_of_parts,
 )
-from mcore_bridge.rules.layout import Axes
-from mcore_bridge.rules.mapping import Binding, WeightMapping, axes_of, pattern_of, unstacked
+from mcore_bridge.rules.mapping import Binding, ModelAxes, WeightMapping, axes_of, pattern_of, unstacked
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.rules.trace import Shape, trace
 from mcore_bridge.weights.bound import axes_of_config
@@ -55,7 +54,7 @@ class ToMerged(ToPlain):
 
     adapter: Path
     provenance: Provenance
-    axes: Axes
+    axes: ModelAxes
     places: Mapping[Matrix, tuple[ParamEntry, int]]
     turned: frozenset[str]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mcore_bridge.config.layer_kinds import SECOND, letters_of, shares_selection
+from mcore_bridge.config.layer_kinds import SECOND, layer_config, letters_of, shares_selection
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.modules.backend import is_unrotated
 from mcore_bridge.installed import Release
@@ -102,7 +102,9 @@ def _own_of_layer(config: TransformerConfig, number: int) -> dict[str, object]:
 
     chunks = getattr(config, "attention_chunks", None)
     freq = getattr(config, "dsa_indexer_topk_freq", None)
+    own = layer_config(config, number)
     return {
+        "sizes": (own.num_attention_heads, own.num_query_groups, own.kv_channels, own.ffn_hidden_size),
         "windows": is_layer_window_attention(config.window_size, config.window_attn_skip_freq, number + 1),
         "ropes": is_unrotated(config, number),
         "chunks": chunks[number] if chunks else 0,

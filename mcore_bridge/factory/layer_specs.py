@@ -10,6 +10,7 @@ import copy
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from mcore_bridge.config.layer_kinds import layer_config
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.modules.backend import Backend, has_transformer_engine, norm_of, submodules_of
 from mcore_bridge.factory.modules.te_attention import adapt_kernel
@@ -38,7 +39,7 @@ def block_spec(config: TransformerConfig, layers: range, *, backend: Backend) ->
     specs = get_gpt_decoder_layer_specs(plain, backend == "te", config.normalization)
     own = [copy.deepcopy(specs[layer]) for layer in layers]  # mcore uses one object for equal layers
     for number, spec in zip(layers, own, strict=True):
-        _adapt(spec.submodules, config, number, backend)
+        _adapt(spec.submodules, layer_config(config, number), number, backend)
     return TransformerBlockSubmodules(layer_specs=own, layer_norm=norm_of(backend, config))
 
 
@@ -53,7 +54,8 @@ def _require_recomputable(config: TransformerConfig) -> None:
 
 
 def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend) -> None:
-    """Puts our modules into the spec of layer ``number`` (from 0)."""
+    """Puts our modules into the spec of layer ``number`` (from 0), which has this config."""
+    from mcore_bridge.factory.modules.attention_gate import adapt_gate
     from mcore_bridge.factory.modules.chunks import adapt_chunks
     from mcore_bridge.factory.modules.experts import adapt_experts, adapt_narrow_experts
     from mcore_bridge.factory.modules.half_layers import adapt_halves
@@ -86,6 +88,7 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend)
     adapt_chunks(layer, config, number)
     adapt_query_temperature(layer, config, number)
     adapt_layer_rope(layer, config, backend)
+    adapt_gate(layer, config, backend)
     adapt_query_key_norms(layer, config, backend)
     adapt_unit_norms(layer, config, number)
     adapt_norm_placement(layer, config, backend)

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mcore_bridge.architecture import architecture_of
-from mcore_bridge.config.layer_kinds import SECOND, inner_config, layers_but_full, layers_of, shares_selection
+from mcore_bridge.config.layer_kinds import (
+    SECOND,
+    inner_config,
+    layer_config,
+    layers_but_full,
+    layers_of,
+    shares_selection,
+)
 from mcore_bridge.config.mesh.balance import balanced
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.transformer import to_transformer_config
@@ -70,10 +77,15 @@ def _layers(config: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     sparse = layers_of(vars(config)) if config.num_moe_experts else [0] * config.num_layers
     routed = config.num_moe_experts * _expert(config) if any(sparse) else 0
     experts = [is_sparse * routed for is_sparse in sparse]
-    mlps = [size + _around_experts(config) if size else _mlp(config, config.ffn_hidden_size) for size in experts]
+    own = [layer_config(config, layer) for layer in range(config.num_layers)]
+    mlps = [
+        size + _around_experts(config) if size else _mlp(config, config.ffn_hidden_size)
+        for size, config in zip(experts, own, strict=True)
+    ]
     linear = layers_but_full(vars(config), "linear_attention_freq", unset=0)
     attentions = [
-        _linear_attention(config) if is_linear else _attention(config, layer) for layer, is_linear in enumerate(linear)
+        _linear_attention(config) if is_linear else _attention(own[layer], layer)
+        for layer, is_linear in enumerate(linear)
     ]
     halves = zip(attentions, mlps, strict=True)
     kinds = getattr(config, "layer_kinds", None)
@@ -136,6 +148,8 @@ def _attention(config: Any, layer: int) -> int:
     bias = config.add_bias_linear
     count = _linear(hidden, qkv, bias=bias or config.add_qkv_bias)
     count += _linear(heads * dim, hidden, bias=bias or getattr(config, "attention_output_bias", False))
+    if gates := getattr(config, "attention_gate", None):
+        count += hidden * heads * (dim if gates == "element" else 1)
     if config.qk_layernorm:
         together = getattr(config, "qk_norm_kind", "head") in ("all_heads", "each_head")
         count += _norm(config, dim * (heads + groups if together else 2))

@@ -37,6 +37,7 @@ SWIGLU      = under("mlp", "mlp", GATED_MLP)
 SWIGLU_BIAS = under("mlp", "mlp", table(
                     ("linear_fc1.bias",                     "{gate,up}_proj.bias",             GATED_UP),
                     ("linear_fc2.bias",                     "down_proj.bias",                  REPLICATED)))
+HEAD_GATE   = table(("self_attention.linear_gate.weight",   "self_attn.g_proj.weight",         COLUMN))
 SINKS       = table(("self_attention.core_attention.softmax_offset", "self_attn.sinks",        COLUMN))
 ROUTER      = table(("mlp.router.weight",                   "mlp.gate.weight",                 REPLICATED))
 ROUTER_BIAS = table(("mlp.router.expert_bias",              "mlp.gate.e_score_correction_bias", REPLICATED))

@@ -140,19 +140,19 @@ REFUSALS = (
         muse_spark_text="modeling_muse_spark.MuseSparkResidualGate", zaya="modeling_zaya.ZayaResidualScaling",
     ),
     *_because(
-        "heads are larger in layers without a window (global_head_dim); megatron-core and our rules have one "
-        "kv_channels for all layers",
-        CONFIG,
-        gemma4_text="configuration_gemma4.Gemma4TextConfig",
+        "values have norms without weights, in some layers they are the keys (attention_k_eq_v), and a number "
+        "multiplies the output of each layer (layer_scalar); nobody has written such attention and layers",
+        ATTENTION, LAYER,
+        gemma4_text="modeling_gemma4.Gemma4TextAttention",
         gemma4_unified="modeling_gemma4_unified.Gemma4UnifiedTextAttention",
         gemma4_unified_text="modeling_gemma4_unified.Gemma4UnifiedTextAttention",
     ),
     *_because(
-        "layers have different numbers of heads, and a gate for each head; megatron-core and our rules have one "
-        "number for all layers",
-        CONFIG, ATTENTION,
-        laguna="modeling_laguna.LagunaAttention", step3p5="step3p7.modeling_step3p7.Step3p7Attention",
-        step3p7="modeling_step3p7.Step3p7Attention",
+        "gates of MLPs and experts are clamped behind their activation, by a limit for each layer (swiglu_limits); "
+        "megatron-core clamps before the activation, by one limit",
+        CONFIG, MLP,
+        step3p5="step3p7.modeling_step3p7.Step3p7Experts",
+        step3p7="modeling_step3p7.Step3p7MLP",
     ),
     *_because(
         "layers have latent attention of different sizes, and a gate for each head; megatron-core has one size for all",
@@ -175,12 +175,6 @@ REFUSALS = (
         ATTENTION, LAYER,
         muse_glimmer="modeling_muse_glimmer.MuseGlimmerTextAttention",
         muse_glimmer_text="modeling_muse_glimmer.MuseGlimmerTextDecoderLayer",
-    ),
-    *_because(
-        "the gate of attention has its own projection, which megatron-core fuses with the projection of queries, and "
-        "expert biases are parameters; nobody has written rules for them",
-        ATTENTION, ROUTER,
-        afmoe="modeling_afmoe.AfmoeAttention",
     ),
     *_because(
         "attention has sinks and norms of queries and keys; nobody has written a table for both at once", SCORES,

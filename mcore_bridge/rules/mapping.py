@@ -20,7 +20,7 @@ from typing import Literal
 
 from mcore_bridge.errors import MappingError
 from mcore_bridge.rules.layout import Axes, Layout
-from mcore_bridge.rules.names import EMBEDDING, TOWER, mtp_layer_of
+from mcore_bridge.rules.names import EMBEDDING, TOWER, layer_of, mtp_layer_of
 
 _TOWER_LAYERS = 128
 _NUMBER = re.compile(r"(?<=\.)[0-9]{1,9}(?=\.|$)")
@@ -305,9 +305,41 @@ class WeightMapping:
         return matches(hf, self.optional)
 
 
-def axes_of(rule: Rule | Binding, axes: Axes) -> Axes:
-    """The ``axes`` for the layout of ``rule``: ``tp`` is the size of the mesh axis that cuts its parameter."""
-    return {**axes, "tp": axes[rule.axis]}
+@dataclass(frozen=True, eq=True)
+class ModelAxes(Mapping[str, int]):
+    """The sizes that the layouts of a model need: those of the model, by name, and those of layers that differ.
+
+    >>> axes = ModelAxes({"tp": 2, "groups": 4}, {1: {"groups": 8}})
+    >>> axes["groups"], axes.of("decoder.layers.1.self_attention.linear_qkv.weight", "tp")["groups"]
+    (4, 8)
+    """
+
+    model: Axes
+    layers: Mapping[int, Axes] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> int:
+        return self.model[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.model)
+
+    def __len__(self) -> int:
+        return len(self.model)
+
+    def __or__(self, sizes: Axes) -> ModelAxes:
+        """These axes with other sizes of the model."""
+        return replace(self, model={**self.model, **sizes})
+
+    def of(self, mcore: str, axis: str) -> Axes:
+        """The axes for the layout of a canonical name. ``tp`` is the size of the mesh axis that cuts its parameter."""
+        layer = layer_of(mcore)
+        own = {} if layer is None else self.layers.get(layer, {})
+        return {**self.model, **own, "tp": self.model[axis]}
+
+
+def axes_of(binding: Binding, axes: ModelAxes) -> Axes:
+    """The ``axes`` for the layout of ``binding``."""
+    return axes.of(binding.mcore, binding.axis)
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:

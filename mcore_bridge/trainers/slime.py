@@ -26,8 +26,7 @@ from mcore_bridge.errors import ConfigError, ExportError
 from mcore_bridge.factory.gpt_inputs import to_transformer_config
 from mcore_bridge.factory.supports import supports
 from mcore_bridge.factory.vision.tower import tower_specs
-from mcore_bridge.rules.layout import Axes
-from mcore_bridge.rules.mapping import WeightMapping, unstacked
+from mcore_bridge.rules.mapping import ModelAxes, WeightMapping, axes_of, unstacked
 from mcore_bridge.rules.names import TOWER, Numbering
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.trainers.megatron_bridge import AutoBridge
@@ -191,7 +190,7 @@ def convert_to_hf(
     binding = binding_of(name, model.mapping, model.numbering, "iter_hf_weights")
     if not binding.exported:
         return []
-    parts = (~binding.layout)((param.detach()[None],), {**model.axes, "padded_vocab": param.shape[0]})
+    parts = (~binding.layout)((param.detach()[None],), {**axes_of(binding, model.axes), "padded_vocab": param.shape[0]})
     names = (*binding.hf, *binding.copies)
     parts = (*parts, *(parts[0] for _ in binding.copies))
     pairs = [(hf, part.clone(memory_format=torch.contiguous_format)) for hf, part in zip(names, parts, strict=True)]
@@ -269,7 +268,7 @@ class _Model:
     """The names and sizes of the parameters of a model without parallelism."""
 
     mapping: WeightMapping
-    axes: Axes
+    axes: ModelAxes
     numbering: Numbering
     has_latent_queries: bool
     """Whether queries have latents. Otherwise only keys and values have latents, and nothing has to be kept."""

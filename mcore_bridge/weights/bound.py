@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from mcore_bridge.config.layer_kinds import held_mtp_layers
+from mcore_bridge.config.layer_kinds import held_mtp_layers, layer_config
 from mcore_bridge.errors import ConfigError, MappingError
 from mcore_bridge.rules.adapters import Adapters, is_adapter
 from mcore_bridge.rules.dtypes import Dtypes, problem_of, unmatched
-from mcore_bridge.rules.layout import Axes
-from mcore_bridge.rules.mapping import Binding, ExpertFormat, WeightMapping, axes_of
+from mcore_bridge.rules.mapping import Binding, ExpertFormat, ModelAxes, WeightMapping, axes_of
 from mcore_bridge.rules.names import TOWER, expert_of, kind_of, layer_of, mtp_layer_of
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.rules.trace import Trace, trace
@@ -47,7 +46,7 @@ class BoundModel:
     chunks: tuple[GPTModel, ...]
     tensors: Mapping[str, Tensor]
     mapping: WeightMapping
-    axes: Axes
+    axes: ModelAxes
     ranks: Mapping[str, int]
     """The rank on each of the axes ``pp``, ``tp`` and ``etp``."""
     merged: bool | None = None
@@ -220,7 +219,7 @@ def bind(
     mapping = mapping_of(first, provenance, expert_format=expert_format)
     ranks = {"pp": groups.pp.rank(), "tp": groups.tp.rank(), "etp": groups.expt_tp.rank()}
     sizes = axes_of_config(whole_config(first), vocab=provenance.hf.vocab_size, padded_vocab=first.vocab_size)
-    axes = {**sizes, "mtp": mapping.num_mtp_layers}
+    axes = sizes | {"mtp": mapping.num_mtp_layers}
     tensors = held_tensors(chunks)
     require_as_built(chunks, tensors)
     if not hasattr(first, "bridge_adapters"):
@@ -246,17 +245,16 @@ def mapping_of(chunk: GPTModel, provenance: Provenance, *, expert_format: Expert
     return provenance.mapping(tied=chunk.share_embeddings_and_output_weights, mtp=mtp, expert_format=expert_format)
 
 
-def axes_of_config(config: TransformerConfig, *, vocab: int, padded_vocab: int) -> Axes:
+def axes_of_config(config: TransformerConfig, *, vocab: int, padded_vocab: int) -> ModelAxes:
     """The sizes that layouts need, for a model.
 
     Args:
         vocab, padded_vocab: rows of the vocabulary, in HF and in mcore.
     """
-    return {
+    model = {
         "tp": config.tensor_model_parallel_size,
         "etp": config.expert_tensor_parallel_size,
-        "groups": config.num_query_groups,
-        "heads_per_group": config.num_attention_heads // config.num_query_groups,
+        **_head_axes(config),
         "vocab": vocab,
         "padded_vocab": padded_vocab,
         "experts": config.num_moe_experts or 0,
@@ -264,6 +262,14 @@ def axes_of_config(config: TransformerConfig, *, vocab: int, padded_vocab: int) 
         **_linear_axes(config),
         **_mamba_axes(config),
     }
+    configs = {number: layer_config(config, number) for number in range(config.num_layers)}
+    return ModelAxes(model, {number: _head_axes(own) for number, own in configs.items() if own is not config})
+
+
+def _head_axes(config: TransformerConfig) -> dict[str, int]:
+    """The sizes of attention, of a model or of a layer."""
+    groups = config.num_query_groups
+    return {"groups": groups, "heads_per_group": config.num_attention_heads // groups}
 
 
 def _linear_axes(config: TransformerConfig) -> dict[str, int]:

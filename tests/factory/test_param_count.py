@@ -23,7 +23,8 @@ def counted(hf: PretrainedConfig) -> ParamCounts:
     for name, size in sizes.items():
         if layer := LAYER.match(name):
             layers[int(layer[1])] += size
-            experts[int(layer[1])] += size * any(part in name for part in EXPERTS)
+            is_router = name.endswith("e_score_correction_bias")
+            experts[int(layer[1])] += size * (not is_router and any(part in name for part in EXPERTS))
     embedding, lm_head = (sum(sizes.get(name, 0) for name in names) for names in (EMBEDDING, HEAD))
     rest = sum(sizes.values()) - sum(layers) - embedding - lm_head
     return ParamCounts(tuple(layers), tuple(experts), embedding, lm_head, rest)

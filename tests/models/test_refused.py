@@ -197,6 +197,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
         {"shared_expert_combination_strategy": "product"},
         "shared_expert_combination_strategy must be",
     ),
+    "`gating=False`": ({"gating": False}, "gating must be True"),
     "`quant_method` other than": ({"quantization_config": {"quant_method": "gptq"}}, "quant_method must be"),
     "formats of compressed-tensors": (
         {"quantization_config": {"quant_method": "modelopt", "quant_algo": "INT4_AWQ"}},

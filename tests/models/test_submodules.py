@@ -14,11 +14,11 @@ from tests.support import pool
 from tests.support.families import built
 from tests.support.module_settings import settings
 from tests.support.strategies import random_state
-from tests.zoo import submodules, tables, texts
+from tests.zoo import layer_sizes, submodules, tables, texts
 
-SPELLED = {"hidden_act", "prefix_dense_intermediate_size", "shared_expert_combination_strategy"}
+SPELLED = {"hidden_act", "gating", "prefix_dense_intermediate_size", "shared_expert_combination_strategy"}
 """Fields with several spellings of one meaning: a function with two names, None for a size, a sum of one."""
-CASES = zoo.params(sorted(submodules.CASES.keys() | tables.CASES.keys() | texts.CASES.keys()))
+CASES = zoo.params(sorted({**submodules.CASES, **tables.CASES, **texts.CASES, **layer_sizes.CASES}))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -14,7 +14,7 @@ from mcore_bridge.architecture import architecture_of
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.rules.adapters import DEFAULT_TARGETS, LINEAR, adapter_rules, all_linear, base_name, rows_of_parts
 from mcore_bridge.rules.layout import TRANSPOSED, Chain
-from mcore_bridge.rules.mapping import axes_of, pattern_of
+from mcore_bridge.rules.mapping import pattern_of
 from mcore_bridge.rules.trace import trace
 from mcore_bridge.rules.variants import fused
 from mcore_bridge.weights.bound import axes_of_config
@@ -26,7 +26,7 @@ from tests.support.twins import TWINS
 
 RANK = 3
 WITHOUT = (
-    *(".router", "shared_expert_gate", ".gate.wg", ".out_proj", "_latent_proj"),
+    *(".router", ".router.gate", "shared_expert_gate", ".gate.wg", ".out_proj", "_latent_proj"),
     *(".indexer.wq_b", ".indexer.wk", ".indexer.weights_proj"),
 )
 """Linear layers of transformers without an adapter here: routers, gates, what kernels of Mamba-2 read, and indexers."""
@@ -77,7 +77,7 @@ def test_the_layout_of_a_product_is_that_of_its_factors(name):
     sizes = axes_of_config(to_transformer_config(hf), vocab=hf.vocab_size, padded_vocab=hf.vocab_size)
     for tp in (1, 2):
         for rule, first, second in adaptable(rules):
-            parts, axes = parts_of(rule, state), axes_of(rule, {**sizes, "tp": tp, "etp": tp})
+            parts, axes = parts_of(rule, state), (sizes | {"tp": tp, "etp": tp}).of(rule.mcore, rule.axis)
             if not parts:
                 continue
             turn = isinstance(rule.layout, Chain) and rule.layout.steps[0] == TRANSPOSED

@@ -31,8 +31,9 @@ def experts(specs: Iterable[TensorSpec], num_bytes: int) -> list[set[str]]:
     """Names of the experts of each layer whose experts together take at most this number of bytes."""
     layers: dict[str, list[TensorSpec]] = {}
     for spec in specs:
-        layer, experts, _ = spec.name.partition(".experts.")
-        layers.setdefault(layer if experts else "", []).append(spec)
+        layer, experts, rest = spec.name.partition(".experts.")
+        is_expert = experts and rest != "e_score_correction_bias"  # of the router, whatever its name is
+        layers.setdefault(layer if is_expert else "", []).append(spec)
     layers.pop("", None)
     return [{each.name for each in found} for found in layers.values() if sum(s.num_bytes for s in found) <= num_bytes]
 

@@ -9,6 +9,7 @@ import mcore_bridge as mb
 from mcore_bridge import EngineRank, ParallelDims, engine_ranks
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.ipc.shared_memory import allocate
+from tests import zoo
 from tests.support import fake_mesh
 from tests.support.strategies import tiny
 
@@ -51,13 +52,15 @@ FAMILIES = {
     "linear": tiny("qwen3_next", **EXPERTS, **LINEAR, num_hidden_layers=4, num_key_value_heads=2),
     "stacked": tiny("gpt_oss", num_hidden_layers=3, num_local_experts=8, num_experts_per_tok=2, num_key_value_heads=2),
 }
+if "laguna" in zoo.cases():
+    FAMILIES["sized"] = tiny("laguna", **zoo.cases()["laguna"].fields | {"num_experts": 8})
 
 
 COLUMNS = re.compile(r"\.(o_proj|out_proj|down_proj)\.weight$")
 
 
 ROWS = re.compile(
-    r"\.(q_proj|gate_proj|up_proj|q_b_proj|kv_b_proj|in_proj_qkvz|in_proj_ba)\.(weight|bias)$|\.(A_log|dt_bias|sinks)$"
+    r"\.(q_proj|g_proj|gate_proj|up_proj|q_b_proj|kv_b_proj|in_proj_qkvz|in_proj_ba)\.(weight|bias)$|\.(A_log|dt_bias|sinks)$"
 )
 
 

@@ -81,6 +81,7 @@ MESHES = {
     "stacked": [ParallelDims(tp=2, ep=2, sp=True), ParallelDims(pp=3, ep=2)],
     "latent": [ParallelDims(tp=4, ep=2, sp=True), ParallelDims(tp=2, pp=3, ep=4, sp=True)],
     "linear": [ParallelDims(tp=2, ep=2, sp=True), ParallelDims(pp=2, ep=2)],
+    "sized": [ParallelDims(tp=2, ep=2, sp=True), ParallelDims(pp=2, ep=2)],
 }
 
 

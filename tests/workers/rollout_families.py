@@ -148,6 +148,7 @@ UNBIASED_ON_CPU = ("ernie4_5_moe",)
 """vLLM's softmax over experts passes over their biases there."""
 AFTER = (
     *(
+        "afmoe",
         "axk1",
         "cohere",
         "cohere2",
@@ -159,6 +160,7 @@ AFTER = (
         "gpt_neox",
         "granite",
         "granitemoe",
+        "laguna",
         "granitemoehybrid",
         "granitemoeshared",
     ),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mcore_bridge.config.layer_kinds import SECOND, layers_but_full, layers_of
+from mcore_bridge.config.layer_kinds import SECOND, layer_config, layers_but_full, layers_of
 
 _ROUTER = 4  # elements per expert: logits and probabilities in fp32
 _LOGITS = 3  # elements per entry of the vocabulary: their softmax in fp32, and its gradient
@@ -23,8 +23,11 @@ def kept_by_layers(config: Any) -> list[int]:
     """
     sparse = layers_of(vars(config)) if config.num_moe_experts else [0] * config.num_layers
     linear = layers_but_full(vars(config), "linear_attention_freq", unset=0)
-    attentions = [_linear_attention(config) if is_linear else _attention(config) for is_linear in linear]
-    mlps = [_experts(config) if is_sparse else _mlp(config) for is_sparse in sparse]
+    own = [layer_config(config, layer) for layer in range(config.num_layers)]
+    attentions = [
+        _linear_attention(config) if is_linear else _attention(own[layer]) for layer, is_linear in enumerate(linear)
+    ]
+    mlps = [_experts(own[layer]) if is_sparse else _mlp(own[layer]) for layer, is_sparse in enumerate(sparse)]
     kinds = getattr(config, "layer_kinds", None)
     if kinds is not None:  # mixers, and layers of one half
         attentions = [_mixer(config, kind) + _attention(config) * ("*" in kind) for kind in kinds]
@@ -48,7 +51,8 @@ def _attention(config: Any) -> int:
         return _latent_attention(config)
     queries = config.kv_channels * config.num_attention_heads
     keys = config.kv_channels * config.num_query_groups
-    gate = queries * bool(getattr(config, "attention_output_gate", False))
+    by_own = {None: 0, "head": config.num_attention_heads, "element": queries}[getattr(config, "attention_gate", None)]
+    gate = by_own or queries * bool(getattr(config, "attention_output_gate", False))
     num_rotated = 2 if config.qk_layernorm else 1
     return int(3 * config.hidden_size + (queries + 2 * keys) + num_rotated * (queries + keys) + queries + 2 * gate)
 

@@ -20,8 +20,7 @@ from mcore_bridge.commands.plan.replicas import replicas
 from mcore_bridge.config.mesh.pipeline import Stage
 from mcore_bridge.errors import CheckpointError, MappingError
 from mcore_bridge.launch.fake_rank import rank_of
-from mcore_bridge.rules.layout import Axes
-from mcore_bridge.rules.mapping import WeightMapping
+from mcore_bridge.rules.mapping import ModelAxes, WeightMapping
 from mcore_bridge.rules.names import TOWER, count_mtp_layers, expert_of, layer_of, mtp_layer_of, renumber_layer
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.bound import BoundModel, bind
@@ -93,7 +92,7 @@ class Replica(NamedTuple):
     """The inputs of export plans, for the ranks that export together."""
 
     mapping: WeightMapping
-    axes: Axes
+    axes: ModelAxes
     num_layers: int
     inventories: Sequence[Inventory]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from mcore_bridge.config.layer_kinds import shares_selection
+from mcore_bridge.config.layer_kinds import each_size, shares_selection
 from mcore_bridge.errors import MeshError
 from mcore_bridge.installed import Release, megatron_release
 
@@ -47,16 +47,12 @@ def check_model(dims: ParallelDims, settings: Mapping[str, object]) -> None:
         MeshError: the mesh does not fit. The message has the field, its name in the HF config, its value, and what to
             change.
     """
-    for name, axis in _DIVIDED:
-        _require_divided(dims, settings, name, axis)
-    if not _is_all_moe(settings):
-        _require_divided(dims, settings, "ffn_hidden_size", "tp")
+    for sizes in each_size(settings):
+        _check_sizes(dims, sizes)
     if dims.ep > 1 and settings.get("num_moe_experts") is None:
         raise MeshError(f"ep={dims.ep} needs a model with experts, but this one has none: use ep=1")
     if dims.etp > 1 and settings.get("num_moe_experts") and settings.get("add_bias_linear"):
         raise MeshError(f"etp={dims.etp} must be 1: megatron-core cannot cut experts that have biases; use ep instead")
-    if not settings.get("multi_latent_attention"):
-        _check_groups(dims, settings)
     if settings.get("experimental_attention_variant") == "gated_delta_net":
         _check_linear_heads(dims, settings)
     kinds = settings.get("layer_kinds")
@@ -69,6 +65,16 @@ def check_model(dims: ParallelDims, settings: Mapping[str, object]) -> None:
         raise MeshError(f"tp={dims.tp} needs sp=True: megatron-core's sparse attention works only with it; set sp=True")
     _check_split(dims, settings)
     _check_shared_selections(dims, settings)
+
+
+def _check_sizes(dims: ParallelDims, sizes: Mapping[str, object]) -> None:
+    """The checks of sizes that may differ between layers."""
+    for name, axis in _DIVIDED:
+        _require_divided(dims, sizes, name, axis)
+    if not _is_all_moe(sizes):
+        _require_divided(dims, sizes, "ffn_hidden_size", "tp")
+    if not sizes.get("multi_latent_attention"):
+        _check_groups(dims, sizes)
 
 
 def _require_divided(dims: ParallelDims, settings: Mapping[str, object], name: str, axis: str) -> None:
@@ -148,10 +154,10 @@ def _check_split(dims: ParallelDims, settings: Mapping[str, object]) -> None:
             "the rank would hold two copies of the embedding. Put them on another rank, or into that stage"
         )
     by_layer = isinstance(settings.get("window_attn_skip_freq") or settings.get("no_rope_freq"), list)
-    if wanted and by_layer and settings.get("mtp_like_layer") is None:
+    if wanted and ((by_layer and settings.get("mtp_like_layer") is None) or settings.get("per_layer_config")):
         raise MeshError(
-            f"mtp_num_layers must be None, found {wanted}: it is not known which window or rope the MTP layers of this "
-            "model have. Remove mtp_num_layers"
+            f"mtp_num_layers must be None, found {wanted}: it is not known which window, rope or sizes the MTP layers "
+            "of this model have. Remove mtp_num_layers"
         )
     linear = settings.get("linear_attention_freq")
     if wanted and isinstance(linear, list) and linear[num_layers - 1]:

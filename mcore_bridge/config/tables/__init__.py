@@ -163,6 +163,10 @@ INTERLEAVED: tuple[Field, ...] = (Const("rotary_interleaved", True),)
 _PATTERN = Ignore("transformers has made layer_types of it", ("sliding_window_pattern", "_sliding_window_pattern"))
 WINDOW_PATTERN: tuple[Field, ...] = (derived.WINDOWS, _PATTERN)
 WINDOW_OR_NOPE: tuple[Field, ...] = (derived_rope.WINDOW_OR_NOPE, _PATTERN)
+SLIDES_OR_NOPE: tuple[Field, ...] = (
+    derived_rope.SLIDES_OR_NOPE,
+    Ignore("transformers has made layer_types of it", ("global_attn_every_n_layers",)),
+)
 
 QK_PLAIN: tuple[Field, ...] = (Const("qk_layernorm", False),)
 QK_NORMED: tuple[Field, ...] = (Const("qk_layernorm", True),)

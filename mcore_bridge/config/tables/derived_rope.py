@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mcore_bridge.config.fields import Derive, Hf, Mcore, count, is_number
-from mcore_bridge.config.layer_kinds import layers_without_rope
+from mcore_bridge.config.layer_kinds import layers_but_full, layers_without_rope
 from mcore_bridge.config.rope import Rope, head_dim, rope_from
 from mcore_bridge.config.rope_spelling import (
     FULL,
@@ -112,9 +112,17 @@ ROTARY_DIM = Derive(("rotary_dim",), _rotary_dim, lambda mcore: {}, (_TWO_DIMS,)
 NO_ROPE = Derive(("no_rope_layers",), _no_rope, _no_rope_back)
 
 
-def _ropes(hf: Hf) -> dict[str, object]:
-    layers = of_layers(hf) or _layers_of_4(hf)
-    return {**ROPE.forward(layers[FULL]), "hf_sliding_rope": ROPE.forward(layers[SLIDING])["hf_rope"]}
+_NAMES = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor")
+
+
+def layer_ropes(rope: Derive = ROPE) -> Derive:
+    """Layers with a window have another rope than the other layers. ``rope`` is the entry of a single one."""
+
+    def forward(hf: Hf) -> dict[str, object]:
+        layers = of_layers(hf) or _layers_of_4(hf)
+        return {**rope.forward(layers[FULL]), "hf_sliding_rope": rope.forward(layers[SLIDING])["hf_rope"]}
+
+    return Derive(_NAMES, forward, _ropes_back, rope.refuses)
 
 
 def _layers_of_4(hf: Hf) -> dict[str, Hf]:
@@ -132,7 +140,7 @@ def _ropes_back(mcore: Mcore) -> dict[str, object]:
 
 
 def _ropes_of_one_base(hf: Hf) -> dict[str, object]:
-    ropes = _ropes(hf)
+    ropes = LAYER_ROPES.forward(hf)
     _require_one_base(ropes["rotary_base"], hf.get("rope_local_base_freq"))
     return ropes
 
@@ -162,13 +170,32 @@ def _window_or_nope(hf: Hf) -> dict[str, object]:
 
 
 def _window_or_nope_back(mcore: Mcore) -> dict[str, object]:
-    expected = _unrotated(mcore)
-    if mcore["no_rope_freq"] != expected:
+    return _windows_back(mcore, _unrotated(mcore), "has no rope if other layers have a window")
+
+
+def _windows_back(mcore: Mcore, unrotated: list[int] | None, rule: str) -> dict[str, object]:
+    if mcore["no_rope_freq"] != unrotated:
         raise ConfigError(
-            f"no_rope_freq must be {expected}, found {mcore['no_rope_freq']!r}: in this architecture a layer without "
-            "a window has no rope if other layers have a window. Remove the override."
+            f"no_rope_freq must be {unrotated}, found {mcore['no_rope_freq']!r}: in this architecture a layer without "
+            f"a window {rule}. Remove the override."
         )
     return derived.WINDOWS.backward(mcore)
+
+
+def _slides_or_nope(hf: Hf) -> dict[str, object]:
+    windows = derived.WINDOWS.forward(hf)
+    return {**windows, "no_rope_freq": _full({**windows, "num_layers": count(hf, "num_hidden_layers")})}
+
+
+def _slides_or_nope_back(mcore: Mcore) -> dict[str, object]:
+    fields = _windows_back(mcore, _full(mcore), "has no rope")
+    return {name: value for name, value in fields.items() if value is not None}  # transformers needs a window anyway
+
+
+def _full(mcore: Mcore) -> list[int] | None:
+    """1 for each layer without a window; None if each has one."""
+    slides = layers_but_full(mcore, "window_attn_skip_freq", unset=mcore["window_size"] is not None)
+    return None if all(slides) else [1 - slide for slide in slides]
 
 
 def _unrotated(mcore: Mcore) -> list[int] | None:
@@ -178,10 +205,13 @@ def _unrotated(mcore: Mcore) -> list[int] | None:
 
 _TWO_BASES = "another `rope_theta` for layers that slide: transformers 4 has one for this model"
 _NOWHERE = "`sliding_window` where no layer slides: transformers would not rotate any layer"
-_NAMES = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor")
 # fmt: off
-LAYER_ROPES          = Derive(_NAMES, _ropes, _ropes_back, ROPE.refuses)
+LAYER_ROPES          = layer_ropes()
+LAYER_ROPES_PARTIAL  = layer_ropes(_PARTIAL)
 LAYER_ROPES_ONE_BASE = Derive(_NAMES, _ropes_of_one_base, _ropes_of_one_base_back, (*ROPE.refuses, _TWO_BASES))
+SLIDES_OR_NOPE       = Derive(
+    derived.WINDOWS.names, _slides_or_nope, _slides_or_nope_back, derived.WINDOWS.refuses
+)
 WINDOW_OR_NOPE       = Derive(
     derived.WINDOWS.names, _window_or_nope, _window_or_nope_back, (*derived.WINDOWS.refuses, _NOWHERE)
 )

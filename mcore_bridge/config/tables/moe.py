@@ -38,6 +38,14 @@ def _dense_first_back(mcore: Mcore) -> dict[str, object]:
     return {"first_k_dense_replace": dense}
 
 
+def _dense_layers(hf: Hf) -> dict[str, object]:
+    return _dense_first({**hf, "first_k_dense_replace": hf["num_dense_layers"]})
+
+
+def _dense_layers_back(mcore: Mcore) -> dict[str, object]:
+    return {"num_dense_layers": _dense_first_back(mcore)["first_k_dense_replace"]}
+
+
 def _mlp_types(hf: Hf) -> dict[str, object]:
     kinds, layers = hf.get("mlp_layer_types"), range(count(hf, "num_hidden_layers"))
     if not isinstance(kinds, list) or len(kinds) != len(layers) or set(kinds) - {"dense", "sparse"}:
@@ -172,6 +180,7 @@ SPARSE_STEP      = Derive(("decoder_sparse_step", "mlp_only_layers"), _sparse_st
 NORMALISED       = Derive(("norm_topk_prob",), _normalised, _normalised_back, (
     "`norm_topk_prob=True` with one expert for a token: its weight would be 1, which megatron-core refuses",))
 DENSE_FIRST      = Derive(("first_k_dense_replace", "moe_layer_freq"), _dense_first, _dense_first_back)
+DENSE_LAYERS     = Derive(("num_dense_layers",), _dense_layers, _dense_layers_back)
 MLP_TYPES        = Derive(("mlp_layer_types", "first_k_dense_replace"), _mlp_types, _mlp_types_back)
 GROUPS           = Derive(("n_group", "topk_group"), _groups, groups_back, (
     "`n_group` above 1 unless `num_experts_per_tok` is twice `topk_group`: HF ranks a group by its two best experts, "

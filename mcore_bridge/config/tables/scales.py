@@ -32,6 +32,16 @@ def _embedding_back(mcore: Mcore) -> dict[str, object]:
     return {}
 
 
+def _if_mup(hf: Hf) -> dict[str, object]:
+    return _embedding(hf) if hf.get("mup_enabled") else {"embedding_scale": None}
+
+
+def _if_mup_back(mcore: Mcore) -> dict[str, object]:
+    if mcore["embedding_scale"] is None:
+        return {"mup_enabled": False}
+    return {"mup_enabled": True, **_embedding_back(mcore)}
+
+
 def _query(hf: Hf) -> dict[str, object]:
     scalar = hf.get("query_pre_attn_scalar")
     if isinstance(scalar, bool) or not isinstance(scalar, int | float) or scalar <= 0:
@@ -50,6 +60,7 @@ def _query_back(mcore: Mcore) -> dict[str, object]:
 
 # fmt: off
 EMBEDDING         = Derive((), _embedding, _embedding_back)
+EMBEDDING_IF_MUP  = Derive(("mup_enabled",), _if_mup, _if_mup_back)
 QUERY             = Derive(("query_pre_attn_scalar",), _query, _query_back)
 ATTENTION_SOFTCAP = softcap("attn_logit_softcapping", "attention_softcap")
 LOGIT_SOFTCAP     = softcap("final_logit_softcapping", "logit_softcap")

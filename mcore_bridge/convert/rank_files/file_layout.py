@@ -18,8 +18,8 @@ from mcore_bridge.config.mesh.pipeline import Stage
 from mcore_bridge.convert.assemble import HFTensors, assemble_shard
 from mcore_bridge.errors import CheckpointError, MeshError
 from mcore_bridge.factory.gpt_inputs import to_gpt_arguments, to_transformer_config
-from mcore_bridge.rules.layout import Axes, Layout
-from mcore_bridge.rules.mapping import Binding, WeightMapping, axes_of, unstacked
+from mcore_bridge.rules.layout import Layout
+from mcore_bridge.rules.mapping import Binding, ModelAxes, WeightMapping, axes_of, unstacked
 from mcore_bridge.rules.names import INDEXER, expert_of, fused_norm, fused_norms, layer_of, local_expert, shift_expert
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.rules.trace import Shape, Trace, trace
@@ -93,7 +93,7 @@ class FileLayout:
         return self.provenance.mapping(tied=bool(self.provenance.hf.tie_word_embeddings))
 
     @cached_property
-    def axes(self) -> Axes:
+    def axes(self) -> ModelAxes:
         """The sizes that layouts need."""
         config = to_transformer_config(self.hf, dims=self.dims)
         padded = to_gpt_arguments(self.hf, dims=self.dims)["vocab_size"]

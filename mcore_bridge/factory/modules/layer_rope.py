@@ -1,7 +1,7 @@
 """Two ropes in one model: layers with a window use ``config.hf_sliding_rope``, all other layers use ``hf_rope``.
 
 megatron-core computes one tensor of angles for all layers. Here this tensor holds the angles of both ropes, and each
-layer takes the angles that it needs.
+layer takes the angles that it needs. If one rope rotates fewer dims of a head, zeros fill its angles up.
 
 megatron-core looks for the window and the rope of a layer under its number. The numbers of layers within MTP layers
 follow those of the decoder, or begin anew, depending on the release. So such a layer reads a config of one layer.
@@ -61,8 +61,10 @@ class BothRotaryEmbeddings(nn.Module):
         return length
 
     def forward(self, *arguments: Any, **options: Any) -> Tensor:
-        """The angles of both ropes, ``[2, s, 1, 1, rotated dims]``."""
-        return torch.stack((self.full(*arguments, **options), self.sliding(*arguments, **options)))
+        """The angles of both ropes, ``[2, s, 1, 1, the larger number of rotated dims]``."""
+        both = self.full(*arguments, **options), self.sliding(*arguments, **options)
+        widest = max(angles.size(-1) for angles in both)
+        return torch.stack([nn.functional.pad(angles, (0, widest - angles.size(-1))) for angles in both])
 
 
 class OwnRope(nn.Module):
@@ -70,13 +72,15 @@ class OwnRope(nn.Module):
 
     def __init__(self, *places: Any, config: TransformerConfig, layer_number: int, **arguments: Any) -> None:
         slides = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        rope = config.hf_sliding_rope if slides else config.hf_rope
         if slides:
-            config = _with_attention_factor(config, config.hf_sliding_rope)
+            config = _with_attention_factor(config, rope)
         super().__init__(*places, config=config, layer_number=layer_number, **arguments)
-        self.rope = _SLIDING if slides else _FULL
+        self.rope, self.num_rotated = (_SLIDING if slides else _FULL), rope.rotary_dim
 
     def forward(self, *inputs: Any, rotary_pos_emb: Tensor, **options: Any) -> Any:
-        return super().forward(*inputs, rotary_pos_emb=rotary_pos_emb[self.rope], **options)
+        own = rotary_pos_emb[self.rope, ..., : self.num_rotated]
+        return super().forward(*inputs, rotary_pos_emb=own, **options)
 
 
 class InnerRope(nn.Module):

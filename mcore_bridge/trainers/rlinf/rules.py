@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
+from mcore_bridge.architecture import architecture_of
+from mcore_bridge.config.transformer import to_transformer_config
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.rules.layout import COLUMN, GATED_UP, QKV, REPLICATED, ROW, VOCAB
 from mcore_bridge.rules.mapping import Rule, Rules
@@ -52,6 +54,12 @@ def convertor_rules(hf: HF) -> list[ConvertorRule]:
         ConfigError: no architecture is registered for ``hf``, or RLinf has no transform for one of its layouts.
     """
     provenance = provenance_of(hf)
+    config = to_transformer_config(provenance.hf, architecture_of(provenance.hf).fields)
+    if getattr(config, "per_layer_config", None):
+        raise ConfigError(
+            f"the layers of a model must have one size here, and those of this {provenance.hf.model_type} differ: "
+            "RLinf splits queries, keys and values by one number of heads. Use iter_hf_weights"
+        )
     rules = tuple(dict.fromkeys((*provenance.rules, *lm_head_of(provenance.rules, provenance.spelling))))
     by_pattern: dict[str, ConvertorRule] = {}
     for rule in rules:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import BridgeError, ExportError
-from mcore_bridge.rules.layout import Axes
-from mcore_bridge.rules.mapping import WeightMapping, unstacked
+from mcore_bridge.rules.mapping import ModelAxes, WeightMapping, unstacked
 from mcore_bridge.trainers.rlinf.engine import Destination, Engine
 from mcore_bridge.trainers.rlinf.sync import FullBucket, ReshardBucket, Sync
 from mcore_bridge.weights.agreement import Export
@@ -56,7 +55,7 @@ class TensorSlice:
 
 
 def slices_of(
-    target: EngineRank, mapping: WeightMapping, axes: Axes, num_layers: int, entries: Sequence[ParamEntry]
+    target: EngineRank, mapping: WeightMapping, axes: ModelAxes, num_layers: int, entries: Sequence[ParamEntry]
 ) -> Mapping[str, TensorSlice]:
     """The slices that an export to ``target`` would yield, by the names of the HF tensors.
 

@@ -12,8 +12,7 @@ from functools import cached_property
 from itertools import chain, pairwise
 from operator import sub
 
-from mcore_bridge.rules.layout import Axes
-from mcore_bridge.rules.mapping import WeightMapping
+from mcore_bridge.rules.mapping import ModelAxes, WeightMapping
 from mcore_bridge.rules.spec import ALIGNMENT, aligned
 from mcore_bridge.weights.plan.export_plan import (
     LAG,
@@ -46,7 +45,7 @@ PER_HOP = 16
 
 def plan_targets(
     mapping: WeightMapping,
-    axes: Axes,
+    axes: ModelAxes,
     num_layers: int,
     inventories: Sequence[Inventory],
     targets: Sequence[Target],

@@ -16,7 +16,7 @@ import torch
 
 from mcore_bridge.errors import TargetError
 from mcore_bridge.rules.layout import COLUMN, GROUPS, Axes, Chain, Concat, Layout
-from mcore_bridge.rules.mapping import Rule, WeightMapping, axes_of, unstacked
+from mcore_bridge.rules.mapping import ModelAxes, Rule, WeightMapping, unstacked
 from mcore_bridge.rules.names import expert_of, layer_of
 from mcore_bridge.rules.trace import Copy, Shape, Trace, line_starts, lines, trace
 from mcore_bridge.weights.plan.encoded_entries import cells_of, upright_of
@@ -32,7 +32,7 @@ _HEADS = "heads_per_group"
 class Slicer:
     """Cuts parameters for one target. Equal layers and experts are computed once."""
 
-    def __init__(self, target: EngineRank, mapping: WeightMapping, axes: Axes, num_layers: int) -> None:
+    def __init__(self, target: EngineRank, mapping: WeightMapping, axes: ModelAxes, num_layers: int) -> None:
         _check(target, axes)
         self._target, self._mapping, self._axes = target, mapping, axes
         self._stage, self._experts = target.stage(num_layers), target.experts(axes["experts"])
@@ -101,7 +101,7 @@ class Slicer:
         if entry.encoded is not None:
             return self._coarse(entry)
         rule, shapes = self._mapping.rule_of(entry.held.name), entry.trace.part_shapes
-        axes = axes_of(rule, self._axes)
+        axes = self._axes.of(entry.held.name, rule.axis)
         indices = []
         for part, (tp, rank) in enumerate(self._cuts(entry, rule)):
             sizes = {**axes, "padded_vocab": self._target.padded(axes["vocab"], tp)}
@@ -141,19 +141,22 @@ def _in_cells(entry: ParamEntry, part: int, indices: Indices) -> Indices:
     return cells
 
 
-def _check(target: EngineRank, axes: Axes) -> None:
-    groups, heads = axes["groups"], axes["groups"] * axes[_HEADS]
+def _check(target: EngineRank, axes: ModelAxes) -> None:
     wrong = []
-    if heads % target.tp:
-        wrong.append(f"tp={target.tp} does not divide {heads} attention heads")
-    if groups % target.tp and target.tp % groups:
-        wrong.append(f"neither of tp={target.tp} and {groups} KV heads divides the other")
+    for sizes in (axes, *axes.layers.values()):
+        groups, heads = sizes["groups"], sizes["groups"] * sizes[_HEADS]
+        if heads % target.tp:
+            wrong.append(f"tp={target.tp} does not divide {heads} attention heads")
+        if groups % target.tp and target.tp % groups:
+            wrong.append(f"neither of tp={target.tp} and {groups} KV heads divides the other")
     if target.ep > max(axes["experts"], 1):
         wrong.append(f"ep={target.ep} is more than {axes['experts']} experts")
     if axes.get("key_heads", 0) % target.tp:
         wrong.append(f"tp={target.tp} does not divide {axes['key_heads']} key heads of linear attention")
     if wrong:
-        raise TargetError(f"the model cannot be cut for this engine: {'; '.join(wrong)}; change the sizes")
+        raise TargetError(
+            f"the model cannot be cut for this engine: {'; '.join(dict.fromkeys(wrong))}; change the sizes"
+        )
 
 
 def dims_of(traced: Trace) -> list[int]:

@@ -11,8 +11,7 @@ from functools import cache, partial
 from itertools import chain, pairwise
 from typing import NamedTuple
 
-from mcore_bridge.rules.layout import Axes
-from mcore_bridge.rules.mapping import WeightMapping
+from mcore_bridge.rules.mapping import ModelAxes, WeightMapping
 from mcore_bridge.rules.spec import aligned
 from mcore_bridge.weights.plan.export_plan import MEMORY, MESSAGES_IN_FLIGHT, ExportPlan, Message, peak_bytes
 from mcore_bridge.weights.plan.inventory import Encode, Inventory, ParamEntry, merge_inventories
@@ -65,7 +64,7 @@ class Request(NamedTuple):
 
 def plan_export(
     mapping: WeightMapping,
-    axes: Axes,
+    axes: ModelAxes,
     num_layers: int,
     inventories: Sequence[Inventory],
     *,

@@ -12,8 +12,7 @@ from typing import Literal
 
 from mcore_bridge.errors import MappingError
 from mcore_bridge.rules.adapters import is_adapter
-from mcore_bridge.rules.layout import Axes
-from mcore_bridge.rules.mapping import Binding, WeightMapping, axes_of, unstacked
+from mcore_bridge.rules.mapping import Binding, ModelAxes, WeightMapping, axes_of, unstacked
 from mcore_bridge.rules.names import expert_of, kind_of, layer_of
 from mcore_bridge.rules.scheme import Encoding
 from mcore_bridge.rules.spec import TensorSpec
@@ -132,7 +131,7 @@ Encode = Callable[[Sequence[ParamEntry]], Sequence[ParamEntry]]
 
 
 def merge_inventories(
-    mapping: WeightMapping, axes: Axes, num_layers: int, inventories: Sequence[Inventory]
+    mapping: WeightMapping, axes: ModelAxes, num_layers: int, inventories: Sequence[Inventory]
 ) -> tuple[ParamEntry, ...]:
     """Merge the inventories of ranks into the parameters of the model, in the order of their first holders.
 
@@ -183,7 +182,7 @@ def _in_order(inventories: Sequence[Inventory], kind_by_name: Mapping[str, str])
 
 
 def _entry(
-    held: TensorSpec, binding: Binding, axes: Axes, holders: Mapping[int, Sequence[int]], stages: Sequence[int]
+    held: TensorSpec, binding: Binding, axes: ModelAxes, holders: Mapping[int, Sequence[int]], stages: Sequence[int]
 ) -> ParamEntry:
     traced = trace(binding.layout, held.shape, axes_of(binding, axes))
     needed = sorted({copy.shard for copy in traced.to_hf})

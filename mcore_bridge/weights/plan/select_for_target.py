@@ -12,8 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from mcore_bridge.errors import TargetError
-from mcore_bridge.rules.layout import Axes
-from mcore_bridge.rules.mapping import WeightMapping, unstacked
+from mcore_bridge.rules.mapping import ModelAxes, WeightMapping, unstacked
 from mcore_bridge.weights.plan.engine_map import EngineMap
 from mcore_bridge.weights.plan.engine_slices import Indices, Slicer, dims_of, sliced_shards
 from mcore_bridge.weights.plan.inventory import ParamEntry
@@ -26,7 +25,7 @@ MOST_TOGETHER = 256 << 20
 
 
 def select_for(
-    target: Target, mapping: WeightMapping, axes: Axes, num_layers: int, entries: Sequence[ParamEntry]
+    target: Target, mapping: WeightMapping, axes: ModelAxes, num_layers: int, entries: Sequence[ParamEntry]
 ) -> Sequence[ParamEntry]:
     """Select the parts of ``entries`` for ``target``, in their order. An engine's rank has an entry for each shard.
 

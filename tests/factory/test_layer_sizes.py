@@ -1,0 +1,109 @@
+"""Layers of different sizes: they train as in transformers, also recomputed, and each size must fit the mesh."""
+
+import copy
+import json
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+import mcore_bridge as mb
+from mcore_bridge.architecture import architecture_of, read_hf
+from mcore_bridge.config.layer_kinds import layer_config
+from mcore_bridge.config.transformer import to_gpt_arguments, to_hf_config, to_transformer_config
+from mcore_bridge.errors import ConfigError, MeshError
+from mcore_bridge.factory.blueprint import BuildOptions, make_blueprint
+from mcore_bridge.factory.hybrid_support import require_hybrid
+from mcore_bridge.trainers.rlinf.rules import convertor_rules
+from tests import zoo
+from tests.support import pool, stepping, tiny
+from tests.support.training import Kind
+
+CASES = zoo.here(["laguna", "afmoe", "laguna-elements-yarn-bias"])
+pytestmark = pytest.mark.skipif(not CASES, reason="this transformers has no such families")
+MESHES: dict[int, list[dict[str, Any]]] = {
+    2: [{"tp": 2, "sp": True}, {"pp": 2, "vp": 2}, {"cp": 2}, {"ep": 2}],
+    4: [{"tp": 4, "sp": True}, {"tp": 2, "cp": 2, "ep": 2, "sp": True}],
+}
+KIND = Kind({name: zoo.cases()[name].hf for name in CASES}, MESHES, every=2)
+
+
+@pytest.mark.parametrize("world_size", MESHES)
+def test_every_mesh_trains_as_transformers_does(world_size, tmp_path):
+    KIND.check(world_size, tmp_path)
+
+
+def recomputed(folder, options):
+    """Runs in each worker: gradients for each way to recompute."""
+    found, dims = [], mb.ParallelDims(tp=2, sp=True)
+    for overrides in options:
+        with stepping.mesh(dims):
+            found.append(stepping.train(folder, dims, tiny.tokens(2), overrides=overrides)["grads"])
+    return found
+
+
+def test_recompute_changes_nothing(tmp_path):
+    folder = str(tiny.random_checkpoint(zoo.cases()["laguna"].hf, tmp_path))
+    options = [
+        {},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]},
+    ]
+    plain, *others = pool.run(2, recomputed, folder, options)[0]
+    for grads in others:
+        assert all(torch.equal(grads[name], grad) for name, grad in plain.items())
+
+
+LAGUNA = json.loads("""{
+  "model_type": "laguna", "architectures": ["LagunaForCausalLM"], "vocab_size": 100352, "hidden_size": 2048,
+  "intermediate_size": 8192, "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128,
+  "hidden_act": "silu", "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "tie_word_embeddings": false,
+  "sliding_window": 512, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+  "num_experts_per_tok": 8, "num_experts": 256, "num_hidden_layers": 40, "moe_routed_scaling_factor": 2.5
+}""")
+EVERY_FOURTH = {
+    "layer_types": ["full_attention", *["sliding_attention"] * 3] * 10,
+    "num_attention_heads_per_layer": [48, 64, 64, 64] * 10,
+}
+
+
+def test_layers_of_a_large_model_have_their_sizes(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**LAGUNA, **EVERY_FOURTH}))
+    hf = read_hf(tmp_path)
+    table = architecture_of(hf).fields
+    config = to_transformer_config(hf, table, dims=mb.ParallelDims(tp=8, ep=16, sp=True))
+    assert [layer_config(config, number).num_attention_heads for number in range(5)] == [48, 64, 64, 64, 48]
+    assert layer_config(config, 4) is config
+    again = pickle.loads(pickle.dumps(copy.deepcopy(config.get_config_for_layer(2))))
+    assert (type(again), again.num_attention_heads) == (type(config), 64)
+    assert (config.hf_rope.rotary_dim, config.hf_sliding_rope.rotary_dim) == (64, 128)
+    back = to_hf_config(config, to_gpt_arguments(hf, table), table)
+    back.pop("rope_parameters")
+    assert back.pop("gating") == "per-head"
+    assert {name: hf.to_dict().get(name, True) for name in back} == back  # no file has norm_topk_prob
+
+
+def test_a_mesh_must_fit_the_sizes_of_every_layer():
+    hf = zoo.cases()["laguna-elements-yarn-bias"].hf
+    hf.num_attention_heads_per_layer = [4, 8, 6, 16]
+    with pytest.raises(MeshError, match="tp=4 must divide num_attention_heads=6"):
+        to_transformer_config(hf, architecture_of(hf).fields, dims=mb.ParallelDims(tp=4, sp=True))
+
+
+def test_a_hybrid_model_is_refused():
+    architecture = architecture_of("laguna")
+    config = to_transformer_config(zoo.cases()["laguna"].hf, architecture.fields)
+    with pytest.raises(ConfigError, match=r"its attention layers differ in .*sizes"):
+        require_hybrid(architecture, config, positions="rope", vision="text_only")
+
+
+def test_the_convertor_of_rlinf_refuses_them():
+    with pytest.raises(ConfigError, match="must have one size here"):
+        convertor_rules(zoo.cases()["laguna"].hf)
+
+
+def test_fewer_layers_keep_their_sizes():
+    hf = zoo.cases()["laguna"].hf
+    cut = make_blueprint(hf, BuildOptions(device="cpu", overrides={"num_layers": 3})).hf
+    assert cut.num_attention_heads_per_layer == [16, 8, 16]

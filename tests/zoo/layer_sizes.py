@@ -1,0 +1,37 @@
+"""Families whose layers have different sizes."""
+
+from typing import Any
+
+from tests.zoo import case
+from tests.zoo.norms import WINDOWED, YARN_ROPE
+
+SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+MIXED = {"mlp_layer_types": ["dense", "sparse", "sparse", "dense"], "shared_expert_intermediate_size": 56}
+
+
+def shares(full: dict[str, Any], sliding: float) -> dict[str, Any]:
+    """Ropes that rotate different shares of a head in full and in sliding layers."""
+    own = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": sliding}
+    return {"rope_parameters": {"full_attention": {"rope_theta": 5e4, **full}, "sliding_attention": own}}
+
+
+HALF = {"rope_type": "default", "partial_rotary_factor": 0.5}
+LAGUNA = {**WINDOWED, **SPARSE, **MIXED, "pad_token_id": 95, "moe_routed_scaling_factor": 2.5}
+FULL = ["full_attention"] * 4
+AFMOE = {**WINDOWED, **SPARSE, "num_shared_experts": 2, "num_dense_layers": 1, "route_scale": 2.5, "pad_token_id": 95}
+CASES = {
+    "afmoe": case("afmoe", **AFMOE, mup_enabled=True),
+    "afmoe-biased-tied": case("afmoe", **AFMOE, attention_bias=True, tie_word_embeddings=True, vocab_size=97),
+    "afmoe-all-full": case("afmoe", **{**AFMOE, "layer_types": FULL, "num_dense_layers": 0}),
+    "laguna": case("laguna", **LAGUNA, **shares(HALF, 1.0), num_attention_heads_per_layer=[16, 8, 16, 8]),
+    "laguna-elements-yarn-bias": case(
+        "laguna",
+        **LAGUNA,
+        **shares({**YARN_ROPE, "partial_rotary_factor": 1.0}, 0.5),
+        num_attention_heads_per_layer=[4, 8, 4, 16],
+        gating="per-element",
+        attention_bias=True,
+        vocab_size=97,
+    ),
+    "laguna-equal": case("laguna", **LAGUNA, **shares(HALF, 0.5), tie_word_embeddings=True),
+}
