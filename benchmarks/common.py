@@ -35,6 +35,18 @@ COMMON = {
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
 
+LAUNCHER = ("TORCHELASTIC_", "MASTER_", "ROLE_", "GROUP_", "LOCAL_", "RANK", "WORLD_SIZE")
+"""How the variables begin by which torchrun names the ranks of a job."""
+
+
+def outside_of_the_job(**more: str) -> dict[str, str]:
+    """The environment for a process that is no rank of this job, such as an engine, with ``more`` variables.
+
+    Otherwise the process would look for its own ranks in the store of torchrun, and wait for ever.
+    """
+    return {**{name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}, **more}
+
+
 def _dense(*sizes: int, head_dim: int = 128, vocab_size: int = 151_936, **more: Any) -> dict[str, Any]:
     own = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": head_dim, "vocab_size": vocab_size}
     return {**COMMON, **dict(zip(SIZES, sizes, strict=True)), **own, **more}

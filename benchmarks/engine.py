@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import config_of, format_of, most, parsed, report, set_up
+from common import config_of, format_of, most, outside_of_the_job, parsed, report, set_up
 
 import mcore_bridge as mb
 from mcore_bridge.errors import TransferError
@@ -67,7 +67,7 @@ class Engine:
         command += ["--ranks", str(self.size), *["--sleeps"] * arguments.sleeps]
         command += ["--expert-parallel"] * arguments.expert_parallel
         with Listener(address) as listener:
-            self.process = subprocess.Popen(command, env={**os.environ, **variables})
+            self.process = subprocess.Popen(command, env=outside_of_the_job(**variables))
             listener._listener._socket.settimeout(300)
             self.pipe = listener.accept()
 

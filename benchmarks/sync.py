@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import config_of, most, parsed, report, set_up
+from common import config_of, most, outside_of_the_job, parsed, report, set_up
 from engine import fill, in_buffers
 
 import mcore_bridge as mb
@@ -45,7 +45,7 @@ class Engine:
         command += ["--device", device, "--config", json.dumps(config), "--ranks", str(self.ranks)]
         self._listener = Listener(address)
         variables = {"PYTHONPATH": os.pathsep.join(path[: 3 if arguments.engine_path else 4])}
-        self.process = subprocess.Popen(command, env={**os.environ, **variables})
+        self.process = subprocess.Popen(command, env=outside_of_the_job(**variables))
 
     def wait(self) -> None:
         """Until it has started."""
