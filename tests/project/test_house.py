@@ -17,7 +17,7 @@ from tests.support.house import MODULES, PACKAGE, import_graph, module_of
 REACHED = {
     "load_hf_weights": 56,
     "iter_hf_weights": 80,
-    "build_model": 116,
+    "build_model": 117,
     "save_hf_checkpoint": 90,
     "add_adapters": 71,
     "forward": 60,
