@@ -142,7 +142,7 @@ class EncodeLaunch:
         """The scales of the files, in the places of the scales that are made; None if there are none."""
         if not has_kept_scales(self.shards[0].part, form):
             return None
-        if self._of_files is not None and self._of_files[0] is form:
+        if self._of_files is not None and self._of_files[0] is form and self._of_files[1].device == device:
             return self._of_files[1]
         kept = as_bytes(torch.empty(self._scales_at[-1], dtype=self.blocks.scales))
         for shard, start in zip(self.shards, self._scales_at, strict=False):
