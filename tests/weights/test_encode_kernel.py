@@ -15,7 +15,8 @@ MISTAKES = {
     "": "",
     "exponent = (bits >> 23) - 8": "exponent = (bits >> 23) - 7",
     "tl.store(target + at, low | high << 4": "tl.store(target + at, high | low << 4",
-    "stored = tl.where(_largest(differs, HEIGHT) > 0, stored, old)": "stored = old",
+    "stored = tl.where(differs > 0, stored, old)": "stored = old",
+    "if shows == 0:": "if shows != 0:",
     "+ 0x7FFFF + ((bits >> 20) & 1)": "+ 0x7FFFF",
 }
 """Replacements in the source of the kernel; the first one changes nothing."""

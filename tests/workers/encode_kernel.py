@@ -112,13 +112,13 @@ def bits_are_those_of_the_codec(name: str, dtype: torch.dtype) -> None:
         assert torch.equal(as_bytes(found[2 * number + 1]), as_bytes(own))
 
     read = [values_of(blocks, *pair) for blocks, pair in zip(shards, expected, strict=True)]
-    read[1][-1, -1] = read[1].abs().max() * 1.375
+    read[1][[12, -1], [3, -1]] = read[1].abs().max() * 1.375  # in and behind the first rows of their blocks
     kept = [own for _, own in expected]
     found, not_finite = by_kernel(shards, read, kept)
     again = [encoded(*each) for each in zip(shards, read, kept, strict=True)]
     assert not not_finite.any()
     assert torch.equal(as_bytes(found[1]), as_bytes(kept[0]))
-    assert (as_bytes(found[3]) != as_bytes(kept[1])).sum() == 1
+    assert not torch.equal(as_bytes(found[3]), as_bytes(kept[1]))
     for number, (codes, own) in enumerate(again):
         assert torch.equal(found[2 * number], codes.flatten())
         assert torch.equal(as_bytes(found[2 * number + 1]), as_bytes(own))

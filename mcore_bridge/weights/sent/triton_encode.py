@@ -16,6 +16,8 @@ from torch import Tensor
 from mcore_bridge.rules.codec import MOST, smallest_scale
 from mcore_bridge.weights.sent.block_geometry import Blocks
 
+_FEW = 8
+"""The first rows of a block that are checked for changes before all rows are."""
 _KINDS = {"fp8": 0, "mxfp4": 1, "int4": 2}
 _FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -54,7 +56,7 @@ def encode_tiles(
         COLUMNS=table.shape[1], HEIGHT=height, WIDTH=width, VALUE=_FLOATS[blocks.dtype],
         KIND=_KINDS[blocks.codec.kind], KEPT=kept is not None, POWERS=blocks.powers,
         ROUND=_FLOATS[blocks.codec.rounded_to or torch.float32], LINES=lines, GROUPS=groups,
-        WIDE=triton.next_power_of_2(width), UNIT=blocks.unit, ALIGNED=aligned, CUDA=codes.is_cuda,
+        WIDE=triton.next_power_of_2(width), FEW=min(lines, _FEW), UNIT=blocks.unit, ALIGNED=aligned, CUDA=codes.is_cuda,
         FP8=codes.is_cuda and torch.cuda.get_device_capability(codes.device) >= (8, 9), num_warps=4,
     )  # fmt: skip
 
@@ -190,11 +192,18 @@ def _largest(numbers, HEIGHT: tl.constexpr):  # type: ignore[no-untyped-def]  # 
 
 
 @_jit
+def _differs(numbers, there, factors, ROUND: tl.constexpr, VALUE: tl.constexpr, KIND: tl.constexpr, CUDA: tl.constexpr, FP8: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: E501, N803  # fmt: skip
+    """1 for each number that its code and the factor of its block do not give back, else 0."""
+    again = _numbers(_codes(_quotients(numbers, factors, CUDA), KIND, FP8), KIND, FP8) * factors
+    return ((_rounded(_rounded(again, ROUND), VALUE) != numbers) & there).to(tl.int32)
+
+
+@_jit
 def _encode(  # type: ignore[no-untyped-def]
     addresses, table, owners, kept, codes, scales, not_finite, most, smallest, COLUMNS: tl.constexpr,  # noqa: N803
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr, KIND: tl.constexpr, KEPT: tl.constexpr,  # noqa: N803
     POWERS: tl.constexpr, ROUND: tl.constexpr, LINES: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr,  # noqa: N803
-    UNIT: tl.constexpr, ALIGNED: tl.constexpr, CUDA: tl.constexpr, FP8: tl.constexpr,  # noqa: N803
+    FEW: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr, CUDA: tl.constexpr, FP8: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     shard = tl.load(owners + tl.program_id(0))
     row = table + shard * COLUMNS
@@ -217,9 +226,14 @@ def _encode(  # type: ignore[no-untyped-def]
     if KEPT:
         old = tl.load(kept + grid_at, mask=in_grid, other=1)
         factors = _factors(old, KIND)[:, :, None]
-        again = _numbers(_codes(_quotients(numbers, factors, CUDA), KIND, FP8), KIND, FP8) * factors
-        differs = ((_rounded(_rounded(again, ROUND), VALUE) != numbers) & there).to(tl.int32)
-        stored = tl.where(_largest(differs, HEIGHT) > 0, stored, old)
+        shows = 0
+        if HEIGHT > 1:  # a block that a step has changed shows this in its first rows, so the others need no check
+            few_at, are_there = _places(tile, across, rows, columns, HEIGHT, WIDTH, FEW, GROUPS, WIDE)
+            few = tl.load(source + few_at, mask=are_there, other=0.0).to(tl.float32)
+            shows = tl.max(_largest(_differs(few, are_there, factors, ROUND, VALUE, KIND, CUDA, FP8), HEIGHT))
+        if shows == 0:
+            differs = _largest(_differs(numbers, there, factors, ROUND, VALUE, KIND, CUDA, FP8), HEIGHT)
+            stored = tl.where(differs > 0, stored, old)
     tl.store(scales + grid_at, stored, mask=in_grid)
     code = _codes(_quotients(numbers, _factors(stored, KIND)[:, :, None], CUDA), KIND, FP8)
     target = codes + codes_at
