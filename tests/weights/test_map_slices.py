@@ -14,6 +14,7 @@ from tests.support.strategies import random_state
 from tests.support.target_models import ENGINES, FAMILIES, Slices, assert_gets, expected, held_by, ranks_of, specs_of
 
 MESHES = {
+    "sized": ParallelDims(tp=2, pp=2, ep=2, sp=True),
     "sparse": ParallelDims(tp=2, pp=2, ep=2, sp=True),
     "stacked": ParallelDims(tp=2, ep=2, sp=True),
     "latent": ParallelDims(tp=4, ep=2, sp=True),

@@ -5,7 +5,7 @@ Addresses are not cached: tensors may have moved after the engine slept, woke or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -47,14 +47,15 @@ def tensors_named(source: EngineModel, names: Iterable[str]) -> dict[str, Tensor
     if not isinstance(source, nn.Module):
         held = source()
         return {name: held[name] for name in names if name in held}
-    tensors = {}
-    for name in names:
-        owner: object = source
-        for part in name.split("."):
-            owner = getattr(owner, part, None)
-        if isinstance(owner, Tensor):
-            tensors[name] = owner
-    return tensors
+    owners: dict[str, object] = {"": source}  # names share most of their path
+
+    def at(path: str) -> object:
+        if path not in owners:
+            above, _, part = path.rpartition(".")
+            owners[path] = getattr(at(above), part, None)
+        return owners[path]
+
+    return {name: tensor for name in names if isinstance(tensor := at(name), Tensor)}
 
 
 def plainly() -> AbstractContextManager[None]:
@@ -115,6 +116,8 @@ class EngineMemory:
     def __init__(self, engine_map: EngineMap, source: EngineModel) -> None:
         self.map, self._source = engine_map, source
         self._found: Buffers | None = None
+        self._compared: Sequence[tuple[object, ...]] | None = None
+        """Addresses and layouts that agreed with the map."""
 
     @property
     def buffers(self) -> Buffers:
@@ -131,6 +134,9 @@ class EngineMemory:
         names = [*self.map.places]
         with plainly():
             held = tensors_named(self._source, [*names, *(alias[0] for alias in self.map.aliases)])
+            current = [(name, t.data_ptr(), t.shape, t.stride(), t.dtype) for name, t in held.items()]
+            if current == self._compared:
+                return
             wrong = [*self._changed(held), *self._separated(held)]
             if wrong:
                 raise TransferError(
@@ -140,6 +146,7 @@ class EngineMemory:
             addresses = [held[name].data_ptr() for name in names]
             if self._found is None or addresses != self._found.addresses.tolist():
                 self._found = Buffers([octets(held[name]) for name in names])
+            self._compared = current
 
     def _changed(self, held: dict[str, Tensor]) -> Iterator[str]:
         for tensor in self.map.tensors:
