@@ -11,10 +11,11 @@ import torch
 from mcore_bridge.engines.channel import WorkerLine
 from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights.agreement import open_export
 from mcore_bridge.weights.bound import bind
 from mcore_bridge.weights.engine.comparison import Compared
 from mcore_bridge.weights.engine.pull_writer import PullWriter
-from mcore_bridge.weights.engine.writer import EngineWriter, export_into
+from mcore_bridge.weights.engine.writer import EngineWriter, write_export
 from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.ipc.buckets import plan_buckets
 from mcore_bridge.weights.ipc.sender import BufferRing
@@ -143,15 +144,24 @@ class Route(NoRoute):
     def _add(self, reason: str) -> None:
         self.reason = "; ".join(filter(None, (self.reason, reason)))
 
-    def _open_shards(self, manifest: Manifest | None = None) -> None:
-        """Announce a round, and open the engine's memory unless that has been done."""
+    def _open_shards(self, manifest: Manifest) -> None:
+        self.line.send("share")
+        self._shared()
+        self._is_announced = True
+
+    def _shared(self) -> EngineWriter | PullWriter:
+        """The writer, after the worker's answer that it may write. It opens the engine's memory if that has moved."""
         assert self._map is not None
-        handles = self.line("share")
+        handles = self.line.answer()
         if handles is not None:
             if self._writer is not None:
                 self._writer.close()
             self._writer = EngineWriter(self._map, handles)
-        self._is_announced = True
+        return self._opened()
+
+    def _opened(self) -> EngineWriter | PullWriter:
+        assert self._writer is not None
+        return self._writer
 
     def _open_pull(self, manifest: Manifest) -> None:
         assert self._map is not None
@@ -176,15 +186,12 @@ class Route(NoRoute):
     def send(self, version: int) -> None:
         """Export a round to the worker, together with all ranks of the replica."""
         if self.transport in _BY_MAP:
-            try:
-                if self.transport == "shards" and not self._is_announced:
-                    self._open_shards()
-                self._is_announced = False
-                assert self._writer is not None
-            except TransferError:
-                super().send(version)
-                raise
-            export_into(self._models, self._writer, **self._options)
+            is_asked = self.transport == "shards" and not self._is_announced
+            self._is_announced = False
+            if is_asked:
+                self.line.send("share")  # the worker looks up its memory while the ranks agree on a plan
+            export = open_export(self._models, None, "lm", target=self.target, **self._options)
+            write_export(export, self._shared if is_asked else self._opened)
             self.line("complete", version)
             return
         self._send_buckets()

@@ -5,7 +5,7 @@ The shards of all ranks become the engine's tensors, and no HF tensor is made.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -14,7 +14,7 @@ from mcore_bridge.config.quantization import Quantize
 from mcore_bridge.errors import TransferError, plural
 from mcore_bridge.rules.mapping import ExpertFormat
 from mcore_bridge.rules.spec import Pair, runs_within
-from mcore_bridge.weights.agreement import Options, open_export, unless
+from mcore_bridge.weights.agreement import Export, Options, open_export, unless
 from mcore_bridge.weights.engine.composed import MapWriter, MemoryWriter
 from mcore_bridge.weights.engine.group_copies import MapCopies, take_expected
 from mcore_bridge.weights.ipc.shared_memory import Handle, open_all
@@ -22,7 +22,8 @@ from mcore_bridge.weights.model_chunks import Models
 from mcore_bridge.weights.plan.engine_map import EngineMap
 from mcore_bridge.weights.provenance import HF
 from mcore_bridge.weights.transfer.copier import Buffers
-from mcore_bridge.weights.transfer.executor import run_messages
+from mcore_bridge.weights.transfer.executor import Ends, new_tensors, run_messages
+from mcore_bridge.weights.transfer.program import Program
 
 GROUP_BYTES = 1 << 30
 """Bytes of HF tensors that one kernel copies. They are kept in memory until then."""
@@ -158,9 +159,34 @@ def export_into(
         "merged": merged,
         "quantize": quantize,
     }
-    export = open_export(models, hf, head, **options)
+    write_export(open_export(models, hf, head, **options), lambda: writer)
 
-    for pairs in run_messages(export.program, export.group, export.held, into=writer.begin):
+
+def write_export(export: Export, opened: Callable[[], MapWriter]) -> None:
+    """Run an export whose target on this rank is the map of a writer.
+
+    Args:
+        opened: the writer, once the engine lets it write. It is called after the ranks have agreed on a plan. If it
+            raises, the export goes on without a writer for the sake of other ranks.
+
+    Raises:
+        TransferError: what ``opened`` has raised.
+        ExportError: as ``export_into``.
+    """
+    found: list[MapWriter | TransferError] = []
+
+    def begin(program: Program, device: torch.device) -> Ends:
+        try:
+            found.append(writer := opened())
+        except TransferError as error:
+            found.append(error)
+            return new_tensors(program, device)
+        return writer.begin(program, device)
+
+    for pairs in run_messages(export.program, export.group, export.held, into=begin):
         for _ in pairs:
             pass
-    writer.end(export.group.device)
+    (end,) = found
+    if isinstance(end, TransferError):
+        raise end
+    end.end(export.group.device)
