@@ -143,7 +143,6 @@ REFUSALS = (
         "values have norms without weights, in some layers they are the keys (attention_k_eq_v), and a number "
         "multiplies the output of each layer (layer_scalar); nobody has written such attention and layers",
         ATTENTION, LAYER,
-        gemma4_text="modeling_gemma4.Gemma4TextAttention",
         gemma4_unified="modeling_gemma4_unified.Gemma4UnifiedTextAttention",
         gemma4_unified_text="modeling_gemma4_unified.Gemma4UnifiedTextAttention",
     ),

@@ -20,13 +20,18 @@ from tests import zoo
 from tests.support import pool, stepping, tiny
 from tests.support.training import Kind
 
-CASES = zoo.here(["laguna", "afmoe", "laguna-elements-yarn-bias"])
+CASES = zoo.here(["laguna", "afmoe", "laguna-elements-yarn-bias", "gemma4", "gemma4-biased"])
 pytestmark = pytest.mark.skipif(not CASES, reason="this transformers has no such families")
 MESHES: dict[int, list[dict[str, Any]]] = {
     2: [{"tp": 2, "sp": True}, {"pp": 2, "vp": 2}, {"cp": 2}, {"ep": 2}],
     4: [{"tp": 4, "sp": True}, {"tp": 2, "cp": 2, "ep": 2, "sp": True}],
 }
-KIND = Kind({name: zoo.cases()[name].hf for name in CASES}, MESHES, every=2)
+KIND = Kind(
+    {name: zoo.cases()[name].hf for name in CASES},
+    MESHES,
+    every=2,
+    fits=lambda name, dims: dims.ep == 1 or not name.startswith("gemma4"),
+)
 
 
 @pytest.mark.parametrize("world_size", MESHES)
@@ -43,12 +48,13 @@ def recomputed(folder, options):
     return found
 
 
-def test_recompute_changes_nothing(tmp_path):
-    folder = str(tiny.random_checkpoint(zoo.cases()["laguna"].hf, tmp_path))
+@pytest.mark.parametrize(("name", "modules"), [("laguna", ["core_attn", "moe"]), ("gemma4", ["core_attn", "mlp"])])
+def test_recompute_changes_nothing(name, modules, tmp_path):
+    folder = str(tiny.random_checkpoint(zoo.cases()[name].hf, tmp_path))
     options = [
         {},
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-        {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]},
+        {"recompute_granularity": "selective", "recompute_modules": modules},
     ]
     plain, *others = pool.run(2, recomputed, folder, options)[0]
     for grads in others:
