@@ -1,7 +1,10 @@
 """Gemma 4, the dense text: larger heads in full layers, whose values are their keys, and a number for each layer."""
 
+from typing import TYPE_CHECKING
+
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Const, Ignore, Require
+from mcore_bridge.config.rope_spelling import FULL
 from mcore_bridge.config.tables import GEMMA, NORM_SANDWICH, QK_NORMED, WINDOW_PATTERN, but
 from mcore_bridge.config.tables.by_layer import HEADS_OF_FULL
 from mcore_bridge.config.tables.derived import activation
@@ -9,7 +12,10 @@ from mcore_bridge.config.tables.derived_rope import LAYER_ROPES_PROPORTIONAL
 from mcore_bridge.config.tables.scales import LOGIT_SOFTCAP
 from mcore_bridge.models.blocks import GQA, NORMS_FOUR, O_BIAS, QK_NORM, QKV_BIAS, SWIGLU, decoder
 from mcore_bridge.rules.layout import QK, REPLICATED
-from mcore_bridge.rules.mapping import table
+from mcore_bridge.rules.mapping import Rules, of_layers, table
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 KEYS_AS_VALUES = table(
     ("self_attention.linear_qk.weight", "self_attn.{q,k}_proj.weight", QK),
@@ -18,6 +24,16 @@ KEYS_AS_VALUES = table(
 SCALAR = table(("mlp_bda.layer_scalar", "layer_scalar", REPLICATED))
 EXPERTS = "nobody has written the experts of the 26B-A4B variant, which stand beside an MLP"
 SHARED = "nobody has written layers that read keys and values of another layer, as the E2B and E4B variants have"
+
+
+def _projections(hf: "PretrainedConfig") -> tuple[Rules, ...]:
+    """The projections of attention, of layers with values of their own, and of layers whose keys are their values."""
+    shares = [bool(hf.attention_k_eq_v) and kind == FULL for kind in hf.layer_types]
+    qkv, output = GQA
+    own = of_layers((qkv, *QKV_BIAS), (layer for layer, is_shared in enumerate(shares) if not is_shared))
+    return own, of_layers(KEYS_AS_VALUES, (layer for layer, is_shared in enumerate(shares) if is_shared)), (output,)
+
+
 ARCHITECTURE = Architecture(
     model_type="gemma4_text",
     fields=(
@@ -36,5 +52,5 @@ ARCHITECTURE = Architecture(
         Require("enable_moe_block", (False,), EXPERTS),
         Ignore("only embeddings for each layer have this size", ("vocab_size_per_layer_input",)),
     ),
-    rules=lambda hf: decoder(NORMS_FOUR, GQA, QKV_BIAS, O_BIAS, QK_NORM, KEYS_AS_VALUES, SWIGLU, SCALAR),
+    rules=lambda hf: decoder(NORMS_FOUR, *_projections(hf), O_BIAS, QK_NORM, SWIGLU, SCALAR),
 )

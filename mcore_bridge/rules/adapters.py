@@ -116,7 +116,7 @@ def all_linear(rules: Rules) -> tuple[str, ...]:
     ('q_proj', 'k_proj', 'v_proj')
     """
     able = (rule for rule in _of_decoder(rules) if _module(rule.mcore) and not _obstacle(rule))
-    return tuple(_module(name) for rule in able for name in rule.hf if name.endswith(".weight"))
+    return tuple(dict.fromkeys(_module(name) for rule in able for name in rule.hf if name.endswith(".weight")))
 
 
 def adapter_rules(rules: Rules, targets: Sequence[str], kind: Sharing = "own", *, dora: bool = False) -> Rules:

@@ -66,7 +66,7 @@ def full_layers(hf: Hf) -> Hf:
         raise ConfigError(f"{_OWN} must be a mapping and layer_types a list, found {shown(own)} and {shown(kinds)}.")
     full = {str(number) for number, kind in enumerate(kinds) if kind == FULL}
     sizes: dict[str, object] = next(iter(own.values()), {})
-    layers = {str(number): layer for number, layer in own.items()}
+    layers = {str(number): layer for number, layer in own.items() if int(number) < len(kinds)}
     if layers and (layers.keys() != full or any(layer != sizes for layer in own.values()) or sizes.keys() - _SIZES):
         raise ConfigError(
             f"{_OWN} must have equal values of {sorted(_SIZES)} for every full layer, and none for another layer, "

@@ -24,7 +24,7 @@ RULES = {
     "gates dealt out":          ("logits at tp=2", "laguna", of("linear_gate.weight", laid_out(DEALT))),
     "gates on every rank":      ("shapes at tp=2", "laguna", of("linear_gate.weight", laid_out(REPLICATED))),
     "norms exchanged":          ("logits", "afmoe", exchange(*NORMS)),
-    "keys behind all queries":  ("logits", "gemma4", of("linear_qk.weight", laid_out(NOT_GROUPED))),
+    "keys behind all queries":  ("logits at tp=2", "gemma4-biased", of("linear_qk.weight", laid_out(NOT_GROUPED))),
     "keys before queries":      ("shapes", "gemma4", of("linear_qk.weight", parts(1, 0))),
     "scales forgotten":         ("no rule", "gemma4", of("layer_scalar", lambda rule: None)),
     "gates forgotten":          ("no rule", "laguna", of("linear_gate.weight", lambda rule: None)),
