@@ -64,9 +64,9 @@ def full_layers(hf: Hf) -> Hf:
     own, kinds = hf.get(_OWN) or {}, hf.get("layer_types")
     if not isinstance(own, dict) or not isinstance(kinds, list):
         raise ConfigError(f"{_OWN} must be a mapping and layer_types a list, found {shown(own)} and {shown(kinds)}.")
-    full = {str(number) for number, kind in enumerate(kinds) if kind == FULL}
+    full = {number for number, kind in enumerate(kinds) if kind == FULL}
     sizes: dict[str, object] = next(iter(own.values()), {})
-    layers = {str(number): layer for number, layer in own.items() if int(number) < len(kinds)}
+    layers = {int(number): layer for number, layer in own.items() if int(number) < len(kinds)}
     if layers and (layers.keys() != full or any(layer != sizes for layer in own.values()) or sizes.keys() - _SIZES):
         raise ConfigError(
             f"{_OWN} must have equal values of {sorted(_SIZES)} for every full layer, and none for another layer, "
@@ -76,26 +76,23 @@ def full_layers(hf: Hf) -> Hf:
 
 
 def _heads_of_kinds(hf: Hf) -> dict[str, object]:
-    model, full = derived.HEADS.forward(hf), derived.HEADS.forward(full_layers(hf))
-    kinds, shared = {**model, "keys_as_values": False}, bool(hf.get("attention_k_eq_v"))
-    of_full = {**full, "keys_as_values": shared}
-    layers = [of_full if kind == FULL else kinds for kind in hf["layer_types"]]  # type: ignore[attr-defined]
-    return {**kinds, "keys_as_values": False, _OWN: sizes_by_layer(layers, kinds)}
+    sliding = {**derived.HEADS.forward(hf), "keys_as_values": False}
+    shares = bool(hf.get("attention_k_eq_v"))
+    full, kinds = {**derived.HEADS.forward(full_layers(hf)), "keys_as_values": shares}, hf["layer_types"]
+    assert isinstance(kinds, list)
+    return {**sliding, _OWN: sizes_by_layer((full if kind == FULL else sliding for kind in kinds), sliding)}
 
 
 def _heads_of_kinds_back(mcore: Mcore) -> dict[str, object]:
     num_layers = count(mcore, "num_layers")
-    own = {
-        str(number): {
-            name: value
-            for name, of_layers in ((hf, values_of_layers(mcore, name, num_layers)) for hf, name in _SIZES.items())
-            if (value := of_layers[number]) != mcore[_SIZES[name]]
-        }
-        for number in range(num_layers)
-    }
-    shared = any(values_of_layers(mcore, "keys_as_values", num_layers))
-    sizes = {number: layer for number, layer in own.items() if layer}
-    return {**derived.HEADS.backward(mcore), _OWN: sizes, "attention_k_eq_v": shared}
+    of_layers = {hf: values_of_layers(mcore, name, num_layers) for hf, name in _SIZES.items()}
+    model, own = derived.HEADS.backward(mcore), {}
+    for number in range(num_layers):
+        sizes = {name: values[number] for name, values in of_layers.items() if values[number] != model[name]}
+        if sizes:
+            own[str(number).zfill(len(str(num_layers - 1)))] = sizes
+    shares = any(values_of_layers(mcore, "keys_as_values", num_layers))
+    return {**model, _OWN: own, "attention_k_eq_v": shares}
 
 
 HEADS_OF_FULL = Derive(
