@@ -45,6 +45,7 @@ CASES = {
     "gemma4": (lambda: zoo.cases()["gemma4"].hf, ("q_proj", "v_proj", "o_proj"), (TP2, {"pp": 2})),
     "afmoe": (lambda: zoo.cases()["afmoe"].hf, ("v_proj", "o_proj"), (TP2,)),
 }
+CASES = {name: CASES[name] for name in CASES if name not in {"laguna", "gemma4", "afmoe"} - zoo.cases().keys()}
 
 
 GATED = ("gate_up_proj", "down_proj")
