@@ -25,7 +25,8 @@ ATTRIBUTES = frozenset(
         *("parallel_norms", "norm_bias", "output_layer_bias", "expert_norm", "expert_multiplier"),
         *("layer_kinds", "mamba_conv_kernel", "short_conv_kernel", "mamba_norm", "side_multipliers"),
         *("mtp_kinds", "mtp_like_layer", "attention_chunks", "nope_temperature", "per_layer_config"),
-        *("attention_gate", "attention_gate_activation", "expert_latent_size"),
+        *("attention_gate", "attention_gate_activation", "expert_latent_size", "value_norm", "keys_as_values"),
+        "layer_scalar",
         *ATTENTION_FACTOR,
     )
 )
@@ -48,6 +49,9 @@ For ``build_model``:
 * ``nope_temperature``: ``(beta, length)``, by which queries of layers without a rope grow with their position;
 * ``attention_gate``: "head" or "element", each of which has a gate of its own projection behind attention;
 * ``attention_gate_activation``: of these gates, "sigmoid" or "softplus" (in fp32);
+* ``value_norm``: whether values have a norm without weights in each head;
+* ``keys_as_values``: whether values are the keys before their norm, so that no projection computes them;
+* ``layer_scalar``: whether the output of each layer is multiplied by a number of the checkpoint;
 * ``attention_softcap``, ``logit_softcap``: the bounds of attention scores and of logits, enforced by a tanh;
 * ``embedding_scale``: word embeddings are multiplied by it;
 * ``embedding_dropout``: the dropout of the embedding, if it is not mcore's ``hidden_dropout``;

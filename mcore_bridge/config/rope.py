@@ -26,7 +26,8 @@ class Rope:
 
     Args:
         parameters: with the names of transformers 5: ``rope_type``, ``rope_theta`` and the keys of this type.
-        head_dim: the size of an attention head. Its first ``rotary_dim`` dims are rotated.
+        head_dim: the size of an attention head. Its first ``rotary_dim`` dims are rotated. With the proportional type
+            all dims are, some of them by 0.
         max_position_embeddings: the length in tokens for which the model is made.
     """
 
@@ -67,7 +68,12 @@ class Rope:
     @property
     def rotary_dim(self) -> int:
         """The number of rotated dims of a head."""
-        return int(self.head_dim * self.partial_rotary_factor)
+        return self.head_dim if self._is_proportional else int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def _is_proportional(self) -> bool:
+        """Whether the frequencies of a part of each head are 0, so that they already contain the factor."""
+        return self.rope_type == "proportional"
 
     @property
     def longest_plain(self) -> float:
@@ -162,7 +168,8 @@ class Rope:
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-        whole = {name: value for name, value in self.parameters.items() if name not in _NOT_FREQUENCIES}
+        left_out = _NOT_FREQUENCIES[self._is_proportional :]
+        whole = {name: value for name, value in self.parameters.items() if name not in left_out}
         config = self._config(whole)
         if self.rope_type in ROPE_INIT_FUNCTIONS:
             compute = ROPE_INIT_FUNCTIONS[self.rope_type]

@@ -22,6 +22,7 @@ _NO_OTHER = {"rope_scaling": None, "rope_theta": None}
 _SCALED = ("factor",)
 _REQUIRED: dict[str, tuple[str, ...]] = {
     "default": (),
+    "proportional": (),
     "linear": _SCALED,
     "dynamic": _SCALED,
     "llama3": (*_SCALED, "low_freq_factor", "high_freq_factor", ORIGINAL_LENGTH),
@@ -34,6 +35,7 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
         *("llama_4_scaling_beta", "max_position_embeddings", OF_ENGINES),
     ),
     "longrope": ("attention_factor", "factor"),
+    "proportional": _SCALED,
 }
 MULTIMODAL = ("mrope_section", "mrope_interleaved", "interleaved")
 """They assign dims to the three positions of an image token. A text token has one position, so they do not matter."""
@@ -43,7 +45,6 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 """The rope types of a family that does not list its own."""
 _REFUSED = {
     "mrope": "it rotates by several position ids, which only multimodal models have",
-    "proportional": "it leaves a part of each head unrotated",
 }
 
 

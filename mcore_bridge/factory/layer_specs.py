@@ -72,6 +72,7 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend)
     from mcore_bridge.factory.modules.parallel_blocks import adapt_parallel
     from mcore_bridge.factory.modules.scores import adapt_scores
     from mcore_bridge.factory.modules.torch_modules import always_biased
+    from mcore_bridge.factory.modules.values import adapt_values
 
     if backend == "torch":
         _use_torch_modules(layer, config)
@@ -89,6 +90,7 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend)
     adapt_query_temperature(layer, config, number)
     adapt_layer_rope(layer, config, backend)
     adapt_gate(layer, config, backend)
+    adapt_values(layer, config, backend)
     adapt_query_key_norms(layer, config, backend)
     adapt_unit_norms(layer, config, number)
     adapt_norm_placement(layer, config, backend)

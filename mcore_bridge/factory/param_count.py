@@ -113,9 +113,10 @@ def _norm(config: Any, size: int) -> int:
 
 
 def _norms(config: Any) -> int:
-    """The norms of a layer, without the norms of queries, keys and latents."""
+    """The norms of a layer, without the norms of queries, keys and latents, and the scale of its output."""
     count = 4 if getattr(config, "norm_placement", "pre") == "sandwich" else 2
-    return _norm(config, config.hidden_size) * (getattr(config, "parallel_norms", None) or count)
+    norms = _norm(config, config.hidden_size) * (getattr(config, "parallel_norms", None) or count)
+    return norms + getattr(config, "layer_scalar", False)
 
 
 def _expert(config: Any) -> int:
@@ -144,7 +145,8 @@ def _attention(config: Any, layer: int) -> int:
         return _latent_attention(config) + _indexer(config, layer)
     hidden, dim = config.hidden_size, config.kv_channels
     heads, groups = config.num_attention_heads, config.num_query_groups
-    qkv = dim * (heads * (1 + config.attention_output_gate) + 2 * groups)
+    keys_and_values = 1 if getattr(config, "keys_as_values", False) else 2
+    qkv = dim * (heads * (1 + config.attention_output_gate) + keys_and_values * groups)
     bias = config.add_bias_linear
     count = _linear(hidden, qkv, bias=bias or config.add_qkv_bias)
     count += _linear(heads * dim, hidden, bias=bias or getattr(config, "attention_output_bias", False))

@@ -140,10 +140,8 @@ REFUSALS = (
         muse_spark_text="modeling_muse_spark.MuseSparkResidualGate", zaya="modeling_zaya.ZayaResidualScaling",
     ),
     *_because(
-        "values have norms without weights, in some layers they are the keys (attention_k_eq_v), and a number "
-        "multiplies the output of each layer (layer_scalar); nobody has written such attention and layers",
-        ATTENTION, LAYER,
-        gemma4_text="modeling_gemma4.Gemma4TextAttention",
+        "its text is a gemma4_text, which is supported; nobody has written its table, nor how images and sound join it",
+        ATTENTION,
         gemma4_unified="modeling_gemma4_unified.Gemma4UnifiedTextAttention",
         gemma4_unified_text="modeling_gemma4_unified.Gemma4UnifiedTextAttention",
     ),

@@ -36,7 +36,7 @@ from mcore_bridge.rules.variants import HEAD
 LINEAR = frozenset(
     {
         *("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "in_proj", "out_proj"),
-        "linear_gate",
+        *("linear_gate", "linear_qk"),
         *("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"),
     }
 )
@@ -116,7 +116,7 @@ def all_linear(rules: Rules) -> tuple[str, ...]:
     ('q_proj', 'k_proj', 'v_proj')
     """
     able = (rule for rule in _of_decoder(rules) if _module(rule.mcore) and not _obstacle(rule))
-    return tuple(_module(name) for rule in able for name in rule.hf if name.endswith(".weight"))
+    return tuple(dict.fromkeys(_module(name) for rule in able for name in rule.hf if name.endswith(".weight")))
 
 
 def adapter_rules(rules: Rules, targets: Sequence[str], kind: Sharing = "own", *, dora: bool = False) -> Rules:

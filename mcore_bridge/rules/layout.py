@@ -220,6 +220,7 @@ REPLICATED     = Replicate()
 VOCAB          = Resize("vocab", "padded_vocab") >> COLUMN
 GATED_UP       = COLUMN >> Concat(1, ratio=(1, 1))                                          # cut, then fuse
 QKV            = GROUPS >> Concat(1, ratio=("heads_per_group", 1, 1)) >> ~GROUPS >> COLUMN  # fuse, then cut
+QK             = GROUPS >> Concat(1, ratio=("heads_per_group", 1)) >> ~GROUPS >> COLUMN     # where keys are values
 FUSED_GATED_UP = Split(0, ratio=(1, 1)) >> GATED_UP                    # from one HF tensor: gate, then up
 FUSED_QKV      = Split(0, ratio=("heads_per_group", 1, 1)) >> QKV      # from one HF tensor: all q, then all k, then v
 ONE_ROW        = Rearrange("1 n", "n") >> REPLICATED                   # from a matrix of one row

@@ -44,6 +44,7 @@ class Rule:
             names. With ``exported`` a save writes the copies. Without, a source may have the tensor under this name
             only.
         count: the first number of the mcore name is below it. None: there is no limit.
+        layers: the first number of the mcore name is one of these. None: it may be any.
         turned: for a routed expert: a tensor of all experts holds it transposed.
     """
 
@@ -56,6 +57,7 @@ class Rule:
     axis: str = "tp"
     copy: bool = False
     count: int | None = None
+    layers: frozenset[int] | None = None
     turned: bool = False
 
 
@@ -129,6 +131,11 @@ def respelled_name(name: str, spelling: Prefixes) -> str:
 def numbered(rules: Rules, *, offset: int = 0, stride: int = 1, count: int | None = None) -> Rules:
     """The rules for ``count`` modules, whose first number in HF names begins at ``offset`` and grows by ``stride``."""
     return tuple(replace(rule, offset=offset, stride=stride, count=count) for rule in rules)
+
+
+def of_layers(rules: Rules, layers: Iterable[int]) -> Rules:
+    """The rules for these numbers of layers alone: modules that only some layers have in place of others."""
+    return tuple(replace(rule, layers=frozenset(layers)) for rule in rules)
 
 
 def experts(mcore: str, hf: str, *rules: Rules, turned: bool = False) -> Rules:
@@ -269,6 +276,8 @@ class WeightMapping:
             layers = _TOWER_LAYERS if rule.mcore.startswith(TOWER) else num_layers
             counts = (rule.count or layers, max(num_experts, 1), *(1 for _ in range(rule.mcore.count("*"))))
             for first, *others in product(*map(range, counts[: max(rule.mcore.count("*"), 1)])):
+                if rule.layers is not None and first not in rule.layers:
+                    continue
                 numbers = [str(first * rule.stride + rule.offset), *map(str, others)]
                 for name in rule.hf:
                     whole = name.removesuffix("[*]")
@@ -350,7 +359,8 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 def _has_number(rule: Rule, numbers: list[str]) -> bool:
     """Whether ``rule`` applies to the first of ``numbers``, which HF counts."""
     number, rest = divmod(int(numbers[0]) - rule.offset if numbers else 0, rule.stride)
-    return number >= 0 and rest == 0 and (rule.count is None or number < rule.count)
+    is_there = rule.layers is None or number in rule.layers
+    return number >= 0 and rest == 0 and is_there and (rule.count is None or number < rule.count)
 
 
 def _fill(pattern: str, numbers: list[str]) -> str:

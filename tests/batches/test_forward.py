@@ -77,6 +77,13 @@ def test_every_mesh(dims, packed):
     assert not check("qwen3", dims, packed=packed, micro_batch_size=1)
 
 
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "rows"])
+@pytest.mark.parametrize("dims", [mb.ParallelDims(tp=2, cp=2, sp=True), mb.ParallelDims(pp=2, vp=2)], ids=str)
+@pytest.mark.parametrize("name", zoo.params(["gemma4"]))
+def test_layers_with_heads_of_different_sizes(name, dims, packed):
+    assert not check(name, dims, packed=packed, micro_batch_size=1)
+
+
 @pytest.mark.parametrize("dims", [mb.ParallelDims(ep=2), mb.ParallelDims(tp=2, ep=2, sp=True)], ids=str)
 def test_experts_on_other_ranks(dims):
     assert not check("qwen3_moe", dims)

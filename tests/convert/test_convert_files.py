@@ -62,7 +62,18 @@ def test_any_mesh_comes_back(mesh, backend, tmp_path):
     assert not list((tmp_path / "files").rglob("*.partial"))
 
 
-FAMILIES = ["deepseek_v3", "qwen3_next", "gpt_oss", "qwen2_moe", "gemma2", "phi3", "mixtral", "starcoder2", "laguna"]
+FAMILIES = [
+    "deepseek_v3",
+    "qwen3_next",
+    "gpt_oss",
+    "qwen2_moe",
+    "gemma2",
+    "phi3",
+    "mixtral",
+    "starcoder2",
+    "laguna",
+    "gemma4",
+]
 
 
 @pytest.mark.parametrize("name", zoo.params(FAMILIES))

@@ -15,18 +15,24 @@ from mcore_bridge.config.transformer import to_gpt_arguments, to_hf_config, to_t
 from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory.blueprint import BuildOptions, make_blueprint
 from mcore_bridge.factory.hybrid_support import require_hybrid
+from mcore_bridge.factory.param_count import count_params
 from mcore_bridge.trainers.rlinf.rules import convertor_rules
 from tests import zoo
 from tests.support import pool, stepping, tiny
 from tests.support.training import Kind
 
-CASES = zoo.here(["laguna", "afmoe", "laguna-elements-yarn-bias"])
+CASES = zoo.here(["laguna", "afmoe", "laguna-elements-yarn-bias", "gemma4", "gemma4-biased"])
 pytestmark = pytest.mark.skipif(not CASES, reason="this transformers has no such families")
 MESHES: dict[int, list[dict[str, Any]]] = {
     2: [{"tp": 2, "sp": True}, {"pp": 2, "vp": 2}, {"cp": 2}, {"ep": 2}],
     4: [{"tp": 4, "sp": True}, {"tp": 2, "cp": 2, "ep": 2, "sp": True}],
 }
-KIND = Kind({name: zoo.cases()[name].hf for name in CASES}, MESHES, every=2)
+KIND = Kind(
+    {name: zoo.cases()[name].hf for name in CASES},
+    MESHES,
+    every=2,
+    fits=lambda name, dims: dims.ep == 1 or not name.startswith("gemma4"),
+)
 
 
 @pytest.mark.parametrize("world_size", MESHES)
@@ -43,12 +49,13 @@ def recomputed(folder, options):
     return found
 
 
-def test_recompute_changes_nothing(tmp_path):
-    folder = str(tiny.random_checkpoint(zoo.cases()["laguna"].hf, tmp_path))
+@pytest.mark.parametrize(("name", "modules"), [("laguna", ["core_attn", "moe"]), ("gemma4", ["core_attn", "mlp"])])
+def test_recompute_changes_nothing(name, modules, tmp_path):
+    folder = str(tiny.random_checkpoint(zoo.cases()[name].hf, tmp_path))
     options = [
         {},
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-        {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]},
+        {"recompute_granularity": "selective", "recompute_modules": modules},
     ]
     plain, *others = pool.run(2, recomputed, folder, options)[0]
     for grads in others:
@@ -107,3 +114,58 @@ def test_fewer_layers_keep_their_sizes():
     hf = zoo.cases()["laguna"].hf
     cut = make_blueprint(hf, BuildOptions(device="cpu", overrides={"num_layers": 3})).hf
     assert cut.num_attention_heads_per_layer == [16, 8, 16]
+
+
+GEMMA4 = json.loads("""{
+  "model_type": "gemma4_text", "attention_k_eq_v": true, "final_logit_softcapping": 30.0, "global_head_dim": 512,
+  "head_dim": 256, "hidden_size": 5376, "hidden_size_per_layer_input": 0, "intermediate_size": 21504,
+  "max_position_embeddings": 262144, "num_attention_heads": 32, "num_global_key_value_heads": 4,
+  "num_hidden_layers": 60, "num_key_value_heads": 16, "sliding_window": 1024, "tie_word_embeddings": true,
+  "use_bidirectional_attention": "vision"
+}""")
+"""The text of the published 31B."""
+
+
+@pytest.mark.skipif("gemma4" not in CASES, reason="this transformers has no such family")
+def test_full_layers_of_gemma4_have_no_rows_of_values(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA4))
+    hf = read_hf(tmp_path)
+    table = architecture_of(hf).fields
+    config = to_transformer_config(hf, table, dims=mb.ParallelDims(tp=8, sp=True))
+    sizes = [layer_config(config, number) for number in (4, 5)]
+    assert [(each.kv_channels, each.num_query_groups, each.keys_as_values) for each in sizes] == [
+        (256, 16, False),
+        (512, 4, True),
+    ]
+    full = config.hf_rope.frequencies()
+    assert (config.hf_sliding_rope.rotary_dim, len(full), int(full.count_nonzero())) == (256, 256, 64)
+    back = to_hf_config(config, to_gpt_arguments(hf, table), table)
+    assert {name: hf.to_dict()[name] for name in back} == back
+    assert sum(count_params(hf).layers) == 60 * (4 * 5376 + 3 * 5376 * 21504 + 1) + 50 * (
+        5376 * 256 * (2 * 32 + 2 * 16) + 2 * 256
+    ) + 10 * (5376 * 512 * (2 * 32 + 4) + 2 * 512)
+
+
+@pytest.mark.skipif("gemma4" not in CASES, reason="this transformers has no such family")
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_size_per_layer_input": 256},
+        {"num_kv_shared_layers": 2},
+        {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8},
+        {"use_bidirectional_attention": "all"},
+    ],
+    ids=min,
+)
+def test_other_variants_of_gemma4_are_refused_by_the_name_of_a_field(change):
+    hf = zoo.Case("gemma4_text", {**zoo.cases()["gemma4"].fields, **change}).hf
+    with pytest.raises(ConfigError) as caught:
+        make_blueprint(hf, BuildOptions(device="cpu"))
+    assert all(name in str(caught.value) for name in change)
+
+
+@pytest.mark.skipif("gemma4" not in CASES, reason="this transformers has no such family")
+def test_fewer_layers_keep_their_kinds():
+    cut = make_blueprint(zoo.cases()["gemma4"].hf, BuildOptions(device="cpu", overrides={"num_layers": 2})).hf
+    assert cut.layer_types == ["sliding_attention", "full_attention"]
+    assert cut.to_dict()["per_layer_config"] == {"1": {"head_dim": 32, "num_key_value_heads": 2}}

@@ -153,7 +153,12 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
     "`attention_head_dim` other than": ({"attention_head_dim": 7}, "attention_head_dim must be head_dim"),
     "`head_dim` other than `hidden_size": ({"head_dim": 7}, "head_dim must be .* Delete head_dim"),
     "`mlp_bias` without": ({"mlp_bias": True, "attention_bias": False}, "mlp_bias=True must come with"),
-    "rope types other": ({"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}}, "rope type must be"),
+    "rope types other": ({"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e4}}, "rope type must be"),
+    "`partial_rotary_factor` of a default rope": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        "partial_rotary_factor must be 1 in a rope of type 'default'",
+    ),
+    "`per_layer_config` with": ({"per_layer_config": {"1": {"intermediate_size": 8}}}, "per_layer_config must have"),
     "`num_key_value_heads` other than": ({"num_key_value_heads": 1}, "num_key_value_heads must be"),
     "`layer_types` other than": ({"layer_types": "other_attention"}, "layer_types must"),
     "`sliding_window` where": ({"layer_types": "full_attention", "sliding_window": 8}, "sliding_window=8 must"),

@@ -53,7 +53,8 @@ def adaptable(rules):
         rule = of[first.mcore.replace(".adapter.linear_in", "")]
         yield rule, first, second
         for some in ((rule.hf[0],), (rule.hf[-1],), (rule.hf[0], rule.hf[-1])) if len(rule.hf) > 1 else ():
-            yield rule, *adapter_rules(rules, list(map(projection, some)))
+            both = adapter_rules(rules, list(map(projection, some)))  # of every layer with such a projection
+            yield rule, *(made for made in both if made.mcore.startswith(rule.mcore.removesuffix("weight")))
 
 
 def parts_of(rule, state):

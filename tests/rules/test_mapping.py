@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from mcore_bridge.errors import MappingError
 from mcore_bridge.models.blocks import GQA, MLA, NORMS, O_BIAS, QK_NORM, QKV_BIAS, SWIGLU, SWIGLU_BIAS, decoder
 from mcore_bridge.models.blocks_sparse import INDEXER
-from mcore_bridge.rules.layout import REPLICATED
-from mcore_bridge.rules.mapping import WeightMapping, numbered, table, under
+from mcore_bridge.rules.layout import QK, QKV, REPLICATED
+from mcore_bridge.rules.mapping import WeightMapping, numbered, of_layers, table, under
 from mcore_bridge.rules.names import Numbering, canonical, fused_norms, plain_key
 from mcore_bridge.rules.variants import LM_HEAD, tied_lm_head
 
@@ -112,3 +112,14 @@ def test_norms_of_latents_are_apart_where_an_indexer_reads_what_they_give():
     assert fused_norms(sparse) == {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
     assert len(fused_norms(dense)) == 3
     assert all(plain_key(f"{fused}bias") == f"{norm}bias" for norm, fused in fused_norms(dense).items())
+
+
+def test_rules_of_some_layers_have_no_tensors_of_others():
+    shared = table(("linear_qk.weight", "{q,k}_proj.weight", QK))
+    own = table(("linear_qkv.weight", "{q,k,v}_proj.weight", QKV))
+    mapping = WeightMapping(under("decoder.layers.*", "layers.*", of_layers(shared, [1]), of_layers(own, [0, 2])))
+    assert mapping.consumers("layers.1.q_proj.weight") == ("decoder.layers.1.linear_qk.weight",)
+    assert mapping.consumers("layers.2.q_proj.weight") == ("decoder.layers.2.linear_qkv.weight",)
+    assert mapping.consumers("layers.1.v_proj.weight") == ()
+    names = [name for name in mapping.names(3, 0) if "v_proj" in name]
+    assert names == ["layers.0.v_proj.weight", "layers.2.v_proj.weight"]

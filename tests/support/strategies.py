@@ -134,6 +134,8 @@ def random_state(hf: Any, *, dtype: torch.dtype = torch.float32, seed: int = 0) 
     state = {name: _random(name, shape, generator) for name, shape in _shapes(hf.to_json_string())}
     if hf.model_type.startswith(("qwen3_next", "qwen3_5")):
         state = {name: _of_delta_net(name, tensor) for name, tensor in state.items()}
+    if hf.model_type == "gemma4_text":
+        state = {name: _of_gemma4(name, tensor) for name, tensor in state.items()}
     return {name: tensor if _stays_fp32(name) else tensor.to(dtype) for name, tensor in state.items()}
 
 
@@ -203,3 +205,12 @@ def _of_delta_net(name: str, tensor: Tensor) -> Tensor:
     if name.endswith("linear_attn.out_proj.weight"):
         return 0.3 * tensor
     return tensor - 1 if "norm" in name and "linear_attn" not in name else tensor
+
+
+def _of_gemma4(name: str, tensor: Tensor) -> Tensor:
+    """Random values for attention whose scores are not divided. Norms of queries make them small, as published norms
+    do: sharp attention makes rounding errors large, also in transformers. The scale of a layer is near 1.
+    """
+    if name.endswith("layer_scalar"):
+        return 1 + tensor
+    return 0.2 * tensor if name.endswith("q_norm.weight") else tensor

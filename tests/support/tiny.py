@@ -44,6 +44,9 @@ def random_model(hf: PretrainedConfig, *, seed: int = 0, model_class: Any = Auto
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.15 + ("norm" in name))
+        for name, scale in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                scale.copy_(torch.randn(scale.shape, generator=generator) * 0.15 + 1)
     return model
 
 

@@ -42,8 +42,10 @@ CASES = {
     "nemotron_h": (lambda: zoo.cases()["nemotron_h"].hf, ("q_proj", *NARROW), ({"ep": 2},)),
     "llama4": (lambda: zoo.cases()["llama4"].hf, EXPERTS, ({"ep": 2},)),
     "laguna": (lambda: zoo.cases()["laguna"].hf, ("q_proj", "g_proj", "o_proj"), (TP2, {"pp": 2})),
+    "gemma4": (lambda: zoo.cases()["gemma4"].hf, ("q_proj", "v_proj", "o_proj"), (TP2, {"pp": 2})),
     "afmoe": (lambda: zoo.cases()["afmoe"].hf, ("v_proj", "o_proj"), (TP2,)),
 }
+CASES = {name: CASES[name] for name in CASES if name not in {"laguna", "gemma4", "afmoe"} - zoo.cases().keys()}
 
 
 GATED = ("gate_up_proj", "down_proj")

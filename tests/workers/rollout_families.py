@@ -156,6 +156,7 @@ AFTER = (
         "cwm",
         "falcon_h1",
         "flex_olmo",
+        "gemma4_text",
         "glm",
         "gpt_neox",
         "granite",

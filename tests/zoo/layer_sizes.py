@@ -19,7 +19,35 @@ HALF = {"rope_type": "default", "partial_rotary_factor": 0.5}
 LAGUNA = {**WINDOWED, **SPARSE, **MIXED, "pad_token_id": 95, "moe_routed_scaling_factor": 2.5}
 FULL = ["full_attention"] * 4
 AFMOE = {**WINDOWED, **SPARSE, "num_shared_experts": 2, "num_dense_layers": 1, "route_scale": 2.5, "pad_token_id": 95}
+PROPORTIONAL = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
+SHARED_KEYS = {"attention_k_eq_v": True, "global_head_dim": 32, "num_global_key_value_heads": 2}
+GEMMA4 = {**WINDOWED, "pad_token_id": 95, "hidden_size_per_layer_input": 0, "num_key_value_heads": 4}
+
+
+def gemma4_ropes(full: dict[str, Any]) -> dict[str, Any]:
+    sliding = {"rope_type": "default", "rope_theta": 500.0}
+    return {"rope_parameters": {"full_attention": {"rope_theta": 5e4, **full}, "sliding_attention": sliding}}
+
+
 CASES = {
+    "gemma4": case(
+        "gemma4_text",
+        **GEMMA4,
+        **SHARED_KEYS,
+        **gemma4_ropes(PROPORTIONAL),
+        final_logit_softcapping=2.0,
+        tie_word_embeddings=True,
+        use_bidirectional_attention="vision",
+    ),
+    "gemma4-biased": case(
+        "gemma4_text",
+        **GEMMA4,
+        **{**SHARED_KEYS, "num_global_key_value_heads": 1},
+        **gemma4_ropes({**PROPORTIONAL, "partial_rotary_factor": 0.5, "factor": 4.0}),
+        attention_bias=True,
+        vocab_size=97,
+    ),
+    "gemma4-own-values": case("gemma4_text", **GEMMA4, global_head_dim=32, **gemma4_ropes({"rope_type": "default"})),
     "afmoe": case("afmoe", **AFMOE, mup_enabled=True),
     "afmoe-biased-tied": case("afmoe", **AFMOE, attention_bias=True, tie_word_embeddings=True, vocab_size=97),
     "afmoe-all-full": case("afmoe", **{**AFMOE, "layer_types": FULL, "num_dense_layers": 0}),

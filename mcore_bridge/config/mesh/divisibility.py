@@ -100,7 +100,8 @@ def _check_groups(dims: ParallelDims, settings: Mapping[str, object]) -> None:
             f"tp={dims.tp} must divide {_say('num_query_groups', groups)} or be a multiple of it: megatron-core "
             "cannot share key and value heads otherwise; choose such a tp"
         )
-    num_heads = heads * (2 if settings.get("attention_output_gate") else 1) + 2 * groups
+    keys_and_values = 1 if settings.get("keys_as_values") else 2
+    num_heads = heads * (2 if settings.get("attention_output_gate") else 1) + keys_and_values * groups
     if isinstance(channels, int) and num_heads * channels % dims.tp:
         raise MeshError(
             f"tp={dims.tp} must divide the {num_heads * channels} rows of linear_qkv (num_attention_heads={heads}, "

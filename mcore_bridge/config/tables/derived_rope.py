@@ -21,6 +21,7 @@ from mcore_bridge.config.rope_spelling import (
     spelled_by_layer,
 )
 from mcore_bridge.config.tables import derived
+from mcore_bridge.config.tables.by_layer import full_layers
 from mcore_bridge.errors import ConfigError, shown
 
 _OF_YARN = ("llama_4_scaling_beta", "max_position_embeddings")
@@ -102,6 +103,7 @@ def _rotary_dim(hf: Hf) -> dict[str, object]:
 
 ROPE = rope()
 _PARTIAL = rope(own=("partial_rotary_factor",))
+_PROPORTIONAL = rope(("default", "proportional"), own=("partial_rotary_factor",))
 ROTARY_ROPE = Derive(
     (*_PARTIAL.names, "rotary_pct", "rotary_emb_base"), _PARTIAL.forward, _rotary_back, _PARTIAL.refuses
 )
@@ -123,6 +125,18 @@ def layer_ropes(rope: Derive = ROPE) -> Derive:
         return {**rope.forward(layers[FULL]), "hf_sliding_rope": rope.forward(layers[SLIDING])["hf_rope"]}
 
     return Derive(_NAMES, forward, _ropes_back, rope.refuses)
+
+
+def _proportional(hf: Hf) -> dict[str, object]:
+    layers = of_layers(hf) or dict.fromkeys((FULL, SLIDING), hf)
+    full, sliding = (_PROPORTIONAL.forward(layer) for layer in (full_layers(layers[FULL]), layers[SLIDING]))
+    for rope in (full["hf_rope"], sliding["hf_rope"]):
+        if isinstance(rope, Rope) and rope.rope_type == "default" and rope.partial_rotary_factor != 1:
+            raise ConfigError(
+                f"partial_rotary_factor must be 1 in a rope of type 'default', found {rope.partial_rotary_factor}: "
+                "transformers does not read it there in this family. Delete it, or use the type 'proportional'."
+            )
+    return {**full, "hf_sliding_rope": sliding["hf_rope"]}
 
 
 def _layers_of_4(hf: Hf) -> dict[str, Hf]:
@@ -208,6 +222,8 @@ _NOWHERE = "`sliding_window` where no layer slides: transformers would not rotat
 # fmt: off
 LAYER_ROPES          = layer_ropes()
 LAYER_ROPES_PARTIAL  = layer_ropes(_PARTIAL)
+LAYER_ROPES_PROPORTIONAL = Derive(_NAMES, _proportional, _ropes_back, (
+    *_PROPORTIONAL.refuses, "`partial_rotary_factor` of a default rope: transformers does not read it there"))
 LAYER_ROPES_ONE_BASE = Derive(_NAMES, _ropes_of_one_base, _ropes_of_one_base_back, (*ROPE.refuses, _TWO_BASES))
 SLIDES_OR_NOPE       = Derive(
     derived.WINDOWS.names, _slides_or_nope, _slides_or_nope_back, derived.WINDOWS.refuses

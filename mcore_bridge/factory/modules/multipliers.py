@@ -9,10 +9,12 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
 from mcore_bridge.factory.modules.backend import submodules_of
 from mcore_bridge.factory.modules.output_layers import output_weight
+from mcore_bridge.factory.modules.torch_modules import placement
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,13 +93,16 @@ def adapt_residuals(layer: Any, config: TransformerConfig) -> None:
 
     Args:
         layer: the submodules of a layer, changed in place.
-        config: its ``residual_multiplier`` is for attention and MLP, its ``expert_multiplier`` only for experts.
+        config: its ``residual_multiplier`` is for attention and MLP, its ``expert_multiplier`` only for experts. With
+            ``layer_scalar``, the output of the layer is multiplied by a number of the checkpoint.
     """
     multiplier, of_experts = (getattr(config, f"{name}_multiplier", None) for name in ("residual", "expert"))
     if multiplier is not None:
         layer.self_attn_bda = layer.mlp_bda = multiplied(multiplier)
     if of_experts is not None and hasattr(submodules_of(layer.mlp), "router"):
         layer.mlp_bda = multiplied(of_experts)
+    if getattr(config, "layer_scalar", False):
+        layer.mlp_bda = ModuleSpec(ScaledSum, {"config": config})
 
 
 @functools.cache
@@ -113,3 +118,25 @@ def multiplied(multiplier: float) -> Callable[[bool, bool], Add]:
         return add
 
     return get_bias_dropout_add
+
+
+class ScaledSum(nn.Module):
+    """The last addition of a layer. Its sum is multiplied by a number of the checkpoint, which is not trained."""
+
+    layer_scalar: Tensor
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.register_buffer("layer_scalar", torch.ones(1, **placement(config)))
+
+    def forward(self, training: bool, fused: bool) -> Add:
+        """The addition, as megatron-core's ``get_bias_dropout_add`` returns it."""
+        from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+
+        add: Add = get_bias_dropout_add(training, fused)
+
+        def add_and_scale(output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, rate: float) -> Tensor:
+            total = add(output_with_bias, residual, rate)
+            return total * self.layer_scalar.to(total.dtype)
+
+        return add_and_scale

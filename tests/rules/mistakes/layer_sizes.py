@@ -3,15 +3,20 @@
 from dataclasses import replace
 
 from mcore_bridge.config.fields import Const, Ignore
+from mcore_bridge.config.rope import Rope
 from mcore_bridge.config.tables.derived_rope import SLIDES_OR_NOPE
 from mcore_bridge.factory.modules.attention_gate import GatedOutput
 from mcore_bridge.factory.modules.layer_rope import OwnRope
-from mcore_bridge.rules.layout import REPLICATED, Rearrange
+from mcore_bridge.factory.modules.multipliers import ScaledSum
+from mcore_bridge.factory.modules.norms import UnitNorm
+from mcore_bridge.factory.modules.values import KeysAsValues, NormedValues
+from mcore_bridge.rules.layout import COLUMN, REPLICATED, Concat, Rearrange
 from tests.rules.mistakes.plain import entries
-from tests.support.bounds import ONE
-from tests.support.mutants import exchange, instead, laid_out, of
+from tests.support.bounds import FOUR, ONE
+from tests.support.mutants import exchange, instead, laid_out, of, parts
 
 DEALT = Rearrange("(n tp) ...", "tp n ...")
+NOT_GROUPED = COLUMN >> Concat(1, ratio=("heads_per_group", 1))
 NORMS = ("linear_proj.post_layernorm.weight", "pre_mlp_layernorm.weight")
 # fmt: off
 RULES = {
@@ -19,6 +24,9 @@ RULES = {
     "gates dealt out":          ("logits at tp=2", "laguna", of("linear_gate.weight", laid_out(DEALT))),
     "gates on every rank":      ("shapes at tp=2", "laguna", of("linear_gate.weight", laid_out(REPLICATED))),
     "norms exchanged":          ("logits", "afmoe", exchange(*NORMS)),
+    "keys behind all queries":  ("logits at tp=2", "gemma4-biased", of("linear_qk.weight", laid_out(NOT_GROUPED))),
+    "keys before queries":      ("shapes", "gemma4", of("linear_qk.weight", parts(1, 0))),
+    "scales forgotten":         ("no rule", "gemma4", of("layer_scalar", lambda rule: None)),
     "gates forgotten":          ("no rule", "laguna", of("linear_gate.weight", lambda rule: None)),
 }
 # fmt: on
@@ -63,7 +71,46 @@ def rotated(kinds):
     return lambda: entries("afmoe", wrong)
 
 
+TRUE_HEADS = KeysAsValues.get_query_key_value_tensors
+
+
+def normed_keys(self, *inputs, **options):
+    """Keys behind their norm as values."""
+    query, key, _ = TRUE_HEADS(self, *inputs, **options)
+    return query, key, key
+
+
+def unnormed(self, *inputs, **options):
+    return super(NormedValues, self).get_query_key_value_tensors(*inputs, **options)
+
+
+def unscaled(self, training, fused):
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+
+    return get_bias_dropout_add(training, fused)
+
+
+def scaled_before(self, training, fused):
+    """The scale multiplies the output of the MLP before it is added."""
+    add = unscaled(self, training, fused)
+    return lambda output, residual, rate: add((output[0] * self.layer_scalar, output[1]), residual, rate)
+
+
+def in_gemma4(name, value):
+    return lambda: entries("gemma4_text", Const(name, value))
+
+
 MODULES = {
+    "values normed like keys": ("gemma4", ONE, instead(KeysAsValues, "get_query_key_value_tensors", normed_keys)),
+    "values without a norm": ("gemma4-own-values", ONE, instead(NormedValues, "get_query_key_value_tensors", unnormed)),
+    "keys as values without a norm": ("gemma4", ONE, instead(UnitNorm, "forward", lambda self, hidden: hidden)),
+    "queries of the first rank": ("gemma4", FOUR, instead(KeysAsValues, "_rank", 0)),
+    "layers without their scale": ("gemma4", ONE, instead(ScaledSum, "forward", unscaled)),
+    "a scale before the sum": ("gemma4", ONE, instead(ScaledSum, "forward", scaled_before)),
+    "a partial rope": ("gemma4", ONE, instead(Rope, "_is_proportional", False)),
+    "divided scores": ("gemma4", ONE, in_gemma4("softmax_scale", None)),
+    "norms around zero": ("gemma4", ONE, in_gemma4("layernorm_zero_centered_gamma", True)),
+    "uncapped logits": ("gemma4", ONE, {"final_logit_softcapping": None}),
     "a rope in every layer": ("afmoe", ONE, rotated(None)),
     "a rope in the other layers": ("afmoe", ONE, rotated([1, 0, 1, 0])),
     "softplus gates": ("afmoe", ONE, instead(GatedOutput, "forward", softplus)),
