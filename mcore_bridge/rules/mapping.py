@@ -213,7 +213,7 @@ class WeightMapping:
         object.__setattr__(self, "_by_hf", by_hf)
         object.__setattr__(self, "_copies", copies)
         further = [rule for rule in self.rules if rule.copy]
-        twins = {name: by_mcore[rule.mcore].hf[0] for rule in further for name in rule.hf}
+        twins = {name: own for rule in further for name, own in zip(rule.hf, by_mcore[rule.mcore].hf, strict=True)}
         object.__setattr__(self, "twins", twins)
         spare = {name: twins[name] for rule in further if not rule.exported for name in rule.hf}
         object.__setattr__(self, "spare", spare)
@@ -259,6 +259,11 @@ class WeightMapping:
             for rule in self._by_hf.get(pattern_of(hf), ()) or self._by_hf.get(hf, ())
             if _has_number(rule, numbers)
         )
+
+    def own_name(self, hf: str) -> str | None:
+        """The name under which the rules read a tensor that a source may have under this name only."""
+        own = self.spare.get(hf) or self.spare.get(pattern_of(hf))
+        return own and _fill(own, _NUMBER.findall(hf))
 
     def names(self, num_layers: int, num_experts: int) -> Iterator[str]:
         """Yield the HF names of all rules for these numbers of layers and experts. A model may lack some of them.
