@@ -260,10 +260,14 @@ class WeightMapping:
             if _has_number(rule, numbers)
         )
 
-    def own_name(self, hf: str) -> str | None:
-        """The name under which the rules read a tensor that a source may have under this name only."""
-        own = self.spare.get(hf) or self.spare.get(pattern_of(hf))
-        return own and _fill(own, _NUMBER.findall(hf))
+    def original(self, hf: str) -> str:
+        """The name under which the rules read a tensor with this name. It differs for second names alone."""
+        own = self.twins.get(hf) or self.twins.get(pattern_of(hf))
+        return hf if own is None else _fill(own, _NUMBER.findall(hf)[: own.count("*")])
+
+    def is_spare(self, hf: str) -> bool:
+        """Whether a source may have a tensor under this second name only."""
+        return hf in self.spare or pattern_of(hf) in self.spare
 
     def names(self, num_layers: int, num_experts: int) -> Iterator[str]:
         """Yield the HF names of all rules for these numbers of layers and experts. A model may lack some of them.
@@ -281,7 +285,12 @@ class WeightMapping:
 
     def is_unused(self, hf: str) -> bool:
         """Whether no parameter of the model uses this HF tensor: it is ignored, or of a part that is not built."""
-        return matches(hf, self.ignored) or hf in self.twins or self._is_of_other_part(hf) or self.is_unbuilt_mtp(hf)
+        return (
+            matches(hf, self.ignored)
+            or self.original(hf) != hf
+            or self._is_of_other_part(hf)
+            or self.is_unbuilt_mtp(hf)
+        )
 
     def is_not_built(self, hf: str) -> bool:
         """Whether this HF tensor belongs to a part that is not built, so that a save copies its bytes.

@@ -7,14 +7,15 @@ import pytest
 import torch
 from megatron.core import tensor_parallel
 
-from mcore_bridge import ParallelDims, build_model, to_transformer_config
+from mcore_bridge import ParallelDims, build_model, iter_hf_weights, load_hf_weights, to_transformer_config
 from mcore_bridge.architecture import architecture_of
 from mcore_bridge.config.mesh.divisibility import check_model
-from mcore_bridge.errors import ConfigError, MeshError
+from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
 from mcore_bridge.factory.hybrid_support import require_hybrid
 from mcore_bridge.factory.modules.mixers import kda
 from tests import zoo
 from tests.support import pool, stepping, tiny
+from tests.support.strategies import random_state
 from tests.support.training import Kind
 
 CASES = {name: case.hf for name, case in zoo.cases().items() if case.model_type == "kimi_linear"}
@@ -137,3 +138,29 @@ def test_refused_and_overridden():
     config = to_transformer_config(hf, overrides={"num_layers": 2, "linear_key_head_dim": 16})
     assert config.layer_kinds[:2] == ("K-", "*E")
     assert config.linear_key_head_dim == 16
+
+
+def loaded(state, others):
+    """Runs in a worker: whether the model holds ``state`` after a load of each of the others, or the error."""
+    found = []
+    with stepping.mesh(ParallelDims()):
+        for other in others:
+            (model,) = build_model(CASES["kimi_linear"], dtype=torch.float32, device="cpu", load_weights=False)
+            for source in (other, iter([*other.items()])):
+                try:
+                    load_hf_weights([model], source)
+                except CheckpointError as error:
+                    found.append(str(error))
+                else:
+                    found.append(all(torch.equal(value, state[name]) for name, value in iter_hf_weights([model])))
+    return found
+
+
+def test_dense_mlps_load_under_the_names_that_transformers_writes():
+    """They are in memory or come one by one, alone or beside equal tensors under the published names."""
+    state = random_state(CASES["kimi_linear"])
+    theirs = {name.replace(".mlp.", ".block_sparse_moe."): tensor for name, tensor in state.items()}
+    changed = {name: tensor + 1 if "0.block_sparse_moe.up_proj" in name else tensor for name, tensor in theirs.items()}
+    (found,) = pool.run(1, loaded, state, [theirs, state | theirs, state | changed])
+    assert found[:4] == [True] * 4
+    assert all("layers.0.mlp.up_proj.weight" in error and "differs" in error for error in found[4:]), found[4:]
