@@ -2,6 +2,7 @@
 
 import sys
 from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -36,6 +37,39 @@ KIND = Kind(CASES, MESHES, every=2)
 @pytest.mark.parametrize("world_size", MESHES)
 def test_every_mesh_trains_as_transformers_does(world_size, tmp_path):
     KIND.check(world_size, tmp_path)
+
+
+class OwnGradient(torch.autograd.Function):
+    """The gather of narrow inputs, whose backward forgets the gradients that other ranks have of this rank's part."""
+
+    @staticmethod
+    def forward(ctx, narrow, group):
+        ctx.start, ctx.size = group.rank() * narrow.size(-1), narrow.size(-1)
+        return GATHER(narrow, group=group)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.narrow(-1, ctx.start, ctx.size).contiguous(), None
+
+
+GATHER = kda.all_gather_last_dim_from_tensor_parallel_region
+
+
+def gradients(folder):
+    """Runs in each worker: gradients with the gather, and with the mistake."""
+    dims, found = ParallelDims(tp=2, sp=True), []
+    for gather in (GATHER, lambda narrow, group: OwnGradient.apply(narrow, group)):
+        with mock.patch.object(kda, "all_gather_last_dim_from_tensor_parallel_region", gather), stepping.mesh(dims):
+            found.append(stepping.train(folder, dims, tiny.tokens(2))["grads"])
+    return found
+
+
+def test_gradients_would_show_a_gather_that_does_not_sum(tmp_path):
+    folder = str(tiny.random_checkpoint(CASES["kimi_linear"], tmp_path))
+    right, wrong = pool.run(2, gradients, folder)[0]
+    for name in ("f_a_proj", "g_a_proj"):
+        name = f"model.layers.0.self_attn.{name}.weight"
+        assert tiny.relative_error(wrong[name], right[name]) > 0.1
 
 
 def token_by_token(query, key, value, decay, beta):
