@@ -48,6 +48,8 @@ PLACES = {
 }
 Told = tuple[dict[str, list[str]], Rules]
 """The names of blocks by their place, and the rules that are in no block."""
+_WRITTEN = "a copy under another name: saves write it, loads compare it"
+_READ = "another name, which loads accept and saves do not write"
 
 
 def _constants(package: ModuleType, prefix: str) -> Iterator[tuple[str, object]]:
@@ -155,7 +157,7 @@ def _cells(rule: Rule) -> str:
     notes = (
         *(("over etp",) if rule.axis == "etp" else ()),
         *((f"layer n is HF's {rule.stride}n{f' + {rule.offset}' * (rule.offset > 0)}",) if rule.stride > 1 else ()),
-        *(("a copy under another name: saves write it, loads compare it",) if rule.copy else ()),
+        *((_WRITTEN if rule.exported else _READ,) if rule.copy else ()),
     )
     return f"`{rule.mcore}` | {quoted(rule.hf)} | {', '.join((name_of(rule.layout), *notes))}"
 

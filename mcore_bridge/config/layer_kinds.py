@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-FIRST, SECOND = frozenset("MC*"), frozenset("-E")
+FIRST, SECOND = frozenset("MCK*"), frozenset("-E")
 """Kinds of the first half of a layer (mixer, attention) and of its second half (MLP, experts)."""
 MTP_KINDS = ("*", "*-", "*E")
 """The possible parts of an MTP layer, if the config lists them: attention, optionally followed by an MLP or experts."""
@@ -90,8 +90,8 @@ def inner_letters(config: TransformerConfig) -> str:
 def letters_of(config: TransformerConfig) -> tuple[str, ...]:
     """The letters of each layer, in the order of its halves.
 
-    They are "M" (Mamba-2), "C" (a short convolution), "G" (the gated delta rule), "*" (attention), "+" (latent
-    attention), "D" (latent attention over selected tokens), "-" (MLP) and "E" (experts).
+    They are "M" (Mamba-2), "C" (a short convolution), "K" (Kimi delta attention), "G" (the gated delta rule), "*"
+    (attention), "+" (latent attention), "D" (latent attention over selected tokens), "-" (MLP) and "E" (experts).
     """
     own = getattr(config, "layer_kinds", None)
     if own is not None:

@@ -65,7 +65,8 @@ For ``build_model``:
 * ``output_layer_bias``: whether the LM head has a bias (mcore's never has one);
 * ``expert_norm``: whether a norm follows the summed output of a layer's experts;
 * ``layer_kinds``: the parts of each layer, if some layers have one half or a mixer. "M" is Mamba-2, "C" a short
-  convolution, "*" attention, "-" an MLP and "E" experts. "M*-" is a mixer beside attention, and an MLP;
+  convolution, "K" Kimi delta attention, "*" attention, "-" an MLP and "E" experts. "M*-" is a mixer beside attention,
+  and an MLP;
 * ``mtp_kinds``: the parts of the layer within an MTP layer, as in ``layer_kinds``, if it is not like the last layer;
 * ``mtp_like_layer``: the number (from 0) of the decoder layer that the layer within an MTP layer is like, if it is not
   the last;

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mcore_bridge.architecture import Architecture
 
 MODELS = ("gpt", "hybrid")
+_ONLY_GPT = {"C": "short convolutions", "K": "Kimi delta attention"}
 RELEASE = Release("0.19", "earlier releases have no HybridModel")
 
 
@@ -65,8 +66,9 @@ def _obstacles(architecture: Architecture, config: TransformerConfig, positions:
     if getattr(config, "mla_down_proj_fusion", False):
         yield "HybridModel exchanges modules for mla_down_proj_fusion; leave it out"
     letters = letters_of(config)
-    if any("C" in kind for kind in letters):
-        yield "its layers have short convolutions, and HybridModel has no layer for them"
+    for letter, name in _ONLY_GPT.items():
+        if any(letter in kind for kind in letters):
+            yield f"its layers have {name}, and HybridModel has no layer for them"
     if any(len(set(kind) - SECOND) > 1 for kind in letters):
         yield "its layers have a mixer beside attention, and in a HybridModel the second reads the output of the first"
     yield from _differences(config, letters)

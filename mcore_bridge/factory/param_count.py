@@ -102,8 +102,7 @@ def _linear(inputs: int, outputs: int, *, bias: bool) -> int:
 
 def _halves(config: Any, kinds: str, attention: int, mlp: int) -> int:
     """The parameters of a layer that may have one half only, with a norm before each."""
-    mixer = _mamba(config) if "M" in kinds else _short_conv(config) if "C" in kinds else 0
-    first = mixer + attention * ("*" in kinds)
+    first = sum(count(config) for letter, count in _MIXERS.items() if letter in kinds) + attention * ("*" in kinds)
     second = 0 if SECOND.isdisjoint(kinds) else mlp
     return first + second + _norm(config, config.hidden_size) * ((first > 0) + (second > 0))
 
@@ -195,6 +194,19 @@ def _mamba(config: Any) -> int:
 def _short_conv(config: Any) -> int:
     """The parameters of a short convolution, and of the projections to three numbers for each channel and back."""
     return int(config.hidden_size * (4 * config.hidden_size + config.short_conv_kernel))
+
+
+def _kda(config: Any) -> int:
+    """The parameters of Kimi delta attention: projections, convolution, decay, and a norm of heads."""
+    heads, dim = config.linear_num_key_heads, config.linear_key_head_dim
+    inner = heads * dim
+    narrow = 2 * dim * (config.hidden_size + inner)
+    wide = inner * (4 * config.hidden_size + 3 * config.linear_conv_kernel_dim + 1)
+    return int(wide + narrow + heads * (config.hidden_size + 1) + dim)
+
+
+_MIXERS = {"M": _mamba, "C": _short_conv, "K": _kda}
+"""The counts of mixers in the place of attention, by their letters in ``layer_kinds``."""
 
 
 def resolve_layout(

@@ -93,9 +93,9 @@ REFUSALS = (
         recurrent_gemma="modeling_recurrent_gemma.RecurrentGemmaRglru", rwkv="modeling_rwkv.RwkvSelfAttention",
     ),
     *_because(
-        "linear attention decays by channel (Kimi delta attention); in megatron-core it decays by head", DELTA,
+        "nobody has written Kimi delta attention with the gate and the decay of this family; kimi_linear has others",
+        DELTA,
         bailing_hybrid="modeling_bailing_hybrid.BailingHybridDeltaAttention",
-        kimi_linear="modeling_kimi_linear.KimiLinearDeltaAttention",
     ),
     *_because(
         "linear attention decays by channel, layers mix several residual streams, and full attention selects its keys",

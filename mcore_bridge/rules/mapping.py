@@ -220,7 +220,7 @@ class WeightMapping:
         object.__setattr__(self, "_by_hf", by_hf)
         object.__setattr__(self, "_copies", copies)
         further = [rule for rule in self.rules if rule.copy]
-        twins = {name: by_mcore[rule.mcore].hf[0] for rule in further for name in rule.hf}
+        twins = {name: own for rule in further for name, own in zip(rule.hf, by_mcore[rule.mcore].hf, strict=True)}
         object.__setattr__(self, "twins", twins)
         spare = {name: twins[name] for rule in further if not rule.exported for name in rule.hf}
         object.__setattr__(self, "spare", spare)
@@ -267,6 +267,15 @@ class WeightMapping:
             if _has_number(rule, numbers)
         )
 
+    def original(self, hf: str) -> str:
+        """The name under which the rules read a tensor with this name. It differs for second names alone."""
+        own = self.twins.get(hf) or self.twins.get(pattern_of(hf))
+        return hf if own is None else _fill(own, _NUMBER.findall(hf)[: own.count("*")])
+
+    def is_spare(self, hf: str) -> bool:
+        """Whether a source may have a tensor under this second name only."""
+        return hf in self.spare or pattern_of(hf) in self.spare
+
     def names(self, num_layers: int, num_experts: int) -> Iterator[str]:
         """Yield the HF names of all rules for these numbers of layers and experts. A model may lack some of them.
 
@@ -285,7 +294,12 @@ class WeightMapping:
 
     def is_unused(self, hf: str) -> bool:
         """Whether no parameter of the model uses this HF tensor: it is ignored, or of a part that is not built."""
-        return matches(hf, self.ignored) or hf in self.twins or self._is_of_other_part(hf) or self.is_unbuilt_mtp(hf)
+        return (
+            matches(hf, self.ignored)
+            or self.original(hf) != hf
+            or self._is_of_other_part(hf)
+            or self.is_unbuilt_mtp(hf)
+        )
 
     def is_not_built(self, hf: str) -> bool:
         """Whether this HF tensor belongs to a part that is not built, so that a save copies its bytes.

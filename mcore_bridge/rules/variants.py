@@ -103,7 +103,8 @@ def _fuse(rule: Rule) -> Rule:
 def model_names(names: Collection[str], mapping: WeightMapping) -> dict[str, str]:
     """The new name of each tensor by its name in the source. Names that do not change are left out."""
     prefix = prefix_in(mapping)
-    tied = {name: own for name, own in mapping.spare.items() if name in names and own not in names}
+    spare = filter(mapping.is_spare, names if mapping.spare else ())
+    tied = {name: own for name in spare if (own := mapping.original(name)) not in names}
     if not prefix or all(
         name in names or name.removeprefix(prefix) not in names for name in embedding_names(mapping.rules)
     ):

@@ -261,6 +261,7 @@ def axes_of_config(config: TransformerConfig, *, vocab: int, padded_vocab: int) 
         "gate_up": 2,
         **_linear_axes(config),
         **_mamba_axes(config),
+        **_kda_axes(config),
     }
     configs = {number: layer_config(config, number) for number in range(config.num_layers)}
     return ModelAxes(model, {number: _head_axes(own) for number, own in configs.items() if own is not config})
@@ -291,3 +292,12 @@ def _mamba_axes(config: TransformerConfig) -> dict[str, int]:
     sizes = {"mamba_inner": heads * config.mamba_head_dim, "mamba_state": config.mamba_state_dim, "mamba_heads": heads}
     unit = gcd(*sizes.values())  # several ranks may share a group
     return {name: size // unit for name, size in sizes.items()}
+
+
+def _kda_axes(config: TransformerConfig) -> dict[str, int]:
+    """The sizes of Kimi delta attention, in the smallest whole numbers of this ratio; empty if a model has none."""
+    if not any("K" in kind for kind in getattr(config, "layer_kinds", ())):
+        return {}
+    heads, dim = config.linear_num_key_heads, config.linear_key_head_dim
+    unit = gcd(heads, dim)  # several ranks share the rows
+    return {"kda_inner": heads * dim // unit, "kda_heads": heads // unit, "kda_dim": dim // unit}

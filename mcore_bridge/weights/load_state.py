@@ -197,7 +197,7 @@ class Load:
 
     def write(self, name: str, tensor: Weight) -> None:
         """Copy this rank's slices of one HF tensor. If they have already come under another name, compare instead."""
-        original = self.bound.mapping.twins.get(name, name)
+        original = self.bound.mapping.original(name)
         first = self.first.setdefault(original, name)
         for slice_copy in self.slices(name, tensor):
             if first == name:
@@ -252,7 +252,7 @@ class Load:
 
     def _uses_of(self, name: str) -> list[_Use]:
         """The uses of a tensor; for a copy, the uses of its original."""
-        return self.uses.get(self.bound.mapping.twins.get(name, name), [])
+        return self.uses.get(self.bound.mapping.original(name), [])
 
     def _crossing(self, name: str, own: torch.dtype, use: _Use) -> torch.dtype:
         """The dtype before the copy: the stored dtype if the parameter holds all its values, as for a router's bias."""

@@ -186,11 +186,11 @@ class Provenance:
         rules = tuple(rule for rule in rules if rule not in lm_head)
         ignored = (*self.ignored, *self._old_buffers())
         if tied:
-            rules = tuple(replace(rule, mcore=EMBEDDING) if rule.copy else rule for rule in rules)
+            rules = tuple(replace(rule, mcore=EMBEDDING) if _is_written_again(rule) else rule for rule in rules)
         unbuilt = tuple(respelled_name(name, self.spelling) for name in architecture_of(self.hf).mtp(self.hf))
         if not mtp:
-            unbuilt = (*unbuilt, *(name for rule in rules if rule.copy for name in rule.hf))
-            rules = tuple(rule for rule in rules if not rule.copy)
+            unbuilt = (*unbuilt, *(name for rule in rules if _is_written_again(rule) for name in rule.hf))
+            rules = tuple(rule for rule in rules if not _is_written_again(rule))
         is_lm = self.head == "lm"
         parts: dict[str, Any] = {**self._parts(), "num_mtp_layers": mtp, "mtp": unbuilt, "copies_mtp": is_lm}
         if not is_lm:
@@ -343,6 +343,11 @@ def config_in(
         del config.quantization_config
     setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", dtype_name(dtype))
     return config
+
+
+def _is_written_again(rule: Rule) -> bool:
+    """Whether a rule is about a copy of embedding or head in an MTP layer, which a save writes."""
+    return rule.copy and rule.exported
 
 
 def write_config(config: PretrainedConfig, folder: Path) -> None:

@@ -27,9 +27,11 @@ from tests.support.twins import TWINS
 RANK = 3
 WITHOUT = (
     *(".router", ".router.gate", "shared_expert_gate", ".gate.wg", ".out_proj", "_latent_proj"),
-    *(".indexer.wq_b", ".indexer.wk", ".indexer.weights_proj"),
+    *(".indexer.wq_b", ".indexer.wk", ".indexer.weights_proj", ".f_b_proj", ".g_b_proj"),
 )
-"""Linear layers of transformers without an adapter here: routers, gates, what kernels of Mamba-2 read, and indexers."""
+"""Linear layers of transformers without an adapter here: routers, gates, what kernels of Mamba-2 read, indexers, and
+layers behind narrow inputs of Kimi delta attention.
+"""
 
 
 def projection(name):
@@ -53,8 +55,9 @@ def adaptable(rules):
         rule = of[first.mcore.replace(".adapter.linear_in", "")]
         yield rule, first, second
         for some in ((rule.hf[0],), (rule.hf[-1],), (rule.hf[0], rule.hf[-1])) if len(rule.hf) > 1 else ():
-            both = adapter_rules(rules, list(map(projection, some)))  # of every layer with such a projection
-            yield rule, *(made for made in both if made.mcore.startswith(rule.mcore.removesuffix("weight")))
+            module = rule.mcore.removesuffix("weight")  # the HF names may be names of other attention, too
+            made = adapter_rules(rules, list(map(projection, some)))
+            yield rule, *(own for own in made if own.mcore.startswith(module))
 
 
 def parts_of(rule, state):

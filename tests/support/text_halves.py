@@ -3,6 +3,7 @@
 Importing this lets ``AutoModelForCausalLM`` find them.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -83,3 +84,13 @@ def published_shape(hf: Any, name: str, shape: torch.Size) -> torch.Size:
     if hf.model_type == "qwen3_vl_moe_text" and ".experts." in name and not _SPEAKS_4:
         return torch.Size((shape[0], shape[2], shape[1]))
     return shape
+
+
+def published_names(hf: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors under their names in published files. transformers writes dense MLPs of Kimi Linear as their experts."""
+    return {_published(name, state) if hf.model_type == "kimi_linear" else name: state[name] for name in state}
+
+
+def _published(name: str, state: Mapping[str, Any]) -> str:
+    before, here, after = name.partition(".block_sparse_moe.")
+    return f"{before}.mlp.{after}" if here and f"{before}{here}gate.weight" not in state else name

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 from mcore_bridge import ParallelDims
 from tests.support import pool, stepping, tiny
 from tests.support.strategies import on_disk
+from tests.support.text_halves import published_names
 
 LR = 0.3
 
@@ -56,11 +57,7 @@ class Kind:
             tiny.assert_losses(results, expected(self, results[0][1])[0])
             for label, name, step in results:
                 _, grads, weights = expected(self, name)
-                held = {
-                    key: each
-                    for file in Path(folders[name]).glob("*.safetensors")
-                    for key, each in load_file(file).items()
-                }
+                held = published_names(self.models[name], dict(read_folder(Path(folders[name]))))
                 assert grads.keys() <= step["grads"].keys() == held.keys(), label
                 untrained = held.keys() - grads.keys()
                 parts = (

@@ -104,7 +104,7 @@ def folder_of(case, folder):
     return with_tokenizer(folder)
 
 
-MIXERS = {"lfm2": ParallelDims(tp=2, pp=2, sp=True)}
+MIXERS = {"lfm2": ParallelDims(tp=2, pp=2, sp=True), "kimi_linear": ParallelDims(tp=2, pp=2, sp=True)}
 
 
 @pytest.mark.parametrize("name", zoo.params(MIXERS))

@@ -1,6 +1,7 @@
 """Layers with Mamba-2 mixers or short convolutions, layers with only a mixer, attention, an MLP or experts."""
 
 from tests.zoo import case, rope
+from tests.zoo.latent import DIMS
 from tests.zoo.plain import LLAMA3
 from tests.zoo.submodules import EXPERTS as OF_GRANITE
 from tests.zoo.submodules import MULTIPLIERS
@@ -59,7 +60,30 @@ CONVOLUTIONS = {
     "pad_token_id": None,
 }
 OF_LFM = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+KIMI = {
+    **{name: DIMS[name] for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-3,
+    "head_dim": 8,
+    "pad_token_id": None,
+    "linear_num_heads": 4,
+    "linear_head_dim": 12,
+    "linear_conv_kernel_dim": 3,
+    "num_experts": 8,
+    "num_shared_experts": 2,
+    "num_experts_per_token": 3,
+    "moe_intermediate_size": 32,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}
 CASES = {
+    "kimi_linear": case("kimi_linear", **KIMI, mlp_layer_types=["dense", "sparse", "sparse", "dense"], vocab_size=97),
+    "kimi_linear-low-rank-queries": case(
+        "kimi_linear",
+        **{**KIMI, "layer_types": KIMI["layer_types"][::-1], "num_shared_experts": 1},
+        q_lora_rank=28,
+        mlp_layer_types=["sparse"] * 4,
+        routed_scaling_factor=2.5,
+    ),
     "lfm2": case("lfm2", **CONVOLUTIONS, vocab_size=97, block_multiple_of=12, block_ffn_dim_multiplier=1.4),
     "lfm2-tied": case(
         "lfm2",

@@ -72,8 +72,18 @@ def _linear_attention(config: Any) -> int:
 
 
 def _mixer(config: Any, kind: str) -> int:
-    """A short convolution: the input, the norm and the sum, B, C and x, their products, and the convolved."""
-    return _mamba(config) if "M" in kind else 9 * int(config.hidden_size) if "C" in kind else 0
+    return sum(kept(config) for letter, kept in _MIXERS.items() if letter in kind)
+
+
+def _short_convolution(config: Any) -> int:
+    """The input, the norm and the sum, B, C and x, their products, and the convolved."""
+    return 9 * int(config.hidden_size)
+
+
+def _kda(config: Any) -> int:
+    """Kimi delta attention: as the gated delta rule, with decays and gates of all channels from narrow inputs."""
+    heads, dim = config.linear_num_key_heads, config.linear_key_head_dim
+    return int(3 * config.hidden_size + 13 * heads * dim + 2 * dim)
 
 
 def _mamba(config: Any) -> int:
@@ -81,6 +91,10 @@ def _mamba(config: Any) -> int:
     inner = config.mamba_num_heads * config.mamba_head_dim
     convolved = inner + 2 * config.mamba_num_groups * config.mamba_state_dim
     return int(3 * config.hidden_size + 2 * convolved + 3 * inner)
+
+
+_MIXERS = {"M": _mamba, "C": _short_convolution, "K": _kda}
+"""What mixers keep, by their letters in ``layer_kinds``."""
 
 
 def _mlp(config: Any) -> int:

@@ -1,6 +1,6 @@
 """The config table of models whose layers have a short convolution or attention, and then an MLP or experts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch.nn.functional import silu
 
@@ -12,21 +12,24 @@ from mcore_bridge.errors import ConfigError, shown
 
 _KINDS = {"conv": "C", "full_attention": "*"}
 """The letters of a convolution and of attention in ``layer_kinds``, by their names in HF."""
-_NAMES = {letter: name for name, letter in _KINDS.items()}
 
 
-def firsts_of(hf: Hf) -> list[str]:
-    """The letter of the first half of each layer."""
+def firsts_of(hf: Hf, letters: Mapping[str, str] = _KINDS) -> list[str]:
+    """The letter of the first half of each layer, from the letters of names in HF."""
     names, num_layers = hf.get("layer_types"), count(hf, "num_hidden_layers")
-    if not isinstance(names, list | tuple) or len(names) != num_layers or set(names) - _KINDS.keys():
+    if not isinstance(names, list | tuple) or len(names) != num_layers or set(names) - letters.keys():
         raise ConfigError(
-            f"layer_types must name one of {sorted(_KINDS)} for each of the {num_layers} layers, found {shown(names)}."
+            f"layer_types must name one of {sorted(letters)} for each of the {num_layers} layers, found {shown(names)}."
         )
-    return [_KINDS[name] for name in names]
+    return [letters[name] for name in names]
 
 
 def layers(
-    second: Callable[[Hf, int], str], back: Callable[[Mcore], dict[str, object]], *names: str, **mcore: str
+    second: Callable[[Hf, int], str],
+    back: Callable[[Mcore], dict[str, object]],
+    *names: str,
+    letters: Mapping[str, str] = _KINDS,
+    **mcore: str,
 ) -> Derive:
     """The entry of the kinds of layers.
 
@@ -34,19 +37,22 @@ def layers(
         second: the letter of the second half of a layer, from the HF config and the number of the layer.
         back: the HF fields ``names`` that decide it, from mcore values.
         names: these fields.
+        letters: the letters of mixers and of attention, by their names in HF.
         mcore: a field of megatron-core that is 1 for layers with a letter in their second half, with this letter.
     """
 
     def forward(hf: Hf) -> dict[str, object]:
-        kinds = tuple(first + second(hf, layer) for layer, first in enumerate(firsts_of(hf)))
+        kinds = tuple(first + second(hf, layer) for layer, first in enumerate(firsts_of(hf, letters)))
         marks = {name: [int(letter in kind) for kind in kinds] for name, letter in mcore.items()}
         return {"num_layers": len(kinds), "layer_kinds": kinds, **marks}
 
     def backward(mcore: Mcore) -> dict[str, object]:
         kinds = kept_kinds(mcore, "layer_types")
-        return {"layer_types": [_NAMES[kind[0]] for kind in kinds], "num_hidden_layers": len(kinds), **back(mcore)}
+        return {"layer_types": [named[kind[0]] for kind in kinds], "num_hidden_layers": len(kinds), **back(mcore)}
 
-    others = "`layer_types` other than `conv` and `full_attention`: releases of transformers disagree on them"
+    named = {letter: name for name, letter in letters.items()}
+    known = " and ".join(f"`{name}`" for name in letters)
+    others = f"`layer_types` other than {known}: releases of transformers disagree on them"
     return Derive(("layer_types", "num_hidden_layers", *names), forward, backward, (others,))
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, cat, nn
 
 from mcore_bridge.config.layer_kinds import FIRST, SECOND
 from mcore_bridge.factory.modules.backend import Backend, mixed, norm_of, submodules_of
+from mcore_bridge.factory.modules.mixers.kda import kda_spec
 from mcore_bridge.factory.modules.mixers.mamba_mixer import mamba_spec
 from mcore_bridge.factory.modules.mixers.short_conv import short_conv_spec
 from mcore_bridge.factory.modules.multipliers import multiplied
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from mcore_bridge.config.tables.attention_and_mixer import SideMultipliers
 
-_MIXERS: dict[str, Callable[[Backend], Any]] = {"M": mamba_spec, "C": short_conv_spec}
+_MIXERS: dict[str, Callable[[Backend], Any]] = {"M": mamba_spec, "C": short_conv_spec, "K": kda_spec}
 """The mixers in the place of attention, by their letters in ``layer_kinds``."""
 
 

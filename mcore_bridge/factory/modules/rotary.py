@@ -143,16 +143,25 @@ class LatentRotaryEmbedding(HFRotaryEmbedding):
         return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
+class UnrotatedEmbedding(LatentRotaryEmbedding):
+    """The rope of latent attention without a rope: all angles are zero, so mcore's rotation changes no score."""
+
+    def __init__(self, num_dims: int, *, cp_group: ProcessGroup | None) -> None:
+        plain = {"rope_type": "default", "rope_theta": 10000.0}
+        super().__init__(Rope(parameters=plain, head_dim=num_dims, max_position_embeddings=1), cp_group=cp_group)
+        self.inv_freq = torch.zeros_like(self.inv_freq)
+
+
 def replace_rotary(chunk: GPTModel) -> None:
     """Replace every rope that mcore built: the rope of the chunk, or, by a shared one, of its latent attentions."""
     rope, cp_group = getattr(chunk.config, "hf_rope", None), chunk.pg_collection.cp
-    if rope is None:
-        return
-    if hasattr(chunk, "rotary_pos_emb"):
+    if rope is not None and hasattr(chunk, "rotary_pos_emb"):
         interleaved = chunk.config.rotary_interleaved
         chunk.rotary_pos_emb = HFRotaryEmbedding(rope, rotary_interleaved=interleaved, cp_group=cp_group)
     if chunk.config.multi_latent_attention:
-        shared = LatentRotaryEmbedding(rope, cp_group=cp_group)
+        num_dims = chunk.config.qk_pos_emb_head_dim
+        without = functools.partial(UnrotatedEmbedding, num_dims)
+        shared = LatentRotaryEmbedding(rope, cp_group=cp_group) if rope else without(cp_group=cp_group)
         for module in list(chunk.modules()):
             if isinstance(getattr(module, "rotary_pos_emb", None), RotaryEmbedding):  # indexers have one too
                 module.rotary_pos_emb = shared

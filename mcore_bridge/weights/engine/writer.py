@@ -173,20 +173,20 @@ def write_export(export: Export, opened: Callable[[], MapWriter]) -> None:
         TransferError: what ``opened`` has raised.
         ExportError: as ``export_into``.
     """
-    found: list[MapWriter | TransferError] = []
+    ends: list[MapWriter | TransferError] = []
 
     def begin(program: Program, device: torch.device) -> Ends:
         try:
-            found.append(writer := opened())
+            ends.append(writer := opened())
         except TransferError as error:
-            found.append(error)
+            ends.append(error)
             return new_tensors(program, device)
         return writer.begin(program, device)
 
     for pairs in run_messages(export.program, export.group, export.held, into=begin):
         for _ in pairs:
             pass
-    (end,) = found
+    (end,) = ends
     if isinstance(end, TransferError):
         raise end
     end.end(export.group.device)

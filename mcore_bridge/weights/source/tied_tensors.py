@@ -113,7 +113,8 @@ def require_equal(source: Source, mapping: WeightMapping) -> None:
     Raises:
         CheckpointError: naming all tensors that differ.
     """
-    pairs = [(name, original) for name, original in mapping.twins.items() if name in source and original in source]
+    originals = {name: mapping.original(name) for name in (source if mapping.twins else ())}
+    pairs = [(name, own) for name, own in originals.items() if name != own and own in source]
     differ = [(name, original) for name, original in pairs if not are_equal(source, original, name)]
     if differ:
         raise differing(mapping, differ)

@@ -27,7 +27,7 @@ RULES = {
     "norms of a layer":         ("logits",         HF, exchange("input_layernorm.weight", "pre_mlp_layernorm.weight")),
 }
 # fmt: on
-_right = short_conv.ShortConv._convolved
+_right = short_conv.ShortConv._all_convolved
 
 
 def ahead(self, texts):
@@ -45,12 +45,12 @@ def activated(self, texts):
 
 
 def ungated(self, texts):
-    return self._convolved([rearrange(text, "s b (three n) -> three s b n", three=3)[2] for text in texts])
+    return self._all_convolved([rearrange(text, "s b (three n) -> three s b n", three=3)[2] for text in texts])
 
 
 MODULES = {
-    "a token sees the next": (HF, ONE, instead(short_conv.ShortConv, "_convolved", ahead)),
-    "the text backwards": (HF, ONE, instead(short_conv.ShortConv, "_convolved", backwards)),
-    "an activation": (HF, ONE, instead(short_conv.ShortConv, "_convolved", activated)),
+    "a token sees the next": (HF, ONE, instead(short_conv.ShortConv, "_all_convolved", ahead)),
+    "the text backwards": (HF, ONE, instead(short_conv.ShortConv, "_all_convolved", backwards)),
+    "an activation": (HF, ONE, instead(short_conv.ShortConv, "_all_convolved", activated)),
     "no gates": (HF, ONE, instead(short_conv.ShortConv, "_sequences", ungated)),
 }

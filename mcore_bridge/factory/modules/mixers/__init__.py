@@ -1,1 +1,1 @@
-"""Mixers in the place of attention: Mamba-2, linear attention by the delta rule, and short convolutions."""
+"""Mixers in the place of attention: Mamba-2, linear attention by delta rules, and short convolutions."""

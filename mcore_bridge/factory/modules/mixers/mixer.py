@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from einops import rearrange
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  (the usual name)
 
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.modules.torch_modules import packed_lengths
@@ -61,6 +63,14 @@ class Mixer(nn.Module):
     def _sequences(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Everything between ``in_proj`` and ``out_proj``: for each sequence from ``[s, b, n]`` to ``[s, b, n]``."""
         raise NotImplementedError
+
+    def _all_convolved(self, texts: Sequence[Tensor]) -> list[Tensor]:
+        """The causal convolution ``conv1d`` of each text ``[s, b, n]``, all at once, with zeros before each."""
+        conv1d: Any = self.conv1d
+        past = conv1d.kernel_size[0] - 1
+        joined = torch.cat([F.pad(rearrange(text, "s b n -> b n s"), (past, 0)) for text in texts], dim=-1)
+        convolved = rearrange(F.pad(conv1d(joined), (0, past)), "b n s -> s b n")
+        return [piece[: len(piece) - past] for piece in convolved.split([len(text) + past for text in texts])]
 
     def _entering(self, layer: Any, config: TransformerConfig, size: int) -> Any:
         """The linear layer from hidden states to ``size`` numbers, over all TP ranks."""

@@ -8,13 +8,10 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-import torch
-from einops import rearrange
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812  (the usual name)
 
 from mcore_bridge.factory.modules.mixers.mixer import Mixer, MixerSubmodules, sharded_mixer, submodules_for
 from mcore_bridge.factory.modules.torch_modules import gather_text, own_text, placement
@@ -65,15 +62,8 @@ class ShortConv(Mixer, MegatronModule):
     def _sequences(self, parts: Sequence[Tensor]) -> list[Tensor]:
         gates = [part.chunk(3, dim=-1) for part in parts]
         texts = [gather_text(before * x, self.cp_group) for before, _, x in gates]
-        convolved = [own_text(text, self.cp_group) for text in self._convolved(texts)]
+        convolved = [own_text(text, self.cp_group) for text in self._all_convolved(texts)]
         return [after * text for (_, after, _), text in zip(gates, convolved, strict=True)]
-
-    def _convolved(self, texts: Sequence[Tensor]) -> list[Tensor]:
-        """The causal convolution of each text ``[s, b, n]``. All are convolved at once, with zeros before each."""
-        past = self.conv1d.kernel_size[0] - 1
-        joined = torch.cat([F.pad(rearrange(text, "s b n -> b n s"), (past, 0)) for text in texts], dim=-1)
-        convolved = rearrange(F.pad(self.conv1d(joined), (0, past)), "b n s -> s b n")
-        return [piece[: len(piece) - past] for piece in convolved.split([len(text) + past for text in texts])]
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
