@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -171,13 +171,52 @@ def save_hf_checkpoint(
             writers = open_files([shard for shard in shards if shard.rank == world.rank], update.new, files)
         writing = _FolderWriting(update, files, writers, shards, specs, not_built, provenance, form, keep)
         pairs = iter_hf_weights(models, hf=hf, **given, bucket_bytes=bucket_bytes)
-        if wait:
-            writing.finish(pairs, Staging(slot_bytes), world)
-            return specs
-        copies = HostCopies(host_bytes)
-        finish = partial(writing.finish, copies.taken(), InThisThread(slot_bytes))
-        pending = PendingSave(target, specs, copies, finish, opened)
-    return copy_all(pending, world, held_in(pairs, writers), own=True)
+        return run_save(writing, pairs, specs, world, opened, slot_bytes=slot_bytes, host_bytes=host_bytes, wait=wait)
+
+
+class Writing(Protocol):
+    """What a save of HF tensors writes to a folder."""
+
+    @property
+    def update(self) -> Update:
+        """The change of the folder."""
+
+    @property
+    def writers(self) -> WriterByName:
+        """The writers of this rank, by the tensors that they write."""
+
+    def finish(self, pairs: Iterator[tuple[str, Tensor]], staging: Staging, world: Group) -> None:
+        """Write the tensors as they come and everything else, on all ranks of ``world`` together; then commit."""
+
+
+def run_save(
+    writing: Writing,
+    pairs: Iterator[tuple[str, Tensor]],
+    written: Manifest,
+    world: Group,
+    opened: ExitStack,
+    *,
+    slot_bytes: int,
+    host_bytes: int | None,
+    wait: bool,
+) -> Manifest | PendingSave[Manifest]:
+    """Write a folder now, or copy all tensors now and write the folder in a thread.
+
+    Args:
+        writing: what to write.
+        pairs: the tensors of all ranks.
+        written: the manifest of the folder.
+        world: all ranks, which call this together.
+        opened: what ends with the save.
+        slot_bytes, host_bytes, wait: as for ``save_hf_checkpoint``.
+    """
+    if wait:
+        writing.finish(pairs, Staging(slot_bytes), world)
+        return written
+    copies = HostCopies(host_bytes)
+    finish = partial(writing.finish, copies.taken(), InThisThread(slot_bytes))
+    pending = PendingSave(writing.update.target, written, copies, finish, opened)
+    return copy_all(pending, world, held_in(pairs, writing.writers), own=True)
 
 
 @dataclass(frozen=True)

@@ -173,20 +173,22 @@ def write_export(export: Export, opened: Callable[[], MapWriter]) -> None:
         TransferError: what ``opened`` has raised.
         ExportError: as ``export_into``.
     """
-    ends: list[MapWriter | TransferError] = []
+    writer: MapWriter | None = None
+    problem: TransferError | None = None
 
     def begin(program: Program, device: torch.device) -> Ends:
+        nonlocal writer, problem
         try:
-            ends.append(writer := opened())
+            writer = opened()
         except TransferError as error:
-            ends.append(error)
+            problem = error
             return new_tensors(program, device)
         return writer.begin(program, device)
 
     for pairs in run_messages(export.program, export.group, export.held, into=begin):
         for _ in pairs:
             pass
-    (end,) = ends
-    if isinstance(end, TransferError):
-        raise end
-    end.end(export.group.device)
+    if problem is not None:
+        raise problem
+    assert writer is not None
+    writer.end(export.group.device)

@@ -25,11 +25,11 @@ from mcore_bridge.weights.agreement import Only, agree_on_plan, open_export, unl
 from mcore_bridge.weights.bound import BoundModel, bind, provenance_on
 from mcore_bridge.weights.export import converted
 from mcore_bridge.weights.files.atomic_folder import Update, commit, target_of, updating_by_all
-from mcore_bridge.weights.files.background import HostCopies, PendingSave, copy_all, settle
+from mcore_bridge.weights.files.background import PendingSave, settle
 from mcore_bridge.weights.files.file_shards import FileShard
 from mcore_bridge.weights.files.hf_folder import content_of
 from mcore_bridge.weights.files.sources import SourceFolders
-from mcore_bridge.weights.files.staging import SLOT_BYTES, InThisThread, Staging
+from mcore_bridge.weights.files.staging import SLOT_BYTES, Staging
 from mcore_bridge.weights.load import load_bound
 from mcore_bridge.weights.load_state import LoadReport
 from mcore_bridge.weights.manifest import Manifest, ManifestEntry
@@ -39,7 +39,7 @@ from mcore_bridge.weights.peft.peft_config import CONFIG, STACKS, WEIGHTS, PeftN
 from mcore_bridge.weights.peft.peft_folder import PeftFolder, memory_prefixes, open_peft, stored_dtypes
 from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.provenance import Provenance
-from mcore_bridge.weights.save import BUCKET_SLOTS, WriterByName, held_in, open_files, write_pairs
+from mcore_bridge.weights.save import BUCKET_SLOTS, WriterByName, open_files, run_save, write_pairs
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.executor import run_program
 from mcore_bridge.weights.transfer.failures import raise_on_all, require_alike
@@ -190,13 +190,7 @@ def save_hf_adapters(
             config = _config(made, provenance, [spec.name for spec in own], naming)
         writing, written = _AdapterWriting(update, files, writers, config), Manifest(specs)
         pairs = _in_peft(iter_hf_adapters(models, dtype=dtype, bucket_bytes=bucket_bytes), naming)
-        if wait:
-            writing.finish(pairs, Staging(slot_bytes), world)
-            return written
-        copies = HostCopies(host_bytes)
-        finish = partial(writing.finish, copies.taken(), InThisThread(slot_bytes))
-        pending = PendingSave(target, written, copies, finish, opened)
-    return copy_all(pending, world, held_in(pairs, writers), own=True)
+        return run_save(writing, pairs, written, world, opened, slot_bytes=slot_bytes, host_bytes=host_bytes, wait=wait)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from mcore_bridge.weights.plan.export_plan import SLAB, ExportPlan, Message
 from mcore_bridge.weights.plan.payload import OutputTensor
 from mcore_bridge.weights.transfer.copier import Buffers, Made
 from mcore_bridge.weights.transfer.program import Program, Step
-from mcore_bridge.weights.transfer.quantized_parameters import memory_of, of_other_classes
+from mcore_bridge.weights.transfer.quantized_parameters import memory_of_all
 
 Merge = Callable[[Tensor], Tensor]
 """A function from a tensor of this rank to the tensor that is sent in its place."""
@@ -25,8 +25,7 @@ _NBYTES, _IS_META = attrgetter("nbytes"), attrgetter("is_meta")
 
 def check_storage(tensors: Mapping[str, Tensor]) -> list[UntypedStorage]:
     """The storage of each tensor. Raise ``ExportError`` if a tensor has no values to export."""
-    are_plain = not of_other_classes(tensors)
-    memory = [*tensors.values()] if are_plain else [*map(memory_of, tensors.values())]
+    memory = memory_of_all(tensors)
     storages = [*map(Tensor.untyped_storage, memory)]
     sizes = map(UntypedStorage.nbytes, storages)
     if any(map(lt, sizes, map(_NBYTES, memory))) or any(map(_IS_META, memory)):
@@ -84,8 +83,7 @@ class Sources:
         self._names = [*tensors]
         self._storages = check_storage(tensors)  # these stay even if tensors move
         self._addresses = [*map(UntypedStorage.data_ptr, self._storages)]
-        memory = tensors.values() if not of_other_classes(tensors) else map(memory_of, tensors.values())
-        self._buffers = self._all_of(Buffers([*map(Tensor.contiguous, memory)]))
+        self._buffers = self._all_of(Buffers([*map(Tensor.contiguous, memory_of_all(tensors))]))
         self._merges = {number: held.merges[name] for number, name in enumerate(program.names) if name in held.merges}
         self._unmade = frozenset(self._merges) | (frozenset() if self._maker is None else self._maker.numbers)
         self._made: dict[int, Made] = {}

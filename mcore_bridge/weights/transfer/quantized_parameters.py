@@ -47,6 +47,11 @@ def memory_of(tensor: Tensor) -> Tensor:
     return next(codes for codes in quantized.get_data_tensors() if codes is not None)
 
 
+def memory_of_all(tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    """``memory_of`` for each of thousands of tensors, which are nearly always plain."""
+    return [*map(memory_of, tensors.values())] if of_other_classes(tensors) else [*tensors.values()]
+
+
 @torch.no_grad()
 def values_of(tensor: Tensor) -> Tensor:
     """The values of a tensor in its dtype: ``tensor`` itself, or a new tensor for a quantized one."""

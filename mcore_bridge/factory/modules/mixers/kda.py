@@ -16,7 +16,6 @@ import torch
 from einops import rearrange
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
@@ -24,13 +23,12 @@ from torch.nn import functional as F  # noqa: N812  (the usual name)
 
 from mcore_bridge.factory.modules.backend import say
 from mcore_bridge.factory.modules.mixers.delta import HeadNorm, _ahead, _unit
-from mcore_bridge.factory.modules.mixers.mixer import Mixer, MixerSubmodules, sharded_mixer, submodules_for
+from mcore_bridge.factory.modules.mixers.mixer import MixerSubmodules, OwnMixer, sharded_mixer, submodules_for
 from mcore_bridge.factory.modules.torch_modules import gather_text, own_text, placement
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import TransformerConfig
 
 CHUNK = 16
@@ -44,26 +42,14 @@ def kda_spec(backend: str) -> ModuleSpec:
     return ModuleSpec(KimiDeltaAttention, submodules=submodules_for(backend, normed=False))
 
 
-class KimiDeltaAttention(Mixer, MegatronModule):
+class KimiDeltaAttention(OwnMixer):
     """``out_proj(norm(rule(q, k, v, decay, beta)) * sigmoid(gate))``, with a convolution of queries, keys and values.
 
     ``in_proj`` gives queries, keys, values and beta of whole heads. It also gives narrow inputs of decay and gate,
     which ``decay_up`` and ``gate_up`` widen to all channels of these heads.
     """
 
-    instead = "export the weights to an engine"
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        submodules: MixerSubmodules,
-        layer_number: int | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-        **unused: Any,  # mcore 0.19 also passes name, cp_comm_type and pp_layer_offset
-    ) -> None:
-        super().__init__(config)
-        assert pg_collection is not None
-        self.layer_number, self.tp_group, self.cp_group = layer_number, pg_collection.tp, pg_collection.cp
+    def _make(self, config: TransformerConfig, submodules: MixerSubmodules) -> None:
         self.dim, num_heads, num_ranks = config.linear_key_head_dim, config.linear_num_key_heads, self.tp_group.size()
         self.heads = num_heads // num_ranks
         inner, narrow = self.heads * self.dim, self.dim // num_ranks

@@ -14,19 +14,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from einops import rearrange
 from megatron.core.tensor_parallel import all_gather_last_dim_from_tensor_parallel_region, get_cuda_rng_tracker
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (the usual name)
 
 from mcore_bridge.factory.modules.mixers.mamba_kernels import Operations, operations_for
-from mcore_bridge.factory.modules.mixers.mixer import Mixer, MixerSubmodules, sharded_mixer, submodules_for
+from mcore_bridge.factory.modules.mixers.mixer import MixerSubmodules, OwnMixer, sharded_mixer, submodules_for
 from mcore_bridge.factory.modules.torch_modules import gather_text, own_text, placement
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import TransformerConfig
 
 
@@ -86,22 +84,10 @@ class Gate(nn.Module):
         return (hidden.float() * F.silu(gate.float())).to(gate.dtype)
 
 
-class TorchMamba(Mixer, MegatronModule):
+class TorchMamba(OwnMixer):
     """A Mamba-2 mixer."""
 
-    instead = "export the weights to an engine"
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        submodules: MixerSubmodules,
-        layer_number: int | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-        **unused: Any,  # mcore 0.19 also passes name, cp_comm_type and pp_layer_offset
-    ) -> None:
-        super().__init__(config)
-        assert pg_collection is not None
-        self.layer_number, self.tp_group, self.cp_group = layer_number, pg_collection.tp, pg_collection.cp
+    def _make(self, config: TransformerConfig, submodules: MixerSubmodules) -> None:
         ranks = self.tp_group.size()
         self.heads, self.groups = config.mamba_num_heads // ranks, Groups(config, self.tp_group)
         inner, state = self.heads * config.mamba_head_dim, config.mamba_num_groups * config.mamba_state_dim // ranks

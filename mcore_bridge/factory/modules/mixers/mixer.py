@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from einops import rearrange
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ except ImportError:  # megatron-core 0.16
     from megatron.core.ssm.gated_delta_net import _split_tensor_factory
 
 if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import TransformerConfig
 
 
@@ -131,6 +133,29 @@ class Mixer(nn.Module):
         parts = mixed.split(packed_lengths(packed_seq_params, self.cp_group.size())) if packed_seq_params else [mixed]
         out: tuple[Tensor, Tensor | None] = self.out_proj(torch.cat(self._sequences(parts)))
         return out
+
+
+class OwnMixer(Mixer, MegatronModule):
+    """A mixer that megatron-core lacks. A subclass makes its modules in ``_make``."""
+
+    instead = "export the weights to an engine"
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MixerSubmodules,
+        layer_number: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **unused: Any,  # mcore 0.19 also passes name, cp_comm_type and pp_layer_offset
+    ) -> None:
+        super().__init__(config)
+        assert pg_collection is not None
+        self.layer_number, self.tp_group, self.cp_group = layer_number, pg_collection.tp, pg_collection.cp
+        self._make(config, submodules)
+
+    def _make(self, config: TransformerConfig, submodules: MixerSubmodules) -> None:
+        """Makes the modules and parameters, when the groups of ranks are known."""
+        raise NotImplementedError
 
 
 def sharded_mixer(

@@ -9,17 +9,15 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
-from mcore_bridge.factory.modules.mixers.mixer import Mixer, MixerSubmodules, sharded_mixer, submodules_for
+from mcore_bridge.factory.modules.mixers.mixer import MixerSubmodules, OwnMixer, sharded_mixer, submodules_for
 from mcore_bridge.factory.modules.torch_modules import gather_text, own_text, placement
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import TransformerConfig
 
 
@@ -28,22 +26,10 @@ def short_conv_spec(backend: str) -> ModuleSpec:
     return ModuleSpec(ShortConv, submodules=submodules_for(backend))
 
 
-class ShortConv(Mixer, MegatronModule):
+class ShortConv(OwnMixer):
     """``out_proj(C * convolved(B * x))``, where ``in_proj`` gives B, C and x, each as wide as the hidden states."""
 
-    instead = "export the weights to an engine"
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        submodules: MixerSubmodules,
-        layer_number: int | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-        **unused: Any,  # mcore 0.19 also passes name, cp_comm_type and pp_layer_offset
-    ) -> None:
-        super().__init__(config)
-        assert pg_collection is not None
-        self.layer_number, self.tp_group, self.cp_group = layer_number, pg_collection.tp, pg_collection.cp
+    def _make(self, config: TransformerConfig, submodules: MixerSubmodules) -> None:
         self.channels = config.hidden_size // self.tp_group.size()
         self.in_proj = self._entering(submodules.in_proj, config, 3 * config.hidden_size)
         self.conv1d = self._convolution(config)
