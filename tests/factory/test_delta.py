@@ -54,14 +54,7 @@ def test_the_rule_in_chunks_is_the_rule_token_by_token(length):
     query, key, value, decay, beta = (torch.randn(shape, generator=generator) for shape in shapes)
     inputs = [query, key, value, -torch.nn.functional.softplus(decay), beta.sigmoid()]
     weight = torch.randn(value.shape, generator=generator)
-    results = []
-    for rule, dtype in ((gated_delta_rule, torch.float32), (token_by_token, torch.float64)):
-        leaves = [part.detach().to(dtype, copy=True).requires_grad_() for part in inputs]
-        answer = rule(*leaves)
-        (answer * weight.to(dtype)).sum().backward()
-        results.append([answer.detach(), *(leaf.grad for leaf in leaves)])
-    for found, expected in zip(*results, strict=True):
-        assert tiny.relative_error(found, expected) < 1e-5
+    tiny.assert_equal_rules(inputs, weight, gated_delta_rule, token_by_token)
 
 
 def is_built(sizes):

@@ -98,14 +98,7 @@ def test_the_rule_in_chunks_is_the_rule_token_by_token(length, scale):
     """Also where a channel forgets all within a token, so that decays over a chunk are zero in fp32."""
     inputs = drawn(length, scale)
     weight = torch.randn(inputs[2].shape, generator=torch.Generator().manual_seed(1))
-    results = []
-    for rule, dtype in ((kda.channel_delta_rule, torch.float32), (token_by_token, torch.float64)):
-        leaves = [part.detach().to(dtype, copy=True).requires_grad_() for part in inputs]
-        answer = rule(*leaves)
-        (answer * weight.to(dtype)).sum().backward()
-        results.append([answer.detach(), *(leaf.grad for leaf in leaves)])
-    for found, expected in zip(*results, strict=True):
-        assert tiny.relative_error(found, expected) < 1e-5
+    tiny.assert_equal_rules(inputs, weight, kda.channel_delta_rule, token_by_token)
 
 
 def test_the_kernel_is_used_on_a_gpu_that_has_it(monkeypatch):

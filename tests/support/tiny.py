@@ -5,7 +5,7 @@ that only the rules can tell matrices apart. There are four key-value heads and 
 group.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,24 @@ def reference(model: Any, batch: Tensor) -> tuple[Tensor, Tensor, dict[str, Tens
 def relative_error(found: Tensor, expected: Tensor) -> float:
     """The largest difference, as a part of the largest expected value."""
     return float((found.float() - expected.float()).abs().max() / expected.float().abs().max().clamp_min(1e-12))
+
+
+def assert_equal_rules(
+    inputs: Sequence[Tensor], weight: Tensor, rule: Callable[..., Tensor], expected: Callable[..., Tensor]
+) -> None:
+    """Assert that a rule in fp32 has the answer and the gradients of another one in fp64, up to rounding errors.
+
+    Args:
+        weight: by what each element of the answer is multiplied in the loss.
+    """
+    results = []
+    for each, dtype in ((rule, torch.float32), (expected, torch.float64)):
+        leaves = [part.detach().to(dtype, copy=True).requires_grad_() for part in inputs]
+        answer = each(*leaves)
+        (answer * weight.to(dtype)).sum().backward()
+        results.append([answer.detach(), *(leaf.grad for leaf in leaves)])
+    for own, other in zip(*results, strict=True):
+        assert relative_error(own, other) < 1e-5
 
 
 def assert_near(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], label: str) -> None:

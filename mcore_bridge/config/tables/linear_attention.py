@@ -1,12 +1,15 @@
 """The config table, with its entries, of models with linear attention (the gated delta rule) in some layers."""
 
+from collections.abc import Mapping
+
 from mcore_bridge.config.fields import Const, Derive, Field, Hf, Ignore, Map, Mcore, Require, count
 from mcore_bridge.config.layer_kinds import layers_but_full
 from mcore_bridge.config.rope_spelling import MULTIMODAL
 from mcore_bridge.config.tables import BIAS_ATTENTION, QK_NORMED, WINDOW_NEVER
 from mcore_bridge.config.tables.derived_rope import rope
-from mcore_bridge.config.tables.moe import MTP_ON_REQUEST
-from mcore_bridge.errors import ConfigError
+from mcore_bridge.config.tables.moe import MLP_TYPES, MTP_ON_REQUEST
+from mcore_bridge.config.tables.short_convolutions import layers
+from mcore_bridge.errors import ConfigError, shown
 
 _KINDS = ("full_attention", "linear_attention")
 
@@ -61,3 +64,46 @@ DELTA: tuple[Field, ...] = (
 NO_MIXED_MLP = Require(
     "mlp_only_layers", ([], None), "transformers gives each layer of this family the same kind of MLP"
 )
+
+_KDA_SIZES = {  # field: name in linear_attn_config, mcore name
+    "linear_head_dim": ("head_dim", "linear_key_head_dim"),
+    "linear_num_heads": ("num_heads", "linear_num_key_heads"),
+    "linear_conv_kernel_dim": ("short_conv_kernel_size", "linear_conv_kernel_dim"),
+}
+_KDA_LISTS = {"full_attn_layers": "full_attention", "kda_layers": "linear_attention"}
+_KDA_GIVEN = "linear_attn_config"
+
+
+def _numbered(names: object) -> dict[str, object]:
+    """The layers of each kind, numbered from 1, as published configs have them."""
+    assert isinstance(names, list | tuple)
+    return {key: [number for number, name in enumerate(names, 1) if name == kind] for key, kind in _KDA_LISTS.items()}
+
+
+def _agreeing(hf: Hf) -> dict[str, object]:
+    """The sizes. ``linear_attn_config``, if it is there, must say what transformers has made of it."""
+    given = hf.get(_KDA_GIVEN) or {}
+    own = {old: hf[name] for name, (old, _) in _KDA_SIZES.items()} | _numbered(hf.get("layer_types"))
+    if not isinstance(given, Mapping) or any(name not in own or own[name] != value for name, value in given.items()):
+        raise ConfigError(f"{_KDA_GIVEN} must agree with {own}, found {shown(given)}. Change it, or delete it.")
+    return {mcore: hf[name] for name, (_, mcore) in _KDA_SIZES.items()}
+
+
+def _agreeing_back(mcore: Mcore) -> dict[str, object]:
+    sizes = {name: mcore[own] for name, (_, own) in _KDA_SIZES.items()}
+    names = KDA_LAYERS.backward(mcore)["layer_types"]
+    return {**sizes, _KDA_GIVEN: {old: sizes[name] for name, (old, _) in _KDA_SIZES.items()} | _numbered(names)}
+
+
+def _second(hf: Hf, layer: int) -> str:
+    return "E" if MLP_TYPES.forward(hf)["moe_layer_freq"][layer] else "-"  # type: ignore[index]
+
+
+KDA_LAYERS = layers(
+    _second,
+    MLP_TYPES.backward,
+    *MLP_TYPES.names,
+    letters={"linear_attention": "K", "full_attention": "*"},
+    moe_layer_freq="E",
+)
+KDA_SIZES = Derive((*_KDA_SIZES, _KDA_GIVEN), _agreeing, _agreeing_back)

@@ -245,3 +245,16 @@ SHARED_BY_GATE: tuple[Field, ...] = (
     Const("moe_shared_expert_gate", True),
 )
 """A shared expert whose output is multiplied by a gate."""
+
+
+def called(entry: Derive, **names: str) -> Derive:
+    """``entry`` with other names of HF fields; transformers accepts either name."""
+
+    def forward(hf: Hf) -> dict[str, object]:
+        return entry.forward({**{old: hf[new] for old, new in names.items() if new in hf}, **hf})
+
+    def backward(mcore: Mcore) -> dict[str, object]:
+        return {names.get(name, name): value for name, value in entry.backward(mcore).items()}
+
+    both = dict.fromkeys((*(names.get(name, name) for name in entry.names), *entry.names))
+    return Derive(tuple(both), forward, backward, entry.refuses)
