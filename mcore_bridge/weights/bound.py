@@ -28,7 +28,7 @@ from mcore_bridge.weights.model_chunks import (
     whole_config,
     whole_layers,
 )
-from mcore_bridge.weights.model_tensors import held_tensors, require_as_built
+from mcore_bridge.weights.model_tensors import Layouts, held_tensors, require_as_built
 from mcore_bridge.weights.plan.inventory import Inventory
 from mcore_bridge.weights.provenance import HF, Provenance, provenance_of
 from mcore_bridge.weights.sent.merging import merges_of, of_values
@@ -55,6 +55,8 @@ class BoundModel:
     """The functions from tensors to what is sent, by canonical name: of quantized tensors, and to merge adapters."""
     is_part: bool = False
     """Whether an export takes only these tensors, and other tensors of the models stay."""
+    layouts: Layouts | None = None
+    """The layouts of ``tensors``, if they are known."""
 
     def exported(self, mcore: str) -> Tensor:
         """The tensor that an export sends for a tensor of this rank: the tensor itself, or a new one."""
@@ -81,9 +83,8 @@ class BoundModel:
 
     def fingerprint(self) -> tuple[object, ...]:
         """Everything on this rank that a plan depends on. A kept plan is valid while this is equal."""
-        tensors = self.tensors.values()
-        held = ([tensor.shape for tensor in tensors], [tensor.dtype for tensor in tensors])
-        return (tuple(self.tensors), held, self.mapping, self.axes, self.ranks, self.merged)
+        layouts = self.layouts or Layouts.of(self.tensors.values())
+        return (tuple(self.tensors), layouts, self.mapping, self.axes, self.ranks, self.merged)
 
     def problem_of(self, dtypes: Dtypes) -> str:
         """Why ``dtypes`` are wrong for this model: their type, or a pattern that matches no tensor; or ""."""
@@ -221,9 +222,9 @@ def bind(
     sizes = axes_of_config(whole_config(first), vocab=provenance.hf.vocab_size, padded_vocab=first.vocab_size)
     axes = sizes | {"mtp": mapping.num_mtp_layers}
     tensors = held_tensors(chunks)
-    require_as_built(chunks, tensors)
+    layouts = require_as_built(chunks, tensors)
     if not hasattr(first, "bridge_adapters"):
-        return BoundModel(chunks, tensors, mapping, axes, ranks, merges=of_values(tensors, {}))
+        return BoundModel(chunks, tensors, mapping, axes, ranks, merges=of_values(tensors, {}), layouts=layouts)
     if adapters is None and not isinstance(merged, bool):
         raise ConfigError(
             "these models have adapters, and the base could be mistaken for the trained model: expected merged=True "

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from mcore_bridge.errors import MappingError
@@ -47,7 +49,20 @@ def note_built(chunk: GPTModel) -> None:
     held.bridge_built = {name: tensor.shape for name, tensor in held_tensors([chunk]).items()}
 
 
-def require_as_built(models: Sequence[nn.Module], held: Mapping[str, Tensor]) -> None:
+class Layouts(NamedTuple):
+    """Shapes and dtypes of the tensors of a rank. Plans depend on them."""
+
+    shapes: Sequence[Shape]
+    dtypes: Sequence[torch.dtype]
+
+    @classmethod
+    def of(cls, tensors: Iterable[Tensor]) -> Layouts:
+        """The shapes and dtypes of tensors, in their order."""
+        tensors = [*tensors]
+        return cls([*map(attrgetter("shape"), tensors)], [*map(attrgetter("dtype"), tensors)])
+
+
+def require_as_built(models: Sequence[nn.Module], held: Mapping[str, Tensor]) -> Layouts:
     """Raise if models lack a tensor with which they were built, or have it in another shape.
 
     Otherwise the file would lack a tensor on all ranks alike, which no comparison of ranks can detect.
@@ -55,26 +70,29 @@ def require_as_built(models: Sequence[nn.Module], held: Mapping[str, Tensor]) ->
     Args:
         held: the result of ``held_tensors`` for the models.
 
+    Returns:
+        The layouts of ``held``.
+
     Raises:
         MappingError: naming these tensors. Models that other code has built are not checked.
     """
     built: dict[str, Shape] = {}
     for chunk in map(unwrap, models):
         built |= getattr(chunk, "bridge_built", {})
-    shapes = {name: tensor.shape for name, tensor in held.items()}
-    if built.items() <= shapes.items():  # nearly always
-        return
+    layouts = Layouts.of(held.values())
+    shapes = dict(zip(held, layouts.shapes, strict=True))
+    if shapes == built or built.items() <= shapes.items():  # nearly always
+        return layouts
     wrong = [
         f"{name} had the shape {tuple(shape)}, and " + (f"has {tuple(shapes[name])}" if name in shapes else "is gone")
         for name, shape in built.items()
         if shapes.get(name) != shape
     ]
-    if wrong:
-        raise MappingError(
-            f"the models must hold all tensors with which they were built, and {len(wrong)} tensors differ: "
-            f"{'; '.join(wrong[:8])}. "
-            "Build them from a config of the new shape"
-        )
+    raise MappingError(
+        f"the models must hold all tensors with which they were built, and {len(wrong)} tensors differ: "
+        f"{'; '.join(wrong[:8])}. "
+        "Build them from a config of the new shape"
+    )
 
 
 def _require_own_memory(held: Mapping[str, Tensor]) -> None:
@@ -116,8 +134,8 @@ class _Roll:
     """The names of all tensors in ``holders``, within their modules."""
     lengths: list[int]
     """The number of tensors in each of ``holders``."""
-    absent: list[int]
-    """The positions of those that are None."""
+    classes: list[type]
+    """Their classes. None has one, too."""
 
     @classmethod
     def of(cls, chunk: GPTModel) -> _Roll:
@@ -138,7 +156,7 @@ class _Roll:
             empty=tuple(holder for _, holder in both if not holder),
             paths=[*chain.from_iterable(holders)],
             lengths=[*map(len, holders)],
-            absent=_absent([*chain.from_iterable(map(dict.values, holders))]),
+            classes=[*map(type, chain.from_iterable(map(dict.values, holders)))],
         )
 
     def look(self) -> list[Any] | None:
@@ -149,13 +167,9 @@ class _Roll:
             and not any(self.empty)
             and [*map(len, self.holders)] == self.lengths
             and [*chain.from_iterable(self.holders)] == self.paths
-            and _absent(current) == self.absent
+            and [*map(type, current)] == self.classes
         )
         return current if is_valid else None
-
-
-def _absent(tensors: list[Any]) -> list[int]:
-    return [number for number, tensor in enumerate(tensors) if tensor is None]
 
 
 def _tensors(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mcore_bridge.rules.spec import Pair, TensorSpec
 from mcore_bridge.weights.engine.engine_tensors import EngineMemory, EngineModel
-from mcore_bridge.weights.engine.group_copies import fill, take_expected
+from mcore_bridge.weights.engine.group_copies import Constants, take_expected
 from mcore_bridge.weights.engine.mapped_engine import specs_of
 from mcore_bridge.weights.ipc.buckets import BucketPlan
 from mcore_bridge.weights.plan.engine_map import EngineMap, EngineTensor, SliceFill, Uncovered
@@ -99,7 +99,7 @@ class MapComparison:
         """How many constants of a tensor differ. A copy may lie over some of them, so copies are left as they are."""
         alone = EngineMap(self._map.engine, (), (tensor,), (), fills)
         wanted = Buffers([self._memory.buffers.tensors[self._map.places[tensor.name]].clone()])
-        fill(alone, wanted)
+        Constants(alone).write(wanted)
         held, filled = self._words(tensor.name), wanted.tensors[0].view(WORDS[tensor.dtype.itemsize])
         for copy in self._map.copies:
             if copy.tensor == tensor.name:

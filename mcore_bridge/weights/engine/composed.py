@@ -24,6 +24,9 @@ from mcore_bridge.weights.transfer.copier import Buffers, CopyTable
 from mcore_bridge.weights.transfer.endpoints import Outputs
 from mcore_bridge.weights.transfer.program import WINDOWS, Program, Step
 
+_AT_ONCE = 16
+"""The messages whose copies run at once."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EngineStep(Step):
@@ -90,7 +93,8 @@ class EngineProgram(Program):
 class MapWriter(ABC):
     """The end of an export in the memory of one rank of an engine. It works for any number of rounds.
 
-    Composed copies of several messages run at once, unless they read windows, which the next messages overwrite.
+    Composed copies of several messages run at once, unless they read windows, which the next messages overwrite. While
+    a GPU runs them, this rank checks the tensors of the next messages.
 
     Args:
         engine_map: the engine's map.
@@ -119,7 +123,7 @@ class MapWriter(ABC):
             self._hold(held)
         if step.composed:
             self._due.append(step)
-        if windows.numel():
+        if windows.numel() or len(self._due) == _AT_ONCE:
             self._run_due(windows)
 
     def _run_due(self, windows: Tensor) -> None:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import Pair
-from mcore_bridge.weights.engine.group_copies import GroupCopies, fill, octets
+from mcore_bridge.weights.engine.group_copies import Constants, GroupCopies, octets
 from mcore_bridge.weights.plan.engine_map import EngineMap, EngineTensor
 from mcore_bridge.weights.transfer.copier import Buffers
 
@@ -42,20 +43,46 @@ def device_of(source: EngineModel) -> torch.device:
     return next((tensor.device for tensor in all_tensors(source).values()), torch.device("cpu"))
 
 
-def tensors_named(source: EngineModel, names: Iterable[str]) -> dict[str, Tensor]:
-    """The engine's tensors with these names. Names that the engine lacks are left out."""
-    if not isinstance(source, nn.Module):
-        held = source()
-        return {name: held[name] for name in names if name in held}
-    owners: dict[str, object] = {"": source}  # names share most of their path
+class Paths:
+    """Tensors of an engine by their names, which are looked up anew each time. Modules on several ways are met once.
 
-    def at(path: str) -> object:
-        if path not in owners:
+    Args:
+        names: the names of the tensors.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = tuple(names)
+        places = {"": 0}
+        self._steps: list[tuple[int, str]] = []
+        """The modules and tensors on the ways: the number of the one above, and the name in it."""
+        self._ends = [self._place(name, places) for name in self._names]
+
+    def _place(self, path: str, places: dict[str, int]) -> int:
+        if path not in places:
             above, _, part = path.rpartition(".")
-            owners[path] = getattr(at(above), part, None)
-        return owners[path]
+            self._steps.append((self._place(above, places), part))
+            places[path] = len(places)
+        return places[path]
 
-    return {name: tensor for name in names if isinstance(tensor := at(name), Tensor)}
+    def tensors(self, source: EngineModel) -> dict[str, Tensor]:
+        """The engine's current tensors with these names. Names that the engine lacks are left out."""
+        if not isinstance(source, nn.Module):
+            held = source()
+            return {name: held[name] for name in self._names if name in held}
+        found: list[Any] = [source]
+        for above, part in self._steps:
+            found.append(_part(found[above], part))
+        ends = map(found.__getitem__, self._ends)
+        return {name: end for name, end in zip(self._names, ends, strict=True) if isinstance(end, Tensor)}
+
+
+def _part(owner: object, name: str) -> object:
+    """``getattr``, without the detours of modules."""
+    if isinstance(owner, nn.Module):
+        for held in (owner._parameters, owner._modules, owner._buffers):
+            if name in held:
+                return held[name]
+    return getattr(owner, name, None)
 
 
 def plainly() -> AbstractContextManager[None]:
@@ -115,6 +142,8 @@ class EngineMemory:
 
     def __init__(self, engine_map: EngineMap, source: EngineModel) -> None:
         self.map, self._source = engine_map, source
+        self._paths = Paths([*engine_map.places, *(alias[0] for alias in engine_map.aliases)])
+        self._constants = Constants(engine_map)
         self._found: Buffers | None = None
         self._compared: Sequence[tuple[object, ...]] | None = None
         """Addresses and layouts that agreed with the map."""
@@ -133,7 +162,7 @@ class EngineMemory:
         """
         names = [*self.map.places]
         with plainly():
-            held = tensors_named(self._source, [*names, *(alias[0] for alias in self.map.aliases)])
+            held = self._paths.tensors(self._source)
             current = [(name, t.data_ptr(), t.shape, t.stride(), t.dtype) for name, t in held.items()]
             if current == self._compared:
                 return
@@ -168,13 +197,12 @@ class EngineMemory:
     def has_moved(self) -> bool:
         """Whether a tensor has moved since the last ``find``. The check is quick, since every round ends with it."""
         with plainly():
-            held = tensors_named(self._source, self.map.places)
-            addresses = [tensor.data_ptr() for tensor in held.values()]
+            addresses = [tensor.data_ptr() for tensor in self.held().values()]
         return self._found is None or addresses != self._found.addresses.tolist()
 
     def fill(self) -> None:
         """Write the map's constants, such as padding, before all copies."""
-        fill(self.map, self.buffers)
+        self._constants.write(self.buffers)
 
     def copy(self, pairs: Iterable[Pair]) -> Iterator[Pair]:
         """Copy contiguous HF tensors on the engine's device by the map. Yield the tensors that the loader needs too."""
@@ -191,13 +219,14 @@ class EngineMemory:
 
     def held(self) -> dict[str, Tensor]:
         """The current tensors with the names of the map."""
-        return tensors_named(self._source, self.map.places)
+        found = self._paths.tensors(self._source)
+        return {name: found[name] for name in self.map.places if name in found}
 
     @property
     def device(self) -> torch.device:
         """The device of the engine's tensors."""
-        held = tensors_named(self._source, [tensor.name for tensor in self.map.tensors[:1]])
-        return next((tensor.device for tensor in held.values()), torch.device("cpu"))
+        first = Paths([tensor.name for tensor in self.map.tensors[:1]]).tensors(self._source)
+        return next((tensor.device for tensor in first.values()), torch.device("cpu"))
 
 
 def _geometry(tensor: object) -> str:

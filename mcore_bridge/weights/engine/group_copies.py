@@ -141,16 +141,29 @@ def _elements(memory: Tensor, dtype: torch.dtype) -> Tensor:
     return memory[: memory.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
 
 
-def fill(engine_map: EngineMap, targets: Buffers) -> None:
-    """Write the constants of a map into the memory of an engine's tensors (uint8 [bytes] each)."""
-    zeros = []
-    for entry in engine_map.fills:
-        item = engine_map.dtypes[entry.tensor].itemsize
-        view = entry.box.target_in(_elements(targets.tensors[engine_map.places[entry.tensor]], WORDS[item]))
-        if entry.bits:
-            half = 1 << (8 * item - 1)
-            view.fill_(entry.bits if entry.bits < half else entry.bits - 2 * half)
-        else:
-            zeros.append(view)
-    if zeros:
-        torch._foreach_zero_(zeros)
+class Constants:
+    """The constants that a map writes, such as padding.
+
+    Args:
+        engine_map: the map.
+    """
+
+    def __init__(self, engine_map: EngineMap) -> None:
+        self._map = engine_map
+        self._targets: Buffers | None = None
+        self._views: dict[tuple[torch.dtype, int], list[Tensor]] = {}
+
+    def write(self, targets: Buffers) -> None:
+        """Write them into the memory of an engine's tensors, uint8 [bytes] each, in the order of the map."""
+        if targets is not self._targets:
+            self._targets, self._views = targets, {}
+            for entry in self._map.fills:
+                word = WORDS[self._map.dtypes[entry.tensor].itemsize]
+                memory = _elements(targets.tensors[self._map.places[entry.tensor]], word)
+                over = torch.iinfo(word).max + 1
+                value = entry.bits if entry.bits < over else entry.bits - 2 * over
+                self._views.setdefault((word, value), []).append(entry.box.target_in(memory))
+        for (_, value), views in self._views.items():
+            torch._foreach_zero_(views)
+            if value:
+                torch._foreach_add_(views, value)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.engine.engine_tensors import EngineModel, described, tensors_named
+from mcore_bridge.weights.engine.engine_tensors import EngineModel, Paths, described
 from mcore_bridge.weights.engine.loader_thread import Loader
 from mcore_bridge.weights.plan.boxes import BoxCopy
 from mcore_bridge.weights.plan.engine_map import EngineTensor, SliceCopy, SliceFill
@@ -71,7 +71,7 @@ def probe(
     tensors: dict[str, EngineTensor] = {}
     for place in range(numbering.num_digits):
         load(numbering.values(place, device))
-        for name, tensor in tensors_named(source, dtypes).items():
+        for name, tensor in Paths(dtypes).tensors(source).items():
             tensors[name], flat = described(name, tensor), _in_memory_order(tensor)
             digits = numbering.digits(flat, dtypes[name]).cpu()
             raw = flat.view(WORDS[tensor.element_size()]).cpu()

@@ -12,6 +12,7 @@ import torch
 from mcore_bridge.arguments import COUNT, accepts_former_names, instance_of, list_of, problem_of, require
 from mcore_bridge.config.quantization import Quantize
 from mcore_bridge.errors import TransferError, plural
+from mcore_bridge.machine import uncollected
 from mcore_bridge.rules.mapping import ExpertFormat
 from mcore_bridge.rules.spec import Pair, runs_within
 from mcore_bridge.weights.agreement import Export, Options, open_export, unless
@@ -162,6 +163,7 @@ def export_into(
     write_export(open_export(models, hf, head, **options), lambda: writer)
 
 
+@uncollected()
 def write_export(export: Export, opened: Callable[[], MapWriter]) -> None:
     """Run an export whose target on this rank is the map of a writer.
 

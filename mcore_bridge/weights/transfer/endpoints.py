@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, lt
 from typing import Protocol
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from mcore_bridge.errors import ExportError
+from mcore_bridge.machine import uncollected
 from mcore_bridge.weights.plan.boxes import WIDEST
 from mcore_bridge.weights.plan.export_plan import SLAB, ExportPlan, Message
 from mcore_bridge.weights.plan.payload import OutputTensor
@@ -20,21 +21,26 @@ from mcore_bridge.weights.transfer.quantized_parameters import memory_of_all
 
 Merge = Callable[[Tensor], Tensor]
 """A function from a tensor of this rank to the tensor that is sent in its place."""
-_NBYTES, _IS_META = attrgetter("nbytes"), attrgetter("is_meta")
+_NBYTES = attrgetter("nbytes")
 
 
-def check_storage(tensors: Mapping[str, Tensor]) -> list[UntypedStorage]:
-    """The storage of each tensor. Raise ``ExportError`` if a tensor has no values to export."""
-    memory = memory_of_all(tensors)
+def check_storage(tensors: Mapping[str, Tensor]) -> None:
+    """Raise ``ExportError`` if a tensor has no values to export."""
+    _storages(tensors, memory_of_all([*tensors.values()]))
+
+
+def _storages(names: Iterable[str], memory: Sequence[Tensor]) -> tuple[list[UntypedStorage], list[int]]:
+    """The storage of each tensor, and its address. Raise ``ExportError`` if a tensor has no values to export."""
     storages = [*map(Tensor.untyped_storage, memory)]
+    addresses = [*map(UntypedStorage.data_ptr, storages)]
     sizes = map(UntypedStorage.nbytes, storages)
-    if any(map(lt, sizes, map(_NBYTES, memory))) or any(map(_IS_META, memory)):
-        for name, own, storage in zip(tensors, memory, storages, strict=True):
+    if 0 in addresses or any(map(lt, sizes, map(_NBYTES, memory))):
+        for name, own, storage in zip(names, memory, storages, strict=True):
             if storage.nbytes() < own.nbytes or own.is_meta:
                 raise ExportError(
                     f"{name} has no storage: it is on the meta device or its memory was freed; bring it back"
                 )
-    return storages
+    return storages, addresses
 
 
 class Maker(Protocol):
@@ -72,36 +78,26 @@ class Sources:
         ExportError: when any of them has no memory.
     """
 
+    @uncollected()
     def __init__(self, program: Program, held: Held) -> None:
         self._program, self._maker = program, held.maker
-        self._own = own = [held.tensors[name] for name in program.names]
-        single = {id(tensor): (name, tensor) for name, tensor in zip(program.names, own, strict=True)}
-        place = dict(zip(single, range(len(single)), strict=True))
-        self._places = [*map(place.__getitem__, map(id, own))]
-        """For each tensor, the number of its storage. Codes and scales are made of one tensor."""
-        tensors = dict(single.values())
-        self._names = [*tensors]
-        self._storages = check_storage(tensors)  # these stay even if tensors move
-        self._addresses = [*map(UntypedStorage.data_ptr, self._storages)]
-        self._buffers = self._all_of(Buffers([*map(Tensor.contiguous, memory_of_all(tensors))]))
-        self._merges = {number: held.merges[name] for number, name in enumerate(program.names) if name in held.merges}
+        self._own = [*map(held.tensors.__getitem__, program.names)]
+        memory = memory_of_all(self._own)
+        self._storages, self._addresses = _storages(program.names, memory)  # these stay even if tensors move
+        self._buffers = Buffers([*map(Tensor.contiguous, memory)])
+        named = enumerate(program.names) if held.merges else ()
+        self._merges = {number: held.merges[name] for number, name in named if name in held.merges}
         self._unmade = frozenset(self._merges) | (frozenset() if self._maker is None else self._maker.numbers)
         self._made: dict[int, Made] = {}
         self._current = self._buffers
 
-    def _all_of(self, single: Buffers) -> Buffers:
-        """The buffer of each tensor, by the buffers of their storages."""
-        buffers = Buffers([*map(single.tensors.__getitem__, self._places)], single.gpus)
-        buffers.addresses, buffers.on_gpu = single.addresses[self._places], single.on_gpu
-        return buffers
-
     def read_by(self, step: Step) -> Buffers:
         """All tensors, after a check that the tensors of a step have not moved."""
         storages, addresses = self._storages, self._addresses
-        places = {*map(self._places.__getitem__, step.held)}
-        if moved := [place for place in places if storages[place].data_ptr() != addresses[place]]:
+        if moved := [number for number in step.held if storages[number].data_ptr() != addresses[number]]:
             raise ExportError(
-                f"{self._names[min(moved)]} was freed or moved during an export; leave the model in place until it ends"
+                f"{self._program.names[min(moved)]} was freed or moved during an export; leave the model in place "
+                "until it ends"
             )
         if new := sorted(self._unmade.intersection(step.held) - self._made.keys()):
             for made in self._make(new):

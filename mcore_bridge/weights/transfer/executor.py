@@ -67,11 +67,13 @@ def run_messages(
         ExportError: on every rank of the group, when any rank fails. The error names the rank and the parameter.
     """
     if group.size == 1:
-        yield from _alone(*into(program, group.device), Sources(program, held), group.device)
+        sources = Sources(program, held)  # before a receiver has to be ready
+        yield from _alone(*into(program, group.device), sources, group.device)
         return
     exchange = None
     with raise_on_all(group, kind=ExportError):  # such as out of memory: other ranks must be informed before they wait
-        exchange = _Exchange(*into(program, group.device), group, Sources(program, held), lend=lend)
+        sources = Sources(program, held)
+        exchange = _Exchange(*into(program, group.device), group, sources, lend=lend)
     assert exchange is not None
     yield from exchange.messages()
 

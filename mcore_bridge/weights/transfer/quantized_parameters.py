@@ -11,7 +11,7 @@ masters. A load replaces them. Otherwise masters would begin at the random value
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,9 +47,9 @@ def memory_of(tensor: Tensor) -> Tensor:
     return next(codes for codes in quantized.get_data_tensors() if codes is not None)
 
 
-def memory_of_all(tensors: Mapping[str, Tensor]) -> list[Tensor]:
+def memory_of_all(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """``memory_of`` for each of thousands of tensors, which are nearly always plain."""
-    return [*map(memory_of, tensors.values())] if of_other_classes(tensors) else [*tensors.values()]
+    return tensors if _PLAIN.issuperset(map(type, tensors)) else [*map(memory_of, tensors)]
 
 
 @torch.no_grad()
