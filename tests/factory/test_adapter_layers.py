@@ -92,17 +92,18 @@ def test_one_product_for_all_experts_gives_the_bits_of_one_for_each(chunk):
     layers = [expert.linear_fc1 for expert in chunk.decoder.layers[1].mlp.experts.local_experts]
     grouped, counts, found = GroupedAdapter(layer.adapter for layer in layers), [3, 0, 1, 2, 0, 0, 4, 1], []
     hidden = random(sum(counts), 48).requires_grad_()
-    for has_kernel in (False, True):
+    for has_kernel, most, calls in ((False, 8, 0), (True, 8, 1), (True, 3, 3), (True, 2, 3)):  # of 2, one has no token
         with (
             mock.patch.object(adapter, "has_grouped_kernel", lambda hidden, has_kernel=has_kernel: has_kernel),
+            mock.patch.object(adapter, "_MOST_GROUPS", most),
             mock.patch.object(torch.nn.functional, "grouped_mm", wraps=torch.nn.functional.grouped_mm) as products,
         ):
             product, _ = grouped(None, (hidden, counts), (random(sum(counts), 32), None))
             found.append((product, *torch.autograd.grad(product.square().sum(), [hidden, *grouped.parameters()])))
-            assert products.call_count == 2 * has_kernel
+            assert products.call_count == 2 * calls
             nothing, _ = grouped(None, (hidden[:0], [0] * 8), (product[:0], None))
             assert nothing.shape == (0, 32)
-    assert all(map(torch.equal, *found))
+    assert all(all(map(torch.equal, found[0], other)) for other in found[1:])
     assert all(tensor.any() for tensor in found[0][:3])
 
 

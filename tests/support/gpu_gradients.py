@@ -38,16 +38,14 @@ def buffers_of(models):
 
 
 def by_name(chunks, gradient_of):
-    """Gradients by HF name, exported in the places of the parameters. They are zero for parameters that are not
-    trained.
+    """Gradients by HF name, exported in the places of the parameters. They are zero for buffers, and for parameters
+    that are not trained.
     """
     for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
         parameter.data.copy_(gradient_of(parameter)) if parameter.requires_grad else parameter.data.zero_()
-    return {
-        name: tensor
-        for name, tensor in mb.to_hf_state_dict(chunks).items()
-        if not name.endswith(("correction_bias", "expert_bias"))
-    }
+    for buffer in (buffer for chunk in chunks for buffer in chunk.buffers()):
+        buffer.zero_()
+    return mb.to_hf_state_dict(chunks)
 
 
 def distances(found, exact):

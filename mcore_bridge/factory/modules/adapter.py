@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 _ALIGNED = 8
 """All sizes in a grouped product of bf16 must be multiples of this."""
+_MOST_GROUPS = 1024
+"""The groups that torch's kernel takes at once."""
 Product = Callable[[Tensor, Tensor], Tensor]
 _OF_WHOLE_EXPERTS = "mcore_bridge: dropout of whole inputs of experts"
 Kind = Literal["cut", "summed", "whole"]
@@ -412,10 +414,20 @@ def product_of_groups(hidden: Tensor, stacks: Sequence[Tensor], groups: TokenGro
         ends = groups.ends
         if ends is None:
             ends = torch.tensor(groups.counts, device=hidden.device).cumsum(0, dtype=torch.int32)
-        return nn.functional.grouped_mm(hidden, weights.mT, offs=ends)
+        return _by_kernel(hidden, weights, groups.counts, ends)
     pairs = zip(hidden.split(groups.counts), (weight for stack in stacks for weight in stack), strict=True)
     outs = [nn.functional.linear(own[:, : weight.size(1)].to(weight.dtype), weight) for own, weight in pairs]
     return torch.cat([padded(own, 1, out) for own in outs])  # cat promotes dtypes
+
+
+def _by_kernel(hidden: Tensor, weights: Tensor, counts: list[int], ends: Tensor) -> Tensor:
+    """Each token of ``[tokens, in]`` times the weight of its group, of ``[groups, out, in]``, by torch's kernel."""
+    if len(counts) <= _MOST_GROUPS:
+        return nn.functional.grouped_mm(hidden, weights.mT, offs=ends)
+    first, rest = slice(_MOST_GROUPS), slice(_MOST_GROUPS, None)
+    begun = sum(counts[first])
+    parts = [(hidden[:begun], first, ends[first]), (hidden[begun:], rest, ends[rest] - begun)]
+    return torch.cat([_by_kernel(own, weights[of], counts[of], to) for own, of, to in parts if len(own)])
 
 
 def has_grouped_kernel(hidden: Tensor) -> bool:
