@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 _ALIGNED = 8
 """All sizes in a grouped product of bf16 must be multiples of this."""
-_MOST_GROUPS = 1024
-"""The groups that torch's kernel takes at once."""
+_MOST_GROUPS = 1023
+"""The groups that torch's kernel takes at once; it refuses 1,024."""
 Product = Callable[[Tensor, Tensor], Tensor]
 _OF_WHOLE_EXPERTS = "mcore_bridge: dropout of whole inputs of experts"
 Kind = Literal["cut", "summed", "whole"]

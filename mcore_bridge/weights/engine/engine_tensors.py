@@ -69,10 +69,10 @@ class Paths:
         if not isinstance(source, nn.Module):
             held = source()
             return {name: held[name] for name in self._names if name in held}
-        found: list[Any] = [source]
+        on_ways: list[Any] = [source]
         for above, part in self._steps:
-            found.append(_part(found[above], part))
-        ends = map(found.__getitem__, self._ends)
+            on_ways.append(_part(on_ways[above], part))
+        ends = map(on_ways.__getitem__, self._ends)
         return {name: end for name, end in zip(self._names, ends, strict=True) if isinstance(end, Tensor)}
 
 
@@ -219,8 +219,8 @@ class EngineMemory:
 
     def held(self) -> dict[str, Tensor]:
         """The current tensors with the names of the map."""
-        found = self._paths.tensors(self._source)
-        return {name: found[name] for name in self.map.places if name in found}
+        tensors = self._paths.tensors(self._source)
+        return {name: tensors[name] for name in self.map.places if name in tensors}
 
     @property
     def device(self) -> torch.device:
