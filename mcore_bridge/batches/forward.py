@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,7 @@ from mcore_bridge.batches.refusals import (
     require_scalar,
     require_vocabulary,
 )
-from mcore_bridge.batches.row_sets import ROW_SETS, RowSets, adapters_of, using_row_sets
+from mcore_bridge.batches.row_sets import ROW_SETS, WRAPPED, RowSets, Wrapped, adapters_of, using_row_sets
 from mcore_bridge.batches.text_collectives import broadcast_from_last, digest, digest_of_tokens, gather, reduce_max
 from mcore_bridge.config.mesh.alike import Shared
 from mcore_bridge.config.mesh.lost_ranks import naming_lost_ranks
@@ -75,6 +75,7 @@ def forward(
     *,
     images: Images | None = None,
     adapters: Sequence[str | None] | None = None,
+    wrapped: Mapping[str, Models] | None = None,
     loss: Loss | None = None,
     hf: HF | None = None,
     head: str = "lm",
@@ -104,7 +105,9 @@ def forward(
             text (0). ``position_ids`` ``[n, seq]`` are used unchanged. None: the batch is of text. Images need a model
             that was built with ``vision="train"`` or ``"frozen"``.
         adapters: for each row the name of a set of adapters, or None for the base alone. None: all rows use the set in
-            use. Sets with DoRA and dropout raise, and a loss with megatron-core's DDP.
+            use. With a loss, a set in megatron-core's DDP needs an entry in ``wrapped``.
+        wrapped: for the name of each set, the chunks in the DDP that was made while this set was in use. With a loss,
+            the gradients in them are complete afterwards, by ``config.finalize_model_grads_func`` if it is set.
         loss: called with each microbatch on the ranks of the last pipeline stage. If it raises, the error is raised
             after all microbatches are done; the caller must then zero the gradients. None: no backward follows.
         hf, head: deprecated; call ``adopt`` once for models that ``build_model`` did not make.
@@ -144,6 +147,7 @@ def forward(
             micro_batch_size=(micro_batch_size, COUNT.or_none()),
             packed=(packed, FLAG),
             adapters=(adapters, ROW_SETS.or_none()),
+            wrapped=(wrapped, WRAPPED.or_none()),
             multiple_of=(multiple_of, COUNT.or_none()),
             loss=(loss, FUNCTION.or_none()),
         )
@@ -160,9 +164,8 @@ def forward(
         size = micro_batch_size or (1 if chunk.pg_collection.pp.size() > 1 else len(input_ids))
         rows = [slice(start, min(start + size, len(input_ids))) for start in range(0, len(input_ids), size)]
         seen = SeenImages(of_rows, mask, rows, num_positions(chunk)) if any(of_rows) else None
-        runs.append(
-            partial(_Run, chunk, provenance, rows=rows, temperature=divisor, loss=loss, seen=seen, sets=adapters)
-        )
+        options: Any = {"rows": rows, "temperature": divisor, "loss": loss, "seen": seen}
+        runs.append(partial(_Run, chunk, provenance, sets=adapters, wrapped=wrapped or {}, **options))
         shared = {
             "input_ids": digest_of_tokens(input_ids, mask),
             "images": [{name: digest(value) for name, value in sorted(row.items())} for row in of_rows if row],
@@ -174,7 +177,7 @@ def forward(
             "hf": None if hf is None else identity(provenance),
             "head": provenance.head,
             "training": chunk.training,
-            **adapters_of(chunks, adapters, len(input_ids), learns=learns),
+            **adapters_of(chunks, adapters, wrapped or {}, len(input_ids), learns=learns),
             **shared_by_stages(chunks, learns=learns),
         }
         batch = chunk, input_ids, mask, size, len(chunks)
@@ -199,11 +202,13 @@ class _Run:
         loss: Loss | None,
         seen: SeenImages | None,
         sets: RowSets | None,
+        wrapped: Wrapped,
     ) -> None:
         self._groups = chunk.pg_collection
         self._hf, self._head, self._is_lm = provenance.hf, provenance.head, provenance.head == "lm"
         self._micro_batches, self._rows = micro_batches, rows
-        self._temperature, self._loss, self._seen, self._sets = temperature, loss, seen, sets
+        self._temperature, self._loss, self._seen = temperature, loss, seen
+        self._sets, self._wrapped = sets, wrapped
         self._problem: Exception | None = None
 
     @naming_lost_ranks("forward")
@@ -212,9 +217,12 @@ class _Run:
 
         first, learns = self._micro_batches[0], self._loss is not None
         with (
-            using_row_sets(chunks, self._sets, self._micro_batches, self._rows, learns=learns) as begin,
+            using_row_sets(chunks, self._sets, self._wrapped, self._micro_batches, self._rows, learns=learns) as (
+                begin,
+                holders,
+            ),
             torch.set_grad_enabled(learns),
-            finishing_gradients(chunks) if learns else nullcontext(),
+            finishing_gradients(chunks, holders) if learns else nullcontext(),
         ):
             outputs = get_forward_backward_func()(
                 forward_step_func=partial(self._step, begin),

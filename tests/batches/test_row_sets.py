@@ -182,6 +182,94 @@ def test_a_recompute_drops_what_its_forward_dropped(tmp_path):
     assert min(other) > 1e-2
 
 
+LEARNED = {
+    "qwen3": (
+        {**SP, "overrides": FULL},
+        {"ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1}},
+        {"pp": 2, "ddp": {"overlap_grad_reduce": True}},
+        {"cp": 2},
+    ),
+    "qwen3_moe": ({"ep": 2}, {**SP, "etp": 2}),
+}
+STEPS = [OF_RANKS, [["math", None, None, None, "math"], [None] * 5]]
+"""The sets of rows in two steps, on each replica. In the second step, a replica has no set, and one set has no rows."""
+
+
+def trained(folder, hf, targets, dims, how, overrides, ddp):
+    """What two steps leave of each set, each in its own DDP and distributed optimizer, and the log-probs after them."""
+    models, wrapped, optimizers, replica = built(folder, dims, targets, overrides), {}, {}, 0
+    if dims.dp(2) == 2:
+        replica = dist.get_rank()
+    for name in ("math", "code"):
+        mb.set_adapters(models, name)
+        wrapped[name] = stepping.wrap(models, use_distributed_optimizer=True, **ddp)
+        late = {"overlap_param_gather": ddp.get("overlap_param_gather", False)}
+        optimizers[name] = stepping.distributed_optimizer(wrapped[name], lr=0.1, adam_eps=0.01, **late)
+    options = {"micro_batch_size": 2}
+    for of_replicas in STEPS:
+        used, rows = [name for name in wrapped if any(name in own for own in of_replicas)], of_replicas[replica]
+        for name in used:
+            for model in wrapped[name]:
+                model.zero_grad_buffer()
+        if how != "apart":
+            mb.forward(wrapped["math"], *batch_of(hf), adapters=rows, wrapped=wrapped, loss=sum_of(None), **options)
+        for name in used:
+            mb.set_adapters(models, name)
+            if how == "apart":
+                models[0].config.no_sync_func = wrapped[name][0].no_sync
+                own = torch.tensor([each == name for each in rows])
+                mb.forward(wrapped[name], *batch_of(hf), loss=sum_of(own), **options)
+                models[0].config.no_sync_func = None
+            assert not optimizers[name].prepare_grads()
+            assert optimizers[name].step_with_ready_grads()
+    after = mb.forward(models, *batch_of(hf), adapters=STEPS[0][replica], **options).log_probs
+    values = {}
+    for name in wrapped:
+        mb.set_adapters(models, name)
+        parts = stepping.masters(models, optimizers[name])
+        values |= {f"{name} {path}": parts[parameter] for path, parameter in held(models).items()}
+    return after, values
+
+
+def sum_of(own):
+    """The loss of the rows of one set; of all rows with None."""
+    return lambda out, of: (out.log_probs if own is None else out.log_probs[own[of]]).sum()
+
+
+def first_of(chunks, wrapped, names, holders=row_sets._holders):
+    """A mistake: the gradients of one set alone are completed."""
+    return [of_chunk[:1] for of_chunk in holders(chunks, wrapped, names)]
+
+
+def all_trained(folder, hf, targets, meshes):
+    """Runs in each worker: for each mesh the errors against steps of each set apart; with several replicas also with a
+    planted mistake.
+    """
+    said = []
+    for sizes in meshes:
+        sizes = dict(sizes)
+        overrides, ddp = sizes.pop("overrides", None), sizes.pop("ddp", {})
+        dims = mb.ParallelDims(**sizes)
+        with stepping.mesh(dims):
+            after = partial(trained, folder, hf, targets, dims, overrides=overrides)
+            expected = after("apart", ddp=ddp)
+            right, wrong = errors(after("together", ddp=ddp), expected), None
+            if dims.dp(2) * dims.cp > 1:
+                with mock.patch.object(row_sets, "_holders", first_of):
+                    wrong = errors(after("together", ddp={}), expected)
+            said.append((right, wrong))
+    return said
+
+
+@pytest.mark.parametrize("case", LEARNED)
+def test_sets_in_one_batch_train_as_each_set_does_apart(case, tmp_path):
+    tiny.random_checkpoint(hf := OWN[case](), tmp_path)
+    for said in pool.run(2, all_trained, str(tmp_path), hf, CASES[case][0], LEARNED[case]):
+        for mesh, (right, wrong) in zip(LEARNED[case], said, strict=True):
+            assert max(right) <= 1e-5, mesh
+            assert wrong is None or max(wrong) > 1e-2, f"{mesh}: the mistake is found"
+
+
 def refused(folder):
     """Runs in each of two workers: what each refusal says."""
     said = {}

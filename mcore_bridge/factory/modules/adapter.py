@@ -193,7 +193,8 @@ class Adapter(nn.Module):
         dropped = self.inputs_of(hidden)
         beside = self.beside(dropped).to(product.dtype)
         if self.magnitude is not None:
-            base = self._base(layer.weight, dropped) if self.drops() else without_bias(layer, product, bias)
+            redone = self.of_parts(self.products(layer.weight, dropped)) if self.drops() else None
+            base = without_bias(layer, product, bias) if redone is None else redone
             beside = self.resized(layer.weight, base, beside)
         return product + beside, bias
 
@@ -244,14 +245,16 @@ class Adapter(nn.Module):
             return [hidden]
         return [self.dropout(hidden) for _ in range(self.parts)]
 
-    def _base(self, weight: Tensor, inputs: list[Tensor]) -> Tensor:
-        """The output of the layer without its bias, where each row belongs to the input of its part."""
+    def products(self, weight: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+        """The output of the layer without its bias, for each of these inputs. Ranks that cut the layer join."""
         linear = nn.functional.linear
         if self.kind == "cut":
-            outs = [linear(self._gathered(own), weight) for own in inputs]
-        else:
-            outs = [linear(own, weight) for own in inputs]
-            outs = [self._reduced(out) for out in outs] if self.kind == "summed" else outs
+            return [linear(self._gathered(own), weight) for own in inputs]
+        outs = [linear(own, weight) for own in inputs]
+        return [self._reduced(out) for out in outs] if self.kind == "summed" else outs
+
+    def of_parts(self, outs: list[Tensor]) -> Tensor:
+        """One output, where each row comes from the output for the input of its part."""
         if len(outs) == 1:
             return outs[0]
         return sum((out * own for out, own in zip(outs, self.chosen[..., 0].unbind(1), strict=True)), torch.zeros(()))
