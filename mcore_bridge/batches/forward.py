@@ -26,7 +26,7 @@ from mcore_bridge.batches.refusals import (
     require_scalar,
     require_vocabulary,
 )
-from mcore_bridge.batches.row_sets import ROW_SETS, WRAPPED, RowSets, Wrapped, adapters_of, using_row_sets
+from mcore_bridge.batches.row_sets import ROW_SETS, RowSets, Wrapped, adapters_of, using_row_sets, with_wrappers
 from mcore_bridge.batches.text_collectives import broadcast_from_last, digest, digest_of_tokens, gather, reduce_max
 from mcore_bridge.config.mesh.alike import Shared
 from mcore_bridge.config.mesh.lost_ranks import naming_lost_ranks
@@ -69,13 +69,12 @@ Loss = Callable[[TokenOutputs, slice], Tensor]
 
 
 def forward(
-    models: Models,
+    models: Models | Mapping[str, Models],
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
     *,
     images: Images | None = None,
     adapters: Sequence[str | None] | None = None,
-    wrapped: Mapping[str, Models] | None = None,
     loss: Loss | None = None,
     hf: HF | None = None,
     head: str = "lm",
@@ -95,7 +94,9 @@ def forward(
     replicas: with a loss all replicas must call together. Train or eval mode does not change.
 
     Args:
-        models: this rank's chunks, wrapped or not.
+        models: this rank's chunks, wrapped or not. With ``adapters``, also a mapping: for the name of each set the
+            chunks in the DDP that was made while this set was in use. With a loss, the gradients in these DDPs are
+            complete afterwards, by ``config.finalize_model_grads_func`` if it is set.
         input_ids: int64 ``[batch, seq]`` on the device of the models.
         attention_mask: ``[batch, seq]``, 1 or True for tokens and 0 for padding. None: there is no padding.
         images: for each row the inputs of its images and videos, or None for a row of text. These are the results of
@@ -105,9 +106,7 @@ def forward(
             text (0). ``position_ids`` ``[n, seq]`` are used unchanged. None: the batch is of text. Images need a model
             that was built with ``vision="train"`` or ``"frozen"``.
         adapters: for each row the name of a set of adapters, or None for the base alone. None: all rows use the set in
-            use. With a loss, a set in megatron-core's DDP needs an entry in ``wrapped``.
-        wrapped: for the name of each set, the chunks in the DDP that was made while this set was in use. With a loss,
-            the gradients in them are complete afterwards, by ``config.finalize_model_grads_func`` if it is set.
+            use. With a loss, sets in megatron-core's DDP need a mapping as ``models``.
         loss: called with each microbatch on the ranks of the last pipeline stage. If it raises, the error is raised
             after all microbatches are done; the caller must then zero the gradients. None: no backward follows.
         hf, head: deprecated; call ``adopt`` once for models that ``build_model`` did not make.
@@ -134,6 +133,7 @@ def forward(
         >>> outputs.log_probs.shape, models[0].decoder.final_layernorm.weight.grad is not None
         (torch.Size([2, 4]), True)
     """
+    models, wrapped = with_wrappers(models)
     chunks, chunk = [models] if isinstance(models, nn.Module) else [*models], chunks_of(models)[0]
     require_own_mesh(chunk)
     learns, runs = loss is not None, []
@@ -147,7 +147,6 @@ def forward(
             micro_batch_size=(micro_batch_size, COUNT.or_none()),
             packed=(packed, FLAG),
             adapters=(adapters, ROW_SETS.or_none()),
-            wrapped=(wrapped, WRAPPED.or_none()),
             multiple_of=(multiple_of, COUNT.or_none()),
             loss=(loss, FUNCTION.or_none()),
         )
@@ -165,7 +164,7 @@ def forward(
         rows = [slice(start, min(start + size, len(input_ids))) for start in range(0, len(input_ids), size)]
         seen = SeenImages(of_rows, mask, rows, num_positions(chunk)) if any(of_rows) else None
         options: Any = {"rows": rows, "temperature": divisor, "loss": loss, "seen": seen}
-        runs.append(partial(_Run, chunk, provenance, sets=adapters, wrapped=wrapped or {}, **options))
+        runs.append(partial(_Run, chunk, provenance, sets=adapters, wrapped=wrapped, **options))
         shared = {
             "input_ids": digest_of_tokens(input_ids, mask),
             "images": [{name: digest(value) for name, value in sorted(row.items())} for row in of_rows if row],
@@ -177,7 +176,7 @@ def forward(
             "hf": None if hf is None else identity(provenance),
             "head": provenance.head,
             "training": chunk.training,
-            **adapters_of(chunks, adapters, wrapped or {}, len(input_ids), learns=learns),
+            **adapters_of(chunks, adapters, wrapped, len(input_ids), learns=learns),
             **shared_by_stages(chunks, learns=learns),
         }
         batch = chunk, input_ids, mask, size, len(chunks)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mcore_bridge.arguments import Kind, list_of
+from mcore_bridge.arguments import list_of
 from mcore_bridge.batches.gradients import Holders, holder_of, is_held
 from mcore_bridge.batches.packing import PackedSequences
 from mcore_bridge.batches.text_collectives import reduce_max
@@ -30,11 +30,6 @@ ROW_SETS = list_of(
 )
 Wrapped = Mapping[str, Models]
 """By the name of a set, the chunks in the wrappers that were made while this set was in use."""
-WRAPPED = Kind(
-    "a mapping from names of sets to the chunks in their wrappers",
-    lambda value: isinstance(value, Mapping) and all(isinstance(of, nn.Module | Sequence) for of in value.values()),
-    'pass a dict such as {"math": [ddp]}',
-)
 _GRAPHS = ("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl")
 _NUMBER = "mcore_bridge: microbatch of row adapters"
 """A state in megatron-core's tracker of random numbers: the number of the microbatch that a forward runs.
@@ -45,6 +40,15 @@ later microbatches may have run since.
 KNOWN = ("allgather", "alltoall")
 """The dispatchers that can send a tensor of one feature: kernels of others need the width and dtype of the model."""
 _APART = "call set_adapters and forward for the rows of each set"
+
+
+def with_wrappers(models: Models | Wrapped) -> tuple[Models, Wrapped]:
+    """Chunks that can run a forward, and the wrappers of sets: none unless ``models`` is a mapping."""
+    if not isinstance(models, Mapping):
+        return models, {}
+    if not models:
+        raise BatchError("models must have the chunks of each set, found an empty mapping: pass the chunks")
+    return next(iter(models.values())), models
 
 
 def adapters_of(
@@ -64,7 +68,7 @@ def adapters_of(
     """
     if sets is None:
         if wrapped:
-            raise BatchError("wrapped= is for sets of adapters by row, found adapters=None: pass both or none")
+            raise BatchError("models may be a mapping with adapters= alone, found adapters=None: pass the chunks")
         return {"adapters": adapters_in_use(chunks)}
     problems = [problem for chunk in chunks_of(chunks) for problem in _problems(chunk, sets)]
     problems += [*_problems_of_holders(chunks, wrapped)] if learns else []
@@ -102,12 +106,11 @@ def _problems_of_holders(chunks: Sequence[nn.Module], wrapped: Wrapped) -> Itera
     """Why gradients of sets could not be completed. Other replicas may use any set, so this is about all sets."""
     known = [*_by_name(chunks_of(chunks)[0])]
     if unknown := [name for name in wrapped if name not in known]:
-        yield f"wrapped must name sets of the models, {known}, found {unknown}: leave them out"
+        yield f"models must have wrappers of their sets, {known}, found {unknown}: leave them out"
     if unheld := [name for name in known if any(None in of_chunk for of_chunk in _holders(chunks, wrapped, [name]))]:
         yield (
-            f"DDP or FSDP has gradients of {unheld}, and this forward could not complete them: pass wrapped= with "
-            f"megatron-core's DDP that was made while each set was in use, as in {{{unheld[0]!r}: [ddp]}}; for FSDP, "
-            f"{_APART}"
+            f"DDP or FSDP has gradients of {unheld}, and this forward could not complete them. For megatron-core's "
+            f"DDP, pass a mapping as models, such as {{{unheld[0]!r}: [ddp]}}. For FSDP, {_APART}"
         )
 
 
@@ -116,7 +119,7 @@ def _holders(chunks: Sequence[nn.Module], wrapped: Wrapped, names: Sequence[str]
 
     A set without an entry in ``wrapped`` may be the set in whose wrappers ``chunks`` are.
     """
-    found: list[list[Any]] = []
+    holders: list[list[Any]] = []
     for place, chunk in enumerate(chunks_of(chunks)):
         of_chunk: dict[int, Any] = {}
         for name in names:
@@ -126,8 +129,8 @@ def _holders(chunks: Sequence[nn.Module], wrapped: Wrapped, names: Sequence[str]
             if own:
                 has_all = ddp is not None and all(parameter in ddp.param_to_bucket_group for parameter in own)
                 of_chunk[id(ddp)] = ddp if has_all else None
-        found.append([*of_chunk.values()])
-    return found
+        holders.append([*of_chunk.values()])
+    return holders
 
 
 @dataclass(frozen=True)

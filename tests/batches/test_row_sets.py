@@ -12,7 +12,8 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_par
 import mcore_bridge as mb
 from mcore_bridge.batches import row_sets
 from mcore_bridge.errors import BatchError
-from mcore_bridge.factory.modules.row_adapters import DispatchedTokens
+from mcore_bridge.factory.modules.adapter import Adapter
+from mcore_bridge.factory.modules.row_adapters import DispatchedTokens, RowAdapters
 from tests import zoo
 from tests.support import experts, pool, stepping, tiny
 from tests.support.peft_models import fill, held
@@ -35,6 +36,8 @@ CASES = {
             {"pp": 2, "vp": 2, "overrides": FULL},
             {"cp": 2},
             {**SP, "overrides": FULL, "dora": True},
+            {**SP, "overrides": FULL, "dora": True, "dropout": 0.5},
+            {"tp": 2, "dora": True, "dropout": 0.5},
         ),
     ),
     "qwen3_moe": (
@@ -117,15 +120,29 @@ def next_to_it(self, *arguments, follow=DispatchedTokens.follow):
     self.take(self._numbers.roll(1), self._counts)
 
 
+def halved(self, hidden, signs=(1, -1, 0)):
+    """Dropout that each part of a layer repeats in any run: by the sign of an element, or of no element."""
+    if not self.drops():
+        return [hidden]
+    return [hidden * (hidden * sign >= 0) * 2 for sign in signs[: self.parts]]
+
+
+def undropped(self, layer, flat, ins, own, redone=RowAdapters._redone):
+    """A mistake: DoRA has the product of the whole input."""
+    pairs = zip(ins, self._by_set(flat.index_select(0, own.places), own), strict=True)
+    return redone(self, layer, flat, [[part] * len(of_set) for of_set, part in pairs], own)
+
+
 def compared(folder, hf, targets, meshes):
     """Runs in each worker: for each mesh the errors; for some also the errors with a planted mistake."""
     said = []
     for sizes in meshes:
         sizes = dict(sizes)
-        overrides, packed, dora = sizes.pop("overrides", None), sizes.pop("packed", True), sizes.pop("dora", None)
+        overrides, packed, dropout = sizes.pop("overrides", None), sizes.pop("packed", True), sizes.pop("dropout", None)
+        options = {"dora": sizes.pop("dora", None), "dropout": dropout}
         dims = mb.ParallelDims(**sizes)
-        with stepping.mesh(dims):
-            models = built(folder, dims, targets, overrides, dora=dora)
+        with stepping.mesh(dims), mock.patch.object(Adapter, "inputs_of", halved):
+            models = built(folder, dims, targets, overrides, **options)
             rows = OF_RANKS[dist.get_rank()] if sizes == {"ep": 2} else ROWS
             run = partial(mb.forward, models, *batch_of(hf), packed=packed, micro_batch_size=2)
             expected, wrong = apart(models, run, rows), None
@@ -136,6 +153,9 @@ def compared(folder, hf, targets, meshes):
                     wrong = errors(mixed(models, run, rows), expected)
             elif dims.cp > 1:
                 wrong = errors(mixed(models, run, EXCHANGED), expected)
+            elif dropout:
+                with mock.patch.object(RowAdapters, "_redone", undropped):
+                    wrong = errors(mixed(models, run, rows), expected)
             elif dims.pp > 1 and dims.vp == 1:  # a recompute that sees the rows of the last forward
                 plain = {}
                 with mock.patch.object(row_sets, "_states", lambda plain=plain: plain):
@@ -212,7 +232,9 @@ def trained(folder, hf, targets, dims, how, overrides, ddp):
             for model in wrapped[name]:
                 model.zero_grad_buffer()
         if how != "apart":
-            mb.forward(wrapped["math"], *batch_of(hf), adapters=rows, wrapped=wrapped, loss=sum_of(None), **options)
+            if of_replicas is STEPS[1]:
+                models[0].config.finalize_model_grads_func = None  # then it is megatron-core's
+            mb.forward(wrapped, *batch_of(hf), adapters=rows, loss=sum_of(None), **options)
         for name in used:
             mb.set_adapters(models, name)
             if how == "apart":
@@ -282,20 +304,28 @@ def refused(folder):
     learn = {"loss": lambda out, of: out.log_probs.sum()}
     with stepping.mesh(mb.ParallelDims(tp=2)):
         models = built(folder, mb.ParallelDims(tp=2), DENSE)
-        mb.add_adapters(models, rank=1, alpha=1, targets=["o_proj"], dora=True, dropout=0.1, name="dora")
-        mb.set_adapters(models, "math")
         refuse("one name", models, "math")
-        refuse("all at once", models, ["maths", "dora", None])
+        refuse("all at once", models, ["maths", "code", None])
         refuse("other rows", models, EXCHANGED if dist.get_rank() else ROWS)
         refuse("some ranks", models, ROWS if dist.get_rank() else None)
         refuse("no set", models, [None] * 5, **learn)
         with mb.without_adapters(models):
             refuse("off", models, ROWS)
+        run = partial(mb.forward, *[models, *batch_of(tiny.config("qwen3"))])
+        _, grads = mixed(models, run, ROWS)
+        mb.set_adapters(models, "math")
         wrapped = stepping.wrap(models)
-        refuse("ddp", wrapped, ROWS, **learn)
-        mb.forward(wrapped, *batch_of(tiny.config("qwen3")), adapters=ROWS)
-        assert [*models[0].bridge_adapter_sets.by_name] == ["math", "code", "dora"]
+        refuse("ddp", models, ROWS, **learn)
+        refuse("other ddp", {"code": wrapped, "math": models, "poems": wrapped}, ROWS, **learn)
+        refuse("no rows", {"math": wrapped}, None)
+        refuse("no models", {}, ROWS)
+        mb.forward(wrapped, *batch_of(tiny.config("qwen3")), adapters=ROWS, **learn)  # the other set has no DDP
         assert models[0].bridge_adapter_sets.in_use == "math"
+        for parameter in held(models).values():
+            parameter.grad = parameter.main_grad
+        found = grads_of(models)
+        assert all(torch.allclose(found[name], grad, atol=1e-5) and grad.any() for name, grad in grads.items())
+        assert [*models[0].bridge_adapter_sets.by_name] == ["math", "code"]
     with stepping.mesh(mb.ParallelDims()):
         models = mb.build_model(experts.HF, dtype=torch.float32, device="cpu", load_weights=False)
         refuse("none there", models, ROWS, experts.HF)
@@ -307,13 +337,15 @@ def refused(folder):
 
 REFUSED = {
     "one name": r"adapters must be a list with the name of a set or None for each row, .* found 'math': pass a list",
-    "all at once": r"one entry for each of 5 rows, found 3.*\['math', 'code', 'dora'\], found \['maths'\]: call add_ad"
-    r".*adapters of DoRA with dropout, found them in \['dora'\]: call set_adapters and forward for the rows of each",
+    "all at once": r"one entry for each of 5 rows, found 3.*\['math', 'code'\], found \['maths'\]: call add_ad",
     "other rows": r"adapters of rows .*rank 1",
     "some ranks": r"adapters.*rank 1",
     "no set": "must name a set for a row, since a loss is given, found None for all",
     "off": "given in a block of without_adapters: leave out one",
-    "ddp": r"DDP or FSDP has the gradients of \['math'\].*or wrap no models",
+    "ddp": r"DDP or FSDP has gradients of \['math'\].* pass a mapping .*\{'math': \[ddp\]\}\. For FSDP, call",
+    "other ddp": r"wrappers of their sets, .*'code'\], found \['poems'\]: leave them out; .*of \['math'\], and this",
+    "no rows": "may be a mapping with adapters= alone, found adapters=None: pass the chunks",
+    "no models": "must have the chunks of each set, found an empty mapping",
     "none there": r"sets of the models, \[\], found \['code', 'math'\]: call add_adapters",
     "experts": r"adapters of routed experts with moe_token_dispatcher_type='flex', found .* in \['math'\]: call set_",
 }

@@ -43,7 +43,6 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "forward": {
         "models": OWN,
-        "wrapped": OWN,
         **dict.fromkeys(("input_ids", "attention_mask", "images", "adapters", "loss", "hf", "head"), COMPARED),
         **dict.fromkeys(("micro_batch_size", "temperature", "packed", "multiple_of"), COMPARED),
     },
