@@ -16,6 +16,7 @@ from mcore_bridge.batches.packing import PackedSequences
 from mcore_bridge.batches.text_collectives import reduce_max
 from mcore_bridge.config.mesh.alike import Shared
 from mcore_bridge.errors import BatchError, ConfigError
+from mcore_bridge.rules.names import TOWER
 from mcore_bridge.weights.model_chunks import Models, chunks_of, modules_of
 from mcore_bridge.weights.param_sync import is_pending
 from mcore_bridge.weights.peft.hf_adapters import adapters_in_use, is_without_adapters
@@ -91,6 +92,7 @@ def _problems(chunk: GPTModel, sets: RowSets) -> Iterator[str]:
         f"routed experts with moe_token_dispatcher_type={dispatcher!r}": lambda path, layer: (
             dispatcher not in KNOWN and has_experts(layer)
         ),
+        "layers of a tower": lambda path, layer: path.startswith(TOWER),
         "kv_b_proj in sparse attention": lambda path, layer: sparse and path.endswith("linear_kv_up_proj"),
     }
     for what, is_such in kinds.items():

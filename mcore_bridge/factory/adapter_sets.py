@@ -18,6 +18,7 @@ from torch import nn
 
 from mcore_bridge.config.mesh.alike import Shared, agreed, replica_groups
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.factory.vision.tower import is_plain_linear
 from mcore_bridge.rules.adapters import Adapters
 from mcore_bridge.weights.model_chunks import Models, chunks_of
 from mcore_bridge.weights.model_tensors import note_built
@@ -180,14 +181,15 @@ def keep(chunk: Any, name: str, made: Adapters, modules: Mapping[str, nn.Module]
     Args:
         modules: as for ``AdapterSet``.
     """
-    from mcore_bridge.factory.modules.adapter import beside
+    from mcore_bridge.factory.modules.adapter import beside, beside_plain
 
     chunk.bridge_adapter_sets = sets = sets_of(chunk)
     known = {path for kept in sets.by_name.values() for path in kept.modules}
     sets.by_name[name] = AdapterSet(made, modules)
     for path in modules.keys() - known:
         layer = chunk.get_submodule(path)
-        layer.register_forward_hook(partial(beside, sets.require_in_use), prepend=True)  # before our hook on latents
+        hook = beside_plain if is_plain_linear(layer) else beside
+        layer.register_forward_hook(partial(hook, sets.require_in_use), prepend=True)  # before our hook on latents
         if hasattr(layer, "return_layernorm_output"):
             layer.return_layernorm_output = True  # the input of the weight, and so of A
 

@@ -23,6 +23,7 @@ from mcore_bridge.config.mesh.alike import Shared, agreed, replica_groups
 from mcore_bridge.errors import CheckpointError, ConfigError, shown
 from mcore_bridge.factory.adapter_sets import keep, lay_aside, sets_of, use
 from mcore_bridge.factory.modules.backend import has_transformer_engine
+from mcore_bridge.factory.vision.tower import mark_equal
 from mcore_bridge.rules.adapters import (
     ALL_LINEAR,
     DEFAULT_TARGETS,
@@ -40,7 +41,7 @@ from mcore_bridge.rules.adapters import (
 from mcore_bridge.rules.dtypes import DtypeLike, as_dtype, problem_of
 from mcore_bridge.rules.layout import REPLICATED
 from mcore_bridge.rules.mapping import Binding, ExpertFormat, WeightMapping, axes_of, pattern_of
-from mcore_bridge.rules.names import canonical
+from mcore_bridge.rules.names import TOWER, canonical
 from mcore_bridge.rules.trace import Trace, moved_dim, trace
 from mcore_bridge.weights.bound import BoundModel, bind, provenance_on
 from mcore_bridge.weights.dist_checkpoint.adapter_shards import sharded_state_dict
@@ -270,7 +271,9 @@ def _made(bound: BoundModel, made: Adapters, mcore: str, weight: Any, dtype: tor
     if made.dora:
         third = made.mapping.bind(factor_name(mcore, *MAGNITUDE))
         magnitude = Factor(_trace(bound, third, (out,)).shard_shape, weight, dtype)
-    is_cut = kind == "summed" or (config.sequence_parallel and not is_expert)
+    in_tower = mcore.startswith(TOWER)
+    sequence_parallel = config.sequence_parallel and not in_tower
+    is_cut = kind == "summed" or (sequence_parallel and not is_expert)
     cut: dict[str, Any] = {"is_cut": is_cut, "expert": is_expert, "expert_rank": groups.ep.rank()}
     adapter = Adapter(
         kind,
@@ -279,12 +282,14 @@ def _made(bound: BoundModel, made: Adapters, mcore: str, weight: Any, dtype: tor
         rows_of_parts(outs, shard).clamp(max=len(first.hf) - 1).to(weight.device),
         scale=made.alpha / made.rank,
         group=groups.expt_tp if is_expert else groups.tp,
-        sequence_parallel=config.sequence_parallel,
+        sequence_parallel=sequence_parallel,
         expert=is_expert,
         allreduce=getattr(weight, "allreduce", True),
         magnitude=magnitude,
         dropout=Dropout(made.dropout, **cut) if made.dropout else None,
     )
+    if in_tower:
+        mark_equal(adapter)
     drawn = tuple(map(draw, first.hf, ins.part_shapes))
     with torch.no_grad():
         adapter.linear_in.weight.copy_(ins.shard(shard, drawn, torch.float32))
@@ -436,7 +441,7 @@ def _known() -> set[type]:
     from mcore_bridge.factory.modules.latent import ReplicatedLinear
     from mcore_bridge.factory.modules.torch_modules import always_biased
 
-    known = {ColumnParallelLinear, RowParallelLinear, ExpertRowParallelLinear, ReplicatedLinear}
+    known = {nn.Linear, ColumnParallelLinear, RowParallelLinear, ExpertRowParallelLinear, ReplicatedLinear}
     known.add(always_biased(RowParallelLinear))
     if has_transformer_engine():
         from megatron.core.extensions import transformer_engine as te

@@ -46,6 +46,7 @@ class Rule:
         count: the first number of the mcore name is below it. None: there is no limit.
         layers: the first number of the mcore name is one of these. None: it may be any.
         turned: for a routed expert: a tensor of all experts holds it transposed.
+        is_linear: for a tensor of a tower: it is the weight of a linear layer.
     """
 
     mcore: str
@@ -59,6 +60,7 @@ class Rule:
     count: int | None = None
     layers: frozenset[int] | None = None
     turned: bool = False
+    is_linear: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,18 @@ def respelled_name(name: str, spelling: Prefixes) -> str:
     for old, new in spelling:
         if name.startswith(old):
             return new + name.removeprefix(old)
+    return name
+
+
+def respelled_module(name: str, spelling: Prefixes) -> str:
+    """Like ``respelled_name``, for prefixes with numbers: each ``*`` stands for a number, or for ``*`` in a pattern.
+
+    >>> respelled_module("tower.layers.3.fc1.weight", (("tower.layers.*.fc1.", "tower.blocks.*.fc0."),))
+    'tower.blocks.3.fc0.weight'
+    """
+    for old, new in spelling:
+        if match := re.match(re.escape(old).replace(r"\*", r"(\d+|\*)"), name):
+            return _fill(new, [*match.groups()]) + name[match.end() :]
     return name
 
 

@@ -14,18 +14,18 @@ from tests.support.peft_models import ALPHA, RANK, fill, held
 TARGETS = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
 
 
-def made(folder: Path, out: Path) -> None:
+def made(folder: Path, out: Path, targets: Any = None) -> None:
     """Save random adapters of one rank, under ``out``."""
     dims = mb.ParallelDims()
     with stepping.mesh(dims):
-        chunks = _with_adapters(folder, dims)
+        chunks = _with_adapters(folder, dims, targets=targets)
         fill(chunks, adapters_of(chunks))
         mb.save_hf_adapters(chunks, out)
 
 
-def _with_adapters(folder: Path, dims: mb.ParallelDims, given: Path | None = None, **options: Any) -> list[Any]:
+def _with_adapters(folder: Path, dims: mb.ParallelDims, given: Path | None = None, targets: Any = None, **options: Any) -> list[Any]:
     chunks = seeing.built(folder, dims, vision="frozen", **options)
-    asked: Any = {"rank": RANK, "alpha": ALPHA, "targets": TARGETS} if given is None else {"folder": given}
+    asked: Any = {"rank": RANK, "alpha": ALPHA, "targets": targets or TARGETS} if given is None else {"folder": given}
     mb.add_adapters(chunks, **asked)
     return chunks
 
@@ -60,8 +60,8 @@ def step(
             loss=lambda out, rows: seeing.loss(out.log_probs * (wanted != 0)[rows], range(len(ids))[rows]),
             micro_batch_size=1,
         )
-        tower = [p for chunk in chunks if hasattr(chunk, "vision") for p in chunk.vision.parameters()]
-        assert not any(parameter.requires_grad for parameter in tower)
+        tower = [pair for chunk in chunks if hasattr(chunk, "vision") for pair in chunk.vision.named_parameters()]
+        assert not any(parameter.requires_grad for name, parameter in tower if ".adapter." not in name)
         with torch.no_grad():
             for parameter in held(chunks).values():
                 parameter.copy_(parameter.grad if bare else parameter.main_grad)

@@ -354,6 +354,11 @@ def beside(check: Callable[[], None], layer: nn.Module, inputs: tuple[Any, ...],
     return outputs_and_input(outputs, inputs[0])[0]
 
 
+def beside_plain(check: Callable[[], None], layer: nn.Module, inputs: tuple[Any, ...], outputs: Tensor) -> Any:
+    """``beside`` for a layer of torch, which adds its bias itself and returns one tensor."""
+    return beside(check, layer, inputs, (outputs, None))[0]
+
+
 class GroupedAdapter(nn.ModuleList):
     """The adapters of the experts whose weights TransformerEngine holds in one layer.
 

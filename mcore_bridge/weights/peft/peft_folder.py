@@ -20,8 +20,15 @@ from mcore_bridge.composite import SPELLINGS
 from mcore_bridge.config.hf import find_folder, read_fields
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.rules.adapters import ENDS, adapter_rules, base_name
-from mcore_bridge.rules.mapping import ExpertFormat, Prefixes, WeightMapping, pattern_of, respelled_name
-from mcore_bridge.rules.names import TOWER, layer_of
+from mcore_bridge.rules.mapping import (
+    ExpertFormat,
+    Prefixes,
+    WeightMapping,
+    pattern_of,
+    respelled_module,
+    respelled_name,
+)
+from mcore_bridge.rules.names import layer_of
 from mcore_bridge.rules.trace import Shape
 from mcore_bridge.weights.files.safetensors import SafetensorsFile
 from mcore_bridge.weights.peft.peft_config import CONFIG, WEIGHTS, PeftNames
@@ -29,6 +36,7 @@ from mcore_bridge.weights.peft.peft_read import PeftConfig, refused_in, unreadab
 from mcore_bridge.weights.provenance import Provenance
 
 _TEXT = "model."
+_LANGUAGE = "language_model."
 _FACTORS = ENDS[:2]
 _MANY = 30
 """The most reasons in one error. Adapters of another base have a reason for each module."""
@@ -225,15 +233,37 @@ def _spelled(modules: Iterable[str], provenance: Provenance, mapping: WeightMapp
     plain = [[_unspelled(module, spelling) for module in modules] for spelling in (provenance.spelling, *SPELLINGS)]
     candidates = [[respelled_name(name, provenance.spelling) for name in names] for names in plain]
     best = max(candidates, key=lambda names: sum(map(is_known, names)))
-    return {old: new if is_known(new) else old for old, new in zip(modules, best, strict=True)}
+    in_tower = _inverse(tower_prefixes(provenance))
+    return {
+        old: next(filter(is_known, (new, respelled_module(old, in_tower))), old)
+        for old, new in zip(modules, best, strict=True)
+    }
 
 
 def memory_prefixes(provenance: Provenance) -> Prefixes:
-    """The prefix of the text in the model's folder, with its prefix in transformers' memory; empty if they are one."""
+    """The prefixes of text and tower in the model's folder, each with its prefix in transformers' memory.
+
+    They are empty if releases of transformers differ.
+    """
     in_memory = () if provenance.whole is None else provenance.whole.composite.in_memory
     if not provenance.spelling or in_memory is None:
         return ()
-    return ((respelled_name(_TEXT, provenance.spelling), respelled_name(_TEXT, in_memory)),)
+    text = respelled_name(_TEXT, provenance.spelling), respelled_name(_TEXT, in_memory)
+    return (text, *tower_prefixes(provenance))
+
+
+def tower_prefixes(provenance: Provenance) -> Prefixes:
+    """The prefixes of a tower in the model's folder, each with its prefix in transformers' memory.
+
+    Args:
+        provenance: of a model. Without a tower, there are none.
+    """
+    if provenance.whole is None or not provenance.tower or not (in_memory := provenance.whole.composite.in_memory):
+        return ()
+    beside = respelled_name(_TEXT, in_memory).removesuffix(_LANGUAGE)
+    spelling = provenance.whole.tower
+    catches_all = any(not old for old, _ in spelling)
+    return tuple((new, f"{beside}{old}") for old, new in (*spelling, *(() if catches_all else (("", ""),))))
 
 
 def _in_files(module: str, renamed: Prefixes) -> str:
@@ -242,8 +272,12 @@ def _in_files(module: str, renamed: Prefixes) -> str:
     return module
 
 
+def _inverse(spelling: Prefixes) -> Prefixes:
+    return tuple((new, old) for old, new in spelling)
+
+
 def _unspelled(name: str, spelling: Prefixes) -> str:
-    return respelled_name(name, tuple((new, old) for old, new in spelling))
+    return respelled_name(name, _inverse(spelling))
 
 
 def _foreign(modules: Iterable[str], mapping: WeightMapping, num_layers: int, dora: bool) -> Iterator[str]:
@@ -256,8 +290,8 @@ def _foreign(modules: Iterable[str], mapping: WeightMapping, num_layers: int, do
         in_mtp = any(name.startswith("mtp.") for name in users) and not any(layer < num_layers for layer in layers)
         if in_mtp or mapping.is_unbuilt_mtp(weight):
             yield f"{module} is in an MTP layer, whose adapters no engine reads"
-        elif mapping.is_not_built(weight) or any(name.startswith(TOWER) for name in users):
-            yield f"{module} is in the tower, which has no adapters"
+        elif mapping.is_not_built(weight):
+            yield f"{module} is in the tower, which is not built: build with vision='frozen'"
         elif not users or (layers and min(layers) >= num_layers):
             yield f"{module} is no module of this model"
         else:
