@@ -131,14 +131,15 @@ def respelled_name(name: str, spelling: Prefixes) -> str:
 
 
 def respelled_module(name: str, spelling: Prefixes) -> str:
-    """Like ``respelled_name``, for prefixes with numbers: each ``*`` stands for a number, or for ``*`` in a pattern.
+    """Like ``respelled_name``, for a module, and prefixes in which ``*`` is a number, or ``*`` of a pattern.
 
-    >>> respelled_module("tower.layers.3.fc1.weight", (("tower.layers.*.fc1.", "tower.blocks.*.fc0."),))
-    'tower.blocks.3.fc0.weight'
+    >>> respelled_module("tower.layers.3.fc1", (("tower.layers.*.fc1.", "tower.blocks.*.fc0."),))
+    'tower.blocks.3.fc0'
     """
+    whole = f"{name}."
     for old, new in spelling:
-        if match := re.match(re.escape(old).replace(r"\*", r"(\d+|\*)"), name):
-            return _fill(new, [*match.groups()]) + name[match.end() :]
+        if match := re.match(re.escape(old).replace(r"\*", r"(\d+|\*)"), whole):
+            return f"{_fill(new, [*match.groups()])}{whole[match.end() :]}"[:-1]
     return name
 
 

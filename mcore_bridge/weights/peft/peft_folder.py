@@ -31,7 +31,7 @@ from mcore_bridge.rules.mapping import (
 from mcore_bridge.rules.names import layer_of
 from mcore_bridge.rules.trace import Shape
 from mcore_bridge.weights.files.safetensors import SafetensorsFile
-from mcore_bridge.weights.peft.peft_config import CONFIG, WEIGHTS, PeftNames
+from mcore_bridge.weights.peft.peft_config import CONFIG, STACKS, WEIGHTS, PeftNames
 from mcore_bridge.weights.peft.peft_read import PeftConfig, refused_in, unreadable_in
 from mcore_bridge.weights.provenance import Provenance
 
@@ -116,7 +116,7 @@ def open_peft(
     config = PeftConfig.of(fields)
     naming = PeftNames(config.stacks, swapped=provenance.swapped_in_peft)
     own_names = {naming.to_hf(name): name for name in file.entries}
-    modules = dict.fromkeys(base_name(name) for name in own_names if name.endswith(ENDS))
+    modules = _modules(own_names)
     named = set(own_names.values())
     problems = [*refused_in(fields)]
     problems += [f"{own} is there under another name too" for own in file.entries if own not in named]
@@ -142,6 +142,22 @@ def open_peft(
     ranks = {new: config.rank_of(old) for old, new in spelled.items()}
     scales = {new: config.scale_of(old) for old, new in spelled.items()}
     return PeftFolder(config, tensors, ranks, scales, expert_format, path, file)
+
+
+def is_beside_text(folder: str | os.PathLike[str], provenance: Provenance) -> bool:
+    """Whether an adapter of a composite has modules that are not in the text, so that they may be in the tower."""
+    if provenance.whole is None or provenance.whole.composite.without_tower:
+        return False
+    naming = PeftNames(STACKS, swapped=provenance.swapped_in_peft)
+    modules = _modules(map(naming.to_hf, stored_dtypes(find_folder(folder, head=CONFIG))))
+    mapping = provenance.mapping(tied=False, mtp=1, expert_format=_expert_format(modules, naming))
+    spelled = _spelled(modules, provenance, mapping).values()
+    return not all(mapping.consumers(_weight(name, mapping)) for name in spelled if not naming.is_stack(name))
+
+
+def _modules(names: Iterable[str]) -> dict[str, None]:
+    """The modules with adapters, from the names of tensors."""
+    return dict.fromkeys(base_name(name) for name in names if name.endswith(ENDS))
 
 
 def _at(name: str, tensor: Tensor, rank: int, factor: float) -> Tensor:
