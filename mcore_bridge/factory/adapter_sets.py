@@ -18,7 +18,6 @@ from torch import nn
 
 from mcore_bridge.config.mesh.alike import Shared, agreed, replica_groups
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.vision.tower import is_plain_linear
 from mcore_bridge.rules.adapters import Adapters
 from mcore_bridge.weights.model_chunks import Models, chunks_of
 from mcore_bridge.weights.model_tensors import note_built
@@ -188,7 +187,7 @@ def keep(chunk: Any, name: str, made: Adapters, modules: Mapping[str, nn.Module]
     sets.by_name[name] = AdapterSet(made, modules)
     for path in modules.keys() - known:
         layer = chunk.get_submodule(path)
-        hook = beside_plain if is_plain_linear(layer) else beside
+        hook = beside_plain if isinstance(layer, nn.Linear) else beside
         layer.register_forward_hook(partial(hook, sets.require_in_use), prepend=True)  # before our hook on latents
         if hasattr(layer, "return_layernorm_output"):
             layer.return_layernorm_output = True  # the input of the weight, and so of A

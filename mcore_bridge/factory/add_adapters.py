@@ -23,7 +23,6 @@ from mcore_bridge.config.mesh.alike import Shared, agreed, replica_groups
 from mcore_bridge.errors import CheckpointError, ConfigError, shown
 from mcore_bridge.factory.adapter_sets import keep, lay_aside, sets_of, use
 from mcore_bridge.factory.modules.backend import has_transformer_engine
-from mcore_bridge.factory.vision.tower import mark_equal
 from mcore_bridge.rules.adapters import (
     ALL_LINEAR,
     DEFAULT_TARGETS,
@@ -111,8 +110,9 @@ def add_adapters(
         rank: the rank of each adapter.
         alpha: the adapter's output is multiplied by ``alpha / rank``.
         targets: ends of module names, in HF ("q_proj", "mlp.down_proj", "experts.gate_up_proj") or in megatron-core
-            ("linear_qkv"). Each must match something. Projections that are not named get no adapter. "all-linear" names
-            all linear layers of the decoder that can have one. None means the targets that ``peft`` has for the family.
+            ("linear_qkv", of the decoder alone). Each must match something. Projections that are not named get no
+            adapter. "all-linear" names all linear layers that can have one, also of a tower that is built. None means
+            the targets that ``peft`` has for the family.
         kind: "own" gives each HF projection a separate A, like ``peft``. "shared" gives each layer of mcore one A for
             all of its projections, like Megatron-Bridge by default; a folder repeats it for each projection.
         dropout: the probability with which a forward in training mode zeroes an element of the input of A. None means
@@ -271,8 +271,7 @@ def _made(bound: BoundModel, made: Adapters, mcore: str, weight: Any, dtype: tor
     if made.dora:
         third = made.mapping.bind(factor_name(mcore, *MAGNITUDE))
         magnitude = Factor(_trace(bound, third, (out,)).shard_shape, weight, dtype)
-    in_tower = mcore.startswith(TOWER)
-    sequence_parallel = config.sequence_parallel and not in_tower
+    sequence_parallel = config.sequence_parallel and kind != "equal"
     is_cut = kind == "summed" or (sequence_parallel and not is_expert)
     cut: dict[str, Any] = {"is_cut": is_cut, "expert": is_expert, "expert_rank": groups.ep.rank()}
     adapter = Adapter(
@@ -288,8 +287,6 @@ def _made(bound: BoundModel, made: Adapters, mcore: str, weight: Any, dtype: tor
         magnitude=magnitude,
         dropout=Dropout(made.dropout, **cut) if made.dropout else None,
     )
-    if in_tower:
-        mark_equal(adapter)
     drawn = tuple(map(draw, first.hf, ins.part_shapes))
     with torch.no_grad():
         adapter.linear_in.weight.copy_(ins.shard(shard, drawn, torch.float32))
@@ -317,6 +314,8 @@ def _trace(bound: BoundModel, binding: Binding, shape: tuple[int, ...]) -> Trace
 
 
 def _kind(first: Binding, second: Binding) -> Kind:
+    if first.mcore.startswith(TOWER):
+        return "equal"
     if second.layout == REPLICATED:
         return "summed" if moved_dim(first.layout) == 1 else "whole"
     return "cut"

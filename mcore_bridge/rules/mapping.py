@@ -282,6 +282,10 @@ class WeightMapping:
             if _has_number(rule, numbers)
         )
 
+    def pattern(self, hf: str) -> str:
+        """An HF name with ``*`` for each number, unless a rule has the name with its numbers."""
+        return hf if hf in self._by_hf else pattern_of(hf)
+
     def original(self, hf: str) -> str:
         """The name under which the rules read a tensor with this name. It differs for second names alone."""
         own = self.twins.get(hf) or self.twins.get(pattern_of(hf))

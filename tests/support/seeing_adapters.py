@@ -48,10 +48,10 @@ def expected(folder: Path, adapter: Path, batch: Any) -> tuple[Tensor, dict[str,
     return log_probs, grads, model.merge_and_unload().state_dict()
 
 
-def unmarked(module: Any) -> None:
+def unequal(*bindings: Any, kind: Any = add_adapters._kind) -> str:
     """A mistake: tensor-parallel ranks do not know that they have equal gradients, which are then summed."""
-    for parameter in module.parameters():
-        parameter.sequence_parallel = True
+    found = kind(*bindings)
+    return "whole" if found == "equal" else found
 
 
 def step(
@@ -130,5 +130,5 @@ def steps(folder: Path, adapter: Path, cases: Any, batch: Any) -> list[dict[str,
 
 def mistaken(folder: Path, adapter: Path, batch: Any) -> dict[str, Any]:
     """Runs in each worker: a step with a planted mistake."""
-    with mock.patch.object(add_adapters, "mark_equal", unmarked):
+    with mock.patch.object(add_adapters, "_kind", unequal):
         return step(folder, adapter, {"tp": 2, "sp": True}, batch)

@@ -24,11 +24,12 @@ _ALIGNED = 8
 """All sizes in a grouped product of bf16 must be multiples of this."""
 Product = Callable[[Tensor, Tensor], Tensor]
 _OF_WHOLE_EXPERTS = "mcore_bridge: dropout of whole inputs of experts"
-Kind = Literal["cut", "summed", "whole"]
+Kind = Literal["cut", "summed", "whole", "equal"]
 """How the output of a layer is distributed over tensor-parallel ranks.
 
 "cut": each rank has some of its features (column parallel). "summed": it is summed over ranks (row parallel). "whole":
-each rank has the whole output (down projections of latents).
+each rank has all features (down projections of latents), under sequence parallelism of some tokens. "equal": each rank
+computes all of it from all tokens (towers).
 """
 
 
@@ -154,7 +155,7 @@ class Adapter(nn.Module):
         self.masked = parts > 1 or bool((part_of_row < 0).any())
         chosen = nn.functional.one_hot(part_of_row + 1, parts + 1)[:, 1:].to(linear_out.weight)
         self.register_buffer("chosen", chosen[:, :, None], persistent=False)
-        self.whole = {"cut": [True, False], "summed": [False, True], "whole": [True, True]}[kind]
+        self.whole = {"cut": [True, False], "summed": [False, True], "whole": [True, True], "equal": [True, True]}[kind]
         for (_, factor, dim), whole in zip(self.tensors, (*self.whole, self.whole[1]), strict=False):
             factor.allreduce = allreduce
             self._mark(factor, dim=-1 if whole else dim)
@@ -174,6 +175,7 @@ class Adapter(nn.Module):
         So all experts are marked as cut, and whole factors as shared from the second rank of ``etp`` on.
         """
         whole = dim < 0
+        weight.average_gradients_across_tp_domain = self.kind == "equal"  # kernels may add in another order
         weight.sequence_parallel = self.sequence_parallel and whole  # finalize_model_grads sums these over tp
         weight.tensor_model_parallel, weight.shared = self.expert or not whole, False
         if self.expert and whole:
@@ -229,7 +231,7 @@ class Adapter(nn.Module):
     @property
     def is_local(self) -> bool:
         """Whether A and B see the same tokens on a rank, so that nothing is communicated between them."""
-        return self.expert or self.kind == "whole" or self.group.size() == 1
+        return self.expert or self.kind in ("whole", "equal") or self.group.size() == 1
 
     def outer(self, inner: Tensor, second: Tensor, product: Product) -> Tensor:
         """The output of the adapter from the result of ``across``."""

@@ -93,7 +93,7 @@ def build_tower(whole: Whole, *, dtype: torch.dtype, device: torch.device, initi
         for module in tower.modules():
             module._is_hf_initialized = False  # type: ignore[assignment]  # else transformers skips it
         tower.initialize_weights()  # type: ignore[operator]
-    mark_equal(tower)
+    _mark(tower)
     tower._apply = partial(_apply, tower)  # type: ignore[method-assign]
     tower._set_gradient_checkpointing = partial(_checkpoint, tower)  # type: ignore[assignment]
     return tower
@@ -102,17 +102,13 @@ def build_tower(whole: Whole, *, dtype: torch.dtype, device: torch.device, initi
 def tower_specs(whole: Whole, dtype: torch.dtype) -> tuple[TowerSpec, ...]:
     """The parameters and persistent buffers of a tower, with their names in memory."""
     tower = build_tower(whole, dtype=dtype, device=torch.device("meta"))
-    linear = {f"{name}.weight" for name, module in tower.named_modules() if is_plain_linear(module)}
+    # attention of torch reads the weight of a subclass of its linear layer
+    linear = {f"{name}.weight" for name, module in tower.named_modules() if type(module) is nn.Linear}
     joined = f".{whole.composite.joined_qkv}.weight"
     return tuple(
         TowerSpec(name, tuple(tensor.shape), tensor.dtype, name in linear and not name.endswith(joined))
         for name, tensor in tower.state_dict().items()
     )
-
-
-def is_plain_linear(module: nn.Module) -> bool:
-    """Whether a module is torch's linear layer itself. Attention of torch reads the weight of its own subclass."""
-    return type(module) is nn.Linear
 
 
 def _store(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
@@ -150,13 +146,13 @@ def _checkpoint(tower: nn.Module, **options: Any) -> None:
     made._set_gradient_checkpointing(tower, **options)
 
 
-def mark_equal(module: nn.Module) -> None:
-    """Mark the parameters of a tower for megatron-core: each is whole on every tensor-parallel rank.
+def _mark(tower: nn.Module) -> None:
+    """Mark parameters for megatron-core: each is whole on every tensor-parallel rank.
 
     So norms of gradients count it once. These ranks have equal gradients, except for the order of sums in kernels;
     their mean keeps replicas equal.
     """
-    for parameter in module.parameters():
+    for parameter in tower.parameters():
         parameter.tensor_model_parallel, parameter.partition_dim = False, -1  # type: ignore[attr-defined]
         parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
 

@@ -50,6 +50,7 @@ class PeftFolder:
         config: the ranks, scales and targets of its config.
         tensors: the tensors by HF name, as views of the file. Experts in one tensor are ``[experts, ...]``.
         ranks, scales: the rank and scale of each module, by HF name.
+        targets: patterns of all modules, for ``adapter_rules``.
         expert_format: the format of experts; None if no expert has an adapter.
         path: the folder.
         file: the file of the tensors.
@@ -59,6 +60,7 @@ class PeftFolder:
     tensors: Mapping[str, Tensor]
     ranks: Mapping[str, int]
     scales: Mapping[str, float]
+    targets: tuple[str, ...]
     expert_format: ExpertFormat | None
     path: Path
     file: SafetensorsFile
@@ -83,11 +85,6 @@ class PeftFolder:
     def alpha(self) -> float:
         """The alpha for which all modules have this rank and this scale."""
         return self.config.alpha if self.scale == self.config.alpha / self.rank else self.scale * self.rank
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        """Patterns of all modules, for ``adapter_rules``."""
-        return tuple(dict.fromkeys(map(pattern_of, self.ranks)))
 
     def factors(self, scale: float) -> dict[str, float]:
         """The factor for each B whose module has another scale, by HF name."""
@@ -141,7 +138,7 @@ def open_peft(
         raise _refused(path, problems)
     ranks = {new: config.rank_of(old) for old, new in spelled.items()}
     scales = {new: config.scale_of(old) for old, new in spelled.items()}
-    return PeftFolder(config, tensors, ranks, scales, expert_format, path, file)
+    return PeftFolder(config, tensors, ranks, scales, _targets(spelled.values(), mapping), expert_format, path, file)
 
 
 def is_beside_text(folder: str | os.PathLike[str], provenance: Provenance) -> bool:
@@ -232,6 +229,11 @@ def _weight(module: str, mapping: WeightMapping) -> str:
     return module if mapping.consumers(module) else f"{module}.weight"
 
 
+def _targets(modules: Iterable[str], mapping: WeightMapping) -> tuple[str, ...]:
+    """The patterns of modules, without repetitions."""
+    return tuple(dict.fromkeys(mapping.pattern(_weight(name, mapping)).removesuffix(".weight") for name in modules))
+
+
 def _spelled(modules: Iterable[str], provenance: Provenance, mapping: WeightMapping) -> dict[str, str]:
     """Each module, with its name in the model's folder, or its own name if the folder lacks it.
 
@@ -311,9 +313,9 @@ def _foreign(modules: Iterable[str], mapping: WeightMapping, num_layers: int, do
         elif not users or (layers and min(layers) >= num_layers):
             yield f"{module} is no module of this model"
         else:
-            known.append(pattern_of(module))
+            known.append(module)
     try:
-        adapter_rules(mapping.rules, [*dict.fromkeys(known)], dora=dora)
+        adapter_rules(mapping.rules, _targets(known, mapping), dora=dora)
     except ConfigError as error:
         yield str(error).partition(": ")[2]
 
