@@ -206,7 +206,7 @@ LEARNED = {
     "qwen3": (
         {**SP, "overrides": FULL},
         {"ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1}},
-        {"pp": 2, "ddp": {"overlap_grad_reduce": True}},
+        {"pp": 2, "vp": 2, "ddp": {"overlap_grad_reduce": True}},
         {"cp": 2},
     ),
     "qwen3_moe": ({"ep": 2}, {**SP, "etp": 2}),
@@ -238,7 +238,8 @@ def trained(folder, hf, targets, dims, how, overrides, ddp):
         for name in used:
             mb.set_adapters(models, name)
             if how == "apart":
-                models[0].config.no_sync_func = wrapped[name][0].no_sync
+                syncs = [model.no_sync for model in wrapped[name]]
+                models[0].config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
                 own = torch.tensor([each == name for each in rows])
                 mb.forward(wrapped[name], *batch_of(hf), loss=sum_of(own), **options)
                 models[0].config.no_sync_func = None

@@ -13,6 +13,7 @@ import mcore_bridge as mb
 from mcore_bridge.convert.convert import merge
 from mcore_bridge.errors import BatchError, ConfigError
 from mcore_bridge.launch.fake_rank import rank_of
+from mcore_bridge.trainers.peft_functions import create_peft
 from tests.support import composites, pool, seeing, seeing_adapters
 from tests.support.bounds import ONE
 from tests.support.composites import assert_same
@@ -101,6 +102,10 @@ def test_what_cannot_have_adapters_in_a_tower_is_refused() -> None:
             "linear_fc1.adapter.linear_out.weight",
         }
         assert all(name.startswith("vision.visual.blocks.") for name in made.names)
+        (other,) = create_peft({"type": "canonical_lora", "rank": 1, "target_modules": ["linear_fc1_up"]})(
+            seeing.built(written("qwen3_vl"), ONE, vision="frozen")
+        )
+        assert all(".mlp.linear_fc1." in name for name in other.bridge_adapters.names)
         fill(chunks, made)
         assert not torch.allclose(run().log_probs, base)
         with mb.without_adapters(chunks):
