@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,7 @@ from mcore_bridge.batches.refusals import (
     require_scalar,
     require_vocabulary,
 )
-from mcore_bridge.batches.row_sets import ROW_SETS, RowSets, adapters_of, using_row_sets
+from mcore_bridge.batches.row_sets import ROW_SETS, RowSets, Wrapped, adapters_of, using_row_sets, with_wrappers
 from mcore_bridge.batches.text_collectives import broadcast_from_last, digest, digest_of_tokens, gather, reduce_max
 from mcore_bridge.config.mesh.alike import Shared
 from mcore_bridge.config.mesh.lost_ranks import naming_lost_ranks
@@ -69,7 +69,7 @@ Loss = Callable[[TokenOutputs, slice], Tensor]
 
 
 def forward(
-    models: Models,
+    models: Models | Mapping[str, Models],
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
     *,
@@ -94,7 +94,9 @@ def forward(
     replicas: with a loss all replicas must call together. Train or eval mode does not change.
 
     Args:
-        models: this rank's chunks, wrapped or not.
+        models: this rank's chunks, wrapped or not. With ``adapters``, also a mapping: for the name of each set the
+            chunks in the DDP that was made while this set was in use. With a loss, the gradients in these DDPs are
+            complete afterwards, by ``config.finalize_model_grads_func`` if it is set.
         input_ids: int64 ``[batch, seq]`` on the device of the models.
         attention_mask: ``[batch, seq]``, 1 or True for tokens and 0 for padding. None: there is no padding.
         images: for each row the inputs of its images and videos, or None for a row of text. These are the results of
@@ -104,7 +106,7 @@ def forward(
             text (0). ``position_ids`` ``[n, seq]`` are used unchanged. None: the batch is of text. Images need a model
             that was built with ``vision="train"`` or ``"frozen"``.
         adapters: for each row the name of a set of adapters, or None for the base alone. None: all rows use the set in
-            use. Sets with DoRA and dropout raise, and a loss with megatron-core's DDP.
+            use. With a loss, sets in megatron-core's DDP need a mapping as ``models``.
         loss: called with each microbatch on the ranks of the last pipeline stage. If it raises, the error is raised
             after all microbatches are done; the caller must then zero the gradients. None: no backward follows.
         hf, head: deprecated; call ``adopt`` once for models that ``build_model`` did not make.
@@ -131,6 +133,7 @@ def forward(
         >>> outputs.log_probs.shape, models[0].decoder.final_layernorm.weight.grad is not None
         (torch.Size([2, 4]), True)
     """
+    models, wrapped = with_wrappers(models)
     chunks, chunk = [models] if isinstance(models, nn.Module) else [*models], chunks_of(models)[0]
     require_own_mesh(chunk)
     learns, runs = loss is not None, []
@@ -160,9 +163,8 @@ def forward(
         size = micro_batch_size or (1 if chunk.pg_collection.pp.size() > 1 else len(input_ids))
         rows = [slice(start, min(start + size, len(input_ids))) for start in range(0, len(input_ids), size)]
         seen = SeenImages(of_rows, mask, rows, num_positions(chunk)) if any(of_rows) else None
-        runs.append(
-            partial(_Run, chunk, provenance, rows=rows, temperature=divisor, loss=loss, seen=seen, sets=adapters)
-        )
+        options: Any = {"rows": rows, "temperature": divisor, "loss": loss, "seen": seen}
+        runs.append(partial(_Run, chunk, provenance, sets=adapters, wrapped=wrapped, **options))
         shared = {
             "input_ids": digest_of_tokens(input_ids, mask),
             "images": [{name: digest(value) for name, value in sorted(row.items())} for row in of_rows if row],
@@ -174,7 +176,7 @@ def forward(
             "hf": None if hf is None else identity(provenance),
             "head": provenance.head,
             "training": chunk.training,
-            **adapters_of(chunks, adapters, len(input_ids), learns=learns),
+            **adapters_of(chunks, adapters, wrapped, len(input_ids), learns=learns),
             **shared_by_stages(chunks, learns=learns),
         }
         batch = chunk, input_ids, mask, size, len(chunks)
@@ -199,11 +201,13 @@ class _Run:
         loss: Loss | None,
         seen: SeenImages | None,
         sets: RowSets | None,
+        wrapped: Wrapped,
     ) -> None:
         self._groups = chunk.pg_collection
         self._hf, self._head, self._is_lm = provenance.hf, provenance.head, provenance.head == "lm"
         self._micro_batches, self._rows = micro_batches, rows
-        self._temperature, self._loss, self._seen, self._sets = temperature, loss, seen, sets
+        self._temperature, self._loss, self._seen = temperature, loss, seen
+        self._sets, self._wrapped = sets, wrapped
         self._problem: Exception | None = None
 
     @naming_lost_ranks("forward")
@@ -212,9 +216,12 @@ class _Run:
 
         first, learns = self._micro_batches[0], self._loss is not None
         with (
-            using_row_sets(chunks, self._sets, self._micro_batches, self._rows, learns=learns) as begin,
+            using_row_sets(chunks, self._sets, self._wrapped, self._micro_batches, self._rows, learns=learns) as (
+                begin,
+                holders,
+            ),
             torch.set_grad_enabled(learns),
-            finishing_gradients(chunks) if learns else nullcontext(),
+            finishing_gradients(chunks, holders) if learns else nullcontext(),
         ):
             outputs = get_forward_backward_func()(
                 forward_step_func=partial(self._step, begin),

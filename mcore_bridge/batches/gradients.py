@@ -10,37 +10,53 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from mcore_bridge.batches.text_collectives import reduce_sum
-from mcore_bridge.weights.model_chunks import chunks_of
+from mcore_bridge.weights.model_chunks import chunks_of, unwrap
+
+Holders = Sequence[Sequence[Any]]
+"""For each chunk the instances of megatron-core's DDP that have gradients of its parameters."""
 
 
 @contextlib.contextmanager
-def finishing_gradients(models: Sequence[nn.Module]) -> Iterator[None]:
+def finishing_gradients(models: Sequence[nn.Module], holders: Holders = ()) -> Iterator[None]:
     """In the block, megatron-core's schedule completes the gradients of these chunks, unless other code does.
 
     It does nothing if the trainer has set ``config.finalize_model_grads_func``, or if DDP or FSDP holds gradients.
     Earlier gradients are already complete. So they are set aside in the block, and added at its end.
+
+    Args:
+        models: the chunks, wrapped or not.
+        holders: the schedule completes the gradients in these, too, by the trainer's function if there is one. They
+            communicate in the last microbatch.
     """
     chunks = chunks_of(models)
     config: Any = chunks[0].config
+    given = config.finalize_model_grads_func
     learning = [parameter for chunk in chunks for parameter in chunk.parameters() if parameter.requires_grad]
-    if config.finalize_model_grads_func is not None or any(map(is_held, learning)):
+    if not any(holders) and (given is not None or any(map(is_held, learning))):
         yield
         return
-    before = [parameter.grad for parameter in learning]
+    changed: dict[str, Any] = {"finalize_model_grads_func": partial(_finish, given, holders)}
+    if any(holders):
+        changed |= {"no_sync_func": partial(_without_sync, holders), "grad_sync_func": None, "param_sync_func": None}
+    before = {name: getattr(config, name) for name in changed}
+    earlier = [parameter.grad for parameter in learning]
     for parameter in learning:
         parameter.grad = None
-    config.finalize_model_grads_func = _finish
+    for name, value in changed.items():
+        setattr(config, name, value)
     try:
         yield
     finally:
-        config.finalize_model_grads_func = None
-        for parameter, grad in zip(learning, before, strict=True):
+        for name, value in before.items():
+            setattr(config, name, value)
+        for parameter, grad in zip(learning, earlier, strict=True):
             if grad is not None:
                 parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
 
@@ -50,29 +66,67 @@ def is_held(parameter: nn.Parameter) -> bool:
     return hasattr(parameter, "main_grad") or hasattr(parameter, "full_tensor")
 
 
-def _finish(models: Sequence[nn.Module], num_tokens: Any = None, **options: Any) -> None:
+def holder_of(model: nn.Module) -> Any:
+    """megatron-core's DDP among the wrappers of a chunk, or None."""
+    around: Any = model
+    while around is not unwrap(model):
+        if hasattr(around, "param_to_bucket_group"):
+            return around
+        around = around.module
+    return None
+
+
+@contextlib.contextmanager
+def _without_sync(holders: Holders) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for ddp in (ddp for of_chunk in holders for ddp in of_chunk):
+            stack.enter_context(ddp.no_sync())
+        yield
+
+
+def _finish(given: Any, holders: Holders, models: Sequence[nn.Module], num_tokens: Any = None, **options: Any) -> None:
     """The function that a schedule calls after its last backward."""
     from megatron.core.distributed import finalize_model_grads
 
     with torch.no_grad():
-        finalize_model_grads([_LikeDDP(model) for model in models], num_tokens, **options)
+        likes = [_LikeDDP(*pair) for pair in zip(models, holders or [()] * len(models), strict=True)]
+        (given or finalize_model_grads)(likes, num_tokens, **options)
 
 
 class _LikeDDP(nn.Module):
-    """A chunk with the attributes of DDP that ``finalize_model_grads`` uses."""
+    """A chunk with the attributes of DDP that ``finalize_model_grads`` uses.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        model: the chunk, wrapped or not.
+        holders: the instances of DDP that have some of the gradients. Other gradients are in ``parameter.grad``.
+    """
+
+    def __init__(self, model: nn.Module, holders: Sequence[Any]) -> None:
         from megatron.core.distributed import DistributedDataParallelConfig
 
         super().__init__()
-        self.module, self.ddp_config = model, DistributedDataParallelConfig()
+        self.module, self._holders = model, tuple(holders)
+        self.ddp_config = holders[0].ddp_config if holders else DistributedDataParallelConfig()
 
     def finish_grad_sync(self, **options: Any) -> None:
         """Average over all ranks that have other tokens, as DDP does. Parameters without a gradient get zeros."""
+        for ddp in self._holders:
+            ddp.finish_grad_sync(**options)
         (chunk,) = chunks_of(self.module)
         groups = chunk.pg_collection
-        for parameter in chunk.parameters():
-            if parameter.requires_grad:
-                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                group = groups.dp_cp if getattr(parameter, "allreduce", True) else groups.expt_dp
-                parameter.grad = reduce_sum(grad.div_(groups.dp_cp.size()), group)
+        for parameter in self._own():
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            group = groups.dp_cp if getattr(parameter, "allreduce", True) else groups.expt_dp
+            parameter.grad = reduce_sum(grad.div_(groups.dp_cp.size()), group)
+
+    def scale_gradients(self, factor: Any) -> None:
+        """Multiply all gradients."""
+        for ddp in self._holders:
+            ddp.scale_gradients(factor)
+        for parameter in self._own():
+            assert parameter.grad is not None
+            parameter.grad.mul_(factor)
+
+    def _own(self) -> Iterator[nn.Parameter]:
+        (chunk,) = chunks_of(self.module)
+        return (parameter for parameter in chunk.parameters() if parameter.requires_grad and not is_held(parameter))

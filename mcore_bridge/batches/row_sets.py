@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from mcore_bridge.arguments import list_of
-from mcore_bridge.batches.gradients import is_held
+from mcore_bridge.batches.gradients import Holders, holder_of, is_held
 from mcore_bridge.batches.packing import PackedSequences
 from mcore_bridge.batches.text_collectives import reduce_max
 from mcore_bridge.config.mesh.alike import Shared
 from mcore_bridge.errors import BatchError, ConfigError
-from mcore_bridge.weights.model_chunks import chunks_of
+from mcore_bridge.rules.names import TOWER
+from mcore_bridge.weights.model_chunks import Models, chunks_of, modules_of
+from mcore_bridge.weights.param_sync import is_pending
 from mcore_bridge.weights.peft.hf_adapters import adapters_in_use, is_without_adapters
 
 if TYPE_CHECKING:
@@ -27,6 +29,8 @@ RowSets = Sequence[str | None]
 ROW_SETS = list_of(
     "a list with the name of a set or None for each row", str, type(None), advice='pass a list such as ["math", None]'
 )
+Wrapped = Mapping[str, Models]
+"""By the name of a set, the chunks in the wrappers that were made while this set was in use."""
 _GRAPHS = ("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl")
 _NUMBER = "mcore_bridge: microbatch of row adapters"
 """A state in megatron-core's tracker of random numbers: the number of the microbatch that a forward runs.
@@ -39,12 +43,24 @@ KNOWN = ("allgather", "alltoall")
 _APART = "call set_adapters and forward for the rows of each set"
 
 
-def adapters_of(chunks: Sequence[nn.Module], sets: RowSets | None, batch: int, *, learns: bool) -> Shared:
+def with_wrappers(models: Models | Wrapped) -> tuple[Models, Wrapped]:
+    """Chunks that can run a forward, and the wrappers of sets: none unless ``models`` is a mapping."""
+    if not isinstance(models, Mapping):
+        return models, {}
+    if not models:
+        raise BatchError("models must have the chunks of each set, found an empty mapping: pass the chunks")
+    return next(iter(models.values())), models
+
+
+def adapters_of(
+    chunks: Sequence[nn.Module], sets: RowSets | None, wrapped: Wrapped, batch: int, *, learns: bool
+) -> Shared:
     """A description of the adapters that a forward uses, for ranks to compare.
 
     Args:
         chunks: the chunks of this rank, wrapped or not.
         sets: the set of each row; None: all rows use the set in use.
+        wrapped: the wrappers of sets.
         batch: the number of rows.
         learns: whether a backward follows.
 
@@ -52,8 +68,11 @@ def adapters_of(chunks: Sequence[nn.Module], sets: RowSets | None, batch: int, *
         BatchError: the rows cannot use these sets. The message names all reasons.
     """
     if sets is None:
+        if wrapped:
+            raise BatchError("models may be a mapping with adapters= alone, found adapters=None: pass the chunks")
         return {"adapters": adapters_in_use(chunks)}
-    problems = [problem for chunk in chunks_of(chunks) for problem in _problems(chunk, sets, learns=learns)]
+    problems = [problem for chunk in chunks_of(chunks) for problem in _problems(chunk, sets)]
+    problems += [*_problems_of_holders(chunks, wrapped)] if learns else []
     if len(sets) != batch:
         problems.insert(0, f"adapters must have one entry for each of {batch} rows, found {len(sets)}: add the others")
     if problems:
@@ -61,7 +80,7 @@ def adapters_of(chunks: Sequence[nn.Module], sets: RowSets | None, batch: int, *
     return {"adapters": f"one of {[*_by_name(chunks_of(chunks)[0])]} for each row", "adapters of rows": [*sets]}
 
 
-def _problems(chunk: GPTModel, sets: RowSets, *, learns: bool) -> Iterator[str]:
+def _problems(chunk: GPTModel, sets: RowSets) -> Iterator[str]:
     """Why the rows of a batch cannot use these sets of a chunk."""
     config, by_name, names = chunk.config, _by_name(chunk), {name for name in sets if name is not None}
     if unknown := sorted(names - by_name.keys()):
@@ -73,21 +92,47 @@ def _problems(chunk: GPTModel, sets: RowSets, *, learns: bool) -> Iterator[str]:
         f"routed experts with moe_token_dispatcher_type={dispatcher!r}": lambda path, layer: (
             dispatcher not in KNOWN and has_experts(layer)
         ),
+        "layers of a tower": lambda path, layer: path.startswith(TOWER),
         "kv_b_proj in sparse attention": lambda path, layer: sparse and path.endswith("linear_kv_up_proj"),
-        "DoRA with dropout": lambda path, layer: bool(getattr(layer, "magnitude", None) and layer.dropout),
     }
     for what, is_such in kinds.items():
         if having := [name for name, own in of_sets.items() if any(is_such(*pair) for pair in own.modules.items())]:
             yield f"rows cannot have separate adapters of {what}, found them in {having}: {_APART}"
-    held = [
-        name for name, own in of_sets.items() if any(is_held(p) for m in own.modules.values() for p in m.parameters())
-    ]
-    if learns and held:
-        yield f"DDP or FSDP has the gradients of {held}, and would not complete them: {_APART}, or wrap no models"
     if graphs := [name for name in _GRAPHS if getattr(config, name, None) not in (None, False, "none")]:
         yield f"CUDA graphs would keep the rows of the first batch, found {graphs}: {_APART}, or build without them"
     if of_sets and is_without_adapters(chunk):
         yield "adapters= was given in a block of without_adapters: leave out one of them"
+
+
+def _problems_of_holders(chunks: Sequence[nn.Module], wrapped: Wrapped) -> Iterator[str]:
+    """Why gradients of sets could not be completed. Other replicas may use any set, so this is about all sets."""
+    known = [*_by_name(chunks_of(chunks)[0])]
+    if unknown := [name for name in wrapped if name not in known]:
+        yield f"models must have wrappers of their sets, {known}, found {unknown}: leave them out"
+    if unheld := [name for name in known if any(None in of_chunk for of_chunk in _holders(chunks, wrapped, [name]))]:
+        yield (
+            f"DDP or FSDP has gradients of {unheld}, and this forward could not complete them. For megatron-core's "
+            f"DDP, pass a mapping as models, such as {{{unheld[0]!r}: [ddp]}}. For FSDP, {_APART}"
+        )
+
+
+def _holders(chunks: Sequence[nn.Module], wrapped: Wrapped, names: Sequence[str]) -> list[list[Any]]:
+    """For each chunk the instances of DDP that have gradients of these sets; None for gradients that none of them has.
+
+    A set without an entry in ``wrapped`` may be the set in whose wrappers ``chunks`` are.
+    """
+    holders: list[list[Any]] = []
+    for place, chunk in enumerate(chunks_of(chunks)):
+        of_chunk: dict[int, Any] = {}
+        for name in names:
+            own = [p for module in _by_name(chunk)[name].modules.values() for p in module.parameters() if is_held(p)]
+            of_set = modules_of(wrapped.get(name, chunks))
+            ddp = holder_of(of_set[place]) if len(of_set) == len(chunks) else None
+            if own:
+                has_all = ddp is not None and all(parameter in ddp.param_to_bucket_group for parameter in own)
+                of_chunk[id(ddp)] = ddp if has_all else None
+        holders.append([*of_chunk.values()])
+    return holders
 
 
 @dataclass(frozen=True)
@@ -180,34 +225,37 @@ class TokenSets:
 def using_row_sets(
     chunks: Sequence[nn.Module],
     sets: RowSets | None,
+    wrapped: Wrapped,
     batches: Sequence[PackedSequences],
     rows: Sequence[slice],
     *,
     learns: bool,
-) -> Iterator[Callable[[int], None]]:
+) -> Iterator[tuple[Callable[[int], None], Holders]]:
     """In the block, let each row use its set, and only for this let the model have these sets.
 
     With a backward, all replicas communicate: each must have the parameters of the sets that any of them uses. The same
-    holds for replicas that share experts with adapters.
+    holds for replicas that share experts with adapters, and for a forward that gathers parameters after a step.
 
     Args:
         chunks: the chunks of this rank, wrapped or not.
         sets: the set of each row; None: nothing changes.
+        wrapped: the wrappers of sets.
         batches: the microbatches.
         rows: the rows of each microbatch; further microbatches are padding.
         learns: whether a backward follows.
 
     Yields:
-        A function to call with the number of a microbatch before each forward of it.
+        A function to call with the number of a microbatch before each forward of it, and for each chunk the instances
+        of megatron-core's DDP that have gradients of these sets.
     """
     if sets is None:
-        yield lambda number: None
+        yield lambda number: None, ()
         return
     bare = chunks_of(chunks)
     groups, known = bare[0].pg_collection, [*_by_name(bare[0])]
     device = batches[0].places.device
     is_used = torch.tensor([name in sets for name in known], dtype=torch.int64, device=device)
-    if learns:
+    if learns or is_pending(chunks):
         reduce_max(is_used, groups.dp_cp)
     elif any(
         has_experts(layer) for chunk in bare for own in _by_name(chunk).values() for layer in own.modules.values()
@@ -225,7 +273,7 @@ def using_row_sets(
         for chunk in bare:
             stack.enter_context(chunk.bridge_adapter_sets.used_by_row(chunk, tokens))
         stack.callback(tokens.end)
-        yield tokens.begin
+        yield tokens.begin, _holders(chunks, wrapped, names) if learns else ()
 
 
 def has_experts(adapters: nn.Module) -> bool:

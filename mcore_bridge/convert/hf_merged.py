@@ -30,9 +30,9 @@ from mcore_bridge.rules.mapping import Binding, ModelAxes, WeightMapping, axes_o
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.rules.trace import Shape, trace
 from mcore_bridge.weights.bound import axes_of_config
-from mcore_bridge.weights.peft.peft_folder import PeftFolder, open_peft, require_shapes
+from mcore_bridge.weights.peft.peft_folder import PeftFolder, is_beside_text, open_peft, require_shapes
 from mcore_bridge.weights.plan.inventory import ParamEntry
-from mcore_bridge.weights.provenance import Provenance, head_of
+from mcore_bridge.weights.provenance import Provenance, head_of, provenance_of
 from mcore_bridge.weights.sent.merging import factor_of_rows, squares_with_product, with_product
 from mcore_bridge.weights.source.source import Source, open_folder
 
@@ -73,7 +73,8 @@ class ToMerged(ToPlain):
                 f"{source} has quantized weights, expected plain ones: convert it with --to hf first, and merge that"
             )
         own = widespread((tensor.dtype, tensor.nbytes) for tensor in base.values())
-        model = whole_model(source, dtype=own, names=base, head=head_of(source))
+        vision = "frozen" if is_beside_text(adapter, provenance_of(source)) else "text_only"
+        model = whole_model(source, dtype=own, names=base, head=head_of(source), vision=vision)
         config = to_transformer_config(source)
         vocab = model.provenance.hf.vocab_size
         specs = tuple(TensorSpec.of(name, tensor) for name, tensor in base.items())

@@ -180,14 +180,15 @@ def keep(chunk: Any, name: str, made: Adapters, modules: Mapping[str, nn.Module]
     Args:
         modules: as for ``AdapterSet``.
     """
-    from mcore_bridge.factory.modules.adapter import beside
+    from mcore_bridge.factory.modules.adapter import beside, beside_plain
 
     chunk.bridge_adapter_sets = sets = sets_of(chunk)
     known = {path for kept in sets.by_name.values() for path in kept.modules}
     sets.by_name[name] = AdapterSet(made, modules)
     for path in modules.keys() - known:
         layer = chunk.get_submodule(path)
-        layer.register_forward_hook(partial(beside, sets.require_in_use), prepend=True)  # before our hook on latents
+        hook = beside_plain if isinstance(layer, nn.Linear) else beside
+        layer.register_forward_hook(partial(hook, sets.require_in_use), prepend=True)  # before our hook on latents
         if hasattr(layer, "return_layernorm_output"):
             layer.return_layernorm_output = True  # the input of the weight, and so of A
 

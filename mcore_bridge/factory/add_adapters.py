@@ -40,7 +40,7 @@ from mcore_bridge.rules.adapters import (
 from mcore_bridge.rules.dtypes import DtypeLike, as_dtype, problem_of
 from mcore_bridge.rules.layout import REPLICATED
 from mcore_bridge.rules.mapping import Binding, ExpertFormat, WeightMapping, axes_of, pattern_of
-from mcore_bridge.rules.names import canonical
+from mcore_bridge.rules.names import TOWER, canonical
 from mcore_bridge.rules.trace import Trace, moved_dim, trace
 from mcore_bridge.weights.bound import BoundModel, bind, provenance_on
 from mcore_bridge.weights.dist_checkpoint.adapter_shards import sharded_state_dict
@@ -110,8 +110,9 @@ def add_adapters(
         rank: the rank of each adapter.
         alpha: the adapter's output is multiplied by ``alpha / rank``.
         targets: ends of module names, in HF ("q_proj", "mlp.down_proj", "experts.gate_up_proj") or in megatron-core
-            ("linear_qkv"). Each must match something. Projections that are not named get no adapter. "all-linear" names
-            all linear layers of the decoder that can have one. None means the targets that ``peft`` has for the family.
+            ("linear_qkv", of the decoder alone). Each must match something. Projections that are not named get no
+            adapter. "all-linear" names all linear layers that can have one, also of a tower that is built. None means
+            the targets that ``peft`` has for the family.
         kind: "own" gives each HF projection a separate A, like ``peft``. "shared" gives each layer of mcore one A for
             all of its projections, like Megatron-Bridge by default; a folder repeats it for each projection.
         dropout: the probability with which a forward in training mode zeroes an element of the input of A. None means
@@ -270,7 +271,8 @@ def _made(bound: BoundModel, made: Adapters, mcore: str, weight: Any, dtype: tor
     if made.dora:
         third = made.mapping.bind(factor_name(mcore, *MAGNITUDE))
         magnitude = Factor(_trace(bound, third, (out,)).shard_shape, weight, dtype)
-    is_cut = kind == "summed" or (config.sequence_parallel and not is_expert)
+    sequence_parallel = config.sequence_parallel and kind != "equal"
+    is_cut = kind == "summed" or (sequence_parallel and not is_expert)
     cut: dict[str, Any] = {"is_cut": is_cut, "expert": is_expert, "expert_rank": groups.ep.rank()}
     adapter = Adapter(
         kind,
@@ -279,7 +281,7 @@ def _made(bound: BoundModel, made: Adapters, mcore: str, weight: Any, dtype: tor
         rows_of_parts(outs, shard).clamp(max=len(first.hf) - 1).to(weight.device),
         scale=made.alpha / made.rank,
         group=groups.expt_tp if is_expert else groups.tp,
-        sequence_parallel=config.sequence_parallel,
+        sequence_parallel=sequence_parallel,
         expert=is_expert,
         allreduce=getattr(weight, "allreduce", True),
         magnitude=magnitude,
@@ -312,6 +314,8 @@ def _trace(bound: BoundModel, binding: Binding, shape: tuple[int, ...]) -> Trace
 
 
 def _kind(first: Binding, second: Binding) -> Kind:
+    if first.mcore.startswith(TOWER):
+        return "equal"
     if second.layout == REPLICATED:
         return "summed" if moved_dim(first.layout) == 1 else "whole"
     return "cut"
@@ -436,7 +440,7 @@ def _known() -> set[type]:
     from mcore_bridge.factory.modules.latent import ReplicatedLinear
     from mcore_bridge.factory.modules.torch_modules import always_biased
 
-    known = {ColumnParallelLinear, RowParallelLinear, ExpertRowParallelLinear, ReplicatedLinear}
+    known = {nn.Linear, ColumnParallelLinear, RowParallelLinear, ExpertRowParallelLinear, ReplicatedLinear}
     known.add(always_biased(RowParallelLinear))
     if has_transformer_engine():
         from megatron.core.extensions import transformer_engine as te

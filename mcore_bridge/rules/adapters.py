@@ -41,8 +41,6 @@ LINEAR = frozenset(
     }
 )
 """The modules of megatron-core whose weight is ``[out, in]`` and multiplies the hidden state of a decoder layer."""
-_OTHERS = ("mtp.", TOWER)
-"""The prefixes of names of weights outside the decoder: in MTP layers and in a tower."""
 _OF_KERNELS = (".mixer.out_proj.weight", ".mamba.out_proj.weight")
 FACTORS = {"linear_in": "lora_A.weight", "linear_out": "lora_B.weight"}
 """The modules of an adapter in mcore (Megatron-Bridge's names), and the names of their weights in ``peft``."""
@@ -115,7 +113,7 @@ def all_linear(rules: Rules) -> tuple[str, ...]:
     >>> all_linear(table(("linear_qkv.weight", "{q,k,v}_proj.weight", QKV)))
     ('q_proj', 'k_proj', 'v_proj')
     """
-    able = (rule for rule in _of_decoder(rules) if _module(rule.mcore) and not _obstacle(rule))
+    able = (rule for rule in _adaptable(rules) if _module(rule.mcore) and not _obstacle(rule))
     return tuple(dict.fromkeys(_module(name) for rule in able for name in rule.hf if name.endswith(".weight")))
 
 
@@ -125,7 +123,7 @@ def adapter_rules(rules: Rules, targets: Sequence[str], kind: Sharing = "own", *
     Args:
         rules: the rules of the model's weights.
         targets: ends of module names, each of one or more words: in HF ("q_proj", "mlp.down_proj",
-            "experts.gate_up_proj") or in mcore ("linear_qkv").
+            "experts.gate_up_proj") or in mcore ("linear_qkv"). An end in mcore means layers of the decoder alone.
         kind: with "shared", P below is 1 for each A.
         dora: whether there are magnitudes, too.
 
@@ -137,12 +135,16 @@ def adapter_rules(rules: Rules, targets: Sequence[str], kind: Sharing = "own", *
     Raises:
         ConfigError: naming all targets that match nothing, and all that cannot have an adapter.
     """
-    weights = _of_decoder(rules)
+    weights = _adaptable(rules)
     problems = [*_unmatched(weights, rules, targets)]
+    of_decoder = [rule.mcore for rule in weights if not rule.mcore.startswith(TOWER)]
+    in_hf = [target for target in targets if not any(_is_named(name, [target]) for name in of_decoder)]
     chosen = []
     for rule in weights:
-        whole = _is_named(rule.mcore, targets)
-        named = tuple(part for part, name in enumerate(rule.hf) if whole or _is_named(name, targets))
+        in_tower = rule.mcore.startswith(TOWER)
+        whole = not in_tower and _is_named(rule.mcore, targets)
+        own = in_hf if in_tower else targets
+        named = tuple(part for part, name in enumerate(rule.hf) if whole or _is_named(name, own))
         if not named or not _module(rule.mcore):  # a bias goes with its weight
             continue
         if reason := _obstacle(rule) or (dora and _obstacle_to_dora(rule)):
@@ -186,8 +188,10 @@ def rows_of_parts(traced: Trace, shard: int) -> Tensor:
     return parts
 
 
-def _of_decoder(rules: Rules) -> list[Rule]:
-    return [rule for rule in rules if not rule.copy and not rule.mcore.startswith(_OTHERS)]
+def _adaptable(rules: Rules) -> list[Rule]:
+    """The rules of the decoder, and of the linear layers of a tower."""
+    inside = (rule for rule in rules if not rule.copy and not rule.mcore.startswith("mtp."))
+    return [rule for rule in inside if rule.is_linear or not rule.mcore.startswith(TOWER)]
 
 
 def _adapted(rule: Rule, named: tuple[int, ...], kind: Sharing, dora: bool) -> Iterator[Rule]:
@@ -228,7 +232,7 @@ def _obstacle(rule: Rule) -> str:
         return "the indexer of sparse attention chooses keys, and gets no gradient from the log-probs"
     if rule.hf[0].endswith(_OF_KERNELS):
         return "transformers' kernels for Mamba-2 read its weight alone, so peft refuses it"
-    if module.rpartition(".")[2] not in LINEAR:
+    if not rule.is_linear and module.rpartition(".")[2] not in LINEAR:
         return f"{module} is no linear layer inside a decoder layer"
     return ""
 
@@ -251,7 +255,7 @@ def _unmatched(weights: Collection[Rule], rules: Rules, targets: Sequence[str]) 
             yield f"{target!r} is the word embedding {tied}, as the head is tied to it, and no linear layer"
             continue
         if any(_is_named(name, [target]) for rule in rules for name in (rule.mcore, *rule.hf)):
-            yield f"{target!r} is a layer of MTP or of a model of images, which get no adapters"
+            yield f"{target!r} is a layer of MTP, or no linear layer of a model of images, which get no adapters"
         else:
             near = get_close_matches(target, modules, n=3)
             yield f"{target!r} matches no module, " + (f"the nearest are {near}" if near else f"there are {able}")

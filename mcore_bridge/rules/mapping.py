@@ -46,6 +46,7 @@ class Rule:
         count: the first number of the mcore name is below it. None: there is no limit.
         layers: the first number of the mcore name is one of these. None: it may be any.
         turned: for a routed expert: a tensor of all experts holds it transposed.
+        is_linear: for a tensor of a tower: it is the weight of a linear layer.
     """
 
     mcore: str
@@ -59,6 +60,7 @@ class Rule:
     count: int | None = None
     layers: frozenset[int] | None = None
     turned: bool = False
+    is_linear: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,19 @@ def respelled_name(name: str, spelling: Prefixes) -> str:
     for old, new in spelling:
         if name.startswith(old):
             return new + name.removeprefix(old)
+    return name
+
+
+def respelled_module(name: str, spelling: Prefixes) -> str:
+    """Like ``respelled_name``, for a module, and prefixes in which ``*`` is a number, or ``*`` of a pattern.
+
+    >>> respelled_module("tower.layers.3.fc1", (("tower.layers.*.fc1.", "tower.blocks.*.fc0."),))
+    'tower.blocks.3.fc0'
+    """
+    whole = f"{name}."
+    for old, new in spelling:
+        if match := re.match(re.escape(old).replace(r"\*", r"(\d+|\*)"), whole):
+            return f"{_fill(new, [*match.groups()])}{whole[match.end() :]}"[:-1]
     return name
 
 
@@ -266,6 +281,10 @@ class WeightMapping:
             for rule in self._by_hf.get(pattern_of(hf), ()) or self._by_hf.get(hf, ())
             if _has_number(rule, numbers)
         )
+
+    def pattern(self, hf: str) -> str:
+        """An HF name with ``*`` for each number, unless a rule has the name with its numbers."""
+        return hf if hf in self._by_hf else pattern_of(hf)
 
     def original(self, hf: str) -> str:
         """The name under which the rules read a tensor with this name. It differs for second names alone."""

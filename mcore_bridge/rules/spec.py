@@ -59,6 +59,17 @@ class TensorSpec:
         return self.numel * self.dtype.itemsize
 
 
+@dataclass(frozen=True, slots=True)
+class TowerSpec(TensorSpec):
+    """A tensor of a tower.
+
+    Attributes:
+        is_linear: whether it is the weight ``[out, in]`` of a linear layer that a forward runs.
+    """
+
+    is_linear: bool = False
+
+
 ALIGNMENT = 256
 """Bytes: a multiple of every itemsize, so that tensors can be viewed in place, and of the widest read of a GPU."""
 

@@ -22,6 +22,7 @@ from mcore_bridge.factory.adapter_sets import without_adapters
 from mcore_bridge.factory.add_adapters import Init, add_adapters
 from mcore_bridge.rules.adapters import Sharing, is_adapter
 from mcore_bridge.rules.mapping import Rules
+from mcore_bridge.rules.names import TOWER
 from mcore_bridge.weights.bound import provenance_on
 from mcore_bridge.weights.dist_checkpoint.checkpoint import load_checkpoint
 from mcore_bridge.weights.model_tensors import held_tensors
@@ -187,7 +188,7 @@ def _targets(rules: Rules, target: str) -> Iterator[str]:
         yield target
         return
     layer, part, count = PARTS[target]
-    joined = [rule for rule in rules if rule.mcore.endswith(f".{layer}.weight")]
+    joined = [rule for rule in rules if rule.mcore.endswith(f".{layer}.weight") and not rule.mcore.startswith(TOWER)]
     others = [list(rule.hf) for rule in joined if len(rule.hf) != count]
     if others or not joined:
         raise ConfigError(

@@ -33,7 +33,7 @@ from mcore_bridge.rules.mapping import (
     top_names,
 )
 from mcore_bridge.rules.names import EMBEDDING, TOWER, mtp_layer_of
-from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.rules.spec import TowerSpec
 from mcore_bridge.rules.variants import (
     HEAD,
     LM_HEAD,
@@ -87,7 +87,7 @@ class Provenance:
     overridden: Mapping[str, object] = field(default_factory=dict)
     whole: Whole | None = None
     vision: str = "text_only"
-    tower: tuple[TensorSpec, ...] = ()
+    tower: tuple[TowerSpec, ...] = ()
     prefixes: Prefixes = ()
 
     @property
@@ -100,7 +100,7 @@ class Provenance:
         """See ``Architecture``."""
         return architecture_of(self.hf).renamed_in_memory
 
-    def seeing(self, vision: str, tower: tuple[TensorSpec, ...]) -> Provenance:
+    def seeing(self, vision: str, tower: tuple[TowerSpec, ...]) -> Provenance:
         """A copy with this tower. HF names of the tower are the names in the folder."""
         if not tower:
             return self
@@ -212,8 +212,11 @@ class Provenance:
     def _tower_rules(self) -> Rules:
         """A rule for each kind of tensor in the tower, which every rank of its stage holds whole."""
         spelling = self.whole.tower if self.whole is not None else ()
-        kinds = dict.fromkeys(pattern_of(spec.name) for spec in self.tower)
-        return tuple(Rule(f"{TOWER}{kind}", (respelled_name(kind, spelling),), REPLICATED) for kind in kinds)
+        kinds = {pattern_of(spec.name): spec.is_linear for spec in self.tower}
+        return tuple(
+            Rule(f"{TOWER}{kind}", (respelled_name(kind, spelling),), REPLICATED, is_linear=is_linear)
+            for kind, is_linear in kinds.items()
+        )
 
     def _old_buffers(self) -> tuple[str, ...]:
         """Names of ``position_ids``, which older releases saved beside the embedding of a CLIP or SigLIP."""

@@ -12,7 +12,8 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_par
 import mcore_bridge as mb
 from mcore_bridge.batches import row_sets
 from mcore_bridge.errors import BatchError
-from mcore_bridge.factory.modules.row_adapters import DispatchedTokens
+from mcore_bridge.factory.modules.adapter import Adapter
+from mcore_bridge.factory.modules.row_adapters import DispatchedTokens, RowAdapters
 from tests import zoo
 from tests.support import experts, pool, stepping, tiny
 from tests.support.peft_models import fill, held
@@ -35,6 +36,8 @@ CASES = {
             {"pp": 2, "vp": 2, "overrides": FULL},
             {"cp": 2},
             {**SP, "overrides": FULL, "dora": True},
+            {**SP, "overrides": FULL, "dora": True, "dropout": 0.5},
+            {"tp": 2, "dora": True, "dropout": 0.5},
         ),
     ),
     "qwen3_moe": (
@@ -117,15 +120,29 @@ def next_to_it(self, *arguments, follow=DispatchedTokens.follow):
     self.take(self._numbers.roll(1), self._counts)
 
 
+def halved(self, hidden, signs=(1, -1, 0)):
+    """Dropout that each part of a layer repeats in any run: by the sign of an element, or of no element."""
+    if not self.drops():
+        return [hidden]
+    return [hidden * (hidden * sign >= 0) * 2 for sign in signs[: self.parts]]
+
+
+def undropped(self, layer, flat, ins, own, redone=RowAdapters._redone):
+    """A mistake: DoRA has the product of the whole input."""
+    pairs = zip(ins, self._by_set(flat.index_select(0, own.places), own), strict=True)
+    return redone(self, layer, flat, [[part] * len(of_set) for of_set, part in pairs], own)
+
+
 def compared(folder, hf, targets, meshes):
     """Runs in each worker: for each mesh the errors; for some also the errors with a planted mistake."""
     said = []
     for sizes in meshes:
         sizes = dict(sizes)
-        overrides, packed, dora = sizes.pop("overrides", None), sizes.pop("packed", True), sizes.pop("dora", None)
+        overrides, packed, dropout = sizes.pop("overrides", None), sizes.pop("packed", True), sizes.pop("dropout", None)
+        options = {"dora": sizes.pop("dora", None), "dropout": dropout}
         dims = mb.ParallelDims(**sizes)
-        with stepping.mesh(dims):
-            models = built(folder, dims, targets, overrides, dora=dora)
+        with stepping.mesh(dims), mock.patch.object(Adapter, "inputs_of", halved):
+            models = built(folder, dims, targets, overrides, **options)
             rows = OF_RANKS[dist.get_rank()] if sizes == {"ep": 2} else ROWS
             run = partial(mb.forward, models, *batch_of(hf), packed=packed, micro_batch_size=2)
             expected, wrong = apart(models, run, rows), None
@@ -136,6 +153,9 @@ def compared(folder, hf, targets, meshes):
                     wrong = errors(mixed(models, run, rows), expected)
             elif dims.cp > 1:
                 wrong = errors(mixed(models, run, EXCHANGED), expected)
+            elif dropout:
+                with mock.patch.object(RowAdapters, "_redone", undropped):
+                    wrong = errors(mixed(models, run, rows), expected)
             elif dims.pp > 1 and dims.vp == 1:  # a recompute that sees the rows of the last forward
                 plain = {}
                 with mock.patch.object(row_sets, "_states", lambda plain=plain: plain):
@@ -182,6 +202,97 @@ def test_a_recompute_drops_what_its_forward_dropped(tmp_path):
     assert min(other) > 1e-2
 
 
+LEARNED = {
+    "qwen3": (
+        {**SP, "overrides": FULL},
+        {"ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1}},
+        {"pp": 2, "vp": 2, "ddp": {"overlap_grad_reduce": True}},
+        {"cp": 2},
+    ),
+    "qwen3_moe": ({"ep": 2}, {**SP, "etp": 2}),
+}
+STEPS = [OF_RANKS, [["math", None, None, None, "math"], [None] * 5]]
+"""The sets of rows in two steps, on each replica. In the second step, a replica has no set, and one set has no rows."""
+
+
+def trained(folder, hf, targets, dims, how, overrides, ddp):
+    """What two steps leave of each set, each in its own DDP and distributed optimizer, and the log-probs after them."""
+    models, wrapped, optimizers, replica = built(folder, dims, targets, overrides), {}, {}, 0
+    if dims.dp(2) == 2:
+        replica = dist.get_rank()
+    for name in ("math", "code"):
+        mb.set_adapters(models, name)
+        wrapped[name] = stepping.wrap(models, use_distributed_optimizer=True, **ddp)
+        late = {"overlap_param_gather": ddp.get("overlap_param_gather", False)}
+        optimizers[name] = stepping.distributed_optimizer(wrapped[name], lr=0.1, adam_eps=0.01, **late)
+    options = {"micro_batch_size": 2}
+    for of_replicas in STEPS:
+        used, rows = [name for name in wrapped if any(name in own for own in of_replicas)], of_replicas[replica]
+        for name in used:
+            for model in wrapped[name]:
+                model.zero_grad_buffer()
+        if how != "apart":
+            if of_replicas is STEPS[1]:
+                models[0].config.finalize_model_grads_func = None  # then it is megatron-core's
+            mb.forward(wrapped, *batch_of(hf), adapters=rows, loss=sum_of(None), **options)
+        for name in used:
+            mb.set_adapters(models, name)
+            if how == "apart":
+                syncs = [model.no_sync for model in wrapped[name]]
+                models[0].config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
+                own = torch.tensor([each == name for each in rows])
+                mb.forward(wrapped[name], *batch_of(hf), loss=sum_of(own), **options)
+                models[0].config.no_sync_func = None
+            assert not optimizers[name].prepare_grads()
+            assert optimizers[name].step_with_ready_grads()
+    after = mb.forward(models, *batch_of(hf), adapters=STEPS[0][replica], **options).log_probs
+    values = {}
+    for name in wrapped:
+        mb.set_adapters(models, name)
+        parts = stepping.masters(models, optimizers[name])
+        values |= {f"{name} {path}": parts[parameter] for path, parameter in held(models).items()}
+    return after, values
+
+
+def sum_of(own):
+    """The loss of the rows of one set; of all rows with None."""
+    return lambda out, of: (out.log_probs if own is None else out.log_probs[own[of]]).sum()
+
+
+def first_of(chunks, wrapped, names, holders=row_sets._holders):
+    """A mistake: the gradients of one set alone are completed."""
+    return [of_chunk[:1] for of_chunk in holders(chunks, wrapped, names)]
+
+
+def all_trained(folder, hf, targets, meshes):
+    """Runs in each worker: for each mesh the errors against steps of each set apart; with several replicas also with a
+    planted mistake.
+    """
+    said = []
+    for sizes in meshes:
+        sizes = dict(sizes)
+        overrides, ddp = sizes.pop("overrides", None), sizes.pop("ddp", {})
+        dims = mb.ParallelDims(**sizes)
+        with stepping.mesh(dims):
+            after = partial(trained, folder, hf, targets, dims, overrides=overrides)
+            expected = after("apart", ddp=ddp)
+            right, wrong = errors(after("together", ddp=ddp), expected), None
+            if dims.dp(2) * dims.cp > 1:
+                with mock.patch.object(row_sets, "_holders", first_of):
+                    wrong = errors(after("together", ddp={}), expected)
+            said.append((right, wrong))
+    return said
+
+
+@pytest.mark.parametrize("case", LEARNED)
+def test_sets_in_one_batch_train_as_each_set_does_apart(case, tmp_path):
+    tiny.random_checkpoint(hf := OWN[case](), tmp_path)
+    for said in pool.run(2, all_trained, str(tmp_path), hf, CASES[case][0], LEARNED[case]):
+        for mesh, (right, wrong) in zip(LEARNED[case], said, strict=True):
+            assert max(right) <= 1e-5, mesh
+            assert wrong is None or max(wrong) > 1e-2, f"{mesh}: the mistake is found"
+
+
 def refused(folder):
     """Runs in each of two workers: what each refusal says."""
     said = {}
@@ -194,20 +305,28 @@ def refused(folder):
     learn = {"loss": lambda out, of: out.log_probs.sum()}
     with stepping.mesh(mb.ParallelDims(tp=2)):
         models = built(folder, mb.ParallelDims(tp=2), DENSE)
-        mb.add_adapters(models, rank=1, alpha=1, targets=["o_proj"], dora=True, dropout=0.1, name="dora")
-        mb.set_adapters(models, "math")
         refuse("one name", models, "math")
-        refuse("all at once", models, ["maths", "dora", None])
+        refuse("all at once", models, ["maths", "code", None])
         refuse("other rows", models, EXCHANGED if dist.get_rank() else ROWS)
         refuse("some ranks", models, ROWS if dist.get_rank() else None)
         refuse("no set", models, [None] * 5, **learn)
         with mb.without_adapters(models):
             refuse("off", models, ROWS)
+        run = partial(mb.forward, *[models, *batch_of(tiny.config("qwen3"))])
+        _, grads = mixed(models, run, ROWS)
+        mb.set_adapters(models, "math")
         wrapped = stepping.wrap(models)
-        refuse("ddp", wrapped, ROWS, **learn)
-        mb.forward(wrapped, *batch_of(tiny.config("qwen3")), adapters=ROWS)
-        assert [*models[0].bridge_adapter_sets.by_name] == ["math", "code", "dora"]
+        refuse("ddp", models, ROWS, **learn)
+        refuse("other ddp", {"code": wrapped, "math": models, "poems": wrapped}, ROWS, **learn)
+        refuse("no rows", {"math": wrapped}, None)
+        refuse("no models", {}, ROWS)
+        mb.forward(wrapped, *batch_of(tiny.config("qwen3")), adapters=ROWS, **learn)  # the other set has no DDP
         assert models[0].bridge_adapter_sets.in_use == "math"
+        for parameter in held(models).values():
+            parameter.grad = parameter.main_grad
+        found = grads_of(models)
+        assert all(torch.allclose(found[name], grad, atol=1e-5) and grad.any() for name, grad in grads.items())
+        assert [*models[0].bridge_adapter_sets.by_name] == ["math", "code"]
     with stepping.mesh(mb.ParallelDims()):
         models = mb.build_model(experts.HF, dtype=torch.float32, device="cpu", load_weights=False)
         refuse("none there", models, ROWS, experts.HF)
@@ -219,13 +338,15 @@ def refused(folder):
 
 REFUSED = {
     "one name": r"adapters must be a list with the name of a set or None for each row, .* found 'math': pass a list",
-    "all at once": r"one entry for each of 5 rows, found 3.*\['math', 'code', 'dora'\], found \['maths'\]: call add_ad"
-    r".*adapters of DoRA with dropout, found them in \['dora'\]: call set_adapters and forward for the rows of each",
+    "all at once": r"one entry for each of 5 rows, found 3.*\['math', 'code'\], found \['maths'\]: call add_ad",
     "other rows": r"adapters of rows .*rank 1",
     "some ranks": r"adapters.*rank 1",
     "no set": "must name a set for a row, since a loss is given, found None for all",
     "off": "given in a block of without_adapters: leave out one",
-    "ddp": r"DDP or FSDP has the gradients of \['math'\].*or wrap no models",
+    "ddp": r"DDP or FSDP has gradients of \['math'\].* pass a mapping .*\{'math': \[ddp\]\}\. For FSDP, call",
+    "other ddp": r"wrappers of their sets, .*'code'\], found \['poems'\]: leave them out; .*of \['math'\], and this",
+    "no rows": "may be a mapping with adapters= alone, found adapters=None: pass the chunks",
+    "no models": "must have the chunks of each set, found an empty mapping",
     "none there": r"sets of the models, \[\], found \['code', 'math'\]: call add_adapters",
     "experts": r"adapters of routed experts with moe_token_dispatcher_type='flex', found .* in \['math'\]: call set_",
 }

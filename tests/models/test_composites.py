@@ -6,9 +6,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
+from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -18,12 +20,15 @@ from mcore_bridge.commands.verify.transformers_logits import why_no_reference
 from mcore_bridge.config.hf import read_config
 from mcore_bridge.convert.convert import convert
 from mcore_bridge.errors import CheckpointError, ConfigError
+from mcore_bridge.factory.vision.tower import tower_specs
 from mcore_bridge.launch.fake_rank import rank_of
-from mcore_bridge.rules.mapping import respelled_name
+from mcore_bridge.rules.adapters import all_linear
+from mcore_bridge.rules.mapping import pattern_of, respelled_name
+from mcore_bridge.weights.peft.peft_config import PeftNames
 from mcore_bridge.weights.peft.peft_folder import memory_prefixes
 from mcore_bridge.weights.provenance import provenance_of
 from tests.support import composites as tiny
-from tests.support import pool
+from tests.support import pool, towers
 from tests.support.bounds import BOUND, ONE
 from tests.support.composites import assert_same
 from tests.support.conversions import quiet
@@ -258,21 +263,39 @@ def test_what_is_not_accounted_for_is_refused(tmp_path: Path, caplog: pytest.Log
 
 
 @pytest.mark.skipif(transformers.__version__.startswith("4."), reason="names in memory are those of transformers 5")
-def test_a_text_has_its_prefix_in_the_memory_of_transformers():
-    """PEFT names its modules so."""
+def test_adapters_have_the_names_of_modules_in_the_memory_of_transformers():
+    """In the text and in the tower, where ``peft`` finds the linear layers that get adapters here."""
     differ = {}
     for name, composite in composites().items():
-        if name not in CONFIG_MAPPING or composite.in_memory is None:
-            continue
-        hf = tiny.config(name)
-        if tiny.lacks_tower(hf):
+        if name not in CONFIG_MAPPING or composite.in_memory is None or tiny.lacks_tower(hf := tiny.config(name)):
             continue
         with torch.device("meta"):
-            names = [each for each, _ in tiny.model_class(name)(hf).named_parameters()]
-        ((_, prefix),) = memory_prefixes(provenance_of(hf))
-        if not any(each.startswith(f"{prefix}layers.0.") for each in names):
+            model = tiny.model_class(name)(hf)
+        provenance = provenance_of(hf)
+        if name in towers.NAMES:
+            provenance = provenance.seeing("frozen", tower_specs(provenance.whole, torch.float32))
+        (_, prefix), *_ = memory_prefixes(provenance)
+        modules = [module for module, _ in model.named_modules()]
+        if not any(module.startswith(f"{prefix}layers.0.") for module in modules):
             differ[name] = prefix
+        if name in towers.NAMES:
+            wanted = _maybe_include_all_linear_layers(peft.LoraConfig(target_modules="all-linear"), model)
+            theirs = {pattern_of(module) for module in wanted.target_modules if not module.startswith(prefix)}
+            rules = [rule for rule in provenance.mapping(tied=False).rules if rule.mcore.startswith("vision.")]
+            naming = PeftNames(memory=memory_prefixes(provenance))
+            ours = set(map(naming.in_memory, all_linear(rules)))
+            if theirs - ours != OF_PEFT.get(name, set()) or not ours <= theirs or not ours:
+                differ[name] = str(theirs ^ ours)
     assert differ == {}
+
+
+OF_PEFT = {
+    "gemma3": {"model.vision_tower.head.attention.out_proj"},
+    "kimi_k25": {f"model.vision_tower.layers.*.attn.{part}_proj" for part in "qkv"},
+    "qwen2_5_omni": {"thinker.lm_head"},
+    "qwen3_omni_moe": {"thinker.lm_head"},
+}
+"""Further layers that ``peft`` finds: one whose weight torch's attention reads, layers that files join, and heads."""
 
 
 def test_a_head_dim_that_the_text_computes_anyway_is_accepted() -> None:

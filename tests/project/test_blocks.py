@@ -75,7 +75,7 @@ PAGES = {
     "docs/index.md": ([ENGINES], (4,)),
     "docs/start.md": ([""], (2,)),
     "docs/guide/batches.md": ([MODELS + TOKENS], (1, 2)),
-    "docs/guide/adapters.md": ([""] * 7, (1, 2)),
+    "docs/guide/adapters.md": ([""] * 8, (1, 2)),
     "docs/guide/checkpoints.md": ([MODELS + "optimizer = None", "", "model = models[0]"], (1, 2)),
     "docs/internals/design.md": (["from mcore_bridge.rules.layout import Concat, GROUPS, Rearrange", "", ""], (1, 2)),
     "docs/guide/embedding.md": (["", TOKENS + ACTOR], (1, 2)),

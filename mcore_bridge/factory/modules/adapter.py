@@ -26,11 +26,12 @@ _MOST_GROUPS = 1023
 """The groups that torch's kernel takes at once; it refuses 1,024."""
 Product = Callable[[Tensor, Tensor], Tensor]
 _OF_WHOLE_EXPERTS = "mcore_bridge: dropout of whole inputs of experts"
-Kind = Literal["cut", "summed", "whole"]
+Kind = Literal["cut", "summed", "whole", "equal"]
 """How the output of a layer is distributed over tensor-parallel ranks.
 
 "cut": each rank has some of its features (column parallel). "summed": it is summed over ranks (row parallel). "whole":
-each rank has the whole output (down projections of latents).
+each rank has all features (down projections of latents), under sequence parallelism of some tokens. "equal": each rank
+computes all of it from all tokens (towers).
 """
 
 
@@ -156,7 +157,7 @@ class Adapter(nn.Module):
         self.masked = parts > 1 or bool((part_of_row < 0).any())
         chosen = nn.functional.one_hot(part_of_row + 1, parts + 1)[:, 1:].to(linear_out.weight)
         self.register_buffer("chosen", chosen[:, :, None], persistent=False)
-        self.whole = {"cut": [True, False], "summed": [False, True], "whole": [True, True]}[kind]
+        self.whole = {"cut": [True, False], "summed": [False, True], "whole": [True, True], "equal": [True, True]}[kind]
         for (_, factor, dim), whole in zip(self.tensors, (*self.whole, self.whole[1]), strict=False):
             factor.allreduce = allreduce
             self._mark(factor, dim=-1 if whole else dim)
@@ -176,6 +177,7 @@ class Adapter(nn.Module):
         So all experts are marked as cut, and whole factors as shared from the second rank of ``etp`` on.
         """
         whole = dim < 0
+        weight.average_gradients_across_tp_domain = self.kind == "equal"  # kernels may add in another order
         weight.sequence_parallel = self.sequence_parallel and whole  # finalize_model_grads sums these over tp
         weight.tensor_model_parallel, weight.shared = self.expert or not whole, False
         if self.expert and whole:
@@ -195,7 +197,8 @@ class Adapter(nn.Module):
         dropped = self.inputs_of(hidden)
         beside = self.beside(dropped).to(product.dtype)
         if self.magnitude is not None:
-            base = self._base(layer.weight, dropped) if self.drops() else without_bias(layer, product, bias)
+            redone = self.of_parts(self.products(layer.weight, dropped)) if self.drops() else None
+            base = without_bias(layer, product, bias) if redone is None else redone
             beside = self.resized(layer.weight, base, beside)
         return product + beside, bias
 
@@ -230,7 +233,7 @@ class Adapter(nn.Module):
     @property
     def is_local(self) -> bool:
         """Whether A and B see the same tokens on a rank, so that nothing is communicated between them."""
-        return self.expert or self.kind == "whole" or self.group.size() == 1
+        return self.expert or self.kind in ("whole", "equal") or self.group.size() == 1
 
     def outer(self, inner: Tensor, second: Tensor, product: Product) -> Tensor:
         """The output of the adapter from the result of ``across``."""
@@ -246,14 +249,16 @@ class Adapter(nn.Module):
             return [hidden]
         return [self.dropout(hidden) for _ in range(self.parts)]
 
-    def _base(self, weight: Tensor, inputs: list[Tensor]) -> Tensor:
-        """The output of the layer without its bias, where each row belongs to the input of its part."""
+    def products(self, weight: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+        """The output of the layer without its bias, for each of these inputs. Ranks that cut the layer join."""
         linear = nn.functional.linear
         if self.kind == "cut":
-            outs = [linear(self._gathered(own), weight) for own in inputs]
-        else:
-            outs = [linear(own, weight) for own in inputs]
-            outs = [self._reduced(out) for out in outs] if self.kind == "summed" else outs
+            return [linear(self._gathered(own), weight) for own in inputs]
+        outs = [linear(own, weight) for own in inputs]
+        return [self._reduced(out) for out in outs] if self.kind == "summed" else outs
+
+    def of_parts(self, outs: list[Tensor]) -> Tensor:
+        """One output, where each row comes from the output for the input of its part."""
         if len(outs) == 1:
             return outs[0]
         return sum((out * own for out, own in zip(outs, self.chosen[..., 0].unbind(1), strict=True)), torch.zeros(()))
@@ -351,6 +356,11 @@ def beside(check: Callable[[], None], layer: nn.Module, inputs: tuple[Any, ...],
     if adapter is not None:
         return adapter(layer, inputs, outputs)
     return outputs_and_input(outputs, inputs[0])[0]
+
+
+def beside_plain(check: Callable[[], None], layer: nn.Module, inputs: tuple[Any, ...], outputs: Tensor) -> Any:
+    """``beside`` for a layer of torch, which adds its bias itself and returns one tensor."""
+    return beside(check, layer, inputs, (outputs, None))[0]
 
 
 class GroupedAdapter(nn.ModuleList):

@@ -48,36 +48,60 @@ class RowAdapters(nn.ModuleList):
         (product, bias), hidden = outputs_and_input(outputs, inputs[0])
         flat, adapter = hidden.flatten(0, -2), self._of_sets[0][0]
         own = self._sort(len(flat), self._numbers)
-        inner = self._inner(flat.index_select(0, own.places), own)
+        rows = flat.index_select(0, own.places)
+        ins = self._inputs(rows, own)
+        inner, redone = self._inner(rows, ins, own), self._redone(layer, flat, ins, own)
         if not adapter.is_local:
             whole = adapter.across(inner.new_zeros(len(flat), inner.size(1)).index_copy(0, own.places, inner))
             own = self._sort(len(whole), self._numbers)
             inner = whole.index_select(0, own.places)
         base = product.flatten(0, -2)
-        beside = self._outer(inner, own, layer, without_bias(layer, base, bias) if self._has_dora else base)
+        beside = self._outer(inner, own, layer, without_bias(layer, base, bias) if self._has_dora else base, redone)
         return base.index_add(0, own.places, beside.to(base.dtype)).view_as(product), bias
 
     @property
     def _has_dora(self) -> bool:
         return any(adapters[0].magnitude is not None for adapters in self._of_sets)
 
-    def _inner(self, rows: Tensor, own: SortedTokens) -> Tensor:
+    def _inputs(self, rows: Tensor, own: SortedTokens) -> list[list[Tensor]]:
+        """The inputs of A for the sorted tokens of each set: one for all parts, or with dropout one for each part."""
+        pairs = zip(self._of_sets, self._by_set(rows, own), strict=True)
+        return [adapters[0].inputs_of(part) for adapters, part in pairs]
+
+    def _inner(self, rows: Tensor, ins: list[list[Tensor]], own: SortedTokens) -> Tensor:
         """``A x`` for all parts, ``[sorted tokens, widest parts * rank]``, from the tokens of all sets."""
         stacks = [_stack(adapter.linear_in() for adapter in adapters) for adapters in self._of_sets]
         if not any(adapters[0].drops() for adapters in self._of_sets):
             firsts = [adapters[0].first(stack) for adapters, stack in zip(self._of_sets, stacks, strict=True)]
             return product_of_groups(rows, firsts, TokenGroups(own.counts, own.ends))
-        inner = []
-        for adapters, stack, part, counts in zip(
-            self._of_sets, stacks, self._by_set(rows, own), self._counts(own), strict=True
-        ):
-            dropped = adapters[0].inputs_of(part)
-            inner.append(adapters[0].inner(dropped, stack, TokenGroups(counts).product))
+        of_sets = zip(self._of_sets, stacks, ins, self._counts(own), strict=True)
+        inner = [
+            adapters[0].inner(parts, stack, TokenGroups(counts).product) for adapters, stack, parts, counts in of_sets
+        ]
         widest = max(part.size(1) for part in inner)
         return torch.cat([padded(part, 1, widest) for part in inner])
 
-    def _outer(self, inner: Tensor, own: SortedTokens, layer: nn.Module, base: Tensor) -> Tensor:
-        """What the adapters add to the product ``base`` of the layer, ``[sorted tokens, out]``."""
+    def _redone(self, layer: nn.Module, flat: Tensor, ins: list[list[Tensor]], own: SortedTokens) -> list[Tensor]:
+        """The products of the layer for inputs with dropout, one for each part, if a set of DoRA drops any.
+
+        Each token belongs to one set. So one product for the first parts of all sets is enough, and so on.
+        """
+        pairs = zip(self._of_sets, ins, strict=True)
+        if not any(adapters[0].magnitude is not None and adapters[0].drops() for adapters, _ in pairs):
+            return []
+        numbers = range(max(map(len, ins)))
+        parts = [torch.cat([of_set[min(number, len(of_set) - 1)] for of_set in ins]) for number in numbers]
+        whole = [torch.zeros_like(flat).index_copy(0, own.places, part) for part in parts]
+        return self._of_sets[0][0].products(layer.weight, whole)
+
+    def _outer(
+        self, inner: Tensor, own: SortedTokens, layer: nn.Module, base: Tensor, redone: Sequence[Tensor]
+    ) -> Tensor:
+        """What the adapters add to the product ``base`` of the layer, ``[sorted tokens, out]``.
+
+        Args:
+            redone: the result of ``_redone``, the base of DoRA with dropout.
+        """
         seconds = [
             adapters[0].second(_stack(adapter.linear_out() for adapter in adapters)) for adapters in self._of_sets
         ]
@@ -90,7 +114,9 @@ class RowAdapters(nn.ModuleList):
         for adapters, part, places in of_sets:
             change = part * adapters[0].scale
             if adapters[0].magnitude is not None:
-                change = adapters[0].resized(layer.weight, base.index_select(0, places), change)
+                outs = redone[: adapters[0].parts] if adapters[0].drops() else [base]
+                changed = adapters[0].of_parts([out.index_select(0, places) for out in outs])
+                change = adapters[0].resized(layer.weight, changed, change)
             changes.append(change)
         return torch.cat(changes)
 

@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 
 from mcore_bridge.composite import TRANSFORMERS
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.rules.spec import TowerSpec
 
 if TYPE_CHECKING:
     from mcore_bridge.composite import Whole
@@ -99,10 +99,16 @@ def build_tower(whole: Whole, *, dtype: torch.dtype, device: torch.device, initi
     return tower
 
 
-def tower_specs(whole: Whole, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
+def tower_specs(whole: Whole, dtype: torch.dtype) -> tuple[TowerSpec, ...]:
     """The parameters and persistent buffers of a tower, with their names in memory."""
-    tensors = build_tower(whole, dtype=dtype, device=torch.device("meta")).state_dict()
-    return tuple(TensorSpec.of(name, tensor) for name, tensor in tensors.items())
+    tower = build_tower(whole, dtype=dtype, device=torch.device("meta"))
+    # attention of torch reads the weight of a subclass of its linear layer
+    linear = {f"{name}.weight" for name, module in tower.named_modules() if type(module) is nn.Linear}
+    joined = f".{whole.composite.joined_qkv}.weight"
+    return tuple(
+        TowerSpec(name, tuple(tensor.shape), tensor.dtype, name in linear and not name.endswith(joined))
+        for name, tensor in tower.state_dict().items()
+    )
 
 
 def _store(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:

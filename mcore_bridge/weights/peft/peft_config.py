@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mcore_bridge.rules.adapters import Adapters, base_name
 from mcore_bridge.rules.layout import Rearrange
-from mcore_bridge.rules.mapping import Prefixes, respelled_name
+from mcore_bridge.rules.mapping import Prefixes, respelled_module
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -81,7 +81,7 @@ class PeftNames:
         """The name of a module, or of a parameter that stacks experts, in transformers' memory."""
         for old, new in self.renamed:
             module = module.replace(old, new)
-        return respelled_name(module, self.memory)
+        return respelled_module(module, self.memory)
 
     def unstacked(self, name: str, tensor: Tensor) -> Tensor:
         """A tensor of an adapter in the form of a PEFT folder: ``[experts, rank, in]`` becomes two-dimensional."""

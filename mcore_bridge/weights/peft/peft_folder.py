@@ -20,15 +20,23 @@ from mcore_bridge.composite import SPELLINGS
 from mcore_bridge.config.hf import find_folder, read_fields
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.rules.adapters import ENDS, adapter_rules, base_name
-from mcore_bridge.rules.mapping import ExpertFormat, Prefixes, WeightMapping, pattern_of, respelled_name
-from mcore_bridge.rules.names import TOWER, layer_of
+from mcore_bridge.rules.mapping import (
+    ExpertFormat,
+    Prefixes,
+    WeightMapping,
+    pattern_of,
+    respelled_module,
+    respelled_name,
+)
+from mcore_bridge.rules.names import layer_of
 from mcore_bridge.rules.trace import Shape
 from mcore_bridge.weights.files.safetensors import SafetensorsFile
-from mcore_bridge.weights.peft.peft_config import CONFIG, WEIGHTS, PeftNames
+from mcore_bridge.weights.peft.peft_config import CONFIG, STACKS, WEIGHTS, PeftNames
 from mcore_bridge.weights.peft.peft_read import PeftConfig, refused_in, unreadable_in
 from mcore_bridge.weights.provenance import Provenance
 
 _TEXT = "model."
+_LANGUAGE = "language_model."
 _FACTORS = ENDS[:2]
 _MANY = 30
 """The most reasons in one error. Adapters of another base have a reason for each module."""
@@ -42,6 +50,7 @@ class PeftFolder:
         config: the ranks, scales and targets of its config.
         tensors: the tensors by HF name, as views of the file. Experts in one tensor are ``[experts, ...]``.
         ranks, scales: the rank and scale of each module, by HF name.
+        targets: patterns of all modules, for ``adapter_rules``.
         expert_format: the format of experts; None if no expert has an adapter.
         path: the folder.
         file: the file of the tensors.
@@ -51,6 +60,7 @@ class PeftFolder:
     tensors: Mapping[str, Tensor]
     ranks: Mapping[str, int]
     scales: Mapping[str, float]
+    targets: tuple[str, ...]
     expert_format: ExpertFormat | None
     path: Path
     file: SafetensorsFile
@@ -75,11 +85,6 @@ class PeftFolder:
     def alpha(self) -> float:
         """The alpha for which all modules have this rank and this scale."""
         return self.config.alpha if self.scale == self.config.alpha / self.rank else self.scale * self.rank
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        """Patterns of all modules, for ``adapter_rules``."""
-        return tuple(dict.fromkeys(map(pattern_of, self.ranks)))
 
     def factors(self, scale: float) -> dict[str, float]:
         """The factor for each B whose module has another scale, by HF name."""
@@ -108,7 +113,7 @@ def open_peft(
     config = PeftConfig.of(fields)
     naming = PeftNames(config.stacks, swapped=provenance.swapped_in_peft)
     own_names = {naming.to_hf(name): name for name in file.entries}
-    modules = dict.fromkeys(base_name(name) for name in own_names if name.endswith(ENDS))
+    modules = _modules(own_names)
     named = set(own_names.values())
     problems = [*refused_in(fields)]
     problems += [f"{own} is there under another name too" for own in file.entries if own not in named]
@@ -133,7 +138,23 @@ def open_peft(
         raise _refused(path, problems)
     ranks = {new: config.rank_of(old) for old, new in spelled.items()}
     scales = {new: config.scale_of(old) for old, new in spelled.items()}
-    return PeftFolder(config, tensors, ranks, scales, expert_format, path, file)
+    return PeftFolder(config, tensors, ranks, scales, _targets(spelled.values(), mapping), expert_format, path, file)
+
+
+def is_beside_text(folder: str | os.PathLike[str], provenance: Provenance) -> bool:
+    """Whether an adapter of a composite has modules that are not in the text, so that they may be in the tower."""
+    if provenance.whole is None or provenance.whole.composite.without_tower:
+        return False
+    naming = PeftNames(STACKS, swapped=provenance.swapped_in_peft)
+    modules = _modules(map(naming.to_hf, stored_dtypes(find_folder(folder, head=CONFIG))))
+    mapping = provenance.mapping(tied=False, mtp=1, expert_format=_expert_format(modules, naming))
+    spelled = _spelled(modules, provenance, mapping).values()
+    return not all(mapping.consumers(_weight(name, mapping)) for name in spelled if not naming.is_stack(name))
+
+
+def _modules(names: Iterable[str]) -> dict[str, None]:
+    """The modules with adapters, from the names of tensors."""
+    return dict.fromkeys(base_name(name) for name in names if name.endswith(ENDS))
 
 
 def _at(name: str, tensor: Tensor, rank: int, factor: float) -> Tensor:
@@ -208,6 +229,11 @@ def _weight(module: str, mapping: WeightMapping) -> str:
     return module if mapping.consumers(module) else f"{module}.weight"
 
 
+def _targets(modules: Iterable[str], mapping: WeightMapping) -> tuple[str, ...]:
+    """The patterns of modules, without repetitions."""
+    return tuple(dict.fromkeys(mapping.pattern(_weight(name, mapping)).removesuffix(".weight") for name in modules))
+
+
 def _spelled(modules: Iterable[str], provenance: Provenance, mapping: WeightMapping) -> dict[str, str]:
     """Each module, with its name in the model's folder, or its own name if the folder lacks it.
 
@@ -225,15 +251,37 @@ def _spelled(modules: Iterable[str], provenance: Provenance, mapping: WeightMapp
     plain = [[_unspelled(module, spelling) for module in modules] for spelling in (provenance.spelling, *SPELLINGS)]
     candidates = [[respelled_name(name, provenance.spelling) for name in names] for names in plain]
     best = max(candidates, key=lambda names: sum(map(is_known, names)))
-    return {old: new if is_known(new) else old for old, new in zip(modules, best, strict=True)}
+    in_tower = _inverse(tower_prefixes(provenance))
+    return {
+        old: next(filter(is_known, (new, respelled_module(old, in_tower))), old)
+        for old, new in zip(modules, best, strict=True)
+    }
 
 
 def memory_prefixes(provenance: Provenance) -> Prefixes:
-    """The prefix of the text in the model's folder, with its prefix in transformers' memory; empty if they are one."""
+    """The prefixes of text and tower in the model's folder, each with its prefix in transformers' memory.
+
+    They are empty if releases of transformers differ.
+    """
     in_memory = () if provenance.whole is None else provenance.whole.composite.in_memory
     if not provenance.spelling or in_memory is None:
         return ()
-    return ((respelled_name(_TEXT, provenance.spelling), respelled_name(_TEXT, in_memory)),)
+    text = respelled_name(_TEXT, provenance.spelling), respelled_name(_TEXT, in_memory)
+    return (text, *tower_prefixes(provenance))
+
+
+def tower_prefixes(provenance: Provenance) -> Prefixes:
+    """The prefixes of a tower in the model's folder, each with its prefix in transformers' memory.
+
+    Args:
+        provenance: of a model. Without a tower, there are none.
+    """
+    if provenance.whole is None or not provenance.tower or not (in_memory := provenance.whole.composite.in_memory):
+        return ()
+    beside = respelled_name(_TEXT, in_memory).removesuffix(_LANGUAGE)
+    spelling = provenance.whole.tower
+    catches_all = any(not old for old, _ in spelling)
+    return tuple((new, f"{beside}{old}") for old, new in (*spelling, *(() if catches_all else (("", ""),))))
 
 
 def _in_files(module: str, renamed: Prefixes) -> str:
@@ -242,8 +290,12 @@ def _in_files(module: str, renamed: Prefixes) -> str:
     return module
 
 
+def _inverse(spelling: Prefixes) -> Prefixes:
+    return tuple((new, old) for old, new in spelling)
+
+
 def _unspelled(name: str, spelling: Prefixes) -> str:
-    return respelled_name(name, tuple((new, old) for old, new in spelling))
+    return respelled_name(name, _inverse(spelling))
 
 
 def _foreign(modules: Iterable[str], mapping: WeightMapping, num_layers: int, dora: bool) -> Iterator[str]:
@@ -256,14 +308,14 @@ def _foreign(modules: Iterable[str], mapping: WeightMapping, num_layers: int, do
         in_mtp = any(name.startswith("mtp.") for name in users) and not any(layer < num_layers for layer in layers)
         if in_mtp or mapping.is_unbuilt_mtp(weight):
             yield f"{module} is in an MTP layer, whose adapters no engine reads"
-        elif mapping.is_not_built(weight) or any(name.startswith(TOWER) for name in users):
-            yield f"{module} is in the tower, which has no adapters"
+        elif mapping.is_not_built(weight):
+            yield f"{module} is in the tower, which is not built: build with vision='frozen'"
         elif not users or (layers and min(layers) >= num_layers):
             yield f"{module} is no module of this model"
         else:
-            known.append(pattern_of(module))
+            known.append(module)
     try:
-        adapter_rules(mapping.rules, [*dict.fromkeys(known)], dora=dora)
+        adapter_rules(mapping.rules, _targets(known, mapping), dora=dora)
     except ConfigError as error:
         yield str(error).partition(": ")[2]
 
