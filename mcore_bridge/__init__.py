@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from mcore_bridge.factory.adapter_sets import without_adapters as without_adapters
     from mcore_bridge.factory.add_adapters import add_adapters as add_adapters
     from mcore_bridge.factory.build import build_model as build_model
+    from mcore_bridge.factory.build_draft import build_draft as build_draft
     from mcore_bridge.factory.gpt_inputs import to_gpt_arguments as to_gpt_arguments
     from mcore_bridge.factory.gpt_inputs import to_layer_spec as to_layer_spec
     from mcore_bridge.factory.gpt_inputs import to_transformer_config as to_transformer_config
@@ -102,6 +103,7 @@ _warn_of_other_package()
 _HOMES = {
     "ParallelDims": "config.mesh.parallel_dims",
     "build_model": "factory.build",
+    "build_draft": "factory.build_draft",
     "adopt": "weights.bound",
     "load_hf_weights": "weights.load",
     "iter_hf_weights": "weights.export",

@@ -1,0 +1,186 @@
+"""The model of an EAGLE3 head: one layer that reads an embedding and a hidden state side by side.
+
+``[embedding, hidden]`` travels through megatron-core's layer as one tensor of two widths. Its first norm is two norms,
+one for each half; its projection of queries, keys and values has two widths of inputs; and its first residual is the
+half of the hidden state. All other code is megatron-core's, so checkpoints of activations work as in any layer.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from torch import Tensor, nn
+
+from mcore_bridge.factory.modules.backend import Backend, mixed, norm_of
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer import TransformerConfig
+
+    from mcore_bridge.config.draft import Draft
+    from mcore_bridge.config.mesh.pipeline import Stage
+    from mcore_bridge.factory.blueprint import Blueprint
+
+
+class TwoNorms(nn.Module):
+    """A norm for each half of ``[..., embedding and hidden]``.
+
+    With ``norm_before_residual`` the model has already normed the hidden state, which is also the residual.
+    """
+
+    norm: Any
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.embedding, self.hidden = (self.norm(config, hidden_size, eps) for _ in range(2))
+        self.is_normed = draft_of(config).norm_before_residual
+
+    def forward(self, joined: Tensor) -> Tensor:
+        """The same shape."""
+        embedding, hidden = joined.chunk(2, -1)
+        return torch.cat((self.embedding(embedding), hidden if self.is_normed else self.hidden(hidden)), -1)
+
+
+@functools.cache
+def two_norms(norm: type) -> type:
+    """The class of ``TwoNorms`` of this class. Cached, so that equal arguments give one class."""
+    return type(f"Two{norm.__name__}s", (TwoNorms,), {"norm": norm, "__doc__": TwoNorms.__doc__})
+
+
+class TwiceAsWide:
+    """Before a linear layer: it has twice as many inputs."""
+
+    def __init__(self, input_size: int, output_size: int, **options: Any) -> None:
+        super().__init__(2 * input_size, output_size, **options)  # type: ignore[call-arg]
+
+
+class Vocabulary(nn.Module):
+    """The choice of tokens of a draft head: int64 ``d2t`` ``[own tokens]`` and bool ``t2d`` ``[tokens of the policy]``.
+
+    ``d2t`` has the id of a token for the policy minus its own id. ``t2d`` says which tokens of the policy are chosen.
+    """
+
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, size: int, target_size: int, *, device: torch.device) -> None:
+        super().__init__()
+        self.register_buffer("d2t", torch.zeros(size, dtype=torch.int64, device=device))
+        self.register_buffer("t2d", torch.zeros(target_size, dtype=torch.bool, device=device))
+
+    def choose(self, token_ids: Tensor) -> None:
+        """Let the own tokens be these tokens of the policy, in this order."""
+        token_ids = token_ids.to(self.d2t.device)
+        self.d2t.copy_(token_ids - torch.arange(len(token_ids), device=token_ids.device))
+        self.t2d.zero_()[token_ids] = True
+
+    def target_ids(self) -> Tensor:
+        """int64 ``[own tokens]``: the id of each token for the policy. The inverse of ``choose``."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+
+class Eagle3Model(GPTModel):
+    """An EAGLE3 head as a ``GPTModel`` of one layer. It reads hidden states of its policy, and embeddings.
+
+    It has an ``embedding`` only if its folder has one; otherwise it reads the embedding of its policy. Without a
+    ``vocabulary`` both vocabularies are equal.
+    """
+
+    def __init__(self, config: TransformerConfig, **options: Any) -> None:
+        draft = draft_of(config)
+        super().__init__(config=config, pre_process=False, **options)
+        tp = self.pg_collection.tp
+        self.fc = ColumnParallelLinear(
+            3 * draft.target_hidden_size,
+            config.hidden_size,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            gather_output=False,
+            tp_group=tp,
+        )
+        if draft.own_embedding:
+            self.embedding = LanguageModelEmbedding(
+                config=config,
+                vocab_size=-(-draft.target_vocab_size // tp.size()) * tp.size(),
+                max_sequence_length=self.max_sequence_length,
+                position_embedding_type="none",
+                tp_group=tp,
+            )
+        sizes = config.hf_vocab_size, draft.target_vocab_size  # type: ignore[attr-defined]
+        self.vocabulary = Vocabulary(*sizes, device=self.fc.weight.device) if draft.has_map else None
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden: Tensor,
+        embedding: Tensor,
+        position_ids: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """The logits over the own vocabulary of this tensor-parallel rank.
+
+        Args:
+            hidden: ``[s, b, 3 * target_hidden_size]``: the inputs of three layers of the policy, at the places of the
+                tokens before the embedded ones. With sequence parallelism each rank has its part of ``s``.
+            embedding: ``[s, b, hidden_size]``, cut in the same manner.
+            position_ids: ``[b, s]``: of the hidden states.
+            packed_seq_params: as for the policy.
+
+        Returns:
+            ``[b, s, padded vocab / tp]``, of all tokens of this context-parallel rank.
+        """
+        tp = self.pg_collection.tp
+        fused = gather_from_tensor_model_parallel_region(self.fc(hidden)[0], group=tp)
+        if self.config.sequence_parallel:
+            fused = scatter_to_sequence_parallel_region(fused, group=tp)
+        norm = self.decoder.layers[0].input_layernorm
+        if norm.is_normed:
+            fused = norm.hidden(fused)
+        self.set_input_tensor(torch.cat((embedding, fused), -1))
+        logits: Tensor = super().forward(None, position_ids, None, packed_seq_params=packed_seq_params)
+        self.set_input_tensor(None)
+        return logits
+
+def draft_of(config: TransformerConfig) -> Draft:
+    """What the config of a draft head has beside the fields of a decoder."""
+    draft: Draft = config.draft  # type: ignore[attr-defined]
+    return draft
+
+
+def build_eagle3(blueprint: Blueprint, stage: Stage, groups: ProcessGroupCollection) -> Eagle3Model:
+    """The EAGLE3 head of a blueprint."""
+    spec = blueprint.block_spec(stage.layers)
+    _adapt(spec.layer_specs[0].submodules, blueprint.config, blueprint.backend)
+    return Eagle3Model(
+        config=blueprint.config,
+        transformer_layer_spec=spec,
+        post_process=stage.loss,
+        vp_stage=blueprint.vp_stage(stage),
+        pg_collection=groups,
+        **blueprint.gpt_arguments,
+    )
+
+
+def _adapt(layer: Any, config: TransformerConfig, backend: Backend) -> None:
+    """Let a layer read ``[embedding, hidden]``."""
+    linear = ColumnParallelLinear
+    if backend == "te":  # its usual linear layer has a norm inside
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear as linear
+    add = layer.self_attn_bda
+
+    def add_to_hidden(training: bool, fused: bool) -> Any:
+        whole = add(training, fused)
+        return lambda output, joined, dropout: whole(output, joined.chunk(2, -1)[1], dropout)
+
+    layer.input_layernorm, layer.self_attn_bda = two_norms(norm_of(backend, config)), add_to_hidden
+    layer.self_attention.submodules.linear_qkv = mixed(TwiceAsWide, linear)
+    layer.sharded_state_dict_keys_map.pop("input_layernorm.", None)
