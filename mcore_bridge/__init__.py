@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mcore_bridge.architecture import Architecture as Architecture
     from mcore_bridge.architecture import register as register
+    from mcore_bridge.batches.drafting import drafting as drafting
     from mcore_bridge.batches.forward import TokenOutputs as TokenOutputs
     from mcore_bridge.batches.forward import forward as forward
     from mcore_bridge.batches.logprobs import log_probs as log_probs
@@ -127,6 +128,7 @@ _HOMES = {
     "WeightSync": "sync.weight_sync",
     "vllm_source": "sync.vllm_source",
     "forward": "batches.forward",
+    "drafting": "batches.drafting",
     "TokenOutputs": "batches.forward",
     "log_probs": "batches.logprobs",
     "pack_sequences": "batches.packing",

@@ -9,7 +9,8 @@ chunks in its DDP; this module adds them to ``parameter.grad``.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,22 +21,34 @@ from mcore_bridge.weights.model_chunks import chunks_of
 
 
 @contextlib.contextmanager
-def finishing_gradients(models: Sequence[nn.Module]) -> Iterator[None]:
+def finishing_gradients(models: Sequence[nn.Module], drafts: Sequence[nn.Module] = ()) -> Iterator[None]:
     """In the block, megatron-core's schedule completes the gradients of these chunks, unless other code does.
 
-    It does nothing if the trainer has set ``config.finalize_model_grads_func``, or if DDP or FSDP holds gradients.
-    Earlier gradients are already complete. So they are set aside in the block, and added at its end.
+    If the trainer has set ``config.finalize_model_grads_func``, this function gets the drafts, too. If DDP or FSDP
+    holds gradients and there is no such function, nothing is done. Earlier gradients are already complete. So they are
+    set aside in the block, and added at its end.
+
+    Args:
+        models: the chunks that the schedule runs.
+        drafts: chunks that run beside them.
     """
-    chunks = chunks_of(models)
+    chunks = chunks_of([*models, *drafts])
     config: Any = chunks[0].config
     learning = [parameter for chunk in chunks for parameter in chunk.parameters() if parameter.requires_grad]
-    if config.finalize_model_grads_func is not None or any(map(is_held, learning)):
+    if (theirs := config.finalize_model_grads_func) is not None:
+        config.finalize_model_grads_func = partial(_with_drafts, theirs, drafts)
+        try:
+            yield
+        finally:
+            config.finalize_model_grads_func = theirs
+        return
+    if any(map(is_held, learning)):
         yield
         return
     before = [parameter.grad for parameter in learning]
     for parameter in learning:
         parameter.grad = None
-    config.finalize_model_grads_func = _finish
+    config.finalize_model_grads_func = partial(_with_drafts, _finish, drafts)
     try:
         yield
     finally:
@@ -48,6 +61,12 @@ def finishing_gradients(models: Sequence[nn.Module]) -> Iterator[None]:
 def is_held(parameter: nn.Parameter) -> bool:
     """Whether gradients are elsewhere: DDP has ``main_grad``, and FSDP makes a DTensor of a parameter."""
     return hasattr(parameter, "main_grad") or hasattr(parameter, "full_tensor")
+
+
+def _with_drafts(
+    finish: Callable[..., Any], drafts: Sequence[nn.Module], models: Sequence[nn.Module], *rest: Any, **options: Any
+) -> None:
+    finish([*models, *drafts], *rest, **options)
 
 
 def _finish(models: Sequence[nn.Module], num_tokens: Any = None, **options: Any) -> None:

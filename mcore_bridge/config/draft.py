@@ -103,7 +103,7 @@ def _layers(hf: Hf) -> tuple[int, ...] | None:
     inputs, outputs = hf.get(_INPUTS), inner.get(_INPUTS)
     if not all(isinstance(layers, list | tuple | None) for layers in (inputs, outputs)):
         raise ConfigError(f"{_INPUTS} must be a list of numbers, found {shown(inputs)} and {shown(outputs)}.")
-    shifted = None if outputs is None else tuple(layer + 1 for layer in outputs)  # type: ignore[attr-defined]
+    shifted = None if outputs is None else tuple(layer + 1 for layer in outputs)
     layers = shifted if inputs is None else tuple(inputs)  # type: ignore[arg-type]
     if shifted is not None and layers != shifted:
         raise ConfigError(

@@ -112,7 +112,9 @@ def read_config(
 
 
 def read_as(
-    source: "str | os.PathLike[str] | PretrainedConfig", change: Callable[[dict[str, object]], dict[str, object]], owner: str
+    source: "str | os.PathLike[str] | PretrainedConfig",
+    change: Callable[[dict[str, object]], dict[str, object]],
+    owner: str,
 ) -> "PretrainedConfig":
     """Like ``read_config``, for fields that ``change`` makes from the published ones, read by the class of ``owner``.
 
@@ -126,8 +128,10 @@ def read_as(
     """
     from transformers import PretrainedConfig
 
-    is_config = isinstance(source, PretrainedConfig)
-    fields = source.to_dict() if is_config else read_fields(find_folder(source) / CONFIG, special_float)
+    if isinstance(source, PretrainedConfig):
+        fields = source.to_dict()
+    else:
+        fields = read_fields(find_folder(source) / CONFIG, special_float)
     fields = _spell(change(fields))
     try:
         return _completed(_borrowed(str(fields["model_type"]), owner).from_dict(fields))

@@ -117,7 +117,9 @@ def _require_whole(policy: GPTModel) -> None:
 def _require_fit(blueprint: Blueprint, policy: GPTModel, models: Models) -> None:
     """Raise ``ConfigError`` with all the reasons for which a head does not fit its policy."""
     if problems := [*_misfits(blueprint.config, policy, models)]:
-        raise ConfigError(f"The draft head must fit its policy, but {'; '.join(problems)}. Pass the head of this policy.")
+        raise ConfigError(
+            f"The draft head must fit its policy, but {'; '.join(problems)}. Pass the head of this policy."
+        )
 
 
 def _misfits(config: Any, policy: GPTModel, models: Models) -> Iterator[str]:
@@ -142,7 +144,7 @@ def _misfits(config: Any, policy: GPTModel, models: Models) -> Iterator[str]:
 
 def _require_tokens(token_ids: Tensor | None, blueprint: Blueprint) -> None:
     """Raise ``ConfigError`` unless ``token_ids`` are the vocabulary of a new head."""
-    draft: Any = blueprint.config.draft  # type: ignore[attr-defined]
+    draft: Any = blueprint.config.draft
     own, whole = blueprint.hf.vocab_size, draft.target_vocab_size
     if token_ids is None and own == whole:
         return
@@ -151,7 +153,7 @@ def _require_tokens(token_ids: Tensor | None, blueprint: Blueprint) -> None:
         and token_ids.dtype == torch.int64
         and token_ids.shape == (own,)
         and bool((token_ids.diff() > 0).all())
-        and 0 <= int(token_ids[0])
+        and int(token_ids[0]) >= 0
         and int(token_ids[-1]) < whole
         and draft.has_map
     )

@@ -15,6 +15,7 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
+    VocabParallelEmbedding,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
@@ -116,24 +117,27 @@ class Eagle3Model(GPTModel):
                 position_embedding_type="none",
                 tp_group=tp,
             )
-        sizes = config.hf_vocab_size, draft.target_vocab_size  # type: ignore[attr-defined]
+        sizes = config.hf_vocab_size, draft.target_vocab_size
         self.vocabulary = Vocabulary(*sizes, device=self.fc.weight.device) if draft.has_map else None
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         hidden: Tensor,
-        embedding: Tensor,
+        input_ids: Tensor,
         position_ids: Tensor | None = None,
         packed_seq_params: Any = None,
+        *,
+        embedding: VocabParallelEmbedding,
     ) -> Tensor:
         """The logits over the own vocabulary of this tensor-parallel rank.
 
         Args:
-            hidden: ``[s, b, 3 * target_hidden_size]``: the inputs of three layers of the policy, at the places of the
-                tokens before the embedded ones. With sequence parallelism each rank has its part of ``s``.
-            embedding: ``[s, b, hidden_size]``, cut in the same manner.
+            hidden: ``[s, b, 3 * target_hidden_size]``: the inputs of three layers of the policy. With sequence
+                parallelism each rank has its part of ``s``.
+            input_ids: int64 ``[b, s]``: for each hidden state the token that follows, in the vocabulary of the policy.
             position_ids: ``[b, s]``: of the hidden states.
             packed_seq_params: as for the policy.
+            embedding: the one of the policy, for a head without an own one. No gradient goes there.
 
         Returns:
             ``[b, s, padded vocab / tp]``, of all tokens of this context-parallel rank.
@@ -145,14 +149,29 @@ class Eagle3Model(GPTModel):
         norm = self.decoder.layers[0].input_layernorm
         if norm.is_normed:
             fused = norm.hidden(fused)
-        self.set_input_tensor(torch.cat((embedding, fused), -1))
+        self.set_input_tensor(torch.cat((self._embed(input_ids, embedding), fused), -1))
         logits: Tensor = super().forward(None, position_ids, None, packed_seq_params=packed_seq_params)
         self.set_input_tensor(None)
         return logits
 
+    def _embed(self, input_ids: Tensor, embedding: VocabParallelEmbedding) -> Tensor:
+        """``[s, b, hidden_size]``. Hooks of the policy are left out: engines do not scale embeddings for a draft."""
+        if draft_of(self.config).own_embedding:
+            own: Tensor = self.embedding(input_ids, None)
+            return own
+        with torch.no_grad():
+            found: Tensor = embedding.forward(input_ids)
+            if embedding.reduce_scatter_embeddings:
+                return found
+            found = found.transpose(0, 1)
+            if self.config.sequence_parallel:
+                return scatter_to_sequence_parallel_region(found, group=self.pg_collection.tp)
+            return found
+
+
 def draft_of(config: TransformerConfig) -> Draft:
     """What the config of a draft head has beside the fields of a decoder."""
-    draft: Draft = config.draft  # type: ignore[attr-defined]
+    draft: Draft = config.draft
     return draft
 
 
@@ -172,9 +191,11 @@ def build_eagle3(blueprint: Blueprint, stage: Stage, groups: ProcessGroupCollect
 
 def _adapt(layer: Any, config: TransformerConfig, backend: Backend) -> None:
     """Let a layer read ``[embedding, hidden]``."""
-    linear = ColumnParallelLinear
+    linear: type = ColumnParallelLinear
     if backend == "te":  # its usual linear layer has a norm inside
-        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear as linear
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+        linear = TEColumnParallelLinear
     add = layer.self_attn_bda
 
     def add_to_hidden(training: bool, fused: bool) -> Any:
