@@ -98,7 +98,7 @@ def _layers(hf: Hf) -> tuple[int, ...] | None:
     inner = hf.get(_OUTPUTS) or {}
     if not isinstance(inner, Mapping) or any(inner.get(name, value) is not value for name, value in _AS_BUILT.items()):
         raise ConfigError(f"{_OUTPUTS} must have {_AS_BUILT}, found {shown(inner)}: nobody has written the others.")
-    if unknown := sorted(inner.keys() - _AS_BUILT.keys() - {_INPUTS, "layer_ids"}):
+    if unknown := sorted(inner.keys() - _AS_BUILT.keys() - {_INPUTS}):
         raise ConfigError(f"{_OUTPUTS} must have known keys, found {unknown}: they may change what is computed.")
     inputs, outputs = hf.get(_INPUTS), inner.get(_INPUTS)
     if not all(isinstance(layers, list | tuple | None) for layers in (inputs, outputs)):

@@ -110,7 +110,7 @@ def _require_whole(policy: GPTModel) -> None:
     if (stages := policy.pg_collection.pp.size()) > 1:
         raise MeshError(
             f"a draft head needs a policy without pipeline stages, found {stages}: it reads hidden states of three "
-            "layers, and only the last stage would send nothing. Build the policy with pp=1"
+            "layers, and megatron-core's schedule sends none of them to the stage of the loss. Build with pp=1"
         )
 
 

@@ -5,12 +5,14 @@ class. ``mistake`` plants one of the errors that a test must find.
 """
 
 import json
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, log_softmax, rms_norm, scaled_dot_product_attention, silu, softmax
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
@@ -135,3 +137,33 @@ def _attention(fields: dict[str, Any], projected: list[Tensor]) -> Tensor:
     query, key = apply_rotary_pos_emb(query, key, *rope(query, places))
     attended = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     return attended[0].transpose(0, 1).flatten(1)
+
+
+class VllmHead(nn.Module):
+    """The parameters of vLLM 0.33's head, and its loader: fused projections, ``layers.0``, ``d2t``, and no ``t2d``."""
+
+    def __init__(self, state: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.sizes = {name.replace("midlayer.", "layers.0."): tensor.shape for name, tensor in state.items()}
+        self.places: dict[str, tuple[str, int]] = {}
+        shapes: dict[str, list[int]] = {}
+        for name, shape in self.sizes.items():
+            if name == "t2d":
+                continue
+            fused = name
+            for new, old in (("qkv", "[qkv]"), ("gate_up", "(gate|up)")):
+                fused = re.sub(rf"\b{old}_proj", f"{new}_proj", fused)
+            own = fused.replace(".", "/").replace("d2t", "draft_id_to_target_id")
+            rows = shapes.get(own, [0, *shape[1:]])
+            self.places[name], shapes[own] = (own, rows[0]), [rows[0] + shape[0], *shape[1:]]
+        for own, shape in shapes.items():
+            dtype = torch.int64 if own.startswith("draft_id") else torch.float32
+            setattr(self, own, nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False))
+
+    def load(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
+        """Take tensors under either name of the layer."""
+        for name, tensor in pairs:
+            name = name.replace("midlayer.", "layers.0.")
+            if name != "t2d":
+                own, first = self.places[name]
+                getattr(self, own).data[first : first + len(tensor)].copy_(tensor)
