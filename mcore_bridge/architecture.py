@@ -5,8 +5,8 @@ Other packages call ``register``, or declare entry points, which are read if a `
 (``installed.py``).
 
 A file of ``models/`` may also define ``COMPOSITES``, models of images and text whose text is one of the architectures,
-``DRAFTS``: draft heads, which are built beside a policy and are no family by themselves, and ``REFUSALS``: families
-that we refuse, with the reason. Another package may register a refused family.
+and ``REFUSALS``: families that we refuse, with the reason. Another package may register a refused family. ``DRAFTS``
+are draft heads, which are built beside a policy and are no family by themselves.
 """
 
 import copy

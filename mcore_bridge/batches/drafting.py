@@ -1,7 +1,7 @@
 """``drafting``: a draft head learns from its policy, while the policy runs for any other reason.
 
 Hooks record what the head reads: the inputs of three layers of the policy, its tokens and its logits. They are there
-only inside of the block. At place t the head reads the hidden states of token t and the embedding of token t + 1, and
+only inside of the block. At place t the head reads the hidden states of token t and the embedding of token t + 1. It
 learns the distribution from which the policy draws token t + 2. So tokens and logits are moved by one place.
 """
 
@@ -25,12 +25,9 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
     from torch.distributed import ProcessGroup
 
-Losses = Callable[[], Tensor]
-"""A function that runs a draft head on what its policy has just read and computed, and returns its losses."""
-
 
 @contextlib.contextmanager
-def drafting(models: Models, drafts: Models) -> Iterator[Losses]:
+def drafting(models: Models, drafts: Models) -> Iterator[Callable[[], Tensor]]:
     """In the block, a draft head can learn from each forward of its policy. ``forward`` does all of this by itself.
 
     The loss of a place is the cross-entropy between two distributions over the vocabulary of the head: of the policy
@@ -48,7 +45,7 @@ def drafting(models: Models, drafts: Models) -> Iterator[Losses]:
         context-parallel ranks call it together.
 
     Raises:
-        BatchError: the policy has not run, or gathers its logits.
+        BatchError: ``drafts`` are not one head, or the policy has not run, or it gathers its logits.
 
     Example:
         >>> packed = mb.pack_sequences(input_ids, attention_mask)
@@ -59,12 +56,21 @@ def drafting(models: Models, drafts: Models) -> Iterator[Losses]:
         >>> loss.requires_grad
         True
     """
-    (policy,), (module,) = all_chunks_of(models), modules_of(drafts)
-    record = _Record(policy, module)
+    policy, wrapped = all_chunks_of(models)[0], modules_of(drafts)
+    if problem := problem_of(policy, wrapped):
+        raise BatchError(f"{problem}: correct it")
+    record = _Record(policy, wrapped[0])
     with contextlib.ExitStack() as hooks:
         for hook in record.hooks():
             hooks.callback(hook.remove)
         yield record.losses
+
+
+def problem_of(policy: GPTModel, drafts: Sequence[nn.Module]) -> str:
+    """Why ``drafts`` cannot run beside a policy, or ""."""
+    if len(drafts) != 1 or not hasattr(chunks_of(drafts)[0].config, "draft"):
+        return "drafts must be the list of one head that build_draft has returned"
+    return "the model must have no pipeline stages" if policy.pg_collection.pp.size() > 1 else ""
 
 
 class _Record:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_bridge.arguments import COUNT, FLAG, FUNCTION, ids_on, require, tensor_on
-from mcore_bridge.batches.drafting import Losses, drafting
+from mcore_bridge.batches.drafting import drafting
 from mcore_bridge.batches.gradients import finishing_gradients
 from mcore_bridge.batches.image_rows import images_of_rows
 from mcore_bridge.batches.images import Images, SeenImages, num_positions
@@ -170,19 +170,8 @@ def forward(
         size = micro_batch_size or (1 if chunk.pg_collection.pp.size() > 1 else len(input_ids))
         rows = [slice(start, min(start + size, len(input_ids))) for start in range(0, len(input_ids), size)]
         seen = SeenImages(of_rows, mask, rows, num_positions(chunk)) if any(of_rows) else None
-        runs.append(
-            partial(
-                _Run,
-                chunk,
-                provenance,
-                rows=rows,
-                temperature=divisor,
-                loss=loss,
-                seen=seen,
-                sets=adapters,
-                drafts=drafted,
-            )
-        )
+        given: Any = {"temperature": divisor, "loss": loss, "seen": seen, "sets": adapters, "drafts": drafted}
+        runs.append(partial(_Run, chunk, provenance, rows=rows, **given))
         shared = {
             "input_ids": digest_of_tokens(input_ids, mask),
             "images": [{name: digest(value) for name, value in sorted(row.items())} for row in of_rows if row],
@@ -226,7 +215,7 @@ class _Run:
         self._hf, self._head, self._is_lm = provenance.hf, provenance.head, provenance.head == "lm"
         self._micro_batches, self._rows = micro_batches, rows
         self._temperature, self._loss, self._seen, self._sets = temperature, loss, seen, sets
-        self._drafts, self._draft_losses = drafts, list[Losses]()
+        self._drafts, self._draft_losses = drafts, list[Callable[[], Tensor]]()
         self._problem: Exception | None = None
 
     @naming_lost_ranks("forward")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from mcore_bridge.batches.drafting import problem_of
 from mcore_bridge.batches.gradients import is_held
 from mcore_bridge.batches.microbatches import balances_experts
 from mcore_bridge.batches.packing import require_mask
@@ -97,11 +98,7 @@ def require_drafts(chunk: GPTModel, drafts: Sequence[nn.Module], *, learns: bool
     """Refuse draft heads that cannot run beside the model of a chunk, or whose gradients would stay incomplete."""
     if not drafts:
         return
-    problems = []
-    if len(drafts) > 1 or not all(hasattr(draft.config, "draft") for draft in chunks_of(drafts)):
-        problems.append("drafts must be the list of one head that build_draft has returned")
-    elif chunk.pg_collection.pp.size() > 1:
-        problems.append("the model must have no pipeline stages")
+    problems = [problem] if (problem := problem_of(chunk, drafts)) else []
     if has_images:
         problems.append("images must be None, because nobody has written drafts of images")
     learning = [parameter for part in (chunk, *chunks_of(drafts)) for parameter in part.parameters()]

@@ -26,7 +26,7 @@ _AS_BUILT = {
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class DraftFields:
     """What an EAGLE3 head has beside the fields of a decoder.
 
     Attributes:
@@ -83,7 +83,7 @@ def _forward(hf: Hf) -> dict[str, object]:
         if not isinstance(value, bool):
             raise ConfigError(f"{name} must be true or false, found {shown(value)}.")
     width = "target_hidden_size" if hf.get("target_hidden_size") is not None else "hidden_size"
-    draft = Draft(count(hf, "target_vocab_size"), count(hf, width), layers=_layers(hf), **flags)  # type: ignore[arg-type]
+    draft = DraftFields(count(hf, "target_vocab_size"), count(hf, width), layers=_layers(hf), **flags)  # type: ignore[arg-type]
     own = count(hf, "vocab_size")
     if own > draft.target_vocab_size or (own < draft.target_vocab_size and not draft.has_map):
         raise ConfigError(
@@ -115,7 +115,7 @@ def _layers(hf: Hf) -> tuple[int, ...] | None:
 
 def _backward(mcore: Mcore) -> dict[str, object]:
     draft = mcore["draft"]
-    assert isinstance(draft, Draft)
+    assert isinstance(draft, DraftFields)
     return {
         "target_vocab_size": draft.target_vocab_size,
         "target_hidden_size": draft.target_hidden_size,

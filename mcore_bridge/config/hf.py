@@ -84,12 +84,7 @@ def read_config(
 
     if isinstance(source, PretrainedConfig):
         return _completed(_translated(copy.deepcopy(source)))
-    if not isinstance(source, str | os.PathLike):
-        raise ConfigError(
-            f"A model must be given as its HF folder or as a config of transformers, found an object of type "
-            f"{type(source).__name__}. Pass the path of the folder."
-        )
-    folder = find_folder(source)
+    folder = _folder(source)
     fields = read_fields(folder / CONFIG, special_float)
     _require_short_lists(fields)
     kind = fields.get("model_type")
@@ -131,12 +126,21 @@ def read_as(
     if isinstance(source, PretrainedConfig):
         fields = source.to_dict()
     else:
-        fields = read_fields(find_folder(source) / CONFIG, special_float)
+        fields = read_fields(_folder(source) / CONFIG, special_float)
     fields = _spell(change(fields))
     try:
         return _completed(_borrowed(str(fields["model_type"]), owner).from_dict(fields))
     except Exception as error:  # a config class may raise any type
         raise ConfigError(f"transformers must accept the config of {source}, but refuses it: {error}") from error
+
+
+def _folder(source: object) -> Path:
+    if not isinstance(source, str | os.PathLike):
+        raise ConfigError(
+            f"A model must be given as its HF folder or as a config of transformers, found an object of type "
+            f"{type(source).__name__}. Pass the path of the folder."
+        )
+    return find_folder(source)
 
 
 def _free(name: str, published: str, fields: Collection[str]) -> str:

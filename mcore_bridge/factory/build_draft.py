@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mcore_bridge.architecture import read_draft
 from mcore_bridge.arguments import WHOLE, require
+from mcore_bridge.batches.text_collectives import digest
 from mcore_bridge.config.hf import find_folder
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
     from transformers import PretrainedConfig
 
-    from mcore_bridge.config.draft import Draft
-    from mcore_bridge.factory.modules.eagle3 import Eagle3Model, Vocabulary
+    from mcore_bridge.config.draft import DraftFields
+    from mcore_bridge.factory.modules.eagle3 import Vocabulary
 
 
 def build_draft(
@@ -41,7 +42,7 @@ def build_draft(
     token_ids: Tensor | None = None,
     freeze: Sequence[str] = (),
     seed: int = 0,
-) -> list[Eagle3Model]:
+) -> list[GPTModel]:
     """Build a draft head for speculative decoding beside its policy: an EAGLE3 head as vLLM and SGLang load it.
 
     All ranks of a model replica call it together, and compare their arguments first. The result is a list of one chunk
@@ -87,9 +88,8 @@ def build_draft(
         like = next(policy.parameters())
         dims = replace(ParallelDims.from_mcore(), sp=policy.config.sequence_parallel)
         _require_whole(policy)
-        options = BuildOptions(
-            dims=dims, dtype=dtype or like.dtype, device=like.device, backend=backend, overrides=overrides
-        )
+        chosen = like.dtype if dtype is None else dtype
+        options = BuildOptions(dims=dims, dtype=chosen, device=like.device, backend=backend, overrides=overrides)
         blueprint = make_blueprint(provenance, options)
         _require_fit(blueprint, policy, models)
         if not is_folder:
@@ -98,7 +98,8 @@ def build_draft(
             raise ConfigError("token_ids are of a new head, and this folder has a map of its own: remove token_ids")
         return blueprint, hf if is_folder else None
 
-    drafts: list[Any] = build(prepare, freeze=freeze, seed=seed)
+    compared = {"token_ids": digest(token_ids) if isinstance(token_ids, Tensor) else token_ids}
+    drafts: list[Any] = build(prepare, freeze=freeze, seed=seed, further=compared)
     if (vocabulary := drafts[0].vocabulary) is not None:
         if not is_folder:
             vocabulary.choose(torch.arange(len(vocabulary.d2t)) if token_ids is None else token_ids)
@@ -109,8 +110,8 @@ def build_draft(
 def _require_whole(policy: GPTModel) -> None:
     if (stages := policy.pg_collection.pp.size()) > 1:
         raise MeshError(
-            f"a draft head needs a policy without pipeline stages, found {stages}: it reads hidden states of three "
-            "layers, and megatron-core's schedule sends none of them to the stage of the loss. Build with pp=1"
+            f"a draft head needs a policy without pipeline stages, found {stages}. It reads hidden states of three "
+            "layers, and megatron-core's schedule sends none of them to the stage of the loss. Build with pp=1."
         )
 
 
@@ -123,7 +124,7 @@ def _require_fit(blueprint: Blueprint, policy: GPTModel, models: Models) -> None
 
 
 def _misfits(config: Any, policy: GPTModel, models: Models) -> Iterator[str]:
-    draft: Draft = config.draft
+    draft: DraftFields = config.draft
     provenance = provenance_on(models)
     if provenance.head != "lm":
         yield f"the policy has the head {provenance.head!r}, and a draft learns from logits"
@@ -173,7 +174,7 @@ def _require_map(own: Vocabulary) -> None:
         chosen[ids] = True
     if not is_inside or not torch.equal(chosen, own.t2d) or int(chosen.sum()) != len(ids):
         raise CheckpointError(
-            f"d2t must hold the target id minus the own id of each token, and t2d must mark these target ids, found "
-            f"{ids.tolist()[:8]} as the first sums of own id and d2t, and {own.t2d.nonzero()[:8, 0].tolist()} as the "
-            "first marked ids. If d2t holds target ids, subtract arange(draft_vocab_size)."
+            "d2t must hold the target id of each token minus its own id, and t2d must mark these target ids. The first "
+            f"sums of own id and d2t are {ids.tolist()[:8]}, and t2d marks {own.t2d.nonzero()[:8, 0].tolist()}, found "
+            "in the files. If d2t holds target ids, subtract arange(draft_vocab_size)."
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,7 +72,7 @@ def build_chunk(blueprint: Blueprint, stage: Stage, *, seed: int) -> GPTModel:
     groups = ProcessGroupCollection.use_mpu_process_groups()
     without_tie = copy.copy(groups)
     without_tie.embd = None
-    construct = _constructor(blueprint)
+    construct = build_hybrid if blueprint.options.model == "hybrid" else _build_gpt
     try:
         with _fitting_tables(blueprint.config):
             model = construct(blueprint, stage, groups if blueprint.config.perform_initialization else without_tie)
@@ -109,19 +109,13 @@ def _fitting_tables(config: TransformerConfig) -> Iterator[None]:
             setattr(config, name, length)
 
 
-def _constructor(blueprint: Blueprint) -> Callable[..., Any]:
-    """The function that builds chunks of the kind of a blueprint."""
-    if hasattr(blueprint.config, "draft"):
-        from mcore_bridge.factory.modules.eagle3 import build_eagle3
-
-        return build_eagle3
-    return build_hybrid if blueprint.options.model == "hybrid" else _build_gpt
-
-
 def _build_gpt(blueprint: Blueprint, stage: Stage, groups: ProcessGroupCollection) -> Any:
     from megatron.core.models.gpt import GPTModel
 
-    model_class: Any = blueprint.architecture.model or GPTModel
+    from mcore_bridge.factory.modules.eagle3 import Eagle3Model
+
+    own = Eagle3Model if hasattr(blueprint.config, "draft") else GPTModel
+    model_class: Any = blueprint.architecture.model or own
     return model_class(
         config=blueprint.config,
         transformer_layer_spec=blueprint.block_spec(stage.layers),

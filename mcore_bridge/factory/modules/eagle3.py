@@ -1,8 +1,8 @@
 """The model of an EAGLE3 head: one layer that reads an embedding and a hidden state side by side.
 
 ``[embedding, hidden]`` travels through megatron-core's layer as one tensor of two widths. Its first norm is two norms,
-one for each half; its projection of queries, keys and values has two widths of inputs; and its first residual is the
-half of the hidden state. All other code is megatron-core's, so checkpoints of activations work as in any layer.
+one for each half. Its projection of queries, keys and values has two widths of inputs. Its first residual is the half
+of the hidden state. All other code is megatron-core's, so checkpoints of activations work as in any layer.
 """
 
 from __future__ import annotations
@@ -24,12 +24,9 @@ from torch import Tensor, nn
 from mcore_bridge.factory.modules.backend import Backend, mixed, norm_of
 
 if TYPE_CHECKING:
-    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import TransformerConfig
 
-    from mcore_bridge.config.draft import Draft
-    from mcore_bridge.config.mesh.pipeline import Stage
-    from mcore_bridge.factory.blueprint import Blueprint
+    from mcore_bridge.config.draft import DraftFields
 
 
 class TwoNorms(nn.Module):
@@ -98,7 +95,7 @@ class Eagle3Model(GPTModel):
 
     def __init__(self, config: TransformerConfig, **options: Any) -> None:
         draft = draft_of(config)
-        super().__init__(config=config, pre_process=False, **options)
+        super().__init__(config=config, **{**options, "pre_process": False})
         tp = self.pg_collection.tp
         self.fc = ColumnParallelLinear(
             3 * draft.target_hidden_size,
@@ -160,37 +157,30 @@ class Eagle3Model(GPTModel):
             own: Tensor = self.embedding(input_ids, None)
             return own
         with torch.no_grad():
-            found: Tensor = embedding.forward(input_ids)
-            if embedding.reduce_scatter_embeddings:
-                return found
-            found = found.transpose(0, 1)
-            if self.config.sequence_parallel:
-                return scatter_to_sequence_parallel_region(found, group=self.pg_collection.tp)
-            return found
+            rows: Tensor = embedding.forward(input_ids)
+            if embedding.reduce_scatter_embeddings:  # they are [s, b, hidden_size] already
+                return rows
+            rows = rows.transpose(0, 1)
+            cut = self.config.sequence_parallel
+            return scatter_to_sequence_parallel_region(rows, group=self.pg_collection.tp) if cut else rows
 
 
-def draft_of(config: TransformerConfig) -> Draft:
+def draft_of(config: TransformerConfig) -> DraftFields:
     """What the config of a draft head has beside the fields of a decoder."""
-    draft: Draft = config.draft
+    draft: DraftFields = config.draft
     return draft
 
 
-def build_eagle3(blueprint: Blueprint, stage: Stage, groups: ProcessGroupCollection) -> Eagle3Model:
-    """The EAGLE3 head of a blueprint."""
-    spec = blueprint.block_spec(stage.layers)
-    _adapt(spec.layer_specs[0].submodules, blueprint.config, blueprint.backend)
-    return Eagle3Model(
-        config=blueprint.config,
-        transformer_layer_spec=spec,
-        post_process=stage.loss,
-        vp_stage=blueprint.vp_stage(stage),
-        pg_collection=groups,
-        **blueprint.gpt_arguments,
-    )
+def adapt_draft(layer: Any, config: TransformerConfig, backend: Backend) -> None:
+    """Let the layer of a draft head read ``[embedding, hidden]``.
 
-
-def _adapt(layer: Any, config: TransformerConfig, backend: Backend) -> None:
-    """Let a layer read ``[embedding, hidden]``."""
+    Args:
+        layer: the submodules of a layer, changed in place. No other layer may share them.
+        config: it has a ``draft`` if the model is a draft head.
+        backend: the backend of the layer's modules.
+    """
+    if not hasattr(config, "draft"):
+        return
     linear: type = ColumnParallelLinear
     if backend == "te":  # its usual linear layer has a norm inside
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
@@ -204,4 +194,4 @@ def _adapt(layer: Any, config: TransformerConfig, backend: Backend) -> None:
 
     layer.input_layernorm, layer.self_attn_bda = two_norms(norm_of(backend, config)), add_to_hidden
     layer.self_attention.submodules.linear_qkv = mixed(TwiceAsWide, linear)
-    layer.sharded_state_dict_keys_map.pop("input_layernorm.", None)
+    del layer.sharded_state_dict_keys_map["input_layernorm."]  # no linear layer has these norms inside
