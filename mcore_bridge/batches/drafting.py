@@ -98,6 +98,8 @@ class _Record:
         self._inputs, self._hidden = inputs_by_name(chunk, args, kwargs), {}
 
     def _note_hidden(self, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._inputs:  # a backward recomputes the layer
+            return
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         self._hidden.setdefault(number, hidden.detach())  # the first half of a layer, if a layer has two
 

@@ -13,7 +13,7 @@ from mcore_bridge.config.fields import Ignore, Require
 from mcore_bridge.config.tables import BIAS_ANY, DENSE, QK_PLAIN, WINDOW_NONE, but
 from mcore_bridge.config.tables.parallel import OWN_HEAD
 from mcore_bridge.models.blocks import GQA, O_BIAS, QKV_BIAS, SWIGLU, SWIGLU_BIAS
-from mcore_bridge.rules.layout import COLUMN, REPLICATED, TARGET_VOCAB
+from mcore_bridge.rules.layout import REPLICATED, TARGET_VOCAB
 from mcore_bridge.rules.mapping import Rules, table, under
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _NORMS     = table(("input_layernorm.embedding.weight",  "input_layernorm.weight",          REPLICATED),
                    ("input_layernorm.hidden.weight",     "hidden_norm.weight",              REPLICATED),
                    ("pre_mlp_layernorm.weight",          "post_attention_layernorm.weight", REPLICATED))
-_AROUND    = table(("fc.weight",                         "fc.weight",                       COLUMN),
+_AROUND    = table(("fc.weight",                         "fc.weight",                       REPLICATED),
                    ("decoder.final_layernorm.weight",    "norm.weight",                     REPLICATED))
 _EMBEDDING = table(("embedding.word_embeddings.weight",  "embed_tokens.weight",             TARGET_VOCAB))
 _MAP       = table(("vocabulary.d2t",                    "d2t",                             REPLICATED),

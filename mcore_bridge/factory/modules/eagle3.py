@@ -16,12 +16,12 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     VocabParallelEmbedding,
-    gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
 from torch import Tensor, nn
 
 from mcore_bridge.factory.modules.backend import Backend, mixed, norm_of
+from mcore_bridge.factory.modules.torch_modules import placement
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -89,6 +89,8 @@ class Vocabulary(nn.Module):
 class Eagle3Model(GPTModel):
     """An EAGLE3 head as a ``GPTModel`` of one layer. It reads hidden states of its policy, and embeddings.
 
+    Each tensor-parallel rank has ``fc`` whole, as engines do. With sequence parallelism it reads only its own tokens.
+
     It has an ``embedding`` only if its folder has one; otherwise it reads the embedding of its policy. Without a
     ``vocabulary`` both vocabularies are equal.
     """
@@ -97,15 +99,10 @@ class Eagle3Model(GPTModel):
         draft = draft_of(config)
         super().__init__(config=config, **{**options, "pre_process": False})
         tp = self.pg_collection.tp
-        self.fc = ColumnParallelLinear(
-            3 * draft.target_hidden_size,
-            config.hidden_size,
-            config=config,
-            init_method=config.init_method,
-            bias=False,
-            gather_output=False,
-            tp_group=tp,
-        )
+        self.fc = nn.Linear(3 * draft.target_hidden_size, config.hidden_size, bias=False, **placement(config))
+        self.fc.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        if config.perform_initialization:
+            config.init_method(self.fc.weight)
         if draft.own_embedding:
             self.embedding = LanguageModelEmbedding(
                 config=config,
@@ -139,10 +136,7 @@ class Eagle3Model(GPTModel):
         Returns:
             ``[b, s, padded vocab / tp]``, of all tokens of this context-parallel rank.
         """
-        tp = self.pg_collection.tp
-        fused = gather_from_tensor_model_parallel_region(self.fc(hidden)[0], group=tp)
-        if self.config.sequence_parallel:
-            fused = scatter_to_sequence_parallel_region(fused, group=tp)
+        fused = self.fc(hidden)
         norm = self.decoder.layers[0].input_layernorm
         if norm.is_normed:
             fused = norm.hidden(fused)
