@@ -16,6 +16,7 @@ EAGLE3 = "eagle3"
 EMBEDDING, MAP = "embed_tokens.weight", "d2t"
 """Tensors that a draft head may lack: its embedding is then the one of its policy, and both vocabularies are equal."""
 _INPUTS, _OUTPUTS = "eagle_aux_hidden_state_layer_ids", "eagle_config"
+_FLAGS = ("norm_before_residual", "fc_norm", "own_embedding", "has_map")
 _AS_BUILT = {
     "use_aux_hidden_state": True,
     "use_input_layernorm_in_first_layer": True,
@@ -33,6 +34,7 @@ class DraftFields:
         target_vocab_size: the vocabulary of its policy.
         target_hidden_size: the width of the hidden states of its policy, of which it reads three.
         norm_before_residual: whether the residual of its layer is the normed hidden state.
+        fc_norm: whether each of the three hidden states has a norm.
         layers: the layers of the policy whose *inputs* it reads, counted from 0. None: three of them by the rule of
             ``layers_read``.
         own_embedding: whether it has an embedding, and does not use the one of its policy.
@@ -42,6 +44,7 @@ class DraftFields:
     target_vocab_size: int
     target_hidden_size: int
     norm_before_residual: bool = False
+    fc_norm: bool = False
     layers: tuple[int, ...] | None = None
     own_embedding: bool = False
     has_map: bool = True
@@ -78,7 +81,7 @@ def in_memory(published: Mapping[str, object], names: Collection[str] | None = N
 
 
 def _forward(hf: Hf) -> dict[str, object]:
-    flags = {name: hf.get(name, False) for name in ("norm_before_residual", "own_embedding", "has_map")}
+    flags = {name: hf.get(name, False) for name in _FLAGS}
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise ConfigError(f"{name} must be true or false, found {shown(value)}.")
@@ -119,15 +122,13 @@ def _backward(mcore: Mcore) -> dict[str, object]:
     return {
         "target_vocab_size": draft.target_vocab_size,
         "target_hidden_size": draft.target_hidden_size,
-        "norm_before_residual": draft.norm_before_residual,
-        "own_embedding": draft.own_embedding,
-        "has_map": draft.has_map,
+        **{name: getattr(draft, name) for name in _FLAGS},
     }
 
 
 DRAFT = Derive(
     (
-        *("target_vocab_size", "target_hidden_size", "norm_before_residual", "own_embedding", "has_map"),
+        *("target_vocab_size", "target_hidden_size", *_FLAGS),
         *(_INPUTS, _OUTPUTS),
     ),
     _forward,

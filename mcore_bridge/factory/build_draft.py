@@ -136,7 +136,8 @@ def _misfits(config: Any, policy: GPTModel, models: Models) -> Iterator[str]:
         sizes["hidden_size"] = (config.hidden_size, policy.config.hidden_size)
     for name, (own, theirs) in sizes.items():
         if own != theirs:
-            yield f"{name} of the draft is {own}, and the policy has {theirs}"
+            advice = " (own_embedding=True in its config gives it an embedding)" if name == "hidden_size" else ""
+            yield f"{name} of the draft is {own}, and the policy has {theirs}{advice}"
     try:
         draft.layers_read(provenance.hf.num_hidden_layers)
     except ConfigError as error:

@@ -57,6 +57,8 @@ def random_head(fields: dict[str, Any], policy: Any, *, own_embedding: bool, see
     if fields.get("attention_bias"):
         shapes |= {f"midlayer.self_attn.{name}_proj.bias": (rows,) for name, rows in _rows(heads, groups)}
         shapes["midlayer.self_attn.o_proj.bias"] = (hidden,)
+    if fields.get("fc_norm"):
+        shapes |= {f"fc_norm.{number}.weight": (policy.hidden_size,) for number in range(3)}
     if own_embedding:
         shapes["embed_tokens.weight"] = (policy.vocab_size, hidden)
     state = {
@@ -116,6 +118,8 @@ def _head(fields: dict[str, Any], state: dict[str, Tensor], hidden: Tensor, embe
             return rms_norm(value, value.shape[-1:], state[f"{name}.weight"], fields["rms_norm_eps"])
         return linear(value, state[f"{name}.weight"], state.get(f"{name}.bias"))
 
+    if fields.get("fc_norm"):
+        hidden = torch.cat([apply(f"fc_norm.{number}", part) for number, part in enumerate(hidden.chunk(3, -1))], -1)
     fused = apply("fc", hidden)
     if mistake == "hidden":
         fused = fused.roll(1, 0)

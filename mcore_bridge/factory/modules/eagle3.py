@@ -103,6 +103,10 @@ class Eagle3Model(GPTModel):
         self.fc.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         if config.perform_initialization:
             config.init_method(self.fc.weight)
+        self.fc_norm = nn.ModuleList()
+        if draft.fc_norm:
+            norm = self.decoder.layers[0].input_layernorm.norm
+            self.fc_norm.extend(norm(config, draft.target_hidden_size, config.layernorm_epsilon) for _ in range(3))
         if draft.own_embedding:
             self.embedding = LanguageModelEmbedding(
                 config=config,
@@ -136,6 +140,9 @@ class Eagle3Model(GPTModel):
         Returns:
             ``[b, s, padded vocab / tp]``, of all tokens of this context-parallel rank.
         """
+        if self.fc_norm:
+            normed = (norm(part) for norm, part in zip(self.fc_norm, hidden.chunk(3, -1), strict=True))
+            hidden = torch.cat([*normed], -1)
         fused = self.fc(hidden)
         norm = self.decoder.layers[0].input_layernorm
         if norm.is_normed:
