@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 def drafting(models: Models, drafts: Models) -> Iterator[Callable[[], Tensor]]:
     """In the block, a draft head can learn from each forward of its policy. ``forward`` does all of this by itself.
 
-    The loss of a place is the cross-entropy between two distributions over the vocabulary of the head: of the policy
-    (without a gradient, and at temperature 1) and of the head. It is zero if the most likely token of the policy is not
-    in that vocabulary. Only the head gets gradients. After the backward passes they are complete only with
+    The loss of a place is the cross-entropy of the policy's distribution and the head's, over the vocabulary of the
+    head. The temperature is 1. The loss is zero if the most likely token of the policy is not in that vocabulary. Only
+    the head gets gradients. After the backward passes they are complete only with
     megatron-core's DDP around the head, and ``finalize_model_grads([*models, *drafts])``.
 
     Args:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig
 
 import mcore_bridge as mb
+from mcore_bridge.engines import EngineWorker
 from mcore_bridge.errors import BatchError, BridgeError, ConfigError
 from tests.support import eagle3, mapped, pool, stepping, tiny
 from tests.support.parity import reference_model
@@ -210,7 +211,7 @@ def test_ddp_and_checkpoints_of_megatron_core(tmp_path):
 
 
 def fed(folder):
-    """Runs in one process: a map of vLLM's loader, from the weights of a head that is trained."""
+    """Runs in one process: rounds of a sync, and a map of vLLM's loader."""
     with stepping.mesh(mb.ParallelDims()):
         drafts = mb.build_draft(policy(mb.ParallelDims()), folder)
         states = [eagle3.random_head(SHARED, POLICY, own_embedding=False, seed=seed) for seed in range(5)]
@@ -221,10 +222,17 @@ def fed(folder):
             return engine
 
         engine = eagle3.VllmHead(states[0])
+        worker = EngineWorker(engine, lambda pairs: engine.load(pairs), name="a head")
+        with mb.WeightSync(drafts, worker.receive) as sync:
+            for number in (1, 2):
+                mb.load_hf_weights(drafts, states[number - 1])
+                assert sync().version == number
+                assert not mapped.differences(engine, read(number))
+        engine = eagle3.VllmHead(states[0])
         return mapped.fed_by_map(engine, engine.load, drafts, states, read)
 
 
-def test_a_map_of_an_engine_covers_a_head(tmp_path):
+def test_a_sync_and_a_map_of_an_engine_cover_a_head(tmp_path):
     state = eagle3.random_head(SHARED, POLICY, own_embedding=False)
     found = pool.run(1, fed, eagle3.write(tmp_path, SHARED, state))[0]
     assert (found.uncovered, found.wrong) == ([], [])
