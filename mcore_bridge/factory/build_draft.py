@@ -175,7 +175,7 @@ def _require_map(own: Vocabulary) -> None:
         chosen[ids] = True
     if not is_inside or not torch.equal(chosen, own.t2d) or int(chosen.sum()) != len(ids):
         raise CheckpointError(
-            "d2t must hold the target id of each token minus its own id, and t2d must mark these target ids. The first "
-            f"sums of own id and d2t are {ids.tolist()[:8]}, and t2d marks {own.t2d.nonzero()[:8, 0].tolist()}, found "
-            "in the files. If d2t holds target ids, subtract arange(draft_vocab_size)."
+            "d2t must hold the target id of each token minus its own id, and t2d must mark these target ids. Found "
+            f"{ids.tolist()[:8]} as the first sums of own id and d2t, and {own.t2d.nonzero()[:8, 0].tolist()} as the "
+            "first marked ids. If d2t holds target ids, subtract arange(draft_vocab_size)."
         )
