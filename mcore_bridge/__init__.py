@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mcore_bridge.architecture import Architecture as Architecture
     from mcore_bridge.architecture import register as register
+    from mcore_bridge.batches.drafting import drafting as drafting
     from mcore_bridge.batches.forward import TokenOutputs as TokenOutputs
     from mcore_bridge.batches.forward import forward as forward
     from mcore_bridge.batches.logprobs import log_probs as log_probs
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from mcore_bridge.factory.adapter_sets import without_adapters as without_adapters
     from mcore_bridge.factory.add_adapters import add_adapters as add_adapters
     from mcore_bridge.factory.build import build_model as build_model
+    from mcore_bridge.factory.build_draft import build_draft as build_draft
     from mcore_bridge.factory.gpt_inputs import to_gpt_arguments as to_gpt_arguments
     from mcore_bridge.factory.gpt_inputs import to_layer_spec as to_layer_spec
     from mcore_bridge.factory.gpt_inputs import to_transformer_config as to_transformer_config
@@ -102,6 +104,7 @@ _warn_of_other_package()
 _HOMES = {
     "ParallelDims": "config.mesh.parallel_dims",
     "build_model": "factory.build",
+    "build_draft": "factory.build_draft",
     "adopt": "weights.bound",
     "load_hf_weights": "weights.load",
     "iter_hf_weights": "weights.export",
@@ -125,6 +128,7 @@ _HOMES = {
     "WeightSync": "sync.weight_sync",
     "vllm_source": "sync.vllm_source",
     "forward": "batches.forward",
+    "drafting": "batches.drafting",
     "TokenOutputs": "batches.forward",
     "log_probs": "batches.logprobs",
     "pack_sequences": "batches.packing",

@@ -5,22 +5,25 @@ Other packages call ``register``, or declare entry points, which are read if a `
 (``installed.py``).
 
 A file of ``models/`` may also define ``COMPOSITES``, models of images and text whose text is one of the architectures,
-and ``REFUSALS``: families that we refuse, with the reason. Another package may register a refused family.
+and ``REFUSALS``: families that we refuse, with the reason. Another package may register a refused family. ``DRAFTS``
+are draft heads, which are built beside a policy and are no family by themselves.
 """
 
+import copy
 import functools
 import importlib
 import os
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from mcore_bridge.arguments import FormerName, accepts_former_names, instance_of, require
 from mcore_bridge.composite import TRANSFORMERS, Composite, text_of
 from mcore_bridge.config.class_names import classes_in_transformers, require_class
+from mcore_bridge.config.draft import in_memory
 from mcore_bridge.config.fields import Field
-from mcore_bridge.config.hf import TEXT, nearest, read_config
+from mcore_bridge.config.hf import TEXT, nearest, read_as, read_config
 from mcore_bridge.errors import ConfigError, shown
 from mcore_bridge.installed import GROUP, Release, plugins
 
@@ -108,6 +111,7 @@ class Refusal:
 
 _REGISTRY: dict[str, Architecture] = {}
 _COMPOSITES: dict[str, Composite] = {}
+_DRAFTS: dict[str, Architecture] = {}
 _REFUSED: dict[str, Refusal] = {}
 
 
@@ -184,6 +188,8 @@ def architecture_of(hf: "PretrainedConfig | str") -> Architecture:
     if not isinstance(model_type, str):
         raise ConfigError(f"The model_type must be a name, found {shown(model_type)}. Correct the HF config.")
     _load_ours()
+    if model_type in _DRAFTS:
+        return _DRAFTS[model_type]
     if model_type not in _REGISTRY:
         _load_theirs()
     if model_type not in _REGISTRY and model_type in _REFUSED:
@@ -209,6 +215,8 @@ def read_hf(source: "str | os.PathLike[str] | PretrainedConfig") -> "PretrainedC
     Raises:
         ConfigError: also if ``architectures`` names a draft head, a reward model, or a class of another family.
     """
+    if is_draft(source):
+        return copy.deepcopy(source)
     known = architectures()
     reads_as = {name: architecture.reads_as for name, architecture in known.items() if architecture.reads_as}
     refused = {name: _refused(name) for name in _REFUSED if name not in known}
@@ -220,6 +228,42 @@ def read_hf(source: "str | os.PathLike[str] | PretrainedConfig") -> "PretrainedC
     if config.model_type in _COMPOSITES and hasattr(text := getattr(config, TEXT, None), "model_type"):
         require_class(text, ())  # publishers name classes of their own there, as SmolVLM does
     return config
+
+
+def read_draft(
+    source: "str | os.PathLike[str] | PretrainedConfig", names: Collection[str] | None = None
+) -> "PretrainedConfig":
+    """The config of a draft head, with its fields in memory (``config/draft.py``).
+
+    Args:
+        source: a published folder or config of a draft head; or a config from this function, which is copied.
+        names: the HF names of its tensors. None: they are not known.
+
+    Raises:
+        ConfigError: there is no config, or its first class is no draft head that we build.
+    """
+    _load_ours()
+    if is_draft(source):
+        return copy.deepcopy(source)
+
+    def in_fields_of_ours(published: dict[str, object]) -> dict[str, object]:
+        classes = published.get("architectures")
+        own = classes[0] if isinstance(classes, list | tuple) and classes else None
+        if own not in known:
+            raise ConfigError(
+                f"architectures must name a draft head first ({', '.join(sorted(known))}), found {shown(classes)}. "
+                "Pass the folder or the config of an EAGLE3 head."
+            )
+        return in_memory(published, names)
+
+    known = {name for draft in _DRAFTS.values() for name in draft.classes}
+    return read_as(source, in_fields_of_ours, "llama")
+
+
+def is_draft(hf: object) -> "TypeGuard[PretrainedConfig]":
+    """Whether ``hf`` is a config that ``read_draft`` has made."""
+    _load_ours()
+    return getattr(hf, "model_type", None) in _DRAFTS
 
 
 def _classes_of(hf: "PretrainedConfig") -> frozenset[str]:
@@ -240,9 +284,14 @@ def published_fields(model_type: str) -> "Prefixes":
     return family.published_fields if family else ()
 
 
+def published_type(model_type: str) -> str:
+    """The ``model_type`` in published files. For a draft head it is the one of a family."""
+    return str(_DRAFTS[model_type].reads_as) if model_type in _DRAFTS else model_type
+
+
 def _family(model_type: str) -> "Architecture | Composite | None":
     _load_ours()
-    return _REGISTRY.get(model_type) or _COMPOSITES.get(model_type)
+    return _REGISTRY.get(model_type) or _COMPOSITES.get(model_type) or _DRAFTS.get(model_type)
 
 
 def _refused(model_type: str) -> str:
@@ -276,6 +325,8 @@ def _load_ours() -> None:
             _add(architecture)
         for composite in getattr(module, "COMPOSITES", ()):
             _COMPOSITES[composite.model_type] = composite
+        for draft in getattr(module, "DRAFTS", ()):
+            _DRAFTS[draft.model_type] = draft
         for refusal in getattr(module, "REFUSALS", ()):
             _REFUSED.update(dict.fromkeys(refusal.model_types, refusal))
 

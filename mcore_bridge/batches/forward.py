@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_bridge.arguments import COUNT, FLAG, FUNCTION, ids_on, require, tensor_on
+from mcore_bridge.batches.drafting import drafting
 from mcore_bridge.batches.gradients import finishing_gradients
 from mcore_bridge.batches.image_rows import images_of_rows
 from mcore_bridge.batches.images import Images, SeenImages, num_positions
@@ -21,6 +22,7 @@ from mcore_bridge.batches.microbatches import agreed_micro_batches, balances_exp
 from mcore_bridge.batches.packing import PackedSequences, unpack_sequences
 from mcore_bridge.batches.refusals import (
     require_batch,
+    require_drafts,
     require_own_mesh,
     require_runnable,
     require_scalar,
@@ -32,7 +34,7 @@ from mcore_bridge.config.mesh.alike import Shared
 from mcore_bridge.config.mesh.lost_ranks import naming_lost_ranks
 from mcore_bridge.errors import BatchError
 from mcore_bridge.weights.bound import provenance_on
-from mcore_bridge.weights.model_chunks import Models, all_chunks_of, chunks_of
+from mcore_bridge.weights.model_chunks import Models, all_chunks_of, chunks_of, modules_of
 from mcore_bridge.weights.provenance import HF, Provenance, identity
 
 if TYPE_CHECKING:
@@ -51,6 +53,8 @@ class TokenOutputs:
         values: outputs of a value or classification head at the token: ``[batch, seq]``, or ``[batch, seq, labels]``
             with several labels. None with another head.
         hidden: for models without a head, the hidden states after the final norm: ``[batch, seq, hidden]``. Else None.
+        draft_loss: ``[batch, seq]``: the loss of a draft head that has read the token and predicts the next one, as in
+            ``drafting``. Zero for the first token of a sequence. None without a draft head.
 
     Example:
         >>> outputs = mb.forward(models, input_ids, attention_mask)
@@ -62,6 +66,7 @@ class TokenOutputs:
     entropy: Tensor | None = None
     values: Tensor | None = None
     hidden: Tensor | None = None
+    draft_loss: Tensor | None = None
 
 
 Loss = Callable[[TokenOutputs, slice], Tensor]
@@ -75,6 +80,7 @@ def forward(
     *,
     images: Images | None = None,
     adapters: Sequence[str | None] | None = None,
+    drafts: Models | None = None,
     loss: Loss | None = None,
     hf: HF | None = None,
     head: str = "lm",
@@ -107,6 +113,8 @@ def forward(
             that was built with ``vision="train"`` or ``"frozen"``.
         adapters: for each row the name of a set of adapters, or None for the base alone. None: all rows use the set in
             use. With a loss, sets in megatron-core's DDP need a mapping as ``models``.
+        drafts: the result of ``build_draft`` for ``models``, wrapped as they are. The outputs then have its
+            ``draft_loss``, whose gradients reach the draft head alone. The batch must be of text.
         loss: called with each microbatch on the ranks of the last pipeline stage. If it raises, the error is raised
             after all microbatches are done; the caller must then zero the gradients. None: no backward follows.
         hf, head: deprecated; call ``adopt`` once for models that ``build_model`` did not make.
@@ -135,6 +143,7 @@ def forward(
     """
     models, wrapped = with_wrappers(models)
     chunks, chunk = [models] if isinstance(models, nn.Module) else [*models], chunks_of(models)[0]
+    drafted = [] if drafts is None else modules_of(drafts)
     require_own_mesh(chunk)
     learns, runs = loss is not None, []
 
@@ -151,6 +160,7 @@ def forward(
             loss=(loss, FUNCTION.or_none()),
         )
         all_chunks_of(models)
+        require_drafts(chunk, drafted, learns=learns, has_images=images is not None)
         require_runnable(chunk, packed=packed, learns=learns)
         divisor = require_temperature(temperature)
         provenance = provenance_on(models, hf, head)
@@ -163,12 +173,13 @@ def forward(
         size = micro_batch_size or (1 if chunk.pg_collection.pp.size() > 1 else len(input_ids))
         rows = [slice(start, min(start + size, len(input_ids))) for start in range(0, len(input_ids), size)]
         seen = SeenImages(of_rows, mask, rows, num_positions(chunk)) if any(of_rows) else None
-        options: Any = {"rows": rows, "temperature": divisor, "loss": loss, "seen": seen}
-        runs.append(partial(_Run, chunk, provenance, sets=adapters, wrapped=wrapped, **options))
+        given: Any = {"temperature": divisor, "loss": loss, "seen": seen, "sets": adapters, "wrapped": wrapped}
+        runs.append(partial(_Run, chunk, provenance, rows=rows, drafts=drafted, **given))
         shared = {
             "input_ids": digest_of_tokens(input_ids, mask),
             "images": [{name: digest(value) for name, value in sorted(row.items())} for row in of_rows if row],
             "loss": "given" if learns else None,
+            "drafts": [identity(provenance_on(draft)) for draft in drafted],
             "micro_batch_size": size,
             "temperature": divisor,
             "packed": packed,
@@ -202,12 +213,14 @@ class _Run:
         seen: SeenImages | None,
         sets: RowSets | None,
         wrapped: Wrapped,
+        drafts: Sequence[nn.Module],
     ) -> None:
         self._groups = chunk.pg_collection
         self._hf, self._head, self._is_lm = provenance.hf, provenance.head, provenance.head == "lm"
         self._micro_batches, self._rows = micro_batches, rows
         self._temperature, self._loss, self._seen = temperature, loss, seen
         self._sets, self._wrapped = sets, wrapped
+        self._drafts, self._draft_losses = drafts, list[Callable[[], Tensor]]()
         self._problem: Exception | None = None
 
     @naming_lost_ranks("forward")
@@ -221,8 +234,10 @@ class _Run:
                 holders,
             ),
             torch.set_grad_enabled(learns),
-            finishing_gradients(chunks, holders) if learns else nullcontext(),
+            finishing_gradients(chunks, self._drafts, holders) if learns else nullcontext(),
+            ExitStack() as recording,
         ):
+            self._draft_losses = [recording.enter_context(drafting(chunks, draft)) for draft in self._drafts]
             outputs = get_forward_backward_func()(
                 forward_step_func=partial(self._step, begin),
                 data_iterator=[iter(enumerate(self._micro_batches)) for _ in chunks],
@@ -300,10 +315,11 @@ class _Run:
             )
 
     def _stacked(self, batch: PackedSequences, output: Tensor) -> Tensor:
-        """fp32 ``[2 or outputs of a head, rows, seq]``, gathered from all context-parallel ranks."""
+        """fp32 ``[2 and drafts, or outputs of a head, rows, seq]``, gathered from all context-parallel ranks."""
         if self._is_lm:
             options: Any = {"vocab_size": self._hf.vocab_size, "temperature": self._temperature}
-            values = torch.stack(vocab_parallel(output, batch.labels, group=self._groups.tp, **options), -1)
+            own = vocab_parallel(output, batch.labels, group=self._groups.tp, **options)
+            values = torch.stack((*own, *(losses() for losses in self._draft_losses)), -1)
         else:
             values = output.float()
         return unpack_sequences(batch, gather(values, self._groups.cp), following=self._is_lm).movedim(-1, 0)
@@ -311,7 +327,8 @@ class _Run:
     def _everywhere(self, outputs: Sequence[Tensor]) -> TokenOutputs:
         """The outputs of all microbatches, sent from the last pipeline stage to every stage."""
         batch, (_, seq) = self._rows[-1].stop, self._micro_batches[0].shape
-        count = {"lm": 2, "value": 1, "none": self._hf.hidden_size}.get(self._head, self._hf.num_labels)
+        counts = {"lm": 2 + len(self._drafts), "value": 1, "none": self._hf.hidden_size}
+        count = counts.get(self._head, self._hf.num_labels)
         device = self._micro_batches[0].input_ids.device
         # independent of torch's default dtype
         empty = torch.empty(count, batch, seq, dtype=torch.float32, device=device)
@@ -320,7 +337,8 @@ class _Run:
 
     def _outputs(self, stacked: Tensor) -> TokenOutputs:
         if self._is_lm:
-            return TokenOutputs(log_probs=stacked[0], entropy=stacked[1])
+            log_probs, entropy, *draft_loss = stacked
+            return TokenOutputs(log_probs, entropy, draft_loss=draft_loss[0] if draft_loss else None)
         if self._head == "none":
             return TokenOutputs(hidden=stacked.movedim(0, -1))
         return TokenOutputs(values=stacked[0] if len(stacked) == 1 else stacked.movedim(0, -1))

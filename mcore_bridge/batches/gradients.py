@@ -24,30 +24,35 @@ Holders = Sequence[Sequence[Any]]
 
 
 @contextlib.contextmanager
-def finishing_gradients(models: Sequence[nn.Module], holders: Holders = ()) -> Iterator[None]:
+def finishing_gradients(
+    models: Sequence[nn.Module], drafts: Sequence[nn.Module] = (), holders: Holders = ()
+) -> Iterator[None]:
     """In the block, megatron-core's schedule completes the gradients of these chunks, unless other code does.
 
-    It does nothing if the trainer has set ``config.finalize_model_grads_func``, or if DDP or FSDP holds gradients.
-    Earlier gradients are already complete. So they are set aside in the block, and added at its end.
+    If the trainer has set ``config.finalize_model_grads_func``, this function gets the drafts, too. If DDP or FSDP
+    holds gradients and there is no such function, nothing is done. Earlier gradients are already complete. So they are
+    set aside in the block, and added at its end.
 
     Args:
-        models: the chunks, wrapped or not.
+        models: the chunks that the schedule runs, wrapped or not.
+        drafts: chunks that run beside them.
         holders: the schedule completes the gradients in these, too, by the trainer's function if there is one. They
             communicate in the last microbatch.
     """
-    chunks = chunks_of(models)
+    chunks = chunks_of([*models, *drafts])
     config: Any = chunks[0].config
     given = config.finalize_model_grads_func
     learning = [parameter for chunk in chunks for parameter in chunk.parameters() if parameter.requires_grad]
-    if not any(holders) and (given is not None or any(map(is_held, learning))):
+    if given is None and not any(holders) and any(map(is_held, learning)):
         yield
         return
-    changed: dict[str, Any] = {"finalize_model_grads_func": partial(_finish, given, holders)}
+    changed: dict[str, Any] = {"finalize_model_grads_func": partial(_finish, given, drafts, holders)}
     if any(holders):
         changed |= {"no_sync_func": partial(_without_sync, holders), "grad_sync_func": None, "param_sync_func": None}
     before = {name: getattr(config, name) for name in changed}
-    earlier = [parameter.grad for parameter in learning]
-    for parameter in learning:
+    is_ours = given is None or any(holders)
+    earlier = {parameter: parameter.grad for parameter in learning if is_ours}
+    for parameter in earlier:
         parameter.grad = None
     for name, value in changed.items():
         setattr(config, name, value)
@@ -56,7 +61,7 @@ def finishing_gradients(models: Sequence[nn.Module], holders: Holders = ()) -> I
     finally:
         for name, value in before.items():
             setattr(config, name, value)
-        for parameter, grad in zip(learning, earlier, strict=True):
+        for parameter, grad in earlier.items():
             if grad is not None:
                 parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
 
@@ -84,12 +89,23 @@ def _without_sync(holders: Holders) -> Iterator[None]:
         yield
 
 
-def _finish(given: Any, holders: Holders, models: Sequence[nn.Module], num_tokens: Any = None, **options: Any) -> None:
+def _finish(
+    given: Any,
+    drafts: Sequence[nn.Module],
+    holders: Holders,
+    models: Sequence[nn.Module],
+    num_tokens: Any = None,
+    **options: Any,
+) -> None:
     """The function that a schedule calls after its last backward."""
     from megatron.core.distributed import finalize_model_grads
 
     with torch.no_grad():
+        if given is not None and not any(holders):
+            given([*models, *drafts], num_tokens, **options)
+            return
         likes = [_LikeDDP(*pair) for pair in zip(models, holders or [()] * len(models), strict=True)]
+        likes += [_LikeDDP(draft, [*filter(None, [holder_of(draft)])]) for draft in drafts]
         (given or finalize_model_grads)(likes, num_tokens, **options)
 
 

@@ -128,15 +128,15 @@ class _LogProbs(torch.autograd.Function):
         ctx: Any, logits: Tensor, labels: Tensor, vocab_size: int, group: ProcessGroup, temperature: float
     ) -> tuple[Tensor, Tensor]:
         first = group.rank() * logits.size(-1)
-        ctx.num_valid, ctx.temperature = max(min(logits.size(-1), vocab_size - first), 0), temperature
+        ctx.num_valid, ctx.temperature = num_valid(logits, vocab_size, group), temperature
         peak = torch.full(labels.shape, -torch.inf, dtype=torch.float32, device=logits.device)
-        for at, part in _chunks(ctx, logits):
+        for at, part in in_fp32(logits, ctx.num_valid, temperature):
             peak[at] = part.amax(-1)
         peak = reduce_max(peak, group)
         own = (labels >= first) & (labels < first + ctx.num_valid)
         column = torch.where(own, labels - first, 0)
         sums = torch.zeros(3, len(labels), dtype=torch.float32, device=logits.device)
-        for at, part in _chunks(ctx, logits):
+        for at, part in in_fp32(logits, ctx.num_valid, temperature):
             shifted = part.sub_(peak[at, None])
             sums[2, at] = shifted.gather(1, column[at, None])[:, 0] * own[at]
             weights = shifted.exp()
@@ -151,7 +151,7 @@ class _LogProbs(torch.autograd.Function):
     def backward(ctx: Any, of_log_probs: Tensor, of_entropy: Tensor) -> tuple[Tensor | None, ...]:
         logits, column, own, log_total, entropy = ctx.saved_tensors
         grad = torch.zeros_like(logits)
-        for at, part in _chunks(ctx, logits):
+        for at, part in in_fp32(logits, ctx.num_valid, ctx.temperature):
             logs = part.sub_(log_total[at, None])
             chunk = logs.exp()
             chunk.mul_(logs.add_(entropy[at, None]).mul_(of_entropy[at, None]).add_(of_log_probs[at, None])).neg_()
@@ -160,12 +160,17 @@ class _LogProbs(torch.autograd.Function):
         return grad, None, None, None, None
 
 
-def _chunks(ctx: Any, logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
+def num_valid(logits: Tensor, vocab_size: int, group: ProcessGroup) -> int:
+    """The number of columns of this tensor-parallel rank that are no padding."""
+    return max(min(logits.size(-1), vocab_size - group.rank() * logits.size(-1)), 0)
+
+
+def in_fp32(logits: Tensor, num_valid: int, temperature: float = 1.0) -> Iterator[tuple[slice, Tensor]]:
     """The logits without padding, as new fp32 divided by the temperature, some tokens at a time.
 
     A rank that holds only padding has none.
     """
     step = max(CHUNK // logits.size(-1), 1)
-    for start in range(0, len(logits) if ctx.num_valid else 0, step):
+    for start in range(0, len(logits) if num_valid else 0, step):
         at = slice(start, min(start + step, len(logits)))
-        yield at, logits[at, : ctx.num_valid].to(torch.float32, copy=True).div_(ctx.temperature)
+        yield at, logits[at, :num_valid].to(torch.float32, copy=True).div_(temperature)

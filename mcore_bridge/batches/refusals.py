@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from mcore_bridge.batches.drafting import problem_of
+from mcore_bridge.batches.gradients import is_held
 from mcore_bridge.batches.microbatches import balances_experts
 from mcore_bridge.batches.packing import require_mask
 from mcore_bridge.errors import BatchError
+from mcore_bridge.weights.model_chunks import chunks_of
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -88,6 +92,21 @@ def require_runnable(chunk: GPTModel, *, packed: bool, learns: bool) -> None:
             "calculate_per_token_loss must be False for forward, which does not count tokens, found True: build the "
             "model without it"
         )
+
+
+def require_drafts(chunk: GPTModel, drafts: Sequence[nn.Module], *, learns: bool, has_images: bool) -> None:
+    """Refuse draft heads that cannot run beside the model of a chunk, or whose gradients would stay incomplete."""
+    if not drafts:
+        return
+    problems = [problem] if (problem := problem_of(chunk, drafts)) else []
+    if has_images:
+        problems.append("images must be None, because nobody has written drafts of images")
+    learning = [parameter for part in (chunk, *chunks_of(drafts)) for parameter in part.parameters()]
+    held = {is_held(parameter) for parameter in learning if parameter.requires_grad}
+    if learns and len(held) > 1:
+        problems.append("the draft head and the model must both be wrapped in DDP, or neither")
+    if problems:
+        raise BatchError(f"with drafts, {'; '.join(problems)}: correct it, or leave out drafts")
 
 
 def require_own_mesh(chunk: GPTModel) -> None:

@@ -8,7 +8,7 @@ import copy
 import functools
 import json
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -84,12 +84,7 @@ def read_config(
 
     if isinstance(source, PretrainedConfig):
         return _completed(_translated(copy.deepcopy(source)))
-    if not isinstance(source, str | os.PathLike):
-        raise ConfigError(
-            f"A model must be given as its HF folder or as a config of transformers, found an object of type "
-            f"{type(source).__name__}. Pass the path of the folder."
-        )
-    folder = find_folder(source)
+    folder = _folder(source)
     fields = read_fields(folder / CONFIG, special_float)
     _require_short_lists(fields)
     kind = fields.get("model_type")
@@ -109,6 +104,43 @@ def read_config(
         raise ConfigError(f"transformers must accept {folder / CONFIG}, but refuses it: {error}") from error
     config._name_or_path = str(source)
     return _completed(config)
+
+
+def read_as(
+    source: "str | os.PathLike[str] | PretrainedConfig",
+    change: Callable[[dict[str, object]], dict[str, object]],
+    owner: str,
+) -> "PretrainedConfig":
+    """Like ``read_config``, for fields that ``change`` makes from the published ones, read by the class of ``owner``.
+
+    Args:
+        source: as for ``read_config``.
+        change: its result has another ``model_type``, of a family that transformers lacks.
+        owner: the ``model_type`` whose config class reads the result.
+
+    Raises:
+        ConfigError: as for ``read_config``.
+    """
+    from transformers import PretrainedConfig
+
+    if isinstance(source, PretrainedConfig):
+        fields = source.to_dict()
+    else:
+        fields = read_fields(_folder(source) / CONFIG, special_float)
+    fields = _spell(change(fields))
+    try:
+        return _completed(_borrowed(str(fields["model_type"]), owner).from_dict(fields))
+    except Exception as error:  # a config class may raise any type
+        raise ConfigError(f"transformers must accept the config of {source}, but refuses it: {error}") from error
+
+
+def _folder(source: object) -> Path:
+    if not isinstance(source, str | os.PathLike):
+        raise ConfigError(
+            f"A model must be given as its HF folder or as a config of transformers, found an object of type "
+            f"{type(source).__name__}. Pass the path of the folder."
+        )
+    return find_folder(source)
 
 
 def _free(name: str, published: str, fields: Collection[str]) -> str:

@@ -26,7 +26,7 @@ ATTRIBUTES = frozenset(
         *("layer_kinds", "mamba_conv_kernel", "short_conv_kernel", "mamba_norm", "side_multipliers"),
         *("mtp_kinds", "mtp_like_layer", "attention_chunks", "nope_temperature", "per_layer_config"),
         *("attention_gate", "attention_gate_activation", "expert_latent_size", "value_norm", "keys_as_values"),
-        "layer_scalar",
+        *("layer_scalar", "draft"),
         *ATTENTION_FACTOR,
     )
 )
@@ -51,6 +51,7 @@ For ``build_model``:
 * ``attention_gate_activation``: of these gates, "sigmoid" or "softplus" (in fp32);
 * ``value_norm``: whether values have a norm without weights in each head;
 * ``keys_as_values``: whether values are the keys before their norm, so that no projection computes them;
+* ``draft``: what a draft head has beside the fields of a decoder (``draft.py``), if the model is one;
 * ``layer_scalar``: whether the output of each layer is multiplied by a number of the checkpoint;
 * ``attention_softcap``, ``logit_softcap``: the bounds of attention scores and of logits, enforced by a tanh;
 * ``embedding_scale``: word embeddings are multiplied by it;

@@ -135,7 +135,11 @@ def build_model(
 
 
 def build(
-    prepare: Callable[[], tuple[Blueprint, HFWeights | None]], *, freeze: Sequence[str] = (), seed: int = 0
+    prepare: Callable[[], tuple[Blueprint, HFWeights | None]],
+    *,
+    freeze: Sequence[str] = (),
+    seed: int = 0,
+    further: Shared | None = None,
 ) -> list[GPTModel]:
     """Builds this rank's chunks from a blueprint. They share its config object.
 
@@ -146,6 +150,7 @@ def build(
         prepare: makes the blueprint. Later changes of its config are checked like overrides. The second value is the
             source of the weights; None: parameters have megatron-core's initial values.
         freeze, seed: see ``build_model``, as for the errors.
+        further: more values that must be equal on all ranks.
     """
 
     def checked() -> tuple[tuple[Blueprint, HFWeights | None, object], Shared]:
@@ -153,7 +158,7 @@ def build(
         blueprint, source = prepare()
         blueprint = reconcile(blueprint)
         _require_mesh(blueprint, _mesh())
-        shared = {**_shared(blueprint, source), "freeze": [*freeze], "seed": seed}
+        shared = {**_shared(blueprint, source), "freeze": [*freeze], "seed": seed, **(further or {})}
         return (blueprint, source, shared["load_weights"]), shared
 
     blueprint, source, described = agreed(building_groups(), checked, ConfigError)

@@ -50,6 +50,8 @@ def require_hybrid(architecture: Architecture, config: TransformerConfig, *, pos
 
 
 def _obstacles(architecture: Architecture, config: TransformerConfig, positions: object, vision: str) -> Iterator[str]:
+    if hasattr(config, "draft"):
+        yield "a draft head is a GPTModel of one layer"
     if architecture.model or architecture.layer_spec:
         yield "its architecture has a special model or layer spec, which is made for GPTModel"
     if getattr(config, "parallel_norms", None):

@@ -57,6 +57,7 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend)
     """Puts our modules into the spec of layer ``number`` (from 0), which has this config."""
     from mcore_bridge.factory.modules.attention_gate import adapt_gate
     from mcore_bridge.factory.modules.chunks import adapt_chunks
+    from mcore_bridge.factory.modules.eagle3 import adapt_draft
     from mcore_bridge.factory.modules.experts import adapt_experts, adapt_narrow_experts
     from mcore_bridge.factory.modules.half_layers import adapt_halves
     from mcore_bridge.factory.modules.latent import adapt_latent, adapt_sparse
@@ -100,6 +101,7 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend)
     adapt_attention(layer, config, number, backend)
     adapt_halves(layer, config, number, backend)
     adapt_keys(layer, config)
+    adapt_draft(layer, config, backend)
 
 
 def _use_torch_modules(layer: Any, config: TransformerConfig) -> None:

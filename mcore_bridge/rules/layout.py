@@ -218,6 +218,7 @@ COLUMN         = Rearrange("(tp n) ...", "tp n ...")
 ROW            = Rearrange("n (tp m)", "tp n m")
 REPLICATED     = Replicate()
 VOCAB          = Resize("vocab", "padded_vocab") >> COLUMN
+TARGET_VOCAB   = Resize("target_vocab", "padded_target_vocab") >> COLUMN                     # of a draft head's policy
 GATED_UP       = COLUMN >> Concat(1, ratio=(1, 1))                                          # cut, then fuse
 QKV            = GROUPS >> Concat(1, ratio=("heads_per_group", 1, 1)) >> ~GROUPS >> COLUMN  # fuse, then cut
 QK             = GROUPS >> Concat(1, ratio=("heads_per_group", 1)) >> ~GROUPS >> COLUMN     # where keys are values

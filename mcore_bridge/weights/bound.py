@@ -263,6 +263,7 @@ def axes_of_config(config: TransformerConfig, *, vocab: int, padded_vocab: int) 
         **_linear_axes(config),
         **_mamba_axes(config),
         **_kda_axes(config),
+        **_draft_axes(config),
     }
     configs = {number: layer_config(config, number) for number in range(config.num_layers)}
     return ModelAxes(model, {number: _head_axes(own) for number, own in configs.items() if own is not config})
@@ -293,6 +294,14 @@ def _mamba_axes(config: TransformerConfig) -> dict[str, int]:
     sizes = {"mamba_inner": heads * config.mamba_head_dim, "mamba_state": config.mamba_state_dim, "mamba_heads": heads}
     unit = gcd(*sizes.values())  # several ranks may share a group
     return {name: size // unit for name, size in sizes.items()}
+
+
+def _draft_axes(config: TransformerConfig) -> dict[str, int]:
+    """The vocabulary of the policy of a draft head; empty for another model."""
+    draft, tp = getattr(config, "draft", None), config.tensor_model_parallel_size
+    if draft is None:
+        return {}
+    return {"target_vocab": draft.target_vocab_size, "padded_target_vocab": -(-draft.target_vocab_size // tp) * tp}
 
 
 def _kda_axes(config: TransformerConfig) -> dict[str, int]:

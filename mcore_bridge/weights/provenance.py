@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
-from mcore_bridge.architecture import architecture_of, composite_of, published_fields, read_hf
+from mcore_bridge.architecture import architecture_of, composite_of, published_fields, published_type, read_hf
 from mcore_bridge.arguments import accepts_former_names
 from mcore_bridge.composite import IN_MODEL, Whole, spelling_in, text_of
 from mcore_bridge.config.hf import find_folder, read_fields, with_fields, write_fields
@@ -358,7 +358,8 @@ def write_config(config: PretrainedConfig, folder: Path) -> None:
     config.save_pretrained(folder)
     if names := dict(published_fields(config.model_type)):
         path = folder / "config.json"
-        write_fields(path, {names.get(name, name): value for name, value in read_fields(path).items()})
+        fields = {names.get(name, name): value for name, value in read_fields(path).items()}
+        write_fields(path, {**fields, "model_type": published_type(config.model_type)})
 
 
 def _count_mtp(hf: PretrainedConfig, provenance: Provenance, names: Collection[str]) -> None:

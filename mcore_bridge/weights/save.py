@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, Unpack, ove
 import torch
 from torch import Tensor
 
-from mcore_bridge.architecture import read_hf
+from mcore_bridge.architecture import is_draft, read_draft, read_hf
 from mcore_bridge.arguments import COUNT, FLAG, accepts_former_names, require
 from mcore_bridge.config.class_names import stem_of
 from mcore_bridge.config.quantization import Quantize
@@ -331,7 +331,8 @@ def _write_rest(
     if form.folder is not None:
         copy_note(Path(form.folder), staging)
     if kept is not None and "config.json" in names:
-        provenance = provenance.with_config(read_hf(kept))
+        read = read_draft if is_draft(provenance.hf) else read_hf
+        provenance = provenance.with_config(read(kept))
     config = _config_of(specs, provenance)
     if (note := form.config_note(specs.tensors)) is not None:
         config.quantization_config = note

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mcore_bridge.convert.convert import convert
-from tests.support import seeing, towers
+from tests.support import eagle3, seeing, towers
 from tests.support.strategies import random_state, save, tiny
 from tests.support.torchrun import forked
 
@@ -78,6 +78,7 @@ PAGES = {
     "docs/guide/adapters.md": ([""] * 8, (1, 2)),
     "docs/guide/checkpoints.md": ([MODELS + "optimizer = None", "", "model = models[0]"], (1, 2)),
     "docs/internals/design.md": (["from mcore_bridge.rules.layout import Concat, GROUPS, Rearrange", "", ""], (1, 2)),
+    "docs/guide/drafts.md": ([TOKENS, ""], (2,)),
     "docs/guide/embedding.md": (["", TOKENS + ACTOR], (1, 2)),
     "docs/guide/load.md": (["", ""], (2,)),
     "docs/guide/sync.md": ([MODELS + SYNC, VERIFY, "", "", ENGINE], (1,)),
@@ -125,6 +126,8 @@ def folder(tmp_path_factory):
     model = path / "path" / "of" / "Qwen3-8B"
     model.mkdir(parents=True)
     save(random_state(hf), hf, model)
+    head = eagle3.fields_of(hf, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
+    eagle3.write(model.parent / "EAGLE3-Qwen3-8B", head, eagle3.random_head(head, hf, own_embedding=False))
     (path / "demo").mkdir()
     (path / "demo" / "qwen3").symlink_to(model)
     convert(model, Path(f"{model}-torch-dist"), on_event=lambda *event: None)

@@ -399,6 +399,8 @@ TABLE: dict[str, dict[str, Cell] | str] = {
         lambda place, path: place.models(load_weights=path),
         changed=changed_while("mcore_bridge.weights.load.read", "hf", lambda place: place.models()),
     ),
+    "build_draft": not_a_writer(lambda place, path: mb.build_draft(place.models(), path)),
+    "drafting": NO_PATH,
     "load_hf_weights": not_a_writer(
         lambda place, path: mb.load_hf_weights(place.models(), path),
         lambda place, path: mb.load_hf_weights(place.models(), place.hf, hf=path),

@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 import mcore_bridge as mb
 from mcore_bridge.arguments import COUNT, require
@@ -15,7 +16,7 @@ from mcore_bridge.convert.hf_to_torch import rank_files
 from mcore_bridge.errors import BridgeError
 from mcore_bridge.weights.dist_checkpoint.folder import TRACKER
 from mcore_bridge.weights.ipc.shared_memory import allocate, share
-from tests.support import fake_mesh
+from tests.support import eagle3, fake_mesh
 from tests.support.strategies import random_state, tiny
 from tests.support.strategies import save as save_state
 
@@ -183,6 +184,8 @@ def good(models, folder, source):
     handles = [share(MARK, EMPTY_MAP.digest)]
     return {
         "build_model": {"hf": HF, "device": "cpu", "load_weights": False},
+        "build_draft": {"models": models, "hf": LlamaConfig(**eagle3.fields_of(HF, draft_vocab_size=HF.vocab_size))},
+        "drafting": {"models": models, "drafts": models},
         "adopt": {"models": models, "hf": HF},
         "load_hf_weights": {"models": models, "source": source},
         "save_hf_checkpoint": {"models": models, "folder": folder / "saved"},

@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from transformers import LlamaConfig
 
 import mcore_bridge as mb
 from mcore_bridge.errors import BridgeError
 from mcore_bridge.weights.ipc.shared_memory import allocate, share
-from tests.support import pool, stepping
+from tests.support import eagle3, pool, stepping
 from tests.support.strategies import random_state, tiny
 from tests.support.strategies import save as save_state
 
@@ -41,9 +42,15 @@ TABLE: dict[str, dict[str, str]] = {
         "on_chunk": OWN,
         "strict_config": "it only refuses, and where one rank refuses its model, all raise",
     },
+    "build_draft": {
+        "models": OWN,
+        **dict.fromkeys(("hf", "dtype", "backend", "overrides", "token_ids", "freeze", "seed"), COMPARED),
+    },
+    "drafting": dict.fromkeys(("models", "drafts"), "forward compares them, and a caller without it is on its own"),
     "forward": {
         "models": OWN,
-        **dict.fromkeys(("input_ids", "attention_mask", "images", "adapters", "loss", "hf", "head"), COMPARED),
+        **dict.fromkeys(("input_ids", "attention_mask", "images", "adapters", "drafts", "loss"), COMPARED),
+        **dict.fromkeys(("hf", "head"), COMPARED),
         **dict.fromkeys(("micro_batch_size", "temperature", "packed", "multiple_of"), COMPARED),
     },
     "log_probs": {"logits": OWN, "group": OWN, **dict.fromkeys(("labels", "vocab_size", "temperature"), COMPARED)},
@@ -110,8 +117,10 @@ def test_the_table_has_each_argument_of_each_call() -> None:
     assert shared == {name: {*row} for name, row in TABLE.items()}
 
 
-HF = tiny("qwen3", num_hidden_layers=2, num_key_value_heads=2, vocab_size=96)
-OTHER_HF = tiny("qwen3", num_hidden_layers=2, num_key_value_heads=2, vocab_size=96, rope_theta=777.0)
+HF = tiny("qwen3", num_hidden_layers=3, num_key_value_heads=2, vocab_size=96)
+OTHER_HF = tiny("qwen3", num_hidden_layers=3, num_key_value_heads=2, vocab_size=96, rope_theta=777.0)
+IDS = [0, 1, 2]
+DRAFT = eagle3.fields_of(HF, draft_vocab_size=32, eagle_aux_hidden_state_layer_ids=IDS)
 MESH = mb.ParallelDims(tp=2, sp=True)
 NEW: dict[str, Any] = {"rank": 2, "alpha": 4, "targets": ["q_proj"]}
 
@@ -151,6 +160,7 @@ def _usual(name: str, folders: dict[str, str], models: dict[str, Any]) -> tuple[
         mask, images = torch.tensor([[1, 1, 1, 0]] * 2), [{"pixel_values": ids}] * 2
         learn = {"loss": lambda outputs, rows: outputs.log_probs.sum()}
         batch = {"input_ids": ids + 1, "attention_mask": mask, "images": images, "adapters": [None, None]}
+        batch["drafts"] = mb.build_draft(plain, LlamaConfig(**DRAFT), token_ids=torch.arange(32))
         return mb.forward, usual, {**other, **of_call, **batch, **learn}
     cases: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         "ParallelDims.initialize": (
@@ -173,6 +183,19 @@ def _usual(name: str, folders: dict[str, str], models: dict[str, Any]) -> tuple[
                 "seed": 1,
                 "vision": "train",
                 "model": "none",
+            },
+        ),
+        "build_draft": (
+            mb.build_draft,
+            {"models": plain, "hf": LlamaConfig(**DRAFT), "token_ids": torch.arange(32)},
+            {
+                "hf": LlamaConfig(**DRAFT, rope_theta=777.0),
+                "dtype": torch.bfloat16,
+                "backend": "te",
+                "overrides": {"attention_dropout": 0.5},
+                "token_ids": torch.arange(1, 33),
+                "freeze": ["*"],
+                "seed": 1,
             },
         ),
         "log_probs": (

@@ -18,7 +18,7 @@ from mcore_bridge.arguments import given_path
 from mcore_bridge.config.mesh.alike import Content, digest_of
 from mcore_bridge.errors import CheckpointError, plural
 from mcore_bridge.foreign_files import read_bounded
-from mcore_bridge.rules.names import TOWER, plain_key
+from mcore_bridge.rules.names import OF_DRAFTS, TOWER, plain_key
 from mcore_bridge.weights.dist_checkpoint.metadata import is_tiled, read_metadata
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ _TRACKED = re.compile(rb"release|[0-9]{1,18}")
 _TRACKER_BYTES = 100
 _ITERATION = re.compile(r"release|iter_(\d{7,})")
 _SINGLE_EXPERT = re.compile(r"\.experts\.experts\.\d+\.")
-_MODEL = ("embedding.", "decoder.", "output_layer.", "mtp.", TOWER)
+_MODEL = ("embedding.", "decoder.", "output_layer.", "mtp.", TOWER, *OF_DRAFTS)
 
 
 @dataclass(frozen=True)

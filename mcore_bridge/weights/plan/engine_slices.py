@@ -26,6 +26,8 @@ from mcore_bridge.weights.plan.target import EngineRank
 Indices = np.ndarray[tuple[int], np.dtype[np.int64]]
 Sizes = tuple[tuple[str, int], ...]
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
+_PADDED = "padded_"
+"""The prefix of axes that are a vocabulary with its padding."""
 _HEADS = "heads_per_group"
 
 
@@ -104,7 +106,8 @@ class Slicer:
         axes = self._axes.of(entry.held.name, rule.axis)
         indices = []
         for part, (tp, rank) in enumerate(self._cuts(entry, rule)):
-            sizes = {**axes, "padded_vocab": self._target.padded(axes["vocab"], tp)}
+            padded = {name: axes[name.removeprefix(_PADDED)] for name in axes if name.startswith(_PADDED)}
+            sizes = {**axes, **{name: self._target.padded(rows, tp) for name, rows in padded.items()}}
             try:
                 indices.append(_taken(rule.layout, shapes, tuple(sorted(sizes.items())), tp, rank)[part])
             except (LookupError, ValueError, RuntimeError) as error:  # einops raises EinopsError, a RuntimeError

@@ -1,0 +1,198 @@
+"""The model of an EAGLE3 head: one layer that reads an embedding and a hidden state side by side.
+
+``[embedding, hidden]`` travels through megatron-core's layer as one tensor of two widths. Its first norm is two norms,
+one for each half. Its projection of queries, keys and values has two widths of inputs. Its first residual is the half
+of the hidden state. All other code is megatron-core's, so checkpoints of activations work as in any layer.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    VocabParallelEmbedding,
+    scatter_to_sequence_parallel_region,
+)
+from torch import Tensor, nn
+
+from mcore_bridge.factory.modules.backend import Backend, mixed, norm_of
+from mcore_bridge.factory.modules.torch_modules import placement
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+    from mcore_bridge.config.draft import DraftFields
+
+
+class TwoNorms(nn.Module):
+    """A norm for each half of ``[..., embedding and hidden]``.
+
+    With ``norm_before_residual`` the model has already normed the hidden state, which is also the residual.
+    """
+
+    norm: Any
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.embedding, self.hidden = (self.norm(config, hidden_size, eps) for _ in range(2))
+        self.is_normed = draft_of(config).norm_before_residual
+
+    def forward(self, joined: Tensor) -> Tensor:
+        """The same shape."""
+        embedding, hidden = joined.chunk(2, -1)
+        return torch.cat((self.embedding(embedding), hidden if self.is_normed else self.hidden(hidden)), -1)
+
+
+@functools.cache
+def two_norms(norm: type) -> type:
+    """The class of ``TwoNorms`` of this class. Cached, so that equal arguments give one class."""
+    return type(f"Two{norm.__name__}s", (TwoNorms,), {"norm": norm, "__doc__": TwoNorms.__doc__})
+
+
+class TwiceAsWide:
+    """Before a linear layer: it has twice as many inputs."""
+
+    def __init__(self, input_size: int, output_size: int, **options: Any) -> None:
+        super().__init__(2 * input_size, output_size, **options)  # type: ignore[call-arg]
+
+
+class Vocabulary(nn.Module):
+    """The choice of tokens of a draft head: int64 ``d2t`` ``[own tokens]`` and bool ``t2d`` ``[tokens of the policy]``.
+
+    ``d2t`` has the id of a token for the policy minus its own id. ``t2d`` says which tokens of the policy are chosen.
+    """
+
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, size: int, target_size: int, *, device: torch.device) -> None:
+        super().__init__()
+        self.register_buffer("d2t", torch.zeros(size, dtype=torch.int64, device=device))
+        self.register_buffer("t2d", torch.zeros(target_size, dtype=torch.bool, device=device))
+
+    def choose(self, token_ids: Tensor) -> None:
+        """Let the own tokens be these tokens of the policy, in this order."""
+        token_ids = token_ids.to(self.d2t.device)
+        self.d2t.copy_(token_ids - torch.arange(len(token_ids), device=token_ids.device))
+        self.t2d.zero_()[token_ids] = True
+
+    def target_ids(self) -> Tensor:
+        """int64 ``[own tokens]``: the id of each token for the policy. The inverse of ``choose``."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+
+class Eagle3Model(GPTModel):
+    """An EAGLE3 head as a ``GPTModel`` of one layer. It reads hidden states of its policy, and embeddings.
+
+    Each tensor-parallel rank has ``fc`` whole, as engines do. With sequence parallelism it reads only its own tokens.
+
+    It has an ``embedding`` only if its folder has one; otherwise it reads the embedding of its policy. Without a
+    ``vocabulary`` both vocabularies are equal.
+    """
+
+    def __init__(self, config: TransformerConfig, **options: Any) -> None:
+        draft = draft_of(config)
+        super().__init__(config=config, **{**options, "pre_process": False})
+        tp = self.pg_collection.tp
+        self.fc = nn.Linear(3 * draft.target_hidden_size, config.hidden_size, bias=False, **placement(config))
+        self.fc.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        if config.perform_initialization:
+            config.init_method(self.fc.weight)
+        self.fc_norm = nn.ModuleList()
+        if draft.fc_norm:
+            norm = self.decoder.layers[0].input_layernorm.norm
+            self.fc_norm.extend(norm(config, draft.target_hidden_size, config.layernorm_epsilon) for _ in range(3))
+        if draft.own_embedding:
+            self.embedding = LanguageModelEmbedding(
+                config=config,
+                vocab_size=-(-draft.target_vocab_size // tp.size()) * tp.size(),
+                max_sequence_length=self.max_sequence_length,
+                position_embedding_type="none",
+                tp_group=tp,
+            )
+        sizes = config.hf_vocab_size, draft.target_vocab_size
+        self.vocabulary = Vocabulary(*sizes, device=self.fc.weight.device) if draft.has_map else None
+
+    def forward(
+        self,
+        hidden: Tensor,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        packed_seq_params: Any = None,
+        *,
+        embedding: VocabParallelEmbedding,
+    ) -> Tensor:
+        """The logits over the own vocabulary of this tensor-parallel rank.
+
+        Args:
+            hidden: ``[s, b, 3 * target_hidden_size]``: the inputs of three layers of the policy. With sequence
+                parallelism each rank has its part of ``s``.
+            input_ids: int64 ``[b, s]``: for each hidden state the token that follows, in the vocabulary of the policy.
+            position_ids: ``[b, s]``: of the hidden states.
+            packed_seq_params: as for the policy.
+            embedding: the one of the policy, for a head without an own one. No gradient goes there.
+
+        Returns:
+            ``[b, s, padded vocab / tp]``, of all tokens of this context-parallel rank.
+        """
+        if self.fc_norm:
+            normed = (norm(part) for norm, part in zip(self.fc_norm, hidden.chunk(3, -1), strict=True))
+            hidden = torch.cat([*normed], -1)
+        fused = self.fc(hidden)
+        norm = self.decoder.layers[0].input_layernorm
+        if norm.is_normed:
+            fused = norm.hidden(fused)
+        self.set_input_tensor(torch.cat((self._embed(input_ids, embedding), fused), -1))
+        logits: Tensor = super().forward(None, position_ids, None, packed_seq_params=packed_seq_params)
+        self.set_input_tensor(None)
+        return logits
+
+    def _embed(self, input_ids: Tensor, embedding: VocabParallelEmbedding) -> Tensor:
+        """``[s, b, hidden_size]``. Hooks of the policy are left out: engines do not scale embeddings for a draft."""
+        if draft_of(self.config).own_embedding:
+            own: Tensor = self.embedding(input_ids, None)
+            return own
+        with torch.no_grad():
+            rows: Tensor = embedding.forward(input_ids)
+            if embedding.reduce_scatter_embeddings:  # they are [s, b, hidden_size] already
+                return rows
+            rows = rows.transpose(0, 1)
+            cut = self.config.sequence_parallel
+            return scatter_to_sequence_parallel_region(rows, group=self.pg_collection.tp) if cut else rows
+
+
+def draft_of(config: TransformerConfig) -> DraftFields:
+    """What the config of a draft head has beside the fields of a decoder."""
+    draft: DraftFields = config.draft
+    return draft
+
+
+def adapt_draft(layer: Any, config: TransformerConfig, backend: Backend) -> None:
+    """Let the layer of a draft head read ``[embedding, hidden]``.
+
+    Args:
+        layer: the submodules of a layer, changed in place. No other layer may share them.
+        config: it has a ``draft`` if the model is a draft head.
+        backend: the backend of the layer's modules.
+    """
+    if not hasattr(config, "draft"):
+        return
+    linear: type = ColumnParallelLinear
+    if backend == "te":  # its usual linear layer has a norm inside
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+        linear = TEColumnParallelLinear
+    add = layer.self_attn_bda
+
+    def add_to_hidden(training: bool, fused: bool) -> Any:
+        whole = add(training, fused)
+        return lambda output, joined, dropout: whole(output, joined.chunk(2, -1)[1], dropout)
+
+    layer.input_layernorm, layer.self_attn_bda = two_norms(norm_of(backend, config)), add_to_hidden
+    layer.self_attention.submodules.linear_qkv = mixed(TwiceAsWide, linear)
+    del layer.sharded_state_dict_keys_map["input_layernorm."]  # no linear layer has these norms inside

@@ -1,0 +1,68 @@
+"""Draft heads for speculative decoding, beside a policy of any family: EAGLE3, as SpecForge and its engines name it.
+
+Its one layer reads an embedding and a hidden state side by side. The hidden state is a projection (``fc``) of three
+hidden states of the policy. SGLang and published folders call the layer ``midlayer``; vLLM takes ``layers.0``, too.
+"""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from mcore_bridge.architecture import Architecture
+from mcore_bridge.config.draft import DRAFT, EAGLE3, ONE_LAYER
+from mcore_bridge.config.fields import Ignore, Require
+from mcore_bridge.config.tables import BIAS_ANY, DENSE, QK_PLAIN, WINDOW_NONE, but
+from mcore_bridge.config.tables.parallel import OWN_HEAD
+from mcore_bridge.models.blocks import GQA, O_BIAS, QKV_BIAS, SWIGLU, SWIGLU_BIAS
+from mcore_bridge.rules.layout import REPLICATED, TARGET_VOCAB
+from mcore_bridge.rules.mapping import Rules, numbered, table, under
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+# fmt: off
+_NORMS     = table(("input_layernorm.embedding.weight",  "input_layernorm.weight",          REPLICATED),
+                   ("input_layernorm.hidden.weight",     "hidden_norm.weight",              REPLICATED),
+                   ("pre_mlp_layernorm.weight",          "post_attention_layernorm.weight", REPLICATED))
+_AROUND    = table(("fc.weight",                         "fc.weight",                       REPLICATED),
+                   ("decoder.final_layernorm.weight",    "norm.weight",                     REPLICATED))
+_FC_NORM   = numbered(table(("fc_norm.*.weight",         "fc_norm.*.weight",                REPLICATED)), count=3)
+_EMBEDDING = table(("embedding.word_embeddings.weight",  "embed_tokens.weight",             TARGET_VOCAB))
+_MAP       = table(("vocabulary.d2t",                    "d2t",                             REPLICATED),
+                   ("vocabulary.t2d",                    "t2d",                             REPLICATED))
+# fmt: on
+_OF_POLICY = Ignore(
+    "they were copied from the policy, and neither SpecForge nor engines read them for a draft head",
+    ("sliding_window", "max_window_layers", "decoder_sparse_step", "target_model_type"),
+)
+_LAYER = (_NORMS, GQA, QKV_BIAS, O_BIAS, SWIGLU, SWIGLU_BIAS)
+
+
+def _rules(hf: "PretrainedConfig") -> Rules:
+    """The rules of a head. A source may call its layer ``layers.0``; a save writes ``midlayer``."""
+    layer = under("decoder.layers.0", "midlayer", *_LAYER)
+    second = under("decoder.layers.0", "layers.0", *_LAYER)
+    copies = tuple(replace(rule, copy=True, exported=False) for rule in second)
+    return (*_AROUND, *layer, *copies, *_optional(hf))
+
+
+def _optional(hf: "PretrainedConfig") -> Rules:
+    """The rules of the modules that only some heads have."""
+    has = ((getattr(hf, "fc_norm", False), _FC_NORM), (hf.own_embedding, _EMBEDDING), (hf.has_map, _MAP))
+    return tuple(rule for held, rules in has if held for rule in rules)
+
+
+DRAFTS = (
+    Architecture(
+        model_type=EAGLE3,
+        fields=(
+            *but(DENSE, *OWN_HEAD, ONE_LAYER),
+            *(*BIAS_ANY, *but(WINDOW_NONE, _OF_POLICY), *QK_PLAIN, DRAFT),
+            Require("use_sliding_window", (False, None), "no layer of a draft head slides"),
+            Require("norm_output", (True, None), "vLLM and SpecForge disagree on what it means"),
+        ),
+        rules=_rules,
+        classes=("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"),
+        reads_as="llama",
+        published_fields=(("vocab_size", "draft_vocab_size"), ("target_vocab_size", "vocab_size")),
+    ),
+)
