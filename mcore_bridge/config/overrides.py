@@ -26,7 +26,7 @@ ATTRIBUTES = frozenset(
         *("layer_kinds", "mamba_conv_kernel", "short_conv_kernel", "mamba_norm", "side_multipliers"),
         *("mtp_kinds", "mtp_like_layer", "attention_chunks", "nope_temperature", "per_layer_config"),
         *("attention_gate", "attention_gate_activation", "expert_latent_size", "value_norm", "keys_as_values"),
-        "layer_scalar",
+        *("layer_scalar", "kda_full_rank", "kda_lower_bound"),
         *ATTENTION_FACTOR,
     )
 )
@@ -67,6 +67,10 @@ For ``build_model``:
 * ``layer_kinds``: the parts of each layer, if some layers have one half or a mixer. "M" is Mamba-2, "C" a short
   convolution, "K" Kimi delta attention, "*" attention, "-" an MLP and "E" experts. "M*-" is a mixer beside attention,
   and an MLP;
+* ``kda_full_rank``: whether decay and gate of Kimi delta attention have one projection each, not two through narrow
+  inputs;
+* ``kda_lower_bound``: the bound that a sigmoid sets to the logs of decays of Kimi delta attention; None: there is no
+  bound, but a softplus;
 * ``mtp_kinds``: the parts of the layer within an MTP layer, as in ``layer_kinds``, if it is not like the last layer;
 * ``mtp_like_layer``: the number (from 0) of the decoder layer that the layer within an MTP layer is like, if it is not
   the last;

@@ -93,11 +93,6 @@ REFUSALS = (
         recurrent_gemma="modeling_recurrent_gemma.RecurrentGemmaRglru", rwkv="modeling_rwkv.RwkvSelfAttention",
     ),
     *_because(
-        "nobody has written Kimi delta attention with the gate and the decay of this family; kimi_linear has others",
-        DELTA,
-        bailing_hybrid="modeling_bailing_hybrid.BailingHybridDeltaAttention",
-    ),
-    *_because(
         "linear attention decays by channel, layers mix several residual streams, and full attention selects its keys",
         DELTA, LAYER,
         glm5_next="modeling_glm5_next.Glm5NextTextHyperConnection",

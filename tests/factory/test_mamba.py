@@ -134,7 +134,7 @@ def recomputed(folder, options):
     return found
 
 
-@pytest.mark.parametrize("name", zoo.params(("nemotron_h-narrow-experts", "lfm2", "kimi_linear")))
+@pytest.mark.parametrize("name", zoo.params(("nemotron_h-narrow-experts", "lfm2", "kimi_linear", "bailing_hybrid")))
 def test_recompute_changes_nothing(tmp_path, name):
     modules = ["core_attn", "mlp", *(["moe"] if name in SPARSE else [])]
     selective = {"recompute_granularity": "selective", "recompute_modules": modules}
@@ -175,7 +175,7 @@ def packed_steps(hf, cases, **options):
     return found
 
 
-@pytest.mark.parametrize("name", zoo.params(("falcon_h1", "lfm2", "kimi_linear")))
+@pytest.mark.parametrize("name", zoo.params(("falcon_h1", "lfm2", "kimi_linear", "bailing_hybrid")))
 def test_states_of_packed_sequences_do_not_run_into_each_other(name):
     """With CP, PP and recompute, log-probs and gradients equal the results of separate rows. A mistake would show."""
     hf, size = zoo.cases()[name].hf, {"micro_batch_size": 2}

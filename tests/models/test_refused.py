@@ -33,7 +33,6 @@ SINCE_5 = {
     *("cohere_compass", "cohere_compass_text", "diffusion_gemma", "gemma4_assistant", "gemma4_unified_assistant"),
     *("hrm_text", "kolibri1", "mllama_text_model", "lfm3_vl", "minicpm3", "paddleocr_vl"),
     *(
-        "bailing_hybrid",
         "deepseek_v4",
         "ernie4_5_vl_moe",
         "gemma4",
@@ -193,6 +192,10 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
         {"rope_parameters": {**YARN, "partial_rotary_factor": 0.75}},
         "partial_rotary_factor must be",
     ),
+    "a `partial_rotary_factor` with": (
+        {"rope_parameters": {**YARN, "partial_rotary_factor": 0.75}},
+        "The rope must not have",
+    ),
     "`expert_selection_fn` other than": ({"expert_selection_fn": "tanh"}, "expert_selection_fn must be"),
     "sigmoid scores of several": (
         {"expert_selection_fn": "sigmoid", "norm_topk_prob": False, "num_experts_per_tok": 2},
@@ -229,7 +232,7 @@ def example_of(text: str, hf: dict[str, Any]) -> tuple[dict[str, Any], str]:
 
 def fields_of(model_type: str) -> dict[str, Any]:
     """The HF fields of a model that other tests show to be exact."""
-    if model_type.startswith("bailing"):
+    if model_type.startswith("bailing_moe"):
         return bailing.TINY["grouped"]
     if model_type in TWINS:
         return dict(FAMILIES[model_type].to_dict())

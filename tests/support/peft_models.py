@@ -38,6 +38,7 @@ SWAPPED = ("llama4_text",)
 
 
 IN_FILES = {
+    "bailing_hybrid": (("forget_gate.", ""), (".self_attn.", ".attention.")),
     "granitemoe": (("experts.gate_up_proj", "input_linear"), ("experts.down_proj", "output_linear")),
     "kimi_linear": (("forget_gate.", ""), ("mlp.shared_experts", "block_sparse_moe.shared_experts")),
     "mixtral": (("mlp.experts", "block_sparse_moe.experts"),),

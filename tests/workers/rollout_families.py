@@ -150,6 +150,7 @@ AFTER = (
     *(
         "afmoe",
         "axk1",
+        "bailing_hybrid",
         "cohere",
         "cohere2",
         "cohere2_moe",

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mcore_bridge.config.fields import Derive, Hf, Mcore, count, is_number
+from mcore_bridge.config.fields import Const, Derive, Hf, Ignore, Mcore, count, is_number
 from mcore_bridge.config.layer_kinds import layers_but_full, layers_without_rope
 from mcore_bridge.config.rope import Rope, head_dim, rope_from
 from mcore_bridge.config.rope_spelling import (
@@ -112,6 +112,7 @@ MULTIMODAL_ROPE = rope(own=MULTIMODAL)
 _TWO_DIMS = "`rotary_dim` other than the value from `partial_rotary_factor`: published code reads only the factor"
 ROTARY_DIM = Derive(("rotary_dim",), _rotary_dim, lambda mcore: {}, (_TWO_DIMS,))
 NO_ROPE = Derive(("no_rope_layers",), _no_rope, _no_rope_back)
+UNROTATED = (Ignore("no layer has a rope", ROPE.names), Const("position_embedding_type", "none"))
 
 
 _NAMES = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor")

@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 
-from mcore_bridge.config.fields import Const, Derive, Field, Hf, Ignore, Map, Mcore, Require, count
+from torch.nn.functional import silu
+
+from mcore_bridge.config.fields import Const, Derive, Field, Hf, Ignore, Map, Mcore, Require, count, is_number
 from mcore_bridge.config.layer_kinds import layers_but_full
 from mcore_bridge.config.rope_spelling import MULTIMODAL
 from mcore_bridge.config.tables import BIAS_ATTENTION, QK_NORMED, WINDOW_NEVER
@@ -106,4 +108,40 @@ KDA_LAYERS = layers(
     letters={"linear_attention": "K", "full_attention": "*"},
     moe_layer_freq="E",
 )
-KDA_SIZES = Derive((*_KDA_SIZES, _KDA_GIVEN), _agreeing, _agreeing_back)
+KDA: tuple[Field, ...] = (
+    *(KDA_LAYERS, Const("activation_func", silu)),
+    Require(
+        "hidden_act", ("silu",), "the convolution has the activation of MLPs, and fused kernels know this one alone"
+    ),
+    Map("model_max_length", "max_sequence_length"),
+)
+"""Kimi delta attention in some layers. Another entry has its sizes."""
+LOW_RANK_KDA: tuple[Field, ...] = (
+    Derive((*_KDA_SIZES, _KDA_GIVEN), _agreeing, _agreeing_back),
+    *(Const("kda_full_rank", False), Const("kda_lower_bound", None)),
+)
+"""The sizes of Kimi Linear. Decay and gate have narrow inputs."""
+
+
+def _bound(hf: Hf) -> dict[str, object]:
+    bound = hf.get("kda_lower_bound") if hf.get("kda_safe_gate") else None
+    if hf.get("kda_safe_gate") and not (is_number(bound) and bound < 0):
+        raise ConfigError(f"kda_lower_bound must be a number below 0, found {shown(bound)}.")
+    return {"kda_lower_bound": bound}
+
+
+def _bound_back(mcore: Mcore) -> dict[str, object]:
+    bound = mcore["kda_lower_bound"]
+    return {"kda_safe_gate": bound is not None, **({} if bound is None else {"kda_lower_bound": bound})}
+
+
+FULL_RANK_KDA: tuple[Field, ...] = (
+    *(Map(name, mcore) for name, (_, mcore) in _KDA_SIZES.items()),
+    Derive(("kda_safe_gate", "kda_lower_bound"), _bound, _bound_back),
+    Const("kda_full_rank", True),
+    Ignore(
+        "transformers has made layer_types, linear_head_dim and linear_conv_kernel_dim of them",
+        ("layer_group_size", "head_dim", "short_conv_kernel_size"),
+    ),
+)
+"""The sizes of Ling 3. Decay and gate have one projection each, and decay may have a bound."""
