@@ -3,8 +3,6 @@
 transformers writes two output projections under one name, and engines read ``o_proj`` of Kimi delta attention.
 """
 
-from typing import TYPE_CHECKING
-
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Field, Require
 from mcore_bridge.config.tables import LATENT, but, published, unread
@@ -16,10 +14,7 @@ from mcore_bridge.config.tables.moe_counted import NAMED_BY_KIMI
 from mcore_bridge.models import bailing_moe_v2, blocks
 from mcore_bridge.models.blocks_delta import KDA_FULL
 from mcore_bridge.rules.layout import ROW
-from mcore_bridge.rules.mapping import Rules, of_layers, respelled, second_names, table, under
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+from mcore_bridge.rules.mapping import respelled, second_names, table
 
 NAMES = (("self_attn.o_proj.", "attention.dense."), ("self_attn.", "attention."))
 SECOND = second_names(table(("self_attention.out_proj.weight", "attention.dense.weight", ROW)))
@@ -28,17 +23,6 @@ ATTENTION = {
     "linear_attention": (*respelled(KDA_FULL, NAMES[1:]), *SECOND),
 }
 LAYER = (blocks.NORMS, blocks.SWIGLU, blocks.MOE, bailing_moe_v2.ROUTER_BIAS, blocks.SHARED)
-
-
-def rules(hf: "PretrainedConfig") -> Rules:
-    """All rules. An HF name may be of either kind of attention, so each belongs to some layers."""
-    every = blocks.decoder(*LAYER, embedding=bailing_moe_v2.EMBEDDING)
-    for kind, own in ATTENTION.items():
-        layers = [layer for layer, name in enumerate(hf.layer_types) if name == kind]
-        every += of_layers(under("decoder.layers.*", "model.layers.*", own), layers)
-    return every
-
-
 LIGHTNING = "Ling 2.5 and 2.6 have lightning attention under this model_type, and transformers has none for them"
 ONE_FORM: tuple[Field, ...] = (
     *(*bailing_moe_v2.ONE_FORM, Require("group_norm_size", (1, None), LIGHTNING)),
@@ -55,7 +39,7 @@ ARCHITECTURE = Architecture(
         *(*KDA, *FULL_RANK_KDA, *HEAD_GATES, ROPE_OF_WHOLE, MTP_NEVER, *ONE_FORM, bailing_moe_v2.UNREAD),
         unread("mtp_use_kda", "rotary_dim", "use_qk_norm", "linear_silu"),
     ),
-    rules=rules,
+    rules=lambda hf: (*blocks.decoder(*LAYER, embedding=bailing_moe_v2.EMBEDDING), *blocks.by_kind(hf, ATTENTION)),
     mtp=lambda hf: tuple(f"model.layers.{hf.num_hidden_layers + layer}.*" for layer in range(hf.num_mtp_layers)),
     published_fields=(
         *(("linear_head_dim", "head_dim"), ("num_expert_group", "n_group"), ("moe_renormalize", "norm_topk_prob")),

@@ -4,10 +4,12 @@ from mcore_bridge.models.blocks import NORMS, O_BIAS, QK_NORM
 from mcore_bridge.rules.layout import COLUMN, REPLICATED, ROW
 from mcore_bridge.rules.mapping import table, under
 from mcore_bridge.rules.mixer_layouts import (
+    CONV_APART,
     DELTA,
     DELTA_CONV,
     DELTA_HEAD,
     GATED_QKV,
+    IN_APART,
     KDA_CONV,
     KDA_DECAY,
     KDA_FULL_IN,
@@ -28,6 +30,13 @@ DELTA_IN      = under("self_attention", "linear_attn", table(
                       ("in_proj.weight",                      "in_proj_{qkv,z,b,a}.weight",      DELTA)))
 DELTA_IN_HEAD = under("self_attention", "linear_attn", table(
                       ("in_proj.weight",                      "in_proj_{qkvz,ba}.weight",        DELTA_HEAD)))
+DELTA_APART   = under("self_attention", "linear_attn", table(
+                      ("in_proj.weight",                      "{q,k,v,g,b,a}_proj.weight",       IN_APART),
+                      ("conv1d.weight",                       "{q,k,v}_conv1d.weight",           CONV_APART),
+                      ("A_log",                               "A_log",                           COLUMN),
+                      ("dt_bias",                             "dt_bias",                         COLUMN),
+                      ("out_norm.weight",                     "o_norm.weight",                   REPLICATED),
+                      ("out_proj.weight",                     "o_proj.weight",                   ROW)))
 KDA_PARTS     = table(("conv1d.weight",                       "{q,k,v}_conv1d.weight",           KDA_CONV),
                       ("dt_bias",                             "dt_bias",                         COLUMN),
                       ("out_norm.weight",                     "o_norm.weight",                   REPLICATED),

@@ -99,12 +99,6 @@ REFUSALS = (
         glm5_next_text="modeling_glm5_next.Glm5NextTextForgetGate",
     ),
     *_because(
-        "norms stand before linear attention, but after full attention; nobody has written both in one model, nor a "
-        "delta rule with weights up to 2",
-        DELTA, PARTS,
-        olmo_hybrid="modeling_olmo_hybrid.OlmoHybridGatedDeltaNet",
-    ),
-    *_because(
         "linear attention is lightning attention, for which megatron-core has no module; residuals are scaled, and "
         "added after the norms",
         SSM, LAYER,

@@ -24,7 +24,9 @@ Q_AND_GATE = Leading(1, 2, HEADS >> Split(2, ratio=(1, 1)) >> ~HEADS)  # q_proj 
 GATED_QKV  = Q_AND_GATE >> GROUPS >> Concat(1, ratio=("heads_per_group", "heads_per_group", 1, 1)) >> ~GROUPS >> COLUMN
 DELTA      = Concat(0, ratio=("qkv", "value", "value_heads", "value_heads")) >> Split(0, ratio=_SECTIONS) >> _CUT
 DELTA_HEAD = KEY_HEADS >> Concat(1, ratio=("qkvz", "ba")) >> Split(1, ratio=_SECTIONS) >> ~KEY_HEADS >> _CUT
+IN_APART = _CUT  # a checkpoint has one tensor for each section
 DELTA_CONV = Split(0, ratio=_CONV) >> COLUMN >> Concat(1, ratio=_CONV)
+CONV_APART = COLUMN >> Concat(1, ratio=_CONV)
 # fmt: on
 
 # The layouts of a Mamba-2 mixer, whose heads share B and C in groups.

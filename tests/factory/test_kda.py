@@ -182,7 +182,7 @@ def loaded(name, state, others):
     found = []
     with stepping.mesh(ParallelDims()):
         for other in others:
-            (model,) = build_model(CASES[name], dtype=torch.float32, device="cpu", load_weights=False)
+            (model,) = build_model(zoo.cases()[name].hf, dtype=torch.float32, device="cpu", load_weights=False)
             for source in (other, iter([*other.items()])):
                 try:
                     load_hf_weights([model], source)
@@ -196,15 +196,16 @@ def loaded(name, state, others):
 SECOND = {
     "kimi_linear": (".mlp.", ".block_sparse_moe.", "layers.0.mlp.up_proj.weight"),
     "bailing_hybrid": (".attention.o_proj.", ".attention.dense.", "layers.0.attention.o_proj.weight"),
+    "olmo_hybrid": (".attention_layer_norm.", ".input_layernorm.", "layers.0.attention_layer_norm.weight"),
 }
 """Parts of published names and of the names that transformers writes, and a published name."""
 
 
-@pytest.mark.parametrize("name", SECOND)
+@pytest.mark.parametrize("name", zoo.params(SECOND))
 def test_names_that_transformers_writes_load(name):
     """They are in memory or come one by one, alone or beside equal tensors under the published names."""
     own, second, one = SECOND[name]
-    state = random_state(CASES[name])
+    state = random_state(zoo.cases()[name].hf)
     theirs = {key.replace(own, second): tensor for key, tensor in state.items()}
     assert theirs.keys() != state.keys()
     changed = {key: tensor + 1 if one.replace(own, second) in key else tensor for key, tensor in theirs.items()}

@@ -136,8 +136,8 @@ def random_state(hf: Any, *, dtype: torch.dtype = torch.float32, seed: int = 0) 
         state = {name: _of_delta_net(name, tensor) for name, tensor in state.items()}
     if hf.model_type == "gemma4_text":
         state = {name: _of_gemma4(name, tensor) for name, tensor in state.items()}
-    if hf.model_type in ("kimi_linear", "bailing_hybrid"):  # small outputs, as in _of_delta_net
-        outputs = ("self_attn.o_proj", "attention.o_proj", "attention.dense")
+    if hf.model_type in ("kimi_linear", "bailing_hybrid", "olmo_hybrid"):  # small outputs, as in _of_delta_net
+        outputs = ("self_attn.o_proj", "attention.o_proj", "attention.dense", "linear_attn.o_proj")
         state = {name: (0.3 if any(part in name for part in outputs) else 1) * state[name] for name in state}
     return {name: tensor if _stays_fp32(name) else tensor.to(dtype) for name, tensor in state.items()}
 

@@ -90,6 +90,7 @@ def published_shape(hf: Any, name: str, shape: torch.Size) -> torch.Size:
 WRITTEN = {
     "kimi_linear": (".block_sparse_moe.", ".mlp.", "mlp_layer_types", "dense"),
     "bailing_hybrid": (".attention.dense.", ".attention.o_proj.", "layer_types", "linear_attention"),
+    "olmo_hybrid": (".feedforward_layer_norm.", ".post_attention_layernorm.", "layer_types", "full_attention"),
 }
 """A part of names that transformers writes, and its published form, in layers of which a field of the config has this
 kind. Engines read published names alone.
@@ -98,7 +99,20 @@ kind. Engines read published names alone.
 
 def published_names(hf: Any, state: Mapping[str, Any]) -> dict[str, Any]:
     """Tensors under their names in published files, which transformers reads but does not write for some families."""
-    return {_published(hf, name): tensor for name, tensor in state.items()}
+    return {_published(hf, name): tensor for name, tensor in {**state, **_parted(hf, state)}.items()}
+
+
+def _parted(hf: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Convolutions of OLMo Hybrid in their parts. transformers cuts each into three equal ones."""
+    if hf.model_type != "olmo_hybrid":
+        return {}
+    found, keys = {}, hf.linear_num_key_heads * hf.linear_key_head_dim
+    for name in state:
+        if name.endswith(".q_conv1d.weight"):
+            names = [name.replace(".q_", f".{part}_") for part in "qkv"]
+            whole = torch.cat([state[part] for part in names])
+            found |= zip(names, whole.split([keys, keys, len(whole) - 2 * keys]), strict=True)
+    return found
 
 
 def _published(hf: Any, name: str) -> str:

@@ -176,6 +176,7 @@ AFTER = (
         "mellum",
         "ministral",
         "mistral4",
+        "olmo_hybrid",
         "phi",
         "solar_open",
         "stablelm",

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from torch.nn.functional import silu
 
 from mcore_bridge.config.fields import Const, Derive, Field, Hf, Ignore, Map, Mcore, Require, count, is_number
-from mcore_bridge.config.layer_kinds import layers_but_full
+from mcore_bridge.config.layer_kinds import layers_but_full, sizes_by_layer
 from mcore_bridge.config.rope_spelling import MULTIMODAL
-from mcore_bridge.config.tables import BIAS_ATTENTION, QK_NORMED, WINDOW_NEVER
-from mcore_bridge.config.tables.derived_rope import rope
+from mcore_bridge.config.tables import BIAS_ATTENTION, QK_NORMED, QK_NORMED_TOGETHER, WINDOW_NEVER
+from mcore_bridge.config.tables.derived_rope import POSITIONS_IF_BASE, rope
 from mcore_bridge.config.tables.moe import MLP_TYPES, MTP_ON_REQUEST
 from mcore_bridge.config.tables.short_convolutions import layers
 from mcore_bridge.errors import ConfigError, shown
@@ -48,9 +48,9 @@ _SIZES = (
     *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
     "linear_conv_kernel_dim",
 )
+SIZES: tuple[Field, ...] = tuple(Map(name, name) for name in _SIZES)
 DELTA: tuple[Field, ...] = (
-    LINEAR_LAYERS,
-    *(Map(name, name) for name in _SIZES),
+    *(LINEAR_LAYERS, *SIZES),
     *(*BIAS_ATTENTION, *WINDOW_NEVER, *QK_NORMED),
     rope(own=("partial_rotary_factor", *MULTIMODAL)),
     Const("layernorm_zero_centered_gamma", True),  # of all norms except the norm of linear attention
@@ -63,6 +63,26 @@ DELTA: tuple[Field, ...] = (
     Require("mtp_use_dedicated_embeddings", (False, None), "MTP layers of GPTModel share the embedding"),
 )
 """Linear attention in some layers, full attention with an output gate in the other layers."""
+
+
+def _norms_by_kind(hf: Hf) -> dict[str, object]:
+    layers, before = LINEAR_LAYERS.forward(hf), {"norm_placement": "pre"}
+    kinds = layers["linear_attention_freq"] or [0] * count(hf, "num_hidden_layers")
+    assert isinstance(kinds, list)
+    own = sizes_by_layer([before if linear else {} for linear in kinds], {"norm_placement": "post"})
+    return {**layers, "norm_placement": "post", "per_layer_config": own}
+
+
+DELTA_NORMED_BEFORE: tuple[Field, ...] = (
+    Derive(LINEAR_LAYERS.names, _norms_by_kind, LINEAR_LAYERS.backward, LINEAR_LAYERS.refuses),
+    *(*SIZES, Map("linear_allow_neg_eigval", "delta_negative_eigenvalues"), Const("head_norm_epsilon", 1e-5)),
+    *(*BIAS_ATTENTION, *WINDOW_NEVER, *QK_NORMED_TOGETHER, POSITIONS_IF_BASE),
+    Ignore(
+        "only initial values depend on them",
+        ("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor"),
+    ),
+)
+"""Linear attention behind its norm in some layers, and full attention before its norm in the other layers."""
 NO_MIXED_MLP = Require(
     "mlp_only_layers", ([], None), "transformers gives each layer of this family the same kind of MLP"
 )
