@@ -101,10 +101,11 @@ def _linear(inputs: int, outputs: int, *, bias: bool) -> int:
 
 
 def _halves(config: Any, kinds: str, attention: int, mlp: int) -> int:
-    """The parameters of a layer that may have one half only, with a norm before each."""
+    """The parameters of a layer that may have one half only, with a norm before each, or also after it."""
     first = sum(count(config) for letter, count in _MIXERS.items() if letter in kinds) + attention * ("*" in kinds)
     second = 0 if SECOND.isdisjoint(kinds) else mlp
-    return first + second + _norm(config, config.hidden_size) * ((first > 0) + (second > 0))
+    around = 2 if getattr(config, "norm_placement", "pre") == "sandwich" else 1
+    return first + second + _norm(config, config.hidden_size) * around * ((first > 0) + (second > 0))
 
 
 def _norm(config: Any, size: int) -> int:

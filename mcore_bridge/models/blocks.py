@@ -69,11 +69,11 @@ NORMS_AFTER_ROPE = under("self_attention.core_attention", "self_attn", table(
 # fmt: on
 
 
-def norms_behind(attention: str, mlp: str) -> Rules:
+def norms_behind(attention: str, mlp: str, kind: str = "layernorm") -> Rules:
     """The norms after attention and MLP, from the prefixes of these layernorms in HF."""
     return table(
-        ("self_attention.linear_proj.post_layernorm.weight", f"{attention}_layernorm.weight", REPLICATED),
-        ("mlp.linear_fc2.post_layernorm.weight", f"{mlp}_layernorm.weight", REPLICATED),
+        ("self_attention.linear_proj.post_layernorm.weight", f"{attention}_{kind}.weight", REPLICATED),
+        ("mlp.linear_fc2.post_layernorm.weight", f"{mlp}_{kind}.weight", REPLICATED),
     )
 
 

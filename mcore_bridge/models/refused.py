@@ -80,11 +80,6 @@ REFUSALS = (
         mamba="modeling_mamba.MambaMixer",
     ),
     *_because(
-        "attention has a gate for each head; nobody has written such attention beside short convolutions, as in lfm2",
-        ATTENTION,
-        lfm3="modeling_lfm3.Lfm3Attention",
-    ),
-    *_because(
         "its text is an lfm2, which is supported; nobody has written how its model of images joins it", GPT,
         lfm2_vl="modeling_lfm2_vl.Lfm2VlModel",
     ),

@@ -134,7 +134,7 @@ def recomputed(folder, options):
     return found
 
 
-OWN = ("lfm2", "kimi_linear", "bailing_hybrid", "olmo_hybrid")
+OWN = ("lfm2", "lfm3", "kimi_linear", "bailing_hybrid", "olmo_hybrid")
 
 
 @pytest.mark.parametrize("name", zoo.params(("nemotron_h-narrow-experts", *OWN)))

@@ -38,7 +38,7 @@ SINCE_5 = {
         "gemma4",
         "gemma4_text",
     ),
-    *("glm_ocr", "hy_v4", "lfm3", "mimo_v2_flash", "molmo2"),
+    *("glm_ocr", "hy_v4", "mimo_v2_flash", "molmo2"),
     "t5gemma2",
     *("afmoe", "axk2", "beam", "dots3_note", "dots3_note_text", "ernie4_5_vl_moe_text", "flint", "gemma4_unified"),
     *("gemma4_unified_text", "glm5_next", "glm5_next_text", "granite_swa", "granitemoe_swa", "hyperclovax"),

@@ -166,6 +166,7 @@ AFTER = (
         "laguna",
         "lfm2",
         "lfm2_moe",
+        "lfm3",
         "granitemoehybrid",
         "granitemoeshared",
     ),

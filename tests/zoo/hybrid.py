@@ -60,6 +60,16 @@ CONVOLUTIONS = {
     "pad_token_id": None,
 }
 OF_LFM = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LFM3 = {
+    **CONVOLUTIONS,
+    "layer_types": ["conv", "full_attention", "conv", "sliding_attention"],
+    "sliding_window": 5,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 5e4, "partial_rotary_factor": 0.25},
+    },
+    "head_dim": 16,
+}
 KIMI = {
     **{name: DIMS[name] for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
     "num_key_value_heads": 8,
@@ -115,6 +125,14 @@ CASES = {
         "lfm2",
         **{**CONVOLUTIONS, **rope("llama3", **LLAMA3), "conv_L_cache": 3},
         block_auto_adjust_ff_dim=False,
+        tie_word_embeddings=True,
+    ),
+    "lfm3": case("lfm3", **LFM3, attention_bias=True, vocab_size=97),
+    "lfm3-plain": case(
+        "lfm3",
+        **{**LFM3, "layer_types": ["sliding_attention", "conv", "full_attention", "conv"]},
+        use_sandwich_norm=False,
+        use_attention_gate=False,
         tie_word_embeddings=True,
     ),
     "lfm2_moe": case(
