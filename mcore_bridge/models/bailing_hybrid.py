@@ -4,14 +4,13 @@ transformers writes two output projections under one name, and engines read ``o_
 """
 
 from mcore_bridge.architecture import Architecture
-from mcore_bridge.config.fields import Field, Require
+from mcore_bridge.config.fields import Const, Field, Require
 from mcore_bridge.config.tables import LATENT, but, published, unread
 from mcore_bridge.config.tables.by_layer import HEAD_GATES
 from mcore_bridge.config.tables.derived_latent import ROPE_OF_WHOLE
 from mcore_bridge.config.tables.linear_attention import FULL_RANK_KDA, KDA
-from mcore_bridge.config.tables.moe import MTP_NEVER
 from mcore_bridge.config.tables.moe_counted import NAMED_BY_KIMI
-from mcore_bridge.models import bailing_moe_v2, blocks
+from mcore_bridge.models import bailing_moe_v2, blocks, hy_v3
 from mcore_bridge.models.blocks_delta import KDA_FULL
 from mcore_bridge.rules.layout import ROW
 from mcore_bridge.rules.mapping import respelled, second_names, table
@@ -22,7 +21,7 @@ ATTENTION = {
     "full_attention": respelled((*blocks.MLA, *blocks.HEAD_GATE), NAMES),
     "linear_attention": (*respelled(KDA_FULL, NAMES[1:]), *SECOND),
 }
-LAYER = (blocks.NORMS, blocks.SWIGLU, blocks.MOE, bailing_moe_v2.ROUTER_BIAS, blocks.SHARED)
+LAYER = (blocks.NORMS, blocks.MOE, bailing_moe_v2.ROUTER_BIAS, blocks.SHARED)
 LIGHTNING = "Ling 2.5 and 2.6 have lightning attention under this model_type, and transformers has none for them"
 ONE_FORM: tuple[Field, ...] = (
     *(*bailing_moe_v2.ONE_FORM, Require("group_norm_size", (1, None), LIGHTNING)),
@@ -36,11 +35,16 @@ ARCHITECTURE = Architecture(
     classes=("BailingMoeV3ForCausalLM",),
     fields=but(
         (*LATENT, *NAMED_BY_KIMI),
-        *(*KDA, *FULL_RANK_KDA, *HEAD_GATES, ROPE_OF_WHOLE, MTP_NEVER, *ONE_FORM, bailing_moe_v2.UNREAD),
-        unread("mtp_use_kda", "rotary_dim", "use_qk_norm", "linear_silu"),
+        *(*KDA, *FULL_RANK_KDA, *HEAD_GATES, ROPE_OF_WHOLE, *ONE_FORM, bailing_moe_v2.UNREAD),
+        *(Const("mtp_kinds", "*E"), *published(mtp_use_kda=False)),
+        unread("rotary_dim", "use_qk_norm", "linear_silu"),
     ),
-    rules=lambda hf: (*blocks.decoder(*LAYER, embedding=bailing_moe_v2.EMBEDDING), *blocks.by_kind(hf, ATTENTION)),
-    mtp=lambda hf: tuple(f"model.layers.{hf.num_hidden_layers + layer}.*" for layer in range(hf.num_mtp_layers)),
+    rules=lambda hf: (
+        *(*blocks.decoder(*LAYER, blocks.SWIGLU, embedding=bailing_moe_v2.EMBEDDING), *blocks.by_kind(hf, ATTENTION)),
+        *blocks.mtp_numbered(
+            *(hf, "model.layers.*", hy_v3.AROUND, ATTENTION["full_attention"], *LAYER), offset=hf.num_hidden_layers
+        ),
+    ),
     published_fields=(
         *(("linear_head_dim", "head_dim"), ("num_expert_group", "n_group"), ("moe_renormalize", "norm_topk_prob")),
         *(("num_experts_per_token", "num_experts_per_tok"), ("model_max_length", "max_position_embeddings")),

@@ -24,7 +24,6 @@ ONE = mb.ParallelDims()
 COUNT = "num_nextn_predict_layers"
 WITHOUT_RULES = {  # names of a family's MTP layers, some or all of which have no rules, and the field that counts them
     "hy_v3": (["model.layers.{layers}.eh_proj.weight", "model.layers.{layers}.shared_head.head.weight"], COUNT),
-    "bailing_hybrid": (["model.layers.{layers}.eh_proj.weight", "model.layers.{layers}.attention.dense.weight"], COUNT),
     "ernie4_5_moe": (["model.mtp_block.0.mlp.up_proj.weight", "model.mtp_emb_norm.0.weight"], COUNT),
     "mellum": (["mtp.layers.0.mlp.up_proj.weight"], "mtp_num_hidden_layers"),
 }
