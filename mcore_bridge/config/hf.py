@@ -149,9 +149,15 @@ def _free(name: str, published: str, fields: Collection[str]) -> str:
 
 
 def _completed(hf: "PretrainedConfig") -> "PretrainedConfig":
-    """``hf`` with ``tie_word_embeddings``. The text config of a composite may lack it: the composite decides ties."""
+    """``hf`` with ``tie_word_embeddings``. The text config of a composite may lack it: the composite decides ties.
+
+    A class with ``rope_theta`` beside ``rope_parameters`` has its default there, which transformers does not read.
+    """
     if not hasattr(hf, "tie_word_embeddings"):
         hf.tie_word_embeddings = False
+    rope = getattr(hf, "rope_parameters", None)
+    if isinstance(rope, dict) and hf.__dict__.get("rope_theta", hf) == getattr(type(hf), "rope_theta", None):
+        hf.rope_theta = rope.get("rope_theta", hf.rope_theta)
     return hf
 
 
@@ -332,6 +338,8 @@ def _spell(fields: dict[str, object]) -> dict[str, object]:
         fields["rope_scaling"] = {**rope, **kinds}
     if isinstance(tuned := fields.get("attn_temperature_tuning"), int):  # 4 in Llama 4 of transformers 4.51
         fields["attn_temperature_tuning"] = bool(tuned)
+    if isinstance(bound := fields.get("kda_lower_bound"), int):  # which transformers refuses
+        fields["kda_lower_bound"] = float(bound)
     both = any(fields.get(name) is not None for name in ("rope_scaling", "rope_theta"))
     if not fields.get("rope_parameters") or (speaks_rope_parameters() and not both):
         return fields

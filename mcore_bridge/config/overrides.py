@@ -26,7 +26,14 @@ ATTRIBUTES = frozenset(
         *("layer_kinds", "mamba_conv_kernel", "short_conv_kernel", "mamba_norm", "side_multipliers"),
         *("mtp_kinds", "mtp_like_layer", "attention_chunks", "nope_temperature", "per_layer_config"),
         *("attention_gate", "attention_gate_activation", "expert_latent_size", "value_norm", "keys_as_values"),
-        *("layer_scalar", "draft"),
+        *(
+            "layer_scalar",
+            "kda_full_rank",
+            "kda_lower_bound",
+            "delta_negative_eigenvalues",
+            "head_norm_epsilon",
+            "draft",
+        ),
         *ATTENTION_FACTOR,
     )
 )
@@ -68,6 +75,12 @@ For ``build_model``:
 * ``layer_kinds``: the parts of each layer, if some layers have one half or a mixer. "M" is Mamba-2, "C" a short
   convolution, "K" Kimi delta attention, "*" attention, "-" an MLP and "E" experts. "M*-" is a mixer beside attention,
   and an MLP;
+* ``delta_negative_eigenvalues``: whether beta of the gated delta rule is up to 2, not 1;
+* ``head_norm_epsilon``: the epsilon of the norm of heads of linear attention, if it is not ``layernorm_epsilon``;
+* ``kda_full_rank``: whether decay and gate of Kimi delta attention have one projection each, not two through narrow
+  inputs;
+* ``kda_lower_bound``: the bound that a sigmoid sets to the logs of decays of Kimi delta attention; None: there is no
+  bound, but a softplus;
 * ``mtp_kinds``: the parts of the layer within an MTP layer, as in ``layer_kinds``, if it is not like the last layer;
 * ``mtp_like_layer``: the number (from 0) of the decoder layer that the layer within an MTP layer is like, if it is not
   the last;

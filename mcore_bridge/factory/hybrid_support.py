@@ -68,6 +68,8 @@ def _obstacles(architecture: Architecture, config: TransformerConfig, positions:
     if getattr(config, "mla_down_proj_fusion", False):
         yield "HybridModel exchanges modules for mla_down_proj_fusion; leave it out"
     letters = letters_of(config)
+    if len({getattr(layer_config(config, number), "norm_placement", "") for number in range(config.num_layers)}) > 1:
+        yield "its MLPs have norms before or after them, and HybridModel builds them all from one spec"
     for letter, name in _ONLY_GPT.items():
         if any(letter in kind for kind in letters):
             yield f"its layers have {name}, and HybridModel has no layer for them"

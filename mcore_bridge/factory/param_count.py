@@ -101,10 +101,11 @@ def _linear(inputs: int, outputs: int, *, bias: bool) -> int:
 
 
 def _halves(config: Any, kinds: str, attention: int, mlp: int) -> int:
-    """The parameters of a layer that may have one half only, with a norm before each."""
+    """The parameters of a layer that may have one half only, with a norm before each, or also after it."""
     first = sum(count(config) for letter, count in _MIXERS.items() if letter in kinds) + attention * ("*" in kinds)
     second = 0 if SECOND.isdisjoint(kinds) else mlp
-    return first + second + _norm(config, config.hidden_size) * ((first > 0) + (second > 0))
+    around = 2 if getattr(config, "norm_placement", "pre") == "sandwich" else 1
+    return first + second + _norm(config, config.hidden_size) * around * ((first > 0) + (second > 0))
 
 
 def _norm(config: Any, size: int) -> int:
@@ -140,17 +141,17 @@ def _around_experts(config: Any) -> int:
 
 
 def _attention(config: Any, layer: int) -> int:
-    if config.multi_latent_attention:
-        return _latent_attention(config) + _indexer(config, layer)
     hidden, dim = config.hidden_size, config.kv_channels
     heads, groups = config.num_attention_heads, config.num_query_groups
+    gates = {None: 0, "head": heads, "element": heads * (dim or 0)}[getattr(config, "attention_gate", None)]
+    if config.multi_latent_attention:
+        return _latent_attention(config) + hidden * gates + _indexer(config, layer)
     keys_and_values = 1 if getattr(config, "keys_as_values", False) else 2
     qkv = dim * (heads * (1 + config.attention_output_gate) + keys_and_values * groups)
     bias = config.add_bias_linear
     count = _linear(hidden, qkv, bias=bias or config.add_qkv_bias)
     count += _linear(heads * dim, hidden, bias=bias or getattr(config, "attention_output_bias", False))
-    if gates := getattr(config, "attention_gate", None):
-        count += hidden * heads * (dim if gates == "element" else 1)
+    count += hidden * gates
     if config.qk_layernorm:
         together = getattr(config, "qk_norm_kind", "head") in ("all_heads", "each_head")
         count += _norm(config, dim * (heads + groups if together else 2))
@@ -200,9 +201,9 @@ def _kda(config: Any) -> int:
     """The parameters of Kimi delta attention: projections, convolution, decay, and a norm of heads."""
     heads, dim = config.linear_num_key_heads, config.linear_key_head_dim
     inner = heads * dim
-    narrow = 2 * dim * (config.hidden_size + inner)
+    of_gates = inner * config.hidden_size if config.kda_full_rank else dim * (config.hidden_size + inner)
     wide = inner * (4 * config.hidden_size + 3 * config.linear_conv_kernel_dim + 1)
-    return int(wide + narrow + heads * (config.hidden_size + 1) + dim)
+    return int(wide + 2 * of_gates + heads * (config.hidden_size + 1) + dim)
 
 
 _MIXERS = {"M": _mamba, "C": _short_conv, "K": _kda}

@@ -1,11 +1,12 @@
 """Shared tables of weight rules. Each block of a transformer is one table: mcore names, HF names, and layouts."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from mcore_bridge.config import fields
 from mcore_bridge.config.layer_kinds import counted_mtp_layers
 from mcore_bridge.rules.layout import COLUMN, FUSED_GATED_UP, FUSED_QKV, GATED_UP, QKV, REPLICATED, ROW, VOCAB
-from mcore_bridge.rules.mapping import Rule, Rules, experts, numbered, table, under
+from mcore_bridge.rules.mapping import Rule, Rules, experts, numbered, of_layers, table, under
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -68,11 +69,11 @@ NORMS_AFTER_ROPE = under("self_attention.core_attention", "self_attn", table(
 # fmt: on
 
 
-def norms_behind(attention: str, mlp: str) -> Rules:
+def norms_behind(attention: str, mlp: str, kind: str = "layernorm") -> Rules:
     """The norms after attention and MLP, from the prefixes of these layernorms in HF."""
     return table(
-        ("self_attention.linear_proj.post_layernorm.weight", f"{attention}_layernorm.weight", REPLICATED),
-        ("mlp.linear_fc2.post_layernorm.weight", f"{mlp}_layernorm.weight", REPLICATED),
+        ("self_attention.linear_proj.post_layernorm.weight", f"{attention}_{kind}.weight", REPLICATED),
+        ("mlp.linear_fc2.post_layernorm.weight", f"{mlp}_{kind}.weight", REPLICATED),
     )
 
 
@@ -128,6 +129,18 @@ def mtp_beside(*layer: Rules) -> Rules:
     """The single MTP layer of Qwen, outside the decoder: ``layer``, and norms and a projection without a number."""
     around = under("mtp.layers.0", "mtp", MTP_BESIDE)
     return (*around, *numbered(under("mtp.layers.*.transformer_layer", "mtp.layers.*", *layer), count=1))
+
+
+def by_kind(hf: "PretrainedConfig", kinds: Mapping[str, Rules]) -> Rules:
+    """For each kind of layer in ``layer_types`` the rules of its layers alone; HF names may be of several kinds."""
+    return tuple(
+        rule
+        for kind, rules in kinds.items()
+        for rule in of_layers(
+            under("decoder.layers.*", "model.layers.*", rules),
+            [layer for layer, name in enumerate(hf.layer_types) if name == kind],
+        )
+    )
 
 
 def mlp(up: str, down: str) -> Rules:

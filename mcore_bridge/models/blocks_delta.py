@@ -3,7 +3,18 @@
 from mcore_bridge.models.blocks import NORMS, O_BIAS, QK_NORM
 from mcore_bridge.rules.layout import COLUMN, REPLICATED, ROW
 from mcore_bridge.rules.mapping import table, under
-from mcore_bridge.rules.mixer_layouts import DELTA, DELTA_CONV, DELTA_HEAD, GATED_QKV, KDA_CONV, KDA_DECAY, KDA_IN
+from mcore_bridge.rules.mixer_layouts import (
+    CONV_APART,
+    DELTA,
+    DELTA_CONV,
+    DELTA_HEAD,
+    GATED_QKV,
+    IN_APART,
+    KDA_CONV,
+    KDA_DECAY,
+    KDA_FULL_IN,
+    KDA_IN,
+)
 
 # fmt: off
 GATED_GQA     = table(("self_attention.linear_qkv.weight",    "self_attn.{q,k,v}_proj.weight",   GATED_QKV),
@@ -19,15 +30,29 @@ DELTA_IN      = under("self_attention", "linear_attn", table(
                       ("in_proj.weight",                      "in_proj_{qkv,z,b,a}.weight",      DELTA)))
 DELTA_IN_HEAD = under("self_attention", "linear_attn", table(
                       ("in_proj.weight",                      "in_proj_{qkvz,ba}.weight",        DELTA_HEAD)))
-KDA           = under("self_attention", "self_attn", table(
-    ("in_proj.weight",                    "{q,k,v,b,f_a,g_a}_proj.weight",                  KDA_IN),
-    ("conv1d.weight",                     "{q,k,v}_conv1d.weight",                          KDA_CONV),
-    ("decay_up.weight",                   "f_b_proj.weight",                                COLUMN),
-    ("gate_up.weight",                    "g_b_proj.weight",                                COLUMN),
-    ("dt_bias",                           "dt_bias",                                        COLUMN),
-    ("A_log",                             "A_log",                                          KDA_DECAY),
-    ("out_norm.weight",                   "o_norm.weight",                                  REPLICATED),
-    ("out_proj.weight",                   "o_proj.weight",                                  ROW)))
+DELTA_APART   = under("self_attention", "linear_attn", table(
+                      ("in_proj.weight",                      "{q,k,v,g,b,a}_proj.weight",       IN_APART),
+                      ("conv1d.weight",                       "{q,k,v}_conv1d.weight",           CONV_APART),
+                      ("A_log",                               "A_log",                           COLUMN),
+                      ("dt_bias",                             "dt_bias",                         COLUMN),
+                      ("out_norm.weight",                     "o_norm.weight",                   REPLICATED),
+                      ("out_proj.weight",                     "o_proj.weight",                   ROW)))
+KDA_PARTS     = table(("conv1d.weight",                       "{q,k,v}_conv1d.weight",           KDA_CONV),
+                      ("dt_bias",                             "dt_bias",                         COLUMN),
+                      ("out_norm.weight",                     "o_norm.weight",                   REPLICATED),
+                      ("out_proj.weight",                     "o_proj.weight",                   ROW))
+KDA           = under("self_attention", "self_attn", KDA_PARTS, table(
+                      ("in_proj.weight",                      "{q,k,v,b,f_a,g_a}_proj.weight",   KDA_IN),
+                      ("decay_up.weight",                     "f_b_proj.weight",                 COLUMN),
+                      ("gate_up.weight",                      "g_b_proj.weight",                 COLUMN),
+                      ("A_log",                               "A_log",                           KDA_DECAY)))
+KDA_FULL      = under("self_attention", "self_attn", KDA_PARTS, table(
+                      ("in_proj.weight",                      "{q,k,v,b,f,g}_proj.weight",       KDA_FULL_IN),
+                      ("A_log",                               "A_log",                           COLUMN)))
 DELTA_LAYER   = (*NORMS, *GATED_GQA, *O_BIAS, *QK_NORM, *DELTA_NET)
 # fmt: on
-"""A layer without its MLP, and without the input projection of linear attention."""
+"""``DELTA_LAYER`` is a layer without its MLP, and without the input projection of linear attention.
+
+``KDA_FULL`` is Kimi delta attention whose decay and gate have one projection each, and ``KDA`` has narrow inputs for
+them.
+"""

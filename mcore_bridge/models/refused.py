@@ -80,11 +80,6 @@ REFUSALS = (
         mamba="modeling_mamba.MambaMixer",
     ),
     *_because(
-        "attention has a gate for each head; nobody has written such attention beside short convolutions, as in lfm2",
-        ATTENTION,
-        lfm3="modeling_lfm3.Lfm3Attention",
-    ),
-    *_because(
         "its text is an lfm2, which is supported; nobody has written how its model of images joins it", GPT,
         lfm2_vl="modeling_lfm2_vl.Lfm2VlModel",
     ),
@@ -93,21 +88,10 @@ REFUSALS = (
         recurrent_gemma="modeling_recurrent_gemma.RecurrentGemmaRglru", rwkv="modeling_rwkv.RwkvSelfAttention",
     ),
     *_because(
-        "nobody has written Kimi delta attention with the gate and the decay of this family; kimi_linear has others",
-        DELTA,
-        bailing_hybrid="modeling_bailing_hybrid.BailingHybridDeltaAttention",
-    ),
-    *_because(
         "linear attention decays by channel, layers mix several residual streams, and full attention selects its keys",
         DELTA, LAYER,
         glm5_next="modeling_glm5_next.Glm5NextTextHyperConnection",
         glm5_next_text="modeling_glm5_next.Glm5NextTextForgetGate",
-    ),
-    *_because(
-        "norms stand before linear attention, but after full attention; nobody has written both in one model, nor a "
-        "delta rule with weights up to 2",
-        DELTA, PARTS,
-        olmo_hybrid="modeling_olmo_hybrid.OlmoHybridGatedDeltaNet",
     ),
     *_because(
         "linear attention is lightning attention, for which megatron-core has no module; residuals are scaled, and "

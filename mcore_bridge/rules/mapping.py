@@ -153,6 +153,11 @@ def of_layers(rules: Rules, layers: Iterable[int]) -> Rules:
     return tuple(replace(rule, layers=frozenset(layers)) for rule in rules)
 
 
+def second_names(rules: Rules) -> Rules:
+    """The HF names of ``rules`` as second names of their tensors: loads accept them, and saves do not write them."""
+    return tuple(replace(rule, copy=True, exported=False) for rule in rules)
+
+
 def experts(mcore: str, hf: str, *rules: Rules, turned: bool = False) -> Rules:
     """Like ``under``, for the rules of a routed expert: expert tensor parallelism (``etp``) cuts it."""
     return tuple(replace(rule, axis="etp", turned=turned) for rule in under(mcore, hf, *rules))
@@ -234,10 +239,9 @@ class WeightMapping:
         object.__setattr__(self, "_by_mcore", by_mcore)
         object.__setattr__(self, "_by_hf", by_hf)
         object.__setattr__(self, "_copies", copies)
-        further = [rule for rule in self.rules if rule.copy]
-        twins = {name: own for rule in further for name, own in zip(rule.hf, by_mcore[rule.mcore].hf, strict=True)}
-        object.__setattr__(self, "twins", twins)
-        spare = {name: twins[name] for rule in further if not rule.exported for name in rule.hf}
+        further = [(rule, dict(_second_and_first(rule, by_mcore[rule.mcore]))) for rule in self.rules if rule.copy]
+        object.__setattr__(self, "twins", {second: own for _, names in further for second, own in names.items()})
+        spare = {second: own for rule, names in further if not rule.exported for second, own in names.items()}
         object.__setattr__(self, "spare", spare)
 
     def bind(self, mcore: str) -> Binding:
@@ -394,6 +398,15 @@ def _has_number(rule: Rule, numbers: list[str]) -> bool:
     number, rest = divmod(int(numbers[0]) - rule.offset if numbers else 0, rule.stride)
     is_there = rule.layers is None or number in rule.layers
     return number >= 0 and rest == 0 and is_there and (rule.count is None or number < rule.count)
+
+
+def _second_and_first(rule: Rule, own: Rule) -> Iterator[tuple[str, str]]:
+    """The second HF names of ``rule``, each with the name of its own rule. Names of some layers alone have numbers."""
+    for second, first in zip(rule.hf, own.hf, strict=True):
+        if rule.layers is None:
+            yield second, first
+        else:
+            yield from ((_fill(second, [str(layer)]), _fill(first, [str(layer)])) for layer in rule.layers)
 
 
 def _fill(pattern: str, numbers: list[str]) -> str:

@@ -24,7 +24,9 @@ Q_AND_GATE = Leading(1, 2, HEADS >> Split(2, ratio=(1, 1)) >> ~HEADS)  # q_proj 
 GATED_QKV  = Q_AND_GATE >> GROUPS >> Concat(1, ratio=("heads_per_group", "heads_per_group", 1, 1)) >> ~GROUPS >> COLUMN
 DELTA      = Concat(0, ratio=("qkv", "value", "value_heads", "value_heads")) >> Split(0, ratio=_SECTIONS) >> _CUT
 DELTA_HEAD = KEY_HEADS >> Concat(1, ratio=("qkvz", "ba")) >> Split(1, ratio=_SECTIONS) >> ~KEY_HEADS >> _CUT
+IN_APART = _CUT  # a checkpoint has one tensor for each section
 DELTA_CONV = Split(0, ratio=_CONV) >> COLUMN >> Concat(1, ratio=_CONV)
+CONV_APART = COLUMN >> Concat(1, ratio=_CONV)
 # fmt: on
 
 # The layouts of a Mamba-2 mixer, whose heads share B and C in groups.
@@ -48,13 +50,14 @@ MAMBA_CONV = Split(0, ratio=_MAMBA_CONV) >> COLUMN >> Concat(1, ratio=_MAMBA_CON
 # each of them is cut.
 SHORT_CONV_IN = Split(0, ratio=(1, 1, 1)) >> COLUMN >> Concat(1, ratio=(1, 1, 1))
 
-# Kimi delta attention. A checkpoint has one tensor for each of queries, keys, values, beta, and the narrow inputs of
-# decay and gate. megatron-core joins them, after each of them is cut. An axis says how many rows each has:
+# Kimi delta attention. A checkpoint has one tensor for each of queries, keys, values, beta, and decay and gate or the
+# narrow inputs of these. megatron-core joins them, after each of them is cut. An axis says how many rows each has:
 #
-# * ``kda_inner``: of queries, keys or values;
+# * ``kda_inner``: of queries, keys or values, also of decay or gate;
 # * ``kda_heads``: of beta, which has one number per head;
-# * ``kda_dim``: of the input of decay, or of the gate.
-_KDA_IN = ("kda_inner", "kda_inner", "kda_inner", "kda_heads", "kda_dim", "kda_dim")
-KDA_IN = COLUMN >> Concat(1, ratio=_KDA_IN)
+# * ``kda_dim``: of the narrow input of decay, or of the gate.
+_KDA_QKV = ("kda_inner", "kda_inner", "kda_inner", "kda_heads")
+KDA_IN = COLUMN >> Concat(1, ratio=(*_KDA_QKV, "kda_dim", "kda_dim"))
+KDA_FULL_IN = COLUMN >> Concat(1, ratio=(*_KDA_QKV, "kda_inner", "kda_inner"))
 KDA_CONV = COLUMN >> Concat(1, ratio=(1, 1, 1))
 KDA_DECAY = Rearrange("one two (tp n) three", "tp one two n three")

@@ -309,5 +309,5 @@ def _kda_axes(config: TransformerConfig) -> dict[str, int]:
     if not any("K" in kind for kind in getattr(config, "layer_kinds", ())):
         return {}
     heads, dim = config.linear_num_key_heads, config.linear_key_head_dim
-    unit = gcd(heads, dim)  # several ranks share the rows
+    unit = heads if config.kda_full_rank else gcd(heads, dim)  # several ranks share the rows
     return {"kda_inner": heads * dim // unit, "kda_heads": heads // unit, "kda_dim": dim // unit}

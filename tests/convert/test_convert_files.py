@@ -73,6 +73,8 @@ FAMILIES = [
     "starcoder2",
     "laguna",
     "gemma4",
+    "bailing_hybrid",
+    "olmo_hybrid",
 ]
 
 

@@ -13,7 +13,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from mcore_bridge import ParallelDims, build_model, to_layer_spec, to_transformer_config
 from mcore_bridge.config.mesh.divisibility import DELTA_CONTEXT
 from mcore_bridge.config.tables.linear_attention import LINEAR_LAYERS
-from mcore_bridge.errors import ConfigError, MeshError
+from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
 from mcore_bridge.factory.modules.mixers.delta import (
     CHUNK,
     GatedSelfAttention,
@@ -22,6 +22,7 @@ from mcore_bridge.factory.modules.mixers.delta import (
     gated_delta_rule,
 )
 from mcore_bridge.rules.names import Numbering, canonical
+from tests import zoo
 from tests.support import pool, stepping, tiny
 from tests.support.fake_mesh import rank_of
 from tests.support.strategies import random_state
@@ -77,7 +78,7 @@ MESHES = {
 
 
 KIND = Kind(
-    {"qwen3_next": HF},
+    {"qwen3_next": HF, **{name: zoo.cases()[name].hf for name in zoo.here(["olmo_hybrid", "olmo_hybrid-no-rope"])}},
     {size: [*filter(is_built, meshes)] for size, meshes in MESHES.items()},
     num_sequences=2,
 )
@@ -86,6 +87,25 @@ KIND = Kind(
 @pytest.mark.parametrize("world_size", MESHES)
 def test_every_mesh_trains_as_transformers_does(world_size, tmp_path):
     KIND.check(world_size, tmp_path)
+
+
+def loaded(hf, state):
+    """Runs in a worker."""
+    with (
+        stepping.mesh(ParallelDims()),
+        pytest.raises(CheckpointError, match=r"q_conv1d.weight has shape \(59, 1, 4\), .* takes \(48, 1, 4\)"),
+    ):
+        build_model(hf, dtype=torch.float32, device="cpu", load_weights=state)
+
+
+@pytest.mark.parametrize("name", zoo.params(["olmo_hybrid"]))
+def test_convolutions_that_transformers_cut_into_equal_parts_are_refused(name):
+    """It writes such parts for values that are wider than keys: 176 rows in 59, 59 and 58, not in 48, 48 and 80."""
+    hf = zoo.cases()[name].hf
+    state = random_state(hf)
+    names = [f"model.layers.0.linear_attn.{part}_conv1d.weight" for part in "qkv"]
+    state |= zip(names, torch.cat([state[part] for part in names]).chunk(3), strict=True)
+    pool.run(1, loaded, hf, state)
 
 
 def recomputed(folder, options):

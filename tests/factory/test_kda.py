@@ -1,5 +1,6 @@
 """Kimi delta attention: the rule, loss and gradients on every mesh against transformers', keys in checkpoints."""
 
+import json
 import sys
 from types import ModuleType, SimpleNamespace
 from unittest import mock
@@ -9,17 +10,20 @@ import torch
 from megatron.core import tensor_parallel
 
 from mcore_bridge import ParallelDims, build_model, iter_hf_weights, load_hf_weights, to_transformer_config
-from mcore_bridge.architecture import architecture_of
+from mcore_bridge.architecture import architecture_of, read_hf
+from mcore_bridge.config.hf import with_fields
 from mcore_bridge.config.mesh.divisibility import check_model
 from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
 from mcore_bridge.factory.hybrid_support import require_hybrid
 from mcore_bridge.factory.modules.mixers import kda
+from mcore_bridge.factory.supports import require_supported
+from mcore_bridge.weights.provenance import write_config
 from tests import zoo
 from tests.support import pool, stepping, tiny
 from tests.support.strategies import random_state
 from tests.support.training import Kind
 
-CASES = {name: case.hf for name, case in zoo.cases().items() if case.model_type == "kimi_linear"}
+CASES = {name: case.hf for name, case in zoo.cases().items() if case.model_type in ("kimi_linear", "bailing_hybrid")}
 pytestmark = pytest.mark.skipif(not CASES, reason="the installed transformers lacks the family")
 MESHES = {
     1: [{}],
@@ -124,11 +128,11 @@ def test_the_kernel_is_used_on_a_gpu_that_has_it(monkeypatch):
     kda._kernel.cache_clear()
 
 
-def built():
+def built(name):
     """Runs in each worker: the entries of a mixer in mcore's distributed checkpoint, and its initial values."""
     with stepping.mesh(ParallelDims(tp=2, sp=True)):
         tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
-        hf, how = CASES["kimi_linear"], {"dtype": torch.float32, "device": "cpu", "load_weights": False}
+        hf, how = CASES[name], {"dtype": torch.float32, "device": "cpu", "load_weights": False}
         mixer = build_model(hf, dims=ParallelDims(tp=2, sp=True), **how)[0].decoder.layers[0].self_attention
         saved = mixer.sharded_state_dict(prefix="x.")
         parts = [part for entry in saved.values() for part in (entry.build() if hasattr(entry, "build") else [entry])]
@@ -137,16 +141,22 @@ def built():
         return {name.removeprefix("x."): shape for name, shape in shapes.items()}, drawn
 
 
-def test_saved_part_by_part_and_drawn_on_each_rank():
-    (shapes, first), (_, second) = pool.run(2, built)
-    inner = dict.fromkeys(("query", "key", "value"), (48, 48))
-    narrow = {"beta": (4, 48), "decay": (12, 48), "gate": (12, 48)}
-    for name, shape in {**inner, **narrow}.items():
-        assert shapes[f"in_proj.weight.{name}"][-2:] == shape
-    assert all(shapes[f"conv1d.weight.{name}"][-3:] == (48, 1, 3) for name in inner)
-    own = {"decay_up.weight": (48, 12), "gate_up.weight": (48, 12), "dt_bias": (48,), "A_log": (1, 1, 4, 1)}
-    for name, shape in {**own, "out_norm.weight": (12,), "out_proj.weight": (48, 48)}.items():
-        assert shapes[name] == shape
+NARROW = {"decay_up.weight": (48, 12), "gate_up.weight": (48, 12), "A_log": (1, 1, 4, 1)}
+SAVED = {"kimi_linear": (4, 12, 12, NARROW), "bailing_hybrid": (8, 14, 112, {"A_log": (8,)})}
+"""Heads, their size, the rows of decays or their narrow inputs, and shapes of parameters of their own."""
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_saved_part_by_part_and_drawn_on_each_rank(name):
+    (shapes, first), (_, second) = pool.run(2, built, name)
+    heads, dim, given, own = SAVED[name]
+    inner = heads * dim
+    rows = {**dict.fromkeys(("query", "key", "value"), inner), "beta": heads, "decay": given, "gate": given}
+    assert {key: shapes[f"in_proj.weight.{key}"][-2:] for key in rows} == {key: (n, 48) for key, n in rows.items()}
+    assert all(shapes[f"conv1d.weight.{key}"][-3:] == (inner, 1, 3) for key in ("query", "key", "value"))
+    own = {**own, "dt_bias": (inner,)}
+    whole = {**own, "out_norm.weight": (dim,), "out_proj.weight": (48, inner)}
+    assert {key: shape for key, shape in shapes.items() if key.count(".") < 2 and "extra" not in key} == whole
     assert 0 <= first["A_log"].min() <= first["A_log"].max() <= 2.8  # the log of 1 to 16
     steps = torch.nn.functional.softplus(first["dt_bias"])
     assert 0.9e-3 < steps.min() < steps.max() < 0.11
@@ -167,12 +177,12 @@ def test_refused_and_overridden():
     assert config.linear_key_head_dim == 16
 
 
-def loaded(state, others):
+def loaded(name, state, others):
     """Runs in a worker: whether the model holds ``state`` after a load of each of the others, or the error."""
     found = []
     with stepping.mesh(ParallelDims()):
         for other in others:
-            (model,) = build_model(CASES["kimi_linear"], dtype=torch.float32, device="cpu", load_weights=False)
+            (model,) = build_model(zoo.cases()[name].hf, dtype=torch.float32, device="cpu", load_weights=False)
             for source in (other, iter([*other.items()])):
                 try:
                     load_hf_weights([model], source)
@@ -183,11 +193,40 @@ def loaded(state, others):
     return found
 
 
-def test_dense_mlps_load_under_the_names_that_transformers_writes():
+SECOND = {
+    "kimi_linear": (".mlp.", ".block_sparse_moe.", "layers.0.mlp.up_proj.weight"),
+    "bailing_hybrid": (".attention.o_proj.", ".attention.dense.", "layers.0.attention.o_proj.weight"),
+    "olmo_hybrid": (".attention_layer_norm.", ".input_layernorm.", "layers.0.attention_layer_norm.weight"),
+}
+"""Parts of published names and of the names that transformers writes, and a published name."""
+
+
+@pytest.mark.parametrize("name", zoo.params(SECOND))
+def test_names_that_transformers_writes_load(name):
     """They are in memory or come one by one, alone or beside equal tensors under the published names."""
-    state = random_state(CASES["kimi_linear"])
-    theirs = {name.replace(".mlp.", ".block_sparse_moe."): tensor for name, tensor in state.items()}
-    changed = {name: tensor + 1 if "0.block_sparse_moe.up_proj" in name else tensor for name, tensor in theirs.items()}
-    (found,) = pool.run(1, loaded, state, [theirs, state | theirs, state | changed])
+    own, second, one = SECOND[name]
+    state = random_state(zoo.cases()[name].hf)
+    theirs = {key.replace(own, second): tensor for key, tensor in state.items()}
+    assert theirs.keys() != state.keys()
+    changed = {key: tensor + 1 if one.replace(own, second) in key else tensor for key, tensor in theirs.items()}
+    (found,) = pool.run(1, loaded, name, state, [theirs, state | theirs, state | changed])
     assert found[:4] == [True] * 4
-    assert all("layers.0.mlp.up_proj.weight" in error and "differs" in error for error in found[4:]), found[4:]
+    assert all(one in error and "differs" in error for error in found[4:]), found[4:]
+
+
+FIELDS = {"head_dim": 14, "short_conv_kernel_size": 3, "num_experts_per_tok": 4, "n_group": 4, "norm_topk_prob": True}
+
+
+def test_ling_is_written_with_the_fields_that_engines_read(tmp_path):
+    hf = CASES["bailing_hybrid"]
+    write_config(hf, tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written.items() >= {**FIELDS, "max_position_embeddings": 128}.items()
+    again = read_hf(tmp_path)
+    assert {**again.to_dict(), "_name_or_path": ""} == {**hf.to_dict(), "rope_parameters": again.rope_parameters}
+    with pytest.raises(ConfigError, match="lightning attention"):
+        to_transformer_config(with_fields(hf, {"group_norm_size": 4}))
+    with pytest.raises(ConfigError, match="BailingMoeV2_5ForCausalLM"):
+        require_supported(with_fields(hf, {"architectures": ["BailingMoeV2_5ForCausalLM"]}))
+    config = to_transformer_config(with_fields(hf, {"kda_safe_gate": False}))
+    assert (config.kda_lower_bound, config.kda_full_rank, config.attention_gate) == (None, True, "head")

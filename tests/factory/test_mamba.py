@@ -12,7 +12,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from torch.distributed import get_rank
 
 from mcore_bridge import ParallelDims, build_model, forward, to_layer_spec, to_transformer_config
-from mcore_bridge.config.mesh.divisibility import check_model
+from mcore_bridge.config.mesh.divisibility import DELTA_CONTEXT, check_model
 from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory.modules.mixers import mixer
 from mcore_bridge.factory.modules.mixers.mamba_kernels import CHUNK, scan
@@ -134,7 +134,10 @@ def recomputed(folder, options):
     return found
 
 
-@pytest.mark.parametrize("name", zoo.params(("nemotron_h-narrow-experts", "lfm2", "kimi_linear")))
+OWN = ("lfm2", "lfm3", "kimi_linear", "bailing_hybrid", "olmo_hybrid")
+
+
+@pytest.mark.parametrize("name", zoo.params(("nemotron_h-narrow-experts", *OWN)))
 def test_recompute_changes_nothing(tmp_path, name):
     modules = ["core_attn", "mlp", *(["moe"] if name in SPARSE else [])]
     selective = {"recompute_granularity": "selective", "recompute_modules": modules}
@@ -175,18 +178,19 @@ def packed_steps(hf, cases, **options):
     return found
 
 
-@pytest.mark.parametrize("name", zoo.params(("falcon_h1", "lfm2", "kimi_linear")))
+@pytest.mark.parametrize("name", zoo.params(("falcon_h1", *OWN)))
 def test_states_of_packed_sequences_do_not_run_into_each_other(name):
     """With CP, PP and recompute, log-probs and gradients equal the results of separate rows. A mistake would show."""
     hf, size = zoo.cases()[name].hf, {"micro_batch_size": 2}
     (((expected, wanted),),) = pool.run(1, functools.partial(packed_steps, packed=False, **size), hf, [({}, {}, "")])
-    tried = [(*case, mistake) for *case, when in PACKS for mistake in ("", when)]
+    packs = [pack for pack in PACKS if name != "olmo_hybrid" or "cp" not in pack[0] or DELTA_CONTEXT.is_installed]
+    tried = [(*case, mistake) for *case, when in packs for mistake in ("", when)]
     for ranks in pool.run(2, functools.partial(packed_steps, **size), hf, tried):
         for (*_, mistake), (said, grads) in zip(tried, ranks, strict=True):
             assert grads.keys() == wanted.keys()
             errors = [max(tiny.relative_error(grads[name], wanted[name]) for name in grads)]
             errors.append(float((said - expected).abs().max() / expected.std()) if mistake != "again" else errors[0])
-            assert min(errors) > 1e-3 if mistake else max(errors) < 1e-5, (mistake, errors)
+            assert min(errors) > 1e-3 if mistake else max(errors) < 5e-5, (mistake, errors)
 
 
 def built():

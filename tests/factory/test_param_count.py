@@ -11,7 +11,10 @@ from tests.support import mtp_checkpoints
 from tests.support.strategies import random_state
 
 LAYER = re.compile(r"^(?:model|gpt_neox|backbone)\.layers\.(\d+)\.")
-EMBEDDING = ("model.embed_tokens.weight", "gpt_neox.embed_in.weight", "backbone.embeddings.weight")
+EMBEDDING = (
+    *("model.embed_tokens.weight", "gpt_neox.embed_in.weight", "backbone.embeddings.weight"),
+    "model.word_embeddings.weight",
+)
 HEAD = ("lm_head.weight", "lm_head.bias", "embed_out.weight")
 EXPERTS = (".experts.", ".block_sparse_moe.input_linear.", ".block_sparse_moe.output_linear.")
 

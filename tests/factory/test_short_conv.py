@@ -13,7 +13,7 @@ from tests import zoo
 from tests.support import pool, stepping
 from tests.support.training import Kind
 
-CASES = {name: case.hf for name, case in zoo.cases().items() if case.model_type in ("lfm2", "lfm2_moe")}
+CASES = {name: case.hf for name, case in zoo.cases().items() if case.model_type in ("lfm2", "lfm2_moe", "lfm3")}
 SPARSE = {name for name, hf in CASES.items() if to_transformer_config(hf).num_moe_experts}
 MESHES = {
     1: [{}],

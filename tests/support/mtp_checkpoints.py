@@ -46,12 +46,13 @@ STYLES = {
     "qwen": Style("mtp.layers.{number}.", QWEN, beside="mtp."),
     "mimo": Style("model.mtp_layers.{number}.", MIMO, hidden_first=True),
     "hy_v3": Style(around=FLAT),
+    "bailing_hybrid": Style(around=FLAT),
     "exaone": Style("mtp.layers.{number}.", QWEN, beside="mtp.", like_first=True),
 }
 """By the beginning of the ``model_type``."""
 HALVES = ("nemotron_h", "nemotron_h-narrow-experts")
 NAMES = ("glm4_moe", "deepseek_v3", "glm4_moe_lite", "hy_v3", "qwen3_next", "qwen3.5", "qwen3.5-moe", *HALVES)
-NAMES += ("exaone_moe", "exaone4")
+NAMES += ("exaone_moe", "exaone4", "bailing_hybrid")
 _KINDS = {"layer_types": "full_attention", "mlp_layer_types": "sparse", "indexer_types": "full"}
 _OF_TWINS = {"mimo": {**tiny("qwen2", num_key_value_heads=2, hidden_size=192).to_dict(), "attention_bias": True}}
 """Configs of families that transformers lacks, by name."""
@@ -147,7 +148,7 @@ def without_ends(hf: Any, state: dict[str, Tensor], number: int) -> dict[str, Te
     for own, prefix in prefixes.items():
         of_layer = [name for name in state if name.startswith(prefix) and name.replace(prefix, "") not in _extra()]
         inner |= {name.replace(prefix, own): state[name] for name in of_layer}
-    ends = ("model.embed_tokens.weight", "backbone.embeddings.weight", "lm_head.weight")
+    ends = ("model.embed_tokens.weight", "backbone.embeddings.weight", "lm_head.weight", "model.word_embeddings.weight")
     inner |= {name: state[name] for name in ends if name in state}
     inner[_norm(hf)] = state[around["shared_head.norm"]]
     return inner

@@ -38,8 +38,10 @@ SWAPPED = ("llama4_text",)
 
 
 IN_FILES = {
+    "bailing_hybrid": (("forget_gate.", ""), (".self_attn.", ".attention.")),
     "granitemoe": (("experts.gate_up_proj", "input_linear"), ("experts.down_proj", "output_linear")),
     "kimi_linear": (("forget_gate.", ""), ("mlp.shared_experts", "block_sparse_moe.shared_experts")),
+    "lfm3": (("self_attn.g_proj", "self_attn.gate_proj"),),
     "mixtral": (("mlp.experts", "block_sparse_moe.experts"),),
     "nemotron_h": (("model.", "backbone."),),
 }
@@ -62,6 +64,8 @@ def named(parameters, hf, expert_format):
     for name, tensor in _named(parameters, hf, expert_format):
         for old, new in IN_FILES.get(hf.model_type, ()):
             name = name.replace(old, new)
+        if hf.model_type == "bailing_hybrid" and hf.layer_types[int(name.split(".")[2])] == "full_attention":
+            name = name.replace(".o_proj.", ".dense.")
         yield name, tensor
 
 

@@ -136,8 +136,10 @@ def random_state(hf: Any, *, dtype: torch.dtype = torch.float32, seed: int = 0) 
         state = {name: _of_delta_net(name, tensor) for name, tensor in state.items()}
     if hf.model_type == "gemma4_text":
         state = {name: _of_gemma4(name, tensor) for name, tensor in state.items()}
-    if hf.model_type == "kimi_linear":  # small outputs, as in _of_delta_net
-        state = {name: (0.3 if "self_attn.o_proj" in name else 1) * tensor for name, tensor in state.items()}
+    if hf.model_type in ("kimi_linear", "bailing_hybrid", "olmo_hybrid"):  # small outputs, as in _of_delta_net
+        outputs = {"self_attn.o_proj": 0.3, "attention.o_proj": 0.3, "attention.dense": 0.3, "linear_attn.o_proj": 0.1}
+        scales = {name: min([by for part, by in outputs.items() if part in name], default=1) for name in state}
+        state = {name: scales[name] * tensor for name, tensor in state.items()}
     return {name: tensor if _stays_fp32(name) else tensor.to(dtype) for name, tensor in state.items()}
 
 

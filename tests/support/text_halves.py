@@ -3,6 +3,7 @@
 Importing this lets ``AutoModelForCausalLM`` find them.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -86,11 +87,37 @@ def published_shape(hf: Any, name: str, shape: torch.Size) -> torch.Size:
     return shape
 
 
+WRITTEN = {
+    "kimi_linear": (".block_sparse_moe.", ".mlp.", "mlp_layer_types", "dense"),
+    "bailing_hybrid": (".attention.dense.", ".attention.o_proj.", "layer_types", "linear_attention"),
+    "olmo_hybrid": (".feedforward_layer_norm.", ".post_attention_layernorm.", "layer_types", "full_attention"),
+}
+"""A part of names that transformers writes, and its published form, in layers of which a field of the config has this
+kind. Engines read published names alone.
+"""
+
+
 def published_names(hf: Any, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors under their names in published files. transformers writes dense MLPs of Kimi Linear as their experts."""
-    return {_published(name, state) if hf.model_type == "kimi_linear" else name: state[name] for name in state}
+    """Tensors under their names in published files, which transformers reads but does not write for some families."""
+    return {_published(hf, name): tensor for name, tensor in {**state, **_parted(hf, state)}.items()}
 
 
-def _published(name: str, state: Mapping[str, Any]) -> str:
-    before, here, after = name.partition(".block_sparse_moe.")
-    return f"{before}.mlp.{after}" if here and f"{before}{here}gate.weight" not in state else name
+def _parted(hf: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Convolutions of OLMo Hybrid in their parts. transformers cuts each into three equal ones."""
+    if hf.model_type != "olmo_hybrid":
+        return {}
+    found, keys = {}, hf.linear_num_key_heads * hf.linear_key_head_dim
+    for name in state:
+        if name.endswith(".q_conv1d.weight"):
+            names = [name.replace(".q_", f".{part}_") for part in "qkv"]
+            whole = torch.cat([state[part] for part in names])
+            found |= zip(names, whole.split([keys, keys, len(whole) - 2 * keys]), strict=True)
+    return found
+
+
+def _published(hf: Any, name: str) -> str:
+    written, published, field, kind = WRITTEN.get(hf.model_type, ("", "", "", ""))
+    numbered = re.search(r"\.layers\.(\d+)\.", name)
+    if not written or not numbered or getattr(hf, field)[int(numbered[1])] != kind:
+        return name
+    return name.replace(written, published)

@@ -43,13 +43,20 @@ CASES = {
     "llama4": (lambda: zoo.cases()["llama4"].hf, EXPERTS, ({"ep": 2},)),
     "laguna": (lambda: zoo.cases()["laguna"].hf, ("q_proj", "g_proj", "o_proj"), (TP2, {"pp": 2})),
     "gemma4": (lambda: zoo.cases()["gemma4"].hf, ("q_proj", "v_proj", "o_proj"), (TP2, {"pp": 2})),
+    "bailing_hybrid": (lambda: zoo.cases()["bailing_hybrid"].hf, ("f_proj", "g_proj", "o_proj"), (TP2, {"pp": 2})),
+    "lfm3": (lambda: zoo.cases()["lfm3"].hf, ("g_proj", "o_proj", "in_proj"), (TP2,)),
     "afmoe": (lambda: zoo.cases()["afmoe"].hf, ("v_proj", "o_proj"), (TP2,)),
 }
-CASES = {name: CASES[name] for name in CASES if name not in {"laguna", "gemma4", "afmoe"} - zoo.cases().keys()}
+SINCE_5 = {"laguna", "gemma4", "afmoe", "bailing_hybrid", "lfm3"}
+CASES = {name: CASES[name] for name in CASES if name not in SINCE_5 - zoo.cases().keys()}
 
 
 GATED = ("gate_up_proj", "down_proj")
-IN_FILES = {"granitemoe": ("input_linear", "output_linear")}
+IN_FILES = {
+    "granitemoe": ("input_linear", "output_linear"),
+    "bailing_hybrid": ("f_proj", "g_proj", "o_proj", "dense"),
+    "lfm3": ("self_attn.gate_proj", "o_proj", "in_proj"),
+}
 """Targets of families whose names in files differ from transformers' names in memory."""
 
 

@@ -150,6 +150,7 @@ AFTER = (
     *(
         "afmoe",
         "axk1",
+        "bailing_hybrid",
         "cohere",
         "cohere2",
         "cohere2_moe",
@@ -165,6 +166,7 @@ AFTER = (
         "laguna",
         "lfm2",
         "lfm2_moe",
+        "lfm3",
         "granitemoehybrid",
         "granitemoeshared",
     ),
@@ -175,6 +177,7 @@ AFTER = (
         "mellum",
         "ministral",
         "mistral4",
+        "olmo_hybrid",
         "phi",
         "solar_open",
         "stablelm",

@@ -27,7 +27,17 @@ def delta(model_type: str, **fields: Any) -> Case:
     return case(model_type, **{**LINEAR, "rms_norm_eps": 1e-3, **fields})
 
 
+OLMO = {**LINEAR, "num_key_value_heads": 8, "linear_num_key_heads": 8, "rms_norm_eps": 1e-3, "pad_token_id": None}
 CASES = {
+    "olmo_hybrid": case("olmo_hybrid", **OLMO, vocab_size=97),
+    "olmo_hybrid-no-rope": case(
+        "olmo_hybrid",
+        **{**OLMO, "num_key_value_heads": 2, "linear_conv_kernel_dim": 3},
+        rope_parameters={"rope_type": "default", "rope_theta": None},
+        linear_allow_neg_eigval=False,
+        attention_bias=True,
+        tie_word_embeddings=True,
+    ),
     "qwen3.5": delta("qwen3_5_text", vocab_size=97),
     "qwen3.5-biases-tied": delta("qwen3_5_text", attention_bias=True, tie_word_embeddings=True),
     "qwen3.5-one-value-head-each": delta("qwen3_5_text", **ONE_EACH),

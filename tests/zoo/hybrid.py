@@ -60,6 +60,16 @@ CONVOLUTIONS = {
     "pad_token_id": None,
 }
 OF_LFM = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LFM3 = {
+    **CONVOLUTIONS,
+    "layer_types": ["conv", "full_attention", "conv", "sliding_attention"],
+    "sliding_window": 5,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 5e4, "partial_rotary_factor": 0.25},
+    },
+    "head_dim": 16,
+}
 KIMI = {
     **{name: DIMS[name] for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
     "num_key_value_heads": 8,
@@ -75,7 +85,33 @@ KIMI = {
     "moe_intermediate_size": 32,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
 }
+LING = {
+    **{name: DIMS[name] for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-3,
+    "head_dim": 14,
+    "pad_token_id": None,
+    "short_conv_kernel_size": 3,
+    "num_experts": 16,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 4,
+    "num_shared_experts": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "kda_lower_bound": -4.0,
+    "num_mtp_layers": 0,
+}
 CASES = {
+    "bailing_hybrid": case("bailing_hybrid", **LING, layer_group_size=2, vocab_size=97),
+    "bailing_hybrid-unbounded-low-rank-queries": case(
+        "bailing_hybrid",
+        **{**LING, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1},
+        layer_types=KIMI["layer_types"],
+        kda_safe_gate=False,
+        q_lora_rank=28,
+        rope_parameters={"rope_type": "default", "rope_theta": 6e6, "partial_rotary_factor": 0.5},
+    ),
     "kimi_linear": case("kimi_linear", **KIMI, mlp_layer_types=["dense", "sparse", "sparse", "dense"], vocab_size=97),
     "kimi_linear-low-rank-queries": case(
         "kimi_linear",
@@ -89,6 +125,14 @@ CASES = {
         "lfm2",
         **{**CONVOLUTIONS, **rope("llama3", **LLAMA3), "conv_L_cache": 3},
         block_auto_adjust_ff_dim=False,
+        tie_word_embeddings=True,
+    ),
+    "lfm3": case("lfm3", **LFM3, attention_bias=True, vocab_size=97),
+    "lfm3-plain": case(
+        "lfm3",
+        **{**LFM3, "layer_types": ["sliding_attention", "conv", "full_attention", "conv"]},
+        use_sandwich_norm=False,
+        use_attention_gate=False,
         tie_word_embeddings=True,
     ),
     "lfm2_moe": case(

@@ -47,11 +47,11 @@ def kept_by_output(config: Any, vocabulary: int) -> int:
 
 def _attention(config: Any) -> int:
     """The input, the norm, the fused projection, norms of queries and keys, their rotation, the output, its sum."""
-    if config.multi_latent_attention:
-        return _latent_attention(config)
     queries = config.kv_channels * config.num_attention_heads
     keys = config.kv_channels * config.num_query_groups
     by_own = {None: 0, "head": config.num_attention_heads, "element": queries}[getattr(config, "attention_gate", None)]
+    if config.multi_latent_attention:
+        return _latent_attention(config) + 2 * by_own
     gate = by_own or queries * bool(getattr(config, "attention_output_gate", False))
     num_rotated = 2 if config.qk_layernorm else 1
     return int(3 * config.hidden_size + (queries + 2 * keys) + num_rotated * (queries + keys) + queries + 2 * gate)
@@ -81,9 +81,9 @@ def _short_convolution(config: Any) -> int:
 
 
 def _kda(config: Any) -> int:
-    """Kimi delta attention: as the gated delta rule, with decays and gates of all channels from narrow inputs."""
+    """Kimi delta attention: as the gated delta rule, with decays and gates of all channels, and their narrow inputs."""
     heads, dim = config.linear_num_key_heads, config.linear_key_head_dim
-    return int(3 * config.hidden_size + 13 * heads * dim + 2 * dim)
+    return int(3 * config.hidden_size + 13 * heads * dim + 2 * dim * (not config.kda_full_rank))
 
 
 def _mamba(config: Any) -> int:

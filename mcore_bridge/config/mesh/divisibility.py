@@ -61,9 +61,10 @@ def check_model(dims: ParallelDims, settings: Mapping[str, object]) -> None:
         _check_mamba(dims, settings)
     if "C" in letters:  # short convolutions, each channel of which is on one rank
         _require_divided(dims, settings, "hidden_size", "tp")
-    if "K" in letters:  # each head is on one rank, and the narrow inputs of decay and gate are cut by their channels
+    if "K" in letters:  # each head is on one rank, and narrow inputs of decay and gate are cut by their channels
         _require_divided(dims, settings, "linear_num_key_heads", "tp")
-        _require_divided(dims, settings, "linear_key_head_dim", "tp")
+        if not settings.get("kda_full_rank"):
+            _require_divided(dims, settings, "linear_key_head_dim", "tp")
     if settings.get("experimental_attention_variant") == "dsa" and dims.tp > 1 and not dims.sp:
         raise MeshError(f"tp={dims.tp} needs sp=True: megatron-core's sparse attention works only with it; set sp=True")
     _check_split(dims, settings)

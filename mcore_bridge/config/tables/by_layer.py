@@ -47,6 +47,8 @@ GATING = (
     Const("attention_gate_activation", "softplus"),
 )
 """Gates of Laguna, whose activation is softplus."""
+HEAD_GATES = (Const("attention_gate", "head"), Const("attention_gate_activation", "sigmoid"))
+"""A sigmoid for each head."""
 ELEMENT_GATES = (Const("attention_gate", "element"), Const("attention_gate_activation", "sigmoid"))
 """A sigmoid for each element, as in megatron-core, by a projection of its own."""
 

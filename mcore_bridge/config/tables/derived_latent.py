@@ -4,7 +4,8 @@ For models with multi-latent attention, transformers uses ``head_dim`` for the s
 """
 
 from mcore_bridge.config.fields import Derive, Hf, Mcore, count
-from mcore_bridge.config.tables.derived_rope import rope
+from mcore_bridge.config.tables.derived_rope import ROPE, rope
+from mcore_bridge.config.tables.moe import called
 from mcore_bridge.errors import ConfigError
 
 _SIZES = {  # HF field: mcore name
@@ -72,6 +73,16 @@ def _rope_of_part(hf: Hf) -> dict[str, object]:
     return _TEMPERED.forward({**hf, "rope_parameters": parameters})
 
 
+def _rope_of_whole(hf: Hf) -> dict[str, object]:
+    """A default rope rotates ``qk_rope_head_dim`` dims, whatever its ``partial_rotary_factor`` is."""
+    given = hf.get("rope_parameters")
+    parameters = dict(given) if isinstance(given, dict) else {}
+    if parameters.get("rope_type", "default") == "default":
+        parameters.pop("partial_rotary_factor", None)
+        hf = {name: value for name, value in hf.items() if name != "partial_rotary_factor"}
+    return _LONG.forward({**hf, "rope_parameters": parameters})
+
+
 _REFUSED = ("`num_key_value_heads` other than `num_attention_heads`: every head has its own key",)
 HEADS = Derive((*_SIZES, "q_lora_rank", "num_key_value_heads", "qk_head_dim"), _heads, _heads_back, _REFUSED)
 _TEMPERED = rope(types=("yarn",), own=("llama_4_scaling_beta", "max_position_embeddings"))
@@ -79,6 +90,14 @@ _OTHER_PART = (
     "`partial_rotary_factor` of a rope other than the ratio of the dims of heads: the rope rotates qk_rope_head_dim"
 )
 ROPE_OF_PART = Derive(_TEMPERED.names, _rope_of_part, _TEMPERED.backward, (_TEMPERED.refuses[0], _OTHER_PART))
+_LONG = called(ROPE, max_position_embeddings="model_max_length")
+ROPE_OF_WHOLE = Derive(
+    *(_LONG.names, _rope_of_whole, _LONG.backward),
+    (
+        *(_LONG.refuses[0], _LONG.refuses[1].removeprefix("`partial_rotary_factor`, ")),
+        "a `partial_rotary_factor` with another rope type than default: transformers would rotate fewer dims",
+    ),
+)
 HEAD_DIM = Derive(("head_dim",), _rotated, lambda mcore: {"head_dim": mcore["qk_pos_emb_head_dim"]})
 QUERY_DIM = Derive(("head_dim",), _query, _query_back)
 """``HEAD_DIM`` of a family in which this field is the size of a whole query."""

@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mcore_bridge.config.fields import Derive, Hf, Mcore, count, is_number
+from mcore_bridge.config.fields import Const, Derive, Hf, Ignore, Mcore, count, is_number
 from mcore_bridge.config.layer_kinds import layers_but_full, layers_without_rope
 from mcore_bridge.config.rope import Rope, head_dim, rope_from
 from mcore_bridge.config.rope_spelling import (
+    DEFAULT_THETA,
     FULL,
     MULTIMODAL,
     ORIGINAL_LENGTH,
@@ -101,6 +102,20 @@ def _rotary_dim(hf: Hf) -> dict[str, object]:
     return {}
 
 
+def _if_base(hf: Hf) -> dict[str, object]:
+    """A rope without a base is none."""
+    parameters = hf.get("rope_parameters")
+    if isinstance(parameters, dict) and parameters.get("rope_theta", DEFAULT_THETA) is None:
+        return {"position_embedding_type": "none"}
+    return {"position_embedding_type": "rope", **ROPE.forward(hf)}
+
+
+def _if_base_back(mcore: Mcore) -> dict[str, object]:
+    if mcore["position_embedding_type"] == "rope":
+        return ROPE.backward(mcore)
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
+
+
 ROPE = rope()
 _PARTIAL = rope(own=("partial_rotary_factor",))
 _PROPORTIONAL = rope(("default", "proportional"), own=("partial_rotary_factor",))
@@ -112,6 +127,8 @@ MULTIMODAL_ROPE = rope(own=MULTIMODAL)
 _TWO_DIMS = "`rotary_dim` other than the value from `partial_rotary_factor`: published code reads only the factor"
 ROTARY_DIM = Derive(("rotary_dim",), _rotary_dim, lambda mcore: {}, (_TWO_DIMS,))
 NO_ROPE = Derive(("no_rope_layers",), _no_rope, _no_rope_back)
+POSITIONS_IF_BASE = Derive(ROPE.names, _if_base, _if_base_back, ROPE.refuses)
+UNROTATED = (Ignore("no layer has a rope", ROPE.names), Const("position_embedding_type", "none"))
 
 
 _NAMES = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor")

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 
-from mcore_bridge.config.fields import Const, Derive, Field, Hf, Ignore, Map, Mcore, Require, count
-from mcore_bridge.config.layer_kinds import layers_but_full
+from torch.nn.functional import silu
+
+from mcore_bridge.config.fields import Const, Derive, Field, Hf, Ignore, Map, Mcore, Require, count, is_number
+from mcore_bridge.config.layer_kinds import layers_but_full, sizes_by_layer
 from mcore_bridge.config.rope_spelling import MULTIMODAL
-from mcore_bridge.config.tables import BIAS_ATTENTION, QK_NORMED, WINDOW_NEVER
-from mcore_bridge.config.tables.derived_rope import rope
+from mcore_bridge.config.tables import BIAS_ATTENTION, QK_NORMED, QK_NORMED_TOGETHER, WINDOW_NEVER
+from mcore_bridge.config.tables.derived_rope import POSITIONS_IF_BASE, rope
 from mcore_bridge.config.tables.moe import MLP_TYPES, MTP_ON_REQUEST
 from mcore_bridge.config.tables.short_convolutions import layers
 from mcore_bridge.errors import ConfigError, shown
@@ -46,9 +48,9 @@ _SIZES = (
     *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
     "linear_conv_kernel_dim",
 )
+SIZES: tuple[Field, ...] = tuple(Map(name, name) for name in _SIZES)
 DELTA: tuple[Field, ...] = (
-    LINEAR_LAYERS,
-    *(Map(name, name) for name in _SIZES),
+    *(LINEAR_LAYERS, *SIZES),
     *(*BIAS_ATTENTION, *WINDOW_NEVER, *QK_NORMED),
     rope(own=("partial_rotary_factor", *MULTIMODAL)),
     Const("layernorm_zero_centered_gamma", True),  # of all norms except the norm of linear attention
@@ -61,6 +63,26 @@ DELTA: tuple[Field, ...] = (
     Require("mtp_use_dedicated_embeddings", (False, None), "MTP layers of GPTModel share the embedding"),
 )
 """Linear attention in some layers, full attention with an output gate in the other layers."""
+
+
+def _norms_by_kind(hf: Hf) -> dict[str, object]:
+    layers, before = LINEAR_LAYERS.forward(hf), {"norm_placement": "pre"}
+    kinds = layers["linear_attention_freq"] or [0] * count(hf, "num_hidden_layers")
+    assert isinstance(kinds, list)
+    own = sizes_by_layer([before if linear else {} for linear in kinds], {"norm_placement": "post"})
+    return {**layers, "norm_placement": "post", "per_layer_config": own}
+
+
+DELTA_NORMED_BEFORE: tuple[Field, ...] = (
+    Derive(LINEAR_LAYERS.names, _norms_by_kind, LINEAR_LAYERS.backward, LINEAR_LAYERS.refuses),
+    *(*SIZES, Map("linear_allow_neg_eigval", "delta_negative_eigenvalues"), Const("head_norm_epsilon", 1e-5)),
+    *(*BIAS_ATTENTION, *WINDOW_NEVER, *QK_NORMED_TOGETHER, POSITIONS_IF_BASE),
+    Ignore(
+        "only initial values depend on them",
+        ("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor"),
+    ),
+)
+"""Linear attention behind its norm in some layers, and full attention before its norm in the other layers."""
 NO_MIXED_MLP = Require(
     "mlp_only_layers", ([], None), "transformers gives each layer of this family the same kind of MLP"
 )
@@ -106,4 +128,40 @@ KDA_LAYERS = layers(
     letters={"linear_attention": "K", "full_attention": "*"},
     moe_layer_freq="E",
 )
-KDA_SIZES = Derive((*_KDA_SIZES, _KDA_GIVEN), _agreeing, _agreeing_back)
+KDA: tuple[Field, ...] = (
+    *(KDA_LAYERS, Const("activation_func", silu)),
+    Require(
+        "hidden_act", ("silu",), "the convolution has the activation of MLPs, and fused kernels know this one alone"
+    ),
+    Map("model_max_length", "max_sequence_length"),
+)
+"""Kimi delta attention in some layers. Another entry has its sizes."""
+LOW_RANK_KDA: tuple[Field, ...] = (
+    Derive((*_KDA_SIZES, _KDA_GIVEN), _agreeing, _agreeing_back),
+    *(Const("kda_full_rank", False), Const("kda_lower_bound", None)),
+)
+"""The sizes of Kimi Linear. Decay and gate have narrow inputs."""
+
+
+def _bound(hf: Hf) -> dict[str, object]:
+    bound = hf.get("kda_lower_bound") if hf.get("kda_safe_gate") else None
+    if hf.get("kda_safe_gate") and not (is_number(bound) and bound < 0):
+        raise ConfigError(f"kda_lower_bound must be a number below 0, found {shown(bound)}.")
+    return {"kda_lower_bound": bound}
+
+
+def _bound_back(mcore: Mcore) -> dict[str, object]:
+    bound = mcore["kda_lower_bound"]
+    return {"kda_safe_gate": bound is not None, **({} if bound is None else {"kda_lower_bound": bound})}
+
+
+FULL_RANK_KDA: tuple[Field, ...] = (
+    *(Map(name, mcore) for name, (_, mcore) in _KDA_SIZES.items()),
+    Derive(("kda_safe_gate", "kda_lower_bound"), _bound, _bound_back),
+    Const("kda_full_rank", True),
+    Ignore(
+        "transformers has made layer_types, linear_head_dim and linear_conv_kernel_dim of them",
+        ("layer_group_size", "head_dim", "short_conv_kernel_size"),
+    ),
+)
+"""The sizes of Ling 3. Decay and gate have one projection each, and decay may have a bound."""

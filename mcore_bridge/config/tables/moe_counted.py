@@ -6,11 +6,13 @@ from mcore_bridge.config.fields import Const, Derive, Field, Hf, Map, Mcore, Pre
 from mcore_bridge.config.tables import but, unread
 from mcore_bridge.config.tables.moe import (
     GROUPS,
+    IF_SEVERAL,
     MTP_ON_REQUEST,
     ROUTED,
     SCALED,
     SIGMOID,
     SOFTMAX,
+    called,
     groups_back,
     shared_experts,
 )
@@ -75,6 +77,17 @@ SIGMOID_GROUPED: tuple[Field, ...] = (
     Require("topk_method", ("noaux_tc", None), "transformers computes this one for any"),
 )
 """``SIGMOID``, with experts chosen from the best groups."""
+NAMED_BY_KIMI: tuple[Field, ...] = (
+    *but(
+        (*COUNTED, *SIGMOID_GROUPED),
+        Map("num_experts", "num_moe_experts"),
+        Map("num_experts_per_token", "moe_router_topk"),
+        shared_experts("num_shared_experts"),
+        called(GROUPS, n_group="num_expert_group", num_experts_per_tok="num_experts_per_token"),
+        called(IF_SEVERAL, norm_topk_prob="moe_renormalize", num_experts_per_tok="num_experts_per_token"),
+    ),
+)
+"""``COUNTED`` and ``SIGMOID_GROUPED`` by the names of Kimi Linear."""
 GREEDY: tuple[Field, ...] = (
     *(*SOFTMAX, METHOD),
     Const("moe_router_pre_softmax", True),

@@ -6,7 +6,8 @@ from torch.nn.functional import silu
 
 from mcore_bridge.config.fields import Const, Derive, Field, Hf, Ignore, Map, Mcore, Preset, Require, count, is_number
 from mcore_bridge.config.layer_kinds import layers_of
-from mcore_bridge.config.tables import BIAS_NONE, QK_NORMED, WINDOW_NEVER, unread
+from mcore_bridge.config.rope_spelling import FULL, SLIDING
+from mcore_bridge.config.tables import BIAS_ATTENTION, BIAS_NONE, QK_NORMED, WINDOW_NEVER, derived, unread
 from mcore_bridge.config.tables.mixers import kept_kinds
 from mcore_bridge.errors import ConfigError, shown
 
@@ -96,6 +97,23 @@ def _tied_back(mcore: Mcore) -> dict[str, object]:
     return dict.fromkeys(("tie_word_embeddings", "tie_embedding"), mcore["share_embeddings_and_output_weights"])
 
 
+def _windowed(hf: Hf) -> dict[str, object]:
+    """Convolutions stand among layers with a window and full layers."""
+    names = hf.get("layer_types")
+    plain = [FULL if name == SLIDING else name for name in names] if isinstance(names, list | tuple) else names
+    slides = [name if name == SLIDING else FULL for name in names] if isinstance(names, list | tuple) else names
+    return {**LAYERS.forward({**hf, "layer_types": plain}), **derived.WINDOWS.forward({**hf, "layer_types": slides})}
+
+
+def _windowed_back(mcore: Mcore) -> dict[str, object]:
+    own, windows = LAYERS.backward(mcore), derived.WINDOWS.backward(mcore)
+    kinds, slides = own["layer_types"], windows["layer_types"]
+    assert isinstance(kinds, list)
+    assert isinstance(slides, list)
+    both = [slide if kind == FULL else kind for kind, slide in zip(kinds, slides, strict=True)]
+    return {**own, **windows, "layer_types": both}
+
+
 LAYERS = layers(lambda hf, layer: "-", lambda mcore: {})
 DENSE_FIRST = layers(_second, _dense_first_back, "num_dense_layers", moe_layer_freq="E")
 MLP_SIZE = Derive(
@@ -108,12 +126,15 @@ TIED = Derive(
     lambda hf: {"share_embeddings_and_output_weights": bool(hf.get("tie_word_embeddings"))},
     _tied_back,
 )
-CONVOLUTIONS: tuple[Field, ...] = (
+CONVOLVED: tuple[Field, ...] = (
     *(Map("norm_eps", "layernorm_epsilon"), Map("conv_L_cache", "short_conv_kernel")),
-    *(Const("activation_func", silu), *BIAS_NONE, *WINDOW_NEVER, *QK_NORMED),
+    *(Const("activation_func", silu), *QK_NORMED),
     Require(
         "conv_bias", (False,), "no published model has biases there, and megatron-core's add_bias_linear is for all"
     ),
+)
+CONVOLUTIONS: tuple[Field, ...] = (
+    *(*CONVOLVED, *BIAS_NONE, *WINDOW_NEVER),
     Ignore("transformers has made layer_types of it", ("full_attn_idxs",)),
     Preset("attention_dropout", 0.0),
     unread(
@@ -123,3 +144,23 @@ CONVOLUTIONS: tuple[Field, ...] = (
     ),
 )
 """Short convolutions, and attention with norms of queries and keys. The architecture adds the kinds of layers."""
+CONVOLUTIONS_AND_WINDOWS: tuple[Field, ...] = (
+    *(*CONVOLVED, *BIAS_ATTENTION, unread("hidden_act")),
+    Derive(
+        ("layer_types", "num_hidden_layers", "sliding_window"),
+        *(_windowed, _windowed_back),
+        ("`layer_types` other than `conv`, `full_attention` and `sliding_attention`: transformers has no other",),
+    ),
+    Derive(
+        ("use_sandwich_norm",),
+        lambda hf: {"norm_placement": "sandwich" if hf.get("use_sandwich_norm") else "pre"},
+        lambda mcore: {"use_sandwich_norm": mcore["norm_placement"] == "sandwich"},
+    ),
+    Derive(
+        ("use_attention_gate",),
+        lambda hf: {"attention_gate": "head" if hf.get("use_attention_gate") else None},
+        lambda mcore: {"use_attention_gate": mcore["attention_gate"] is not None},
+    ),
+    Const("attention_gate_activation", "sigmoid"),
+)
+"""Short convolutions, and attention with a window in some layers, perhaps with gates, and perhaps norms behind each."""

@@ -28,11 +28,12 @@ def adapt_gate(layer: Any, config: TransformerConfig, backend: Backend) -> None:
     """
     if getattr(config, "attention_gate", None) is None:
         return
-    if backend == "te":  # attention and gates share a norm, so neither module contains it
+    if backend == "te":
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear as Linear
 
-        layer.self_attention.submodules.linear_qkv = Linear
-        layer.input_layernorm = norm_of(backend, config)
+        if not config.multi_latent_attention:  # attention and gates share a norm, so neither module contains it
+            layer.self_attention.submodules.linear_qkv = Linear
+            layer.input_layernorm = norm_of(backend, config)
     else:
         from megatron.core.tensor_parallel import ColumnParallelLinear as Linear
     layer.self_attention.module = mixed(GatedOutput, layer.self_attention.module)

@@ -18,6 +18,7 @@ from mcore_bridge.factory.modules.mixers.kda import kda_spec
 from mcore_bridge.factory.modules.mixers.mamba_mixer import mamba_spec
 from mcore_bridge.factory.modules.mixers.short_conv import short_conv_spec
 from mcore_bridge.factory.modules.multipliers import multiplied
+from mcore_bridge.factory.modules.norms import adapt_mixer_norms
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 _MIXERS: dict[str, Callable[[Backend], Any]] = {"M": mamba_spec, "C": short_conv_spec, "K": kda_spec}
 """The mixers in the place of attention, by their letters in ``layer_kinds``."""
+_HOLDING_NORM = frozenset("MC")
+"""The mixers that hold the norm before them, with backend te."""
 
 
 def adapt_halves(layer: Any, config: TransformerConfig, number: int, backend: Backend) -> None:
@@ -42,8 +45,9 @@ def adapt_halves(layer: Any, config: TransformerConfig, number: int, backend: Ba
         return
     if {"M", "*"} <= set(kinds[number]):
         adapt_beside(layer, config, backend)
-    elif mixer := next((_MIXERS[letter] for letter in kinds[number] if letter in _MIXERS), None):
-        layer.self_attention = mixer(backend)
+    elif letter := next((letter for letter in kinds[number] if letter in _MIXERS), None):
+        layer.self_attention = _MIXERS[letter](backend)
+        adapt_mixer_norms(layer, config, backend, holds_norm=letter in _HOLDING_NORM)
     if FIRST.isdisjoint(kinds[number]):
         remove_first(layer)
     if SECOND.isdisjoint(kinds[number]):

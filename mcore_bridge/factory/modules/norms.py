@@ -51,6 +51,22 @@ def adapt_norm_placement(layer: Any, config: TransformerConfig, backend: Backend
                 mlp.linear_fc1 = TEColumnParallelLinear
 
 
+def adapt_mixer_norms(layer: Any, config: TransformerConfig, backend: Backend, *, holds_norm: bool) -> None:
+    """Puts a norm after a mixer in the place of attention, and leaves one norm before it.
+
+    Args:
+        layer: the submodules of a layer with a mixer, changed in place.
+        config: with the ``norm_placement`` "sandwich", there is a norm after the mixer, too.
+        backend: the backend of the layer's modules.
+        holds_norm: whether the mixer holds the norm before it, with backend te.
+    """
+    if backend == "te" and holds_norm:
+        layer.input_layernorm = IdentityOp
+    if getattr(config, "norm_placement", "pre") == "sandwich":
+        submodules = layer.self_attention.submodules
+        submodules.out_proj = post_normed(submodules.out_proj, norm_of(backend, config))
+
+
 def adapt_query_key_norms(layer: Any, config: TransformerConfig, backend: Backend) -> None:
     """Puts our norms of queries and keys into a layer's spec, if mcore has no such norms.
 

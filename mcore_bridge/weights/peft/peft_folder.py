@@ -246,8 +246,8 @@ def _spelled(modules: Iterable[str], provenance: Provenance, mapping: WeightMapp
         return bool(mapping.consumers(_weight(name, mapping)))
 
     if not provenance.spelling:
-        in_files = {module: _in_files(module, provenance.renamed_in_memory) for module in modules}
-        return {module: module if is_known(module) else other for module, other in in_files.items()}
+        candidates_of = {module: _in_files(module, provenance.renamed_in_memory) for module in modules}
+        return {module: next(filter(is_known, names), names[0]) for module, names in candidates_of.items()}
     plain = [[_unspelled(module, spelling) for module in modules] for spelling in (provenance.spelling, *SPELLINGS)]
     candidates = [[respelled_name(name, provenance.spelling) for name in names] for names in plain]
     best = max(candidates, key=lambda names: sum(map(is_known, names)))
@@ -284,10 +284,12 @@ def tower_prefixes(provenance: Provenance) -> Prefixes:
     return tuple((new, f"{beside}{old}") for old, new in (*spelling, *(() if catches_all else (("", ""),))))
 
 
-def _in_files(module: str, renamed: Prefixes) -> str:
+def _in_files(module: str, renamed: Prefixes) -> list[str]:
+    """The possible names of a module in files, from its name in memory. Two names in files may have one in memory."""
+    names = [module]
     for old, new in renamed:
-        module = module.replace(new, old)
-    return module
+        names = [*dict.fromkeys([*(name.replace(new, old) for name in names), *names])]
+    return names
 
 
 def _inverse(spelling: Prefixes) -> Prefixes:

@@ -10,7 +10,7 @@ from mcore_bridge.factory.modules.mixers import delta as modules
 from mcore_bridge.rules.layout import COLUMN, GROUPS, REPLICATED, Concat, Leading, Split
 from mcore_bridge.rules.mixer_layouts import DELTA, KEY_HEADS, Q_AND_GATE
 from tests.support.bounds import FOUR, ONE
-from tests.support.mutants import DEALT_ROW, exchange, instead, itself, laid_out, of
+from tests.support.mutants import DEALT_ROW, exchange, instead, itself, laid_out, of, parts
 from tests.zoo.delta import EXPERTS, SQUARE, delta
 
 HF = delta(
@@ -19,6 +19,7 @@ HF = delta(
     num_hidden_layers=2,
     mlp_only_layers=[0, 1],
 ).hf
+OLMO, CONVOLVED = "olmo_hybrid", ("key", "key", "value")
 RATIO = ("heads_per_group", "heads_per_group", 1, 1)
 SECTIONS = ("key", "key", "value", "value", "value_heads", "value_heads")
 
@@ -48,6 +49,11 @@ RULES = {
     "decay replicated":             ("shapes at tp=2", HF, of("A_log", laid_out(REPLICATED))),
     "norm of heads cut":            ("shapes at tp=2", HF, of("out_norm.weight", laid_out(COLUMN))),
     "in_proj of the other family":  ("shapes",         HF, of(IN, laid_out(DELTA))),
+    "parts joined, then cut":       ("logits at tp=2", OLMO, of(IN, laid_out(Concat(0, SECTIONS) >> COLUMN))),
+    "beta for alpha":               ("logits",         OLMO, of(IN, parts(0, 1, 2, 3, 5, 4))),
+    "gates for values":             ("logits",         OLMO, of(IN, parts(0, 1, 3, 2, 4, 5))),
+    "convolutions joined, then cut": ("logits at tp=2", OLMO, of(CONV, laid_out(Concat(0, CONVOLVED) >> COLUMN))),
+    "convolutions of q and k":      ("logits",         OLMO, of(CONV, parts(1, 0, 2))),
 }
 # fmt: on
 
@@ -64,9 +70,16 @@ def of_the_first_rank(self, *arguments, **keywords):
     return query, key, value, gate[:, :, : query.size(2)]
 
 
-NORM = modules.HeadNorm.forward
+def with_epsilon_of_layers(self, config, hidden_size, eps=1e-5):
+    NORM_INIT(self, config, hidden_size)
+    self.eps = eps
+
+
+NORM, NORM_INIT = modules.HeadNorm.forward, modules.HeadNorm.__init__
 MODULES = {
     "norm of heads adds 1": (HF, ONE, instead(modules.HeadNorm, "forward", with_one_added)),
+    "no negative eigenvalues": (OLMO, ONE, {"linear_allow_neg_eigval": False}),
+    "epsilon of the layers' norms": (OLMO, ONE, instead(modules.HeadNorm, "__init__", with_epsilon_of_layers)),
     "lengths not 1": (HF, ONE, instead(modules, "_unit", itself)),
     "a token sees the next": (HF, ONE, instead(modules, "_ahead", lambda since: _ahead(since).triu(2))),
     "gates of the first rank": (

@@ -52,7 +52,7 @@ def _is_linear(config: TransformerConfig, number: int) -> bool:
 
 
 def _delta_spec(config: TransformerConfig, backend: str) -> ModuleSpec:
-    lacking = _lacking() if backend == "te" else "backend torch"
+    lacking = _lacking(config) if backend == "te" else "backend torch"
     if backend == "te" and lacking:
         say(f"{lacking}: gated delta nets compute in torch")
     return ModuleSpec(
@@ -61,8 +61,10 @@ def _delta_spec(config: TransformerConfig, backend: str) -> ModuleSpec:
     )
 
 
-def _lacking() -> str:
+def _lacking(config: TransformerConfig) -> str:
     """Why megatron-core's own module cannot be used; "" if it can."""
+    if getattr(config, "delta_negative_eigenvalues", False):
+        return "megatron-core's gated delta nets have no beta above 1"
     if importlib.util.find_spec("fla") is None:
         return "flash-linear-attention is not installed"
     return "" if PACKED.is_installed else f"megatron-core before {PACKED.version} {PACKED.reason}"
@@ -83,13 +85,13 @@ class GatedSelfAttention(SelfAttention):
 class HeadNorm(nn.Module):
     """RMSNorm of each head of this rank, with one weight for all heads. It is never zero-centred.
 
-    The heads of other ranks share the weight. The backward pass sums its gradient over ``tp``, so the weight has no
-    ``sequence_parallel`` attribute.
+    Its epsilon is ``config.head_norm_epsilon``, if the config has one. The heads of other ranks share the weight. The
+    backward pass sums its gradient over ``tp``, so the weight has no ``sequence_parallel`` attribute.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps = getattr(config, "head_norm_epsilon", eps)
         self.weight = nn.Parameter(torch.ones(hidden_size, **placement(config)))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # mcore compiles its caller; this has a collective
@@ -123,6 +125,7 @@ class TorchGatedDeltaNet(Mixer, GatedDeltaNet):
         self.tp_group, self.cp_group, self.tp_size = pg_collection.tp, pg_collection.cp, pg_collection.tp.size()
         self.key_head_dim, self.value_head_dim = config.linear_key_head_dim, config.linear_value_head_dim
         self.num_key_heads, self.num_value_heads = config.linear_num_key_heads, config.linear_num_value_heads
+        self.largest_beta = 2.0 if getattr(config, "delta_negative_eigenvalues", False) else 1.0
         self._set_sizes()
         self.in_proj = self._entering(submodules.in_proj, config, self.in_proj_dim)
         self._make_own_parameters(config)
@@ -169,7 +172,7 @@ class TorchGatedDeltaNet(Mixer, GatedDeltaNet):
         *qkv, gate, beta, alpha = mixed.split(self.in_proj_split_sections, dim=-1)
         query, key, value = self._convolved(torch.cat(qkv, dim=-1))
         decay = -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias)
-        context = gated_delta_rule(query, key, value, decay, beta.sigmoid())
+        context = gated_delta_rule(query, key, value, decay, self.largest_beta * beta.sigmoid())
         gate = rearrange(gate, "b s (n d) -> b s n d", d=self.value_head_dim)
         gated = (self.out_norm(context) * F.silu(gate.float())).to(context.dtype)
         return own_text(rearrange(gated, "b s n d -> s b (n d)"), self.cp_group)
@@ -195,7 +198,7 @@ def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, b
         key: ``[b, s, key heads, key dim]``; all value heads of a key head share it.
         value: ``[b, s, value heads, value dim]``.
         decay: ``[b, s, value heads]``, not above 0.
-        beta: ``[b, s, value heads]``, from 0 to 1.
+        beta: ``[b, s, value heads]``, from 0 to 1, or to 2 if the state may change its sign.
 
     Returns:
         ``[b, s, value heads, value dim]`` in the dtype of ``query``.

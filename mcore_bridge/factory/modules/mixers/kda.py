@@ -1,7 +1,8 @@
 """Kimi delta attention in the place of attention: a gated delta rule in which each channel of a key decays by itself.
 
 It computes in torch on any device, or by the kernel of flash-linear-attention on a GPU that has it. Whole heads are
-dealt to the TP ranks. The narrow projections of decay and gate are cut too, and their outputs are gathered.
+dealt to the TP ranks. Decay and gate have a projection each, or two through narrow inputs. The narrow projections are
+cut too, and their outputs are gathered.
 """
 
 from __future__ import annotations
@@ -45,19 +46,23 @@ def kda_spec(backend: str) -> ModuleSpec:
 class KimiDeltaAttention(OwnMixer):
     """``out_proj(norm(rule(q, k, v, decay, beta)) * sigmoid(gate))``, with a convolution of queries, keys and values.
 
-    ``in_proj`` gives queries, keys, values and beta of whole heads. It also gives narrow inputs of decay and gate,
-    which ``decay_up`` and ``gate_up`` widen to all channels of these heads.
+    ``in_proj`` gives queries, keys, values and beta of whole heads. With ``config.kda_full_rank`` it also gives their
+    decays and gates. Without, it gives narrow inputs, which ``decay_up`` and ``gate_up`` widen to all channels of these
+    heads. With ``config.kda_lower_bound``, a sigmoid keeps decays above it.
     """
 
     def _make(self, config: TransformerConfig, submodules: MixerSubmodules) -> None:
         self.dim, num_heads, num_ranks = config.linear_key_head_dim, config.linear_num_key_heads, self.tp_group.size()
-        self.heads = num_heads // num_ranks
-        inner, narrow = self.heads * self.dim, self.dim // num_ranks
+        self.heads, self.lower_bound = num_heads // num_ranks, getattr(config, "kda_lower_bound", None)
+        self.is_narrow = not getattr(config, "kda_full_rank", False)
+        self.axes_of_heads = {**dict.fromkeys(OWN, 0), "A_log": 2 if self.is_narrow else 0}
+        inner = self.heads * self.dim
+        given = self.dim // num_ranks if self.is_narrow else inner
         self.sections = {
             **dict.fromkeys(("query", "key", "value"), inner),
             "beta": self.heads,
-            "decay": narrow,
-            "gate": narrow,
+            "decay": given,
+            "gate": given,
         }
         self.in_proj = self._entering(submodules.in_proj, config, num_ranks * sum(self.sections.values()))
         self._make_own_parameters(config)
@@ -70,19 +75,22 @@ class KimiDeltaAttention(OwnMixer):
         with get_cuda_rng_tracker().fork() if drawn else contextlib.nullcontext():
             width = config.linear_conv_kernel_dim
             self.conv1d = nn.Conv1d(3 * inner, 3 * inner, width, groups=3 * inner, bias=False, **where)
-            self.decay_up = nn.Linear(self.dim, inner, bias=False, **where)
-            self.gate_up = nn.Linear(self.dim, inner, bias=False, **where)
+            if self.is_narrow:
+                self.decay_up = nn.Linear(self.dim, inner, bias=False, **where)
+                self.gate_up = nn.Linear(self.dim, inner, bias=False, **where)
             self.dt_bias = nn.Parameter(torch.empty(inner, **where))
-            self.A_log = nn.Parameter(torch.empty(1, 1, self.heads, 1, **where))  # as in checkpoints
+            shape = (1, 1, self.heads, 1) if self.is_narrow else (self.heads,)  # as in checkpoints
+            self.A_log = nn.Parameter(torch.empty(shape, **where))
             if drawn:
-                config.init_method(self.decay_up.weight)
-                config.init_method(self.gate_up.weight)
+                for name in ("decay_up", "gate_up") if self.is_narrow else ():
+                    config.init_method(getattr(self, name).weight)
                 nn.init.uniform_(self.A_log, 1, 16).data.log_()
                 steps = nn.init.uniform_(self.dt_bias, math.log(1e-3), math.log(1e-1)).data.exp_().clamp_(min=1e-4)
                 steps.add_(torch.log(-torch.expm1(-steps)))  # the inverse of softplus
-        for name, dim in {**dict.fromkeys(OWN, 0), "A_log": 2}.items():
-            parameter: Any = self.get_parameter(name)
-            parameter.tensor_model_parallel, parameter.partition_dim = True, dim
+        for name, parameter in self.named_parameters():
+            if name in self.axes_of_heads:
+                cut: Any = parameter
+                cut.tensor_model_parallel, cut.partition_dim = True, self.axes_of_heads[name]
 
     def _sequences(self, parts: Sequence[Tensor]) -> list[Tensor]:
         texts = [gather_text(part, self.cp_group) for part in parts]
@@ -93,17 +101,28 @@ class KimiDeltaAttention(OwnMixer):
 
     def _mixed(self, qkv: Tensor, beta: Tensor, decay: Tensor, gate: Tensor) -> Tensor:
         """The gated outputs ``[s, b, n]`` of this rank's heads for one sequence, from its sections ``[s, b, ...]``."""
-        narrow = all_gather_last_dim_from_tensor_parallel_region(torch.cat((decay, gate), dim=-1), group=self.tp_group)
-        low, high = rearrange(narrow, "s b (tp two n) -> two s b (tp n)", two=2, n=decay.size(-1))
+        if self.is_narrow:
+            decay, gate = self._widened(decay, gate)
         query, key, value = rearrange(qkv, "s b (three n d) -> three b s n d", three=3, d=self.dim)
-        steps = F.softplus(self.decay_up(low).float() + self.dt_bias.float())
-        steps = rearrange(steps, "s b (n d) -> b s n d", d=self.dim)
-        decays = -self.A_log.float().exp() * steps
+        decays = self._bounded(rearrange(decay.float() + self.dt_bias.float(), "s b (n d) -> b s n d", d=self.dim))
         rule = kernel_or_torch(query.device)
         context = rule(query, key, value, decays, rearrange(beta, "s b n -> b s n").sigmoid())
-        opened = rearrange(self.gate_up(high), "s b (n d) -> b s n d", d=self.dim).float().sigmoid()
+        opened = rearrange(gate, "s b (n d) -> b s n d", d=self.dim).float().sigmoid()
         gated = (self.out_norm(context.float()) * opened).to(qkv.dtype)
         return rearrange(gated, "b s n d -> s b (n d)")
+
+    def _widened(self, decay: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
+        """Decays and gates for all channels of this rank's heads, from this rank's part of the narrow inputs."""
+        narrow = all_gather_last_dim_from_tensor_parallel_region(torch.cat((decay, gate), dim=-1), group=self.tp_group)
+        low, high = rearrange(narrow, "s b (tp two n) -> two s b (tp n)", two=2, n=decay.size(-1))
+        return self.decay_up(low), self.gate_up(high)
+
+    def _bounded(self, steps: Tensor) -> Tensor:
+        """The logs of decays, from time steps ``[b, s, n, d]`` before their activation."""
+        rates = self.A_log.float().exp().view(-1, 1)
+        if self.lower_bound is None:
+            return -rates * F.softplus(steps)
+        return self.lower_bound * (rates * steps).sigmoid()
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
@@ -113,11 +132,11 @@ class KimiDeltaAttention(OwnMixer):
         parts = {"in_proj.weight": self.sections, "conv1d.weight": convolved}
         tensors = sharded_mixer(self, OWN, parts, prefix, sharded_offsets, metadata)
         others = {"out_norm.weight": self.out_norm.weight, "A_log": self.A_log}
-        return tensors | make_sharded_tensors_for_checkpoint(others, prefix, {"A_log": 2}, sharded_offsets)
+        return tensors | make_sharded_tensors_for_checkpoint(others, prefix, self.axes_of_heads, sharded_offsets)
 
 
 OWN = ("conv1d.weight", "decay_up.weight", "gate_up.weight", "dt_bias")
-"""The parameters of the mixer that are cut by heads along dim 0. ``A_log`` is cut along dim 2."""
+"""The parameters of the mixer that are cut by heads along dim 0, besides ``A_log``."""
 
 
 def kernel_or_torch(device: torch.device) -> Callable[..., Tensor]:
