@@ -48,7 +48,10 @@ ARCHITECTURE = Architecture(
         Require("hidden_size_per_layer_input", (0, None), "nobody has written embeddings for each layer, as in E2B"),
         Require("num_kv_shared_layers", (0,), SHARED),
         Require("use_double_wide_mlp", (False,), SHARED),
-        *(Require(name, (None,), EXPERTS) for name in ("num_experts", "top_k_experts", "moe_intermediate_size")),
+        *(
+            Require(name, (None,), EXPERTS)
+            for name in ("num_experts", "top_k_experts", "moe_intermediate_size", "expert_intermediate_size")
+        ),
         Require("enable_moe_block", (False,), EXPERTS),
         Ignore("only embeddings for each layer have this size", ("vocab_size_per_layer_input",)),
     ),

@@ -333,7 +333,7 @@ REFUSALS = (
     ),
     Refusal(
         (
-            *("apertus1p5", "aria", "cohere_compass", "Emu3", "emu3", "gemma3n", "gemma4", "glm_ocr", "hy_v4_vl"),
+            *("apertus1p5", "aria", "cohere_compass", "Emu3", "emu3", "gemma3n", "glm_ocr", "hy_v4_vl"),
             *("inkling2_loop", "lfm3_vl", "mllama", "molmo2", "paddleocr_vl", "paligemma"),
         ),
         "it joins models of images or sound to a text model that is not supported, or is not causal",

@@ -42,6 +42,7 @@ CASES: dict[str, list[Any]] = {
     "internvl": [(CP, BARE)],
     "mistral3": [(SP, BARE)],
     "gemma3": [(CP, {}), (SP, {**ROWS, "overrides": RECOMPUTED})],
+    "gemma4": [(CP, {}), (CP, ROWS), (SP, {**ROWS, "overrides": RECOMPUTED}), ({**PP, "vp": 2}, {})],
     "llama4": [(EP, {}), ({**SP, "etp": 2}, ROWS), ({**CP, **EP}, {}), (CP, ROWS), (PP, {}), ({**PP, "vp": 2}, ROWS)],
     "llava": [(PP, {})],
     "llava_onevision": [(DP, {"overlap": True, "recompute": True})],

@@ -20,6 +20,7 @@ RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "r
 CASES: dict[str, list[Any]] = {
     "qwen3_vl": [({"tp": 2, "sp": True}, {"overrides": RECOMPUTED}), ({"cp": 2}, {"bare": True})],
     "gemma3": [({"pp": 2}, {})],
+    "gemma4": [({"pp": 2}, {})],
 }
 """For each family, meshes of two ranks, with options of ``build_model``."""
 

@@ -36,8 +36,6 @@ SINCE_5 = {
         "bailing_hybrid",
         "deepseek_v4",
         "ernie4_5_vl_moe",
-        "gemma4",
-        "gemma4_text",
     ),
     *("glm_ocr", "hy_v4", "lfm3", "mimo_v2_flash", "molmo2"),
     *("olmo_hybrid", "t5gemma2"),
@@ -50,7 +48,7 @@ SINCE_5 = {
 """Names that transformers 4.57 lacks."""
 SINGLE = [each for each in refusals() if len(each.model_types) == 1]
 ENCODERS, COMPOSITES = (
-    next(each for each in refusals() if name in each.model_types) for name in ("t5", "gemma4")
+    next(each for each in refusals() if name in each.model_types) for name in ("t5", "gemma3n")
 )  # and nothing else is one of many names
 
 

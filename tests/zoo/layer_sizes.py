@@ -30,6 +30,15 @@ def gemma4_ropes(full: dict[str, Any]) -> dict[str, Any]:
 
 
 CASES = {
+    "gemma4-own-values": case("gemma4_text", **GEMMA4, global_head_dim=32, **gemma4_ropes({"rope_type": "default"})),
+    "gemma4-biased": case(
+        "gemma4_text",
+        **GEMMA4,
+        **{**SHARED_KEYS, "num_global_key_value_heads": 1},
+        **gemma4_ropes({**PROPORTIONAL, "partial_rotary_factor": 0.5, "factor": 4.0}),
+        attention_bias=True,
+        vocab_size=97,
+    ),
     "gemma4": case(
         "gemma4_text",
         **GEMMA4,
@@ -39,15 +48,6 @@ CASES = {
         tie_word_embeddings=True,
         use_bidirectional_attention="vision",
     ),
-    "gemma4-biased": case(
-        "gemma4_text",
-        **GEMMA4,
-        **{**SHARED_KEYS, "num_global_key_value_heads": 1},
-        **gemma4_ropes({**PROPORTIONAL, "partial_rotary_factor": 0.5, "factor": 4.0}),
-        attention_bias=True,
-        vocab_size=97,
-    ),
-    "gemma4-own-values": case("gemma4_text", **GEMMA4, global_head_dim=32, **gemma4_ropes({"rope_type": "default"})),
     "afmoe": case("afmoe", **AFMOE, mup_enabled=True),
     "afmoe-biased-tied": case("afmoe", **AFMOE, attention_bias=True, tie_word_embeddings=True, vocab_size=97),
     "afmoe-all-full": case("afmoe", **{**AFMOE, "layer_types": FULL, "num_dense_layers": 0}),
