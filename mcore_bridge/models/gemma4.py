@@ -5,14 +5,15 @@ from typing import TYPE_CHECKING
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Const, Ignore, Require
 from mcore_bridge.config.rope_spelling import FULL
-from mcore_bridge.config.tables import GEMMA, NORM_SANDWICH, QK_NORMED, WINDOW_PATTERN, but
+from mcore_bridge.config.tables import GEMMA, NORM_SANDWICH, QK_NORMED, WINDOW_PATTERN, but, without
 from mcore_bridge.config.tables.by_layer import HEADS_OF_FULL
 from mcore_bridge.config.tables.derived import activation
 from mcore_bridge.config.tables.derived_rope import LAYER_ROPES_PROPORTIONAL
+from mcore_bridge.config.tables.moe import BESIDE_MLP
 from mcore_bridge.config.tables.scales import LOGIT_SOFTCAP
-from mcore_bridge.models.blocks import GQA, NORMS_FOUR, O_BIAS, QK_NORM, QKV_BIAS, SWIGLU, decoder
+from mcore_bridge.models.blocks import GATED_MLP, GQA, NORMS_FOUR, O_BIAS, QK_NORM, QKV_BIAS, SWIGLU, decoder
 from mcore_bridge.rules.layout import QK, REPLICATED
-from mcore_bridge.rules.mapping import Rules, of_layers, table
+from mcore_bridge.rules.mapping import Rules, experts, of_layers, table, under
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -22,7 +23,20 @@ KEYS_AS_VALUES = table(
     ("self_attention.linear_qk.bias", "self_attn.{q,k}_proj.bias", QK),
 )
 SCALAR = table(("mlp_bda.layer_scalar", "layer_scalar", REPLICATED))
-EXPERTS = "nobody has written the experts of the 26B-A4B variant, which stand beside an MLP"
+BESIDE = (
+    *table(
+        ("mlp.router.weight", "router.proj.weight", REPLICATED),
+        ("mlp.router.input_scale", "router.scale", REPLICATED),
+        ("mlp.router.expert_scale", "router.per_expert_scale", REPLICATED),
+        ("mlp.dense_layernorm.weight", "pre_feedforward_layernorm.weight", REPLICATED),
+        ("mlp.shared_experts.linear_fc2.post_layernorm.weight", "post_feedforward_layernorm_1.weight", REPLICATED),
+        ("mlp.routed_layernorm.weight", "pre_feedforward_layernorm_2.weight", REPLICATED),
+        ("mlp.routed_post_layernorm.weight", "post_feedforward_layernorm_2.weight", REPLICATED),
+        ("mlp.post_layernorm.weight", "post_feedforward_layernorm.weight", REPLICATED),
+    ),
+    *under("mlp.shared_experts", "mlp", GATED_MLP),
+    *experts("mlp.experts.*", "experts.*", GATED_MLP),
+)
 SHARED = "nobody has written layers that read keys and values of another layer, as the E2B and E4B variants have"
 
 
@@ -38,7 +52,7 @@ ARCHITECTURE = Architecture(
     model_type="gemma4_text",
     fields=(
         *but(
-            GEMMA,
+            without(GEMMA, "num_moe_experts", "ffn_hidden_size"),
             *(activation("hidden_activation", "hidden_act"), HEADS_OF_FULL, LAYER_ROPES_PROPORTIONAL),
             Const("layernorm_zero_centered_gamma", False),
             Require("use_bidirectional_attention", (None, "vision"), "megatron-core's GPTModel is causal"),
@@ -48,12 +62,12 @@ ARCHITECTURE = Architecture(
         Require("hidden_size_per_layer_input", (0, None), "nobody has written embeddings for each layer, as in E2B"),
         Require("num_kv_shared_layers", (0,), SHARED),
         Require("use_double_wide_mlp", (False,), SHARED),
-        *(
-            Require(name, (None,), EXPERTS)
-            for name in ("num_experts", "top_k_experts", "moe_intermediate_size", "expert_intermediate_size")
-        ),
-        Require("enable_moe_block", (False,), EXPERTS),
+        *BESIDE_MLP,
+        Require("expert_intermediate_size", (None,), "transformers does not read it"),
         Ignore("only embeddings for each layer have this size", ("vocab_size_per_layer_input",)),
     ),
-    rules=lambda hf: decoder(NORMS_FOUR, *_projections(hf), O_BIAS, QK_NORM, SWIGLU, SCALAR),
+    rules=lambda hf: decoder(
+        *(NORMS_FOUR, BESIDE if hf.enable_moe_block else SWIGLU, *_projections(hf), O_BIAS, QK_NORM, SCALAR)
+    ),
+    expert_format="fused",
 )

@@ -215,6 +215,8 @@ def _of_gemma4(name: str, tensor: Tensor) -> Tensor:
     """Random values for attention whose scores are not divided. Norms of queries make them small, as published norms
     do: sharp attention makes rounding errors large, also in transformers. The scale of a layer is near 1.
     """
-    if name.endswith("layer_scalar"):
+    if name.endswith(("layer_scalar", "per_expert_scale")):
         return 1 + tensor
+    if name.endswith("router.scale"):  # it is divided by the root of the hidden size
+        return 10 * (1 + tensor)
     return 0.2 * tensor if name.endswith("q_norm.weight") else tensor

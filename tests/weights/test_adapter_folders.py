@@ -43,9 +43,18 @@ CASES = {
     "llama4": (lambda: zoo.cases()["llama4"].hf, EXPERTS, ({"ep": 2},)),
     "laguna": (lambda: zoo.cases()["laguna"].hf, ("q_proj", "g_proj", "o_proj"), (TP2, {"pp": 2})),
     "gemma4": (lambda: zoo.cases()["gemma4"].hf, ("q_proj", "v_proj", "o_proj"), (TP2, {"pp": 2})),
+    "gemma4-experts": (
+        lambda: zoo.cases()["gemma4-experts"].hf,
+        ("o_proj", *EXPERTS),
+        ({"ep": 2}, {**TP2, "etp": 2}),
+    ),
     "afmoe": (lambda: zoo.cases()["afmoe"].hf, ("v_proj", "o_proj"), (TP2,)),
 }
-CASES = {name: CASES[name] for name in CASES if name not in {"laguna", "gemma4", "afmoe"} - zoo.cases().keys()}
+CASES = {
+    name: CASES[name]
+    for name in CASES
+    if name not in {"laguna", "gemma4", "gemma4-experts", "afmoe"} - zoo.cases().keys()
+}
 
 
 GATED = ("gate_up_proj", "down_proj")

@@ -39,6 +39,16 @@ CASES = {
         attention_bias=True,
         vocab_size=97,
     ),
+    "gemma4-experts": case(
+        "gemma4_text",
+        **GEMMA4,
+        **SHARED_KEYS,
+        **gemma4_ropes(PROPORTIONAL),
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=40,
+    ),
     "gemma4": case(
         "gemma4_text",
         **GEMMA4,
