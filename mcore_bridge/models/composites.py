@@ -128,6 +128,11 @@ KIMI = (
     ("mm_projector.in_proj.", "mm_projector.proj.0."),
     ("mm_projector.out_proj.", "mm_projector.proj.2."),
 )
+UNIFIED = (
+    ("embed_vision.multimodal_embedder.", "model.embed_vision."),
+    ("embed_vision.", "model.vision_embedder."),
+    ("", "model."),
+)
 HUNYUAN = (
     ("vision_tower.layers.*.layer_norm1.", "vit.layers.*.input_layernorm."),
     ("vision_tower.layers.*.layer_norm2.", "vit.layers.*.post_attention_layernorm."),
@@ -155,6 +160,7 @@ COMPOSITES = (
     Composite(model_type="mistral3",         spelling=INSIDE,   fields=FIELDS, classes=LIGHTON),
     Composite(model_type="gemma3",           spelling=INSIDE,   fields=FIELDS),
     Composite(model_type="gemma4",           spelling=IN_MODEL, fields=FIELDS),
+    Composite(model_type="gemma4_unified",   spelling=IN_MODEL, fields=FIELDS, tower=UNIFIED),
     Composite(model_type="llama4",           spelling=INSIDE,   fields=FIELDS, in_memory=None, broken_in=("5.24.0",)),
     Composite(model_type="kimi_k25",         spelling=INSIDE,   fields=FIELDS, tower=KIMI, joined_qkv="wqkv"),
     Composite(model_type="exaone4_5",        spelling=IN_MODEL, fields=FIELDS),

@@ -48,6 +48,10 @@ def _projections(hf: "PretrainedConfig") -> tuple[Rules, ...]:
     return own, of_layers(KEYS_AS_VALUES, (layer for layer, is_shared in enumerate(shares) if is_shared)), (output,)
 
 
+def _mlp(hf: "PretrainedConfig") -> Rules:
+    return BESIDE if getattr(hf, "enable_moe_block", False) else SWIGLU
+
+
 ARCHITECTURE = Architecture(
     model_type="gemma4_text",
     fields=(
@@ -66,8 +70,7 @@ ARCHITECTURE = Architecture(
         Require("expert_intermediate_size", (None,), "transformers does not read it"),
         Ignore("only embeddings for each layer have this size", ("vocab_size_per_layer_input",)),
     ),
-    rules=lambda hf: decoder(
-        *(NORMS_FOUR, BESIDE if hf.enable_moe_block else SWIGLU, *_projections(hf), O_BIAS, QK_NORM, SCALAR)
-    ),
+    rules=lambda hf: decoder(NORMS_FOUR, *_projections(hf), O_BIAS, QK_NORM, _mlp(hf), SCALAR),
     expert_format="fused",
+    aliases=("gemma4_unified_text",),  # which has no experts and no embeddings for each layer
 )

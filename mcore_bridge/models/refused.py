@@ -140,12 +140,6 @@ REFUSALS = (
         muse_spark_text="modeling_muse_spark.MuseSparkResidualGate", zaya="modeling_zaya.ZayaResidualScaling",
     ),
     *_because(
-        "its text is a gemma4_text, which is supported; nobody has written its table, nor how images and sound join it",
-        ATTENTION,
-        gemma4_unified="modeling_gemma4_unified.Gemma4UnifiedTextAttention",
-        gemma4_unified_text="modeling_gemma4_unified.Gemma4UnifiedTextAttention",
-    ),
-    *_because(
         "gates of MLPs and experts are clamped behind their activation, by a limit for each layer (swiglu_limits); "
         "megatron-core clamps before the activation, by one limit",
         CONFIG, MLP,

@@ -43,6 +43,7 @@ CASES: dict[str, list[Any]] = {
     "mistral3": [(SP, BARE)],
     "gemma3": [(CP, {}), (SP, {**ROWS, "overrides": RECOMPUTED})],
     "gemma4": [(CP, {}), (CP, ROWS), (SP, {**ROWS, "overrides": RECOMPUTED}), ({**PP, "vp": 2}, {})],
+    "gemma4_unified": [(CP, {}), (SP, ROWS)],
     "llama4": [(EP, {}), ({**SP, "etp": 2}, ROWS), ({**CP, **EP}, {}), (CP, ROWS), (PP, {}), ({**PP, "vp": 2}, ROWS)],
     "llava": [(PP, {})],
     "llava_onevision": [(DP, {"overlap": True, "recompute": True})],

@@ -83,6 +83,7 @@ LOG_PROBS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "the length of the longest": ("qwen3_vl dynamic", length_of_the_longest),
     "deepstack a layer late": ("qwen3_vl", features_a_layer_late),
     "images from left to right": ("gemma4", images_from_left_to_right),
+    "images from left to right, unified": ("gemma4_unified", images_from_left_to_right),
     "images both ways in full layers": ("gemma4", images_both_ways_in_full_layers),
     "image 2 at image 1": ("qwen2_5_vl", second_image_before_the_first),
 }

@@ -45,6 +45,9 @@ _SIZES = {
     "pooling_kernel_size": 2,
     "subsampling_conv_channels": [8, 4],
     "output_proj_dims": 32,
+    "mm_embed_dim": 32,
+    "mm_posemb_size": 16,
+    "audio_embed_dim": 24,
     "mlp_dim": 48,
     "output_channels": 32,
     "window_size": 2,
@@ -81,6 +84,7 @@ _SIZES = {
 }
 _OPTIONAL: dict[str, Any] = {
     "gemma4": {"vision_config": {"standardize": True}, "audio_config": {"use_clipped_linears": False}},
+    "gemma4_unified": {"vision_config": {}, "audio_config": {}},
 }
 """Parts that a config does not have by default."""
 if transformers.__version__ == "5.24.0":

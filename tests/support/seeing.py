@@ -177,7 +177,7 @@ def _image(model: Any, grid: Grid, generator: torch.Generator, *, is_video: bool
 def _patches(vision: Any, grid: Grid, generator: torch.Generator, *, is_video: bool) -> dict[str, Tensor]:
     """The result of a processor that pads the patches of each frame: pixels, and a column and a row for each patch."""
     most, (frames, rows, columns) = 16, grid
-    size = 3 * vision.patch_size**2
+    size = 3 * getattr(vision, "model_patch_size", vision.patch_size) ** 2
     places = torch.cartesian_prod(torch.arange(columns), torch.arange(rows)).repeat(frames, 1, 1)
     values = torch.randn(frames, places.size(1), size, generator=generator)
     room = (0, 0, 0, most - places.size(1))

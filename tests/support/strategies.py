@@ -134,7 +134,7 @@ def random_state(hf: Any, *, dtype: torch.dtype = torch.float32, seed: int = 0) 
     state = {name: _random(name, shape, generator) for name, shape in _shapes(hf.to_json_string())}
     if hf.model_type.startswith(("qwen3_next", "qwen3_5")):
         state = {name: _of_delta_net(name, tensor) for name, tensor in state.items()}
-    if hf.model_type == "gemma4_text":
+    if hf.model_type.startswith("gemma4"):
         state = {name: _of_gemma4(name, tensor) for name, tensor in state.items()}
     if hf.model_type == "kimi_linear":  # small outputs, as in _of_delta_net
         state = {name: (0.3 if "self_attn.o_proj" in name else 1) * tensor for name, tensor in state.items()}

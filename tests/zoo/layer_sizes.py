@@ -39,6 +39,13 @@ CASES = {
         attention_bias=True,
         vocab_size=97,
     ),
+    "gemma4-unified": case(
+        "gemma4_unified_text",
+        **{name: GEMMA4[name] for name in GEMMA4 if name != "hidden_size_per_layer_input"},
+        **{**SHARED_KEYS, "num_global_key_value_heads": 1},
+        **gemma4_ropes(PROPORTIONAL),
+        tie_word_embeddings=True,
+    ),
     "gemma4-experts": case(
         "gemma4_text",
         **GEMMA4,
