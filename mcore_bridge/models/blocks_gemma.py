@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from mcore_bridge.config.rope_spelling import FULL
-from mcore_bridge.models.blocks import GATED_MLP, GQA, QKV_BIAS, SWIGLU
+from mcore_bridge.models.blocks import GATED_MLP, GQA, NORMS_FOUR, O_BIAS, QK_NORM, QKV_BIAS, SWIGLU, decoder
 from mcore_bridge.rules.layout import QK, REPLICATED
 from mcore_bridge.rules.mapping import Rules, experts, of_layers, table, under
 
@@ -29,14 +29,15 @@ BESIDE         = (*table(
 # fmt: on
 
 
-def projections(hf: "PretrainedConfig") -> tuple[Rules, ...]:
+def gemma4_decoder(hf: "PretrainedConfig") -> Rules:
+    """A decoder in which full layers may have keys as values, and all layers may have experts beside their MLP."""
+    mlp = BESIDE if getattr(hf, "enable_moe_block", False) else SWIGLU
+    return decoder(NORMS_FOUR, *_projections(hf), O_BIAS, QK_NORM, mlp, SCALAR)
+
+
+def _projections(hf: "PretrainedConfig") -> tuple[Rules, ...]:
     """The projections of attention, of layers with values of their own, and of layers whose keys are their values."""
     shares = [bool(hf.attention_k_eq_v) and kind == FULL for kind in hf.layer_types]
     qkv, output = GQA
     own = of_layers((qkv, *QKV_BIAS), (layer for layer, is_shared in enumerate(shares) if not is_shared))
     return own, of_layers(KEYS_AS_VALUES, (layer for layer, is_shared in enumerate(shares) if is_shared)), (output,)
-
-
-def feed_forward(hf: "PretrainedConfig") -> Rules:
-    """The MLP of a layer, with experts beside it or alone."""
-    return BESIDE if getattr(hf, "enable_moe_block", False) else SWIGLU

@@ -200,6 +200,17 @@ def test_other_variants_of_gemma4_are_refused_by_the_name_of_a_field(change):
 
 
 @pytest.mark.skipif("gemma4" not in CASES, reason="this transformers has no such family")
+def test_experts_may_be_added_where_transformers_has_them():
+    added = {"num_moe_experts": 4, "moe_ffn_hidden_size": 8, "moe_router_topk": 2}
+    hf = zoo.cases()["gemma4"].hf
+    added["moe_shared_expert_intermediate_size"] = hf.intermediate_size
+    changed = make_blueprint(hf, BuildOptions(device="cpu", overrides=added)).hf
+    assert (changed.enable_moe_block, changed.num_experts, changed.top_k_experts) == (True, 4, 2)
+    with pytest.raises(ConfigError, match="num_moe_experts"):
+        make_blueprint(zoo.cases()["gemma4-unified"].hf, BuildOptions(device="cpu", overrides=added))
+
+
+@pytest.mark.skipif("gemma4" not in CASES, reason="this transformers has no such family")
 def test_fewer_layers_keep_their_kinds():
     cut = make_blueprint(zoo.cases()["gemma4"].hf, BuildOptions(device="cpu", overrides={"num_layers": 2})).hf
     assert cut.layer_types == ["sliding_attention", "full_attention"]

@@ -18,6 +18,7 @@ import mcore_bridge as mb
 from mcore_bridge.architecture import composites
 from mcore_bridge.batches.images import joined, placeholders, token_types
 from mcore_bridge.errors import BatchError
+from tests import zoo
 from tests.support import composites as tiny
 from tests.support import stepping
 
@@ -266,10 +267,11 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
 def case(name: str) -> Any:
     """A folder, a batch with transformers' log-probs, and ``expected``.
 
-    A name may end in " dynamic", " critic", or the ``model_type`` of another text.
+    A name may end in " dynamic", " critic", the ``model_type`` of another text, or a case of the zoo.
     """
     model_type, _, kind = name.partition(" ")
-    text: dict[str, Any] = {"model_type": kind} if kind in tiny.TEXTS else {}
+    of_zoo = zoo.cases()[kind].fields if kind in zoo.cases() else {}
+    text: dict[str, Any] = {"model_type": kind} if kind in tiny.TEXTS else dict(of_zoo)
     if kind == "dynamic":
         rope = tiny.config(model_type).text_config.rope_parameters
         text = {"rope_parameters": {**rope, **DYNAMIC}, "max_position_embeddings": 8}
