@@ -3,7 +3,17 @@
 from typing import TYPE_CHECKING
 
 from mcore_bridge.config.rope_spelling import FULL
-from mcore_bridge.models.blocks import GATED_MLP, GQA, NORMS_FOUR, O_BIAS, QK_NORM, QKV_BIAS, SWIGLU, decoder
+from mcore_bridge.models.blocks import (
+    GATED_MLP,
+    GQA,
+    NORMS_BEFORE,
+    NORMS_POST,
+    O_BIAS,
+    QK_NORM,
+    QKV_BIAS,
+    SWIGLU,
+    decoder,
+)
 from mcore_bridge.rules.layout import QK, REPLICATED
 from mcore_bridge.rules.mapping import Rules, experts, of_layers, table, under
 
@@ -31,8 +41,9 @@ BESIDE         = (*table(
 
 def gemma4_decoder(hf: "PretrainedConfig") -> Rules:
     """A decoder in which full layers may have keys as values, and all layers may have experts beside their MLP."""
-    mlp = BESIDE if getattr(hf, "enable_moe_block", False) else SWIGLU
-    return decoder(NORMS_FOUR, *_projections(hf), O_BIAS, QK_NORM, mlp, SCALAR)
+    (before, before_mlp), (behind, behind_mlp) = NORMS_BEFORE, NORMS_POST
+    mlp = BESIDE if getattr(hf, "enable_moe_block", False) else (before_mlp, *SWIGLU, behind_mlp)
+    return decoder((before, behind), *_projections(hf), O_BIAS, QK_NORM, mlp, SCALAR)
 
 
 def _projections(hf: "PretrainedConfig") -> tuple[Rules, ...]:

@@ -73,6 +73,7 @@ FAMILIES = [
     "starcoder2",
     "laguna",
     "gemma4",
+    "gemma4-experts",
 ]
 
 
