@@ -113,7 +113,7 @@ def _besides(config: dict[str, Any]) -> Iterator[str]:
         yield "MTP"
     if "vision_config" in config:
         yield "images"
-    if "audio_config" in config:
+    if config.get("audio_config") is not None:
         yield "sound"
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mcore_bridge.batches.images import (
     BLOCKS,
+    FRAMES,
     POSITIONS,
     TYPES,
     Images,
@@ -164,10 +165,11 @@ def _parts(inputs: dict[str, Tensor], tokens: list[int], stands: Tensor, kind: i
     if grid is not None and (problem := _wrong_grid(grid, kind)):
         raise BatchError(f"images must fit their rows, found {problem}")
     pixels = next((value for name, value in inputs.items() if _is_pixels(name)), None)
-    first = pixels if grid is None else grid
+    frames = inputs.get(FRAMES)
+    first = next((value for value in (grid, frames, pixels) if value is not None), None)
     count = 0 if first is None else len(first)
     sizes = inputs.get("image_sizes") if kind == 0 else None
-    patches = [1] * count if grid is None else grid.prod(1).long().tolist()
+    patches = grid.prod(1).long().tolist() if grid is not None else [1] * count if frames is None else frames.tolist()
     areas = sizes.prod(1).long().tolist() if sizes is not None and sizes.dim() == 2 and len(sizes) == count else patches
     starts = (stands & ~torch.nn.functional.pad(stands, (1, 0))[:, :-1]).sum(1).tolist()
     counts = _dealt(areas, tokens) or _dealt([1] * count, tokens) or (starts if sum(starts) == count else None)
@@ -180,12 +182,13 @@ def _parts(inputs: dict[str, Tensor], tokens: list[int], stands: Tensor, kind: i
     of_row = [slice(start, end) for start, end in pairwise(ends)]
     parts: list[dict[str, Tensor]] = [{} for _ in tokens]
     for name, value in inputs.items():
-        in_patches = grid is not None and _is_pixels(name)
+        in_patches = grid is not None and _is_pixels(name) if frames is None else name != FRAMES
+        entries = "patches or frames" if in_patches else _KINDS[kind]
         if len(value) != (sum(patches) if in_patches else count):
             raise BatchError(
                 f"{name} of a batch must have an entry for each of {sum(patches) if in_patches else count} "
-                f"{'patches' if in_patches else _KINDS[kind]}, found {tuple(value.shape)}. Pass all that the processor "
-                "of the model returns, or a list with the inputs of each row"
+                f"{entries}, found {tuple(value.shape)}. Pass all that the processor of the model returns, or a list "
+                "with the inputs of each row"
             )
         pieces = value.split([sum(patches[at]) for at in of_row] if in_patches else counts)
         for own, piece, number in zip(parts, pieces, counts, strict=True):

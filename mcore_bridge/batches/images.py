@@ -27,10 +27,15 @@ BLOCKS = "token_type_ids"
 """The name of ``TYPES`` in composites with bidirectional attention within an image."""
 POSITIONS = "position_ids"
 """The positions of each token of a row, ``[3, seq]``, or ``[4, seq]`` for HunYuan, if a caller passes them."""
+FRAMES = "num_frames_per_video"
+"""The number of frames of each video, if pixels of videos have an entry for each frame."""
 SHOWN = "shown"
 """True for tokens without padding: bool ``[rows, tokens]``, of the tokens of this context-parallel rank."""
 BY_TOKEN = (TYPES, POSITIONS)
 _BY_TYPE = {TYPES, BLOCKS}
+_OF_IMAGES = ("image_grid_thw", "image_sizes", "pixel_values")
+_OF_VIDEOS = ("video_grid_thw", FRAMES, "pixel_values_videos")
+"""Inputs with an entry for each image, or each video. The first that a row has counts."""
 _PLACEHOLDERS = (("image_token_id", "image_token_index"), ("video_token_id", "video_token_index"))
 """Config fields of the ids that stand for features of images, and of videos."""
 
@@ -288,6 +293,6 @@ def _counts(inputs: Mapping[str, Tensor]) -> tuple[int, int]:
     """The numbers of images and videos of a row."""
     images, videos = (
         next((len(value) for name in names if (value := inputs.get(name)) is not None), 0)
-        for names in (("image_grid_thw", "image_sizes", "pixel_values"), ("video_grid_thw", "pixel_values_videos"))
+        for names in (_OF_IMAGES, _OF_VIDEOS)
     )
     return images, videos

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 OF_OTHER_PARTS = (
     *("pixel_", "image_", "video_", "audio_", "second_per_grid", "input_features", "feature_", "batch_num_images"),
+    "num_frames_per_video",
 )
 """Prefixes of the names of inputs that transformers' processors make of images, video and sound."""
 

@@ -26,14 +26,8 @@ ATTRIBUTES = frozenset(
         *("layer_kinds", "mamba_conv_kernel", "short_conv_kernel", "mamba_norm", "side_multipliers"),
         *("mtp_kinds", "mtp_like_layer", "attention_chunks", "nope_temperature", "per_layer_config"),
         *("attention_gate", "attention_gate_activation", "expert_latent_size", "value_norm", "keys_as_values"),
-        *(
-            "layer_scalar",
-            "kda_full_rank",
-            "kda_lower_bound",
-            "delta_negative_eigenvalues",
-            "head_norm_epsilon",
-            "draft",
-        ),
+        *("layer_scalar", "kda_full_rank", "kda_lower_bound", "delta_negative_eigenvalues", "head_norm_epsilon"),
+        *("experts_beside_mlp", "router_scales", "draft"),
         *ATTENTION_FACTOR,
     )
 )
@@ -59,6 +53,8 @@ For ``build_model``:
 * ``value_norm``: whether values have a norm without weights in each head;
 * ``keys_as_values``: whether values are the keys before their norm, so that no projection computes them;
 * ``draft``: what a draft head has beside the fields of a decoder (``draft.py``), if the model is one;
+* ``experts_beside_mlp``: whether a shared expert is a dense MLP beside the experts, and both have norms of their own;
+* ``router_scales``: whether a router norms and scales its input, and multiplies weights of experts by a number each;
 * ``layer_scalar``: whether the output of each layer is multiplied by a number of the checkpoint;
 * ``attention_softcap``, ``logit_softcap``: the bounds of attention scores and of logits, enforced by a tanh;
 * ``embedding_scale``: word embeddings are multiplied by it;

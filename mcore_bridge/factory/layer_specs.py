@@ -59,6 +59,7 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend)
     from mcore_bridge.factory.modules.chunks import adapt_chunks
     from mcore_bridge.factory.modules.eagle3 import adapt_draft
     from mcore_bridge.factory.modules.experts import adapt_experts, adapt_narrow_experts
+    from mcore_bridge.factory.modules.experts_beside import adapt_beside
     from mcore_bridge.factory.modules.half_layers import adapt_halves
     from mcore_bridge.factory.modules.latent import adapt_latent, adapt_sparse
     from mcore_bridge.factory.modules.layer_rope import adapt_layer_rope
@@ -79,6 +80,7 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend)
         _use_torch_modules(layer, config)
     adapt_experts(layer, config, backend)
     adapt_narrow_experts(layer, config)
+    adapt_beside(layer, config, backend)
     adapt_latent(layer, config, backend)
     adapt_sparse(layer, config, backend)
     if getattr(config, "attention_output_bias", False):

@@ -129,11 +129,13 @@ def _mlp(config: Any, size: int, *, hidden: int | None = None) -> int:
 
 
 def _around_experts(config: Any) -> int:
-    """The parameters of the router, of shared experts, of a norm after all experts and of projections around them."""
+    """The parameters of the router, of shared experts, of norms and of projections around all experts."""
     num_experts, shared = config.num_moe_experts, config.moe_shared_expert_intermediate_size
     router = _linear(config.hidden_size, num_experts, bias=config.add_bias_linear)
     router += num_experts * config.moe_router_enable_expert_bias
     router += _norm(config, config.hidden_size) * getattr(config, "expert_norm", False)
+    router += 3 * _norm(config, config.hidden_size) * getattr(config, "experts_beside_mlp", False)
+    router += (config.hidden_size + num_experts) * getattr(config, "router_scales", False)
     router += 2 * config.hidden_size * (getattr(config, "expert_latent_size", None) or 0)
     if not shared:
         return router

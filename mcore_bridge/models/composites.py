@@ -27,7 +27,7 @@ OTHER_PARTS = parts(
     *("projector_hidden_act", "projector_bias", "projector_layernorm_eps", "projector_pooling_ratio"),
     *("multimodal_projector_bias", "projection_hidden_size", "projection_layer_norm_eps", "projection_dim"),
     *("spatial_merge_size", "spatial_pool_mode", "spatial_pool_stride", "spatial_pool_out_channels"),
-    *("downsample_ratio", "downsample_factor"),
+    *("downsample_ratio", "downsample_factor", "vision_soft_tokens_per_image"),
     *("mm_tokens_per_image", "alignment_intermediate_size", "adapter_layer_norm_eps", "token_classification_bias"),
 )
 LABELS = Ignore("it marks labels that a loss of transformers leaves out", ("ignore_index",))
@@ -128,6 +128,11 @@ KIMI = (
     ("mm_projector.in_proj.", "mm_projector.proj.0."),
     ("mm_projector.out_proj.", "mm_projector.proj.2."),
 )
+UNIFIED = (
+    ("embed_vision.multimodal_embedder.", "model.embed_vision."),
+    ("embed_vision.", "model.vision_embedder."),
+    ("", "model."),
+)
 HUNYUAN = (
     ("vision_tower.layers.*.layer_norm1.", "vit.layers.*.input_layernorm."),
     ("vision_tower.layers.*.layer_norm2.", "vit.layers.*.post_attention_layernorm."),
@@ -154,6 +159,8 @@ COMPOSITES = (
     Composite(model_type="internvl",         spelling=INSIDE,   fields=FIELDS),
     Composite(model_type="mistral3",         spelling=INSIDE,   fields=FIELDS, classes=LIGHTON),
     Composite(model_type="gemma3",           spelling=INSIDE,   fields=FIELDS),
+    Composite(model_type="gemma4",           spelling=IN_MODEL, fields=FIELDS),
+    Composite(model_type="gemma4_unified",   spelling=IN_MODEL, fields=FIELDS, tower=UNIFIED),
     Composite(model_type="llama4",           spelling=INSIDE,   fields=FIELDS, in_memory=None, broken_in=("5.24.0",)),
     Composite(model_type="kimi_k25",         spelling=INSIDE,   fields=FIELDS, tower=KIMI, joined_qkv="wqkv"),
     Composite(model_type="exaone4_5",        spelling=IN_MODEL, fields=FIELDS),

@@ -1,56 +1,35 @@
-"""Gemma 4, the dense text: larger heads in full layers, whose values are their keys, and a number for each layer."""
-
-from typing import TYPE_CHECKING
+"""Gemma 4, the text: larger heads in full layers, whose values are their keys, experts beside an MLP, scaled layers."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Const, Ignore, Require
-from mcore_bridge.config.rope_spelling import FULL
-from mcore_bridge.config.tables import GEMMA, NORM_SANDWICH, QK_NORMED, WINDOW_PATTERN, but
+from mcore_bridge.config.tables import GEMMA, NORM_SANDWICH, QK_NORMED, WINDOW_PATTERN, but, unread, without
 from mcore_bridge.config.tables.by_layer import HEADS_OF_FULL
 from mcore_bridge.config.tables.derived import activation
 from mcore_bridge.config.tables.derived_rope import LAYER_ROPES_PROPORTIONAL
+from mcore_bridge.config.tables.moe import BESIDE_MLP
 from mcore_bridge.config.tables.scales import LOGIT_SOFTCAP
-from mcore_bridge.models.blocks import GQA, NORMS_FOUR, O_BIAS, QK_NORM, QKV_BIAS, SWIGLU, decoder
-from mcore_bridge.rules.layout import QK, REPLICATED
-from mcore_bridge.rules.mapping import Rules, of_layers, table
+from mcore_bridge.models.blocks_gemma import gemma4_decoder
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-KEYS_AS_VALUES = table(
-    ("self_attention.linear_qk.weight", "self_attn.{q,k}_proj.weight", QK),
-    ("self_attention.linear_qk.bias", "self_attn.{q,k}_proj.bias", QK),
+EMBEDDINGS = "nobody has written a second embedding with a part for each layer, which E2B and E4B have"
+SHARED = "nobody has written layers that read keys and values of an earlier layer, as in E2B and E4B"
+CAUSAL = Require("use_bidirectional_attention", (None, "vision"), "megatron-core's GPTModel is causal")
+DENSE = (
+    *but(
+        *(GEMMA, activation("hidden_activation", "hidden_act"), HEADS_OF_FULL, LAYER_ROPES_PROPORTIONAL, CAUSAL),
+        Const("layernorm_zero_centered_gamma", False),
+    ),
+    *(*WINDOW_PATTERN, *NORM_SANDWICH, *QK_NORMED, LOGIT_SOFTCAP),
+    *(Const("softmax_scale", 1.0), Const("value_norm", True), Const("layer_scalar", True)),
+    Require("num_kv_shared_layers", (0,), SHARED),
+    Ignore("only layers with keys and values of an earlier layer have wider MLPs", ("use_double_wide_mlp",)),
 )
-SCALAR = table(("mlp_bda.layer_scalar", "layer_scalar", REPLICATED))
-EXPERTS = "nobody has written the experts of the 26B-A4B variant, which stand beside an MLP"
-SHARED = "nobody has written layers that read keys and values of another layer, as the E2B and E4B variants have"
-
-
-def _projections(hf: "PretrainedConfig") -> tuple[Rules, ...]:
-    """The projections of attention, of layers with values of their own, and of layers whose keys are their values."""
-    shares = [bool(hf.attention_k_eq_v) and kind == FULL for kind in hf.layer_types]
-    qkv, output = GQA
-    own = of_layers((qkv, *QKV_BIAS), (layer for layer, is_shared in enumerate(shares) if not is_shared))
-    return own, of_layers(KEYS_AS_VALUES, (layer for layer, is_shared in enumerate(shares) if is_shared)), (output,)
-
-
 ARCHITECTURE = Architecture(
     model_type="gemma4_text",
     fields=(
-        *but(
-            GEMMA,
-            *(activation("hidden_activation", "hidden_act"), HEADS_OF_FULL, LAYER_ROPES_PROPORTIONAL),
-            Const("layernorm_zero_centered_gamma", False),
-            Require("use_bidirectional_attention", (None, "vision"), "megatron-core's GPTModel is causal"),
-        ),
-        *(*WINDOW_PATTERN, *NORM_SANDWICH, *QK_NORMED, LOGIT_SOFTCAP),
-        *(Const("softmax_scale", 1.0), Const("value_norm", True), Const("layer_scalar", True)),
-        Require("hidden_size_per_layer_input", (0, None), "nobody has written embeddings for each layer, as in E2B"),
-        Require("num_kv_shared_layers", (0,), SHARED),
-        Require("use_double_wide_mlp", (False,), SHARED),
-        *(Require(name, (None,), EXPERTS) for name in ("num_experts", "top_k_experts", "moe_intermediate_size")),
-        Require("enable_moe_block", (False,), EXPERTS),
+        *(*without(DENSE, "num_moe_experts", "ffn_hidden_size"), *BESIDE_MLP, unread("expert_intermediate_size")),
+        Require("hidden_size_per_layer_input", (0, None), EMBEDDINGS),
         Ignore("only embeddings for each layer have this size", ("vocab_size_per_layer_input",)),
     ),
-    rules=lambda hf: decoder(NORMS_FOUR, *_projections(hf), O_BIAS, QK_NORM, SWIGLU, SCALAR),
+    rules=gemma4_decoder,
+    expert_format="fused",
 )

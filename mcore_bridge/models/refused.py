@@ -124,12 +124,6 @@ REFUSALS = (
         muse_spark_text="modeling_muse_spark.MuseSparkResidualGate", zaya="modeling_zaya.ZayaResidualScaling",
     ),
     *_because(
-        "its text is a gemma4_text, which is supported; nobody has written its table, nor how images and sound join it",
-        ATTENTION,
-        gemma4_unified="modeling_gemma4_unified.Gemma4UnifiedTextAttention",
-        gemma4_unified_text="modeling_gemma4_unified.Gemma4UnifiedTextAttention",
-    ),
-    *_because(
         "gates of MLPs and experts are clamped behind their activation, by a limit for each layer (swiglu_limits); "
         "megatron-core clamps before the activation, by one limit",
         CONFIG, MLP,
@@ -317,7 +311,7 @@ REFUSALS = (
     ),
     Refusal(
         (
-            *("apertus1p5", "aria", "cohere_compass", "Emu3", "emu3", "gemma3n", "gemma4", "glm_ocr", "hy_v4_vl"),
+            *("apertus1p5", "aria", "cohere_compass", "Emu3", "emu3", "gemma3n", "glm_ocr", "hy_v4_vl"),
             *("inkling2_loop", "lfm3_vl", "mllama", "molmo2", "paddleocr_vl", "paligemma"),
         ),
         "it joins models of images or sound to a text model that is not supported, or is not causal",

@@ -79,7 +79,7 @@ def test_every_mesh(dims, packed):
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "rows"])
 @pytest.mark.parametrize("dims", [mb.ParallelDims(tp=2, cp=2, sp=True), mb.ParallelDims(pp=2, vp=2)], ids=str)
-@pytest.mark.parametrize("name", zoo.params(["gemma4"]))
+@pytest.mark.parametrize("name", zoo.params(["gemma4", "gemma4-experts"]))
 def test_layers_with_heads_of_different_sizes(name, dims, packed):
     assert not check(name, dims, packed=packed, micro_batch_size=1)
 

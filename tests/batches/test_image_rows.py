@@ -17,7 +17,17 @@ from tests.support import composites, pool, seeing, stepping
 from tests.support.bounds import ONE
 
 pytestmark = pytest.mark.skipif("qwen3_5" not in composites.NAMES, reason="the installed transformers lacks it")
-FAMILIES = ["qwen3_vl", "qwen2_5_vl", "hunyuan_vl", "internvl", "mistral3", "gemma3", "llama4", "llava_onevision"]
+FAMILIES = [
+    "qwen3_vl",
+    "qwen2_5_vl",
+    "hunyuan_vl",
+    "internvl",
+    "mistral3",
+    "gemma3",
+    "llama4",
+    "llava_onevision",
+    "gemma4",
+]
 Rows = list[Any]
 PP = {"pp": 2}
 
@@ -62,7 +72,7 @@ WRONG: dict[str, Callable[[Rows], Any]] = {
         "input_ids": torch.ones(1),
     },
     "images of a batch must fit its tokens, found 3 for": lambda rows: joined([*rows[:3], None]),
-    r"pixel_values of a batch must have an entry for each of 40 patches, found \(39,": lambda rows: {
+    r"pixel_values of a batch must have an entry for each of 40 patches or frames, found \(39,": lambda rows: {
         **joined(rows),
         "pixel_values": joined(rows)["pixel_values"][1:],
     },

@@ -30,7 +30,7 @@ from tests.support.strategies import random_state, save, tiny
 
 FAMILIES = [  # together they have every layout, and every parameter that megatron-core splits
     *("llama", "gemma2", "gpt_oss", "olmo2", "phi3", "qwen2_moe", "hunyuan_v1_moe", "minimax_m2", "starcoder2"),
-    *("deepseek_v3", "deepseek_v32", "qwen3_next", "qwen3.5-moe", "mixtral", "laguna", "gemma4"),
+    *("deepseek_v3", "deepseek_v32", "qwen3_next", "qwen3.5-moe", "mixtral", "laguna", "gemma4", "gemma4-experts"),
     *("bailing_hybrid", "olmo_hybrid"),
 ]
 LING = "bailing_moe_v2"

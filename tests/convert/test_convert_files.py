@@ -75,6 +75,7 @@ FAMILIES = [
     "gemma4",
     "bailing_hybrid",
     "olmo_hybrid",
+    "gemma4-experts",
 ]
 
 

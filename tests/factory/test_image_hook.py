@@ -1,6 +1,7 @@
 """Images: transformers' log-probs and gradients of the tower, on every mesh, in rows and packed."""
 
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,9 @@ CASES: dict[str, list[Any]] = {
     "internvl": [(CP, BARE)],
     "mistral3": [(SP, BARE)],
     "gemma3": [(CP, {}), (SP, {**ROWS, "overrides": RECOMPUTED})],
+    "gemma4": [(CP, {}), (CP, ROWS), (SP, {**ROWS, "overrides": RECOMPUTED}), ({**PP, "vp": 2}, {})],
+    "gemma4 gemma4-experts": [(EP, {}), ({**SP, "etp": 2}, ROWS)],
+    "gemma4_unified": [(CP, {}), (SP, ROWS)],
     "llama4": [(EP, {}), ({**SP, "etp": 2}, ROWS), ({**CP, **EP}, {}), (CP, ROWS), (PP, {}), ({**PP, "vp": 2}, ROWS)],
     "llava": [(PP, {})],
     "llava_onevision": [(DP, {"overlap": True, "recompute": True})],
@@ -63,6 +67,7 @@ if not megatron.core.__version__.startswith("0.16"):  # which has no context par
     CASES["qwen3_5"] += [(CP, {}), (CP, ROWS)]
 ON_FOUR: dict[str, list[Any]] = {
     "qwen3_vl": [({**CP, **SP}, {})],
+    "gemma4": [({**CP, **SP}, {}), ({**CP, **PP}, ROWS)],
     "llama4": [({**CP, **SP}, {"overrides": RECOMPUTED, "recompute": True}), ({**CP, **PP, "vp": 2}, ROWS)],
 }
 
@@ -107,15 +112,19 @@ def test_a_fault_in_the_padding_of_a_pack_names_the_last_row() -> None:
     assert "found in row 4: a fault" in str(misfit(MisfitError(2, "a fault"), [3, 4]))
 
 
-@pytest.mark.skipif("qwen2_5_omni_thinker" not in composites.NAMES, reason="the installed transformers lacks it")
-def test_what_a_thinker_would_hear_is_refused_by_name() -> None:
-    folder, (ids, mask, images, _), _ = case("qwen2_5_omni_thinker")
-    sound = {"input_features": torch.zeros(1, 8, 4), "feature_attention_mask": torch.ones(1, 4)}
+@pytest.mark.parametrize(
+    ("name", "lengths"), [("qwen2_5_omni_thinker", "feature_attention_mask"), ("gemma4", "input_features_mask")]
+)
+def test_what_a_composite_would_hear_is_refused_by_name(name: str, lengths: str) -> None:
+    if name not in composites.NAMES:
+        pytest.skip("the installed transformers lacks it")
+    folder, (ids, mask, images, _), _ = case(name)
+    sound = {"input_features": torch.zeros(1, 8, 4), lengths: torch.ones(1, 4)}
     with rank_of(ONE, 0, 1):
         models = seeing.built(folder, ONE)
-        with pytest.raises(BatchError, match=r"\['feature_attention_mask', 'input_features'\] in row 0"):
+        with pytest.raises(BatchError, match=rf"{re.escape(str(sorted(sound)))} in row 0"):
             mb.forward(models, ids, mask, images=[{**images[0], **sound}, *images[1:]])
-        with pytest.raises(BatchError, match="found input_features, feature_attention_mask"):
+        with pytest.raises(BatchError, match=f"found input_features, {lengths}"):
             models[0](ids[:1], None, mask[:1], **images[0], **sound)
 
 

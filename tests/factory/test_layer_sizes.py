@@ -16,22 +16,26 @@ from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory.blueprint import BuildOptions, make_blueprint
 from mcore_bridge.factory.hybrid_support import require_hybrid
 from mcore_bridge.factory.param_count import count_params
+from mcore_bridge.launch.fake_rank import rank_of
 from mcore_bridge.trainers.rlinf.rules import convertor_rules
+from mcore_bridge.weights.provenance import provenance_of
 from tests import zoo
 from tests.support import pool, stepping, tiny
+from tests.support.bounds import ONE
+from tests.support.published import records
 from tests.support.training import Kind
 
-CASES = zoo.here(["laguna", "afmoe", "laguna-elements-yarn-bias", "gemma4", "gemma4-biased"])
+CASES = zoo.here(["laguna", "afmoe", "laguna-elements-yarn-bias", "gemma4", "gemma4-biased", "gemma4-experts"])
 pytestmark = pytest.mark.skipif(not CASES, reason="this transformers has no such families")
 MESHES: dict[int, list[dict[str, Any]]] = {
-    2: [{"tp": 2, "sp": True}, {"pp": 2, "vp": 2}, {"cp": 2}, {"ep": 2}],
+    2: [{"tp": 2, "sp": True}, {"pp": 2, "vp": 2}, {"cp": 2}, {"ep": 2}, {"tp": 2, "etp": 2, "sp": True}],
     4: [{"tp": 4, "sp": True}, {"tp": 2, "cp": 2, "ep": 2, "sp": True}],
 }
 KIND = Kind(
     {name: zoo.cases()[name].hf for name in CASES},
     MESHES,
     every=2,
-    fits=lambda name, dims: dims.ep == 1 or not name.startswith("gemma4"),
+    fits=lambda name, dims: dims.ep == 1 or name not in ("gemma4", "gemma4-biased"),
 )
 
 
@@ -49,7 +53,14 @@ def recomputed(folder, options):
     return found
 
 
-@pytest.mark.parametrize(("name", "modules"), [("laguna", ["core_attn", "moe"]), ("gemma4", ["core_attn", "mlp"])])
+RECOMPUTED = [
+    ("laguna", ["core_attn", "moe"]),
+    ("gemma4", ["core_attn", "mlp"]),
+    ("gemma4-experts", ["core_attn", "shared_experts"]),
+]
+
+
+@pytest.mark.parametrize(("name", "modules"), RECOMPUTED)
 def test_recompute_changes_nothing(name, modules, tmp_path):
     folder = str(tiny.random_checkpoint(zoo.cases()[name].hf, tmp_path))
     options = [
@@ -147,12 +158,36 @@ def test_full_layers_of_gemma4_have_no_rows_of_values(tmp_path):
 
 
 @pytest.mark.skipif("gemma4" not in CASES, reason="this transformers has no such family")
+def test_experts_beside_an_mlp_have_the_published_sizes(tmp_path):
+    """An override must set both sizes of the MLP, for which HF has one field."""
+    (published,) = (each for each in records() if each.name == "google/gemma-4-26B-A4B")
+    hf = provenance_of(published.write(tmp_path)).hf
+    counts = count_params(hf)
+    hidden, of_experts = 2816, 30 * 128 * 3 * 2816 * 704
+    beside = 30 * (hidden * (3 * 2112 + 7 + 128 + 1) + 128 + 1)  # the MLP, norms, the router, its scales, and a scale
+    sliding, full = hidden * 256 * (2 * 16 + 2 * 8) + 2 * 256, hidden * 512 * (2 * 16 + 2) + 2 * 512
+    assert sum(counts.experts) == of_experts
+    assert counts.total == of_experts + beside + 25 * sliding + 5 * full + (262144 + 1) * hidden
+    table = architecture_of(hf).fields
+    config = to_transformer_config(hf, table, dims=mb.ParallelDims(ep=8, tp=2, sp=True))
+    back = to_hf_config(config, to_gpt_arguments(hf, table), table)
+    assert {name: hf.to_dict()[name] for name in back} == back
+    wider = {"ffn_hidden_size": 4096}
+    with pytest.raises(ConfigError, match="moe_shared_expert_intermediate_size must be ffn_hidden_size=4096, found"):
+        make_blueprint(hf, BuildOptions(device="cpu", overrides=wider))
+    wider["moe_shared_expert_intermediate_size"] = 4096
+    assert make_blueprint(hf, BuildOptions(device="cpu", overrides=wider)).hf.intermediate_size == 4096
+    overlapping = {"overrides": {"moe_shared_expert_overlap": True}, "load_weights": False}
+    with rank_of(ONE, 0, 1), pytest.raises(ConfigError, match="moe_shared_expert_overlap must be False"):
+        mb.build_model(zoo.cases()["gemma4-experts"].hf, dims=ONE, device="cpu", **overlapping)
+
+
+@pytest.mark.skipif("gemma4" not in CASES, reason="this transformers has no such family")
 @pytest.mark.parametrize(
     "change",
     [
         {"hidden_size_per_layer_input": 256},
         {"num_kv_shared_layers": 2},
-        {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8},
         {"use_bidirectional_attention": "all"},
     ],
     ids=min,
@@ -162,6 +197,17 @@ def test_other_variants_of_gemma4_are_refused_by_the_name_of_a_field(change):
     with pytest.raises(ConfigError) as caught:
         make_blueprint(hf, BuildOptions(device="cpu"))
     assert all(name in str(caught.value) for name in change)
+
+
+@pytest.mark.skipif("gemma4" not in CASES, reason="this transformers has no such family")
+def test_experts_may_be_added_where_transformers_has_them():
+    added = {"num_moe_experts": 4, "moe_ffn_hidden_size": 8, "moe_router_topk": 2}
+    hf = zoo.cases()["gemma4"].hf
+    added["moe_shared_expert_intermediate_size"] = hf.intermediate_size
+    changed = make_blueprint(hf, BuildOptions(device="cpu", overrides=added)).hf
+    assert (changed.enable_moe_block, changed.num_experts, changed.top_k_experts) == (True, 4, 2)
+    with pytest.raises(ConfigError, match="num_moe_experts"):
+        make_blueprint(zoo.cases()["gemma4-unified"].hf, BuildOptions(device="cpu", overrides=added))
 
 
 @pytest.mark.skipif("gemma4" not in CASES, reason="this transformers has no such family")

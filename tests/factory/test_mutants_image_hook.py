@@ -62,6 +62,15 @@ def second_image_before_the_first(chunk: Any) -> None:
     chunk.vision.visual.register_forward_hook(hooked)
 
 
+def images_from_left_to_right(chunk: Any) -> None:
+    chunk.vision.config.text_config.use_bidirectional_attention = None
+
+
+def images_both_ways_in_full_layers(chunk: Any) -> None:
+    for layer in chunk.decoder.layers:
+        layer.self_attention.core_attention.window_size = (4, 0)
+
+
 LOG_PROBS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "top-k not normalised, Qwen3.5": ("qwen3_5_moe", probabilities_before_top_k),
     "top-k not normalised, Qwen3-VL": ("qwen3_vl_moe", probabilities_before_top_k),
@@ -73,6 +82,9 @@ LOG_PROBS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "rope of a text": ("qwen3_5", partial(axes, (0, 0, 0))),
     "the length of the longest": ("qwen3_vl dynamic", length_of_the_longest),
     "deepstack a layer late": ("qwen3_vl", features_a_layer_late),
+    "images from left to right": ("gemma4", images_from_left_to_right),
+    "images from left to right, unified": ("gemma4_unified", images_from_left_to_right),
+    "images both ways in full layers": ("gemma4", images_both_ways_in_full_layers),
     "image 2 at image 1": ("qwen2_5_vl", second_image_before_the_first),
 }
 

@@ -31,6 +31,7 @@ CASES: dict[str, tuple[dict[str, Any], list[Any]]] = {
     ),
     "qwen3_vl text": (TEXT, [({"tp": 2, "sp": True}, {"overrides": RECOMPUTED})]),
     "gemma3": ({"dora": True}, [({"pp": 2}, {}), ({"tp": 2, "sp": True}, {"recompute": True})]),
+    "gemma4": ({}, [({"pp": 2}, {})]),
     "qwen2_5_vl": ({"targets": ["qkv", "q_proj", "merger.mlp.*"]}, [({"tp": 2}, {})]),
 }
 """For each family the arguments of ``add_adapters``, and meshes of two ranks with options of ``step``."""

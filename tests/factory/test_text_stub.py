@@ -23,6 +23,7 @@ EXPECTED: dict[str, Any] = {
     **dict.fromkeys(("internvl", "mistral3", "got_ocr2", "lighton_ocr", "llama4"), PLAIN),
     **dict.fromkeys(("llava", "llava_next", "llava_next_video", "llava_onevision", "vipllava"), PLAIN),
     "gemma3": BOTH_WAYS,
+    "gemma4": {**BOTH_WAYS, "position_ids": (1, "s")},
     "hunyuan_vl": {**PLAIN, "position_ids": (4, 1, "s")},
     "exaone4_5": {**PLAIN, "position_ids": (1, "s")},
 }

@@ -35,13 +35,11 @@ SINCE_5 = {
     *(
         "deepseek_v4",
         "ernie4_5_vl_moe",
-        "gemma4",
-        "gemma4_text",
     ),
     *("glm_ocr", "hy_v4", "mimo_v2_flash", "molmo2"),
     "t5gemma2",
-    *("afmoe", "axk2", "beam", "dots3_note", "dots3_note_text", "ernie4_5_vl_moe_text", "flint", "gemma4_unified"),
-    *("gemma4_unified_text", "glm5_next", "glm5_next_text", "granite_swa", "granitemoe_swa", "hyperclovax"),
+    *("afmoe", "axk2", "beam", "dots3_note", "dots3_note_text", "ernie4_5_vl_moe_text", "flint"),
+    *("glm5_next", "glm5_next_text", "granite_swa", "granitemoe_swa", "hyperclovax"),
     *("inkling_mm_model", "inkling_text", "inkling2", "inkling2_text", "laguna", "minimax_m3_vl"),
     *("minimax_m3_vl_text", "mistral_large4", "mistral_large4_text", "muse_glimmer", "muse_glimmer_text"),
     *("muse_spark", "muse_spark_text", "nanochat", "qwen4_exp", "qwen4_exp_text", "step3p5", "step3p7", "zaya"),
@@ -49,7 +47,7 @@ SINCE_5 = {
 """Names that transformers 4.57 lacks."""
 SINGLE = [each for each in refusals() if len(each.model_types) == 1]
 ENCODERS, COMPOSITES = (
-    next(each for each in refusals() if name in each.model_types) for name in ("t5", "gemma4")
+    next(each for each in refusals() if name in each.model_types) for name in ("t5", "gemma3n")
 )  # and nothing else is one of many names
 
 

@@ -41,6 +41,13 @@ _SIZES = {
     "max_source_positions": 16,
     "num_mel_bins": 8,
     "num_position_embeddings": 16,
+    "position_embedding_size": 16,
+    "pooling_kernel_size": 2,
+    "subsampling_conv_channels": [8, 4],
+    "output_proj_dims": 32,
+    "mm_embed_dim": 32,
+    "mm_posemb_size": 16,
+    "audio_embed_dim": 24,
     "mlp_dim": 48,
     "output_channels": 32,
     "window_size": 2,
@@ -75,6 +82,11 @@ _SIZES = {
     "resampler_n_latents": 4,
     "vocab_size": 24,
 }
+_OPTIONAL: dict[str, Any] = {
+    "gemma4": {"vision_config": {"standardize": True}, "audio_config": {"use_clipped_linears": False}},
+    "gemma4_unified": {"vision_config": {}, "audio_config": {}},
+}
+"""Parts that a config does not have by default."""
 if transformers.__version__ == "5.24.0":
     MoeCausalLMOutputWithPast.image_outputs = None  # Llama 4's composite reads it there, and raises without it
 _WITH_INNER = re.compile("gemma3|llava")
@@ -83,7 +95,7 @@ _AUTO = ("MULTIMODAL_LM", "TEXT_TO_WAVEFORM", "IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_
 
 def config(model_type: str, /, **text: Any) -> Any:
     """A small config of a composite. ``model_type`` among ``text`` chooses the kind of its text."""
-    whole = CONFIG_MAPPING[model_type]()
+    whole = CONFIG_MAPPING[model_type](**_OPTIONAL.get(model_type, {}))
     default = core_of(whole, composites()[model_type])
     inner = {**TEXTS[text.get("model_type", default.text_config.model_type)].to_dict(), **text}
     if "num_nextn_predict_layers" in inner:

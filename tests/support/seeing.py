@@ -18,6 +18,7 @@ import mcore_bridge as mb
 from mcore_bridge.architecture import composites
 from mcore_bridge.batches.images import joined, placeholders, token_types
 from mcore_bridge.errors import BatchError
+from tests import zoo
 from tests.support import composites as tiny
 from tests.support import stepping
 
@@ -140,7 +141,11 @@ def batch_of(model: Any, layout: Any = None) -> tuple[Tensor, Tensor, list[dict[
 
 def layout_of(model_type: str) -> Any:
     """The rows of a family. GLM accepts no image beside a video, and other families accept no video."""
-    if model_type.startswith("qwen") or model_type in ("llava_onevision", "llava_next_video", "video_llava"):
+    if model_type.startswith(("qwen", "gemma4")) or model_type in (
+        "llava_onevision",
+        "llava_next_video",
+        "video_llava",
+    ):
         return ROWS
     video: Any = [2, ("video", (2, 4, 2)), 6] if model_type.startswith("glm") else [2, (1, 4, 2), 6, (1, 4, 4), 1]
     return [*ROWS[:2], video, ROWS[3]]
@@ -159,6 +164,8 @@ def _image(model: Any, grid: Grid, generator: torch.Generator, *, is_video: bool
         height, width = grid[1] * patch, grid[2] * patch
         values = torch.randn(1, 3, height, width, generator=generator)
         return {pixels: values, "image_sizes": torch.tensor([[height, width]])}
+    if model_type.startswith("gemma4"):
+        return _patches(vision, grid, generator, is_video=is_video)
     size = vision.image_size[0] if isinstance(vision.image_size, list | tuple) else vision.image_size
     if is_video:
         return {pixels: torch.randn(1, grid[0], 3, size, size, generator=generator)}
@@ -166,6 +173,20 @@ def _image(model: Any, grid: Grid, generator: torch.Generator, *, is_video: bool
         values = torch.randn(1, 3, 3, size, size, generator=generator)
         return {pixels: values, "image_sizes": torch.tensor([[size * 2, size]])}
     return {pixels: torch.randn(1, 3, size, size, generator=generator)}
+
+
+def _patches(vision: Any, grid: Grid, generator: torch.Generator, *, is_video: bool) -> dict[str, Tensor]:
+    """The result of a processor that pads the patches of each frame: pixels, and a column and a row for each patch."""
+    most, (frames, rows, columns) = 16, grid
+    size = 3 * getattr(vision, "model_patch_size", vision.patch_size) ** 2
+    places = torch.cartesian_prod(torch.arange(columns), torch.arange(rows)).repeat(frames, 1, 1)
+    values = torch.randn(frames, places.size(1), size, generator=generator)
+    room = (0, 0, 0, most - places.size(1))
+    values, places = torch.nn.functional.pad(values, room), torch.nn.functional.pad(places, room, value=-1)
+    if not is_video:
+        return {"pixel_values": values, "image_position_ids": places}
+    numbers = torch.tensor([frames])
+    return {"pixel_values_videos": values, "video_position_ids": places, "num_frames_per_video": numbers}
 
 
 @torch.no_grad()
@@ -246,10 +267,11 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
 def case(name: str) -> Any:
     """A folder, a batch with transformers' log-probs, and ``expected``.
 
-    A name may end in " dynamic", " critic", or the ``model_type`` of another text.
+    A name may end in " dynamic", " critic", the ``model_type`` of another text, or a case of the zoo.
     """
     model_type, _, kind = name.partition(" ")
-    text: dict[str, Any] = {"model_type": kind} if kind in tiny.TEXTS else {}
+    of_zoo = zoo.cases()[kind].fields if kind in zoo.cases() else {}
+    text: dict[str, Any] = {"model_type": kind} if kind in tiny.TEXTS else dict(of_zoo)
     if kind == "dynamic":
         rope = tiny.config(model_type).text_config.rope_parameters
         text = {"rope_parameters": {**rope, **DYNAMIC}, "max_position_embeddings": 8}

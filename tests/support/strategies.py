@@ -134,7 +134,7 @@ def random_state(hf: Any, *, dtype: torch.dtype = torch.float32, seed: int = 0) 
     state = {name: _random(name, shape, generator) for name, shape in _shapes(hf.to_json_string())}
     if hf.model_type.startswith(("qwen3_next", "qwen3_5")):
         state = {name: _of_delta_net(name, tensor) for name, tensor in state.items()}
-    if hf.model_type == "gemma4_text":
+    if hf.model_type.startswith("gemma4"):
         state = {name: _of_gemma4(name, tensor) for name, tensor in state.items()}
     if hf.model_type in ("kimi_linear", "bailing_hybrid", "olmo_hybrid"):  # small outputs, as in _of_delta_net
         outputs = {"self_attn.o_proj": 0.3, "attention.o_proj": 0.3, "attention.dense": 0.3, "linear_attn.o_proj": 0.1}
@@ -217,6 +217,8 @@ def _of_gemma4(name: str, tensor: Tensor) -> Tensor:
     """Random values for attention whose scores are not divided. Norms of queries make them small, as published norms
     do: sharp attention makes rounding errors large, also in transformers. The scale of a layer is near 1.
     """
-    if name.endswith("layer_scalar"):
+    if name.endswith(("layer_scalar", "per_expert_scale")):
         return 1 + tensor
+    if name.endswith("router.scale"):  # it is divided by the root of the hidden size
+        return 10 * (1 + tensor)
     return 0.2 * tensor if name.endswith("q_norm.weight") else tensor

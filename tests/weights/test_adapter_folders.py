@@ -43,11 +43,16 @@ CASES = {
     "llama4": (lambda: zoo.cases()["llama4"].hf, EXPERTS, ({"ep": 2},)),
     "laguna": (lambda: zoo.cases()["laguna"].hf, ("q_proj", "g_proj", "o_proj"), (TP2, {"pp": 2})),
     "gemma4": (lambda: zoo.cases()["gemma4"].hf, ("q_proj", "v_proj", "o_proj"), (TP2, {"pp": 2})),
+    "gemma4-experts": (
+        lambda: zoo.cases()["gemma4-experts"].hf,
+        ("o_proj", *EXPERTS),
+        ({"ep": 2}, {**TP2, "etp": 2}),
+    ),
     "bailing_hybrid": (lambda: zoo.cases()["bailing_hybrid"].hf, ("f_proj", "g_proj", "o_proj"), (TP2, {"pp": 2})),
     "lfm3": (lambda: zoo.cases()["lfm3"].hf, ("g_proj", "o_proj", "in_proj"), (TP2,)),
     "afmoe": (lambda: zoo.cases()["afmoe"].hf, ("v_proj", "o_proj"), (TP2,)),
 }
-SINCE_5 = {"laguna", "gemma4", "afmoe", "bailing_hybrid", "lfm3"}
+SINCE_5 = {"laguna", "gemma4", "gemma4-experts", "afmoe", "bailing_hybrid", "lfm3"}
 CASES = {name: CASES[name] for name in CASES if name not in SINCE_5 - zoo.cases().keys()}
 
 

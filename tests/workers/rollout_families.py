@@ -158,6 +158,7 @@ AFTER = (
         "falcon_h1",
         "flex_olmo",
         "gemma4_text",
+        "gemma4_unified_text",
         "glm",
         "gpt_neox",
         "granite",

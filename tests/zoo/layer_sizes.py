@@ -30,6 +30,32 @@ def gemma4_ropes(full: dict[str, Any]) -> dict[str, Any]:
 
 
 CASES = {
+    "gemma4-own-values": case("gemma4_text", **GEMMA4, global_head_dim=32, **gemma4_ropes({"rope_type": "default"})),
+    "gemma4-biased": case(
+        "gemma4_text",
+        **GEMMA4,
+        **{**SHARED_KEYS, "num_global_key_value_heads": 1},
+        **gemma4_ropes({**PROPORTIONAL, "partial_rotary_factor": 0.5, "factor": 4.0}),
+        attention_bias=True,
+        vocab_size=97,
+    ),
+    "gemma4-unified": case(
+        "gemma4_unified_text",
+        **{name: GEMMA4[name] for name in GEMMA4 if name != "hidden_size_per_layer_input"},
+        **{**SHARED_KEYS, "num_global_key_value_heads": 1},
+        **gemma4_ropes(PROPORTIONAL),
+        tie_word_embeddings=True,
+    ),
+    "gemma4-experts": case(
+        "gemma4_text",
+        **GEMMA4,
+        **SHARED_KEYS,
+        **gemma4_ropes(PROPORTIONAL),
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=40,
+    ),
     "gemma4": case(
         "gemma4_text",
         **GEMMA4,
@@ -39,15 +65,6 @@ CASES = {
         tie_word_embeddings=True,
         use_bidirectional_attention="vision",
     ),
-    "gemma4-biased": case(
-        "gemma4_text",
-        **GEMMA4,
-        **{**SHARED_KEYS, "num_global_key_value_heads": 1},
-        **gemma4_ropes({**PROPORTIONAL, "partial_rotary_factor": 0.5, "factor": 4.0}),
-        attention_bias=True,
-        vocab_size=97,
-    ),
-    "gemma4-own-values": case("gemma4_text", **GEMMA4, global_head_dim=32, **gemma4_ropes({"rope_type": "default"})),
     "afmoe": case("afmoe", **AFMOE, mup_enabled=True),
     "afmoe-biased-tied": case("afmoe", **AFMOE, attention_bias=True, tie_word_embeddings=True, vocab_size=97),
     "afmoe-all-full": case("afmoe", **{**AFMOE, "layer_types": FULL, "num_dense_layers": 0}),

@@ -66,6 +66,7 @@ TOKENS_OF_IMAGES = Ignore(
         *("vision_start_token_id", "vision_end_token_id", "video_token_id", "video_token_index"),
         *("video_start_token_id", "video_end_token_id", "audio_token_id", "audio_token_index"),
         *("boi_token_index", "eoi_token_index", "boi_token_id", "eoi_token_id"),
+        *("boa_token_id", "eoa_token_id", "eoa_token_index"),
     ),
 )
 DECODER_ONLY = tuple(

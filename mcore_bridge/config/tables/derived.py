@@ -266,3 +266,16 @@ QUANTIZATION = Derive(
     ),
 )
 """The field of an HF config about quantized weights. It changes how files are read, and does not change the model."""
+
+
+def called(entry: Derive, **names: str) -> Derive:
+    """``entry`` with other names of HF fields; transformers accepts either name."""
+
+    def forward(hf: Hf) -> dict[str, object]:
+        return entry.forward({**{old: hf[new] for old, new in names.items() if new in hf}, **hf})
+
+    def backward(mcore: Mcore) -> dict[str, object]:
+        return {names.get(name, name): value for name, value in entry.backward(mcore).items()}
+
+    both = dict.fromkeys((*(names.get(name, name) for name in entry.names), *entry.names))
+    return Derive(tuple(both), forward, backward, entry.refuses)

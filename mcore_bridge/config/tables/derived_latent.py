@@ -4,8 +4,8 @@ For models with multi-latent attention, transformers uses ``head_dim`` for the s
 """
 
 from mcore_bridge.config.fields import Derive, Hf, Mcore, count
+from mcore_bridge.config.tables.derived import called
 from mcore_bridge.config.tables.derived_rope import ROPE, rope
-from mcore_bridge.config.tables.moe import called
 from mcore_bridge.errors import ConfigError
 
 _SIZES = {  # HF field: mcore name

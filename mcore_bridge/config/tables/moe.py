@@ -2,6 +2,7 @@
 
 from mcore_bridge.config.fields import Const, Derive, Field, Hf, Ignore, Map, Mcore, Preset, Require, count
 from mcore_bridge.config.layer_kinds import MTP_COUNTS, layers_of
+from mcore_bridge.config.tables import but, without
 from mcore_bridge.errors import ConfigError
 
 
@@ -175,6 +176,32 @@ def number(hf_name: str, mcore_name: str, *aka: str) -> Derive:
     return Derive((hf_name, *aka), forward, lambda mcore: {hf_name: mcore[mcore_name]}, (lists,))
 
 
+def _beside(hf: Hf) -> dict[str, object]:
+    dense = count(hf, "intermediate_size")
+    if not hf.get("enable_moe_block"):
+        return {"num_moe_experts": None, "ffn_hidden_size": dense, "moe_shared_expert_intermediate_size": None}
+    return {
+        "num_moe_experts": count(hf, "num_experts"),
+        "moe_router_topk": count(hf, "top_k_experts"),
+        "moe_ffn_hidden_size": count(hf, "moe_intermediate_size"),
+        **dict.fromkeys(("ffn_hidden_size", "moe_shared_expert_intermediate_size"), dense),
+    }
+
+
+def _beside_back(mcore: Mcore) -> dict[str, object]:
+    dense, shared = mcore["ffn_hidden_size"], mcore["moe_shared_expert_intermediate_size"]
+    if mcore["num_moe_experts"] is None:
+        return {"enable_moe_block": False, "intermediate_size": dense}
+    if shared != dense:
+        raise ConfigError(
+            f"moe_shared_expert_intermediate_size must be ffn_hidden_size={dense}, found {shared}: HF has one "
+            "intermediate_size. Override both."
+        )
+    named = {"num_experts": "num_moe_experts", "top_k_experts": "moe_router_topk"}
+    experts = {hf: mcore[name] for hf, name in {**named, "moe_intermediate_size": "moe_ffn_hidden_size"}.items()}
+    return {"enable_moe_block": True, "intermediate_size": dense, **experts}
+
+
 # fmt: off
 SPARSE_STEP      = Derive(("decoder_sparse_step", "mlp_only_layers"), _sparse_step, _sparse_step_back)
 NORMALISED       = Derive(("norm_topk_prob",), _normalised, _normalised_back, (
@@ -222,6 +249,13 @@ SIGMOID: tuple[Field, ...] = (
     Preset("moe_router_dtype", "fp32"),
 )
 """The router's scores are sigmoids in fp32. A bias (a buffer) only changes which experts are chosen."""
+_BESIDE = ("enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size", "intermediate_size")
+BESIDE_MLP: tuple[Field, ...] = (
+    *but(without(ROUTED, "num_moe_experts", "moe_router_topk"), Derive(_BESIDE, _beside, _beside_back)),
+    *SOFTMAX_NORMALISED,
+    *(Const("experts_beside_mlp", True), Const("router_scales", True), Const("moe_shared_expert_gate", False)),
+)
+"""Routed experts beside a dense MLP, if ``enable_moe_block`` is set, in every layer."""
 EXPERT_SIZE = Map("moe_intermediate_size", "moe_ffn_hidden_size")
 SCALED = Map("routed_scaling_factor", "moe_router_topk_scaling_factor")
 CLAMPED_GATE: tuple[Field, ...] = (
@@ -245,16 +279,3 @@ SHARED_BY_GATE: tuple[Field, ...] = (
     Const("moe_shared_expert_gate", True),
 )
 """A shared expert whose output is multiplied by a gate."""
-
-
-def called(entry: Derive, **names: str) -> Derive:
-    """``entry`` with other names of HF fields; transformers accepts either name."""
-
-    def forward(hf: Hf) -> dict[str, object]:
-        return entry.forward({**{old: hf[new] for old, new in names.items() if new in hf}, **hf})
-
-    def backward(mcore: Mcore) -> dict[str, object]:
-        return {names.get(name, name): value for name, value in entry.backward(mcore).items()}
-
-    both = dict.fromkeys((*(names.get(name, name) for name in entry.names), *entry.names))
-    return Derive(tuple(both), forward, backward, entry.refuses)

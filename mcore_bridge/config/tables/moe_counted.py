@@ -4,6 +4,7 @@ models.
 
 from mcore_bridge.config.fields import Const, Derive, Field, Hf, Map, Mcore, Preset, Require, count
 from mcore_bridge.config.tables import but, unread
+from mcore_bridge.config.tables.derived import called
 from mcore_bridge.config.tables.moe import (
     GROUPS,
     IF_SEVERAL,
@@ -12,7 +13,6 @@ from mcore_bridge.config.tables.moe import (
     SCALED,
     SIGMOID,
     SOFTMAX,
-    called,
     groups_back,
     shared_experts,
 )

@@ -128,14 +128,19 @@ def adapt_narrow_experts(layer: Any, config: TransformerConfig) -> None:
     """
     if getattr(config, "expert_latent_size", None) is None or not hasattr(submodules_of(layer.mlp), "router"):
         return
-    if config.moe_shared_expert_overlap:
-        raise ConfigError(
-            "moe_shared_expert_overlap must be False, found True: shared experts read another input than the narrow "
-            "routed ones. Remove the override."
-        )
+    require_no_overlap(config)
     submodules = submodules_of(layer.mlp)
     submodules.experts = with_module(submodules.experts, functools.partial(mixed, NarrowExperts))
     layer.mlp = with_module(layer.mlp, functools.partial(mixed, NarrowLayer))
+
+
+def require_no_overlap(config: TransformerConfig) -> None:
+    """Raise ``ConfigError`` if shared experts run while tokens travel, from the input that travels."""
+    if config.moe_shared_expert_overlap:
+        raise ConfigError(
+            "moe_shared_expert_overlap must be False, found True: shared experts read another input than the routed "
+            "ones. Remove the override."
+        )
 
 
 class NarrowExperts(nn.Module):

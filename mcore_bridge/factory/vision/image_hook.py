@@ -39,7 +39,7 @@ from mcore_bridge.errors import BatchError
 from mcore_bridge.factory.vision.check_features import fitting, misfit
 from mcore_bridge.factory.vision.deepstack import carried, take_features
 from mcore_bridge.factory.vision.gradient_order import OrderedGradients, gather_parameters, ordered_gradients
-from mcore_bridge.factory.vision.image_masks import masks_of, take_masks
+from mcore_bridge.factory.vision.image_masks import masks_of, sees_ahead, take_masks
 from mcore_bridge.factory.vision.mrope import (
     WITH_NUMBER,
     MultimodalRotary,
@@ -78,7 +78,7 @@ def see(chunk: GPTModel, composite: nn.Module) -> None:
         take_positions_per_row(composite)
     if getattr(composite.config.vision_config, "deepstack_visual_indexes", ()):  # type: ignore[union-attr]
         take_features(chunk)
-    if BLOCKS in _arguments(composite):
+    if sees_ahead(composite.config, _arguments(composite)):
         take_masks(chunk)
         composite.config.text_config._attn_implementation = "sdpa"  # type: ignore[union-attr]  # boolean masks
     chunk.image_inputs = frozenset(readable)
@@ -133,6 +133,8 @@ def _with_features(
         images = {**images, "position_ids": positions}
     given = rows.whole(types[0]) if types else None
     call = _text_call(chunk, composite, ordered, rows, images, given, None if misfits is None else misfits.counts)
+    if not sees_ahead(composite.config, _arguments(composite)):
+        call["attention_mask"] = None  # it is causal
     decoded = _decoder_inputs(chunk, ordered, rows, call, inputs.get("packed_seq_params"))
     return {**as_own_tokens(chunk, inputs), **decoded}
 

@@ -1,4 +1,4 @@
-"""Masks with bidirectional attention within an image, as in Gemma 3. transformers makes one for each kind of layer.
+"""Masks with bidirectional attention within an image, as in Gemma. transformers makes one for each kind of layer.
 
 The masks are passed in ``attention_bias``, which megatron-core gives to core attention, also in a recompute.
 TransformerEngine has no kernel for such a mask, so torch's attention computes the microbatches that have one.
@@ -6,13 +6,14 @@ TransformerEngine has no kernel for such a mask, so torch's attention computes t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from mcore_bridge.batches.images import BLOCKS
 from mcore_bridge.factory.modules.backend import mixed
 from mcore_bridge.factory.modules.torch_modules import CoreAttention
 
@@ -28,12 +29,22 @@ class Masks:
 
     Attributes:
         full: the masks of layers without a window: ``[1, 1, n, n]`` for each packed sequence of n tokens, in the order
-            of the text; or one mask ``[b, 1, s, s]`` for rows.
-        sliding: the masks of layers with a window.
+            of the text; or one mask ``[b, 1, s, s]`` for rows. None: these layers are causal, and nothing is padding.
+        sliding: the masks of layers with a window, or None.
     """
 
-    full: Sequence[Tensor]
-    sliding: Sequence[Tensor]
+    full: Sequence[Tensor] | None
+    sliding: Sequence[Tensor] | None
+
+
+def sees_ahead(config: Any, arguments: Container[str]) -> bool:
+    """Whether tokens of an image attend to later tokens of it.
+
+    Args:
+        config: the HF config of the composite. A Gemma 4 has a field for it.
+        arguments: the names of the arguments of the composite's ``forward``. A Gemma 3 has one for its blocks.
+    """
+    return BLOCKS in arguments or getattr(config.text_config, "use_bidirectional_attention", None) == "vision"
 
 
 def take_masks(chunk: GPTModel) -> None:
@@ -61,25 +72,34 @@ class Sighted(nn.Module):
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> Tensor:
-        if not isinstance(attention_bias, Masks):
+        core: CoreAttention = vars(self).get("torchs", self)
+        visible = None
+        if isinstance(attention_bias, Masks):
+            visible = attention_bias.full if core.window_size is None else attention_bias.sliding
+            attention_bias = None
+        if visible is None:
             options = {"attention_bias": attention_bias, "packed_seq_params": packed_seq_params, **kwargs}
             return super().forward(query, key, value, *args, **options)
-        core: CoreAttention = vars(self).get("torchs", self)
-        visible = attention_bias.full if core.window_size is None else attention_bias.sliding
         return core.masked(query, key, value, visible, packed_seq_params)
 
 
-def masks_of(rows: WholeRows, by_kind: Mapping[str, Tensor], packed: Any) -> Masks:
-    """The masks of transformers, bool ``[b, 1, s, s]`` for whole rows, in the form for attention.
+def masks_of(rows: WholeRows, by_kind: Mapping[str, Tensor | None], packed: Any) -> Masks:
+    """The masks of transformers, bool ``[b, 1, s, s]`` for whole rows or None, in the form for attention.
 
     Padding attends to itself, since a softmax over nothing has no value.
     """
-    kinds = (by_kind[name] | _itself(by_kind[name]) for name in ("full_attention", "sliding_attention"))
+    return Masks(*(_of_kind(rows, by_kind[name], packed) for name in ("full_attention", "sliding_attention")))
+
+
+def _of_kind(rows: WholeRows, mask: Tensor | None, packed: Any) -> list[Tensor] | None:
+    if mask is None:
+        return None
+    mask = mask | _itself(mask)
     if packed is None:
-        return Masks(*([mask] for mask in kinds))
+        return [mask]
     starts = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
     places = rows.in_text[0].split(starts.diff().tolist())
-    return Masks(*([_of_sequence(mask[row], own) for row, own in enumerate(places)] for mask in kinds))
+    return [_of_sequence(mask[row], own) for row, own in enumerate(places)]
 
 
 def _of_sequence(mask: Tensor, places: Tensor) -> Tensor:

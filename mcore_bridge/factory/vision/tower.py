@@ -80,7 +80,9 @@ def build_tower(whole: Whole, *, dtype: torch.dtype, device: torch.device, initi
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     text = config.text_config
-    num_layers, text.num_hidden_layers = text.num_hidden_layers, 1  # since its layers are discarded
+    kinds = getattr(text, "layer_types", None) or [None]
+    needed = 1 + max(kinds.index(kind) for kind in set(kinds))  # its layers are discarded, but Gemma 4 needs each kind
+    num_layers, text.num_hidden_layers = text.num_hidden_layers, needed
     with init_empty_weights(include_buffers=False):
         tower: nn.Module = AutoModel.from_config(config, dtype=torch.float32)
         tower.language_model = TextStub(tower.language_model)  # type: ignore[arg-type]

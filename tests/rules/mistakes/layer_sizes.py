@@ -1,11 +1,13 @@
 """Planted mistakes for families whose layers have different sizes: in axes, ropes and gates."""
 
 from dataclasses import replace
+from unittest import mock
 
 from mcore_bridge.config.fields import Const, Ignore
 from mcore_bridge.config.rope import Rope
 from mcore_bridge.config.tables.derived_rope import SLIDES_OR_NOPE
 from mcore_bridge.factory.modules.attention_gate import GatedOutput
+from mcore_bridge.factory.modules.experts_beside import Beside, ScaledRouter
 from mcore_bridge.factory.modules.layer_rope import OwnRope
 from mcore_bridge.factory.modules.multipliers import ScaledSum
 from mcore_bridge.factory.modules.norms import UnitNorm
@@ -13,7 +15,7 @@ from mcore_bridge.factory.modules.values import KeysAsValues, NormedValues
 from mcore_bridge.rules.layout import COLUMN, REPLICATED, Concat, Rearrange
 from tests.rules.mistakes.plain import entries
 from tests.support.bounds import FOUR, ONE
-from tests.support.mutants import exchange, instead, laid_out, of, parts
+from tests.support.mutants import exchange, instead, itself, laid_out, of, parts
 
 DEALT = Rearrange("(n tp) ...", "tp n ...")
 NOT_GROUPED = COLUMN >> Concat(1, ratio=("heads_per_group", 1))
@@ -26,6 +28,14 @@ RULES = {
     "norms exchanged":          ("logits", "afmoe", exchange(*NORMS)),
     "keys behind all queries":  ("logits at tp=2", "gemma4-biased", of("linear_qk.weight", laid_out(NOT_GROUPED))),
     "keys before queries":      ("shapes", "gemma4", of("linear_qk.weight", parts(1, 0))),
+    "routed norm for dense":    ("logits", "gemma4-experts", exchange("mlp.routed_layernorm.weight",
+                                                                      "mlp.dense_layernorm.weight")),
+    "routed sum for dense sum": ("logits", "gemma4-experts", exchange("mlp.routed_post_layernorm.weight",
+                                                                      "shared_experts.linear_fc2.post_layernorm.weight")),
+    "routed sum for whole sum": ("logits", "gemma4-experts", exchange("mlp.routed_post_layernorm.weight",
+                                                                      "mlp.post_layernorm.weight")),
+    "router's scales forgotten": ("no rule", "gemma4-experts", of("router.expert_scale", lambda rule: None)),
+    "router's scale cut":       ("shapes at tp=2", "gemma4-experts", of("input_scale", laid_out(COLUMN))),
     "scales forgotten":         ("no rule", "gemma4", of("layer_scalar", lambda rule: None)),
     "gates forgotten":          ("no rule", "laguna", of("linear_gate.weight", lambda rule: None)),
 }
@@ -100,7 +110,49 @@ def in_gemma4(name, value):
     return lambda: entries("gemma4_text", Const(name, value))
 
 
+def routed(**wrong):
+    """The router with other parts: its norm, its root or its scales of experts."""
+
+    def forward(self, inputs, *mask):
+        part = {"norm": self.norm, "root": self.root, "scales": self.expert_scale, **wrong}
+        scaled = part["norm"](inputs) * self.input_scale * part["root"]
+        weights, chosen = super(ScaledRouter, self).forward(scaled, *mask)
+        return weights * part["scales"], chosen
+
+    return instead(ScaledRouter, "forward", forward)
+
+
+def scaled_scores(self, inputs, *mask):
+    """Scales of experts before the choice of experts, and before their weights are normed."""
+    true = self.weight
+    with mock.patch.dict(self._parameters, weight=true * self.expert_scale[:, None]):
+        return super(ScaledRouter, self).forward(self.norm(inputs) * self.input_scale * self.root, *mask)
+
+
+def unnormed_dense(self, hidden):
+    return super(Beside, self).shared_experts_compute(self.routed_layernorm(hidden))
+
+
+def unnormed_routed(self, hidden, *routing):
+    return super(Beside, self).preprocess(hidden, *routing)
+
+
+def normed_together(self, output, dense):
+    return self.routed_post_layernorm(super(Beside, self).postprocess(output, dense))
+
+
 MODULES = {
+    "a router without a norm": ("gemma4-experts", ONE, routed(norm=itself)),
+    "a router without the root": ("gemma4-experts", ONE, routed(root=1.0)),
+    "experts without scales": ("gemma4-experts", ONE, routed(scales=1.0)),
+    "scales of experts before their choice": ("gemma4-experts", ONE, instead(ScaledRouter, "forward", scaled_scores)),
+    "one norm before MLP and experts": (
+        "gemma4-experts",
+        ONE,
+        instead(Beside, "shared_experts_compute", unnormed_dense),
+    ),
+    "experts without a norm": ("gemma4-experts", ONE, instead(Beside, "preprocess", unnormed_routed)),
+    "a norm of both sums": ("gemma4-experts", ONE, instead(Beside, "postprocess", normed_together)),
     "values normed like keys": ("gemma4", ONE, instead(KeysAsValues, "get_query_key_value_tensors", normed_keys)),
     "values without a norm": ("gemma4-own-values", ONE, instead(NormedValues, "get_query_key_value_tensors", unnormed)),
     "keys as values without a norm": ("gemma4", ONE, instead(UnitNorm, "forward", lambda self, hidden: hidden)),
