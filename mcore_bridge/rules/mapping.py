@@ -318,7 +318,7 @@ class WeightMapping:
     def is_unused(self, hf: str) -> bool:
         """Whether no parameter of the model uses this HF tensor: it is ignored, or of a part that is not built."""
         return (
-            matches(hf, self.ignored)
+            (matches(hf, self.ignored) and not self.consumers(hf))
             or self.original(hf) != hf
             or self._is_of_other_part(hf)
             or self.is_unbuilt_mtp(hf)

@@ -76,6 +76,8 @@ FAMILIES = [
     "bailing_hybrid",
     "olmo_hybrid",
     "gemma4-experts",
+    "afmoe",
+    "axk1",
 ]
 
 
