@@ -180,11 +180,18 @@ def packed_steps(hf, cases, **options):
 
 @pytest.mark.parametrize("name", zoo.params(("falcon_h1", *OWN)))
 def test_states_of_packed_sequences_do_not_run_into_each_other(name):
-    """With CP, PP and recompute, log-probs and gradients equal the results of separate rows. A mistake would show."""
+    """With CP, PP and recompute, log-probs and gradients equal the results of separate rows. A mistake would show: of
+    each mixer in one way, and of the first one in all ways.
+    """
     hf, size = zoo.cases()[name].hf, {"micro_batch_size": 2}
     (((expected, wanted),),) = pool.run(1, functools.partial(packed_steps, packed=False, **size), hf, [({}, {}, "")])
     packs = [pack for pack in PACKS if name != "olmo_hybrid" or "cp" not in pack[0] or DELTA_CONTEXT.is_installed]
-    tried = [(*case, mistake) for *case, when in packs for mistake in ("", when)]
+    shown = len(packs) if name == "falcon_h1" else 1
+    tried = [
+        (*case, mistake)
+        for number, (*case, when) in enumerate(packs)
+        for mistake in (("", when) if number < shown else ("",))
+    ]
     for ranks in pool.run(2, functools.partial(packed_steps, **size), hf, tried):
         for (*_, mistake), (said, grads) in zip(tried, ranks, strict=True):
             assert grads.keys() == wanted.keys()
