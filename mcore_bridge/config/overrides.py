@@ -26,7 +26,15 @@ ATTRIBUTES = frozenset(
         *("layer_kinds", "mamba_conv_kernel", "short_conv_kernel", "mamba_norm", "side_multipliers"),
         *("mtp_kinds", "mtp_like_layer", "attention_chunks", "nope_temperature", "per_layer_config"),
         *("attention_gate", "attention_gate_activation", "expert_latent_size", "value_norm", "keys_as_values"),
-        *("layer_scalar", "kda_full_rank", "kda_lower_bound", "delta_negative_eigenvalues", "head_norm_epsilon"),
+        *(
+            "layer_scalar",
+            "glu_limit",
+            "expert_glu_limit",
+            "kda_full_rank",
+            "kda_lower_bound",
+            "delta_negative_eigenvalues",
+            "head_norm_epsilon",
+        ),
         *ATTENTION_FACTOR,
     )
 )
@@ -52,6 +60,8 @@ For ``build_model``:
 * ``value_norm``: whether values have a norm without weights in each head;
 * ``keys_as_values``: whether values are the keys before their norm, so that no projection computes them;
 * ``layer_scalar``: whether the output of each layer is multiplied by a number of the checkpoint;
+* ``glu_limit``, ``expert_glu_limit``: the bound of gates behind SiLU, and of the values that they multiply; in MLPs and
+  shared experts, and in routed experts;
 * ``attention_softcap``, ``logit_softcap``: the bounds of attention scores and of logits, enforced by a tanh;
 * ``embedding_scale``: word embeddings are multiplied by it;
 * ``embedding_dropout``: the dropout of the embedding, if it is not mcore's ``hidden_dropout``;

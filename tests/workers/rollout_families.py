@@ -181,6 +181,7 @@ AFTER = (
         "phi",
         "solar_open",
         "stablelm",
+        "step3p5",
         "vaultgemma",
         "youtu",
     ),

@@ -2,9 +2,13 @@
 
 from dataclasses import replace
 
+from torch import cat
+
 from mcore_bridge.config.fields import Const, Ignore
 from mcore_bridge.config.rope import Rope
+from mcore_bridge.config.tables import by_layer
 from mcore_bridge.config.tables.derived_rope import SLIDES_OR_NOPE
+from mcore_bridge.factory.modules import gate_limits
 from mcore_bridge.factory.modules.attention_gate import GatedOutput
 from mcore_bridge.factory.modules.layer_rope import OwnRope
 from mcore_bridge.factory.modules.multipliers import ScaledSum
@@ -16,6 +20,8 @@ from tests.support.bounds import FOUR, ONE
 from tests.support.mutants import exchange, instead, laid_out, of, parts
 
 DEALT = Rearrange("(n tp) ...", "tp n ...")
+DEALT_PARTS = DEALT >> Concat(1, ratio=(1, 1))
+SHARED_FC1 = "shared_experts.linear_fc1.weight"
 NOT_GROUPED = COLUMN >> Concat(1, ratio=("heads_per_group", 1))
 NORMS = ("linear_proj.post_layernorm.weight", "pre_mlp_layernorm.weight")
 # fmt: off
@@ -27,6 +33,9 @@ RULES = {
     "keys behind all queries":  ("logits at tp=2", "gemma4-biased", of("linear_qk.weight", laid_out(NOT_GROUPED))),
     "keys before queries":      ("shapes", "gemma4", of("linear_qk.weight", parts(1, 0))),
     "scales forgotten":         ("no rule", "gemma4", of("layer_scalar", lambda rule: None)),
+    "experts' gates and values": ("logits", "step3p5", of("experts.*.linear_fc1.weight", parts(1, 0))),
+    "shared experts dealt":     ("logits at tp=2", "step3p5", of(SHARED_FC1, laid_out(DEALT_PARTS))),
+    "router without its bias":  ("no rule", "step3p5", of("router.expert_bias", lambda rule: None)),
     "gates forgotten":          ("no rule", "laguna", of("linear_gate.weight", lambda rule: None)),
 }
 # fmt: on
@@ -100,7 +109,26 @@ def in_gemma4(name, value):
     return lambda: entries("gemma4_text", Const(name, value))
 
 
+def unlimited_values(module, inputs, outputs):
+    gates, values = outputs[0].chunk(2, -1)
+    return cat((gates.clamp(max=module.gate_limit), values), -1), outputs[1]
+
+
+def clamped_below(module, inputs, outputs):
+    """Gates with a limit on both sides."""
+    output, bias = TRUE_CLAMP(module, inputs, outputs)
+    return output.clamp(min=-module.limit), bias
+
+
+TRUE_CLAMP = gate_limits._clamp
+EXCHANGED = {"swiglu_limits": "glu_limit", "swiglu_limits_shared": "expert_glu_limit"}
 MODULES = {
+    "no limits": ("step3p5", ONE, instead(gate_limits, "_clamp", lambda module, inputs, outputs: outputs)),
+    "limits before SiLU": ("step3p5", ONE, instead(gate_limits, "silu_inverse", lambda limit: limit)),
+    "limits of gates alone": ("step3p5", ONE, instead(gate_limits, "_clamp", unlimited_values)),
+    "limits of gates below": ("step3p5", ONE, instead(gate_limits, "_clamp", clamped_below)),
+    "limits of experts and MLPs": ("step3p5", ONE, instead(by_layer, "_LIMITS", EXCHANGED)),
+    "norms around one": ("step3p5", ONE, lambda: entries("step3p5", Const("layernorm_zero_centered_gamma", False))),
     "values normed like keys": ("gemma4", ONE, instead(KeysAsValues, "get_query_key_value_tensors", normed_keys)),
     "values without a norm": ("gemma4-own-values", ONE, instead(NormedValues, "get_query_key_value_tensors", unnormed)),
     "keys as values without a norm": ("gemma4", ONE, instead(UnitNorm, "forward", lambda self, hidden: hidden)),
