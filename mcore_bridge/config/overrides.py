@@ -27,7 +27,7 @@ ATTRIBUTES = frozenset(
         *("mtp_kinds", "mtp_like_layer", "attention_chunks", "nope_temperature", "per_layer_config"),
         *("attention_gate", "attention_gate_activation", "expert_latent_size", "value_norm", "keys_as_values"),
         *("layer_scalar", "kda_full_rank", "kda_lower_bound", "delta_negative_eigenvalues", "head_norm_epsilon"),
-        *("experts_beside_mlp", "router_scales", "draft"),
+        *("experts_beside_mlp", "router_scales", "glu_limit", "expert_glu_limit", "draft"),
         *ATTENTION_FACTOR,
     )
 )
@@ -56,6 +56,8 @@ For ``build_model``:
 * ``experts_beside_mlp``: whether a shared expert is a dense MLP beside the experts, and both have norms of their own;
 * ``router_scales``: whether a router norms and scales its input, and multiplies weights of experts by a number each;
 * ``layer_scalar``: whether the output of each layer is multiplied by a number of the checkpoint;
+* ``glu_limit``, ``expert_glu_limit``: the bound of gates behind SiLU, and of the values that they multiply; in MLPs and
+  shared experts, and in routed experts;
 * ``attention_softcap``, ``logit_softcap``: the bounds of attention scores and of logits, enforced by a tanh;
 * ``embedding_scale``: word embeddings are multiplied by it;
 * ``embedding_dropout``: the dropout of the embedding, if it is not mcore's ``hidden_dropout``;

@@ -22,7 +22,7 @@ from mcore_bridge.config.fields import is_dropout, is_number
 from mcore_bridge.config.mesh.alike import Shared, agreed, replica_groups
 from mcore_bridge.errors import CheckpointError, ConfigError, shown
 from mcore_bridge.factory.adapter_sets import keep, lay_aside, sets_of, use
-from mcore_bridge.factory.modules.backend import has_transformer_engine
+from mcore_bridge.factory.modules.backend import has_transformer_engine, unchanged
 from mcore_bridge.rules.adapters import (
     ALL_LINEAR,
     DEFAULT_TARGETS,
@@ -422,10 +422,8 @@ def _require_held(stages: Group, held: Mapping[str, bool]) -> None:
 
 def _require_known(places: Sequence[Place]) -> None:
     """Raise unless each linear layer has a class whose communication an adapter can repeat."""
-    from mcore_bridge.factory.modules.norms import without_norm
-
     known = _known()
-    unknown = [place for place in places if without_norm(type(place[1])) not in known]
+    unknown = [place for place in places if unchanged(type(place[1])) not in known]
     if wrong := {pattern_of(name): type(linear).__name__ for name, linear, _ in unknown}:
         raise ConfigError(
             f"adapters need linear layers of {sorted(kind.__name__ for kind in known)}, found {wrong}: leave out "

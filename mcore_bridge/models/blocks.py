@@ -55,6 +55,12 @@ W123        = (*table(("mlp.router.weight",                 "block_sparse_moe.ga
 W123_STACKS = ((".block_sparse_moe.experts.gate_up_proj", ".mlp.experts.gate_up_proj"),
                (".block_sparse_moe.experts.down_proj",    ".mlp.experts.down_proj"))
 W123_BIAS   = table(("mlp.router.expert_bias", "block_sparse_moe.e_score_correction_bias",     REPLICATED))
+STEP_MOE    = (*table(("mlp.router.weight",                 "moe.gate.weight",                 REPLICATED),
+                      ("mlp.router.expert_bias",            "moe.router_bias",                 REPLICATED)),
+               *under("mlp.shared_experts",                 "share_expert",                    GATED_MLP),
+               *experts("mlp.experts.*", "moe", table(
+                    ("linear_fc1.weight",                   "{gate,up}_proj.weight[*]",        GATED_UP),
+                    ("linear_fc2.weight",                   "down_proj.weight[*]",             ROW))))
 FUSED_GQA   = table(("self_attention.linear_qkv.weight",    "self_attn.qkv_proj.weight",       FUSED_QKV),
                     ("self_attention.linear_proj.weight",   "self_attn.o_proj.weight",         ROW))
 FUSED_GLU   = under("mlp", "mlp", table(

@@ -37,6 +37,7 @@ TEXT = Ignore(
 FIELDS = (*BASE, OTHER_PARTS, TEXT)
 LIGHTON = ("LightOnOCRForConditionalGeneration",)
 """The class of published files that have the ``model_type`` of Mistral 3, from before transformers had LightOnOCR."""
+STEP = ("Step3p7FlashForCausalLM",)
 IDEFICS: dict[str, Any] = {"in_memory": IN_TEXT, "fields": (*FIELDS, parts("scale_factor", "_pad_token_id"))}
 OVIS = (*FIELDS, parts("visual_indicator_token_ids", "hidden_size", "vocab_size"))
 ASR = (*FIELDS, parts("audio_chunk_size", "audio_merge_size", "timestamp_token_id"))
@@ -204,6 +205,7 @@ COMPOSITES = (
     Composite(model_type="glmga",               spelling=IN_MODEL, fields=FIELDS,  without_tower=UNTRIED),
     Composite(model_type="pp_chart2table",      spelling=INSIDE,   fields=CHARTS,  without_tower=UNTRIED),
     Composite(model_type="moss_transcribe_diarize", spelling=IN_MODEL, fields=ASR, **HEARS),
+    Composite(model_type="step3p7",             spelling=BESIDE,   fields=FIELDS,  without_tower=UNTRIED, classes=STEP),
     Composite(model_type="musicflamingo",       spelling=INSIDE,   fields=MUSIC,   **HEARS),
     Composite(model_type="qwen3_asr",           spelling=IN_MODEL, fields=ASR,     **HEARS),
     Composite(model_type="audioflamingo3",      spelling=INSIDE,   fields=FIELDS,  **HEARS),

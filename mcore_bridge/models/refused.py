@@ -124,13 +124,6 @@ REFUSALS = (
         muse_spark_text="modeling_muse_spark.MuseSparkResidualGate", zaya="modeling_zaya.ZayaResidualScaling",
     ),
     *_because(
-        "gates of MLPs and experts are clamped behind their activation, by a limit for each layer (swiglu_limits); "
-        "megatron-core clamps before the activation, by one limit",
-        CONFIG, MLP,
-        step3p5="step3p7.modeling_step3p7.Step3p7Experts",
-        step3p7="modeling_step3p7.Step3p7MLP",
-    ),
-    *_because(
         "layers have latent attention of different sizes, and a gate for each head; megatron-core has one size for all",
         LATENT,
         dots3_note="modeling_dots3_note.Dots3NoteTextAttention",

@@ -31,7 +31,7 @@ from mcore_bridge.rules.layout import REPLICATED, Chain, Concat, Fill, Leading, 
 from mcore_bridge.rules.mapping import Rule, Rules, WeightMapping
 from mcore_bridge.rules.names import TOWER
 from mcore_bridge.rules.trace import Trace, moved_dim
-from mcore_bridge.rules.variants import HEAD
+from mcore_bridge.rules.variants import HEAD, with_joined_stacks
 
 LINEAR = frozenset(
     {
@@ -135,6 +135,7 @@ def adapter_rules(rules: Rules, targets: Sequence[str], kind: Sharing = "own", *
     Raises:
         ConfigError: naming all targets that match nothing, and all that cannot have an adapter.
     """
+    rules = with_joined_stacks(rules)
     weights = _adaptable(rules)
     problems = [*_unmatched(weights, rules, targets)]
     of_decoder = [rule.mcore for rule in weights if not rule.mcore.startswith(TOWER)]

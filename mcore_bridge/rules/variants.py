@@ -74,12 +74,12 @@ def redundant_head(rules: Rules, lm_head: str = HEAD) -> Rules:
 
 def expert_format_of(names: Iterable[str], rules: Rules) -> ExpertFormat | None:
     """The expert format of ``names``; None without routed experts, or if both formats have the same names."""
-    split, whole = ({name for rule in own if rule.axis == "etp" for name in rule.hf} for own in (rules, fused(rules)))
-    if split == whole:
-        return None
-    stacks = {name.removesuffix("[*]") for name in whole}
+    split, whole = (
+        {name.removesuffix("[*]") for rule in own if rule.axis == "etp" for name in rule.hf}
+        for own in (rules, fused(rules))
+    )
     patterns = set(map(pattern_of, names))
-    return "fused" if patterns & stacks else "split" if patterns & split else None
+    return "fused" if patterns & (whole - split) else "split" if patterns & (split - whole) else None
 
 
 def fused(rules: Rules) -> Rules:
@@ -88,16 +88,25 @@ def fused(rules: Rules) -> Rules:
     Their shape is [experts, out, in], as in transformers 5 and some published checkpoints, or [experts, in, out] if the
     rules are ``turned``. Rules that are already fused do not change.
     """
-    return tuple(_fuse(rule) if rule.axis == "etp" and ".experts.*." in rule.hf[0] else rule for rule in rules)
+    return tuple(
+        _fuse(rule) if rule.axis == "etp" and ".experts.*." in rule.hf[0] else rule
+        for rule in with_joined_stacks(rules)
+    )
+
+
+def with_joined_stacks(rules: Rules) -> Rules:
+    """The rules with one tensor for gate and up of all experts where files have two, as in memory and in ``peft``."""
+    return tuple(_fuse(rule) if len(rule.hf) > 1 and rule.hf[0].endswith("[*]") else rule for rule in rules)
 
 
 def _fuse(rule: Rule) -> Rule:
-    before = rule.hf[0].partition(".experts.*.")[0]
+    before, experts, _ = rule.hf[0].partition(".experts.*.")
+    module = f"{before}.experts" if experts else before.rpartition(".gate_proj")[0]
     name, _, kind = rule.mcore.removeprefix(f"{rule.mcore.partition('.experts.')[0]}.experts.*.").rpartition(".")
     first = "up_proj" if rule.hf[0].endswith(".up_proj.weight") else "gate_up_proj"  # a gate comes first
     whole = {"linear_fc1": first, "linear_fc2": "down_proj"}[name] + ("_bias" if kind == "bias" else "")
     layout = rule.layout if len(rule.hf) == 1 else Split(0, (1,) * len(rule.hf)) >> rule.layout
-    return replace(rule, hf=(f"{before}.experts.{whole}[*]",), layout=TRANSPOSED >> layout if rule.turned else layout)
+    return replace(rule, hf=(f"{module}.{whole}[*]",), layout=TRANSPOSED >> layout if rule.turned else layout)
 
 
 def model_names(names: Collection[str], mapping: WeightMapping) -> dict[str, str]:

@@ -23,6 +23,8 @@ from mcore_bridge.weights.source.source import Source, open_folder
 from mcore_bridge.weights.source.weight_format import PLAIN, WeightFormat
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from mcore_bridge.rules.mapping import WeightMapping
     from mcore_bridge.weights.provenance import Provenance
 
@@ -132,4 +134,9 @@ def _differs(provenance: Provenance) -> bool:
     """Whether the model in the folder has other sizes than this one, for example if an override cuts layers."""
     assert provenance.folder is not None
     there = text_config(read_hf(provenance.folder))
-    return any(getattr(there, name, None) != getattr(provenance.hf, name, None) for name in _SIZES)
+    return any(_size(there, name) != _size(provenance.hf, name) for name in _SIZES)
+
+
+def _size(hf: PretrainedConfig, name: str) -> object:
+    """The size of the model. transformers refuses to read an attribute of it that layers have of their own."""
+    return vars(hf).get(hf.attribute_map.get(name, name))

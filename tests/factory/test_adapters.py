@@ -72,6 +72,7 @@ CASES = {
         (SP, {"pp": 2}),
     ),
     "gpt_oss": (("o_proj", *EXPERTS), "fused", ({"ep": 2},)),
+    "step3p5": (("q_proj", "g_proj", "gate_proj", "up_proj"), "", (SP, {"ep": 2})),
     "llama4": (("o_proj", *SHARED, *EXPERTS), "fused", ({"ep": 2}, {**SP, "etp": 2})),
     "qwen3_vl_moe": (EXPERTS, "fused", ({**SP, "etp": 2},)),
     "deepseek_v3-dense": (LATENT, "", ({"tp": 2},)),

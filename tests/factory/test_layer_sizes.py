@@ -25,7 +25,9 @@ from tests.support.bounds import ONE
 from tests.support.published import records
 from tests.support.training import Kind
 
-CASES = zoo.here(["laguna", "afmoe", "laguna-elements-yarn-bias", "gemma4", "gemma4-biased", "gemma4-experts"])
+CASES = zoo.here(
+    ["laguna", "afmoe", "laguna-elements-yarn-bias", "gemma4", "gemma4-biased", "gemma4-experts", "step3p5"]
+)
 pytestmark = pytest.mark.skipif(not CASES, reason="this transformers has no such families")
 MESHES: dict[int, list[dict[str, Any]]] = {
     2: [{"tp": 2, "sp": True}, {"pp": 2, "vp": 2}, {"cp": 2}, {"ep": 2}, {"tp": 2, "etp": 2, "sp": True}],
@@ -57,6 +59,7 @@ RECOMPUTED = [
     ("laguna", ["core_attn", "moe"]),
     ("gemma4", ["core_attn", "mlp"]),
     ("gemma4-experts", ["core_attn", "shared_experts"]),
+    ("step3p5", ["core_attn", "shared_experts"]),
 ]
 
 
@@ -125,6 +128,64 @@ def test_fewer_layers_keep_their_sizes():
     hf = zoo.cases()["laguna"].hf
     cut = make_blueprint(hf, BuildOptions(device="cpu", overrides={"num_layers": 3})).hf
     assert cut.num_attention_heads_per_layer == [16, 8, 16]
+
+
+STEP = json.loads("""{
+  "model_type": "step3p5", "architectures": ["Step3p5ForCausalLM"], "hidden_size": 4096, "intermediate_size": 11264,
+  "num_hidden_layers": 45, "num_nextn_predict_layers": 3, "vocab_size": 128896, "torch_dtype": "bfloat16",
+  "num_attention_heads": 64, "num_attention_groups": 8, "head_dim": 128, "max_seq_len": 262144,
+  "max_position_embeddings": 262144, "sliding_window": 512, "moe_num_experts": 288, "moe_top_k": 8,
+  "moe_intermediate_size": 1280, "share_expert_dim": 1280, "moe_router_scaling_factor": 3.0, "zero_centered": true,
+  "attention_other_setting": {"num_attention_heads": 96, "num_attention_groups": 8, "head_dim": 128},
+  "rope_scaling": {"rope_type": "llama3", "factor": 2.0, "original_max_position_embeddings": 131072,
+    "low_freq_factor": 1.0, "high_freq_factor": 32.0},
+  "yarn_only_types": ["full_attention"], "use_head_wise_attn_gate": true, "moe_router_activation": "sigmoid"
+}""")
+"""The published Step-3.5-Flash, without its lists, which repeat with every fourth layer."""
+LISTS = {
+    "layer_types": ["full_attention", *["sliding_attention"] * 3] * 12,
+    "rope_theta": [5e6, 1e4, 1e4, 1e4] * 12,
+    "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0] * 12,
+    "swiglu_limits": [0.0] * 43 + [7.0, 7.0] + [0.0] * 3,
+    "swiglu_limits_shared": [0.0] * 44 + [16.0] + [0.0] * 3,
+    "moe_layers_enum": ",".join(map(str, range(3, 45))),
+}
+
+
+@pytest.mark.skipif("step3p5" not in CASES, reason="this transformers has no such family")
+def test_the_published_step3p5_has_its_heads_and_limits_by_layer(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**STEP, **LISTS}))
+    hf = read_hf(tmp_path)
+    table = architecture_of(hf).fields
+    config = to_transformer_config(hf, table, dims=mb.ParallelDims(tp=8, ep=16, sp=True))
+    layers = [layer_config(config, number) for number in range(45)]
+    assert [each.num_attention_heads for each in layers[:5]] == [64, 96, 96, 96, 64]
+    assert [(each.glu_limit, each.expert_glu_limit) for each in layers[42:]] == [(None, None), (None, 7.0), (16.0, 7.0)]
+    assert (config.hf_rope.rotary_dim, config.hf_sliding_rope.rotary_dim) == (64, 128)
+    assert sum(count_params(hf).layers) == 12 * 4096 * (64 * (2 * 128 + 1)) + 33 * 4096 * (96 * (2 * 128 + 1)) + 45 * (
+        4096 * 2 * 8 * 128 + 2 * 4096 + 2 * 128
+    ) + 3 * 3 * 4096 * 11264 + 42 * (289 * 3 * 4096 * 1280 + 288 * 4096 + 288)
+    back = to_hf_config(config, to_gpt_arguments(hf, table), table)
+    given = hf.to_dict()
+    assert {name for name in back.keys() & given.keys() if back[name] != given[name]} == {"rope_parameters"}
+
+
+@pytest.mark.skipif("step3p5" not in CASES, reason="this transformers has no such family")
+@pytest.mark.parametrize("limits", [[0.3, None], [0.3, None, -1.0, 0.0]])
+def test_limits_that_no_gate_can_have_are_refused(limits):
+    hf = zoo.cases()["step3p5"].hf
+    hf.swiglu_limits = limits
+    with pytest.raises(ConfigError, match="swiglu_limits must be None, or have a positive number"):
+        make_blueprint(hf, BuildOptions(device="cpu"))
+
+
+@pytest.mark.skipif("step3p5" not in CASES, reason="this transformers has no such family")
+def test_limits_come_back_also_without_a_value_for_a_layer():
+    hf = zoo.cases()["step3p5"].hf
+    hf.swiglu_limits = [None, 0, 0.25, 0.0]
+    cut = make_blueprint(hf, BuildOptions(device="cpu", overrides={"num_layers": 3})).hf
+    assert cut.swiglu_limits == [0.0, 0.0, 0.25]
+    assert cut.to_dict()["per_layer_config"] == {"0": {"num_attention_heads": 16}, "2": {"num_attention_heads": 16}}
 
 
 GEMMA4 = json.loads("""{

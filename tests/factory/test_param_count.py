@@ -16,7 +16,14 @@ EMBEDDING = (
     "model.word_embeddings.weight",
 )
 HEAD = ("lm_head.weight", "lm_head.bias", "embed_out.weight")
-EXPERTS = (".experts.", ".block_sparse_moe.input_linear.", ".block_sparse_moe.output_linear.")
+EXPERTS = (
+    ".experts.",
+    ".block_sparse_moe.input_linear.",
+    ".block_sparse_moe.output_linear.",
+    "moe.gate_proj.",
+    "moe.up_proj.",
+    "moe.down_proj.",
+)
 
 
 def counted(hf: PretrainedConfig) -> ParamCounts:

@@ -75,8 +75,12 @@ def test_every_family_goes_round_on_any_mesh(name: str) -> None:
     goes_round()
 
 
-MADE = {} if zoo.NEWEST else {"gpt_neox": {"rope_theta", "partial_rotary_factor"}, "llama4_text": {"attention_bias"}}
-"""Fields that a config class of transformers 4 computes from other fields at every reading, ignoring their values."""
+MADE = (
+    {"step3p5": {"hidden_act", "rope_parameters"}}
+    if zoo.NEWEST
+    else {"gpt_neox": {"rope_theta", "partial_rotary_factor"}, "llama4_text": {"attention_bias"}}
+)
+"""Fields that a config class computes from other fields at every reading, ignoring their values."""
 MODEL_TYPES = sorted({case.model_type for case in zoo.cases().values()})
 
 

@@ -42,7 +42,7 @@ SINCE_5 = {
     *("glm5_next", "glm5_next_text", "granite_swa", "granitemoe_swa", "hyperclovax"),
     *("inkling_mm_model", "inkling_text", "inkling2", "inkling2_text", "laguna", "minimax_m3_vl"),
     *("minimax_m3_vl_text", "mistral_large4", "mistral_large4_text", "muse_glimmer", "muse_glimmer_text"),
-    *("muse_spark", "muse_spark_text", "nanochat", "qwen4_exp", "qwen4_exp_text", "step3p5", "step3p7", "zaya"),
+    *("muse_spark", "muse_spark_text", "nanochat", "qwen4_exp", "qwen4_exp_text", "zaya"),
 }
 """Names that transformers 4.57 lacks."""
 SINGLE = [each for each in refusals() if len(each.model_types) == 1]

@@ -16,7 +16,7 @@ from mcore_bridge.rules.adapters import DEFAULT_TARGETS, LINEAR, adapter_rules, 
 from mcore_bridge.rules.layout import TRANSPOSED, Chain
 from mcore_bridge.rules.mapping import pattern_of
 from mcore_bridge.rules.trace import trace
-from mcore_bridge.rules.variants import fused
+from mcore_bridge.rules.variants import fused, with_joined_stacks
 from mcore_bridge.weights.bound import axes_of_config
 from mcore_bridge.weights.peft.peft_config import STACKS, PeftNames
 from mcore_bridge.weights.source.source import Source
@@ -60,6 +60,16 @@ def adaptable(rules):
             yield rule, *(own for own in made if own.mcore.startswith(module))
 
 
+def joined(state):
+    """The tensors, with one stack of gate and up where a file has two, as in the memory of transformers."""
+    pairs = {name: name.replace(".gate_proj.", ".up_proj.") for name in state if name.endswith(".moe.gate_proj.weight")}
+    stacks = {name: torch.cat((state[name], state[up]), 1) for name, up in pairs.items()}
+    return {
+        **{name: state[name] for name in state},
+        **{name.replace("gate_proj.weight", "gate_up_proj"): stack for name, stack in stacks.items()},
+    }
+
+
 def parts_of(rule, state):
     """The HF tensors of the first layer and expert that has them."""
     pattern = re.escape(rule.hf[0].removesuffix("[*]")).replace(r"\*", r"(\d+)")
@@ -76,8 +86,8 @@ def parts_of(rule, state):
 @pytest.mark.parametrize("name", sorted({case.model_type: name for name, case in zoo.cases().items()}.values()))
 def test_the_layout_of_a_product_is_that_of_its_factors(name):
     hf = zoo.cases()[name].hf
-    state, rules, seen = random_state(hf), mapping(hf).rules, 0
-    state = Source(state).for_model(mapping(hf))
+    state, rules, seen = random_state(hf), with_joined_stacks(mapping(hf).rules), 0
+    state = joined(Source(state).for_model(mapping(hf)))
     sizes = axes_of_config(to_transformer_config(hf), vocab=hf.vocab_size, padded_vocab=hf.vocab_size)
     for tp in (1, 2):
         for rule, first, second in adaptable(rules):
@@ -112,7 +122,7 @@ def test_peft_finds_what_has_adapters(name):
         model = AutoModelForCausalLM.from_config(hf)
     found = {*map(pattern_of, dict(model.named_modules())), *map(pattern_of, dict(model.named_parameters()))}
     naming = PeftNames(STACKS, renamed=architecture_of(hf).renamed_in_memory)
-    rules, state = mapping(hf).rules, random_state(hf)
+    rules, state = with_joined_stacks(mapping(hf).rules), joined(random_state(hf))
     present = {rule for rule, *_ in adaptable(rules) if parts_of(rule, state)}
     names = {naming.in_memory(projection(name)) for rule in fused(tuple(present)) for name in rule.hf}
     assert names

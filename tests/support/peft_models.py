@@ -43,6 +43,7 @@ IN_FILES = {
     "kimi_linear": (("forget_gate.", ""), ("mlp.shared_experts", "block_sparse_moe.shared_experts")),
     "lfm3": (("self_attn.g_proj", "self_attn.gate_proj"),),
     "mixtral": (("mlp.experts", "block_sparse_moe.experts"),),
+    "step3p5": ((".mlp.shared_experts", ".share_expert"), (".mlp.experts", ".moe")),
     "nemotron_h": (("model.", "backbone."),),
 }
 """Parts of the names in transformers' memory, each with its replacement in files."""

@@ -23,6 +23,7 @@ COMPOSITES = {
     "qwen3_omni_moe_text": "qwen3_omni_moe",
     "qwen3_vl_moe_text": "qwen3_vl_moe",
     "qwen3_vl_text": "qwen3_vl",
+    "step3p5": "step3p7",
 }
 """The composite of each text model, which has the names of tensors in files."""
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -44,13 +45,17 @@ class TextHalf(PreTrainedModel):  # type: ignore[misc]  # without types
     def forward(self, input_ids: Any = None, **options: Any) -> CausalLMOutput:
         return CausalLMOutput(logits=self.lm_head(self.model(input_ids=input_ids, **options).last_hidden_state))
 
+    def prepare_inputs_for_generation(self, input_ids: Any, **options: Any) -> dict[str, Any]:
+        return {"input_ids": input_ids, **options}  # which peft looks for
+
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
 
 
 def _register(model_type: str, composite: str) -> None:
     config = CONFIG_MAPPING[model_type]
-    made = type(f"{config.__name__.removesuffix('Config')}ForCausalLM", (TextHalf,), {"config_class": config})
+    name = "Step3p5" if model_type == "step3p5" else config.__name__.removesuffix("Config")
+    made = type(f"{name}ForCausalLM", (TextHalf,), {"config_class": config})
     AutoModelForCausalLM.register(config, made, exist_ok=True)
     if not _SPEAKS_4:
         from transformers.conversion_mapping import (
@@ -58,7 +63,10 @@ def _register(model_type: str, composite: str) -> None:
             register_checkpoint_conversion_mapping,
         )
 
-        if (conversion := get_checkpoint_conversion_mapping(composite)) is not None and "moe" in composite:
+        conversion = get_checkpoint_conversion_mapping(composite)
+        if composite == "step3p7":  # without the prefixes of a composite
+            conversion = [step for step in conversion if re.search("moe|share_expert", str(step.source_patterns))]
+        if conversion is not None and ("moe" in composite or composite == "step3p7"):
             register_checkpoint_conversion_mapping(made.__name__, conversion)
 
 
@@ -75,6 +83,10 @@ if "qwen3_omni_moe" in CONFIG_MAPPING:  # whose decoders no list has, and in 4.5
     for _decoder in (Qwen2_5OmniThinkerTextModel, Qwen3OmniMoeThinkerTextModel):
         CONFIG_MAPPING.register(_decoder.config_class.model_type, _decoder.config_class, exist_ok=True)
         MODEL_MAPPING.register(_decoder.config_class, _decoder, exist_ok=True)
+if "step3p5" in CONFIG_MAPPING:
+    from transformers.models.step3p7.modeling_step3p7 import Step3p7TextModel
+
+    MODEL_MAPPING.register(CONFIG_MAPPING["step3p5"], Step3p7TextModel, exist_ok=True)
 for _half, _composite in COMPOSITES.items():
     if _half in CONFIG_MAPPING:
         _register(_half, _composite)

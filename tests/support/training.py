@@ -63,7 +63,7 @@ class Kind:
                 parts = (
                     ".indexer.",
                     "e_score_correction_bias",
-                    ".expert_bias",
+                    *(".expert_bias", ".router_bias"),
                     ".layer_scalar",
                     ".experts.",
                 )  # transformers 4 does not run experts without a token

@@ -50,9 +50,10 @@ CASES = {
     ),
     "bailing_hybrid": (lambda: zoo.cases()["bailing_hybrid"].hf, ("f_proj", "g_proj", "o_proj"), (TP2, {"pp": 2})),
     "lfm3": (lambda: zoo.cases()["lfm3"].hf, ("g_proj", "o_proj", "in_proj"), (TP2,)),
+    "step3p5": (lambda: zoo.cases()["step3p5"].hf, ("g_proj", "shared_experts.up_proj", *EXPERTS), ({"ep": 2}, TP2)),
     "afmoe": (lambda: zoo.cases()["afmoe"].hf, ("v_proj", "o_proj"), (TP2,)),
 }
-SINCE_5 = {"laguna", "gemma4", "gemma4-experts", "afmoe", "bailing_hybrid", "lfm3"}
+SINCE_5 = {"laguna", "gemma4", "gemma4-experts", "afmoe", "bailing_hybrid", "lfm3", "step3p5"}
 CASES = {name: CASES[name] for name in CASES if name not in SINCE_5 - zoo.cases().keys()}
 
 
@@ -60,6 +61,7 @@ GATED = ("gate_up_proj", "down_proj")
 IN_FILES = {
     "granitemoe": ("input_linear", "output_linear"),
     "bailing_hybrid": ("f_proj", "g_proj", "o_proj", "dense"),
+    "step3p5": ("g_proj", "share_expert.up_proj", "moe.gate_up_proj", "moe.down_proj"),
     "lfm3": ("self_attn.gate_proj", "o_proj", "in_proj"),
 }
 """Targets of families whose names in files differ from transformers' names in memory."""

@@ -25,6 +25,10 @@ COUNT = "num_nextn_predict_layers"
 WITHOUT_RULES = {  # names of a family's MTP layers, some or all of which have no rules, and the field that counts them
     "hy_v3": (["model.layers.{layers}.eh_proj.weight", "model.layers.{layers}.shared_head.head.weight"], COUNT),
     "ernie4_5_moe": (["model.mtp_block.0.mlp.up_proj.weight", "model.mtp_emb_norm.0.weight"], COUNT),
+    "step3p5": (
+        ["model.layers.{layers}.eh_proj.weight", "model.layers.{layers}.transformer.shared_head.output.weight"],
+        COUNT,
+    ),
     "mellum": (["mtp.layers.0.mlp.up_proj.weight"], "mtp_num_hidden_layers"),
 }
 CASES = [name for name in dict.fromkeys((*mtp_checkpoints.CASES, *WITHOUT_RULES)) if name in zoo.cases()]

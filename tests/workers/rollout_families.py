@@ -182,6 +182,7 @@ AFTER = (
         "phi",
         "solar_open",
         "stablelm",
+        "step3p5",
         "vaultgemma",
         "youtu",
     ),

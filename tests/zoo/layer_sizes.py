@@ -29,6 +29,23 @@ def gemma4_ropes(full: dict[str, Any]) -> dict[str, Any]:
     return {"rope_parameters": {"full_attention": {"rope_theta": 5e4, **full}, "sliding_attention": sliding}}
 
 
+STEP = {
+    **{name: WINDOWED[name] for name in ("layer_types", "sliding_window")},
+    **{name: SPARSE[name] for name in ("num_experts_per_tok", "moe_intermediate_size")},
+    "n_routed_experts": 4,
+    "share_expert_dim": 56,
+    "mlp_layer_types": MIXED["mlp_layer_types"],
+    "pad_token_id": 95,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 2.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "partial_rotary_factor": 0.5,
+}
+
 CASES = {
     "gemma4-own-values": case("gemma4_text", **GEMMA4, global_head_dim=32, **gemma4_ropes({"rope_type": "default"})),
     "gemma4-biased": case(
@@ -55,6 +72,25 @@ CASES = {
         num_experts=4,
         top_k_experts=2,
         moe_intermediate_size=40,
+    ),
+    "step3p5": case(
+        "step3p5",
+        **STEP,
+        **shares(LLAMA3, 1.0),
+        num_sliding_attention_heads=16,
+        moe_router_scaling_factor=2.5,
+        swiglu_limits=[0.0, 0.2, 0.4, 0.0],
+        swiglu_limits_shared=[0.3, 0.0, 0.1, 0.0],
+    ),
+    "step3p5-equal-bias": case(
+        "step3p5",
+        **STEP,
+        **shares(HALF, 0.5),
+        query_pre_attn_scalar=4,
+        attention_bias=True,
+        swiglu_limits=[0.0, 0.0, 0.1, 0.0],
+        tie_word_embeddings=True,
+        vocab_size=97,
     ),
     "gemma4": case(
         "gemma4_text",

@@ -1,8 +1,10 @@
 """Entries of config tables for sizes that differ between layers, and for gates behind attention."""
 
-from mcore_bridge.config.fields import Const, Derive, Hf, Mcore, count
+from torch.nn.functional import silu
+
+from mcore_bridge.config.fields import Const, Derive, Hf, Mcore, Require, count, is_number
 from mcore_bridge.config.layer_kinds import sizes_by_layer, values_of_layers
-from mcore_bridge.config.rope_spelling import FULL
+from mcore_bridge.config.rope_spelling import FULL, SLIDING
 from mcore_bridge.config.tables import derived
 from mcore_bridge.errors import ConfigError, shown
 
@@ -85,6 +87,11 @@ def _heads_of_kinds(hf: Hf) -> dict[str, object]:
     return {**sliding, _OWN: sizes_by_layer((full if kind == FULL else sliding for kind in kinds), sliding)}
 
 
+def _numbered(layer: int, num_layers: int) -> str:
+    """The key of a layer in ``per_layer_config``, as transformers writes it."""
+    return str(layer).zfill(len(str(num_layers - 1)))
+
+
 def _heads_of_kinds_back(mcore: Mcore) -> dict[str, object]:
     num_layers = count(mcore, "num_layers")
     of_layers = {hf: values_of_layers(mcore, name, num_layers) for hf, name in _SIZES.items()}
@@ -92,7 +99,7 @@ def _heads_of_kinds_back(mcore: Mcore) -> dict[str, object]:
     for number in range(num_layers):
         sizes = {name: values[number] for name, values in of_layers.items() if values[number] != model[name]}
         if sizes:
-            own[str(number).zfill(len(str(num_layers - 1)))] = sizes
+            own[_numbered(number, num_layers)] = sizes
     shares = any(values_of_layers(mcore, "keys_as_values", num_layers))
     return {**model, _OWN: own, "attention_k_eq_v": shares}
 
@@ -104,3 +111,77 @@ HEADS_OF_FULL = Derive(
     ("`per_layer_config` with other fields than sizes of heads, or of layers with a window",),
 )
 """Full layers may have heads of another size, another number of KV heads, and keys as values."""
+
+
+_OF_WINDOWS = "num_sliding_attention_heads"
+_LIMITS = {"swiglu_limits": "expert_glu_limit", "swiglu_limits_shared": "glu_limit"}
+
+
+def _is_limit(value: object) -> bool:
+    return value is None or (is_number(value) and value >= 0)
+
+
+def _limits(hf: Hf, name: str) -> list[object]:
+    """The limit of each layer under ``name``, which is None if a layer has none."""
+    num_layers, limits = count(hf, "num_hidden_layers"), hf.get(name)
+    if limits is None:
+        return [None] * num_layers
+    if not isinstance(limits, list) or len(limits) < num_layers or not all(map(_is_limit, limits)):
+        raise ConfigError(
+            f"{name} must be None, or have a positive number, or 0 or None for no limit, for each of the {num_layers} "
+            f"layers, found {shown(limits)}."
+        )
+    return [limit or None for limit in limits[:num_layers]]
+
+
+def _heads_and_limits(hf: Hf) -> dict[str, object]:
+    model = {**derived.HEADS.forward(hf), **dict.fromkeys(_LIMITS.values())}
+    own, kinds, heads = hf.get(_OWN) or {}, hf.get("layer_types"), hf.get(_OF_WINDOWS) or hf["num_attention_heads"]
+    if not isinstance(own, dict) or not isinstance(kinds, list):
+        raise ConfigError(f"{_OWN} must be a mapping and layer_types a list, found {shown(own)} and {shown(kinds)}.")
+    plain = {"num_attention_heads": hf["num_attention_heads"]}
+    wanted = [{"num_attention_heads": heads} if kind == SLIDING else plain for kind in kinds]
+    numbered = {int(number): layer for number, layer in own.items()}
+    if any({**plain, **numbered.get(number, {})} != layer for number, layer in enumerate(wanted)):
+        raise ConfigError(
+            f"{_OWN} must have {_OF_WINDOWS}={shown(heads)} as num_attention_heads of every layer with a window, and "
+            f"nothing else, found {shown(own)}. Correct one of them."
+        )
+    limits = {mcore: _limits(hf, name) for name, mcore in _LIMITS.items()}
+    layers = [
+        {**derived.HEADS.forward({**hf, **layer}), **{name: values[number] for name, values in limits.items()}}
+        for number, layer in enumerate(wanted[: count(hf, "num_hidden_layers")])
+    ]
+    return {**model, _OWN: sizes_by_layer(layers, model)}
+
+
+def _heads_and_limits_back(mcore: Mcore) -> dict[str, object]:
+    num_layers, model = count(mcore, "num_layers"), derived.HEADS.backward(mcore)
+    heads = values_of_layers(mcore, "num_attention_heads", num_layers)
+    usual = model["num_attention_heads"]
+    own = {
+        _numbered(number, num_layers): {"num_attention_heads": size}
+        for number, size in enumerate(heads)
+        if size != usual
+    }
+    other = next((layer["num_attention_heads"] for layer in own.values()), usual)
+    limits = {name: values_of_layers(mcore, attribute, num_layers) for name, attribute in _LIMITS.items()}
+    return {
+        **model,
+        _OF_WINDOWS: other,
+        _OWN: own,
+        **{name: [limit or 0.0 for limit in values] if any(values) else None for name, values in limits.items()},
+    }
+
+
+HEADS_AND_LIMITS = Derive(
+    (*derived.HEADS.names, _OF_WINDOWS, _OWN, *_LIMITS),
+    _heads_and_limits,
+    _heads_and_limits_back,
+    ("`per_layer_config` with other fields than the query heads of layers with a window",),
+)
+"""Layers with a window may have another number of query heads, and layers limits of gates, of experts and of others."""
+SILU = (
+    Const("activation_func", silu),
+    Require("hidden_act", ("silu",), "limits behind another activation are not written"),
+)

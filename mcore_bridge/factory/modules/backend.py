@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from mcore_bridge.errors import ConfigError
 
@@ -87,6 +88,18 @@ def with_module(spec: Any, change: Callable[[type], type]) -> Any:
 def mixed(mixin: type, module: type) -> type:
     """The class of a module with a mixin before it. Cached, so that equal arguments give one class."""
     return type(f"{mixin.__name__}Of{module.__name__}", (mixin, module), {"__doc__": mixin.__doc__})
+
+
+class ChangesOutput(nn.Module):
+    """A mixin for a linear layer, or for all experts of a layer, with a forward hook that changes its output.
+
+    The hook of an adapter runs before it, so the adapter belongs to the layer without this change.
+    """
+
+
+def unchanged(module: type) -> type:
+    """The class of a layer without a mixin that changes its output. Other classes are returned unchanged."""
+    return module.__bases__[1] if issubclass(module, ChangesOutput) else module
 
 
 def is_unrotated(config: Any, number: int) -> bool:

@@ -15,7 +15,15 @@ from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor, nn
 
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.modules.backend import Backend, is_unrotated, norm_of, say, submodules_of, with_module
+from mcore_bridge.factory.modules.backend import (
+    Backend,
+    ChangesOutput,
+    is_unrotated,
+    norm_of,
+    say,
+    submodules_of,
+    with_module,
+)
 from mcore_bridge.factory.modules.torch_modules import Norm, sharded_tensors
 
 if TYPE_CHECKING:
@@ -129,12 +137,7 @@ def post_normed(module: type, norm: type) -> type:
     return type(f"PostNormed{module.__name__}", (PostNorm, module), {"norm": norm, "__doc__": PostNorm.__doc__})
 
 
-def without_norm(module: type) -> type:
-    """The inverse of ``post_normed``; a class without a norm of its output is returned unchanged."""
-    return module.__bases__[1] if issubclass(module, PostNorm) else module
-
-
-class PostNorm(nn.Module):
+class PostNorm(ChangesOutput):
     """A module with a norm of its output, after the reduction over TP, after an adapter and after the bias."""
 
     norm: ClassVar[type]

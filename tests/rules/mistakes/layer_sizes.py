@@ -3,9 +3,13 @@
 from dataclasses import replace
 from unittest import mock
 
+from torch import cat
+
 from mcore_bridge.config.fields import Const, Ignore
 from mcore_bridge.config.rope import Rope
+from mcore_bridge.config.tables import by_layer
 from mcore_bridge.config.tables.derived_rope import SLIDES_OR_NOPE
+from mcore_bridge.factory.modules import gate_limits
 from mcore_bridge.factory.modules.attention_gate import GatedOutput
 from mcore_bridge.factory.modules.experts_beside import Beside, ScaledRouter
 from mcore_bridge.factory.modules.layer_rope import OwnRope
@@ -18,6 +22,8 @@ from tests.support.bounds import FOUR, ONE
 from tests.support.mutants import exchange, instead, itself, laid_out, of, parts
 
 DEALT = Rearrange("(n tp) ...", "tp n ...")
+DEALT_PARTS = DEALT >> Concat(1, ratio=(1, 1))
+SHARED_FC1 = "shared_experts.linear_fc1.weight"
 NOT_GROUPED = COLUMN >> Concat(1, ratio=("heads_per_group", 1))
 NORMS = ("linear_proj.post_layernorm.weight", "pre_mlp_layernorm.weight")
 # fmt: off
@@ -37,6 +43,9 @@ RULES = {
     "router's scales forgotten": ("no rule", "gemma4-experts", of("router.expert_scale", lambda rule: None)),
     "router's scale cut":       ("shapes at tp=2", "gemma4-experts", of("input_scale", laid_out(COLUMN))),
     "scales forgotten":         ("no rule", "gemma4", of("layer_scalar", lambda rule: None)),
+    "experts' gates and values": ("logits", "step3p5", of("experts.*.linear_fc1.weight", parts(1, 0))),
+    "shared experts dealt":     ("logits at tp=2", "step3p5", of(SHARED_FC1, laid_out(DEALT_PARTS))),
+    "router without its bias":  ("no rule", "step3p5", of("router.expert_bias", lambda rule: None)),
     "gates forgotten":          ("no rule", "laguna", of("linear_gate.weight", lambda rule: None)),
 }
 # fmt: on
@@ -141,6 +150,19 @@ def normed_together(self, output, dense):
     return self.routed_post_layernorm(super(Beside, self).postprocess(output, dense))
 
 
+def unlimited_values(module, inputs, outputs):
+    gates, values = outputs[0].chunk(2, -1)
+    return cat((gates.clamp(max=module.gate_limit), values), -1), outputs[1]
+
+
+def clamped_below(module, inputs, outputs):
+    """Gates with a limit on both sides."""
+    output, bias = TRUE_CLAMP(module, inputs, outputs)
+    return output.clamp(min=-module.limit), bias
+
+
+TRUE_CLAMP = gate_limits._clamp
+EXCHANGED = {"swiglu_limits": "glu_limit", "swiglu_limits_shared": "expert_glu_limit"}
 MODULES = {
     "a router without a norm": ("gemma4-experts", ONE, routed(norm=itself)),
     "a router without the root": ("gemma4-experts", ONE, routed(root=1.0)),
@@ -153,6 +175,12 @@ MODULES = {
     ),
     "experts without a norm": ("gemma4-experts", ONE, instead(Beside, "preprocess", unnormed_routed)),
     "a norm of both sums": ("gemma4-experts", ONE, instead(Beside, "postprocess", normed_together)),
+    "no limits": ("step3p5", ONE, instead(gate_limits, "_clamp", lambda module, inputs, outputs: outputs)),
+    "limits before SiLU": ("step3p5", ONE, instead(gate_limits, "silu_inverse", lambda limit: limit)),
+    "limits of gates alone": ("step3p5", ONE, instead(gate_limits, "_clamp", unlimited_values)),
+    "limits of gates below": ("step3p5", ONE, instead(gate_limits, "_clamp", clamped_below)),
+    "limits of experts and MLPs": ("step3p5", ONE, instead(by_layer, "_LIMITS", EXCHANGED)),
+    "norms around one": ("step3p5", ONE, lambda: entries("step3p5", Const("layernorm_zero_centered_gamma", False))),
     "values normed like keys": ("gemma4", ONE, instead(KeysAsValues, "get_query_key_value_tensors", normed_keys)),
     "values without a norm": ("gemma4-own-values", ONE, instead(NormedValues, "get_query_key_value_tensors", unnormed)),
     "keys as values without a norm": ("gemma4", ONE, instead(UnitNorm, "forward", lambda self, hidden: hidden)),

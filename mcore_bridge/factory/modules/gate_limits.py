@@ -1,0 +1,74 @@
+"""MLPs and experts with a limit behind the activation of their gates, which may differ between layers.
+
+megatron-core clamps gates before their activation, by one limit for all layers (``activation_func_clamp_value``). Here
+the limit is behind SiLU. SiLU grows wherever it is positive, so it exceeds a limit exactly where its input exceeds the
+input at this limit. So the outputs of ``linear_fc1`` are clamped, and any kernel may compute the activation from them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from mcore_bridge.factory.modules.backend import ChangesOutput, submodules_of
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+
+def adapt_limits(layer: Any, config: TransformerConfig) -> None:
+    """Limits the gates of a layer, if its config has a limit for them.
+
+    Args:
+        layer: the submodules of the layer, changed in place.
+        config: the config of the layer, with ``glu_limit`` of its MLP or shared experts, and ``expert_glu_limit``.
+    """
+    mlp = submodules_of(layer.mlp)
+    is_sparse = hasattr(mlp, "router")
+    for attribute, spec in (
+        ("glu_limit", mlp.shared_experts if is_sparse else layer.mlp),
+        ("expert_glu_limit", mlp.experts if is_sparse else None),
+    ):
+        limit = getattr(config, attribute, None)
+        if limit is not None and spec is not None:
+            submodules = submodules_of(spec)
+            submodules.linear_fc1 = limited(submodules.linear_fc1, limit)
+
+
+def silu_inverse(limit: float) -> float:
+    """The input, above 0, for which SiLU is ``limit``.
+
+    >>> round(silu_inverse(7.0), 4)
+    7.0064
+    """
+    value = limit
+    for _ in range(64):  # each step makes the error smaller by a factor of e, at least
+        value = limit * (1 + math.exp(-value))
+    return value
+
+
+@functools.cache
+def limited(linear: type, limit: float) -> type:
+    """A subclass of ``linear``, whose outputs are gates and the values that they multiply, with this limit of both."""
+    return type(f"Limited{linear.__name__}", (Limited, linear), {"limit": limit, "__doc__": Limited.__doc__})
+
+
+class Limited(ChangesOutput):
+    """A linear layer with clamped outputs, after an adapter: gates where SiLU reaches a limit, the others there."""
+
+    limit: ClassVar[float]
+
+    def __init__(self, *sizes: int, **arguments: Any) -> None:
+        super().__init__(*sizes, **arguments)
+        self.gate_limit = silu_inverse(self.limit)
+        self.register_forward_hook(_clamp)  # an adapter's hook runs before this hook
+
+
+def _clamp(module: Any, inputs: object, outputs: tuple[Tensor, None]) -> tuple[Tensor, None]:
+    """Clamp ``[..., 2 * n]``: n gates, then n values. No family with limits has a bias there."""
+    gates, values = outputs[0].chunk(2, -1)
+    return torch.cat((gates.clamp(max=module.gate_limit), values.clamp(-module.limit, module.limit)), -1), outputs[1]
