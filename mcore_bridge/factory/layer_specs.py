@@ -61,6 +61,7 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend)
     from mcore_bridge.factory.modules.half_layers import adapt_halves
     from mcore_bridge.factory.modules.latent import adapt_latent, adapt_sparse
     from mcore_bridge.factory.modules.layer_rope import adapt_layer_rope
+    from mcore_bridge.factory.modules.learned_activation import adapt_activation
     from mcore_bridge.factory.modules.mixers.delta import adapt_attention
     from mcore_bridge.factory.modules.multipliers import adapt_residuals
     from mcore_bridge.factory.modules.norms import (
@@ -95,6 +96,7 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend)
     adapt_unit_norms(layer, config, number)
     adapt_norm_placement(layer, config, backend)
     adapt_expert_norm(layer, config, backend)
+    adapt_activation(layer, config)
     adapt_parallel(layer, config, backend)
     adapt_residuals(layer, config)
     adapt_attention(layer, config, number, backend)

@@ -19,6 +19,7 @@ from mcore_bridge.config.layer_kinds import (
 )
 from mcore_bridge.config.mesh.balance import balanced
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+from mcore_bridge.config.tables.derived import xielu
 from mcore_bridge.config.transformer import to_transformer_config
 from mcore_bridge.rules.spec import TensorSpec
 
@@ -79,7 +80,7 @@ def _layers(config: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     experts = [is_sparse * routed for is_sparse in sparse]
     own = [layer_config(config, layer) for layer in range(config.num_layers)]
     mlps = [
-        size + _around_experts(config) if size else _mlp(config, config.ffn_hidden_size)
+        size + _around_experts(config) if size else _mlp(config, config.ffn_hidden_size) + _activation(config)
         for size, config in zip(experts, own, strict=True)
     ]
     linear = layers_but_full(vars(config), "linear_attention_freq", unset=0)
@@ -125,6 +126,11 @@ def _expert(config: Any) -> int:
 def _mlp(config: Any, size: int, *, hidden: int | None = None) -> int:
     hidden, bias = hidden or config.hidden_size, config.add_bias_linear
     return _linear(hidden, size * (1 + config.gated_linear_unit), bias=bias) + _linear(size, hidden, bias=bias)
+
+
+def _activation(config: Any) -> int:
+    """The numbers of an activation that the checkpoint has: trained ones, and others."""
+    return 4 * (config.activation_func is xielu)
 
 
 def _around_experts(config: Any) -> int:

@@ -237,10 +237,9 @@ REFUSALS = (
         diffllama="modeling_diffllama.DiffLlamaAttention",
     ),
     *_because(
-        "the activation has two learned numbers in each layer (xIELU); megatron-core takes such a module, but nobody "
-        "has written it",
-        MLP,
-        apertus="modeling_apertus.ApertusMLP", apertus1p5_text="modeling_apertus1p5.Apertus1p5TextMLP",
+        "its output layer has fewer rows than its embedding (output_vocab_size); GPTModel has one vocabulary for both",
+        GPT,
+        apertus1p5_text="modeling_apertus1p5.Apertus1p5TextForCausalLM",
     ),
     *_because(
         "values decide the mask of attention, and residuals have learned weights; nobody has written such submodules",

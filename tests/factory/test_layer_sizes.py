@@ -6,7 +6,6 @@ import pickle
 from typing import Any
 
 import pytest
-import torch
 
 import mcore_bridge as mb
 from mcore_bridge.architecture import architecture_of, read_hf
@@ -18,8 +17,7 @@ from mcore_bridge.factory.hybrid_support import require_hybrid
 from mcore_bridge.factory.param_count import count_params
 from mcore_bridge.trainers.rlinf.rules import convertor_rules
 from tests import zoo
-from tests.support import pool, stepping, tiny
-from tests.support.training import Kind
+from tests.support.training import Kind, check_recompute
 
 CASES = zoo.here(["laguna", "afmoe", "laguna-elements-yarn-bias", "gemma4", "gemma4-biased"])
 pytestmark = pytest.mark.skipif(not CASES, reason="this transformers has no such families")
@@ -40,26 +38,9 @@ def test_every_mesh_trains_as_transformers_does(world_size, tmp_path):
     KIND.check(world_size, tmp_path)
 
 
-def recomputed(folder, options):
-    """Runs in each worker: gradients for each way to recompute."""
-    found, dims = [], mb.ParallelDims(tp=2, sp=True)
-    for overrides in options:
-        with stepping.mesh(dims):
-            found.append(stepping.train(folder, dims, tiny.tokens(2), overrides=overrides)["grads"])
-    return found
-
-
 @pytest.mark.parametrize(("name", "modules"), [("laguna", ["core_attn", "moe"]), ("gemma4", ["core_attn", "mlp"])])
 def test_recompute_changes_nothing(name, modules, tmp_path):
-    folder = str(tiny.random_checkpoint(zoo.cases()[name].hf, tmp_path))
-    options = [
-        {},
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-        {"recompute_granularity": "selective", "recompute_modules": modules},
-    ]
-    plain, *others = pool.run(2, recomputed, folder, options)[0]
-    for grads in others:
-        assert all(torch.equal(grads[name], grad) for name, grad in plain.items())
+    check_recompute(zoo.cases()[name].hf, modules, tmp_path)
 
 
 LAGUNA = json.loads("""{
