@@ -157,8 +157,9 @@ def _attention(config: Any, layer: int) -> int:
     count += _linear(heads * dim, hidden, bias=bias or getattr(config, "attention_output_bias", False))
     if gates := getattr(config, "attention_gate", None):
         count += hidden * heads * (dim if gates == "element" else 1)
-    if config.qk_layernorm:
-        together = getattr(config, "qk_norm_kind", "head") in ("all_heads", "each_head")
+    kind = getattr(config, "qk_norm_kind", "head")
+    if config.qk_layernorm and kind != "unweighted":
+        together = kind in ("all_heads", "each_head")
         count += _norm(config, dim * (heads + groups if together else 2))
     return count + heads * (config.softmax_type == "learnable")
 

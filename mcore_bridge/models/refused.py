@@ -168,13 +168,6 @@ REFUSALS = (
         axk2="modeling_axk2.AXK2GatedRMSNorm",
     ),
     *_because(
-        "norms of queries and keys have no weights, and norms after attention and MLP have another epsilon; nobody "
-        "has written such norms",
-        ATTENTION, LAYER,
-        muse_glimmer="modeling_muse_glimmer.MuseGlimmerTextAttention",
-        muse_glimmer_text="modeling_muse_glimmer.MuseGlimmerTextDecoderLayer",
-    ),
-    *_because(
         "attention has sinks and norms of queries and keys; nobody has written a table for both at once", SCORES,
         flint="modeling_flint.FlintAttention",
     ),

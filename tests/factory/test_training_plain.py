@@ -8,6 +8,7 @@ from transformers import CONFIG_MAPPING
 from tests import zoo
 from tests.support.training import Kind, check_recompute
 from tests.zoo.plain import BIASED, PHI, TEMPERED, YARN, longrope, partial
+from tests.zoo.texts import GLIMMER
 
 UNDROPPED = {"attention_dropout": 0.0, "residual_dropout": 0.0, "embedding_dropout": 0.0}
 CASES = {  # no text has the token of the padding, which transformers does not train
@@ -17,6 +18,7 @@ CASES = {  # no text has the token of the padding, which transformers does not t
     "learned activation": zoo.case(
         "apertus", intermediate_size=128, attention_bias=True, pad_token_id=95, **zoo.rope("default")
     ),
+    "norms without weights": zoo.case("muse_glimmer_text", **GLIMMER, attention_bias=True, **zoo.rope("default")),
     "temperature": zoo.case(
         "ministral3", pad_token_id=95, **zoo.rope("yarn", **YARN | TEMPERED | {"original_max_position_embeddings": 5})
     ),
@@ -34,4 +36,5 @@ def test_every_mesh_trains_as_transformers_does(world_size, tmp_path):
 
 
 def test_recompute_changes_nothing(tmp_path):
-    check_recompute(CASES["learned activation"].hf, ["core_attn", "mlp"], tmp_path)
+    for name in {"learned activation", "norms without weights"} & KIND.models.keys():
+        check_recompute(CASES[name].hf, ["core_attn", "mlp"], tmp_path / name)

@@ -16,6 +16,7 @@ COMPOSITES = {
     "glm4v_moe_text": "glm4v_moe",
     "glm4v_text": "glm4v",
     "hunyuan_vl_text": "hunyuan_vl",
+    "muse_glimmer_text": "muse_glimmer",
     "qwen2_5_omni_text": "qwen2_5_omni",
     "qwen2_5_vl_text": "qwen2_5_vl",
     "qwen2_vl_text": "qwen2_vl",
@@ -41,7 +42,11 @@ class TextHalf(PreTrainedModel):  # type: ignore[misc]  # without types
         self.post_init()
 
     def forward(self, input_ids: Any = None, **options: Any) -> CausalLMOutput:
-        return CausalLMOutput(logits=self.lm_head(self.model(input_ids=input_ids, **options).last_hidden_state))
+        logits = self.lm_head(self.model(input_ids=input_ids, **options).last_hidden_state)
+        if self.config.model_type == "muse_glimmer_text":  # as in MuseGlimmerForConditionalGeneration.forward
+            cap = self.config.final_logit_softcapping
+            logits = torch.tanh(logits * self.config.output_multiplier / cap) * cap
+        return CausalLMOutput(logits=logits)
 
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
