@@ -36,7 +36,7 @@ _PADDED = frozenset({"vocab_size"})
 """Values that megatron-core may pad; ``hf_vocab_size`` keeps HF's value."""
 _BY_LAYER = (
     *("layer_types", "mlp_layer_types", "indexer_types", "no_rope_layers", "attn_type_list"),
-    "num_attention_heads_per_layer",
+    *("num_attention_heads_per_layer", "layer_rope_theta"),
 )
 """HF fields with one entry per layer. transformers checks the length of some of them that no table reads."""
 

@@ -28,6 +28,7 @@ ATTRIBUTES = frozenset(
         *("attention_gate", "attention_gate_activation", "expert_latent_size", "value_norm", "keys_as_values"),
         *("layer_scalar", "kda_full_rank", "kda_lower_bound", "delta_negative_eigenvalues", "head_norm_epsilon"),
         *("experts_beside_mlp", "router_scales", "glu_limit", "expert_glu_limit", "draft"),
+        *("post_norm_epsilon", "embedding_norm", "final_norm_centered"),
         *ATTENTION_FACTOR,
     )
 )
@@ -43,7 +44,10 @@ For ``build_model``:
 * ``latent_norm_epsilon``: the epsilon of the norms of low-rank queries, keys and values;
 * ``norm_placement``: "pre" (mcore's), "post" (after attention and MLP) or "sandwich" (both);
 * ``qk_norm_kind``: "head" (mcore's), "all_heads" (one norm over all of them), "each_head" (own weights in each) or
-  "after_rope", or "after_rope_unweighted" in layers that have a rope;
+  "after_rope", or "after_rope_unweighted" in layers that have a rope, or "unweighted" (before the rope);
+* ``post_norm_epsilon``: the epsilon of norms after attention and MLP, if they have another one;
+* ``embedding_norm``: whether a norm without weights follows the word embeddings;
+* ``final_norm_centered``: whether the weight of the final norm is zero-centered, if this differs from other norms;
 * ``per_layer_config``: for each layer the fields in which it differs from the model (``layer_kinds.py``), if any does;
 * ``attention_chunks``: for each layer the number of tokens within which it attends, and 0 if it attends to the whole
   text;

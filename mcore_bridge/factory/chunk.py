@@ -132,6 +132,7 @@ def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
     """Add modules that mcore cannot build (rope, dropout, scales, small heads), and set the provenance."""
     from mcore_bridge.factory.modules.layer_rope import both_ropes
     from mcore_bridge.factory.modules.multipliers import cap_logits, scale_embedding, scale_logits
+    from mcore_bridge.factory.modules.norms import norm_embedding
     from mcore_bridge.factory.modules.rotary import replace_rotary, take_lengths
 
     bias_output_layer(chunk)
@@ -139,6 +140,7 @@ def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
     mark_experts(chunk)
     replace_rotary(chunk)
     both_ropes(chunk)
+    norm_embedding(chunk)
     scale_embedding(chunk)
     scale_logits(chunk)
     cap_logits(chunk)

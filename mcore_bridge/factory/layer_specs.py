@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_bridge.config.layer_kinds import layer_config
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.modules.backend import Backend, has_transformer_engine, norm_of, submodules_of
+from mcore_bridge.factory.modules.backend import Backend, has_transformer_engine, submodules_of
 from mcore_bridge.factory.modules.te_attention import adapt_kernel
 from mcore_bridge.factory.modules.temperature import adapt_query_temperature
 from mcore_bridge.rules.names import INDEXER, fused_norms
@@ -33,6 +33,8 @@ def block_spec(config: TransformerConfig, layers: range, *, backend: Backend) ->
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+    from mcore_bridge.factory.modules.norms import final_norm
+
     _require_recomputable(config)
     plain = copy.copy(config)
     plain.experimental_attention_variant = None  # 0.19 refuses it here; adapt_attention reads it
@@ -40,7 +42,7 @@ def block_spec(config: TransformerConfig, layers: range, *, backend: Backend) ->
     own = [copy.deepcopy(specs[layer]) for layer in layers]  # mcore uses one object for equal layers
     for number, spec in zip(layers, own, strict=True):
         _adapt(spec.submodules, layer_config(config, number), number, backend)
-    return TransformerBlockSubmodules(layer_specs=own, layer_norm=norm_of(backend, config))
+    return TransformerBlockSubmodules(layer_specs=own, layer_norm=final_norm(backend, config))
 
 
 def _require_recomputable(config: TransformerConfig) -> None:
@@ -64,6 +66,7 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend)
     from mcore_bridge.factory.modules.half_layers import adapt_halves
     from mcore_bridge.factory.modules.latent import adapt_latent, adapt_sparse
     from mcore_bridge.factory.modules.layer_rope import adapt_layer_rope
+    from mcore_bridge.factory.modules.learned_activation import adapt_activation
     from mcore_bridge.factory.modules.mixers.delta import adapt_attention
     from mcore_bridge.factory.modules.multipliers import adapt_residuals
     from mcore_bridge.factory.modules.norms import (
@@ -100,6 +103,7 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend)
     adapt_norm_placement(layer, config, backend)
     adapt_expert_norm(layer, config, backend)
     adapt_limits(layer, config)
+    adapt_activation(layer, config)
     adapt_parallel(layer, config, backend)
     adapt_residuals(layer, config)
     adapt_attention(layer, config, number, backend)

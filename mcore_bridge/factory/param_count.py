@@ -19,6 +19,7 @@ from mcore_bridge.config.layer_kinds import (
 )
 from mcore_bridge.config.mesh.balance import balanced
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+from mcore_bridge.config.tables.derived import xielu
 from mcore_bridge.config.transformer import to_transformer_config
 from mcore_bridge.rules.spec import TensorSpec
 
@@ -79,7 +80,7 @@ def _layers(config: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     experts = [is_sparse * routed for is_sparse in sparse]
     own = [layer_config(config, layer) for layer in range(config.num_layers)]
     mlps = [
-        size + _around_experts(config) if size else _mlp(config, config.ffn_hidden_size)
+        size + _around_experts(config) if size else _mlp(config, config.ffn_hidden_size) + _activation(config)
         for size, config in zip(experts, own, strict=True)
     ]
     linear = layers_but_full(vars(config), "linear_attention_freq", unset=0)
@@ -128,6 +129,11 @@ def _mlp(config: Any, size: int, *, hidden: int | None = None) -> int:
     return _linear(hidden, size * (1 + config.gated_linear_unit), bias=bias) + _linear(size, hidden, bias=bias)
 
 
+def _activation(config: Any) -> int:
+    """The numbers of an activation that the checkpoint has: trained ones, and others."""
+    return 4 * (config.activation_func is xielu)
+
+
 def _around_experts(config: Any) -> int:
     """The parameters of the router, of shared experts, of norms and of projections around all experts."""
     num_experts, shared = config.num_moe_experts, config.moe_shared_expert_intermediate_size
@@ -154,8 +160,9 @@ def _attention(config: Any, layer: int) -> int:
     count = _linear(hidden, qkv, bias=bias or config.add_qkv_bias)
     count += _linear(heads * dim, hidden, bias=bias or getattr(config, "attention_output_bias", False))
     count += hidden * gates
-    if config.qk_layernorm:
-        together = getattr(config, "qk_norm_kind", "head") in ("all_heads", "each_head")
+    kind = getattr(config, "qk_norm_kind", "head")
+    if config.qk_layernorm and kind != "unweighted":
+        together = kind in ("all_heads", "each_head")
         count += _norm(config, dim * (heads + groups if together else 2))
     return count + heads * (config.softmax_type == "learnable")
 

@@ -53,6 +53,7 @@ CHARTS = (
     parts("freeze_vision_tower", "use_im_start_end", "im_start_token", "im_end_token"),
     unread("max_window_layers"),  # text_config has no such field, and no window
 )
+GLIMMER = (*FIELDS, parts("out_hidden_size", "projector_hidden_size"))
 GRANITE = (*FIELDS, parts("downsample_rate", "has_lora_adapter", "window_size"))
 MINICPM = (
     *FIELDS,
@@ -203,6 +204,7 @@ COMPOSITES = (
     Composite(model_type="smolvlm",             spelling=IN_TEXT,  **IDEFICS, without_tower=UNTRIED),
     Composite(model_type="video_llama_3",       spelling=IN_MODEL, fields=FIELDS,  without_tower=UNTRIED),
     Composite(model_type="glmga",               spelling=IN_MODEL, fields=FIELDS,  without_tower=UNTRIED),
+    Composite(model_type="muse_glimmer",        spelling=IN_MODEL, fields=GLIMMER, without_tower=UNTRIED),
     Composite(model_type="pp_chart2table",      spelling=INSIDE,   fields=CHARTS,  without_tower=UNTRIED),
     Composite(model_type="moss_transcribe_diarize", spelling=IN_MODEL, fields=ASR, **HEARS),
     Composite(model_type="step3p7",             spelling=BESIDE,   fields=FIELDS,  without_tower=UNTRIED, classes=STEP),

@@ -139,13 +139,6 @@ REFUSALS = (
         axk2="modeling_axk2.AXK2GatedRMSNorm",
     ),
     *_because(
-        "norms of queries and keys have no weights, and norms after attention and MLP have another epsilon; nobody "
-        "has written such norms",
-        ATTENTION, LAYER,
-        muse_glimmer="modeling_muse_glimmer.MuseGlimmerTextAttention",
-        muse_glimmer_text="modeling_muse_glimmer.MuseGlimmerTextDecoderLayer",
-    ),
-    *_because(
         "attention has sinks and norms of queries and keys; nobody has written a table for both at once", SCORES,
         flint="modeling_flint.FlintAttention",
     ),
@@ -208,10 +201,9 @@ REFUSALS = (
         diffllama="modeling_diffllama.DiffLlamaAttention",
     ),
     *_because(
-        "the activation has two learned numbers in each layer (xIELU); megatron-core takes such a module, but nobody "
-        "has written it",
-        MLP,
-        apertus="modeling_apertus.ApertusMLP", apertus1p5_text="modeling_apertus1p5.Apertus1p5TextMLP",
+        "its output layer has fewer rows than its embedding (output_vocab_size); GPTModel has one vocabulary for both",
+        GPT,
+        apertus1p5_text="modeling_apertus1p5.Apertus1p5TextForCausalLM",
     ),
     *_because(
         "values decide the mask of attention, and residuals have learned weights; nobody has written such submodules",

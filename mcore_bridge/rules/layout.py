@@ -225,6 +225,7 @@ QK             = GROUPS >> Concat(1, ratio=("heads_per_group", 1)) >> ~GROUPS >>
 FUSED_GATED_UP = Split(0, ratio=(1, 1)) >> GATED_UP                    # from one HF tensor: gate, then up
 FUSED_QKV      = Split(0, ratio=("heads_per_group", 1, 1)) >> QKV      # from one HF tensor: all q, then all k, then v
 ONE_ROW        = Rearrange("1 n", "n") >> REPLICATED                   # from a matrix of one row
+ONE_NUMBER     = Rearrange("", "1") >> REPLICATED                      # from a tensor without dims
 INTERLEAVED    = Rearrange("(tp n gate_up) ...", "tp (gate_up n) ...")  # rows of gate and up alternate in one HF tensor
 # fmt: on
 

@@ -61,6 +61,7 @@ def test_parameters_in_four_bits_are_refused(tmp_path: Path) -> None:
         (tiny("llama"), "use_te_activation_func", {"glu_linear_offset": 1.0}),
         (tiny("llama"), "use_te_activation_func", {"gated_linear_unit": False}),
         (zoo.cases()["nemotron"].hf, "use_te_activation_func", {}),
+        (zoo.cases()["apertus"].hf, "use_te_activation_func", {}),
         (zoo.cases()["gpt_oss"].hf, "use_te_activation_func", {}),
     ],
     ids=lambda value: getattr(value, "model_type", value),

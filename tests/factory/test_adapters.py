@@ -64,6 +64,8 @@ CASES = {
     "nemotron_h-no-experts": (("in_proj", *DENSE[:4], "up_proj", "down_proj"), "", (SP,)),
     "lfm2": (("in_proj", "q_proj", "v_proj", "out_proj", "w1", "w3", "w2"), "", (SP, {"pp": 2})),
     "lfm3": (("in_proj", "q_proj", "o_proj", "w1", "w3", "w2"), "", (SP, {"pp": 2})),
+    "apertus": ((*DENSE[:4], "up_proj", "down_proj"), "", ({**SP, "overrides": FULL}, {"pp": 2})),
+    "muse_glimmer": (("q_proj", "o_proj", "up_proj", "down_proj"), "", ({**SP, "overrides": FULL}, {"pp": 2})),
     "kimi_linear": (("k_proj", "f_a_proj", "b_proj", "o_proj", "kv_b_proj", *DENSE[4:]), "", (SP, {"pp": 2})),
     "olmo_hybrid": (("q_proj", "a_proj", "b_proj", "g_proj", "o_proj", *DENSE[4:]), "", (SP, {"pp": 2})),
     "bailing_hybrid": (

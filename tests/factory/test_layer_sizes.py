@@ -6,7 +6,6 @@ import pickle
 from typing import Any
 
 import pytest
-import torch
 
 import mcore_bridge as mb
 from mcore_bridge.architecture import architecture_of, read_hf
@@ -20,10 +19,9 @@ from mcore_bridge.launch.fake_rank import rank_of
 from mcore_bridge.trainers.rlinf.rules import convertor_rules
 from mcore_bridge.weights.provenance import provenance_of
 from tests import zoo
-from tests.support import pool, stepping, tiny
 from tests.support.bounds import ONE
 from tests.support.published import records
-from tests.support.training import Kind
+from tests.support.training import Kind, check_recompute
 
 CASES = zoo.here(
     ["laguna", "afmoe", "laguna-elements-yarn-bias", "gemma4", "gemma4-biased", "gemma4-experts", "step3p5"]
@@ -46,15 +44,6 @@ def test_every_mesh_trains_as_transformers_does(world_size, tmp_path):
     KIND.check(world_size, tmp_path)
 
 
-def recomputed(folder, options):
-    """Runs in each worker: gradients for each way to recompute."""
-    found, dims = [], mb.ParallelDims(tp=2, sp=True)
-    for overrides in options:
-        with stepping.mesh(dims):
-            found.append(stepping.train(folder, dims, tiny.tokens(2), overrides=overrides)["grads"])
-    return found
-
-
 RECOMPUTED = [
     ("laguna", ["core_attn", "moe"]),
     ("gemma4", ["core_attn", "mlp"]),
@@ -65,15 +54,7 @@ RECOMPUTED = [
 
 @pytest.mark.parametrize(("name", "modules"), RECOMPUTED)
 def test_recompute_changes_nothing(name, modules, tmp_path):
-    folder = str(tiny.random_checkpoint(zoo.cases()[name].hf, tmp_path))
-    options = [
-        {},
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-        {"recompute_granularity": "selective", "recompute_modules": modules},
-    ]
-    plain, *others = pool.run(2, recomputed, folder, options)[0]
-    for grads in others:
-        assert all(torch.equal(grads[name], grad) for name, grad in plain.items())
+    check_recompute(zoo.cases()[name].hf, modules, tmp_path)
 
 
 LAGUNA = json.loads("""{

@@ -203,6 +203,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
         {"shared_expert_combination_strategy": "product"},
         "shared_expert_combination_strategy must be",
     ),
+    "`layer_rope_theta` other than": ({"layer_rope_theta": [7.0] * 64}, "layer_rope_theta must have"),
     "`gating=False`": ({"gating": False}, "gating must be True"),
     "`quant_method` other than": ({"quantization_config": {"quant_method": "gptq"}}, "quant_method must be"),
     "formats of compressed-tensors": (

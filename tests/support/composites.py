@@ -28,6 +28,7 @@ _SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 1,
+    "layer_types": ["full_attention"],
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -109,6 +110,8 @@ def config(model_type: str, /, **text: Any) -> Any:
     hf = type(default)(text_config=inner, tie_word_embeddings=inner["tie_word_embeddings"], **parts, **sizes)
     if model_type == "nemotron_h_omni":
         hf.vision_hidden_size, hf.projector_hidden_size = 32, 48
+    if model_type == "muse_glimmer":
+        hf.out_hidden_size, hf.projector_hidden_size = 128, 48
     if model_type == "qwen3_5":
         hf.text_config.rope_parameters["partial_rotary_factor"] = 0.25  # 5.17 sets it at the top, too
     if inside := composites()[model_type].inside:

@@ -51,6 +51,9 @@ def reference_model(
     )
     assert not info["unexpected_keys"], info["unexpected_keys"]
     assert set(info["missing_keys"]) <= ({"lm_head.weight"} if hf.tie_word_embeddings else set()), info["missing_keys"]
+    if hf.model_type == "apertus":  # transformers 4 has the numbers of its activation in bf16, whatever dtype is
+        activations = {name: tensor for name, tensor in state.items() if ".act_fn." in name}
+        model.to(dtype).load_state_dict(activations, strict=False)
     return model.eval()
 
 

@@ -17,6 +17,7 @@ COMPOSITES = {
     "glm4v_moe_text": "glm4v_moe",
     "glm4v_text": "glm4v",
     "hunyuan_vl_text": "hunyuan_vl",
+    "muse_glimmer_text": "muse_glimmer",
     "qwen2_5_omni_text": "qwen2_5_omni",
     "qwen2_5_vl_text": "qwen2_5_vl",
     "qwen2_vl_text": "qwen2_vl",
@@ -43,7 +44,11 @@ class TextHalf(PreTrainedModel):  # type: ignore[misc]  # without types
         self.post_init()
 
     def forward(self, input_ids: Any = None, **options: Any) -> CausalLMOutput:
-        return CausalLMOutput(logits=self.lm_head(self.model(input_ids=input_ids, **options).last_hidden_state))
+        logits = self.lm_head(self.model(input_ids=input_ids, **options).last_hidden_state)
+        if self.config.model_type == "muse_glimmer_text":  # as in MuseGlimmerForConditionalGeneration.forward
+            cap = self.config.final_logit_softcapping
+            logits = torch.tanh(logits * self.config.output_multiplier / cap) * cap
+        return CausalLMOutput(logits=logits)
 
     def prepare_inputs_for_generation(self, input_ids: Any, **options: Any) -> dict[str, Any]:
         return {"input_ids": input_ids, **options}  # which peft looks for

@@ -43,13 +43,13 @@ def random_model(hf: PretrainedConfig, *, seed: int = 0, model_class: Any = Auto
     """transformers' fp32 model with norms around one, and everything else, biases too, around zero."""
     generator = torch.Generator().manual_seed(seed)
     build = model_class.from_config if hasattr(model_class, "from_config") else model_class._from_config
-    model = build(hf, dtype=torch.float32).eval()
+    model = build(hf, dtype=torch.float32).float().eval()  # transformers 4 leaves numbers of an activation in bf16
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.15 + ("norm" in name))
         for name, scale in model.named_buffers():
-            if name.endswith("layer_scalar"):
-                scale.copy_(torch.randn(scale.shape, generator=generator) * 0.15 + 1)
+            if name.endswith(("layer_scalar", "act_fn.beta", "act_fn.eps")):
+                scale.copy_(torch.randn(scale.shape, generator=generator) * 0.15 + name.endswith("scalar"))
     return model
 
 

@@ -65,6 +65,7 @@ class Kind:
                     "e_score_correction_bias",
                     *(".expert_bias", ".router_bias"),
                     ".layer_scalar",
+                    ".act_fn.",
                     ".experts.",
                 )  # transformers 4 does not run experts without a token
                 assert all(any(part in key for part in parts) for key in untrained), label
@@ -98,3 +99,24 @@ def steps(jobs: list[tuple[dict[str, Any], dict[str, str]]], batch: Tensor) -> l
                 step = stepping.train(folder, dims, batch, lr=LR, micro_batch_size=micro_batch_size)
                 found.append((f"{name} on {sizes}", name, step))
     return found
+
+
+def recomputed(folder: str, options: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
+    """Runs in each worker: gradients for each way to recompute."""
+    found, dims = [], ParallelDims(tp=2, sp=True)
+    for overrides in options:
+        with stepping.mesh(dims):
+            found.append(stepping.train(folder, dims, tiny.tokens(2), overrides=overrides)["grads"])
+    return found
+
+
+def check_recompute(hf: PretrainedConfig, modules: list[str], folder: Path) -> None:
+    """Check that gradients keep their bits if whole layers, or these modules, are recomputed."""
+    options: list[dict[str, Any]] = [
+        {},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        {"recompute_granularity": "selective", "recompute_modules": modules},
+    ]
+    plain, *others = pool.run(2, recomputed, str(tiny.random_checkpoint(hf, folder)), options)[0]
+    for grads in others:
+        assert all(grads[name].equal(grad) for name, grad in plain.items())

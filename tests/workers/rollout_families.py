@@ -149,6 +149,7 @@ UNBIASED_ON_CPU = ("ernie4_5_moe",)
 AFTER = (
     *(
         "afmoe",
+        "apertus",
         "axk1",
         "bailing_hybrid",
         "cohere",

@@ -39,6 +39,8 @@ CASES = {
     "seed_oss-all-biases": case("seed_oss", attention_out_bias=True, mlp_bias=True, tie_word_embeddings=True),
     "seed_oss-no-bias": case("seed_oss", attention_bias=False, **rope("yarn", **YARN)),
     "arcee": case("arcee", **BIASED, **rope("yarn", **YARN), vocab_size=97),
+    "apertus": case("apertus", attention_bias=True, vocab_size=97, pad_token_id=95, **rope("llama3", **LLAMA3)),
+    "apertus-no-bias": case("apertus", tie_word_embeddings=True, pad_token_id=95, **rope("default")),
     "arcee-no-bias": case("arcee", tie_word_embeddings=True),
     "helium": case("helium", hidden_size=192, attention_bias=True, vocab_size=97, rms_norm_eps=1e-5),
     "helium-square": case("helium", hidden_size=64, head_dim=8, intermediate_size=64, vocab_size=64),

@@ -12,6 +12,9 @@ HALF = {"mrope_section": [2, 2, 2], "partial_rotary_factor": 0.5}
 XDROPE = {**HUNYUAN, "mrope_section": [3, 3, 3, 3]}
 
 
+GLIMMER = {**WINDOWED, "post_norm_eps": 1e-3, "final_logit_softcapping": 2.0, "pad_token_id": 95}
+
+
 def half(**fields: object) -> dict[str, object]:
     """The rope of GLM, half of each head; 4.57 has the factor at the top."""
     if NEWEST:
@@ -46,5 +49,11 @@ CASES: dict[str, Case] = {
     ),
     "glm4v": case("glm4v_text", **half(hidden_size=192, vocab_size=97)),
     "hunyuan_vl": case("hunyuan_vl_text", attention_bias=True, rope_scaling=XDROPE),
+    "muse_glimmer": case("muse_glimmer_text", **GLIMMER, attention_bias=True, vocab_size=97, **rope("default")),
+    "muse_glimmer-windows-and-nope-apart": case(
+        "muse_glimmer_text",
+        **{**GLIMMER, "layer_rope_theta": [0, 5e5, 5e5, 0], "rms_norm_eps": 1e-2},
+        **rope("default", theta=5e5),
+    ),
     "glm4v_moe": case("glm4v_moe_text", **half(**SIGMOID, n_group=1, topk_group=1, attention_bias=True)),
 }

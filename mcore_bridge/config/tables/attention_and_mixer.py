@@ -1,11 +1,10 @@
 """The config table of Falcon-H1: a Mamba-2 mixer beside the attention of each layer, and multipliers everywhere."""
 
 from dataclasses import dataclass
-from math import nextafter
 
 from mcore_bridge.config.fields import Derive, Field, Hf, Ignore, Map, Mcore, Require, count, is_number
-from mcore_bridge.config.rope import head_dim
 from mcore_bridge.config.tables.mixers import MIXER
+from mcore_bridge.config.tables.scales import scaled_scores
 from mcore_bridge.errors import ConfigError, shown
 
 _KIND = "M*-"
@@ -67,20 +66,6 @@ def _multipliers_back(mcore: Mcore) -> dict[str, object]:
     return {**single, "mlp_multipliers": [own.gate, own.mlp_out], "ssm_multipliers": list(own.mixer_parts)}
 
 
-def _keys(hf: Hf) -> dict[str, object]:
-    """Scores are multiplied once: rope is linear in the keys."""
-    return {"softmax_scale": _number(hf, "key_multiplier") * head_dim(hf) ** -0.5}
-
-
-def _keys_back(mcore: Mcore) -> dict[str, object]:
-    scale, dim = mcore["softmax_scale"], count(mcore, "kv_channels")
-    if not is_number(scale):
-        raise ConfigError(f"softmax_scale must be a number, found {shown(scale)}. Remove the override.")
-    near = scale * dim**0.5
-    candidates = (near, nextafter(near, 0.0), nextafter(near, 2 * near))
-    return {"key_multiplier": next((key for key in candidates if key * dim**-0.5 == scale), near)}
-
-
 def _layers(hf: Hf) -> dict[str, object]:
     num_layers = count(hf, "num_hidden_layers")
     return {"num_layers": num_layers, "layer_kinds": (_KIND,) * num_layers}
@@ -110,7 +95,7 @@ BESIDE: tuple[Field, ...] = (
     *(Map("mamba_n_groups", "mamba_num_groups"), Map("embedding_multiplier", "embedding_scale")),
     Map("lm_head_multiplier", "logit_scale"),
     Derive((*_ONE.values(), "mlp_multipliers", "ssm_multipliers"), _multipliers, _multipliers_back),
-    Derive(("key_multiplier",), _keys, _keys_back),
+    scaled_scores("key_multiplier"),
     Derive(
         ("mamba_rms_norm", "mamba_norm_before_gate"),
         _norm,

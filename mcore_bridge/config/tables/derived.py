@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F  # noqa: N812  (the usual name)
 
 from mcore_bridge.config.fields import Derive, Hf, Mcore, count
@@ -12,6 +13,18 @@ from mcore_bridge.config.rope import head_dim
 from mcore_bridge.errors import ConfigError, shown
 
 GELU_TANH = functools.partial(F.gelu, approximate="tanh")
+
+
+def xielu(
+    hidden: torch.Tensor, alpha_p: torch.Tensor, alpha_n: torch.Tensor, beta: torch.Tensor, eps: torch.Tensor
+) -> torch.Tensor:
+    """The activation of Apertus, by numbers of the checkpoint: a parabola above zero, and an integral of ELU below.
+
+    It is the ``activation_func`` of configs; ``factory/modules/learned_activation.py`` has the numbers.
+    """
+    above = F.softplus(alpha_p) * hidden * hidden + beta * hidden
+    below = (torch.expm1(torch.min(hidden, eps)) - hidden) * (beta + F.softplus(alpha_n)) + beta * hidden
+    return torch.where(hidden > 0, above, below)
 
 
 @functools.cache

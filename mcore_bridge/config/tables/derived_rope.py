@@ -92,6 +92,23 @@ def _no_rope_back(mcore: Mcore) -> dict[str, object]:
     return {"no_rope_layers": [1 - layer for layer in layers_without_rope(mcore)]}
 
 
+def _bases(hf: Hf) -> dict[str, object]:
+    bases, num_layers, theta = hf.get("layer_rope_theta"), count(hf, "num_hidden_layers"), rope_from(hf).theta
+    if not isinstance(bases, list) or len(bases) < num_layers or any(base not in (0, theta) for base in bases):
+        raise ConfigError(
+            f"layer_rope_theta must have {theta} (rope) or 0 (none) for each of the {num_layers} layers, found "
+            f"{shown(bases)}: transformers rotates all layers by rope_theta. Correct it, or rope_theta."
+        )
+    skipped = [int(base == 0) for base in bases[:num_layers]]
+    return {"no_rope_freq": skipped if any(skipped) else None}
+
+
+def _bases_back(mcore: Mcore) -> dict[str, object]:
+    rope = mcore["hf_rope"]
+    assert isinstance(rope, Rope)
+    return {"layer_rope_theta": [0 if skipped else rope.theta for skipped in layers_without_rope(mcore)]}
+
+
 def _rotary_dim(hf: Hf) -> dict[str, object]:
     given, expected = hf.get("rotary_dim"), rope_from(hf).rotary_dim
     if given not in (None, expected):
@@ -126,6 +143,8 @@ MULTIMODAL_ROPE = rope(own=MULTIMODAL)
 """The rope of the text of a composite: without images, its three positions are equal."""
 _TWO_DIMS = "`rotary_dim` other than the value from `partial_rotary_factor`: published code reads only the factor"
 ROTARY_DIM = Derive(("rotary_dim",), _rotary_dim, lambda mcore: {}, (_TWO_DIMS,))
+_ONE_BASE = "`layer_rope_theta` other than 0 and `rope_theta`: transformers rotates all layers by one base"
+BASES = Derive(("layer_rope_theta",), _bases, _bases_back, (_ONE_BASE,))
 NO_ROPE = Derive(("no_rope_layers",), _no_rope, _no_rope_back)
 POSITIONS_IF_BASE = Derive(ROPE.names, _if_base, _if_base_back, ROPE.refuses)
 UNROTATED = (Ignore("no layer has a rope", ROPE.names), Const("position_embedding_type", "none"))

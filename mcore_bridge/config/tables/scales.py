@@ -2,8 +2,9 @@
 
 from math import nextafter
 
-from mcore_bridge.config.fields import Derive, Field, Hf, Map, Mcore, count
-from mcore_bridge.errors import ConfigError
+from mcore_bridge.config.fields import Derive, Field, Hf, Map, Mcore, count, is_number
+from mcore_bridge.config.rope import head_dim
+from mcore_bridge.errors import ConfigError, shown
 
 
 def softcap(hf_name: str, mcore_name: str) -> Derive:
@@ -56,6 +57,26 @@ def _query_back(mcore: Mcore) -> dict[str, object]:
     near = scale**-2
     candidates = (round(near), near, nextafter(near, 0.0), nextafter(near, 2 * near))
     return {"query_pre_attn_scalar": next((scalar for scalar in candidates if scalar and scalar**-0.5 == scale), near)}
+
+
+def scaled_scores(field: str) -> Derive:
+    """The entry of a multiplier of queries or of keys. Scores are multiplied once, since rope is linear in both."""
+
+    def forward(hf: Hf) -> dict[str, object]:
+        multiplier = hf.get(field)
+        if not is_number(multiplier):
+            raise ConfigError(f"{field} must be a finite number, found {shown(multiplier)}. Correct the HF config.")
+        return {"softmax_scale": multiplier * head_dim(hf) ** -0.5}
+
+    def backward(mcore: Mcore) -> dict[str, object]:
+        scale, dim = mcore["softmax_scale"], count(mcore, "kv_channels")
+        if not is_number(scale):
+            raise ConfigError(f"softmax_scale must be a number, found {shown(scale)}. Remove the override.")
+        near = scale * dim**0.5
+        candidates = (near, nextafter(near, 0.0), nextafter(near, 2 * near))
+        return {field: next((number for number in candidates if number * dim**-0.5 == scale), near)}
+
+    return Derive((field,), forward, backward)
 
 
 # fmt: off

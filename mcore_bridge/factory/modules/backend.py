@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -77,9 +78,15 @@ def submodules_of(spec: Any) -> Any:
 
 
 def with_module(spec: Any, change: Callable[[type], type]) -> Any:
-    """The spec of an MLP, or of experts, with its class changed: a partial function or a ``ModuleSpec``, as above."""
+    """The spec of an MLP, or of experts, with its class changed: a partial function or a ``ModuleSpec``, as above.
+
+    The partial function is of a class, or of a method of a class that makes an object.
+    """
     if isinstance(spec, functools.partial):
-        return functools.partial(change(spec.func), *spec.args, **spec.keywords)  # type: ignore[arg-type]
+        made_by: Any = spec.func
+        is_method = inspect.ismethod(made_by)
+        made_by = getattr(change(made_by.__self__), made_by.__name__) if is_method else change(made_by)
+        return functools.partial(made_by, *spec.args, **spec.keywords)
     spec.module = change(spec.module)
     return spec
 

@@ -6,6 +6,7 @@ unchanged.
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -27,6 +28,7 @@ from mcore_bridge.factory.modules.backend import (
 from mcore_bridge.factory.modules.torch_modules import Norm, sharded_tensors
 
 if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer import TransformerConfig
 
 
@@ -81,7 +83,8 @@ def adapt_query_key_norms(layer: Any, config: TransformerConfig, backend: Backen
     Args:
         layer: the submodules of a layer, changed in place.
         config: its ``qk_norm_kind`` is "head" (the default; mcore's own), "all_heads" (one norm over all heads
-            together), "each_head" (own weights in each head) or "after_rope" (each head, after rotation).
+            together), "each_head" (own weights in each head), "unweighted" (no weights) or "after_rope" (each head,
+            after rotation).
             ``qk_layernorm`` must be set: by it mcore sums the
             gradients of ``q_layernorm`` and ``k_layernorm`` over the TP ranks.
         backend: the backend of the layer's modules.
@@ -93,6 +96,8 @@ def adapt_query_key_norms(layer: Any, config: TransformerConfig, backend: Backen
         attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm
     elif kind == "each_head" and config.qk_layernorm:
         attention.q_layernorm, attention.k_layernorm = EachQueryNorm, EachKeyNorm
+    elif kind == "unweighted":
+        attention.q_layernorm = attention.k_layernorm = UnitNorm
     elif kind == "after_rope":
         attention.q_layernorm = attention.k_layernorm = IdentityOp
         attention.core_attention = normed_after_rope(attention.core_attention, norm_of(backend, config))
@@ -109,6 +114,40 @@ def adapt_unit_norms(layer: Any, config: TransformerConfig, number: int) -> None
     if getattr(config, "qk_norm_kind", "head") == "after_rope_unweighted" and not is_unrotated(config, number):
         attention = layer.self_attention.submodules
         attention.core_attention = normed_after_rope(attention.core_attention, UnitNorm)
+
+
+def final_norm(backend: Backend, config: TransformerConfig) -> type:
+    """The class of the final norm, whose weight may be zero-centered where the weights of other norms are not, or not
+    where they are.
+    """
+    centered = getattr(config, "final_norm_centered", None)
+    norm = norm_of(backend, config)
+    return norm if centered is None else _centered(norm, centered)
+
+
+@functools.cache
+def _centered(norm: type, centered: bool) -> type:
+    return type(f"Centered{norm.__name__}", (CenteredNorm,), {"norm": norm, "centered": centered})
+
+
+class CenteredNorm:
+    """Makes a norm whose weight is zero-centered, or not, whatever the config of the model says."""
+
+    norm: ClassVar[type]
+    centered: ClassVar[bool]
+
+    def __new__(cls, config: TransformerConfig, *sizes: int, **arguments: Any) -> Any:
+        own = copy.copy(config)
+        own.layernorm_zero_centered_gamma = cls.centered
+        return cls.norm(own, *sizes, **arguments)
+
+
+def norm_embedding(chunk: GPTModel) -> None:
+    """Put a norm without weights behind the word embeddings, if ``config.embedding_norm`` is set."""
+    config = chunk.config
+    if getattr(config, "embedding_norm", False) and hasattr(chunk, "embedding"):
+        norm = UnitNorm(config, config.hidden_size, eps=config.layernorm_epsilon)
+        chunk.embedding.word_embeddings.register_forward_hook(lambda module, inputs, output: norm(output))
 
 
 def adapt_expert_norm(layer: Any, config: TransformerConfig, backend: Backend) -> None:
@@ -144,7 +183,8 @@ class PostNorm(ChangesOutput):
 
     def __init__(self, *sizes: int, config: TransformerConfig, **arguments: Any) -> None:
         super().__init__(*sizes, config=config, **arguments)
-        self.post_layernorm = self.norm(config, config.hidden_size, eps=config.layernorm_epsilon)
+        epsilon = getattr(config, "post_norm_epsilon", config.layernorm_epsilon)
+        self.post_layernorm = self.norm(config, config.hidden_size, eps=epsilon)
         self.register_forward_hook(_norm_output)  # an adapter's hook runs before this hook
 
 
