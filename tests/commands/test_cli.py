@@ -94,9 +94,9 @@ def test_verify_says_that_all_is_well(checkpoint: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif("qwen3_vl" not in towers.NAMES, reason="the installed transformers builds no towers")
-@pytest.mark.parametrize("name", ["qwen3_vl", "lighton_ocr", "llava", "kimi_k25"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "lighton_ocr", "llava", "kimi_k25", "gemma4"])
 def test_verify_shows_an_image_to_both_sides(name: str, tmp_path: Path) -> None:
-    """Composites whose images have a grid, any size, the size of the tower, or are given in patches."""
+    """Composites whose images have a grid, any size, the size of the tower, or are patches, also with their places."""
     folder = seeing.written(name, tmp_path)
     if name == "kimi_k25":  # transformers writes names that only transformers reads
         file = folder / "model.safetensors"

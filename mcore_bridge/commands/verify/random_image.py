@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -79,19 +79,28 @@ def _image(config: Any) -> dict[str, Tensor]:
         return {"pixel_values": pixels, "image_sizes": torch.tensor([[height, width]])}
     if hasattr(config, "image_grid_pinpoints"):
         return {}
-    if _takes_grids(config):
+    arguments = _arguments(config)
+    if "image_position_ids" in arguments:  # of Gemma 4: a column and a row for each patch
+        rows, columns = (number * getattr(vision, "pooling_kernel_size", 1) for number in _PATCHES[1:])
+        places = torch.cartesian_prod(torch.arange(columns), torch.arange(rows))[None]
+        flat = 3 * getattr(vision, "model_patch_size", patch) ** 2
+        return {
+            "pixel_values": torch.rand(1, places.size(1), flat, generator=generator),
+            "image_position_ids": places,
+        }
+    if "image_grid_thw" in arguments:
         whole = hasattr(vision, "merge_kernel_size")  # patches that are not flattened
-        flat = (3, patch, patch) if whole else (3 * vision.temporal_patch_size * patch**2,)
-        pixels = torch.randn(_PATCHES[0] * _PATCHES[1] * _PATCHES[2], *flat, generator=generator)
+        each = (3, patch, patch) if whole else (3 * vision.temporal_patch_size * patch**2,)
+        pixels = torch.randn(_PATCHES[0] * _PATCHES[1] * _PATCHES[2], *each, generator=generator)
         return {"pixel_values": pixels, "image_grid_thw": torch.tensor([_PATCHES])}
     return {"pixel_values": torch.randn(1, 3, size, size, generator=generator)}
 
 
-def _takes_grids(config: Any) -> bool:
+def _arguments(config: Any) -> Container[str]:
+    """The names of the arguments of a composite's ``forward``."""
     from transformers import AutoModel
 
-    model_class = AutoModel._model_mapping[type(config)]
-    return "image_grid_thw" in inspect.signature(model_class.forward).parameters
+    return inspect.signature(AutoModel._model_mapping[type(config)].forward).parameters
 
 
 def _first(size: Any) -> Any:
