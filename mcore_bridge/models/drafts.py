@@ -4,7 +4,6 @@ Its one layer reads an embedding and a hidden state side by side. The hidden sta
 hidden states of the policy. SGLang and published folders call the layer ``midlayer``; vLLM takes ``layers.0``, too.
 """
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mcore_bridge.architecture import Architecture
@@ -14,7 +13,7 @@ from mcore_bridge.config.tables import BIAS_ANY, DENSE, QK_PLAIN, WINDOW_NONE, b
 from mcore_bridge.config.tables.parallel import OWN_HEAD
 from mcore_bridge.models.blocks import GQA, O_BIAS, QKV_BIAS, SWIGLU, SWIGLU_BIAS
 from mcore_bridge.rules.layout import REPLICATED, TARGET_VOCAB
-from mcore_bridge.rules.mapping import Rules, numbered, table, under
+from mcore_bridge.rules.mapping import Rules, numbered, second_names, table, under
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -39,10 +38,8 @@ _LAYER = (_NORMS, GQA, QKV_BIAS, O_BIAS, SWIGLU, SWIGLU_BIAS)
 
 def _rules(hf: "PretrainedConfig") -> Rules:
     """The rules of a head. A source may call its layer ``layers.0``; a save writes ``midlayer``."""
-    layer = under("decoder.layers.0", "midlayer", *_LAYER)
-    second = under("decoder.layers.0", "layers.0", *_LAYER)
-    copies = tuple(replace(rule, copy=True, exported=False) for rule in second)
-    return (*_AROUND, *layer, *copies, *_optional(hf))
+    first, second = (under("decoder.layers.0", name, *_LAYER) for name in ("midlayer", "layers.0"))
+    return (*_AROUND, *first, *second_names(second), *_optional(hf))
 
 
 def _optional(hf: "PretrainedConfig") -> Rules:
