@@ -59,7 +59,7 @@ REFUSALS = (
         opt="modeling_opt.OPTLearnedPositionalEmbedding",
     ),
     *_because(
-        "norms have no weights; all norms of this library have weights", LAYER,
+        "norms of layers have no weights; here only norms of heads and of embeddings can lack them", LAYER,
         olmo="modeling_olmo.OlmoLayerNorm", nanochat="modeling_nanochat.NanoChatRMSNorm",
     ),
     *_because(
