@@ -90,8 +90,8 @@ def _image(config: Any) -> dict[str, Tensor]:
         }
     if "image_grid_thw" in arguments:
         whole = hasattr(vision, "merge_kernel_size")  # patches that are not flattened
-        each = (3, patch, patch) if whole else (3 * vision.temporal_patch_size * patch**2,)
-        pixels = torch.randn(_PATCHES[0] * _PATCHES[1] * _PATCHES[2], *each, generator=generator)
+        one = (3, patch, patch) if whole else (3 * vision.temporal_patch_size * patch**2,)
+        pixels = torch.randn(_PATCHES[0] * _PATCHES[1] * _PATCHES[2], *one, generator=generator)
         return {"pixel_values": pixels, "image_grid_thw": torch.tensor([_PATCHES])}
     return {"pixel_values": torch.randn(1, 3, size, size, generator=generator)}
 
