@@ -1,8 +1,9 @@
 """``forward`` on any mesh: log-probs, entropies and values of a batch equal those from transformers' logits."""
 
 import contextlib
+import os
 import re
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -23,11 +24,20 @@ from tests.support.strategies import random_state, tiny
 
 BOUND = 2e-5  # relative to the spread of logits, as in test_parity.py
 assert len(LENGTHS) == BATCH
+TOGETHER = 20 if "PYTEST_XDIST_WORKER" in os.environ else 1
+"""The number of cases in one job of the pool, as in test_parity.py."""
 
 
-def run(hf, dims, options):
-    """The outputs of this rank, or the error that refused the mesh."""
+def run(cases, dims, options):
+    """For each case the outputs of this rank, or the error that refused the mesh."""
     dims.initialize(device="cpu")
+    try:
+        return [outputs_of(hf, dims, options) for hf in cases]
+    finally:
+        stepping.leave_mesh()
+
+
+def outputs_of(hf, dims, options):
     try:
         models = mb.build_model(hf, dims=dims, dtype=torch.float32, device="cpu", load_weights=random_state(hf))
         for model in models:
@@ -35,16 +45,20 @@ def run(hf, dims, options):
         found = mb.forward(models, *batch_of(hf), **options)
     except (ConfigError, MeshError) as error:
         return str(error)
-    finally:
-        stepping.leave_mesh()
     return found.log_probs, found.entropy
 
 
 def check(name, dims, **options):
     """Compare on every rank, or return the error that refused the mesh."""
-    hf, reference = zoo.cases()[name].hf, reference_of(name)
-    expected = expected_of(reference, hf, options.get("temperature", 1.0))
-    for found in pool.run(dims.smallest_world, run, hf, dims, options):
+    ranks = pool.run(dims.smallest_world, run, [zoo.cases()[name].hf], dims, options)
+    return compare(name, [found for (found,) in ranks], options.get("temperature", 1.0))
+
+
+def compare(name, ranks, temperature=1.0):
+    """As ``check``, with what each rank has found."""
+    reference = reference_of(name)
+    expected = expected_of(reference, zoo.cases()[name].hf, temperature)
+    for found in ranks:
         if isinstance(found, str):
             return found
         for ours, theirs in zip(found, expected, strict=True):
@@ -52,10 +66,27 @@ def check(name, dims, **options):
     return ""
 
 
-@pytest.mark.parametrize("name", ["mistral-window", *FAMILIES.values()])
+@cache
+def outputs(dims, names):
+    """What each rank has found, by name. It is empty if one of several cases raised; each case then runs alone."""
+    try:
+        ranks = pool.run(dims.smallest_world, run, [zoo.cases()[name].hf for name in names], dims, {})
+    except Exception:
+        if len(names) == 1:
+            raise
+        return {}
+    return dict(zip(names, zip(*ranks, strict=True), strict=True))
+
+
+NAMES = ["mistral-window", *FAMILIES.values()]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_packed_sequences_of_every_family(name):
     """Each mesh also runs with context parallelism, unless the family refuses it."""
-    if refusal := check(name, mb.ParallelDims(cp=2)):
+    dims, first = mb.ParallelDims(cp=2), NAMES.index(name) // TOGETHER * TOGETHER
+    together = outputs(dims, tuple(NAMES[first : first + TOGETHER]))
+    if refusal := compare(name, together.get(name) or outputs(dims, (name,))[name]):
         assert "context parallel" in refusal
         assert not check(name, mb.ParallelDims())
 
@@ -317,7 +348,7 @@ def run_with_mistake(hf, dims, mistake):
                 return kept[1](*others, cp, cp - 1 - cp_rank)
 
             packing.lay_out = swapped
-        return run(hf, dims, {})
+        return run([hf], dims, {})[0]
     finally:
         packing._params, packing.lay_out = kept
 
