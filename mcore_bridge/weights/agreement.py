@@ -173,7 +173,7 @@ def agree_on_plan(
         )
         provenance = provenance_on(models, hf, head)
         bound = bind(models, provenance, expert_format=expert_format, merged=merged, adapters=only.adapters)
-        bound = bound if only.tensors is None else replace(bound, tensors=only.tensors, is_part=True, layouts=None)
+        bound = bound if only.tensors is None else replace(bound, tensors=only.tensors, is_part=True)
         form = weight_format(quantize, provenance.folder)
         given |= {
             "head": provenance.head,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import gcd
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -17,7 +18,7 @@ from mcore_bridge.rules.dtypes import Dtypes, problem_of, unmatched
 from mcore_bridge.rules.mapping import Binding, ExpertFormat, ModelAxes, WeightMapping, axes_of
 from mcore_bridge.rules.names import TOWER, expert_of, kind_of, layer_of, mtp_layer_of
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.rules.trace import Trace, trace
+from mcore_bridge.rules.trace import Shape, Trace, trace
 from mcore_bridge.rules.variants import check_head
 from mcore_bridge.weights.model_chunks import (
     Models,
@@ -28,7 +29,7 @@ from mcore_bridge.weights.model_chunks import (
     whole_config,
     whole_layers,
 )
-from mcore_bridge.weights.model_tensors import Layouts, held_tensors, require_as_built
+from mcore_bridge.weights.model_tensors import held_tensors, require_as_built, shapes_of
 from mcore_bridge.weights.plan.inventory import Inventory
 from mcore_bridge.weights.provenance import HF, Provenance, provenance_of
 from mcore_bridge.weights.sent.merging import merges_of, of_values
@@ -55,8 +56,6 @@ class BoundModel:
     """The functions from tensors to what is sent, by canonical name: of quantized tensors, and to merge adapters."""
     is_part: bool = False
     """Whether an export takes only these tensors, and other tensors of the models stay."""
-    layouts: Layouts | None = None
-    """The layouts of ``tensors``, if they are known."""
 
     def exported(self, mcore: str) -> Tensor:
         """The tensor that an export sends for a tensor of this rank: the tensor itself, or a new one."""
@@ -83,8 +82,13 @@ class BoundModel:
 
     def fingerprint(self) -> tuple[object, ...]:
         """Everything on this rank that a plan depends on. A kept plan is valid while this is equal."""
-        layouts = self.layouts or Layouts.of(self.tensors.values())
-        return (tuple(self.tensors), layouts, self.mapping, self.axes, self.ranks, self.merged)
+        held = [*self.shapes.values()], [*map(attrgetter("dtype"), self.tensors.values())]
+        return (tuple(self.tensors), held, self.mapping, self.axes, self.ranks, self.merged)
+
+    @cached_property
+    def shapes(self) -> Mapping[str, Shape]:
+        """The shapes of the tensors. They are read once, since torch makes an object for each."""
+        return shapes_of(self.tensors)
 
     def problem_of(self, dtypes: Dtypes) -> str:
         """Why ``dtypes`` are wrong for this model: their type, or a pattern that matches no tensor; or ""."""
@@ -222,9 +226,10 @@ def bind(
     sizes = axes_of_config(whole_config(first), vocab=provenance.hf.vocab_size, padded_vocab=first.vocab_size)
     axes = sizes | {"mtp": mapping.num_mtp_layers}
     tensors = held_tensors(chunks)
-    layouts = require_as_built(chunks, tensors)
+    whole = BoundModel(chunks, tensors, mapping, axes, ranks, merges=of_values(tensors, {}))
+    require_as_built(chunks, whole.shapes)
     if not hasattr(first, "bridge_adapters"):
-        return BoundModel(chunks, tensors, mapping, axes, ranks, merges=of_values(tensors, {}), layouts=layouts)
+        return whole
     if adapters is None and not isinstance(merged, bool):
         raise ConfigError(
             "these models have adapters, and the base could be mistaken for the trained model: expected merged=True "

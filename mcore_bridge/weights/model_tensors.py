@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from mcore_bridge.errors import MappingError
@@ -46,32 +45,21 @@ def held_tensors(models: Sequence[nn.Module]) -> dict[str, Tensor]:
 def note_built(chunk: GPTModel) -> None:
     """Store on a chunk the shapes of its current tensors, all of which every save has to write."""
     held: Any = chunk
-    held.bridge_built = {name: tensor.shape for name, tensor in held_tensors([chunk]).items()}
+    held.bridge_built = shapes_of(held_tensors([chunk]))
 
 
-class Layouts(NamedTuple):
-    """Shapes and dtypes of the tensors of a rank. Plans depend on them."""
-
-    shapes: Sequence[Shape]
-    dtypes: Sequence[torch.dtype]
-
-    @classmethod
-    def of(cls, tensors: Iterable[Tensor]) -> Layouts:
-        """The shapes and dtypes of tensors, in their order."""
-        tensors = [*tensors]
-        return cls([*map(attrgetter("shape"), tensors)], [*map(attrgetter("dtype"), tensors)])
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
+    """The shapes of tensors, by name."""
+    return dict(zip(tensors, map(attrgetter("shape"), tensors.values()), strict=True))
 
 
-def require_as_built(models: Sequence[nn.Module], held: Mapping[str, Tensor]) -> Layouts:
+def require_as_built(models: Sequence[nn.Module], shapes: Mapping[str, Shape]) -> None:
     """Raise if models lack a tensor with which they were built, or have it in another shape.
 
     Otherwise the file would lack a tensor on all ranks alike, which no comparison of ranks can detect.
 
     Args:
-        held: the result of ``held_tensors`` for the models.
-
-    Returns:
-        The layouts of ``held``.
+        shapes: the shapes of ``held_tensors`` of the models.
 
     Raises:
         MappingError: naming these tensors. Models that other code has built are not checked.
@@ -79,10 +67,8 @@ def require_as_built(models: Sequence[nn.Module], held: Mapping[str, Tensor]) ->
     built: dict[str, Shape] = {}
     for chunk in map(unwrap, models):
         built |= getattr(chunk, "bridge_built", {})
-    layouts = Layouts.of(held.values())
-    shapes = dict(zip(held, layouts.shapes, strict=True))
     if shapes == built or built.items() <= shapes.items():  # nearly always
-        return layouts
+        return
     wrong = [
         f"{name} had the shape {tuple(shape)}, and " + (f"has {tuple(shapes[name])}" if name in shapes else "is gone")
         for name, shape in built.items()

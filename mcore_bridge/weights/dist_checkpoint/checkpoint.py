@@ -41,7 +41,7 @@ from mcore_bridge.weights.files.hf_folder import shard_names
 from mcore_bridge.weights.files.sidecars import NOTES, copy_companions
 from mcore_bridge.weights.files.sources import SourceFolders
 from mcore_bridge.weights.model_chunks import Models, all_chunks_of, whole_config
-from mcore_bridge.weights.model_tensors import held_tensors, require_as_built
+from mcore_bridge.weights.model_tensors import held_tensors, require_as_built, shapes_of
 from mcore_bridge.weights.own_folder import is_source, note_source, require_held
 from mcore_bridge.weights.param_sync import gather_pending, require_gatherable
 from mcore_bridge.weights.provenance import HF, config_in, identity, write_config
@@ -133,7 +133,7 @@ def save_checkpoint(
         require(CheckpointError, wait=(wait, FLAG), host_bytes=(host_bytes, COUNT.or_none()))
         target, chunks, provenance = target_of(folder), all_chunks_of(models), provenance_on(models, hf, head)
         _require_ready(chunks, part, optimizer)
-        require_as_built(chunks, held_tensors(chunks))
+        require_as_built(chunks, shapes_of(held_tensors(chunks)))
         require(CheckpointError, common=(common, MAPPING.or_none()))
         pickle.dumps(common)  # only one rank would fail to write it
     named = {"hf": identity(provenance), "head": head, "part": part, "optimizer": type(optimizer), "wait": wait}

@@ -44,7 +44,7 @@ def device_of(source: EngineModel) -> torch.device:
 
 
 class Paths:
-    """Tensors of an engine by their names, which are looked up anew each time. Modules on several ways are met once.
+    """Tensors of an engine by their names, which are looked up anew each time. Names share modules on their paths.
 
     Args:
         names: the names of the tensors.
@@ -54,7 +54,7 @@ class Paths:
         self._names = tuple(names)
         places = {"": 0}
         self._steps: list[tuple[int, str]] = []
-        """The modules and tensors on the ways: the number of the one above, and the name in it."""
+        """The modules and tensors on all paths: the number of the module above each, and the name in that module."""
         self._ends = [self._place(name, places) for name in self._names]
 
     def _place(self, path: str, places: dict[str, int]) -> int:
@@ -69,10 +69,10 @@ class Paths:
         if not isinstance(source, nn.Module):
             held = source()
             return {name: held[name] for name in self._names if name in held}
-        on_ways: list[Any] = [source]
+        on_paths: list[Any] = [source]
         for above, part in self._steps:
-            on_ways.append(_part(on_ways[above], part))
-        ends = map(on_ways.__getitem__, self._ends)
+            on_paths.append(_part(on_paths[above], part))
+        ends = map(on_paths.__getitem__, self._ends)
         return {name: end for name, end in zip(self._names, ends, strict=True) if isinstance(end, Tensor)}
 
 
