@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mcore_bridge.batches.text_collectives import reduce_sum
+from mcore_bridge.batches.text_collectives import reduce_sums
 from mcore_bridge.weights.model_chunks import chunks_of, unwrap
 
 Holders = Sequence[Sequence[Any]]
@@ -123,26 +123,26 @@ class _LikeDDP(nn.Module):
         super().__init__()
         self.module, self._holders = model, tuple(holders)
         self.ddp_config = holders[0].ddp_config if holders else DistributedDataParallelConfig()
+        (self._chunk,) = chunks_of(model)
+        own = [each for each in self._chunk.parameters() if each.requires_grad and not is_held(each)]
+        self._dense = [each for each in own if getattr(each, "allreduce", True)]
+        self._of_experts = [each for each in own if not getattr(each, "allreduce", True)]
 
     def finish_grad_sync(self, **options: Any) -> None:
         """Average over all ranks that have other tokens, as DDP does. Parameters without a gradient get zeros."""
         for ddp in self._holders:
             ddp.finish_grad_sync(**options)
-        (chunk,) = chunks_of(self.module)
-        groups = chunk.pg_collection
-        for parameter in self._own():
-            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            group = groups.dp_cp if getattr(parameter, "allreduce", True) else groups.expt_dp
-            parameter.grad = reduce_sum(grad.div_(groups.dp_cp.size()), group)
+        groups = self._chunk.pg_collection
+        for group, parameters in ((groups.dp_cp, self._dense), (groups.expt_dp, self._of_experts)):
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            if grads := [parameter.grad for parameter in parameters]:
+                torch._foreach_div_(grads, groups.dp_cp.size())
+                reduce_sums(grads, group)
 
     def scale_gradients(self, factor: Any) -> None:
         """Multiply all gradients."""
         for ddp in self._holders:
             ddp.scale_gradients(factor)
-        for parameter in self._own():
-            assert parameter.grad is not None
-            parameter.grad.mul_(factor)
-
-    def _own(self) -> Iterator[nn.Parameter]:
-        (chunk,) = chunks_of(self.module)
-        return (parameter for parameter in chunk.parameters() if parameter.requires_grad and not is_held(parameter))
+        if grads := [parameter.grad for parameter in (*self._dense, *self._of_experts)]:
+            torch._foreach_mul_(grads, factor)

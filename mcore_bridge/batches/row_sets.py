@@ -125,7 +125,7 @@ def _holders(chunks: Sequence[nn.Module], wrapped: Wrapped, names: Sequence[str]
     for place, chunk in enumerate(chunks_of(chunks)):
         of_chunk: dict[int, Any] = {}
         for name in names:
-            own = [p for module in _by_name(chunk)[name].modules.values() for p in module.parameters() if is_held(p)]
+            own = [parameter for parameter in _by_name(chunk)[name].parameters() if is_held(parameter)]
             of_set = modules_of(wrapped.get(name, chunks))
             ddp = holder_of(of_set[place]) if len(of_set) == len(chunks) else None
             if own:

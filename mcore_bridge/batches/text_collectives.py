@@ -5,6 +5,7 @@ Ranks compare the tensors of a batch by digests, which are short texts made from
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,10 @@ from torch import Tensor
 
 from mcore_bridge.config.mesh.lost_ranks import naming_lost_ranks
 from mcore_bridge.errors import BatchError
+from mcore_bridge.rules.spec import runs_within
+
+_TOGETHER = 64 << 20
+"""Bytes of gradients that are summed at once, for which a copy is made."""
 
 
 def require_group(group: object) -> None:
@@ -38,6 +43,20 @@ def reduce_sum(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     if group.size() > 1:
         dist.all_reduce(value, group=group)
     return value
+
+
+@naming_lost_ranks("summing gradients")
+def reduce_sums(values: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """The sum of each tensor over all ranks, in place. Small tensors travel together."""
+    if group.size() == 1:
+        return
+    for dtype in dict.fromkeys(value.dtype for value in values):
+        for run in runs_within([each for each in values if each.dtype == dtype], lambda each: each.nbytes, _TOGETHER):
+            flat = torch.cat([each.flatten() for each in run]) if len(run) > 1 else run[0]
+            dist.all_reduce(flat, group=group)
+            if len(run) > 1:
+                parts = flat.split([each.numel() for each in run])
+                torch._foreach_copy_(run, [part.view_as(each) for part, each in zip(parts, run, strict=True)])
 
 
 @naming_lost_ranks("gathering outputs of context-parallel ranks")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +40,15 @@ class AdapterSet:
 
     made: Adapters
     modules: Mapping[str, nn.Module]
+
+    @cached_property
+    def _holding(self) -> list[nn.Module]:
+        """The modules with parameters, of which experts have thousands."""
+        return [part for module in self.modules.values() for part in module.modules() if part._parameters]
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """All parameters of the set."""
+        return (each for part in self._holding for each in part._parameters.values() if each is not None)
 
     @property
     def marker(self) -> str:
@@ -210,7 +219,8 @@ def use(chunk: Any, name: str) -> None:
 def _attach(chunk: Any, modules: Mapping[str, nn.Module]) -> None:
     for path, adapter in modules.items():
         layer = chunk.get_submodule(path)
-        layer.adapter = adapter.train(layer.training)
+        modes = {adapter.training, *(part.training for part in adapter.children())}
+        layer.adapter = adapter if modes == {layer.training} else adapter.train(layer.training)
 
 
 def lay_aside(chunk: Any) -> None:
