@@ -264,8 +264,13 @@ class EngineWorker:
         self._puller = Puller(self._engine, specs, self.device)
         self._puller.open(handles)
 
+    def ask_pull_announce(self) -> None:
+        """Announce a round in which this process copies out of the trainer's memory."""
+        assert self._puller is not None
+        self._puller.announce()
+
     def ask_pull_begin(self, handles: Sequence[Handle]) -> None:
-        """A round begins: open the trainer's memory."""
+        """Open the trainer's memory."""
         assert self._puller is not None
         self._puller.begin(handles)
 

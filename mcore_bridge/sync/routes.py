@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -104,6 +105,8 @@ class Route(NoRoute):
         self.num_bytes = 0
         self._map: EngineMap | None = None
         self._writer: EngineWriter | PullWriter | None = None
+        self._announce: Callable[[], None] = partial(line.send, "share")
+        """Begins a round: the worker looks up its memory while the ranks agree on a plan."""
         self._is_announced = False
         self._ring: BufferRing | None = None
 
@@ -145,7 +148,7 @@ class Route(NoRoute):
         self.reason = "; ".join(filter(None, (self.reason, reason)))
 
     def _open_shards(self, manifest: Manifest) -> None:
-        self.line.send("share")
+        self._announce()
         self._shared()
         self._is_announced = True
 
@@ -174,7 +177,7 @@ class Route(NoRoute):
         self.line(
             "pull", tuple(TensorSpec.of(spec.name, spec) for spec in manifest), writer.open(bound.tensors.values())
         )
-        self._writer = writer
+        self._writer, self._announce = writer, writer.announce
 
     def _open_ring(self, manifest: Manifest) -> None:
         self._ring = BufferRing(plan_buckets(manifest), self._device)
@@ -188,8 +191,8 @@ class Route(NoRoute):
         if self.transport in _BY_MAP:
             is_asked = self.transport == "shards" and not self._is_announced
             self._is_announced = False
-            if is_asked:
-                self.line.send("share")  # the worker looks up its memory while the ranks agree on a plan
+            if is_asked or self.transport == "pull":
+                self._announce()
             export = open_export(self._models, None, "lm", target=self.target, **self._options)
             write_export(export, self._shared if is_asked else self._opened)
             self.line("complete", version)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,29 +22,45 @@ MOST_STORAGES = 64
 MOST_CAST_BYTES = 64 << 20
 """Bytes of HF tensors which the map casts. They travel as bytes of a message."""
 
-Ask = Callable[..., Any]
-"""Calls a method of the engine's worker with arguments, and returns its answer."""
+
+class Line(Protocol):
+    """Questions to the worker of an engine, which answers them in their order."""
+
+    def send(self, method: str, arguments: Sequence[Any] = ()) -> None:
+        """Ask for a method of the worker."""
+
+    def answer(self) -> Any:
+        """The next answer; raises ``TransferError`` if the worker failed."""
 
 
 class PullWriter(MapWriter):
     """Writes into one rank of an engine on the same machine, whose memory this process cannot open.
 
-    An error of the engine does not stop an export, since other ranks take part: ``complete`` raises it.
+    While the engine copies, this rank checks the tensors of the next messages. It waits for answers where windows are
+    used again, and at the end. An error of the engine does not stop an export, since other ranks take part:
+    ``complete`` raises it.
 
     Args:
         engine_map: the engine's map.
-        ask: calls a ``Puller`` of the engine.
+        line: reaches a ``Puller`` of the engine.
     """
 
-    def __init__(self, engine_map: EngineMap, ask: Ask) -> None:
+    def __init__(self, engine_map: EngineMap, line: Line) -> None:
         super().__init__(engine_map)
-        self._ask = ask
+        self._line = line
+        self._num_due = 0
+        """The number of answers that the engine has not given yet."""
         self._layout = _Layout(Buffers([]))
         self._numbers: dict[CopyTable, int] = {}
         """The number by which the engine has each table."""
         self._windows: dict[int, tuple[int, Tensor]] = {}
         """By its address, each allocation of windows that the engine has opened in this round, with its number."""
         self._problem: TransferError | None = None
+
+    def announce(self) -> None:
+        """Begin a round: the engine looks up its memory while the ranks of the trainer agree on a plan."""
+        self._problem = None
+        self._ask("pull_announce")
 
     def open(self, tensors: Iterable[Tensor]) -> list[Handle]:
         """Handles of the memory of this rank's tensors, for a trial.
@@ -73,9 +89,9 @@ class PullWriter(MapWriter):
         layout = _Layout(held)
         if not layout.is_like(self._layout):
             self._numbers = {}
-        self._layout, self._windows, self._problem = layout, {}, None
+        self._layout, self._windows = layout, {}
         _synchronize(held)
-        self._try("pull_begin", [share_part(whole, self.map.digest) for whole in layout.wholes])
+        self._ask("pull_begin", [share_part(whole, self.map.digest) for whole in layout.wholes])
 
     def _run(self, table: CopyTable, windows: Tensor) -> None:
         number, rows, place, handle = self._numbers.get(table), None, -1, None
@@ -86,8 +102,10 @@ class PullWriter(MapWriter):
             place, whole = self._windows.setdefault(windows.data_ptr(), (len(self._windows), windows))
             if whole is windows:
                 handle = share_part(_whole(windows), self.map.digest)
-        _synchronize(Buffers([windows]))
-        self._try("pull_copy", number, rows, place, handle)
+            _synchronize(Buffers([windows]))
+        self._ask("pull_copy", number, rows, place, handle)
+        if windows.numel():
+            self._take_answers()
 
     def _rows(self, table: CopyTable) -> Table:
         """The rows of a table with allocations in the place of this rank's tensors."""
@@ -104,17 +122,27 @@ class PullWriter(MapWriter):
 
     def write_group(self, group: Sequence[Pair]) -> None:
         """See ``MapWriter``."""
-        self._try("pull_write", [(TensorSpec.of(name, t), _bytes_of(t)) for name, t in group])
+        self._ask("pull_write", [(TensorSpec.of(name, t), _bytes_of(t)) for name, t in group])
 
-    def _try(self, method: str, *arguments: Any) -> None:
+    def _ask(self, method: str, *arguments: Any) -> None:
         if self._problem is None:
             try:
-                self._ask(method, *arguments)
+                self._line.send(method, arguments)
+                self._num_due += 1
             except TransferError as error:
                 self._problem = error
 
+    def _take_answers(self) -> None:
+        while self._num_due:
+            self._num_due -= 1
+            try:
+                self._line.answer()
+            except TransferError as error:
+                self._problem = self._problem or error
+
     def complete(self) -> None:
         """Raise what the engine has reported in this round."""
+        self._take_answers()
         self._windows.clear()
         if self._problem is not None:
             raise self._problem

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import Pair, TensorSpec
 from mcore_bridge.weights.engine.mapped_engine import MappedEngine
 from mcore_bridge.weights.ipc.shared_memory import Handle, open_all
@@ -34,7 +35,9 @@ class Puller:
     def __init__(self, engine: MappedEngine, tensors: Sequence[TensorSpec], device: torch.device) -> None:
         self._engine, self._tensors, self._device = engine, tuple(tensors), device
         self._tables: dict[int, CopyTable] = {}
-        self._buffers = Buffers([])
+        self._memory = Buffers([])
+        self._buffers: Buffers | None = None
+        """The sender's memory and the engine's; None until a round has begun."""
         self._windows: dict[int, Tensor] = {}
 
     def open(self, handles: Sequence[Handle]) -> list[Tensor]:
@@ -45,17 +48,25 @@ class Puller:
         """
         return open_all(handles, self._engine.map.digest, _OTHER) if handles else []
 
-    def begin(self, handles: Sequence[Handle]) -> None:
-        """Announce a round, and open the sender's memory for it.
+    def announce(self) -> None:
+        """Announce a round.
 
         Raises:
-            TransferError: as ``open`` and ``MappedEngine.announce``.
+            TransferError: as ``MappedEngine.announce``.
         """
-        held = Buffers(self.open(handles))
-        self._buffers = held.beside(self._engine.announce(self._tensors))
+        self._buffers = None
+        self._memory = self._engine.announce(self._tensors)
+
+    def begin(self, handles: Sequence[Handle]) -> None:
+        """Open the sender's memory for the round that was announced.
+
+        Raises:
+            TransferError: as ``open``.
+        """
+        self._buffers = Buffers(self.open(handles)).beside(self._memory)
 
     def copy(self, number: int, table: Table | None, windows: int, handle: Handle | None) -> None:
-        """Run copies. When this returns, they are done.
+        """Run copies. Copies from windows are done when this returns, and all other copies when the round completes.
 
         Args:
             number: the number of the table of copies among those of the sender.
@@ -68,10 +79,12 @@ class Puller:
             self._tables[number] = CopyTable(map(ByteCopy._make, table.tolist()))
         if handle is not None:
             (self._windows[windows],) = self.open([handle])
+        if self._buffers is None:
+            raise TransferError("expected copies of a round that has begun, found none: its begin has failed")
         passing = [self._windows[windows]] if windows in self._windows else []
         self._tables[number].run(self._buffers, Buffers(passing), self._device)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        if passing:
+            self._synchronize()
 
     def write(self, group: Sequence[tuple[TensorSpec, bytes]]) -> None:
         """Take HF tensors which the map casts, or whose copies could not be composed."""
@@ -81,7 +94,12 @@ class Puller:
         tensor = torch.frombuffer(bytearray(values), dtype=spec.dtype).view(spec.shape)
         return spec.name, tensor.to(self._device)
 
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
     def close(self) -> None:
-        """Let go of the sender's memory."""
-        self._buffers = Buffers([])
+        """Let go of the sender's memory, once all copies are done."""
+        self._synchronize()
+        self._buffers = None
         self._windows.clear()
