@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -143,11 +144,51 @@ class SortedTokens:
         places: the places of these tokens among all tokens of the layer, int64 ``[sorted tokens]``.
         counts: how many tokens each group has.
         ends: how many sorted tokens there are up to the end of each group, int32 ``[groups]``.
+        num_tokens: how many tokens the layer has.
     """
 
     places: Tensor
     counts: list[int]
     ends: Tensor
+    num_tokens: int
+
+    @cached_property
+    def _places_among_sorted(self) -> Tensor:
+        """For each token of the layer its place among sorted tokens; -1 for a token without a group."""
+        inverse = torch.full((self.num_tokens,), -1, device=self.places.device)
+        inverse[self.places] = torch.arange(len(self.places), device=self.places.device)
+        return inverse
+
+    def take(self, tokens: Tensor) -> Tensor:
+        """The sorted tokens, ``[sorted tokens, features]``, of all tokens of the layer, ``[tokens, features]``."""
+        taken: Tensor = _Rows.apply(tokens, self.places, self._places_among_sorted)
+        return taken
+
+    def put(self, own: Tensor) -> Tensor:
+        """The inverse of ``take``; zero for tokens without a group."""
+        whole: Tensor = _Rows.apply(own, self._places_among_sorted, self.places)
+        return whole
+
+
+class _Rows(torch.autograd.Function):
+    """The rows of a matrix at these places; zero for -1.
+
+    No place comes twice. So the gradient is also taken from the places that are the inverse. torch would add row after
+    row.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(places, inverse)
+        if len(places) <= len(rows):  # sorted tokens, or all tokens and each has a group
+            return rows.index_select(0, places)
+        extended = torch.cat([rows, rows.new_zeros(1, rows.size(1))])
+        return extended.index_select(0, places.where(places >= 0, len(rows)))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        places, inverse = ctx.saved_tensors
+        return _Rows.apply(grad, inverse, places), None, None
 
 
 def sort_tokens(numbers: Tensor, num_groups: int) -> SortedTokens:
@@ -155,7 +196,7 @@ def sort_tokens(numbers: Tensor, num_groups: int) -> SortedTokens:
     counts = torch.bincount(numbers + 1, minlength=num_groups + 1)
     ends = counts[1:].cumsum(0, dtype=torch.int32)
     none, *of_groups = counts.tolist()
-    return SortedTokens(numbers.argsort(stable=True)[none:], of_groups, ends)
+    return SortedTokens(numbers.argsort(stable=True)[none:], of_groups, ends, len(numbers))
 
 
 class TokenSets:

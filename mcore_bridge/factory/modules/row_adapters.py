@@ -48,16 +48,16 @@ class RowAdapters(nn.ModuleList):
         (product, bias), hidden = outputs_and_input(outputs, inputs[0])
         flat, adapter = hidden.flatten(0, -2), self._of_sets[0][0]
         own = self._sort(len(flat), self._numbers)
-        rows = flat.index_select(0, own.places)
+        rows = own.take(flat)
         ins = self._inputs(rows, own)
-        inner, redone = self._inner(rows, ins, own), self._redone(layer, flat, ins, own)
+        inner, redone = self._inner(rows, ins, own), self._redone(layer, ins, own)
         if not adapter.is_local:
-            whole = adapter.across(inner.new_zeros(len(flat), inner.size(1)).index_copy(0, own.places, inner))
+            whole = adapter.across(own.put(inner))
             own = self._sort(len(whole), self._numbers)
-            inner = whole.index_select(0, own.places)
+            inner = own.take(whole)
         base = product.flatten(0, -2)
         beside = self._outer(inner, own, layer, without_bias(layer, base, bias) if self._has_dora else base, redone)
-        return base.index_add(0, own.places, beside.to(base.dtype)).view_as(product), bias
+        return (base + own.put(beside.to(base.dtype))).view_as(product), bias
 
     @property
     def _has_dora(self) -> bool:
@@ -81,7 +81,7 @@ class RowAdapters(nn.ModuleList):
         widest = max(part.size(1) for part in inner)
         return torch.cat([padded(part, 1, widest) for part in inner])
 
-    def _redone(self, layer: nn.Module, flat: Tensor, ins: list[list[Tensor]], own: SortedTokens) -> list[Tensor]:
+    def _redone(self, layer: nn.Module, ins: list[list[Tensor]], own: SortedTokens) -> list[Tensor]:
         """The products of the layer for inputs with dropout, one for each part, if a set of DoRA drops any.
 
         Each token belongs to one set. So one product for the first parts of all sets is enough, and so on.
@@ -91,8 +91,7 @@ class RowAdapters(nn.ModuleList):
             return []
         numbers = range(max(map(len, ins)))
         parts = [torch.cat([of_set[min(number, len(of_set) - 1)] for of_set in ins]) for number in numbers]
-        whole = [torch.zeros_like(flat).index_copy(0, own.places, part) for part in parts]
-        return self._of_sets[0][0].products(layer.weight, whole)
+        return self._of_sets[0][0].products(layer.weight, [own.put(part) for part in parts])
 
     def _outer(
         self, inner: Tensor, own: SortedTokens, layer: nn.Module, base: Tensor, redone: Sequence[Tensor]
