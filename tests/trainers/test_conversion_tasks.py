@@ -197,9 +197,7 @@ def test_buckets_and_backups(dims, fields, expert_format):
         assert "ExportError" in problems["other tasks"]
         assert "conversion_tasks" in problems["other tasks"]
         assert "ConfigError: conversion_tasks must come from get_conversion_tasks" in problems["other types"]
-        assert re.search(
-            r"param_weight must be a shard \(.*\) of .*, found \(1,", problems["another shape"]
-        )
+        assert re.search(r"param_weight must be a shard \(.*\) of .*, found \(1,", problems["another shape"])
         assert ("a part of a group" in problems) == (expert_format == "fused")
         assert "group_key" in problems.get("a part of a group", "group_key")
         assert rank["sources"] == ranks[0]["sources"]
