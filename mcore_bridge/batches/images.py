@@ -31,6 +31,8 @@ FRAMES = "num_frames_per_video"
 """The number of frames of each video, if pixels of videos have an entry for each frame."""
 SHOWN = "shown"
 """True for tokens without padding: bool ``[rows, tokens]``, of the tokens of this context-parallel rank."""
+OF_SEQUENCES = "of_sequences"
+"""The images of each sequence of a microbatch, as ``OfSequences``."""
 BY_TOKEN = (TYPES, POSITIONS)
 _BY_TYPE = {TYPES, BLOCKS}
 _OF_IMAGES = ("image_grid_thw", "image_sizes", "pixel_values")
@@ -41,18 +43,23 @@ _PLACEHOLDERS = (("image_token_id", "image_token_index"), ("video_token_id", "vi
 
 
 @dataclass(slots=True)
-class Misfits:
-    """Collects faults of images that are found while other ranks wait, so that this rank must continue.
+class OfSequences:
+    """The images of each sequence of a microbatch, and their faults.
 
     Attributes:
-        rows: for each sequence of a microbatch, the number of its row in the batch.
-        counts: for each sequence, the numbers of its images and of its videos.
-        errors: the faults of rows that do not fit.
+        rows: for each sequence, the number of its row in the batch.
+        images: for each sequence, the inputs of its images; empty for text.
+        errors: faults that are found while other ranks wait, so that this rank must continue.
     """
 
     rows: Sequence[int]
-    counts: Sequence[tuple[int, int]]
+    images: Rows
     errors: list[BatchError] = field(default_factory=list)
+
+    @property
+    def counts(self) -> list[tuple[int, int]]:
+        """For each sequence, the numbers of its images and of its videos."""
+        return [_counts(inputs) for inputs in self.images]
 
 
 def placeholders(config: Any) -> list[int | None]:
@@ -286,7 +293,7 @@ class SeenImages:
             inputs[POSITIONS] = placed(self._positions[rows], batch.places[cp_rank]).permute(2, 0, 1)
         if not packed:  # a row of only padding counts as tokens: transformers needs at least one
             inputs[SHOWN] = (batch.places[cp_rank] >= 0) | (batch.position_ids == 0)
-        return {**inputs, "misfits": Misfits(kept, [_counts(self._images[row]) for row in kept], self.misfits)}
+        return {**inputs, OF_SEQUENCES: OfSequences(kept, [self._images[row] for row in kept], self.misfits)}
 
 
 def _counts(inputs: Mapping[str, Tensor]) -> tuple[int, int]:

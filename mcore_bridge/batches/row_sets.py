@@ -17,7 +17,6 @@ from mcore_bridge.batches.packing import PackedSequences
 from mcore_bridge.batches.text_collectives import reduce_max
 from mcore_bridge.config.mesh.alike import Shared
 from mcore_bridge.errors import BatchError, ConfigError
-from mcore_bridge.rules.names import TOWER
 from mcore_bridge.weights.model_chunks import Models, chunks_of, modules_of
 from mcore_bridge.weights.param_sync import is_pending
 from mcore_bridge.weights.peft.hf_adapters import adapters_in_use, is_without_adapters
@@ -39,6 +38,8 @@ _NUMBER = "mcore_bridge: microbatch of row adapters"
 A recompute restores the states of its forward. So it finds the rows of its own microbatch, although the forwards of
 later microbatches may have run since.
 """
+_IN_TOWER = "mcore_bridge: set of row adapters in a tower"
+"""A state as above: the number of the set whose images a tower runs."""
 KNOWN = ("allgather", "alltoall")
 """The dispatchers that can send a tensor of one feature: kernels of others need the width and dtype of the model."""
 _APART = "call set_adapters and forward for the rows of each set"
@@ -93,7 +94,6 @@ def _problems(chunk: GPTModel, sets: RowSets) -> Iterator[str]:
         f"routed experts with moe_token_dispatcher_type={dispatcher!r}": lambda path, layer: (
             dispatcher not in KNOWN and has_experts(layer)
         ),
-        "layers of a tower": lambda path, layer: path.startswith(TOWER),
         "kv_b_proj in sparse attention": lambda path, layer: sparse and path.endswith("linear_kv_up_proj"),
     }
     for what, is_such in kinds.items():
@@ -206,15 +206,19 @@ class TokenSets:
         sets: for each microbatch the set of each token, by its place in ``names``, in the order of hidden states
             ``[seq, batch]`` of this context-parallel rank; -1 for a token without adapters. int64 ``[seq * batch]``.
         names: the names of the sets.
+        of_rows: for each row of the batch its set, by its place in ``names``; -1 for a row without adapters.
         rank, parts: the part of the sequence that this rank has outside of layers, and the number of parts; one part
             without sequence parallelism.
     """
 
-    def __init__(self, sets: Sequence[Tensor], names: Sequence[str], *, rank: int, parts: int) -> None:
-        self.names = names
+    def __init__(
+        self, sets: Sequence[Tensor], names: Sequence[str], of_rows: Sequence[int], *, rank: int, parts: int
+    ) -> None:
+        self.names, self.of_rows, self._device = names, of_rows, sets[0].device
         self._numbers = [{len(own): own for own in (whole.chunk(parts)[rank], whole)} for whole in sets]
         self._sorted: list[dict[object, SortedTokens]] = [{} for _ in sets]
         self._tables: dict[object, Tensor] = {}
+        self._in_tower: dict[object, SortedTokens] = {}
 
     def begin(self, number: int) -> None:
         """Let the forward that follows use the rows of the microbatch ``number``."""
@@ -256,6 +260,25 @@ class TokenSets:
         if (num_tokens, sets) not in known:
             known[num_tokens, sets] = sort_tokens(self.among(self.numbers(num_tokens), sets), len(sets))
         return known[num_tokens, sets]
+
+    @contextmanager
+    def in_tower(self, number: int) -> Iterator[None]:
+        """In the block, a tower runs the images of one set alone, by its number; -1: of rows without adapters."""
+        _states()[_IN_TOWER] = torch.tensor(number)
+        try:
+            yield
+        finally:
+            del _states()[_IN_TOWER]
+
+    def sort_in_tower(self, num_tokens: int, sets: tuple[int, ...]) -> SortedTokens:
+        """``sort`` for a layer of a tower, whose tokens all belong to one set."""
+        number = int(_states()[_IN_TOWER])
+        if (num_tokens, sets, number) not in self._in_tower:
+            counts = [num_tokens if own == number else 0 for own in sets]
+            ends = torch.tensor(counts, device=self._device).cumsum(0, dtype=torch.int32)
+            places = torch.arange(sum(counts), device=self._device)
+            self._in_tower[num_tokens, sets, number] = SortedTokens(places, counts, ends)
+        return self._in_tower[num_tokens, sets, number]
 
     @property
     def _microbatch(self) -> int:
@@ -309,7 +332,7 @@ def using_row_sets(
     of_batches = [numbers[own] for own in rows] + [[]] * (len(batches) - len(rows))
     of_tokens = [_sets_of_tokens(*pair, groups.cp.rank()) for pair in zip(batches, of_batches, strict=True)]
     cut: Any = groups.tp if bare[0].config.sequence_parallel else None
-    tokens = TokenSets(of_tokens, names, rank=cut.rank() if cut else 0, parts=cut.size() if cut else 1)
+    tokens = TokenSets(of_tokens, names, numbers, rank=cut.rank() if cut else 0, parts=cut.size() if cut else 1)
     with ExitStack() as stack:
         for chunk in bare:
             stack.enter_context(chunk.bridge_adapter_sets.used_by_row(chunk, tokens))

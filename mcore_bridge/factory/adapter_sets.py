@@ -19,6 +19,7 @@ from torch import nn
 from mcore_bridge.config.mesh.alike import Shared, agreed, replica_groups
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.rules.adapters import Adapters
+from mcore_bridge.rules.names import TOWER
 from mcore_bridge.weights.model_chunks import Models, chunks_of
 from mcore_bridge.weights.model_tensors import note_built
 from mcore_bridge.weights.peft.hf_adapters import switch_of
@@ -61,10 +62,15 @@ class AdapterSet:
 
 @dataclass
 class AdapterSets:
-    """All sets of a chunk by name, and the name of the set in use; empty while none is in use."""
+    """All sets of a chunk by name, and the name of the set in use; empty while none is in use.
+
+    Attributes:
+        by_row: the sets of rows, while the rows of a batch use several and the chunk has a tower with some of them.
+    """
 
     by_name: dict[str, AdapterSet] = field(default_factory=dict)
     in_use: str = ""
+    by_row: TokenSets | None = None
 
     def require_in_use(self) -> None:
         """Raise ``ConfigError`` in the recompute of a forward that has used another set."""
@@ -93,9 +99,11 @@ class AdapterSets:
         hooks = [layer.router.register_forward_hook(dispatched.follow) for layer, dispatched in routed.items()]
         lay_aside(chunk)
         _attach(chunk, modules)
+        self.by_row = tokens if any(path.startswith(TOWER) for path in modules) else None
         try:
             yield
         finally:
+            self.by_row = None
             for hook in hooks:
                 hook.remove()
             _detach(chunk, modules)

@@ -164,7 +164,7 @@ def add_adapters(
         draw = partial(_drawn, seed, init)
         adapters = {name: _made(bound, made, name, getattr(linear, own), dtype, draw) for name, linear, own in places}
         if given is not None:
-            _require_all(bound, given)
+            _require_all(bound, given, mapping, names)
             tensors = ((name, *own) for name in adapters for own in adapters[name].tensors)
             factors = {factor_name(name, end): factor for name, end, factor, _ in tensors}
             load_peft(replace(bound, mapping=mapping, tensors=factors), made, given, dtype)
@@ -250,13 +250,24 @@ def _by_layer(chunk: GPTModel, places: Sequence[Place], adapters: Mapping[str, A
     return modules
 
 
-def _require_all(bound: BoundModel, given: PeftFolder) -> None:
-    """Raise if the config of a folder lists a module of this rank that has no adapter in the folder."""
+def _require_all(bound: BoundModel, given: PeftFolder, mapping: WeightMapping, names: Iterable[str]) -> None:
+    """Raise if a folder lacks the adapter of a module of this rank that its config lists, or has in other layers.
+
+    Args:
+        mapping, names: the rules of the adapters, and the canonical names of the factors on this rank.
+    """
     bindings = map(bound.mapping.bind, bound.tensors)
-    names = (hf for binding in bindings if binding.axis == "tp" or given.expert_format == "split" for hf in binding.hf)
-    modules = (name.removesuffix(".weight") for name in names if name.endswith(".weight"))
+    known = [binding for binding in bindings if binding.axis == "tp" or given.expert_format == "split"]
+    weights = (name for binding in known for name in binding.hf if name.endswith(".weight"))
+    modules = (name.removesuffix(".weight") for name in weights)
     if absent := [module for module in modules if given.config.lists(module) and module not in given.ranks]:
         raise CheckpointError(f"the adapter's config has {len(absent)} targets without tensors, such as {absent[:4]}")
+    factors = (hf.partition("[")[0] for name in sorted(names) for hf in mapping.bind(name).hf)
+    if absent := [module for module in dict.fromkeys(map(base_name, factors)) if module not in given.ranks]:
+        raise CheckpointError(
+            f"all layers must have the adapter's modules, found {len(absent)} without, such as {absent[:4]}: merge the "
+            "adapter into the base, by mcore-bridge merge"
+        )
 
 
 def _made(bound: BoundModel, made: Adapters, mcore: str, weight: Any, dtype: torch.dtype | None, draw: Draw) -> Adapter:

@@ -286,21 +286,36 @@ def sourced_weights(
 
     Raises:
         ConfigError: an entry is no task of this library.
-        ExportError, MappingError: as ``iter_hf_weights``; or ranks pass different tasks, or a part of a group.
+        ExportError, MappingError: as ``iter_hf_weights``; or ranks pass different tasks, or a part of a group; or a
+            tensor has another shape than the shard.
     """
     names: Mapping[str, str]
     part: dict[str, Tensor] | None = None
     rows: list[int] | None = None
+    problem = ""
     if tasks is None or isinstance(tasks, ConversionTasks):
         names = (ConversionTasks(models) if tasks is None else tasks).names
     else:
         chosen = [task for task in tasks if task is not None]
         require_tasks(chosen)
         part = {task.mcore: task.param_weight for task in chosen if task.param_weight is not None}
-        rows = [task.row for task in chosen]
+        rows, problem = [task.row for task in chosen], _misfit(chosen)
         names = chosen[0].names if chosen else {}
-    for name, tensor, sources in iter_with_sources(models, part=part, rows=rows, **options):
+    for name, tensor, sources in iter_with_sources(models, part=part, rows=rows, problem=problem, **options):
         yield SourcedWeight(name, tensor, tuple(names[source] for source in sources))
+
+
+def _misfit(tasks: Iterable[ConversionTask]) -> str:
+    """Why the tensors of tasks cannot be sent; "" if they can."""
+    given = [(task, getattr(task.param_weight, "shape", None)) for task in tasks if task.param_weight is not None]
+    wrong = [(task, shape) for task, shape in given if shape is None or tuple(shape) != task.shape]
+    if not wrong:
+        return ""
+    task, shape = wrong[0]
+    return (
+        f"param_weight must be a shard {task.shape} of {task.global_param_name}, found {shape and tuple(shape)}, and "
+        f"{len(wrong) - 1} others like it: pass this rank's shard"
+    )
 
 
 def require_tasks(tasks: Iterable[object]) -> None:

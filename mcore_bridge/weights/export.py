@@ -123,6 +123,7 @@ def iter_with_sources(
     rows: Sequence[int] | None,
     device: torch.device | str | None = None,
     merged: bool | None = None,
+    problem: str = "",
 ) -> Iterator[tuple[str, Tensor, tuple[str, ...]]]:
     """Yield HF tensors like ``iter_hf_weights``, each with the canonical names of the parameters that become it.
 
@@ -131,6 +132,7 @@ def iter_with_sources(
         part: tensors of this rank by canonical name, to export only these, in place of the tensors of the models;
             None exports all.
         rows: what the ranks chose, equal on all ranks. If it is empty on all ranks, nothing is yielded.
+        problem: why this rank cannot export, so that all ranks raise; "" if it can.
 
     Raises:
         ExportError, MappingError: as ``iter_hf_weights``, except that layers may be absent from a part. A tensor of
@@ -138,7 +140,8 @@ def iter_with_sources(
     """
     if rows is not None and not Group.of_replica(chunks_of(models)[0].pg_collection).max(len(rows)):
         return
-    export = open_export(models, None, "lm", merged=merged, only=Only(tensors=part), shared={"conversion_tasks": rows})
+    chosen: Any = {"only": Only(tensors=part), "shared": {"conversion_tasks": rows}}
+    export = open_export(models, None, "lm", merged=merged, target=unless(problem, "everything"), **chosen)
     sources: dict[str, list[str]] = {}
     for entry in export.program.plan.payload.entries:
         for name in (*entry.hf, *entry.copies):

@@ -11,11 +11,12 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_par
 
 import mcore_bridge as mb
 from mcore_bridge.batches import row_sets
+from mcore_bridge.batches.row_sets import TokenSets
 from mcore_bridge.errors import BatchError
 from mcore_bridge.factory.modules.adapter import Adapter
 from mcore_bridge.factory.modules.row_adapters import DispatchedTokens, RowAdapters
 from tests import zoo
-from tests.support import experts, pool, stepping, tiny
+from tests.support import composites, experts, pool, seeing, stepping, tiny
 from tests.support.peft_models import fill, held
 
 DENSE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -55,6 +56,24 @@ CASES = {
 }
 
 
+SEEING = {
+    "qwen3_vl": (
+        ("visual.blocks.*.mlp.linear_fc2", "qkv", "proj", "q_proj", "deepstack_merger_list.*.linear_fc1"),
+        ({**SP, "overrides": FULL, "dora": True, "dropout": 0.5}, {"cp": 2}, {}),
+    ),
+    "qwen2_5_vl": (("qkv", "merger.mlp.*", "v_proj"), ({"tp": 2, "packed": False}, {"pp": 2, "recompute": True})),
+    "gemma3": (("fc1", "v_proj", "out_proj"), ({"pp": 2, "dora": True, "recompute": True}, SP)),
+    "gemma4": (("o_proj", "linear", "embedding_projection"), ({"pp": 2},)),
+}
+"""Composites with adapters in the tower. "recompute": of the tower's layers."""
+LAYOUT = [
+    [3, (1, 4, 4), 4, (1, 2, 6), 5],
+    [2, (1, 2, 2), 3],
+    [1, (1, 4, 2), 9],
+    [14],
+    [2, (1, 4, 4), 6, (1, 2, 2), 3],
+]
+"""The images of each row: of three sets in the first microbatch, which has three rows."""
 OWN = {"qwen3": partial(tiny.config, "qwen3"), "qwen3_moe": lambda: experts.HF}
 """The configs of cases that are not in the zoo."""
 
@@ -64,9 +83,19 @@ def batch_of(hf):
     return ids, torch.arange(12) < torch.tensor([12, 7, 9, 3, 11])[:, None]
 
 
-def built(folder, dims, targets, overrides=None, **options):
+def batch_for(folder, hf):
+    """The arguments of ``forward``. A composite has no ``hf`` here: its batch has images."""
+    if hf is not None:
+        return {**dict(zip(("input_ids", "attention_mask"), batch_of(hf), strict=True)), "micro_batch_size": 2}
+    batch = seeing.batch_of(seeing.reference(folder), LAYOUT)
+    return {**dict(zip(("input_ids", "attention_mask", "images"), batch, strict=True)), "micro_batch_size": 3}
+
+
+def built(folder, dims, targets, overrides=None, *, vision="text_only", recompute=False, **options):
     """A model with two sets of other ranks, scales and targets, none of whose factors is zero."""
-    models = mb.build_model(folder, dims=dims, dtype=torch.float32, device="cpu", overrides=overrides)
+    models = mb.build_model(folder, dims=dims, dtype=torch.float32, device="cpu", overrides=overrides, vision=vision)
+    if recompute and hasattr(models[0], "vision"):
+        models[0].vision.gradient_checkpointing_enable()
     for name, rank, of_set in (("math", 3, targets), ("code", 5, targets[1:])):
         fill(models, mb.add_adapters(models, rank=rank, alpha=4, targets=of_set, name=name, **options))
     return models
@@ -132,21 +161,30 @@ def of_one_part(self, layer, ins, own, redone=RowAdapters._redone):
     return redone(self, layer, [of_set[:1] * len(of_set) for of_set in ins], own)
 
 
+def without_sets(self, number, in_tower=TokenSets.in_tower):
+    """A mistake: images of some rows use the set of other rows."""
+    return in_tower(self, max(0, number - 1))
+
+
 def compared(folder, hf, targets, meshes):
     """Runs in each worker: for each mesh the errors; for some also the errors with a planted mistake."""
     said = []
     for sizes in meshes:
         sizes = dict(sizes)
         overrides, packed, dropout = sizes.pop("overrides", None), sizes.pop("packed", True), sizes.pop("dropout", None)
-        options = {"dora": sizes.pop("dora", None), "dropout": dropout}
+        options = {"dora": sizes.pop("dora", None), "dropout": dropout, "recompute": sizes.pop("recompute", False)}
+        options["vision"] = "text_only" if hf else "frozen"
         dims = mb.ParallelDims(**sizes)
         with stepping.mesh(dims), mock.patch.object(Adapter, "inputs_of", halved):
             models = built(folder, dims, targets, overrides, **options)
-            rows = OF_RANKS[dist.get_rank()] if sizes == {"ep": 2} else ROWS
-            run = partial(mb.forward, models, *batch_of(hf), packed=packed, micro_batch_size=2)
+            rows = OF_RANKS[dist.get_rank()] if sizes in ({"ep": 2}, {}) else ROWS
+            run = partial(mb.forward, models, **batch_for(folder, hf), packed=packed)
             expected, wrong = apart(models, run, rows), None
             right = errors(found := mixed(models, run, rows), expected)
-            if dims.ep > 1:
+            if hf is None:
+                with mock.patch.object(TokenSets, "in_tower", without_sets):
+                    wrong = errors(mixed(models, run, rows), expected)
+            elif dims.ep > 1:
                 assert torch.equal(run(adapters=rows).log_probs, found[0])
                 with mock.patch.object(DispatchedTokens, "follow", next_to_it):
                     wrong = errors(mixed(models, run, rows), expected)
@@ -179,6 +217,17 @@ def test_each_row_goes_through_its_own_set(case, tmp_path):
             assert max(grads for _, grads in planted) > 0.1, f"{mesh}: the mistake is found"
 
 
+@pytest.mark.parametrize("name", SEEING)
+def test_images_of_each_row_go_through_its_own_set(name, tmp_path):
+    if name not in composites.NAMES or "qwen3_5" not in composites.NAMES:
+        pytest.skip("the installed transformers lacks it")
+    targets, meshes = SEEING[name]
+    for results in pool.run(2, compared, str(seeing.written(name, tmp_path)), None, targets, meshes):
+        for mesh, (right, wrong) in zip(meshes, results, strict=True):
+            assert max(right) <= seeing.BOUND, (mesh, right)
+            assert max(wrong) > 1e-2, f"{mesh}: the mistake is found"
+
+
 def dropped(folder):
     """Runs in one worker: gradients with dropout, with and without a recompute."""
     found = []
@@ -209,6 +258,7 @@ LEARNED = {
         {"cp": 2},
     ),
     "qwen3_moe": ({"ep": 2}, {**SP, "etp": 2}),
+    "qwen3_vl": ({"ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1}},),
 }
 STEPS = [OF_RANKS, [["math", None, None, None, "math"], [None] * 5]]
 """The sets of rows in two steps, on each replica. In the second step, a replica has no set, and one set has no rows."""
@@ -216,7 +266,8 @@ STEPS = [OF_RANKS, [["math", None, None, None, "math"], [None] * 5]]
 
 def trained(folder, hf, targets, dims, how, overrides, ddp):
     """What two steps leave of each set, each in its own DDP and distributed optimizer, and the log-probs after them."""
-    models, wrapped, optimizers, replica = built(folder, dims, targets, overrides), {}, {}, 0
+    models = built(folder, dims, targets, overrides, vision="text_only" if hf else "frozen")
+    wrapped, optimizers, batch, replica = {}, {}, batch_for(folder, hf), 0
     if dims.dp(2) == 2:
         replica = dist.get_rank()
     for name in ("math", "code"):
@@ -224,7 +275,6 @@ def trained(folder, hf, targets, dims, how, overrides, ddp):
         wrapped[name] = stepping.wrap(models, use_distributed_optimizer=True, **ddp)
         late = {"overlap_param_gather": ddp.get("overlap_param_gather", False)}
         optimizers[name] = stepping.distributed_optimizer(wrapped[name], lr=0.1, adam_eps=0.01, **late)
-    options = {"micro_batch_size": 2}
     for of_replicas in STEPS:
         used, rows = [name for name in wrapped if any(name in own for own in of_replicas)], of_replicas[replica]
         for name in used:
@@ -233,18 +283,18 @@ def trained(folder, hf, targets, dims, how, overrides, ddp):
         if how != "apart":
             if of_replicas is STEPS[1]:
                 models[0].config.finalize_model_grads_func = None  # then it is megatron-core's
-            mb.forward(wrapped, *batch_of(hf), adapters=rows, loss=sum_of(None), **options)
+            mb.forward(wrapped, **batch, adapters=rows, loss=sum_of(None))
         for name in used:
             mb.set_adapters(models, name)
             if how == "apart":
                 syncs = [model.no_sync for model in wrapped[name]]
                 models[0].config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
                 own = torch.tensor([each == name for each in rows])
-                mb.forward(wrapped[name], *batch_of(hf), loss=sum_of(own), **options)
+                mb.forward(wrapped[name], **batch, loss=sum_of(own))
                 models[0].config.no_sync_func = None
             assert not optimizers[name].prepare_grads()
             assert optimizers[name].step_with_ready_grads()
-    after = mb.forward(models, *batch_of(hf), adapters=STEPS[0][replica], **options).log_probs
+    after = mb.forward(models, **batch, adapters=STEPS[0][replica]).log_probs
     values = {}
     for name in wrapped:
         mb.set_adapters(models, name)
@@ -285,8 +335,15 @@ def all_trained(folder, hf, targets, meshes):
 
 @pytest.mark.parametrize("case", LEARNED)
 def test_sets_in_one_batch_train_as_each_set_does_apart(case, tmp_path):
-    tiny.random_checkpoint(hf := OWN[case](), tmp_path)
-    for said in pool.run(2, all_trained, str(tmp_path), hf, CASES[case][0], LEARNED[case]):
+    if case in SEEING and (case not in composites.NAMES or "qwen3_5" not in composites.NAMES):
+        pytest.skip("the installed transformers lacks it")
+    hf = OWN[case]() if case in OWN else None
+    targets = (CASES if hf else SEEING)[case][0]
+    if hf:
+        tiny.random_checkpoint(hf, tmp_path)
+    else:
+        seeing.written(case, tmp_path)
+    for said in pool.run(2, all_trained, str(tmp_path), hf, targets, LEARNED[case]):
         for mesh, (right, wrong) in zip(LEARNED[case], said, strict=True):
             assert max(right) <= 1e-5, mesh
             assert wrong is None or max(wrong) > 1e-2, f"{mesh}: the mistake is found"

@@ -164,7 +164,10 @@ def refused(bridge: Any, models: list[nn.Module], tasks: Any) -> dict[str, str]:
     """Runs in a worker: the errors of wrong tasks."""
     first = int(dist.get_rank() == 0)
     alone = next((number for number, task in enumerate(tasks) if task.group), 0)
+    whole = next(each for each in tasks if each.pp_rank == 0 and not each.is_expert)
+    cut = None if whole.param_weight is None else whole.param_weight[:1]
     cases: dict[str, Any] = {
+        "another shape": [dataclasses.replace(whole, param_weight=cut)],
         "other tasks": [tasks[first]],
         "a part of a group": [tasks[alone]],
         "other types": [object()],
@@ -194,6 +197,7 @@ def test_buckets_and_backups(dims, fields, expert_format):
         assert "ExportError" in problems["other tasks"]
         assert "conversion_tasks" in problems["other tasks"]
         assert "ConfigError: conversion_tasks must come from get_conversion_tasks" in problems["other types"]
+        assert re.search(r"param_weight must be a shard \(.*\) of .*, found \(1,", problems["another shape"])
         assert ("a part of a group" in problems) == (expert_format == "fused")
         assert "group_key" in problems.get("a part of a group", "group_key")
         assert rank["sources"] == ranks[0]["sources"]

@@ -263,7 +263,6 @@ REFUSED = {
     "modules_to_save": ["lm_head"],
     "fan_in_fan_out": True,
     "init_lora_weights": "pissa_niter_4",
-    "layers_to_transform": 0,
     "field_of_tomorrow": 1,
 }
 """Further fields of a config whose adapter still fits."""
@@ -320,6 +319,12 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path, monkeypatch):
     name = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
     without = {own: tensor for own, tensor in tensors.items() if own != name}
     attempt(tmp_path, without, r"1 tensor missing \['model.layers.1.self_attn.q_proj.lora_A.weight")
+    first = {own: tensor for own, tensor in tensors.items() if "layers.0." in own}
+    layer = {"layers_to_transform": 0, "layers_pattern": "layers"}
+    attempt(tmp_path, first, r"found 1 without, such as .*layers.1.self_attn.q_proj'\]: merge the adapter", **layer)
+    attempt(tmp_path, tensors, "the config has no target for model.layers.1.self_attn.q_proj", **layer)
+    attempt(tmp_path, tensors, "layers_to_transform must be the number of a layer", layers_to_transform=["0"])
+    attempt(tmp_path, tensors, "target_parameters must be a list of experts", target_parameters=["mlp.gate.weight"])
     attempt(tmp_path, {**without, name: torch.ones(2, 3)}, r"q_proj.lora_A.weight has shape \(2, 3\)")
     attempt(
         tmp_path, {**without, name: torch.ones(2, 3, 1)}, r"q_proj.lora_A.weight of shape \(2, 3, 1\) is no factor: e"
@@ -327,7 +332,8 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path, monkeypatch):
     attempt(tmp_path, {**without, name: tensors[name].double()}, "cannot hold all its values")
     attempt(tmp_path, tensors, "targets without tensors, such as .*v_proj", target_modules=["q_proj", "v_proj"])
     attempt(tmp_path, tensors, "the config has no target for model.layers.0", target_modules="k_proj")
-    attempt(tmp_path, tensors, "r cannot be 0; rank_pattern cannot be", r=0, rank_pattern={"(": 1})
+    wrong = {"r": 0, "rank_pattern": {"(": 1}}
+    attempt(tmp_path, tensors, "r must be an int of at least 1, found 0; rank_pattern must be ranks", **wrong)
     monkeypatch.setattr(peft_read, "SECONDS", 0.05)
     for field in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"):
         endless = r"model(.|\w|_|[a-z])*!"
@@ -336,7 +342,7 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path, monkeypatch):
             tmp_path, tensors, r"patterns must be compared with all names in \S+ seconds, but .*!", **{field: value}
         )
     for wrong in (float("inf"), float("nan"), 10**400):
-        attempt(tmp_path, tensors, "lora_alpha cannot be", lora_alpha=wrong)
+        attempt(tmp_path, tensors, "lora_alpha must be a finite number", lora_alpha=wrong)
     twice = {**tensors, name.removeprefix("base_model.model."): tensors[name].clone()}
     attempt(tmp_path, twice, "layers.1.self_attn.q_proj.lora_A.weight is there under another name too")
     attempt(tmp_path, {}, "has no adapter")

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,9 @@ def reference_logits(folder: Path, alike: Alike, batch: Shown, device: str, adap
 
     output = "last_hidden_state" if head == "none" else "logits"
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    model = _class_of(folder, config, head).from_pretrained(
+    of_family = _class_of(folder, config, head)
+    named = {TYPES, BLOCKS}.intersection(inspect.signature(of_family.forward).parameters)
+    model = of_family.from_pretrained(
         None,
         config=config,
         state_dict=alike.tensors(folder),
@@ -115,21 +118,20 @@ def reference_logits(folder: Path, alike: Alike, batch: Shown, device: str, adap
         device = "cuda" if size < _USABLE * torch.cuda.mem_get_info()[0] else "cpu"
     model = model.to(device)
     with torch.no_grad():
-        rows = [
-            getattr(model(row.to(device), **_inputs(model, row, batch.of_row(number), device)), output).float().cpu()
-            for number, row in enumerate(batch.input_ids.split(1))
-        ]
-    return torch.cat(rows)
+        rows = batch.input_ids.split(1)
+        inputs = [_inputs(config, row, batch.of_row(number), named, device) for number, row in enumerate(rows)]
+        pairs = zip(rows, inputs, strict=True)
+        return torch.cat([getattr(model(row.to(device), **own), output).float().cpu() for row, own in pairs])
 
 
-def _inputs(model: Any, row: Tensor, images: dict[str, Tensor], device: str) -> dict[str, Tensor]:
-    """The inputs of a row's images for transformers, with the types of tokens if transformers requires them."""
+def _inputs(
+    config: Any, row: Tensor, images: dict[str, Tensor], named: Iterable[str], device: str
+) -> dict[str, Tensor]:
+    """The inputs of a row's images for transformers, with the types of tokens by the names that transformers has."""
     if not images:
         return {}
-    types = token_types(model.config, row)
-    asked = inspect.signature(model.forward).parameters
-    named = {name: types for name in (TYPES, BLOCKS) if name in asked}
-    return {name: value.to(device) for name, value in {**images, **named}.items()}
+    types = dict.fromkeys(named, token_types(config, row))
+    return {name: value.to(device) for name, value in {**images, **types}.items()}
 
 
 def _class_of(folder: Path, config: Any, head: str) -> Any:

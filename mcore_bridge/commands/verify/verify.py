@@ -133,8 +133,8 @@ def verify(
         against: another folder to compare the export with.
         num_tokens: the length of the sequences for logits; 0: no logits.
         save: a folder to write with ``save_hf_checkpoint`` and to compare too. It must be none of the folders above.
-        adapter: a PEFT folder. Its adapters are added to the model and exported again, logits are compared with logits
-            of ``peft``, and a composite has no tower.
+        adapter: a PEFT folder. Its adapters are added to the model and exported again, and logits are compared with
+            logits of ``peft``.
         on_event: called with the reports of ranks.
 
     Raises:
@@ -148,7 +148,7 @@ def verify(
         sources.require_apart(save := target_of(save))
     checkpoint = open_folder(folder)
     dtypes = {tensor.dtype for tensor in checkpoint.values() if tensor.is_floating_point()}
-    vision = "text_only" if adapter is not None or options.model == "hybrid" else _vision(given)
+    vision = "text_only" if options.model == "hybrid" else _vision(given)
     options = replace(options, dtype=dtype or widest(dtypes), head=given.head, vision=vision)
     blueprint = make_blueprint(given, options)
     tied = bool(blueprint.gpt_arguments["share_embeddings_and_output_weights"])

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from mcore_bridge.batches.row_sets import SortedTokens, TokenSets, sort_tokens
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.modules.adapter import TokenGroups, outputs_and_input, padded, product_of_groups, without_bias
+from mcore_bridge.rules.names import TOWER
 
 Sorting = Callable[[int, tuple[int, ...]], SortedTokens]
 """Sorts the tokens of a layer by set, and then by expert, given how many tokens the layer has, and the numbers of sets.
@@ -208,7 +209,7 @@ def adapters_by_row(
     routed: dict[Any, DispatchedTokens] = {}
     for path, adapters in of_layers.items():
         layer, experts, of_expert = path.partition(".experts.")
-        sort: Sorting = tokens.sort
+        sort: Sorting = tokens.sort_in_tower if path.startswith(TOWER) else tokens.sort
         if experts:
             moe = chunk.get_submodule(layer)
             expert = int(of_expert.split(".")[1]) if of_expert.startswith("local_experts.") else None

@@ -66,6 +66,11 @@ class Deepstacked(nn.Module):
         return hidden + features[index] if index < len(features) else hidden, *rest
 
 
+def at_tokens(features: Tensor, where: Tensor, hidden: Tensor) -> Tensor:
+    """Features ``[n, h]`` at the n places of ``where`` ``[b, s]``, and zeros elsewhere: ``[b, s, h]``."""
+    return torch.zeros_like(hidden).index_put(tuple(where.nonzero(as_tuple=True)), features.to(hidden.dtype))
+
+
 def carried(hidden: Tensor, features: Sequence[Tensor]) -> tuple[Tensor, LayerFeatures]:
     """Return ``hidden``, and its features for the layers. Gradients of features arrive with the gradient of ``hidden``.
 

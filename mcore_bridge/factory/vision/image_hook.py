@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from mcore_bridge.batches.images import (
     BLOCKS,
+    OF_SEQUENCES,
     POSITIONS,
     SHOWN,
     TYPES,
-    Misfits,
+    OfSequences,
     feature_types,
     no_placeholder,
     num_positions,
@@ -37,7 +38,7 @@ from mcore_bridge.batches.rows import (
 )
 from mcore_bridge.errors import BatchError
 from mcore_bridge.factory.vision.check_features import fitting, misfit
-from mcore_bridge.factory.vision.deepstack import carried, take_features
+from mcore_bridge.factory.vision.deepstack import at_tokens, carried, take_features
 from mcore_bridge.factory.vision.gradient_order import OrderedGradients, gather_parameters, ordered_gradients
 from mcore_bridge.factory.vision.image_masks import masks_of, sees_ahead, take_masks
 from mcore_bridge.factory.vision.mrope import (
@@ -47,7 +48,7 @@ from mcore_bridge.factory.vision.mrope import (
     take_positions_per_row,
     text_positions,
 )
-from mcore_bridge.factory.vision.text_stub import Embed, TextStub, run_composite
+from mcore_bridge.factory.vision.text_stub import Embed, TextStub, features_by_set, run_composite
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -90,7 +91,7 @@ def _insert_images(
 ) -> tuple[tuple[()], dict[str, Any]]:
     inputs, images = without_images(inputs_by_name(chunk, args, kwargs))
     types = [types for name in _TYPES if (types := inputs.pop(name, None)) is not None]
-    misfits, shown = (inputs.pop(name, None) for name in ("misfits", SHOWN))
+    seen, shown = (inputs.pop(name, None) for name in (OF_SEQUENCES, SHOWN))
     ordered = OrderedGradients({}, None)
     if chunk.pre_process:
         gather_parameters(chunk.vision)
@@ -100,14 +101,14 @@ def _insert_images(
     if not images and explicit is None:
         return (), _without_features(chunk, as_own_tokens(chunk, inputs), ordered)
     try:
-        return (), _with_features(composite, chunk, ordered, inputs, images, types, explicit, misfits, shown)
+        return (), _with_features(composite, chunk, ordered, inputs, images, types, explicit, seen, shown)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # any error of transformers: the other ranks of a pipeline may wait
-        problem = misfit(error, None if misfits is None else misfits.rows)
-        if misfits is None:
+        problem = misfit(error, None if seen is None else seen.rows)
+        if seen is None:
             raise problem from problem.__cause__
-        misfits.errors.append(problem)  # the other ranks of its pipeline wait for this one
+        seen.errors.append(problem)  # the other ranks of its pipeline wait for this one
         inputs["input_ids"] = torch.zeros_like(inputs["input_ids"])
         return (), _without_features(chunk, as_own_tokens(chunk, inputs), ordered)
 
@@ -120,7 +121,7 @@ def _with_features(
     images: dict[str, Any],
     types: Sequence[Tensor],
     explicit: Tensor | None,
-    misfits: Misfits | None,
+    seen: OfSequences | None,
     shown: Tensor | None,
 ) -> dict[str, Any]:
     """The inputs of a microbatch with images, or with given positions."""
@@ -132,7 +133,7 @@ def _with_features(
         positions = rows.whole(explicit[-num_positions(chunk) :].permute(1, 2, 0)).permute(2, 0, 1)
         images = {**images, "position_ids": positions}
     given = rows.whole(types[0]) if types else None
-    call = _text_call(chunk, composite, ordered, rows, images, given, None if misfits is None else misfits.counts)
+    call = _text_call(chunk, composite, ordered, rows, images, given, seen)
     if not sees_ahead(composite.config, _arguments(composite)):
         call["attention_mask"] = None  # it is causal
     decoded = _decoder_inputs(chunk, ordered, rows, call, inputs.get("packed_seq_params"))
@@ -187,29 +188,60 @@ def _text_call(
     rows: WholeRows,
     images: dict[str, Any],
     types: Tensor | None,
-    counts: Sequence[tuple[int, int]] | None,
+    seen: OfSequences | None,
 ) -> dict[str, Any]:
     """The arguments with which transformers would call its language model, for whole rows."""
-    ids, device = rows.input_ids, rows.input_ids.device
-    if chunk.pre_process:
-        embed = _embedding(chunk)
-    else:
-        images = {name: value for name, value in images.items() if not name.startswith(_PIXELS)}
-        embed = functools.partial(_nothing, dtype=chunk.config.params_dtype)
-    dtype = next((parameter.dtype for parameter in composite.parameters()), chunk.config.params_dtype)
-    moved = {name: _moved(value, device, dtype if name.startswith(_PIXELS) else None) for name, value in images.items()}
-    types = token_types(composite.config, ids) if types is None else types
-    moved |= {name: types for name in _TYPES if name in _arguments(composite)}
-    sampled = (types == 0) & (token_types(composite.config, ids) > 0)
-    seen = ids.masked_fill(sampled, no_placeholder(composite.config))
-    standing = feature_types(composite.config, ids, types).masked_fill(~rows.mask, 0)
-    with fitting(composite, standing, counts):
+    types = token_types(composite.config, rows.input_ids) if types is None else types
+    counts, everything = None if seen is None else seen.counts, range(len(rows.input_ids))
+    run = functools.partial(_run, composite, ordered, rows, types, counts, chunk.config.params_dtype)
+    tokens = chunk.bridge_adapter_sets.by_row if hasattr(chunk, "bridge_adapter_sets") else None
+    if chunk.pre_process and (tokens is None or seen is None):
+        return run(_embedding(chunk), everything, images)
+    without_tower = {name: value for name, value in images.items() if not name.startswith(_PIXELS)}
+    call = run(None, everything, without_tower)
+    if tokens is not None and seen is not None:
+
+        def of_set(number: int, own: Sequence[int], images: dict[str, Any]) -> dict[str, Any]:
+            with tokens.in_tower(number):
+                return run(_embedding(chunk), own, images)
+
+        call |= features_by_set(tokens.of_rows, seen, len(everything), of_set)
+    return call
+
+
+def _run(
+    composite: nn.Module,
+    ordered: OrderedGradients,
+    rows: WholeRows,
+    types: Tensor,
+    counts: Sequence[tuple[int, int]] | None,
+    params_dtype: torch.dtype,
+    embed: Embed | None,
+    own: Sequence[int],
+    images: dict[str, Any],
+) -> dict[str, Any]:
+    """The arguments of a call of the language model for some whole rows, ``own``, whose images are given.
+
+    Without ``embed``, only positions and masks have values.
+    """
+    embed = embed or functools.partial(_nothing, dtype=params_dtype)
+    places = torch.tensor(own, device=rows.input_ids.device)
+    ids, mask, own_types = (values[places] for values in (rows.input_ids, rows.mask, types))
+    dtype = next((parameter.dtype for parameter in composite.parameters()), params_dtype)
+    moved = {
+        name: _moved(value, ids.device, dtype if name.startswith(_PIXELS) else None) for name, value in images.items()
+    }
+    moved |= {name: own_types for name in _TYPES if name in _arguments(composite)}
+    sampled = (own_types == 0) & (token_types(composite.config, ids) > 0)
+    standing = torch.zeros_like(types)
+    standing[places] = feature_types(composite.config, ids, own_types).masked_fill(~mask, 0)
+    with fitting(composite, standing, counts and [counts[row] if row in own else (0, 0) for row in range(len(counts))]):
         return run_composite(
             composite,
             lambda given: embed(torch.where(sampled, ids, given)),
             ordered.aliases,
-            input_ids=seen,
-            attention_mask=rows.mask.long(),
+            input_ids=ids.masked_fill(sampled, no_placeholder(composite.config)),
+            attention_mask=mask.long(),
             use_cache=False,
             **moved,
         )
@@ -252,16 +284,13 @@ def _decoder_inputs(
         hidden = _hidden(chunk, rows.own(call["inputs_embeds"]))
         if (features := call.get("deepstack_visual_embeds")) is not None:
             where = call["visual_pos_masks"]
-            spread = [_hidden(chunk, rows.own(_at(feature, where, call["inputs_embeds"]))) for feature in features]
+            spread = [
+                _hidden(chunk, rows.own(at_tokens(feature, where, call["inputs_embeds"]))) for feature in features
+            ]
             hidden, extra = carried(hidden, spread)
             inputs["extra_block_kwargs"] = {"attention_bias": extra}
         inputs["decoder_input"] = ordered.joined(hidden)
     return inputs
-
-
-def _at(features: Tensor, where: Tensor, hidden: Tensor) -> Tensor:
-    """Features ``[n, h]`` at the n places of ``where`` ``[b, s]``, and zeros elsewhere: ``[b, s, h]``."""
-    return torch.zeros_like(hidden).index_put(tuple(where.nonzero(as_tuple=True)), features.to(hidden.dtype))
 
 
 def _positions(rows: WholeRows, positions: Tensor | None) -> Tensor:

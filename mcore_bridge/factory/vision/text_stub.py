@@ -2,19 +2,30 @@
 
 transformers' ``forward`` of the composite runs the tower, replaces image tokens by features, and computes positions and
 masks. It passes all results as arguments to the language model, so this library needs no second formula.
+
+If the rows of a batch use several sets of adapters, a tower runs once for each set, on the images of the set's rows.
+Towers cut, pad, merge and permute patches, each in its own way. So no layer knows the row of a patch, but images do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from mcore_bridge.batches.images import OfSequences, joined
+from mcore_bridge.factory.vision.deepstack import at_tokens
+
 Embed = Callable[[Tensor], Tensor]
 """Embeds token ids: int64 ``[batch, seq]`` to ``[batch, seq, size]``."""
+RunOfSet = Callable[[int, Sequence[int], dict[str, Any]], dict[str, Any]]
+"""Runs a composite with a set of adapters, for some sequences by number, with the inputs of their images.
+
+It returns the arguments for the language model.
+"""
 
 
 class TextStub(nn.Module):
@@ -71,3 +82,49 @@ def run_composite(composite: nn.Module, embed: Embed, aliases: Mapping[str, Tens
         return call
     finally:
         stub._embed, stub._call = None, {}
+
+
+def sequences_by_set(sets: Sequence[int], seen: OfSequences, num_sequences: int) -> dict[int, list[int]]:
+    """The sequences of each run of a tower, by the number of their set. Sequences of text join the first run.
+
+    Args:
+        sets: the number of the set of each row of the batch.
+        seen: the images of the microbatch.
+        num_sequences: the sequences of the microbatch. Those after the last of ``seen`` are padding.
+    """
+    by_set: dict[int, list[int]] = {}
+    for number, (row, counts) in enumerate(zip(seen.rows, seen.counts, strict=True)):
+        if any(counts):
+            by_set.setdefault(sets[row], []).append(number)
+    others = {*range(num_sequences)}.difference(*by_set.values())
+    first = next(iter(by_set), -1)
+    return {**by_set, first: sorted([*by_set.get(first, []), *others])}
+
+
+def features_by_set(sets: Sequence[int], seen: OfSequences, num_sequences: int, run: RunOfSet) -> dict[str, Any]:
+    """The arguments for the language model that have features of images, for all sequences.
+
+    Args:
+        sets, seen, num_sequences: as for ``sequences_by_set``.
+        run: runs the composite with its tower.
+    """
+    by_set, images = sequences_by_set(sets, seen, num_sequences), dict(enumerate(seen.images))
+    calls = [run(of_set, own, joined([images.get(number) for number in own])) for of_set, own in by_set.items()]
+    order = torch.tensor([number for own in by_set.values() for number in own]).argsort()
+    hidden = _in_order([call["inputs_embeds"] for call in calls], order)
+    if calls[0].get("deepstack_visual_embeds") is None:
+        return {"inputs_embeds": hidden}
+    where = _in_order([call["visual_pos_masks"] for call in calls], order)
+    depths = [_in_order(of_depth, order)[where] for of_depth in zip(*map(_deepstacked, calls), strict=True)]
+    return {"inputs_embeds": hidden, "visual_pos_masks": where, "deepstack_visual_embeds": depths}
+
+
+def _in_order(parts: Sequence[Tensor], order: Tensor) -> Tensor:
+    """Join the sequences of all runs, each ``[sequences, ...]``."""
+    return torch.cat([*parts])[order.to(parts[0].device)]
+
+
+def _deepstacked(call: Mapping[str, Any]) -> list[Tensor]:
+    """The features of each depth at their tokens, ``[sequences, tokens, h]``."""
+    where, hidden = call["visual_pos_masks"], call["inputs_embeds"]
+    return [at_tokens(features, where, hidden) for features in call["deepstack_visual_embeds"]]

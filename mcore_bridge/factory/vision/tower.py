@@ -10,7 +10,8 @@ rotates neighbouring dims.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -137,15 +138,37 @@ def _apply(tower: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool =
 def _checkpoint(tower: nn.Module, **options: Any) -> None:
     """``_set_gradient_checkpointing`` of transformers, by which a tower recomputes its layers in the backward.
 
-    Reentrant checkpointing would set gradients of parameters itself, and not in the order that reducers expect.
+    Reentrant checkpointing would set gradients of parameters itself, and not in the order that reducers expect. A
+    recompute finds megatron-core's random states as they were in its forward, since adapters read some of them.
     """
     if getattr(options.get("gradient_checkpointing_func"), "keywords", {}).get("use_reentrant"):
         raise ConfigError(
             "use_reentrant must be False for a tower, found True: it would add gradients of parameters twice. Leave "
             "it out"
         )
+    if options.get("enable", True) and (function := options.get("gradient_checkpointing_func")) is not None:
+        options["gradient_checkpointing_func"] = partial(function, context_fn=_same_states)
     made: Any = type(tower)
     made._set_gradient_checkpointing(tower, **options)
+
+
+def _same_states() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """The contexts of a forward, and of its recompute, which has megatron-core's random states of now."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    tracker = get_cuda_rng_tracker()
+    kept = tracker.get_states()
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        before = tracker.get_states()
+        tracker.set_states({**kept})
+        try:
+            yield
+        finally:
+            tracker.set_states(before)
+
+    return nullcontext(), again()
 
 
 def _mark(tower: nn.Module) -> None:

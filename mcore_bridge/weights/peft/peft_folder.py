@@ -38,6 +38,10 @@ from mcore_bridge.weights.provenance import Provenance
 _TEXT = "model."
 _LANGUAGE = "language_model."
 _FACTORS = ENDS[:2]
+_ADVICE = (
+    "Check that it was trained on this base. What other tensors and settings change can be merged into the base with "
+    "merge_and_unload of peft"
+)
 _MANY = 30
 """The most reasons in one error. Adapters of another base have a reason for each module."""
 
@@ -117,7 +121,8 @@ def open_peft(
     named = set(own_names.values())
     problems = [*refused_in(fields)]
     problems += [f"{own} is there under another name too" for own in file.entries if own not in named]
-    problems += [f"{name} is no factor of a linear layer" for name in own_names if not name.endswith(ENDS)]
+    if others := [name for name in own_names if not name.endswith(ENDS)]:
+        problems.append(f"tensors must be factors of linear layers, found {len(others)} others: {others[:4]}")
     magnitudes = () if config.dora else (name for name in own_names if name.endswith(ENDS[2]))
     problems += [f"the config has no use_dora for {name}" for name in magnitudes]
     problems += [f"the config has no target for {module}" for module in modules if not config.has(module)]
@@ -215,7 +220,7 @@ def stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
 def _refused(folder: Path, problems: Sequence[str]) -> CheckpointError:
     different = [*dict.fromkeys(problems)]
     more = f"; and {len(different) - _MANY} more" if len(different) > _MANY else ""
-    return CheckpointError(f"the adapter in {folder} cannot be used: {'; '.join(different[:_MANY])}{more}")
+    return CheckpointError(f"the adapter in {folder} cannot be used: {'; '.join(different[:_MANY])}{more}. {_ADVICE}")
 
 
 def _expert_format(modules: Iterable[str], naming: PeftNames) -> ExpertFormat | None:

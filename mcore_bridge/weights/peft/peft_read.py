@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -83,26 +83,28 @@ _READ = frozenset(
     {
         *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"),
         *("target_modules", "target_parameters", "exclude_modules", "lora_dropout", "use_dora"),
+        *("layers_to_transform", "layers_pattern"),
     }
 )
 _WITHOUT_EFFECT = frozenset(
     {
-        *("auto_mapping", "base_model_name_or_path", "inference_mode", "layers_pattern", "megatron_core"),
+        *("auto_mapping", "base_model_name_or_path", "inference_mode", "megatron_core"),
         *("peft_version", "qalora_group_size", "revision", "task_type", "eva_config", "runtime_config"),
     }
 )
 """Fields that describe the origin of an adapter, or that only matter together with a refused field."""
 # fmt: off
 _REFUSED = {
-    "bias":                  "biases of the base are trained: merge the adapter into the base",
+    "bias":                  "biases of the base are trained",
     "lora_bias":             "the adapters have biases",
     "modules_to_save":       "whole modules are trained, which are no adapters",
     "fan_in_fan_out":        "weights are [in, out]",
-    "layers_to_transform":   "only some layers have adapters",
     "layer_replication":     "layers are used more than once",
     "trainable_token_indices": "rows of the embedding are trained",
 }
 # fmt: on
+_LAYER = re.compile(r".*\.(?P<list>[^.]*)\.(?P<number>\d+)\.")
+"""The last list of modules in a name, and the number in it, as ``peft`` finds the number of a layer."""
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 
 
@@ -120,11 +122,14 @@ class PeftConfig:
     exclude_modules: str | frozenset[str]
     dropout: float = 0.0
     dora: bool = False
+    layers: frozenset[int] | None = None
+    layer_lists: frozenset[str] = frozenset()
     comparisons: Comparisons = field(default_factory=Comparisons, compare=False)
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> PeftConfig:
         """The config from fields that ``unreadable_in`` has accepted."""
+        layers, lists = fields.get("layers_to_transform"), fields.get("layers_pattern")
         return cls(
             fields["r"],
             fields["lora_alpha"],
@@ -136,6 +141,8 @@ class PeftConfig:
             _names(fields.get("exclude_modules")),
             fields.get("lora_dropout") or 0.0,
             bool(fields.get("use_dora")),
+            None if layers in (None, []) else frozenset(layers if isinstance(layers, list) else [layers]),
+            frozenset([lists] if isinstance(lists, str) and lists else lists or ()),
         )
 
     @property
@@ -156,7 +163,7 @@ class PeftConfig:
     def lists(self, module: str) -> bool:
         """Whether a module is a target in a list of targets."""
         is_list = not isinstance(self.target_modules, str)
-        return is_list and self._selects(self.target_modules, module) and not self._excludes(module)
+        return is_list and self._lists(module) and not self._excludes(module)
 
     def has(self, module: str) -> bool:
         """Whether a module, or a parameter, is a target."""
@@ -164,9 +171,20 @@ class PeftConfig:
             return False
         return (
             (isinstance(self.target_modules, str) and self.target_modules.lower() == "all-linear")
-            or self._selects(self.target_modules, module)
+            or self._lists(module)
             or self._selects(self.target_parameters, module)
         )
+
+    def _lists(self, module: str) -> bool:
+        """Whether ``target_modules`` selects a module in one of the layers with adapters."""
+        layer = _LAYER.match(module)
+        if self.layers is not None and (
+            layer is None
+            or int(layer["number"]) not in self.layers
+            or (self.layer_lists and layer["list"] not in self.layer_lists)
+        ):
+            return False
+        return self._selects(self.target_modules, module)
 
     def _excludes(self, module: str) -> bool:
         return self._selects(self.exclude_modules, module)
@@ -188,10 +206,11 @@ def unreadable_in(fields: Mapping[str, Any]) -> Iterator[str]:
     """Yield the fields whose value is invalid in any adapter."""
     if fields.get("peft_type") != "LORA":
         yield f"peft_type must be 'LORA', found {fields.get('peft_type')!r}"
-    for name, is_good in _CHECKS.items():
+        return
+    for name, (is_good, expected) in _CHECKS.items():
         if not is_good(value := fields.get(name)):
             why = next(filter(None, map(problem_of, _patterns_in(value))), "")
-            yield f"{name} cannot be {shown(value)}" + (f", as {why}" if why else "")
+            yield f"{name} must be {expected}, found {shown(value)}" + (f", and {why}" if why else "")
 
 
 def refused_in(fields: Mapping[str, Any]) -> Iterator[str]:
@@ -200,15 +219,9 @@ def refused_in(fields: Mapping[str, Any]) -> Iterator[str]:
     if isinstance(init, str) and init.lower().startswith(_CHANGES_BASE):
         yield f"init_lora_weights={init!r} has changed the base: convert the adapter as peft's documentation says"
     for name, value in fields.items():
-        if name in _READ | _WITHOUT_EFFECT | {"peft_type", "init_lora_weights"} or _is_unset(name, value):
+        if name in _READ | _WITHOUT_EFFECT | {"peft_type", "init_lora_weights"} or not value or value == "none":
             continue
         yield f"{name}={shown(value)}: {_REFUSED.get(name, 'this field is not supported')}"
-
-
-def _is_unset(name: str, value: Any) -> bool:
-    """Whether a field has no effect in ``peft``. In ``layers_to_transform``, 0 is a layer."""
-    is_layer = name == "layers_to_transform" and is_number(value)
-    return not is_layer and (not value or value == "none")
 
 
 def _is_list(value: Any) -> bool:
@@ -231,16 +244,34 @@ def _are_stacks(value: Any) -> bool:
     return _is_list(value) and all(any(_ends(name, stack) for stack in STACKS) for name in value or ())
 
 
-_CHECKS = {
-    "r": is_count,
-    "lora_alpha": is_number,
-    "lora_dropout": lambda value: value is None or is_dropout(value),
-    "rank_pattern": lambda value: not value or (isinstance(value, dict) and _all(value, is_count)),
-    "alpha_pattern": lambda value: not value or (isinstance(value, dict) and _all(value, is_number)),
-    "target_modules": _is_pattern,
-    "exclude_modules": _is_pattern,
-    "target_parameters": _are_stacks,
+def _are_layers(value: Any) -> bool:
+    return value is None or all(map(_is_layer, value if isinstance(value, list) else [value]))
+
+
+def _is_layer(value: Any) -> bool:
+    return value == 0 or is_count(value)
+
+
+_NAMES = "a list of names, or a regular expression"
+_CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "r": (is_count, "an int of at least 1"),
+    "lora_alpha": (is_number, "a finite number"),
+    "lora_dropout": (lambda value: value is None or is_dropout(value), "from 0 up to, but not including, 1"),
+    "rank_pattern": (
+        lambda value: not value or (isinstance(value, dict) and _all(value, is_count)),
+        "ranks of at least 1 by regular expressions",
+    ),
+    "alpha_pattern": (
+        lambda value: not value or (isinstance(value, dict) and _all(value, is_number)),
+        "finite numbers by regular expressions",
+    ),
+    "target_modules": (_is_pattern, _NAMES),
+    "exclude_modules": (_is_pattern, _NAMES),
+    "target_parameters": (_are_stacks, f"a list of experts in one tensor, whose names end in one of {[*STACKS]}"),
+    "layers_to_transform": (_are_layers, "the number of a layer, or a list of numbers"),
+    "layers_pattern": (lambda value: isinstance(value, str) or _is_list(value), "the name of a list of layers"),
 }
+"""For each field, whether a value is good, and what was expected."""
 
 
 def _all(patterns: Mapping[str, Any], is_good: Any) -> bool:
