@@ -9,8 +9,9 @@ chunks in its DDP; this module adds them to ``parameter.grad``.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -42,11 +43,12 @@ def finishing_gradients(
     chunks = chunks_of([*models, *drafts])
     config: Any = chunks[0].config
     given = config.finalize_model_grads_func
-    learning = [parameter for chunk in chunks for parameter in chunk.parameters() if parameter.requires_grad]
+    of_chunks = [[parameter for parameter in chunk.parameters() if parameter.requires_grad] for chunk in chunks]
+    learning = [*chain.from_iterable(of_chunks)]
     if given is None and not any(holders) and any(map(is_held, learning)):
         yield
         return
-    changed: dict[str, Any] = {"finalize_model_grads_func": partial(_finish, given, drafts, holders)}
+    changed: dict[str, Any] = {"finalize_model_grads_func": partial(_finish, given, drafts, holders, of_chunks)}
     if any(holders):
         changed |= {"no_sync_func": partial(_without_sync, holders), "grad_sync_func": None, "param_sync_func": None}
     before = {name: getattr(config, name) for name in changed}
@@ -93,6 +95,7 @@ def _finish(
     given: Any,
     drafts: Sequence[nn.Module],
     holders: Holders,
+    learning: Sequence[Sequence[nn.Parameter]],
     models: Sequence[nn.Module],
     num_tokens: Any = None,
     **options: Any,
@@ -104,8 +107,8 @@ def _finish(
         if given is not None and not any(holders):
             given([*models, *drafts], num_tokens, **options)
             return
-        likes = [_LikeDDP(*pair) for pair in zip(models, holders or [()] * len(models), strict=True)]
-        likes += [_LikeDDP(draft, [*filter(None, [holder_of(draft)])]) for draft in drafts]
+        of_chunks = [*(holders or [()] * len(models)), *(filter(None, [holder_of(draft)]) for draft in drafts)]
+        likes = [*map(_LikeDDP, [*models, *drafts], of_chunks, learning)]
         (given or finalize_model_grads)(likes, num_tokens, **options)
 
 
@@ -115,16 +118,17 @@ class _LikeDDP(nn.Module):
     Args:
         model: the chunk, wrapped or not.
         holders: the instances of DDP that have some of the gradients. Other gradients are in ``parameter.grad``.
+        learning: the parameters that have gradients.
     """
 
-    def __init__(self, model: nn.Module, holders: Sequence[Any]) -> None:
+    def __init__(self, model: nn.Module, holders: Iterable[Any], learning: Sequence[nn.Parameter]) -> None:
         from megatron.core.distributed import DistributedDataParallelConfig
 
         super().__init__()
         self.module, self._holders = model, tuple(holders)
-        self.ddp_config = holders[0].ddp_config if holders else DistributedDataParallelConfig()
+        self.ddp_config = self._holders[0].ddp_config if self._holders else DistributedDataParallelConfig()
         (self._chunk,) = chunks_of(model)
-        own = [each for each in self._chunk.parameters() if each.requires_grad and not is_held(each)]
+        own = [each for each in learning if not is_held(each)]
         self._dense = [each for each in own if getattr(each, "allreduce", True)]
         self._of_experts = [each for each in own if not getattr(each, "allreduce", True)]
 
@@ -134,15 +138,16 @@ class _LikeDDP(nn.Module):
             ddp.finish_grad_sync(**options)
         groups = self._chunk.pg_collection
         for group, parameters in ((groups.dp_cp, self._dense), (groups.expt_dp, self._of_experts)):
-            for parameter in parameters:
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            if grads := [parameter.grad for parameter in parameters]:
+            grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
+            if grads:
                 torch._foreach_div_(grads, groups.dp_cp.size())
                 reduce_sums(grads, group)
+            for parameter, grad in zip(parameters, grads, strict=True):
+                parameter.grad = grad
 
     def scale_gradients(self, factor: Any) -> None:
         """Multiply all gradients."""
         for ddp in self._holders:
             ddp.scale_gradients(factor)
-        if grads := [parameter.grad for parameter in (*self._dense, *self._of_experts)]:
+        if grads := [each.grad for each in (*self._dense, *self._of_experts) if each.grad is not None]:
             torch._foreach_mul_(grads, factor)

@@ -274,10 +274,9 @@ class TokenSets:
         """``sort`` for a layer of a tower, whose tokens all belong to one set."""
         number = int(_states()[_IN_TOWER])
         if (num_tokens, sets, number) not in self._in_tower:
-            counts = [num_tokens if own == number else 0 for own in sets]
-            ends = torch.tensor(counts, device=self._device).cumsum(0, dtype=torch.int32)
-            places = torch.arange(sum(counts), device=self._device)
-            self._in_tower[num_tokens, sets, number] = SortedTokens(places, counts, ends)
+            place = sets.index(number) if number in sets else -1
+            numbers = torch.full((num_tokens,), place, device=self._device)
+            self._in_tower[num_tokens, sets, number] = sort_tokens(numbers, len(sets))
         return self._in_tower[num_tokens, sets, number]
 
     @property
