@@ -128,9 +128,9 @@ class _LikeDDP(nn.Module):
         self.module, self._holders = model, tuple(holders)
         self.ddp_config = self._holders[0].ddp_config if self._holders else DistributedDataParallelConfig()
         (self._chunk,) = chunks_of(model)
-        own = [each for each in learning if not is_held(each)]
-        self._dense = [each for each in own if getattr(each, "allreduce", True)]
-        self._of_experts = [each for each in own if not getattr(each, "allreduce", True)]
+        own = [parameter for parameter in learning if not is_held(parameter)]
+        self._dense = [parameter for parameter in own if getattr(parameter, "allreduce", True)]
+        self._of_experts = [parameter for parameter in own if not getattr(parameter, "allreduce", True)]
 
     def finish_grad_sync(self, **options: Any) -> None:
         """Average over all ranks that have other tokens, as DDP does. Parameters without a gradient get zeros."""
@@ -138,7 +138,7 @@ class _LikeDDP(nn.Module):
             ddp.finish_grad_sync(**options)
         groups = self._chunk.pg_collection
         for group, parameters in ((groups.dp_cp, self._dense), (groups.expt_dp, self._of_experts)):
-            grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
+            grads = [torch.zeros_like(own) if own.grad is None else own.grad for own in parameters]
             if grads:
                 torch._foreach_div_(grads, groups.dp_cp.size())
                 reduce_sums(grads, group)
@@ -149,5 +149,5 @@ class _LikeDDP(nn.Module):
         """Multiply all gradients."""
         for ddp in self._holders:
             ddp.scale_gradients(factor)
-        if grads := [each.grad for each in (*self._dense, *self._of_experts) if each.grad is not None]:
+        if grads := [own.grad for own in (*self._dense, *self._of_experts) if own.grad is not None]:
             torch._foreach_mul_(grads, factor)

@@ -51,12 +51,13 @@ def reduce_sums(values: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     if group.size() == 1:
         return
     for dtype in dict.fromkeys(value.dtype for value in values):
-        for run in runs_within([each for each in values if each.dtype == dtype], lambda each: each.nbytes, _TOGETHER):
-            flat = torch.cat([each.flatten() for each in run]) if len(run) > 1 else run[0]
+        of_dtype = [value for value in values if value.dtype == dtype]
+        for run in runs_within(of_dtype, lambda value: value.nbytes, _TOGETHER):
+            flat = torch.cat([value.flatten() for value in run]) if len(run) > 1 else run[0]
             dist.all_reduce(flat, group=group)
             if len(run) > 1:
-                parts = flat.split([each.numel() for each in run])
-                torch._foreach_copy_(run, [part.view_as(each) for part, each in zip(parts, run, strict=True)])
+                parts = flat.split([value.numel() for value in run])
+                torch._foreach_copy_(run, [part.view_as(value) for part, value in zip(parts, run, strict=True)])
 
 
 @naming_lost_ranks("gathering outputs of context-parallel ranks")

@@ -49,7 +49,7 @@ class AdapterSet:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """All parameters of the set."""
-        return (each for part in self._holding for each in part._parameters.values() if each is not None)
+        return (own for part in self._holding for own in part._parameters.values() if own is not None)
 
     @property
     def marker(self) -> str:

@@ -23,7 +23,7 @@ MOST_CAST_BYTES = 64 << 20
 """Bytes of HF tensors which the map casts. They travel as bytes of a message."""
 
 
-class Line(Protocol):
+class Dialogue(Protocol):
     """Questions to the worker of an engine, which answers them in their order."""
 
     def send(self, method: str, arguments: Sequence[Any] = ()) -> None:
@@ -45,7 +45,7 @@ class PullWriter(MapWriter):
         line: reaches a ``Puller`` of the engine.
     """
 
-    def __init__(self, engine_map: EngineMap, line: Line) -> None:
+    def __init__(self, engine_map: EngineMap, line: Dialogue) -> None:
         super().__init__(engine_map)
         self._line = line
         self._num_due = 0
