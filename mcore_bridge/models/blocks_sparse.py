@@ -1,8 +1,11 @@
 """Shared tables of latent attention with an indexer. Every TP rank holds the indexer whole."""
 
+from dataclasses import replace
+
 from mcore_bridge.models.blocks import MLA, MOE_BIASED, NORMS
 from mcore_bridge.rules.layout import REPLICATED
 from mcore_bridge.rules.mapping import table, under
+from mcore_bridge.rules.mixer_layouts import HALVES_OF_KEYS, HALVES_OF_QUERIES
 
 # fmt: off
 INDEXER      = under("self_attention.core_attention.indexer", "self_attn.indexer", table(
@@ -14,3 +17,6 @@ INDEXER      = under("self_attention.core_attention.indexer", "self_attn.indexer
 SPARSE_LAYER = (*NORMS, *MLA, *INDEXER, *MOE_BIASED)
 # fmt: on
 """A layer without its dense MLP. Layers that share a selection have no indexer."""
+_HALVES = {"linear_q_up_proj": HALVES_OF_QUERIES, "linear_kv_down_proj": HALVES_OF_KEYS}
+MLA_IN_HALVES = tuple(replace(rule, layout=_HALVES.get(rule.mcore.split(".")[1], rule.layout)) for rule in MLA)
+"""``MLA`` of a checkpoint whose pairs of rotated dims are in two halves."""

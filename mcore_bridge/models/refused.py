@@ -105,7 +105,6 @@ REFUSALS = (
         LAYER, PARTS,
         deepseek_v4="modeling_deepseek_v4.DeepseekV4HyperConnection",
         deepseek_ref="deepseek_v4.modeling_deepseek_v4.DeepseekV4HyperConnection",
-        hy_v4="modeling_hy_v4.HYV4HyperConnection",
     ),
     *_because(
         "residuals are streams with gates, embeddings of n-grams are added, and an indexer selects blocks of keys",
