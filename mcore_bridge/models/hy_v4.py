@@ -41,7 +41,9 @@ ARCHITECTURE = Architecture(
     ),
     rules=lambda hf: (
         *(*decoder(*LAYER, STREAMS), *merge("model.hc_head.hc_head_")),
-        *second_names((*under("decoder.layers.*", "model.layers.*", *WRITTEN), *merge("model.hc_pre.hc_head.hc_head_"))),
+        *second_names(
+            (*under("decoder.layers.*", "model.layers.*", *WRITTEN), *merge("model.hc_pre.hc_head.hc_head_"))
+        ),
     ),
     mtp=lambda hf: ("model.mtp_layers.*",),
     expert_format="fused",

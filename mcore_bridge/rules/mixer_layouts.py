@@ -1,4 +1,4 @@
-"""The layouts of mixers in the place of attention, of attention with an output gate, and of rotated halves of latents."""
+"""The layouts of mixers in the place of attention, of attention with an output gate, and of rotated halves."""
 
 from mcore_bridge.rules.layout import COLUMN, GROUPS, REPLICATED, Concat, Leading, Rearrange, Split, Within
 

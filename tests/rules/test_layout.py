@@ -32,8 +32,14 @@ from mcore_bridge.weights.plan import positions
 from mcore_bridge.weights.plan.positions import ShardPositions
 
 NAMED = {
-    **{"COLUMN": COLUMN, "ROW": ROW, "REPLICATED": REPLICATED, "VOCAB": VOCAB, "GATED_UP": GATED_UP, "QKV": QKV},
-    **{"HALVES_OF_QUERIES": HALVES_OF_QUERIES, "HALVES_OF_KEYS": HALVES_OF_KEYS},
+    "COLUMN": COLUMN,
+    "ROW": ROW,
+    "REPLICATED": REPLICATED,
+    "VOCAB": VOCAB,
+    "GATED_UP": GATED_UP,
+    "QKV": QKV,
+    "HALVES_OF_QUERIES": HALVES_OF_QUERIES,
+    "HALVES_OF_KEYS": HALVES_OF_KEYS,
 }
 PADDED = Resize("vocab", "padded_vocab")
 PRIMITIVES = [

@@ -5,6 +5,7 @@ from tests.zoo.sparse import sparse
 
 TOKENS = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
 HY = {**TOKENS, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3, "swiglu_limit": 0.5, "hc_magnitude": 1.5}
+HY |= {"hc_eps": 0.01, "n_shared_experts": 1}
 DENSE_FIRST = {"mlp_layer_types": ["dense", "sparse", "sparse", "dense"], "first_k_dense_replace": None}
 
 
@@ -15,5 +16,5 @@ def hunyuan(*kinds: str, **fields: object) -> Case:
 
 CASES = {
     "hy_v4": hunyuan("full", "shared", "full", "shared", vocab_size=97),
-    "hy_v4-indexers": hunyuan(*["full"] * 4, hc_mult=3, n_shared_experts=1),
+    "hy_v4-indexers": hunyuan(*["full"] * 4, hc_mult=3),
 }

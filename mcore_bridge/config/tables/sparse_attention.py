@@ -116,5 +116,6 @@ SPARSE: tuple[Field, ...] = (
 SELECTED: tuple[Field, ...] = (
     *but(LATENT, Require("rope_interleave", (False, None), "transformers rotates halves, not neighbours")),
     *(*INDEXED, SHARING, Const("softmax_type", "learnable")),
+    Const("dsa_indexer_loss_coeff", 0.0),  # indexers of ours are frozen
 )
 """Latent attention with sinks and indexers, by modules of ours (``factory/modules/selection.py``)."""

@@ -60,7 +60,7 @@ def limited(linear: type, limit: float, gate_limit: float) -> type:
 
 
 class Limited(ChangesOutput):
-    """A linear layer with clamped outputs, after an adapter: gates, often where SiLU reaches a limit, and the others."""
+    """A linear layer with clamped outputs, after an adapter: gates, and the values that they multiply."""
 
     limit: ClassVar[float]
     gate_limit: ClassVar[float]

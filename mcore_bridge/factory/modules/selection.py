@@ -160,25 +160,26 @@ class SelectingCoreAttention(ScoresCoreAttention):
         """Compute attention, as ``CoreAttention`` does for the same arguments."""
         self._require(attention_mask, attention_bias, packed_seq_params)
 
-        def sequences(tensors: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
+        def sequences(tensors: tuple[Tensor, ...]) -> list[Any]:
             if packed_seq_params is None:
                 return [tensors]
             lengths = packed_lengths(packed_seq_params, self.cp_group.size())
             return [*zip(*(tensor.split(lengths) for tensor in tensors), strict=True)]
 
-        inputs = (query, key, value)
+        inputs: tuple[Tensor, ...] = (query, key, value)
         if packed_seq_params is not None:
             inputs = tuple(tensor.unsqueeze(1) for tensor in inputs)
         if self.indexed is not None:
             indexed, self.indexed = self.indexed, None
-            self.selection.hidden = [self._unselected(*parts, attention_mask) for parts in sequences(indexed)]
+            self.selection.hidden = [self._unselected(parts, attention_mask) for parts in sequences(indexed)]
         runs = zip(sequences(inputs), self.selection.hidden, strict=True)
-        output = torch.cat([self._attended(*parts, hidden) for parts, hidden in runs])
+        output = torch.cat([self._attended(parts, hidden) for parts, hidden in runs])
         return output if packed_seq_params is None else output.squeeze(1)
 
     @torch.no_grad()
-    def _unselected(self, query: Tensor, key: Tensor, weights: Tensor, attention_mask: Tensor | None) -> Tensor:
+    def _unselected(self, indexed: tuple[Tensor, Tensor, Tensor], attention_mask: Tensor | None) -> Tensor:
         """``[b, 1, s, t]``, True for keys of later tokens, of padding, and keys that are not selected."""
+        query, key, weights = indexed
         places = places_in_text(query, key, self.cp_group)
         if attention_mask is None:
             attention_mask = torch.zeros((), dtype=torch.bool, device=query.device)
@@ -191,7 +192,8 @@ class SelectingCoreAttention(ScoresCoreAttention):
         best = scores.topk(min(self.num_selected, keys.size(0)), dim=-1).indices
         return hidden | torch.ones_like(scores, dtype=torch.bool).scatter_(-1, best, False)
 
-    def _attended(self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor) -> Tensor:
+    def _attended(self, tensors: tuple[Tensor, Tensor, Tensor], hidden: Tensor) -> Tensor:
+        query, key, value = tensors
         if self.cp_group.size() > 1:
             key, value = self._gather(key, value)
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))

@@ -166,7 +166,8 @@ class _Gates(nn.Module):
         exact = streams.float()
         mean_square = exact.square().mean(-1, keepdim=True)
         projected = nn.functional.linear(exact, self.fn.float()) * (mean_square + self.eps).rsqrt()
-        kinds = zip(projected.split(self.sizes, -1), self.scale.float(), self.base.float().split(self.sizes), strict=True)
+        parts, bases = projected.split(self.sizes, -1), self.base.float().split(self.sizes)
+        kinds = zip(parts, self.scale.float(), bases, strict=True)
         return [part * scale + base for part, scale, base in kinds]
 
     def read(self, streams: Tensor, weights: Tensor) -> Tensor:
