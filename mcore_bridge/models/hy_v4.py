@@ -9,11 +9,10 @@ from mcore_bridge.config.fields import Const, Ignore, Map
 from mcore_bridge.config.tables import but, published
 from mcore_bridge.config.tables.by_layer import ELEMENT_GATES
 from mcore_bridge.config.tables.moe import MTP_NEVER
+from mcore_bridge.config.tables.scales import UNMIXED
 from mcore_bridge.config.tables.sparse_attention import SELECTED
-from mcore_bridge.config.tables.streams import UNMIXED
 from mcore_bridge.models.blocks import MOE_BIASED, NORMS, SHARED, SWIGLU, decoder
-from mcore_bridge.models.blocks_sparse import INDEXER, MLA_IN_HALVES
-from mcore_bridge.models.blocks_streams import merge, streams
+from mcore_bridge.models.blocks_sparse import INDEXER, MLA_IN_HALVES, merge, streams
 from mcore_bridge.rules.layout import COLUMN
 from mcore_bridge.rules.mapping import respelled, second_names, table, under
 

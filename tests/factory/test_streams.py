@@ -71,7 +71,7 @@ def test_gradients_keep_their_bits_if_layers_are_recomputed(tmp_path):
 
 REFUSED = {
     "must be without 'layernorm'": {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]},
-    "selections are made before core attention": {"recompute_granularity": "selective"},
+    "A selection is made before core attention": {"recompute_granularity": "selective"},
     "which may be of a later microbatch": {
         "recompute_granularity": "full",
         "recompute_method": "uniform",

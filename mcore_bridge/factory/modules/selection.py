@@ -72,8 +72,9 @@ def _require_no_recompute(config: Any) -> None:
     if (granularity == "selective" and "core_attn" in modules) or (granularity == "full" and shared):
         raise ConfigError(
             f"attention must not be recomputed in this model, found recompute_granularity={granularity!r}, "
-            f"recompute_modules={[*modules]}: selections are made before core attention, and layers with indexer_types "
-            "'shared' use the latest one of another layer, which may be of a later microbatch. Recompute other modules."
+            f"recompute_modules={[*modules]}. A selection is made before core attention. With indexer_types 'shared', "
+            "a layer uses the latest selection of another layer, which may be of a later microbatch. Recompute other "
+            "modules."
         )
 
 

@@ -47,8 +47,8 @@ def adapt_streams(layer: Any, config: TransformerConfig, backend: Backend) -> No
         return
     if config.recompute_granularity == "selective" and "layernorm" in (config.recompute_modules or ()):
         raise ConfigError(
-            "recompute_modules must be without 'layernorm' in a model with several residual streams: with the input of "
-            "a norm, the weights of the next addition would be recomputed, after they were used. Remove 'layernorm'."
+            "recompute_modules must be without 'layernorm' in a model with several residual streams. Its norms also "
+            "make the weights of the next addition, which uses them before they are recomputed. Remove 'layernorm'."
         )
     if backend == "te" and not hasattr(submodules_of(layer.mlp), "router"):  # its usual linear layer has a norm inside
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
