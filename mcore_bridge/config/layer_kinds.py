@@ -54,6 +54,11 @@ def shares_selection(layer: int, *, freq: int, offset: int) -> bool:
     return max(layer + 1 - max(offset, 1), 0) % freq != 0
 
 
+def selects_keys(mcore: Mcore) -> bool:
+    """Whether latent attention has indexers of ours, since megatron-core's sparse attention has no sinks."""
+    return mcore.get("dsa_indexer_topk") is not None and mcore.get("experimental_attention_variant") != "dsa"
+
+
 def held_mtp_layers(settings: Mapping[str, Any]) -> int:
     """The number of MTP layers that a model holds. A repeated layer holds one set of weights for all its predictions.
 

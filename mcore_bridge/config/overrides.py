@@ -28,7 +28,9 @@ ATTRIBUTES = frozenset(
         *("attention_gate", "attention_gate_activation", "expert_latent_size", "value_norm", "keys_as_values"),
         *("layer_scalar", "kda_full_rank", "kda_lower_bound", "delta_negative_eigenvalues", "head_norm_epsilon"),
         *("experts_beside_mlp", "router_scales", "glu_limit", "expert_glu_limit", "draft"),
-        *("post_norm_epsilon", "embedding_norm", "final_norm_centered"),
+        *("post_norm_epsilon", "embedding_norm", "final_norm_centered", "limits_before_activation"),
+        *("enable_mhc_connections", "mhc_num_residual_streams", "mhc_sinkhorn_iterations", "mhc_magnitude"),
+        *("mhc_epsilon", "dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset"),
         *ATTENTION_FACTOR,
     )
 )
@@ -62,6 +64,13 @@ For ``build_model``:
 * ``layer_scalar``: whether the output of each layer is multiplied by a number of the checkpoint;
 * ``glu_limit``, ``expert_glu_limit``: the bound of gates behind SiLU, and of the values that they multiply; in MLPs and
   shared experts, and in routed experts;
+* ``limits_before_activation``: whether these are limits of gates before SiLU;
+* ``enable_mhc_connections``, ``mhc_num_residual_streams``, ``mhc_sinkhorn_iterations``: whether the residual has
+  several streams, how many, and how often the matrix that mixes them is normed (0: they are not mixed). megatron-core
+  0.20 has these fields;
+* ``mhc_magnitude``, ``mhc_epsilon``: the largest weight of an addition to a stream, and what is added to each weight;
+* ``dsa_indexer_topk_freq``, ``dsa_indexer_skip_topk_offset``: which layers share a selection of keys. megatron-core
+  0.19 has these fields;
 * ``attention_softcap``, ``logit_softcap``: the bounds of attention scores and of logits, enforced by a tanh;
 * ``embedding_scale``: word embeddings are multiplied by it;
 * ``embedding_dropout``: the dropout of the embedding, if it is not mcore's ``hidden_dropout``;

@@ -134,6 +134,7 @@ def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
     from mcore_bridge.factory.modules.multipliers import cap_logits, scale_embedding, scale_logits
     from mcore_bridge.factory.modules.norms import norm_embedding
     from mcore_bridge.factory.modules.rotary import replace_rotary, take_lengths
+    from mcore_bridge.factory.modules.streams import spread_embedding
 
     bias_output_layer(chunk)
     mark_cut(chunk)
@@ -142,6 +143,7 @@ def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
     both_ropes(chunk)
     norm_embedding(chunk)
     scale_embedding(chunk)
+    spread_embedding(chunk)
     scale_logits(chunk)
     cap_logits(chunk)
     if chunk.pre_process and (dropped := getattr(blueprint.config, "embedding_dropout", None)) is not None:

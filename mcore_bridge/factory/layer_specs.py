@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+    from mcore_bridge.factory.modules.selection import Selection
+
 
 def block_spec(config: TransformerConfig, layers: range, *, backend: Backend) -> TransformerBlockSubmodules:
     """mcore's block spec of a stage, with our modules. Each layer has its own spec object, which can be edited.
@@ -34,15 +36,19 @@ def block_spec(config: TransformerConfig, layers: range, *, backend: Backend) ->
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     from mcore_bridge.factory.modules.norms import final_norm
+    from mcore_bridge.factory.modules.selection import Selection
+    from mcore_bridge.factory.modules.streams import has_streams, merging
 
     _require_recomputable(config)
     plain = copy.copy(config)
     plain.experimental_attention_variant = None  # 0.19 refuses it here; adapt_attention reads it
     specs = get_gpt_decoder_layer_specs(plain, backend == "te", config.normalization)
     own = [copy.deepcopy(specs[layer]) for layer in layers]  # mcore uses one object for equal layers
+    selection = Selection()
     for number, spec in zip(layers, own, strict=True):
-        _adapt(spec.submodules, layer_config(config, number), number, backend)
-    return TransformerBlockSubmodules(layer_specs=own, layer_norm=final_norm(backend, config))
+        _adapt(spec.submodules, layer_config(config, number), number, backend, selection)
+    norm = final_norm(backend, config)
+    return TransformerBlockSubmodules(layer_specs=own, layer_norm=merging(norm) if has_streams(config) else norm)
 
 
 def _require_recomputable(config: TransformerConfig) -> None:
@@ -55,8 +61,11 @@ def _require_recomputable(config: TransformerConfig) -> None:
         )
 
 
-def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend) -> None:
-    """Puts our modules into the spec of layer ``number`` (from 0), which has this config."""
+def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend, selection: Selection) -> None:
+    """Puts our modules into the spec of layer ``number`` (from 0), which has this config.
+
+    Layers that share a selection of keys share ``selection``.
+    """
     from mcore_bridge.factory.modules.attention_gate import adapt_gate
     from mcore_bridge.factory.modules.chunks import adapt_chunks
     from mcore_bridge.factory.modules.eagle3 import adapt_draft
@@ -77,6 +86,8 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend)
     )
     from mcore_bridge.factory.modules.parallel_blocks import adapt_parallel
     from mcore_bridge.factory.modules.scores import adapt_scores
+    from mcore_bridge.factory.modules.selection import adapt_selection
+    from mcore_bridge.factory.modules.streams import adapt_streams
     from mcore_bridge.factory.modules.torch_modules import always_biased
     from mcore_bridge.factory.modules.values import adapt_values
 
@@ -91,6 +102,7 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend)
         attention = layer.self_attention.submodules
         attention.linear_proj = always_biased(attention.linear_proj)
     adapt_scores(layer, config, backend)  # the core attention before the modules that wrap it
+    adapt_selection(layer, config, backend, selection)
     if backend == "te":
         adapt_kernel(layer, config, number)
     adapt_chunks(layer, config, number)
@@ -106,6 +118,7 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend)
     adapt_activation(layer, config)
     adapt_parallel(layer, config, backend)
     adapt_residuals(layer, config)
+    adapt_streams(layer, config, backend)
     adapt_attention(layer, config, number, backend)
     adapt_halves(layer, config, number, backend)
     adapt_keys(layer, config)
@@ -137,9 +150,11 @@ def adapt_keys(layer: Any, config: TransformerConfig) -> None:
     """
     from megatron.core.transformer.identity_op import IdentityOp
 
+    from mcore_bridge.factory.modules.streams import has_streams
+
     modules = {f"self_attention.{name}" for name in vars(getattr(layer.self_attention, "submodules", _NONE))}
-    if layer.mlp is not IdentityOp and not hasattr(submodules_of(layer.mlp), "router"):
-        modules.add("mlp.linear_fc1")
-    if config.experimental_attention_variant == "dsa":
+    if layer.mlp is not IdentityOp and not hasattr(submodules_of(layer.mlp), "router") and not has_streams(config):
+        modules.add("mlp.linear_fc1")  # the norm of a stream has more parameters than a norm
+    if config.dsa_indexer_topk is not None:
         modules.add(INDEXER)
     layer.sharded_state_dict_keys_map = fused_norms(modules)

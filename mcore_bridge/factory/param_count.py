@@ -64,7 +64,8 @@ def count_params(hf: PretrainedConfig, *, tower: Iterable[TensorSpec] = ()) -> P
     lm_head = 0 if hf.tie_word_embeddings else vocabulary
     lm_head += config.hf_vocab_size * getattr(config, "output_layer_bias", False)
     numel = sum(spec.numel for spec in tower)
-    return ParamCounts(layers, experts, vocabulary, lm_head, _norm(config, config.hidden_size), numel)
+    last = _norm(config, config.hidden_size) + _gates_of_streams(config, 1, 1)
+    return ParamCounts(layers, experts, vocabulary, lm_head, last, numel)
 
 
 def count_inner(hf: PretrainedConfig) -> tuple[int, int]:
@@ -117,7 +118,13 @@ def _norms(config: Any) -> int:
     """The norms of a layer, without the norms of queries, keys and latents, and the scale of its output."""
     count = 4 if getattr(config, "norm_placement", "pre") == "sandwich" else 2
     norms = _norm(config, config.hidden_size) * (getattr(config, "parallel_norms", None) or count)
-    return norms + getattr(config, "layer_scalar", False)
+    return norms + getattr(config, "layer_scalar", False) + 2 * _gates_of_streams(config, 2, 2)
+
+
+def _gates_of_streams(config: Any, per_stream: int, kinds: int) -> int:
+    """The parameters of gates of residual streams: so many for each stream, of so many kinds."""
+    streams: int = getattr(config, "mhc_num_residual_streams", 0)
+    return per_stream * streams * (streams * config.hidden_size + 1) + kinds * (streams > 0)
 
 
 def _expert(config: Any) -> int:
@@ -151,9 +158,11 @@ def _around_experts(config: Any) -> int:
 def _attention(config: Any, layer: int) -> int:
     hidden, dim = config.hidden_size, config.kv_channels
     heads, groups = config.num_attention_heads, config.num_query_groups
-    gates = {None: 0, "head": heads, "element": heads * (dim or 0)}[getattr(config, "attention_gate", None)]
+    dim_of_values = config.v_head_dim if config.multi_latent_attention else dim or 0
+    gates = {None: 0, "head": heads, "element": heads * dim_of_values}[getattr(config, "attention_gate", None)]
+    sinks = heads * (config.softmax_type == "learnable")
     if config.multi_latent_attention:
-        return _latent_attention(config) + hidden * gates + _indexer(config, layer)
+        return _latent_attention(config) + hidden * gates + _indexer(config, layer) + sinks
     keys_and_values = 1 if getattr(config, "keys_as_values", False) else 2
     qkv = dim * (heads * (1 + config.attention_output_gate) + keys_and_values * groups)
     bias = config.add_bias_linear
@@ -164,7 +173,7 @@ def _attention(config: Any, layer: int) -> int:
     if config.qk_layernorm and kind != "unweighted":
         together = kind in ("all_heads", "each_head")
         count += _norm(config, dim * (heads + groups if together else 2))
-    return count + heads * (config.softmax_type == "learnable")
+    return count + sinks
 
 
 def _latent_attention(config: Any) -> int:
@@ -177,7 +186,7 @@ def _latent_attention(config: Any) -> int:
 
 def _indexer(config: Any, layer: int) -> int:
     """The parameters of the indexer of a sparse attention."""
-    if config.experimental_attention_variant != "dsa":
+    if config.dsa_indexer_topk is None:
         return 0
     if shares_selection(layer, freq=config.dsa_indexer_topk_freq, offset=config.dsa_indexer_skip_topk_offset):
         return 0

@@ -1,8 +1,11 @@
-"""Shared tables of latent attention with an indexer. Every TP rank holds the indexer whole."""
+"""Shared tables of latent attention with an indexer, and of residual streams. Every TP rank holds both whole."""
+
+from dataclasses import replace
 
 from mcore_bridge.models.blocks import MLA, MOE_BIASED, NORMS
 from mcore_bridge.rules.layout import REPLICATED
-from mcore_bridge.rules.mapping import table, under
+from mcore_bridge.rules.mapping import Rules, table, under
+from mcore_bridge.rules.mixer_layouts import HALVES_OF_KEYS, HALVES_OF_QUERIES
 
 # fmt: off
 INDEXER      = under("self_attention.core_attention.indexer", "self_attn.indexer", table(
@@ -14,3 +17,21 @@ INDEXER      = under("self_attention.core_attention.indexer", "self_attn.indexer
 SPARSE_LAYER = (*NORMS, *MLA, *INDEXER, *MOE_BIASED)
 # fmt: on
 """A layer without its dense MLP. Layers that share a selection have no indexer."""
+_HALVES = {"linear_q_up_proj": HALVES_OF_QUERIES, "linear_kv_down_proj": HALVES_OF_KEYS}
+MLA_IN_HALVES = tuple(replace(rule, layout=_HALVES.get(rule.mcore.split(".")[1], rule.layout)) for rule in MLA)
+"""``MLA`` of a checkpoint whose pairs of rotated dims are in two halves."""
+
+
+def gates(mcore: str, hf: str) -> Rules:
+    """The three tensors of the gates at ``mcore``, whose HF names begin with ``hf``."""
+    return table(*((f"{mcore}.{name}", f"{hf}{name}", REPLICATED) for name in ("fn", "base", "scale")))
+
+
+def streams(attention: str, mlp: str) -> Rules:
+    """The gates of a layer, from the beginnings of their HF names."""
+    return (*gates("input_layernorm.connection", attention), *gates("pre_mlp_layernorm.connection", mlp))
+
+
+def merge(hf: str) -> Rules:
+    """The gates before the final norm."""
+    return gates("decoder.final_layernorm.merge", hf)

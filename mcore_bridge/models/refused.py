@@ -88,8 +88,9 @@ REFUSALS = (
         recurrent_gemma="modeling_recurrent_gemma.RecurrentGemmaRglru", rwkv="modeling_rwkv.RwkvSelfAttention",
     ),
     *_because(
-        "linear attention decays by channel, layers mix several residual streams, and full attention selects its keys",
-        DELTA, LAYER,
+        "an indexer selects pools of neighbouring keys, and a matrix for each token mixes residual streams; nobody has "
+        "written these submodules",
+        PARTS,
         glm5_next="modeling_glm5_next.Glm5NextTextHyperConnection",
         glm5_next_text="modeling_glm5_next.Glm5NextTextForgetGate",
     ),
@@ -100,12 +101,11 @@ REFUSALS = (
         minimax="modeling_minimax.MiniMaxLightningAttention",
     ),
     *_because(
-        "layers mix several residual streams (hyper-connections); megatron-core's layer has one, and nobody has "
-        "written submodules that mix more",
-        LAYER, PARTS,
+        "attention reads compressed keys, some routers choose experts by the token alone, and a matrix for each token "
+        "mixes residual streams; nobody has written these submodules",
+        PARTS, ROUTER,
         deepseek_v4="modeling_deepseek_v4.DeepseekV4HyperConnection",
         deepseek_ref="deepseek_v4.modeling_deepseek_v4.DeepseekV4HyperConnection",
-        hy_v4="modeling_hy_v4.HYV4HyperConnection",
     ),
     *_because(
         "residuals are streams with gates, embeddings of n-grams are added, and an indexer selects blocks of keys",

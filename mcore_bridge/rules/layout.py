@@ -193,6 +193,24 @@ class Leading(Layout):
 
 
 @dataclass(frozen=True, slots=True)
+class Within(Layout):
+    """Apply ``layout`` to one piece of a single part, at ``position`` of its pieces along ``dim`` in this ``ratio``."""
+
+    dim: int
+    ratio: tuple[int | str, ...]
+    position: int
+    layout: Layout
+
+    def __call__(self, parts: Parts, axes: Axes) -> Parts:
+        pieces = [*Split(self.dim, self.ratio)(parts, axes)]
+        (pieces[self.position],) = self.layout((pieces[self.position],), axes)
+        return Concat(self.dim, self.ratio)(tuple(pieces), axes)
+
+    def __invert__(self) -> Within:
+        return Within(self.dim, self.ratio, self.position, ~self.layout)
+
+
+@dataclass(frozen=True, slots=True)
 class Chain(Layout):
     """Apply layouts one after the other. The inverse applies their inverses in reverse order."""
 

@@ -403,6 +403,8 @@ def _has_number(rule: Rule, numbers: list[str]) -> bool:
 def _second_and_first(rule: Rule, own: Rule) -> Iterator[tuple[str, str]]:
     """The second HF names of ``rule``, each with the name of its own rule. Names of some layers alone have numbers."""
     for second, first in zip(rule.hf, own.hf, strict=True):
+        if second == first:  # only another part of the tensor has a second name
+            continue
         if rule.layers is None:
             yield second, first
         else:

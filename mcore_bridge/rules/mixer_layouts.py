@@ -1,6 +1,6 @@
-"""The layouts of mixers in the place of attention, and of attention with an output gate."""
+"""The layouts of mixers in the place of attention, of attention with an output gate, and of rotated halves."""
 
-from mcore_bridge.rules.layout import COLUMN, GROUPS, Concat, Leading, Rearrange, Split
+from mcore_bridge.rules.layout import COLUMN, GROUPS, REPLICATED, Concat, Leading, Rearrange, Split, Within
 
 # The layouts of linear attention by the gated delta rule, and of full attention with an output gate.
 #
@@ -61,3 +61,16 @@ KDA_IN = COLUMN >> Concat(1, ratio=(*_KDA_QKV, "kda_dim", "kda_dim"))
 KDA_FULL_IN = COLUMN >> Concat(1, ratio=(*_KDA_QKV, "kda_inner", "kda_inner"))
 KDA_CONV = COLUMN >> Concat(1, ratio=(1, 1, 1))
 KDA_DECAY = Rearrange("one two (tp n) three", "tp one two n three")
+
+# Latent attention of megatron-core rotates pairs of neighbours. A checkpoint may have the first dims of all pairs, then
+# the second ones. An axis says how many rows of a part have which purpose:
+#
+# * ``plain``, ``rotated``: of the query of a head;
+# * ``latent``, ``rotated``: of keys and values of all heads together.
+HALVES_OF_QUERIES = (
+    GROUPS
+    >> Within(1, ("plain", "rotated"), 1, Rearrange("groups (halves n) ...", "groups (n halves) ..."))
+    >> ~GROUPS
+    >> COLUMN
+)
+HALVES_OF_KEYS = Within(0, ("latent", "rotated"), 1, Rearrange("(halves n) ...", "(n halves) ...")) >> REPLICATED

@@ -265,6 +265,8 @@ def axes_of_config(config: TransformerConfig, *, vocab: int, padded_vocab: int) 
         "padded_vocab": padded_vocab,
         "experts": config.num_moe_experts or 0,
         "gate_up": 2,
+        "halves": 2,
+        **_latent_axes(config),
         **_linear_axes(config),
         **_mamba_axes(config),
         **_kda_axes(config),
@@ -278,6 +280,13 @@ def _head_axes(config: TransformerConfig) -> dict[str, int]:
     """The sizes of attention, of a model or of a layer."""
     groups = config.num_query_groups
     return {"groups": groups, "heads_per_group": config.num_attention_heads // groups}
+
+
+def _latent_axes(config: TransformerConfig) -> dict[str, int]:
+    """The sizes of latent attention; empty if a model has none."""
+    if not config.multi_latent_attention:
+        return {}
+    return {"plain": config.qk_head_dim, "rotated": config.qk_pos_emb_head_dim, "latent": config.kv_lora_rank}
 
 
 def _linear_axes(config: TransformerConfig) -> dict[str, int]:

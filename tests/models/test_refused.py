@@ -36,7 +36,7 @@ SINCE_5 = {
         "deepseek_v4",
         "ernie4_5_vl_moe",
     ),
-    *("glm_ocr", "hy_v4", "mimo_v2_flash", "molmo2"),
+    *("glm_ocr", "mimo_v2_flash", "molmo2"),
     "t5gemma2",
     *("afmoe", "axk2", "beam", "dots3_note", "dots3_note_text", "ernie4_5_vl_moe_text", "flint"),
     *("glm5_next", "glm5_next_text", "granite_swa", "granitemoe_swa", "hyperclovax"),

@@ -23,19 +23,31 @@ from mcore_bridge.rules.layout import (
     Rearrange,
     Replicate,
     Resize,
+    Within,
 )
 from mcore_bridge.rules.mapping import Binding
+from mcore_bridge.rules.mixer_layouts import HALVES_OF_KEYS, HALVES_OF_QUERIES
 from mcore_bridge.rules.trace import _runs, line_starts, moved_dim, trace
 from mcore_bridge.weights.plan import positions
 from mcore_bridge.weights.plan.positions import ShardPositions
 
-NAMED = {"COLUMN": COLUMN, "ROW": ROW, "REPLICATED": REPLICATED, "VOCAB": VOCAB, "GATED_UP": GATED_UP, "QKV": QKV}
+NAMED = {
+    "COLUMN": COLUMN,
+    "ROW": ROW,
+    "REPLICATED": REPLICATED,
+    "VOCAB": VOCAB,
+    "GATED_UP": GATED_UP,
+    "QKV": QKV,
+    "HALVES_OF_QUERIES": HALVES_OF_QUERIES,
+    "HALVES_OF_KEYS": HALVES_OF_KEYS,
+}
 PADDED = Resize("vocab", "padded_vocab")
 PRIMITIVES = [
     Rearrange("(tp n) ...", "tp n ..."),
     Concat(1, (1, "groups")),
     Replicate(),
     Fill((("groups", 1), (1,)), (1,)),
+    Within(0, (1, "groups"), 1, Rearrange("(gate_up n) ...", "(n gate_up) ...")),
     PADDED,
 ]
 
@@ -52,11 +64,17 @@ def problems(draw):
     padded = (-(-vocab // tp) + draw(st.integers(0, 2))) * tp
     axes = {"tp": tp, "groups": groups, "heads_per_group": heads_per_group, "vocab": vocab, "padded_vocab": padded}
     width = draw(st.integers(1, 3))
+    plain, rotated = draw(st.integers(1, 3)), 2 * draw(st.integers(1, 3))
+    axes |= {"plain": plain, "rotated": rotated, "latent": width, "halves": 2}
     rows = {
+        "HALVES_OF_QUERIES": [tp * groups * (plain + rotated)],
+        "HALVES_OF_KEYS": [width + rotated],
         "QKV": [groups * heads_per_group * head_dim, groups * head_dim, groups * head_dim],
         "GATED_UP": [tp * width, tp * width],
         "VOCAB": [vocab],
     }.get(name, [tp * width])
+    if name == "HALVES_OF_QUERIES":
+        axes["groups"] *= tp  # each head is on one rank
     columns = tp * draw(st.integers(1, 3))
     trailing = (columns,) if name == "ROW" or draw(st.booleans()) else ()
     start, parts = 1, []

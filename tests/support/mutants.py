@@ -32,11 +32,11 @@ def exchange(one: str, other: str):
     """A mistake that exchanges the HF names of two parameters. In layers, it changes layers of the decoder."""
 
     def mutate(rules):
-        hf = {rule.mcore: rule.hf for rule in rules if not rule.mcore.startswith("mtp.")}
+        hf = {rule.mcore: rule.hf for rule in rules if not rule.mcore.startswith("mtp.") and not rule.copy}
         (first,) = (name for name in hf if name.endswith(one))
         (second,) = (name for name in hf if name.endswith(other))
         switched = {first: hf[second], second: hf[first]}
-        return [replace(rule, hf=switched.get(rule.mcore, rule.hf)) for rule in rules]
+        return [rule if rule.copy else replace(rule, hf=switched.get(rule.mcore, rule.hf)) for rule in rules]
 
     return mutate
 

@@ -114,6 +114,14 @@ kind. Engines read published names alone.
 """
 
 
+_HY_V4 = (
+    (r"\.hc_pre\.(hc_attn_layer|hc_mlp_layer)\.", r".\1.hc_pre."),
+    (r"\.hc_pre\.hc_head\.", ".hc_head."),
+    (r"\.(mlp|shared_experts)\.linear_gate\.", r".\1.gate_proj."),
+)
+"""Names of Hunyuan 4 that transformers 5.24 writes otherwise than it reads them, as patterns."""
+
+
 def published_names(hf: Any, state: Mapping[str, Any]) -> dict[str, Any]:
     """Tensors under their names in published files, which transformers reads but does not write for some families."""
     return {_published(hf, name): tensor for name, tensor in {**state, **_parted(hf, state)}.items()}
@@ -133,6 +141,10 @@ def _parted(hf: Any, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _published(hf: Any, name: str) -> str:
+    if hf.model_type == "hy_v4":
+        for pattern, published in _HY_V4:
+            name = re.sub(pattern, published, name)
+        return name
     written, published, field, kind = WRITTEN.get(hf.model_type, ("", "", "", ""))
     numbered = re.search(r"\.layers\.(\d+)\.", name)
     if not written or not numbered or getattr(hf, field)[int(numbered[1])] != kind:

@@ -1,8 +1,11 @@
-"""Entries of config tables for the scales of embeddings and queries, and for the caps of scores and logits."""
+"""Entries of config tables for scales of embeddings and queries, for caps of scores and logits, and for streams.
+
+Residuals of several streams (hyper-connections) have the field names of megatron-core 0.20.
+"""
 
 from math import nextafter
 
-from mcore_bridge.config.fields import Derive, Field, Hf, Map, Mcore, count, is_number
+from mcore_bridge.config.fields import Const, Derive, Field, Hf, Map, Mcore, count, is_number
 from mcore_bridge.config.rope import head_dim
 from mcore_bridge.errors import ConfigError, shown
 
@@ -93,3 +96,12 @@ MULTIPLIERS: tuple[Field, ...] = (
     Map("logits_scaling", "logit_divisor"),
 )
 """Granite's multipliers of embeddings, residuals and attention scores, and its divisor of logits."""
+UNMIXED: tuple[Field, ...] = (
+    Const("enable_mhc_connections", True),
+    Map("hc_mult", "mhc_num_residual_streams"),
+    Map("hc_eps", "mhc_epsilon"),
+    Map("hc_magnitude", "mhc_magnitude"),
+    Const("mhc_sinkhorn_iterations", 0),
+    Const("variable_seq_lengths", True),  # otherwise stages expect hidden states of the width of one stream
+)
+"""A residual of several streams, which are not mixed with each other."""

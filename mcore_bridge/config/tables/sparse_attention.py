@@ -88,6 +88,15 @@ SPARSE_RELEASE = Release(
     "earlier releases have no sparse attention in the layer specs of GPT models. Their indexer computes only in bf16, "
     "with a CUDA kernel of fast_hadamard_transform and another epsilon",
 )
+INDEXED: tuple[Field, ...] = (
+    *(*COUNTED, *SIGMOID_GROUPED, MLP_TYPES, ALL_INDEXED),
+    Ignore("transformers always replaces it by qk_rope_head_dim", ("head_dim",)),
+    Require("moe_layer_freq", (1, None), "transformers reads mlp_layer_types instead"),
+    Map("index_n_heads", "dsa_indexer_n_heads"),
+    Map("index_head_dim", "dsa_indexer_head_dim"),
+    Map("index_topk", "dsa_indexer_topk"),
+)
+"""An indexer in each layer, and sigmoid-routed experts after dense layers."""
 SPARSE: tuple[Field, ...] = (
     *but(
         LATENT,
@@ -95,17 +104,18 @@ SPARSE: tuple[Field, ...] = (
         Require("attention_dropout", (0.0, 0), "megatron-core's sparse attention drops nothing"),
         Const("attention_dropout", 0.0),
     ),
-    *(*COUNTED, *SIGMOID_GROUPED, MLP_TYPES, ALL_INDEXED),
-    Ignore("transformers always replaces it by qk_rope_head_dim", ("head_dim",)),
-    Require("moe_layer_freq", (1, None), "transformers reads mlp_layer_types instead"),
+    *INDEXED,
     Const("experimental_attention_variant", "dsa"),
-    Map("index_n_heads", "dsa_indexer_n_heads"),
-    Map("index_head_dim", "dsa_indexer_head_dim"),
-    Map("index_topk", "dsa_indexer_topk"),
     Const("dsa_indexer_scoring_relu", True),
     Const("dsa_indexer_k_norm_epsilon", 1e-6),
     Preset("dsa_indexer_rotate_activation", False),  # orthogonal: it changes scores by rounding only
     Preset("dsa_indexer_loss_coeff", 0.0),  # the trainer computes the indexer's own loss
     Preset("cp_comm_type", "allgather"),  # this attention supports no other
 )
-"""Latent attention with an indexer in each layer, and sigmoid-routed experts after dense layers."""
+"""Latent attention with an indexer in each layer, by megatron-core's modules."""
+SELECTED: tuple[Field, ...] = (
+    *but(LATENT, Require("rope_interleave", (False, None), "transformers rotates halves, not neighbours")),
+    *(*INDEXED, SHARING, Const("softmax_type", "learnable")),
+    Const("dsa_indexer_loss_coeff", 0.0),  # indexers of ours are frozen
+)
+"""Latent attention with sinks and indexers, by modules of ours (``factory/modules/selection.py``)."""

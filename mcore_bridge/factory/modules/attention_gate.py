@@ -48,7 +48,8 @@ class GatedOutput(nn.Module):
 
     def __init__(self, *places: Any, config: TransformerConfig, gate: Any, **arguments: Any) -> None:
         super().__init__(*places, config=config, **arguments)
-        per_head: int = {"head": 1, "element": config.kv_channels}[config.attention_gate]
+        of_values = config.v_head_dim if config.multi_latent_attention else config.kv_channels
+        per_head: int = {"head": 1, "element": of_values}[config.attention_gate]
         self.linear_gate = gate(
             config.hidden_size,
             config.num_attention_heads * per_head,

@@ -26,6 +26,7 @@ def adapt_limits(layer: Any, config: TransformerConfig) -> None:
     Args:
         layer: the submodules of the layer, changed in place.
         config: the config of the layer, with ``glu_limit`` of its MLP or shared experts, and ``expert_glu_limit``.
+            With ``limits_before_activation``, they are limits of the inputs of SiLU.
     """
     mlp = submodules_of(layer.mlp)
     is_sparse = hasattr(mlp, "router")
@@ -35,8 +36,8 @@ def adapt_limits(layer: Any, config: TransformerConfig) -> None:
     ):
         limit = getattr(config, attribute, None)
         if limit is not None and spec is not None:
-            submodules = submodules_of(spec)
-            submodules.linear_fc1 = limited(submodules.linear_fc1, limit)
+            submodules, before = submodules_of(spec), getattr(config, "limits_before_activation", False)
+            submodules.linear_fc1 = limited(submodules.linear_fc1, limit, limit if before else silu_inverse(limit))
 
 
 def silu_inverse(limit: float) -> float:
@@ -52,19 +53,20 @@ def silu_inverse(limit: float) -> float:
 
 
 @functools.cache
-def limited(linear: type, limit: float) -> type:
-    """A subclass of ``linear``, whose outputs are gates and the values that they multiply, with this limit of both."""
-    return type(f"Limited{linear.__name__}", (Limited, linear), {"limit": limit, "__doc__": Limited.__doc__})
+def limited(linear: type, limit: float, gate_limit: float) -> type:
+    """A subclass of ``linear``, whose outputs are gates and the values that they multiply, with these limits."""
+    limits = {"limit": limit, "gate_limit": gate_limit}
+    return type(f"Limited{linear.__name__}", (Limited, linear), {**limits, "__doc__": Limited.__doc__})
 
 
 class Limited(ChangesOutput):
-    """A linear layer with clamped outputs, after an adapter: gates where SiLU reaches a limit, the others there."""
+    """A linear layer with clamped outputs, after an adapter: gates, and the values that they multiply."""
 
     limit: ClassVar[float]
+    gate_limit: ClassVar[float]
 
     def __init__(self, *sizes: int, **arguments: Any) -> None:
         super().__init__(*sizes, **arguments)
-        self.gate_limit = silu_inverse(self.limit)
         self.register_forward_hook(_clamp)  # an adapter's hook runs before this hook
 
 

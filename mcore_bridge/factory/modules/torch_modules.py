@@ -136,12 +136,9 @@ class CoreAttention(nn.Module):
         Returns:
             ``[s, b, heads * dim]``; for packed sequences ``[s, heads * dim]``.
         """
-        if attention_bias is not None:
-            raise ConfigError("attention_bias must be None for CoreAttention: use backend te")
+        self._require(attention_mask, attention_bias, packed_seq_params)
         if packed_seq_params is None:
             return self._sequence(query, key, value, attention_mask, attn_mask_type)
-        if attention_mask is not None:
-            raise ConfigError("attention_mask must be None for packed sequences: padding is not packed")
         outputs, start = [], 0
         for length, run in groupby(packed_lengths(packed_seq_params, self.cp_group.size())):
             number = len([*run])  # sequences of one length are rows of a batch
@@ -149,6 +146,12 @@ class CoreAttention(nn.Module):
             q, k, v = (rearrange(tensor[own], "(b s) n d -> s b n d", b=number) for tensor in (query, key, value))
             outputs.append(rearrange(self._sequence(q, k, v, None, attn_mask_type), "s b h -> (b s) h"))
         return torch.cat(outputs)
+
+    def _require(self, attention_mask: Tensor | None, attention_bias: Tensor | None, packed: Any) -> None:
+        if attention_bias is not None:
+            raise ConfigError("attention_bias must be None for CoreAttention: use backend te")
+        if packed is not None and attention_mask is not None:
+            raise ConfigError("attention_mask must be None for packed sequences: padding is not packed")
 
     def masked(self, query: Tensor, key: Tensor, value: Tensor, visible: Sequence[Tensor], packed: Any) -> Tensor:
         """Attend by masks alone (True is visible): ``[1, 1, n, n]`` for each packed sequence, or one for rows."""

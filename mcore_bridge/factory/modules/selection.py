@@ -1,0 +1,245 @@
+"""Latent attention to the keys that an indexer selects for each query, with sinks, in torch on any device.
+
+megatron-core's sparse attention (``adapt_sparse`` in ``latent.py``) has no sinks. Here scores and masks are in memory.
+Every TP rank computes the whole selection. Several layers may share the selection of the one before them.
+"""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.models.common.embeddings import apply_rotary_pos_emb
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor, nn
+
+from mcore_bridge.config.layer_kinds import selects_keys, shares_selection
+from mcore_bridge.errors import ConfigError
+from mcore_bridge.factory.modules.backend import Backend, say
+from mcore_bridge.factory.modules.latent import LatentAttention, ReplicatedLinear
+from mcore_bridge.factory.modules.scores import ScoresCoreAttention
+from mcore_bridge.factory.modules.torch_modules import (
+    Norm,
+    gather_text,
+    packed_lengths,
+    padding_hidden,
+    places_in_text,
+)
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import MLATransformerConfig
+
+_HALVES = SimpleNamespace(apply_rope_fusion=False, rotary_interleaved=False, multi_latent_attention=False)
+"""What ``apply_rotary_pos_emb`` reads of a config, to rotate halves."""
+
+
+class Selection:
+    """The keys that the latest indexer of a pipeline stage has hidden, for layers that have none.
+
+    Attributes:
+        hidden: for each packed sequence, or for all rows together, ``[b, 1, queries of this CP rank, all keys]``.
+    """
+
+    def __init__(self) -> None:
+        self.hidden: list[Tensor] = []
+
+
+def adapt_selection(layer: Any, config: Any, backend: Backend, selection: Selection) -> None:
+    """Lets a layer attend to selected keys, if the model has indexers and megatron-core's sparse attention does not.
+
+    Args:
+        layer: the submodules of the layer with our latent attention, changed in place.
+        config: the config of the model.
+        backend: the backend of the layer's modules.
+        selection: what the layers of a stage share.
+    """
+    if not selects_keys(vars(config)):
+        return
+    _require_no_recompute(config)
+    if backend == "te":
+        say("TransformerEngine has no attention to selected keys: torch computes it, with scores in memory")
+    layer.self_attention.module = SelectingAttention
+    layer.self_attention.submodules.core_attention = ModuleSpec(SelectingCoreAttention, {"selection": selection})
+
+
+def _require_no_recompute(config: Any) -> None:
+    """Raises ``ConfigError`` if a recompute would have no selection, or the selection of a later microbatch."""
+    granularity, modules = config.recompute_granularity, config.recompute_modules or ()
+    shared = config.dsa_indexer_topk_freq > 1
+    if (granularity == "selective" and "core_attn" in modules) or (granularity == "full" and shared):
+        raise ConfigError(
+            f"attention must not be recomputed in this model, found recompute_granularity={granularity!r}, "
+            f"recompute_modules={[*modules]}. A selection is made before core attention. With indexer_types 'shared', "
+            "a layer uses the latest selection of another layer, which may be of a later microbatch. Recompute other "
+            "modules."
+        )
+
+
+class Indexer(nn.Module):
+    """Scores of each key for each query, from separate small heads. Only a separate loss could train it.
+
+    It is frozen: the order of scores has no gradient.
+    """
+
+    def __init__(self, config: MLATransformerConfig) -> None:
+        super().__init__()
+        self.config, self.rotated = config, config.qk_pos_emb_head_dim
+        self.heads, self.dim = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
+        assert self.heads is not None
+        assert self.dim is not None
+        biased = copy.copy(config)
+        biased.normalization, biased.layernorm_zero_centered_gamma = "LayerNorm", False
+        self.linear_wq_b = ReplicatedLinear(config.q_lora_rank, self.heads * self.dim, config)
+        self.linear_wk = ReplicatedLinear(config.hidden_size, self.dim, config)
+        self.k_norm = Norm(biased, self.dim, config.layernorm_epsilon)
+        self.linear_weights_proj = ReplicatedLinear(config.hidden_size, self.heads, config)
+        self.requires_grad_(False)
+
+    def forward(self, hidden: Tensor, latent: Tensor, rotate: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """What ``scores_of`` needs, for the tokens of this CP rank.
+
+        Args:
+            hidden: the input of attention, ``[s, b, hidden]``. With SP, s are the tokens of this TP rank.
+            latent: the normed latent of queries, ``[s, b, rank]``; for packed sequences without ``b``.
+            rotate: rotates the last dims of ``[s, b, heads, dim]``.
+
+        Returns:
+            Queries ``[s, b, heads, dim]``, keys ``[s, b, dim]`` and weights of heads ``[s, b, heads]``.
+        """
+        key = self.k_norm(self.linear_wk(hidden)[0])
+        joined = (self.linear_wq_b(latent.view(*hidden.shape[:2], -1))[0], key, self.linear_weights_proj(hidden)[0])
+        tokens = torch.cat(joined, -1)
+        if self.config.sequence_parallel:
+            tokens = gather_from_sequence_parallel_region(tokens)
+        query, key, weights = tokens.split((self.heads * self.dim, self.dim, self.heads), -1)
+        query, key = (rotate(part.unflatten(-1, (-1, self.dim)), self.rotated) for part in (query, key))
+        return query, key.squeeze(2), weights.float() * (self.heads**-0.5 * self.dim**-0.5)
+
+
+def scores_of(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+    """The score of each key for each query, fp32 ``[b, s, t]``: a weighted sum over heads, without negative parts.
+
+    Args:
+        query: ``[s, b, heads, dim]``.
+        key: ``[t, b, dim]``, the keys of all CP ranks.
+        weights: fp32 ``[s, b, heads]``.
+    """
+    keys = key.float().permute(1, 2, 0)
+    heads = zip(query.float().unbind(2), weights.unbind(2), strict=True)  # one by one, to keep scores of one in memory
+    parts = ((one.transpose(0, 1) @ keys).relu_() * weight.t()[..., None] for one, weight in heads)
+    total = next(parts)
+    for part in parts:
+        total += part
+    return total
+
+
+class SelectingCoreAttention(ScoresCoreAttention):
+    """Core attention to selected keys. Layers without an ``indexer`` use the selection of a layer before them."""
+
+    def __init__(
+        self, config: MLATransformerConfig, layer_number: int, *places: Any, selection: Selection, **arguments: Any
+    ) -> None:
+        super().__init__(config, layer_number, *places, **arguments)
+        self.selection, self.num_selected = selection, config.dsa_indexer_topk
+        sharing = {"freq": config.dsa_indexer_topk_freq, "offset": config.dsa_indexer_skip_topk_offset}
+        self.indexer = None if shares_selection(layer_number - 1, **sharing) else Indexer(config)
+        self.indexed: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """Compute attention, as ``CoreAttention`` does for the same arguments."""
+        self._require(attention_mask, attention_bias, packed_seq_params)
+
+        def sequences(tensors: tuple[Tensor, ...]) -> list[Any]:
+            if packed_seq_params is None:
+                return [tensors]
+            lengths = packed_lengths(packed_seq_params, self.cp_group.size())
+            return [*zip(*(tensor.split(lengths) for tensor in tensors), strict=True)]
+
+        inputs: tuple[Tensor, ...] = (query, key, value)
+        if packed_seq_params is not None:
+            inputs = tuple(tensor.unsqueeze(1) for tensor in inputs)
+        if self.indexed is not None:
+            indexed, self.indexed = self.indexed, None
+            self.selection.hidden = [self._unselected(parts, attention_mask) for parts in sequences(indexed)]
+        runs = zip(sequences(inputs), self.selection.hidden, strict=True)
+        output = torch.cat([self._attended(parts, hidden) for parts, hidden in runs])
+        return output if packed_seq_params is None else output.squeeze(1)
+
+    @torch.no_grad()
+    def _unselected(self, indexed: tuple[Tensor, Tensor, Tensor], attention_mask: Tensor | None) -> Tensor:
+        """``[b, 1, s, t]``, True for keys of later tokens, of padding, and keys that are not selected."""
+        query, key, weights = indexed
+        places = places_in_text(query, key, self.cp_group)
+        if attention_mask is None:
+            attention_mask = torch.zeros((), dtype=torch.bool, device=query.device)
+        elif attention_mask.dim() == 2:
+            attention_mask = padding_hidden(attention_mask, places, self.cp_group)
+        keys = gather_text(key, self.cp_group)
+        hidden = self._hidden(places, keys.size(0), causal=True, attention_mask=attention_mask)
+        assert hidden is not None
+        scores = scores_of(query, keys, weights)[:, None].masked_fill(hidden, float("-inf"))
+        best = scores.topk(min(self.num_selected, keys.size(0)), dim=-1).indices
+        return hidden | torch.ones_like(scores, dtype=torch.bool).scatter_(-1, best, False)
+
+    def _attended(self, tensors: tuple[Tensor, Tensor, Tensor], hidden: Tensor) -> Tensor:
+        query, key, value = tensors
+        if self.cp_group.size() > 1:
+            key, value = self._gather(key, value)
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        with self._rng():
+            context = self._attend(query, key, value, hidden, causal=False)
+        return context.permute(2, 0, 1, 3).flatten(2)
+
+
+class SelectingAttention(LatentAttention):
+    """Latent attention whose core attention gets what an indexer computes from its input and its latent of queries."""
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Any = None,
+        position_ids: Any = None,
+        packed_seq_params: Any = None,
+        inference_context: Any = None,
+        **options: Any,
+    ) -> Any:
+        """The tensors of megatron-core's latent attention, of which the fourth is the normed latent of queries."""
+        tensors = super().get_query_key_value_tensors(
+            *(hidden_states, key_value_states, position_ids, packed_seq_params), inference_context, **options
+        )
+        if self.core_attention.indexer is not None:
+            rotate = self._rotation(hidden_states, packed_seq_params)
+            with torch.no_grad():
+                self.core_attention.indexed = self.core_attention.indexer(hidden_states, tensors[3], rotate)
+        return tensors
+
+    def _rotation(self, hidden: Tensor, packed: Any) -> Any:
+        """A function that rotates the last dims of ``[s, b, heads, dim]`` as keys are rotated, but in halves."""
+        length = self.rotary_pos_emb.get_rotary_seq_len(None, None, hidden, self.config, packed)
+        angles, factor = self.rotary_pos_emb(length, packed_seq=packed is not None)
+        starts = None
+        if packed is not None:
+            starts = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+
+        def rotate(heads: Tensor, rotated: int) -> Tensor:
+            whole = packed is None or self.config.context_parallel_size == 1
+            own = angles[: heads.size(0)] if whole else angles
+            plain, turned = heads.split((heads.size(-1) - rotated, rotated), -1)
+            turned = turned.squeeze(1) if packed is not None else turned
+            options = {"config": _HALVES, "cu_seqlens": starts, "mscale": factor, "cp_group": self.pg_collection.cp}
+            turned = apply_rotary_pos_emb(turned, own, **options)
+            return torch.cat((plain, turned.unsqueeze(1) if packed is not None else turned), -1)
+
+        return rotate

@@ -1,0 +1,215 @@
+"""Residuals of several streams (hyper-connections), through the slots of megatron-core's layer for norms and additions.
+
+Between layers a hidden state is ``[s, b, n * hidden]``: n streams side by side, which are equal behind the embedding.
+Before attention and before the MLP, a sum of the streams is read, and normed. Their output is added to each stream. The
+weights of the sum and of the additions depend on the token, and ``Connection`` computes them. Before the final norm the
+streams become one. So the same code serves every family with streams, and no code of a layer is repeated.
+
+megatron-core 0.20 has such a module, whose fields (``enable_mhc_connections`` and others) our configs have, too. It has
+no magnitude, and always mixes streams with each other.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from mcore_bridge.errors import ConfigError
+from mcore_bridge.factory.modules.backend import Backend, norm_of, submodules_of
+from mcore_bridge.factory.modules.torch_modules import placement
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer import TransformerConfig
+
+    Add = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
+
+
+def has_streams(config: Any) -> bool:
+    """Whether the residual of a model with this config has several streams."""
+    return bool(getattr(config, "enable_mhc_connections", False))
+
+
+def adapt_streams(layer: Any, config: TransformerConfig, backend: Backend) -> None:
+    """Lets a layer read and write streams, if its model has them.
+
+    Args:
+        layer: the submodules of a layer, changed in place. No other layer may share them.
+        config: its ``mhc_num_residual_streams`` is the number of streams.
+        backend: the backend of the layer's modules.
+    """
+    if not has_streams(config):
+        return
+    if config.recompute_granularity == "selective" and "layernorm" in (config.recompute_modules or ()):
+        raise ConfigError(
+            "recompute_modules must be without 'layernorm' in a model with several residual streams. Its norms also "
+            "make the weights of the next addition, which uses them before they are recomputed. Remove 'layernorm'."
+        )
+    if backend == "te" and not hasattr(submodules_of(layer.mlp), "router"):  # its usual linear layer has a norm inside
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+        submodules_of(layer.mlp).linear_fc1 = TEColumnParallelLinear
+    norm = norm_of(backend, config)
+    of_attention, of_mlp = Weights(), Weights()
+    layer.input_layernorm, layer.self_attn_bda = of_attention.reading(norm), of_attention.writing()
+    layer.pre_mlp_layernorm, layer.mlp_bda = of_mlp.reading(norm), of_mlp.writing()
+
+
+def spread_embedding(chunk: GPTModel) -> None:
+    """Gives the decoder of the first stage equal streams, one for each of ``config.mhc_num_residual_streams``."""
+    if has_streams(chunk.config) and chunk.pre_process:
+        chunk.decoder.register_forward_pre_hook(_spread, with_kwargs=True)
+
+
+def _spread(decoder: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    count = decoder.config.mhc_num_residual_streams
+    hidden = inputs[0] if inputs else named["hidden_states"]
+    streams = hidden.repeat(*(1,) * (hidden.dim() - 1), count)
+    return ((streams, *inputs[1:]), named) if inputs else (inputs, {**named, "hidden_states": streams})
+
+
+def merging(norm: type) -> type:
+    """``norm`` as the final norm, which makes one hidden state of the streams before it."""
+
+    class Merged:
+        """``norm`` with a ``Merge``. The constructor returns the norm, like megatron-core's ``TENorm``."""
+
+        def __new__(cls, config: TransformerConfig, *sizes: int, **arguments: Any) -> Any:
+            module = norm(config, *sizes, **arguments)
+            module.merge = Merge(config)
+            module.register_forward_pre_hook(lambda module, inputs: (module.merge(inputs[0]),))
+            return module
+
+    return Merged
+
+
+class Weights:
+    """Carries the weights ``[s, b, n]`` of an addition from the norm before it. Between two forwards it is empty."""
+
+    def __init__(self) -> None:
+        self.kept: Tensor | None = None
+
+    def reading(self, norm: type) -> type:
+        """``norm`` of what its ``connection`` reads out of the streams. The weights of the addition stay here."""
+        memory = self
+
+        class Reading:
+            """``norm`` with a ``Connection``. The constructor returns the norm, like megatron-core's ``TENorm``."""
+
+            def __new__(cls, config: TransformerConfig, *sizes: int, **arguments: Any) -> Any:
+                module = norm(config, *sizes, **arguments)
+                module.connection = Connection(config)
+                module.register_forward_pre_hook(memory._read)
+                return module
+
+        return Reading
+
+    def _read(self, norm: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
+        hidden, self.kept = norm.connection(inputs[0])
+        return (hidden,)
+
+    def writing(self) -> Callable[[bool, bool], Add]:
+        """megatron-core's ``get_bias_dropout_add``, for streams and without a fused kernel."""
+
+        def get_bias_dropout_add(training: bool, fused: bool) -> Add:
+            def add(output_with_bias: tuple[Tensor, Tensor | None], streams: Tensor, probability: float) -> Tensor:
+                output, bias = output_with_bias
+                output = nn.functional.dropout(output if bias is None else output + bias, probability, training)
+                return self._write(output, streams)
+
+            return add
+
+        return get_bias_dropout_add
+
+    def _write(self, output: Tensor, streams: Tensor) -> Tensor:
+        weights, self.kept = self.kept, None
+        assert weights is not None
+        added = weights[..., None] * output.float()[..., None, :]
+        return (apart(streams, weights.size(-1)).float() + added).to(streams.dtype).flatten(-2)
+
+
+def apart(streams: Tensor, count: int) -> Tensor:
+    """Streams ``[s, b, n * hidden]`` as ``[s, b, n, hidden]``."""
+    return streams.unflatten(-1, (count, -1))
+
+
+class _Gates(nn.Module):
+    """Numbers for each token, from a projection of all streams, which are normed together. In fp32.
+
+    Args:
+        config: the config of the model.
+        sizes: the number of gates of each kind. Each kind has a scale of its own.
+        starts: the values of ``base`` for each kind, at first.
+    """
+
+    def __init__(self, config: Any, sizes: tuple[int, ...], starts: tuple[float, ...]) -> None:
+        super().__init__()
+        self.sizes, self.count, self.eps = sizes, config.mhc_num_residual_streams, config.layernorm_epsilon
+        total = sum(sizes)
+        self.fn = _whole(config, total, self.count * config.hidden_size)
+        self.base = _whole(config, total)
+        self.scale = _whole(config, len(sizes))
+        if config.perform_initialization:
+            config.init_method(self.fn)
+            nn.init.constant_(self.scale, 0.01)
+            with torch.no_grad():
+                for part, start in zip(self.base.split(sizes), starts, strict=True):
+                    part.fill_(start)
+
+    def logits(self, streams: Tensor) -> list[Tensor]:
+        """The logits of each kind, fp32 ``[s, b, gates]``, for streams ``[s, b, n * hidden]``."""
+        exact = streams.float()
+        mean_square = exact.square().mean(-1, keepdim=True)
+        projected = nn.functional.linear(exact, self.fn.float()) * (mean_square + self.eps).rsqrt()
+        parts, bases = projected.split(self.sizes, -1), self.base.float().split(self.sizes)
+        kinds = zip(parts, self.scale.float(), bases, strict=True)
+        return [part * scale + base for part, scale, base in kinds]
+
+    def read(self, streams: Tensor, weights: Tensor) -> Tensor:
+        """The sum of the streams with these weights, ``[s, b, hidden]``."""
+        return (weights[..., None] * apart(streams, self.count)).sum(-2).to(streams.dtype)
+
+
+class Connection(_Gates):
+    """The weights by which attention or an MLP reads streams, and by which its output is added to each of them."""
+
+    def __init__(self, config: Any) -> None:
+        count = config.mhc_num_residual_streams
+        super().__init__(config, (count, count), (_even(count), 0.0))
+        self.magnitude, self.added = config.mhc_magnitude, config.mhc_epsilon
+
+    def forward(self, streams: Tensor) -> tuple[Tensor, Tensor]:
+        """What is read, ``[s, b, hidden]``, and the weights of the addition, fp32 ``[s, b, n]``."""
+        reads, writes = (logits.sigmoid() for logits in self.logits(streams))
+        return self.read(streams, reads + self.added), self.magnitude * writes + self.added
+
+
+class Merge(_Gates):
+    """One hidden state of all streams, behind the last layer."""
+
+    def __init__(self, config: Any) -> None:
+        count = config.mhc_num_residual_streams
+        super().__init__(config, (count,), (_even(count),))
+        self.added = config.mhc_epsilon
+
+    def forward(self, streams: Tensor) -> Tensor:
+        """``[s, b, hidden]`` from ``[s, b, n * hidden]``."""
+        (logits,) = self.logits(streams)
+        return self.read(streams, logits.sigmoid() + self.added)
+
+
+def _even(count: int) -> float:
+    """The logit of ``1 / count``."""
+    return -math.log(max(count - 1, 1))
+
+
+def _whole(config: Any, *sizes: int) -> nn.Parameter:
+    """A parameter that every TP rank holds whole. With SP, ``finalize_model_grads`` sums its gradients over TP."""
+    parameter = nn.Parameter(torch.empty(*sizes, **placement(config)))
+    parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return parameter

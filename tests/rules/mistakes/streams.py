@@ -1,0 +1,97 @@
+"""Planted mistakes in residual streams, and in latent attention with sinks and gates to selected keys."""
+
+import torch
+
+from mcore_bridge.factory.modules import attention_gate, gate_limits, scores, selection, streams
+from mcore_bridge.rules.layout import COLUMN, REPLICATED, Rearrange
+from tests.support.bounds import ONE
+from tests.support.mutants import exchange, instead, laid_out, of
+
+HY, OWN = "hy_v4", "hy_v4-indexers"
+DEALT = Rearrange("(n tp) ...", "tp n ...")
+READ, OF_MLP, MERGED = "input_layernorm.connection", "pre_mlp_layernorm.connection", "final_layernorm.merge"
+# fmt: off
+RULES = {
+    "attention and MLP exchanged": ("logits",         HY, exchange(f"{READ}.fn", f"{OF_MLP}.fn")),
+    "other bases":                 ("logits",         HY, exchange(f"{READ}.base", f"{OF_MLP}.base")),
+    "other scales":                ("logits",         HY, exchange(f"{READ}.scale", f"{OF_MLP}.scale")),
+    "gates of streams cut":        ("shapes at tp=2", HY, of(f"{READ}.fn", laid_out(COLUMN))),
+    "merge forgotten":             ("no rule",        HY, of(f"{MERGED}.fn", lambda rule: None)),
+    "neighbours in queries":       ("logits",         HY, of("linear_q_up_proj.weight", laid_out(COLUMN))),
+    "neighbours in keys":          ("logits",         HY, of("linear_kv_down_proj.weight", laid_out(REPLICATED))),
+    "gates dealt out":             ("logits at tp=2", HY, of("linear_gate.weight", laid_out(DEALT))),
+    "sinks dealt out":             ("logits at tp=2", HY, of("softmax_offset", laid_out(DEALT))),
+    "weight for bias":             ("logits",         HY, exchange("k_norm.weight", "k_norm.bias")),
+    "queries of indexers cut":     ("shapes at tp=2", HY, of("linear_wq_b.weight", laid_out(COLUMN))),
+}
+# fmt: on
+_rotation, _write, _logits = selection.SelectingAttention._rotation, streams.Weights._write, streams._Gates.logits
+
+
+def of_first_dims(self, hidden, packed):
+    """Rotates the first dims of each head, as in deepseek_v32."""
+    rotate = _rotation(self, hidden, packed)
+    return lambda heads, rotated: rotate(heads.flip(-1), rotated).flip(-1)
+
+
+def signed(query, key, weights):
+    """Scores in which negative parts count."""
+    return torch.einsum("sbnd,tbd,sbn->bst", query.float(), key.float(), weights)
+
+
+def of_one_head(query, key, weights):
+    return torch.relu(torch.einsum("sbd,tbd->bst", query[:, :, 0].float(), key.float()))
+
+
+def without_sinks(self, values):
+    return values.softmax(-1)
+
+
+def opened(self, proj, inputs):
+    return inputs
+
+
+def to_one_stream(self, output, residual):
+    written = _write(self, output, residual)
+    return torch.cat((written[..., : output.size(-1)], residual[..., output.size(-1) :]), -1)
+
+
+def mean(self, residual, *weights):
+    return streams.apart(residual, self.count).mean(-2)
+
+
+def apart_normed(self, residual):
+    """Each stream has a norm of its own."""
+    split = streams.apart(residual, self.count)
+    own = split.square().mean(-1, keepdim=True).sqrt()
+    return _logits(self, (split / own).flatten(-2))
+
+
+def behind(module, inputs, outputs):
+    """Gates are limited behind their activation."""
+    gates, values = outputs[0].chunk(2, -1)
+    limit = gate_limits.silu_inverse(module.limit)
+    return torch.cat((gates.clamp(max=limit), values.clamp(-module.limit, module.limit)), -1), outputs[1]
+
+
+MODULES = {
+    "all keys": (OWN, ONE, {"index_topk": 100}),
+    "one key less": (HY, ONE, {"index_topk": 6}),
+    "negative scores count": (HY, ONE, instead(selection, "scores_of", signed)),
+    "one head of the indexer": (HY, ONE, instead(selection, "scores_of", of_one_head)),
+    "indexer not rotated": (
+        *(HY, ONE),
+        instead(selection.SelectingAttention, "_rotation", lambda self, *tokens: lambda heads, rotated: heads),
+    ),
+    "first dims rotated": (HY, ONE, instead(selection.SelectingAttention, "_rotation", of_first_dims)),
+    "no sinks": (HY, ONE, instead(scores.ScoresCoreAttention, "_softmax", without_sinks)),
+    "no gates": (HY, ONE, instead(attention_gate.GatedOutput, "_multiply", opened)),
+    "written to one stream": (HY, ONE, instead(streams.Weights, "_write", to_one_stream)),
+    "streams read alike": (HY, ONE, instead(streams.Connection, "read", mean)),
+    "streams merged alike": (HY, ONE, instead(streams.Merge, "forward", mean)),
+    "streams normed apart": (HY, ONE, instead(streams._Gates, "logits", apart_normed)),
+    "another magnitude": (HY, ONE, {"hc_magnitude": 2.0}),
+    "nothing added to weights": (HY, ONE, {"hc_eps": 0.0}),
+    "limits behind SiLU": (HY, ONE, instead(gate_limits, "_clamp", behind)),
+    "no limits": (HY, ONE, {"swiglu_limit": 100.0}),
+}

@@ -1,0 +1,20 @@
+"""Residual streams, with latent attention to selected keys, which layers share or not."""
+
+from tests.zoo import Case
+from tests.zoo.sparse import sparse
+
+TOKENS = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
+HY = {**TOKENS, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3, "swiglu_limit": 0.5, "hc_magnitude": 1.5}
+HY |= {"hc_eps": 0.01, "n_shared_experts": 1}
+DENSE_FIRST = {"mlp_layer_types": ["dense", "sparse", "sparse", "dense"], "first_k_dense_replace": None}
+
+
+def hunyuan(*kinds: str, **fields: object) -> Case:
+    """A case with these ``indexer_types``."""
+    return sparse("hy_v4", **{**HY, **DENSE_FIRST, "indexer_types": [*kinds], **fields})
+
+
+CASES = {
+    "hy_v4": hunyuan("full", "shared", "full", "shared", vocab_size=97),
+    "hy_v4-indexers": hunyuan(*["full"] * 4, hc_mult=3),
+}
