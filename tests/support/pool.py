@@ -148,6 +148,16 @@ def _store() -> Any:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
+@functools.cache
+def _joined(port: int) -> Any:
+    """This worker's connection to the store. Each new connection asks the name server who 127.0.0.1 is, and a lost
+    answer holds up all jobs for 5 s.
+    """
+    from torch.distributed import TCPStore
+
+    return TCPStore("127.0.0.1", port, is_master=False)
+
+
 def _run(world_size: int, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
     _grow(world_size)
     workers = _workers[:world_size]
@@ -277,7 +287,7 @@ def _process_group(rank: int, world_size: int, store: tuple[int, str]) -> Iterat
     timeout = datetime.timedelta(seconds=60)
     torch.manual_seed(1234)
     port, prefix = store
-    own = dist.PrefixStore(prefix, dist.TCPStore("127.0.0.1", port, is_master=False))
+    own = dist.PrefixStore(prefix, _joined(port))
     dist.init_process_group("gloo", store=own, rank=rank, world_size=world_size, timeout=timeout)
     dist.barrier()  # a rank that leaves at once would close its connections while others still make theirs
     try:
