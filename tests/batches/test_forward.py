@@ -1,9 +1,8 @@
 """``forward`` on any mesh: log-probs, entropies and values of a batch equal those from transformers' logits."""
 
 import contextlib
-import os
 import re
-from functools import cache, partial
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -20,24 +19,16 @@ from tests import zoo
 from tests.support import pool, stepping
 from tests.support.forward_batches import FAMILIES, LENGTHS, batch_of, expected_of
 from tests.support.parity import BATCH, LONG, reference_of
+from tests.support.shared_jobs import results
 from tests.support.strategies import random_state, tiny
 
 BOUND = 2e-5  # relative to the spread of logits, as in test_parity.py
 assert len(LENGTHS) == BATCH
-TOGETHER = 20 if "PYTEST_XDIST_WORKER" in os.environ else 1
-"""The number of cases in one job of the pool, as in test_parity.py."""
 
 
-def run(cases, dims, options):
-    """For each case the outputs of this rank, or the error that refused the mesh."""
-    dims.initialize(device="cpu")
-    try:
-        return [outputs_of(hf, dims, options) for hf in cases]
-    finally:
-        stepping.leave_mesh()
-
-
-def outputs_of(hf, dims, options):
+def run(hf, dims, options):
+    """The outputs of this rank, or the error that refused the mesh."""
+    stepping.meet(dims)
     try:
         models = mb.build_model(hf, dims=dims, dtype=torch.float32, device="cpu", load_weights=random_state(hf))
         for model in models:
@@ -50,8 +41,8 @@ def outputs_of(hf, dims, options):
 
 def check(name, dims, **options):
     """Compare on every rank, or return the error that refused the mesh."""
-    ranks = pool.run(dims.smallest_world, run, [zoo.cases()[name].hf], dims, options)
-    return compare(name, [found for (found,) in ranks], options.get("temperature", 1.0))
+    ranks = pool.run(dims.smallest_world, run, zoo.cases()[name].hf, dims, options)
+    return compare(name, ranks, options.get("temperature", 1.0))
 
 
 def compare(name, ranks, temperature=1.0):
@@ -66,16 +57,8 @@ def compare(name, ranks, temperature=1.0):
     return ""
 
 
-@cache
-def outputs(dims, names):
-    """What each rank has found, by name. It is empty if one of several cases raised; each case then runs alone."""
-    try:
-        ranks = pool.run(dims.smallest_world, run, [zoo.cases()[name].hf for name in names], dims, {})
-    except Exception:
-        if len(names) == 1:
-            raise
-        return {}
-    return dict(zip(names, zip(*ranks, strict=True), strict=True))
+def case_of(name, dims):
+    return zoo.cases()[name].hf, dims, {}
 
 
 NAMES = ["mistral-window", *FAMILIES.values()]
@@ -84,9 +67,7 @@ NAMES = ["mistral-window", *FAMILIES.values()]
 @pytest.mark.parametrize("name", NAMES)
 def test_packed_sequences_of_every_family(name):
     """Each mesh also runs with context parallelism, unless the family refuses it."""
-    dims, first = mb.ParallelDims(cp=2), NAMES.index(name) // TOGETHER * TOGETHER
-    together = outputs(dims, tuple(NAMES[first : first + TOGETHER]))
-    if refusal := compare(name, together.get(name) or outputs(dims, (name,))[name]):
+    if refusal := compare(name, results(run, case_of, mb.ParallelDims(cp=2), name, NAMES)):
         assert "context parallel" in refusal
         assert not check(name, mb.ParallelDims())
 
@@ -348,7 +329,7 @@ def run_with_mistake(hf, dims, mistake):
                 return kept[1](*others, cp, cp - 1 - cp_rank)
 
             packing.lay_out = swapped
-        return run([hf], dims, {})[0]
+        return run(hf, dims, {})
     finally:
         packing._params, packing.lay_out = kept
 

@@ -4,51 +4,33 @@ The bound is 2e-5 of the logits' spread; two exact implementations of these mode
 smallest planted mistake of ``test_mutants.py`` moves them by more than 1e-3.
 """
 
-import os
-from functools import cache
-
 import pytest
 
 from tests import zoo
 from tests.support import pool
 from tests.support.bounds import BOUND, EXPERT_MESHES, FOUR, ONE, TWO
 from tests.support.parity import reference_of, worst_differences
+from tests.support.shared_jobs import results
 from tests.support.strategies import tiny
 from tests.zoo import rope
 
-TOGETHER = 20 if "PYTEST_XDIST_WORKER" in os.environ else 1
-"""The number of cases in one job of the pool. Making the groups of a mesh takes longer than a case."""
 
-
-@cache
-def differences(dims, names):
-    """The results of all ranks, by name. They are empty if one of several cases raised; each case then runs alone."""
-    cases = [(zoo.cases()[name].hf, dims, reference_of(name)) for name in names]
-    try:
-        ranks = pool.run(dims.tp, worst_differences, cases)
-    except Exception:
-        if len(names) == 1:
-            raise
-        return {}
-    return dict(zip(names, zip(*ranks, strict=True), strict=True))
+def case_of(name, dims):
+    return ([(zoo.cases()[name].hf, dims, reference_of(name))],)
 
 
 @pytest.mark.parametrize("dims", [ONE, TWO, FOUR], ids=str)
 @pytest.mark.parametrize("name", zoo.params(zoo.written()))
 def test_logits_are_those_of_transformers(name, dims):
     """At tp=4 nearly every case has fewer KV groups than ranks."""
-    names = [*zoo.cases()]
-    first = names.index(name) // TOGETHER * TOGETHER
-    together = differences(dims, tuple(names[first : first + TOGETHER]))
-    for worst in together.get(name) or differences(dims, (name,))[name]:
+    for (worst,) in results(worst_differences, case_of, dims, name, [*zoo.cases()]):
         assert worst < BOUND
 
 
 @pytest.mark.parametrize("dims", EXPERT_MESHES, ids=str)
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe", "mixtral", "llama4"])
 def test_logits_do_not_depend_on_where_experts_are(name, dims):
-    case = (zoo.cases()[name].hf, dims, reference_of(name))
-    for (worst,) in pool.run(max(dims.tp, dims.ep * dims.etp), worst_differences, [case]):
+    for (worst,) in pool.run(dims.smallest_world, worst_differences, *case_of(name, dims)):
         assert worst < BOUND
 
 

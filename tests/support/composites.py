@@ -19,7 +19,7 @@ from mcore_bridge.commands.verify.logits import forward
 from mcore_bridge.composite import core_of
 from mcore_bridge.rules.mapping import respelled_name
 from tests import zoo
-from tests.support.stepping import leave_mesh
+from tests.support.stepping import meet
 from tests.support.written_weights import read
 from tests.zoo import NEWEST
 
@@ -234,12 +234,17 @@ def tokens() -> Tensor:
 
 def load_and_save(folder: Path, dims: mb.ParallelDims, saved: Path) -> Tensor | None:
     """Runs on each rank: load, save the whole folder again, and return the logits of the text on this mesh."""
-    dims.initialize(device="cpu")
+    meet(dims)
     models = mb.build_model(folder, dims=dims, dtype=torch.float32, device="cpu")
     logits = forward(models, dims, tokens())
     mb.save_hf_checkpoint(models, saved)
-    leave_mesh()
     return logits
+
+
+def load_save_and_compare(folder: Path, dims: mb.ParallelDims, saved: Path, reference: Tensor) -> float | None:
+    """As ``load_and_save``, but return the largest difference to the reference, relative to its spread."""
+    logits = load_and_save(folder, dims, saved)
+    return None if logits is None else float((logits - reference).abs().max() / reference.std())
 
 
 def assert_same(one: Path, other: Path) -> mb.Manifest:

@@ -146,7 +146,7 @@ def export(held: Sequence[Any], *, bucket_bytes: int = 1 << 16) -> dict[str, Ten
             header = torch.full((HEADER,), rank, dtype=torch.uint8)
             step = programs[rank].step(None, number)
             step.copies.run(staying[rank], Buffers([NOTHING, header, NOTHING, own]), CPU)
-        for rank in [0, number % len(held)]:  # other ranks would give equal results
+        for rank in {0, number % len(held)}:  # other ranks would give equal results
             step = programs[rank].step(number, None)
             headers = torch.full((len(held), HEADER), rank, dtype=torch.uint8)
             outputs.run(step, staying[rank], [windows, NOTHING, headers, NOTHING], CPU)

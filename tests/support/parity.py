@@ -10,6 +10,7 @@ from torch import Tensor
 
 import mcore_bridge as mb
 from tests import zoo
+from tests.support.shared_jobs import once
 from tests.support.stepping import meet
 from tests.support.strategies import random_state, save
 from tests.support.twins import TWINS
@@ -26,10 +27,15 @@ def tokens(hf: Any, seq: int = SEQ) -> Tensor:
 
 def reference_logits(hf: Any, seq: int = SEQ) -> Tensor:
     """The logits of transformers from ``random_state`` as a file, fp32 [BATCH, seq, vocab]."""
-    with tempfile.TemporaryDirectory() as folder:
-        model = reference_model(hf, folder)
-    with torch.no_grad():
-        return model(tokens(hf, seq)).logits
+
+    def compute() -> Tensor:
+        with tempfile.TemporaryDirectory() as folder:
+            model = reference_model(hf, folder)
+        with torch.no_grad():
+            logits: Tensor = model(tokens(hf, seq)).logits
+        return logits
+
+    return once(f"{seq} {hf.to_json_string()}", compute)
 
 
 def reference_model(
