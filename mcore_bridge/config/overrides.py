@@ -28,7 +28,7 @@ ATTRIBUTES = frozenset(
         *("attention_gate", "attention_gate_activation", "expert_latent_size", "value_norm", "keys_as_values"),
         *("layer_scalar", "kda_full_rank", "kda_lower_bound", "delta_negative_eigenvalues", "head_norm_epsilon"),
         *("experts_beside_mlp", "router_scales", "glu_limit", "expert_glu_limit", "draft"),
-        *("post_norm_epsilon", "embedding_norm", "final_norm_centered"),
+        *("post_norm_epsilon", "embedding_norm", "final_norm_centered", "value_channels", "value_scale"),
         *ATTENTION_FACTOR,
     )
 )
@@ -55,6 +55,8 @@ For ``build_model``:
 * ``attention_gate``: "head" or "element", each of which has a gate of its own projection behind attention;
 * ``attention_gate_activation``: of these gates, "sigmoid" or "softplus" (in fp32);
 * ``value_norm``: whether values have a norm without weights in each head;
+* ``value_channels``: the width of a head's values, if it is not the width of its keys (``kv_channels``);
+* ``value_scale``: values of such a width are multiplied by it;
 * ``keys_as_values``: whether values are the keys before their norm, so that no projection computes them;
 * ``draft``: what a draft head has beside the fields of a decoder (``draft.py``), if the model is one;
 * ``experts_beside_mlp``: whether a shared expert is a dense MLP beside the experts, and both have norms of their own;

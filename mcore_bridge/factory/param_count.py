@@ -16,6 +16,7 @@ from mcore_bridge.config.layer_kinds import (
     layers_but_full,
     layers_of,
     shares_selection,
+    value_channels,
 )
 from mcore_bridge.config.mesh.balance import balanced
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
@@ -154,11 +155,11 @@ def _attention(config: Any, layer: int) -> int:
     gates = {None: 0, "head": heads, "element": heads * (dim or 0)}[getattr(config, "attention_gate", None)]
     if config.multi_latent_attention:
         return _latent_attention(config) + hidden * gates + _indexer(config, layer)
-    keys_and_values = 1 if getattr(config, "keys_as_values", False) else 2
-    qkv = dim * (heads * (1 + config.attention_output_gate) + keys_and_values * groups)
+    values = value_channels(vars(config))
+    qkv = dim * (heads * (1 + config.attention_output_gate) + groups) + values * groups
     bias = config.add_bias_linear
     count = _linear(hidden, qkv, bias=bias or config.add_qkv_bias)
-    count += _linear(heads * dim, hidden, bias=bias or getattr(config, "attention_output_bias", False))
+    count += _linear(heads * (values or dim), hidden, bias=bias or getattr(config, "attention_output_bias", False))
     count += hidden * gates
     kind = getattr(config, "qk_norm_kind", "head")
     if config.qk_layernorm and kind != "unweighted":

@@ -174,12 +174,6 @@ REFUSALS = (
         minimax_m3_vl_text="modeling_minimax_m3_vl.MiniMaxM3VLIndexer",
     ),
     *_because(
-        "values are smaller than keys (v_head_dim) without latent attention; in megatron-core keys and values have "
-        "one size",
-        ATTENTION,
-        mimo_v2_flash="modeling_mimo_v2_flash.MiMoV2FlashAttention",
-    ),
-    *_because(
         "a layer has two attentions, two MLPs, and experts whose sum is added at its end; megatron-core's has one of "
         "each",
         LAYER,
@@ -280,10 +274,15 @@ REFUSALS = (
     Refusal(
         (
             *("baichuan", "chatglm", "deepseek", "deepseek_v41", "deepseek_vl_v2", "internlm", "internlm2"),
-            *("joyai_llm_flash", "kimi_k3", "mimo_v2", "minicpm", "nemotron-nas", "orion", "phi3_v", "phi3small"),
+            *("joyai_llm_flash", "kimi_k3", "minicpm", "nemotron-nas", "orion", "phi3_v", "phi3small"),
             *("qwen", "xverse"),
         ),
         "transformers has no code for it, so there is no reference to compare logits with",
+        (NO_CLASS,),
+    ),
+    Refusal(
+        ("mimo_v2",),
+        "one tensor of published files has q, k and v by the ranks that wrote it; no config says how many they were",
         (NO_CLASS,),
     ),
     Refusal(

@@ -24,7 +24,10 @@ from tests.support.published import records
 from tests.support.training import Kind, check_recompute
 
 CASES = zoo.here(
-    ["laguna", "afmoe", "laguna-elements-yarn-bias", "gemma4", "gemma4-biased", "gemma4-experts", "step3p5"]
+    [
+        *("laguna", "afmoe", "laguna-elements-yarn-bias", "gemma4", "gemma4-biased", "gemma4-experts", "step3p5"),
+        *("mimo_v2_flash", "mimo_v2_flash-biased"),
+    ]
 )
 pytestmark = pytest.mark.skipif(not CASES, reason="this transformers has no such families")
 MESHES: dict[int, list[dict[str, Any]]] = {
@@ -49,6 +52,7 @@ RECOMPUTED = [
     ("gemma4", ["core_attn", "mlp"]),
     ("gemma4-experts", ["core_attn", "shared_experts"]),
     ("step3p5", ["core_attn", "shared_experts"]),
+    ("mimo_v2_flash", ["core_attn", "moe"]),
 ]
 
 
@@ -167,6 +171,24 @@ def test_limits_come_back_also_without_a_value_for_a_layer():
     cut = make_blueprint(hf, BuildOptions(device="cpu", overrides={"num_layers": 3})).hf
     assert cut.swiglu_limits == [0.0, 0.0, 0.25]
     assert cut.to_dict()["per_layer_config"] == {"0": {"num_attention_heads": 16}, "2": {"num_attention_heads": 16}}
+
+
+@pytest.mark.skipif("mimo_v2_flash" not in CASES, reason="this transformers has no such family")
+def test_an_override_of_mimo_v2_flash_reaches_the_names_that_engines_read(tmp_path):
+    (published,) = (each for each in records() if each.name == "XiaomiMiMo/MiMo-V2-Flash")
+    hf = provenance_of(published.write(tmp_path)).hf
+    config = to_transformer_config(hf, architecture_of(hf).fields, dims=mb.ParallelDims(tp=8, ep=16, sp=True))
+    layers = [layer_config(config, number) for number in (0, 1)]
+    assert [(each.num_query_groups, each.softmax_type) for each in layers] == [(4, "vanilla"), (8, "learnable")]
+    assert (config.kv_channels, config.value_channels, config.hf_rope.rotary_dim) == (192, 128, 64)
+    assert (config.window_size, config.value_scale) == ((128, 0), 0.707)
+    changes = {"num_layers": 3, "window_size": (63, 0), "rotary_base": 7.0}
+    cut = make_blueprint(hf, BuildOptions(device="cpu", overrides=changes)).hf
+    assert (cut.hybrid_layer_pattern[:3], cut.moe_layer_freq[:3]) == ([0, 1, 1], [0, 1, 1])
+    assert (cut.sliding_window, cut.sliding_window_size, cut.rope_theta) == (64, 63, 7.0)
+    hf.swa_num_key_value_heads = 4
+    with pytest.raises(ConfigError, match=r"swa_num_key_value_heads must be \['8'\].* engines would read"):
+        make_blueprint(hf, BuildOptions(device="cpu"))
 
 
 GEMMA4 = json.loads("""{

@@ -169,6 +169,7 @@ AFTER = (
         "lfm2",
         "lfm2_moe",
         "lfm3",
+        "mimo_v2_flash",
         "granitemoehybrid",
         "granitemoeshared",
     ),

@@ -46,7 +46,31 @@ LLAMA3 = {
     "partial_rotary_factor": 0.5,
 }
 
+MIMO = {
+    **{name: WINDOWED[name] for name in ("layer_types", "sliding_window")},
+    **{name: SPARSE[name] for name in ("num_experts_per_tok", "moe_intermediate_size")},
+    "n_routed_experts": 4,
+    "v_head_dim": 16,
+    "pad_token_id": 95,
+}
+
 CASES = {
+    "mimo_v2_flash": case(
+        "mimo_v2_flash",
+        **MIMO,
+        **shares(HALF, 0.5),
+        mlp_layer_types=MIXED["mlp_layer_types"],
+        routed_scaling_factor=2.5,
+    ),
+    "mimo_v2_flash-biased": case(
+        "mimo_v2_flash",
+        **MIMO,
+        **shares({**HALF, "partial_rotary_factor": 0.34}, 1.0),
+        num_key_value_heads=1,
+        attention_bias=True,
+        attention_value_scale=None,
+        vocab_size=97,
+    ),
     "gemma4-own-values": case("gemma4_text", **GEMMA4, global_head_dim=32, **gemma4_ropes({"rope_type": "default"})),
     "gemma4-biased": case(
         "gemma4_text",

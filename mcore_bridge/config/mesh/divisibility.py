@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from mcore_bridge.config.layer_kinds import each_size, shares_selection
+from mcore_bridge.config.layer_kinds import each_size, shares_selection, value_channels
 from mcore_bridge.errors import MeshError
 from mcore_bridge.installed import Release, megatron_release
 
@@ -104,11 +104,10 @@ def _check_groups(dims: ParallelDims, settings: Mapping[str, object]) -> None:
             f"tp={dims.tp} must divide {_say('num_query_groups', groups)} or be a multiple of it: megatron-core "
             "cannot share key and value heads otherwise; choose such a tp"
         )
-    keys_and_values = 1 if settings.get("keys_as_values") else 2
-    num_heads = heads * (2 if settings.get("attention_output_gate") else 1) + keys_and_values * groups
-    if isinstance(channels, int) and num_heads * channels % dims.tp:
+    num_heads = heads * (2 if settings.get("attention_output_gate") else 1) + groups
+    if isinstance(channels, int) and (rows := num_heads * channels + groups * value_channels(settings)) % dims.tp:
         raise MeshError(
-            f"tp={dims.tp} must divide the {num_heads * channels} rows of linear_qkv (num_attention_heads={heads}, "
+            f"tp={dims.tp} must divide the {rows} rows of linear_qkv (num_attention_heads={heads}, "
             f"{_say('num_query_groups', groups)}, {_say('kv_channels', channels)}): choose a smaller tp"
         )
 

@@ -15,8 +15,8 @@ from mcore_bridge.factory.modules.experts_beside import Beside, ScaledRouter
 from mcore_bridge.factory.modules.layer_rope import OwnRope
 from mcore_bridge.factory.modules.multipliers import ScaledSum
 from mcore_bridge.factory.modules.norms import UnitNorm
-from mcore_bridge.factory.modules.values import KeysAsValues, NormedValues
-from mcore_bridge.rules.layout import COLUMN, REPLICATED, Concat, Rearrange
+from mcore_bridge.factory.modules.values import KeysAsValues, NormedValues, SizedValues
+from mcore_bridge.rules.layout import COLUMN, QKV, REPLICATED, Concat, Rearrange
 from tests.rules.mistakes.plain import entries
 from tests.support.bounds import FOUR, ONE
 from tests.support.mutants import exchange, instead, itself, laid_out, of, parts
@@ -25,6 +25,7 @@ DEALT = Rearrange("(n tp) ...", "tp n ...")
 DEALT_PARTS = DEALT >> Concat(1, ratio=(1, 1))
 SHARED_FC1 = "shared_experts.linear_fc1.weight"
 NOT_GROUPED = COLUMN >> Concat(1, ratio=("heads_per_group", 1))
+OF_WIDTHS = COLUMN >> Concat(1, ratio=("query_rows", "key_rows", "value_rows"))
 NORMS = ("linear_proj.post_layernorm.weight", "pre_mlp_layernorm.weight")
 # fmt: off
 RULES = {
@@ -33,6 +34,10 @@ RULES = {
     "gates on every rank":      ("shapes at tp=2", "laguna", of("linear_gate.weight", laid_out(REPLICATED))),
     "norms exchanged":          ("logits", "afmoe", exchange(*NORMS)),
     "keys behind all queries":  ("logits at tp=2", "gemma4-biased", of("linear_qk.weight", laid_out(NOT_GROUPED))),
+    "narrow values not grouped": ("logits", "mimo_v2_flash", of("linear_qkv.weight", laid_out(OF_WIDTHS))),
+    "values as wide as keys":   ("shapes", "mimo_v2_flash", of("linear_qkv.weight", laid_out(QKV))),
+    "values before keys":       ("shapes", "mimo_v2_flash", of("linear_qkv.weight", parts(0, 2, 1))),
+    "sinks of heads dealt out": ("logits at tp=2", "mimo_v2_flash", of("softmax_offset", laid_out(DEALT))),
     "keys before queries":      ("shapes", "gemma4", of("linear_qk.weight", parts(1, 0))),
     "routed norm for dense":    ("logits", "gemma4-experts", exchange("mlp.routed_layernorm.weight",
                                                                       "mlp.dense_layernorm.weight")),
@@ -131,6 +136,10 @@ def routed(**wrong):
     return instead(ScaledRouter, "forward", forward)
 
 
+def unscaled_values(self, *inputs, **options):
+    return super(SizedValues, self).get_query_key_value_tensors(*inputs, **options)
+
+
 def scaled_scores(self, inputs, *mask):
     """Scales of experts before the choice of experts, and before their weights are normed."""
     true = self.weight
@@ -164,6 +173,13 @@ def clamped_below(module, inputs, outputs):
 TRUE_CLAMP = gate_limits._clamp
 EXCHANGED = {"swiglu_limits": "glu_limit", "swiglu_limits_shared": "expert_glu_limit"}
 MODULES = {
+    "values without their scale": (
+        "mimo_v2_flash",
+        ONE,
+        instead(SizedValues, "get_query_key_value_tensors", unscaled_values),
+    ),
+    "queries of the first of four": ("mimo_v2_flash-biased", FOUR, instead(SizedValues, "_rank", 0)),
+    "a window of one token less": ("mimo_v2_flash", ONE, {"sliding_window": 4}),
     "a router without a norm": ("gemma4-experts", ONE, routed(norm=itself)),
     "a router without the root": ("gemma4-experts", ONE, routed(root=1.0)),
     "experts without scales": ("gemma4-experts", ONE, routed(scales=1.0)),
