@@ -29,6 +29,7 @@ ATTRIBUTES = frozenset(
         *("layer_scalar", "kda_full_rank", "kda_lower_bound", "delta_negative_eigenvalues", "head_norm_epsilon"),
         *("experts_beside_mlp", "router_scales", "glu_limit", "expert_glu_limit", "draft"),
         *("post_norm_epsilon", "embedding_norm", "final_norm_centered", "value_channels", "value_scale"),
+        *("norm_weight", "qkv_clip"),
         *ATTENTION_FACTOR,
     )
 )
@@ -47,6 +48,8 @@ For ``build_model``:
   "after_rope", or "after_rope_unweighted" in layers that have a rope, or "unweighted" (before the rope);
 * ``post_norm_epsilon``: the epsilon of norms after attention and MLP, if they have another one;
 * ``embedding_norm``: whether a norm without weights follows the word embeddings;
+* ``norm_weight``: whether norms of layers and the final norm have weights (mcore's always have some);
+* ``qkv_clip``: the bound of queries, keys and values before their rope, on both sides;
 * ``final_norm_centered``: whether the weight of the final norm is zero-centered, if this differs from other norms;
 * ``per_layer_config``: for each layer the fields in which it differs from the model (``layer_kinds.py``), if any does;
 * ``attention_chunks``: for each layer the number of tokens within which it attends, and 0 if it attends to the whole

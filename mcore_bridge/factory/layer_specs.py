@@ -62,7 +62,7 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend)
     from mcore_bridge.factory.modules.eagle3 import adapt_draft
     from mcore_bridge.factory.modules.experts import adapt_experts, adapt_narrow_experts
     from mcore_bridge.factory.modules.experts_beside import adapt_beside
-    from mcore_bridge.factory.modules.gate_limits import adapt_limits
+    from mcore_bridge.factory.modules.gate_limits import adapt_clip, adapt_limits
     from mcore_bridge.factory.modules.half_layers import adapt_halves
     from mcore_bridge.factory.modules.latent import adapt_latent, adapt_sparse
     from mcore_bridge.factory.modules.layer_rope import adapt_layer_rope
@@ -74,6 +74,7 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend)
         adapt_norm_placement,
         adapt_query_key_norms,
         adapt_unit_norms,
+        adapt_unweighted_norms,
     )
     from mcore_bridge.factory.modules.parallel_blocks import adapt_parallel
     from mcore_bridge.factory.modules.scores import adapt_scores
@@ -100,9 +101,11 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend)
     adapt_values(layer, config, backend)
     adapt_query_key_norms(layer, config, backend)
     adapt_unit_norms(layer, config, number)
+    adapt_unweighted_norms(layer, config, backend)
     adapt_norm_placement(layer, config, backend)
     adapt_expert_norm(layer, config, backend)
     adapt_limits(layer, config)
+    adapt_clip(layer, config)
     adapt_activation(layer, config)
     adapt_parallel(layer, config, backend)
     adapt_residuals(layer, config)

@@ -111,6 +111,8 @@ def _halves(config: Any, kinds: str, attention: int, mlp: int) -> int:
 
 
 def _norm(config: Any, size: int) -> int:
+    if not getattr(config, "norm_weight", True):
+        return 0
     return size * (2 if config.normalization == "LayerNorm" and getattr(config, "norm_bias", True) else 1)
 
 

@@ -176,6 +176,6 @@ def mlp(up: str, down: str) -> Rules:
     )
 
 
-def decoder(*layer: Rules, embedding: Rules = EMBEDDING) -> Rules:
+def decoder(*layer: Rules, embedding: Rules = EMBEDDING, final_norm: Rules = FINAL_NORM) -> Rules:
     """A decoder without its head: embedding, the rules ``layer`` for every layer, final norm."""
-    return (*embedding, *under("decoder.layers.*", "model.layers.*", *layer), *FINAL_NORM)
+    return (*embedding, *under("decoder.layers.*", "model.layers.*", *layer), *final_norm)

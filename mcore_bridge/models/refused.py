@@ -59,10 +59,6 @@ REFUSALS = (
         opt="modeling_opt.OPTLearnedPositionalEmbedding",
     ),
     *_because(
-        "norms of layers have no weights; here only norms of heads and of embeddings can lack them", LAYER,
-        olmo="modeling_olmo.OlmoLayerNorm", nanochat="modeling_nanochat.NanoChatRMSNorm",
-    ),
-    *_because(
         "some or all layers are Mamba-2 mixers, as in nemotron_h; nobody has written rules and a table for this family",
         SSM, PARTS,
         bamba="modeling_bamba.BambaMixer", mamba2="modeling_mamba2.Mamba2Mixer",

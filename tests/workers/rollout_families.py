@@ -170,6 +170,8 @@ AFTER = (
         "lfm2_moe",
         "lfm3",
         "mimo_v2_flash",
+        "nanochat",
+        "olmo",
         "granitemoehybrid",
         "granitemoeshared",
     ),

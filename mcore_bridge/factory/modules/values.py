@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.modules.backend import Backend, mixed, norm_of
-from mcore_bridge.factory.modules.norms import UnitNorm
+from mcore_bridge.factory.modules.torch_modules import UnitNorm
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
