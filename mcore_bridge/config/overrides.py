@@ -29,7 +29,7 @@ ATTRIBUTES = frozenset(
         *("layer_scalar", "kda_full_rank", "kda_lower_bound", "delta_negative_eigenvalues", "head_norm_epsilon"),
         *("experts_beside_mlp", "router_scales", "glu_limit", "expert_glu_limit", "draft"),
         *("post_norm_epsilon", "embedding_norm", "final_norm_centered", "value_channels", "value_scale"),
-        *("norm_weight", "qkv_clip"),
+        *("norm_weight", "qkv_clip", "keys_of_layer", "layer_input_size"),
         *ATTENTION_FACTOR,
     )
 )
@@ -58,6 +58,9 @@ For ``build_model``:
 * ``attention_gate``: "head" or "element", each of which has a gate of its own projection behind attention;
 * ``attention_gate_activation``: of these gates, "sigmoid" or "softplus" (in fp32);
 * ``value_norm``: whether values have a norm without weights in each head;
+* ``keys_of_layer``: of a layer, the number (from 0) of the layer whose keys and values it reads. It is the number of
+  the layer itself if others read its keys, and None if it shares none;
+* ``layer_input_size``: the size of an input that each layer has from a second embedding, if it has one;
 * ``value_channels``: the width of a head's values, if it is not the width of its keys (``kv_channels``);
 * ``value_scale``: values of such a width are multiplied by it;
 * ``keys_as_values``: whether values are the keys before their norm, so that no projection computes them;

@@ -36,6 +36,7 @@ def block_spec(config: TransformerConfig, layers: range, *, backend: Backend) ->
     from mcore_bridge.factory.modules.norms import final_norm
 
     _require_recomputable(config)
+    _require_no_recompute_of_layers(config)
     plain = copy.copy(config)
     plain.experimental_attention_variant = None  # 0.19 refuses it here; adapt_attention reads it
     specs = get_gpt_decoder_layer_specs(plain, backend == "te", config.normalization)
@@ -55,6 +56,17 @@ def _require_recomputable(config: TransformerConfig) -> None:
         )
 
 
+def _require_no_recompute_of_layers(config: TransformerConfig) -> None:
+    """Raises ``ConfigError`` if whole layers are recomputed, which read more than megatron-core passes them again."""
+    by_layer = getattr(config, "per_layer_config", None) or ()
+    shares = any(own.get("keys_of_layer") is not None for own in by_layer)
+    if config.recompute_granularity == "full" and (shares or getattr(config, "layer_input_size", None) is not None):
+        raise ConfigError(
+            "recompute_granularity must not be 'full' for layers with inputs from a second embedding, or with keys of "
+            "another layer: megatron-core passes a recomputed layer hidden states alone. Use 'selective', with modules"
+        )
+
+
 def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend) -> None:
     """Puts our modules into the spec of layer ``number`` (from 0), which has this config."""
     from mcore_bridge.factory.modules.attention_gate import adapt_gate
@@ -65,6 +77,7 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend)
     from mcore_bridge.factory.modules.gate_limits import adapt_clip, adapt_limits
     from mcore_bridge.factory.modules.half_layers import adapt_halves
     from mcore_bridge.factory.modules.latent import adapt_latent, adapt_sparse
+    from mcore_bridge.factory.modules.layer_inputs import adapt_layer_input
     from mcore_bridge.factory.modules.layer_rope import adapt_layer_rope
     from mcore_bridge.factory.modules.learned_activation import adapt_activation
     from mcore_bridge.factory.modules.mixers.delta import adapt_attention
@@ -78,6 +91,7 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend)
     )
     from mcore_bridge.factory.modules.parallel_blocks import adapt_parallel
     from mcore_bridge.factory.modules.scores import adapt_scores
+    from mcore_bridge.factory.modules.shared_keys import adapt_shared_keys
     from mcore_bridge.factory.modules.torch_modules import always_biased
     from mcore_bridge.factory.modules.values import adapt_values
 
@@ -99,6 +113,7 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend)
     adapt_layer_rope(layer, config, backend)
     adapt_gate(layer, config, backend)
     adapt_values(layer, config, backend)
+    adapt_shared_keys(layer, config, number, backend)
     adapt_query_key_norms(layer, config, backend)
     adapt_unit_norms(layer, config, number)
     adapt_unweighted_norms(layer, config, backend)
@@ -109,6 +124,7 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend)
     adapt_activation(layer, config)
     adapt_parallel(layer, config, backend)
     adapt_residuals(layer, config)
+    adapt_layer_input(layer, config, number)
     adapt_attention(layer, config, number, backend)
     adapt_halves(layer, config, number, backend)
     adapt_keys(layer, config)

@@ -63,6 +63,8 @@ def count_params(hf: PretrainedConfig, *, tower: Iterable[TensorSpec] = ()) -> P
     layers, experts = _layers(config)
     vocabulary = config.hf_vocab_size * config.hidden_size
     lm_head = 0 if hf.tie_word_embeddings else vocabulary
+    inputs = (size := getattr(config, "layer_input_size", None) or 0) * config.num_layers
+    vocabulary += inputs * (config.hf_vocab_size + config.hidden_size) + size
     lm_head += config.hf_vocab_size * getattr(config, "output_layer_bias", False)
     numel = sum(spec.numel for spec in tower)
     return ParamCounts(layers, experts, vocabulary, lm_head, _norm(config, config.hidden_size), numel)
@@ -120,7 +122,8 @@ def _norms(config: Any) -> int:
     """The norms of a layer, without the norms of queries, keys and latents, and the scale of its output."""
     count = 4 if getattr(config, "norm_placement", "pre") == "sandwich" else 2
     norms = _norm(config, config.hidden_size) * (getattr(config, "parallel_norms", None) or count)
-    return norms + getattr(config, "layer_scalar", False)
+    of_input = 2 * config.hidden_size * (size := getattr(config, "layer_input_size", None) or 0)
+    return norms + getattr(config, "layer_scalar", False) + of_input + config.hidden_size * bool(size)
 
 
 def _expert(config: Any) -> int:
@@ -159,11 +162,15 @@ def _attention(config: Any, layer: int) -> int:
         return _latent_attention(config) + hidden * gates + _indexer(config, layer)
     values = value_channels(vars(config))
     qkv = dim * (heads * (1 + config.attention_output_gate) + groups) + values * groups
+    if reads := getattr(config, "keys_of_layer", None) not in (None, layer):  # it projects queries alone
+        qkv = dim * heads
     bias = config.add_bias_linear
     count = _linear(hidden, qkv, bias=bias or config.add_qkv_bias)
     count += _linear(heads * (values or dim), hidden, bias=bias or getattr(config, "attention_output_bias", False))
     count += hidden * gates
     kind = getattr(config, "qk_norm_kind", "head")
+    if reads:
+        return count + _norm(config, dim)
     if config.qk_layernorm and kind != "unweighted":
         together = kind in ("all_heads", "each_head")
         count += _norm(config, dim * (heads + groups if together else 2))

@@ -206,6 +206,14 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
     "`layer_rope_theta` other than": ({"layer_rope_theta": [7.0] * 64}, "layer_rope_theta must have"),
     "`gating=False`": ({"gating": False}, "gating must be True"),
     "names that engines alone read": ({"swa_head_dim": 7}, "swa_head_dim must be"),
+    "`num_kv_shared_layers` without": (
+        {"num_kv_shared_layers": 1, "hidden_size_per_layer_input": 0},
+        "num_kv_shared_layers must",
+    ),
+    "`vocab_size_per_layer_input` other": (
+        {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 7},
+        "vocab_size_per_layer_input must be",
+    ),
     "`quant_method` other than": ({"quantization_config": {"quant_method": "gptq"}}, "quant_method must be"),
     "formats of compressed-tensors": (
         {"quantization_config": {"quant_method": "modelopt", "quant_algo": "INT4_AWQ"}},

@@ -51,6 +51,11 @@ def check_model(dims: ParallelDims, settings: Mapping[str, object]) -> None:
         _check_sizes(dims, sizes)
     if dims.ep > 1 and settings.get("num_moe_experts") is None:
         raise MeshError(f"ep={dims.ep} needs a model with experts, but this one has none: use ep=1")
+    if dims.pp > 1 and settings.get("layer_input_size") is not None:
+        raise MeshError(
+            f"pp={dims.pp} must be 1: each layer has an input from the embeddings of tokens, and may read keys of an "
+            "earlier layer, and stages pass on neither (hidden_size_per_layer_input). Use tp, cp or dp"
+        )
     if dims.etp > 1 and settings.get("num_moe_experts") and settings.get("add_bias_linear"):
         raise MeshError(f"etp={dims.etp} must be 1: megatron-core cannot cut experts that have biases; use ep instead")
     if settings.get("experimental_attention_variant") == "gated_delta_net":

@@ -30,16 +30,21 @@ def adapt_values(layer: Any, config: TransformerConfig, backend: Backend) -> Non
     """
     attention = layer.self_attention
     if getattr(config, "keys_as_values", False):
-        if backend == "te":  # no name of a fused norm is known for another projection
-            from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
-
-            attention.submodules.linear_qkv = TEColumnParallelLinear
-            layer.input_layernorm = norm_of(backend, config)
+        unfused(layer, config, backend)
         attention.module = mixed(KeysAsValues, attention.module)
     if getattr(config, "value_channels", None) is not None:
         attention.module = mixed(SizedValues, attention.module)
     if getattr(config, "value_norm", False):
         attention.module = mixed(NormedValues, attention.module)
+
+
+def unfused(layer: Any, config: TransformerConfig, backend: Backend) -> None:
+    """Put the norm before attention outside of its projection: megatron-core knows no name of it in another one."""
+    if backend == "te":
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+        layer.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+        layer.input_layernorm = norm_of(backend, config)
 
 
 class NormedValues(nn.Module):
@@ -136,7 +141,7 @@ class SizedValues(OwnProjection):
         fewer = config.num_attention_heads * (keys - values)
         own = replace(
             _narrowed(submodules, config, values),
-            linear_proj=_sized(submodules.linear_proj, inputs=-fewer),
+            linear_proj=sized(submodules.linear_proj, inputs=-fewer),
             core_attention=functools.partial(submodules.core_attention, k_channels=keys, v_channels=values),
         )
         super().__init__(*places, config=config, submodules=own, **arguments)
@@ -151,10 +156,10 @@ class SizedValues(OwnProjection):
 def _narrowed(submodules: Any, config: TransformerConfig, width: int) -> Any:
     """``submodules`` of attention whose projection has ``width`` rows of values in each group."""
     fewer = (config.kv_channels - width) * config.num_query_groups
-    return replace(submodules, linear_qkv=_sized(submodules.linear_qkv, outputs=-fewer))
+    return replace(submodules, linear_qkv=sized(submodules.linear_qkv, outputs=-fewer))
 
 
-def _sized(projection: type, *, inputs: int = 0, outputs: int = 0) -> type:
+def sized(projection: type, *, inputs: int = 0, outputs: int = 0) -> type:
     """A class that makes a ``projection`` with so many more inputs and outputs than megatron-core asks for."""
 
     class Sized:
