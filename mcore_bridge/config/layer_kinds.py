@@ -179,6 +179,12 @@ def _with_values(config_class: type, values: dict[str, Any]) -> TransformerConfi
     return config
 
 
+def value_channels(mcore: Mcore) -> int:
+    """The width of a head's values, in rows of its projection: 0 if values are keys, and usually the width of keys."""
+    own: Any = 0 if mcore.get("keys_as_values") else mcore.get("value_channels") or mcore.get("kv_channels")
+    return own or 0
+
+
 def _own(mcore: Mcore) -> LayerSizes:
     own: Any = mcore.get("per_layer_config")
     return own or ()

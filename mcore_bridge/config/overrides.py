@@ -30,7 +30,8 @@ ATTRIBUTES = frozenset(
         *("experts_beside_mlp", "router_scales", "glu_limit", "expert_glu_limit", "draft"),
         *("post_norm_epsilon", "embedding_norm", "final_norm_centered", "limits_before_activation"),
         *("enable_mhc_connections", "mhc_num_residual_streams", "mhc_sinkhorn_iterations", "mhc_magnitude"),
-        *("mhc_epsilon", "dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset"),
+        *("mhc_epsilon", "dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset", "value_channels", "value_scale"),
+        *("norm_weight", "qkv_clip", "keys_of_layer", "layer_input_size"),
         *ATTENTION_FACTOR,
     )
 )
@@ -49,6 +50,8 @@ For ``build_model``:
   "after_rope", or "after_rope_unweighted" in layers that have a rope, or "unweighted" (before the rope);
 * ``post_norm_epsilon``: the epsilon of norms after attention and MLP, if they have another one;
 * ``embedding_norm``: whether a norm without weights follows the word embeddings;
+* ``norm_weight``: whether norms of layers and the final norm have weights (mcore's always have some);
+* ``qkv_clip``: the bound of queries, keys and values before their rope, on both sides;
 * ``final_norm_centered``: whether the weight of the final norm is zero-centered, if this differs from other norms;
 * ``per_layer_config``: for each layer the fields in which it differs from the model (``layer_kinds.py``), if any does;
 * ``attention_chunks``: for each layer the number of tokens within which it attends, and 0 if it attends to the whole
@@ -57,6 +60,11 @@ For ``build_model``:
 * ``attention_gate``: "head" or "element", each of which has a gate of its own projection behind attention;
 * ``attention_gate_activation``: of these gates, "sigmoid" or "softplus" (in fp32);
 * ``value_norm``: whether values have a norm without weights in each head;
+* ``keys_of_layer``: of a layer, the number (from 0) of the layer whose keys and values it reads. It is the number of
+  the layer itself if others read its keys, and None if it shares none;
+* ``layer_input_size``: the size of an input that each layer has from a second embedding, if it has one;
+* ``value_channels``: the width of a head's values, if it is not the width of its keys (``kv_channels``);
+* ``value_scale``: values of such a width are multiplied by it;
 * ``keys_as_values``: whether values are the keys before their norm, so that no projection computes them;
 * ``draft``: what a draft head has beside the fields of a decoder (``draft.py``), if the model is one;
 * ``experts_beside_mlp``: whether a shared expert is a dense MLP beside the experts, and both have norms of their own;

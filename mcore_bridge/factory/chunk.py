@@ -130,13 +130,17 @@ def _build_gpt(blueprint: Blueprint, stage: Stage, groups: ProcessGroupCollectio
 
 def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
     """Add modules that mcore cannot build (rope, dropout, scales, small heads), and set the provenance."""
+    from mcore_bridge.factory.modules.layer_inputs import add_layer_inputs
     from mcore_bridge.factory.modules.layer_rope import both_ropes
     from mcore_bridge.factory.modules.multipliers import cap_logits, scale_embedding, scale_logits
     from mcore_bridge.factory.modules.norms import norm_embedding
     from mcore_bridge.factory.modules.rotary import replace_rotary, take_lengths
+    from mcore_bridge.factory.modules.shared_keys import join_shared_keys
     from mcore_bridge.factory.modules.streams import spread_embedding
 
     bias_output_layer(chunk)
+    add_layer_inputs(chunk)
+    join_shared_keys(chunk)
     mark_cut(chunk)
     mark_experts(chunk)
     replace_rotary(chunk)

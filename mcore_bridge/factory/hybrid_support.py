@@ -111,6 +111,8 @@ def _own_of_layer(config: TransformerConfig, number: int) -> dict[str, object]:
     own = layer_config(config, number)
     return {
         "sizes": (own.num_attention_heads, own.num_query_groups, own.kv_channels, own.ffn_hidden_size),
+        "inputs": getattr(config, "layer_input_size", None) and number,
+        "shared keys": getattr(own, "keys_of_layer", None),
         "windows": is_layer_window_attention(config.window_size, config.window_attn_skip_freq, number + 1),
         "ropes": is_unrotated(config, number),
         "chunks": chunks[number] if chunks else 0,

@@ -40,6 +40,7 @@ def block_spec(config: TransformerConfig, layers: range, *, backend: Backend) ->
     from mcore_bridge.factory.modules.streams import has_streams, merging
 
     _require_recomputable(config)
+    _require_no_recompute_of_layers(config)
     plain = copy.copy(config)
     plain.experimental_attention_variant = None  # 0.19 refuses it here; adapt_attention reads it
     specs = get_gpt_decoder_layer_specs(plain, backend == "te", config.normalization)
@@ -61,6 +62,17 @@ def _require_recomputable(config: TransformerConfig) -> None:
         )
 
 
+def _require_no_recompute_of_layers(config: TransformerConfig) -> None:
+    """Raises ``ConfigError`` if whole layers are recomputed, which read more than megatron-core passes them again."""
+    by_layer = getattr(config, "per_layer_config", None) or ()
+    shares = any(own.get("keys_of_layer") is not None for own in by_layer)
+    if config.recompute_granularity == "full" and (shares or getattr(config, "layer_input_size", None) is not None):
+        raise ConfigError(
+            "recompute_granularity must not be 'full' for layers with inputs from a second embedding, or with keys of "
+            "another layer: megatron-core passes a recomputed layer hidden states alone. Use 'selective', with modules"
+        )
+
+
 def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend, selection: Selection) -> None:
     """Puts our modules into the spec of layer ``number`` (from 0), which has this config.
 
@@ -71,9 +83,10 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend,
     from mcore_bridge.factory.modules.eagle3 import adapt_draft
     from mcore_bridge.factory.modules.experts import adapt_experts, adapt_narrow_experts
     from mcore_bridge.factory.modules.experts_beside import adapt_beside
-    from mcore_bridge.factory.modules.gate_limits import adapt_limits
+    from mcore_bridge.factory.modules.gate_limits import adapt_clip, adapt_limits
     from mcore_bridge.factory.modules.half_layers import adapt_halves
     from mcore_bridge.factory.modules.latent import adapt_latent, adapt_sparse
+    from mcore_bridge.factory.modules.layer_inputs import adapt_layer_input
     from mcore_bridge.factory.modules.layer_rope import adapt_layer_rope
     from mcore_bridge.factory.modules.learned_activation import adapt_activation
     from mcore_bridge.factory.modules.mixers.delta import adapt_attention
@@ -83,10 +96,12 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend,
         adapt_norm_placement,
         adapt_query_key_norms,
         adapt_unit_norms,
+        adapt_unweighted_norms,
     )
     from mcore_bridge.factory.modules.parallel_blocks import adapt_parallel
     from mcore_bridge.factory.modules.scores import adapt_scores
     from mcore_bridge.factory.modules.selection import adapt_selection
+    from mcore_bridge.factory.modules.shared_keys import adapt_shared_keys
     from mcore_bridge.factory.modules.streams import adapt_streams
     from mcore_bridge.factory.modules.torch_modules import always_biased
     from mcore_bridge.factory.modules.values import adapt_values
@@ -110,15 +125,19 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend,
     adapt_layer_rope(layer, config, backend)
     adapt_gate(layer, config, backend)
     adapt_values(layer, config, backend)
+    adapt_shared_keys(layer, config, number, backend)
     adapt_query_key_norms(layer, config, backend)
     adapt_unit_norms(layer, config, number)
+    adapt_unweighted_norms(layer, config, backend)
     adapt_norm_placement(layer, config, backend)
     adapt_expert_norm(layer, config, backend)
     adapt_limits(layer, config)
+    adapt_clip(layer, config)
     adapt_activation(layer, config)
     adapt_parallel(layer, config, backend)
     adapt_residuals(layer, config)
     adapt_streams(layer, config, backend)
+    adapt_layer_input(layer, config, number)
     adapt_attention(layer, config, number, backend)
     adapt_halves(layer, config, number, backend)
     adapt_keys(layer, config)

@@ -16,6 +16,7 @@ from mcore_bridge.config.layer_kinds import (
     layers_but_full,
     layers_of,
     shares_selection,
+    value_channels,
 )
 from mcore_bridge.config.mesh.balance import balanced
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
@@ -62,6 +63,8 @@ def count_params(hf: PretrainedConfig, *, tower: Iterable[TensorSpec] = ()) -> P
     layers, experts = _layers(config)
     vocabulary = config.hf_vocab_size * config.hidden_size
     lm_head = 0 if hf.tie_word_embeddings else vocabulary
+    inputs = (size := getattr(config, "layer_input_size", None) or 0) * config.num_layers
+    vocabulary += inputs * (config.hf_vocab_size + config.hidden_size) + size
     lm_head += config.hf_vocab_size * getattr(config, "output_layer_bias", False)
     numel = sum(spec.numel for spec in tower)
     last = _norm(config, config.hidden_size) + _gates_of_streams(config, 1, 1)
@@ -111,6 +114,8 @@ def _halves(config: Any, kinds: str, attention: int, mlp: int) -> int:
 
 
 def _norm(config: Any, size: int) -> int:
+    if not getattr(config, "norm_weight", True):
+        return 0
     return size * (2 if config.normalization == "LayerNorm" and getattr(config, "norm_bias", True) else 1)
 
 
@@ -118,6 +123,8 @@ def _norms(config: Any) -> int:
     """The norms of a layer, without the norms of queries, keys and latents, and the scale of its output."""
     count = 4 if getattr(config, "norm_placement", "pre") == "sandwich" else 2
     norms = _norm(config, config.hidden_size) * (getattr(config, "parallel_norms", None) or count)
+    of_input = 2 * config.hidden_size * (size := getattr(config, "layer_input_size", None) or 0)
+    norms += of_input + config.hidden_size * bool(size)
     return norms + getattr(config, "layer_scalar", False) + 2 * _gates_of_streams(config, 2, 2)
 
 
@@ -163,13 +170,17 @@ def _attention(config: Any, layer: int) -> int:
     sinks = heads * (config.softmax_type == "learnable")
     if config.multi_latent_attention:
         return _latent_attention(config) + hidden * gates + _indexer(config, layer) + sinks
-    keys_and_values = 1 if getattr(config, "keys_as_values", False) else 2
-    qkv = dim * (heads * (1 + config.attention_output_gate) + keys_and_values * groups)
+    values = value_channels(vars(config))
+    qkv = dim * (heads * (1 + config.attention_output_gate) + groups) + values * groups
+    if reads := getattr(config, "keys_of_layer", None) not in (None, layer):  # it projects queries alone
+        qkv = dim * heads
     bias = config.add_bias_linear
     count = _linear(hidden, qkv, bias=bias or config.add_qkv_bias)
-    count += _linear(heads * dim, hidden, bias=bias or getattr(config, "attention_output_bias", False))
+    count += _linear(heads * (values or dim), hidden, bias=bias or getattr(config, "attention_output_bias", False))
     count += hidden * gates
     kind = getattr(config, "qk_norm_kind", "head")
+    if reads:
+        return count + _norm(config, dim)
     if config.qk_layernorm and kind != "unweighted":
         together = kind in ("all_heads", "each_head")
         count += _norm(config, dim * (heads + groups if together else 2))

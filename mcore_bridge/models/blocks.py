@@ -5,7 +5,17 @@ from typing import TYPE_CHECKING
 
 from mcore_bridge.config import fields
 from mcore_bridge.config.layer_kinds import counted_mtp_layers
-from mcore_bridge.rules.layout import COLUMN, FUSED_GATED_UP, FUSED_QKV, GATED_UP, QKV, REPLICATED, ROW, VOCAB
+from mcore_bridge.rules.layout import (
+    COLUMN,
+    FUSED_GATED_UP,
+    FUSED_QKV,
+    GATED_UP,
+    QKV,
+    QKV_OF_WIDTHS,
+    REPLICATED,
+    ROW,
+    VOCAB,
+)
 from mcore_bridge.rules.mapping import Rule, Rules, experts, numbered, of_layers, table, under
 
 if TYPE_CHECKING:
@@ -18,6 +28,9 @@ NORMS       = table(("input_layernorm.weight",              "input_layernorm.wei
                     ("pre_mlp_layernorm.weight",            "post_attention_layernorm.weight", REPLICATED))
 ONE_NORM    = table(("input_layernorm.weight",              "input_layernorm.weight",          REPLICATED))
 GQA         = table(("self_attention.linear_qkv.weight",    "self_attn.{q,k,v}_proj.weight",   QKV),
+                    ("self_attention.linear_proj.weight",   "self_attn.o_proj.weight",         ROW))
+GQA_OF_WIDTHS = table(("self_attention.linear_qkv.weight",  "self_attn.{q,k,v}_proj.weight",   QKV_OF_WIDTHS),
+                    ("self_attention.linear_qkv.bias",      "self_attn.{q,k,v}_proj.bias",     QKV_OF_WIDTHS),
                     ("self_attention.linear_proj.weight",   "self_attn.o_proj.weight",         ROW))
 QKV_BIAS    = table(("self_attention.linear_qkv.bias",      "self_attn.{q,k,v}_proj.bias",     QKV))
 O_BIAS      = table(("self_attention.linear_proj.bias",     "self_attn.o_proj.bias",           REPLICATED))
@@ -163,6 +176,6 @@ def mlp(up: str, down: str) -> Rules:
     )
 
 
-def decoder(*layer: Rules, embedding: Rules = EMBEDDING) -> Rules:
+def decoder(*layer: Rules, embedding: Rules = EMBEDDING, final_norm: Rules = FINAL_NORM) -> Rules:
     """A decoder without its head: embedding, the rules ``layer`` for every layer, final norm."""
-    return (*embedding, *under("decoder.layers.*", "model.layers.*", *layer), *FINAL_NORM)
+    return (*embedding, *under("decoder.layers.*", "model.layers.*", *layer), *final_norm)

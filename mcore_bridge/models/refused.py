@@ -59,10 +59,6 @@ REFUSALS = (
         opt="modeling_opt.OPTLearnedPositionalEmbedding",
     ),
     *_because(
-        "norms of layers have no weights; here only norms of heads and of embeddings can lack them", LAYER,
-        olmo="modeling_olmo.OlmoLayerNorm", nanochat="modeling_nanochat.NanoChatRMSNorm",
-    ),
-    *_because(
         "some or all layers are Mamba-2 mixers, as in nemotron_h; nobody has written rules and a table for this family",
         SSM, PARTS,
         bamba="modeling_bamba.BambaMixer", mamba2="modeling_mamba2.Mamba2Mixer",
@@ -174,12 +170,6 @@ REFUSALS = (
         minimax_m3_vl_text="modeling_minimax_m3_vl.MiniMaxM3VLIndexer",
     ),
     *_because(
-        "values are smaller than keys (v_head_dim) without latent attention; in megatron-core keys and values have "
-        "one size",
-        ATTENTION,
-        mimo_v2_flash="modeling_mimo_v2_flash.MiMoV2FlashAttention",
-    ),
-    *_because(
         "a layer has two attentions, two MLPs, and experts whose sum is added at its end; megatron-core's has one of "
         "each",
         LAYER,
@@ -280,10 +270,15 @@ REFUSALS = (
     Refusal(
         (
             *("baichuan", "chatglm", "deepseek", "deepseek_v41", "deepseek_vl_v2", "internlm", "internlm2"),
-            *("joyai_llm_flash", "kimi_k3", "mimo_v2", "minicpm", "nemotron-nas", "orion", "phi3_v", "phi3small"),
+            *("joyai_llm_flash", "kimi_k3", "minicpm", "nemotron-nas", "orion", "phi3_v", "phi3small"),
             *("qwen", "xverse"),
         ),
         "transformers has no code for it, so there is no reference to compare logits with",
+        (NO_CLASS,),
+    ),
+    Refusal(
+        ("mimo_v2",),
+        "one tensor of published files has q, k and v by the ranks that wrote it; no config says how many they were",
         (NO_CLASS,),
     ),
     Refusal(

@@ -239,6 +239,7 @@ VOCAB          = Resize("vocab", "padded_vocab") >> COLUMN
 TARGET_VOCAB   = Resize("target_vocab", "padded_target_vocab") >> COLUMN                     # of a draft head's policy
 GATED_UP       = COLUMN >> Concat(1, ratio=(1, 1))                                          # cut, then fuse
 QKV            = GROUPS >> Concat(1, ratio=("heads_per_group", 1, 1)) >> ~GROUPS >> COLUMN  # fuse, then cut
+QKV_OF_WIDTHS  = GROUPS >> Concat(1, ratio=("query_rows", "key_rows", "value_rows")) >> ~GROUPS >> COLUMN
 QK             = GROUPS >> Concat(1, ratio=("heads_per_group", 1)) >> ~GROUPS >> COLUMN     # where keys are values
 FUSED_GATED_UP = Split(0, ratio=(1, 1)) >> GATED_UP                    # from one HF tensor: gate, then up
 FUSED_QKV      = Split(0, ratio=("heads_per_group", 1, 1)) >> QKV      # from one HF tensor: all q, then all k, then v

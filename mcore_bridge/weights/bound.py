@@ -279,7 +279,12 @@ def axes_of_config(config: TransformerConfig, *, vocab: int, padded_vocab: int) 
 def _head_axes(config: TransformerConfig) -> dict[str, int]:
     """The sizes of attention, of a model or of a layer."""
     groups = config.num_query_groups
-    return {"groups": groups, "heads_per_group": config.num_attention_heads // groups}
+    heads = config.num_attention_heads // groups
+    axes = {"groups": groups, "heads_per_group": heads}
+    if (values := getattr(config, "value_channels", None)) is None:
+        return axes
+    unit = gcd(keys := config.kv_channels or 0, values)
+    return axes | {"query_rows": heads * keys // unit, "key_rows": keys // unit, "value_rows": values // unit}
 
 
 def _latent_axes(config: TransformerConfig) -> dict[str, int]:

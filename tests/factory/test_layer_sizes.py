@@ -6,6 +6,7 @@ import pickle
 from typing import Any
 
 import pytest
+import torch
 
 import mcore_bridge as mb
 from mcore_bridge.architecture import architecture_of, read_hf
@@ -21,21 +22,28 @@ from mcore_bridge.weights.provenance import provenance_of
 from tests import zoo
 from tests.support.bounds import ONE
 from tests.support.published import records
-from tests.support.training import Kind, check_recompute
+from tests.support.strategies import random_state
+from tests.support.training import WHOLE, Kind, check_recompute
 
 CASES = zoo.here(
-    ["laguna", "afmoe", "laguna-elements-yarn-bias", "gemma4", "gemma4-biased", "gemma4-experts", "step3p5"]
+    [
+        *("laguna", "afmoe", "laguna-elements-yarn-bias", "gemma4", "gemma4-biased", "gemma4-experts", "step3p5"),
+        *("mimo_v2_flash", "gemma4-shared", "mimo_v2_flash-biased", "gemma4-shared-biased"),
+    ]
 )
 pytestmark = pytest.mark.skipif(not CASES, reason="this transformers has no such families")
 MESHES: dict[int, list[dict[str, Any]]] = {
     2: [{"tp": 2, "sp": True}, {"pp": 2, "vp": 2}, {"cp": 2}, {"ep": 2}, {"tp": 2, "etp": 2, "sp": True}],
     4: [{"tp": 4, "sp": True}, {"tp": 2, "cp": 2, "ep": 2, "sp": True}],
 }
+SHARED = ("gemma4-shared", "gemma4-shared-biased")
 KIND = Kind(
     {name: zoo.cases()[name].hf for name in CASES},
     MESHES,
     every=2,
-    fits=lambda name, dims: dims.ep == 1 or name not in ("gemma4", "gemma4-biased"),
+    fits=lambda name, dims: (
+        (dims.ep == 1 or name not in ("gemma4", "gemma4-biased", *SHARED)) and (dims.pp == 1 or name not in SHARED)
+    ),
 )
 
 
@@ -49,12 +57,28 @@ RECOMPUTED = [
     ("gemma4", ["core_attn", "mlp"]),
     ("gemma4-experts", ["core_attn", "shared_experts"]),
     ("step3p5", ["core_attn", "shared_experts"]),
+    ("mimo_v2_flash", ["core_attn", "moe"]),
+    ("gemma4-shared", ["core_attn", "mlp"]),
 ]
 
 
 @pytest.mark.parametrize(("name", "modules"), RECOMPUTED)
 def test_recompute_changes_nothing(name, modules, tmp_path):
-    check_recompute(zoo.cases()[name].hf, modules, tmp_path)
+    check_recompute(zoo.cases()[name].hf, modules, tmp_path, whole=name not in SHARED)
+
+
+@pytest.mark.skipif("gemma4-shared" not in CASES, reason="this transformers has no such family")
+def test_layers_that_read_more_than_hidden_states_are_not_recomputed_nor_dealt_to_stages():
+    hf, whole = zoo.cases()["gemma4-shared"].hf, {"overrides": WHOLE, "load_weights": False}
+    with rank_of(ONE, 0, 1), pytest.raises(ConfigError, match="recompute_granularity must not be 'full' for layers"):
+        mb.build_model(hf, dims=ONE, device="cpu", **whole)
+    with pytest.raises(MeshError, match="pp=2 must be 1: each layer has an input from the embeddings of tokens"):
+        make_blueprint(hf, BuildOptions(device="cpu", dims=mb.ParallelDims(pp=2)))
+    embedded = {"input_ids": None, "position_ids": None, "attention_mask": None, "decoder_input": torch.ones(4, 1, 48)}
+    with rank_of(ONE, 0, 1):
+        (model,) = mb.build_model(hf, dims=ONE, device="cpu", dtype="float32", load_weights=False)
+        with pytest.raises(ConfigError, match="a forward must embed its tokens in this model"):
+            model(**embedded)
 
 
 LAGUNA = json.loads("""{
@@ -169,6 +193,24 @@ def test_limits_come_back_also_without_a_value_for_a_layer():
     assert cut.to_dict()["per_layer_config"] == {"0": {"num_attention_heads": 16}, "2": {"num_attention_heads": 16}}
 
 
+@pytest.mark.skipif("mimo_v2_flash" not in CASES, reason="this transformers has no such family")
+def test_an_override_of_mimo_v2_flash_reaches_the_names_that_engines_read(tmp_path):
+    (published,) = (each for each in records() if each.name == "XiaomiMiMo/MiMo-V2-Flash")
+    hf = provenance_of(published.write(tmp_path)).hf
+    config = to_transformer_config(hf, architecture_of(hf).fields, dims=mb.ParallelDims(tp=8, ep=16, sp=True))
+    layers = [layer_config(config, number) for number in (0, 1)]
+    assert [(each.num_query_groups, each.softmax_type) for each in layers] == [(4, "vanilla"), (8, "learnable")]
+    assert (config.kv_channels, config.value_channels, config.hf_rope.rotary_dim) == (192, 128, 64)
+    assert (config.window_size, config.value_scale) == ((128, 0), 0.707)
+    changes = {"num_layers": 3, "window_size": (63, 0), "rotary_base": 7.0}
+    cut = make_blueprint(hf, BuildOptions(device="cpu", overrides=changes)).hf
+    assert (cut.hybrid_layer_pattern[:3], cut.moe_layer_freq[:3]) == ([0, 1, 1], [0, 1, 1])
+    assert (cut.sliding_window, cut.sliding_window_size, cut.rope_theta) == (64, 63, 7.0)
+    hf.swa_num_key_value_heads = 4
+    with pytest.raises(ConfigError, match=r"swa_num_key_value_heads must be \['8'\].* engines would read"):
+        make_blueprint(hf, BuildOptions(device="cpu"))
+
+
 GEMMA4 = json.loads("""{
   "model_type": "gemma4_text", "attention_k_eq_v": true, "final_logit_softcapping": 30.0, "global_head_dim": 512,
   "head_dim": 256, "hidden_size": 5376, "hidden_size_per_layer_input": 0, "intermediate_size": 21504,
@@ -224,11 +266,45 @@ def test_experts_beside_an_mlp_have_the_published_sizes(tmp_path):
         mb.build_model(zoo.cases()["gemma4-experts"].hf, dims=ONE, device="cpu", **overlapping)
 
 
+E2B = json.loads("""{
+  "model_type": "gemma4_text", "hidden_size": 1536, "num_hidden_layers": 35, "intermediate_size": 6144,
+  "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256, "global_head_dim": 512, "vocab_size": 262144,
+  "vocab_size_per_layer_input": 262144, "hidden_size_per_layer_input": 256, "num_kv_shared_layers": 20,
+  "use_double_wide_mlp": true, "sliding_window": 512, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6
+}""")
+
+
+@pytest.mark.skipif("gemma4-shared" not in CASES, reason="this transformers has no such family")
+def test_last_layers_of_e2b_read_keys_of_two_layers_and_files_may_have_their_own(tmp_path):
+    kinds = (["sliding_attention"] * 4 + ["full_attention"]) * 7
+    (tmp_path / "config.json").write_text(json.dumps({**E2B, "layer_types": kinds}))
+    hf = read_hf(tmp_path)
+    table = architecture_of(hf).fields
+    config = to_transformer_config(hf, table, dims=mb.ParallelDims(tp=4, sp=True))
+    layers = [layer_config(config, number) for number in range(35)]
+    assert [each.keys_of_layer for each in layers] == [None] * 13 + [13, 14] + [13, 13, 13, 13, 14] * 4
+    assert [each.ffn_hidden_size for each in layers] == [6144] * 15 + [12288] * 20
+    back = to_hf_config(config, to_gpt_arguments(hf, table), table)
+    assert {name: hf.to_dict()[name] for name in back} == back
+    inputs, mlps = 2 * 1536 * 256 + 1536, 3 * 1536 * 6144 * (15 + 2 * 20)
+    of_keys = 1536 * 2 * (12 * 256 + 3 * 512) + 12 * 256 + 3 * 512
+    queries = 28 * 256 * (2 * 8 * 1536 + 1) + 7 * 512 * (2 * 8 * 1536 + 1)
+    assert sum(count_params(hf).layers) == 35 * (inputs + 4 * 1536 + 1) + mlps + of_keys + queries
+    cut = make_blueprint(hf, BuildOptions(device="cpu", overrides={"num_layers": 20})).hf
+    assert (cut.num_kv_shared_layers, cut.use_double_wide_mlp) == (5, True)
+    small = zoo.cases()["gemma4-shared"].hf
+    state = random_state(small)
+    unread = {f"model.layers.3.self_attn.{name}.weight": torch.ones(3) for name in ("k_proj", "v_proj", "k_norm")}
+    with rank_of(ONE, 0, 1):
+        (model,) = mb.build_model(small, dims=ONE, device="cpu", dtype="float32", load_weights={**state, **unread})
+        assert {name for name, _ in mb.iter_hf_weights([model])} == {*state} - {"lm_head.weight"}
+
+
 @pytest.mark.skipif("gemma4" not in CASES, reason="this transformers has no such family")
 @pytest.mark.parametrize(
     "change",
     [
-        {"hidden_size_per_layer_input": 256},
+        {"hidden_size_per_layer_input": 20, "vocab_size_per_layer_input": 7},
         {"num_kv_shared_layers": 2},
         {"use_bidirectional_attention": "all"},
     ],

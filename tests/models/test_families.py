@@ -66,7 +66,7 @@ def meshes(draw: Any, hf: Any, fitting: list[dict[str, Any]]) -> ParallelDims:
 def test_every_family_goes_round_on_any_mesh(name: str) -> None:
     hf = zoo.cases()[name].hf
     fitting = sizes_that_fit(hf)
-    assert len(fitting) >= 4
+    assert len(fitting) >= 3  # some have no pipelines
 
     @settings(max_examples=EXAMPLES if name in CONFIG_MAPPING else EXAMPLES // 2)  # a variant of a family has fewer
     @given(meshes(hf, fitting), st.sampled_from([1, 1 << 12, 1 << 20]))

@@ -22,7 +22,7 @@ from tests.support.twins import TWINS
 from tests.zoo import described
 
 NO_CODE = next(each for each in refusals() if "internlm2" in each.model_types)
-REMOTE = {"Emu3", "deepseek_ref", "ernie4_5_moe_vl", "minimax_m3"}
+REMOTE = {"Emu3", "deepseek_ref", "ernie4_5_moe_vl", "mimo_v2", "minimax_m3"}
 """Names that no release of transformers has: publishers have their own, or publish code beside the weights."""
 SINCE_5_24 = {
     *("apertus1p5", "apertus1p5_text", "dory", "hy_v4_vl", "inkling2_loop", "inkling2_loop_text", "lara_mini"),
@@ -205,6 +205,15 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "`layer_rope_theta` other than": ({"layer_rope_theta": [7.0] * 64}, "layer_rope_theta must have"),
     "`gating=False`": ({"gating": False}, "gating must be True"),
+    "names that engines alone read": ({"swa_head_dim": 7}, "swa_head_dim must be"),
+    "`num_kv_shared_layers` without": (
+        {"num_kv_shared_layers": 1, "hidden_size_per_layer_input": 0},
+        "num_kv_shared_layers must",
+    ),
+    "`vocab_size_per_layer_input` other": (
+        {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 7},
+        "vocab_size_per_layer_input must be",
+    ),
     "`quant_method` other than": ({"quantization_config": {"quant_method": "gptq"}}, "quant_method must be"),
     "formats of compressed-tensors": (
         {"quantization_config": {"quant_method": "modelopt", "quant_algo": "INT4_AWQ"}},

@@ -16,8 +16,11 @@ from tests.support.module_settings import settings
 from tests.support.strategies import random_state
 from tests.zoo import layer_sizes, submodules, tables, texts
 
-SPELLED = {"hidden_act", "gating", "prefix_dense_intermediate_size", "shared_expert_combination_strategy"}
-"""Fields with several spellings of one meaning: a function with two names, None for a size, a sum of one."""
+SPELLED = {
+    *("attention_value_scale", "hidden_act", "gating", "prefix_dense_intermediate_size"),
+    "shared_expert_combination_strategy",
+}
+"""Fields with several spellings of one meaning: a function with two names, None for a size or for 1, a sum of one."""
 CASES = zoo.params(sorted({**submodules.CASES, **tables.CASES, **texts.CASES, **layer_sizes.CASES}))
 
 

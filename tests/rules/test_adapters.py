@@ -71,16 +71,17 @@ def joined(state):
 
 
 def parts_of(rule, state):
-    """The HF tensors of the first layer and expert that has them."""
+    """The HF tensors of the first layer and expert that has them, and the number of this layer."""
     pattern = re.escape(rule.hf[0].removesuffix("[*]")).replace(r"\*", r"(\d+)")
     found = next((match for name in state if (match := re.fullmatch(pattern, name))), None)
     if found is None:  # no layer is of this kind
-        return ()
+        return (), ""
     names = []
     for name in rule.hf:
         head, *tails = name.removesuffix("[*]").split("*")
         names.append(head + "".join(number + tail for number, tail in zip(found.groups(), tails, strict=True)))
-    return tuple(state[name][0] if rule.hf[0].endswith("[*]") else state[name] for name in names)
+    tensors = (state[name][0] if rule.hf[0].endswith("[*]") else state[name] for name in names)
+    return tuple(tensors), next(iter(found.groups()), "")
 
 
 @pytest.mark.parametrize("name", sorted({case.model_type: name for name, case in zoo.cases().items()}.values()))
@@ -91,9 +92,10 @@ def test_the_layout_of_a_product_is_that_of_its_factors(name):
     sizes = axes_of_config(to_transformer_config(hf), vocab=hf.vocab_size, padded_vocab=hf.vocab_size)
     for tp in (1, 2):
         for rule, first, second in adaptable(rules):
-            parts, axes = parts_of(rule, state), (sizes | {"tp": tp, "etp": tp}).of(rule.mcore, rule.axis)
+            parts, layer = parts_of(rule, state)
             if not parts:
                 continue
+            axes = (sizes | {"tp": tp, "etp": tp}).of(rule.mcore.replace("*", layer, 1), rule.axis)
             turn = isinstance(rule.layout, Chain) and rule.layout.steps[0] == TRANSPOSED
             shapes = [part.mT.shape if turn else part.shape for part in parts]
             named = [part for part, name in enumerate(rule.hf) if projection(name) in map(projection, first.hf)]
@@ -123,7 +125,7 @@ def test_peft_finds_what_has_adapters(name):
     found = {*map(pattern_of, dict(model.named_modules())), *map(pattern_of, dict(model.named_parameters()))}
     naming = PeftNames(STACKS, renamed=architecture_of(hf).renamed_in_memory)
     rules, state = with_joined_stacks(mapping(hf).rules), joined(random_state(hf))
-    present = {rule for rule, *_ in adaptable(rules) if parts_of(rule, state)}
+    present = {rule for rule, *_ in adaptable(rules) if parts_of(rule, state)[0]}
     names = {naming.in_memory(projection(name)) for rule in fused(tuple(present)) for name in rule.hf}
     assert names
     assert names <= found, names - found

@@ -110,11 +110,18 @@ def recomputed(folder: str, options: list[dict[str, Any]]) -> list[dict[str, Ten
     return found
 
 
-def check_recompute(hf: PretrainedConfig, modules: list[str], folder: Path) -> None:
-    """Check that gradients keep their bits if whole layers, or these modules, are recomputed."""
+WHOLE: dict[str, Any] = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+
+
+def check_recompute(hf: PretrainedConfig, modules: list[str], folder: Path, *, whole: bool = True) -> None:
+    """Check that gradients keep their bits if these modules, or also ``whole`` layers, are recomputed."""
     options: list[dict[str, Any]] = [
         {},
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        *([WHOLE] if whole else []),
         {"recompute_granularity": "selective", "recompute_modules": modules},
     ]
     plain, *others = pool.run(2, recomputed, str(tiny.random_checkpoint(hf, folder)), options)[0]

@@ -24,6 +24,13 @@ SHARED_KEYS = {"attention_k_eq_v": True, "global_head_dim": 32, "num_global_key_
 GEMMA4 = {**WINDOWED, "pad_token_id": 95, "hidden_size_per_layer_input": 0, "num_key_value_heads": 4}
 
 
+INPUTS = {
+    "layer_types": ["full_attention", "sliding_attention", "full_attention", "full_attention"],
+    "hidden_size_per_layer_input": 20,
+    "vocab_size_per_layer_input": 96,
+}
+
+
 def gemma4_ropes(full: dict[str, Any]) -> dict[str, Any]:
     sliding = {"rope_type": "default", "rope_theta": 500.0}
     return {"rope_parameters": {"full_attention": {"rope_theta": 5e4, **full}, "sliding_attention": sliding}}
@@ -46,7 +53,31 @@ LLAMA3 = {
     "partial_rotary_factor": 0.5,
 }
 
+MIMO = {
+    **{name: WINDOWED[name] for name in ("layer_types", "sliding_window")},
+    **{name: SPARSE[name] for name in ("num_experts_per_tok", "moe_intermediate_size")},
+    "n_routed_experts": 4,
+    "v_head_dim": 16,
+    "pad_token_id": 95,
+}
+
 CASES = {
+    "mimo_v2_flash": case(
+        "mimo_v2_flash",
+        **MIMO,
+        **shares(HALF, 0.5),
+        mlp_layer_types=MIXED["mlp_layer_types"],
+        routed_scaling_factor=2.5,
+    ),
+    "mimo_v2_flash-biased": case(
+        "mimo_v2_flash",
+        **MIMO,
+        **shares({**HALF, "partial_rotary_factor": 0.34}, 1.0),
+        num_key_value_heads=1,
+        attention_bias=True,
+        attention_value_scale=None,
+        vocab_size=97,
+    ),
     "gemma4-own-values": case("gemma4_text", **GEMMA4, global_head_dim=32, **gemma4_ropes({"rope_type": "default"})),
     "gemma4-biased": case(
         "gemma4_text",
@@ -55,6 +86,24 @@ CASES = {
         **gemma4_ropes({**PROPORTIONAL, "partial_rotary_factor": 0.5, "factor": 4.0}),
         attention_bias=True,
         vocab_size=97,
+    ),
+    "gemma4-shared": case(
+        "gemma4_text",
+        **{**GEMMA4, "hidden_size_per_layer_input": 20, "num_key_value_heads": 2},
+        **gemma4_ropes(PROPORTIONAL),
+        global_head_dim=32,
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=True,
+        vocab_size_per_layer_input=97,
+        vocab_size=97,
+        tie_word_embeddings=True,
+    ),
+    "gemma4-shared-biased": case(
+        "gemma4_text",
+        **{**GEMMA4, **SHARED_KEYS, **INPUTS, "num_global_key_value_heads": 1},
+        **gemma4_ropes(PROPORTIONAL),
+        num_kv_shared_layers=1,
+        attention_bias=True,
     ),
     "gemma4-unified": case(
         "gemma4_unified_text",

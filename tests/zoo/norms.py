@@ -31,6 +31,12 @@ YARN_ROPE = {"rope_type": "yarn", **YARN, "attention_factor": 1.3}
 DYNAMIC = {**ropes({"rope_type": "dynamic", "factor": 4.0}), "max_position_embeddings": 16}
 HUNYUAN = {"type": "dynamic", "alpha": 30.0, "factor": 1.0, "mscale": 1.0, "beta_fast": 32, "beta_slow": 1}
 CASES = {
+    "olmo": case("olmo", vocab_size=97, clip_qkv=0.05),
+    "olmo-bias-tied": case("olmo", attention_bias=True, tie_word_embeddings=True, num_key_value_heads=1),
+    "nanochat": case("nanochat", vocab_size=97, final_logit_softcapping=2.0),
+    "nanochat-bias-tied": case(
+        "nanochat", attention_bias=True, tie_word_embeddings=True, final_logit_softcapping=None, rms_norm_eps=1e-3
+    ),
     "olmo2": case("olmo2", vocab_size=97),
     "olmo2-bias-tied": case("olmo2", attention_bias=True, tie_word_embeddings=True, rms_norm_eps=1e-3),
     "olmo2-one-group": case("olmo2", num_key_value_heads=1, rope_scaling={"type": "linear", "factor": 4.0}),

@@ -49,12 +49,15 @@ def _attention(config: Any) -> int:
     """The input, the norm, the fused projection, norms of queries and keys, their rotation, the output, its sum."""
     queries = config.kv_channels * config.num_attention_heads
     keys = config.kv_channels * config.num_query_groups
+    of_value = getattr(config, "value_channels", None) or config.kv_channels
+    values, attended = of_value * config.num_query_groups, of_value * config.num_attention_heads
     by_own = {None: 0, "head": config.num_attention_heads, "element": queries}[getattr(config, "attention_gate", None)]
     if config.multi_latent_attention:
         return _latent_attention(config) + 2 * by_own
     gate = by_own or queries * bool(getattr(config, "attention_output_gate", False))
     num_rotated = 2 if config.qk_layernorm else 1
-    return int(3 * config.hidden_size + (queries + 2 * keys) + num_rotated * (queries + keys) + queries + 2 * gate)
+    turned = (1 + num_rotated) * (queries + keys)
+    return int(3 * config.hidden_size + turned + values + attended + 2 * gate)
 
 
 def _latent_attention(config: Any) -> int:

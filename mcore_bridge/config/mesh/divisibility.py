@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from mcore_bridge.config.layer_kinds import each_size, shares_selection
+from mcore_bridge.config.layer_kinds import each_size, shares_selection, value_channels
 from mcore_bridge.errors import MeshError
 from mcore_bridge.installed import Release, megatron_release
 
@@ -51,6 +51,11 @@ def check_model(dims: ParallelDims, settings: Mapping[str, object]) -> None:
         _check_sizes(dims, sizes)
     if dims.ep > 1 and settings.get("num_moe_experts") is None:
         raise MeshError(f"ep={dims.ep} needs a model with experts, but this one has none: use ep=1")
+    if dims.pp > 1 and settings.get("layer_input_size") is not None:
+        raise MeshError(
+            f"pp={dims.pp} must be 1: each layer has an input from the embeddings of tokens, and may read keys of an "
+            "earlier layer, and stages pass on neither (hidden_size_per_layer_input). Use tp, cp or dp"
+        )
     if dims.etp > 1 and settings.get("num_moe_experts") and settings.get("add_bias_linear"):
         raise MeshError(f"etp={dims.etp} must be 1: megatron-core cannot cut experts that have biases; use ep instead")
     if settings.get("experimental_attention_variant") == "gated_delta_net":
@@ -104,11 +109,10 @@ def _check_groups(dims: ParallelDims, settings: Mapping[str, object]) -> None:
             f"tp={dims.tp} must divide {_say('num_query_groups', groups)} or be a multiple of it: megatron-core "
             "cannot share key and value heads otherwise; choose such a tp"
         )
-    keys_and_values = 1 if settings.get("keys_as_values") else 2
-    num_heads = heads * (2 if settings.get("attention_output_gate") else 1) + keys_and_values * groups
-    if isinstance(channels, int) and num_heads * channels % dims.tp:
+    num_heads = heads * (2 if settings.get("attention_output_gate") else 1) + groups
+    if isinstance(channels, int) and (rows := num_heads * channels + groups * value_channels(settings)) % dims.tp:
         raise MeshError(
-            f"tp={dims.tp} must divide the {num_heads * channels} rows of linear_qkv (num_attention_heads={heads}, "
+            f"tp={dims.tp} must divide the {rows} rows of linear_qkv (num_attention_heads={heads}, "
             f"{_say('num_query_groups', groups)}, {_say('kv_channels', channels)}): choose a smaller tp"
         )
 

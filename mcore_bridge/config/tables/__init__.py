@@ -174,6 +174,7 @@ QK_NORMED: tuple[Field, ...] = (Const("qk_layernorm", True),)
 QK_NORMED_TOGETHER: tuple[Field, ...] = (*QK_NORMED, Const("qk_norm_kind", "all_heads"))
 QK_NORMED_AFTER_ROPE: tuple[Field, ...] = (*QK_NORMED, Const("qk_norm_kind", "after_rope"))
 
+NORM_UNWEIGHTED: tuple[Field, ...] = (Const("norm_weight", False),)
 NORM_POST: tuple[Field, ...] = (Const("norm_placement", "post"),)
 NORM_SANDWICH: tuple[Field, ...] = (Const("norm_placement", "sandwich"),)
 

@@ -79,12 +79,41 @@ def full_layers(hf: Hf) -> Hf:
     return {**hf, **sizes}
 
 
-def _heads_of_kinds(hf: Hf) -> dict[str, object]:
-    sliding = {**derived.HEADS.forward(hf), "keys_as_values": False}
-    shares = bool(hf.get("attention_k_eq_v"))
-    full, kinds = {**derived.HEADS.forward(full_layers(hf)), "keys_as_values": shares}, hf["layer_types"]
+def _sources(hf: Hf) -> list[int | None]:
+    """For each layer the layer whose keys and values it reads, which may be itself; None if it shares none."""
+    kinds, shared = hf["layer_types"], hf.get("num_kv_shared_layers") or 0
     assert isinstance(kinds, list)
-    return {**sliding, _OWN: sizes_by_layer((full if kind == FULL else sliding for kind in kinds), sliding)}
+    if not isinstance(shared, int) or not 0 <= shared < len(kinds) or {*kinds[: len(kinds) - shared]} != {*kinds}:
+        raise ConfigError(
+            "num_kv_shared_layers must leave a layer of each kind, whose keys the last layers read, found "
+            f"{shown(shared)} for the kinds {shown(kinds)}. Correct one of them."
+        )
+    if shared and not hf.get("hidden_size_per_layer_input"):
+        raise ConfigError(
+            f"num_kv_shared_layers must be 0 without hidden_size_per_layer_input, found {shared}: transformers fails."
+        )
+    first = len(kinds) - shared
+    read = [first - 1 - kinds[first - 1 :: -1].index(kind) for kind in kinds[first:]]
+    return [number if number in read else None for number in range(first)] + read
+
+
+def _heads_of_kinds(hf: Hf) -> dict[str, object]:
+    usual = {"keys_as_values": False, "keys_of_layer": None, "value_norm": True}
+    sliding = {**derived.HEADS.forward(hf), **usual}
+    full = {**sliding, **derived.HEADS.forward(full_layers(hf)), "keys_as_values": bool(hf.get("attention_k_eq_v"))}
+    kinds, sources, width = hf["layer_types"], _sources(hf), count(hf, "intermediate_size")
+    assert isinstance(kinds, list)
+    reader = {"keys_as_values": False, "value_norm": False}
+    wide = {"ffn_hidden_size": 2 * width} if hf.get("use_double_wide_mlp") else {}
+    layers = [
+        {
+            **(full if kind == FULL else sliding),
+            "keys_of_layer": source,
+            **({**reader, **wide} if source not in (None, number) else {}),
+        }
+        for number, (kind, source) in enumerate(zip(kinds, sources, strict=True))
+    ]
+    return {**sliding, _OWN: sizes_by_layer(layers, {**sliding, "ffn_hidden_size": width})}
 
 
 def _numbered(layer: int, num_layers: int) -> str:
@@ -104,6 +133,15 @@ def _heads_of_kinds_back(mcore: Mcore) -> dict[str, object]:
     return {**model, _OWN: own, "attention_k_eq_v": shares}
 
 
+def _sharing_back(mcore: Mcore) -> dict[str, object]:
+    num_layers = count(mcore, "num_layers")
+    sources, widths = (values_of_layers(mcore, name, num_layers) for name in ("keys_of_layer", "ffn_hidden_size"))
+    readers = [number for number, source in enumerate(sources) if source not in (None, number)]
+    wide = any(widths[number] != mcore["ffn_hidden_size"] for number in readers)
+    sharing = {"num_kv_shared_layers": len(readers), "use_double_wide_mlp": wide}
+    return {**_heads_of_kinds_back(mcore), **sharing}
+
+
 HEADS_OF_FULL = Derive(
     (*derived.HEADS.names, _OWN, "attention_k_eq_v"),
     _heads_of_kinds,
@@ -111,6 +149,37 @@ HEADS_OF_FULL = Derive(
     ("`per_layer_config` with other fields than sizes of heads, or of layers with a window",),
 )
 """Full layers may have heads of another size, another number of KV heads, and keys as values."""
+HEADS_AND_SHARED_KEYS = Derive(
+    (*HEADS_OF_FULL.names, "num_kv_shared_layers", "use_double_wide_mlp"),
+    _heads_of_kinds,
+    _sharing_back,
+    (*HEADS_OF_FULL.refuses, "`num_kv_shared_layers` without `hidden_size_per_layer_input`: transformers fails"),
+)
+"""As ``HEADS_OF_FULL``. The last layers may also read keys and values of earlier ones, and then have wider MLPs."""
+
+
+def _layer_inputs(hf: Hf) -> dict[str, object]:
+    size, vocabulary = hf.get("hidden_size_per_layer_input") or None, hf.get("vocab_size_per_layer_input")
+    if size is not None and vocabulary != hf["vocab_size"]:
+        raise ConfigError(
+            f"vocab_size_per_layer_input must be vocab_size={hf['vocab_size']}, found {shown(vocabulary)}: the "
+            "embedding of hidden_size_per_layer_input is padded alike. Correct one of them."
+        )
+    return {"layer_input_size": size}
+
+
+def _layer_inputs_back(mcore: Mcore) -> dict[str, object]:
+    size, vocabulary = mcore["layer_input_size"], derived.VOCAB.backward(mcore)["vocab_size"]
+    return {"hidden_size_per_layer_input": size or 0, **({"vocab_size_per_layer_input": vocabulary} if size else {})}
+
+
+LAYER_INPUTS = Derive(
+    ("hidden_size_per_layer_input", "vocab_size_per_layer_input"),
+    _layer_inputs,
+    _layer_inputs_back,
+    ("`vocab_size_per_layer_input` other than `vocab_size`: both embeddings are padded alike",),
+)
+"""Each layer may have an input from a second embedding."""
 
 
 _OF_WINDOWS = "num_sliding_attention_heads"

@@ -270,6 +270,27 @@ WINDOW_OR_NOPE       = Derive(
 # fmt: on
 
 
+class ReversedRope(Rope):
+    """A rope that turns the other way: its angles are negative."""
+
+    def _computed(self, seq_len: int | None) -> tuple[torch.Tensor, float]:
+        frequencies, attention_factor = super()._computed(seq_len)
+        return -frequencies, attention_factor
+
+
+def _reversed(hf: Hf) -> dict[str, object]:
+    values = ROPE.forward(hf)
+    plain = values["hf_rope"]
+    assert isinstance(plain, Rope)
+    turned = ReversedRope(
+        parameters=plain.parameters, head_dim=plain.head_dim, max_position_embeddings=plain.max_position_embeddings
+    )
+    return {**values, "hf_rope": turned}
+
+
+REVERSED_ROPE = Derive(ROPE.names, _reversed, ROPE.backward, ROPE.refuses)
+
+
 _KEYS = ("rope_type", "rope_theta", "alpha")
 _UNREAD = ("beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim")
 _NUMBERS = ("rope_theta", "alpha")

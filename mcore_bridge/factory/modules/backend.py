@@ -60,9 +60,13 @@ def kernels_of(backend: Backend) -> dict[str, object]:
 def norm_of(backend: Backend, config: Any = None) -> type:
     """The norm of a backend, for places in which it is not fused into a linear layer.
 
-    TransformerEngine's LayerNorm always has a bias. With ``config.norm_bias=False``, torch's norm is used on either
-    backend.
+    TransformerEngine's LayerNorm always has a bias, and its norms always have a weight. With ``config.norm_bias=False``
+    or ``config.norm_weight=False``, torch's norms are used on either backend.
     """
+    if not getattr(config, "norm_weight", True):
+        from mcore_bridge.factory.modules.torch_modules import UnitNorm
+
+        return UnitNorm
     if backend == "te" and getattr(config, "norm_bias", True):
         from megatron.core.extensions.transformer_engine import TENorm
 

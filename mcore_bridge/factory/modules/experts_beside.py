@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from mcore_bridge.factory.modules.backend import Backend, mixed, norm_of, submodules_of, with_module
 from mcore_bridge.factory.modules.experts import require_no_overlap
-from mcore_bridge.factory.modules.norms import UnitNorm, post_normed
-from mcore_bridge.factory.modules.torch_modules import placement
+from mcore_bridge.factory.modules.norms import post_normed
+from mcore_bridge.factory.modules.torch_modules import UnitNorm, placement
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig

@@ -1,8 +1,9 @@
-"""MLPs and experts with a limit behind the activation of their gates, which may differ between layers.
+"""Limits: of queries, keys and values, and of gates in MLPs and experts, which may differ between layers.
 
 megatron-core clamps gates before their activation, by one limit for all layers (``activation_func_clamp_value``). Here
-the limit is behind SiLU. SiLU grows wherever it is positive, so it exceeds a limit exactly where its input exceeds the
-input at this limit. So the outputs of ``linear_fc1`` are clamped, and any kernel may compute the activation from them.
+the limit of gates is behind SiLU. SiLU grows wherever it is positive, so it exceeds a limit exactly where its input
+exceeds the input at this limit. So the outputs of ``linear_fc1`` are clamped, and any kernel may compute the activation
+from them.
 """
 
 from __future__ import annotations
@@ -40,6 +41,13 @@ def adapt_limits(layer: Any, config: TransformerConfig) -> None:
             submodules.linear_fc1 = limited(submodules.linear_fc1, limit, limit if before else silu_inverse(limit))
 
 
+def adapt_clip(layer: Any, config: TransformerConfig) -> None:
+    """Clips queries, keys and values of a layer before their rope, if ``config.qkv_clip`` is set."""
+    if (bound := getattr(config, "qkv_clip", None)) is not None:
+        attention = layer.self_attention.submodules
+        attention.linear_qkv = clipped(attention.linear_qkv, bound)
+
+
 def silu_inverse(limit: float) -> float:
     """The input, above 0, for which SiLU is ``limit``.
 
@@ -74,3 +82,23 @@ def _clamp(module: Any, inputs: object, outputs: tuple[Tensor, None]) -> tuple[T
     """Clamp ``[..., 2 * n]``: n gates, then n values. No family with limits has a bias there."""
     gates, values = outputs[0].chunk(2, -1)
     return torch.cat((gates.clamp(max=module.gate_limit), values.clamp(-module.limit, module.limit)), -1), outputs[1]
+
+
+@functools.cache
+def clipped(linear: type, bound: float) -> type:
+    """A subclass of ``linear``, whose outputs are at most ``bound`` and at least its negative."""
+    return type(f"Clipped{linear.__name__}", (Clipped, linear), {"bound": bound, "__doc__": Clipped.__doc__})
+
+
+class Clipped(ChangesOutput):
+    """A linear layer with clipped outputs, after an adapter and after its bias."""
+
+    bound: ClassVar[float]
+
+    def __init__(self, *sizes: int, **arguments: Any) -> None:
+        super().__init__(*sizes, **arguments)
+        self.register_forward_hook(_clip)
+
+
+def _clip(module: Any, inputs: object, outputs: tuple[Tensor, None]) -> tuple[Tensor, None]:
+    return outputs[0].clamp(-module.bound, module.bound), outputs[1]

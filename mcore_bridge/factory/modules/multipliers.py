@@ -136,7 +136,11 @@ class ScaledSum(nn.Module):
         add: Add = get_bias_dropout_add(training, fused)
 
         def add_and_scale(output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, rate: float) -> Tensor:
-            total = add(output_with_bias, residual, rate)
+            total = self.added(add(output_with_bias, residual, rate))
             return total * self.layer_scalar.to(total.dtype)
 
         return add_and_scale
+
+    def added(self, total: Tensor) -> Tensor:
+        """``total``, with whatever else a layer adds before the scale."""
+        return total

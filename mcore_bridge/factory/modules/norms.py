@@ -25,7 +25,7 @@ from mcore_bridge.factory.modules.backend import (
     submodules_of,
     with_module,
 )
-from mcore_bridge.factory.modules.torch_modules import Norm, sharded_tensors
+from mcore_bridge.factory.modules.torch_modules import Norm, UnitNorm, sharded_tensors
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -52,13 +52,30 @@ def adapt_norm_placement(layer: Any, config: TransformerConfig, backend: Backend
     else:
         mlp.linear_fc2 = post_normed(mlp.linear_fc2, norm)
     if placement == "post":
-        layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
-        if backend == "te":  # its usual linear layers have a norm inside
-            from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+        _norm_before(layer, IdentityOp, backend)
 
-            attention.linear_qkv = TEColumnParallelLinear
-            if not is_sparse:
-                mlp.linear_fc1 = TEColumnParallelLinear
+
+def adapt_unweighted_norms(layer: Any, config: TransformerConfig, backend: Backend) -> None:
+    """Puts norms without weights before attention and MLP, if ``config.norm_weight`` is False.
+
+    Args:
+        layer: the submodules of a layer, changed in place.
+        config: the config of the model.
+        backend: the backend of the layer's modules.
+    """
+    if not getattr(config, "norm_weight", True):
+        _norm_before(layer, UnitNorm, backend)
+
+
+def _norm_before(layer: Any, norm: type, backend: Backend) -> None:
+    """Puts ``norm`` before attention and MLP, and takes linear layers of TransformerEngine without a norm inside."""
+    layer.input_layernorm = layer.pre_mlp_layernorm = norm
+    if backend == "te":
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+        layer.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+        if not _has_experts(layer):
+            submodules_of(layer.mlp).linear_fc1 = TEColumnParallelLinear
 
 
 def adapt_mixer_norms(layer: Any, config: TransformerConfig, backend: Backend, *, holds_norm: bool) -> None:
@@ -267,18 +284,6 @@ class EachKeyNorm(EachHeadNorm):
     """LayerNorm of each key head."""
 
     heads = "num_query_groups"
-
-
-class UnitNorm(nn.Module):
-    """RMSNorm without weights, in fp32."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.eps = eps
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        exact = hidden.float()
-        return (exact * (exact.square().mean(-1, keepdim=True) + self.eps).rsqrt()).to(hidden.dtype)
 
 
 @functools.cache

@@ -63,11 +63,11 @@ def lacking(config: TransformerConfig, *, windowed: bool) -> str:
         return "with sinks under context parallelism (megatron-core would sum their gradients twice)"
     if not _has_kernel(dims := _head_dims(config)):
         return f"for heads of {sorted(dims)} under context parallelism"
-    if windowed and (latent or config.attention_dropout):
-        return "with windows of latent or dropped-out scores under context parallelism"
+    if windowed and (latent or len(dims) > 1 or config.attention_dropout):
+        return "with windows of narrow values or dropped-out scores under context parallelism"
     if windowed and kind in _RINGS:
         return f"with windows for cp_comm_type={kind!r}"
-    if latent and len(dims) > 1 and kind not in (None, *_RINGS):
+    if len(dims) > 1 and kind not in (None, *_RINGS):
         return f"for queries and values of different size for cp_comm_type={kind!r}"
     dealt = _dealt(config, windowed=windowed)
     if _groups(config) % dealt:
@@ -105,7 +105,7 @@ def _head_dims(config: TransformerConfig) -> set[int]:
     """Head dims of queries and keys, and of values."""
     if config.multi_latent_attention:
         return {config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim}
-    return {config.kv_channels}
+    return {config.kv_channels, getattr(config, "value_channels", config.kv_channels)}
 
 
 def _has_kernel(dims: set[int]) -> bool:

@@ -63,6 +63,20 @@ class Norm(nn.Module):
         return weight * normed.to(hidden.dtype)
 
 
+class UnitNorm(nn.Module):
+    """RMSNorm or LayerNorm without weights, in fp32."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps, self.rms = eps, config.normalization == "RMSNorm"
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        exact = hidden.float()
+        if not self.rms:
+            return nn.functional.layer_norm(exact, exact.shape[-1:], eps=self.eps).to(hidden.dtype)
+        return (exact * (exact.square().mean(-1, keepdim=True) + self.eps).rsqrt()).to(hidden.dtype)
+
+
 def placement(config: TransformerConfig) -> dict[str, Any]:
     """The dtype and device of new parameters, as arguments of ``torch.empty``."""
     device = None if config.use_cpu_initialization else torch.cuda.current_device()

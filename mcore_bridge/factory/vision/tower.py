@@ -20,7 +20,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from mcore_bridge.composite import TRANSFORMERS
+from mcore_bridge.composite import TRANSFORMERS, text_of
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.rules.spec import TowerSpec
 
@@ -44,6 +44,11 @@ def require_tower(whole: Whole | None, vision: str) -> None:
     kind = whole.composite.model_type
     if reason := whole.composite.without_tower:
         raise ConfigError(f"vision must be 'text_only' for {kind}, found {vision!r}: {reason}")
+    if getattr(text_of(whole.config, whole.composite), "hidden_size_per_layer_input", None):
+        raise ConfigError(
+            f"vision must be 'text_only' for this {kind}, found {vision!r}: its layers have inputs that are embedded "
+            "from tokens (hidden_size_per_layer_input), and a forward with images passes embeddings alone"
+        )
     if transformers.__version__ in whole.composite.broken_in:
         raise ConfigError(
             f"{kind} needs another release of transformers with vision={vision!r}, found {transformers.__version__}, "

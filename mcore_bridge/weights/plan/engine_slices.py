@@ -29,6 +29,8 @@ _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 _PADDED = "padded_"
 """The prefix of axes that are a vocabulary with its padding."""
 _HEADS = "heads_per_group"
+_QUERIES = frozenset({_HEADS, "query_rows"})
+"""The axes of query heads, and of their rows, in a group."""
 
 
 class Slicer:
@@ -220,7 +222,7 @@ def _taken(layout: Layout, part_shapes: tuple[Shape, ...], sizes: Sizes, tp: int
     axes = {**dict(sizes), "tp": tp}
     if isinstance(layout, Chain) and len(layout.steps) > 2:
         joined = layout.steps[-3]
-        if isinstance(joined, Concat) and _HEADS in joined.ratio and tp > axes["groups"]:
+        if isinstance(joined, Concat) and _QUERIES & {*joined.ratio} and tp > axes["groups"]:
             return _repeated(layout, joined, part_shapes, axes, rank)
     (shards,) = layout(tuple(torch.empty(shape, device="meta") for shape in part_shapes), axes)
     copies = [copy for copy in trace(layout, tuple(shards.shape[1:]), axes).to_mcore if copy.shard == rank]
@@ -242,7 +244,7 @@ def _repeated(
     sections = np.split(group, np.cumsum(ratio)[:-1] * (len(group) // sum(ratio)))
     kept = np.concatenate(
         [
-            section.reshape(share, -1)[rank % share] if size == _HEADS else section
+            section.reshape(share, -1)[rank % share] if size in _QUERIES else section
             for section, size in zip(sections, joined.ratio, strict=True)
         ]
     )

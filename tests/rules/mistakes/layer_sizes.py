@@ -9,22 +9,25 @@ from mcore_bridge.config.fields import Const, Ignore
 from mcore_bridge.config.rope import Rope
 from mcore_bridge.config.tables import by_layer
 from mcore_bridge.config.tables.derived_rope import SLIDES_OR_NOPE
-from mcore_bridge.factory.modules import gate_limits
+from mcore_bridge.factory.modules import gate_limits, layer_inputs
 from mcore_bridge.factory.modules.attention_gate import GatedOutput
 from mcore_bridge.factory.modules.experts_beside import Beside, ScaledRouter
 from mcore_bridge.factory.modules.layer_rope import OwnRope
 from mcore_bridge.factory.modules.multipliers import ScaledSum
 from mcore_bridge.factory.modules.norms import UnitNorm
-from mcore_bridge.factory.modules.values import KeysAsValues, NormedValues
-from mcore_bridge.rules.layout import COLUMN, REPLICATED, Concat, Rearrange
+from mcore_bridge.factory.modules.shared_keys import KeepsKeys
+from mcore_bridge.factory.modules.values import KeysAsValues, NormedValues, SizedValues
+from mcore_bridge.rules.layout import COLUMN, QKV, REPLICATED, Concat, Rearrange
+from tests import zoo
 from tests.rules.mistakes.plain import entries
-from tests.support.bounds import FOUR, ONE
+from tests.support.bounds import FOUR, ONE, TWO
 from tests.support.mutants import exchange, instead, itself, laid_out, of, parts
 
 DEALT = Rearrange("(n tp) ...", "tp n ...")
 DEALT_PARTS = DEALT >> Concat(1, ratio=(1, 1))
 SHARED_FC1 = "shared_experts.linear_fc1.weight"
 NOT_GROUPED = COLUMN >> Concat(1, ratio=("heads_per_group", 1))
+OF_WIDTHS = COLUMN >> Concat(1, ratio=("query_rows", "key_rows", "value_rows"))
 NORMS = ("linear_proj.post_layernorm.weight", "pre_mlp_layernorm.weight")
 # fmt: off
 RULES = {
@@ -33,6 +36,14 @@ RULES = {
     "gates on every rank":      ("shapes at tp=2", "laguna", of("linear_gate.weight", laid_out(REPLICATED))),
     "norms exchanged":          ("logits", "afmoe", exchange(*NORMS)),
     "keys behind all queries":  ("logits at tp=2", "gemma4-biased", of("linear_qk.weight", laid_out(NOT_GROUPED))),
+    "second embedding on every rank": ("shapes at tp=2", "gemma4-shared",
+                                       of("layer_inputs.word_embeddings.weight", laid_out(REPLICATED))),
+    "queries alone dealt out":  ("logits at tp=2", "gemma4-shared", of("linear_q_proj.weight", laid_out(DEALT))),
+    "norms of inputs and MLPs": ("logits", "gemma4-shared", exchange("mlp_bda.layernorm.weight", NORMS[1])),
+    "narrow values not grouped": ("logits", "mimo_v2_flash", of("linear_qkv.weight", laid_out(OF_WIDTHS))),
+    "values as wide as keys":   ("shapes", "mimo_v2_flash", of("linear_qkv.weight", laid_out(QKV))),
+    "values before keys":       ("shapes", "mimo_v2_flash", of("linear_qkv.weight", parts(0, 2, 1))),
+    "sinks of heads dealt out": ("logits at tp=2", "mimo_v2_flash", of("softmax_offset", laid_out(DEALT))),
     "keys before queries":      ("shapes", "gemma4", of("linear_qk.weight", parts(1, 0))),
     "routed norm for dense":    ("logits", "gemma4-experts", exchange("mlp.routed_layernorm.weight",
                                                                       "mlp.dense_layernorm.weight")),
@@ -131,6 +142,10 @@ def routed(**wrong):
     return instead(ScaledRouter, "forward", forward)
 
 
+def unscaled_values(self, *inputs, **options):
+    return super(SizedValues, self).get_query_key_value_tensors(*inputs, **options)
+
+
 def scaled_scores(self, inputs, *mask):
     """Scales of experts before the choice of experts, and before their weights are normed."""
     true = self.weight
@@ -163,7 +178,69 @@ def clamped_below(module, inputs, outputs):
 
 TRUE_CLAMP = gate_limits._clamp
 EXCHANGED = {"swiglu_limits": "glu_limit", "swiglu_limits_shared": "expert_glu_limit"}
+
+
+def with_next(self, total):
+    """The input of the layer before, as if layers were numbered from 1."""
+    self.given = self.given.roll(1, -1)
+    return TRUE_SUM(self, total)
+
+
+def ungated_input(self, total):
+    return total + self.layernorm(self.projection(self.given)[0])
+
+
+def of_tokens_alone(self, tokens, embedded):
+    """Inputs without the projection of the first embedding."""
+    return TRUE_INPUTS(self, tokens, embedded.mul(0))
+
+
+def unmarked():
+    """Weights that every rank applies to its own tokens, not marked as such."""
+    true = layer_inputs.ReplicatedLinear.__init__
+
+    def mistaken(self, *sizes, **arguments):
+        true(self, *sizes, **arguments)
+        self.weight.sequence_parallel = False
+
+    return mock.patch.object(layer_inputs.ReplicatedLinear, "__init__", mistaken)
+
+
+def dropped(self, *inputs, **options):
+    """Keys of which the layer that computes them gets no gradient from other layers."""
+    query, key, value = super(KeepsKeys, self).get_query_key_value_tensors(*inputs, **options)
+    self.kept = key.detach(), value
+    return query, key, value
+
+
+TRUE_SUM, TRUE_INPUTS = layer_inputs.LayerInput.added, layer_inputs.LayerInputs.forward
+SHARED = zoo.written()["gemma4-shared"]
+GRADIENTS = (
+    {
+        "inputs of layers without their mark": (SHARED.hf, TWO, unmarked),
+        "keys without gradients of readers": (
+            *(SHARED.hf, ONE),
+            instead(KeepsKeys, "get_query_key_value_tensors", dropped),
+        ),
+    }
+    if zoo.here(["gemma4-shared"])
+    else {}
+)
 MODULES = {
+    "inputs of neighbours": ("gemma4-shared", ONE, instead(layer_inputs.LayerInput, "added", with_next)),
+    "inputs without gates": ("gemma4-shared", ONE, instead(layer_inputs.LayerInput, "added", ungated_input)),
+    "inputs of tokens alone": ("gemma4-shared", ONE, instead(layer_inputs.LayerInputs, "forward", of_tokens_alone)),
+    "second embedding without its scale": (
+        *("gemma4-shared", ONE),
+        instead(layer_inputs, "EmbeddingScale", lambda scale: lambda module, inputs, output: None),
+    ),
+    "values without their scale": (
+        "mimo_v2_flash",
+        ONE,
+        instead(SizedValues, "get_query_key_value_tensors", unscaled_values),
+    ),
+    "queries of the first of four": ("mimo_v2_flash-biased", FOUR, instead(SizedValues, "_rank", 0)),
+    "a window of one token less": ("mimo_v2_flash", ONE, {"sliding_window": 4}),
     "a router without a norm": ("gemma4-experts", ONE, routed(norm=itself)),
     "a router without the root": ("gemma4-experts", ONE, routed(root=1.0)),
     "experts without scales": ("gemma4-experts", ONE, routed(scales=1.0)),

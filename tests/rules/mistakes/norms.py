@@ -7,10 +7,12 @@ from unittest import mock
 import torch
 
 import mcore_bridge as mb
+from mcore_bridge.config.fields import Const
 from mcore_bridge.config.rope import Rope
-from mcore_bridge.config.tables.derived_rope import AlphaRope
-from mcore_bridge.factory.modules import layer_rope, norms, scores
+from mcore_bridge.config.tables.derived_rope import AlphaRope, ReversedRope
+from mcore_bridge.factory.modules import gate_limits, layer_rope, norms, scores, torch_modules
 from mcore_bridge.factory.modules import multipliers as scales
+from tests.rules.mistakes.plain import entries
 from tests.support import stepping
 from tests.support.bounds import FOUR, ONE
 from tests.support.bounds import TWO as SP
@@ -44,6 +46,11 @@ def without_alpha(self: AlphaRope, seq_len: int | None) -> Any:
 
 def stack_the_other_way(both: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     return torch.cat([each[None] for each in reversed(both)])
+
+
+def of_squares(hidden: torch.Tensor, sizes: object, eps: float) -> torch.Tensor:
+    """As an RMSNorm."""
+    return hidden * (hidden.square().mean(-1, keepdim=True) + eps).rsqrt()
 
 
 def unmarked() -> AbstractContextManager[Any]:
@@ -86,6 +93,10 @@ MODULES = {
     "ropes exchanged": ("gemma3-linear", ONE, instead(layer_rope.torch, "stack", stack_the_other_way)),
     "one attention factor": ("olmo3-yarn-bias", ONE, instead(layer_rope, "_with_attention_factor", itself)),
     "no norm behind the rope": ("hunyuan", ONE, instead(norms.NormAfterRope, "forward", unnormed)),
+    "no bound of queries, keys and values": ("olmo", ONE, instead(gate_limits, "_clip", nothing)),
+    "norms of squares alone": ("olmo", ONE, instead(torch_modules.nn.functional, "layer_norm", of_squares)),
+    "a rope that turns as others": ("nanochat", ONE, instead(ReversedRope, "_computed", Rope._computed)),
+    "no norm of embeddings": ("nanochat", ONE, lambda: entries("nanochat", Const("embedding_norm", False))),
     "alpha forgotten": ("hunyuan", ONE, instead(AlphaRope, "_computed", without_alpha)),
 }
 GRADIENTS = {
