@@ -213,7 +213,8 @@ def test_ddp_and_checkpoints_of_megatron_core(tmp_path):
 def fed(folder):
     """Runs in one process: rounds of a sync, and a map of vLLM's loader."""
     with stepping.mesh(mb.ParallelDims()):
-        drafts = mb.build_draft(policy(mb.ParallelDims()), folder)
+        models = policy(mb.ParallelDims())
+        drafts = mb.build_draft(models, folder)
         states = [eagle3.random_head(SHARED, POLICY, own_embedding=False, seed=seed) for seed in range(5)]
 
         def read(number):
@@ -222,12 +223,18 @@ def fed(folder):
             return engine
 
         engine = eagle3.VllmHead(states[0])
-        worker = EngineWorker(engine, lambda pairs: engine.load(pairs), name="a head")
-        with mb.WeightSync(drafts, worker.receive) as sync:
+        norm = torch.nn.Linear(1, POLICY.hidden_size, bias=False)
+        load = lambda pairs: norm.weight.data[:, 0].copy_(dict(pairs)["model.norm.weight"])  # noqa: E731
+        of_policy = EngineWorker(norm, load, name="a policy")
+        client = functools.partial(of_policy.receive)
+        client.draft = EngineWorker(engine, lambda pairs: engine.load(pairs), name="a head").receive
+        with mb.WeightSync(models, client, drafts=drafts) as sync:
             for number in (1, 2):
                 mb.load_hf_weights(drafts, states[number - 1])
                 assert sync().version == number
                 assert not mapped.differences(engine, read(number))
+                assert torch.equal(norm.weight[:, 0], models[0].decoder.final_layernorm.weight)
+                models[0].decoder.final_layernorm.weight.data.add_(1.0)
         engine = eagle3.VllmHead(states[0])
         return mapped.fed_by_map(engine, engine.load, drafts, states, read)
 
