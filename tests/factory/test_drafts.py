@@ -43,6 +43,7 @@ MESHES = [
 """Sizes of a mesh, and whether sequences are packed. With TP4 two ranks share a KV head."""
 LENGTHS = (9, 12)
 BOUND = 2e-5
+STEPS = 4
 
 
 def batch():
@@ -53,7 +54,7 @@ def batch():
     return ids * mask, mask
 
 
-def expected(name, state, mistake=""):
+def expected(name, state, mistake="", steps=1):
     """The losses of the batch, their mean gradient over two microbatches, and the logits of the second row."""
     fields, _, layers = CASES[name]
     state = {key: value.clone().requires_grad_(value.is_floating_point()) for key, value in state.items()}
@@ -61,7 +62,7 @@ def expected(name, state, mistake=""):
     model, found = reference(), torch.zeros(ids.shape)
     for row in range(len(ids)):
         start = int(mask[row].argmax())
-        each, logits = eagle3.losses(fields, state, model, ids[row, start:], layers, mistake)
+        each, logits = eagle3.losses(fields, state, model, ids[row, start:], layers, mistake, steps)
         found[row, start + 1 :] = each
     (found.sum() / 2).backward()
     grads = {key: value.grad for key, value in state.items() if value.is_floating_point()}
@@ -89,7 +90,7 @@ def policy(dims, **options):
     return mb.build_model(POLICY, dims=dims, **{**how, **options})
 
 
-def train(folder, sizes, packed):
+def train(folder, sizes, packed, steps):
     """Runs in each worker: losses, and gradients and weights under the names of the folder."""
     dims = mb.ParallelDims(**sizes)
     with stepping.mesh(dims):
@@ -97,7 +98,7 @@ def train(folder, sizes, packed):
         drafts = mb.build_draft(models, folder)
         logits = []
         drafts[0].register_forward_hook(lambda module, inputs, output: logits.append(output.detach()))
-        options = {"packed": packed, "micro_batch_size": 1}
+        options = {"packed": packed, "micro_batch_size": 1, "draft_steps": steps}
         plain = mb.forward(models, *batch())
         outputs = mb.forward(models, *batch(), drafts=drafts, loss=lambda out, rows: out.draft_loss.sum(), **options)
         assert torch.equal(plain.log_probs, mb.forward(models, *batch()).log_probs)
@@ -112,15 +113,15 @@ def train(folder, sizes, packed):
         return outputs.draft_loss, mb.to_hf_state_dict(drafts), weights, logits[-1]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "steps"), [("shared", STEPS), ("own", 1), ("own", 2)])
 @pytest.mark.parametrize(("sizes", "packed"), MESHES, ids=str)
-def test_every_mesh_trains_a_head_as_plain_torch_does(name, sizes, packed, tmp_path):
+def test_every_mesh_trains_a_head_as_plain_torch_does(name, steps, sizes, packed, tmp_path):
     fields, own_embedding, _ = CASES[name]
     state = eagle3.random_head(fields, POLICY, own_embedding=own_embedding)
     folder = eagle3.write(tmp_path, fields, state)
-    losses, grads, logits = expected(name, state)
+    losses, grads, logits = expected(name, state, steps=steps)
     world = mb.ParallelDims(**sizes).smallest_world
-    for found, ours, weights, own in pool.run(world, train, folder, sizes, packed):
+    for found, ours, weights, own in pool.run(world, train, folder, sizes, packed, steps):
         assert tiny.relative_error(found, losses) < BOUND
         assert {key: value.dtype for key, value in weights.items()} == {k: v.dtype for k, v in state.items()}
         assert all(torch.equal(weights[key], value) for key, value in state.items())
@@ -130,11 +131,12 @@ def test_every_mesh_trains_a_head_as_plain_torch_does(name, sizes, packed, tmp_p
             assert tiny.relative_error(own[0], logits) < BOUND
 
 
-@pytest.mark.parametrize("mistake", eagle3.MISTAKES)
+@pytest.mark.parametrize("mistake", eagle3.MISTAKES + eagle3.STEP_MISTAKES)
 def test_the_batch_would_show_a_mistake(mistake):
     state = eagle3.random_head(SHARED, POLICY, own_embedding=False)
-    right, wrong = (expected("shared", state, each)[0] for each in ("", mistake))
-    assert tiny.relative_error(wrong, right) > 1000 * BOUND
+    steps = STEPS if mistake in eagle3.STEP_MISTAKES else 1
+    right, wrong = (expected("shared", state, each, steps)[0] for each in ("", mistake))
+    assert tiny.relative_error(wrong, right) > 100 * BOUND
 
 
 def folders(places):
@@ -184,7 +186,7 @@ def stepped(folder):
         models = policy(dims)
         drafts = mb.build_draft(models, folder)
         as_ddp = functools.partial(DistributedDataParallel, ddp_config=DistributedDataParallelConfig())
-        how = {"drafts": [as_ddp(drafts[0].config, module=drafts[0])], "micro_batch_size": 1}
+        how = {"drafts": [as_ddp(drafts[0].config, module=drafts[0])], "draft_steps": STEPS, "micro_batch_size": 1}
         how["loss"] = lambda out, rows: out.draft_loss.sum()
         with pytest.raises(BatchError, match="both be wrapped"):
             mb.forward(models, *batch(), **how)
@@ -204,7 +206,7 @@ def stepped(folder):
 
 def test_ddp_and_checkpoints_of_megatron_core(tmp_path):
     state = eagle3.random_head(SHARED, POLICY, own_embedding=False)
-    _, grads, _ = expected("shared", state)
+    _, grads, _ = expected("shared", state, steps=STEPS)
     for ours in pool.run(2, stepped, eagle3.write(tmp_path, SHARED, state)):
         for name, grad in grads.items():
             assert tiny.relative_error(ours[name], grad) < 10 * BOUND, name
@@ -286,6 +288,11 @@ def refused(cases):
             mb.forward(models, *batch(), drafts=models, images=[None, None])
         with pytest.raises(BatchError, match="run it first"), mb.drafting(models, drafts) as losses:
             losses()
+        drafts[0].config.recompute_granularity = "full"
+        with pytest.raises(BatchError, match="recompute_granularity=None for several steps"):
+            mb.forward(models, *batch(), drafts=drafts, draft_steps=2)
+        drafts[0].config.recompute_granularity = None
+        assert not drafts[0].decoder.layers[0].self_attention.core_attention.steps
         hooks = [*models[0]._forward_pre_hooks, *models[0].output_layer._forward_hooks]
         assert not [*hooks, *(hook for layer in models[0].decoder.layers for hook in layer._forward_pre_hooks)]
     return found

@@ -8,12 +8,12 @@ import multiprocessing
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaConfig
 
 import mcore_bridge as mb
 from tests.support import pool
 from tests.support.stand_in import connected
-from tests.workers.vllm_sync import CONFIG, DRAFT, MOE, Client, serve
+from tests.workers.vllm_sync import CONFIG, DRAFT, EAGLE3, MOE, Client, serve
 
 if importlib.util.find_spec("vllm") is None or torch.cuda.is_available():
     pytest.skip("needs vLLM, built for CPUs", allow_module_level=True)
@@ -72,17 +72,20 @@ def test_one_setting_gives_the_trainers_log_probs(setting, tensor_parallel, pack
     process.kill()
 
 
-def drafted(address):
+def drafted(address, setting):
     """What a comparison finds after a round of the draft model and of the model, and a step of the draft model."""
     dims = mb.ParallelDims()
     dims.initialize(device="cpu")
-    pairs = []
-    for config in (CONFIG, DRAFT):
-        hf = AutoConfig.for_model("qwen3", tie_word_embeddings=False, **config)
-        models = mb.build_model(hf, dims=dims, dtype=torch.float32, device="cpu", load_weights=False)
+    options = {"dims": dims, "dtype": torch.float32, "device": "cpu", "load_weights": False}
+    config = AutoConfig.for_model("qwen3", tie_word_embeddings=False, **CONFIG)
+    pairs = [mb.build_model(config, **options)]
+    if setting == "eagle3":
+        pairs.append(mb.build_draft(pairs[0], LlamaConfig(**EAGLE3), token_ids=torch.arange(5, 5 + 96)))
+    else:
+        pairs.append(mb.build_model(AutoConfig.for_model("qwen3", tie_word_embeddings=False, **DRAFT), **options))
+    for models in pairs:
         for parameter in models[0].parameters():
             torch.nn.init.normal_(parameter, std=0.05)
-        pairs.append(models)
     client = Client(connected(address))
     with mb.WeightSync(pairs[0], client, drafts=pairs[1]) as sync:
         assert [worker.target for worker in sync().workers] == ["draft", "policy"]
@@ -92,11 +95,12 @@ def drafted(address):
     return [len({found.tensor for found in worker.compared.wrong}) for worker in verified]
 
 
-def test_a_draft_model_gets_weights_of_its_own(tmp_path):
+@pytest.mark.parametrize(("setting", "num_changed"), [("draft", 2 * 8 + 3), ("eagle3", 10)])
+def test_a_draft_model_gets_weights_of_its_own(setting, num_changed, tmp_path):
     address = str(tmp_path / "engine")
-    process = multiprocessing.get_context("spawn").Process(target=serve, args=(address, "draft", 1, False))
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(address, setting, 1, False))
     process.start()
-    (wrong,) = pool.run(1, drafted, address)
-    assert wrong == [2 * 8 + 3, 0]  # vLLM has eight parameters in a layer
+    (wrong,) = pool.run(1, drafted, address, setting)
+    assert wrong == [num_changed, 0]  # vLLM has eight parameters in a layer of Qwen3
     process.join(60)
     process.kill()

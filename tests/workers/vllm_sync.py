@@ -5,6 +5,9 @@ import os
 import tempfile
 from multiprocessing.connection import Listener
 from pathlib import Path
+from types import SimpleNamespace
+
+from tests.support import eagle3
 
 CONFIG = {
     "vocab_size": 256,
@@ -20,16 +23,22 @@ CONFIG = {
 
 DRAFT = {**CONFIG, "num_hidden_layers": 2}
 
+EAGLE3 = {**CONFIG, "num_hidden_layers": 1, "draft_vocab_size": 96, "model_type": "llama", "tie_word_embeddings": False}
+EAGLE3 |= {"architectures": ["LlamaForCausalLMEagle3"], "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+"""The config of an EAGLE3 head for the policy of ``CONFIG``."""
 
 MOE = {**CONFIG, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 MOE |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
-def folder_of(config):
-    """A folder with a config alone."""
+def folder_of(config, policy=None):
+    """A folder with a config alone, or with an EAGLE3 head for the config of a policy."""
     folder = Path(tempfile.mkdtemp())
+    if policy is not None:
+        head = eagle3.random_head(config, SimpleNamespace(**policy), own_embedding=False)
+        return eagle3.write(folder, config, head)
     kind = "Qwen3Moe" if "num_experts" in config else "Qwen3"
-    fields = {"model_type": kind.lower().replace("moe", "_moe"), "architectures": [f"{kind}ForCausalLM"], **config}
+    fields = {"model_type": kind.lower().replace("moe", "_moe"), "architectures": [f"{kind}ForCausalLM"]} | config
     (folder / "config.json").write_text(json.dumps(fields))
     return str(folder)
 
@@ -61,9 +70,11 @@ class Client:
 
 
 BACKEND = {"weight_transfer_config": {"backend": "mcore_bridge"}}
+DRAFTS = {"draft": ("draft_model", DRAFT), "eagle3": ("eagle3", EAGLE3)}
 SETTINGS = {
     "backend": BACKEND,
     "draft": BACKEND,
+    "eagle3": BACKEND,
     "experts": BACKEND,
     "stages": BACKEND | {"pipeline_parallel_size": 2},
     "extension": {"worker_extension_cls": "mcore_bridge.engines.vllm.Extension"},
@@ -86,8 +97,12 @@ def serve(address, setting, tensor_parallel, packs):
     if not packs:
         options.setdefault("worker_extension_cls", "tests.workers.unpacked.Unpacked")
         _custom_ops._supports_onednn = False
-    if setting == "draft":
-        draft = {"method": "draft_model", "num_speculative_tokens": 2, "model": folder_of(DRAFT)}
+    if setting in DRAFTS:
+        method, config = DRAFTS[setting]
+        draft = {"method": method, "num_speculative_tokens": 2}
+        draft["model"] = folder_of(config, CONFIG if setting == "eagle3" else None)
+        if setting == "eagle3":  # a head without weights would use the output layer of the policy
+            draft["draft_load_config"] = {"load_format": "safetensors"}
         options["speculative_config"] = draft
     llm = LLM(
         model=folder_of(MOE if setting == "experts" else CONFIG),

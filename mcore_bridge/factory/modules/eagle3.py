@@ -3,6 +3,10 @@
 ``[embedding, hidden]`` travels through megatron-core's layer as one tensor of two widths. Its first norm is two norms,
 one for each half. Its projection of queries, keys and values has two widths of inputs. Its first residual is the half
 of the hidden state. All other code is megatron-core's, so checkpoints of activations work as in any layer.
+
+An engine drafts several tokens one after the other. For each of them after the first the head reads its own output, and
+not the hidden states of the policy. Training unrolls these steps: at every place at once, step k drafts the token that
+follows k tokens later. There it attends to what the first step has read up to its place, and to its own earlier steps.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
+from einops import rearrange
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
@@ -21,7 +26,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor, nn
 
 from mcore_bridge.factory.modules.backend import Backend, mixed, norm_of
-from mcore_bridge.factory.modules.torch_modules import placement
+from mcore_bridge.factory.modules.torch_modules import CoreAttention, placement, places_in_text
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -59,6 +64,57 @@ class TwiceAsWide:
 
     def __init__(self, input_size: int, output_size: int, **options: Any) -> None:
         super().__init__(2 * input_size, output_size, **options)  # type: ignore[call-arg]
+
+
+class LaterSteps(CoreAttention):
+    """Attention of a later step: ``key`` and ``value`` have the steps side by side, ``[t, b, groups, steps * dim]``.
+
+    All tokens up to a place have a key of the first step. Of other steps only the keys of the place itself count.
+    """
+
+    def _sequence(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any,
+        visible: Tensor | None = None,
+    ) -> Tensor:
+        (key, *own_keys), (value, *own_values) = (part.split(query.size(-1), -1) for part in (key, value))
+        places = places_in_text(query, key, self.cp_group)
+        if self.cp_group.size() > 1:
+            key, value = self._gather(key, value)
+        ahead = torch.arange(key.size(0), device=query.device) > places[:, None]
+        others = ~torch.eye(query.size(0), dtype=torch.bool, device=query.device)
+        hidden = torch.cat((ahead, *(others for _ in own_keys)), -1)
+        parts = query, torch.cat((key, *own_keys)), torch.cat((value, *own_values))
+        query, key, value = (rearrange(part, "s b n d -> b n s d") for part in parts)
+        context = self._attend(query, key, value, hidden, causal=False)
+        return rearrange(context, "b n s d -> s b (n d)")
+
+
+class UnrolledAttention:
+    """Before core attention: it keeps keys and values until ``forget``, and then attends as ``LaterSteps``.
+
+    Attributes:
+        steps: keys and values of the steps so far, of this context-parallel rank.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.later = LaterSteps(**options)
+        self.steps: list[tuple[Tensor, Tensor]] = []
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        """As core attention in the first step."""
+        self.steps.append((key, value))
+        if len(self.steps) == 1:
+            first: Tensor = super().forward(query, key, value, *arguments, **options)  # type: ignore[misc]
+            return first
+        keys, values = (torch.cat(parts, -1) for parts in zip(*self.steps, strict=True))
+        later: Tensor = self.later(query, keys, values, packed_seq_params=options.get("packed_seq_params"))
+        return later
 
 
 class Vocabulary(nn.Module):
@@ -117,6 +173,9 @@ class Eagle3Model(GPTModel):
             )
         sizes = config.hf_vocab_size, draft.target_vocab_size
         self.vocabulary = Vocabulary(*sizes, device=self.fc.weight.device) if draft.has_map else None
+        self.state: Tensor | None = None
+        """``[s, b, hidden_size]``: what the last step has made, before the final norm. The next step reads it."""
+        self.decoder.final_layernorm.register_forward_pre_hook(self._note_state)
 
     def forward(
         self,
@@ -126,31 +185,47 @@ class Eagle3Model(GPTModel):
         packed_seq_params: Any = None,
         *,
         embedding: VocabParallelEmbedding,
+        step: int = 0,
     ) -> Tensor:
         """The logits over the own vocabulary of this tensor-parallel rank.
 
         Args:
             hidden: ``[s, b, 3 * target_hidden_size]``: the inputs of three layers of the policy. With sequence
-                parallelism each rank has its part of ``s``.
-            input_ids: int64 ``[b, s]``: for each hidden state the token that follows, in the vocabulary of the policy.
+                parallelism each rank has its part of ``s``. In a later step it is the ``state`` of the step before.
+            input_ids: int64 ``[b, s]``: for each hidden state the token that follows, in the vocabulary of the policy;
+                in step k the token that follows k tokens later.
             position_ids: ``[b, s]``: of the hidden states.
             packed_seq_params: as for the policy.
             embedding: the one of the policy, for a head without an own one. No gradient goes there.
+            step: how many steps came before, with ``forget`` before the first one.
 
         Returns:
             ``[b, s, padded vocab / tp]``, of all tokens of this context-parallel rank.
         """
-        if self.fc_norm:
-            normed = (norm(part) for norm, part in zip(self.fc_norm, hidden.chunk(3, -1), strict=True))
-            hidden = torch.cat([*normed], -1)
-        fused = self.fc(hidden)
+        fused = hidden if step else self._fused(hidden)
         norm = self.decoder.layers[0].input_layernorm
         if norm.is_normed:
             fused = norm.hidden(fused)
         self.set_input_tensor(torch.cat((self._embed(input_ids, embedding), fused), -1))
+        self.rotary_pos_emb.first = step
         logits: Tensor = super().forward(None, position_ids, None, packed_seq_params=packed_seq_params)
         self.set_input_tensor(None)
         return logits
+
+    def forget(self) -> None:
+        """Let go of earlier steps. The next step is the first one."""
+        self.decoder.layers[0].self_attention.core_attention.steps.clear()
+        self.state = None
+
+    def _note_state(self, norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        self.state = inputs[0]
+
+    def _fused(self, hidden: Tensor) -> Tensor:
+        if self.fc_norm:
+            normed = (norm(part) for norm, part in zip(self.fc_norm, hidden.chunk(3, -1), strict=True))
+            hidden = torch.cat([*normed], -1)
+        fused: Tensor = self.fc(hidden)
+        return fused
 
     def _embed(self, input_ids: Tensor, embedding: VocabParallelEmbedding) -> Tensor:
         """``[s, b, hidden_size]``. Hooks of the policy are left out: engines do not scale embeddings for a draft."""
@@ -194,5 +269,7 @@ def adapt_draft(layer: Any, config: TransformerConfig, backend: Backend) -> None
         return lambda output, joined, dropout: whole(output, joined.chunk(2, -1)[1], dropout)
 
     layer.input_layernorm, layer.self_attn_bda = two_norms(norm_of(backend, config)), add_to_hidden
-    layer.self_attention.submodules.linear_qkv = mixed(TwiceAsWide, linear)
+    attention = layer.self_attention.submodules
+    attention.linear_qkv = mixed(TwiceAsWide, linear)
+    attention.core_attention = mixed(UnrolledAttention, attention.core_attention)
     del layer.sharded_state_dict_keys_map["input_layernorm."]  # no linear layer has these norms inside
