@@ -4,13 +4,15 @@ Hooks record what the head reads: the inputs of three layers of the policy, its 
 only inside of the block. At place t the head reads the hidden states of token t and the embedding of token t + 1. It
 learns the distribution from which the policy draws token t + 2. So tokens and logits are moved by one place.
 
-Each further step reads what the step before has made at the same place, and tokens and logits are moved once more.
+Each further step reads what the step before has made at the same place, and tokens and logits are moved once more. A
+DFlash head reads blocks of masked tokens instead, and learns the tokens of the batch (``planned``).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from mcore_bridge.arguments import COUNT, require
-from mcore_bridge.batches.logprobs import in_fp32, num_valid
+from mcore_bridge.batches.logprobs import in_fp32, num_valid, vocab_parallel
 from mcore_bridge.batches.rows import inputs_by_name
 from mcore_bridge.batches.text_collectives import gather, reduce_max, reduce_sum
+from mcore_bridge.config.draft import BlockFields
 from mcore_bridge.errors import BatchError
 from mcore_bridge.weights.model_chunks import Models, all_chunks_of, chunks_of, modules_of
 
@@ -28,7 +31,11 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
     from torch.distributed import ProcessGroup
 
+    from mcore_bridge.factory.modules.draft_heads import Blocks
 
+
+ANCHORS, FADING = 512, 7.0
+"""The most blocks of a sequence, and the tokens after which weights in a block fall to 1/e, as in SpecForge."""
 DECAY = 0.8
 """The weight of each further step, in units of the weight of the step before it: as in SpecForge."""
 
@@ -39,14 +46,15 @@ def drafting(models: Models, drafts: Models, *, steps: int = 1) -> Iterator[Call
 
     The loss of a step is the cross-entropy of the policy's distribution and the head's, over the vocabulary of the
     head. The temperature is 1. The loss is zero if the most likely token of the policy is not in that vocabulary. The
-    loss of a place is the sum over steps, where step k (from 0) is weighted with ``0.8**k``. Only the head gets
-    gradients. After the backward passes they are complete only with megatron-core's DDP around the head, and
+    loss of a place is the sum over steps, where step k (from 0) is weighted with ``0.8**k``. A DFlash head has a block
+    at a place, and there the sum of its cross-entropies with the tokens of the batch. Only the head gets gradients.
+    After the backward passes they are complete only with megatron-core's DDP around the head, and
     ``finalize_model_grads([*models, *drafts])``.
 
     Args:
         models: the chunks of the policy on this rank, wrapped or not, in one pipeline stage.
         drafts: the result of ``build_draft``, wrapped or not.
-        steps: how many tokens the head drafts from each place. SpecForge trains with 7.
+        steps: how many tokens an EAGLE3 head drafts from each place. SpecForge trains with 7.
 
     Returns:
         A function to call after each forward of the policy. It returns fp32 ``[b, s]``, with the places of the inputs
@@ -55,8 +63,8 @@ def drafting(models: Models, drafts: Models, *, steps: int = 1) -> Iterator[Call
         call it together.
 
     Raises:
-        BatchError: ``drafts`` are not one head, or the policy has not run, or it gathers its logits, or the head
-            recomputes activations with several steps.
+        BatchError: ``drafts`` are not one head, or the policy has not run, or it gathers its logits. Or the head
+            recomputes activations with several steps, or is a DFlash head in a mesh that it cannot run in.
 
     Example:
         >>> packed = mb.pack_sequences(input_ids, attention_mask)
@@ -82,12 +90,26 @@ def problem_of(policy: GPTModel, drafts: Sequence[nn.Module], steps: int = 1) ->
     """Why ``drafts`` cannot run beside a policy, or ""."""
     if len(drafts) != 1 or not hasattr(chunks_of(drafts)[0].config, "draft"):
         return "drafts must be the list of one head that build_draft has returned"
+    if isinstance(chunks_of(drafts)[0].config.draft, BlockFields):
+        return _problem_of_blocks(policy, chunks_of(drafts)[0].config, steps)
     if steps > 1 and chunks_of(drafts)[0].config.recompute_granularity is not None:
         return (
             "a draft head must have recompute_granularity=None for several steps, since a recomputed step would read "
             "the keys of later steps"
         )
     return "the model must have no pipeline stages" if policy.pg_collection.pp.size() > 1 else ""
+
+
+def _problem_of_blocks(policy: GPTModel, config: Any, steps: int) -> str:
+    """Why a DFlash head cannot run beside a policy, or ""."""
+    reasons = {
+        "a DFlash head must have steps=1, since it drafts a block at once": steps > 1,
+        "a DFlash head needs cp=1, since a block attends to all tokens before it": policy.pg_collection.cp.size() > 1,
+        "a DFlash head needs pp=1, since it reads several layers of the policy": policy.pg_collection.pp.size() > 1,
+        "a DFlash head must have recompute_granularity=None, since a recomputed layer would read the blocks of a later "
+        "microbatch": config.recompute_granularity is not None,
+    }
+    return "; ".join(reason for reason, holds in reasons.items() if holds)
 
 
 class _Record:
@@ -128,12 +150,50 @@ class _Record:
         inputs, logits = self._inputs, self._logits
         if logits is None or len(self._hidden) < len(self._layers):
             raise BatchError("the policy must have run since the last losses, found no forward of it: run it first")
-        groups, packed = self._draft.pg_collection, inputs.get("packed_seq_params")
-        move = partial(following, lengths=_lengths(inputs["input_ids"], packed, groups.cp), group=groups.cp)
         hidden = torch.cat([self._hidden[number] for number in self._layers], -1)
         self._inputs, self._hidden, self._logits = {}, {}, None
+        has_next = torch.ones_like(inputs["input_ids"], dtype=torch.bool) if loss_mask is None else loss_mask
+        if isinstance(self._own.draft, BlockFields):
+            return self._of_blocks(inputs, hidden, has_next)
+        return self._of_steps(inputs, hidden, logits, has_next.t())
+
+    def _of_blocks(self, inputs: Mapping[str, Any], hidden: Tensor, has_next: Tensor) -> Tensor:
+        """fp32 ``[b, s]``: at the first token of a block the loss of its other tokens."""
+        from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+
+        ids, group, draft = inputs["input_ids"], self._draft.pg_collection.tp, self._own.draft
+        if self._policy.config.sequence_parallel:
+            hidden = torch.cat([*gather(hidden, group)])
+        packed = inputs.get("packed_seq_params")
+        lengths = _lengths(ids, packed, self._draft.pg_collection.cp) * (len(ids) if packed is None else 1)
+        with torch.no_grad():
+            plan = planned(ids.flatten(), has_next.flatten(), lengths, draft)
+            masked = self._embedded(plan.masked)
+        flat = hidden.transpose(0, 1).reshape(1, ids.numel(), -1).transpose(0, 1)
+        states = self._module(flat, masked, plan.places, plan.of_blocks, plan.blocks)
+        drafted = states.view(len(plan.anchors), draft.block_size, -1)[:, 1:]
+        policy = self._policy
+        tied = policy.share_embeddings_and_output_weights
+        weight = policy.shared_embedding_or_output_weight() if tied else policy.output_layer.weight
+        logits = nn.functional.linear(copy_to_tensor_model_parallel_region(drafted, group=group), weight.detach())
+        options: Any = {"vocab_size": self._own.hf_vocab_size, "group": group, "temperature": 1.0}
+        chosen, _ = vocab_parallel(logits, plan.targets, **options)
+        whole = torch.zeros(ids.numel(), dtype=torch.float32, device=ids.device)
+        return whole.index_add(0, plan.anchors, -(chosen * plan.weights).sum(-1)).view(ids.shape)
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        """``[tokens, 1, hidden_size]`` by the embedding of the policy, on all tensor-parallel ranks."""
+        group, embedding = self._draft.pg_collection.tp, self._policy.embedding.word_embeddings
+        padded = nn.functional.pad(ids, (0, -len(ids) % group.size()))  # so that sequence parallelism can cut it
+        rows: Tensor = embedding.forward(padded[None])
+        whole = torch.cat([*gather(rows, group)]) if embedding.reduce_scatter_embeddings else rows.transpose(0, 1)
+        return whole[: len(ids)]
+
+    def _of_steps(self, inputs: Mapping[str, Any], hidden: Tensor, logits: Tensor, has_next: Tensor) -> Tensor:
+        """fp32 ``[b, s]``: the weighted sum of the losses of all steps from each token on."""
+        groups, packed = self._draft.pg_collection, inputs.get("packed_seq_params")
+        move = partial(following, lengths=_lengths(inputs["input_ids"], packed, groups.cp), group=groups.cp)
         ids = inputs["input_ids"].t()
-        has_next = torch.ones_like(ids, dtype=torch.bool) if loss_mask is None else loss_mask.t()
         with torch.no_grad():
             targets, is_known = self._targets(logits)
         whole = torch.zeros(inputs["input_ids"].shape, dtype=torch.float32, device=logits.device)
@@ -192,6 +252,68 @@ class _Record:
         if group.size() > 1:  # each column comes from one rank
             targets = reduce_scatter_last_dim_to_tensor_parallel_region(targets, group=group)
         return targets, peaks[1] >= peaks[0]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPlan:
+    """The blocks that a DFlash head drafts in a batch, as tensors on its device.
+
+    Attributes:
+        anchors: int64 ``[blocks]``: the first token of each block, as an index into all tokens.
+        masked: int64 ``[blocks * block size]``: the known first token of each block, and masks.
+        places: int64 ``[tokens]``: the position of each token in its sequence.
+        of_blocks: int64 ``[blocks * block size]``: such positions of the places of blocks.
+        targets: int64 ``[blocks, block size - 1]``: the tokens behind the first ones.
+        weights: fp32 ``[blocks, block size - 1]``: zero behind the end, else ``exp(-number / FADING)``.
+        blocks: what each sequence has of them.
+    """
+
+    anchors: Tensor
+    masked: Tensor
+    places: Tensor
+    of_blocks: Tensor
+    targets: Tensor
+    weights: Tensor
+    blocks: Sequence[Blocks]
+
+
+def planned(ids: Tensor, has_next: Tensor, lengths: Sequence[int], draft: BlockFields) -> BlockPlan:
+    """The blocks of a batch: one from each token that has a next one, or from ``ANCHORS`` of them in a long sequence.
+
+    Args:
+        ids: int64 ``[tokens]``, one sequence behind the other.
+        has_next: bool ``[tokens]``: whether the next token counts.
+        lengths: tokens of each sequence, with padding.
+        draft: size of blocks, and the token of masks.
+    """
+    from mcore_bridge.factory.modules.draft_heads import Blocks
+
+    size, device = draft.block_size, ids.device
+    offsets, start, end = torch.arange(size, device=device), 0, 0
+    chosen, blocks = list[Tensor](), list[Blocks]()
+    draw = torch.Generator().manual_seed(int(ids.sum()))  # all tensor-parallel ranks draw the same
+    for length in lengths:
+        own = has_next[start : start + length].nonzero()[:, 0]
+        if len(own) > ANCHORS:
+            own = own[torch.randperm(len(own), generator=draw)[:ANCHORS].sort().values.to(device)]
+        if not len(own) and not chosen and start + length == len(ids):
+            own = torch.zeros(1, dtype=torch.int64, device=device)  # its loss is zero
+        if len(own):
+            block_of = torch.arange(len(own), device=device).repeat_interleave(size)
+            behind = torch.arange(length, device=device) >= own.repeat_interleave(size)[:, None]
+            hidden = torch.cat((behind, block_of[:, None] != block_of), -1)
+            blocks.append(Blocks(slice(start, start + length), slice(end, end := end + len(block_of)), hidden))
+            chosen.append(own + start)
+        start += length
+    anchors = torch.cat(chosen)
+    places = torch.cat([torch.arange(length, device=device) for length in lengths])
+    ahead = (anchors[:, None] + offsets[1:]).clamp(max=len(ids) - 1)
+    counts = has_next[(anchors[:, None] + offsets[:-1]).clamp(max=len(ids) - 1)].long().cumprod(-1)
+    masked = torch.full((len(anchors), size), draft.mask_token_id, device=device)
+    masked[:, 0] = ids[anchors]
+    weights = counts * torch.exp(-offsets[:-1] / FADING)
+    of_blocks = (places[anchors, None] + offsets).flatten()
+    return BlockPlan(anchors, masked.flatten(), places, of_blocks, ids[ahead], weights, blocks)
 
 
 def _lengths(input_ids: Tensor, packed: Any, group: ProcessGroup) -> list[int]:

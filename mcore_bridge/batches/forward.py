@@ -117,7 +117,7 @@ def forward(
             use. With a loss, sets in megatron-core's DDP need a mapping as ``models``.
         drafts: the result of ``build_draft`` for ``models``, wrapped as they are. The outputs then have its
             ``draft_loss``, whose gradients reach the draft head alone. The batch must be of text.
-        draft_steps: how many tokens ``drafts`` draft from each token, as ``steps`` of ``drafting``.
+        draft_steps: how many tokens an EAGLE3 head drafts from each token, as ``steps`` of ``drafting``.
         loss: called with each microbatch on the ranks of the last pipeline stage. If it raises, the error is raised
             after all microbatches are done; the caller must then zero the gradients. None: no backward follows.
         hf, head: deprecated; call ``adopt`` once for models that ``build_model`` did not make.

@@ -85,12 +85,14 @@ def worker_of(
     digest = hashlib.sha256(f"{fields} {model_config.dtype} {model_config.quantization} {mesh}".encode()).hexdigest()
     name = f"vllm {vllm.__version__}, {type(model).__name__} {digest[:12]}, worker {first + rank} of {size}"
     loader = load or partial(reload, model, model_config, device)
-    hidden = hidden or _hidden_weights(device)
+    hidden = hidden or _hidden_weights(model, device)
     return EngineWorker(model, loader, name=name, rank=first + rank, size=size, hidden=hidden)
 
 
-def _hidden_weights(device: torch.device) -> str:
-    """Why vLLM's weights are not all in torch's tensors; empty if they are."""
+def _hidden_weights(model: nn.Module, device: torch.device) -> str:
+    """Why vLLM's weights are not all in parameters; empty if they are."""
+    if any(hasattr(module, "_fused_kv_weight") for module in model.modules()):
+        return "vLLM's loader copies projections and norms of a DFlash head to where no map reaches them"
     if device.type == "cpu":
         from vllm import _custom_ops
 

@@ -1,8 +1,8 @@
-"""The model of an EAGLE3 head: one layer that reads an embedding and a hidden state side by side.
+"""The models of draft heads: EAGLE3, whose layer reads an embedding and a hidden state side by side, and DFlash.
 
-``[embedding, hidden]`` travels through megatron-core's layer as one tensor of two widths. Its first norm is two norms,
-one for each half. Its projection of queries, keys and values has two widths of inputs. Its first residual is the half
-of the hidden state. All other code is megatron-core's, so checkpoints of activations work as in any layer.
+In EAGLE3, ``[embedding, hidden]`` travels through megatron-core's layer as one tensor of two widths. Its first norm is
+two norms, one for each half. Its projection of queries, keys and values has two widths of inputs. Its first residual is
+the half of the hidden state. All other code is megatron-core's, so checkpoints of activations work as in any layer.
 
 An engine drafts several tokens one after the other. For each of them after the first the head reads its own output, and
 not the hidden states of the policy. Training unrolls these steps: at every place at once, step k drafts the token that
@@ -12,6 +12,8 @@ follows k tokens later. There it attends to what the first step has read up to i
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +27,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor, nn
 
+from mcore_bridge.config.draft import BlockFields
 from mcore_bridge.factory.modules.backend import Backend, mixed, norm_of
 from mcore_bridge.factory.modules.torch_modules import CoreAttention, placement, places_in_text
 
@@ -241,6 +244,97 @@ class Eagle3Model(GPTModel):
             return scatter_to_sequence_parallel_region(rows, group=self.pg_collection.tp) if cut else rows
 
 
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The blocks of one sequence, among all tokens and all blocks of a batch."""
+
+    context: slice
+    """Its tokens."""
+    queries: slice
+    """The places of its blocks, one block behind the other."""
+    hidden: Tensor
+    """bool ``[queries, tokens and queries]``: what a place of a block does not see."""
+
+
+class BlockAttention(CoreAttention):
+    """Each place of a block attends to the tokens before its block, and to all places of the block."""
+
+    blocks: Sequence[Blocks] = ()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        """``[queries, 1, heads * dim]``; keys and values are first those of all tokens."""
+        num_tokens, outputs = key.size(0) - query.size(0), []
+        for part in self.blocks:
+            own = slice(num_tokens + part.queries.start, num_tokens + part.queries.stop)
+            keys, values = (torch.cat((each[part.context], each[own])) for each in (key, value))
+            parts = query[part.queries], keys, values
+            own_query, keys, values = (rearrange(each, "s b n d -> b n s d") for each in parts)
+            outputs.append(self._attend(own_query, keys, values, part.hidden, causal=False))
+        return rearrange(torch.cat(outputs, 2), "b n s d -> s b (n d)")
+
+
+class ContextAttention:
+    """Before self-attention: keys and values come from a context, too, which is the same for all layers."""
+
+    context: Tensor
+
+    def get_query_key_value_tensors(self, hidden_states: Tensor, *arguments: Any, **options: Any) -> Any:
+        """Queries of the blocks, and keys and values of the context and of the blocks."""
+        project: Any = super().get_query_key_value_tensors  # type: ignore[misc]
+        query, *own = project(hidden_states, *arguments, **options)
+        _, *of_context = project(self.context, *arguments, **options)
+        return query, *(torch.cat(parts) for parts in zip(of_context, own, strict=True))
+
+
+class DFlashModel(GPTModel):
+    """A DFlash head: layers that read blocks of masked tokens, and hidden states of the policy as a context.
+
+    It has no sequence parallelism, since its blocks are no sequence. Each tensor-parallel rank has ``fc`` whole.
+    """
+
+    def __init__(self, config: TransformerConfig, **options: Any) -> None:
+        draft: Any = draft_of(config)
+        super().__init__(config=config, **{**options, "pre_process": False})
+        inputs = len(draft.layers) * draft.target_hidden_size
+        self.fc = nn.Linear(inputs, config.hidden_size, bias=False, **placement(config))
+        if config.perform_initialization:
+            config.init_method(self.fc.weight)
+        norm: Any = type(self.decoder.layers[0].input_layernorm)
+        self.context_norm = norm(config, config.hidden_size, config.layernorm_epsilon)
+        self.vocabulary = None
+
+    def forward(
+        self, hidden: Tensor, masked: Tensor, places: Tensor, of_blocks: Tensor, blocks: Sequence[Blocks]
+    ) -> Tensor:
+        """The states of all places of all blocks, after the final norm: ``[queries, 1, hidden_size]``.
+
+        Args:
+            hidden: ``[tokens, 1, layers * target_hidden_size]``: the inputs of layers of the policy.
+            masked: ``[queries, 1, hidden_size]``: embeddings of the first token of each block, and of masks.
+            places: int64 ``[tokens]``: the positions of tokens in their sequences.
+            of_blocks: int64 ``[queries]``: such positions of the places of blocks.
+            blocks: where the blocks of each sequence are.
+        """
+        context = self.context_norm(self.fc(hidden))
+        angles = self.rotary_pos_emb.get_emb(int(max(places.max(), of_blocks.max())) + 1)
+        for layer in self.decoder.layers:
+            layer.self_attention.context, layer.self_attention.core_attention.blocks = context, blocks
+        self.set_input_tensor(masked)
+        both = angles[of_blocks], angles[torch.cat((places, of_blocks))]
+        states: Tensor = self.decoder(None, None, rotary_pos_emb=both)
+        self.set_input_tensor(None)
+        for layer in self.decoder.layers:
+            del layer.self_attention.context, layer.self_attention.core_attention.blocks
+        return states
+
+
+def head_class(config: TransformerConfig) -> type[GPTModel] | None:
+    """The class of a draft head with this config; None for another model."""
+    if not hasattr(config, "draft"):
+        return None
+    return DFlashModel if isinstance(config.draft, BlockFields) else Eagle3Model
+
+
 def draft_of(config: TransformerConfig) -> DraftFields:
     """What the config of a draft head has beside the fields of a decoder."""
     draft: DraftFields = config.draft
@@ -257,11 +351,10 @@ def adapt_draft(layer: Any, config: TransformerConfig, backend: Backend) -> None
     """
     if not hasattr(config, "draft"):
         return
-    linear: type = ColumnParallelLinear
-    if backend == "te":  # its usual linear layer has a norm inside
-        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
-
-        linear = TEColumnParallelLinear
+    if isinstance(config.draft, BlockFields):
+        _adapt_blocks(layer, config, backend)
+        return
+    linear = _without_norm(backend)
     add = layer.self_attn_bda
 
     def add_to_hidden(training: bool, fused: bool) -> Any:
@@ -273,3 +366,22 @@ def adapt_draft(layer: Any, config: TransformerConfig, backend: Backend) -> None
     attention.linear_qkv = mixed(TwiceAsWide, linear)
     attention.core_attention = mixed(UnrolledAttention, attention.core_attention)
     del layer.sharded_state_dict_keys_map["input_layernorm."]  # no linear layer has these norms inside
+
+
+def _adapt_blocks(layer: Any, config: TransformerConfig, backend: Backend) -> None:
+    """Let a layer read blocks, and a context that its first norm does not change."""
+    attention = layer.self_attention
+    layer.input_layernorm = norm_of(backend, config)
+    attention.module = mixed(ContextAttention, attention.module)
+    attention.submodules.linear_qkv, attention.submodules.core_attention = _without_norm(backend), BlockAttention
+    layer.sharded_state_dict_keys_map.pop("input_layernorm.", None)
+
+
+def _without_norm(backend: Backend) -> type:
+    """The linear layer of a backend. The usual one of TransformerEngine has a norm inside."""
+    if backend != "te":
+        return ColumnParallelLinear
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+    linear: type = TEColumnParallelLinear
+    return linear
