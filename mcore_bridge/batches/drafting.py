@@ -5,14 +5,13 @@ only inside of the block. At place t the head reads the hidden states of token t
 learns the distribution from which the policy draws token t + 2. So tokens and logits are moved by one place.
 
 Each further step reads what the step before has made at the same place, and tokens and logits are moved once more. A
-DFlash head reads blocks of masked tokens instead, and learns the tokens of the batch (``planned``).
+DFlash head reads blocks of masked tokens instead, and learns the tokens of the batch (``planned`` of the head).
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,6 @@ from mcore_bridge.arguments import COUNT, require
 from mcore_bridge.batches.logprobs import in_fp32, num_valid, vocab_parallel
 from mcore_bridge.batches.rows import inputs_by_name
 from mcore_bridge.batches.text_collectives import gather, reduce_max, reduce_sum
-from mcore_bridge.config.draft import BlockFields
 from mcore_bridge.errors import BatchError
 from mcore_bridge.weights.model_chunks import Models, all_chunks_of, chunks_of, modules_of
 
@@ -31,11 +29,7 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
     from torch.distributed import ProcessGroup
 
-    from mcore_bridge.factory.modules.draft_heads import Blocks
 
-
-ANCHORS, FADING = 512, 7.0
-"""The most blocks of a sequence, and the tokens after which weights in a block fall to 1/e, as in SpecForge."""
 DECAY = 0.8
 """The weight of each further step, in units of the weight of the step before it: as in SpecForge."""
 
@@ -90,7 +84,7 @@ def problem_of(policy: GPTModel, drafts: Sequence[nn.Module], steps: int = 1) ->
     """Why ``drafts`` cannot run beside a policy, or ""."""
     if len(drafts) != 1 or not hasattr(chunks_of(drafts)[0].config, "draft"):
         return "drafts must be the list of one head that build_draft has returned"
-    if isinstance(chunks_of(drafts)[0].config.draft, BlockFields):
+    if hasattr(chunks_of(drafts)[0], "planned"):
         return _problem_of_blocks(policy, chunks_of(drafts)[0].config, steps)
     if steps > 1 and chunks_of(drafts)[0].config.recompute_granularity is not None:
         return (
@@ -153,7 +147,7 @@ class _Record:
         hidden = torch.cat([self._hidden[number] for number in self._layers], -1)
         self._inputs, self._hidden, self._logits = {}, {}, None
         has_next = torch.ones_like(inputs["input_ids"], dtype=torch.bool) if loss_mask is None else loss_mask
-        if isinstance(self._own.draft, BlockFields):
+        if hasattr(self._draft, "planned"):
             return self._of_blocks(inputs, hidden, has_next)
         return self._of_steps(inputs, hidden, logits, has_next.t())
 
@@ -167,7 +161,7 @@ class _Record:
         packed = inputs.get("packed_seq_params")
         lengths = _lengths(ids, packed, self._draft.pg_collection.cp) * (len(ids) if packed is None else 1)
         with torch.no_grad():
-            plan = planned(ids.flatten(), has_next.flatten(), lengths, draft)
+            plan = self._draft.planned(ids.flatten(), has_next.flatten(), lengths)
             masked = self._embedded(plan.masked)
         flat = hidden.transpose(0, 1).reshape(1, ids.numel(), -1).transpose(0, 1)
         states = self._module(flat, masked, plan.places, plan.of_blocks, plan.blocks)
@@ -252,68 +246,6 @@ class _Record:
         if group.size() > 1:  # each column comes from one rank
             targets = reduce_scatter_last_dim_to_tensor_parallel_region(targets, group=group)
         return targets, peaks[1] >= peaks[0]
-
-
-@dataclass(frozen=True, slots=True)
-class BlockPlan:
-    """The blocks that a DFlash head drafts in a batch, as tensors on its device.
-
-    Attributes:
-        anchors: int64 ``[blocks]``: the first token of each block, as an index into all tokens.
-        masked: int64 ``[blocks * block size]``: the known first token of each block, and masks.
-        places: int64 ``[tokens]``: the position of each token in its sequence.
-        of_blocks: int64 ``[blocks * block size]``: such positions of the places of blocks.
-        targets: int64 ``[blocks, block size - 1]``: the tokens behind the first ones.
-        weights: fp32 ``[blocks, block size - 1]``: zero behind the end, else ``exp(-number / FADING)``.
-        blocks: what each sequence has of them.
-    """
-
-    anchors: Tensor
-    masked: Tensor
-    places: Tensor
-    of_blocks: Tensor
-    targets: Tensor
-    weights: Tensor
-    blocks: Sequence[Blocks]
-
-
-def planned(ids: Tensor, has_next: Tensor, lengths: Sequence[int], draft: BlockFields) -> BlockPlan:
-    """The blocks of a batch: one from each token that has a next one, or from ``ANCHORS`` of them in a long sequence.
-
-    Args:
-        ids: int64 ``[tokens]``, one sequence behind the other.
-        has_next: bool ``[tokens]``: whether the next token counts.
-        lengths: tokens of each sequence, with padding.
-        draft: size of blocks, and the token of masks.
-    """
-    from mcore_bridge.factory.modules.draft_heads import Blocks
-
-    size, device = draft.block_size, ids.device
-    offsets, start, end = torch.arange(size, device=device), 0, 0
-    chosen, blocks = list[Tensor](), list[Blocks]()
-    draw = torch.Generator().manual_seed(int(ids.sum()))  # all tensor-parallel ranks draw the same
-    for length in lengths:
-        own = has_next[start : start + length].nonzero()[:, 0]
-        if len(own) > ANCHORS:
-            own = own[torch.randperm(len(own), generator=draw)[:ANCHORS].sort().values.to(device)]
-        if not len(own) and not chosen and start + length == len(ids):
-            own = torch.zeros(1, dtype=torch.int64, device=device)  # its loss is zero
-        if len(own):
-            block_of = torch.arange(len(own), device=device).repeat_interleave(size)
-            behind = torch.arange(length, device=device) >= own.repeat_interleave(size)[:, None]
-            hidden = torch.cat((behind, block_of[:, None] != block_of), -1)
-            blocks.append(Blocks(slice(start, start + length), slice(end, end := end + len(block_of)), hidden))
-            chosen.append(own + start)
-        start += length
-    anchors = torch.cat(chosen)
-    places = torch.cat([torch.arange(length, device=device) for length in lengths])
-    ahead = (anchors[:, None] + offsets[1:]).clamp(max=len(ids) - 1)
-    counts = has_next[(anchors[:, None] + offsets[:-1]).clamp(max=len(ids) - 1)].long().cumprod(-1)
-    masked = torch.full((len(anchors), size), draft.mask_token_id, device=device)
-    masked[:, 0] = ids[anchors]
-    weights = counts * torch.exp(-offsets[:-1] / FADING)
-    of_blocks = (places[anchors, None] + offsets).flatten()
-    return BlockPlan(anchors, masked.flatten(), places, of_blocks, ids[ahead], weights, blocks)
 
 
 def _lengths(input_ids: Tensor, packed: Any, group: ProcessGroup) -> list[int]:

@@ -3,7 +3,6 @@
 import functools
 import json
 import re
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -17,10 +16,8 @@ import mcore_bridge as mb
 from mcore_bridge.engines import EngineWorker
 from mcore_bridge.errors import BatchError, BridgeError, ConfigError
 from tests.support import eagle3, mapped, pool, stepping, tiny
-from tests.support.parity import reference_model
-from tests.support.strategies import random_state
+from tests.support.drafted_policy import BOUND, POLICY, batch, policy, reference
 
-POLICY = tiny.config("qwen3", num_hidden_layers=8, num_key_value_heads=2)
 SHARED = eagle3.fields_of(POLICY)
 OWN = eagle3.fields_of(
     POLICY,
@@ -42,16 +39,7 @@ MESHES = [
 ]
 """Sizes of a mesh, and whether sequences are packed. With TP4 two ranks share a KV head."""
 LENGTHS = (9, 12)
-BOUND = 2e-5
 STEPS = 4
-
-
-def batch():
-    """The first row is shorter than the second, has an odd length, and is padded on the left."""
-    ids = torch.randint(0, POLICY.vocab_size, (2, 12), generator=torch.Generator().manual_seed(5))
-    mask = torch.ones_like(ids)
-    mask[0, :3] = 0
-    return ids * mask, mask
 
 
 def expected(name, state, mistake="", steps=1):
@@ -69,13 +57,6 @@ def expected(name, state, mistake="", steps=1):
     return found.detach(), grads, logits.detach()
 
 
-@functools.cache
-def reference():
-    """transformers' model of the policy."""
-    with tempfile.TemporaryDirectory() as folder:
-        return reference_model(POLICY, folder, random_state(POLICY))
-
-
 def half_of(name, whole):
     """What the second of two ranks of an engine has of a tensor. It pads vocabularies to a multiple of 64."""
     if re.search("embed_tokens|lm_head", name):
@@ -83,11 +64,6 @@ def half_of(name, whole):
     if re.search("[qkv]_proj|gate_proj|up_proj", name):
         return whole.chunk(2)[1]
     return whole.chunk(2, 1)[1] if re.search(r"(o|down)_proj\.weight", name) else whole
-
-
-def policy(dims, **options):
-    how = {"dtype": torch.float32, "device": "cpu", "load_weights": random_state(POLICY)}
-    return mb.build_model(POLICY, dims=dims, **{**how, **options})
 
 
 def train(folder, sizes, packed, steps):
