@@ -252,12 +252,12 @@ def read_draft(
         if own not in known:
             raise ConfigError(
                 f"architectures must name a draft head first ({', '.join(sorted(known))}), found {shown(classes)}. "
-                "Pass the folder or the config of an EAGLE3 head."
+                "Pass the folder or the config of an EAGLE3 or DFlash head."
             )
-        return in_memory(published, names)
+        return in_memory(known[own], published, names)
 
-    known = {name for draft in _DRAFTS.values() for name in draft.classes}
-    return read_as(source, in_fields_of_ours, "llama")
+    known = {name: draft.model_type for draft in _DRAFTS.values() for name in draft.classes}
+    return read_as(source, in_fields_of_ours, {kind: str(draft.reads_as) for kind, draft in _DRAFTS.items()})
 
 
 def is_draft(hf: object) -> "TypeGuard[PretrainedConfig]":

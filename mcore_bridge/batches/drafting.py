@@ -3,19 +3,23 @@
 Hooks record what the head reads: the inputs of three layers of the policy, its tokens and its logits. They are there
 only inside of the block. At place t the head reads the hidden states of token t and the embedding of token t + 1. It
 learns the distribution from which the policy draws token t + 2. So tokens and logits are moved by one place.
+
+Each further step reads what the step before has made at the same place, and tokens and logits are moved once more. A
+DFlash head reads blocks of masked tokens instead, and learns the tokens of the batch (``planned`` of the head).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from mcore_bridge.batches.logprobs import in_fp32, num_valid
+from mcore_bridge.arguments import COUNT, require
+from mcore_bridge.batches.logprobs import in_fp32, num_valid, vocab_parallel
 from mcore_bridge.batches.rows import inputs_by_name
 from mcore_bridge.batches.text_collectives import gather, reduce_max, reduce_sum
 from mcore_bridge.errors import BatchError
@@ -26,58 +30,87 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+DECAY = 0.8
+"""The weight of each further step, in units of the weight of the step before it: as in SpecForge."""
+
+
 @contextlib.contextmanager
-def drafting(models: Models, drafts: Models) -> Iterator[Callable[[], Tensor]]:
+def drafting(models: Models, drafts: Models, *, steps: int = 1) -> Iterator[Callable[..., Tensor]]:
     """In the block, a draft head can learn from each forward of its policy. ``forward`` does all of this by itself.
 
-    The loss of a place is the cross-entropy of the policy's distribution and the head's, over the vocabulary of the
-    head. The temperature is 1. The loss is zero if the most likely token of the policy is not in that vocabulary. Only
-    the head gets gradients. After the backward passes they are complete only with
-    megatron-core's DDP around the head, and ``finalize_model_grads([*models, *drafts])``.
+    The loss of a step is the cross-entropy of the policy's distribution and the head's, over the vocabulary of the
+    head. The temperature is 1. The loss is zero if the most likely token of the policy is not in that vocabulary. The
+    loss of a place is the sum over steps, where step k (from 0) is weighted with ``0.8**k``. A DFlash head has a block
+    at a place, and there the sum of its cross-entropies with the tokens of the batch. Only the head gets gradients.
+    After the backward passes they are complete only with megatron-core's DDP around the head, and
+    ``finalize_model_grads([*models, *drafts])``.
 
     Args:
         models: the chunks of the policy on this rank, wrapped or not, in one pipeline stage.
         drafts: the result of ``build_draft``, wrapped or not.
+        steps: how many tokens an EAGLE3 head drafts from each place. SpecForge trains with 7.
 
     Returns:
         A function to call after each forward of the policy. It returns fp32 ``[b, s]``, with the places of the inputs
-        of the policy on this rank. The last place of each sequence means nothing. All tensor-parallel and
-        context-parallel ranks call it together.
+        of the policy on this rank. Its argument, bool ``[b, s]``, says for each place whether the next token counts,
+        such as ``packed.loss_mask``; None if sequences have no padding. All tensor-parallel and context-parallel ranks
+        call it together.
 
     Raises:
-        BatchError: ``drafts`` are not one head, or the policy has not run, or it gathers its logits.
+        BatchError: ``drafts`` are not one head, or the policy has not run, or it gathers its logits. Or the head
+            recomputes activations with several steps, or is a DFlash head in a mesh that it cannot run in.
 
     Example:
         >>> packed = mb.pack_sequences(input_ids, attention_mask)
         >>> with mb.drafting(models, mb.build_draft(models, "path/of/EAGLE3-Qwen3-8B")) as losses:
         ...     options = {"packed_seq_params": packed.packed_seq_params}
         ...     logits = models[0](packed.input_ids, packed.position_ids, None, **options)
-        ...     loss = losses()[packed.loss_mask].mean()
+        ...     loss = losses(packed.loss_mask).sum() / packed.loss_mask.sum()
         >>> loss.requires_grad
         True
     """
     policy, wrapped = all_chunks_of(models)[0], modules_of(drafts)
-    if problem := problem_of(policy, wrapped):
+    require(BatchError, steps=(steps, COUNT))
+    if problem := problem_of(policy, wrapped, steps):
         raise BatchError(f"{problem}: correct it")
-    record = _Record(policy, wrapped[0])
+    record = _Record(policy, wrapped[0], steps)
     with contextlib.ExitStack() as hooks:
         for hook in record.hooks():
             hooks.callback(hook.remove)
         yield record.losses
 
 
-def problem_of(policy: GPTModel, drafts: Sequence[nn.Module]) -> str:
+def problem_of(policy: GPTModel, drafts: Sequence[nn.Module], steps: int = 1) -> str:
     """Why ``drafts`` cannot run beside a policy, or ""."""
     if len(drafts) != 1 or not hasattr(chunks_of(drafts)[0].config, "draft"):
         return "drafts must be the list of one head that build_draft has returned"
+    if hasattr(chunks_of(drafts)[0], "planned"):
+        return _problem_of_blocks(policy, chunks_of(drafts)[0].config, steps)
+    if steps > 1 and chunks_of(drafts)[0].config.recompute_granularity is not None:
+        return (
+            "a draft head must have recompute_granularity=None for several steps, since a recomputed step would read "
+            "the keys of later steps"
+        )
     return "the model must have no pipeline stages" if policy.pg_collection.pp.size() > 1 else ""
+
+
+def _problem_of_blocks(policy: GPTModel, config: Any, steps: int) -> str:
+    """Why a DFlash head cannot run beside a policy, or ""."""
+    reasons = {
+        "a DFlash head must have steps=1, since it drafts a block at once": steps > 1,
+        "a DFlash head needs cp=1, since a block attends to all tokens before it": policy.pg_collection.cp.size() > 1,
+        "a DFlash head needs pp=1, since it reads several layers of the policy": policy.pg_collection.pp.size() > 1,
+        "a DFlash head must have recompute_granularity=None, since a recomputed layer would read the blocks of a later "
+        "microbatch": config.recompute_granularity is not None,
+    }
+    return "; ".join(reason for reason, holds in reasons.items() if holds)
 
 
 class _Record:
     """What a policy has read and computed in its last forward, as far as its draft head needs it."""
 
-    def __init__(self, policy: GPTModel, module: nn.Module) -> None:
-        self._policy, self._module, self._draft = policy, module, chunks_of(module)[0]
+    def __init__(self, policy: GPTModel, module: nn.Module, steps: int) -> None:
+        self._policy, self._module, self._draft, self._steps = policy, module, chunks_of(module)[0], steps
         own: Any = self._draft.config
         self._own: Any = own
         self._layers = own.draft.layers_read(policy.config.num_layers)
@@ -106,29 +139,83 @@ class _Record:
     def _note_logits(self, layer: nn.Module, inputs: object, output: tuple[Tensor, Tensor | None]) -> None:
         self._logits = output[0].detach()  # the last call is the one of the policy; MTP layers come before it
 
-    def losses(self) -> Tensor:
+    def losses(self, loss_mask: Tensor | None = None) -> Tensor:
         """See ``drafting``. The recorded tensors are freed."""
         inputs, logits = self._inputs, self._logits
         if logits is None or len(self._hidden) < len(self._layers):
             raise BatchError("the policy must have run since the last losses, found no forward of it: run it first")
-        groups, packed = self._draft.pg_collection, inputs.get("packed_seq_params")
-        move = partial(following, lengths=_lengths(inputs["input_ids"], packed, groups.cp), group=groups.cp)
         hidden = torch.cat([self._hidden[number] for number in self._layers], -1)
         self._inputs, self._hidden, self._logits = {}, {}, None
+        has_next = torch.ones_like(inputs["input_ids"], dtype=torch.bool) if loss_mask is None else loss_mask
+        if hasattr(self._draft, "planned"):
+            return self._of_blocks(inputs, hidden, has_next)
+        return self._of_steps(inputs, hidden, logits, has_next.t())
+
+    def _of_blocks(self, inputs: Mapping[str, Any], hidden: Tensor, has_next: Tensor) -> Tensor:
+        """fp32 ``[b, s]``: at the first token of a block the loss of its other tokens."""
+        from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+
+        ids, group, draft = inputs["input_ids"], self._draft.pg_collection.tp, self._own.draft
+        if self._policy.config.sequence_parallel:
+            hidden = torch.cat([*gather(hidden, group)])
+        packed = inputs.get("packed_seq_params")
+        lengths = _lengths(ids, packed, self._draft.pg_collection.cp) * (len(ids) if packed is None else 1)
         with torch.no_grad():
-            ids = move(inputs["input_ids"].t()).t().contiguous()
-            targets, is_counted = map(move, self._targets(logits))
-        drafted = self._module(
-            hidden,
-            ids,
-            inputs.get("position_ids"),
-            packed,
-            embedding=self._policy.embedding.word_embeddings,
-        )
+            plan = self._draft.planned(ids.flatten(), has_next.flatten(), lengths)
+            masked = self._embedded(plan.masked)
+        flat = hidden.transpose(0, 1).reshape(1, ids.numel(), -1).transpose(0, 1)
+        states = self._module(flat, masked, plan.places, plan.of_blocks, plan.blocks)
+        drafted = states.view(len(plan.anchors), draft.block_size, -1)[:, 1:]
+        policy = self._policy
+        tied = policy.share_embeddings_and_output_weights
+        weight = policy.shared_embedding_or_output_weight() if tied else policy.output_layer.weight
+        logits = nn.functional.linear(copy_to_tensor_model_parallel_region(drafted, group=group), weight.detach())
+        options: Any = {"vocab_size": self._own.hf_vocab_size, "group": group, "temperature": 1.0}
+        chosen, _ = vocab_parallel(logits, plan.targets, **options)
+        whole = torch.zeros(ids.numel(), dtype=torch.float32, device=ids.device)
+        return whole.index_add(0, plan.anchors, -(chosen * plan.weights).sum(-1)).view(ids.shape)
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        """``[tokens, 1, hidden_size]`` by the embedding of the policy, on all tensor-parallel ranks."""
+        group, embedding = self._draft.pg_collection.tp, self._policy.embedding.word_embeddings
+        padded = nn.functional.pad(ids, (0, -len(ids) % group.size()))  # so that sequence parallelism can cut it
+        rows: Tensor = embedding.forward(padded[None])
+        whole = torch.cat([*gather(rows, group)]) if embedding.reduce_scatter_embeddings else rows.transpose(0, 1)
+        return whole[: len(ids)]
+
+    def _of_steps(self, inputs: Mapping[str, Any], hidden: Tensor, logits: Tensor, has_next: Tensor) -> Tensor:
+        """fp32 ``[b, s]``: the weighted sum of the losses of all steps from each token on."""
+        groups, packed = self._draft.pg_collection, inputs.get("packed_seq_params")
+        move = partial(following, lengths=_lengths(inputs["input_ids"], packed, groups.cp), group=groups.cp)
+        ids = inputs["input_ids"].t()
+        with torch.no_grad():
+            targets, is_known = self._targets(logits)
+        whole = torch.zeros(inputs["input_ids"].shape, dtype=torch.float32, device=logits.device)
+        self._draft.forget()
+        for step in range(self._steps):
+            with torch.no_grad():
+                ids, targets, is_known = map(move, (ids, targets, is_known))
+                has_next = move(has_next) if step else has_next
+            drafted = self._module(
+                hidden,
+                ids.t().contiguous(),
+                inputs.get("position_ids"),
+                packed,
+                embedding=self._policy.embedding.word_embeddings,
+                step=step,
+            )
+            hidden = self._draft.state
+            whole = whole + DECAY**step * self._loss(drafted, targets) * (is_known & has_next).t()
+        self._draft.forget()
+        return whole
+
+    def _loss(self, drafted: Tensor, targets: Tensor) -> Tensor:
+        """fp32 ``[b, s]``, of logits ``[b, s, padded own vocab / tp]`` and ``[s, b, padded own vocab / tp]``."""
+        group = self._draft.pg_collection.tp
         flat = targets.transpose(0, 1).reshape(-1, targets.size(-1))
-        valid = num_valid(flat, self._own.hf_vocab_size, groups.tp)
-        loss: Tensor = _SoftCrossEntropy.apply(drafted.reshape(flat.shape), flat, valid, groups.tp)
-        return loss.view(ids.shape) * is_counted.t()
+        valid = num_valid(flat, self._own.hf_vocab_size, group)
+        loss: Tensor = _SoftCrossEntropy.apply(drafted.reshape(flat.shape), flat, valid, group)
+        return loss.view(drafted.shape[:2])
 
     def _targets(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The policy's logits of the tokens of the head, and whether the most likely token is among them.

@@ -53,8 +53,9 @@ class TokenOutputs:
         values: outputs of a value or classification head at the token: ``[batch, seq]``, or ``[batch, seq, labels]``
             with several labels. None with another head.
         hidden: for models without a head, the hidden states after the final norm: ``[batch, seq, hidden]``. Else None.
-        draft_loss: ``[batch, seq]``: the loss of a draft head that has read the token and predicts the next one, as in
-            ``drafting``. Zero for the first token of a sequence. None without a draft head.
+        draft_loss: ``[batch, seq]``: the loss of a draft head that has read the token and predicts the next one, and
+            further ones with ``draft_steps``, as in ``drafting``. Zero for the first token of a sequence. None without
+            a draft head.
 
     Example:
         >>> outputs = mb.forward(models, input_ids, attention_mask)
@@ -81,6 +82,7 @@ def forward(
     images: Images | None = None,
     adapters: Sequence[str | None] | None = None,
     drafts: Models | None = None,
+    draft_steps: int = 1,
     loss: Loss | None = None,
     hf: HF | None = None,
     head: str = "lm",
@@ -115,6 +117,7 @@ def forward(
             use. With a loss, sets in megatron-core's DDP need a mapping as ``models``.
         drafts: the result of ``build_draft`` for ``models``, wrapped as they are. The outputs then have its
             ``draft_loss``, whose gradients reach the draft head alone. The batch must be of text.
+        draft_steps: how many tokens an EAGLE3 head drafts from each token, as ``steps`` of ``drafting``.
         loss: called with each microbatch on the ranks of the last pipeline stage. If it raises, the error is raised
             after all microbatches are done; the caller must then zero the gradients. None: no backward follows.
         hf, head: deprecated; call ``adopt`` once for models that ``build_model`` did not make.
@@ -156,11 +159,12 @@ def forward(
             micro_batch_size=(micro_batch_size, COUNT.or_none()),
             packed=(packed, FLAG),
             adapters=(adapters, ROW_SETS.or_none()),
+            draft_steps=(draft_steps, COUNT),
             multiple_of=(multiple_of, COUNT.or_none()),
             loss=(loss, FUNCTION.or_none()),
         )
         all_chunks_of(models)
-        require_drafts(chunk, drafted, learns=learns, has_images=images is not None)
+        require_drafts(chunk, drafted, draft_steps, learns=learns, has_images=images is not None)
         require_runnable(chunk, packed=packed, learns=learns)
         divisor = require_temperature(temperature)
         provenance = provenance_on(models, hf, head)
@@ -174,12 +178,13 @@ def forward(
         rows = [slice(start, min(start + size, len(input_ids))) for start in range(0, len(input_ids), size)]
         seen = SeenImages(of_rows, mask, rows, num_positions(chunk)) if any(of_rows) else None
         given: Any = {"temperature": divisor, "loss": loss, "seen": seen, "sets": adapters, "wrapped": wrapped}
-        runs.append(partial(_Run, chunk, provenance, rows=rows, drafts=drafted, **given))
+        runs.append(partial(_Run, chunk, provenance, rows=rows, drafts=drafted, steps=draft_steps, **given))
         shared = {
             "input_ids": digest_of_tokens(input_ids, mask),
             "images": [{name: digest(value) for name, value in sorted(row.items())} for row in of_rows if row],
             "loss": "given" if learns else None,
             "drafts": [identity(provenance_on(draft)) for draft in drafted],
+            "draft_steps": draft_steps,
             "micro_batch_size": size,
             "temperature": divisor,
             "packed": packed,
@@ -214,13 +219,14 @@ class _Run:
         sets: RowSets | None,
         wrapped: Wrapped,
         drafts: Sequence[nn.Module],
+        steps: int,
     ) -> None:
         self._groups = chunk.pg_collection
         self._hf, self._head, self._is_lm = provenance.hf, provenance.head, provenance.head == "lm"
         self._micro_batches, self._rows = micro_batches, rows
         self._temperature, self._loss, self._seen = temperature, loss, seen
         self._sets, self._wrapped = sets, wrapped
-        self._drafts, self._draft_losses = drafts, list[Callable[[], Tensor]]()
+        self._drafts, self._steps, self._draft_losses = drafts, steps, list[Callable[[Tensor], Tensor]]()
         self._problem: Exception | None = None
 
     @naming_lost_ranks("forward")
@@ -237,7 +243,9 @@ class _Run:
             finishing_gradients(chunks, self._drafts, holders) if learns else nullcontext(),
             ExitStack() as recording,
         ):
-            self._draft_losses = [recording.enter_context(drafting(chunks, draft)) for draft in self._drafts]
+            self._draft_losses = [
+                recording.enter_context(drafting(chunks, draft, steps=self._steps)) for draft in self._drafts
+            ]
             outputs = get_forward_backward_func()(
                 forward_step_func=partial(self._step, begin),
                 data_iterator=[iter(enumerate(self._micro_batches)) for _ in chunks],
@@ -319,7 +327,7 @@ class _Run:
         if self._is_lm:
             options: Any = {"vocab_size": self._hf.vocab_size, "temperature": self._temperature}
             own = vocab_parallel(output, batch.labels, group=self._groups.tp, **options)
-            values = torch.stack((*own, *(losses() for losses in self._draft_losses)), -1)
+            values = torch.stack((*own, *(losses(batch.loss_mask) for losses in self._draft_losses)), -1)
         else:
             values = output.float()
         return unpack_sequences(batch, gather(values, self._groups.cp), following=self._is_lm).movedim(-1, 0)

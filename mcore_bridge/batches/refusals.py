@@ -94,11 +94,11 @@ def require_runnable(chunk: GPTModel, *, packed: bool, learns: bool) -> None:
         )
 
 
-def require_drafts(chunk: GPTModel, drafts: Sequence[nn.Module], *, learns: bool, has_images: bool) -> None:
+def require_drafts(chunk: GPTModel, drafts: Sequence[nn.Module], steps: int, *, learns: bool, has_images: bool) -> None:
     """Refuse draft heads that cannot run beside the model of a chunk, or whose gradients would stay incomplete."""
     if not drafts:
         return
-    problems = [problem] if (problem := problem_of(chunk, drafts)) else []
+    problems = [problem] if (problem := problem_of(chunk, drafts, steps)) else []
     if has_images:
         problems.append("images must be None, because nobody has written drafts of images")
     learning = [parameter for part in (chunk, *chunks_of(drafts)) for parameter in part.parameters()]

@@ -84,7 +84,7 @@ def _draft(sign: str) -> str:
     return (
         f"The config must be of a whole model, found {sign}, which is of a draft head for speculative decoding. "
         "A draft head reads hidden states of its target model. Pass the folder of the target model; build_draft builds "
-        "an EAGLE3 head beside it."
+        "an EAGLE3 or DFlash head beside it."
     )
 
 

@@ -109,14 +109,14 @@ def read_config(
 def read_as(
     source: "str | os.PathLike[str] | PretrainedConfig",
     change: Callable[[dict[str, object]], dict[str, object]],
-    owner: str,
+    owners: Mapping[str, str],
 ) -> "PretrainedConfig":
-    """Like ``read_config``, for fields that ``change`` makes from the published ones, read by the class of ``owner``.
+    """Like ``read_config``, for fields that ``change`` makes from the published ones, read by the class of an owner.
 
     Args:
         source: as for ``read_config``.
         change: its result has another ``model_type``, of a family that transformers lacks.
-        owner: the ``model_type`` whose config class reads the result.
+        owners: for each such ``model_type`` the one whose config class reads the result.
 
     Raises:
         ConfigError: as for ``read_config``.
@@ -128,8 +128,9 @@ def read_as(
     else:
         fields = read_fields(_folder(source) / CONFIG, special_float)
     fields = _spell(change(fields))
+    kind = str(fields["model_type"])
     try:
-        return _completed(_borrowed(str(fields["model_type"]), owner).from_dict(fields))
+        return _completed(_borrowed(kind, owners[kind]).from_dict(fields))
     except Exception as error:  # a config class may raise any type
         raise ConfigError(f"transformers must accept the config of {source}, but refuses it: {error}") from error
 

@@ -30,13 +30,15 @@ STARTS = {False: "start_weight_update", True: "start_draft_weight_update"}
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """The draft model of an engine of vLLM, as an engine of a ``WeightSync``. It needs our backend and vLLM 0.26.
+    """The draft model of an engine, as the only engine of a ``WeightSync``. vLLM needs our backend and release 0.26.
 
-    >>> sync = mb.WeightSync(models, [llm, Draft(llm)])    # the MTP layers of ``models``, or a draft model of its own
+    ``WeightSync(models, llm, drafts=drafts)`` sends both models in one call. This class is for a policy that rests.
+
+    >>> sync = mb.WeightSync(drafts, Draft(llm))
     """
 
     engine: Any
-    """vLLM's ``LLM``, one of its clients, or the address of a server."""
+    """vLLM's ``LLM``, one of its clients, the address of a server, or a client with a method ``draft(info)``."""
 
 
 def register() -> None:
@@ -83,12 +85,14 @@ def worker_of(
     digest = hashlib.sha256(f"{fields} {model_config.dtype} {model_config.quantization} {mesh}".encode()).hexdigest()
     name = f"vllm {vllm.__version__}, {type(model).__name__} {digest[:12]}, worker {first + rank} of {size}"
     loader = load or partial(reload, model, model_config, device)
-    hidden = hidden or _hidden_weights(device)
+    hidden = hidden or _hidden_weights(model, device)
     return EngineWorker(model, loader, name=name, rank=first + rank, size=size, hidden=hidden)
 
 
-def _hidden_weights(device: torch.device) -> str:
-    """Why vLLM's weights are not all in torch's tensors; empty if they are."""
+def _hidden_weights(model: nn.Module, device: torch.device) -> str:
+    """Why vLLM's weights are not all in parameters; empty if they are."""
+    if any(hasattr(module, "_fused_kv_weight") for module in model.modules()):
+        return "vLLM's loader copies projections and norms of a DFlash head to where no map reaches them"
     if device.type == "cpu":
         from vllm import _custom_ops
 
@@ -153,7 +157,7 @@ def receive(llm: Any, info: Mapping[str, Any], version: int = 0, *, draft: bool 
     Args:
         llm: vLLM's ``LLM``, with our backend or our extension.
         info: what the trainer's call carries.
-        version: what the ``LLM`` calls its new weights.
+        version: what the ``LLM`` calls its new weights, except those of its draft model.
         draft: whether its draft model takes part, and not its model.
 
     Raises:
@@ -174,7 +178,8 @@ def receive(llm: Any, info: Mapping[str, Any], version: int = 0, *, draft: bool 
     llm.reset_prefix_cache()
     for name in ("reset_mm_cache", "reset_encoder_cache"):  # what towers made of images with older weights
         getattr(llm.llm_engine, name, lambda: None)()
-    getattr(llm.llm_engine, "set_weight_version", lambda text: None)(str(version))
+    if not draft:
+        getattr(llm.llm_engine, "set_weight_version", lambda text: None)(str(version))
 
 
 def log_probs(llm: Any, prompts: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from mcore_bridge.architecture import read_draft
 from mcore_bridge.arguments import WHOLE, require
 from mcore_bridge.batches.text_collectives import digest
+from mcore_bridge.config.draft import EAGLE3
 from mcore_bridge.config.hf import find_folder
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from mcore_bridge.config.draft import DraftFields
-    from mcore_bridge.factory.modules.eagle3 import Vocabulary
+    from mcore_bridge.factory.modules.draft_heads import Vocabulary
 
 
 def build_draft(
@@ -43,7 +44,7 @@ def build_draft(
     freeze: Sequence[str] = (),
     seed: int = 0,
 ) -> list[GPTModel]:
-    """Build a draft head for speculative decoding beside its policy: an EAGLE3 head as vLLM and SGLang load it.
+    """Build a draft head for speculative decoding beside its policy: an EAGLE3 or DFlash head as engines load it.
 
     All ranks of a model replica call it together, and compare their arguments first. The result is a list of one chunk
     for all functions that take models: ``to_hf_state_dict``, ``save_hf_checkpoint``, ``WeightSync``, ... ``forward``
@@ -82,14 +83,16 @@ def build_draft(
         require(ConfigError, seed=(seed, WHOLE))
         names = names_in(folder := os.fspath(find_folder(hf))) if is_folder else None
         config = read_draft(hf, names)
-        provenance = provenance_of(config)
+        is_whole = config.model_type == EAGLE3
+        provenance = provenance_of(config, head="lm" if is_whole else "none")
         if names is not None:
             provenance = provenance.loaded_from(folder, names)
         like = next(policy.parameters())
-        dims = replace(ParallelDims.from_mcore(), sp=policy.config.sequence_parallel)
+        dims = replace(ParallelDims.from_mcore(), sp=policy.config.sequence_parallel and is_whole)
         _require_whole(policy)
         chosen = like.dtype if dtype is None else dtype
-        options = BuildOptions(dims=dims, dtype=chosen, device=like.device, backend=backend, overrides=overrides)
+        how: Any = {"device": like.device, "backend": backend, "overrides": overrides, "head": provenance.head}
+        options = BuildOptions(dims=dims, dtype=chosen, **how)
         blueprint = make_blueprint(provenance, options)
         _require_fit(blueprint, policy, models)
         if not is_folder:

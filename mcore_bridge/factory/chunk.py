@@ -112,10 +112,9 @@ def _fitting_tables(config: TransformerConfig) -> Iterator[None]:
 def _build_gpt(blueprint: Blueprint, stage: Stage, groups: ProcessGroupCollection) -> Any:
     from megatron.core.models.gpt import GPTModel
 
-    from mcore_bridge.factory.modules.eagle3 import Eagle3Model
+    from mcore_bridge.factory.modules.draft_heads import head_class
 
-    own = Eagle3Model if hasattr(blueprint.config, "draft") else GPTModel
-    model_class: Any = blueprint.architecture.model or own
+    model_class: Any = blueprint.architecture.model or head_class(blueprint.config) or GPTModel
     return model_class(
         config=blueprint.config,
         transformer_layer_spec=blueprint.block_spec(stage.layers),

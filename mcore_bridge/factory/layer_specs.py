@@ -80,7 +80,7 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend,
     """
     from mcore_bridge.factory.modules.attention_gate import adapt_gate
     from mcore_bridge.factory.modules.chunks import adapt_chunks
-    from mcore_bridge.factory.modules.eagle3 import adapt_draft
+    from mcore_bridge.factory.modules.draft_heads import adapt_draft
     from mcore_bridge.factory.modules.experts import adapt_experts, adapt_narrow_experts
     from mcore_bridge.factory.modules.experts_beside import adapt_beside
     from mcore_bridge.factory.modules.gate_limits import adapt_clip, adapt_limits

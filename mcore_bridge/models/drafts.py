@@ -1,17 +1,21 @@
-"""Draft heads for speculative decoding, beside a policy of any family: EAGLE3, as SpecForge and its engines name it.
+"""Draft heads for speculative decoding, beside a policy of any family, as SpecForge and engines name them.
 
-Its one layer reads an embedding and a hidden state side by side. The hidden state is a projection (``fc``) of three
-hidden states of the policy. SGLang and published folders call the layer ``midlayer``; vLLM takes ``layers.0``, too.
+A DFlash head drafts a whole block of tokens at once. Its layers attend to the hidden states of several layers of the
+policy, and to the block itself. It has neither an embedding nor an output layer.
+
+An EAGLE3 head drafts one token after the other. Its one layer reads an embedding and a hidden state side by side. The
+hidden state is a projection (``fc``) of three hidden states of the policy. SGLang and published folders call the layer
+``midlayer``; vLLM takes ``layers.0``, too.
 """
 
 from typing import TYPE_CHECKING
 
 from mcore_bridge.architecture import Architecture
-from mcore_bridge.config.draft import DRAFT, EAGLE3, ONE_LAYER
-from mcore_bridge.config.fields import Ignore, Require
-from mcore_bridge.config.tables import BIAS_ANY, DENSE, QK_PLAIN, WINDOW_NONE, but
+from mcore_bridge.config.draft import BLOCK_DRAFT, DFLASH, DRAFT, EAGLE3, ONE_LAYER
+from mcore_bridge.config.fields import Const, Ignore, Require
+from mcore_bridge.config.tables import BIAS_ANY, BIAS_ATTENTION, DENSE, QK_NORMED, QK_PLAIN, WINDOW_NONE, but
 from mcore_bridge.config.tables.parallel import OWN_HEAD
-from mcore_bridge.models.blocks import GQA, O_BIAS, QKV_BIAS, SWIGLU, SWIGLU_BIAS
+from mcore_bridge.models.blocks import GQA, NORMS, O_BIAS, QK_NORM, QKV_BIAS, SWIGLU, SWIGLU_BIAS
 from mcore_bridge.rules.layout import REPLICATED, TARGET_VOCAB
 from mcore_bridge.rules.mapping import Rules, numbered, second_names, table, under
 
@@ -29,10 +33,26 @@ _EMBEDDING = table(("embedding.word_embeddings.weight",  "embed_tokens.weight", 
 _MAP       = table(("vocabulary.d2t",                    "d2t",                             REPLICATED),
                    ("vocabulary.t2d",                    "t2d",                             REPLICATED))
 # fmt: on
+_CONTEXT = table(
+    ("fc.weight", "fc.weight", REPLICATED),
+    ("context_norm.weight", "hidden_norm.weight", REPLICATED),
+    ("decoder.final_layernorm.weight", "norm.weight", REPLICATED),
+)
 _OF_POLICY = Ignore(
     "they were copied from the policy, and neither SpecForge nor engines read them for a draft head",
     ("sliding_window", "max_window_layers", "decoder_sparse_step", "target_model_type"),
 )
+_WITHOUT_HEAD = Ignore("a DFlash head uses embedding and output layer of its policy", ("tie_word_embeddings",))
+_NOT_WRITTEN = "vLLM reads it, and nobody has written other values"
+_READ_BY_VLLM = (
+    *(Require("is_causal", (False, None), _NOT_WRITTEN), Require("is_neox_style", (True, None), _NOT_WRITTEN)),
+    *(Require(name, (None, False), _NOT_WRITTEN) for name in ("draft_vocab_size", "add_swa_attention_sink_bias")),
+)
+_OF_BLOCKS = Ignore(
+    "target_layer_ids says which layers are read, and no layer of the head slides",
+    ("num_target_layers", "sliding_window", "max_window_layers"),
+)
+_OF_BLOCK = (NORMS, GQA, QKV_BIAS, O_BIAS, QK_NORM, SWIGLU)
 _LAYER = (_NORMS, GQA, QKV_BIAS, O_BIAS, SWIGLU, SWIGLU_BIAS)
 
 
@@ -61,5 +81,19 @@ DRAFTS = (
         classes=("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"),
         reads_as="llama",
         published_fields=(("vocab_size", "draft_vocab_size"), ("target_vocab_size", "vocab_size")),
+    ),
+    Architecture(
+        model_type=DFLASH,
+        fields=(
+            *but(DENSE, Const("share_embeddings_and_output_weights", False), _WITHOUT_HEAD, *_READ_BY_VLLM),
+            *(*BIAS_ATTENTION, *but(WINDOW_NONE, _OF_BLOCKS), *QK_NORMED, BLOCK_DRAFT),
+            Require("use_sliding_window", (False, None), "nobody has written windows of a DFlash head"),
+        ),
+        rules=lambda hf: (
+            *_CONTEXT,
+            *under("decoder.layers.*", "layers.*", NORMS, GQA, QKV_BIAS, O_BIAS, QK_NORM, SWIGLU),
+        ),
+        classes=("DFlashDraftModel",),
+        reads_as="qwen3",
     ),
 )

@@ -31,23 +31,25 @@ def call_of(engine: object) -> Call:
         engine: an ``LLM`` of vLLM, or one of vLLM's clients, which have the method ``update_weights``. Or the address
             of a vLLM server, such as ``"http://node7:8000"``. Or a ``multiprocessing`` connection: the process behind
             it calls ``EngineWorker.receive``, and answers with None or an exception. Or a function of ``info``. Or a
-            ``Draft`` of one of vLLM's.
+            ``Draft`` of one of vLLM's, or of what has a method ``draft``. A draft model reports no version.
 
     Raises:
         TransferError: for anything else, such as an address without ``http://``.
     """
     client, draft = (engine.engine, True) if isinstance(engine, vllm.Draft) else (engine, False)
-    start = vllm.STARTS[draft]
     if isinstance(client, str):
-        return _server(client, start)
+        return _server(client, draft)
     if hasattr(client, "collective_rpc"):
         return partial(vllm.receive, client, draft=draft)
     if all(hasattr(client, name) for name in _FOUR):
-        return _client(client, start)
+        return _client(client, draft)
+    if draft and hasattr(client, "draft"):
+        receive = client.draft
+        return lambda info, version: receive(info)
     if draft:
         raise TransferError(
-            "expected a vllm.Draft that holds vLLM's LLM, one of its clients or the address of a server, found one "
-            f"that holds {shown(client)}"
+            "expected an engine with a draft model: vLLM's LLM, one of its clients, the address of a server, or a "
+            f"client with a method draft(info); found {shown(client)}"
         )
     if hasattr(engine, "send_bytes") and hasattr(engine, "recv"):
         return _pipe(engine)
@@ -59,11 +61,11 @@ def call_of(engine: object) -> Call:
     )
 
 
-def _client(client: Any, start: str) -> Call:
-    takes_version = bool(signature(client.finish_weight_update).parameters)  # since vLLM 0.27
+def _client(client: Any, draft: bool) -> Call:
+    takes_version = not draft and bool(signature(client.finish_weight_update).parameters)  # since vLLM 0.27
 
     def call(info: Mapping[str, Any], version: int) -> None:
-        getattr(client, start)()
+        getattr(client, vllm.STARTS[draft])()
         client.update_weights(dict(info))
         client.finish_weight_update(*([str(version)] if takes_version else []))
 
@@ -80,7 +82,7 @@ def _pipe(pipe: Any) -> Call:
     return call
 
 
-def _server(address: str, start: str) -> Call:
+def _server(address: str, draft: bool) -> Call:
     if not address.startswith(("http://", "https://")):
         named = address and "://" not in address
         raise TransferError(
@@ -90,9 +92,9 @@ def _server(address: str, start: str) -> Call:
 
     def call(info: Mapping[str, Any], version: int) -> None:
         seconds = 2 * float(info["seconds"])
-        _post(address, start, {}, seconds)
+        _post(address, vllm.STARTS[draft], {}, seconds)
         _post(address, "update_weights", {"update_info": dict(info)}, seconds)
-        _post(address, "finish_weight_update", {"weight_version": str(version)}, seconds)
+        _post(address, "finish_weight_update", {} if draft else {"weight_version": str(version)}, seconds)
         for cache in ("reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache"):
             _post(address, cache, {}, seconds)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from mcore_bridge.errors import TransferError, plural
 from mcore_bridge.sync.log_probs import EngineDifference
@@ -12,6 +13,9 @@ from mcore_bridge.weights.engine.comparison import Compared
 
 _FEW = 4
 """Wrong slices that one line names."""
+
+Target = Literal["policy", "draft"]
+"""Which model of an engine gets weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,8 @@ class WorkerReport:
     """Engine and rank of the worker with equal weights that passed them on; None if the trainer sent them."""
     problem: str = ""
     """What went wrong; empty if the worker has the new weights."""
+    target: Target = "policy"
+    """``"policy"`` or ``"draft"``: which model of the engine got weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +61,19 @@ class SyncReport:
         """One line for a log."""
         if not self.workers:
             return f"version {self.version} in {self.seconds:.3f} s: no engines, nothing sent"
-        ways = sorted({f"{worker.transport}" for worker in self.workers})
-        total = sum(worker.num_bytes for worker in self.workers) / 1e9
-        passed = sum(worker.num_bytes for worker in self.workers if worker.sibling) / 1e9
+        parts = "; ".join(part for target in get_args(Target) if (part := self._part(target)))
+        return f"version {self.version} in {self.seconds:.3f} s: {parts}"
+
+    def _part(self, target: Target) -> str:
+        """What one model of all engines got; empty if there is none."""
+        workers = [worker for worker in self.workers if worker.target == target]
+        if not workers:
+            return ""
+        ways = sorted({f"{worker.transport}" for worker in workers})
+        total = sum(worker.num_bytes for worker in workers) / 1e9
+        passed = sum(worker.num_bytes for worker in workers if worker.sibling) / 1e9
         return (
-            f"version {self.version} in {self.seconds:.3f} s: {plural(len(self.workers), 'worker')}, {total:.2f} GB by "
+            f"{plural(len(workers), 'draft model' if target == 'draft' else 'worker')}, {total:.2f} GB by "
             f"{', '.join(ways)}{f', {passed:.2f} GB of them from siblings' if passed else ''}"
         )
 
@@ -78,10 +92,13 @@ class WorkerWeights:
     """What was found; None if the worker has no map of its loader, so that nothing was compared."""
     problem: str = ""
     """Why the comparison failed."""
+    target: Target = "policy"
+    """``"policy"`` or ``"draft"``: which model of the engine was compared."""
 
     def __str__(self) -> str:
         """One line."""
-        who = f"worker {self.rank} of engine {self.engine}"
+        draft = "draft model of " if self.target == "draft" else ""
+        who = f"{draft}worker {self.rank} of engine {self.engine}"
         if self.compared is None:
             return f"{who}: weights not compared, since its loader takes all of them"
         wrong, left_out = self.compared.wrong, len(self.compared.left_out)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -60,14 +60,15 @@ class RollCall:
         self._served: dict[tuple[int, int], int] = {}
         self._threads: dict[int, _Calling] = {}
 
-    def begin(self, version: int) -> tuple[list[Served], dict[int, str]]:
-        """Call all engines. Returns the workers that have come, and for each engine that failed the reason."""
+    def begin(self, version: int, left_out: Collection[int] = ()) -> tuple[list[Served], dict[int, str]]:
+        """Call all engines but some. Returns the workers that have come, and why engines failed."""
         address, seconds = self._listener.address, self._seconds
         self._threads = {
             number: _Calling(call, Invitation(address, number, seconds).to_json(), version)
             for number, call in self.calls.items()
+            if number not in left_out
         }
-        here: dict[int, dict[int, _Here]] = {number: {} for number in self.calls}
+        here: dict[int, dict[int, _Here]] = {number: {} for number in self._threads}
         failed: dict[int, str] = {}
         deadline = time.monotonic() + seconds
         while waiting := [n for n in here if n not in failed and not _is_whole(here[n])]:

@@ -18,12 +18,13 @@ from mcore_bridge.arguments import FLAG, LEAST_0, Kind, accepts_former_names, pr
 from mcore_bridge.config.quantization import Quantize
 from mcore_bridge.engines.channel import HANDSHAKE, Listener, WorkerLine, own_host
 from mcore_bridge.engines.engine_worker import Identity
+from mcore_bridge.engines.vllm import Draft
 from mcore_bridge.errors import TransferError, describe, plural
 from mcore_bridge.machine import this_machine, uncollected
 from mcore_bridge.rules.mapping import ExpertFormat
 from mcore_bridge.sync.clients import call_of
 from mcore_bridge.sync.elsewhere import Answer, Elsewhere
-from mcore_bridge.sync.reports import SyncReport, VerifyReport, WorkerReport, WorkerWeights
+from mcore_bridge.sync.reports import SyncReport, Target, VerifyReport, WorkerReport, WorkerWeights
 from mcore_bridge.sync.roll_call import Place, RollCall, Served
 from mcore_bridge.sync.routes import WAYS, NoRoute, Route, Transport, WorkerKey
 from mcore_bridge.sync.verification import ALL_GO_ON, asked, differences_of, given_by_first
@@ -61,17 +62,41 @@ class _Outcome:
     sibling: WorkerKey | None
     compared: Compared | None
     problem: str
+    target: Target
 
     def report(self) -> WorkerReport:
         """After a sync."""
         worker = self.worker
         figures = self.transport, self.reason, self.num_bytes, self.seconds, self.sibling, self.problem
-        return WorkerReport(worker.engine, worker.rank, worker.name, self.trainer, *figures)
+        return WorkerReport(worker.engine, worker.rank, worker.name, self.trainer, *figures, self.target)
 
     def weights(self) -> WorkerWeights:
         """After a comparison."""
         worker = self.worker
-        return WorkerWeights(worker.engine, worker.rank, worker.name, self.compared, self.problem)
+        return WorkerWeights(worker.engine, worker.rank, worker.name, self.compared, self.problem, self.target)
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """What came of a round, equal on all ranks."""
+
+    version: int
+    target: Target
+    outcomes: Sequence[_Outcome]
+    """Of each worker that took part."""
+    absent: Mapping[int, str]
+    """Why engines failed in their own way."""
+
+    @property
+    def failed(self) -> set[int]:
+        """The engines that do not have all weights."""
+        return {*self.absent, *(outcome.worker.engine for outcome in self.outcomes if outcome.problem)}
+
+    def problems(self) -> list[str]:
+        """A line for each failure."""
+        draft = "the draft model of " if self.target == "draft" else ""
+        wrong = [f"{draft}{outcome.worker}: {outcome.problem}" for outcome in self.outcomes if outcome.problem]
+        return wrong + [f"{draft}engine {engine}: {reason}" for engine, reason in sorted(self.absent.items())]
 
 
 @accepts_former_names
@@ -88,11 +113,15 @@ class WeightSync:
         engines: one client or a list, on rank 0; other ranks may pass nothing. A client is an ``LLM`` of vLLM, or one
             of vLLM's clients for weight transfer, or the address of a vLLM server. It may also be a connection to a
             process that calls ``EngineWorker.receive``, or a function of ``info`` that has all workers call it.
+        drafts: what the draft model of every engine gets in the same call: the result of ``build_draft``, or ``models``
+            once more if engines draft with MTP layers. vLLM needs nothing else. Another client has a method ``draft``,
+            which is a function of ``info`` for the workers of the draft model.
         transport: the only way to use, for a test or a measurement; None chooses for each worker.
         loads: whether engines take weights by their own loaders, without a map.
         address: the number under which engines reach this rank's machine; None finds it.
         timeout: seconds that an engine may take for one answer. The first round makes maps within one answer.
-        expert_format, merged, quantize: as for ``iter_hf_weights``. An engine of an FP8 folder takes "as_published".
+        expert_format, merged, quantize: of ``models``, as for ``iter_hf_weights``. An engine of an FP8 folder takes
+            "as_published".
 
     Raises:
         TransferError: on every rank, when an argument is wrong on one.
@@ -118,6 +147,7 @@ class WeightSync:
         models: Models,
         engines: object = (),
         *,
+        drafts: Models | None = None,
         transport: Transport | None = None,
         loads: bool = False,
         address: str | None = None,
@@ -130,6 +160,9 @@ class WeightSync:
         self._allowed: tuple[Transport, ...] = WAYS if transport is None else (transport,)
         self._options: dict[str, Any] = {"expert_format": expert_format, "merged": merged, "quantize": quantize}
         self._group = Group.of_trainer()
+        how: Any = {"transport": transport, "loads": loads, "address": address, "timeout": timeout}
+        self._target: Target = "policy"
+        self._draft = self._of_drafts(drafts, how | (self._options if drafts is models else {}))
         self._routes: dict[WorkerKey, Route] = {}
         self._roll_call: RollCall | None = None
         self.version = 0
@@ -179,12 +212,31 @@ class WeightSync:
         for engine in list(engines) if isinstance(engines, list | tuple) else [engines]:
             known = next((number for number, client in self._clients.items() if client == engine), None)
             clients[next(self._numbers) if known is None else known] = engine
-        self._roll_call.calls = {number: call_of(engine) for number, engine in clients.items()}
-        self._clients = clients
+        calls = {number: call_of(engine) for number, engine in clients.items()}
+        if self._draft is not None and self._draft._roll_call is not None:
+            self._draft._roll_call.calls = {number: call_of(Draft(engine)) for number, engine in clients.items()}
+        self._roll_call.calls, self._clients = calls, clients
+
+    def _of_drafts(self, drafts: Models | None, how: Mapping[str, Any]) -> WeightSync | None:
+        """The part that serves the draft models of all engines. All ranks have it, or none."""
+        have = self._group.all_gather_object(drafts is not None)
+        if len({*have}) > 1:
+            raise TransferError(
+                f"expected drafts on all ranks or on none, found them on {have.count(True)} of {len(have)}: pass the "
+                "same on every rank"
+            )
+        if drafts is None:
+            return None
+        sync = WeightSync(drafts, **how)
+        sync._target = "draft"
+        return sync
 
     @uncollected()
     def __call__(self, version: int | None = None) -> SyncReport:
         """Send all weights to all engines. All ranks of the trainer call this together.
+
+        Draft models come first. An engine whose draft model has failed keeps the weights of its policy, and reports no
+        new version.
 
         Args:
             version: a number for these weights, which the engines report; None counts rounds. That of rank 0 counts.
@@ -193,17 +245,23 @@ class WeightSync:
             Version, seconds, and a report of each worker, equal on all ranks but for ``seconds``.
 
         Raises:
-            TransferError: on every rank, when an engine did not get all weights. The message names engine, worker and
-                cause. If its workers took part in the round, the weights of this engine are then half old and half
-                new; other engines have the new ones. The next call sends everything again. A closed ``WeightSync``
-                raises, too.
+            TransferError: on every rank, when an engine did not get all weights, of its policy and of its draft model.
+                The message names engine, worker and cause. If its workers took part in the round, the weights of this
+                engine are then half old and half new; other engines have the new ones. The next call sends everything
+                again. A closed ``WeightSync`` raises, too.
             ExportError, MappingError: as ``iter_hf_weights``.
         """
         self._require_open()
         start = time.perf_counter()
-        version, outcomes = self._round(version, start, compares=False)
+        rounds = self._rounds(version, start, compares=False)
+        self._set_version(rounds[0].version)
+        reports = tuple(outcome.report() for done in rounds for outcome in done.outcomes)
+        return SyncReport(self.version, time.perf_counter() - start, reports)
+
+    def _set_version(self, version: int) -> None:
         self.version = version
-        return SyncReport(version, time.perf_counter() - start, tuple(outcome.report() for outcome in outcomes))
+        if self._draft is not None:
+            self._draft._set_version(version)
 
     def verify(
         self,
@@ -246,17 +304,33 @@ class WeightSync:
         ask = partial(asked, self._clients, prompts, log_probs, weights, atol, self._seconds)
         given = given_by_first(self._group, ask)
         differences = differences_of(self._group, self._models, given, self._options["merged"] is False, options)
-        outcomes = self._round(self.version, time.perf_counter(), compares=True)[1] if given.weights else []
-        held = tuple(outcome.weights() for outcome in outcomes)
+        rounds = self._rounds(self.version, time.perf_counter(), compares=True) if given.weights else []
+        held = tuple(outcome.weights() for done in rounds for outcome in done.outcomes)
         return VerifyReport(self.version, differences, held).within(given.atol)
 
-    def _round(self, version: int | None, start: float, *, compares: bool) -> tuple[int, list[_Outcome]]:
-        """Call all engines, and export to each worker, or compare. Returns the version, and what came of each worker.
+    def _rounds(self, version: int | None, start: float, *, compares: bool) -> list[_Round]:
+        """The round of the policy, after the round of draft models if there are any.
 
         Raises:
             TransferError: on every rank, when it failed for any engine.
         """
-        version, roster, absent = self._called(version)
+        rounds: list[_Round] = []
+        for part in (self._draft, self):
+            if part is not None:
+                left_out = {engine for done in rounds for engine in done.failed}
+                version = rounds[0].version if rounds else version
+                rounds.append(part._round(version, start, left_out, compares=compares))
+        if any(done.failed for done in rounds):
+            raise TransferError(_failures(rounds, compares))
+        return rounds
+
+    def _round(self, version: int | None, start: float, left_out: Collection[int], *, compares: bool) -> _Round:
+        """Call all engines but those left out, and export to each worker, or compare.
+
+        Raises:
+            TransferError: on every rank, when it failed on a rank for all engines.
+        """
+        version, roster, absent = self._called(version, left_out)
         mine = [served.worker for served in roster if served.trainer == self._group.rank]
         new = [served for served in roster if served.is_new]
         mine_new = [served.worker for served in new if served.trainer == self._group.rank]
@@ -279,18 +353,7 @@ class WeightSync:
         if failure is not None:
             raise failure
         raise_failures([text for _, text in gathered], ALL_GO_ON, TransferError)
-        changed = sorted(
-            {outcome.worker.engine for outcome in outcomes if outcome.problem or outcome.worker.engine in absent}
-        )
-        wrong = [f"{outcome.worker}: {outcome.problem}" for outcome in outcomes if outcome.problem]
-        wrong += [f"engine {engine}: {reason}" for engine, reason in sorted(absent.items())]
-        if wrong:
-            broken = "" if compares or not changed else f". {_broken(changed)}"
-            raise TransferError(
-                f"expected all engines to have version {version}, found {plural(len(wrong), 'failure')}: "
-                f"{'; '.join(wrong)}{broken}"
-            )
-        return version, outcomes
+        return _Round(version, self._target, outcomes, absent)
 
     def _outcome(self, worker: Identity, answer: Answer, when: float, start: float) -> _Outcome:
         route = self._routes[worker.place]
@@ -298,17 +361,17 @@ class WeightSync:
         figures = route.transport, route.reason, route.num_bytes, when - start, sibling
         if isinstance(answer, TransferError):
             problem = str(answer).replace(f"{worker}: ", "")  # the report names the worker
-            return _Outcome(worker, self._group.rank, *figures, None, problem)
-        return _Outcome(worker, self._group.rank, *figures, answer, "")
+            return _Outcome(worker, self._group.rank, *figures, None, problem, self._target)
+        return _Outcome(worker, self._group.rank, *figures, answer, "", self._target)
 
-    def _called(self, version: int | None) -> tuple[int, list[Served], dict[int, str]]:
+    def _called(self, version: int | None, left_out: Collection[int]) -> tuple[int, list[Served], dict[int, str]]:
         """The version of the round, the workers of all engines that have come, and why engines did not."""
         answer: tuple[int, list[Served], dict[int, str]] | str = ""
         if self._roll_call is not None:
             try:
                 require(TransferError, version=(version, LEAST_0.or_none()))
                 number = self.version + 1 if version is None else version
-                answer = (number, *self._roll_call.begin(number))
+                answer = (number, *self._roll_call.begin(number, left_out))
             except Exception as error:  # other ranks wait for it
                 answer = describe(error)
         answer = self._group.all_gather_object(answer)[0]
@@ -426,6 +489,8 @@ class WeightSync:
             self._roll_call.close()
         self._listener.close()
         self._group.close()
+        if self._draft is not None:
+            self._draft.close()
 
     def __enter__(self) -> WeightSync:
         """Close at the end of a block."""
@@ -435,10 +500,19 @@ class WeightSync:
         self.close()
 
 
-def _broken(engines: Sequence[int]) -> str:
-    """What an error says of engines whose workers took part in a round that failed."""
-    who = f"engine {engines[0]}" if len(engines) == 1 else f"the engines {', '.join(map(str, engines))}"
-    return f"The weights of {who} may be half old and half new: sync again before sampling"
+def _failures(rounds: Sequence[_Round], compares: bool) -> str:
+    """What an error says of rounds that failed, and of engines whose workers took part in them."""
+    wrong = [problem for done in rounds for problem in done.problems()]
+    text = (
+        f"expected all engines to have version {rounds[0].version}, found {plural(len(wrong), 'failure')}: "
+        f"{'; '.join(wrong)}"
+    )
+    failed = {engine for done in rounds for engine in done.failed}
+    changed = sorted({outcome.worker.engine for done in rounds for outcome in done.outcomes} & failed)
+    if compares or not changed:
+        return text
+    who = f"engine {changed[0]}" if len(changed) == 1 else f"the engines {', '.join(map(str, changed))}"
+    return f"{text}. The weights of {who} may be half old and half new: sync again before sampling"
 
 
 def _answer_of(action: Callable[[], Compared | None]) -> Answer:

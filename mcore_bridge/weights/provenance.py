@@ -356,10 +356,11 @@ def _is_written_again(rule: Rule) -> bool:
 def write_config(config: PretrainedConfig, folder: Path) -> None:
     """Write the config.json of a checkpoint, with the published names of its fields, which engines read."""
     config.save_pretrained(folder)
-    if names := dict(published_fields(config.model_type)):
+    names, kind = dict(published_fields(config.model_type)), published_type(config.model_type)
+    if names or kind != config.model_type:
         path = folder / "config.json"
         fields = {names.get(name, name): value for name, value in read_fields(path).items()}
-        write_fields(path, {**fields, "model_type": published_type(config.model_type)})
+        write_fields(path, {**fields, "model_type": kind})
 
 
 def _count_mtp(hf: PretrainedConfig, provenance: Provenance, names: Collection[str]) -> None:

@@ -360,7 +360,9 @@ def _config_of(specs: Manifest, provenance: Provenance) -> PretrainedConfig:
 def _loses_head(provenance: Provenance) -> bool:
     """Whether a model without a head comes from a causal LM with an untied head, whose class would expect the head."""
     folder = provenance.folder
-    return not provenance.hf.tie_word_embeddings and (folder is None or head_of(folder) == "lm")
+    if is_draft(provenance.hf) or provenance.hf.tie_word_embeddings:
+        return False
+    return folder is None or head_of(folder) == "lm"
 
 
 def _stem(hf: PretrainedConfig) -> str:

@@ -3,7 +3,6 @@
 import functools
 import json
 import re
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -17,10 +16,8 @@ import mcore_bridge as mb
 from mcore_bridge.engines import EngineWorker
 from mcore_bridge.errors import BatchError, BridgeError, ConfigError
 from tests.support import eagle3, mapped, pool, stepping, tiny
-from tests.support.parity import reference_model
-from tests.support.strategies import random_state
+from tests.support.drafted_policy import BOUND, POLICY, batch, policy, reference
 
-POLICY = tiny.config("qwen3", num_hidden_layers=8, num_key_value_heads=2)
 SHARED = eagle3.fields_of(POLICY)
 OWN = eagle3.fields_of(
     POLICY,
@@ -42,18 +39,10 @@ MESHES = [
 ]
 """Sizes of a mesh, and whether sequences are packed. With TP4 two ranks share a KV head."""
 LENGTHS = (9, 12)
-BOUND = 2e-5
+STEPS = 4
 
 
-def batch():
-    """The first row is shorter than the second, has an odd length, and is padded on the left."""
-    ids = torch.randint(0, POLICY.vocab_size, (2, 12), generator=torch.Generator().manual_seed(5))
-    mask = torch.ones_like(ids)
-    mask[0, :3] = 0
-    return ids * mask, mask
-
-
-def expected(name, state, mistake=""):
+def expected(name, state, mistake="", steps=1):
     """The losses of the batch, their mean gradient over two microbatches, and the logits of the second row."""
     fields, _, layers = CASES[name]
     state = {key: value.clone().requires_grad_(value.is_floating_point()) for key, value in state.items()}
@@ -61,18 +50,11 @@ def expected(name, state, mistake=""):
     model, found = reference(), torch.zeros(ids.shape)
     for row in range(len(ids)):
         start = int(mask[row].argmax())
-        each, logits = eagle3.losses(fields, state, model, ids[row, start:], layers, mistake)
+        each, logits = eagle3.losses(fields, state, model, ids[row, start:], layers, mistake, steps)
         found[row, start + 1 :] = each
     (found.sum() / 2).backward()
     grads = {key: value.grad for key, value in state.items() if value.is_floating_point()}
     return found.detach(), grads, logits.detach()
-
-
-@functools.cache
-def reference():
-    """transformers' model of the policy."""
-    with tempfile.TemporaryDirectory() as folder:
-        return reference_model(POLICY, folder, random_state(POLICY))
 
 
 def half_of(name, whole):
@@ -84,12 +66,7 @@ def half_of(name, whole):
     return whole.chunk(2, 1)[1] if re.search(r"(o|down)_proj\.weight", name) else whole
 
 
-def policy(dims, **options):
-    how = {"dtype": torch.float32, "device": "cpu", "load_weights": random_state(POLICY)}
-    return mb.build_model(POLICY, dims=dims, **{**how, **options})
-
-
-def train(folder, sizes, packed):
+def train(folder, sizes, packed, steps):
     """Runs in each worker: losses, and gradients and weights under the names of the folder."""
     dims = mb.ParallelDims(**sizes)
     with stepping.mesh(dims):
@@ -97,7 +74,7 @@ def train(folder, sizes, packed):
         drafts = mb.build_draft(models, folder)
         logits = []
         drafts[0].register_forward_hook(lambda module, inputs, output: logits.append(output.detach()))
-        options = {"packed": packed, "micro_batch_size": 1}
+        options = {"packed": packed, "micro_batch_size": 1, "draft_steps": steps}
         plain = mb.forward(models, *batch())
         outputs = mb.forward(models, *batch(), drafts=drafts, loss=lambda out, rows: out.draft_loss.sum(), **options)
         assert torch.equal(plain.log_probs, mb.forward(models, *batch()).log_probs)
@@ -112,15 +89,15 @@ def train(folder, sizes, packed):
         return outputs.draft_loss, mb.to_hf_state_dict(drafts), weights, logits[-1]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "steps"), [("shared", STEPS), ("own", 1), ("own", 2)])
 @pytest.mark.parametrize(("sizes", "packed"), MESHES, ids=str)
-def test_every_mesh_trains_a_head_as_plain_torch_does(name, sizes, packed, tmp_path):
+def test_every_mesh_trains_a_head_as_plain_torch_does(name, steps, sizes, packed, tmp_path):
     fields, own_embedding, _ = CASES[name]
     state = eagle3.random_head(fields, POLICY, own_embedding=own_embedding)
     folder = eagle3.write(tmp_path, fields, state)
-    losses, grads, logits = expected(name, state)
+    losses, grads, logits = expected(name, state, steps=steps)
     world = mb.ParallelDims(**sizes).smallest_world
-    for found, ours, weights, own in pool.run(world, train, folder, sizes, packed):
+    for found, ours, weights, own in pool.run(world, train, folder, sizes, packed, steps):
         assert tiny.relative_error(found, losses) < BOUND
         assert {key: value.dtype for key, value in weights.items()} == {k: v.dtype for k, v in state.items()}
         assert all(torch.equal(weights[key], value) for key, value in state.items())
@@ -130,11 +107,12 @@ def test_every_mesh_trains_a_head_as_plain_torch_does(name, sizes, packed, tmp_p
             assert tiny.relative_error(own[0], logits) < BOUND
 
 
-@pytest.mark.parametrize("mistake", eagle3.MISTAKES)
+@pytest.mark.parametrize("mistake", eagle3.MISTAKES + eagle3.STEP_MISTAKES)
 def test_the_batch_would_show_a_mistake(mistake):
     state = eagle3.random_head(SHARED, POLICY, own_embedding=False)
-    right, wrong = (expected("shared", state, each)[0] for each in ("", mistake))
-    assert tiny.relative_error(wrong, right) > 1000 * BOUND
+    steps = STEPS if mistake in eagle3.STEP_MISTAKES else 1
+    right, wrong = (expected("shared", state, each, steps)[0] for each in ("", mistake))
+    assert tiny.relative_error(wrong, right) > 100 * BOUND
 
 
 def folders(places):
@@ -184,7 +162,7 @@ def stepped(folder):
         models = policy(dims)
         drafts = mb.build_draft(models, folder)
         as_ddp = functools.partial(DistributedDataParallel, ddp_config=DistributedDataParallelConfig())
-        how = {"drafts": [as_ddp(drafts[0].config, module=drafts[0])], "micro_batch_size": 1}
+        how = {"drafts": [as_ddp(drafts[0].config, module=drafts[0])], "draft_steps": STEPS, "micro_batch_size": 1}
         how["loss"] = lambda out, rows: out.draft_loss.sum()
         with pytest.raises(BatchError, match="both be wrapped"):
             mb.forward(models, *batch(), **how)
@@ -204,7 +182,7 @@ def stepped(folder):
 
 def test_ddp_and_checkpoints_of_megatron_core(tmp_path):
     state = eagle3.random_head(SHARED, POLICY, own_embedding=False)
-    _, grads, _ = expected("shared", state)
+    _, grads, _ = expected("shared", state, steps=STEPS)
     for ours in pool.run(2, stepped, eagle3.write(tmp_path, SHARED, state)):
         for name, grad in grads.items():
             assert tiny.relative_error(ours[name], grad) < 10 * BOUND, name
@@ -213,7 +191,8 @@ def test_ddp_and_checkpoints_of_megatron_core(tmp_path):
 def fed(folder):
     """Runs in one process: rounds of a sync, and a map of vLLM's loader."""
     with stepping.mesh(mb.ParallelDims()):
-        drafts = mb.build_draft(policy(mb.ParallelDims()), folder)
+        models = policy(mb.ParallelDims())
+        drafts = mb.build_draft(models, folder)
         states = [eagle3.random_head(SHARED, POLICY, own_embedding=False, seed=seed) for seed in range(5)]
 
         def read(number):
@@ -222,12 +201,18 @@ def fed(folder):
             return engine
 
         engine = eagle3.VllmHead(states[0])
-        worker = EngineWorker(engine, lambda pairs: engine.load(pairs), name="a head")
-        with mb.WeightSync(drafts, worker.receive) as sync:
+        norm = torch.nn.Linear(1, POLICY.hidden_size, bias=False)
+        load = lambda pairs: norm.weight.data[:, 0].copy_(dict(pairs)["model.norm.weight"])  # noqa: E731
+        of_policy = EngineWorker(norm, load, name="a policy")
+        client = functools.partial(of_policy.receive)
+        client.draft = EngineWorker(engine, lambda pairs: engine.load(pairs), name="a head").receive
+        with mb.WeightSync(models, client, drafts=drafts) as sync:
             for number in (1, 2):
                 mb.load_hf_weights(drafts, states[number - 1])
                 assert sync().version == number
                 assert not mapped.differences(engine, read(number))
+                assert torch.equal(norm.weight[:, 0], models[0].decoder.final_layernorm.weight)
+                models[0].decoder.final_layernorm.weight.data.add_(1.0)
         engine = eagle3.VllmHead(states[0])
         return mapped.fed_by_map(engine, engine.load, drafts, states, read)
 
@@ -279,6 +264,11 @@ def refused(cases):
             mb.forward(models, *batch(), drafts=models, images=[None, None])
         with pytest.raises(BatchError, match="run it first"), mb.drafting(models, drafts) as losses:
             losses()
+        drafts[0].config.recompute_granularity = "full"
+        with pytest.raises(BatchError, match="recompute_granularity=None for several steps"):
+            mb.forward(models, *batch(), drafts=drafts, draft_steps=2)
+        drafts[0].config.recompute_granularity = None
+        assert not drafts[0].decoder.layers[0].self_attention.core_attention.steps
         hooks = [*models[0]._forward_pre_hooks, *models[0].output_layer._forward_hooks]
         assert not [*hooks, *(hook for layer in models[0].decoder.layers for hook in layer._forward_pre_hooks)]
     return found

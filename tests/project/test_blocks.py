@@ -81,7 +81,7 @@ PAGES = {
     "docs/guide/drafts.md": ([TOKENS, ""], (2,)),
     "docs/guide/embedding.md": (["", TOKENS + ACTOR], (1, 2)),
     "docs/guide/load.md": (["", ""], (2,)),
-    "docs/guide/sync.md": ([MODELS + SYNC, VERIFY, "", "", ENGINE], (1,)),
+    "docs/guide/sync.md": ([MODELS + SYNC, VERIFY, "", "engines, drafts = [], models", "", ENGINE], (1,)),
     "docs/reference/api.md": ([""], (1,)),
     "docs/guide/handing_on.md": ([""], (1, 2)),
     "docs/trainers/rlinf.md": ([MODELS + RLINF], (1, 2)),
@@ -91,7 +91,7 @@ PAGES = {
 }
 """Code to run before each block, since a reader already has its results; and numbers of processes."""
 NOT_HERE = {
-    ("docs/guide/sync.md", 3): "its engines are real ones",
+    ("docs/guide/sync.md", 4): "its engines are real ones",
     ("docs/guide/handing_on.md", 1): "its engine is another process, as in tests/weights/test_direct_export.py",
     ("docs/guide/adapters.md", 3): "it multiplies large matrices in fp64, for figures alone",
     ("docs/trainers/sglang.md", 0): "SGLang is not installed",

@@ -46,11 +46,13 @@ TABLE: dict[str, dict[str, str]] = {
         "models": OWN,
         **dict.fromkeys(("hf", "dtype", "backend", "overrides", "token_ids", "freeze", "seed"), COMPARED),
     },
-    "drafting": dict.fromkeys(("models", "drafts"), "forward compares them, and a caller without it is on its own"),
+    "drafting": dict.fromkeys(
+        ("models", "drafts", "steps"), "forward compares them, and a caller without it is on its own"
+    ),
     "forward": {
         "models": OWN,
         **dict.fromkeys(("input_ids", "attention_mask", "images", "adapters", "drafts", "loss"), COMPARED),
-        **dict.fromkeys(("hf", "head"), COMPARED),
+        **dict.fromkeys(("hf", "head", "draft_steps"), COMPARED),
         **dict.fromkeys(("micro_batch_size", "temperature", "packed", "multiple_of"), COMPARED),
     },
     "log_probs": {"logits": OWN, "group": OWN, **dict.fromkeys(("labels", "vocab_size", "temperature"), COMPARED)},
@@ -156,7 +158,7 @@ def _usual(name: str, folders: dict[str, str], models: dict[str, Any]) -> tuple[
         return mb.export_into, {"models": adapted, "writer": writer, "hf": HF, "merged": False}, of_all
     if name == "forward":
         usual = {"models": plain, "input_ids": ids, "hf": HF}
-        of_call = {"temperature": 0.5, "packed": False, "multiple_of": 4, "micro_batch_size": 1}
+        of_call = {"temperature": 0.5, "packed": False, "multiple_of": 4, "micro_batch_size": 1, "draft_steps": 2}
         mask, images = torch.tensor([[1, 1, 1, 0]] * 2), [{"pixel_values": ids}] * 2
         learn = {"loss": lambda outputs, rows: outputs.log_probs.sum()}
         batch = {"input_ids": ids + 1, "attention_mask": mask, "images": images, "adapters": [None, None]}

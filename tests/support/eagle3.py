@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear, log_softmax, rms_norm, scaled_dot_product_attention, silu, softmax
+from torch.nn.functional import embedding, linear, log_softmax, rms_norm, silu, softmax
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 MISTAKES = ("halves", "layers", "hidden", "residual", "targets", "tokens", "counted")
+STEP_MISTAKES = ("again", "positions", "keys", "normed", "still", "weights")
+"""Of later steps."""
 DRAFT_VOCAB = 37
 _COMMON = {
     "architectures": ["LlamaForCausalLMEagle3"],
@@ -89,6 +91,7 @@ def losses(
     ids: Tensor,
     layers: tuple[int, ...],
     mistake: str = "",
+    steps: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """The loss of each place, fp32 ``[tokens - 1]``, and the logits ``[tokens, draft_vocab_size]``, of one sequence.
 
@@ -96,6 +99,7 @@ def losses(
         model: transformers' model of the policy.
         ids: ``[tokens]``.
         layers: the layers of the policy whose inputs are read.
+        steps: how many steps are unrolled, as in SpecForge. The logits are from the last one.
     """
     with torch.no_grad():
         policy = model(ids[None], output_hidden_states=True)
@@ -103,44 +107,79 @@ def losses(
         layers = tuple(layer + 1 for layer in layers)
     hidden = torch.cat([policy.hidden_states[layer][0] for layer in layers], -1)
     table = state.get("embed_tokens.weight", model.get_input_embeddings().weight.detach())
-    following = ids if mistake == "tokens" else torch.cat((ids[1:], ids[:1] * 0))
-    logits = _head(fields, state, hidden, embedding(following, table), mistake)
-    own = state["t2d"].nonzero()[:, 0]
+    own, size = state["t2d"].nonzero()[:, 0], len(ids)
+    following = torch.cat((ids if mistake == "tokens" else ids[1:], ids.new_zeros(steps + 1)))
     targets = policy.logits[0] if mistake == "targets" else policy.logits[0].roll(-1, 0)
     is_counted = state["t2d"][targets.argmax(-1)] | (mistake == "counted")
-    each = -(softmax(targets[:, own], -1) * log_softmax(logits, -1)).sum(-1) * is_counted
+    each = torch.zeros(size)
+    cache: list[tuple[Tensor, Tensor]] = []
+    for step in range(steps):
+        shift = 0 if mistake == "still" else step
+        embedded = embedding(following[shift : shift + size], table)
+        logits, made = _head(fields, state, hidden, embedded, cache, mistake)
+        hidden = hidden if mistake == "again" else made
+        wanted = log_softmax(logits, -1)[: size - 1 - step]
+        drafted = softmax(targets[step : size - 1, own], -1)
+        loss = -(drafted * wanted).sum(-1) * is_counted[step : size - 1]
+        each = each + torch.cat((loss, loss.new_zeros(step + 1))) * (1.0 if mistake == "weights" else 0.8**step)
     return each[:-1], logits
 
 
-def _head(fields: dict[str, Any], state: dict[str, Tensor], hidden: Tensor, embedded: Tensor, mistake: str) -> Tensor:
+def _head(
+    fields: dict[str, Any],
+    state: dict[str, Tensor],
+    hidden: Tensor,
+    embedded: Tensor,
+    cache: list[tuple[Tensor, Tensor]],
+    mistake: str,
+) -> tuple[Tensor, Tensor]:
+    """Logits, and what the next step reads. Keys and values of the steps so far are in ``cache``."""
+
     def apply(name: str, value: Tensor) -> Tensor:
         if "norm" in name:
             return rms_norm(value, value.shape[-1:], state[f"{name}.weight"], fields["rms_norm_eps"])
         return linear(value, state[f"{name}.weight"], state.get(f"{name}.bias"))
 
-    if fields.get("fc_norm"):
+    is_first = hidden.size(-1) == state["fc.weight"].size(1)
+    if is_first and fields.get("fc_norm"):
         hidden = torch.cat([apply(f"fc_norm.{number}", part) for number, part in enumerate(hidden.chunk(3, -1))], -1)
-    fused = apply("fc", hidden)
+    fused = apply("fc", hidden) if is_first else hidden
     if mistake == "hidden":
         fused = fused.roll(1, 0)
     normed = apply("midlayer.hidden_norm", fused)
     residual = normed if fields.get("norm_before_residual", False) != (mistake == "residual") else fused
     halves = (apply("midlayer.input_layernorm", embedded), normed)
     joined = torch.cat(halves[::-1] if mistake == "halves" else halves, -1)
-    attended = _attention(fields, [apply(f"midlayer.self_attn.{name}_proj", joined) for name in "qkv"])
+    attended = _attention(fields, [apply(f"midlayer.self_attn.{name}_proj", joined) for name in "qkv"], cache, mistake)
     between = residual + apply("midlayer.self_attn.o_proj", attended)
     inner = apply("midlayer.post_attention_layernorm", between)
     gate, up = (apply(f"midlayer.mlp.{name}_proj", inner) for name in ("gate", "up"))
-    return apply("lm_head", apply("norm", between + apply("midlayer.mlp.down_proj", silu(gate) * up)))
+    made = between + apply("midlayer.mlp.down_proj", silu(gate) * up)
+    normed = apply("norm", made)
+    return apply("lm_head", normed), normed if mistake == "normed" else made
 
 
-def _attention(fields: dict[str, Any], projected: list[Tensor]) -> Tensor:
+def _attention(
+    fields: dict[str, Any], projected: list[Tensor], cache: list[tuple[Tensor, Tensor]], mistake: str
+) -> Tensor:
+    """Scores with the keys of the first step up to a place, and with the keys of further steps at the place itself."""
     rope = LlamaRotaryEmbedding(LlamaConfig(**{name: value for name, value in fields.items() if name != "model_type"}))
-    places = torch.arange(len(projected[0]))[None]
-    query, key, value = (part.view(1, len(part), -1, fields["head_dim"]).transpose(1, 2) for part in projected)
-    query, key = apply_rotary_pos_emb(query, key, *rope(query, places))
-    attended = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-    return attended[0].transpose(0, 1).flatten(1)
+    size, dim = len(projected[0]), fields["head_dim"]
+    places = torch.arange(size)[None] + (0 if mistake == "positions" else len(cache))
+    query, key, value = (part.view(1, size, -1, dim).transpose(1, 2) for part in projected)
+    query, key = (part[0] for part in apply_rotary_pos_emb(query, key, *rope(query, places)))
+    repeats = query.size(0) // key.size(0)
+    cache.append((key.repeat_interleave(repeats, 0), value[0].repeat_interleave(repeats, 0)))
+    (key, value), *later = cache
+    if mistake == "keys":
+        later = later[-1:]
+    causal = torch.full((size, size), -torch.inf).triu(1)
+    scores = [query @ key.transpose(1, 2) + causal, *((query * each).sum(-1, keepdim=True) for each, _ in later)]
+    weights = softmax(torch.cat(scores, -1) / dim**0.5, -1)
+    attended = weights[..., :size] @ value
+    for number, (_, each) in enumerate(later):
+        attended = attended + weights[..., size + number, None] * each
+    return attended.transpose(0, 1).flatten(1)
 
 
 class VllmHead(nn.Module):

@@ -158,8 +158,8 @@ def test_each_kind_of_client_brings_a_round_to_its_workers(kind):
     caches = [(f"/reset_{name}_cache", None) for name in ("prefix", "mm", "encoder")]
     if "older" in kind:
         three[2] = ("/finish_weight_update", None)
-    if "draft" in kind:
-        three[0] = ("/start_draft_weight_update", None)
+    if "draft" in kind:  # its version is the version of the policy
+        three[::2] = ("/start_draft_weight_update", None), ("/finish_weight_update", None)
     assert calls == (three + caches if "server" in kind else three if "client" in kind else [])
 
 
@@ -197,7 +197,7 @@ def failing():
                 EngineWorker(source, load, name="spoilt")
         found["loads"] = raised(EngineWorker(torch.nn.Linear(1, 1), spoil, name="spoilt").receive)
         wrong = {3: "expected an engine: vLLM's LLM", "node7:8000": "write http://node7:8000$", "": "such as http"}
-        for engine, match in {**wrong, Draft(3): "expected a vllm.Draft that holds .* one that holds 3$"}.items():
+        for engine, match in {**wrong, Draft(3): r"with a draft model: .* method draft\(info\); found 3$"}.items():
             with pytest.raises(TransferError, match=match):
                 sync.set_engines(engine)
         late = mb.WeightSync(models, transport="network", timeout=0.5)
@@ -235,6 +235,8 @@ def refused():
         with pytest.raises(TransferError) as caught:
             mb.WeightSync(models, **{"engines": (), name: values[rank]})
         found.append(str(caught.value))
+    with pytest.raises(TransferError, match="expected drafts on all ranks or on none, found them on 1 of 2"):
+        mb.WeightSync(models, drafts=models if rank == 1 else None)
     with mb.WeightSync(models, worker.receive if rank == 0 else ()) as sync:
         if rank == 1:
             with pytest.raises(TransferError, match="expected rank 0 to name the engines, found rank 1"):
@@ -274,6 +276,90 @@ def test_all_ranks_refuse_what_one_of_them_cannot_take():
         assert part in text
     with pytest.raises(TransferError, match="found 7"):
         call_of(7)
+
+
+class TwoModels(FourMethods):
+    """A client of vLLM's whose engine has a draft model, too. Each of both has one weight."""
+
+    def __init__(self, shape):
+        self.weights = {name: torch.zeros(shape) for name in ("policy", "draft")}
+        self.calls, self.broken = [], ""
+        self._workers = {
+            name: EngineWorker(lambda held={HEAD: weight}: held, self._loader(name), name=f"{name} of two")
+            for name, weight in self.weights.items()
+        }
+        super().__init__(self._receive_either, self.calls)
+
+    def _loader(self, name):
+        def load(pairs):
+            if name == self.broken:
+                raise ZeroDivisionError
+            self.weights[name].copy_(dict(pairs)[HEAD])
+
+        return load
+
+    def _receive_either(self, info):
+        is_draft = next(path for path, _ in self.calls[::-1] if "start" in path).startswith("/start_draft")
+        self._workers["draft" if is_draft else "policy"].receive(info)
+
+    def versions(self):
+        """What it has called its weights since it was asked last."""
+        found = [version for path, version in self.calls if version]
+        self.calls.clear()
+        return found
+
+
+def together():
+    models, _, _ = model_and_worker()
+    drafts, _, _ = model_and_worker()
+    heads = {"policy": models[0].output_layer.weight, "draft": drafts[0].output_layer.weight}
+    first, second = (TwoModels(heads["policy"].shape) for _ in range(2))
+    found = {}
+
+    def step():
+        for seed, head in enumerate(heads.values()):
+            generator = torch.Generator().manual_seed(int(sync.version) * 2 + seed)
+            head.data.copy_(torch.randn(head.shape, generator=generator))
+
+    def held(engine):
+        return [name for name, weight in engine.weights.items() if torch.equal(weight, heads[name].float())]
+
+    with mb.WeightSync(models, [first, second], drafts=drafts, loads=True, timeout=30) as sync:
+        for broken in ("", "draft", "policy", ""):
+            step()
+            first.broken = broken
+            try:
+                report = sync()
+            except TransferError as error:
+                found[broken] = str(error)
+            else:
+                targets = [(worker.target, worker.engine) for worker in report.workers]
+                assert targets == [("draft", 0), ("draft", 1), ("policy", 0), ("policy", 1)]
+                assert "2 workers, 0.00 GB by ring; 2 draft models, 0.00 GB by ring" in str(report)
+                started = [path for path, _ in first.calls if "start" in path]
+                assert started == ["/start_draft_weight_update", "/start_weight_update"]
+            assert held(first) == {"": ["policy", "draft"], "draft": [], "policy": ["draft"]}[broken]
+            assert first.versions() == ([] if broken else [str(sync.version)])
+            assert held(second) == ["policy", "draft"]
+            assert second.versions() == [str(sync.version + bool(broken))]
+        verified = sync.verify(weights=True).weights
+        assert [worker.target for worker in verified] == ["draft", "draft", "policy", "policy"]
+    with mb.WeightSync(models, [first, second], drafts=models, timeout=30) as sync:  # as of MTP layers
+        step()
+        sync()
+        assert torch.equal(second.weights["draft"], heads["policy"])
+        second.weights["draft"][0, 0] += 1
+        verified = str(sync.verify(weights=True))
+    return found, verified
+
+
+def test_one_call_sends_a_policy_and_the_draft_model_beside_it():
+    found, verified = pool.run(1, together)[0]
+    for broken, name in (("draft", "the draft model of draft of two"), ("policy", "policy of two")):
+        assert f"to have version 2, found 1 failure: {name} of engine 0: ZeroDivisionError" in found[broken]
+        assert "The weights of engine 0 may be half old and half new" in found[broken]
+    assert "draft model of worker 0 of engine 1: 1 of 1 tensors differ" in verified
+    assert verified.count("differ") == 1
 
 
 class Schedulers:

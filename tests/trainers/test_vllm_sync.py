@@ -8,12 +8,12 @@ import multiprocessing
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaConfig, Qwen3Config
 
 import mcore_bridge as mb
 from tests.support import pool
 from tests.support.stand_in import connected
-from tests.workers.vllm_sync import CONFIG, DRAFT, MOE, Client, serve
+from tests.workers.vllm_sync import CONFIG, DFLASH, DRAFT, EAGLE3, MOE, Client, serve
 
 if importlib.util.find_spec("vllm") is None or torch.cuda.is_available():
     pytest.skip("needs vLLM, built for CPUs", allow_module_level=True)
@@ -72,34 +72,48 @@ def test_one_setting_gives_the_trainers_log_probs(setting, tensor_parallel, pack
     process.kill()
 
 
-def drafted(address):
-    """What comes of a round of a draft model and of the model, and of one without the draft model after a step."""
+def drafted(address, setting):
+    """What a comparison finds after a round of the draft model and of the model, and a step of the draft model."""
     dims = mb.ParallelDims()
     dims.initialize(device="cpu")
-    pairs = []
-    for config in (CONFIG, DRAFT):
-        hf = AutoConfig.for_model("qwen3", tie_word_embeddings=False, **config)
-        models = mb.build_model(hf, dims=dims, dtype=torch.float32, device="cpu", load_weights=False)
+    options = {"dims": dims, "dtype": torch.float32, "device": "cpu", "load_weights": False}
+    config = AutoConfig.for_model("qwen3", tie_word_embeddings=False, **CONFIG)
+    pairs = [mb.build_model(config, **options)]
+    if setting == "eagle3":
+        pairs.append(mb.build_draft(pairs[0], LlamaConfig(**EAGLE3), token_ids=torch.arange(5, 5 + 96)))
+    elif setting == "dflash":
+        pairs.append(mb.build_draft(pairs[0], Qwen3Config(**DFLASH)))
+    else:
+        pairs.append(mb.build_model(AutoConfig.for_model("qwen3", tie_word_embeddings=False, **DRAFT), **options))
+    for models in pairs:
         for parameter in models[0].parameters():
             torch.nn.init.normal_(parameter, std=0.05)
-        pairs.append(models)
-    client, wrong = Client(connected(address)), []
-    with mb.WeightSync(pairs[0], client) as sync, mb.WeightSync(pairs[1], client.draft) as of_draft:
-        for each in (sync, of_draft):
-            each()
+    client = Client(connected(address))
+    with mb.WeightSync(pairs[0], client, drafts=pairs[1]) as sync:
+        assert [worker.target for worker in sync().workers] == ["draft", "policy"]
         for parameter in pairs[1][0].parameters():
             parameter.data.add_(1.0)
-        for each in (sync, of_draft):
-            (worker,) = each.verify(weights=True).weights
-            wrong.append(len({found.tensor for found in worker.compared.wrong}))
-    return wrong
+        verified = sync.verify(weights=True).weights
+        if setting == "dflash":
+            assert "DFlash" in sync().workers[0].reason
+            weights, held = mb.to_hf_state_dict(pairs[1]), client.held()
+            layers = [f"layers.{number}.self_attn" for number in range(DFLASH["num_hidden_layers"])]
+            fused = torch.cat([weights[f"{layer}.{name}_proj.weight"] for layer in layers for name in "kv"])
+            assert torch.equal(held["_fused_kv_weight"], fused)
+            assert torch.equal(held["_k_norm_weights"], torch.stack([weights[f"{at}.k_norm.weight"] for at in layers]))
+            assert torch.equal(held["_hidden_norm_weight"], weights["hidden_norm.weight"])
+            assert torch.equal(held["fc"], weights["fc.weight"])
+            return [worker.compared for worker in verified[:1]]
+    return [len({found.tensor for found in worker.compared.wrong}) for worker in verified]
 
 
-def test_a_draft_model_gets_weights_of_its_own(tmp_path):
+@pytest.mark.parametrize(("setting", "num_changed"), [("draft", 2 * 8 + 3), ("eagle3", 10), ("dflash", None)])
+def test_a_draft_model_gets_weights_of_its_own(setting, num_changed, tmp_path):
     address = str(tmp_path / "engine")
-    process = multiprocessing.get_context("spawn").Process(target=serve, args=(address, "draft", 1, False))
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(address, setting, 1, False))
     process.start()
-    (wrong,) = pool.run(1, drafted, address)
-    assert wrong == [0, 2 * 8 + 3]  # vLLM has eight parameters in a layer
+    (wrong,) = pool.run(1, drafted, address, setting)
+    # vLLM has eight parameters in a layer of Qwen3, and no map of a DFlash head
+    assert wrong == ([num_changed, 0] if num_changed else [None])
     process.join(60)
     process.kill()

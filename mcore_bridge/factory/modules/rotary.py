@@ -37,6 +37,7 @@ class HFRotaryEmbedding(RotaryEmbedding):
     Attributes:
         lengths: the lengths of the sequences of this call, from ``take_lengths``. None: all have the length of the
             angles.
+        first: the position of the first token of each sequence. Only a later step of a draft head has another than 0.
     """
 
     def __init__(self, rope: Rope, *, rotary_interleaved: bool, cp_group: ProcessGroup | None) -> None:
@@ -45,6 +46,7 @@ class HFRotaryEmbedding(RotaryEmbedding):
         self.seq_len_interpolation_factor = None  # the frequencies already include it
         self.inv_freq = rope.frequencies(None)
         self.lengths: Lengths | None = None
+        self.first = 0
         self._angles: tuple[tuple[Lengths | None, int, int, torch.device], Tensor] | None = None
         self._known: dict[int, Tensor] = {}
 
@@ -85,7 +87,7 @@ class HFRotaryEmbedding(RotaryEmbedding):
         if places is None:
             positions = torch.arange(offset, offset + max_seq_len, dtype=torch.float32, device=device)
             return positions[:, None, None] * frequencies
-        positions = torch.cat([torch.arange(size, dtype=torch.float32, device=device) for size in places])
+        positions = torch.cat([torch.arange(size, dtype=torch.float32, device=device) for size in places]) + offset
         return (positions[:, None] * frequencies.repeat_interleave(torch.tensor(places, device=device), 0))[:, None]
 
     def forward(
@@ -99,7 +101,7 @@ class HFRotaryEmbedding(RotaryEmbedding):
             packed_seq: whether sequences are packed; mcore then cuts the angles itself.
             cp_group: a context-parallel group to use instead of the constructor's.
         """
-        emb = self.get_emb(max_seq_len, offset)
+        emb = self.get_emb(max_seq_len, offset + self.first)
         group = cp_group or self.cp_group
         if group is None or group.size() == 1 or packed_seq:
             return emb

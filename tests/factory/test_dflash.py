@@ -1,0 +1,134 @@
+"""DFlash heads beside a policy: losses and gradients against plain torch, folders, refusals."""
+
+import json
+import re
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import mcore_bridge as mb
+from mcore_bridge.config.draft import BlockFields
+from mcore_bridge.errors import BatchError, BridgeError
+from mcore_bridge.factory.modules.draft_heads import planned
+from tests.support import dflash, eagle3, pool, stepping, tiny
+from tests.support.drafted_policy import BOUND, POLICY, batch, policy, reference
+
+FIELDS = dflash.fields_of(POLICY)
+MESHES = [({}, True), ({}, False), ({"tp": 2, "sp": True}, True), ({"tp": 2}, False), ({"tp": 4, "sp": True}, True)]
+
+
+def expected(state, mistake=""):
+    """The losses of the batch, and their mean gradient over two microbatches."""
+    state = {name: value.clone().requires_grad_() for name, value in state.items()}
+    ids, mask = batch()
+    found = torch.zeros(ids.shape)
+    for row in range(len(ids)):
+        start = int(mask[row].argmax())
+        found[row, start + 1 :] = dflash.losses(FIELDS, state, reference(), ids[row, start:], mistake)
+    (found.sum() / 2).backward()
+    return found.detach(), {name: value.grad for name, value in state.items()}
+
+
+def train(folder, sizes, packed):
+    """Runs in each worker: losses, weights and gradients under the names of the folder."""
+    dims = mb.ParallelDims(**sizes)
+    with stepping.mesh(dims):
+        models = policy(dims)
+        drafts = mb.build_draft(models, folder)
+        options = {"packed": packed, "micro_batch_size": 1, "drafts": drafts}
+        outputs = mb.forward(models, *batch(), loss=lambda out, rows: out.draft_loss.sum(), **options)
+        assert not any(parameter.grad is not None and parameter.grad.any() for parameter in models[0].parameters())
+        weights = mb.to_hf_state_dict(drafts)
+        mb.save_checkpoint(drafts, f"{folder}/dist")
+        mb.load_checkpoint(drafts, f"{folder}/dist")
+        mb.save_hf_checkpoint(drafts, f"{folder}/saved")
+        for parameter in drafts[0].parameters():
+            parameter.data = parameter.grad
+        return outputs.draft_loss, weights, mb.to_hf_state_dict(drafts)
+
+
+@pytest.mark.parametrize(("sizes", "packed"), MESHES, ids=str)
+def test_every_mesh_trains_a_head_as_plain_torch_does(sizes, packed, tmp_path):
+    state = dflash.random_head(FIELDS)
+    losses, grads = expected(state)
+    folder = eagle3.write(tmp_path, FIELDS, state)
+    for found, weights, ours in pool.run(mb.ParallelDims(**sizes).smallest_world, train, folder, sizes, packed):
+        assert tiny.relative_error(found, losses) < BOUND
+        assert weights.keys() == state.keys()
+        assert all(torch.equal(weights[name], value) for name, value in state.items())
+        for name, grad in grads.items():
+            assert tiny.relative_error(ours[name], grad) < 10 * BOUND, name
+    (file,) = Path(folder, "saved").glob("*.safetensors")
+    saved = load_file(file)
+    assert saved.keys() == state.keys()
+    assert all(torch.equal(saved[name], value) for name, value in state.items())
+    fields = json.loads(Path(folder, "saved", "config.json").read_text())
+    kept = {name: value for name, value in FIELDS.items() if name != "rope_theta"}
+    assert {name: fields.get(name) for name in kept} == kept
+
+
+@pytest.mark.parametrize("mistake", dflash.MISTAKES)
+def test_the_batch_would_show_a_mistake(mistake):
+    state = dflash.random_head(FIELDS)
+    right, wrong = (expected(state, each)[0] for each in ("", mistake))
+    assert tiny.relative_error(wrong, right) > 100 * BOUND
+
+
+def test_a_long_sequence_has_some_of_its_blocks_and_padding_has_none():
+    ids, has_next = torch.arange(20), torch.ones(20, dtype=torch.bool)
+    has_next[[11, 17, 18, 19]] = False  # ends of sequences of 12 and 6 tokens, and two of padding
+    draft = BlockFields(90, 48, (1, 3), 4, 89)
+    with mock.patch("mcore_bridge.factory.modules.draft_heads.ANCHORS", 3):
+        plan, again = (planned(ids, has_next, [12, 8], draft) for _ in range(2))
+    assert torch.equal(plan.anchors, again.anchors)
+    assert [int((plan.anchors < 12).sum()), len(plan.anchors)] == [3, 6]
+    assert has_next[plan.anchors].all()
+    assert torch.equal(plan.masked.view(-1, 4)[:, 0], plan.anchors)
+    assert (plan.masked.view(-1, 4)[:, 1:] == 89).all()
+    for anchor, targets, weights in zip(plan.anchors, plan.targets, plan.weights, strict=True):
+        counted = min(3, (11 if anchor < 12 else 17) - int(anchor))
+        assert int(weights.count_nonzero()) == counted
+        assert torch.equal(targets[:counted], torch.arange(1, 1 + counted) + anchor)
+    nothing = planned(ids, has_next & False, [12, 8], draft)
+    assert nothing.anchors.tolist() == [12]
+    assert not nothing.weights.any()
+
+
+INNER = FIELDS["dflash_config"]
+WRONG = {
+    "layers": ({"dflash_config": {**INNER, "target_layer_ids": [0, 7]}}, "rising order and below 8"),
+    "a mask": ({"dflash_config": {**INNER, "mask_token_id": 90}}, "mask_token_id must be a token below 90"),
+    "a dialect": ({"dflash_config": {**INNER, "projector_type": "domino"}}, "and nothing else.*Domino, DSpark"),
+    "a window": ({"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True, "sliding_window": 4}, "window"),
+    "a field": ({"is_causal": True}, "is_causal.*nobody has written other values"),
+    "sizes": ({"vocab_size": 96}, "vocab_size of the draft is 96"),
+}
+
+
+def refused(cases):
+    """Runs in each of two processes: the errors of heads that contradict themselves or their policy."""
+    found = {}
+    dims = mb.ParallelDims(cp=2)
+    with stepping.mesh(dims):
+        models = policy(dims)
+        for name, folder in cases.items():
+            try:
+                drafts = mb.build_draft(models, folder)
+            except BridgeError as error:
+                found[name] = str(error)
+        with pytest.raises(BatchError, match=r"steps=1, since it drafts a block at once; .*needs cp=1"):
+            mb.forward(models, *batch(), drafts=drafts, draft_steps=2)
+    return found
+
+
+def test_a_head_that_does_not_fit_is_refused(tmp_path):
+    state = dflash.random_head(FIELDS)
+    cases = {name: eagle3.write(tmp_path / name, {**FIELDS, **changes}, state) for name, (changes, _) in WRONG.items()}
+    cases["right"] = eagle3.write(tmp_path / "right", FIELDS, state)
+    for found in pool.run(2, refused, cases):
+        assert found.keys() == WRONG.keys()
+        for name, (_, message) in WRONG.items():
+            assert re.search(message, found[name], re.DOTALL), (name, found[name])
