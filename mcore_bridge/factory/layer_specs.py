@@ -78,31 +78,22 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend,
 
     Layers that share a selection of keys share ``selection``.
     """
+    _adapt_within(layer, config, number, backend, selection)
+    _adapt_around(layer, config, number, backend)
+
+
+def _adapt_within(layer: Any, config: TransformerConfig, number: int, backend: Backend, selection: Selection) -> None:
+    """Our modules within attention and MLP."""
     from mcore_bridge.factory.modules.attention_gate import adapt_gate
     from mcore_bridge.factory.modules.chunks import adapt_chunks
-    from mcore_bridge.factory.modules.draft_heads import adapt_draft
     from mcore_bridge.factory.modules.experts import adapt_experts, adapt_narrow_experts
     from mcore_bridge.factory.modules.experts_beside import adapt_beside
-    from mcore_bridge.factory.modules.gate_limits import adapt_clip, adapt_limits
-    from mcore_bridge.factory.modules.half_layers import adapt_halves
     from mcore_bridge.factory.modules.latent import adapt_latent, adapt_sparse
-    from mcore_bridge.factory.modules.layer_inputs import adapt_layer_input
     from mcore_bridge.factory.modules.layer_rope import adapt_layer_rope
-    from mcore_bridge.factory.modules.learned_activation import adapt_activation
-    from mcore_bridge.factory.modules.mixers.delta import adapt_attention
-    from mcore_bridge.factory.modules.multipliers import adapt_residuals
-    from mcore_bridge.factory.modules.norms import (
-        adapt_expert_norm,
-        adapt_norm_placement,
-        adapt_query_key_norms,
-        adapt_unit_norms,
-        adapt_unweighted_norms,
-    )
-    from mcore_bridge.factory.modules.parallel_blocks import adapt_parallel
+    from mcore_bridge.factory.modules.norms import adapt_query_key_norms, adapt_unit_norms
     from mcore_bridge.factory.modules.scores import adapt_scores
     from mcore_bridge.factory.modules.selection import adapt_selection
     from mcore_bridge.factory.modules.shared_keys import adapt_shared_keys
-    from mcore_bridge.factory.modules.streams import adapt_streams
     from mcore_bridge.factory.modules.torch_modules import always_biased
     from mcore_bridge.factory.modules.values import adapt_values
 
@@ -128,6 +119,21 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend,
     adapt_shared_keys(layer, config, number, backend)
     adapt_query_key_norms(layer, config, backend)
     adapt_unit_norms(layer, config, number)
+
+
+def _adapt_around(layer: Any, config: TransformerConfig, number: int, backend: Backend) -> None:
+    """Our modules around attention and MLP, or in place of them."""
+    from mcore_bridge.factory.modules.draft_heads import adapt_draft
+    from mcore_bridge.factory.modules.gate_limits import adapt_clip, adapt_limits
+    from mcore_bridge.factory.modules.half_layers import adapt_halves
+    from mcore_bridge.factory.modules.layer_inputs import adapt_layer_input
+    from mcore_bridge.factory.modules.learned_activation import adapt_activation
+    from mcore_bridge.factory.modules.mixers.delta import adapt_attention
+    from mcore_bridge.factory.modules.multipliers import adapt_residuals
+    from mcore_bridge.factory.modules.norms import adapt_expert_norm, adapt_norm_placement, adapt_unweighted_norms
+    from mcore_bridge.factory.modules.parallel_blocks import adapt_parallel
+    from mcore_bridge.factory.modules.streams import adapt_streams
+
     adapt_unweighted_norms(layer, config, backend)
     adapt_norm_placement(layer, config, backend)
     adapt_expert_norm(layer, config, backend)

@@ -17,7 +17,7 @@ from tests.support.house import MODULES, PACKAGE, import_graph, module_of
 REACHED = {
     "load_hf_weights": 56,
     "iter_hf_weights": 80,
-    "build_model": 126,
+    "build_model": 128,
     "save_hf_checkpoint": 91,
     "add_adapters": 71,
     "forward": 62,
