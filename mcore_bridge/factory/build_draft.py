@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from mcore_bridge.config.draft import DraftFields
-    from mcore_bridge.factory.modules.draft_heads import Vocabulary
+    from mcore_bridge.factory.modules.eagle3 import Vocabulary
 
 
 def build_draft(

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 import mcore_bridge as mb
 from mcore_bridge.config.draft import BlockFields
 from mcore_bridge.errors import BatchError, BridgeError
-from mcore_bridge.factory.modules.draft_heads import planned
+from mcore_bridge.factory.modules.dflash import planned
 from tests.support import dflash, eagle3, pool, stepping, tiny
 from tests.support.drafted_policy import BOUND, POLICY, batch, policy, reference
 
@@ -81,7 +81,7 @@ def test_a_long_sequence_has_some_of_its_blocks_and_padding_has_none():
     ids, has_next = torch.arange(20), torch.ones(20, dtype=torch.bool)
     has_next[[11, 17, 18, 19]] = False  # ends of sequences of 12 and 6 tokens, and two of padding
     draft = BlockFields(90, 48, (1, 3), 4, 89)
-    with mock.patch("mcore_bridge.factory.modules.draft_heads.ANCHORS", 3):
+    with mock.patch("mcore_bridge.factory.modules.dflash.ANCHORS", 3):
         plan, again = (planned(ids, has_next, [12, 8], draft) for _ in range(2))
     assert torch.equal(plan.anchors, again.anchors)
     assert [int((plan.anchors < 12).sum()), len(plan.anchors)] == [3, 6]
