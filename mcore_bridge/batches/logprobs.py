@@ -151,8 +151,8 @@ class _LogProbs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         logits = ctx.saved_tensors[0]
         rows = ctx.shape[0] if len(ctx.shape) > 2 else 1
-        # by rows of [seq, batch, vocab] a product with the weight of the head is one product. Otherwise torch makes one
-        # for each token, and each reads the whole weight
+        # In this order of memory the gradient goes back through a frozen head as one product. In the order of the
+        # logits torch makes one product for each token, and each reads the whole weight.
         grad = logits.new_zeros(len(logits) // max(rows, 1), rows, logits.size(-1))
         of_rows = (values.tensor_split(rows) for values in (*ctx.saved_tensors, *gradients) if rows)
         for of_row, own in zip(grad.unbind(1), zip(*of_rows, strict=True), strict=True):
