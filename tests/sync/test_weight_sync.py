@@ -11,7 +11,10 @@ import torch
 import torch.distributed as dist
 
 import mcore_bridge as mb
+import mcore_bridge.engines
 from mcore_bridge.errors import TransferError
+from mcore_bridge.weights.engine.pull_writer import PullWriter
+from mcore_bridge.weights.engine.puller import Puller
 from mcore_bridge.weights.ipc.shared_memory import allocate
 from mcore_bridge.weights.model_tensors import held_tensors
 from tests.support import pool
@@ -131,6 +134,54 @@ def test_every_engine_gets_every_bit_by_the_best_way(mesh, tmp_path):
     for process in processes:
         process.join(20)
         assert process.exitcode == 0
+
+
+class Near:
+    """A line to a worker in this process, which answers in the order of the questions."""
+
+    def __init__(self, worker):
+        self.worker, self.answers = worker, []
+
+    def send(self, method, arguments=()):
+        self.answers.append(self.worker._answer(method, arguments))
+
+    def answer(self):
+        found = self.answers.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+def pulled_after_a_failure():
+    """What a round that cannot open the trainer's memory raises and copies, and whether the next round is right."""
+    trainer = Trainer(mb.ParallelDims())
+    trainer.step(0)
+    trainer.move(0)
+    specs, wanted = tuple(mb.manifest(trainer.models)), trainer.state["model.embed_tokens.weight"]
+    head = torch.nn.Linear(*reversed(wanted.shape), bias=False, dtype=torch.bfloat16)
+    head.weight.data.zero_()
+    worker = mb.engines.EngineWorker(
+        head, lambda pairs: head.weight.data.copy_(dict(pairs)["model.embed_tokens.weight"]), name="it"
+    )
+    line = Near(worker)
+    writer = PullWriter(worker.ask_map(specs), line)
+    worker.ask_pull(specs, writer.open(held_tensors(trainer.models).values()))
+    head.weight.data.zero_()
+    writer.announce()
+    with (
+        mock.patch.object(Puller, "open", side_effect=TransferError("no such memory")),
+        pytest.raises(TransferError, match="no such memory"),
+    ):
+        mb.engines.export_into(trainer.models, writer)
+    copied, due = bool(head.weight.any()), len(line.answers)
+    writer.announce()
+    mb.engines.export_into(trainer.models, writer)
+    worker.ask_complete(1)
+    return copied, due, torch.equal(head.weight, wanted)
+
+
+def test_a_pull_that_cannot_begin_copies_nothing_and_leaves_no_answer():
+    assert pool.run(1, pulled_after_a_failure) == [(False, 0, True)]
 
 
 @mock.patch("mcore_bridge.weights.plan.all_to_all.PER_HOP", 100)  # so that some die between messages and within them
