@@ -44,7 +44,7 @@ def finishing_gradients(
     config: Any = chunks[0].config
     given = config.finalize_model_grads_func
     of_chunks = [[parameter for parameter in chunk.parameters() if parameter.requires_grad] for chunk in chunks]
-    learning = [*chain.from_iterable(of_chunks)]
+    learning = [*{id(parameter): parameter for parameter in chain.from_iterable(of_chunks)}.values()]
     if given is None and not any(holders) and any(map(is_held, learning)):
         yield
         return
@@ -53,8 +53,8 @@ def finishing_gradients(
         changed |= {"no_sync_func": partial(_without_sync, holders), "grad_sync_func": None, "param_sync_func": None}
     before = {name: getattr(config, name) for name in changed}
     is_ours = given is None or any(holders)
-    earlier = {parameter: parameter.grad for parameter in learning if is_ours}
-    for parameter in earlier:
+    earlier = [(parameter, parameter.grad) for parameter in learning if is_ours and parameter.grad is not None]
+    for parameter, _ in earlier:
         parameter.grad = None
     for name, value in changed.items():
         setattr(config, name, value)
@@ -63,9 +63,11 @@ def finishing_gradients(
     finally:
         for name, value in before.items():
             setattr(config, name, value)
-        for parameter, grad in earlier.items():
-            if grad is not None:
-                parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
+        again = [(grad, parameter.grad) for parameter, grad in earlier if parameter.grad is not None]
+        if again:
+            torch._foreach_add_(*map(list, zip(*again, strict=True)))
+        for parameter, grad in earlier:
+            parameter.grad = grad
 
 
 def is_held(parameter: nn.Parameter) -> bool:
