@@ -132,7 +132,7 @@ def test_sets_of_experts_in_one_layer_are_one_product_too(chunk, dropout):
     expected = base.clone()
     for number, adapters in sets.items():
         expected[numbers == number] = adapters(None, (hidden, counts), (base, None))[0][numbers == number].detach()
-    dispatched = DispatchedTokens(None, TokenSets([numbers], ["a", "b", "c", "d"], rank=0, parts=1))
+    dispatched = DispatchedTokens(None, TokenSets([numbers], ["a", "b", "c", "d"], [], rank=0, parts=1))
     dispatched.take(numbers, counts)
     rows = RowAdapters(sets, partial(dispatched.sort, expert=None))
     for has_kernel in (False, True):
