@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +78,8 @@ def vocab_parallel(
     logits: Tensor, labels: Tensor, *, vocab_size: int, group: ProcessGroup, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """``log_probs`` of arguments that are checked and compared."""
-    both = _LogProbs.apply(logits, labels.flatten(), vocab_size, group, temperature)
+    flat = logits.reshape(-1, logits.size(-1))
+    both = _LogProbs.apply(flat, labels.flatten(), vocab_size, group, temperature)
     chosen, entropy = (values.view(labels.shape).masked_fill(labels == IGNORED, 0.0) for values in both)
     return chosen, entropy
 
@@ -117,7 +118,7 @@ def _require_labels(logits: Tensor, labels: Tensor, vocab_size: object, group: P
 
 
 class _LogProbs(torch.autograd.Function):
-    """``log_probs`` for logits ``[..., vocab / tp]`` and as many labels ``[tokens]``.
+    """``log_probs`` for logits ``[tokens, vocab / tp]``.
 
     The backward computes the softmax again: in fp32, a stored softmax would take twice the memory of the logits.
     """
@@ -126,7 +127,6 @@ class _LogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, vocab_size: int, group: ProcessGroup, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        ctx.shape, logits = logits.shape, logits.reshape(-1, logits.size(-1))
         first = group.rank() * logits.size(-1)
         ctx.num_valid, ctx.temperature = num_valid(logits, vocab_size, group), temperature
         peak = torch.full(labels.shape, -torch.inf, dtype=torch.float32, device=logits.device)
@@ -148,30 +148,16 @@ class _LogProbs(torch.autograd.Function):
         return chosen - log_total, entropy
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        logits = ctx.saved_tensors[0]
-        rows = ctx.shape[0] if len(ctx.shape) > 2 else 1
-        # In this order of memory the gradient goes back through a frozen head as one product. In the order of the
-        # logits torch makes one product for each token, and each reads the whole weight.
-        grad = logits.new_zeros(len(logits) // max(rows, 1), rows, logits.size(-1))
-        of_rows = (values.tensor_split(rows) for values in (*ctx.saved_tensors, *gradients) if rows)
-        for of_row, own in zip(grad.unbind(1), zip(*of_rows, strict=True), strict=True):
-            _fill_gradient(of_row, own, ctx.num_valid, ctx.temperature)
-        by_rows = grad.transpose(0, 1)
-        return by_rows if by_rows.shape == ctx.shape else by_rows.reshape(ctx.shape), None, None, None, None
-
-
-def _fill_gradient(grad: Tensor, saved: Sequence[Tensor], num_valid: int, temperature: float) -> None:
-    """Write the gradient of the logits of a row, ``[tokens, vocab / tp]``, from what the forward has saved of the row,
-    and from the gradients of its log-probs and entropies.
-    """
-    logits, column, own, log_total, entropy, of_log_probs, of_entropy = saved
-    for at, part in in_fp32(logits, num_valid, temperature):
-        logs = part.sub_(log_total[at, None])
-        chunk = logs.exp()
-        chunk.mul_(logs.add_(entropy[at, None]).mul_(of_entropy[at, None]).add_(of_log_probs[at, None])).neg_()
-        chunk.scatter_add_(1, column[at, None], (of_log_probs[at] * own[at])[:, None])
-        grad[at, :num_valid] = chunk.div_(temperature)
+    def backward(ctx: Any, of_log_probs: Tensor, of_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        logits, column, own, log_total, entropy = ctx.saved_tensors
+        grad = torch.zeros_like(logits)
+        for at, part in in_fp32(logits, ctx.num_valid, ctx.temperature):
+            logs = part.sub_(log_total[at, None])
+            chunk = logs.exp()
+            chunk.mul_(logs.add_(entropy[at, None]).mul_(of_entropy[at, None]).add_(of_log_probs[at, None])).neg_()
+            chunk.scatter_add_(1, column[at, None], (of_log_probs[at] * own[at])[:, None])
+            grad[at, : ctx.num_valid] = chunk.div_(ctx.temperature)
+        return grad, None, None, None, None
 
 
 def num_valid(logits: Tensor, vocab_size: int, group: ProcessGroup) -> int:

@@ -20,6 +20,7 @@ from mcore_bridge.factory.modules.output_layers import (
     bias_output_layer,
     hide_padding,
     initialise_head,
+    order_gradient,
     replace_output_layer,
 )
 from mcore_bridge.factory.mtp_specs import initialise_mtp
@@ -138,6 +139,7 @@ def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
     from mcore_bridge.factory.modules.streams import spread_embedding
 
     bias_output_layer(chunk)
+    order_gradient(chunk)
     add_layer_inputs(chunk)
     join_shared_keys(chunk)
     mark_cut(chunk)

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel.layers import LinearWithFrozenWeight
 
 import mcore_bridge as mb
 from mcore_bridge.batches import logprobs
@@ -186,24 +185,6 @@ def test_log_probs_and_entropies_of_a_cut_vocabulary(world_size, temperature):
                 torch.testing.assert_close(log_prob, expected[0].detach())
                 torch.testing.assert_close(entropy, expected[1].detach())
             torch.testing.assert_close(torch.cat([grad for _, _, grad in found], -1), whole.grad)
-
-
-def products_of_head(batch):
-    """The products by which the gradient of logits goes back through a frozen head, as megatron-core makes logits."""
-    weight = torch.randn(VOCAB, 8)
-    hidden = torch.randn(5, batch, 8, requires_grad=True)
-    logits = LinearWithFrozenWeight.apply(hidden, weight, None, False, None).transpose(0, 1).contiguous()
-    labels = torch.zeros(batch, 5, dtype=torch.int64)
-    values = mb.log_probs(logits, labels, vocab_size=VOCAB, group=dist.group.WORLD)[0]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        values.sum().backward()
-    return {event.key for event in profile.key_averages()} & {"aten::mm", "aten::bmm"}
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-def test_the_gradient_of_a_head_is_one_product(batch):
-    """A batch of products, one for each token, takes many times as long on a GPU."""
-    assert pool.run(1, products_of_head, batch) == [{"aten::mm"}]
 
 
 def peaks(num_tokens, vocab, chunk):

@@ -99,3 +99,28 @@ def test_a_causal_lm_without_its_head_is_saved_as_the_class_without_one(tmp_path
         mb.save_hf_checkpoint(models, tmp_path / "saved")
     assert_exact(tmp_path / "saved", without_head(hf, bare=False))
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["architectures"] == ["Qwen3Model"]
+
+
+def products_of_head(tied: bool, packed: bool, trains: bool) -> set[str]:
+    """The kinds of products with the whole vocabulary in the backward of a step."""
+    dims = mb.ParallelDims()
+    with stepping.mesh(dims):
+        (model,) = mb.build_model(config(tied), dims=dims, device="cpu", dtype=torch.float32, load_weights=False)
+        model.requires_grad_(trains)
+        model.decoder.layers[0].requires_grad_(True)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+            mb.forward(model, token_ids(), MASK, packed=packed, loss=lambda outputs, _: outputs.log_probs.sum())
+    vocab = model.vocab_size
+    events = profile.key_averages(group_by_input_shape=True)
+    return {event.key for event in events if any(vocab in shape for shape in event.input_shapes)} & {
+        "aten::mm",
+        "aten::bmm",
+    }
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_gradient_goes_back_through_a_head_as_one_product(tied: bool, packed: bool, trains: bool) -> None:
+    """A product for each token would read the whole weight for each token."""
+    assert pool.run(1, products_of_head, tied, packed, trains) == [{"aten::mm"}]

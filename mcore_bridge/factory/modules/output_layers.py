@@ -92,6 +92,23 @@ def _gathered(tokens: Tensor, head: ReplicatedHead | NoHead) -> Tensor:
     return whole
 
 
+def order_gradient(chunk: GPTModel) -> None:
+    """Let the gradient of logits come back to a frozen LM head as rows of tokens, one after the other.
+
+    megatron-core turns logits to ``[b, s, vocab]``, so their gradient has another order of memory. With a frozen head
+    torch would then make a product for each token, and each would read the whole weight.
+    """
+    if chunk.post_process:
+        chunk.output_layer.register_forward_hook(_order_gradient, with_kwargs=True)
+
+
+def _order_gradient(head: Any, inputs: tuple[Any, ...], named: dict[str, Any], output: tuple[Tensor, object]) -> None:
+    logits, weight = output[0], named.get("weight")
+    is_frozen = not (head.weight if weight is None else weight).requires_grad
+    if is_frozen and logits.requires_grad:
+        logits.register_hook(lambda grad: grad.flatten(0, 1).unflatten(0, grad.shape[:2]))
+
+
 class HiddenPadding:
     """A forward hook of the LM head that hides the rows that pad the vocabulary.
 
