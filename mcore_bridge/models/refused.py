@@ -80,19 +80,16 @@ REFUSALS = (
         mamba="modeling_mamba.MambaMixer",
     ),
     *_because(
+        "its text is a glm5_next_text, which is supported; nobody has written how its model of images joins it", GPT,
+        glm5_next="modeling_glm5_next.Glm5NextModel",
+    ),
+    *_because(
         "its text is an lfm2, which is supported; nobody has written how its model of images joins it", GPT,
         lfm2_vl="modeling_lfm2_vl.Lfm2VlModel",
     ),
     *_because(
         "layers are recurrences that megatron-core has no module for", SSM,
         recurrent_gemma="modeling_recurrent_gemma.RecurrentGemmaRglru", rwkv="modeling_rwkv.RwkvSelfAttention",
-    ),
-    *_because(
-        "an indexer selects pools of neighbouring keys, and a matrix for each token mixes residual streams; nobody has "
-        "written these submodules",
-        PARTS,
-        glm5_next="modeling_glm5_next.Glm5NextTextHyperConnection",
-        glm5_next_text="modeling_glm5_next.Glm5NextTextForgetGate",
     ),
     *_because(
         "linear attention is lightning attention, for which megatron-core has no module; residuals are scaled, and "

@@ -127,7 +127,8 @@ def test_gates_of_streams_begin_even_and_indexers_are_frozen():
     gates = model.decoder.layers[1].pre_mlp_layernorm.connection
     torch.manual_seed(0)
     hidden = torch.randn(3, 2, gates.count * 48)
-    read, writes = gates(hidden)
+    read, writes, mixes = gates(hidden)
+    assert mixes is None
     even = streams.apart(hidden, gates.count).mean(-2)
     assert tiny.relative_error(read, even + 0.01 * gates.count * even) < 0.05
     assert tiny.relative_error(writes, torch.full_like(writes, 1.5 / 2 + 0.01)) < 0.05

@@ -8,6 +8,25 @@ HY = {**TOKENS, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3, "swiglu
 HY |= {"hc_eps": 0.01, "n_shared_experts": 1}
 DENSE_FIRST = {"mlp_layer_types": ["dense", "sparse", "sparse", "dense"], "first_k_dense_replace": None}
 
+GLM = {
+    **TOKENS,
+    "layer_types": ["linear_attention", "indexed_attention"] * 2,
+    "linear_num_heads": 4,
+    "linear_head_dim": 12,
+    **DENSE_FIRST,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "swiglu_limit": 0.5,
+    "vocab_size": 97,
+    "qk_rope_head_dim": 0,
+    "head_dim": 0,
+    "index_kpool": 3,
+    "index_topk": 9,
+    "hc_sinkhorn_iters": 3,
+    "hc_eps": 0.01,
+}
+
 
 def hunyuan(*kinds: str, **fields: object) -> Case:
     """A case with these ``indexer_types``."""
@@ -17,4 +36,5 @@ def hunyuan(*kinds: str, **fields: object) -> Case:
 CASES = {
     "hy_v4": hunyuan("full", "shared", "full", "shared", vocab_size=97),
     "hy_v4-indexers": hunyuan(*["full"] * 4, hc_mult=3),
+    "glm5_next_text": sparse("glm5_next_text", **GLM),
 }

@@ -37,6 +37,18 @@ def _heads_back(mcore: Mcore) -> dict[str, object]:
     return {**sizes, "num_key_value_heads": heads, "qk_head_dim": dims, "q_lora_rank": mcore["q_lora_rank"]}
 
 
+def _unrotated(hf: Hf) -> dict[str, object]:
+    if hf.get("qk_rope_head_dim") != 0:
+        raise ConfigError(f"qk_rope_head_dim must be 0, as no layer has a rope, found {hf.get('qk_rope_head_dim')!r}.")
+    _require(hf, "qk_head_dim", count(hf, "qk_nope_head_dim"))
+    return {**_heads({**hf, "qk_rope_head_dim": 1, "qk_head_dim": None}), "qk_pos_emb_head_dim": 0}
+
+
+def _unrotated_back(mcore: Mcore) -> dict[str, object]:
+    back = _heads_back({**mcore, "qk_pos_emb_head_dim": 1})
+    return {**back, "qk_rope_head_dim": 0, "qk_head_dim": mcore["qk_head_dim"]}
+
+
 def _rotated(hf: Hf) -> dict[str, object]:
     _require(hf, "head_dim", count(hf, "qk_rope_head_dim"))
     return {}
@@ -85,6 +97,14 @@ def _rope_of_whole(hf: Hf) -> dict[str, object]:
 
 _REFUSED = ("`num_key_value_heads` other than `num_attention_heads`: every head has its own key",)
 HEADS = Derive((*_SIZES, "q_lora_rank", "num_key_value_heads", "qk_head_dim"), _heads, _heads_back, _REFUSED)
+UNROTATED_HEADS = Derive(HEADS.names, _unrotated, _unrotated_back, _REFUSED)
+"""``HEADS`` without any rotated part."""
+ONE_EPSILON = Derive(
+    ("rms_norm_eps",),
+    lambda hf: dict.fromkeys(("layernorm_epsilon", "latent_norm_epsilon"), hf["rms_norm_eps"]),
+    lambda mcore: {"rms_norm_eps": mcore["layernorm_epsilon"]},
+)
+"""The norms of latents have the epsilon of other norms."""
 _TEMPERED = rope(types=("yarn",), own=("llama_4_scaling_beta", "max_position_embeddings"))
 _OTHER_PART = (
     "`partial_rotary_factor` of a rope other than the ratio of the dims of heads: the rope rotates qk_rope_head_dim"

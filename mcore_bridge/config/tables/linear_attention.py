@@ -138,7 +138,7 @@ KDA: tuple[Field, ...] = (
 """Kimi delta attention in some layers. Another entry has its sizes."""
 LOW_RANK_KDA: tuple[Field, ...] = (
     Derive((*_KDA_SIZES, _KDA_GIVEN), _agreeing, _agreeing_back),
-    *(Const("kda_full_rank", False), Const("kda_lower_bound", None)),
+    *(Const("kda_full_rank", False), Const("kda_rate_dims", 4), Const("kda_lower_bound", None)),
 )
 """The sizes of Kimi Linear. Decay and gate have narrow inputs."""
 
@@ -155,10 +155,31 @@ def _bound_back(mcore: Mcore) -> dict[str, object]:
     return {"kda_safe_gate": bound is not None, **({} if bound is None else {"kda_lower_bound": bound})}
 
 
+BOUNDED_KDA: tuple[Field, ...] = (
+    *(Map(name, mcore) for name, (_, mcore) in _KDA_SIZES.items()),
+    Derive(
+        ("linear_lower_bound",),
+        lambda hf: {"kda_lower_bound": hf.get("linear_lower_bound")},
+        lambda mcore: {"linear_lower_bound": mcore["kda_lower_bound"]},
+    ),
+    *(Const("kda_full_rank", False), Const("kda_rate_dims", 1), Const("activation_func", silu)),
+    layers(
+        _second,
+        MLP_TYPES.backward,
+        *MLP_TYPES.names,
+        letters={"linear_attention": "K", "indexed_attention": "*"},
+        moe_layer_freq="E",
+    ),
+    Require(
+        "hidden_act", ("silu",), "the convolution has the activation of MLPs, and fused kernels know this one alone"
+    ),
+    Ignore("transformers has made other fields of it", (_KDA_GIVEN,)),
+)
+"""Kimi delta attention of GLM-5.3, whose decay may have a bound, beside attention to selected keys."""
 FULL_RANK_KDA: tuple[Field, ...] = (
     *(Map(name, mcore) for name, (_, mcore) in _KDA_SIZES.items()),
     Derive(("kda_safe_gate", "kda_lower_bound"), _bound, _bound_back),
-    Const("kda_full_rank", True),
+    *(Const("kda_full_rank", True), Const("kda_rate_dims", 1)),
     Ignore(
         "transformers has made layer_types, linear_head_dim and linear_conv_kernel_dim of them",
         ("layer_group_size", "head_dim", "short_conv_kernel_size"),

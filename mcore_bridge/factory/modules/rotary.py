@@ -148,8 +148,8 @@ class UnrotatedEmbedding(LatentRotaryEmbedding):
 
     def __init__(self, num_dims: int, *, cp_group: ProcessGroup | None) -> None:
         plain = {"rope_type": "default", "rope_theta": 10000.0}
-        super().__init__(Rope(parameters=plain, head_dim=num_dims, max_position_embeddings=1), cp_group=cp_group)
-        self.inv_freq = torch.zeros_like(self.inv_freq)
+        super().__init__(Rope(parameters=plain, head_dim=num_dims or 2, max_position_embeddings=1), cp_group=cp_group)
+        self.inv_freq = torch.zeros(num_dims // 2)
 
 
 def replace_rotary(chunk: GPTModel) -> None:
