@@ -1,8 +1,9 @@
 """The text of GLM-5.3-Flash: residual streams, Kimi delta attention in most layers, and attention to pools of keys."""
 
 from mcore_bridge.architecture import Architecture
-from mcore_bridge.config.fields import Const, Derive
-from mcore_bridge.config.tables import but
+from mcore_bridge.config.fields import Const, Ignore, Require
+from mcore_bridge.config.tables import but, published
+from mcore_bridge.config.tables.by_layer import ONE_LIMIT
 from mcore_bridge.config.tables.linear_attention import BOUNDED_KDA
 from mcore_bridge.config.tables.moe import MTP_NEVER
 from mcore_bridge.config.tables.scales import MIXED
@@ -12,16 +13,15 @@ from mcore_bridge.models.blocks_delta import KDA_NARROW, KDA_RATES
 from mcore_bridge.models.blocks_sparse import INDEXER, POOLS, streams
 
 LAYER = (blocks.NORMS, blocks.MLA, INDEXER, POOLS, KDA_NARROW, KDA_RATES, blocks.SWIGLU, blocks.MOE_BIASED)
-LIMITS = Derive(
-    ("swiglu_limit",),
-    lambda hf: dict.fromkeys(("glu_limit", "expert_glu_limit"), hf["swiglu_limit"]),
-    lambda mcore: {"swiglu_limit": mcore["glu_limit"]},
-)
 ARCHITECTURE = Architecture(
     model_type="glm5_next_text",
     fields=but(
         (*POOLED, *MIXED),
-        *(*BOUNDED_KDA, MTP_NEVER, LIMITS, Const("limits_before_activation", True), Const("mhc_merges_evenly", True)),
+        *(*BOUNDED_KDA, MTP_NEVER, ONE_LIMIT, Const("limits_before_activation", True), Const("mhc_merges_evenly", True)),
+        *published(mhc=True, mla_use_nope=True, index_kpool_compress=True),
+        Require("moe_router_dtype", ("float32", None), "transformers always routes in fp32"),
+        Ignore("it only affects drafts of inference engines", ("index_share_for_mtp_iteration",)),
+        Ignore("no layer has a rope", ("indexer_rope_interleave",)),
     ),
     rules=lambda hf: blocks.decoder(*LAYER, streams("hc_attn_", "hc_ffn_")),
     mtp=lambda hf: (f"model.layers.{hf.num_hidden_layers}.*",),

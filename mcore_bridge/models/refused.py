@@ -80,10 +80,6 @@ REFUSALS = (
         mamba="modeling_mamba.MambaMixer",
     ),
     *_because(
-        "its text is a glm5_next_text, which is supported; nobody has written how its model of images joins it", GPT,
-        glm5_next="modeling_glm5_next.Glm5NextModel",
-    ),
-    *_because(
         "its text is an lfm2, which is supported; nobody has written how its model of images joins it", GPT,
         lfm2_vl="modeling_lfm2_vl.Lfm2VlModel",
     ),

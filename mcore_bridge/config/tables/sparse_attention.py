@@ -124,26 +124,26 @@ SELECTED: tuple[Field, ...] = (
 
 
 def _all_full(hf: Hf) -> dict[str, object]:
-    """Between two layers with attention there may be others, and transformers shares no selection across these."""
     kinds, indexers = hf.get("layer_types"), hf.get("indexer_types")
-    own = zip(kinds, indexers, strict=False) if isinstance(kinds, list) and isinstance(indexers, list) else ()
-    if any(kind == "indexed_attention" and indexer != "full" for kind, indexer in own):
+    own = indexers if isinstance(kinds, list) and isinstance(indexers, list) and len(kinds) == len(indexers) else None
+    if own is None or any(one != "full" for kind, one in zip(kinds, own, strict=True) if kind != "linear_attention"):
         raise ConfigError(
-            f"indexer_types must be 'full' for each layer with attention, found {indexers!r}: such a layer follows "
-            "linear attention, from which transformers gets no selection."
+            f"indexer_types must name one kind for each layer, 'full' for layers with attention, found {indexers!r}. "
+            "Nobody has written shared selections among layers of linear attention."
         )
     return {"dsa_indexer_topk_freq": 1, "dsa_indexer_skip_topk_offset": 0}
 
 
+def _all_full_back(mcore: Mcore) -> dict[str, object]:
+    return {"indexer_types": ["full"] * count(mcore, "num_layers")}
+
+
+_NOT_FULL = "`indexer_types` other than `full` for a layer with attention: nobody has written shared selections here"
 POOLED: tuple[Field, ...] = (
     *but(without(LATENT, "latent_norm_epsilon"), UNROTATED_HEADS, ONE_EPSILON, *UNROTATED),
     *(*COUNTED, *SIGMOID_GROUPED, *INDEXER),
-    Derive(
-        ("indexer_types", *_SCHEDULE),
-        _all_full,
-        lambda mcore: {"indexer_types": ["full"] * count(mcore, "num_layers")},
-        ("`indexer_types` other than `full` for a layer with attention: it follows linear attention",),
-    ),
+    Derive(("indexer_types",), _all_full, _all_full_back, (_NOT_FULL,)),
+    Ignore("transformers has made indexer_types of them", _SCHEDULE),
     Map("index_kpool", "dsa_indexer_pool"),
     Require("index_kpool_always_select_tail", (True,), "a query would not see itself in a pool that is not complete"),
     Const("dsa_indexer_loss_coeff", 0.0),
