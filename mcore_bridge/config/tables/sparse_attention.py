@@ -142,6 +142,7 @@ _NOT_FULL = "`indexer_types` other than `full` for a layer with attention: nobod
 POOLED: tuple[Field, ...] = (
     *but(without(LATENT, "latent_norm_epsilon"), UNROTATED_HEADS, ONE_EPSILON, *UNROTATED),
     *(*COUNTED, *SIGMOID_GROUPED, *INDEXER),
+    *(Const("rope_type", "rope"), Const("apply_rope_fusion", False)),  # yarn and its kernel need rotated dims
     Derive(("indexer_types",), _all_full, _all_full_back, (_NOT_FULL,)),
     Ignore("transformers has made indexer_types of them", _SCHEDULE),
     Map("index_kpool", "dsa_indexer_pool"),

@@ -311,7 +311,8 @@ class SelectingAttention(LatentAttention):
             *(hidden_states, key_value_states, position_ids, packed_seq_params), inference_context, **options
         )
         if self.core_attention.indexer is not None:
-            rotate = self._rotation(hidden_states, packed_seq_params)
+            rotated = self.config.qk_pos_emb_head_dim
+            rotate = self._rotation(hidden_states, packed_seq_params) if rotated else None
             with torch.no_grad():
                 self.core_attention.indexed = self.core_attention.indexer(hidden_states, tensors[3], rotate)
         return tensors
