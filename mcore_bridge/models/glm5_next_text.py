@@ -17,7 +17,13 @@ ARCHITECTURE = Architecture(
     model_type="glm5_next_text",
     fields=but(
         (*POOLED, *MIXED),
-        *(*BOUNDED_KDA, MTP_NEVER, ONE_LIMIT, Const("limits_before_activation", True), Const("mhc_merges_evenly", True)),
+        *(
+            *BOUNDED_KDA,
+            MTP_NEVER,
+            ONE_LIMIT,
+            Const("limits_before_activation", True),
+            Const("mhc_merges_evenly", True),
+        ),
         *published(mhc=True, mla_use_nope=True, index_kpool_compress=True),
         Require("moe_router_dtype", ("float32", None), "transformers always routes in fp32"),
         Ignore("it only affects drafts of inference engines", ("index_share_for_mtp_iteration",)),

@@ -1,4 +1,4 @@
-"""Residual streams, with latent attention to selected keys, which layers share or not."""
+"""Residual streams, with latent attention to selected keys, which layers share or not, or beside linear attention."""
 
 from tests.zoo import Case
 from tests.zoo.sparse import sparse
@@ -36,6 +36,6 @@ def hunyuan(*kinds: str, **fields: object) -> Case:
 
 CASES = {
     "hy_v4": hunyuan("full", "shared", "full", "shared", vocab_size=97),
-    "hy_v4-indexers": hunyuan(*["full"] * 4, hc_mult=3),
     "glm5_next_text": sparse("glm5_next_text", **GLM),
+    "hy_v4-indexers": hunyuan(*["full"] * 4, hc_mult=3),
 }

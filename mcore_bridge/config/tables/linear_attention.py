@@ -131,15 +131,15 @@ def _narrow(kinds: Derive, first: int, bound: str = "") -> Derive:
         bound: the field with the bound, which may be None. Empty: there is none.
     """
 
-    def given(hf: Hf) -> dict[str, object]:
+    def expected(hf: Hf) -> dict[str, object]:
         own = {old: hf[name] for name, (old, _) in _KDA_SIZES.items()} | _numbered(hf.get("layer_types"), first)
         return own | ({"gate_lower_bound": hf[bound], "safe_gate": hf[bound] is not None} if bound else {})
 
     def forward(hf: Hf) -> dict[str, object]:
-        found, own = hf.get(_GIVEN) or {}, given(hf)
-        if not isinstance(found, Mapping) or any(name not in own or own[name] != found[name] for name in found):
-            raise ConfigError(f"{_GIVEN} must agree with {own}, found {shown(found)}. Change it, or delete it.")
-        mcore: dict[str, object] = {own: hf[name] for name, (_, own) in _KDA_SIZES.items()}
+        given, own = hf.get(_GIVEN) or {}, expected(hf)
+        if not isinstance(given, Mapping) or any(name not in own or own[name] != given[name] for name in given):
+            raise ConfigError(f"{_GIVEN} must agree with {own}, found {shown(given)}. Change it, or delete it.")
+        mcore: dict[str, object] = {mcore_name: hf[name] for name, (_, mcore_name) in _KDA_SIZES.items()}
         if bound:
             mcore["kda_lower_bound"] = None if hf[bound] is None else _below_zero(hf, bound)
         return mcore
@@ -147,7 +147,7 @@ def _narrow(kinds: Derive, first: int, bound: str = "") -> Derive:
     def backward(mcore: Mcore) -> dict[str, object]:
         own = {name: mcore[mcore_name] for name, (_, mcore_name) in _KDA_SIZES.items()}
         own |= {bound: mcore["kda_lower_bound"]} if bound else {}
-        return {**own, _GIVEN: given({**own, **kinds.backward(mcore)})}
+        return {**own, _GIVEN: expected({**own, **kinds.backward(mcore)})}
 
     return Derive((*_KDA_SIZES, _GIVEN, *([bound] if bound else [])), forward, backward)
 

@@ -125,8 +125,12 @@ SELECTED: tuple[Field, ...] = (
 
 def _all_full(hf: Hf) -> dict[str, object]:
     kinds, indexers = hf.get("layer_types"), hf.get("indexer_types")
-    own = indexers if isinstance(kinds, list) and isinstance(indexers, list) and len(kinds) == len(indexers) else None
-    if own is None or any(one != "full" for kind, one in zip(kinds, own, strict=True) if kind != "linear_attention"):
+    if (
+        not isinstance(kinds, list)
+        or not isinstance(indexers, list)
+        or len(kinds) != len(indexers)
+        or any(kind != "linear_attention" and own != "full" for kind, own in zip(kinds, indexers, strict=True))
+    ):
         raise ConfigError(
             f"indexer_types must name one kind for each layer, 'full' for layers with attention, found {indexers!r}. "
             "Nobody has written shared selections among layers of linear attention."

@@ -173,22 +173,23 @@ class PooledIndexer(Indexer):
 
     def selected(self, query: Tensor, key: Tensor, weights: Tensor, hidden: Tensor, places: Places) -> Tensor:
         """As for ``Indexer``, where keys are followed by gates."""
-        size, length = self.pool, key.size(0)
-        queries = places.queries[None, :, None] - places.first[:, None, None]  # counted from the first token
-        keys = torch.arange(length, device=key.device)[None, None] - places.first[:, None, None]
-        pool_of = keys.div(size, rounding_mode="floor")
-        tail = pool_of == (queries + 1).div(size, rounding_mode="floor")
-        if length < size:
+        first, count = places.first[:, None, None], key.size(0) // self.pool
+        complete = self._complete(places.queries[None, :, None] - first)
+        pool_of = (torch.arange(key.size(0), device=key.device) - first).div(self.pool, rounding_mode="floor")
+        tail = pool_of == complete
+        if not count:
             return tail
-        count = length // size
         scores = scores_of(query, self._pooled(key, places.first, count), weights)
-        ends = (torch.arange(count, device=key.device) + 1) * size - 1
-        later = ends > queries  # of the first pools of a row, those after its last token are later than any query
-        best = scores.masked_fill(later, float("-inf")).topk(min(self.num_selected // size, count), dim=-1).indices
+        later = torch.arange(count, device=key.device) >= complete  # so are pools behind the last token of a row
+        best = scores.masked_fill(later, float("-inf")).topk(min(self.num_selected // self.pool, count), -1).indices
         chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True) & ~later
         inside = (pool_of >= 0) & (pool_of < count)
         own = chosen.gather(-1, pool_of.clamp(0, count - 1).expand(*chosen.shape[:2], -1))
         return tail | (own & inside)
+
+    def _complete(self, places: Tensor) -> Tensor:
+        """The number of pools that a query at these places sees whole."""
+        return (places + 1).div(self.pool, rounding_mode="floor")
 
     def _pooled(self, key: Tensor, first: Tensor, count: int) -> Tensor:
         """The keys of ``count`` pools of each row, ``[pools, b, dim]``. Pools behind the text are not meaningful."""
