@@ -79,6 +79,7 @@ FAMILIES = [
     "afmoe",
     "axk1",
     "glm5_next_text",
+    "kimi_linear",
 ]
 
 
