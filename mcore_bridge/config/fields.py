@@ -316,13 +316,16 @@ SIZES = frozenset(
     }
 )
 """The mcore names that are sizes or counts. If a model has the name, it must be positive."""
+MAY_BE_ZERO = frozenset({"qk_pos_emb_head_dim"})
+"""Names among these that may also be 0: a part of heads that some models lack."""
 
 
 def size_problems(hf: Mapping[str, object], names: tuple[str, ...], mcore: Mapping[str, object]) -> Iterator[str]:
     """Faults of the sizes that one entry of a table has made from the HF fields ``names``."""
     for name in sorted(SIZES & mcore.keys()):
         value = mcore[name]
-        if value is not None and not (is_count(value) and value <= LARGEST):
+        is_absent = value is None or (value == 0 and name in MAY_BE_ZERO)
+        if not is_absent and not (is_count(value) and value <= LARGEST):
             fields = ", ".join(f"{field}={shown(hf[field])}" for field in names if field in hf)
             yield (
                 f"{fields or name} must give a whole number from 1 to {LARGEST}, found {shown(value)} as "

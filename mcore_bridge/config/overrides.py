@@ -26,11 +26,12 @@ ATTRIBUTES = frozenset(
         *("layer_kinds", "mamba_conv_kernel", "short_conv_kernel", "mamba_norm", "side_multipliers"),
         *("mtp_kinds", "mtp_like_layer", "attention_chunks", "nope_temperature", "per_layer_config"),
         *("attention_gate", "attention_gate_activation", "expert_latent_size", "value_norm", "keys_as_values"),
-        *("layer_scalar", "kda_full_rank", "kda_lower_bound", "delta_negative_eigenvalues", "head_norm_epsilon"),
-        *("experts_beside_mlp", "router_scales", "glu_limit", "expert_glu_limit", "draft"),
+        *("layer_scalar", "kda_full_rank", "kda_rate_dims", "kda_lower_bound", "delta_negative_eigenvalues"),
+        *("head_norm_epsilon", "experts_beside_mlp", "router_scales", "glu_limit", "expert_glu_limit", "draft"),
         *("post_norm_epsilon", "embedding_norm", "final_norm_centered", "limits_before_activation"),
         *("enable_mhc_connections", "mhc_num_residual_streams", "mhc_sinkhorn_iterations", "mhc_magnitude"),
-        *("mhc_epsilon", "dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset", "value_channels", "value_scale"),
+        *("mhc_epsilon", "mhc_merges_evenly", "value_channels", "value_scale"),
+        *("dsa_indexer_pool", "dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset"),
         *("norm_weight", "qkv_clip", "keys_of_layer", "layer_input_size"),
         *ATTENTION_FACTOR,
     )
@@ -76,7 +77,9 @@ For ``build_model``:
 * ``enable_mhc_connections``, ``mhc_num_residual_streams``, ``mhc_sinkhorn_iterations``: whether the residual has
   several streams, how many, and how often the matrix that mixes them is normed (0: they are not mixed). megatron-core
   0.20 has these fields;
-* ``mhc_magnitude``, ``mhc_epsilon``: the largest weight of an addition to a stream, and what is added to each weight;
+* ``mhc_magnitude``, ``mhc_epsilon``: the largest weight of an addition to a stream, and what is added to weights;
+* ``mhc_merges_evenly``: whether the final norm reads the mean of the streams, without weights of its own;
+* ``dsa_indexer_pool``: how many neighbouring keys an indexer selects together, if it is more than one;
 * ``dsa_indexer_topk_freq``, ``dsa_indexer_skip_topk_offset``: which layers share a selection of keys. megatron-core
   0.19 has these fields;
 * ``attention_softcap``, ``logit_softcap``: the bounds of attention scores and of logits, enforced by a tanh;
@@ -98,6 +101,7 @@ For ``build_model``:
 * ``head_norm_epsilon``: the epsilon of the norm of heads of linear attention, if it is not ``layernorm_epsilon``;
 * ``kda_full_rank``: whether decay and gate of Kimi delta attention have one projection each, not two through narrow
   inputs;
+* ``kda_rate_dims``: the number of dims of its tensor of decay rates, 1 or 4, as in checkpoints;
 * ``kda_lower_bound``: the bound that a sigmoid sets to the logs of decays of Kimi delta attention; None: there is no
   bound, but a softplus;
 * ``mtp_kinds``: the parts of the layer within an MTP layer, as in ``layer_kinds``, if it is not like the last layer;

@@ -67,7 +67,8 @@ def count_params(hf: PretrainedConfig, *, tower: Iterable[TensorSpec] = ()) -> P
     vocabulary += inputs * (config.hf_vocab_size + config.hidden_size) + size
     lm_head += config.hf_vocab_size * getattr(config, "output_layer_bias", False)
     numel = sum(spec.numel for spec in tower)
-    last = _norm(config, config.hidden_size) + _gates_of_streams(config, 1, 1)
+    last = _norm(config, config.hidden_size)
+    last += 0 if getattr(config, "mhc_merges_evenly", False) else _gates_of_streams(config, 1, 1)
     return ParamCounts(layers, experts, vocabulary, lm_head, last, numel)
 
 
@@ -110,7 +111,8 @@ def _halves(config: Any, kinds: str, attention: int, mlp: int) -> int:
     first = sum(count(config) for letter, count in _MIXERS.items() if letter in kinds) + attention * ("*" in kinds)
     second = 0 if SECOND.isdisjoint(kinds) else mlp
     around = 2 if getattr(config, "norm_placement", "pre") == "sandwich" else 1
-    return first + second + _norm(config, config.hidden_size) * around * ((first > 0) + (second > 0))
+    norms = _norm(config, config.hidden_size) * around * ((first > 0) + (second > 0))
+    return first + second + norms + _connections(config)
 
 
 def _norm(config: Any, size: int) -> int:
@@ -125,7 +127,14 @@ def _norms(config: Any) -> int:
     norms = _norm(config, config.hidden_size) * (getattr(config, "parallel_norms", None) or count)
     of_input = 2 * config.hidden_size * (size := getattr(config, "layer_input_size", None) or 0)
     norms += of_input + config.hidden_size * bool(size)
-    return norms + getattr(config, "layer_scalar", False) + 2 * _gates_of_streams(config, 2, 2)
+    return norms + getattr(config, "layer_scalar", False) + _connections(config)
+
+
+def _connections(config: Any) -> int:
+    """The parameters of the gates by which a layer reads and writes residual streams."""
+    if getattr(config, "mhc_sinkhorn_iterations", 0):
+        return 2 * _gates_of_streams(config, 2 + config.mhc_num_residual_streams, 3)
+    return 2 * _gates_of_streams(config, 2, 2)
 
 
 def _gates_of_streams(config: Any, per_stream: int, kinds: int) -> int:
@@ -202,7 +211,9 @@ def _indexer(config: Any, layer: int) -> int:
     if shares_selection(layer, freq=config.dsa_indexer_topk_freq, offset=config.dsa_indexer_skip_topk_offset):
         return 0
     heads, dim = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
-    return config.q_lora_rank * heads * dim + config.hidden_size * (dim + heads) + 2 * dim
+    pool = getattr(config, "dsa_indexer_pool", None)
+    pooling = dim * (config.hidden_size + pool) if pool else 0
+    return config.q_lora_rank * heads * dim + config.hidden_size * (dim + heads) + 2 * dim + pooling
 
 
 def _linear_attention(config: Any) -> int:

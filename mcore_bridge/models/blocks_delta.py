@@ -41,18 +41,20 @@ KDA_PARTS     = table(("conv1d.weight",                       "{q,k,v}_conv1d.we
                       ("dt_bias",                             "dt_bias",                         COLUMN),
                       ("out_norm.weight",                     "o_norm.weight",                   REPLICATED),
                       ("out_proj.weight",                     "o_proj.weight",                   ROW))
-KDA           = under("self_attention", "self_attn", KDA_PARTS, table(
+KDA_RATES     = under("self_attention", "self_attn", table(
+                      ("A_log",                               "A_log",                           COLUMN)))
+KDA_NARROW    = under("self_attention", "self_attn", KDA_PARTS, table(
                       ("in_proj.weight",                      "{q,k,v,b,f_a,g_a}_proj.weight",   KDA_IN),
                       ("decay_up.weight",                     "f_b_proj.weight",                 COLUMN),
-                      ("gate_up.weight",                      "g_b_proj.weight",                 COLUMN),
-                      ("A_log",                               "A_log",                           KDA_DECAY)))
-KDA_FULL      = under("self_attention", "self_attn", KDA_PARTS, table(
-                      ("in_proj.weight",                      "{q,k,v,b,f,g}_proj.weight",       KDA_FULL_IN),
-                      ("A_log",                               "A_log",                           COLUMN)))
+                      ("gate_up.weight",                      "g_b_proj.weight",                 COLUMN)))
+KDA           = (*KDA_NARROW, *under("self_attention", "self_attn", table(
+                      ("A_log",                               "A_log",                           KDA_DECAY))))
+KDA_FULL      = (*KDA_RATES, *under("self_attention", "self_attn", KDA_PARTS, table(
+                      ("in_proj.weight",                      "{q,k,v,b,f,g}_proj.weight",       KDA_FULL_IN))))
 DELTA_LAYER   = (*NORMS, *GATED_GQA, *O_BIAS, *QK_NORM, *DELTA_NET)
 # fmt: on
 """``DELTA_LAYER`` is a layer without its MLP, and without the input projection of linear attention.
 
-``KDA_FULL`` is Kimi delta attention whose decay and gate have one projection each, and ``KDA`` has narrow inputs for
-them.
+``KDA_FULL`` is Kimi delta attention whose decay and gate have one projection each. ``KDA`` and ``KDA_NARROW`` have
+narrow inputs for them, and ``KDA_NARROW`` is without ``KDA_RATES``.
 """

@@ -14,9 +14,12 @@ INDEXER      = under("self_attention.core_attention.indexer", "self_attn.indexer
                      ("k_norm.weight",              "k_norm.weight",       REPLICATED),
                      ("k_norm.bias",                "k_norm.bias",         REPLICATED),
                      ("linear_weights_proj.weight", "weights_proj.weight", REPLICATED)))
+POOLS        = under("self_attention.core_attention.indexer", "self_attn.indexer", table(
+                     ("pool_places",             "index_kpool_compress_ape",  REPLICATED),
+                     ("linear_pool_gate.weight", "index_kpool_compress_gate", REPLICATED)))
 SPARSE_LAYER = (*NORMS, *MLA, *INDEXER, *MOE_BIASED)
 # fmt: on
-"""A layer without its dense MLP. Layers that share a selection have no indexer."""
+"""``SPARSE_LAYER`` has no dense MLP. Layers that share a selection have no indexer. ``POOLS`` joins keys into pools."""
 _HALVES = {"linear_q_up_proj": HALVES_OF_QUERIES, "linear_kv_down_proj": HALVES_OF_KEYS}
 MLA_IN_HALVES = tuple(replace(rule, layout=_HALVES.get(rule.mcore.split(".")[1], rule.layout)) for rule in MLA)
 """``MLA`` of a checkpoint whose pairs of rotated dims are in two halves."""

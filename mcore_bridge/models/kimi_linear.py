@@ -15,7 +15,8 @@ from mcore_bridge.rules.mapping import respelled, second_names, under
 
 ONE_FORM = published(mla_use_nope=True, moe_router_activation_func="sigmoid", use_grouped_topk=True, moe_layer_freq=1)
 IN_SPARSE = (("mlp.", "block_sparse_moe."),)
-LAYER = (blocks.NORMS, blocks.MLA, DELTA, blocks.SWIGLU, blocks.W123)
+LAYER = (blocks.NORMS, blocks.SWIGLU, blocks.W123)
+ATTENTION = {"full_attention": blocks.MLA, "linear_attention": DELTA}
 BESIDE = respelled((*blocks.SHARED, *blocks.ROUTER_BIAS), IN_SPARSE)
 SECOND = second_names(under("decoder.layers.*", "model.layers.*", respelled(blocks.SWIGLU, IN_SPARSE)))
 ARCHITECTURE = Architecture(
@@ -24,7 +25,7 @@ ARCHITECTURE = Architecture(
         (*LATENT, *NAMED_BY_KIMI),
         *(*KDA, *LOW_RANK_KDA, *UNROTATED, *ONE_FORM, *published(num_nextn_predict_layers=0), unread("head_dim")),
     ),
-    rules=lambda hf: (*blocks.decoder(*LAYER, BESIDE), *SECOND),
+    rules=lambda hf: (*blocks.decoder(*LAYER, BESIDE), *blocks.by_kind(hf, ATTENTION), *SECOND),
     renamed_in_memory=(
         *blocks.W123_STACKS,
         (".block_sparse_moe.shared_experts.", ".mlp.shared_experts."),

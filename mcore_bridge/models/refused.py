@@ -84,13 +84,6 @@ REFUSALS = (
         recurrent_gemma="modeling_recurrent_gemma.RecurrentGemmaRglru", rwkv="modeling_rwkv.RwkvSelfAttention",
     ),
     *_because(
-        "an indexer selects pools of neighbouring keys, and a matrix for each token mixes residual streams; nobody has "
-        "written these submodules",
-        PARTS,
-        glm5_next="modeling_glm5_next.Glm5NextTextHyperConnection",
-        glm5_next_text="modeling_glm5_next.Glm5NextTextForgetGate",
-    ),
-    *_because(
         "linear attention is lightning attention, for which megatron-core has no module; residuals are scaled, and "
         "added after the norms",
         SSM, LAYER,

@@ -78,6 +78,8 @@ FAMILIES = [
     "gemma4-experts",
     "afmoe",
     "axk1",
+    "glm5_next_text",
+    "kimi_linear",
 ]
 
 

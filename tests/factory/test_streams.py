@@ -1,4 +1,6 @@
-"""Residual streams: loss and gradients on every mesh against transformers', recomputation, and what is refused."""
+"""Residual streams, and selections of keys: loss and gradients on every mesh against transformers', recomputation, and
+what is refused.
+"""
 
 import re
 from unittest import mock
@@ -10,15 +12,18 @@ from torch import nn
 import mcore_bridge as mb
 from mcore_bridge import ParallelDims
 from mcore_bridge.architecture import architecture_of
+from mcore_bridge.config.hf import with_fields
 from mcore_bridge.config.transformer import to_gpt_arguments, to_hf_config
 from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory.modules import streams
 from tests import zoo
 from tests.support import pool, stepping, tiny
 from tests.support.fake_mesh import rank_of
+from tests.support.strategies import random_state
 from tests.support.training import Kind, check_recompute
 
-CASES = {name: case.hf for name, case in zoo.cases().items() if case.model_type == "hy_v4"}
+FAMILIES = ("hy_v4", "glm5_next_text")
+CASES = {name: case.hf for name, case in zoo.cases().items() if case.model_type in FAMILIES}
 pytestmark = pytest.mark.skipif(not CASES, reason="the installed transformers lacks the family")
 MESHES = {
     1: [{}],
@@ -34,7 +39,7 @@ MESHES = {
 
 def fits(name, dims):
     """Whether each stage starts with an indexer."""
-    return dims.vp == 1 or name == "hy_v4-indexers"
+    return dims.vp == 1 or name != "hy_v4"
 
 
 KIND = Kind(CASES, MESHES, every=2, fits=fits)
@@ -127,7 +132,59 @@ def test_gates_of_streams_begin_even_and_indexers_are_frozen():
     gates = model.decoder.layers[1].pre_mlp_layernorm.connection
     torch.manual_seed(0)
     hidden = torch.randn(3, 2, gates.count * 48)
-    read, writes = gates(hidden)
+    read, writes, mixes = gates(hidden)
+    assert mixes is None
     even = streams.apart(hidden, gates.count).mean(-2)
     assert tiny.relative_error(read, even + 0.01 * gates.count * even) < 0.05
     assert tiny.relative_error(writes, torch.full_like(writes, 1.5 / 2 + 0.01)) < 0.05
+
+
+@pytest.mark.parametrize("length", [2, 23])
+def test_pools_begin_with_the_first_token_of_a_padded_row(length):
+    """transformers' indexer says which keys each query of three rows selects: padded on the left, the right, or not."""
+    from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextIndexer
+
+    hf = CASES["glm5_next_text"]
+    dims, theirs = ParallelDims(), Glm5NextTextIndexer(hf, 1)
+    with rank_of(dims, 0, 1):
+        (model,) = mb.build_model(hf, dims=dims, device="cpu", dtype=torch.float32, load_weights=random_state(hf))
+    core = model.decoder.layers[1].self_attention.core_attention
+    names = {"index_kpool_compress_ape": "pool_places", "index_kpool_compress_gate": "linear_pool_gate.weight"}
+    names |= {f"{name}.weight": f"linear_{name}.weight" for name in ("wq_b", "wk", "weights_proj")}
+    own = core.indexer.state_dict()
+    theirs.load_state_dict({name: own[names.get(name, name)] for name in theirs.state_dict()})
+    generator = torch.Generator().manual_seed(0)
+    hidden, latent = (torch.randn(3, length, size, generator=generator) for size in (hf.hidden_size, hf.q_lora_rank))
+    mask = torch.ones(3, length, dtype=torch.bool)
+    mask[0, : length // 4], mask[1, length - length // 4 :] = False, False
+    chosen = theirs(hidden, latent, mask, None).long()  # -1 is none
+    expected = torch.zeros(3, length, length + 1, dtype=torch.bool).scatter_(-1, chosen % (length + 1), True)
+    with torch.no_grad():
+        indexed = core.indexer(hidden.transpose(0, 1), latent.transpose(0, 1), None)
+        found = ~core._unselected(indexed, mask)[:, 0]
+    assert torch.equal(found[mask], expected[..., :-1][mask])
+    seen = torch.ones(length, length).tril().bool() & mask[:, None]
+    assert (found[mask].sum() < seen[mask].sum()) == (length > hf.index_topk)
+
+
+def test_the_published_config_of_glm_is_read_and_written_back():
+    """The sizes and names of GLM-5.3-Flash: every fourth layer of 45 has attention, and layers are counted from 0."""
+    kinds = ["deepseek_sparse_attention" if layer % 4 == 3 else "linear_attention" for layer in range(45)]
+    numbers = {"kda_layers": [n for n in range(45) if n % 4 != 3], "full_attn_layers": [*range(3, 45, 4)]}
+    given = {"num_heads": 64, "head_dim": 128, "short_conv_kernel_size": 4, "gate_lower_bound": -5.0, **numbers}
+    switches = dict.fromkeys(("mhc", "mla_use_nope", "index_kpool_compress", "index_share_for_mtp_iteration"), True)
+    router = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_router_dtype": "float32"}
+    more = {"first_k_dense_replace": 3, "moe_layer_freq": 1, "indexer_rope_interleave": True, "index_kpool": 4}
+    more |= {"num_nextn_predict_layers": 1, "layer_types": kinds, "linear_attn_config": given}
+    hf = type(CASES["glm5_next_text"])(**{**switches, **router, **more})
+    config = mb.to_transformer_config(hf, dims=ParallelDims(tp=8, sp=True, ep=8, pp=5, layout="Et*9|t*9|t*9|t*9|t*9L"))
+    assert (config.mhc_num_residual_streams, config.mhc_sinkhorn_iterations, config.mhc_epsilon) == (4, 20, 1e-6)
+    assert (config.dsa_indexer_pool, config.dsa_indexer_topk, config.kda_lower_bound) == (4, 2048, -5.0)
+    assert config.layer_kinds == tuple(("*" if n % 4 == 3 else "K") + ("-" if n < 3 else "E") for n in range(45))
+    table = architecture_of(hf).fields
+    back = to_hf_config(config, to_gpt_arguments(hf, table), table)
+    assert back.pop("linear_attn_config") == {**given, "safe_gate": True}
+    assert {name: hf.to_dict()[name] for name in back} == back
+    assert mb.supports(hf).parameters == 313_326_811_966  # those and biases of routers, in transformers' model
+    with pytest.raises(ConfigError, match="linear_attn_config must agree with"):
+        mb.to_transformer_config(with_fields(hf, {"linear_head_dim": 64}))

@@ -39,7 +39,7 @@ SINCE_5 = {
     *("glm_ocr", "mimo_v2_flash", "molmo2"),
     "t5gemma2",
     *("afmoe", "axk2", "beam", "dots3_note", "dots3_note_text", "ernie4_5_vl_moe_text", "flint"),
-    *("glm5_next", "glm5_next_text", "granite_swa", "granitemoe_swa", "hyperclovax"),
+    *("granite_swa", "granitemoe_swa", "hyperclovax"),
     *("inkling_mm_model", "inkling_text", "inkling2", "inkling2_text", "laguna", "minimax_m3_vl"),
     *("minimax_m3_vl_text", "mistral_large4", "mistral_large4_text", "muse_glimmer", "muse_glimmer_text"),
     *("muse_spark", "muse_spark_text", "nanochat", "qwen4_exp", "qwen4_exp_text", "zaya"),
@@ -184,6 +184,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
         {"indexer_types": ["full", "shared", "full", "full"], "index_topk_freq": None},
         "indexer_types must repeat",
     ),
+    "`indexer_types` other than `full`": ({"indexer_types": ["shared"] * 4}, "indexer_types must name"),
     "`rotary_dim` other than": ({"rotary_dim": 2}, "rotary_dim must be"),
     "`moe_topk` that": ({"moe_topk": [2, 4] * 16}, "moe_topk must be"),
     "`partial_rotary_factor` of a rope other than": (

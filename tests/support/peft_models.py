@@ -39,6 +39,7 @@ SWAPPED = ("llama4_text",)
 
 IN_FILES = {
     "bailing_hybrid": (("forget_gate.", ""), (".self_attn.", ".attention.")),
+    "glm5_next_text": (("forget_gate.", ""),),
     "granitemoe": (("experts.gate_up_proj", "input_linear"), ("experts.down_proj", "output_linear")),
     "kimi_linear": (("forget_gate.", ""), ("mlp.shared_experts", "block_sparse_moe.shared_experts")),
     "lfm3": (("self_attn.g_proj", "self_attn.gate_proj"),),

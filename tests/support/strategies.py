@@ -120,6 +120,9 @@ def pipelines(draw: Any, pp: int, vp: int) -> tuple[int, dict[str, Any]]:
     return sum(counts), {"layout": "E" + "|".join(stages) + "L"}
 
 
+_SMALL = ("kimi_linear", "bailing_hybrid", "olmo_hybrid", "glm5_next_text")
+
+
 def random_state(hf: Any, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
     """The tensors of a checkpoint, named and shaped as transformers writes them: random, every value non-zero.
 
@@ -136,7 +139,7 @@ def random_state(hf: Any, *, dtype: torch.dtype = torch.float32, seed: int = 0) 
         state = {name: _of_delta_net(name, tensor) for name, tensor in state.items()}
     if hf.model_type.startswith("gemma4"):
         state = {name: _of_gemma4(name, tensor) for name, tensor in state.items()}
-    if hf.model_type in ("kimi_linear", "bailing_hybrid", "olmo_hybrid"):  # small outputs, as in _of_delta_net
+    if hf.model_type in _SMALL:  # outputs, as in _of_delta_net
         outputs = {"self_attn.o_proj": 0.3, "attention.o_proj": 0.3, "attention.dense": 0.3, "linear_attn.o_proj": 0.1}
         scales = {name: min([by for part, by in outputs.items() if part in name], default=1) for name in state}
         state = {name: scales[name] * tensor for name, tensor in state.items()}

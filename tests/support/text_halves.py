@@ -15,6 +15,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 COMPOSITES = {
     "glm4v_moe_text": "glm4v_moe",
+    "glm5_next_text": "glm5_next",
     "glm4v_text": "glm4v",
     "hunyuan_vl_text": "hunyuan_vl",
     "muse_glimmer_text": "muse_glimmer",
@@ -71,7 +72,7 @@ def _register(model_type: str, composite: str) -> None:
         conversion = get_checkpoint_conversion_mapping(composite)
         if composite == "step3p7":  # without the prefixes of a composite
             conversion = [step for step in conversion if re.search("moe|share_expert", str(step.source_patterns))]
-        if conversion is not None and ("moe" in composite or composite == "step3p7"):
+        if conversion is not None and ("moe" in composite or composite in ("step3p7", "glm5_next")):
             register_checkpoint_conversion_mapping(made.__name__, conversion)
 
 

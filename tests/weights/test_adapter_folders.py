@@ -51,10 +51,25 @@ CASES = {
     "bailing_hybrid": (lambda: zoo.cases()["bailing_hybrid"].hf, ("f_proj", "g_proj", "o_proj"), (TP2, {"pp": 2})),
     "lfm3": (lambda: zoo.cases()["lfm3"].hf, ("g_proj", "o_proj", "in_proj"), (TP2,)),
     "hy_v4": (lambda: zoo.cases()["hy_v4"].hf, ("q_b_proj", "kv_a_proj_with_mqa", "o_proj"), (TP2,)),
+    "glm5_next_text": (
+        lambda: zoo.cases()["glm5_next_text"].hf,
+        ("f_a_proj", "b_proj", "q_b_proj", "kv_b_proj", "o_proj"),
+        (TP2,),
+    ),
     "step3p5": (lambda: zoo.cases()["step3p5"].hf, ("g_proj", "shared_experts.up_proj", *EXPERTS), ({"ep": 2}, TP2)),
     "afmoe": (lambda: zoo.cases()["afmoe"].hf, ("v_proj", "o_proj"), (TP2,)),
 }
-SINCE_5 = {"laguna", "gemma4", "gemma4-experts", "afmoe", "bailing_hybrid", "lfm3", "step3p5", "hy_v4"}
+SINCE_5 = {
+    "laguna",
+    "gemma4",
+    "gemma4-experts",
+    "afmoe",
+    "bailing_hybrid",
+    "lfm3",
+    "step3p5",
+    "hy_v4",
+    "glm5_next_text",
+}
 CASES = {name: CASES[name] for name in CASES if name not in SINCE_5 - zoo.cases().keys()}
 
 

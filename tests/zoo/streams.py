@@ -1,4 +1,4 @@
-"""Residual streams, with latent attention to selected keys, which layers share or not."""
+"""Residual streams, with latent attention to selected keys, which layers share or not, or beside linear attention."""
 
 from tests.zoo import Case
 from tests.zoo.sparse import sparse
@@ -8,6 +8,26 @@ HY = {**TOKENS, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3, "swiglu
 HY |= {"hc_eps": 0.01, "n_shared_experts": 1}
 DENSE_FIRST = {"mlp_layer_types": ["dense", "sparse", "sparse", "dense"], "first_k_dense_replace": None}
 
+GLM = {
+    **TOKENS,
+    "layer_types": ["linear_attention", "indexed_attention"] * 2,
+    "linear_num_heads": 4,
+    "linear_head_dim": 12,
+    **DENSE_FIRST,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "swiglu_limit": 0.5,
+    "vocab_size": 97,
+    "qk_rope_head_dim": 0,
+    "head_dim": 0,
+    "index_kpool": 3,
+    "index_topk": 9,
+    "hc_sinkhorn_iters": 2,
+    "hc_eps": 0.1,
+}
+"""A balanced mix keeps the mean of streams: after more iterations, some gradients would be rounding errors alone."""
+
 
 def hunyuan(*kinds: str, **fields: object) -> Case:
     """A case with these ``indexer_types``."""
@@ -16,5 +36,6 @@ def hunyuan(*kinds: str, **fields: object) -> Case:
 
 CASES = {
     "hy_v4": hunyuan("full", "shared", "full", "shared", vocab_size=97),
+    "glm5_next_text": sparse("glm5_next_text", **GLM),
     "hy_v4-indexers": hunyuan(*["full"] * 4, hc_mult=3),
 }

@@ -203,6 +203,17 @@ def _limits(hf: Hf, name: str) -> list[object]:
     return [limit or None for limit in limits[:num_layers]]
 
 
+def _one_limit(hf: Hf) -> dict[str, object]:
+    limit = hf.get("swiglu_limit")
+    if not (is_number(limit) and limit > 0):
+        raise ConfigError(f"swiglu_limit must be a positive number, found {shown(limit)}. Correct the HF config.")
+    return dict.fromkeys(_LIMITS.values(), limit)
+
+
+ONE_LIMIT = Derive(("swiglu_limit",), _one_limit, lambda mcore: {"swiglu_limit": mcore["glu_limit"]})
+"""The limit of the gates of all MLPs and experts."""
+
+
 def _heads_and_limits(hf: Hf) -> dict[str, object]:
     model = {**derived.HEADS.forward(hf), **dict.fromkeys(_LIMITS.values())}
     own, kinds, heads = hf.get(_OWN) or {}, hf.get("layer_types"), hf.get(_OF_WINDOWS) or hf["num_attention_heads"]

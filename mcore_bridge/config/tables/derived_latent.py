@@ -18,12 +18,16 @@ _SIZES = {  # HF field: mcore name
 
 
 def _heads(hf: Hf) -> dict[str, object]:
-    heads, rotated = count(hf, "num_attention_heads"), count(hf, "qk_rope_head_dim")
+    return _with_rotated(hf, count(hf, "qk_rope_head_dim"))
+
+
+def _with_rotated(hf: Hf, rotated: int) -> dict[str, object]:
+    heads = count(hf, "num_attention_heads")
     _require(hf, "num_key_value_heads", heads)
     _require(hf, "qk_head_dim", count(hf, "qk_nope_head_dim") + rotated)
-    sizes: dict[str, object] = {mcore: count(hf, name) for name, mcore in _SIZES.items()}
+    sizes = {mcore: count(hf, name) for name, mcore in _SIZES.items() if name != "qk_rope_head_dim"}
     rank = None if hf.get("q_lora_rank") is None else count(hf, "q_lora_rank")
-    return {**sizes, "num_query_groups": heads, "q_lora_rank": rank}
+    return {**sizes, "qk_pos_emb_head_dim": rotated, "num_query_groups": heads, "q_lora_rank": rank}
 
 
 def _heads_back(mcore: Mcore) -> dict[str, object]:
@@ -33,8 +37,15 @@ def _heads_back(mcore: Mcore) -> dict[str, object]:
             f"num_query_groups must be num_attention_heads={heads}, found {groups!r}. Remove the override."
         )
     sizes = {name: mcore[mcore_name] for name, mcore_name in _SIZES.items()}
-    dims = count(mcore, "qk_head_dim") + count(mcore, "qk_pos_emb_head_dim")
+    rotated = count(mcore, "qk_pos_emb_head_dim") if mcore["qk_pos_emb_head_dim"] else 0
+    dims = count(mcore, "qk_head_dim") + rotated
     return {**sizes, "num_key_value_heads": heads, "qk_head_dim": dims, "q_lora_rank": mcore["q_lora_rank"]}
+
+
+def _unrotated(hf: Hf) -> dict[str, object]:
+    if hf.get("qk_rope_head_dim") != 0:
+        raise ConfigError(f"qk_rope_head_dim must be 0, as no layer has a rope, found {hf.get('qk_rope_head_dim')!r}.")
+    return _with_rotated(hf, 0)
 
 
 def _rotated(hf: Hf) -> dict[str, object]:
@@ -85,6 +96,14 @@ def _rope_of_whole(hf: Hf) -> dict[str, object]:
 
 _REFUSED = ("`num_key_value_heads` other than `num_attention_heads`: every head has its own key",)
 HEADS = Derive((*_SIZES, "q_lora_rank", "num_key_value_heads", "qk_head_dim"), _heads, _heads_back, _REFUSED)
+UNROTATED_HEADS = Derive(HEADS.names, _unrotated, _heads_back, _REFUSED)
+"""``HEADS`` without any rotated part."""
+ONE_EPSILON = Derive(
+    ("rms_norm_eps",),
+    lambda hf: dict.fromkeys(("layernorm_epsilon", "latent_norm_epsilon"), hf["rms_norm_eps"]),
+    lambda mcore: {"rms_norm_eps": mcore["layernorm_epsilon"]},
+)
+"""The norms of latents have the epsilon of other norms."""
 _TEMPERED = rope(types=("yarn",), own=("llama_4_scaling_beta", "max_position_embeddings"))
 _OTHER_PART = (
     "`partial_rotary_factor` of a rope other than the ratio of the dims of heads: the rope rotates qk_rope_head_dim"

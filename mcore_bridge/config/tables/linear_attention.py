@@ -92,62 +92,89 @@ _KDA_SIZES = {  # field: name in linear_attn_config, mcore name
     "linear_num_heads": ("num_heads", "linear_num_key_heads"),
     "linear_conv_kernel_dim": ("short_conv_kernel_size", "linear_conv_kernel_dim"),
 }
-_KDA_LISTS = {"full_attn_layers": "full_attention", "kda_layers": "linear_attention"}
-_KDA_GIVEN = "linear_attn_config"
-
-
-def _numbered(names: object) -> dict[str, object]:
-    """The layers of each kind, numbered from 1, as published configs have them."""
-    assert isinstance(names, list | tuple)
-    return {key: [number for number, name in enumerate(names, 1) if name == kind] for key, kind in _KDA_LISTS.items()}
-
-
-def _agreeing(hf: Hf) -> dict[str, object]:
-    """The sizes. ``linear_attn_config``, if it is there, must say what transformers has made of it."""
-    given = hf.get(_KDA_GIVEN) or {}
-    own = {old: hf[name] for name, (old, _) in _KDA_SIZES.items()} | _numbered(hf.get("layer_types"))
-    if not isinstance(given, Mapping) or any(name not in own or own[name] != value for name, value in given.items()):
-        raise ConfigError(f"{_KDA_GIVEN} must agree with {own}, found {shown(given)}. Change it, or delete it.")
-    return {mcore: hf[name] for name, (_, mcore) in _KDA_SIZES.items()}
-
-
-def _agreeing_back(mcore: Mcore) -> dict[str, object]:
-    sizes = {name: mcore[own] for name, (_, own) in _KDA_SIZES.items()}
-    names = KDA_LAYERS.backward(mcore)["layer_types"]
-    return {**sizes, _KDA_GIVEN: {old: sizes[name] for name, (old, _) in _KDA_SIZES.items()} | _numbered(names)}
+_GIVEN = "linear_attn_config"
 
 
 def _second(hf: Hf, layer: int) -> str:
     return "E" if MLP_TYPES.forward(hf)["moe_layer_freq"][layer] else "-"  # type: ignore[index]
 
 
-KDA_LAYERS = layers(
-    _second,
-    MLP_TYPES.backward,
-    *MLP_TYPES.names,
-    letters={"linear_attention": "K", "full_attention": "*"},
-    moe_layer_freq="E",
-)
-KDA: tuple[Field, ...] = (
-    *(KDA_LAYERS, Const("activation_func", silu)),
+def _kinds(attention: str) -> Derive:
+    """The entry of the kinds of layers, from the name of those without Kimi delta attention."""
+    letters = {"linear_attention": "K", attention: "*"}
+    return layers(_second, MLP_TYPES.backward, *MLP_TYPES.names, letters=letters, moe_layer_freq="E")
+
+
+def _numbered(names: object, first: int) -> dict[str, object]:
+    """The layers of each kind, as published configs have them, if the first layer has the number ``first``."""
+    assert isinstance(names, list | tuple)
+    linear = [number for number, name in enumerate(names, first) if name == "linear_attention"]
+    others = [number for number in range(first, first + len(names)) if number not in linear]
+    return {"full_attn_layers": others, "kda_layers": linear}
+
+
+def _below_zero(hf: Hf, name: str) -> float:
+    bound = hf.get(name)
+    if not (is_number(bound) and bound < 0):
+        raise ConfigError(f"{name} must be a number below 0, found {shown(bound)}.")
+    return bound
+
+
+def _narrow(kinds: Derive, first: int, bound: str = "") -> Derive:
+    """The entry of the sizes of Kimi delta attention with narrow inputs, and of the bound of its decay.
+
+    ``linear_attn_config``, if it is there, must say what transformers has made of it.
+
+    Args:
+        kinds: the entry of the kinds of layers.
+        first: the number of the first layer in ``linear_attn_config``.
+        bound: the field with the bound, which may be None. Empty: there is none.
+    """
+
+    def expected(hf: Hf) -> dict[str, object]:
+        own = {old: hf[name] for name, (old, _) in _KDA_SIZES.items()} | _numbered(hf.get("layer_types"), first)
+        return own | ({"gate_lower_bound": hf[bound], "safe_gate": hf[bound] is not None} if bound else {})
+
+    def forward(hf: Hf) -> dict[str, object]:
+        given, own = hf.get(_GIVEN) or {}, expected(hf)
+        if not isinstance(given, Mapping) or any(name not in own or own[name] != given[name] for name in given):
+            raise ConfigError(f"{_GIVEN} must agree with {own}, found {shown(given)}. Change it, or delete it.")
+        mcore: dict[str, object] = {mcore_name: hf[name] for name, (_, mcore_name) in _KDA_SIZES.items()}
+        if bound:
+            mcore["kda_lower_bound"] = None if hf[bound] is None else _below_zero(hf, bound)
+        return mcore
+
+    def backward(mcore: Mcore) -> dict[str, object]:
+        own = {name: mcore[mcore_name] for name, (_, mcore_name) in _KDA_SIZES.items()}
+        own |= {bound: mcore["kda_lower_bound"]} if bound else {}
+        return {**own, _GIVEN: expected({**own, **kinds.backward(mcore)})}
+
+    return Derive((*_KDA_SIZES, _GIVEN, *([bound] if bound else [])), forward, backward)
+
+
+_SILU = (
+    Const("activation_func", silu),
     Require(
         "hidden_act", ("silu",), "the convolution has the activation of MLPs, and fused kernels know this one alone"
     ),
-    Map("model_max_length", "max_sequence_length"),
 )
+KDA_LAYERS, KDA_AND_INDEXED = _kinds("full_attention"), _kinds("indexed_attention")
+KDA: tuple[Field, ...] = (KDA_LAYERS, *_SILU, Map("model_max_length", "max_sequence_length"))
 """Kimi delta attention in some layers. Another entry has its sizes."""
 LOW_RANK_KDA: tuple[Field, ...] = (
-    Derive((*_KDA_SIZES, _KDA_GIVEN), _agreeing, _agreeing_back),
-    *(Const("kda_full_rank", False), Const("kda_lower_bound", None)),
+    _narrow(KDA_LAYERS, first=1),
+    *(Const("kda_full_rank", False), Const("kda_rate_dims", 4), Const("kda_lower_bound", None)),
 )
 """The sizes of Kimi Linear. Decay and gate have narrow inputs."""
+BOUNDED_KDA: tuple[Field, ...] = (
+    *(KDA_AND_INDEXED, *_SILU, _narrow(KDA_AND_INDEXED, first=0, bound="linear_lower_bound")),
+    *(Const("kda_full_rank", False), Const("kda_rate_dims", 1)),
+)
+"""Kimi delta attention of GLM-5.3, whose decay may have a bound, beside attention to selected keys."""
 
 
 def _bound(hf: Hf) -> dict[str, object]:
-    bound = hf.get("kda_lower_bound") if hf.get("kda_safe_gate") else None
-    if hf.get("kda_safe_gate") and not (is_number(bound) and bound < 0):
-        raise ConfigError(f"kda_lower_bound must be a number below 0, found {shown(bound)}.")
-    return {"kda_lower_bound": bound}
+    return {"kda_lower_bound": _below_zero(hf, "kda_lower_bound") if hf.get("kda_safe_gate") else None}
 
 
 def _bound_back(mcore: Mcore) -> dict[str, object]:
@@ -158,7 +185,7 @@ def _bound_back(mcore: Mcore) -> dict[str, object]:
 FULL_RANK_KDA: tuple[Field, ...] = (
     *(Map(name, mcore) for name, (_, mcore) in _KDA_SIZES.items()),
     Derive(("kda_safe_gate", "kda_lower_bound"), _bound, _bound_back),
-    Const("kda_full_rank", True),
+    *(Const("kda_full_rank", True), Const("kda_rate_dims", 1)),
     Ignore(
         "transformers has made layer_types, linear_head_dim and linear_conv_kernel_dim of them",
         ("layer_group_size", "head_dim", "short_conv_kernel_size"),

@@ -96,12 +96,21 @@ MULTIPLIERS: tuple[Field, ...] = (
     Map("logits_scaling", "logit_divisor"),
 )
 """Granite's multipliers of embeddings, residuals and attention scores, and its divisor of logits."""
-UNMIXED: tuple[Field, ...] = (
+STREAMS: tuple[Field, ...] = (
     Const("enable_mhc_connections", True),
     Map("hc_mult", "mhc_num_residual_streams"),
     Map("hc_eps", "mhc_epsilon"),
-    Map("hc_magnitude", "mhc_magnitude"),
-    Const("mhc_sinkhorn_iterations", 0),
     Const("variable_seq_lengths", True),  # otherwise stages expect hidden states of the width of one stream
 )
-"""A residual of several streams, which are not mixed with each other."""
+MIXED: tuple[Field, ...] = (
+    *STREAMS,
+    Map("hc_sinkhorn_iters", "mhc_sinkhorn_iterations"),
+    Const("mhc_magnitude", 2.0),
+)
+"""Streams that a matrix for each token mixes, whose rows and columns have nearly equal sums."""
+UNMIXED: tuple[Field, ...] = (
+    *STREAMS,
+    Const("mhc_sinkhorn_iterations", 0),
+    Map("hc_magnitude", "mhc_magnitude"),
+)
+"""Streams that are not mixed with each other."""

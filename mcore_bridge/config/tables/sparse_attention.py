@@ -5,7 +5,9 @@ In megatron-core the layers up to ``offset`` (counted from 1) have an indexer, a
 
 from mcore_bridge.config.fields import Const, Derive, Field, Hf, Ignore, Map, Mcore, Preset, Require, count
 from mcore_bridge.config.layer_kinds import shares_selection
-from mcore_bridge.config.tables import LATENT, but
+from mcore_bridge.config.tables import LATENT, but, without
+from mcore_bridge.config.tables.derived_latent import ONE_EPSILON, UNROTATED_HEADS
+from mcore_bridge.config.tables.derived_rope import UNROTATED
 from mcore_bridge.config.tables.moe import MLP_TYPES
 from mcore_bridge.config.tables.moe_counted import COUNTED, SIGMOID_GROUPED
 from mcore_bridge.errors import ConfigError
@@ -88,14 +90,14 @@ SPARSE_RELEASE = Release(
     "earlier releases have no sparse attention in the layer specs of GPT models. Their indexer computes only in bf16, "
     "with a CUDA kernel of fast_hadamard_transform and another epsilon",
 )
-INDEXED: tuple[Field, ...] = (
-    *(*COUNTED, *SIGMOID_GROUPED, MLP_TYPES, ALL_INDEXED),
+INDEXER: tuple[Field, ...] = (
     Ignore("transformers always replaces it by qk_rope_head_dim", ("head_dim",)),
     Require("moe_layer_freq", (1, None), "transformers reads mlp_layer_types instead"),
     Map("index_n_heads", "dsa_indexer_n_heads"),
     Map("index_head_dim", "dsa_indexer_head_dim"),
     Map("index_topk", "dsa_indexer_topk"),
 )
+INDEXED: tuple[Field, ...] = (*COUNTED, *SIGMOID_GROUPED, MLP_TYPES, ALL_INDEXED, *INDEXER)
 """An indexer in each layer, and sigmoid-routed experts after dense layers."""
 SPARSE: tuple[Field, ...] = (
     *but(
@@ -119,3 +121,36 @@ SELECTED: tuple[Field, ...] = (
     Const("dsa_indexer_loss_coeff", 0.0),  # indexers of ours are frozen
 )
 """Latent attention with sinks and indexers, by modules of ours (``factory/modules/selection.py``)."""
+
+
+def _all_full(hf: Hf) -> dict[str, object]:
+    kinds, indexers = hf.get("layer_types"), hf.get("indexer_types")
+    if (
+        not isinstance(kinds, list)
+        or not isinstance(indexers, list)
+        or len(kinds) != len(indexers)
+        or any(kind != "linear_attention" and own != "full" for kind, own in zip(kinds, indexers, strict=True))
+    ):
+        raise ConfigError(
+            f"indexer_types must name one kind for each layer, 'full' for layers with attention, found {indexers!r}. "
+            "Nobody has written shared selections among layers of linear attention."
+        )
+    return {"dsa_indexer_topk_freq": 1, "dsa_indexer_skip_topk_offset": 0}
+
+
+def _all_full_back(mcore: Mcore) -> dict[str, object]:
+    return {"indexer_types": ["full"] * count(mcore, "num_layers")}
+
+
+_NOT_FULL = "`indexer_types` other than `full` for a layer with attention: nobody has written shared selections here"
+POOLED: tuple[Field, ...] = (
+    *but(without(LATENT, "latent_norm_epsilon"), UNROTATED_HEADS, ONE_EPSILON, *UNROTATED),
+    *(*COUNTED, *SIGMOID_GROUPED, *INDEXER),
+    *(Const("rope_type", "rope"), Const("apply_rope_fusion", False)),  # yarn and its kernel need rotated dims
+    Derive(("indexer_types",), _all_full, _all_full_back, (_NOT_FULL,)),
+    Ignore("transformers has made indexer_types of them", _SCHEDULE),
+    Map("index_kpool", "dsa_indexer_pool"),
+    Require("index_kpool_always_select_tail", (True,), "a query would not see itself in a pool that is not complete"),
+    Const("dsa_indexer_loss_coeff", 0.0),
+)
+"""Latent attention without a rope in some layers, whose indexers select pools of keys."""

@@ -146,12 +146,20 @@ class LatentRotaryEmbedding(HFRotaryEmbedding):
 
 
 class UnrotatedEmbedding(LatentRotaryEmbedding):
-    """The rope of latent attention without a rope: all angles are zero, so mcore's rotation changes no score."""
+    """The rope of latent attention without a rope: all angles are zero, so mcore's rotation changes no score.
+
+    There may be no rotated dims at all. mcore's ``rope_type`` is then "rope": its yarn needs some.
+    """
 
     def __init__(self, num_dims: int, *, cp_group: ProcessGroup | None) -> None:
         plain = {"rope_type": "default", "rope_theta": 10000.0}
-        super().__init__(Rope(parameters=plain, head_dim=num_dims, max_position_embeddings=1), cp_group=cp_group)
-        self.inv_freq = torch.zeros_like(self.inv_freq)
+        super().__init__(Rope(parameters=plain, head_dim=num_dims or 2, max_position_embeddings=1), cp_group=cp_group)
+        self.inv_freq, self.num_dims = torch.zeros(num_dims // 2), num_dims
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        """The angles, with the attention factor if mcore expects it."""
+        angles, factor = super().forward(*arguments, **keywords)
+        return (angles, factor) if self.num_dims else angles
 
 
 def replace_rotary(chunk: GPTModel) -> None:

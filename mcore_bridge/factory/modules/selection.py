@@ -1,14 +1,14 @@
-"""Latent attention to the keys that an indexer selects for each query, with sinks, in torch on any device.
+"""Latent attention to the keys that an indexer selects for each query, in torch on any device.
 
-megatron-core's sparse attention (``adapt_sparse`` in ``latent.py``) has no sinks. Here scores and masks are in memory.
-Every TP rank computes the whole selection. Several layers may share the selection of the one before them.
+megatron-core's sparse attention (``adapt_sparse`` in ``latent.py``) has no sinks, and selects no pools of keys. Here
+scores and masks are in memory. Every TP rank computes the whole selection. Several layers may share one selection.
 """
 
 from __future__ import annotations
 
 import copy
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from megatron.core.models.common.embeddings import apply_rotary_pos_emb
@@ -23,9 +23,11 @@ from mcore_bridge.factory.modules.latent import LatentAttention, ReplicatedLinea
 from mcore_bridge.factory.modules.scores import ScoresCoreAttention
 from mcore_bridge.factory.modules.torch_modules import (
     Norm,
+    first_tokens,
     gather_text,
     packed_lengths,
     padding_hidden,
+    placement,
     places_in_text,
 )
 
@@ -84,9 +86,10 @@ class Indexer(nn.Module):
     It is frozen: the order of scores has no gradient.
     """
 
-    def __init__(self, config: MLATransformerConfig) -> None:
+    def __init__(self, config: MLATransformerConfig, epsilon: float) -> None:
         super().__init__()
         self.config, self.rotated = config, config.qk_pos_emb_head_dim
+        self.num_selected: Any = config.dsa_indexer_topk
         self.heads, self.dim = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
         assert self.heads is not None
         assert self.dim is not None
@@ -94,12 +97,12 @@ class Indexer(nn.Module):
         biased.normalization, biased.layernorm_zero_centered_gamma = "LayerNorm", False
         self.linear_wq_b = ReplicatedLinear(config.q_lora_rank, self.heads * self.dim, config)
         self.linear_wk = ReplicatedLinear(config.hidden_size, self.dim, config)
-        self.k_norm = Norm(biased, self.dim, config.layernorm_epsilon)
+        self.k_norm = Norm(biased, self.dim, epsilon)
         self.linear_weights_proj = ReplicatedLinear(config.hidden_size, self.heads, config)
         self.requires_grad_(False)
 
     def forward(self, hidden: Tensor, latent: Tensor, rotate: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """What ``scores_of`` needs, for the tokens of this CP rank.
+        """What ``selected`` needs, for the tokens of this CP rank.
 
         Args:
             hidden: the input of attention, ``[s, b, hidden]``. With SP, s are the tokens of this TP rank.
@@ -109,14 +112,92 @@ class Indexer(nn.Module):
         Returns:
             Queries ``[s, b, heads, dim]``, keys ``[s, b, dim]`` and weights of heads ``[s, b, heads]``.
         """
-        key = self.k_norm(self.linear_wk(hidden)[0])
-        joined = (self.linear_wq_b(latent.view(*hidden.shape[:2], -1))[0], key, self.linear_weights_proj(hidden)[0])
-        tokens = torch.cat(joined, -1)
+        query = self.linear_wq_b(latent.view(*hidden.shape[:2], -1))[0]
+        parts = (query, self._keys(hidden), self.linear_weights_proj(hidden)[0])
+        tokens = torch.cat(parts, -1)
         if self.config.sequence_parallel:
             tokens = gather_from_sequence_parallel_region(tokens)
-        query, key, weights = tokens.split((self.heads * self.dim, self.dim, self.heads), -1)
-        query, key = (rotate(part.unflatten(-1, (-1, self.dim)), self.rotated) for part in (query, key))
-        return query, key.squeeze(2), weights.float() * (self.heads**-0.5 * self.dim**-0.5)
+        query, key, weights = tokens.split([part.size(-1) for part in parts], -1)
+        query, key = (self._rotated(part.unflatten(-1, (-1, self.dim)), rotate) for part in (query, key))
+        return query, key.flatten(2), weights.float() * (self.heads**-0.5 * self.dim**-0.5)
+
+    def _keys(self, hidden: Tensor) -> Tensor:
+        keys: Tensor = self.k_norm(self.linear_wk(hidden)[0])
+        return keys
+
+    def _rotated(self, heads: Tensor, rotate: Any) -> Tensor:
+        turned: Tensor = rotate(heads, self.rotated)
+        return turned
+
+    def selected(self, query: Tensor, key: Tensor, weights: Tensor, hidden: Tensor, places: Places) -> Tensor:
+        """``[b, s, t]``, True for the best keys of each query, and perhaps for some that are hidden anyway.
+
+        Args:
+            query, key, weights: as for ``scores_of``; keys of all CP ranks.
+            hidden: ``[b or 1, s, t]``, True for later tokens and padding.
+            places: where tokens are.
+        """
+        scores = scores_of(query, key, weights).masked_fill(hidden, float("-inf"))
+        best = scores.topk(min(self.num_selected, key.size(0)), dim=-1).indices
+        return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
+
+
+class Places(NamedTuple):
+    """Where tokens are in a text: the queries of this CP rank ``[s]``, and the first token of each row ``[b]``."""
+
+    queries: Tensor
+    first: Tensor
+
+
+class PooledIndexer(Indexer):
+    """An indexer that selects pools of neighbouring keys. A pool has one key, the weighted mean of its keys.
+
+    Pools are counted from the first token of a row. A query also sees all earlier keys of the pool that it is in, if
+    this pool has later tokens. Keys have no rope.
+    """
+
+    def __init__(self, config: Any, epsilon: float) -> None:
+        super().__init__(config, epsilon)
+        self.pool = config.dsa_indexer_pool
+        self.pool_places = nn.Parameter(torch.empty(self.pool, self.dim, **placement(config)), requires_grad=False)
+        self.linear_pool_gate = ReplicatedLinear(config.hidden_size, self.dim, config).requires_grad_(False)
+        if config.perform_initialization:
+            nn.init.zeros_(self.pool_places)
+
+    def _keys(self, hidden: Tensor) -> Tensor:
+        """Keys, and the gates by which they count in their pool."""
+        return torch.cat((super()._keys(hidden), self.linear_pool_gate(hidden)[0]), -1)
+
+    def _rotated(self, heads: Tensor, rotate: Any) -> Tensor:
+        return heads
+
+    def selected(self, query: Tensor, key: Tensor, weights: Tensor, hidden: Tensor, places: Places) -> Tensor:
+        """As for ``Indexer``, where keys are followed by gates."""
+        first, count = places.first[:, None, None], key.size(0) // self.pool
+        complete = self._complete(places.queries[None, :, None] - first)
+        pool_of = (torch.arange(key.size(0), device=key.device) - first).div(self.pool, rounding_mode="floor")
+        tail = pool_of == complete
+        if not count:
+            return tail
+        scores = scores_of(query, self._pooled(key, places.first, count), weights)
+        later = torch.arange(count, device=key.device) >= complete  # so are pools behind the last token of a row
+        best = scores.masked_fill(later, float("-inf")).topk(min(self.num_selected // self.pool, count), -1).indices
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True) & ~later
+        inside = (pool_of >= 0) & (pool_of < count)
+        own = chosen.gather(-1, pool_of.clamp(0, count - 1).expand(*chosen.shape[:2], -1))
+        return tail | (own & inside)
+
+    def _complete(self, places: Tensor) -> Tensor:
+        """The number of pools that a query at these places sees whole."""
+        return (places + 1).div(self.pool, rounding_mode="floor")
+
+    def _pooled(self, key: Tensor, first: Tensor, count: int) -> Tensor:
+        """The keys of ``count`` pools of each row, ``[pools, b, dim]``. Pools behind the text are not meaningful."""
+        offsets = torch.arange(count * self.pool, device=key.device)[:, None] + first
+        taken = key.gather(0, offsets.clamp(max=key.size(0) - 1)[..., None].expand(-1, -1, key.size(-1)))
+        keys, gates = taken.unflatten(0, (count, self.pool)).split(self.dim, -1)
+        shares = (gates.float() + self.pool_places.float()[:, None]).softmax(1).to(keys.dtype)
+        return (shares * keys).sum(1)
 
 
 def scores_of(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
@@ -136,6 +217,13 @@ def scores_of(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
     return total
 
 
+def indexer_of(config: Any) -> Indexer:
+    """The indexer of a layer. In transformers, each kind has an epsilon of its own."""
+    if getattr(config, "dsa_indexer_pool", None):
+        return PooledIndexer(config, 1e-6)
+    return Indexer(config, config.layernorm_epsilon)
+
+
 class SelectingCoreAttention(ScoresCoreAttention):
     """Core attention to selected keys. Layers without an ``indexer`` use the selection of a layer before them."""
 
@@ -143,9 +231,11 @@ class SelectingCoreAttention(ScoresCoreAttention):
         self, config: MLATransformerConfig, layer_number: int, *places: Any, selection: Selection, **arguments: Any
     ) -> None:
         super().__init__(config, layer_number, *places, **arguments)
-        self.selection, self.num_selected = selection, config.dsa_indexer_topk
+        self.selection = selection
         sharing = {"freq": config.dsa_indexer_topk_freq, "offset": config.dsa_indexer_skip_topk_offset}
-        self.indexer = None if shares_selection(layer_number - 1, **sharing) else Indexer(config)
+        self.indexer: Indexer | None = None
+        if not shares_selection(layer_number - 1, **sharing):
+            self.indexer = indexer_of(config)
         self.indexed: tuple[Tensor, Tensor, Tensor] | None = None
 
     def forward(
@@ -181,17 +271,19 @@ class SelectingCoreAttention(ScoresCoreAttention):
     def _unselected(self, indexed: tuple[Tensor, Tensor, Tensor], attention_mask: Tensor | None) -> Tensor:
         """``[b, 1, s, t]``, True for keys of later tokens, of padding, and keys that are not selected."""
         query, key, weights = indexed
-        places = places_in_text(query, key, self.cp_group)
+        places, first = places_in_text(query, key, self.cp_group), torch.zeros(1, dtype=torch.long, device=query.device)
         if attention_mask is None:
             attention_mask = torch.zeros((), dtype=torch.bool, device=query.device)
         elif attention_mask.dim() == 2:
+            first = first_tokens(attention_mask, self.cp_group)
             attention_mask = padding_hidden(attention_mask, places, self.cp_group)
         keys = gather_text(key, self.cp_group)
         hidden = self._hidden(places, keys.size(0), causal=True, attention_mask=attention_mask)
         assert hidden is not None
-        scores = scores_of(query, keys, weights)[:, None].masked_fill(hidden, float("-inf"))
-        best = scores.topk(min(self.num_selected, keys.size(0)), dim=-1).indices
-        return hidden | torch.ones_like(scores, dtype=torch.bool).scatter_(-1, best, False)
+        assert self.indexer is not None
+        whole = hidden.expand(query.size(1), -1, -1, -1)[:, 0] if hidden.dim() == 4 else hidden
+        where = Places(places, first.expand(query.size(1)))
+        return hidden | ~self.indexer.selected(query, keys, weights, whole, where)[:, None]
 
     def _attended(self, tensors: tuple[Tensor, Tensor, Tensor], hidden: Tensor) -> Tensor:
         query, key, value = tensors
@@ -220,7 +312,8 @@ class SelectingAttention(LatentAttention):
             *(hidden_states, key_value_states, position_ids, packed_seq_params), inference_context, **options
         )
         if self.core_attention.indexer is not None:
-            rotate = self._rotation(hidden_states, packed_seq_params)
+            rotated = self.config.qk_pos_emb_head_dim
+            rotate = self._rotation(hidden_states, packed_seq_params) if rotated else None
             with torch.no_grad():
                 self.core_attention.indexed = self.core_attention.indexer(hidden_states, tensors[3], rotate)
         return tensors

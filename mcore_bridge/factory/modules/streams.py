@@ -6,7 +6,7 @@ weights of the sum and of the additions depend on the token, and ``Connection`` 
 streams become one. So the same code serves every family with streams, and no code of a layer is repeated.
 
 megatron-core 0.20 has such a module, whose fields (``enable_mhc_connections`` and others) our configs have, too. It has
-no magnitude, and always mixes streams with each other.
+another merge before the final norm, and always mixes streams with each other.
 """
 
 from __future__ import annotations
@@ -76,23 +76,26 @@ def _spread(decoder: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> tup
 def merging(norm: type) -> type:
     """``norm`` as the final norm, which makes one hidden state of the streams before it."""
 
+    def merge(module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
+        return (module.merge(inputs[0]),)
+
     class Merged:
         """``norm`` with a ``Merge``. The constructor returns the norm, like megatron-core's ``TENorm``."""
 
         def __new__(cls, config: TransformerConfig, *sizes: int, **arguments: Any) -> Any:
             module = norm(config, *sizes, **arguments)
-            module.merge = Merge(config)
-            module.register_forward_pre_hook(lambda module, inputs: (module.merge(inputs[0]),))
+            module.merge = Mean(config) if getattr(config, "mhc_merges_evenly", False) else Merge(config)
+            module.register_forward_pre_hook(merge)
             return module
 
     return Merged
 
 
 class Weights:
-    """Carries the weights ``[s, b, n]`` of an addition from the norm before it. Between two forwards it is empty."""
+    """Carries the weights of an addition from the norm before it (see ``Connection``). It is empty between forwards."""
 
     def __init__(self) -> None:
-        self.kept: Tensor | None = None
+        self.kept: tuple[Tensor, Tensor | None] | None = None
 
     def reading(self, norm: type) -> type:
         """``norm`` of what its ``connection`` reads out of the streams. The weights of the addition stay here."""
@@ -110,7 +113,8 @@ class Weights:
         return Reading
 
     def _read(self, norm: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
-        hidden, self.kept = norm.connection(inputs[0])
+        hidden, *weights = norm.connection(inputs[0])
+        self.kept = (weights[0], weights[1])
         return (hidden,)
 
     def writing(self) -> Callable[[bool, bool], Add]:
@@ -127,10 +131,13 @@ class Weights:
         return get_bias_dropout_add
 
     def _write(self, output: Tensor, streams: Tensor) -> Tensor:
-        weights, self.kept = self.kept, None
-        assert weights is not None
+        kept, self.kept = self.kept, None
+        assert kept is not None
+        weights, mixes = kept
+        before = apart(streams, weights.size(-1)).float()
+        mixed = before if mixes is None else mixes.transpose(-1, -2) @ before
         added = weights[..., None] * output.float()[..., None, :]
-        return (apart(streams, weights.size(-1)).float() + added).to(streams.dtype).flatten(-2)
+        return (mixed + added).to(streams.dtype).flatten(-2)
 
 
 def apart(streams: Tensor, count: int) -> Tensor:
@@ -176,17 +183,34 @@ class _Gates(nn.Module):
 
 
 class Connection(_Gates):
-    """The weights by which attention or an MLP reads streams, and by which its output is added to each of them."""
+    """The weights by which attention or an MLP reads streams, and by which its output is added to each of them.
+
+    With ``mhc_sinkhorn_iterations``, a matrix mixes the streams before the addition. Its columns and rows are divided
+    by their sums so often, and then the epsilon is not added to the weights of the addition.
+    """
 
     def __init__(self, config: Any) -> None:
-        count = config.mhc_num_residual_streams
-        super().__init__(config, (count, count), (_even(count), 0.0))
+        count, self.iterations = config.mhc_num_residual_streams, config.mhc_sinkhorn_iterations
+        mixes = (count * count,) if self.iterations else ()
+        super().__init__(config, (count, count, *mixes), (_even(count), 0.0, *(0.0 for _ in mixes)))
         self.magnitude, self.added = config.mhc_magnitude, config.mhc_epsilon
 
-    def forward(self, streams: Tensor) -> tuple[Tensor, Tensor]:
-        """What is read, ``[s, b, hidden]``, and the weights of the addition, fp32 ``[s, b, n]``."""
-        reads, writes = (logits.sigmoid() for logits in self.logits(streams))
-        return self.read(streams, reads + self.added), self.magnitude * writes + self.added
+    def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What is read, ``[s, b, hidden]``, the weights of the addition, fp32 ``[s, b, n]``, and of mixes, or None."""
+        reads, writes, *mixes = self.logits(streams)
+        read, weights = self.read(streams, reads.sigmoid() + self.added), self.magnitude * writes.sigmoid()
+        if not mixes:
+            return read, weights + self.added, None
+        return read, weights, self._balanced(mixes[0].unflatten(-1, (self.count, self.count)))
+
+    def _balanced(self, logits: Tensor) -> Tensor:
+        """Matrices ``[s, b, n, n]`` whose rows and columns have nearly equal sums."""
+        matrix = logits.softmax(-1) + self.added
+        matrix = matrix / (matrix.sum(-2, keepdim=True) + self.added)
+        for _ in range(self.iterations - 1):
+            matrix = matrix / (matrix.sum(-1, keepdim=True) + self.added)
+            matrix = matrix / (matrix.sum(-2, keepdim=True) + self.added)
+        return matrix
 
 
 class Merge(_Gates):
@@ -201,6 +225,18 @@ class Merge(_Gates):
         """``[s, b, hidden]`` from ``[s, b, n * hidden]``."""
         (logits,) = self.logits(streams)
         return self.read(streams, logits.sigmoid() + self.added)
+
+
+class Mean(nn.Module):
+    """The mean of all streams, behind the last layer."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.count = config.mhc_num_residual_streams
+
+    def forward(self, streams: Tensor) -> Tensor:
+        """``[s, b, hidden]`` from ``[s, b, n * hidden]``."""
+        return apart(streams, self.count).mean(-2)
 
 
 def _even(count: int) -> float:

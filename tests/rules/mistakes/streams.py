@@ -1,13 +1,13 @@
-"""Planted mistakes in residual streams, and in latent attention with sinks and gates to selected keys."""
+"""Planted mistakes in residual streams, and in latent attention to selected keys: with sinks and gates, or in pools."""
 
 import torch
 
-from mcore_bridge.factory.modules import attention_gate, gate_limits, scores, selection, streams
+from mcore_bridge.factory.modules import attention_gate, gate_limits, latent, scores, selection, streams
 from mcore_bridge.rules.layout import COLUMN, REPLICATED, Rearrange
 from tests.support.bounds import ONE
 from tests.support.mutants import exchange, instead, laid_out, of
 
-HY, OWN = "hy_v4", "hy_v4-indexers"
+HY, OWN, GLM = "hy_v4", "hy_v4-indexers", "glm5_next_text"
 DEALT = Rearrange("(n tp) ...", "tp n ...")
 READ, OF_MLP, MERGED = "input_layernorm.connection", "pre_mlp_layernorm.connection", "final_layernorm.merge"
 # fmt: off
@@ -23,8 +23,16 @@ RULES = {
     "sinks dealt out":             ("logits at tp=2", HY, of("softmax_offset", laid_out(DEALT))),
     "weight for bias":             ("logits",         HY, exchange("k_norm.weight", "k_norm.bias")),
     "queries of indexers cut":     ("shapes at tp=2", HY, of("linear_wq_b.weight", laid_out(COLUMN))),
+    "mixes exchanged":             ("logits",         GLM, exchange(f"{READ}.base", f"{OF_MLP}.base")),
+    "gates of pools cut":          ("shapes at tp=2", GLM, of("linear_pool_gate.weight", laid_out(COLUMN))),
+    "gates for keys":              ("logits",         GLM, exchange("linear_pool_gate.weight", "linear_wk.weight")),
+    "places in pools forgotten":   ("no rule",        GLM, of("pool_places", lambda rule: None)),
+    "decay rates dealt out":       ("logits at tp=2", GLM, of("A_log", laid_out(DEALT))),
 }
 # fmt: on
+_balanced, _weights = streams.Connection._balanced, streams.Connection.forward
+_selected, _complete = selection.PooledIndexer.selected, selection.PooledIndexer._complete
+_pooled = selection.PooledIndexer._pooled
 _rotation, _write, _logits = selection.SelectingAttention._rotation, streams.Weights._write, streams._Gates.logits
 
 
@@ -67,6 +75,52 @@ def apart_normed(self, residual):
     return _logits(self, (split / own).flatten(-2))
 
 
+def unmixed(self, logits):
+    return torch.eye(self.count).expand(*logits.shape)
+
+
+def transposed(self, logits):
+    return _balanced(self, logits).mT
+
+
+def rows_first(self, logits):
+    return _balanced(self, logits.mT).mT
+
+
+def added_to(self, residual):
+    read, weights, mixes = _weights(self, residual)
+    return read, weights + self.added, mixes
+
+
+def only_first(self, residual):
+    return streams.apart(residual, self.count)[..., 0, :]
+
+
+def without_tail(self, *tensors):
+    *_, hidden, places = tensors
+    complete = _complete(self, places.queries[:, None])
+    return _selected(self, *tensors) & (torch.arange(hidden.size(-1)) // self.pool < complete)
+
+
+def one_more(self, places):
+    """A query sees a pool whole from its first token on."""
+    return _complete(self, places + self.pool - 1)
+
+
+def of_equal_parts(self, key, first, count):
+    keys, gates = key.split(self.dim, -1)
+    return _pooled(self, torch.cat((keys, torch.zeros_like(gates)), -1), first, count)
+
+
+def from_next(self, key, first, count):
+    return _pooled(self, key, first + 1, count)
+
+
+def of_latents(self, config, hidden_size, eps=1e-5):
+    """The epsilon of the latents of other families."""
+    latent.Norm.__init__(self, config, hidden_size, 1e-6)
+
+
 def behind(module, inputs, outputs):
     """Gates are limited behind their activation."""
     gates, values = outputs[0].chunk(2, -1)
@@ -94,4 +148,19 @@ MODULES = {
     "nothing added to weights": (HY, ONE, {"hc_eps": 0.0}),
     "limits behind SiLU": (HY, ONE, instead(gate_limits, "_clamp", behind)),
     "no limits": (HY, ONE, {"swiglu_limit": 100.0}),
+    "streams not mixed": (GLM, ONE, instead(streams.Connection, "_balanced", unmixed)),
+    "streams mixed the other way": (GLM, ONE, instead(streams.Connection, "_balanced", transposed)),
+    "rows balanced first": (GLM, ONE, instead(streams.Connection, "_balanced", rows_first)),
+    "an iteration less": (GLM, ONE, {"hc_sinkhorn_iters": 1}),
+    "added to weights of additions": (GLM, ONE, instead(streams.Connection, "forward", added_to)),
+    "one stream at the end": (GLM, ONE, instead(streams.Mean, "forward", only_first)),
+    "all pools": (GLM, ONE, {"index_topk": 99}),
+    "a pool less": (GLM, ONE, {"index_topk": 6}),
+    "no tail": (GLM, ONE, instead(selection.PooledIndexer, "selected", without_tail)),
+    "a pool too early": (GLM, ONE, instead(selection.PooledIndexer, "_complete", one_more)),
+    "keys of a pool count alike": (GLM, ONE, instead(selection.PooledIndexer, "_pooled", of_equal_parts)),
+    "pools of later keys": (GLM, ONE, instead(selection.PooledIndexer, "_pooled", from_next)),
+    "epsilon of other latents": (GLM, ONE, instead(latent.LatentNorm, "__init__", of_latents)),
+    "no bound of decays": (GLM, ONE, {"linear_lower_bound": None}),
+    "no limits of MLPs": (GLM, ONE, {"swiglu_limit": 100.0}),
 }

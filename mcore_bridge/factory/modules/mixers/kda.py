@@ -55,7 +55,8 @@ class KimiDeltaAttention(OwnMixer):
         self.dim, num_heads, num_ranks = config.linear_key_head_dim, config.linear_num_key_heads, self.tp_group.size()
         self.heads, self.lower_bound = num_heads // num_ranks, getattr(config, "kda_lower_bound", None)
         self.is_narrow = not getattr(config, "kda_full_rank", False)
-        self.axes_of_heads = {**dict.fromkeys(OWN, 0), "A_log": 2 if self.is_narrow else 0}
+        self.rate_shape = (1, 1, self.heads, 1) if getattr(config, "kda_rate_dims", 1) == 4 else (self.heads,)
+        self.axes_of_heads = {**dict.fromkeys(OWN, 0), "A_log": self.rate_shape.index(self.heads)}
         inner = self.heads * self.dim
         given = self.dim // num_ranks if self.is_narrow else inner
         self.sections = {
@@ -79,8 +80,7 @@ class KimiDeltaAttention(OwnMixer):
                 self.decay_up = nn.Linear(self.dim, inner, bias=False, **where)
                 self.gate_up = nn.Linear(self.dim, inner, bias=False, **where)
             self.dt_bias = nn.Parameter(torch.empty(inner, **where))
-            shape = (1, 1, self.heads, 1) if self.is_narrow else (self.heads,)  # as in checkpoints
-            self.A_log = nn.Parameter(torch.empty(shape, **where))
+            self.A_log = nn.Parameter(torch.empty(self.rate_shape, **where))
             if drawn:
                 for name in ("decay_up", "gate_up") if self.is_narrow else ():
                     config.init_method(getattr(self, name).weight)
