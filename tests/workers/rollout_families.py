@@ -176,6 +176,7 @@ AFTER = (
         "granitemoeshared",
     ),
     *(
+        "hy_v4",
         "internlm3",
         "iquestcoder",
         "jais2",
