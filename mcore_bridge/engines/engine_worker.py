@@ -262,6 +262,7 @@ class EngineWorker:
         """Copy out of the trainer's memory from now on, if this process can open it."""
         assert self._engine is not None
         self._puller = Puller(self._engine, specs, self.device)
+        self._puller.announce()  # a map that cannot be used refuses now, so that a ring is tried
         self._puller.open(handles)
 
     def ask_pull_announce(self) -> None:

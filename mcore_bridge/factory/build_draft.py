@@ -127,10 +127,14 @@ def _require_fit(blueprint: Blueprint, policy: GPTModel, models: Models) -> None
 
 
 def _misfits(config: Any, policy: GPTModel, models: Models) -> Iterator[str]:
+    from mcore_bridge.factory.modules.streams import has_streams
+
     draft: DraftFields = config.draft
     provenance = provenance_on(models)
     if provenance.head != "lm":
         yield f"the policy has the head {provenance.head!r}, and a draft learns from logits"
+    if has_streams(policy.config):
+        yield "the policy has several residual streams, and a draft reads hidden states of one"
     sizes = {
         "vocab_size": (draft.target_vocab_size, provenance.hf.vocab_size),
         "target_hidden_size": (draft.target_hidden_size, policy.config.hidden_size),

@@ -137,12 +137,12 @@ def _adapt_around(layer: Any, config: TransformerConfig, number: int, backend: B
     adapt_unweighted_norms(layer, config, backend)
     adapt_norm_placement(layer, config, backend)
     adapt_expert_norm(layer, config, backend)
+    adapt_streams(layer, config, backend)  # it may take another linear layer, which limits wrap
     adapt_limits(layer, config)
     adapt_clip(layer, config)
     adapt_activation(layer, config)
     adapt_parallel(layer, config, backend)
     adapt_residuals(layer, config)
-    adapt_streams(layer, config, backend)
     adapt_layer_input(layer, config, number)
     adapt_attention(layer, config, number, backend)
     adapt_halves(layer, config, number, backend)

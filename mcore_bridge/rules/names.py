@@ -121,11 +121,12 @@ def fused_norms(modules: Collection[str]) -> dict[str, str]:
         modules: the canonical names of the layer's modules, relative to the layer.
     """
     apart = "self_attention.linear_kv_up_proj", "self_attention.linear_q_up_proj"
+    # a norm that reads residual streams stays apart, too
     is_sparse = any(module.startswith(INDEXER) for module in modules)
     return {
         f"{norm}.": f"{linear}.layer_norm_"
         for norm, linear in _FUSED_NORMS
-        if linear in modules and not (is_sparse and linear in apart)
+        if linear in modules and f"{norm}.connection" not in modules and not (is_sparse and linear in apart)
     }
 
 

@@ -37,7 +37,7 @@ class WorkerReport:
     num_bytes: int
     """Bytes of HF tensors, or of the slices of HF tensors that the worker uses."""
     seconds: float
-    """From the begin of the round on the trainer rank until this worker had the weights."""
+    """From the begin of the call on the trainer rank until this worker had the weights."""
     sibling: tuple[int, int] | None = None
     """Engine and rank of the worker with equal weights that passed them on; None if the trainer sent them."""
     problem: str = ""
@@ -73,7 +73,7 @@ class SyncReport:
         total = sum(worker.num_bytes for worker in workers) / 1e9
         passed = sum(worker.num_bytes for worker in workers if worker.sibling) / 1e9
         return (
-            f"{plural(len(workers), 'draft model' if target == 'draft' else 'worker')}, {total:.2f} GB by "
+            f"{plural(len(workers), 'worker')}{' of draft models' * (target == 'draft')}, {total:.2f} GB by "
             f"{', '.join(ways)}{f', {passed:.2f} GB of them from siblings' if passed else ''}"
         )
 

@@ -192,10 +192,12 @@ class Route(NoRoute):
             is_asked = self.transport == "shards" and not self._is_announced
             self._is_announced = False
             if is_asked or self.transport == "pull":
-                self._announce()
+                with suppress(TransferError):  # the answer raises it, after the ranks have agreed
+                    self._announce()
             export = open_export(self._models, None, "lm", target=self.target, **self._options)
             write_export(export, self._shared if is_asked else self._opened)
             self.line("complete", version)
+            self._opened().let_go()
             return
         self._send_buckets()
         self.line("finish", version)

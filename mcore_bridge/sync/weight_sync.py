@@ -162,7 +162,7 @@ class WeightSync:
         self._group = Group.of_trainer()
         how: Any = {"transport": transport, "loads": loads, "address": address, "timeout": timeout}
         self._target: Target = "policy"
-        self._draft = self._of_drafts(drafts, how | (self._options if drafts is models else {}))
+        self._draft = self._of_drafts(drafts, how | (self._options if drafts == models else {}))
         self._routes: dict[WorkerKey, Route] = {}
         self._roll_call: RollCall | None = None
         self.version = 0

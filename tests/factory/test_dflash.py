@@ -92,6 +92,8 @@ def test_a_long_sequence_has_some_of_its_blocks_and_padding_has_none():
         counted = min(3, (11 if anchor < 12 else 17) - int(anchor))
         assert int(weights.count_nonzero()) == counted
         assert torch.equal(targets[:counted], torch.arange(1, 1 + counted) + anchor)
+    whole = planned(ids, torch.ones(20, dtype=torch.bool), [12, 8], draft)
+    assert whole.anchors.tolist() == [*range(11), *range(12, 19)]  # the last token of a sequence has no next one
     nothing = planned(ids, has_next & False, [12, 8], draft)
     assert nothing.anchors.tolist() == [12]
     assert not nothing.weights.any()

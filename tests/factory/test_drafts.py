@@ -248,6 +248,7 @@ def refused(cases):
     found = {}
     with stepping.mesh(mb.ParallelDims()):
         models = policy(mb.ParallelDims())
+        of_head = [*models[0].output_layer._forward_hooks]
         for name, folder in cases.items():
             with pytest.raises(BridgeError) as error:
                 mb.build_draft(models, folder)
@@ -269,7 +270,8 @@ def refused(cases):
             mb.forward(models, *batch(), drafts=drafts, draft_steps=2)
         drafts[0].config.recompute_granularity = None
         assert not drafts[0].decoder.layers[0].self_attention.core_attention.steps
-        hooks = [*models[0]._forward_pre_hooks, *models[0].output_layer._forward_hooks]
+        assert [*models[0].output_layer._forward_hooks] == of_head
+        hooks = models[0]._forward_pre_hooks
         assert not [*hooks, *(hook for layer in models[0].decoder.layers for hook in layer._forward_pre_hooks)]
     return found
 

@@ -335,7 +335,7 @@ def together():
             else:
                 targets = [(worker.target, worker.engine) for worker in report.workers]
                 assert targets == [("draft", 0), ("draft", 1), ("policy", 0), ("policy", 1)]
-                assert "2 workers, 0.00 GB by ring; 2 draft models, 0.00 GB by ring" in str(report)
+                assert "2 workers, 0.00 GB by ring; 2 workers of draft models, 0.00 GB by ring" in str(report)
                 started = [path for path, _ in first.calls if "start" in path]
                 assert started == ["/start_draft_weight_update", "/start_weight_update"]
             assert held(first) == {"": ["policy", "draft"], "draft": [], "policy": ["draft"]}[broken]

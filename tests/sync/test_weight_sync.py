@@ -13,6 +13,7 @@ import torch.distributed as dist
 import mcore_bridge as mb
 import mcore_bridge.engines
 from mcore_bridge.errors import TransferError
+from mcore_bridge.weights.engine.mapped_engine import MappedEngine
 from mcore_bridge.weights.engine.pull_writer import PullWriter
 from mcore_bridge.weights.engine.puller import Puller
 from mcore_bridge.weights.ipc.shared_memory import allocate
@@ -148,12 +149,12 @@ class Near:
     def answer(self):
         found = self.answers.pop(0)
         if isinstance(found, Exception):
-            raise found
+            raise TransferError(f"worker: {found}") from found
         return found
 
 
-def pulled_after_a_failure():
-    """What a round that cannot open the trainer's memory raises and copies, and whether the next round is right."""
+def pulled_after_a_failure(of, step):
+    """What a round copies in which a step of the engine fails, and whether the next round is right."""
     trainer = Trainer(mb.ParallelDims())
     trainer.step(0)
     trainer.move(0)
@@ -167,21 +168,23 @@ def pulled_after_a_failure():
     writer = PullWriter(worker.ask_map(specs), line)
     worker.ask_pull(specs, writer.open(held_tensors(trainer.models).values()))
     head.weight.data.zero_()
-    writer.announce()
-    with (
-        mock.patch.object(Puller, "open", side_effect=TransferError("no such memory")),
-        pytest.raises(TransferError, match="no such memory"),
-    ):
+
+    def run():
+        writer.announce()
         mb.engines.export_into(trainer.models, writer)
+
+    failing = mock.patch.object(of, step, side_effect=TransferError("no such memory"))
+    with failing, pytest.raises(TransferError, match="no such memory"):
+        run()
     copied, due = bool(head.weight.any()), len(line.answers)
-    writer.announce()
-    mb.engines.export_into(trainer.models, writer)
+    run()
     worker.ask_complete(1)
     return copied, due, torch.equal(head.weight, wanted)
 
 
-def test_a_pull_that_cannot_begin_copies_nothing_and_leaves_no_answer():
-    assert pool.run(1, pulled_after_a_failure) == [(False, 0, True)]
+@pytest.mark.parametrize(("of", "step"), [(Puller, "open"), (MappedEngine, "announce")])
+def test_a_pull_that_cannot_begin_copies_nothing_and_leaves_no_answer(of, step):
+    assert pool.run(1, pulled_after_a_failure, of, step) == [(False, 0, True)]
 
 
 @mock.patch("mcore_bridge.weights.plan.all_to_all.PER_HOP", 100)  # so that some die between messages and within them

@@ -67,6 +67,7 @@ def planned(ids: Tensor, has_next: Tensor, lengths: Sequence[int], draft: BlockF
         draft: size of blocks, and the token of masks.
     """
     size, device = draft.block_size, ids.device
+    has_next = has_next.index_fill(0, torch.tensor(lengths, device=device).cumsum(0) - 1, False)
     offsets, start, end = torch.arange(size, device=device), 0, 0
     chosen, blocks = list[Tensor](), list[SequenceBlocks]()
     draw = torch.Generator().manual_seed(int(ids.sum()))  # all tensor-parallel ranks draw the same

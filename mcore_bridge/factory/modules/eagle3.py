@@ -95,17 +95,19 @@ class UnrolledAttention:
 
     Attributes:
         steps: keys and values of the steps so far, of this context-parallel rank.
+        step: how many steps came before. A recompute of a first step finds steps of a later microbatch.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.later = LaterSteps(**options)
         self.steps: list[tuple[Tensor, Tensor]] = []
+        self.step = 0
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any) -> Tensor:
         """As core attention in the first step."""
-        self.steps.append((key, value))
-        if len(self.steps) == 1:
+        self.steps[self.step :] = [(key, value)]
+        if not self.step:
             first: Tensor = super().forward(query, key, value, *arguments, **options)  # type: ignore[misc]
             return first
         keys, values = (torch.cat(parts, -1) for parts in zip(*self.steps, strict=True))
@@ -203,7 +205,7 @@ class Eagle3Model(GPTModel):
         if norm.is_normed:
             fused = norm.hidden(fused)
         self.set_input_tensor(torch.cat((self._embed(input_ids, embedding), fused), -1))
-        self.rotary_pos_emb.first = step
+        self.rotary_pos_emb.first = self.decoder.layers[0].self_attention.core_attention.step = step
         logits: Tensor = super().forward(None, position_ids, None, packed_seq_params=packed_seq_params)
         self.set_input_tensor(None)
         return logits

@@ -1,9 +1,9 @@
 """Limits: of queries, keys and values, and of gates in MLPs and experts, which may differ between layers.
 
 megatron-core clamps gates before their activation, by one limit for all layers (``activation_func_clamp_value``). Here
-the limit of gates is behind SiLU. SiLU grows wherever it is positive, so it exceeds a limit exactly where its input
-exceeds the input at this limit. So the outputs of ``linear_fc1`` are clamped, and any kernel may compute the activation
-from them.
+the limit of gates is behind SiLU, unless ``limits_before_activation`` is set. SiLU grows wherever it is positive, so it
+exceeds a limit exactly where its input exceeds the input at this limit. So the outputs of ``linear_fc1`` are clamped,
+and any kernel may compute the activation from them.
 """
 
 from __future__ import annotations

@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.tensor_parallel import VocabParallelEmbedding
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
-from torch import Tensor, nn
+from torch import Tensor
 
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.modules.latent import ReplicatedLinear
@@ -47,14 +48,14 @@ def add_layer_inputs(chunk: GPTModel) -> None:
             layer.given = None
 
     chunk.embedding.register_forward_hook(give, with_kwargs=True)
-    chunk.decoder.register_forward_hook(drop)
+    chunk.decoder.register_forward_hook(drop, always_call=True)
 
 
-class LayerInputs(nn.Module):
+class LayerInputs(MegatronModule):
     """The inputs of all layers: a second embedding, and a normed projection of the first, added and scaled."""
 
     def __init__(self, config: Any, padded_vocab: int) -> None:
-        super().__init__()
+        super().__init__(config)
         self.size, self.sequence_parallel = config.layer_input_size, config.sequence_parallel
         self.scale = config.hidden_size**-0.5
         width = config.num_layers * self.size

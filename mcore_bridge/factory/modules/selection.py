@@ -32,6 +32,7 @@ from mcore_bridge.factory.modules.torch_modules import (
 )
 
 if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer import MLATransformerConfig
 
 _HALVES = SimpleNamespace(apply_rope_fusion=False, rotary_interleaved=False, multi_latent_attention=False)
@@ -78,6 +79,20 @@ def _require_no_recompute(config: Any) -> None:
             "a layer uses the latest selection of another layer, which may be of a later microbatch. Recompute other "
             "modules."
         )
+
+
+def drop_selection(chunk: GPTModel) -> None:
+    """Free the selections of a forward behind it, also if it fails."""
+    attentions = [getattr(layer, "self_attention", None) for layer in getattr(chunk.decoder, "layers", ())]
+    found = [getattr(attention, "core_attention", None) for attention in attentions]
+    own = [core for core in found if isinstance(core, SelectingCoreAttention)]
+
+    def drop(*arguments: object) -> None:
+        for core in own:
+            core.indexed, core.selection.hidden = None, []
+
+    if own:
+        chunk.decoder.register_forward_hook(drop, always_call=True)
 
 
 class Indexer(nn.Module):

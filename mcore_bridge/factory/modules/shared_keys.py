@@ -53,7 +53,7 @@ def join_shared_keys(chunk: GPTModel) -> None:
             attention.kept = None
 
     if keeping:
-        chunk.decoder.register_forward_hook(drop)
+        chunk.decoder.register_forward_hook(drop, always_call=True)
 
 
 class KeepsKeys(nn.Module):

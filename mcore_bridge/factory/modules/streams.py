@@ -39,7 +39,7 @@ def adapt_streams(layer: Any, config: TransformerConfig, backend: Backend) -> No
     """Lets a layer read and write streams, if its model has them.
 
     Args:
-        layer: the submodules of a layer, changed in place. No other layer may share them.
+        layer: the submodules of a layer, changed in place. Layers that share them must run one after the other.
         config: its ``mhc_num_residual_streams`` is the number of streams.
         backend: the backend of the layer's modules.
     """
@@ -92,7 +92,10 @@ def merging(norm: type) -> type:
 
 
 class Weights:
-    """Carries the weights of an addition from the norm before it (see ``Connection``). It is empty between forwards."""
+    """Carries the weights of an addition from the norm before it (see ``Connection``).
+
+    A forward that succeeds leaves it empty.
+    """
 
     def __init__(self) -> None:
         self.kept: tuple[Tensor, Tensor | None] | None = None

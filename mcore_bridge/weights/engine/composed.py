@@ -152,6 +152,10 @@ class MapWriter(ABC):
         """Wait until everything is written."""
 
     @abstractmethod
+    def let_go(self) -> None:
+        """Hold no tensors of this rank, once the engine has completed a round: a trainer may free or move them."""
+
+    @abstractmethod
     def _hold(self, held: Buffers) -> None:
         """Take the tensors of this rank, from which the next copies read."""
 
@@ -185,6 +189,10 @@ class MemoryWriter(MapWriter):
         """See ``MapWriter``."""
         for index in self.memory.gpus:
             torch.cuda.current_stream(index).synchronize()
+
+    def let_go(self) -> None:
+        """See ``MapWriter``."""
+        self._buffers = Buffers([])
 
     def _hold(self, held: Buffers) -> None:
         self._buffers = held.beside(self.memory)

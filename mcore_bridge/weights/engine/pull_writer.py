@@ -139,6 +139,8 @@ class PullWriter(MapWriter):
                 self._line.answer()
             except TransferError as error:
                 self._problem = self._problem or error
+                if not isinstance(error.__cause__, TransferError):  # the worker is silent, or has ended
+                    self._num_due = 0
 
     def complete(self) -> None:
         """Raise what the engine has reported in this round."""
@@ -146,6 +148,10 @@ class PullWriter(MapWriter):
         self._windows.clear()
         if self._problem is not None:
             raise self._problem
+
+    def let_go(self) -> None:
+        """See ``MapWriter``."""
+        self._layout.wholes = []
 
     def close(self) -> None:
         """Forget the engine."""

@@ -35,7 +35,8 @@ class Puller:
     def __init__(self, engine: MappedEngine, tensors: Sequence[TensorSpec], device: torch.device) -> None:
         self._engine, self._tensors, self._device = engine, tuple(tensors), device
         self._tables: dict[int, CopyTable] = {}
-        self._memory = Buffers([])
+        self._memory: Buffers | None = None
+        """The engine's memory; None until a round is announced."""
         self._buffers: Buffers | None = None
         """The sender's memory and the engine's; None until a round has begun."""
         self._windows: dict[int, Tensor] = {}
@@ -54,15 +55,17 @@ class Puller:
         Raises:
             TransferError: as ``MappedEngine.announce``.
         """
-        self._buffers = None
+        self._memory = self._buffers = None
         self._memory = self._engine.announce(self._tensors)
 
     def begin(self, handles: Sequence[Handle]) -> None:
         """Open the sender's memory for the round that was announced.
 
         Raises:
-            TransferError: as ``open``.
+            TransferError: as ``open``, or when no round was announced.
         """
+        if self._memory is None:
+            raise TransferError("expected a round that was announced, found none: its announcement has failed")
         self._buffers = Buffers(self.open(handles)).beside(self._memory)
 
     def copy(self, number: int, table: Table | None, windows: int, handle: Handle | None) -> None:
@@ -101,5 +104,5 @@ class Puller:
     def close(self) -> None:
         """Let go of the sender's memory, once all copies are done."""
         self._synchronize()
-        self._buffers = None
+        self._memory = self._buffers = None
         self._windows.clear()

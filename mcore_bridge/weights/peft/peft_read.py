@@ -103,8 +103,8 @@ _REFUSED = {
     "trainable_token_indices": "rows of the embedding are trained",
 }
 # fmt: on
-_LAYER = re.compile(r".*\.(?P<list>[^.]*)\.(?P<number>\d+)\.")
-"""The last list of modules in a name, and the number in it, as ``peft`` finds the number of a layer."""
+_LAYER = r"(?:^|.*?\.)(?:{})\.(?P<number>\d+)\."
+"""The first of some lists of modules in a name, and the number in it, as ``peft`` finds the number of a layer."""
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 
 
@@ -177,13 +177,10 @@ class PeftConfig:
 
     def _lists(self, module: str) -> bool:
         """Whether ``target_modules`` selects a module in one of the layers with adapters."""
-        layer = _LAYER.match(module)
-        if self.layers is not None and (
-            layer is None
-            or int(layer["number"]) not in self.layers
-            or (self.layer_lists and layer["list"] not in self.layer_lists)
-        ):
-            return False
+        if self.layers is not None and module not in self.target_modules:  # a list may have the whole name
+            layer = re.match(_LAYER.format("|".join(self.layer_lists) or r"[^.]*"), module)
+            if layer is None or int(layer["number"]) not in self.layers:
+                return False
         return self._selects(self.target_modules, module)
 
     def _excludes(self, module: str) -> bool:
