@@ -178,8 +178,10 @@ def adapt_keys(layer: Any, config: TransformerConfig) -> None:
     from mcore_bridge.factory.modules.streams import has_streams
 
     modules = {f"self_attention.{name}" for name in vars(getattr(layer.self_attention, "submodules", _NONE))}
-    if layer.mlp is not IdentityOp and not hasattr(submodules_of(layer.mlp), "router") and not has_streams(config):
-        modules.add("mlp.linear_fc1")  # the norm of a stream has more parameters than a norm
+    if layer.mlp is not IdentityOp and not hasattr(submodules_of(layer.mlp), "router"):
+        modules.add("mlp.linear_fc1")
+    if has_streams(config):
+        modules |= {"input_layernorm.connection", "pre_mlp_layernorm.connection"}
     if config.dsa_indexer_topk is not None:
         modules.add(INDEXER)
     layer.sharded_state_dict_keys_map = fused_norms(modules)

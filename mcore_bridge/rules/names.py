@@ -117,11 +117,12 @@ def plain_key(key: str) -> str:
 def fused_norms(modules: Collection[str]) -> dict[str, str]:
     """Prefixes of norms in a layer, each with its prefix under TransformerEngine: the inverse of ``plain_key``.
 
+    A norm that reads residual streams by its ``connection`` stays apart, and so do norms of latents with an indexer.
+
     Args:
         modules: the canonical names of the layer's modules, relative to the layer.
     """
     apart = "self_attention.linear_kv_up_proj", "self_attention.linear_q_up_proj"
-    # a norm that reads residual streams stays apart, too
     is_sparse = any(module.startswith(INDEXER) for module in modules)
     return {
         f"{norm}.": f"{linear}.layer_norm_"

@@ -93,7 +93,16 @@ def test_families_come_back(name, tmp_path):
     assert_exact(tmp_path / "back", state)
 
 
-FUSED = ["llama", "qwen2_moe", "qwen3_next", "deepseek_v3", "glm_moe_dsa-shared"]
+FUSED = [
+    "llama",
+    "qwen2_moe",
+    "qwen3_next",
+    "deepseek_v3",
+    "glm_moe_dsa-shared",
+    "hy_v4",
+    "glm5_next_text",
+    "kimi_linear",
+]
 
 
 @pytest.mark.parametrize("name", zoo.params(FUSED))
