@@ -56,6 +56,10 @@ def _obstacles(architecture: Architecture, config: TransformerConfig, positions:
         yield "its architecture has a special model or layer spec, which is made for GPTModel"
     if getattr(config, "parallel_norms", None):
         yield "its MLP and attention read the same input, and in a HybridModel the MLP reads the output of attention"
+    if not getattr(config, "norm_weight", True):
+        yield "its norms have no weights, and the final norm of megatron-core's HybridModel has one"
+    if getattr(config, "enable_mhc_connections", False):
+        yield "its residual has several streams, and the final norm of megatron-core's HybridModel does not merge them"
     if positions not in ("rope", "none"):
         yield f"HybridModel has no positions of the type {positions!r}"
     if vision != "text_only":
