@@ -84,8 +84,8 @@ def _require_no_recompute(config: Any) -> None:
 def drop_selection(chunk: GPTModel) -> None:
     """Free the selections of a forward behind it, also if it fails."""
     attentions = [getattr(layer, "self_attention", None) for layer in getattr(chunk.decoder, "layers", ())]
-    found = [getattr(attention, "core_attention", None) for attention in attentions]
-    own = [core for core in found if isinstance(core, SelectingCoreAttention)]
+    cores = [getattr(attention, "core_attention", None) for attention in attentions]
+    own = [core for core in cores if isinstance(core, SelectingCoreAttention)]
 
     def drop(*arguments: object) -> None:
         for core in own:
