@@ -84,26 +84,9 @@ def problem_of(policy: GPTModel, drafts: Sequence[nn.Module], steps: int = 1) ->
     """Why ``drafts`` cannot run beside a policy, or ""."""
     if len(drafts) != 1 or not hasattr(chunks_of(drafts)[0].config, "draft"):
         return "drafts must be the list of one head that build_draft has returned"
-    if hasattr(chunks_of(drafts)[0], "planned"):
-        return _problem_of_blocks(policy, chunks_of(drafts)[0].config, steps)
-    if steps > 1 and chunks_of(drafts)[0].config.recompute_granularity is not None:
-        return (
-            "a draft head must have recompute_granularity=None for several steps, since a recomputed step would read "
-            "the keys of later steps"
-        )
-    return "the model must have no pipeline stages" if policy.pg_collection.pp.size() > 1 else ""
-
-
-def _problem_of_blocks(policy: GPTModel, config: Any, steps: int) -> str:
-    """Why a DFlash head cannot run beside a policy, or ""."""
-    reasons = {
-        "a DFlash head must have steps=1, since it drafts a block at once": steps > 1,
-        "a DFlash head needs cp=1, since a block attends to all tokens before it": policy.pg_collection.cp.size() > 1,
-        "a DFlash head needs pp=1, since it reads several layers of the policy": policy.pg_collection.pp.size() > 1,
-        "a DFlash head must have recompute_granularity=None, since a recomputed layer would read the blocks of a later "
-        "microbatch": config.recompute_granularity is not None,
-    }
-    return "; ".join(reason for reason, holds in reasons.items() if holds)
+    draft: Any = chunks_of(drafts)[0]
+    problem: str = draft.problem_beside(policy, steps)
+    return problem
 
 
 class _Record:

@@ -50,6 +50,8 @@ def require_hybrid(architecture: Architecture, config: TransformerConfig, *, pos
 
 
 def _obstacles(architecture: Architecture, config: TransformerConfig, positions: object, vision: str) -> Iterator[str]:
+    from mcore_bridge.factory.modules.streams import has_streams
+
     if hasattr(config, "draft"):
         yield "a draft head is a GPTModel of one layer"
     if architecture.model or architecture.layer_spec:
@@ -58,7 +60,7 @@ def _obstacles(architecture: Architecture, config: TransformerConfig, positions:
         yield "its MLP and attention read the same input, and in a HybridModel the MLP reads the output of attention"
     if not getattr(config, "norm_weight", True):
         yield "its norms have no weights, and the final norm of megatron-core's HybridModel has one"
-    if getattr(config, "enable_mhc_connections", False):
+    if has_streams(config):
         yield "its residual has several streams, and the final norm of megatron-core's HybridModel does not merge them"
     if positions not in ("rope", "none"):
         yield f"HybridModel has no positions of the type {positions!r}"

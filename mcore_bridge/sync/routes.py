@@ -177,7 +177,7 @@ class Route(NoRoute):
         self.line(
             "pull", tuple(TensorSpec.of(spec.name, spec) for spec in manifest), writer.open(bound.tensors.values())
         )
-        self._writer, self._announce = writer, writer.announce
+        self._writer, self._announce, self._is_announced = writer, writer.announce, True
 
     def _open_ring(self, manifest: Manifest) -> None:
         self._ring = BufferRing(plan_buckets(manifest), self._device)
@@ -189,13 +189,12 @@ class Route(NoRoute):
     def send(self, version: int) -> None:
         """Export a round to the worker, together with all ranks of the replica."""
         if self.transport in _BY_MAP:
-            is_asked = self.transport == "shards" and not self._is_announced
-            self._is_announced = False
-            if is_asked or self.transport == "pull":
+            announces, self._is_announced = not self._is_announced, False
+            if announces:
                 with suppress(TransferError):  # the answer raises it, after the ranks have agreed
                     self._announce()
             export = open_export(self._models, None, "lm", target=self.target, **self._options)
-            write_export(export, self._shared if is_asked else self._opened)
+            write_export(export, self._shared if announces and self.transport == "shards" else self._opened)
             self.line("complete", version)
             self._opened().let_go()
             return

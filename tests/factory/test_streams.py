@@ -20,21 +20,11 @@ from tests import zoo
 from tests.support import pool, stepping, tiny
 from tests.support.fake_mesh import rank_of
 from tests.support.strategies import random_state
-from tests.support.training import Kind, check_recompute
+from tests.support.training import MESHES_WITH_EXPERTS, Kind, check_recompute
 
 FAMILIES = ("hy_v4", "glm5_next_text")
 CASES = {name: case.hf for name, case in zoo.cases().items() if case.model_type in FAMILIES}
 pytestmark = pytest.mark.skipif(not CASES, reason="the installed transformers lacks the family")
-MESHES = {
-    1: [{}],
-    2: [{"tp": 2, "sp": True}, {"cp": 2}, {"pp": 2, "layout": "balanced"}, {"ep": 2}],
-    4: [
-        {"tp": 4, "sp": True},
-        {"tp": 2, "cp": 2, "sp": True},
-        {"tp": 2, "sp": True, "pp": 2, "vp": 2},
-        {"tp": 2, "etp": 2, "ep": 2, "sp": True},
-    ],
-}
 
 
 def fits(name, dims):
@@ -42,10 +32,10 @@ def fits(name, dims):
     return dims.vp == 1 or name != "hy_v4"
 
 
-KIND = Kind(CASES, MESHES, every=2, fits=fits)
+KIND = Kind(CASES, MESHES_WITH_EXPERTS, every=2, fits=fits)
 
 
-@pytest.mark.parametrize("world_size", MESHES)
+@pytest.mark.parametrize("world_size", MESHES_WITH_EXPERTS)
 def test_every_mesh_trains_as_transformers_does(world_size, tmp_path):
     KIND.check(world_size, tmp_path)
 

@@ -17,6 +17,17 @@ from tests.support.strategies import on_disk
 from tests.support.text_halves import published_names
 
 LR = 0.3
+MESHES_WITH_EXPERTS: dict[int, list[dict[str, Any]]] = {
+    1: [{}],
+    2: [{"tp": 2, "sp": True}, {"cp": 2}, {"pp": 2, "layout": "balanced"}, {"ep": 2}],
+    4: [
+        {"tp": 4, "sp": True},
+        {"tp": 2, "cp": 2, "sp": True},
+        {"tp": 2, "sp": True, "pp": 2, "vp": 2},
+        {"tp": 2, "etp": 2, "ep": 2, "sp": True},
+    ],
+}
+"""For families with experts, whose layers differ so that stages of equal size need a layout."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -142,6 +142,18 @@ class DFlashModel(GPTModel):
         self.context_norm = norm(config, config.hidden_size, config.layernorm_epsilon)
         self.vocabulary = None
 
+    def problem_beside(self, policy: GPTModel, steps: int) -> str:
+        """Why the head cannot learn so many steps beside a policy, or ""."""
+        groups = policy.pg_collection
+        reasons = {
+            "a DFlash head must have steps=1, since it drafts a block at once": steps > 1,
+            "a DFlash head needs cp=1, since a block attends to all tokens before it": groups.cp.size() > 1,
+            "a DFlash head needs pp=1, since it reads several layers of the policy": groups.pp.size() > 1,
+            "a DFlash head must have recompute_granularity=None, since a recomputed layer would read the blocks of a "
+            "later microbatch": self.config.recompute_granularity is not None,
+        }
+        return "; ".join(reason for reason, holds in reasons.items() if holds)
+
     def planned(self, ids: Tensor, has_next: Tensor, lengths: Sequence[int]) -> BlockPlan:
         """See the function of this name."""
         draft: Any = self.config.draft

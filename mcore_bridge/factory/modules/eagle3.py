@@ -210,6 +210,15 @@ class Eagle3Model(GPTModel):
         self.set_input_tensor(None)
         return logits
 
+    def problem_beside(self, policy: GPTModel, steps: int) -> str:
+        """Why the head cannot learn so many steps beside a policy, or ""."""
+        if steps > 1 and self.config.recompute_granularity is not None:
+            return (
+                "a draft head must have recompute_granularity=None for several steps, since a recomputed step would "
+                "read the keys of later steps"
+            )
+        return "the model must have no pipeline stages" if policy.pg_collection.pp.size() > 1 else ""
+
     def forget(self) -> None:
         """Let go of earlier steps. The next step is the first one."""
         self.decoder.layers[0].self_attention.core_attention.steps.clear()

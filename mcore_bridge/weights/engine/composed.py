@@ -185,6 +185,11 @@ class MemoryWriter(MapWriter):
         assert self.program is not None
         GroupCopies(self.program.map, group).run(group, self.memory, by_kernel=False)
 
+    def end(self, device: torch.device) -> None:
+        """See ``MapWriter``. The memory has everything then, so tensors of this rank are no longer held."""
+        super().end(device)
+        self.let_go()
+
     def complete(self) -> None:
         """See ``MapWriter``."""
         for index in self.memory.gpus:
