@@ -122,20 +122,8 @@ class Worker:
         return checksums(dict(self.model.named_parameters()))
 
     def raw_copy(self, repeats: int) -> list[float]:
-        """Seconds to copy the bytes of all parameters once, from and to memory of this GPU or CPU, 1 GiB at a time."""
-        total = sum(tensor.nbytes for tensor in self.model.parameters())
-        source = torch.ones(min(1 << 30, total), dtype=torch.uint8, device=self.device)
-        target = torch.empty_like(source)
-        seconds = []
-        for _ in range(repeats + 1):
-            self.synchronize()
-            start = time.perf_counter()
-            for first in range(0, total, source.numel()):
-                size = min(source.numel(), total - first)
-                target[:size].copy_(source[:size])
-            self.synchronize()
-            seconds.append(time.perf_counter() - start)
-        return seconds[1:]
+        """See ``raw_copies``."""
+        return raw_copies(self.model, self.device, repeats)
 
     def memory(self) -> int:
         """The free bytes of the GPU."""
@@ -146,8 +134,29 @@ class Worker:
 
     def synchronize(self) -> None:
         """Wait for the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        _synchronize(self.device)
+
+
+def raw_copies(model: nn.Module, device: torch.device, repeats: int) -> list[float]:
+    """Seconds to copy the bytes of all parameters once, from and to memory of a device, 1 GiB at a time."""
+    total = sum(tensor.nbytes for tensor in model.parameters())
+    source = torch.ones(min(1 << 30, total), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    seconds = []
+    for _ in range(repeats + 1):
+        _synchronize(device)
+        start = time.perf_counter()
+        for first in range(0, total, source.numel()):
+            size = min(source.numel(), total - first)
+            target[:size].copy_(source[:size])
+        _synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return seconds[1:]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 _PARTS = re.compile(r"(?:(q|k|v)|(gate|up)|(down))_proj$")

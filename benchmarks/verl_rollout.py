@@ -33,6 +33,7 @@ import torch
 import verl  # noqa: F401 - imports our module first, as the environment says
 from common import config_of, parsed, report
 from engine import fill, in_buffers
+from engines import raw_copies
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 from verl.single_controller.base import Worker
@@ -138,24 +139,8 @@ def forget(wrapper: Any) -> None:
 
 
 def raw_copy(wrapper: Any) -> list[float]:
-    """Seconds to copy the bytes of all parameters once within the worker's memory, 1 GiB at a time."""
-    device = wrapper.worker.device
-    total = sum(parameter.nbytes for parameter in wrapper.worker.model_runner.model.parameters())
-    source = torch.ones(min(1 << 30, total), dtype=torch.uint8, device=device)
-    target, seconds = torch.empty_like(source), []
-    for _ in range(6):
-        _synchronize()
-        start = time.perf_counter()
-        for first in range(0, total, source.numel()):
-            target[: total - first].copy_(source[: total - first])
-        _synchronize()
-        seconds.append(time.perf_counter() - start)
-    return seconds[1:]
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    """Seconds to copy the bytes of all parameters once within the worker's memory."""
+    return raw_copies(wrapper.worker.model_runner.model, wrapper.worker.device, 5)
 
 
 def launched(case: str, device: str) -> Any:
