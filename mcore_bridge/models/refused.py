@@ -152,7 +152,6 @@ REFUSALS = (
         inkling2_text="modeling_inkling2.Inkling2ShortConvolution",
         inkling2_loop_text="modeling_inkling2_loop.Inkling2LoopRelativePositionBias",
         inkling_mm_model="inkling.modeling_inkling.InklingRelativeLogits",
-        inkling_text="modeling_inkling.InklingRelativeLogits",
     ),
     *_because(
         "an indexer selects blocks of keys for attention that is not latent; megatron-core's indexer needs latent "

@@ -88,7 +88,7 @@ def logits_of(model: Any, dims: mb.ParallelDims, seq: int = SEQ) -> Tensor:
         logits = model(tokens(hf, seq), torch.arange(seq).expand(BATCH, seq), None)
     parts = [torch.empty_like(logits) for _ in range(dims.tp)]
     dist.all_gather(parts, logits.contiguous(), group=model.pg_collection.tp)
-    return torch.cat(parts, -1)[..., : hf.vocab_size]
+    return torch.cat(parts, -1)[..., : getattr(hf, "unpadded_vocab_size", None) or hf.vocab_size]
 
 
 def worst_differences(cases: list[tuple[Any, mb.ParallelDims, Tensor]]) -> list[float]:

@@ -48,10 +48,12 @@ class ScoresCoreAttention(CoreAttention):
         """The parameters for a checkpoint of megatron-core, with the sinks cut over TP."""
         return sharded_tensors(self, prefix, sharded_offsets)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, *, causal: bool) -> Tensor:
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, *, causal: bool, places: Tensor
+    ) -> Tensor:
         repeats = query.size(1) // key.size(1)
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-        scores = query @ key.transpose(-1, -2) * self.softmax_scale
+        scores = self._scores(query, key, places)
         if self.cap is not None:
             scores = torch.tanh(scores / self.cap) * self.cap
         if hidden is None and causal:
@@ -60,6 +62,10 @@ class ScoresCoreAttention(CoreAttention):
             scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
         weights = self._softmax(scores)
         return nn.functional.dropout(weights, self.dropout, self.training) @ value
+
+    def _scores(self, query: Tensor, key: Tensor, places: Tensor) -> Tensor:
+        """The scores ``[b, n, s, t]`` of queries at ``places`` ``[s]``, before caps and masks."""
+        return query @ key.transpose(-1, -2) * self.softmax_scale
 
     def _softmax(self, scores: Tensor) -> Tensor:
         if self.softmax_offset is None:
