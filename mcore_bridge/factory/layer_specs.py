@@ -92,9 +92,8 @@ def _adapt_within(layer: Any, config: TransformerConfig, number: int, backend: B
     from mcore_bridge.factory.modules.latent import adapt_latent, adapt_sparse
     from mcore_bridge.factory.modules.layer_rope import adapt_layer_rope
     from mcore_bridge.factory.modules.norms import adapt_query_key_norms, adapt_unit_norms
-    from mcore_bridge.factory.modules.relative import adapt_relative
     from mcore_bridge.factory.modules.scored_sharing import adapt_scored_sharing
-    from mcore_bridge.factory.modules.scores import adapt_scores
+    from mcore_bridge.factory.modules.scores import adapt_relative, adapt_scores
     from mcore_bridge.factory.modules.selection import adapt_selection
     from mcore_bridge.factory.modules.shared_keys import adapt_shared_keys
     from mcore_bridge.factory.modules.torch_modules import always_biased

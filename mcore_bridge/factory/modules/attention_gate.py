@@ -74,9 +74,7 @@ class GatedOutput(nn.Module):
         super().__init__(*places, config=config, **arguments)
         of_values = config.v_head_dim if config.multi_latent_attention else config.kv_channels
         per_head: int = {"head": 1, "element": of_values}[config.attention_gate]
-        self.linear_gate = gate(
-            config.num_attention_heads * per_head, config, tp_group=arguments["pg_collection"].tp
-        )
+        self.linear_gate = gate(config.num_attention_heads * per_head, config, tp_group=arguments["pg_collection"].tp)
         self.gate: Tensor | None = None
         self.linear_proj.register_forward_pre_hook(self._multiply)  # an adapter reads what this hook returns
 

@@ -23,6 +23,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
+from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.modules.backend import mixed, submodules_of, with_module
 from mcore_bridge.factory.modules.experts import require_no_overlap
 from mcore_bridge.factory.modules.experts_beside import ones
@@ -44,6 +45,11 @@ def adapt_scored_sharing(layer: Any, config: TransformerConfig) -> None:
     if not getattr(config, "shared_experts_scored", False) or not hasattr(submodules, "router"):
         return
     require_no_overlap(config)
+    if config.moe_shared_expert_intermediate_size is None:
+        raise ConfigError(
+            "n_shared_experts must be at least 1, found 0: transformers fails without shared experts here. Correct the "
+            "HF config, or remove the override of moe_shared_expert_intermediate_size"
+        )
     submodules.router = mixed(ScoringRouter, submodules.router)
     submodules.shared_experts = ModuleSpec(WeighedExperts)
     layer.mlp = with_module(layer.mlp, functools.partial(mixed, ScoredSharing))
@@ -80,7 +86,7 @@ class ScoringRouter(nn.Module):
 
 
 class WeighedExperts(MegatronModule):
-    """Shared experts side by side, each with a weight for each token. TP ranks hold parts of the rows of each expert."""
+    """Shared experts side by side, each with a weight for each token. Each TP rank has some rows of each expert."""
 
     def __init__(self, config: Any, *, pg_collection: Any, **unused: Any) -> None:
         super().__init__(config)

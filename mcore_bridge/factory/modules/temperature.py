@@ -39,7 +39,8 @@ def temperature_of(config: TransformerConfig, number: int) -> Temperature | None
     """The temperature of layer ``number`` (from 0): from the rope, of this layer, or for layers without a rope."""
     own = getattr(config, "query_growth", None)
     if own is not None:
-        return Temperature(*own, first=1, rounded=False, smooth=True)
+        beta, length = own
+        return Temperature(beta, length, first=1, rounded=False, smooth=True)
     rope, unrotated = getattr(config, "hf_rope", None), getattr(config, "nope_temperature", None)
     if rope is not None and rope.query_temperature is not None:
         return Temperature(*rope.query_temperature)

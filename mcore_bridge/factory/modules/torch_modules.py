@@ -199,7 +199,14 @@ class CoreAttention(nn.Module):
         return rearrange(context, "b n s d -> s b (n d)")
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, *, causal: bool, places: Tensor
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        hidden: Tensor | None,
+        *,
+        causal: bool,
+        places: Tensor | None = None,
     ) -> Tensor:
         """Attention of ``[b, n, s, d]`` tensors. If ``hidden`` is None, ``causal`` hides a plain triangle.
 
