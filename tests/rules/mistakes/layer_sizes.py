@@ -42,7 +42,6 @@ RULES = {
     "shared gates for values":  ("logits", "inkling", exchange("shared_experts.gate", "shared_experts.up")),
     "shared experts' rows dealt": ("logits at tp=2", "inkling", of("shared_experts.down", laid_out(DEALT_COLUMNS))),
     "profiles forgotten":       ("no rule", "inkling", of("core_attention.profiles", lambda rule: None)),
-    "scales exchanged":         ("logits", "inkling", exchange("mlp_bda.scale", "router.global_scale")),
     "no norm of embeddings":    ("no rule", "inkling", of("embedding.layernorm.weight", lambda rule: None)),
     # name                      killed by,        model     mutation of the rules
     "gates dealt out":          ("logits at tp=2", "laguna", of("linear_gate.weight", laid_out(DEALT))),
