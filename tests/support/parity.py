@@ -22,7 +22,8 @@ LONG = 40
 
 def tokens(hf: Any, seq: int = SEQ) -> Tensor:
     """Token ids, int64 [BATCH, seq]."""
-    return torch.randint(0, hf.vocab_size, (BATCH, seq), generator=torch.Generator().manual_seed(3))
+    size = getattr(hf, "unpadded_vocab_size", None) or hf.vocab_size
+    return torch.randint(0, size, (BATCH, seq), generator=torch.Generator().manual_seed(3))
 
 
 def reference_logits(hf: Any, seq: int = SEQ) -> Tensor:
