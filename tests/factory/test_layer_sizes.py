@@ -85,6 +85,19 @@ def test_layers_that_read_more_than_hidden_states_are_not_recomputed_nor_dealt_t
             model(**embedded)
 
 
+@pytest.mark.skipif("inkling" not in CASES, reason="this transformers has no such family")
+def test_padding_before_a_text_does_not_reach_it_through_convolutions():
+    hf = zoo.cases()["inkling"].hf
+    with rank_of(ONE, 0, 1):
+        (model,) = mb.build_model(hf, dims=ONE, device="cpu", dtype="float32", load_weights=random_state(hf))
+        ids, places = torch.arange(1, 13)[None], torch.arange(15)[None]
+        mask = (places >= 3).long()
+        with torch.no_grad():
+            plain = model.eval()(ids, places[:, :12], None)
+            padded = model(torch.nn.functional.pad(ids, (3, 0), value=40), places, mask)[:, 3:]
+    torch.testing.assert_close(padded, plain)
+
+
 LAGUNA = json.loads("""{
   "model_type": "laguna", "architectures": ["LagunaForCausalLM"], "vocab_size": 100352, "hidden_size": 2048,
   "intermediate_size": 8192, "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128,

@@ -53,6 +53,8 @@ class Text:
     """
 
     packed: Any = None
+    counting: Tensor | None = None
+    """1 for tokens and 0 for padding, ``[b, s]``, if a mask says it. Padding does not reach tokens behind it."""
 
 
 class ResidualConv(nn.Module):
@@ -65,7 +67,7 @@ class ResidualConv(nn.Module):
         if config.perform_initialization:
             nn.init.uniform_(self.weight, -(bound := config.short_conv_kernel**-0.5), bound)
 
-    def forward(self, tokens: Tensor, first: int, packed: Any, *, copied: bool) -> Tensor:
+    def forward(self, tokens: Tensor, first: int, text: Text, *, copied: bool) -> Tensor:
         """``[s, b, n]``, the tokens of this CP rank in n channels from ``first`` on.
 
         ``copied``: the gradient of the weights is a part on each TP rank, and the backward sums it.
@@ -73,8 +75,9 @@ class ResidualConv(nn.Module):
         cp_group = parallel_state.get_context_parallel_group()
         whole = copy_to_tensor_model_parallel_region(self.weight) if copied else self.weight
         weight = whole[first : first + tokens.size(-1)].float()
-        exact = tokens.float()
-        parts = exact.split(packed_lengths(packed, cp_group.size())) if packed else [exact]
+        exact, packed = tokens.float(), text.packed
+        shown = exact if text.counting is None else exact * text.counting.t().unsqueeze(-1)
+        parts = shown.split(packed_lengths(packed, cp_group.size())) if packed else [shown]
         texts = all_convolved(
             [gather_text(part, cp_group) for part in parts],
             lambda channels: F.conv1d(channels, weight, groups=len(weight)),
@@ -95,16 +98,21 @@ class ConvolvedKeys(OwnProjection):
         self.k_conv = ResidualConv(config, channels, sequence_parallel=False)
         self.v_conv = ResidualConv(config, channels, sequence_parallel=False)
 
-    def forward(self, *inputs: Any, packed_seq_params: Any = None, **options: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, hidden: Tensor, attention_mask: Tensor | None, *, packed_seq_params: Any = None, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
         """As in megatron-core."""
-        self.text.packed = packed_seq_params
-        outputs: tuple[Tensor, Tensor | None] = super().forward(*inputs, packed_seq_params=packed_seq_params, **options)
+        is_padded = attention_mask is not None and attention_mask.dim() == 2
+        self.text.packed, self.text.counting = packed_seq_params, attention_mask if is_padded else None
+        outputs: tuple[Tensor, Tensor | None] = super().forward(
+            hidden, attention_mask, packed_seq_params=packed_seq_params, **options
+        )
         return outputs
 
     def _finished(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         first = self._rank * self.config.num_query_groups // self.world_size * self.value_width
         key, value = (
-            conv(heads.flatten(-2), first, self.text.packed, copied=True).view_as(heads)
+            conv(heads.flatten(-2), first, self.text, copied=True).view_as(heads)
             for conv, heads in ((self.k_conv, key), (self.v_conv, value))
         )
         return super()._finished(query, key, value)
@@ -137,10 +145,10 @@ class ConvolvedSum(nn.Module):
 
     def _convolved(self, output: Tensor) -> Tensor:
         """``[s, b, h]``; with sequence parallelism the tokens of this TP rank."""
-        packed, group = self.text.packed, parallel_state.get_tensor_model_parallel_group()
+        group = parallel_state.get_tensor_model_parallel_group()
         if not self.sequence_parallel or group.size() == 1:
-            convolved: Tensor = self.conv(output, 0, packed, copied=False)
+            convolved: Tensor = self.conv(output, 0, self.text, copied=False)
             return convolved
         channels = all_to_all_sp2hp(output, group=group).unflatten(0, (-1, output.size(1)))
-        convolved = self.conv(channels, group.rank() * channels.size(-1), packed, copied=False)
+        convolved = self.conv(channels, group.rank() * channels.size(-1), self.text, copied=False)
         return all_to_all_hp2sp(convolved, group=group).view_as(output)

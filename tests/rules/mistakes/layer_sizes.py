@@ -245,8 +245,8 @@ def endless(self, query, key, places):
 def convolved(**wrong):
     """A convolution of other tokens or channels, or one whose backward sums less."""
 
-    def forward(self, tokens, first, packed, *, copied):
-        return TRUE_CONVOLVED(self, tokens, wrong.get("first", first), packed, copied=wrong.get("copied", copied))
+    def forward(self, tokens, first, text, *, copied):
+        return TRUE_CONVOLVED(self, tokens, wrong.get("first", first), text, copied=wrong.get("copied", copied))
 
     return instead(ResidualConv, "forward", forward)
 
