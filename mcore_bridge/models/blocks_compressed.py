@@ -1,9 +1,20 @@
 """Shared tables of attention to compressed keys. Every TP rank holds all keys, compressors and indexers whole."""
 
-from mcore_bridge.rules.layout import COLUMN, REPLICATED, ROW
-from mcore_bridge.rules.mapping import Rules, table, under
+from mcore_bridge.models.blocks import MLP_W123
+from mcore_bridge.rules.layout import COLUMN, REPLICATED, ROW, VOCAB
+from mcore_bridge.rules.mapping import Prefixes, experts, table, under
 
 # fmt: off
+AROUND     = table(("embedding.word_embeddings.weight", "embed.weight", VOCAB),
+                   ("decoder.final_layernorm.weight",   "norm.weight",  REPLICATED),
+                   ("output_layer.weight",              "head.weight",  VOCAB))
+NORMS      = table(("input_layernorm.weight",         "attn_norm.weight", REPLICATED),
+                   ("pre_mlp_layernorm.weight",       "ffn_norm.weight",  REPLICATED))
+EXPERTS    = (*table(("mlp.router.weight",            "ffn.gate.weight",  REPLICATED),
+                     ("mlp.router.expert_bias",       "ffn.gate.bias",    REPLICATED),
+                     ("mlp.router.experts_of_tokens", "ffn.gate.tid2eid", REPLICATED)),
+              *under("mlp.shared_experts",            "ffn.shared_experts", MLP_W123),
+              *experts("mlp.experts.*",               "ffn.experts.*",      MLP_W123))
 ATTENTION  = under("self_attention", "attn", table(
                    ("linear_q_down_proj.weight",      "wq_a.weight",    REPLICATED),
                    ("q_layernorm.weight",             "q_norm.weight",  REPLICATED),
@@ -23,8 +34,9 @@ INDEXER    = (*under("self_attention.indexer.compressor", "attn.indexer.compress
                    ("linear_wq_b.weight",             "wq_b.weight",         REPLICATED),
                    ("linear_weights_proj.weight",     "weights_proj.weight", REPLICATED))))
 # fmt: on
-KINDS: dict[str, Rules] = {
-    "compressed_sparse_attention": (*COMPRESSOR, *INDEXER),
-    "heavily_compressed_attention": COMPRESSOR,
-}
-"""The modules of layers that compress keys, by their kinds in ``layer_types``."""
+IN_MEMORY: Prefixes = (
+    *((f".attn.{own}", f".self_attn.{name}") for own, name in (("wq_a", "q_a_proj"), ("wq_b", "q_b_proj"))),
+    *((f".attn.{own}", f".self_attn.{name}") for own, name in (("wkv", "kv_proj"), ("wo_b", "o_b_proj"))),
+    *((f".shared_experts.{own}", f".shared_experts.{name}_proj") for own, name in (("w1", "gate"), ("w2", "down"))),
+)
+"""Parts of names of linear layers, each with its name in transformers' memory."""

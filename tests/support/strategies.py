@@ -135,6 +135,10 @@ def random_state(hf: Any, *, dtype: torch.dtype = torch.float32, seed: int = 0) 
         return twin.named(random_state(twin.config(hf), dtype=dtype, seed=seed))
     generator = torch.Generator().manual_seed(seed)
     state = {name: _random(name, shape, generator) for name, shape in _shapes(hf.to_json_string())}
+    for name, table in state.items():
+        if name.endswith("tid2eid"):  # different experts for each token, in no order
+            ranked = torch.rand(len(table), hf.n_routed_experts, generator=generator).argsort()
+            state[name] = ranked[:, : table.size(1)].contiguous()
     if hf.model_type.startswith(("qwen3_next", "qwen3_5")):
         state = {name: _of_delta_net(name, tensor) for name, tensor in state.items()}
     if hf.model_type.startswith("gemma4"):
@@ -197,7 +201,7 @@ def _shapes_in_transformers(config: str) -> list[tuple[str, torch.Size]]:
 
 
 def _stays_fp32(name: str) -> bool:
-    return name.endswith(("e_score_correction_bias", "expert_bias"))
+    return name.endswith(("e_score_correction_bias", "expert_bias", ".ffn.gate.bias", "tid2eid"))
 
 
 def _random(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:

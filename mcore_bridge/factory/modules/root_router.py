@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mcore_bridge.errors import ConfigError, WeightError
+from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.factory.modules.backend import mixed, submodules_of
 from mcore_bridge.factory.modules.experts import BiasedRouter, Router
 
@@ -113,13 +113,13 @@ class TableRouter(Roots):
         return torch.zeros_like(scores).scatter_(1, self.experts_of_tokens[tokens.reshape(-1)], 1.0)
 
     def _check(self) -> None:
-        """Raise ``WeightError`` for a token that the table gives one expert twice, once for each content."""
+        """Raise ``CheckpointError`` for a token that the table gives one expert twice, once for each content."""
         table = self.experts_of_tokens
         if self.checked == table._version:
             return
         ordered = table.sort(-1).values
         if bool((ordered.diff(dim=-1) == 0).any()) or bool(((table < 0) | (table >= self.config.num_moe_experts)).any()):
-            raise WeightError(
+            raise CheckpointError(
                 f"a table of experts (tid2eid) must give each token {table.size(1)} different experts below "
                 f"{self.config.num_moe_experts}, and a row has others: load the table of the checkpoint"
             )
