@@ -133,6 +133,12 @@ _DEEPSEEK_V4 = (
 _OTHER = {"hy_v4": _HY_V4, "deepseek_v4": _DEEPSEEK_V4}
 
 
+def random_experts(hf: Any, generator: torch.Generator) -> torch.Tensor:
+    """A table with different experts for each token, in no order; transformers begins with zeros."""
+    ranked = torch.rand(hf.vocab_size, hf.n_routed_experts, generator=generator).argsort()
+    return ranked[:, : hf.num_experts_per_tok].contiguous()
+
+
 def published_names(hf: Any, state: Mapping[str, Any]) -> dict[str, Any]:
     """Tensors under their names in published files, which transformers reads but does not write for some families."""
     return {_published(hf, name): tensor for name, tensor in {**state, **_parted(hf, state)}.items()}

@@ -6,6 +6,8 @@ Some layers have windows alone. Others also read compressed keys: all of them, o
 from mcore_bridge.config.fields import Const, Derive, Field, Hf, Ignore, Map, Mcore, Preset, Require, count
 from mcore_bridge.config.layer_kinds import sizes_by_layer, values_of_layers
 from mcore_bridge.config.rope import Rope, rope_from
+from mcore_bridge.config.rope_spelling import COMPRESSED as COMPRESSED_KEYS
+from mcore_bridge.config.rope_spelling import MAIN
 from mcore_bridge.config.tables import DECODER, INTERLEAVED, QK_PLAIN, WINDOW_ALL, but, published, without
 from mcore_bridge.config.tables.by_layer import ONE_LIMIT
 from mcore_bridge.config.tables.moe import MTP_NEVER, ROUTED, SCALED, SOFTMAX_NORMALISED
@@ -60,8 +62,8 @@ def _layers_back(mcore: Mcore) -> dict[str, object]:
     }
 
 
-_ROPES = {"main": "hf_sliding_rope", "compress": "hf_rope"}
-_THETAS = {"main": "rope_theta", "compress": "compress_rope_theta"}
+_ROPES = {MAIN: "hf_sliding_rope", COMPRESSED_KEYS: "hf_rope"}
+_THETAS = {MAIN: "rope_theta", COMPRESSED_KEYS: "compress_rope_theta"}
 _PARTIAL = "partial_rotary_factor"
 
 
@@ -75,6 +77,12 @@ def _ropes(hf: Hf) -> dict[str, object]:
         raise ConfigError(f"Both ropes must rotate equally many dims, found {shown(nested)}.")
     if wrong := {rope.rope_type for rope in ropes.values()} - {"default", "yarn"}:
         raise ConfigError(f"Ropes must be of type 'default' or 'yarn' in this family, found {sorted(wrong)}.")
+    given = {field: (hf.get(field), ropes[_ROPES[kind]].theta) for kind, field in _THETAS.items()}
+    if wrong_bases := {field: pair for field, pair in given.items() if pair[0] not in (None, pair[1])}:
+        raise ConfigError(
+            f"rope_parameters must have the same bases as the fields at the top, found other ones, as (top, "
+            f"rope_parameters): {wrong_bases}. transformers reads rope_parameters alone: correct one of them."
+        )
     first = ropes["hf_rope"]
     return {**ropes, "rotary_base": first.theta, "rotary_percent": first.partial_rotary_factor}
 
@@ -94,6 +102,10 @@ def _ropes_back(mcore: Mcore) -> dict[str, object]:
 
 def _heads(hf: Hf) -> dict[str, object]:
     heads, groups, dim = count(hf, "num_attention_heads"), count(hf, "o_groups"), count(hf, "head_dim")
+    if hf.get("num_key_value_heads", 1) != 1:
+        raise ConfigError(
+            f"num_key_value_heads must be 1, found {shown(hf['num_key_value_heads'])}: all heads share their keys."
+        )
     if heads % groups:
         raise ConfigError(f"o_groups={groups} must divide num_attention_heads={heads}. Correct one of them.")
     return {"num_attention_heads": heads, "num_query_groups": 1, "kv_channels": dim, "output_groups": groups}

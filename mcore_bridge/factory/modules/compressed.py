@@ -16,7 +16,6 @@ import torch
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     checkpoint,
-    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer.enums import AttnMaskType
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.modules.backend import Backend, norm_of, say
-from mcore_bridge.factory.modules.latent import ReplicatedLinear
+from mcore_bridge.factory.modules.latent import ReplicatedLinear, read_by_heads
 from mcore_bridge.factory.modules.mixers.mixer import submodules_for
 from mcore_bridge.factory.modules.scores import ScoresCoreAttention
 from mcore_bridge.factory.modules.selection import scores_of
@@ -290,7 +289,7 @@ class CompressedAttention(MegatronModule):
             tokens, *indexed = compressed
             behind = self.compressor(tokens, angles, self._rotated)
             key, unseen = torch.cat((key, behind[:, :, None])), self._unseen(behind, angles, *indexed)
-        key = copy_to_tensor_model_parallel_region(key, group=self.tp_group)  # heads of all ranks read it
+        key = read_by_heads(key, self.tp_group)
         core: Any = self.core_attention
         context = checkpoint(core, False, query, key, unseen) if self.recomputes else core(query, key, unseen)
         return self._rotated(context, -angles).flatten(2)
