@@ -30,13 +30,28 @@ GLM = {
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 DEEPSEEK = {
-    **{**TOKENS, "vocab_size": 97, "head_dim": 24, "qk_rope_head_dim": 8, "num_key_value_heads": 1},
-    **{"q_lora_rank": 28, "o_groups": 4, "o_lora_rank": 10, "intermediate_size": 36, "sliding_window": 5},
-    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "num_hash_layers": 1, "swiglu_limit": 0.5},
-    **{"index_n_heads": 12, "index_head_dim": 16, "index_topk": 2, "rope_scaling": YARN},
+    **TOKENS,
+    "vocab_size": 97,
+    "head_dim": 24,
+    "qk_rope_head_dim": 8,
+    "num_key_value_heads": 1,
+    "q_lora_rank": 28,
+    "o_groups": 4,
+    "o_lora_rank": 10,
+    "intermediate_size": 36,
+    "sliding_window": 5,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "num_hash_layers": 1,
+    "swiglu_limit": 0.5,
+    "index_n_heads": 12,
+    "index_head_dim": 16,
+    "index_topk": 2,
+    "rope_scaling": YARN,
     "layer_types": ["sliding_attention", *["compressed_sparse_attention", "heavily_compressed_attention"] * 2][:4],
     "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 3},
-    **{"hc_sinkhorn_iters": 2, "hc_eps": 0.1},
+    "hc_sinkhorn_iters": 2,
+    "hc_eps": 0.1,
 }
 """Half of the layers compress the keys of a window, of which one selects them. A token chooses experts of the first."""
 

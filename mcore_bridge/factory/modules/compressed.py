@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
@@ -48,6 +49,7 @@ def adapt_compressed(layer: Any, config: Any, backend: Backend) -> None:
         return
     if backend == "te":
         say("TransformerEngine has no attention to compressed keys: torch computes it, with scores in memory")
+    if layer.input_layernorm is IdentityOp:  # TransformerEngine would fuse the norm into another linear layer
         layer.input_layernorm = norm_of(backend, config)
     linear = submodules_for(backend, normed=False)
     layer.self_attention = ModuleSpec(
@@ -80,7 +82,7 @@ class Compressor(nn.Module):
         self.linear_gate = ReplicatedLinear(config.hidden_size, width, config)
         self.places = nn.Parameter(torch.empty(self.ratio, width, **placement(config)))
         self.norm = Norm(config, dim, config.layernorm_epsilon)
-        self.norm.weight.sequence_parallel = False  # type: ignore[assignment]  # each TP rank norms all compressed keys
+        self.norm.weight.sequence_parallel = False  # type: ignore[attr-defined]  # each TP rank norms all of them
         if config.perform_initialization:
             nn.init.zeros_(self.places)
 
@@ -184,7 +186,7 @@ class GroupedLinear(ColumnParallelLinear):
             tp_group=tp_group,
         )
 
-    def forward(self, heads: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, heads: Tensor) -> Tensor:
         groups, weights = heads.unflatten(-1, (self.num_groups, -1)), self.weight.unflatten(0, (self.num_groups, -1))
         return torch.einsum("sbgi,goi->sbgo", groups, weights).flatten(-2)
 
@@ -203,14 +205,14 @@ class CompressedAttention(MegatronModule):
         linear = {"config": config, "is_expert": False, "bias": False, "tp_group": self.tp_group}
         hidden, rank, norm = config.hidden_size, config.query_rank, submodules.norm
         self.linear_q_down_proj = ReplicatedLinear(hidden, rank, config)
-        self.q_layernorm = norm(config=config, hidden_size=rank, eps=eps)
+        self.latent_layernorm = norm(config=config, hidden_size=rank, eps=eps)
         self.linear_q_up_proj = submodules.linear_q_up_proj(
             rank,
             config.num_attention_heads * self.head_dim,
             **{**linear, "init_method": config.init_method, "gather_output": False, "skip_bias_add": False},
         )
         self.head_norm = UnitNorm(config, self.head_dim, eps)
-        self.linear_kv_proj = ReplicatedLinear(hidden, self.head_dim, config)
+        self.linear_kv_down_proj = ReplicatedLinear(hidden, self.head_dim, config)
         self.kv_layernorm = norm(config=config, hidden_size=self.head_dim, eps=eps)
         self.core_attention = CompressedCoreAttention(
             config, layer_number, AttnMaskType.causal, "self", pg_collection=pg_collection
@@ -220,7 +222,8 @@ class CompressedAttention(MegatronModule):
             config.output_groups * config.output_rank,
             hidden,
             **{**linear, "init_method": config.output_layer_init_method},
-            **{"input_is_parallel": True, "skip_bias_add": True},
+            input_is_parallel=True,
+            skip_bias_add=True,
         )
         self.compressor = None if config.compression is None else Compressor(config, self.head_dim)
         self.indexer = CompressedIndexer(config) if config.compression == "selected" else None
@@ -261,9 +264,9 @@ class CompressedAttention(MegatronModule):
             )
         assert rotary_pos_emb is not None
         angles = rotary_pos_emb[self.rope, ..., : self.num_rotated]
-        latent = self.q_layernorm(self.linear_q_down_proj(hidden_states)[0])
+        latent = self.latent_layernorm(self.linear_q_down_proj(hidden_states)[0])
         query = self.head_norm(self.linear_q_up_proj(latent)[0].unflatten(-1, (-1, self.head_dim)))
-        texts = [query, self._whole(self.kv_layernorm(self.linear_kv_proj(hidden_states)[0]))]
+        texts = [query, self._whole(self.kv_layernorm(self.linear_kv_down_proj(hidden_states)[0]))]
         if self.compressor is not None:
             texts.append(self._whole(self.compressor.projected(hidden_states)))
         if self.indexer is not None:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from mcore_bridge.factory.modules.experts import Compute
 
 _BY_TABLE = (
-    "a forward must embed its tokens in this model, because the first layers choose experts by tokens; found embeddings "
-    "from outside (decoder_input). Pass input_ids alone"
+    "a forward must embed its tokens in this model, because the first layers choose experts by tokens; found "
+    "embeddings from outside (decoder_input). Pass input_ids alone"
 )
 
 
@@ -34,7 +34,9 @@ def adapt_root_scores(layer: Any, config: TransformerConfig, backend: str) -> No
         return
     _require_tokens(config)
     router = Router if backend == "torch" else BiasedRouter
-    submodules_of(layer.mlp).router = mixed(TableRouter if getattr(config, "experts_by_token", False) else Roots, router)
+    submodules_of(layer.mlp).router = mixed(
+        TableRouter if getattr(config, "experts_by_token", False) else Roots, router
+    )
 
 
 def _require_tokens(config: Any) -> None:
@@ -92,13 +94,16 @@ class TableRouter(Roots):
     """A router that takes the experts of each token from a table of the checkpoint, and only weighs them."""
 
     tokens: Tensor | None = None
+    experts_of_tokens: Tensor
     tp_group: Any
 
     def __init__(self, config: Any, *arguments: Any, **named: Any) -> None:
         super().__init__(config, *arguments, **named)
         # megatron-core updates it as it updates the biases of other layers, and no choice depends on it
-        self.register_buffer("expert_bias", self._buffers.pop("expert_bias"), persistent=False)
-        first = torch.arange(config.hf_vocab_size, device=self.expert_bias.device)[:, None] * config.moe_router_topk
+        bias = self._buffers.pop("expert_bias")
+        assert bias is not None
+        self.register_buffer("expert_bias", bias, persistent=False)
+        first = torch.arange(config.hf_vocab_size, device=bias.device)[:, None] * config.moe_router_topk
         table = (first + torch.arange(config.moe_router_topk, device=first.device)) % config.num_moe_experts
         self.register_buffer("experts_of_tokens", table)
         self.checked = -1
@@ -117,10 +122,11 @@ class TableRouter(Roots):
         table = self.experts_of_tokens
         if self.checked == table._version:
             return
-        ordered = table.sort(-1).values
-        if bool((ordered.diff(dim=-1) == 0).any()) or bool(((table < 0) | (table >= self.config.num_moe_experts)).any()):
+        ordered, count = table.sort(-1).values, self.config.num_moe_experts
+        is_wrong = (ordered.diff(dim=-1) == 0).any() | (ordered[:, 0] < 0).any() | (ordered[:, -1] >= count).any()
+        if bool(is_wrong):
             raise CheckpointError(
                 f"a table of experts (tid2eid) must give each token {table.size(1)} different experts below "
-                f"{self.config.num_moe_experts}, and a row has others: load the table of the checkpoint"
+                f"{count}, and a row has others: load the table of the checkpoint"
             )
         self.checked = table._version

@@ -19,7 +19,7 @@ RULES = {
     "gates for keys of indexers":  ("logits",         V4, exchange(*GATES[INDEXED])),
     "places forgotten":            ("no rule",        V4, of(f"{OWN}.places", lambda rule: None)),
     "table forgotten":             ("no rule",        V4, of("router.experts_of_tokens", lambda rule: None)),
-    "keys cut":                    ("shapes at tp=2", V4, of("linear_kv_proj.weight", laid_out(COLUMN))),
+    "keys cut":                    ("shapes at tp=2", V4, of("linear_kv_down_proj.weight", laid_out(COLUMN))),
     "queries of indexers cut":     ("shapes at tp=2", V4, of("indexer.linear_wq_b.weight", laid_out(COLUMN))),
     "groups whole":                ("shapes at tp=2", V4, of("linear_o_down_proj.weight", laid_out(REPLICATED))),
     "rows of groups dealt out":    ("logits at tp=2", V4, of("linear_o_down_proj.weight", laid_out(DEALT))),
@@ -107,10 +107,14 @@ def summed_again(self, config, dim):
 
 _made = compressed.Compressor.__init__
 HF = zoo.cases()[V4].hf if zoo.here([V4]) else None
-GRADIENTS = {} if HF is None else {
-    "keys not summed": (HF, TWO, instead(compressed, "read_by_heads", unsummed)),
-    "norm summed twice": (HF, TWO, instead(compressed.Compressor, "__init__", summed_again)),
-}
+GRADIENTS = (
+    {}
+    if HF is None
+    else {
+        "keys not summed": (HF, TWO, instead(compressed, "read_by_heads", unsummed)),
+        "norm summed twice": (HF, TWO, instead(compressed.Compressor, "__init__", summed_again)),
+    }
+)
 MODULES = {
     "all compressed keys": (V4, ONE, {"index_topk": 100}),
     "one compressed key less": (V4, ONE, {"index_topk": 1}),

@@ -11,6 +11,7 @@ from mcore_bridge.config.rope_spelling import MAIN
 from mcore_bridge.config.tables import DECODER, INTERLEAVED, QK_PLAIN, WINDOW_ALL, but, published, without
 from mcore_bridge.config.tables.by_layer import ONE_LIMIT
 from mcore_bridge.config.tables.moe import MTP_NEVER, ROUTED, SCALED, SOFTMAX_NORMALISED
+from mcore_bridge.config.tables.parallel import OWN_HEAD
 from mcore_bridge.config.tables.scales import MIXED
 from mcore_bridge.errors import ConfigError, shown
 
@@ -40,13 +41,11 @@ def _layers(hf: Hf) -> dict[str, object]:
         raise ConfigError(f"compress_rates must have a number for each kind that compresses, found {shown(rates)}.")
     if by_token != sorted(by_token, reverse=True):  # type: ignore[type-var]
         raise ConfigError(
-            f"mlp_layer_types must have all 'hash_moe' first, found {shown(hf['mlp_layer_types'])}: tokens are known in "
-            "the first stage of a pipeline alone."
+            f"mlp_layer_types must have all 'hash_moe' first, found {shown(hf['mlp_layer_types'])}: tokens are known "
+            "in the first stage of a pipeline alone."
         )
     model = {"compression": None, "experts_by_token": False}
-    layers = [
-        {"compression": kind, "experts_by_token": own} for kind, own in zip(kinds, by_token, strict=True)
-    ]
+    layers = [{"compression": kind, "experts_by_token": own} for kind, own in zip(kinds, by_token, strict=True)]
     ratios = {str(_KINDS[name]): count(rates, name) for name in rates}
     return {**model, "compression_ratios": ratios, _OWN: sizes_by_layer(layers, model)}
 
@@ -130,7 +129,7 @@ def _experts_back(mcore: Mcore) -> dict[str, object]:
 _ONE_SIZE = "shared experts have the size of one routed expert, whatever their number"
 COMPRESSED: tuple[Field, ...] = (
     *but(
-        without(DECODER, "ffn_hidden_size"),
+        without(DECODER, "ffn_hidden_size", "share_embeddings_and_output_weights"),
         Derive(("rope_parameters", "rope_scaling", *_THETAS.values(), _PARTIAL), _ropes, _ropes_back),
         Derive(("num_attention_heads", "num_key_value_heads", "head_dim", "o_groups"), _heads, _heads_back),
         *(*INTERLEAVED, *QK_PLAIN, *WINDOW_ALL, Const("multi_latent_attention", False)),
@@ -146,11 +145,15 @@ COMPRESSED: tuple[Field, ...] = (
     *but(ROUTED, Map("n_routed_experts", "num_moe_experts")),
     *but(SOFTMAX_NORMALISED, Const("moe_router_enable_expert_bias", True)),
     *(Const("root_scores", True), Const("router_norm_min", 1e-20), Const("moe_layer_freq", 1)),
-    *(Preset("moe_router_bias_update_rate", 0.0), Preset("moe_router_dtype", "fp32"), SCALED, MTP_NEVER),
+    *(Preset("moe_router_bias_update_rate", 0.0), Preset("moe_router_dtype", "fp32")),
+    *(SCALED, MTP_NEVER),
     Derive(("moe_intermediate_size", "intermediate_size"), _experts, _experts_back),
-    *(Const("moe_shared_expert_gate", False), Require("n_shared_experts", (1,), _ONE_SIZE)),
+    Const("moe_shared_expert_gate", False),
+    Require("n_shared_experts", (1,), _ONE_SIZE),
     Require("scoring_func", ("sqrtsoftplus",), "nobody has written other scores in this family"),
     Require("norm_topk_prob", (True, None), "transformers always normalises the weights of experts"),
-    *(ONE_LIMIT, Const("limits_before_activation", True), *MIXED),
+    *OWN_HEAD,
+    *(ONE_LIMIT, *MIXED),
+    Const("limits_before_activation", True),
 )
 """Attention to windows and compressed keys beside residual streams, and experts by tables or by roots of softplus."""
