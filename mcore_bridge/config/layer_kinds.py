@@ -56,7 +56,8 @@ def shares_selection(layer: int, *, freq: int, offset: int) -> bool:
 
 def selects_keys(mcore: Mcore) -> bool:
     """Whether latent attention has indexers of ours, since megatron-core's have no sinks and no pools of keys."""
-    return mcore.get("dsa_indexer_topk") is not None and mcore.get("experimental_attention_variant") != "dsa"
+    is_latent = bool(mcore.get("multi_latent_attention")) and mcore.get("dsa_indexer_topk") is not None
+    return is_latent and mcore.get("experimental_attention_variant") != "dsa"
 
 
 def held_mtp_layers(settings: Mapping[str, Any]) -> int:

@@ -34,6 +34,8 @@ ATTRIBUTES = frozenset(
         *("dsa_indexer_pool", "dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset"),
         *("norm_weight", "qkv_clip", "keys_of_layer", "layer_input_size", "unpadded_vocab_size", "query_growth"),
         *("residual_convolutions", "relative_profiles", "relative_extent", "shared_experts_scored"),
+        *("compression", "compression_ratios", "query_rank", "output_groups", "output_rank"),
+        *("root_scores", "experts_by_token"),
         *ATTENTION_FACTOR,
     )
 )
@@ -89,6 +91,13 @@ For ``build_model``:
 * ``dsa_indexer_pool``: how many neighbouring keys an indexer selects together, if it is more than one;
 * ``dsa_indexer_topk_freq``, ``dsa_indexer_skip_topk_offset``: which layers share a selection of keys. megatron-core
   0.19 has these fields;
+* ``compression``: of a layer, which compressed keys it reads beside its window: "all", "selected" (by an indexer), or
+  None;
+* ``compression_ratios``: for each of these kinds, how many tokens have one compressed key;
+* ``query_rank``, ``output_rank``: the sizes between the two projections of queries, and of the output of each group;
+* ``output_groups``: how many groups of heads project their output by themselves;
+* ``root_scores``: whether scores of routers are roots of softplus;
+* ``experts_by_token``: of a layer, whether a table gives the experts of each token;
 * ``attention_softcap``, ``logit_softcap``: the bounds of attention scores and of logits, enforced by a tanh;
 * ``embedding_scale``: word embeddings are multiplied by it;
 * ``embedding_dropout``: the dropout of the embedding, if it is not mcore's ``hidden_dropout``;

@@ -92,6 +92,7 @@ def _adapt_within(layer: Any, config: TransformerConfig, number: int, backend: B
     from mcore_bridge.factory.modules.latent import adapt_latent, adapt_sparse
     from mcore_bridge.factory.modules.layer_rope import adapt_layer_rope
     from mcore_bridge.factory.modules.norms import adapt_query_key_norms, adapt_unit_norms
+    from mcore_bridge.factory.modules.root_router import adapt_root_scores
     from mcore_bridge.factory.modules.scored_sharing import adapt_scored_sharing
     from mcore_bridge.factory.modules.scores import adapt_relative, adapt_scores
     from mcore_bridge.factory.modules.selection import adapt_selection
@@ -102,6 +103,7 @@ def _adapt_within(layer: Any, config: TransformerConfig, number: int, backend: B
     if backend == "torch":
         _use_torch_modules(layer, config)
     adapt_experts(layer, config, backend)
+    adapt_root_scores(layer, config, backend)
     adapt_narrow_experts(layer, config)
     adapt_beside(layer, config, backend)
     adapt_latent(layer, config, backend)
@@ -128,6 +130,7 @@ def _adapt_within(layer: Any, config: TransformerConfig, number: int, backend: B
 
 def _adapt_around(layer: Any, config: TransformerConfig, number: int, backend: Backend) -> None:
     """Our modules around attention and MLP, or in place of them."""
+    from mcore_bridge.factory.modules.compressed import adapt_compressed
     from mcore_bridge.factory.modules.draft_heads import adapt_draft
     from mcore_bridge.factory.modules.gate_limits import adapt_clip, adapt_limits
     from mcore_bridge.factory.modules.half_layers import adapt_halves
@@ -150,6 +153,7 @@ def _adapt_around(layer: Any, config: TransformerConfig, number: int, backend: B
     adapt_residuals(layer, config)
     adapt_layer_input(layer, config, number)
     adapt_attention(layer, config, number, backend)
+    adapt_compressed(layer, config, backend)
     adapt_halves(layer, config, number, backend)
     adapt_keys(layer, config)
     adapt_draft(layer, config, backend)

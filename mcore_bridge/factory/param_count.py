@@ -163,7 +163,9 @@ def _around_experts(config: Any) -> int:
     """The parameters of the router, of shared experts, of norms and of projections around all experts."""
     num_experts, shared = config.num_moe_experts, config.moe_shared_expert_intermediate_size
     router = _linear(config.hidden_size, num_experts, bias=config.add_bias_linear)
-    router += num_experts * config.moe_router_enable_expert_bias
+    by_token = getattr(config, "experts_by_token", False)  # a table in the place of the bias
+    biases = config.hf_vocab_size * config.moe_router_topk if by_token else num_experts
+    router += biases * config.moe_router_enable_expert_bias
     router += _norm(config, config.hidden_size) * getattr(config, "expert_norm", False)
     router += 3 * _norm(config, config.hidden_size) * getattr(config, "experts_beside_mlp", False)
     router += (config.hidden_size + num_experts) * getattr(config, "router_scales", False)
@@ -177,6 +179,8 @@ def _around_experts(config: Any) -> int:
 
 def _attention(config: Any, layer: int) -> int:
     hidden, dim = config.hidden_size, config.kv_channels
+    if getattr(config, "compression_ratios", None) is not None:
+        return _compressed_attention(config)
     heads, groups = config.num_attention_heads, config.num_query_groups
     dim_of_values = config.v_head_dim if config.multi_latent_attention else dim or 0
     gates = {None: 0, "head": heads, "element": heads * dim_of_values}[getattr(config, "attention_gate", None)]
@@ -207,6 +211,24 @@ def _beside_scores(config: Any) -> int:
     if getattr(config, "residual_convolutions", False):
         count += 2 * config.num_query_groups * config.kv_channels * config.short_conv_kernel
     return int(count)
+
+
+def _compressed_attention(config: Any) -> int:
+    """The parameters of attention to windows, and to compressed keys."""
+    hidden, dim, heads, rank = config.hidden_size, config.kv_channels, config.num_attention_heads, config.query_rank
+    count = (hidden + 1 + heads * dim) * rank + (hidden + 1) * dim + heads
+    count += (heads * dim + config.output_groups * hidden) * config.output_rank
+    own, indexers = config.dsa_indexer_head_dim, config.dsa_indexer_n_heads
+    if config.compression is not None:
+        count += _compressor(config, dim)
+    if config.compression == "selected":
+        count += indexers * (rank * own + hidden) + _compressor(config, own)
+    return int(count)
+
+
+def _compressor(config: Any, dim: int) -> int:
+    width = dim * (1 + (config.compression == "selected"))
+    return int((2 * config.hidden_size + config.compression_ratios[config.compression]) * width + dim)
 
 
 def _latent_attention(config: Any) -> int:

@@ -90,13 +90,6 @@ REFUSALS = (
         minimax="modeling_minimax.MiniMaxLightningAttention",
     ),
     *_because(
-        "attention reads compressed keys, some routers choose experts by the token alone, and a matrix for each token "
-        "mixes residual streams; nobody has written these submodules",
-        PARTS, ROUTER,
-        deepseek_v4="modeling_deepseek_v4.DeepseekV4HyperConnection",
-        deepseek_ref="deepseek_v4.modeling_deepseek_v4.DeepseekV4HyperConnection",
-    ),
-    *_because(
         "residuals are streams with gates, embeddings of n-grams are added, and an indexer selects blocks of keys",
         LAYER, GPT,
         qwen4_exp="modeling_qwen4_exp.Qwen4ExpTextGatedResidual",

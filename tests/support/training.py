@@ -74,7 +74,7 @@ class Kind:
                 parts = (
                     ".indexer.",
                     "e_score_correction_bias",
-                    *(".expert_bias", ".router_bias"),
+                    *(".expert_bias", ".router_bias", ".gate.bias", ".tid2eid"),
                     ".layer_scalar",
                     ".act_fn.",
                     ".experts.",
