@@ -157,7 +157,7 @@ def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
     cap_logits(chunk)
     if chunk.pre_process and (dropped := getattr(blueprint.config, "embedding_dropout", None)) is not None:
         chunk.embedding.embedding_dropout.p = dropped
-    hide_padding(chunk, blueprint.config.hf_vocab_size)
+    hide_padding(chunk, getattr(blueprint.config, "unpadded_vocab_size", None) or blueprint.config.hf_vocab_size)
     replace_output_layer(chunk, blueprint.hf, head=blueprint.provenance.head)
     initialise_head(chunk, seed)
     initialise_mtp(chunk, seed)

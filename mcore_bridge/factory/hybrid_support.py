@@ -62,6 +62,8 @@ def _obstacles(architecture: Architecture, config: TransformerConfig, positions:
         yield "its norms have no weights, and the final norm of megatron-core's HybridModel has one"
     if has_streams(config):
         yield "its residual has several streams, and the final norm of megatron-core's HybridModel does not merge them"
+    if getattr(config, "residual_convolutions", False):
+        yield "convolutions behind an MLP read the packed sequences of attention, and a HybridModel sets both apart"
     if positions not in ("rope", "none"):
         yield f"HybridModel has no positions of the type {positions!r}"
     if vision != "text_only":

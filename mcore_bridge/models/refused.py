@@ -138,14 +138,18 @@ REFUSALS = (
         hyperclovax="modeling_hyperclovax.HyperCLOVAXDecoderLayer",
     ),
     *_because(
-        "distances of tokens add to the scores, and convolutions surround attention and MLP; megatron-core has "
-        "neither",
+        "tokens compute the weights of its convolutions, and layers attend to sums of earlier blocks of layers; "
+        "megatron-core has neither",
         ATTENTION, GPT,
-        inkling2="modeling_inkling2.Inkling2ShortConvolution",
-        inkling2_text="modeling_inkling2.Inkling2ShortConvolution",
-        inkling2_loop_text="modeling_inkling2_loop.Inkling2LoopRelativePositionBias",
-        inkling_mm_model="inkling.modeling_inkling.InklingRelativeLogits",
-        inkling_text="modeling_inkling.InklingRelativeLogits",
+        inkling2="modeling_inkling2.Inkling2DynamicShortConvolution",
+        inkling2_text="modeling_inkling2.Inkling2DynamicShortConvolution",
+        inkling2_loop_text="modeling_inkling2_loop.Inkling2LoopDynamicShortConvolution",
+    ),
+    *_because(
+        "its files have other names than those of its text alone, and interleave gates with what they multiply; nobody "
+        "has written a table for these (inkling_text is supported)",
+        GPT,
+        inkling_mm_model="inkling.modeling_inkling.InklingForConditionalGeneration",
     ),
     *_because(
         "an indexer selects blocks of keys for attention that is not latent; megatron-core's indexer needs latent "

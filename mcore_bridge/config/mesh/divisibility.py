@@ -65,8 +65,11 @@ def check_model(dims: ParallelDims, settings: Mapping[str, object]) -> None:
     letters = "".join(kinds) if isinstance(kinds, tuple) else ""
     if "M" in letters:
         _check_mamba(dims, settings)
-    if "C" in letters:  # short convolutions, each channel of which is on one rank
+    # short convolutions, each channel of which is on one rank
+    if "C" in letters or settings.get("residual_convolutions"):
         _require_divided(dims, settings, "hidden_size", "tp")
+    if settings.get("shared_experts_scored"):
+        _require_divided(dims, settings, "moe_ffn_hidden_size", "tp")
     if "K" in letters:  # each head is on one rank, and narrow inputs of decay and gate are cut by their channels
         _require_divided(dims, settings, "linear_num_key_heads", "tp")
         if not settings.get("kda_full_rank"):
