@@ -32,10 +32,10 @@ ATTRIBUTES = frozenset(
         *("enable_mhc_connections", "mhc_num_residual_streams", "mhc_sinkhorn_iterations", "mhc_magnitude"),
         *("mhc_epsilon", "mhc_merges_evenly", "value_channels", "value_scale"),
         *("dsa_indexer_pool", "dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset"),
-        *("norm_weight", "qkv_clip", "keys_of_layer", "layer_input_size", "unpadded_vocab_size", "query_growth"),
-        *("residual_convolutions", "relative_profiles", "relative_extent", "shared_experts_scored"),
         *("compression", "compression_ratios", "query_rank", "output_groups", "output_rank"),
         *("root_scores", "experts_by_token"),
+        *("norm_weight", "qkv_clip", "keys_of_layer", "layer_input_size", "unpadded_vocab_size", "query_growth"),
+        *("residual_convolutions", "relative_profiles", "relative_extent", "shared_experts_scored"),
         *ATTENTION_FACTOR,
     )
 )

@@ -204,15 +204,6 @@ def _attention(config: Any, layer: int) -> int:
     return count + sinks
 
 
-def _beside_scores(config: Any) -> int:
-    """The parameters of scores by distance, and of convolutions of keys and values."""
-    profiles = getattr(config, "relative_profiles", None) or 0
-    count = profiles * (config.hidden_size * config.num_attention_heads + getattr(config, "relative_extent", 0))
-    if getattr(config, "residual_convolutions", False):
-        count += 2 * config.num_query_groups * config.kv_channels * config.short_conv_kernel
-    return int(count)
-
-
 def _compressed_attention(config: Any) -> int:
     """The parameters of attention to windows, and to compressed keys."""
     hidden, dim, heads, rank = config.hidden_size, config.kv_channels, config.num_attention_heads, config.query_rank
@@ -229,6 +220,15 @@ def _compressed_attention(config: Any) -> int:
 def _compressor(config: Any, dim: int) -> int:
     width = dim * (1 + (config.compression == "selected"))
     return int((2 * config.hidden_size + config.compression_ratios[config.compression]) * width + dim)
+
+
+def _beside_scores(config: Any) -> int:
+    """The parameters of scores by distance, and of convolutions of keys and values."""
+    profiles = getattr(config, "relative_profiles", None) or 0
+    count = profiles * (config.hidden_size * config.num_attention_heads + getattr(config, "relative_extent", 0))
+    if getattr(config, "residual_convolutions", False):
+        count += 2 * config.num_query_groups * config.kv_channels * config.short_conv_kernel
+    return int(count)
 
 
 def _latent_attention(config: Any) -> int:
