@@ -111,7 +111,7 @@ def test_a_composite_is_told_how_its_text_is_trained_if_it_can_be() -> None:
     assert "docs/reference/families.md" in caught.value.__notes__[0]
 
 
-@pytest.mark.parametrize("name", ["kimi_k3", "deepseek_v4", "mamba"])
+@pytest.mark.parametrize("name", ["kimi_k3", "dory", "mamba"])
 def test_a_folder_is_refused_with_the_reason_whether_or_not_transformers_knows_it(tmp_path: Path, name: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": name}))
     (reason,) = (refusal.reason for refusal in refusals() if name in refusal.model_types)
