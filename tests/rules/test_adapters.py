@@ -28,10 +28,10 @@ RANK = 3
 WITHOUT = (
     *(".router", ".router.gate", "shared_expert_gate", ".gate.wg", ".out_proj", "_latent_proj"),
     *(".indexer.wq_b", ".indexer.wk", ".indexer.weights_proj", ".f_b_proj", ".g_b_proj"),
-    *(".indexer.kv_proj", ".indexer.q_b_proj", ".indexer.gate_proj", ".scorer.weights_proj", ".o_a_proj"),
+    *(".indexer.kv_proj", ".indexer.q_b_proj", ".indexer.gate_proj", ".scorer.weights_proj", ".o_a_proj", ".r_proj"),
 )
 """Linear layers of transformers without an adapter here: routers, gates, what kernels of Mamba-2 read, indexers,
-layers behind narrow inputs of Kimi delta attention, and a layer of groups of heads.
+layers behind narrow inputs of Kimi delta attention, a layer of groups of heads, and a layer of scores by distance.
 """
 
 
