@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_bridge.errors import CheckpointError, ConfigError
-from mcore_bridge.factory.modules.backend import mixed, submodules_of
+from mcore_bridge.factory.modules.backend import free_after_forward, mixed, read_tokens, submodules_of
 from mcore_bridge.factory.modules.experts import BiasedRouter, Router
 
 if TYPE_CHECKING:
@@ -57,17 +57,12 @@ def give_tokens(chunk: GPTModel) -> None:
     if not routers:
         return
 
-    def give(embedding: Any, inputs: tuple[Any, ...], named: dict[str, Any], embedded: Tensor) -> None:
-        tokens = named["input_ids"] if "input_ids" in named else inputs[0]
+    def give(tokens: Tensor, embedded: Tensor) -> None:
         for router in routers:
             router.tokens = tokens
 
-    def drop(*arguments: object) -> None:
-        for router in routers:
-            router.tokens = None
-
-    chunk.embedding.register_forward_hook(give, with_kwargs=True)
-    chunk.decoder.register_forward_hook(drop, always_call=True)
+    read_tokens(chunk, give)
+    free_after_forward(chunk, routers, tokens=None)
 
 
 class Roots(nn.Module):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mcore_bridge.config.layer_kinds import selects_keys, shares_selection
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.modules.backend import Backend, say
+from mcore_bridge.factory.modules.backend import Backend, free_after_forward, say
 from mcore_bridge.factory.modules.latent import LatentAttention, ReplicatedLinear
 from mcore_bridge.factory.modules.scores import ScoresCoreAttention
 from mcore_bridge.factory.modules.torch_modules import (
@@ -86,13 +86,8 @@ def drop_selection(chunk: GPTModel) -> None:
     attentions = [getattr(layer, "self_attention", None) for layer in getattr(chunk.decoder, "layers", ())]
     cores = [getattr(attention, "core_attention", None) for attention in attentions]
     own = [core for core in cores if isinstance(core, SelectingCoreAttention)]
-
-    def drop(*arguments: object) -> None:
-        for core in own:
-            core.indexed, core.selection.hidden = None, []
-
-    if own:
-        chunk.decoder.register_forward_hook(drop, always_call=True)
+    free_after_forward(chunk, own, indexed=None)
+    free_after_forward(chunk, [core.selection for core in own], hidden=[])
 
 
 class Indexer(nn.Module):
