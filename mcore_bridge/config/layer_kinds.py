@@ -55,7 +55,7 @@ def shares_selection(layer: int, *, freq: int, offset: int) -> bool:
 
 
 def selects_keys(mcore: Mcore) -> bool:
-    """Whether latent attention has indexers of ours, since megatron-core's have no sinks and no pools of keys."""
+    """Whether attention has indexers of ours: megatron-core's are latent, and have no sinks, pools or blocks of keys."""
     return mcore.get("dsa_indexer_topk") is not None and mcore.get("experimental_attention_variant") != "dsa"
 
 

@@ -31,13 +31,21 @@ def adapt_gate(layer: Any, config: TransformerConfig, backend: Backend) -> None:
     if backend == "te":
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear as Linear
 
-        if not config.multi_latent_attention:  # attention and gates share a norm, so neither module contains it
-            layer.self_attention.submodules.linear_qkv = Linear
-            layer.input_layernorm = norm_of(backend, config)
+        if not config.multi_latent_attention:
+            separate_norm(layer, config, backend)
     else:
         from megatron.core.tensor_parallel import ColumnParallelLinear as Linear
     layer.self_attention.module = mixed(GatedOutput, layer.self_attention.module)
     layer.self_attention.params = {**(layer.self_attention.params or {}), "gate": Linear}
+
+
+def separate_norm(layer: Any, config: TransformerConfig, backend: Backend) -> None:
+    """Takes the norm before attention out of its projection: other modules of attention read the normed input, too."""
+    if backend == "te":
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+        layer.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+        layer.input_layernorm = norm_of(backend, config)
 
 
 class GatedOutput(nn.Module):
