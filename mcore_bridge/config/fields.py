@@ -314,6 +314,7 @@ SIZES = frozenset(
         *("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups", "mamba_conv_kernel"),
         *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
         *("linear_conv_kernel_dim", "short_conv_kernel", "value_channels"),
+        *("query_rank", "output_groups", "output_rank"),
     }
 )
 """The mcore names that are sizes or counts. If a model has the name, it must be positive."""

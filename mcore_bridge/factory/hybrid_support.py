@@ -64,6 +64,8 @@ def _obstacles(architecture: Architecture, config: TransformerConfig, positions:
         yield "its residual has several streams, and the final norm of megatron-core's HybridModel does not merge them"
     if selects_keys(vars(config)):
         yield "its indexers select pools or blocks of keys, and nobody has tried these in a HybridModel"
+    if getattr(config, "residual_convolutions", False):
+        yield "convolutions behind an MLP read the packed sequences of attention, and a HybridModel sets both apart"
     if positions not in ("rope", "none"):
         yield f"HybridModel has no positions of the type {positions!r}"
     if vision != "text_only":

@@ -80,6 +80,7 @@ FAMILIES = [
     "axk1",
     "glm5_next_text",
     "kimi_linear",
+    "deepseek_v4",
 ]
 
 
@@ -102,6 +103,7 @@ FUSED = [
     "hy_v4",
     "glm5_next_text",
     "kimi_linear",
+    "deepseek_v4",
 ]
 
 

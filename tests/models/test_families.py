@@ -80,6 +80,7 @@ MADE = (
     {
         "step3p5": {"hidden_act", "rope_parameters"},
         "hy_v4": {"num_key_value_heads"},
+        "deepseek_v4": {"rope_parameters"},
         "minimax_m3_vl_text": {"hidden_act"},
     }
     if zoo.NEWEST

@@ -22,7 +22,7 @@ from tests.support.twins import TWINS
 from tests.zoo import described
 
 NO_CODE = next(each for each in refusals() if "internlm2" in each.model_types)
-REMOTE = {"Emu3", "deepseek_ref", "ernie4_5_moe_vl", "mimo_v2", "minimax_m3"}
+REMOTE = {"Emu3", "ernie4_5_moe_vl", "mimo_v2", "minimax_m3"}
 """Names that no release of transformers has: publishers have their own, or publish code beside the weights."""
 SINCE_5_24 = {
     *("apertus1p5", "apertus1p5_text", "dory", "hy_v4_vl", "inkling2_loop", "inkling2_loop_text", "lara_mini"),
@@ -32,11 +32,7 @@ REMOTE |= {*NO_CODE.model_types} - SINCE_5_24
 SINCE_5 = {
     *("cohere_compass", "cohere_compass_text", "diffusion_gemma", "gemma4_assistant", "gemma4_unified_assistant"),
     *("hrm_text", "kolibri1", "mllama_text_model", "lfm3_vl", "minicpm3", "paddleocr_vl"),
-    *(
-        "deepseek_v4",
-        "ernie4_5_vl_moe",
-    ),
-    *("glm_ocr", "mimo_v2_flash", "molmo2"),
+    *("ernie4_5_vl_moe", "glm_ocr", "mimo_v2_flash", "molmo2"),
     "t5gemma2",
     *("afmoe", "axk2", "beam", "dots3_note", "dots3_note_text", "ernie4_5_vl_moe_text", "flint"),
     *("granite_swa", "granitemoe_swa", "hyperclovax"),

@@ -39,6 +39,10 @@ SWAPPED = ("llama4_text",)
 
 IN_FILES = {
     "bailing_hybrid": (("forget_gate.", ""), (".self_attn.", ".attention.")),
+    "deepseek_v4": (
+        *(("model.layers.", "layers."), (".self_attn.", ".attn.")),
+        *((".q_b_proj", ".wq_b"), (".kv_proj", ".wkv"), (".o_b_proj", ".wo_b")),
+    ),
     "glm5_next_text": (("forget_gate.", ""),),
     "granitemoe": (("experts.gate_up_proj", "input_linear"), ("experts.down_proj", "output_linear")),
     "kimi_linear": (("forget_gate.", ""), ("mlp.shared_experts", "block_sparse_moe.shared_experts")),

@@ -134,6 +134,22 @@ _HY_V4 = (
 """Names of Hunyuan 4 that transformers 5.24 writes otherwise than it reads them, as patterns."""
 
 
+_DEEPSEEK_V4 = (
+    (r"\.attn\.norm\.", ".attn.kv_norm."),
+    (r"^model\.(hc_head)\.hc", r"\1"),
+    (r"^model\.embed_tokens\.", "embed."),
+    (r"^model\.", ""),
+)
+"""Names of DeepSeek V4 that transformers 5.24 writes otherwise than it reads them, as patterns."""
+_OTHER = {"hy_v4": _HY_V4, "deepseek_v4": _DEEPSEEK_V4}
+
+
+def random_experts(hf: Any, generator: torch.Generator) -> torch.Tensor:
+    """A table with different experts for each token, in no order; transformers begins with zeros."""
+    ranked = torch.rand(hf.vocab_size, hf.n_routed_experts, generator=generator).argsort()
+    return ranked[:, : hf.num_experts_per_tok].contiguous()
+
+
 def published_names(hf: Any, state: Mapping[str, Any]) -> dict[str, Any]:
     """Tensors under their names in published files, which transformers reads but does not write for some families."""
     return {_published(hf, name): tensor for name, tensor in {**state, **_parted(hf, state)}.items()}
@@ -153,10 +169,8 @@ def _parted(hf: Any, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _published(hf: Any, name: str) -> str:
-    if hf.model_type == "hy_v4":
-        for pattern, published in _HY_V4:
-            name = re.sub(pattern, published, name)
-        return name
+    for pattern, other in _OTHER.get(hf.model_type, ()):
+        name = re.sub(pattern, other, name)
     written, published, field, kind = WRITTEN.get(hf.model_type, ("", "", "", ""))
     numbered = re.search(r"\.layers\.(\d+)\.", name)
     if not written or not numbered or getattr(hf, field)[int(numbered[1])] != kind:
