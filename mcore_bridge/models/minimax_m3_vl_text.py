@@ -1,4 +1,4 @@
-"""The text of MiniMax-M3: an indexer of most layers selects blocks of keys, and all MLPs and experts have clamped gates."""
+"""The text of MiniMax-M3: indexers of most layers select blocks of keys, and gates of all MLPs are clamped."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Const, Map
@@ -28,5 +28,6 @@ ARCHITECTURE = Architecture(
         *blocks.by_kind(hf, {"minimax_m3_sparse": blocks_sparse.BLOCKS}),
     ),
     mtp=lambda hf: ("mtp.*", "model.mtp.*"),
-    renamed_in_memory=blocks.W123_STACKS,
+    # transformers joins gate and up of dense MLPs and of shared experts, so peft finds neither of them.
+    renamed_in_memory=(*blocks.W123_STACKS, (".block_sparse_moe.shared_experts", ".mlp.shared_experts")),
 )

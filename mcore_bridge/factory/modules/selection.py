@@ -122,7 +122,7 @@ class Indexer(nn.Module):
             hidden: the input of attention, ``[s, b, hidden]``. With SP, s are the tokens of this TP rank.
             latent: what queries are made of: the normed latent ``[s, b, rank]``, for packed sequences without ``b``, or
                 the input of attention again.
-            rotate: rotates some dims of ``[s, b, heads, dim]``, given their number.
+            rotate: rotates some dims of ``[s, b, heads, dim]``.
 
         Returns:
             Queries ``[s, b, heads, dim]``, keys ``[s, b, dim]`` and weights of heads ``[s, b, heads]``.
