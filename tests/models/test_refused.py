@@ -111,7 +111,7 @@ def test_a_composite_is_told_how_its_text_is_trained_if_it_can_be() -> None:
     assert "docs/reference/families.md" in caught.value.__notes__[0]
 
 
-@pytest.mark.parametrize("name", ["kimi_k3", "deepseek_v4", "mamba"])
+@pytest.mark.parametrize("name", ["kimi_k3", "dory", "mamba"])
 def test_a_folder_is_refused_with_the_reason_whether_or_not_transformers_knows_it(tmp_path: Path, name: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": name}))
     (reason,) = (refusal.reason for refusal in refusals() if name in refusal.model_types)
@@ -142,6 +142,10 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
     "`mamba_norm_before_gate` with": (
         {"mamba_rms_norm": True, "mamba_norm_before_gate": True},
         "mamba_norm_before_gate must be False",
+    ),
+    "experts in MXFP4": (
+        {"expert_dtype": "fp4", "quantization_config": {"quant_method": "fp8"}},
+        "expert_dtype must be 'fp8', found 'fp4'",
     ),
     "`attention_head_dim` other than": ({"attention_head_dim": 7}, "attention_head_dim must be head_dim"),
     "`head_dim` other than `hidden_size": ({"head_dim": 7}, "head_dim must be .* Delete head_dim"),

@@ -72,8 +72,6 @@ def adapt(chunks: list[Any]) -> None:
     """Add adapters to all linear layers, with values that follow from the HF names of their tensors."""
     modules = {path.rpartition(".")[2] for chunk in chunks for path, _ in chunk.named_modules()}
     refused = {"out_proj"} if hasattr(chunks[0].config, "layer_kinds") else set()  # of Mamba-2, like peft
-    if hasattr(chunks[0].config, "compression_ratios"):
-        refused |= {"linear_kv", "linear_gate"}  # which are also names in indexers
     made = add_adapters(chunks, rank=2, alpha=1, targets=sorted((modules & LINEAR) - refused))
     bound = bind(chunks, adapters=made)
     for name, parameter in bound.tensors.items():

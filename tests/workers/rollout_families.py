@@ -156,6 +156,8 @@ AFTER = (
         "cohere2",
         "cohere2_moe",
         "cwm",
+        "deepseek_ref",
+        "deepseek_v4",
         "falcon_h1",
         "flex_olmo",
         "gemma4_text",
@@ -177,6 +179,7 @@ AFTER = (
     ),
     *(
         "hy_v4",
+        "inkling_text",
         "internlm3",
         "iquestcoder",
         "jais2",

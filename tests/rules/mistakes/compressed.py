@@ -12,7 +12,10 @@ from tests.support.mutants import exchange, instead, laid_out, of
 V4 = "deepseek_v4"
 DEALT = Rearrange("(n tp) ...", "tp n ...")
 OWN, INDEXED = "self_attention.compressor", "self_attention.indexer.compressor"
-GATES = {name: (f"{name}.linear_kv.weight", f"{name}.linear_gate.weight") for name in (OWN, INDEXED)}
+GATES = {
+    OWN: (f"{OWN}.linear_kv.weight", f"{OWN}.linear_gate.weight"),
+    INDEXED: (f"{INDEXED}.linear_wkv.weight", f"{INDEXED}.linear_wgate.weight"),
+}
 # fmt: off
 RULES = {
     "gates for keys":              ("logits",         V4, exchange(*GATES[OWN])),
