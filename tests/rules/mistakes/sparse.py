@@ -20,7 +20,7 @@ RULES = {
     "indexer rule forgotten": ("no rule",        CASE, of("linear_wk.weight", lambda rule: None)),
     "queries of blocks cut":  ("shapes at tp=2", M3, of("linear_wq.weight", laid_out(COLUMN))),
     "query norm for key norm": ("logits",        M3, exchange("indexer.q_norm.weight", "indexer.k_norm.weight")),
-    "norms of attention":     ("shapes at tp=1", M3, exchange("indexer.q_norm.weight", "attention.q_layernorm.weight")),
+    "norms of attention":     ("shapes", M3, exchange("indexer.q_norm.weight", "attention.q_layernorm.weight")),
     "block rule forgotten":   ("no rule",        M3, of("linear_wk.weight", lambda rule: None)),
 }
 # fmt: on
