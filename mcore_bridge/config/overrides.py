@@ -32,6 +32,7 @@ ATTRIBUTES = frozenset(
         *("enable_mhc_connections", "mhc_num_residual_streams", "mhc_sinkhorn_iterations", "mhc_magnitude"),
         *("mhc_epsilon", "mhc_merges_evenly", "value_channels", "value_scale"),
         *("dsa_indexer_pool", "dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset"),
+        *("dsa_indexer_block", "dsa_indexer_local_blocks"),
         *("compression", "compression_ratios", "query_rank", "output_groups", "output_rank"),
         *("root_scores", "experts_by_token"),
         *("norm_weight", "qkv_clip", "keys_of_layer", "layer_input_size", "unpadded_vocab_size", "query_growth"),
@@ -89,6 +90,8 @@ For ``build_model``:
 * ``mhc_magnitude``, ``mhc_epsilon``: the largest weight of an addition to a stream, and what is added to weights;
 * ``mhc_merges_evenly``: whether the final norm reads the mean of the streams, without weights of its own;
 * ``dsa_indexer_pool``: how many neighbouring keys an indexer selects together, if it is more than one;
+* ``dsa_indexer_block``, ``dsa_indexer_local_blocks``: how many neighbouring keys are one of the blocks that
+  ``dsa_indexer_topk`` counts then, and how many blocks up to its own a query always sees;
 * ``dsa_indexer_topk_freq``, ``dsa_indexer_skip_topk_offset``: which layers share a selection of keys. megatron-core
   0.19 has these fields;
 * ``compression``: of a layer, which compressed keys it reads beside its window: "all", "selected" (by an indexer), or
@@ -204,6 +207,11 @@ def require_activation(settings: Mapping[str, object]) -> None:
             "exact GELU. Remove the override."
         )
     plain = not settings.get("activation_func_clamp_value") and not settings.get("glu_linear_offset")
+    if settings.get("moe_shared_expert_overlap") and not plain:
+        raise ConfigError(
+            "moe_shared_expert_overlap must be False, found True: megatron-core then computes shared experts without "
+            "the clamp and the offset of this model's gates. Remove the override."
+        )
     exact = activation is silu and settings.get("gated_linear_unit") and plain
     if settings.get("use_te_activation_func") and not exact:
         raise ConfigError(

@@ -194,7 +194,7 @@ def _attention(config: Any, layer: int) -> int:
     bias = config.add_bias_linear
     count = _linear(hidden, qkv, bias=bias or config.add_qkv_bias)
     count += _linear(heads * (values or dim), hidden, bias=bias or getattr(config, "attention_output_bias", False))
-    count += hidden * gates + _beside_scores(config)
+    count += hidden * gates + _beside_scores(config) + _indexer(config, layer)
     kind = getattr(config, "qk_norm_kind", "head")
     if reads:
         return count + _norm(config, dim)
@@ -240,12 +240,14 @@ def _latent_attention(config: Any) -> int:
 
 
 def _indexer(config: Any, layer: int) -> int:
-    """The parameters of the indexer of a sparse attention."""
+    """The parameters of the indexer of a layer, if it has one."""
     if config.dsa_indexer_topk is None:
         return 0
     if shares_selection(layer, freq=config.dsa_indexer_topk_freq, offset=config.dsa_indexer_skip_topk_offset):
         return 0
     heads, dim = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
+    if not config.multi_latent_attention:
+        return config.hidden_size * (heads + 1) * dim + 2 * dim
     pool = getattr(config, "dsa_indexer_pool", None)
     pooling = dim * (config.hidden_size + pool) if pool else 0
     return config.q_lora_rank * heads * dim + config.hidden_size * (dim + heads) + 2 * dim + pooling

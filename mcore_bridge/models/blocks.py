@@ -67,6 +67,7 @@ W123        = (*table(("mlp.router.weight",                 "block_sparse_moe.ga
                *experts("mlp.experts.*",                    "block_sparse_moe.experts.*",      MLP_W123))
 W123_STACKS = ((".block_sparse_moe.experts.gate_up_proj", ".mlp.experts.gate_up_proj"),
                (".block_sparse_moe.experts.down_proj",    ".mlp.experts.down_proj"))
+SHARED_W123 = under("mlp.shared_experts",                   "block_sparse_moe.shared_experts", GATED_MLP)
 W123_BIAS   = table(("mlp.router.expert_bias", "block_sparse_moe.e_score_correction_bias",     REPLICATED))
 STEP_MOE    = (*table(("mlp.router.weight",                 "moe.gate.weight",                 REPLICATED),
                       ("mlp.router.expert_bias",            "moe.router_bias",                 REPLICATED)),

@@ -152,14 +152,6 @@ REFUSALS = (
         inkling_mm_model="inkling.modeling_inkling.InklingForConditionalGeneration",
     ),
     *_because(
-        "an indexer selects blocks of keys for attention that is not latent; megatron-core's indexer needs latent "
-        "attention",
-        ATTENTION,
-        minimax_m3="minimax_m3_vl.modeling_minimax_m3_vl.MiniMaxM3VLIndexer",
-        minimax_m3_vl="modeling_minimax_m3_vl.MiniMaxM3VLIndexer",
-        minimax_m3_vl_text="modeling_minimax_m3_vl.MiniMaxM3VLIndexer",
-    ),
-    *_because(
         "a layer has two attentions, two MLPs, and experts whose sum is added at its end; megatron-core's has one of "
         "each",
         LAYER,

@@ -81,6 +81,7 @@ FAMILIES = [
     "glm5_next_text",
     "kimi_linear",
     "deepseek_v4",
+    "minimax_m3_vl_text",
 ]
 
 
@@ -104,6 +105,7 @@ FUSED = [
     "glm5_next_text",
     "kimi_linear",
     "deepseek_v4",
+    "minimax_m3_vl_text",
 ]
 
 

@@ -47,6 +47,7 @@ IN_FILES = {
     "granitemoe": (("experts.gate_up_proj", "input_linear"), ("experts.down_proj", "output_linear")),
     "kimi_linear": (("forget_gate.", ""), ("mlp.shared_experts", "block_sparse_moe.shared_experts")),
     "lfm3": (("self_attn.g_proj", "self_attn.gate_proj"),),
+    "minimax_m3_vl_text": (("mlp.experts", "block_sparse_moe.experts"),),
     "mixtral": (("mlp.experts", "block_sparse_moe.experts"),),
     "step3p5": ((".mlp.shared_experts", ".share_expert"), (".mlp.experts", ".moe")),
     "nemotron_h": (("model.", "backbone."),),

@@ -93,6 +93,17 @@ if "step3p5" in CONFIG_MAPPING:
     from transformers.models.step3p7.modeling_step3p7 import Step3p7TextModel
 
     MODEL_MAPPING.register(CONFIG_MAPPING["step3p5"], Step3p7TextModel, exist_ok=True)
+if "minimax_m3_vl_text" in CONFIG_MAPPING:  # it has a class, whose tensors have names of files only in a composite
+    from transformers.conversion_mapping import (
+        get_checkpoint_conversion_mapping,
+        register_checkpoint_conversion_mapping,
+    )
+
+    _OTHERS = re.compile("language_model|vision_tower|projector|patch_merge")
+    _steps = get_checkpoint_conversion_mapping("minimax_m3_vl")
+    register_checkpoint_conversion_mapping(
+        "MiniMaxM3VLForCausalLM", [step for step in _steps if not _OTHERS.search(str(step.source_patterns))]
+    )
 for _half, _composite in COMPOSITES.items():
     if _half in CONFIG_MAPPING:
         _register(_half, _composite)

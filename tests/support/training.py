@@ -72,7 +72,7 @@ class Kind:
                 assert grads.keys() <= step["grads"].keys() == held.keys(), label
                 untrained = held.keys() - grads.keys()
                 parts = (
-                    ".indexer.",
+                    *(".indexer.", ".self_attn.index_"),
                     "e_score_correction_bias",
                     *(".expert_bias", ".router_bias", ".gate.bias", ".tid2eid"),
                     ".layer_scalar",

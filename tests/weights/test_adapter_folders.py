@@ -61,6 +61,11 @@ CASES = {
         ("self_attn.q_b_proj", "self_attn.kv_proj", "compressor.kv_proj", "o_b_proj"),
         (TP2,),
     ),
+    "minimax_m3_vl_text": (
+        lambda: zoo.cases()["minimax_m3_vl_text"].hf,
+        ("self_attn.q_proj", "o_proj", *EXPERTS),
+        ({"ep": 2}, TP2),
+    ),
     "step3p5": (lambda: zoo.cases()["step3p5"].hf, ("g_proj", "shared_experts.up_proj", *EXPERTS), ({"ep": 2}, TP2)),
     "afmoe": (lambda: zoo.cases()["afmoe"].hf, ("v_proj", "o_proj"), (TP2,)),
 }
@@ -75,6 +80,7 @@ SINCE_5 = {
     "hy_v4",
     "glm5_next_text",
     "deepseek_v4",
+    "minimax_m3_vl_text",
 }
 CASES = {name: CASES[name] for name in CASES if name not in SINCE_5 - zoo.cases().keys()}
 

@@ -42,8 +42,7 @@ def projection_beside(layer: Any, config: TransformerConfig, backend: Backend) -
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear as Linear
 
         if not config.multi_latent_attention:
-            layer.self_attention.submodules.linear_qkv = Linear
-            layer.input_layernorm = norm_of(backend, config)
+            separate_norm(layer, config, backend)
     else:
         from megatron.core.tensor_parallel import ColumnParallelLinear as Linear
 
@@ -62,6 +61,15 @@ def projection_beside(layer: Any, config: TransformerConfig, backend: Backend) -
         )
 
     return make
+
+
+def separate_norm(layer: Any, config: TransformerConfig, backend: Backend) -> None:
+    """Takes the norm before attention out of its projection: other modules of attention read the normed input, too."""
+    if backend == "te":
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+        layer.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+        layer.input_layernorm = norm_of(backend, config)
 
 
 class GatedOutput(nn.Module):
