@@ -153,7 +153,7 @@ def measure(case: str, quantize: dict[str, Any] | None, arguments: Namespace) ->
     models = mb.build_model(config, **options, backend=arguments.backend, load_weights=False)
     in_buffers(models)
     fill(models, 0)
-    fields = config.to_dict() | ({"quantization_config": quantize} if quantize else {})
+    fields = config.to_dict() | ({"quantization_config": described(models, quantize)} if quantize else {})
     engine = Engine(arguments, fields)
     try:
         with closing(Case(case, models, engine, quantize, arguments)) as running:
@@ -167,6 +167,13 @@ def measure(case: str, quantize: dict[str, Any] | None, arguments: Namespace) ->
         gc.collect()
         if on_gpu:
             torch.cuda.empty_cache()
+
+
+def described(models: list[torch.nn.Module], quantize: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint in this format says of itself: vLLM waits for scales of each module that is not listed."""
+    names = {spec.name for spec in mb.manifest(models, quantize=quantize)}
+    plain = {name for name in names if name.endswith(".weight") and f"{name}_scale_inv" not in names}
+    return quantize | {"modules_to_not_convert": sorted(name.removesuffix(".weight") for name in plain)}
 
 
 def in_buffers(models: list[torch.nn.Module]) -> None:
