@@ -12,20 +12,15 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (the usual name)
 
-from mcore_bridge.factory.modules.backend import Backend, mixed, norm_of
+from mcore_bridge.factory.modules.backend import LayerContext, mixed, norm_of
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
 
-def adapt_gate(layer: Any, config: TransformerConfig, backend: Backend) -> None:
-    """Puts gates into the attention of a layer, if ``config.attention_gate`` is set.
-
-    Args:
-        layer: the submodules of the layer, changed in place.
-        config: its ``attention_gate`` says what has a gate, and ``attention_gate_activation`` its activation.
-        backend: the backend of the layer's modules.
-    """
+def adapt_gate(layer: Any, context: LayerContext) -> None:
+    """Put gates into the attention of a layer, if its config has an ``attention_gate``, which says what has a gate."""
+    config, backend = context.config, context.backend
     if getattr(config, "attention_gate", None) is None:
         return
     if backend == "te":

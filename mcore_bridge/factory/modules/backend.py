@@ -10,14 +10,46 @@ import importlib.util
 import inspect
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mcore_bridge.errors import ConfigError
 
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
 Backend = Literal["torch", "te"]
+
+
+class Selection:
+    """The keys that the latest indexer of a pipeline stage has hidden, for layers that have none.
+
+    Attributes:
+        hidden: for each packed sequence, or for all rows together, ``[b, 1, queries of this CP rank, all keys]``.
+    """
+
+    def __init__(self) -> None:
+        self.hidden: list[Tensor] = []
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """What a function that adapts the spec of a layer may read.
+
+    Attributes:
+        config: the config of the layer, with the attributes of ``config.overrides.ATTRIBUTES``.
+        number: the number of the layer in the whole model, from 0.
+        backend: the backend of the layer's modules.
+        selection: the selection that the layers of a pipeline stage share.
+    """
+
+    config: TransformerConfig
+    number: int
+    backend: Backend
+    selection: Selection = field(default_factory=Selection)
 
 
 def choose_backend(backend: str, *, device: torch.device) -> Backend:

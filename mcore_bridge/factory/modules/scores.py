@@ -7,20 +7,21 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mcore_bridge.factory.modules.backend import say
+from mcore_bridge.factory.modules.backend import LayerContext, say
 from mcore_bridge.factory.modules.torch_modules import CoreAttention, placement, sharded_tensors
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
 
-def adapt_scores(layer: Any, config: TransformerConfig, backend: str) -> None:
+def adapt_scores(layer: Any, context: LayerContext) -> None:
     """Use ``ScoresCoreAttention`` for soft caps (which TE lacks as well), and for sinks on backend torch."""
-    capped = getattr(config, "attention_softcap", None) is not None
-    if capped and backend == "te":
+    is_capped = getattr(context.config, "attention_softcap", None) is not None
+    if not is_capped and (context.backend == "te" or context.config.softmax_type != "learnable"):
+        return
+    if context.backend == "te":
         say("TransformerEngine has no attention with soft caps: these layers use torch's")
-    if capped or (backend == "torch" and config.softmax_type == "learnable"):
-        layer.self_attention.submodules.core_attention = ScoresCoreAttention
+    layer.self_attention.submodules.core_attention = ScoresCoreAttention
 
 
 class ScoresCoreAttention(CoreAttention):

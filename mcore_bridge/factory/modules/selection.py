@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mcore_bridge.config.layer_kinds import selects_keys, shares_selection
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.modules.backend import Backend, say
+from mcore_bridge.factory.modules.backend import LayerContext, Selection, say
 from mcore_bridge.factory.modules.latent import LatentAttention, ReplicatedLinear
 from mcore_bridge.factory.modules.scores import ScoresCoreAttention
 from mcore_bridge.factory.modules.torch_modules import (
@@ -39,33 +39,17 @@ _HALVES = SimpleNamespace(apply_rope_fusion=False, rotary_interleaved=False, mul
 """What ``apply_rotary_pos_emb`` reads of a config, to rotate halves."""
 
 
-class Selection:
-    """The keys that the latest indexer of a pipeline stage has hidden, for layers that have none.
-
-    Attributes:
-        hidden: for each packed sequence, or for all rows together, ``[b, 1, queries of this CP rank, all keys]``.
-    """
-
-    def __init__(self) -> None:
-        self.hidden: list[Tensor] = []
-
-
-def adapt_selection(layer: Any, config: Any, backend: Backend, selection: Selection) -> None:
-    """Lets a layer attend to selected keys, if the model has indexers and megatron-core's sparse attention does not.
-
-    Args:
-        layer: the submodules of the layer with our latent attention, changed in place.
-        config: the config of the model.
-        backend: the backend of the layer's modules.
-        selection: what the layers of a stage share.
-    """
-    if not selects_keys(vars(config)):
+def adapt_selection(layer: Any, context: LayerContext) -> None:
+    """Lets a layer attend to selected keys, if the model has indexers and megatron-core's sparse attention does not."""
+    if not selects_keys(vars(context.config)):
         return
-    _require_no_recompute(config)
-    if backend == "te":
+    _require_no_recompute(context.config)
+    if context.backend == "te":
         say("TransformerEngine has no attention to selected keys: torch computes it, with scores in memory")
     layer.self_attention.module = SelectingAttention
-    layer.self_attention.submodules.core_attention = ModuleSpec(SelectingCoreAttention, {"selection": selection})
+    layer.self_attention.submodules.core_attention = ModuleSpec(
+        SelectingCoreAttention, {"selection": context.selection}
+    )
 
 
 def _require_no_recompute(config: Any) -> None:
