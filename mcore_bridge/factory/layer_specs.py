@@ -20,6 +20,8 @@ from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.modules.attention_gate import adapt_gate
 from mcore_bridge.factory.modules.backend import Backend, LayerContext, Selection, has_transformer_engine, submodules_of
 from mcore_bridge.factory.modules.chunks import adapt_chunks
+from mcore_bridge.factory.modules.compressed import adapt_compressed
+from mcore_bridge.factory.modules.convolved import adapt_convolutions
 from mcore_bridge.factory.modules.draft_heads import adapt_draft
 from mcore_bridge.factory.modules.experts import adapt_experts, adapt_narrow_experts
 from mcore_bridge.factory.modules.experts_beside import adapt_experts_beside
@@ -39,7 +41,9 @@ from mcore_bridge.factory.modules.norms import (
     final_norm,
 )
 from mcore_bridge.factory.modules.parallel_blocks import adapt_parallel
-from mcore_bridge.factory.modules.scores import adapt_scores
+from mcore_bridge.factory.modules.root_router import adapt_root_scores
+from mcore_bridge.factory.modules.scored_sharing import adapt_scored_sharing
+from mcore_bridge.factory.modules.scores import adapt_relative, adapt_scores
 from mcore_bridge.factory.modules.selection import adapt_selection
 from mcore_bridge.factory.modules.shared_keys import adapt_shared_keys
 from mcore_bridge.factory.modules.streams import adapt_streams, has_streams, merging
@@ -136,8 +140,10 @@ ADAPTATIONS: tuple[Callable[[Any, LayerContext], None], ...] = (
     # The modules of a backend come first, since the later functions change or wrap them.
     adapt_to_torch,
     adapt_experts,
+    adapt_root_scores,  # its routers extend our routers
     adapt_narrow_experts,
     adapt_experts_beside,
+    adapt_scored_sharing,
     # Other classes of attention are set before anything is mixed into them.
     adapt_latent,
     adapt_sparse,  # it takes the modules of our latent attention
@@ -145,7 +151,9 @@ ADAPTATIONS: tuple[Callable[[Any, LayerContext], None], ...] = (
     # The core attention is chosen before it is wrapped.
     adapt_scores,
     adapt_selection,
-    adapt_kernel,  # it replaces TransformerEngine's alone.
+    adapt_convolutions,
+    adapt_relative,  # it reads queries behind the projection of convolved keys
+    adapt_kernel,  # it replaces TransformerEngine's core attention alone
     # Core attention is wrapped, and the class of attention is extended.
     adapt_chunks,
     adapt_query_temperature,
@@ -153,7 +161,7 @@ ADAPTATIONS: tuple[Callable[[Any, LayerContext], None], ...] = (
     adapt_gate,
     adapt_values,
     adapt_shared_keys,
-    adapt_query_key_norms,  # norms after the rope see queries before their temperature.
+    adapt_query_key_norms,  # norms after the rope see queries before their temperature
     # Norms around attention and MLP. These functions take linear layers without a norm inside.
     adapt_unweighted_norms,
     adapt_norm_placement,
@@ -164,9 +172,10 @@ ADAPTATIONS: tuple[Callable[[Any, LayerContext], None], ...] = (
     adapt_activation,
     adapt_parallel,
     adapt_residuals,
-    adapt_layer_input,  # its addition also scales the output of the layer.
-    # Linear attention or a mixer takes the place of attention, or a half of the layer is removed.
+    adapt_layer_input,  # its addition also scales the output of the layer
+    # Linear attention, compressed attention or a mixer takes the place of attention, or a half of the layer is removed.
     adapt_linear_attention,
+    adapt_compressed,
     adapt_halves,
     adapt_checkpoint_keys,  # it reads the names of all modules
     adapt_draft,  # it takes a norm out of these keys

@@ -1,4 +1,4 @@
-"""The two backends of a model, "te" and "torch", and helpers for the functions that adapt layer specs.
+"""The two backends of a model, "te" and "torch", and helpers for the functions that adapt layer specs and chunks.
 
 ``say`` logs a warning once, for example if torch's modules replace TransformerEngine's.
 """
@@ -9,7 +9,7 @@ import functools
 import importlib.util
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from mcore_bridge.errors import ConfigError
 
 if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer import TransformerConfig
 
 Backend = Literal["torch", "te"]
@@ -28,7 +29,8 @@ class Selection:
     """The keys that the latest indexer of a pipeline stage has hidden, for layers that have none.
 
     Attributes:
-        hidden: for each packed sequence, or for all rows together, ``[b, 1, queries of this CP rank, all keys]``.
+        hidden: for each packed sequence, or for all rows together, ``[b, 1 or heads of this TP rank, queries of this CP
+            rank, all keys]``.
     """
 
     def __init__(self) -> None:
@@ -108,6 +110,18 @@ def norm_of(backend: Backend, config: Any = None) -> type:
     return Norm
 
 
+def separate_norm(layer: Any, context: LayerContext) -> None:
+    """Takes the norm before attention out of its projection.
+
+    Either other modules of attention read the normed input, too, or megatron-core knows no norm in this projection.
+    """
+    if context.backend == "te":
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+        layer.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+        layer.input_layernorm = norm_of(context.backend, context.config)
+
+
 def submodules_of(spec: Any) -> Any:
     """The submodules of an MLP's spec: a partial function in megatron-core 0.19, a ``ModuleSpec`` before."""
     return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
@@ -158,3 +172,24 @@ def say(message: str) -> None:
     """Log the warning once, on rank 0."""
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         logger.warning(message)
+
+
+def read_tokens(chunk: GPTModel, read: Callable[[Tensor, Tensor], None]) -> None:
+    """Call ``read`` behind the embedding of a chunk, with its tokens ``[b, s]`` and with what it returns."""
+
+    def hook(embedding: Any, inputs: tuple[Any, ...], named: dict[str, Any], embedded: Tensor) -> None:
+        read(named["input_ids"] if "input_ids" in named else inputs[0], embedded)
+
+    chunk.embedding.register_forward_hook(hook, with_kwargs=True)
+
+
+def free_after_forward(chunk: GPTModel, holders: Sequence[Any], **empty: object) -> None:
+    """Set these attributes of ``holders`` behind each forward of a chunk's decoder, also if it fails."""
+
+    def free(*arguments: object) -> None:
+        for holder in holders:
+            for name, value in empty.items():
+                setattr(holder, name, value)
+
+    if holders:
+        chunk.decoder.register_forward_hook(free, always_call=True)

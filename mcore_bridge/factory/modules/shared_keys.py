@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor, nn
 
-from mcore_bridge.factory.modules.backend import LayerContext, mixed
-from mcore_bridge.factory.modules.values import sized, unfuse_norm
+from mcore_bridge.factory.modules.backend import LayerContext, free_after_forward, mixed, separate_norm
+from mcore_bridge.factory.modules.values import sized
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,7 +30,7 @@ def adapt_shared_keys(layer: Any, context: LayerContext) -> None:
     if source is None:
         return
     if source != context.number:
-        unfuse_norm(layer, context)
+        separate_norm(layer, context)
     attention.module = mixed(KeepsKeys if source == context.number else ReadsKeys, attention.module)
 
 
@@ -42,13 +42,7 @@ def join_shared_keys(chunk: GPTModel) -> None:
     for attention in attentions.values():
         if isinstance(attention, ReadsKeys):
             attention.reads(attentions)
-
-    def drop(*arguments: object) -> None:
-        for attention in keeping:
-            attention.kept = None
-
-    if keeping:
-        chunk.decoder.register_forward_hook(drop, always_call=True)
+    free_after_forward(chunk, keeping, kept=None)
 
 
 class KeepsKeys(nn.Module):

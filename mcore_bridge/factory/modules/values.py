@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import all_gather_last_dim_from_tensor_parall
 from torch import Tensor, nn
 
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.modules.backend import LayerContext, mixed, norm_of
+from mcore_bridge.factory.modules.backend import LayerContext, mixed, separate_norm
 from mcore_bridge.factory.modules.torch_modules import UnitNorm
 
 if TYPE_CHECKING:
@@ -27,21 +27,12 @@ def adapt_values(layer: Any, context: LayerContext) -> None:
     """
     config, attention = context.config, layer.self_attention
     if getattr(config, "keys_as_values", False):
-        unfuse_norm(layer, context)
+        separate_norm(layer, context)
         attention.module = mixed(KeysAsValues, attention.module)
     if getattr(config, "value_channels", None) is not None:
         attention.module = mixed(SizedValues, attention.module)
     if getattr(config, "value_norm", False):
         attention.module = mixed(NormedValues, attention.module)
-
-
-def unfuse_norm(layer: Any, context: LayerContext) -> None:
-    """Put the norm before attention outside of its projection: megatron-core knows no name of it in another one."""
-    if context.backend == "te":
-        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
-
-        layer.self_attention.submodules.linear_qkv = TEColumnParallelLinear
-        layer.input_layernorm = norm_of(context.backend, context.config)
 
 
 class NormedValues(nn.Module):
@@ -101,8 +92,11 @@ class OwnProjection(nn.Module):
         query = query.unflatten(-1, (-1, dim)).flatten(-3, -2)
         if ranks_per_group > 1:
             query = query.chunk(ranks_per_group, -2)[self._rank % ranks_per_group]
-        values = value if self.value_width else key
-        return _normed(query, self.q_layernorm), _normed(key, self.k_layernorm), values
+        return self._finished(query, key, value if self.value_width else key)
+
+    def _finished(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys behind their norms, and values, from projected heads ``[s, b, heads of this rank, dim]``."""
+        return _normed(query, self.q_layernorm), _normed(key, self.k_layernorm), value
 
     @property
     def _rank(self) -> int:
