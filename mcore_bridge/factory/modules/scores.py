@@ -74,21 +74,14 @@ class ScoresCoreAttention(CoreAttention):
         return sharded_tensors(self, prefix, sharded_offsets)
 
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        hidden: Tensor | None,
-        *,
-        causal: bool,
-        places: Tensor | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, places: Tensor | None = None
     ) -> Tensor:
         repeats = query.size(1) // key.size(1)
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
         scores = self._scores(query, key, places)
         if self.cap is not None:
             scores = torch.tanh(scores / self.cap) * self.cap
-        if hidden is None and causal:
+        if hidden is None and places is not None:
             hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         if hidden is not None:
             scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)

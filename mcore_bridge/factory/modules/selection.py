@@ -356,7 +356,7 @@ class SelectingCoreAttention(ScoresCoreAttention):
             key, value = self._gather(key, value)
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         with self._rng():
-            context = self._attend(query, key, value, hidden, causal=False)
+            context = self._attend(query, key, value, hidden)
         return context.permute(2, 0, 1, 3).flatten(2)
 
 
