@@ -311,7 +311,7 @@ def repeated(entry: Field, names: dict[str, Callable[[Any], object]]) -> Derive:
     """
 
     def forward(hf: Hf) -> dict[str, object]:
-        wrong = {}
+        values, wrong = entry.to_mcore(hf), {}
         for name, value in names.items():
             given, expected = hf.get(name), value(hf)
             own = given[: len(expected)] if isinstance(given, list) and isinstance(expected, list) else given
@@ -323,12 +323,13 @@ def repeated(entry: Field, names: dict[str, Callable[[Any], object]]) -> Derive:
                 f"{', '.join(wrong)} must be {[*expected]}, as transformers has them under other names, found "
                 f"{[*found]}: engines would read another model. Correct or delete them."
             )
-        return entry.to_mcore(hf)
+        return values
 
     def backward(mcore: Mcore) -> dict[str, object]:
         fields = entry.to_hf(mcore)
         return {**fields, **{name: value(fields) for name, value in names.items()}}
 
     listed = ", ".join(f"`{name}`" for name in names)
-    refuses = getattr(entry, "refuses", ()), (f"{listed} with another meaning: engines would read another model",)
-    return Derive(tuple(dict.fromkeys((*entry.names, *names))), forward, backward, sum(refuses, ()))
+    refused = f"{listed} of another model than transformers reads: engines would load it"
+    claimed = tuple(dict.fromkeys((*entry.names, *names)))
+    return Derive(claimed, forward, backward, (*getattr(entry, "refuses", ()), refused))
