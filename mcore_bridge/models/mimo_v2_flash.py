@@ -3,8 +3,6 @@
 Published configs repeat several fields under names that engines read, and that transformers does not.
 """
 
-from typing import TYPE_CHECKING
-
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Map
 from mcore_bridge.config.rope_spelling import FULL, SLIDING
@@ -13,13 +11,9 @@ from mcore_bridge.config.tables.by_layer import VALUES_AND_SINKS
 from mcore_bridge.config.tables.derived import repeated
 from mcore_bridge.config.tables.derived_rope import LAYER_ROPES_PARTIAL
 from mcore_bridge.config.tables.moe import EXPERT_SIZE, GROUPS, MLP_TYPES, NO_SHARED, ROUTED, SCALED, SIGMOID
-from mcore_bridge.models.blocks import GQA_OF_WIDTHS, MOE, NORMS, ROUTER_BIAS, SWIGLU, decoder
+from mcore_bridge.models.blocks import GQA_OF_WIDTHS, MOE, NORMS, ROUTER_BIAS, SWIGLU, by_kind, decoder
 from mcore_bridge.rules.layout import COLUMN
-from mcore_bridge.rules.mapping import Rules, table
-from mcore_bridge.rules.mapping import of_layers as only
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+from mcore_bridge.rules.mapping import table
 
 # fmt: off
 REPEATED = (
@@ -39,30 +33,22 @@ REPEATED = (
         "swa_rope_theta":          lambda hf: hf["rope_parameters"][SLIDING]["rope_theta"]}),
 )
 # fmt: on
-ONLY = published(
-    add_swa_attention_sink_bias=True,
-    add_full_attention_sink_bias=False,
-    n_shared_experts=0,
-    scoring_func="sigmoid",
-    topk_method="noaux_tc",
+SINKS = table(("self_attention.core_attention.softmax_offset", "self_attn.attention_sink_bias", COLUMN))
+ONLY = (
+    *published(add_swa_attention_sink_bias=True, add_full_attention_sink_bias=False, n_shared_experts=0),
+    *published(scoring_func="sigmoid", topk_method="noaux_tc"),
+    unread("attention_chunk_size", "hybrid_block_size"),
 )
-
-
-def rules(hf: "PretrainedConfig") -> Rules:
-    """The weight rules; layers with a window have sinks."""
-    windowed = [layer for layer, kind in enumerate(hf.layer_types) if kind == SLIDING]
-    sinks = table(("self_attention.core_attention.softmax_offset", "self_attn.attention_sink_bias", COLUMN))
-    return decoder(NORMS, GQA_OF_WIDTHS, only(sinks, windowed), SWIGLU, MOE, ROUTER_BIAS)
-
-
 ARCHITECTURE = Architecture(
     model_type="mimo_v2_flash",
     fields=(
         *(*but(DECODER, *REPEATED), derived.biases("attention_bias", None, None)),
         *(*QK_PLAIN, *ROUTED, *SIGMOID, *NO_SHARED, SCALED, EXPERT_SIZE, GROUPS, *ONLY),
-        unread("attention_chunk_size", "hybrid_block_size"),
     ),
-    rules=rules,
+    rules=lambda hf: (
+        *decoder(NORMS, GQA_OF_WIDTHS, SWIGLU, MOE, ROUTER_BIAS),
+        *by_kind(hf, {SLIDING: SINKS}),
+    ),
     # No field of a published config counts these layers, and transformers skips them.
     mtp=lambda hf: ("model.mtp.*",),
 )
