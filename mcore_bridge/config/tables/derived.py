@@ -318,10 +318,10 @@ def repeated(entry: Field, names: dict[str, Callable[[Any], object]]) -> Derive:
             if own not in (None, expected):
                 wrong[name] = shown(expected), shown(given)
         if wrong:
-            expected, found = zip(*wrong.values(), strict=True)
+            rights, givens = zip(*wrong.values(), strict=True)
             raise ConfigError(
-                f"{', '.join(wrong)} must be {[*expected]}, as transformers has them under other names, found "
-                f"{[*found]}: engines would read another model. Correct or delete them."
+                f"{', '.join(wrong)} must be {[*rights]}, as transformers has them under other names, found "
+                f"{[*givens]}: engines would read another model. Correct or delete them."
             )
         return values
 
