@@ -180,7 +180,7 @@ def test_a_crash_at_any_moment_leaves_the_old_files_or_the_new_ones(
 ):
     """Without links, neither may be there: then no reader accepts the folder as a checkpoint."""
     monkeypatch.setattr(os, "fsync", lambda file: None)  # the machine stays alive
-    outcomes, step = set(), 3 if exists and not lacks else 7
+    outcomes, step = set(), 7 if exists and not lacks else 13
     for event in itertools.count(0, step):
         target = tmp_path / f"crash-{event}" / "out"
         (target / "logs").mkdir(parents=True)
