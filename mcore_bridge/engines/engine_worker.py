@@ -258,6 +258,11 @@ class EngineWorker:
         assert self._engine is not None
         return self._engine.share()
 
+    def ask_more_handles(self, count: int) -> list[list[Handle]]:
+        """Let further ranks of the trainer write into the engine's memory."""
+        assert self._engine is not None
+        return self._engine.more_handles(count)
+
     def ask_pull(self, specs: Sequence[TensorSpec], handles: Sequence[Handle]) -> None:
         """Copy out of the trainer's memory from now on, if this process can open it."""
         assert self._engine is not None

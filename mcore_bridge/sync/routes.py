@@ -12,8 +12,9 @@ import torch
 from mcore_bridge.engines.channel import WorkerLine
 from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.agreement import open_export
+from mcore_bridge.weights.agreement import Export, open_export
 from mcore_bridge.weights.bound import bind
+from mcore_bridge.weights.engine.across_ranks import AcrossRanks
 from mcore_bridge.weights.engine.comparison import Compared
 from mcore_bridge.weights.engine.pull_writer import PullWriter
 from mcore_bridge.weights.engine.writer import EngineWriter, write_export
@@ -59,10 +60,16 @@ class NoRoute:
     def open(self, manifest: Manifest) -> None:
         """Nothing to open."""
 
-    def send(self, version: int) -> None:
-        """Take part in an export."""
-        for _ in iter_hf_weights(self._models, target="nothing", **self._options):
-            pass
+    def send(self, version: int, across: AcrossRanks | None = None) -> None:
+        """Take part in an export.
+
+        Args:
+            across: as for ``write_export``.
+        """
+        write_export(self._prepared, across=across)
+
+    def _prepared(self) -> Export:
+        return open_export(self._models, None, "lm", target=self.target, **self._options)
 
     def compare(self, manifest: Manifest) -> Compared | None:
         """Take part in an export with which another worker compares its weights."""
@@ -187,7 +194,7 @@ class Route(NoRoute):
     def _open_network(self, manifest: Manifest) -> None:
         """Nothing to open for one worker alone."""
 
-    def send(self, version: int) -> None:
+    def send(self, version: int, across: AcrossRanks | None = None) -> None:
         """Export a round to the worker, together with all ranks of the replica."""
         if self.transport in _BY_MAP:
             announces, self._is_announced = not self._is_announced, False
@@ -195,9 +202,11 @@ class Route(NoRoute):
                 with suppress(TransferError):  # the answer raises it, after the ranks have agreed
                     self._announce()
             write_export(
-                partial(open_export, self._models, None, "lm", target=self.target, **self._options),
+                self._prepared,
                 self._shared if announces and self.transport == "shards" else self._opened,
                 last=None if self._writer is None or is_pending(self._models) else self._writer.last,
+                across=across,
+                more_handles=partial(self.line, "more_handles"),
             )
             self.line("complete", version)
             self._opened().let_go()

@@ -28,6 +28,7 @@ from mcore_bridge.sync.reports import SyncReport, Target, VerifyReport, WorkerRe
 from mcore_bridge.sync.roll_call import Place, RollCall, Served
 from mcore_bridge.sync.routes import WAYS, NoRoute, Route, Transport, WorkerKey
 from mcore_bridge.sync.verification import ALL_GO_ON, asked, differences_of, given_by_first
+from mcore_bridge.weights.engine.across_ranks import AcrossRanks
 from mcore_bridge.weights.engine.comparison import Compared
 from mcore_bridge.weights.ipc.shared_memory import gpu_of
 from mcore_bridge.weights.manifest import Manifest, manifest
@@ -164,6 +165,8 @@ class WeightSync:
         self._target: Target = "policy"
         self._draft = self._of_drafts(drafts, how | (self._options if drafts == models else {}))
         self._routes: dict[WorkerKey, Route] = {}
+        self._across: dict[int, AcrossRanks] = {}
+        """Of each row of near workers, which has one of each rank at most."""
         self._roll_call: RollCall | None = None
         self.version = 0
         """The version of the last round."""
@@ -434,12 +437,17 @@ class WeightSync:
         routes = {key: route for key, route in self._routes.items() if key not in problems}
         far = {key: route for key, route in routes.items() if route.transport == "network"}
         near = [key for key in routes if key not in far]
-        ranks = self._group.all_gather_object((len(near), bool(far), self._elsewhere.has_changed(far)))
+        ways = [routes[key].transport for key in near]
+        ranks = self._group.all_gather_object((ways, bool(far), self._elsewhere.has_changed(far)))
         answers: dict[WorkerKey, tuple[Answer, float]] = {key: (e, time.perf_counter()) for key, e in problems.items()}
-        for row in range(max(num_near for num_near, *_ in ranks)):
+        num_rows = max(len(of_rank) for of_rank, *_ in ranks)
+        self._across = {row: self._across.get(row, AcrossRanks()) for row in range(num_rows)}
+        for row, across in self._across.items():
             key = near[row] if row < len(near) else None
             route = self._idle if key is None else routes[key]
-            action = partial(route.compare, self._manifest(route)) if compares else partial(route.send, version)
+            of_row = {way for member in self._elsewhere.members for way in ranks[member][0][row : row + 1]}
+            send = partial(route.send, version, across if of_row == {"shards"} else None)
+            action = partial(route.compare, self._manifest(route)) if compares else send
             answer = _answer_of(action)
             if key is not None:
                 answers[key] = answer, time.perf_counter()
@@ -485,6 +493,7 @@ class WeightSync:
         self._is_closed = True
         self._elsewhere.close()
         self._close_all({*self._routes})
+        self._across.clear()
         if self._roll_call is not None:
             self._roll_call.close()
         self._listener.close()

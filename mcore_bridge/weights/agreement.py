@@ -52,6 +52,7 @@ class _Kept:
     number: int
     program: Program
     guest_program: Callable[[int], Program]
+    targets: tuple[Target, ...]
 
 
 _plans: weakref.WeakKeyDictionary[nn.Module, tuple[_Kept, ...]] = weakref.WeakKeyDictionary()
@@ -71,6 +72,8 @@ class Export:
     """The format in which weights leave."""
     held: Held
     """What this rank sends."""
+    targets: tuple[Target, ...] = ()
+    """The targets of all ranks of ``group``."""
 
 
 class Only(NamedTuple):
@@ -197,10 +200,12 @@ def agree_on_plan(
         own = _Answer(error, sendable(given), bucket_bytes, target, group.num_stages, *of_bound)
         answers = group.all_gather_object((own, plans[0].number if plans else 0))
         programs = _agreed(group, bound, first, [answer for answer, _ in answers], guests, form)
-        kept = _Kept(fingerprint, 1 + max(number for _, number in answers), *programs)
+        targets = tuple(answer.target for answer, _ in answers)
+        kept = _Kept(fingerprint, 1 + max(number for _, number in answers), *programs, targets)
         _plans[first] = (kept, *plans)[:_NUM_PLANS]
     assert bound is not None
-    return Export(kept.program, group, bound, kept.guest_program, form, Held(bound.tensors, bound.merges))
+    held = Held(bound.tensors, bound.merges)
+    return Export(kept.program, group, bound, kept.guest_program, form, held, kept.targets)
 
 
 _TARGET = instance_of(

@@ -259,7 +259,7 @@ def test_rooms_that_others_read_alone_import_little() -> None:
         "models": {"architecture", "composite", "config", "errors", "rules"},
     }.items():
         inside = {name for name in graph if f"{name}/".startswith(f"{room}/")}
-        with_trainer = {f"weights/engine/{name}" for name in ("composed", "pull_writer", "writer")}
+        with_trainer = {f"weights/engine/{name}" for name in ("across_ranks", "composed", "pull_writer", "writer")}
         for name in sorted(inside - with_trainer):  # they run in the trainer's process
             for target in graph[name] - inside:
                 above = ("/".join(target.split("/")[:depth]) for depth in (1, 2, 3))

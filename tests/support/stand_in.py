@@ -34,6 +34,7 @@ class Sizes:
     intermediate: int = 6
     vocab: int = 21
     padded_vocab: int = 32
+    router: torch.dtype = torch.float32
 
 
 HF_FIELDS = {
@@ -88,7 +89,7 @@ class Layer(nn.Module):
         self.qk_norms = parameter(2, s.head_dim)
         self.qkv = parameter((self.heads + 2 * self.kv_heads) * s.head_dim, s.hidden)
         self.o_proj = parameter(s.hidden, self.heads * s.head_dim)
-        self.router = parameter(s.experts, s.hidden, dtype=torch.float32)
+        self.router = parameter(s.experts, s.hidden, dtype=s.router)
         self.w13 = parameter(s.experts, 2 * width, s.hidden)
         self.w2 = parameter(s.experts, s.hidden, width)
         self.constant = parameter(3)  # like a bias that only another rank adds

@@ -4,6 +4,8 @@ import os
 import threading
 from multiprocessing.connection import Listener
 
+import torch
+
 from mcore_bridge.engines.channel import tell
 from tests.support.stand_in import Sizes, StandIn, connected, held_bits, in_shared_memory
 
@@ -12,7 +14,7 @@ def serve(address, arguments, options, rank, size):
     """One worker, until its pipe ends. It takes messages of a trainer's ``Client``."""
     from mcore_bridge.engines import EngineWorker
 
-    model, memory = StandIn(*arguments, sizes=Sizes()), []
+    model, memory = StandIn(*arguments, sizes=Sizes(router=options.get("router", torch.float32))), []
     load = model.load
 
     def load_into_files(pairs):
@@ -48,6 +50,9 @@ def serve(address, arguments, options, rank, size):
                 pipe.send(held_bits(model.held()))
             elif message == "free":
                 model.layers[0].o_proj.untyped_storage().resize_(0)
+                pipe.send(None)
+            elif message == "move":
+                memory.append(in_shared_memory(model))
                 pipe.send(None)
             elif message == "loads":
                 pipe.send(model.num_loads)

@@ -13,14 +13,14 @@ import torch.distributed as dist
 import mcore_bridge as mb
 import mcore_bridge.engines
 from mcore_bridge.errors import TransferError
-from mcore_bridge.weights.engine import writer
+from mcore_bridge.weights.engine import across_ranks, writer
 from mcore_bridge.weights.engine.mapped_engine import MappedEngine
 from mcore_bridge.weights.engine.pull_writer import PullWriter
 from mcore_bridge.weights.engine.puller import Puller
 from mcore_bridge.weights.ipc.shared_memory import allocate
 from mcore_bridge.weights.model_tensors import held_tensors
 from tests.support import pool
-from tests.support.stand_in import HF_FIELDS, held_bits, loaded
+from tests.support.stand_in import HF_FIELDS, Sizes, held_bits, loaded
 from tests.support.strategies import random_state, tiny
 from tests.support.sync_engine import Client, serve
 
@@ -55,9 +55,10 @@ class Trainer:
             place = memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             tensor.data = place.copy_(tensor)
 
-    def has(self, client, workers):
+    def has(self, client, workers, **sizes):
         """On rank 0: whether each worker has the bits that its own loader would write."""
-        return not self.is_lead or client.ask("held") == [held_bits(loaded(self.state, *each)) for each in workers]
+        wanted = [held_bits(loaded(self.state, *each, sizes=Sizes(**sizes))) for each in workers]
+        return not self.is_lead or client.ask("held") == wanted
 
 
 def engines(folder, *each):
@@ -243,6 +244,56 @@ def test_a_round_begins_like_the_last_one_and_is_right_whatever_has_moved(transp
     wanted = [(True, repeats) for _, repeats in CHANGES.values()]
     assert pool.run(1, repeated, workers, transport) == [[*wanted, False]]  # and no memory is held between rounds
     process.join(20)
+
+
+PLAIN = {"router": torch.bfloat16}
+
+
+def written_by_all(addresses, dims, kinds):
+    """For each round: whether all engines have all bits, and whether messages carried them."""
+    trainer, found = Trainer(dims), []
+    clients = [Client(each) for each in addresses] if trainer.is_lead else ()
+
+    def round(sync, seed):
+        trainer.step(seed)
+        with mock.patch.object(writer, "run_messages", side_effect=writer.run_messages) as messages:
+            ways = {worker.transport for worker in sync().workers}
+        assert ways == {"shards"}
+        has = [trainer.has(clients[n] if clients else None, workers, **PLAIN) for n, workers in enumerate(kinds)]
+        found.append((all(has), messages.called))
+
+    with mb.WeightSync(trainer.models, clients, timeout=60) as sync:
+        round(sync, 0)
+        trainer.move(1)
+        round(sync, 1)
+        if trainer.is_lead:
+            clients[0].ask("move")
+        round(sync, 2)
+        if trainer.is_lead:
+            sync.set_engines(clients[:1])
+        clients, kinds = clients[:1], kinds[:1]
+        round(sync, 3)
+        if trainer.is_lead:
+            clients[0].ask("move")
+        fails = TransferError("no link") if dist.get_rank() == dist.get_world_size() - 1 else None
+        with mock.patch.object(across_ranks, "open_all", side_effect=fails or across_ranks.open_all):
+            round(sync, 4)
+        round(sync, 5)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "dims"),
+    [(2, mb.ParallelDims(tp=2)), (4, mb.ParallelDims(pp=2, ep=2)), (4, mb.ParallelDims(tp=2, ep=4))],
+    ids=["TP2", "PP2 EP2", "TP2 EP4"],
+)
+def test_all_ranks_write_into_all_engines_until_one_cannot(world, dims, tmp_path):
+    kinds = [TP2, PP2, TP1]
+    addresses, processes = engines(str(tmp_path), *((workers, {"shared": True, **PLAIN}) for workers in kinds))
+    wanted = [(True, False)] * 4 + [(True, True)] * 2
+    assert pool.run(world, written_by_all, addresses, dims, kinds) == [wanted] * world
+    for process in processes:
+        process.join(20)
 
 
 @mock.patch("mcore_bridge.weights.plan.all_to_all.PER_HOP", 100)  # so that some die between messages and within them

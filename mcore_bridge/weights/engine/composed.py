@@ -47,11 +47,15 @@ class EngineProgram(Program):
     Args:
         program: the steps whose outputs are HF tensors.
         engine_map: the engine's map.
+        receiver: the rank of the engine's worker; None is the rank of ``program``. Of another rank's worker, only what
+            this rank sends to it is known here.
     """
 
-    def __init__(self, program: Program, engine_map: EngineMap) -> None:
+    def __init__(self, program: Program, engine_map: EngineMap, receiver: int | None = None) -> None:
         super().__init__(program.plans, program.rank, program.num_stages)
-        self.of, self.map = program, MapSlices(engine_map).narrowed(program.plan.tensors())
+        if receiver is not None and not self.is_gather:
+            self.plan = program.plans[receiver]
+        self.of, self.map = program, MapSlices(engine_map).narrowed(self.plan.payload.tensors())
         self.copies: tuple[tuple[SliceCopy, ...], ...] = tuple(
             tuple(copy for name in (output.name, *output.copies) for copy in self.map.by_hf.get(name, ()))
             for output in self.plan.payload.outputs
@@ -62,6 +66,11 @@ class EngineProgram(Program):
         self._composed = [self._compose(message.number) for message in self.plan.messages]
         while any(composed is None for composed in self._composed):
             self._composed = [self._compose(message.number) for message in self.plan.messages]
+
+    def copies_of_rank(self) -> tuple[ByteCopy, ...]:
+        """The copies from the tensors of this rank into the engine's tensors, of all messages."""
+        every = chain.from_iterable(composed or () for composed in self._composed)
+        return tuple(copy for copy in every if copy.source < len(self.names))
 
     def _made(self, arrived: int | None, following: int | None, unpack: bool, pack: bool, lend: bool) -> Step:
         step = super()._made(arrived, following, unpack, pack, lend)

@@ -218,6 +218,15 @@ class MappedEngine:
         _synchronize(device)
         return handles
 
+    def more_handles(self, count: int) -> list[list[Handle]]:
+        """Handles of the tensors of the map for further processes, each of which writes a part of the rounds.
+
+        Args:
+            count: the number of processes.
+        """
+        tensors = self._memory.buffers.tensors
+        return [[share_part(tensor, self.map.digest) for tensor in tensors] for _ in range(count)]
+
     def write(self, pairs: Sequence[Pair], *, stay: bool = False) -> None:
         """Put HF tensors of the round into the engine's tensors. They may be overwritten when this returns.
 

@@ -18,6 +18,7 @@ from mcore_bridge.machine import uncollected
 from mcore_bridge.rules.mapping import ExpertFormat
 from mcore_bridge.rules.spec import Pair, runs_within
 from mcore_bridge.weights.agreement import Export, Options, open_export, unless
+from mcore_bridge.weights.engine.across_ranks import AcrossRanks, MoreHandles
 from mcore_bridge.weights.engine.composed import LastRound, MapWriter, MemoryWriter
 from mcore_bridge.weights.engine.group_copies import MapCopies, take_expected
 from mcore_bridge.weights.ipc.shared_memory import Handle, open_all
@@ -168,16 +169,23 @@ def export_into(
 
 @uncollected()
 def write_export(
-    prepared: Callable[[], Export], opened: Callable[[], MapWriter], *, last: LastRound | None = None
+    prepared: Callable[[], Export],
+    opened: Callable[[], MapWriter] | None = None,
+    *,
+    last: LastRound | None = None,
+    across: AcrossRanks | None = None,
+    more_handles: MoreHandles | None = None,
 ) -> None:
     """Run an export whose target on this rank is the map of a writer.
 
     Args:
         prepared: prepares the export, together with all ranks of the group.
         opened: the writer, once the engine lets it write. It is called after the ranks have agreed on a plan. If it
-            raises, the export goes on without a writer for the sake of other ranks.
+            raises, the export goes on without a writer for the sake of other ranks. None: this rank only sends.
         last: the last round of this writer, if parameters are not pending. Then the copies of that round run again
             while this rank prepares the export. They count only if the export then has this plan and these addresses.
+        across: copies of all ranks into the memory of all workers. Then every rank passes it, with writers of its type.
+        more_handles: as for ``AcrossRanks.run``.
 
     Raises:
         TransferError: what ``opened`` has raised.
@@ -188,7 +196,7 @@ def write_export(
 
     def reached() -> MapWriter | None:
         nonlocal writer, problem
-        if writer is None and problem is None:
+        if opened is not None and writer is None and problem is None:
             try:
                 writer = opened()
             except TransferError as error:
@@ -206,12 +214,15 @@ def write_export(
         again.run_due(last.device)
     export = prepared()
     is_plain = export.group.size == 1 and not export.held.merges and export.held.maker is None
-    if repeated is None or last is None or not is_plain or not _is_same(last.program, repeated, export):
+    is_done = repeated is not None and last is not None and is_plain and _is_same(last.program, repeated, export)
+    if across is not None and across.takes(export):
+        is_done = across.run(export, reached(), more_handles)
+    if not is_done:
         _exhaust(run_messages(export.program, export.group, export.held, into=begin))
     if problem is not None:
         raise problem
-    assert writer is not None
-    writer.end(export.group.device, repeats=is_plain)
+    if writer is not None:
+        writer.end(export.group.device, repeats=is_plain)
 
 
 def _exhaust(messages: Iterable[Iterable[Pair]]) -> None:
@@ -222,4 +233,6 @@ def _exhaust(messages: Iterable[Iterable[Pair]]) -> None:
 
 def _is_same(program: Program, tensors: Buffers, export: Export) -> bool:
     """Whether an export has this program and sends tensors at these addresses."""
-    return export.program is program and np.array_equal(Sources(program, export.held).addresses, tensors.addresses)
+    return export.program is program and np.array_equal(
+        Sources(program, export.held).buffers.addresses, tensors.addresses
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -58,6 +58,12 @@ class Payload:
                 of_entry.append((numbers[name], (number or 0) * math.prod(shape) * entry.held.dtype.itemsize))
             destinations.append(tuple(of_entry))
         return cls(tuple(entries), tuple(outputs), tuple(destinations))
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        """The specs of all HF tensors."""
+        for output in self.outputs:
+            for name in (output.name, *output.copies):
+                yield TensorSpec.of(name, output)
 
     def row_ranges(self, number: int, shard: int) -> tuple[RowRange, ...]:
         """Which rows of a shard of entry ``number`` become which output.

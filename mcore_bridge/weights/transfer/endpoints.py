@@ -15,7 +15,7 @@ from mcore_bridge.machine import uncollected
 from mcore_bridge.weights.plan.boxes import WIDEST
 from mcore_bridge.weights.plan.export_plan import SLAB, ExportPlan, Message
 from mcore_bridge.weights.plan.payload import OutputTensor
-from mcore_bridge.weights.transfer.copier import Buffers, Made, Numbers
+from mcore_bridge.weights.transfer.copier import Buffers, Made
 from mcore_bridge.weights.transfer.program import Program, Step
 from mcore_bridge.weights.transfer.quantized_parameters import memory_of_all
 
@@ -92,9 +92,9 @@ class Sources:
         self._current = self._buffers
 
     @property
-    def addresses(self) -> Numbers:
-        """The addresses of this rank's tensors, in the order of the program."""
-        return self._buffers.addresses
+    def buffers(self) -> Buffers:
+        """This rank's tensors in the order of the program, without those that are made."""
+        return self._buffers
 
     def read_by(self, step: Step) -> Buffers:
         """All tensors, after a check that the tensors of a step have not moved."""

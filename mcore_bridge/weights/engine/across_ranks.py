@@ -1,0 +1,121 @@
+"""Copies from each rank of a replica straight into the memory of all workers on its machine, without messages.
+
+A worker gets parts of its tensors from several ranks. By messages each of them packs its part, NCCL carries it, and the
+rank of the worker unpacks it. Here each rank writes its own part, over the link between two GPUs if need be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from mcore_bridge.errors import ExportError, TransferError
+from mcore_bridge.weights.agreement import Export
+from mcore_bridge.weights.engine.composed import EngineProgram, MapWriter
+from mcore_bridge.weights.ipc.shared_memory import Handle, open_all
+from mcore_bridge.weights.plan.engine_map import EngineMap
+from mcore_bridge.weights.transfer.copier import Buffers, CopyTable
+from mcore_bridge.weights.transfer.endpoints import Sources
+from mcore_bridge.weights.transfer.failures import raise_on_all
+from mcore_bridge.weights.transfer.program import Program
+
+MoreHandles = Callable[[int], Sequence[Sequence[Handle]]]
+"""From a number of processes to handles of the memory of a worker, for each of them."""
+_OTHER = "expected the memory of an engine with the map of this export, found other memory: begin the round again"
+
+
+class AcrossRanks:
+    """The rounds into at most one worker for each rank of a replica. All ranks of the replica have one of these."""
+
+    def __init__(self) -> None:
+        self._program: Program | None = None
+        self._fits = False
+        self._copies: dict[int, CopyTable] = {}
+        """What this rank copies to the worker of each rank, if anything."""
+        self._memory: dict[int, Buffers] = {}
+        """The memory of these workers."""
+        self._own: MapWriter | None = None
+
+    def takes(self, export: Export) -> bool:
+        """Whether an export can go this way. All ranks call it together, and communicate if its plan is new.
+
+        It cannot if weights are merged or encoded, or if an HF tensor has to be made, such as for a cast.
+        """
+        if self._program is not export.program:
+            copies = _composed(export)
+            self._program, self._copies, self._memory, self._own = export.program, copies or {}, {}, None
+            self._fits = export.group.all_true(copies is not None)
+        return self._fits
+
+    def run(self, export: Export, writer: MapWriter | None, more_handles: MoreHandles | None) -> bool:
+        """Copy everything. All ranks have copied when this returns.
+
+        Args:
+            writer: reaches the worker of this rank; None if it has none, or if that worker takes no weights now.
+            more_handles: handles of the memory of this worker for further processes.
+
+        Returns:
+            False if a rank cannot open the memory of a worker. Then nothing was copied, and no later round of this plan
+            goes this way.
+
+        Raises:
+            ExportError: on every rank, when a tensor of any rank has no memory.
+        """
+        group = export.group
+        if not group.all_true(writer is self._own):
+            self._fits = group.all_true(self._open(export, writer, more_handles))
+            if not self._fits:
+                self._memory, self._own = {}, None
+                return False
+        with raise_on_all(group, kind=ExportError):
+            held, nothing = Sources(export.program, export.held).buffers, Buffers([], frozenset())
+            for rank, memory in self._memory.items():
+                self._copies[rank].run(held.beside(memory), nothing, group.device)
+            if group.device.type == "cuda":
+                torch.cuda.current_stream(group.device).synchronize()
+        return True
+
+    def _open(self, export: Export, writer: MapWriter | None, more_handles: MoreHandles | None) -> bool:
+        """Exchange handles of all workers, and open the memory to which this rank copies. Whether this has worked."""
+        group, self._memory, self._own = export.group, {}, writer
+        offer: Sequence[Sequence[Handle]] = ()
+        is_well = True
+        try:
+            if writer is not None and more_handles is not None:
+                offer = more_handles(group.size)
+        except TransferError:
+            is_well = False
+        offers = group.all_gather_object(offer)
+        try:
+            for rank in self._copies:
+                if offers[rank]:
+                    handles = offers[rank][group.rank]
+                    self._memory[rank] = Buffers(open_all(handles, _digest(export, rank), _OTHER))
+        except TransferError:
+            is_well = False
+        return is_well
+
+
+def _digest(export: Export, rank: int) -> str:
+    target = export.targets[rank]
+    assert isinstance(target, EngineMap)
+    return target.digest
+
+
+def _composed(export: Export) -> dict[int, CopyTable] | None:
+    """What this rank copies to the worker of each rank; None if it cannot copy all that this worker needs of it."""
+    if export.group.size == 1 or export.held.merges or export.held.maker is not None:
+        return None
+    tables = {}
+    for rank, target in enumerate(export.targets):
+        if target == "nothing":
+            continue
+        if not isinstance(target, EngineMap):
+            return None
+        program = EngineProgram(export.program, target, rank)
+        if program.made:
+            return None
+        if copies := program.copies_of_rank():
+            tables[rank] = CopyTable(copies)
+    return tables
