@@ -226,13 +226,17 @@ class StandIn(nn.Module):
 
 
 def in_shared_memory(model):
-    """Move all tensors of ``model`` into one mapped file, which another process can open; returns its memory."""
+    """Move all tensors of ``model`` into one mapped file, or one allocation of a GPU, which another process can open.
+
+    Returns:
+        The memory.
+    """
     derived = [layer.prepared for layer in model.layers]
     tensors = {id(t): t for t in [*model.state_dict(keep_vars=True).values(), *derived]}
     starts, size = {}, 0
     for key, tensor in tensors.items():
         starts[key], size = size, size + -(-tensor.nbytes // 8) * 8  # mostly not aligned to 16
-    memory = allocate(size + 64, torch.device("cpu"))
+    memory = allocate(size + 64, model.embed.device)
     for key, tensor in tensors.items():
         place = memory[starts[key] : starts[key] + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         tensor.data = place.copy_(tensor)
@@ -335,4 +339,4 @@ def serve(listener, *arguments):
 
 def held_bits(held):
     """The bytes of each tensor."""
-    return {name: bytes(tensor.view(torch.uint8).numpy()) for name, tensor in held.items()}
+    return {name: bytes(tensor.cpu().view(torch.uint8).numpy()) for name, tensor in held.items()}

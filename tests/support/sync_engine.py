@@ -14,7 +14,10 @@ def serve(address, arguments, options, rank, size):
     """One worker, until its pipe ends. It takes messages of a trainer's ``Client``."""
     from mcore_bridge.engines import EngineWorker
 
-    model, memory = StandIn(*arguments, sizes=Sizes(router=options.get("router", torch.float32))), []
+    device, memory = torch.device(options.get("device", "cpu")), []
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    model = StandIn(*arguments, sizes=Sizes(router=options.get("router", torch.float32)), device=device)
     load = model.load
 
     def load_into_files(pairs):

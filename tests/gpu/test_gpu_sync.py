@@ -1,0 +1,38 @@
+"""Rounds into engines in GPU memory that begin like the last round, or in which all ranks write to all engines."""
+
+import pytest
+import torch
+
+import mcore_bridge as mb
+from tests.support.gpus import spawn
+from tests.sync.test_weight_sync import CHANGES, PLAIN, PP2, TP1, TP2, engines, repeated, written_by_all
+
+pytestmark = pytest.mark.multigpu
+
+MESHES = {2: mb.ParallelDims(tp=2), 4: mb.ParallelDims(pp=2, ep=2)}
+
+
+def written(rank, world_size, addresses, kinds):
+    """See ``written_by_all``."""
+    return written_by_all(addresses, MESHES[world_size], kinds, "cuda")
+
+
+@pytest.mark.parametrize("world_size", MESHES)
+def test_all_ranks_write_into_all_engines_until_one_cannot(world_size, tmp_path):
+    kinds = [TP2, PP2, TP1]
+    gpus = torch.cuda.device_count()
+    options = [{"shared": True, **PLAIN, "device": f"cuda:{number % gpus}"} for number in range(len(kinds))]
+    addresses, _ = engines(str(tmp_path), *zip(kinds, options, strict=True))
+    found = spawn(written, tmp_path, world_size, addresses, kinds)
+    assert found == [[(True, False)] * 4 + [(True, True)] * 2] * world_size
+
+
+def alone(rank, world_size, workers, transport):
+    """See ``repeated``."""
+    return repeated(workers, transport, "cuda")
+
+
+@pytest.mark.parametrize("transport", ["shards", "pull"])
+def test_a_round_begins_like_the_last_one_and_is_right_whatever_has_moved(transport, tmp_path):
+    (workers,), _ = engines(str(tmp_path), (TP1, {"shared": True, "device": "cuda:0"}))
+    assert spawn(alone, tmp_path, 1, workers, transport) == [[(True, repeats) for _, repeats in CHANGES.values()]]
