@@ -2,6 +2,7 @@
 
 import re
 from functools import partial
+from operator import attrgetter
 from unittest import mock
 
 import pytest
@@ -17,7 +18,7 @@ from mcore_bridge.factory.modules.adapter import Adapter
 from mcore_bridge.factory.modules.row_adapters import DispatchedTokens, RowAdapters
 from tests import zoo
 from tests.support import composites, experts, pool, seeing, stepping, tiny
-from tests.support.peft_models import fill, held
+from tests.support.peft_models import by_name, fill, parameters
 
 DENSE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
@@ -106,8 +107,9 @@ def grads_of(models):
     found = {}
     for name in ("math", "code"):
         mb.set_adapters(models, name)
-        for path, parameter in held(models).items():
-            found[f"{name} {path}"], parameter.grad = parameter.grad, None
+        found |= {f"{name} {path}": grad for path, grad in by_name(models, attrgetter("grad")).items()}
+        for parameter in parameters(models):
+            parameter.grad = None
     return found
 
 
@@ -299,7 +301,7 @@ def trained(folder, hf, targets, dims, how, overrides, ddp):
     for name in wrapped:
         mb.set_adapters(models, name)
         parts = stepping.masters(models, optimizers[name])
-        values |= {f"{name} {path}": parts[parameter] for path, parameter in held(models).items()}
+        values |= {f"{name} {path}": own for path, own in by_name(models, parts.__getitem__).items()}
     return after, values
 
 
@@ -378,7 +380,7 @@ def refused(folder):
         refuse("no models", {}, ROWS)
         mb.forward(wrapped, *batch_of(tiny.config("qwen3")), adapters=ROWS, **learn)  # the other set has no DDP
         assert models[0].bridge_adapter_sets.in_use == "math"
-        for parameter in held(models).values():
+        for parameter in parameters(models):
             parameter.grad = parameter.main_grad
         found = grads_of(models)
         assert all(torch.allclose(found[name], grad, atol=1e-5) and grad.any() for name, grad in grads.items())

@@ -104,6 +104,9 @@ def test_training_goes_on_at_another_mesh(folder, tmp_path):
         for name, tensor in end.items():
             torch.testing.assert_close(after[name], tensor, rtol=1e-3, atol=1e-4, msg=f"{name} on {sizes}")
     keys = TorchDistFolder.open(tmp_path / "alone").metadata.state_dict_metadata
+    for prefix in ("", "optimizer.state.exp_avg."):  # a parameter holds all experts, and the folder has one by one
+        stored = keys[f"{prefix}decoder.layers.1.mlp.experts.experts.linear_fc1.adapter.linear_out.weight"]
+        assert (stored.size, {chunk.sizes for chunk in stored.chunks}) == ((4, 80, 2), {(1, 20, 2)})
     assert any(key.startswith("optimizer.state.exp_avg.decoder.") for key in keys)
     assert all(".adapter.linear_" in key for key in keys if "decoder." in key), keys
 
