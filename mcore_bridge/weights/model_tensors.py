@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def held_tensors(models: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Parameters and persistent buffers of this rank's chunks by canonical name, in the order of the modules.
 
-    Last come the adapters of experts: views of the parameters that hold them for all experts of a layer.
+    Each expert has its adapters: views of the parameters that hold them for all experts of a layer.
 
     Raises:
         MappingError: when two chunks have equal canonical names, or a tensor's values are stored in other tensors.
@@ -37,9 +37,7 @@ def held_tensors(models: Sequence[nn.Module]) -> dict[str, Tensor]:
             roll = chunk.bridge_roll = _Roll.of(chunk)
             current = roll.look()
             assert current is not None
-        own = dict(zip(roll.names, map(current.__getitem__, roll.indices), strict=True))
-        for names, index in roll.stacked:
-            own |= zip(names, entries_of(current[index]), strict=True)
+        own = dict(zip(roll.names, roll.tensors(current), strict=True))
         if twice := held.keys() & own.keys():
             raise MappingError(f"{min(twice)} is in two of the {len(models)} chunks given; pass each chunk once")
         held |= own
@@ -127,8 +125,8 @@ class _Roll:
     names: tuple[str, ...]
     indices: tuple[int, ...]
     """The position of each named tensor among all tensors in ``holders``."""
-    stacked: tuple[tuple[tuple[str, ...], int], ...]
-    """The same for tensors that hold the adapters of all experts of a layer, which have a name for each expert."""
+    stacked: frozenset[int]
+    """Which of these positions have tensors with the adapters of all experts of a layer, and so a name for each."""
     children: tuple[dict[str, nn.Module | None], ...]
     """The ``_modules`` of each module."""
     known: tuple[dict[str, nn.Module | None], ...]
@@ -153,11 +151,11 @@ class _Roll:
         holders = tuple(holder for _, holder in both if holder)
         paths = [f"{path}.{name}" if path else name for path, holder in both for name in holder]
         numbers = {path: number for number, path in enumerate(paths)}
-        named = [(canonical_names(name, numbering), numbers[name], is_stacked(name)) for name, _ in tensors_of(chunk)]
+        own = [name for name, _ in tensors_of(chunk)]
         return cls(
-            names=tuple(names[0] for names, _, stacked in named if not stacked),
-            indices=tuple(index for _, index, stacked in named if not stacked),
-            stacked=tuple((names, index) for names, index, stacked in named if stacked),
+            names=tuple(each for name in own for each in canonical_names(name, numbering)),
+            indices=tuple(numbers[name] for name in own),
+            stacked=frozenset(numbers[name] for name in own if is_stacked(name)),
             children=children,
             known=tuple(map(dict, children)),
             holders=holders,
@@ -178,6 +176,13 @@ class _Roll:
             and [*map(type, current)] == self.classes
         )
         return current if is_valid else None
+
+    def tensors(self, current: list[Any]) -> Iterable[Tensor]:
+        """The tensor of each name, from the result of ``look``."""
+        if not self.stacked:
+            return map(current.__getitem__, self.indices)
+        entries = (entries_of(current[i]) if i in self.stacked else current[i : i + 1] for i in self.indices)
+        return chain.from_iterable(entries)
 
 
 def tensors_of(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
