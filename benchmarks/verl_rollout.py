@@ -10,8 +10,8 @@ rank and verl's server of vLLM, with sleep mode, as verl starts them. The method
 which vLLM's loader takes.
 
 ``awake`` is a round into an engine that keeps its memory (``free_cache_engine=False``). ``asleep`` is a round into an
-engine that sleeps, as in verl's default: verl also maps the memory of weights and of the cache again. Checksums of
-every parameter are compared, from NaN on.
+engine that sleeps, as in verl's default: verl also maps the memory of weights and of the cache again, which is timed
+alone as ``resume``. Checksums of every parameter are compared, from NaN on.
 """
 
 from __future__ import annotations
@@ -102,6 +102,14 @@ class Trainer(Worker):
         self.rollout = self.rollouts[ours]
         self.rollout.config = self.config.rollout
         return self.num_bytes
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def resume(self) -> float:
+        """Seconds until verl has mapped the memory of a sleeping engine again, without new weights."""
+        start = time.perf_counter()
+        for tag in ("weights", "kv_cache"):
+            await self.rollout.resume(tags=[tag])
+        return time.perf_counter() - start
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def step(self, seed: int) -> None:
@@ -205,6 +213,12 @@ def measure(case: str, device: str, repeats: int) -> None:
                 parameters=len(found),
                 differing=sum(found[name] != value for name, value in expected.items()),
             )
+    if device != "cpu":
+        seconds = []
+        for _ in range(repeats):
+            ray.get(server.sleep.remote())
+            seconds += trainer.resume()
+        trainer.describe(case=case, what="resume", median_s=round(statistics.median(seconds), 4))
     ray.kill(server)
     for actor in trainer.workers:
         ray.kill(actor)

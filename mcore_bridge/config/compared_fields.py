@@ -126,6 +126,7 @@ def _sizes(mcore: Mcore) -> dict[str, Any]:
     width = mcore.get("kv_channels")
     hidden = some * width if isinstance(width, int) else 128
     sizes = {"num_attention_heads": some, "num_query_groups": few, "hidden_size": hidden, **_VOCAB, **_widths(mcore)}
+    sizes |= {"output_groups": some}
     return {name: size for name, size in sizes.items() if mcore.get(name) is not None}
 
 

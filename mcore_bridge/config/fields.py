@@ -310,9 +310,11 @@ SIZES = frozenset(
         *("num_attention_heads", "num_query_groups", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "v_head_dim"),
         *("qk_pos_emb_head_dim", "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "expert_latent_size"),
         *("moe_shared_expert_intermediate_size", "dsa_indexer_head_dim", "dsa_indexer_n_heads"),
+        *("dsa_indexer_topk", "dsa_indexer_block"),
         *("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups", "mamba_conv_kernel"),
         *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
         *("linear_conv_kernel_dim", "short_conv_kernel", "value_channels"),
+        *("query_rank", "output_groups", "output_rank"),
     }
 )
 """The mcore names that are sizes or counts. If a model has the name, it must be positive."""

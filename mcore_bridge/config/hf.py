@@ -268,7 +268,7 @@ def _config_class(
         raise ConfigError(f"{folder / CONFIG} must name a model_type, found {model_type!r}. Add it, as HF spells it.")
     if model_type not in CONFIG_MAPPING:
         list(plugins())  # loading an entry point may register a config class with transformers
-    if model_type not in CONFIG_MAPPING and model_type in reads_as:
+    if model_type not in CONFIG_MAPPING and reads_as.get(model_type) in CONFIG_MAPPING:
         return _borrowed(model_type, reads_as[model_type])
     if model_type not in CONFIG_MAPPING and model_type in refused:
         raise ConfigError(refused[model_type])

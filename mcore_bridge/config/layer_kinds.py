@@ -55,8 +55,11 @@ def shares_selection(layer: int, *, freq: int, offset: int) -> bool:
 
 
 def selects_keys(mcore: Mcore) -> bool:
-    """Whether latent attention has indexers of ours, since megatron-core's have no sinks and no pools of keys."""
-    return mcore.get("dsa_indexer_topk") is not None and mcore.get("experimental_attention_variant") != "dsa"
+    """Whether attention has indexers of ours: megatron-core's are latent, without sinks, pools and blocks of keys."""
+    selects = bool(mcore.get("multi_latent_attention")) or mcore.get("dsa_indexer_block") is not None
+    return (
+        selects and mcore.get("dsa_indexer_topk") is not None and mcore.get("experimental_attention_variant") != "dsa"
+    )
 
 
 def held_mtp_layers(settings: Mapping[str, Any]) -> int:

@@ -32,7 +32,11 @@ ATTRIBUTES = frozenset(
         *("enable_mhc_connections", "mhc_num_residual_streams", "mhc_sinkhorn_iterations", "mhc_magnitude"),
         *("mhc_epsilon", "mhc_merges_evenly", "value_channels", "value_scale"),
         *("dsa_indexer_pool", "dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset"),
-        *("norm_weight", "qkv_clip", "keys_of_layer", "layer_input_size"),
+        *("dsa_indexer_block", "dsa_indexer_local_blocks"),
+        *("compression", "compression_ratios", "query_rank", "output_groups", "output_rank"),
+        *("root_scores", "experts_by_token"),
+        *("norm_weight", "qkv_clip", "keys_of_layer", "layer_input_size", "unpadded_vocab_size", "query_growth"),
+        *("residual_convolutions", "relative_profiles", "relative_extent", "shared_experts_scored"),
         *ATTENTION_FACTOR,
     )
 )
@@ -50,7 +54,13 @@ For ``build_model``:
 * ``qk_norm_kind``: "head" (mcore's), "all_heads" (one norm over all of them), "each_head" (own weights in each) or
   "after_rope", or "after_rope_unweighted" in layers that have a rope, or "unweighted" (before the rope);
 * ``post_norm_epsilon``: the epsilon of norms after attention and MLP, if they have another one;
-* ``embedding_norm``: whether a norm without weights follows the word embeddings;
+* ``embedding_norm``: "weighted" or "unweighted", if a norm follows the word embeddings;
+* ``unpadded_vocab_size``: the number of tokens that have logits, if HF pads its vocabulary;
+* ``residual_convolutions``: whether short convolutions are added to keys, values, and the outputs of attention and MLP;
+* ``relative_profiles``, ``relative_extent``: the number of learned scores by distance that queries mix, and how many
+  distances they have;
+* ``query_growth``: ``(beta, length)``, by which queries of a layer grow with their position from this length on;
+* ``shared_experts_scored``: whether the router scores shared experts too, and weighs each of them;
 * ``norm_weight``: whether norms of layers and the final norm have weights (mcore's always have some);
 * ``qkv_clip``: the bound of queries, keys and values before their rope, on both sides;
 * ``final_norm_centered``: whether the weight of the final norm is zero-centered, if this differs from other norms;
@@ -80,8 +90,17 @@ For ``build_model``:
 * ``mhc_magnitude``, ``mhc_epsilon``: the largest weight of an addition to a stream, and what is added to weights;
 * ``mhc_merges_evenly``: whether the final norm reads the mean of the streams, without weights of its own;
 * ``dsa_indexer_pool``: how many neighbouring keys an indexer selects together, if it is more than one;
+* ``dsa_indexer_block``, ``dsa_indexer_local_blocks``: how many neighbouring keys are one of the blocks that
+  ``dsa_indexer_topk`` counts then, and how many blocks up to its own a query always sees;
 * ``dsa_indexer_topk_freq``, ``dsa_indexer_skip_topk_offset``: which layers share a selection of keys. megatron-core
   0.19 has these fields;
+* ``compression``: of a layer, which compressed keys it reads beside its window: "all", "selected" (by an indexer), or
+  None;
+* ``compression_ratios``: for each of these kinds, how many tokens have one compressed key;
+* ``query_rank``, ``output_rank``: the sizes between the two projections of queries, and of the output of each group;
+* ``output_groups``: how many groups of heads project their output by themselves;
+* ``root_scores``: whether scores of routers are roots of softplus;
+* ``experts_by_token``: of a layer, whether a table gives the experts of each token;
 * ``attention_softcap``, ``logit_softcap``: the bounds of attention scores and of logits, enforced by a tanh;
 * ``embedding_scale``: word embeddings are multiplied by it;
 * ``embedding_dropout``: the dropout of the embedding, if it is not mcore's ``hidden_dropout``;
@@ -188,6 +207,11 @@ def require_activation(settings: Mapping[str, object]) -> None:
             "exact GELU. Remove the override."
         )
     plain = not settings.get("activation_func_clamp_value") and not settings.get("glu_linear_offset")
+    if settings.get("moe_shared_expert_overlap") and not plain:
+        raise ConfigError(
+            "moe_shared_expert_overlap must be False, found True: megatron-core then computes shared experts without "
+            "the clamp and the offset of this model's gates. Remove the override."
+        )
     exact = activation is silu and settings.get("gated_linear_unit") and plain
     if settings.get("use_te_activation_func") and not exact:
         raise ConfigError(

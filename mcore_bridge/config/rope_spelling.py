@@ -14,6 +14,8 @@ from mcore_bridge.errors import ConfigError, shown
 DEFAULT_THETA = 10000.0
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 FULL, SLIDING = "full_attention", "sliding_attention"
+MAIN, COMPRESSED = "main", "compress"
+"""Keys of ``rope_parameters`` in DeepSeek V4, which no release of transformers spells in another way."""
 OF_ENGINES = "attn_factor"
 """A key of yarn that some engines read in the place of ``attention_factor``, as the factor of the usual one."""
 _ENGINES_ALONE = {"dynamic": "alpha", "yarn": "extrapolation_factor"}
@@ -82,6 +84,8 @@ def of_layers(hf: Hf) -> dict[str, Hf]:
 
 def respelled(hf: Hf) -> dict[str, object]:
     """The rope fields of a config, for one kind of layer or two, with the names of the installed transformers."""
+    if isinstance(own := hf.get("rope_parameters"), dict) and own.keys() == {MAIN, COMPRESSED}:
+        return {name: hf[name] for name in ("rope_parameters", "rope_theta", "rope_scaling") if name in hf}
     if layers := of_layers(hf):
         return spelled_by_layer(merged(layers[FULL]), merged(layers[SLIDING]))
     return spelled(merged(hf))

@@ -134,6 +134,7 @@ def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
     from mcore_bridge.factory.modules.layer_rope import both_ropes
     from mcore_bridge.factory.modules.multipliers import cap_logits, scale_embedding, scale_logits
     from mcore_bridge.factory.modules.norms import norm_embedding
+    from mcore_bridge.factory.modules.root_router import give_tokens
     from mcore_bridge.factory.modules.rotary import replace_rotary, take_lengths
     from mcore_bridge.factory.modules.selection import drop_selection
     from mcore_bridge.factory.modules.shared_keys import join_shared_keys
@@ -144,6 +145,7 @@ def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
     add_layer_inputs(chunk)
     join_shared_keys(chunk)
     drop_selection(chunk)
+    give_tokens(chunk)
     mark_cut(chunk)
     mark_experts(chunk)
     replace_rotary(chunk)
@@ -155,7 +157,7 @@ def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
     cap_logits(chunk)
     if chunk.pre_process and (dropped := getattr(blueprint.config, "embedding_dropout", None)) is not None:
         chunk.embedding.embedding_dropout.p = dropped
-    hide_padding(chunk, blueprint.config.hf_vocab_size)
+    hide_padding(chunk, getattr(blueprint.config, "unpadded_vocab_size", None) or blueprint.config.hf_vocab_size)
     replace_output_layer(chunk, blueprint.hf, head=blueprint.provenance.head)
     initialise_head(chunk, seed)
     initialise_mtp(chunk, seed)

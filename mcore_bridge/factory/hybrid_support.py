@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mcore_bridge.config.layer_kinds import SECOND, layer_config, letters_of, shares_selection
+from mcore_bridge.config.layer_kinds import SECOND, layer_config, letters_of, selects_keys, shares_selection
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.modules.backend import is_unrotated
 from mcore_bridge.installed import Release
@@ -62,6 +62,10 @@ def _obstacles(architecture: Architecture, config: TransformerConfig, positions:
         yield "its norms have no weights, and the final norm of megatron-core's HybridModel has one"
     if has_streams(config):
         yield "its residual has several streams, and the final norm of megatron-core's HybridModel does not merge them"
+    if selects_keys(vars(config)):
+        yield "its indexers select pools or blocks of keys, and nobody has tried these in a HybridModel"
+    if getattr(config, "residual_convolutions", False):
+        yield "convolutions behind an MLP read the packed sequences of attention, and a HybridModel sets both apart"
     if positions not in ("rope", "none"):
         yield f"HybridModel has no positions of the type {positions!r}"
     if vision != "text_only":

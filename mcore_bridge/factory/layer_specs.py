@@ -86,12 +86,15 @@ def _adapt_within(layer: Any, config: TransformerConfig, number: int, backend: B
     """Our modules within attention and MLP."""
     from mcore_bridge.factory.modules.attention_gate import adapt_gate
     from mcore_bridge.factory.modules.chunks import adapt_chunks
+    from mcore_bridge.factory.modules.convolved import adapt_convolutions
     from mcore_bridge.factory.modules.experts import adapt_experts, adapt_narrow_experts
     from mcore_bridge.factory.modules.experts_beside import adapt_beside
     from mcore_bridge.factory.modules.latent import adapt_latent, adapt_sparse
     from mcore_bridge.factory.modules.layer_rope import adapt_layer_rope
     from mcore_bridge.factory.modules.norms import adapt_query_key_norms, adapt_unit_norms
-    from mcore_bridge.factory.modules.scores import adapt_scores
+    from mcore_bridge.factory.modules.root_router import adapt_root_scores
+    from mcore_bridge.factory.modules.scored_sharing import adapt_scored_sharing
+    from mcore_bridge.factory.modules.scores import adapt_relative, adapt_scores
     from mcore_bridge.factory.modules.selection import adapt_selection
     from mcore_bridge.factory.modules.shared_keys import adapt_shared_keys
     from mcore_bridge.factory.modules.torch_modules import always_biased
@@ -100,6 +103,7 @@ def _adapt_within(layer: Any, config: TransformerConfig, number: int, backend: B
     if backend == "torch":
         _use_torch_modules(layer, config)
     adapt_experts(layer, config, backend)
+    adapt_root_scores(layer, config, backend)
     adapt_narrow_experts(layer, config)
     adapt_beside(layer, config, backend)
     adapt_latent(layer, config, backend)
@@ -107,8 +111,11 @@ def _adapt_within(layer: Any, config: TransformerConfig, number: int, backend: B
     if getattr(config, "attention_output_bias", False):
         attention = layer.self_attention.submodules
         attention.linear_proj = always_biased(attention.linear_proj)
+    adapt_scored_sharing(layer, config)
     adapt_scores(layer, config, backend)  # the core attention before the modules that wrap it
     adapt_selection(layer, config, backend, selection)
+    adapt_convolutions(layer, config, backend)
+    adapt_relative(layer, config, backend)
     if backend == "te":
         adapt_kernel(layer, config, number)
     adapt_chunks(layer, config, number)
@@ -123,6 +130,7 @@ def _adapt_within(layer: Any, config: TransformerConfig, number: int, backend: B
 
 def _adapt_around(layer: Any, config: TransformerConfig, number: int, backend: Backend) -> None:
     """Our modules around attention and MLP, or in place of them."""
+    from mcore_bridge.factory.modules.compressed import adapt_compressed
     from mcore_bridge.factory.modules.draft_heads import adapt_draft
     from mcore_bridge.factory.modules.gate_limits import adapt_clip, adapt_limits
     from mcore_bridge.factory.modules.half_layers import adapt_halves
@@ -145,6 +153,7 @@ def _adapt_around(layer: Any, config: TransformerConfig, number: int, backend: B
     adapt_residuals(layer, config)
     adapt_layer_input(layer, config, number)
     adapt_attention(layer, config, number, backend)
+    adapt_compressed(layer, config, backend)
     adapt_halves(layer, config, number, backend)
     adapt_keys(layer, config)
     adapt_draft(layer, config, backend)

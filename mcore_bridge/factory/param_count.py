@@ -67,7 +67,7 @@ def count_params(hf: PretrainedConfig, *, tower: Iterable[TensorSpec] = ()) -> P
     vocabulary += inputs * (config.hf_vocab_size + config.hidden_size) + size
     lm_head += config.hf_vocab_size * getattr(config, "output_layer_bias", False)
     numel = sum(spec.numel for spec in tower)
-    last = _norm(config, config.hidden_size)
+    last = _norm(config, config.hidden_size) * (1 + (getattr(config, "embedding_norm", None) == "weighted"))
     last += 0 if getattr(config, "mhc_merges_evenly", False) else _gates_of_streams(config, 1, 1)
     return ParamCounts(layers, experts, vocabulary, lm_head, last, numel)
 
@@ -85,7 +85,7 @@ def _layers(config: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     experts = [is_sparse * routed for is_sparse in sparse]
     own = [layer_config(config, layer) for layer in range(config.num_layers)]
     mlps = [
-        size + _around_experts(config) if size else _mlp(config, config.ffn_hidden_size) + _activation(config)
+        size + _around_experts(config) if size else _mlp(config, config.ffn_hidden_size) + _numbers(config)
         for size, config in zip(experts, own, strict=True)
     ]
     linear = layers_but_full(vars(config), "linear_attention_freq", unset=0)
@@ -127,6 +127,8 @@ def _norms(config: Any) -> int:
     norms = _norm(config, config.hidden_size) * (getattr(config, "parallel_norms", None) or count)
     of_input = 2 * config.hidden_size * (size := getattr(config, "layer_input_size", None) or 0)
     norms += of_input + config.hidden_size * bool(size)
+    if getattr(config, "residual_convolutions", False):
+        norms += 2 * config.hidden_size * config.short_conv_kernel
     return norms + getattr(config, "layer_scalar", False) + _connections(config)
 
 
@@ -152,27 +154,33 @@ def _mlp(config: Any, size: int, *, hidden: int | None = None) -> int:
     return _linear(hidden, size * (1 + config.gated_linear_unit), bias=bias) + _linear(size, hidden, bias=bias)
 
 
-def _activation(config: Any) -> int:
-    """The numbers of an activation that the checkpoint has: trained ones, and others."""
-    return 4 * (config.activation_func is xielu)
+def _numbers(config: Any) -> int:
+    """Single numbers of an MLP that the checkpoint has: of an activation, trained or not, and a scale of its output."""
+    return 4 * (config.activation_func is xielu) + getattr(config, "residual_convolutions", False)
 
 
 def _around_experts(config: Any) -> int:
     """The parameters of the router, of shared experts, of norms and of projections around all experts."""
     num_experts, shared = config.num_moe_experts, config.moe_shared_expert_intermediate_size
     router = _linear(config.hidden_size, num_experts, bias=config.add_bias_linear)
-    router += num_experts * config.moe_router_enable_expert_bias
+    by_token = getattr(config, "experts_by_token", False)  # a table in the place of the bias
+    biases = config.hf_vocab_size * config.moe_router_topk if by_token else num_experts
+    router += biases * config.moe_router_enable_expert_bias
     router += _norm(config, config.hidden_size) * getattr(config, "expert_norm", False)
     router += 3 * _norm(config, config.hidden_size) * getattr(config, "experts_beside_mlp", False)
     router += (config.hidden_size + num_experts) * getattr(config, "router_scales", False)
     router += 2 * config.hidden_size * (getattr(config, "expert_latent_size", None) or 0)
     if not shared:
         return router
+    if getattr(config, "shared_experts_scored", False):
+        router += config.hidden_size * (shared // config.moe_ffn_hidden_size) + 1
     return router + _mlp(config, shared) + config.hidden_size * config.moe_shared_expert_gate
 
 
 def _attention(config: Any, layer: int) -> int:
     hidden, dim = config.hidden_size, config.kv_channels
+    if getattr(config, "compression_ratios", None) is not None:
+        return _compressed_attention(config)
     heads, groups = config.num_attention_heads, config.num_query_groups
     dim_of_values = config.v_head_dim if config.multi_latent_attention else dim or 0
     gates = {None: 0, "head": heads, "element": heads * dim_of_values}[getattr(config, "attention_gate", None)]
@@ -186,7 +194,7 @@ def _attention(config: Any, layer: int) -> int:
     bias = config.add_bias_linear
     count = _linear(hidden, qkv, bias=bias or config.add_qkv_bias)
     count += _linear(heads * (values or dim), hidden, bias=bias or getattr(config, "attention_output_bias", False))
-    count += hidden * gates
+    count += hidden * gates + _beside_scores(config) + _indexer(config, layer)
     kind = getattr(config, "qk_norm_kind", "head")
     if reads:
         return count + _norm(config, dim)
@@ -194,6 +202,33 @@ def _attention(config: Any, layer: int) -> int:
         together = kind in ("all_heads", "each_head")
         count += _norm(config, dim * (heads + groups if together else 2))
     return count + sinks
+
+
+def _compressed_attention(config: Any) -> int:
+    """The parameters of attention to windows, and to compressed keys."""
+    hidden, dim, heads, rank = config.hidden_size, config.kv_channels, config.num_attention_heads, config.query_rank
+    count = (hidden + 1 + heads * dim) * rank + (hidden + 1) * dim + heads
+    count += (heads * dim + config.output_groups * hidden) * config.output_rank
+    own, indexers = config.dsa_indexer_head_dim, config.dsa_indexer_n_heads
+    if config.compression is not None:
+        count += _compressor(config, dim)
+    if config.compression == "selected":
+        count += indexers * (rank * own + hidden) + _compressor(config, own)
+    return int(count)
+
+
+def _compressor(config: Any, dim: int) -> int:
+    width = dim * (1 + (config.compression == "selected"))
+    return int((2 * config.hidden_size + config.compression_ratios[config.compression]) * width + dim)
+
+
+def _beside_scores(config: Any) -> int:
+    """The parameters of scores by distance, and of convolutions of keys and values."""
+    profiles = getattr(config, "relative_profiles", None) or 0
+    count = profiles * (config.hidden_size * config.num_attention_heads + getattr(config, "relative_extent", 0))
+    if getattr(config, "residual_convolutions", False):
+        count += 2 * config.num_query_groups * config.kv_channels * config.short_conv_kernel
+    return int(count)
 
 
 def _latent_attention(config: Any) -> int:
@@ -205,12 +240,14 @@ def _latent_attention(config: Any) -> int:
 
 
 def _indexer(config: Any, layer: int) -> int:
-    """The parameters of the indexer of a sparse attention."""
+    """The parameters of the indexer of a layer, if it has one."""
     if config.dsa_indexer_topk is None:
         return 0
     if shares_selection(layer, freq=config.dsa_indexer_topk_freq, offset=config.dsa_indexer_skip_topk_offset):
         return 0
     heads, dim = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
+    if not config.multi_latent_attention:
+        return config.hidden_size * (heads + 1) * dim + 2 * dim
     pool = getattr(config, "dsa_indexer_pool", None)
     pooling = dim * (config.hidden_size + pool) if pool else 0
     return config.q_lora_rank * heads * dim + config.hidden_size * (dim + heads) + 2 * dim + pooling

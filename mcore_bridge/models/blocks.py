@@ -61,12 +61,13 @@ MOE         = (*ROUTER, *EXPERTS)
 MOE_BIASED  = (*MOE, *ROUTER_BIAS, *SHARED)
 SHARED_GATED = (*under("mlp.shared_experts",                "mlp.shared_expert",               GATED_MLP),
                 *table(("mlp.shared_experts.gate_weight",   "mlp.shared_expert_gate.weight",   REPLICATED)))
+MLP_W123    = table(("linear_fc1.weight",                   "{w1,w3}.weight",                  GATED_UP),
+                    ("linear_fc2.weight",                   "w2.weight",                       ROW))
 W123        = (*table(("mlp.router.weight",                 "block_sparse_moe.gate.weight",    REPLICATED)),
-               *experts("mlp.experts.*", "block_sparse_moe.experts.*", table(
-                    ("linear_fc1.weight",                   "{w1,w3}.weight",                  GATED_UP),
-                    ("linear_fc2.weight",                   "w2.weight",                       ROW))))
+               *experts("mlp.experts.*",                    "block_sparse_moe.experts.*",      MLP_W123))
 W123_STACKS = ((".block_sparse_moe.experts.gate_up_proj", ".mlp.experts.gate_up_proj"),
                (".block_sparse_moe.experts.down_proj",    ".mlp.experts.down_proj"))
+SHARED_W123 = under("mlp.shared_experts",                   "block_sparse_moe.shared_experts", GATED_MLP)
 W123_BIAS   = table(("mlp.router.expert_bias", "block_sparse_moe.e_score_correction_bias",     REPLICATED))
 STEP_MOE    = (*table(("mlp.router.weight",                 "moe.gate.weight",                 REPLICATED),
                       ("mlp.router.expert_bias",            "moe.router_bias",                 REPLICATED)),

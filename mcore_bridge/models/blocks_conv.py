@@ -1,13 +1,11 @@
 """Shared tables of short convolutions in the place of attention, and of the attention and the MLPs beside them."""
 
-from mcore_bridge.models.blocks import norms_behind
-from mcore_bridge.rules.layout import COLUMN, GATED_UP, QKV, REPLICATED, ROW
+from mcore_bridge.models.blocks import MLP_W123, norms_behind
+from mcore_bridge.rules.layout import COLUMN, QKV, REPLICATED, ROW
 from mcore_bridge.rules.mapping import experts, table, under
 from mcore_bridge.rules.mixer_layouts import SHORT_CONV_IN
 
 # fmt: off
-MLP_W123     = table(("linear_fc1.weight",        "{w1,w3}.weight",       GATED_UP),
-                     ("linear_fc2.weight",        "w2.weight",            ROW))
 CONV_MLP     = under("mlp", "feed_forward", MLP_W123)
 CONV_EXPERTS = (*under("mlp", "feed_forward", table(
                      ("router.weight",            "gate.weight",          REPLICATED),

@@ -17,9 +17,15 @@ INDEXER      = under("self_attention.core_attention.indexer", "self_attn.indexer
 POOLS        = under("self_attention.core_attention.indexer", "self_attn.indexer", table(
                      ("pool_places",             "index_kpool_compress_ape",  REPLICATED),
                      ("linear_pool_gate.weight", "index_kpool_compress_gate", REPLICATED)))
+BLOCKS       = under("self_attention.core_attention.indexer", "self_attn", table(
+                     ("linear_wq.weight", "index_q_proj.weight", REPLICATED),
+                     ("linear_wk.weight", "index_k_proj.weight", REPLICATED),
+                     ("q_norm.weight",    "index_q_norm.weight", REPLICATED),
+                     ("k_norm.weight",    "index_k_norm.weight", REPLICATED)))
 SPARSE_LAYER = (*NORMS, *MLA, *INDEXER, *MOE_BIASED)
 # fmt: on
-"""``SPARSE_LAYER`` has no dense MLP. Layers that share a selection have no indexer. ``POOLS`` joins keys into pools."""
+"""``SPARSE_LAYER`` has no dense MLP. Layers that share a selection have no indexer. ``POOLS`` joins keys into pools.
+``BLOCKS`` is an indexer without latents."""
 _HALVES = {"linear_q_up_proj": HALVES_OF_QUERIES, "linear_kv_down_proj": HALVES_OF_KEYS}
 MLA_IN_HALVES = tuple(replace(rule, layout=_HALVES.get(rule.mcore.split(".")[1], rule.layout)) for rule in MLA)
 """``MLA`` of a checkpoint whose pairs of rotated dims are in two halves."""

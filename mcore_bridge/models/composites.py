@@ -130,6 +130,18 @@ KIMI = (
     ("mm_projector.in_proj.", "mm_projector.proj.0."),
     ("mm_projector.out_proj.", "mm_projector.proj.2."),
 )
+MINIMAX = (
+    ("vision_tower.embeddings.proj.", "vision_tower.vision_model.embeddings.patch_embedding."),
+    ("vision_tower.layers.", "vision_tower.vision_model.encoder.layers."),
+    ("vision_tower.pre_layrnorm.", "vision_tower.vision_model.pre_layrnorm."),
+    ("multi_modal_projector.merge_linear_1.", "patch_merge_mlp.linear_1."),
+    ("multi_modal_projector.merge_linear_2.", "patch_merge_mlp.linear_2."),
+)
+M3: dict[str, Any] = {
+    "fields": (*FIELDS, parts("projector_hidden_size", "merged_hidden_size")),
+    "text": "minimax_m3_vl_text",
+    "tower": MINIMAX,
+}
 UNIFIED = (
     ("embed_vision.multimodal_embedder.", "model.embed_vision."),
     ("embed_vision.", "model.vision_embedder."),
@@ -165,6 +177,7 @@ COMPOSITES = (
     Composite(model_type="gemma4_unified",   spelling=IN_MODEL, fields=FIELDS, tower=UNIFIED),
     Composite(model_type="llama4",           spelling=INSIDE,   fields=FIELDS, in_memory=None, broken_in=("5.24.0",)),
     Composite(model_type="kimi_k25",         spelling=INSIDE,   fields=FIELDS, tower=KIMI, joined_qkv="wqkv"),
+    Composite(model_type="minimax_m3_vl",    spelling=INSIDE,   **M3),
     Composite(model_type="exaone4_5",        spelling=IN_MODEL, fields=FIELDS),
     Composite(model_type="llava",            spelling=INSIDE,   fields=FIELDS),
     Composite(model_type="llava_next",       spelling=INSIDE,   fields=FIELDS),

@@ -11,7 +11,7 @@ from mcore_bridge.models.afmoe import GATE
 from mcore_bridge.models.blocks import GQA, NORMS_FOUR, O_BIAS, QKV_BIAS, SWIGLU, decoder
 
 CENTERED = (Const("layernorm_zero_centered_gamma", True), Const("final_norm_centered", False))
-UNWEIGHTED = (*QK_NORMED, Const("qk_norm_kind", "unweighted"), Const("embedding_norm", True))
+UNWEIGHTED = (*QK_NORMED, Const("qk_norm_kind", "unweighted"), Const("embedding_norm", "unweighted"))
 ARCHITECTURE = Architecture(
     model_type="muse_glimmer_text",
     fields=(

@@ -7,7 +7,7 @@ from mcore_bridge.config.tables.derived_rope import REVERSED_ROPE
 from mcore_bridge.config.tables.scales import LOGIT_SOFTCAP
 from mcore_bridge.models.blocks import GQA, O_BIAS, QKV_BIAS, decoder, mlp
 
-UNWEIGHTED = (*NORM_UNWEIGHTED, Const("qk_norm_kind", "after_rope_unweighted"), Const("embedding_norm", True))
+UNWEIGHTED = (*NORM_UNWEIGHTED, Const("qk_norm_kind", "after_rope_unweighted"), Const("embedding_norm", "unweighted"))
 ARCHITECTURE = Architecture(
     model_type="nanochat",
     fields=(

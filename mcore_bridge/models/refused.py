@@ -90,13 +90,6 @@ REFUSALS = (
         minimax="modeling_minimax.MiniMaxLightningAttention",
     ),
     *_because(
-        "attention reads compressed keys, some routers choose experts by the token alone, and a matrix for each token "
-        "mixes residual streams; nobody has written these submodules",
-        PARTS, ROUTER,
-        deepseek_v4="modeling_deepseek_v4.DeepseekV4HyperConnection",
-        deepseek_ref="deepseek_v4.modeling_deepseek_v4.DeepseekV4HyperConnection",
-    ),
-    *_because(
         "residuals are streams with gates, embeddings of n-grams are added, and an indexer selects blocks of keys",
         LAYER, GPT,
         qwen4_exp="modeling_qwen4_exp.Qwen4ExpTextGatedResidual",
@@ -145,22 +138,18 @@ REFUSALS = (
         hyperclovax="modeling_hyperclovax.HyperCLOVAXDecoderLayer",
     ),
     *_because(
-        "distances of tokens add to the scores, and convolutions surround attention and MLP; megatron-core has "
-        "neither",
+        "tokens compute the weights of its convolutions, and layers attend to sums of earlier blocks of layers; "
+        "megatron-core has neither",
         ATTENTION, GPT,
-        inkling2="modeling_inkling2.Inkling2ShortConvolution",
-        inkling2_text="modeling_inkling2.Inkling2ShortConvolution",
-        inkling2_loop_text="modeling_inkling2_loop.Inkling2LoopRelativePositionBias",
-        inkling_mm_model="inkling.modeling_inkling.InklingRelativeLogits",
-        inkling_text="modeling_inkling.InklingRelativeLogits",
+        inkling2="modeling_inkling2.Inkling2DynamicShortConvolution",
+        inkling2_text="modeling_inkling2.Inkling2DynamicShortConvolution",
+        inkling2_loop_text="modeling_inkling2_loop.Inkling2LoopDynamicShortConvolution",
     ),
     *_because(
-        "an indexer selects blocks of keys for attention that is not latent; megatron-core's indexer needs latent "
-        "attention",
-        ATTENTION,
-        minimax_m3="minimax_m3_vl.modeling_minimax_m3_vl.MiniMaxM3VLIndexer",
-        minimax_m3_vl="modeling_minimax_m3_vl.MiniMaxM3VLIndexer",
-        minimax_m3_vl_text="modeling_minimax_m3_vl.MiniMaxM3VLIndexer",
+        "its files have other names than those of its text alone, and interleave gates with what they multiply; nobody "
+        "has written a table for these (inkling_text is supported)",
+        GPT,
+        inkling_mm_model="inkling.modeling_inkling.InklingForConditionalGeneration",
     ),
     *_because(
         "a layer has two attentions, two MLPs, and experts whose sum is added at its end; megatron-core's has one of "

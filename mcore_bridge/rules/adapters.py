@@ -36,7 +36,7 @@ from mcore_bridge.rules.variants import HEAD, with_joined_stacks
 LINEAR = frozenset(
     {
         *("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "in_proj", "out_proj"),
-        *("linear_gate", "linear_qk"),
+        *("linear_gate", "linear_qk", "linear_kv"),
         *("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"),
     }
 )

@@ -247,7 +247,9 @@ def _packed(name: str, spec: TensorSpec, specs: Specs) -> tuple[str, Encoding]:
 def _modelopt(spec: TensorSpec, specs: Specs) -> Encoding:
     """ModelOpt's NVFP4: bytes under the plain name, a scale for every 16 numbers, and an overall scale."""
     if spec.dtype != torch.uint8:
-        raise _ProblemError(f"is {spec.dtype} with scales, expected uint8 (NVFP4)")
+        raise _ProblemError(
+            f"is {spec.dtype} with scales, such as MXFP4 of DeepSeek V4, which is not read: expected uint8 (NVFP4)"
+        )
     return _nvfp4(spec, _companion(f"{spec.name}_scale", specs), _companion(f"{spec.name}_scale_2", specs))
 
 

@@ -35,7 +35,6 @@ from mcore_bridge.rules.mapping import (
 from mcore_bridge.rules.names import EMBEDDING, TOWER, mtp_layer_of
 from mcore_bridge.rules.spec import TowerSpec
 from mcore_bridge.rules.variants import (
-    HEAD,
     LM_HEAD,
     expert_format_of,
     fused,
@@ -160,8 +159,9 @@ class Provenance:
 
     @property
     def lm_head(self) -> str:
-        """The HF name of the LM head."""
-        return respelled_name(HEAD, self.spelling)
+        """The HF name of the weight of the LM head."""
+        heads = lm_head_of(self.rules, self.spelling)
+        return next(rule.hf[0] for rule in heads if rule.mcore == "output_layer.weight")
 
     def mapping(self, *, tied: bool, mtp: int = 0, expert_format: ExpertFormat | None = None) -> WeightMapping:
         """The weight mapping of the model: all rules, with the rules of the architecture's head, or ``LM_HEAD``.

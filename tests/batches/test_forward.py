@@ -91,7 +91,9 @@ def test_every_mesh(dims, packed):
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "rows"])
 @pytest.mark.parametrize("dims", [mb.ParallelDims(tp=2, cp=2, sp=True), mb.ParallelDims(pp=2, vp=2)], ids=str)
-@pytest.mark.parametrize("name", zoo.params(["gemma4", "gemma4-experts", "gemma4-shared", "mimo_v2_flash-biased"]))
+@pytest.mark.parametrize(
+    "name", zoo.params(["gemma4", "gemma4-experts", "gemma4-shared", "mimo_v2_flash-biased", "inkling-three-shared"])
+)
 def test_layers_with_heads_of_different_sizes(name, dims, packed):
     refusal = check(name, dims, packed=packed, micro_batch_size=1)
     assert ("pp=2 must be 1" in refusal) if (name, dims.pp) == ("gemma4-shared", 2) else not refusal

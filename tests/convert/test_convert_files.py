@@ -80,6 +80,8 @@ FAMILIES = [
     "axk1",
     "glm5_next_text",
     "kimi_linear",
+    "deepseek_v4",
+    "minimax_m3_vl_text",
 ]
 
 
@@ -102,6 +104,8 @@ FUSED = [
     "hy_v4",
     "glm5_next_text",
     "kimi_linear",
+    "deepseek_v4",
+    "minimax_m3_vl_text",
 ]
 
 

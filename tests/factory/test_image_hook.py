@@ -56,6 +56,7 @@ CASES: dict[str, list[Any]] = {
     "got_ocr2": [(PP, {})],
     "lighton_ocr": [(CP, {})],
     "exaone4_5": [(CP, {})],
+    "minimax_m3_vl": [(CP, {}), (EP, ROWS)],
     "qwen3_vl dynamic": [(CP, {}), (CP, ROWS)],
     "internvl critic": [({**PP, "vp": 2}, {"head": "value"})],
     "internvl qwen3_moe": [(EP, {})],

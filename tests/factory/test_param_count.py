@@ -10,13 +10,13 @@ from tests import zoo
 from tests.support import mtp_checkpoints
 from tests.support.strategies import random_state
 
-LAYER = re.compile(r"^(?:model|gpt_neox|backbone)\.layers\.(\d+)\.")
+LAYER = re.compile(r"^(?:(?:model|gpt_neox|backbone)\.)?layers\.(\d+)\.")
 EMBEDDING = (
-    *("model.embed_tokens.weight", "gpt_neox.embed_in.weight", "backbone.embeddings.weight"),
+    *("model.embed_tokens.weight", "gpt_neox.embed_in.weight", "backbone.embeddings.weight", "embed.weight"),
     *("model.word_embeddings.weight", "model.embed_tokens_per_layer.weight"),
     *("model.per_layer_model_projection.weight", "model.per_layer_projection_norm.weight"),
 )
-HEAD = ("lm_head.weight", "lm_head.bias", "embed_out.weight")
+HEAD = ("lm_head.weight", "lm_head.bias", "embed_out.weight", "head.weight")
 EXPERTS = (
     ".experts.",
     ".block_sparse_moe.input_linear.",

@@ -2,11 +2,13 @@
 what is refused.
 """
 
+import itertools
 import re
 from unittest import mock
 
 import pytest
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import nn
 
 import mcore_bridge as mb
@@ -14,7 +16,7 @@ from mcore_bridge import ParallelDims
 from mcore_bridge.architecture import architecture_of
 from mcore_bridge.config.hf import with_fields
 from mcore_bridge.config.transformer import to_gpt_arguments, to_hf_config
-from mcore_bridge.errors import ConfigError, MeshError
+from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
 from mcore_bridge.factory.modules import streams
 from tests import zoo
 from tests.support import pool, stepping, tiny
@@ -22,14 +24,14 @@ from tests.support.fake_mesh import rank_of
 from tests.support.strategies import random_state
 from tests.support.training import MESHES_WITH_EXPERTS, Kind, check_recompute
 
-FAMILIES = ("hy_v4", "glm5_next_text")
+FAMILIES = ("hy_v4", "glm5_next_text", "deepseek_v4")
 CASES = {name: case.hf for name, case in zoo.cases().items() if case.model_type in FAMILIES}
 pytestmark = pytest.mark.skipif(not CASES, reason="the installed transformers lacks the family")
 
 
 def fits(name, dims):
-    """Whether each stage starts with an indexer."""
-    return dims.vp == 1 or name != "hy_v4"
+    """Whether each stage starts with an indexer, and no context parallelism cuts texts that are compressed."""
+    return (dims.cp == 1 or name != "deepseek_v4") and (dims.vp == 1 or name != "hy_v4")
 
 
 KIND = Kind(CASES, MESHES_WITH_EXPERTS, every=2, fits=fits)
@@ -60,8 +62,11 @@ def test_gradients_would_show_gates_that_are_not_summed(tmp_path):
     assert {name for name in right if name.endswith("_fn")} <= differing <= {name for name in right if ".hc_" in name}
 
 
-def test_gradients_keep_their_bits_if_layers_are_recomputed(tmp_path):
-    check_recompute(CASES["hy_v4-indexers"], ["moe", "mla_up_proj"], tmp_path)
+@pytest.mark.parametrize(
+    ("name", "modules"), [("hy_v4-indexers", ["moe", "mla_up_proj"]), ("deepseek_v4", ["core_attn"])]
+)
+def test_gradients_keep_their_bits_if_layers_are_recomputed(name, modules, tmp_path):
+    check_recompute(CASES[name], modules, tmp_path, whole=name != "deepseek_v4")
 
 
 REFUSED = {
@@ -83,6 +88,73 @@ def test_what_is_not_reproduced_is_refused(message, monkeypatch):
     monkeypatch.setattr("mcore_bridge.factory.layer_specs.has_transformer_engine", lambda: True)
     with pytest.raises(ConfigError, match=re.escape(message)):
         mb.to_layer_spec(CASES["hy_v4"], backend="torch", overrides=REFUSED[message])
+
+
+BY_TOKEN = {
+    "experts must not be recomputed in this model": [
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    ],
+    "found moe_router_score_function='sigmoid', expected 'softmax'": [{"moe_router_score_function": "sigmoid"}],
+}
+
+
+@pytest.mark.parametrize("message", BY_TOKEN)
+def test_layers_that_choose_experts_by_tokens_refuse(message):
+    for overrides in BY_TOKEN[message]:
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            mb.to_layer_spec(CASES["deepseek_v4"], backend="torch", overrides=overrides)
+
+
+COMPRESSED = {
+    "cp=2 must be 1: each rank compresses": {"cp": 2},
+    "tp=4 must divide output_groups=2 (o_groups in the HF config)": {"tp": 4},
+    "the first stage of the pipeline must have the first 2 layers": {"pp": 4},
+}
+
+
+@pytest.mark.parametrize("message", COMPRESSED)
+def test_meshes_that_cut_compressed_texts_or_groups_are_refused(message):
+    more = {"mlp_layer_types": ["hash_moe", "hash_moe", "moe", "moe"], "o_groups": 2}
+    hf = with_fields(CASES["deepseek_v4"], more)
+    with pytest.raises(MeshError, match=re.escape(message)):
+        mb.to_transformer_config(hf, dims=ParallelDims(**COMPRESSED[message]))
+
+
+def test_rows_with_padding_on_the_left_unknown_tokens_and_bad_tables_are_refused():
+    hf, dims = CASES["deepseek_v4"], ParallelDims()
+    with rank_of(dims, 0, 1):
+        (model,) = mb.build_model(hf, dims=dims, device="cpu", dtype=torch.float32, load_weights=random_state(hf))
+        tokens, places = torch.arange(7)[None], torch.arange(7)[None]
+        mask = torch.ones(1, 7, dtype=torch.bool)
+        padded = mask.clone()
+        padded[0, 0] = False
+        logits = model(tokens, places, mask)
+        mask[0, -2:] = False
+        assert torch.equal(model(tokens, places, mask)[:, :-2], logits[:, :-2])
+        with pytest.raises(ConfigError, match="found padding on the left"):
+            model(tokens, places, padded)
+        with pytest.raises(ConfigError, match="must embed its tokens in this model"):
+            model(None, places, None, decoder_input=torch.zeros(7, 1, hf.hidden_size))
+        model.decoder.layers[0].mlp.router.experts_of_tokens[3] = 0
+        with pytest.raises(CheckpointError, match="3 different experts below 8"):
+            model(tokens, places, None)
+
+
+def test_packed_sequences_have_compressed_keys_of_their_own():
+    """As each sequence by itself; none is as long as a window, or several are."""
+    hf, dims, lengths = CASES["deepseek_v4"], ParallelDims(), (2, 11, 1, 7)
+    with rank_of(dims, 0, 1):
+        (model,) = mb.build_model(hf, dims=dims, device="cpu", dtype=torch.float32, load_weights=random_state(hf))
+        texts = [torch.arange(length)[None] + length for length in lengths]
+        apart = torch.cat([model(text, torch.arange(text.size(1))[None], None) for text in texts], 1)
+        starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        packed = PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=11, max_seqlen_kv=11
+        )
+        places = torch.cat([torch.arange(length) for length in lengths])[None]
+        together = model(torch.cat(texts, 1), places, None, packed_seq_params=packed)
+    assert tiny.relative_error(together, apart) < 1e-5
 
 
 def test_a_stage_that_starts_with_a_shared_selection_is_refused():

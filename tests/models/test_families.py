@@ -77,7 +77,12 @@ def test_every_family_goes_round_on_any_mesh(name: str) -> None:
 
 
 MADE = (
-    {"step3p5": {"hidden_act", "rope_parameters"}, "hy_v4": {"num_key_value_heads"}}
+    {
+        "step3p5": {"hidden_act", "rope_parameters"},
+        "hy_v4": {"num_key_value_heads"},
+        "deepseek_v4": {"rope_parameters"},
+        "minimax_m3_vl_text": {"hidden_act"},
+    }
     if zoo.NEWEST
     else {"gpt_neox": {"rope_theta", "partial_rotary_factor"}, "llama4_text": {"attention_bias"}}
 )

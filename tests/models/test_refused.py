@@ -22,7 +22,7 @@ from tests.support.twins import TWINS
 from tests.zoo import described
 
 NO_CODE = next(each for each in refusals() if "internlm2" in each.model_types)
-REMOTE = {"Emu3", "deepseek_ref", "ernie4_5_moe_vl", "mimo_v2", "minimax_m3"}
+REMOTE = {"Emu3", "ernie4_5_moe_vl", "mimo_v2", "minimax_m3"}
 """Names that no release of transformers has: publishers have their own, or publish code beside the weights."""
 SINCE_5_24 = {
     *("apertus1p5", "apertus1p5_text", "dory", "hy_v4_vl", "inkling2_loop", "inkling2_loop_text", "lara_mini"),
@@ -32,11 +32,7 @@ REMOTE |= {*NO_CODE.model_types} - SINCE_5_24
 SINCE_5 = {
     *("cohere_compass", "cohere_compass_text", "diffusion_gemma", "gemma4_assistant", "gemma4_unified_assistant"),
     *("hrm_text", "kolibri1", "mllama_text_model", "lfm3_vl", "minicpm3", "paddleocr_vl"),
-    *(
-        "deepseek_v4",
-        "ernie4_5_vl_moe",
-    ),
-    *("glm_ocr", "mimo_v2_flash", "molmo2"),
+    *("ernie4_5_vl_moe", "glm_ocr", "mimo_v2_flash", "molmo2"),
     "t5gemma2",
     *("afmoe", "axk2", "beam", "dots3_note", "dots3_note_text", "ernie4_5_vl_moe_text", "flint"),
     *("granite_swa", "granitemoe_swa", "hyperclovax"),
@@ -115,7 +111,7 @@ def test_a_composite_is_told_how_its_text_is_trained_if_it_can_be() -> None:
     assert "docs/reference/families.md" in caught.value.__notes__[0]
 
 
-@pytest.mark.parametrize("name", ["kimi_k3", "deepseek_v4", "mamba"])
+@pytest.mark.parametrize("name", ["kimi_k3", "dory", "mamba"])
 def test_a_folder_is_refused_with_the_reason_whether_or_not_transformers_knows_it(tmp_path: Path, name: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": name}))
     (reason,) = (refusal.reason for refusal in refusals() if name in refusal.model_types)
@@ -146,6 +142,10 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
     "`mamba_norm_before_gate` with": (
         {"mamba_rms_norm": True, "mamba_norm_before_gate": True},
         "mamba_norm_before_gate must be False",
+    ),
+    "experts in MXFP4": (
+        {"expert_dtype": "fp4", "quantization_config": {"quant_method": "fp8"}},
+        "expert_dtype must be 'fp8', found 'fp4'",
     ),
     "`attention_head_dim` other than": ({"attention_head_dim": 7}, "attention_head_dim must be head_dim"),
     "`head_dim` other than `hidden_size": ({"head_dim": 7}, "head_dim must be .* Delete head_dim"),
@@ -185,6 +185,8 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
         "indexer_types must repeat",
     ),
     "`indexer_types` other than `full`": ({"indexer_types": ["shared"] * 4}, "indexer_types must name"),
+    "`index_local_blocks` above": ({"index_local_blocks": 9}, "index_local_blocks must be a number from 0 to"),
+    "`index_head_dim` below": ({"index_head_dim": 10}, "index_head_dim must be at least 12"),
     "`rotary_dim` other than": ({"rotary_dim": 2}, "rotary_dim must be"),
     "`moe_topk` that": ({"moe_topk": [2, 4] * 16}, "moe_topk must be"),
     "`partial_rotary_factor` of a rope other than": (

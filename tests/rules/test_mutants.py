@@ -28,7 +28,7 @@ from tests.support import tiny as tinies
 from tests.support.bounds import BOUND, FOUR, ONE, TWO
 from tests.support.mutants import ERRORS, table
 from tests.support.parity import reference_logits, reference_of
-from tests.support.strategies import random_state, tiny
+from tests.support.strategies import on_disk, random_state, tiny
 
 FAMILIES = [module.name for module in pkgutil.iter_modules(mistakes.__path__)]
 RULES = [(family, name) for family in FAMILIES for name in table(family, "RULES")]
@@ -107,7 +107,8 @@ def test_killed_by_gradients(tmp_path: Path, family: str) -> None:
     jobs, mistakes_of = [], table(family, "GRADIENTS")
     for number, (name, (hf, _, _)) in enumerate(mistakes_of.items()):
         folder = str(tinies.random_checkpoint(hf, tmp_path / str(number)))
-        expected = tinies.reference(tinies.random_model(hf), tinies.tokens(4))[2]
+        model = tinies.random_model(hf)
+        expected = on_disk(model, tinies.reference(model, tinies.tokens(4))[2])
         jobs += [(name, True, folder, expected), (name, False, folder, expected)]
     for errors in pool.run(2, mutants.gradients, family, jobs):
         assert min(errors[::2]) > 1e-3, dict(zip(mistakes_of, errors[::2], strict=True))

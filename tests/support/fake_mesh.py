@@ -30,11 +30,21 @@ from tests.support.exports import assert_own_memory
 CPU, NOTHING = torch.device("cpu"), torch.empty(0)
 
 
+def blank(tensor: Tensor) -> Tensor:
+    """The tensor, filled with NaN, or with the lowest number of integers."""
+    return tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
+
+
+def is_blank(tensor: Tensor) -> Tensor:
+    """Where a tensor has what ``blank`` writes."""
+    return tensor.isnan() if tensor.is_floating_point() else tensor == torch.iinfo(tensor.dtype).min
+
+
 class NanOutputs(Outputs):
-    """The open tensors of an export. Elements that were not written are NaN."""
+    """The open tensors of an export. Elements that were not written are ``blank``."""
 
     def _allocated(self, *arguments: Any) -> Sequence[Tensor]:
-        return [tensor.fill_(torch.nan) for tensor in super()._allocated(*arguments)]
+        return [blank(tensor) for tensor in super()._allocated(*arguments)]
 
 
 def replica(dims: ParallelDims) -> list[int]:
@@ -59,7 +69,7 @@ def build_everywhere(
             with torch.no_grad():
                 for chunk in chunks:
                     for tensor in held_tensors([chunk]).values():
-                        tensor.fill_(float("nan"))
+                        blank(tensor)
             load(chunks)
             bound.append(
                 with_inventory(

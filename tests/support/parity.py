@@ -22,7 +22,8 @@ LONG = 40
 
 def tokens(hf: Any, seq: int = SEQ) -> Tensor:
     """Token ids, int64 [BATCH, seq]."""
-    return torch.randint(0, hf.vocab_size, (BATCH, seq), generator=torch.Generator().manual_seed(3))
+    size = getattr(hf, "unpadded_vocab_size", None) or hf.vocab_size
+    return torch.randint(0, size, (BATCH, seq), generator=torch.Generator().manual_seed(3))
 
 
 def reference_logits(hf: Any, seq: int = SEQ) -> Tensor:
@@ -88,7 +89,7 @@ def logits_of(model: Any, dims: mb.ParallelDims, seq: int = SEQ) -> Tensor:
         logits = model(tokens(hf, seq), torch.arange(seq).expand(BATCH, seq), None)
     parts = [torch.empty_like(logits) for _ in range(dims.tp)]
     dist.all_gather(parts, logits.contiguous(), group=model.pg_collection.tp)
-    return torch.cat(parts, -1)[..., : hf.vocab_size]
+    return torch.cat(parts, -1)[..., : getattr(hf, "unpadded_vocab_size", None) or hf.vocab_size]
 
 
 def worst_differences(cases: list[tuple[Any, mb.ParallelDims, Tensor]]) -> list[float]:

@@ -41,10 +41,15 @@ SWAPPED = ("llama4_text",)
 
 IN_FILES = {
     "bailing_hybrid": (("forget_gate.", ""), (".self_attn.", ".attention.")),
+    "deepseek_v4": (
+        *(("model.layers.", "layers."), (".self_attn.", ".attn.")),
+        *((".q_b_proj", ".wq_b"), (".kv_proj", ".wkv"), (".o_b_proj", ".wo_b")),
+    ),
     "glm5_next_text": (("forget_gate.", ""),),
     "granitemoe": (("experts.gate_up_proj", "input_linear"), ("experts.down_proj", "output_linear")),
     "kimi_linear": (("forget_gate.", ""), ("mlp.shared_experts", "block_sparse_moe.shared_experts")),
     "lfm3": (("self_attn.g_proj", "self_attn.gate_proj"),),
+    "minimax_m3_vl_text": (("mlp.experts", "block_sparse_moe.experts"),),
     "mixtral": (("mlp.experts", "block_sparse_moe.experts"),),
     "step3p5": ((".mlp.shared_experts", ".share_expert"), (".mlp.experts", ".moe")),
     "nemotron_h": (("model.", "backbone."),),

@@ -108,7 +108,7 @@ def obstacles_of_family(model_type: str) -> list[str]:
     if any(model_type in refusal.model_types for refusal in refusals()):
         return ["family"]
     architecture = architectures().get(model_type)
-    if model_type not in CONFIG_MAPPING and (architecture is None or architecture.reads_as is None):
+    if model_type not in CONFIG_MAPPING and (architecture is None or architecture.reads_as not in CONFIG_MAPPING):
         return ["transformers"]
     return [] if architecture or model_type in composites() else ["unknown"]
 

@@ -129,12 +129,14 @@ def random_state(hf: Any, *, dtype: torch.dtype = torch.float32, seed: int = 0) 
     Norms are spread around transformers' initial values, and biases are as large as the values to which they are added,
     so that any exchange shows. Biases that select experts stay in fp32, as in published checkpoints.
     """
+    from tests.support.text_halves import random_experts
     from tests.support.twins import TWINS  # it imports this module
 
     if twin := TWINS.get(hf.model_type):
         return twin.named(random_state(twin.config(hf), dtype=dtype, seed=seed))
     generator = torch.Generator().manual_seed(seed)
     state = {name: _random(name, shape, generator) for name, shape in _shapes(hf.to_json_string())}
+    state |= {name: random_experts(hf, generator) for name in state if name.endswith("tid2eid")}
     if hf.model_type.startswith(("qwen3_next", "qwen3_5")):
         state = {name: _of_delta_net(name, tensor) for name, tensor in state.items()}
     if hf.model_type.startswith("gemma4"):
@@ -197,7 +199,7 @@ def _shapes_in_transformers(config: str) -> list[tuple[str, torch.Size]]:
 
 
 def _stays_fp32(name: str) -> bool:
-    return name.endswith(("e_score_correction_bias", "expert_bias"))
+    return name.endswith(("e_score_correction_bias", "expert_bias", ".ffn.gate.bias", "tid2eid"))
 
 
 def _random(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:

@@ -93,6 +93,17 @@ if "step3p5" in CONFIG_MAPPING:
     from transformers.models.step3p7.modeling_step3p7 import Step3p7TextModel
 
     MODEL_MAPPING.register(CONFIG_MAPPING["step3p5"], Step3p7TextModel, exist_ok=True)
+if "minimax_m3_vl_text" in CONFIG_MAPPING:  # it has a class, whose tensors have names of files only in a composite
+    from transformers.conversion_mapping import (
+        get_checkpoint_conversion_mapping,
+        register_checkpoint_conversion_mapping,
+    )
+
+    _OTHERS = re.compile("language_model|vision_tower|projector|patch_merge")
+    _steps = get_checkpoint_conversion_mapping("minimax_m3_vl")
+    register_checkpoint_conversion_mapping(
+        "MiniMaxM3VLForCausalLM", [step for step in _steps if not _OTHERS.search(str(step.source_patterns))]
+    )
 for _half, _composite in COMPOSITES.items():
     if _half in CONFIG_MAPPING:
         _register(_half, _composite)
@@ -123,6 +134,22 @@ _HY_V4 = (
 """Names of Hunyuan 4 that transformers 5.24 writes otherwise than it reads them, as patterns."""
 
 
+_DEEPSEEK_V4 = (
+    (r"\.attn\.norm\.", ".attn.kv_norm."),
+    (r"^model\.(hc_head)\.hc", r"\1"),
+    (r"^model\.embed_tokens\.", "embed."),
+    (r"^model\.", ""),
+)
+"""Names of DeepSeek V4 that transformers 5.24 writes otherwise than it reads them, as patterns."""
+_OTHER = {"hy_v4": _HY_V4, "deepseek_v4": _DEEPSEEK_V4}
+
+
+def random_experts(hf: Any, generator: torch.Generator) -> torch.Tensor:
+    """A table with different experts for each token, in no order; transformers begins with zeros."""
+    ranked = torch.rand(hf.vocab_size, hf.n_routed_experts, generator=generator).argsort()
+    return ranked[:, : hf.num_experts_per_tok].contiguous()
+
+
 def published_names(hf: Any, state: Mapping[str, Any]) -> dict[str, Any]:
     """Tensors under their names in published files, which transformers reads but does not write for some families."""
     return {_published(hf, name): tensor for name, tensor in {**state, **_parted(hf, state)}.items()}
@@ -142,10 +169,8 @@ def _parted(hf: Any, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _published(hf: Any, name: str) -> str:
-    if hf.model_type == "hy_v4":
-        for pattern, published in _HY_V4:
-            name = re.sub(pattern, published, name)
-        return name
+    for pattern, other in _OTHER.get(hf.model_type, ()):
+        name = re.sub(pattern, other, name)
     written, published, field, kind = WRITTEN.get(hf.model_type, ("", "", "", ""))
     numbered = re.search(r"\.layers\.(\d+)\.", name)
     if not written or not numbered or getattr(hf, field)[int(numbered[1])] != kind:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from tests.support.text_halves import published_names
+from tests.support.text_halves import published_names, random_experts
 
 DISTINCT = {
     "hidden_size": 48,
@@ -50,6 +50,8 @@ def random_model(hf: PretrainedConfig, *, seed: int = 0, model_class: Any = Auto
         for name, scale in model.named_buffers():
             if name.endswith(("layer_scalar", "act_fn.beta", "act_fn.eps")):
                 scale.copy_(torch.randn(scale.shape, generator=generator) * 0.15 + name.endswith("scalar"))
+            elif name.endswith("tid2eid"):
+                scale.copy_(random_experts(hf, generator))
     return model
 
 

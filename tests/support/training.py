@@ -72,9 +72,9 @@ class Kind:
                 assert grads.keys() <= step["grads"].keys() == held.keys(), label
                 untrained = held.keys() - grads.keys()
                 parts = (
-                    ".indexer.",
+                    *(".indexer.", ".self_attn.index_"),
                     "e_score_correction_bias",
-                    *(".expert_bias", ".router_bias"),
+                    *(".expert_bias", ".router_bias", ".gate.bias", ".tid2eid"),
                     ".layer_scalar",
                     ".act_fn.",
                     ".experts.",
@@ -128,8 +128,13 @@ WHOLE: dict[str, Any] = {
 }
 
 
-def check_recompute(hf: PretrainedConfig, modules: list[str], folder: Path, *, whole: bool = True) -> None:
-    """Check that gradients keep their bits if these modules, or also ``whole`` layers, are recomputed."""
+def check_recompute(
+    hf: PretrainedConfig, modules: list[str], folder: Path, *, whole: bool = True, exact: bool = True
+) -> None:
+    """Check that gradients keep their bits if these modules, or also ``whole`` layers, are recomputed.
+
+    Without ``exact`` they may be rounded in another order: a recompute may change the strides that a norm sums over.
+    """
     options: list[dict[str, Any]] = [
         {},
         *([WHOLE] if whole else []),
@@ -137,4 +142,7 @@ def check_recompute(hf: PretrainedConfig, modules: list[str], folder: Path, *, w
     ]
     plain, *others = pool.run(2, recomputed, str(tiny.random_checkpoint(hf, folder)), options)[0]
     for grads in others:
-        assert all(grads[name].equal(grad) for name, grad in plain.items())
+        if exact:
+            assert all(grads[name].equal(grad) for name, grad in plain.items())
+        else:
+            tiny.assert_near(grads, plain, str(modules))

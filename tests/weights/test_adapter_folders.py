@@ -56,6 +56,16 @@ CASES = {
         ("f_a_proj", "b_proj", "q_b_proj", "kv_b_proj", "o_proj"),
         (TP2,),
     ),
+    "deepseek_v4": (
+        lambda: zoo.cases()["deepseek_v4"].hf,
+        ("self_attn.q_b_proj", "self_attn.kv_proj", "compressor.kv_proj", "o_b_proj"),
+        (TP2,),
+    ),
+    "minimax_m3_vl_text": (
+        lambda: zoo.cases()["minimax_m3_vl_text"].hf,
+        ("self_attn.q_proj", "o_proj", *EXPERTS),
+        ({"ep": 2}, TP2),
+    ),
     "step3p5": (lambda: zoo.cases()["step3p5"].hf, ("g_proj", "shared_experts.up_proj", *EXPERTS), ({"ep": 2}, TP2)),
     "afmoe": (lambda: zoo.cases()["afmoe"].hf, ("v_proj", "o_proj"), (TP2,)),
 }
@@ -69,12 +79,15 @@ SINCE_5 = {
     "step3p5",
     "hy_v4",
     "glm5_next_text",
+    "deepseek_v4",
+    "minimax_m3_vl_text",
 }
 CASES = {name: CASES[name] for name in CASES if name not in SINCE_5 - zoo.cases().keys()}
 
 
 GATED = ("gate_up_proj", "down_proj")
 IN_FILES = {
+    "deepseek_v4": ("attn.wq_b", "attn.wkv", "attn.compressor.wkv", "wo_b"),
     "granitemoe": ("input_linear", "output_linear"),
     "bailing_hybrid": ("f_proj", "g_proj", "o_proj", "dense"),
     "step3p5": ("g_proj", "share_expert.up_proj", "moe.gate_up_proj", "moe.down_proj"),

@@ -24,7 +24,7 @@ from mcore_bridge.weights.dist_checkpoint.fit_state import fit_chain
 from mcore_bridge.weights.dist_checkpoint.folder import TorchDistFolder, by_plain_key
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from tests import zoo
-from tests.support import pool, stepping
+from tests.support import fake_mesh, pool, stepping
 from tests.support.strategies import problems, random_state, save, tiny
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "num_key_value_heads": 2}
@@ -56,7 +56,7 @@ def whole(hf: Any, dims: ParallelDims, state: dict[str, torch.Tensor], **metadat
             for leaf in (leaf for each in sharded for leaf in leaves_of(each)):
                 place = leaf.global_slice()
                 shape = leaf.global_shape
-                held = found.setdefault(leaf.key, torch.full(shape, float("nan"), dtype=leaf.dtype))
+                held = found.setdefault(leaf.key, fake_mesh.blank(torch.empty(shape, dtype=leaf.dtype)))
                 seen = written.setdefault(leaf.key, torch.zeros(shape, dtype=torch.bool))
                 count = main.setdefault(leaf.key, torch.zeros(shape, dtype=torch.int32))
                 assert not seen[place].any() or torch.equal(held[place], leaf.data), f"replicas of {leaf.key} differ"

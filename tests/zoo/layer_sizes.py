@@ -61,7 +61,31 @@ MIMO = {
     "pad_token_id": 95,
 }
 
+INKLING = {
+    **{name: SPARSE[name] for name in ("num_experts_per_tok", "moe_intermediate_size")},
+    "n_routed_experts": 4,
+    "layer_types": ["hybrid", "hybrid_sliding", "hybrid_sliding", "hybrid"],
+    "mlp_layer_types": MIXED["mlp_layer_types"],
+    "swa_num_attention_heads": 16,
+    "swa_num_key_value_heads": 4,
+    "swa_head_dim": 16,
+    "sliding_window_size": 5,
+    "d_rel": 6,
+    "rel_extent": 9,
+    "logits_mup_width_multiplier": 3.0,
+    "route_scale": 2.5,
+    "pad_token_id": 95,
+}
+
 CASES = {
+    "inkling": case("inkling_text", **INKLING, log_scaling_n_floor=7, log_scaling_alpha=0.4, unpadded_vocab_size=91),
+    "inkling-three-shared": case(
+        "inkling_text",
+        **{**INKLING, "mlp_layer_types": ["sparse"] * 4, "num_experts_per_tok": 1, "conv_kernel_size": 3},
+        n_shared_experts=3,
+        num_key_value_heads=1,
+        vocab_size=97,
+    ),
     "mimo_v2_flash": case(
         "mimo_v2_flash",
         **MIMO,

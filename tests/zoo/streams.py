@@ -1,6 +1,6 @@
 """Residual streams, with latent attention to selected keys, which layers share or not, or beside linear attention."""
 
-from tests.zoo import Case
+from tests.zoo import Case, case
 from tests.zoo.sparse import sparse
 
 TOKENS = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
@@ -28,6 +28,33 @@ GLM = {
 }
 """A balanced mix keeps the mean of streams: after more iterations, some gradients would be rounding errors alone."""
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+DEEPSEEK = {
+    **TOKENS,
+    "vocab_size": 97,
+    "head_dim": 24,
+    "qk_rope_head_dim": 8,
+    "num_key_value_heads": 1,
+    "q_lora_rank": 28,
+    "o_groups": 4,
+    "o_lora_rank": 10,
+    "intermediate_size": 36,
+    "sliding_window": 5,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "num_hash_layers": 1,
+    "swiglu_limit": 0.5,
+    "index_n_heads": 12,
+    "index_head_dim": 16,
+    "index_topk": 2,
+    "rope_scaling": YARN,
+    "layer_types": ["sliding_attention", *["compressed_sparse_attention", "heavily_compressed_attention"] * 2][:4],
+    "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 3},
+    "hc_sinkhorn_iters": 2,
+    "hc_eps": 0.1,
+}
+"""Half of the layers compress the keys of a window, of which one selects them. A token chooses experts of the first."""
+
 
 def hunyuan(*kinds: str, **fields: object) -> Case:
     """A case with these ``indexer_types``."""
@@ -37,5 +64,6 @@ def hunyuan(*kinds: str, **fields: object) -> Case:
 CASES = {
     "hy_v4": hunyuan("full", "shared", "full", "shared", vocab_size=97),
     "glm5_next_text": sparse("glm5_next_text", **GLM),
+    "deepseek_v4": case("deepseek_v4", **DEEPSEEK),
     "hy_v4-indexers": hunyuan(*["full"] * 4, hc_mult=3),
 }

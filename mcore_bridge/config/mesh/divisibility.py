@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from mcore_bridge.config.layer_kinds import each_size, shares_selection, value_channels
+from mcore_bridge.config.layer_kinds import each_size, shares_selection, value_channels, values_of_layers
 from mcore_bridge.errors import MeshError
 from mcore_bridge.installed import Release, megatron_release
 
@@ -22,6 +22,7 @@ _HF_NAMES = {
     "mamba_num_heads": "mamba_num_heads or mamba_n_heads",
     "mamba_state_dim": "ssm_state_size or mamba_d_state",
     "moe_ffn_hidden_size": "moe_intermediate_size",
+    "output_groups": "o_groups",
     "num_moe_experts": "the number of routed experts",
     "moe_shared_expert_intermediate_size": "the size of the shared experts",
     "mtp_num_layers": "num_nextn_predict_layers",
@@ -64,14 +65,19 @@ def check_model(dims: ParallelDims, settings: Mapping[str, object]) -> None:
     letters = "".join(kinds) if isinstance(kinds, tuple) else ""
     if "M" in letters:
         _check_mamba(dims, settings)
-    if "C" in letters:  # short convolutions, each channel of which is on one rank
+    # short convolutions, each channel of which is on one rank
+    if "C" in letters or settings.get("residual_convolutions"):
         _require_divided(dims, settings, "hidden_size", "tp")
+    if settings.get("shared_experts_scored"):
+        _require_divided(dims, settings, "moe_ffn_hidden_size", "tp")
     if "K" in letters:  # each head is on one rank, and narrow inputs of decay and gate are cut by their channels
         _require_divided(dims, settings, "linear_num_key_heads", "tp")
         if not settings.get("kda_full_rank"):
             _require_divided(dims, settings, "linear_key_head_dim", "tp")
     if settings.get("experimental_attention_variant") == "dsa" and dims.tp > 1 and not dims.sp:
         raise MeshError(f"tp={dims.tp} needs sp=True: megatron-core's sparse attention works only with it; set sp=True")
+    if settings.get("compression_ratios") is not None:
+        _check_compressed(dims, settings)
     _check_split(dims, settings)
     _check_shared_selections(dims, settings)
 
@@ -179,6 +185,26 @@ def _check_split(dims: ParallelDims, settings: Mapping[str, object]) -> None:
         raise MeshError(
             f"layout {dims.layout!r} must place {_say('mtp_num_layers', wanted)} MTP layers ('m'), found {placed}: "
             "add or remove 'm'"
+        )
+
+
+def _check_compressed(dims: ParallelDims, settings: Mapping[str, object]) -> None:
+    """Compressed keys need whole texts, a rank has whole groups of heads, and one stage alone knows tokens."""
+    if dims.cp > 1:
+        raise MeshError(
+            f"cp={dims.cp} must be 1: each rank compresses the keys of whole texts, and context parallelism cuts them. "
+            "Use tp with sp=True"
+        )
+    _require_divided(dims, settings, "output_groups", "tp")
+    num_layers = settings["num_layers"]
+    assert isinstance(num_layers, int)
+    by_token = sum(map(bool, values_of_layers(settings, "experts_by_token", num_layers)))
+    first = dims.stages(num_layers)[0].layers
+    if by_token > len(first):
+        raise MeshError(
+            f"the first stage of the pipeline must have the first {by_token} layers, whose experts tokens choose "
+            f"(mlp_layer_types in the HF config), found {len(first)}: stages do not pass tokens on. Choose another pp "
+            "or vp, or give a layout"
         )
 
 

@@ -4,13 +4,15 @@ In megatron-core the layers up to ``offset`` (counted from 1) have an indexer, a
 """
 
 from mcore_bridge.config.fields import Const, Derive, Field, Hf, Ignore, Map, Mcore, Preset, Require, count
-from mcore_bridge.config.layer_kinds import shares_selection
+from mcore_bridge.config.layer_kinds import shares_selection, sizes_by_layer, values_of_layers
+from mcore_bridge.config.rope import rope_from
+from mcore_bridge.config.rope_spelling import FULL
 from mcore_bridge.config.tables import LATENT, but, without
 from mcore_bridge.config.tables.derived_latent import ONE_EPSILON, UNROTATED_HEADS
 from mcore_bridge.config.tables.derived_rope import UNROTATED
 from mcore_bridge.config.tables.moe import MLP_TYPES
 from mcore_bridge.config.tables.moe_counted import COUNTED, SIGMOID_GROUPED
-from mcore_bridge.errors import ConfigError
+from mcore_bridge.errors import ConfigError, shown
 from mcore_bridge.installed import Release
 
 _KINDS = ("full", "shared")
@@ -154,3 +156,71 @@ POOLED: tuple[Field, ...] = (
     Const("dsa_indexer_loss_coeff", 0.0),
 )
 """Latent attention without a rope in some layers, whose indexers select pools of keys."""
+
+
+_BLOCK_LAYER = "minimax_m3_sparse"
+
+
+def _blocks(hf: Hf) -> dict[str, object]:
+    num_layers, kinds = count(hf, "num_hidden_layers"), hf.get("layer_types")
+    if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - {FULL, _BLOCK_LAYER}:
+        raise ConfigError(
+            f"layer_types must have {FULL!r} or {_BLOCK_LAYER!r} for each of the {num_layers} layers, found "
+            f"{shown(kinds)}."
+        )
+    chosen, local = count(hf, "index_topk_blocks"), hf.get("index_local_blocks")
+    if not isinstance(local, int) or not 0 <= local <= chosen:
+        raise ConfigError(
+            f"index_local_blocks must be a number from 0 to index_topk_blocks={chosen}, found {shown(local)}: which of "
+            "them are selected would depend on the device."
+        )
+    model: dict[str, object] = {"dsa_indexer_topk": chosen}
+    layers = [{"dsa_indexer_topk": chosen if kind == _BLOCK_LAYER else None} for kind in kinds]
+    return {**model, "dsa_indexer_local_blocks": local, "per_layer_config": sizes_by_layer(layers, model)}
+
+
+def _blocks_back(mcore: Mcore) -> dict[str, object]:
+    own = values_of_layers(mcore, "dsa_indexer_topk", count(mcore, "num_layers"))
+    return {
+        "layer_types": [FULL if chosen is None else _BLOCK_LAYER for chosen in own],
+        "index_topk_blocks": mcore["dsa_indexer_topk"],
+        "index_local_blocks": mcore["dsa_indexer_local_blocks"],
+    }
+
+
+def _block_heads(hf: Hf) -> dict[str, object]:
+    heads, dim, all_heads = (count(hf, name) for name in ("index_n_heads", "index_head_dim", "num_attention_heads"))
+    rotated = rope_from(hf).rotary_dim
+    if all_heads % heads or dim < rotated:
+        raise ConfigError(
+            f"index_n_heads must divide num_attention_heads={all_heads}, and index_head_dim must be at least "
+            f"{rotated}, the number of rotated dims; found {heads} and {dim}."
+        )
+    return {"dsa_indexer_n_heads": heads, "dsa_indexer_head_dim": dim}
+
+
+def _block_heads_back(mcore: Mcore) -> dict[str, object]:
+    return {"index_n_heads": mcore["dsa_indexer_n_heads"], "index_head_dim": mcore["dsa_indexer_head_dim"]}
+
+
+BLOCKS: tuple[Field, ...] = (
+    Derive(
+        ("layer_types", "index_topk_blocks", "index_local_blocks"),
+        _blocks,
+        _blocks_back,
+        ("`index_local_blocks` above `index_topk_blocks`: the choice among local blocks would depend on the device",),
+    ),
+    Derive(
+        ("index_n_heads", "index_head_dim"),
+        _block_heads,
+        _block_heads_back,
+        ("`index_head_dim` below the number of rotated dims: transformers would cut the angles apart",),
+    ),
+    Map("index_block_size", "dsa_indexer_block"),
+    *(
+        Const("dsa_indexer_topk_freq", 1),
+        Const("dsa_indexer_skip_topk_offset", 0),
+        Const("dsa_indexer_loss_coeff", 0.0),
+    ),
+)
+"""Attention whose indexers select blocks of keys, in some layers."""

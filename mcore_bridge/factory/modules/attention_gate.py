@@ -28,16 +28,48 @@ def adapt_gate(layer: Any, config: TransformerConfig, backend: Backend) -> None:
     """
     if getattr(config, "attention_gate", None) is None:
         return
+    gate = projection_beside(layer, config, backend)
+    layer.self_attention.module = mixed(GatedOutput, layer.self_attention.module)
+    layer.self_attention.params = {**(layer.self_attention.params or {}), "gate": gate}
+
+
+def projection_beside(layer: Any, config: TransformerConfig, backend: Backend) -> Any:
+    """A function that makes a projection of attention's input: ``(outputs, config, tp_group=...)``.
+
+    It moves the norm before attention out of the projection of queries, since both share it.
+    """
     if backend == "te":
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear as Linear
 
-        if not config.multi_latent_attention:  # attention and gates share a norm, so neither module contains it
-            layer.self_attention.submodules.linear_qkv = Linear
-            layer.input_layernorm = norm_of(backend, config)
+        if not config.multi_latent_attention:
+            separate_norm(layer, config, backend)
     else:
         from megatron.core.tensor_parallel import ColumnParallelLinear as Linear
-    layer.self_attention.module = mixed(GatedOutput, layer.self_attention.module)
-    layer.self_attention.params = {**(layer.self_attention.params or {}), "gate": Linear}
+
+    def make(outputs: int, own: TransformerConfig, *, tp_group: Any) -> Any:
+        return Linear(
+            own.hidden_size,
+            outputs,
+            config=own,
+            init_method=own.init_method,
+            gather_output=False,
+            bias=False,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_comm_buffer_name="fc1",
+            tp_group=tp_group,
+        )
+
+    return make
+
+
+def separate_norm(layer: Any, config: TransformerConfig, backend: Backend) -> None:
+    """Takes the norm before attention out of its projection: other modules of attention read the normed input, too."""
+    if backend == "te":
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+        layer.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+        layer.input_layernorm = norm_of(backend, config)
 
 
 class GatedOutput(nn.Module):
@@ -50,18 +82,7 @@ class GatedOutput(nn.Module):
         super().__init__(*places, config=config, **arguments)
         of_values = config.v_head_dim if config.multi_latent_attention else config.kv_channels
         per_head: int = {"head": 1, "element": of_values}[config.attention_gate]
-        self.linear_gate = gate(
-            config.hidden_size,
-            config.num_attention_heads * per_head,
-            config=config,
-            init_method=config.init_method,
-            gather_output=False,
-            bias=False,
-            skip_bias_add=False,
-            is_expert=False,
-            tp_comm_buffer_name="fc1",
-            tp_group=arguments["pg_collection"].tp,
-        )
+        self.linear_gate = gate(config.num_attention_heads * per_head, config, tp_group=arguments["pg_collection"].tp)
         self.gate: Tensor | None = None
         self.linear_proj.register_forward_pre_hook(self._multiply)  # an adapter reads what this hook returns
 

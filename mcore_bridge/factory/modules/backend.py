@@ -1,4 +1,4 @@
-"""The two backends of a model, "te" and "torch", and helpers for the functions that adapt layer specs.
+"""The two backends of a model, "te" and "torch", and helpers for the functions that adapt layer specs and chunks.
 
 ``say`` logs a warning once, for example if torch's modules replace TransformerEngine's.
 """
@@ -9,13 +9,16 @@ import functools
 import importlib.util
 import inspect
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mcore_bridge.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
 
 Backend = Literal["torch", "te"]
 
@@ -126,3 +129,24 @@ def say(message: str) -> None:
     """Log the warning once, on rank 0."""
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         logger.warning(message)
+
+
+def read_tokens(chunk: GPTModel, read: Callable[[Tensor, Tensor], None]) -> None:
+    """Call ``read`` behind the embedding of a chunk, with its tokens ``[b, s]`` and with what it returns."""
+
+    def hook(embedding: Any, inputs: tuple[Any, ...], named: dict[str, Any], embedded: Tensor) -> None:
+        read(named["input_ids"] if "input_ids" in named else inputs[0], embedded)
+
+    chunk.embedding.register_forward_hook(hook, with_kwargs=True)
+
+
+def free_after_forward(chunk: GPTModel, holders: Sequence[Any], **empty: object) -> None:
+    """Set these attributes of ``holders`` behind each forward of a chunk's decoder, also if it fails."""
+
+    def free(*arguments: object) -> None:
+        for holder in holders:
+            for name, value in empty.items():
+                setattr(holder, name, value)
+
+    if holders:
+        chunk.decoder.register_forward_hook(free, always_call=True)

@@ -81,8 +81,8 @@ class ScaledRouter(nn.Module):
         super().__init__(config, *arguments, **named)
         self.norm = UnitNorm(config, config.hidden_size, eps=config.layernorm_epsilon)
         self.root = config.hidden_size**-0.5
-        self.input_scale = _ones(config, config.hidden_size)
-        self.expert_scale = _ones(config, config.num_moe_experts)
+        self.input_scale = ones(config, config.hidden_size)
+        self.expert_scale = ones(config, config.num_moe_experts)
 
     def forward(self, input: Tensor, *mask: Any) -> tuple[Tensor, Tensor]:
         """Weights ``[tokens, experts]``, zero for experts that are not chosen, and which are; of ``[s, b, h]``."""
@@ -90,7 +90,8 @@ class ScaledRouter(nn.Module):
         return weights * self.expert_scale, chosen
 
 
-def _ones(config: TransformerConfig, size: int | None) -> nn.Parameter:
+def ones(config: TransformerConfig, size: int | None) -> nn.Parameter:
+    """A parameter of ones that each TP rank applies to its own tokens."""
     assert size is not None
     parameter = nn.Parameter(torch.ones(size, **placement(config)))
     # With SP each TP rank has some tokens; finalize_model_grads sums the gradients of parameters with this attribute.

@@ -125,10 +125,15 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
         """Sums the gradients of the rotated keys over TP: all heads share these, and a rank has only its own heads."""
         combined, bias = outputs
         latent, rotated = combined.split((self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim), dim=-1)
-        rotated = copy_to_tensor_model_parallel_region(rotated, group=self.tp_group)
-        if rotated.requires_grad:
-            rotated.register_hook(Tensor.contiguous)  # for other gradients mcore returns the unreduced original
-        return torch.cat((latent, rotated), dim=-1), bias
+        return torch.cat((latent, read_by_heads(rotated, self.tp_group)), dim=-1), bias
+
+
+def read_by_heads(shared: Tensor, tp_group: Any) -> Tensor:
+    """``shared``, which heads of all TP ranks read. The backward sums gradients over TP."""
+    read: Tensor = copy_to_tensor_model_parallel_region(shared, group=tp_group)
+    if read.requires_grad:
+        read.register_hook(Tensor.contiguous)  # for other gradients mcore returns the unreduced original
+    return read
 
 
 def adapt_sparse(layer: Any, config: Any, backend: Backend) -> None:

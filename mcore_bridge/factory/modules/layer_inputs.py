@@ -15,6 +15,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.factory.modules.backend import free_after_forward, read_tokens
 from mcore_bridge.factory.modules.latent import ReplicatedLinear
 from mcore_bridge.factory.modules.multipliers import EmbeddingScale, ScaledSum
 from mcore_bridge.factory.modules.torch_modules import Norm
@@ -35,20 +36,15 @@ def add_layer_inputs(chunk: GPTModel) -> None:
     if getattr(chunk.config, "layer_input_size", None) is None:
         return
     layers = [layer.mlp_bda for layer in chunk.decoder.layers]
-    chunk.embedding.layer_inputs = LayerInputs(chunk.config, chunk.vocab_size)
+    chunk.embedding.layer_inputs = of_layers = LayerInputs(chunk.config, chunk.vocab_size)
 
-    def give(embedding: Any, inputs: tuple[Any, ...], named: dict[str, Any], embedded: Tensor) -> None:
-        tokens = named["input_ids"] if "input_ids" in named else inputs[0]
-        parts = embedding.layer_inputs(tokens, embedded)
+    def give(tokens: Tensor, embedded: Tensor) -> None:
+        parts = of_layers(tokens, embedded)
         for layer in layers:
             layer.given = parts[..., layer.number, :]
 
-    def drop(*arguments: object) -> None:
-        for layer in layers:
-            layer.given = None
-
-    chunk.embedding.register_forward_hook(give, with_kwargs=True)
-    chunk.decoder.register_forward_hook(drop, always_call=True)
+    read_tokens(chunk, give)
+    free_after_forward(chunk, layers, given=None)
 
 
 class LayerInputs(MegatronModule):

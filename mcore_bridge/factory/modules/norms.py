@@ -160,10 +160,13 @@ class CenteredNorm:
 
 
 def norm_embedding(chunk: GPTModel) -> None:
-    """Put a norm without weights behind the word embeddings, if ``config.embedding_norm`` is set."""
+    """Put a norm behind the word embeddings, if ``config.embedding_norm`` is "unweighted" or "weighted"."""
     config = chunk.config
-    if getattr(config, "embedding_norm", False) and hasattr(chunk, "embedding"):
-        norm = UnitNorm(config, config.hidden_size, eps=config.layernorm_epsilon)
+    kind = getattr(config, "embedding_norm", None)
+    if kind is not None and hasattr(chunk, "embedding"):
+        norm = (Norm if kind == "weighted" else UnitNorm)(config, config.hidden_size, eps=config.layernorm_epsilon)
+        if kind == "weighted":
+            chunk.embedding.layernorm = norm
         chunk.embedding.word_embeddings.register_forward_hook(lambda module, inputs, output: norm(output))
 
 

@@ -1,7 +1,8 @@
-"""Latent attention to the keys that an indexer selects for each query, in torch on any device.
+"""Attention to the keys that an indexer selects for each query, in torch on any device.
 
-megatron-core's sparse attention (``adapt_sparse`` in ``latent.py``) has no sinks, and selects no pools of keys. Here
-scores and masks are in memory. Every TP rank computes the whole selection. Several layers may share one selection.
+megatron-core's sparse attention (``adapt_sparse`` in ``latent.py``) has no sinks, selects no pools or blocks of keys,
+and is latent. Here scores and masks are in memory. Every TP rank selects for its own heads, which mostly share a
+selection. Several layers may share one, too.
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.common.embeddings import apply_rotary_pos_emb
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
 from mcore_bridge.config.layer_kinds import selects_keys, shares_selection
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.modules.backend import Backend, say
+from mcore_bridge.factory.modules.attention_gate import separate_norm
+from mcore_bridge.factory.modules.backend import Backend, free_after_forward, mixed, say
 from mcore_bridge.factory.modules.latent import LatentAttention, ReplicatedLinear
 from mcore_bridge.factory.modules.scores import ScoresCoreAttention
 from mcore_bridge.factory.modules.torch_modules import (
@@ -33,7 +37,7 @@ from mcore_bridge.factory.modules.torch_modules import (
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.transformer import MLATransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 _HALVES = SimpleNamespace(apply_rope_fusion=False, rotary_interleaved=False, multi_latent_attention=False)
 """What ``apply_rotary_pos_emb`` reads of a config, to rotate halves."""
@@ -43,7 +47,8 @@ class Selection:
     """The keys that the latest indexer of a pipeline stage has hidden, for layers that have none.
 
     Attributes:
-        hidden: for each packed sequence, or for all rows together, ``[b, 1, queries of this CP rank, all keys]``.
+        hidden: for each packed sequence, or for all rows together, ``[b, 1 or heads of this TP rank, queries of this CP
+            rank, all keys]``.
     """
 
     def __init__(self) -> None:
@@ -54,8 +59,8 @@ def adapt_selection(layer: Any, config: Any, backend: Backend, selection: Select
     """Lets a layer attend to selected keys, if the model has indexers and megatron-core's sparse attention does not.
 
     Args:
-        layer: the submodules of the layer with our latent attention, changed in place.
-        config: the config of the model.
+        layer: the submodules of the layer, with our attention if it is latent. They are changed in place.
+        config: the config of the layer.
         backend: the backend of the layer's modules.
         selection: what the layers of a stage share.
     """
@@ -64,7 +69,11 @@ def adapt_selection(layer: Any, config: Any, backend: Backend, selection: Select
     _require_no_recompute(config)
     if backend == "te":
         say("TransformerEngine has no attention to selected keys: torch computes it, with scores in memory")
-    layer.self_attention.module = SelectingAttention
+    if config.multi_latent_attention:
+        layer.self_attention.module = SelectingAttention
+    else:
+        separate_norm(layer, config, backend)
+        layer.self_attention.module = mixed(SelectingGroups, layer.self_attention.module)
     layer.self_attention.submodules.core_attention = ModuleSpec(SelectingCoreAttention, {"selection": selection})
 
 
@@ -86,13 +95,8 @@ def drop_selection(chunk: GPTModel) -> None:
     attentions = [getattr(layer, "self_attention", None) for layer in getattr(chunk.decoder, "layers", ())]
     cores = [getattr(attention, "core_attention", None) for attention in attentions]
     own = [core for core in cores if isinstance(core, SelectingCoreAttention)]
-
-    def drop(*arguments: object) -> None:
-        for core in own:
-            core.indexed, core.selection.hidden = None, []
-
-    if own:
-        chunk.decoder.register_forward_hook(drop, always_call=True)
+    free_after_forward(chunk, own, indexed=None)
+    free_after_forward(chunk, [core.selection for core in own], hidden=[])
 
 
 class Indexer(nn.Module):
@@ -101,13 +105,55 @@ class Indexer(nn.Module):
     It is frozen: the order of scores has no gradient.
     """
 
-    def __init__(self, config: MLATransformerConfig, epsilon: float) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
-        self.config, self.rotated = config, config.qk_pos_emb_head_dim
-        self.num_selected: Any = config.dsa_indexer_topk
+        self.config, self.num_selected = config, config.dsa_indexer_topk
         self.heads, self.dim = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
-        assert self.heads is not None
-        assert self.dim is not None
+
+    def forward(self, hidden: Tensor, latent: Tensor, rotate: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """What ``selected`` needs, for the tokens of this CP rank.
+
+        Args:
+            hidden: the input of attention, ``[s, b, hidden]``. With SP, s are the tokens of this TP rank.
+            latent: what queries are made of: the normed latent ``[s, b, rank]``, for packed sequences without ``b``, or
+                the input of attention again.
+            rotate: rotates some dims of ``[s, b, heads, dim]``.
+
+        Returns:
+            Queries ``[s, b, heads, dim]``, keys ``[s, b, dim]`` and weights of heads ``[s, b, heads]``.
+        """
+        parts = self._parts(hidden, latent)
+        tokens = torch.cat(parts, -1)
+        if self.config.sequence_parallel:
+            tokens = gather_from_sequence_parallel_region(tokens)
+        query, key, weights = tokens.split([part.size(-1) for part in parts], -1)
+        query, key = (self._rotated(part.unflatten(-1, (-1, self.dim)), rotate) for part in (query, key))
+        return query, key.flatten(2), weights.float() * (self.heads**-0.5 * self.dim**-0.5)
+
+    def _parts(self, hidden: Tensor, latent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries ``[s, b, heads * dim]``, keys ``[s, b, dim]`` and weights, without a rope."""
+        raise NotImplementedError
+
+    def _rotated(self, heads: Tensor, rotate: Any) -> Tensor:
+        turned: Tensor = rotate(heads)
+        return turned
+
+    def selected(self, query: Tensor, key: Tensor, weights: Tensor, hidden: Tensor, places: Places) -> Tensor:
+        """``[b, 1 or heads of this TP rank, s, t]``, True for the best keys, and maybe for some that are hidden anyway.
+
+        Args:
+            query, key, weights: what ``forward`` returns; keys of all CP ranks.
+            hidden: ``[b or 1, s, t]``, True for later tokens and padding.
+            places: where tokens are.
+        """
+        raise NotImplementedError
+
+
+class TokenIndexer(Indexer):
+    """Selects tokens by weighted sums over its heads, whose queries are made of the latent of queries."""
+
+    def __init__(self, config: MLATransformerConfig, epsilon: float) -> None:
+        super().__init__(config)
         biased = copy.copy(config)
         biased.normalization, biased.layernorm_zero_centered_gamma = "LayerNorm", False
         self.linear_wq_b = ReplicatedLinear(config.q_lora_rank, self.heads * self.dim, config)
@@ -116,45 +162,18 @@ class Indexer(nn.Module):
         self.linear_weights_proj = ReplicatedLinear(config.hidden_size, self.heads, config)
         self.requires_grad_(False)
 
-    def forward(self, hidden: Tensor, latent: Tensor, rotate: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """What ``selected`` needs, for the tokens of this CP rank.
-
-        Args:
-            hidden: the input of attention, ``[s, b, hidden]``. With SP, s are the tokens of this TP rank.
-            latent: the normed latent of queries, ``[s, b, rank]``; for packed sequences without ``b``.
-            rotate: rotates the last dims of ``[s, b, heads, dim]``.
-
-        Returns:
-            Queries ``[s, b, heads, dim]``, keys ``[s, b, dim]`` and weights of heads ``[s, b, heads]``.
-        """
+    def _parts(self, hidden: Tensor, latent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         query = self.linear_wq_b(latent.view(*hidden.shape[:2], -1))[0]
-        parts = (query, self._keys(hidden), self.linear_weights_proj(hidden)[0])
-        tokens = torch.cat(parts, -1)
-        if self.config.sequence_parallel:
-            tokens = gather_from_sequence_parallel_region(tokens)
-        query, key, weights = tokens.split([part.size(-1) for part in parts], -1)
-        query, key = (self._rotated(part.unflatten(-1, (-1, self.dim)), rotate) for part in (query, key))
-        return query, key.flatten(2), weights.float() * (self.heads**-0.5 * self.dim**-0.5)
+        return query, self._keys(hidden), self.linear_weights_proj(hidden)[0]
 
     def _keys(self, hidden: Tensor) -> Tensor:
         keys: Tensor = self.k_norm(self.linear_wk(hidden)[0])
         return keys
 
-    def _rotated(self, heads: Tensor, rotate: Any) -> Tensor:
-        turned: Tensor = rotate(heads, self.rotated)
-        return turned
-
     def selected(self, query: Tensor, key: Tensor, weights: Tensor, hidden: Tensor, places: Places) -> Tensor:
-        """``[b, s, t]``, True for the best keys of each query, and perhaps for some that are hidden anyway.
-
-        Args:
-            query, key, weights: as for ``scores_of``; keys of all CP ranks.
-            hidden: ``[b or 1, s, t]``, True for later tokens and padding.
-            places: where tokens are.
-        """
+        """As in the base class."""
         scores = scores_of(query, key, weights).masked_fill(hidden, float("-inf"))
-        best = scores.topk(min(self.num_selected, key.size(0)), dim=-1).indices
-        return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
+        return best(scores, self.num_selected)[:, None]
 
 
 class Places(NamedTuple):
@@ -164,7 +183,7 @@ class Places(NamedTuple):
     first: Tensor
 
 
-class PooledIndexer(Indexer):
+class PooledIndexer(TokenIndexer):
     """An indexer that selects pools of neighbouring keys. A pool has one key, the weighted mean of its keys.
 
     Pools are counted from the first token of a row. A query also sees all earlier keys of the pool that it is in, if
@@ -187,20 +206,19 @@ class PooledIndexer(Indexer):
         return heads
 
     def selected(self, query: Tensor, key: Tensor, weights: Tensor, hidden: Tensor, places: Places) -> Tensor:
-        """As for ``Indexer``, where keys are followed by gates."""
+        """As in the base class, where keys are followed by gates."""
         first, count = places.first[:, None, None], key.size(0) // self.pool
         complete = self._complete(places.queries[None, :, None] - first)
         pool_of = (torch.arange(key.size(0), device=key.device) - first).div(self.pool, rounding_mode="floor")
         tail = pool_of == complete
         if not count:
-            return tail
+            return tail[:, None]
         scores = scores_of(query, self._pooled(key, places.first, count), weights)
         later = torch.arange(count, device=key.device) >= complete  # so are pools behind the last token of a row
-        best = scores.masked_fill(later, float("-inf")).topk(min(self.num_selected // self.pool, count), -1).indices
-        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True) & ~later
+        chosen = best(scores.masked_fill(later, float("-inf")), self.num_selected // self.pool) & ~later
         inside = (pool_of >= 0) & (pool_of < count)
         own = chosen.gather(-1, pool_of.clamp(0, count - 1).expand(*chosen.shape[:2], -1))
-        return tail | (own & inside)
+        return (tail | (own & inside))[:, None]
 
     def _complete(self, places: Tensor) -> Tensor:
         """The number of pools that a query at these places sees whole."""
@@ -213,6 +231,52 @@ class PooledIndexer(Indexer):
         keys, gates = taken.unflatten(0, (count, self.pool)).split(self.dim, -1)
         shares = (gates.float() + self.pool_places.float()[:, None]).softmax(1).to(keys.dtype)
         return (shares * keys).sum(1)
+
+
+class BlockIndexer(Indexer):
+    """Selects blocks of neighbouring keys, by the best key of each block. Each head does so for its query heads alone.
+
+    Blocks are counted from the first token of a row. A query always sees the block that it is in, and maybe some blocks
+    before it. The heads have no weights.
+    """
+
+    def __init__(self, config: TransformerConfig, tp_rank: int) -> None:
+        super().__init__(config)
+        own: Any = config
+        self.block, self.num_local = own.dsa_indexer_block, own.dsa_indexer_local_blocks
+        heads = config.num_attention_heads // config.tensor_model_parallel_size
+        group = config.num_attention_heads // self.heads
+        self.head_of = [head // group for head in range(tp_rank * heads, (tp_rank + 1) * heads)]
+        self.linear_wq = ReplicatedLinear(config.hidden_size, self.heads * self.dim, config)
+        self.linear_wk = ReplicatedLinear(config.hidden_size, self.dim, config)
+        self.q_norm, self.k_norm = (Norm(config, self.dim, config.layernorm_epsilon) for _ in range(2))
+        self.requires_grad_(False)
+
+    def _parts(self, hidden: Tensor, latent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query = self.linear_wq(latent)[0].unflatten(-1, (self.heads, self.dim))
+        return self.q_norm(query).flatten(-2), self.k_norm(self.linear_wk(hidden)[0]), hidden[..., :0]
+
+    def selected(self, query: Tensor, key: Tensor, weights: Tensor, hidden: Tensor, places: Places) -> Tensor:
+        """As in the base class, for each head of this TP rank."""
+        offsets = torch.arange(key.size(0), device=key.device) - places.first[:, None]
+        block_of = offsets.clamp(min=0).div(self.block, rounding_mode="floor")[:, None].expand(-1, query.size(0), -1)
+        own = (places.queries - places.first[:, None]).div(self.block, rounding_mode="floor")[..., None]
+        local = (own - torch.arange(self.num_local, device=key.device)).clamp(min=0)
+        of_head = {}
+        for head in set(self.head_of):  # one by one, to keep the scores of one in memory
+            scores = (query[:, :, head].float().transpose(0, 1) @ key.float().permute(1, 2, 0)).masked_fill(
+                hidden, float("-inf")
+            )
+            blocks = scores.new_full((*scores.shape[:2], -(-key.size(0) // self.block)), float("-inf"))
+            blocks = blocks.scatter_reduce(-1, block_of, scores, "amax").scatter(-1, local, float("inf"))
+            of_head[head] = best(blocks, self.num_selected).gather(-1, block_of)
+        return torch.stack([of_head[head] for head in self.head_of], 1)
+
+
+def best(scores: Tensor, count: int) -> Tensor:
+    """True for the ``count`` largest scores in the last dim, or for all scores if there are fewer."""
+    largest = scores.topk(min(count, scores.size(-1)), -1).indices
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, largest, True)
 
 
 def scores_of(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
@@ -232,11 +296,13 @@ def scores_of(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
     return total
 
 
-def indexer_of(config: Any) -> Indexer:
+def indexer_of(config: Any, tp_rank: int) -> Indexer:
     """The indexer of a layer. In transformers, each kind has an epsilon of its own."""
+    if not config.multi_latent_attention:
+        return BlockIndexer(config, tp_rank)
     if getattr(config, "dsa_indexer_pool", None):
         return PooledIndexer(config, 1e-6)
-    return Indexer(config, config.layernorm_epsilon)
+    return TokenIndexer(config, config.layernorm_epsilon)
 
 
 class SelectingCoreAttention(ScoresCoreAttention):
@@ -250,7 +316,9 @@ class SelectingCoreAttention(ScoresCoreAttention):
         sharing = {"freq": config.dsa_indexer_topk_freq, "offset": config.dsa_indexer_skip_topk_offset}
         self.indexer: Indexer | None = None
         if not shares_selection(layer_number - 1, **sharing):
-            self.indexer = indexer_of(config)
+            groups = arguments.get("pg_collection")
+            group = parallel_state.get_tensor_model_parallel_group() if groups is None else groups.tp
+            self.indexer = indexer_of(config, group.rank())
         self.indexed: tuple[Tensor, Tensor, Tensor] | None = None
 
     def forward(
@@ -284,7 +352,7 @@ class SelectingCoreAttention(ScoresCoreAttention):
 
     @torch.no_grad()
     def _unselected(self, indexed: tuple[Tensor, Tensor, Tensor], attention_mask: Tensor | None) -> Tensor:
-        """``[b, 1, s, t]``, True for keys of later tokens, of padding, and keys that are not selected."""
+        """``[b, 1 or heads, s, t]``, True for keys of later tokens, of padding, and keys that are not selected."""
         query, key, weights = indexed
         places, first = places_in_text(query, key, self.cp_group), torch.zeros(1, dtype=torch.long, device=query.device)
         if attention_mask is None:
@@ -298,7 +366,7 @@ class SelectingCoreAttention(ScoresCoreAttention):
         assert self.indexer is not None
         whole = hidden.expand(query.size(1), -1, -1, -1)[:, 0] if hidden.dim() == 4 else hidden
         where = Places(places, first.expand(query.size(1)))
-        return hidden | ~self.indexer.selected(query, keys, weights, whole, where)[:, None]
+        return hidden | ~self.indexer.selected(query, keys, weights, whole, where)
 
     def _attended(self, tensors: tuple[Tensor, Tensor, Tensor], hidden: Tensor) -> Tensor:
         query, key, value = tensors
@@ -327,8 +395,8 @@ class SelectingAttention(LatentAttention):
             *(hidden_states, key_value_states, position_ids, packed_seq_params), inference_context, **options
         )
         if self.core_attention.indexer is not None:
-            rotated = self.config.qk_pos_emb_head_dim
-            rotate = self._rotation(hidden_states, packed_seq_params) if rotated else None
+            has_rope = self.config.qk_pos_emb_head_dim
+            rotate = self._rotation(hidden_states, packed_seq_params) if has_rope else None
             with torch.no_grad():
                 self.core_attention.indexed = self.core_attention.indexer(hidden_states, tensors[3], rotate)
         return tensors
@@ -337,17 +405,47 @@ class SelectingAttention(LatentAttention):
         """A function that rotates the last dims of ``[s, b, heads, dim]`` as keys are rotated, but in halves."""
         length = self.rotary_pos_emb.get_rotary_seq_len(None, None, hidden, self.config, packed)
         angles, factor = self.rotary_pos_emb(length, packed_seq=packed is not None)
-        starts = None
-        if packed is not None:
-            starts = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+        rotated: int = self.config.qk_pos_emb_head_dim
 
-        def rotate(heads: Tensor, rotated: int) -> Tensor:
+        def rotate(heads: Tensor) -> Tensor:
             whole = packed is None or self.config.context_parallel_size == 1
             own = angles[: heads.size(0)] if whole else angles
             plain, turned = heads.split((heads.size(-1) - rotated, rotated), -1)
-            turned = turned.squeeze(1) if packed is not None else turned
-            options = {"config": _HALVES, "cu_seqlens": starts, "mscale": factor, "cp_group": self.pg_collection.cp}
-            turned = apply_rotary_pos_emb(turned, own, **options)
-            return torch.cat((plain, turned.unsqueeze(1) if packed is not None else turned), -1)
+            return torch.cat((plain, in_halves(turned, own, packed, factor, self.pg_collection.cp)), -1)
 
         return rotate
+
+
+class SelectingGroups(nn.Module):
+    """Attention whose core attention gets what an indexer computes from its input. It has the rope of attention."""
+
+    config: Any
+    core_attention: Any
+    pg_collection: Any
+
+    def forward(
+        self, hidden_states: Tensor, *inputs: Any, rotary_pos_emb: Any, packed_seq_params: Any = None, **options: Any
+    ) -> Any:
+        """The output of attention ``[s, b, h]`` and its bias, from ``[s, b, h]``."""
+        angles = rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
+        factor = _yarn_get_concentration_factor_from_config(self.config)
+
+        def rotate(heads: Tensor) -> Tensor:
+            return in_halves(heads, angles, packed_seq_params, factor, self.pg_collection.cp)
+
+        core = self.core_attention
+        with torch.no_grad():
+            core.indexed = core.indexer(hidden_states, hidden_states, rotate)
+        options |= {"rotary_pos_emb": rotary_pos_emb, "packed_seq_params": packed_seq_params}
+        return super().forward(hidden_states, *inputs, **options)
+
+
+def in_halves(heads: Tensor, angles: Tensor, packed: Any, factor: float, cp_group: Any) -> Tensor:
+    """Rotates the first dims of ``[s, b, heads, dim]``, as many as there are angles, in two halves."""
+    starts = None
+    if packed is not None:
+        starts = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+        heads = heads.squeeze(1)
+    options = {"config": _HALVES, "cu_seqlens": starts, "mscale": factor, "cp_group": cp_group}
+    turned: Tensor = apply_rotary_pos_emb(heads, angles, **options)
+    return turned if packed is None else turned.unsqueeze(1)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor, nn
 
-from mcore_bridge.factory.modules.backend import Backend, mixed
+from mcore_bridge.factory.modules.backend import Backend, free_after_forward, mixed
 from mcore_bridge.factory.modules.values import sized, unfused
 
 if TYPE_CHECKING:
@@ -47,13 +47,7 @@ def join_shared_keys(chunk: GPTModel) -> None:
     for attention in attentions.values():
         if isinstance(attention, ReadsKeys):
             attention.reads(attentions)
-
-    def drop(*arguments: object) -> None:
-        for attention in keeping:
-            attention.kept = None
-
-    if keeping:
-        chunk.decoder.register_forward_hook(drop, always_call=True)
+    free_after_forward(chunk, keeping, kept=None)
 
 
 class KeepsKeys(nn.Module):

@@ -20,20 +20,27 @@ class Temperature:
     """The factor of a query at a position: ``1 + beta * log(1 + (position + first) // length)``.
 
     ``rounded`` factors have the dtype of queries before they are multiplied, as transformers does in some families.
+    ``smooth`` factors are ``1 + beta * log((position + first) / length)``, and 1 up to this length.
     """
 
     beta: float
     length: float
     first: int = 0
     rounded: bool = True
+    smooth: bool = False
 
     def __call__(self, places: Tensor) -> Tensor:
         """The factors at these positions, in fp32."""
-        return 1 + self.beta * torch.log(1 + torch.floor((places + self.first) / self.length))
+        lengths = (places + self.first) / self.length
+        return 1 + self.beta * torch.log(lengths.clamp(min=1) if self.smooth else 1 + torch.floor(lengths))
 
 
 def temperature_of(config: TransformerConfig, number: int) -> Temperature | None:
-    """The temperature of layer ``number`` (from 0): from the rope, or the one for layers without a rope."""
+    """The temperature of layer ``number`` (from 0): from the rope, of this layer, or for layers without a rope."""
+    own = getattr(config, "query_growth", None)
+    if own is not None:
+        beta, length = own
+        return Temperature(beta, length, first=1, rounded=False, smooth=True)
     rope, unrotated = getattr(config, "hf_rope", None), getattr(config, "nope_temperature", None)
     if rope is not None and rope.query_temperature is not None:
         return Temperature(*rope.query_temperature)

@@ -195,11 +195,23 @@ class CoreAttention(nn.Module):
             hidden, causal = ~visible[:, :, query_positions], False
         query, key, value = (rearrange(tensor, "s b n d -> b n s d") for tensor in (query, key, value))
         with self._rng():
-            context = self._attend(query, key, value, hidden, causal=causal)
+            context = self._attend(query, key, value, hidden, causal=causal, places=query_positions)
         return rearrange(context, "b n s d -> s b (n d)")
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, *, causal: bool) -> Tensor:
-        """Attention of ``[b, n, s, d]`` tensors. If ``hidden`` is None, ``causal`` hides a plain triangle."""
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        hidden: Tensor | None,
+        *,
+        causal: bool,
+        places: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of ``[b, n, s, d]`` tensors. If ``hidden`` is None, ``causal`` hides a plain triangle.
+
+        ``places`` are the positions of the queries ``[s]`` among the keys.
+        """
         return nn.functional.scaled_dot_product_attention(
             query,
             key,

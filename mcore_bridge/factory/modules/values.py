@@ -104,8 +104,11 @@ class OwnProjection(nn.Module):
         query = query.unflatten(-1, (-1, dim)).flatten(-3, -2)
         if ranks_per_group > 1:
             query = query.chunk(ranks_per_group, -2)[self._rank % ranks_per_group]
-        values = value if self.value_width else key
-        return _normed(query, self.q_layernorm), _normed(key, self.k_layernorm), values
+        return self._finished(query, key, value if self.value_width else key)
+
+    def _finished(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys behind their norms, and values, from projected heads ``[s, b, heads of this rank, dim]``."""
+        return _normed(query, self.q_layernorm), _normed(key, self.k_layernorm), value
 
     @property
     def _rank(self) -> int:

@@ -50,7 +50,7 @@ class PullWriter(MapWriter):
         self._line = line
         self._num_due = 0
         """The number of answers that the engine has not given yet."""
-        self._layout = _Layout(Buffers([]))
+        self._allocations = Allocations(Buffers([]))
         self._numbers: dict[CopyTable, int] = {}
         """The number by which the engine has each table."""
         self._windows: dict[int, tuple[int, Tensor]] = {}
@@ -73,25 +73,25 @@ class PullWriter(MapWriter):
         cast_bytes = sum(sources[name].num_bytes for name in {copy.hf for copy in self.map.copies if copy.casts})
         if cast_bytes > MOST_CAST_BYTES:
             raise TransferError(f"the engine's map casts HF tensors of {cast_bytes} bytes to another dtype")
-        layout = _Layout(Buffers([tensor.detach() for tensor in tensors]))
-        if len(layout.wholes) > MOST_STORAGES:
+        allocations = Allocations(Buffers([tensor.detach() for tensor in tensors]))
+        if len(allocations.wholes) > MOST_STORAGES:
             raise TransferError(
                 f"expected weights in at most {MOST_STORAGES} allocations, as megatron-core's DDP makes them for its "
-                f"distributed optimizer, found {len(layout.wholes)}"
+                f"distributed optimizer, found {len(allocations.wholes)}"
             )
-        return [share_part(whole, self.map.digest) for whole in layout.wholes]
+        return [share_part(whole, self.map.digest) for whole in allocations.wholes]
 
     def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
         """Memory for windows that the engine's process can open."""
         return allocate(num_bytes, device)
 
     def _hold(self, held: Buffers) -> None:
-        layout = _Layout(held)
-        if not layout.is_like(self._layout):
+        allocations = Allocations(held)
+        if not allocations.is_like(self._allocations):
             self._numbers = {}
-        self._layout, self._windows = layout, {}
+        self._allocations, self._windows = allocations, {}
         _synchronize(held)
-        self._ask("pull_begin", [share_part(whole, self.map.digest) for whole in layout.wholes])
+        self._ask("pull_begin", [share_part(whole, self.map.digest) for whole in allocations.wholes])
 
     def _run(self, table: CopyTable, windows: Tensor) -> None:
         number, rows, place, handle = self._numbers.get(table), None, -1, None
@@ -109,13 +109,13 @@ class PullWriter(MapWriter):
 
     def _rows(self, table: CopyTable) -> Table:
         """The rows of a table with allocations in the place of this rank's tensors."""
-        rows, layout = table.table.copy(), self._layout
-        num_held = len(layout.numbers)
+        rows, allocations = table.table.copy(), self._allocations
+        num_held = len(allocations.numbers)
         is_held = rows[:, 0] < num_held
         held = rows[is_held, 0]
-        rows[is_held, 1] += layout.offsets[held]
-        rows[is_held, 0] = layout.numbers[held]
-        shift = len(layout.wholes) - num_held
+        rows[is_held, 1] += allocations.offsets[held]
+        rows[is_held, 0] = allocations.numbers[held]
+        shift = len(allocations.wholes) - num_held
         rows[~is_held, 0] += shift
         rows[:, 2] += shift
         return rows
@@ -151,14 +151,14 @@ class PullWriter(MapWriter):
 
     def let_go(self) -> None:
         """See ``MapWriter``."""
-        self._layout.wholes = []
+        self._allocations.wholes = []
 
     def close(self) -> None:
         """Forget the engine."""
         self.program = None
 
 
-class _Layout:
+class Allocations:
     """The allocations in which tensors lie.
 
     Args:
@@ -166,15 +166,24 @@ class _Layout:
     """
 
     def __init__(self, held: Buffers) -> None:
-        starts = np.array([tensor.untyped_storage().data_ptr() for tensor in held.tensors], dtype=np.int64)
-        _, firsts, self.numbers = np.unique(starts, return_index=True, return_inverse=True)
-        """The number of the allocation of each tensor."""
-        self.offsets = held.addresses - starts
+        self.numbers = np.zeros(len(held.addresses), dtype=np.int64)
+        """The number of the allocation of each tensor that has bytes."""
+        self.offsets = np.zeros(len(held.addresses), dtype=np.int64)
         """The byte of the allocation at which each tensor begins."""
-        self.wholes = [_whole(held.tensors[first]) for first in firsts.tolist()]
+        self.wholes: list[Tensor] = []
         """The allocations, uint8 [bytes] each."""
+        order = np.argsort(held.addresses, kind="stable")
+        addresses = held.addresses[order]
+        first = int(np.searchsorted(addresses, 1))  # a tensor without bytes has address 0
+        while first < len(order):  # one tensor of an allocation says where all others lie
+            whole = _whole(held.tensors[order[first]])
+            end = int(np.searchsorted(addresses, whole.data_ptr() + whole.numel()))
+            self.numbers[order[first:end]] = len(self.wholes)
+            self.offsets[order[first:end]] = addresses[first:end] - whole.data_ptr()
+            self.wholes.append(whole)
+            first = end
 
-    def is_like(self, other: _Layout) -> bool:
+    def is_like(self, other: Allocations) -> bool:
         """Whether all tensors lie at the same places of allocations, which may be elsewhere."""
         return np.array_equal(self.numbers, other.numbers) and np.array_equal(self.offsets, other.offsets)
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 from unittest import mock
 
 from torch import cat
+from torch.nn.functional import pad
 
 from mcore_bridge.config.fields import Const, Ignore
 from mcore_bridge.config.rope import Rope
@@ -11,10 +12,13 @@ from mcore_bridge.config.tables import by_layer
 from mcore_bridge.config.tables.derived_rope import SLIDES_OR_NOPE
 from mcore_bridge.factory.modules import gate_limits, layer_inputs
 from mcore_bridge.factory.modules.attention_gate import GatedOutput
+from mcore_bridge.factory.modules.convolved import ConvolvedSum, ResidualConv
 from mcore_bridge.factory.modules.experts_beside import Beside, ScaledRouter
 from mcore_bridge.factory.modules.layer_rope import OwnRope
 from mcore_bridge.factory.modules.multipliers import ScaledSum
 from mcore_bridge.factory.modules.norms import UnitNorm
+from mcore_bridge.factory.modules.scored_sharing import ScoringRouter, WeighedExperts
+from mcore_bridge.factory.modules.scores import RelativeCoreAttention
 from mcore_bridge.factory.modules.shared_keys import KeepsKeys
 from mcore_bridge.factory.modules.values import KeysAsValues, NormedValues, SizedValues
 from mcore_bridge.rules.layout import COLUMN, QKV, REPLICATED, Concat, Rearrange
@@ -28,9 +32,17 @@ DEALT_PARTS = DEALT >> Concat(1, ratio=(1, 1))
 SHARED_FC1 = "shared_experts.linear_fc1.weight"
 NOT_GROUPED = COLUMN >> Concat(1, ratio=("heads_per_group", 1))
 OF_WIDTHS = COLUMN >> Concat(1, ratio=("query_rows", "key_rows", "value_rows"))
+DEALT_COLUMNS = Rearrange("shared n (m tp)", "tp shared n m")
 NORMS = ("linear_proj.post_layernorm.weight", "pre_mlp_layernorm.weight")
 # fmt: off
 RULES = {
+    "scores of heads dealt":    ("logits at tp=2", "inkling", of("linear_relative.weight", laid_out(DEALT))),
+    "convolutions exchanged":   ("logits", "inkling", exchange("k_conv.weight", "v_conv.weight")),
+    "convolutions of halves":   ("logits", "inkling", exchange("self_attn_bda.conv.weight", "mlp_bda.conv.weight")),
+    "shared gates for values":  ("logits", "inkling", exchange("shared_experts.gate", "shared_experts.up")),
+    "shared experts' rows dealt": ("logits at tp=2", "inkling", of("shared_experts.down", laid_out(DEALT_COLUMNS))),
+    "profiles forgotten":       ("no rule", "inkling", of("core_attention.profiles", lambda rule: None)),
+    "no norm of embeddings":    ("no rule", "inkling", of("embedding.layernorm.weight", lambda rule: None)),
     # name                      killed by,        model     mutation of the rules
     "gates dealt out":          ("logits at tp=2", "laguna", of("linear_gate.weight", laid_out(DEALT))),
     "gates on every rank":      ("shapes at tp=2", "laguna", of("linear_gate.weight", laid_out(REPLICATED))),
@@ -215,6 +227,58 @@ def dropped(self, *inputs, **options):
 
 TRUE_SUM, TRUE_INPUTS = layer_inputs.LayerInput.added, layer_inputs.LayerInputs.forward
 SHARED = zoo.written()["gemma4-shared"]
+
+
+def nearer(self, query, key, places):
+    """Distances of one token less."""
+    return TRUE_DISTANCES(self, query, key, places - 1)
+
+
+def endless(self, query, key, places):
+    """Keys farther than the extent have the last score."""
+    self.extent = 1000
+    profiles = pad(self.profiles, (0, 1000 - self.profiles.size(1)), mode="replicate")
+    with mock.patch.dict(self._parameters, profiles=profiles):
+        return TRUE_DISTANCES(self, query, key, places)
+
+
+def convolved(**wrong):
+    """A convolution of other tokens or channels, or one whose backward sums less."""
+
+    def forward(self, tokens, first, text, *, copied):
+        return TRUE_CONVOLVED(self, tokens, wrong.get("first", first), text, copied=wrong.get("copied", copied))
+
+    return instead(ResidualConv, "forward", forward)
+
+
+def unconvolved(self, output):
+    return output
+
+
+def plain_sharing(self, logits, *mask, **named):
+    """Weights of routed experts without a share for the others."""
+    true = TRUE_ROUTING(self, logits, *mask, **named)
+    routed = logits[..., : self.config.num_moe_experts].contiguous()
+    return super(ScoringRouter, self).routing(routed, *mask, **named)[0], true[1]
+
+
+def evenly(self, hidden, weights):
+    return TRUE_SHARED(self, hidden, weights.mean(-1, keepdim=True).expand_as(weights))
+
+
+TRUE_DISTANCES, TRUE_CONVOLVED = RelativeCoreAttention._scores, ResidualConv.forward
+TRUE_ROUTING, TRUE_SHARED = ScoringRouter.routing, WeighedExperts.forward
+INKLING = {
+    "distances off by one": ("inkling", ONE, instead(RelativeCoreAttention, "_scores", nearer)),
+    "scores at every distance": ("inkling", ONE, instead(RelativeCoreAttention, "_scores", endless)),
+    "channels of the first rank": ("inkling", TWO, convolved(first=0)),
+    "outputs not convolved": ("inkling", ONE, instead(ConvolvedSum, "_convolved", unconvolved)),
+    "shared experts beside the sum": ("inkling", ONE, instead(ScoringRouter, "routing", plain_sharing)),
+    "shared experts of one weight": ("inkling", ONE, instead(WeighedExperts, "forward", evenly)),
+    "queries that do not grow": ("inkling", ONE, {"log_scaling_n_floor": None}),
+    "an extent of one token less": ("inkling", ONE, {"rel_extent": 8}),
+}
+INKLING_HF = zoo.written()["inkling"]
 GRADIENTS = (
     {
         "inputs of layers without their mark": (SHARED.hf, TWO, unmarked),
@@ -222,11 +286,17 @@ GRADIENTS = (
             *(SHARED.hf, ONE),
             instead(KeepsKeys, "get_query_key_value_tensors", dropped),
         ),
+        **(
+            {"convolutions of one rank's heads": (INKLING_HF.hf, TWO, convolved(copied=False))}
+            if zoo.here(["inkling"])
+            else {}
+        ),
     }
     if zoo.here(["gemma4-shared"])
     else {}
 )
 MODULES = {
+    **INKLING,
     "inputs of neighbours": ("gemma4-shared", ONE, instead(layer_inputs.LayerInput, "added", with_next)),
     "inputs without gates": ("gemma4-shared", ONE, instead(layer_inputs.LayerInput, "added", ungated_input)),
     "inputs of tokens alone": ("gemma4-shared", ONE, instead(layer_inputs.LayerInputs, "forward", of_tokens_alone)),

@@ -96,7 +96,7 @@ MODULES = {
     "no bound of queries, keys and values": ("olmo", ONE, instead(gate_limits, "_clip", nothing)),
     "norms of squares alone": ("olmo", ONE, instead(torch_modules.nn.functional, "layer_norm", of_squares)),
     "a rope that turns as others": ("nanochat", ONE, instead(ReversedRope, "_computed", Rope._computed)),
-    "no norm of embeddings": ("nanochat", ONE, lambda: entries("nanochat", Const("embedding_norm", False))),
+    "no norm of embeddings": ("nanochat", ONE, lambda: entries("nanochat", Const("embedding_norm", None))),
     "alpha forgotten": ("hunyuan", ONE, instead(AlphaRope, "_computed", without_alpha)),
 }
 GRADIENTS = {

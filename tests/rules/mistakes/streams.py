@@ -39,7 +39,7 @@ _rotation, _write, _logits = selection.SelectingAttention._rotation, streams.Wei
 def of_first_dims(self, hidden, packed):
     """Rotates the first dims of each head, as in deepseek_v32."""
     rotate = _rotation(self, hidden, packed)
-    return lambda heads, rotated: rotate(heads.flip(-1), rotated).flip(-1)
+    return lambda heads: rotate(heads.flip(-1)).flip(-1)
 
 
 def signed(query, key, weights):
@@ -135,7 +135,7 @@ MODULES = {
     "one head of the indexer": (HY, ONE, instead(selection, "scores_of", of_one_head)),
     "indexer not rotated": (
         *(HY, ONE),
-        instead(selection.SelectingAttention, "_rotation", lambda self, *tokens: lambda heads, rotated: heads),
+        instead(selection.SelectingAttention, "_rotation", lambda self, *tokens: lambda heads: heads),
     ),
     "first dims rotated": (HY, ONE, instead(selection.SelectingAttention, "_rotation", of_first_dims)),
     "no sinks": (HY, ONE, instead(scores.ScoresCoreAttention, "_softmax", without_sinks)),

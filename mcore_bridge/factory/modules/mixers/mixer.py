@@ -4,7 +4,7 @@ end.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -49,6 +49,20 @@ def submodules_for(backend: str, *, normed: bool = True) -> MixerSubmodules:
     return MixerSubmodules(ColumnParallelLinear, RowParallelLinear)
 
 
+def all_convolved(texts: Sequence[Tensor], convolve: Callable[[Tensor], Tensor], size: int) -> list[Tensor]:
+    """The causal convolution of each text ``[s, b, n]``, all at once, with zeros before each.
+
+    Args:
+        texts: packed sequences, or rows.
+        convolve: the convolution of ``[b, n, s]`` without padding.
+        size: the size of its kernel, in tokens.
+    """
+    past = size - 1
+    joined = torch.cat([F.pad(rearrange(text, "s b n -> b n s"), (past, 0)) for text in texts], dim=-1)
+    convolved = rearrange(F.pad(convolve(joined), (0, past)), "b n s -> s b n")
+    return [piece[: len(piece) - past] for piece in convolved.split([len(text) + past for text in texts])]
+
+
 class Mixer(nn.Module):
     """A causal mixer with sequence and context parallelism, for packed sequences and for rows. It keeps no state.
 
@@ -69,10 +83,7 @@ class Mixer(nn.Module):
     def _all_convolved(self, texts: Sequence[Tensor]) -> list[Tensor]:
         """The causal convolution ``conv1d`` of each text ``[s, b, n]``, all at once, with zeros before each."""
         conv1d: Any = self.conv1d
-        past = conv1d.kernel_size[0] - 1
-        joined = torch.cat([F.pad(rearrange(text, "s b n -> b n s"), (past, 0)) for text in texts], dim=-1)
-        convolved = rearrange(F.pad(conv1d(joined), (0, past)), "b n s -> s b n")
-        return [piece[: len(piece) - past] for piece in convolved.split([len(text) + past for text in texts])]
+        return all_convolved(texts, conv1d, conv1d.kernel_size[0])
 
     def _entering(self, layer: Any, config: TransformerConfig, size: int) -> Any:
         """The linear layer from hidden states to ``size`` numbers, over all TP ranks."""
