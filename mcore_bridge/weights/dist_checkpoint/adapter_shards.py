@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -101,15 +102,17 @@ def _stacked(factor: Tensor, entries: list[Any], dim: int) -> Any:
 
     of_each = [[entry] if not hasattr(entry, "build") else entry.build() for entry in entries]
     own, count = entries[0].key, len(of_each[0])
+    characters = zip(own, *(leaf.key for leaves in of_each for leaf in leaves), strict=False)
+    alike = sum(1 for _ in takewhile(lambda each: len({*each}) == 1, characters))  # keys may number experts behind
 
     @torch.no_grad()
     def build(key: str, tensor: Tensor, replica_id: Any, flattened_range: slice | None) -> list[Any]:
-        built, before = [], key.removesuffix(own)  # an optimizer puts words before
+        built, before = [], key.removesuffix(own[alike:])  # the key may be changed: respelled, or of an optimizer
         for leaves, entry in zip(of_each, tensor.unbind(), strict=True):
             parts = entry.split([leaf.local_shape[dim] for leaf in leaves], dim) if count > 1 else [entry]
             named = zip(leaves, parts, strict=True)
             options = {"dtype": tensor.dtype, "replica_id": replica_id}
-            built += [replace(leaf, key=before + leaf.key, data=part, **options) for leaf, part in named]
+            built += [replace(leaf, key=before + leaf.key[alike:], data=part, **options) for leaf, part in named]
         return built
 
     def merge(parts: list[Tensor]) -> Tensor:
