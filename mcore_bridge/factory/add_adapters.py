@@ -260,8 +260,8 @@ def _by_layer(chunk: GPTModel, places: Places, adapters: Mapping[str, Adapter]) 
 def _factors(places: Sequence[Place], adapter: Adapter) -> Iterator[tuple[str, Tensor]]:
     """Yield the canonical name of each tensor of an adapter, with the tensor."""
     for end, factor, _ in adapter.tensors:
-        each = entries_of(factor) if adapter.expert else (factor,)
-        yield from ((factor_name(name, end), own) for (name, *_), own in zip(places, each, strict=True))
+        parts = entries_of(factor) if adapter.expert else (factor,)
+        yield from ((factor_name(name, end), own) for (name, *_), own in zip(places, parts, strict=True))
 
 
 def _require_all(bound: BoundModel, given: PeftFolder, mapping: WeightMapping, names: Iterable[str]) -> None:

@@ -153,7 +153,7 @@ class _Roll:
         numbers = {path: number for number, path in enumerate(paths)}
         own = [name for name, _ in tensors_of(chunk)]
         return cls(
-            names=tuple(each for name in own for each in canonical_names(name, numbering)),
+            names=tuple(chain.from_iterable(canonical_names(name, numbering) for name in own)),
             indices=tuple(numbers[name] for name in own),
             stacked=frozenset(numbers[name] for name in own if is_stacked(name)),
             children=children,

@@ -87,8 +87,8 @@ def _place_adapters(chunk: GPTModel, state: dict[str, Any], prefix: str) -> None
         bases: list[Any] = [entries.get(id(weights[name])) for name in own]
         for end, factor, dim in adapter.tensors if all(bases) else ():  # a missing base is reported later
             keys = [f"{base.key.removesuffix('.weight')}.adapter.{end}.weight" for base in bases]
-            each = entries_of(factor) if adapter.expert else [factor]
-            placed = [_placed(*one, dim, adapter.group.rank()) for one in zip(keys, each, bases, strict=True)]
+            parts = entries_of(factor) if adapter.expert else [factor]
+            placed = [_placed(*one, dim, adapter.group.rank()) for one in zip(keys, parts, bases, strict=True)]
             state[names[id(factor)]] = _stacked(factor, placed, dim) if adapter.expert else placed[0]
 
 
@@ -103,7 +103,9 @@ def _stacked(factor: Tensor, entries: list[Any], dim: int) -> Any:
     of_each = [[entry] if not hasattr(entry, "build") else entry.build() for entry in entries]
     own, count = entries[0].key, len(of_each[0])
     characters = zip(own, *(leaf.key for leaves in of_each for leaf in leaves), strict=False)
-    alike = sum(1 for _ in takewhile(lambda each: len({*each}) == 1, characters))  # keys may number experts behind
+    alike = sum(
+        1 for _ in takewhile(lambda at_place: len({*at_place}) == 1, characters)
+    )  # keys may number experts behind
 
     @torch.no_grad()
     def build(key: str, tensor: Tensor, replica_id: Any, flattened_range: slice | None) -> list[Any]:
