@@ -107,7 +107,7 @@ class AdapterSets:
             for hook in hooks:
                 hook.remove()
             _detach(chunk, modules)
-            use(chunk, before)
+            _put_in_use(chunk, before)
 
 
 def set_adapters(models: Models, name: str) -> None:
@@ -221,14 +221,19 @@ def _let_ask(chunk: Any, path: str, check: Callable[[], None]) -> None:
 
 def use(chunk: Any, name: str) -> None:
     """Make the set ``name`` of a chunk a part of the model, and no other set."""
+    lay_aside(chunk)
+    _put_in_use(chunk, name)
+    chunk.bridge_adapters = sets_of(chunk).by_name[name].made
+    note_built(chunk)
+
+
+def _put_in_use(chunk: Any, name: str) -> None:
+    """Make the set ``name`` a part of the model of a chunk, which has none."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    lay_aside(chunk)
     sets = sets_of(chunk)
     kept, sets.in_use = sets.by_name[name], name
     _attach(chunk, kept.modules)
-    chunk.bridge_adapters = kept.made
-    note_built(chunk)
     if len(sets.by_name) > 1:
         get_cuda_rng_tracker().states_[kept.marker] = torch.get_rng_state()
 
