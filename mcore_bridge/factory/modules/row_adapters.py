@@ -28,6 +28,8 @@ from mcore_bridge.factory.modules.adapter import (
 )
 from mcore_bridge.rules.names import TOWER
 
+Stacks = Sequence[Tensor]
+"""A factor of all groups of tokens, in order. Each tensor has some of the groups as first dim."""
 Sorting = Callable[..., SortedTokens]
 """Sorts the tokens of a layer by set, and then by expert, given how many tokens the layer has, and the numbers of sets.
 
@@ -47,6 +49,7 @@ class RowAdapters(nn.ModuleList):
         super().__init__(adapters.values())
         self._numbers, self._sort = tuple(adapters), sort
         self._of_sets: list[Any] = [*self]
+        self._each: Sequence[tuple[Stacks, Stacks]] = ()
 
     def forward(self, layer: nn.Module, inputs: tuple[Any, ...], outputs: Any, expert: int | None = None) -> Any:
         """The outputs of ``layer`` with the adapters' added. A set without tokens takes part, too.
@@ -61,7 +64,7 @@ class RowAdapters(nn.ModuleList):
         (product, bias), hidden = outputs_and_input(outputs, inputs[0])
         flat, adapter = hidden.flatten(0, -2), self._of_sets[0]
         sort = self._sort if expert is None else partial(self._sort, expert=expert)
-        firsts, seconds = zip(*(of_set.stacks(expert) for of_set in self._of_sets), strict=True)
+        firsts, seconds = self._stacks(expert)
         own = sort(len(flat), self._numbers)
         rows = own.take(flat)
         ins = self._inputs(rows, own)
@@ -80,14 +83,21 @@ class RowAdapters(nn.ModuleList):
         return (base + own.put(beside.to(base.dtype))).view_as(product), bias
 
     def begin(self) -> None:
-        """As for ``ExpertAdapters``."""
-        for of_set in self._of_sets:
-            of_set.begin()
+        """As for ``ExpertAdapters``, with the factors of all sets in one tensor for each expert, if they are alike."""
+        firsts, seconds = zip(*(of_set.factors() for of_set in self._of_sets), strict=True)
+        is_split = any(of_set.drops() for of_set in self._of_sets)
+        self._each = [*zip(_by_expert(firsts, is_split=is_split), _by_expert(seconds), strict=True)]
 
     def end(self) -> None:
         """As for ``ExpertAdapters``."""
-        for of_set in self._of_sets:
-            of_set.end()
+        self._each = ()
+
+    def _stacks(self, expert: int | None) -> tuple[Stacks, Stacks]:
+        """A and B of all sets for ``product_of_groups``."""
+        if expert is not None and self._each:
+            return self._each[expert]
+        firsts, seconds = zip(*(of_set.stacks(expert) for of_set in self._of_sets), strict=True)
+        return firsts, seconds
 
     @property
     def _has_dora(self) -> bool:
@@ -148,6 +158,19 @@ class RowAdapters(nn.ModuleList):
         """The numbers of tokens of the groups of each set: one group, or a group for each expert."""
         num_groups = len(own.counts) // len(self._of_sets)
         return [own.counts[start : start + num_groups] for start in range(0, len(own.counts), num_groups)]
+
+
+def _by_expert(factors: Stacks, *, is_split: bool = False) -> list[Stacks]:
+    """For each expert the stacks of a factor of all sets, from a factor of all experts of each set.
+
+    Args:
+        is_split: whether each set needs a stack of its own.
+    """
+    kinds = {(factor.shape, factor.dtype) for factor in factors}
+    if is_split or len(kinds) > 1:
+        of_experts = zip(*(factor.unbind() for factor in factors), strict=True)
+        return [[own[None] for own in of_sets] for of_sets in of_experts]
+    return [[of_sets] for of_sets in torch.stack([*factors], 1).unbind()]
 
 
 class DispatchedTokens:
