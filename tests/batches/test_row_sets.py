@@ -46,9 +46,9 @@ CASES = {
         ("q_proj", *experts.KINDS, "o_proj"),
         (
             {"ep": 2},
-            {"ep": 2, "overrides": {"moe_token_dispatcher_type": "allgather"}},
+            {"ep": 2, "overrides": {"moe_token_dispatcher_type": "allgather"}, "ranks": (4, 4)},
             {**SP, "etp": 2, "overrides": FULL},
-            {**SP, "ep": 2, "etp": 1},
+            {**SP, "ep": 2, "etp": 1, "dropout": 0.5},
             {"pp": 2, "overrides": FULL},
         ),
     ),
@@ -92,12 +92,12 @@ def batch_for(folder, hf):
     return {**dict(zip(("input_ids", "attention_mask", "images"), batch, strict=True)), "micro_batch_size": 3}
 
 
-def built(folder, dims, targets, overrides=None, *, vision="text_only", recompute=False, **options):
-    """A model with two sets of other ranks, scales and targets, none of whose factors is zero."""
+def built(folder, dims, targets, overrides=None, *, vision="text_only", recompute=False, ranks=(3, 5), **options):
+    """A model with two sets of other targets, and of other ranks and scales by default. None of the factors is zero."""
     models = mb.build_model(folder, dims=dims, dtype=torch.float32, device="cpu", overrides=overrides, vision=vision)
     if recompute and hasattr(models[0], "vision"):
         models[0].vision.gradient_checkpointing_enable()
-    for name, rank, of_set in (("math", 3, targets), ("code", 5, targets[1:])):
+    for name, rank, of_set in zip(("math", "code"), ranks, (targets, targets[1:]), strict=True):
         fill(models, mb.add_adapters(models, rank=rank, alpha=4, targets=of_set, name=name, **options))
     return models
 
@@ -175,7 +175,7 @@ def compared(folder, hf, targets, meshes):
         sizes = dict(sizes)
         overrides, packed, dropout = sizes.pop("overrides", None), sizes.pop("packed", True), sizes.pop("dropout", None)
         options = {"dora": sizes.pop("dora", None), "dropout": dropout, "recompute": sizes.pop("recompute", False)}
-        options["vision"] = "text_only" if hf else "frozen"
+        options |= {"vision": "text_only" if hf else "frozen", "ranks": sizes.pop("ranks", (3, 5))}
         dims = mb.ParallelDims(**sizes)
         with stepping.mesh(dims), mock.patch.object(Adapter, "inputs_of", halved):
             models = built(folder, dims, targets, overrides, **options)
