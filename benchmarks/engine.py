@@ -15,7 +15,8 @@ warm-up, then the median and the worst of rank 0 are published.
 ``plain`` is the engine's loader alone. ``whole`` is the loader with the work after it: vLLM's layerwise reload. ``map``
 copies out of the ring by the map. ``direct`` writes HF tensors straight into the engine's parameters, and ``shards``
 megatron-core's shards, with no HF tensor between. ``sync`` is a ``WeightSync``, which chooses by itself, and once more
-with each of ``--transports``. Checksums of every parameter are compared after each way.
+with each of ``--transports``. With ``--vllm-backend`` vLLM's own functions send HF tensors at the end, ``nccl`` to
+another GPU. Checksums of every parameter are compared after each way.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -31,6 +33,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import asdict
 from itertools import accumulate
 from multiprocessing.connection import Listener
 from pathlib import Path
@@ -66,6 +69,7 @@ class Engine:
         command += ["--device", arguments.engine_device or arguments.device, "--config", json.dumps(config)]
         command += ["--ranks", str(self.size), *["--sleeps"] * arguments.sleeps]
         command += ["--expert-parallel"] * arguments.expert_parallel
+        command += [f"--vllm-backend={arguments.vllm_backend}"] * bool(arguments.vllm_backend)
         with Listener(address) as listener:
             self.process = subprocess.Popen(command, env=outside_of_the_job(**variables))
             listener._listener._socket.settimeout(300)
@@ -133,6 +137,9 @@ def main() -> None:
         "--transports", nargs="*", default=[], help="further transports of WeightSync: pull, ring, network"
     )
     parser.add_argument(
+        "--vllm-backend", choices=("ipc", "nccl"), help="of vLLM's own transfer of weights, beside the others"
+    )
+    parser.add_argument(
         "--quantize", nargs="+", type=format_of, default=[None], help='"none", or a quantization_config as JSON'
     )
     parser.add_argument("--slow-repeats", type=int, default=3, help="of the engine's own loader")
@@ -153,7 +160,7 @@ def measure(case: str, quantize: dict[str, Any] | None, arguments: Namespace) ->
     models = mb.build_model(config, **options, backend=arguments.backend, load_weights=False)
     in_buffers(models)
     fill(models, 0)
-    fields = config.to_dict() | ({"quantization_config": quantize} if quantize else {})
+    fields = config.to_dict() | ({"quantization_config": described(models, quantize)} if quantize else {})
     engine = Engine(arguments, fields)
     try:
         with closing(Case(case, models, engine, quantize, arguments)) as running:
@@ -167,6 +174,13 @@ def measure(case: str, quantize: dict[str, Any] | None, arguments: Namespace) ->
         gc.collect()
         if on_gpu:
             torch.cuda.empty_cache()
+
+
+def described(models: list[torch.nn.Module], quantize: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint in this format says of itself: vLLM waits for scales of each module that is not listed."""
+    names = {spec.name for spec in mb.manifest(models, quantize=quantize)}
+    plain = {name for name in names if name.endswith(".weight") and f"{name}_scale_inv" not in names}
+    return quantize | {"modules_to_not_convert": sorted(name.removesuffix(".weight") for name in plain)}
 
 
 def in_buffers(models: list[torch.nn.Module]) -> None:
@@ -252,6 +266,10 @@ class Case:
             self.report("plain and whole alike", alike=plain == expected)
         for transport in (None, *self.arguments.transports):
             self.by_one_object(transport, repeats, expected)
+        if self.arguments.vllm_backend:
+            sync = vllms_own(self.arguments, self.models, self.engine)
+            self.time(f"sync, vLLM's {self.arguments.vllm_backend}", slow, sync)
+            self.check(f"vLLM's {self.arguments.vllm_backend}", sync, expected)
         if self.arguments.only_sync:
             return
         free = engine("memory")
@@ -364,6 +382,49 @@ class Case:
     def _synchronize(self) -> None:
         if self.device != "cpu":
             torch.cuda.synchronize()
+
+
+def vllms_own(arguments: Namespace, models: list[torch.nn.Module], engine: Engine) -> Callable[[], None]:
+    """Rounds by a backend of vLLM, with its own functions on both sides, from one trainer rank."""
+    sys.path += [arguments.engine_path] * bool(arguments.engine_path)
+    from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+    def sync() -> None:
+        engine("llm", "start_weight_update")
+        send()
+        engine("llm", "finish_weight_update")
+        engine("llm", "reset_prefix_cache")
+
+    def by_ipc() -> None:
+        def told(info: Any) -> None:
+            engine("llm", "update_weights", {"update_info": asdict(info)})
+
+        IPCWeightTransferEngine.trainer_send_weights(mb.iter_hf_weights(models), {"send_mode": told, "packed": True})
+
+    send = by_ipc
+    if arguments.vllm_backend == "nccl":
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        where = {"master_address": "127.0.0.1", "master_port": port, "world_size": 2}
+        engine.ask("llm", "init_weight_transfer_engine", {"init_info": where | {"rank_offset": 1}})
+        group = NCCLWeightTransferEngine.trainer_init(where)
+        engine.answer()
+        specs = mb.manifest(models)
+        given = {
+            "names": [spec.name for spec in specs],
+            "dtype_names": [str(spec.dtype).removeprefix("torch.") for spec in specs],
+            "shapes": [list(spec.shape) for spec in specs],
+            "packed": True,
+        }
+
+        def by_nccl() -> None:
+            engine.ask("llm", "update_weights", {"update_info": dict(given)})
+            NCCLWeightTransferEngine.trainer_send_weights(mb.iter_hf_weights(models), {"group": group, "packed": True})
+            engine.answer()
+
+        send = by_nccl
+    return sync
 
 
 if __name__ == "__main__":

@@ -261,10 +261,15 @@ def vllm_engine(config: dict[str, Any], arguments: Namespace) -> Ask:
     options = {"worker_extension_cls": "engines.VllmExtension", "enable_sleep_mode": arguments.sleeps}
     options |= {"tensor_parallel_size": arguments.ranks, "enable_expert_parallel": arguments.expert_parallel}
     fields = {"architectures": ["Qwen3ForCausalLM"], **config, "dtype": "bfloat16"}
-    engine = VllmEngine(fields, torch.bfloat16, arguments.device, weight_transfer_config=None, **options)
+    own = {"backend": arguments.vllm_backend} if arguments.vllm_backend else None
+    engine = VllmEngine(fields, torch.bfloat16, arguments.device, weight_transfer_config=own, **options)
     engine.wake()
 
     def ask(method: str, arguments_by_rank: Sequence[Sequence[Any]]) -> list[Any]:
+        if method == "llm":
+            name, *rest = arguments_by_rank[0]
+            getattr(engine.llm, name)(*rest)
+            return [None for _ in arguments_by_rank]
         answers = engine.llm.collective_rpc("bench", args=(method, arguments_by_rank))
         if method in ("finish", "complete"):
             engine.llm.reset_prefix_cache()
@@ -294,6 +299,7 @@ def main() -> None:
     parser.add_argument("--sleeps", action="store_true")
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--expert-parallel", action="store_true")
+    parser.add_argument("--vllm-backend")
     arguments = parser.parse_args()
     with Client(arguments.address) as pipe:
         try:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mcore_bridge.arguments import given_path
-from mcore_bridge.config.rope_spelling import respelled, speaks_rope_parameters
+from mcore_bridge.config.rope_spelling import is_by_kind, respelled, speaks_rope_parameters
 from mcore_bridge.errors import ConfigError, shown
 from mcore_bridge.foreign_files import Hook, read_json
 from mcore_bridge.installed import plugins
@@ -53,7 +53,8 @@ _OTHER_FORMATS = {
 _KINDS = ("type", "rope_type")
 _ROPES = {"su": "longrope", "deepseek_yarn": "yarn"}
 """Names of rope types that Phi-3 had at first, and that Sarvam has, each with its name in transformers."""
-_ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
+_OF_4 = ("rope_scaling", "rope_theta")
+_ROPE = ("rope_parameters", *_OF_4, "rope_local_base_freq")
 
 
 def read_config(
@@ -89,11 +90,12 @@ def read_config(
     _require_short_lists(fields)
     kind = fields.get("model_type")
     names = (renamed or {}).get(kind, {}) if isinstance(kind, str) else {}
-    fields = _spell({_free(names.get(name, name), name, fields): value for name, value in fields.items()})
+    fields = {_free(names.get(name, name), name, fields): value for name, value in fields.items()}
     class_of = functools.partial(
         _config_class, folder=folder, reads_as=reads_as or {}, refused=refused or {}, known=known or {}
     )
     hf = _remote(str(kind)) if kind in remote else class_of(fields)
+    fields = _spell(fields)
     try:
         config = hf.from_dict(fields)
         if kind in remote and isinstance(text := fields.get(TEXT), dict):
@@ -341,8 +343,8 @@ def _spell(fields: dict[str, object]) -> dict[str, object]:
         fields["attn_temperature_tuning"] = bool(tuned)
     if isinstance(bound := fields.get("kda_lower_bound"), int):  # which transformers refuses
         fields["kda_lower_bound"] = float(bound)
-    both = any(fields.get(name) is not None for name in ("rope_scaling", "rope_theta"))
-    if not fields.get("rope_parameters") or (speaks_rope_parameters() and not both):
+    own, both = fields.get("rope_parameters"), any(fields.get(name) is not None for name in _OF_4)
+    if not own or (speaks_rope_parameters() and (is_by_kind(own) or not both)):
         return fields
     return {name: value for name, value in fields.items() if name not in _ROPE} | respelled(fields)
 

@@ -14,8 +14,6 @@ from mcore_bridge.errors import ConfigError, shown
 DEFAULT_THETA = 10000.0
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 FULL, SLIDING = "full_attention", "sliding_attention"
-MAIN, COMPRESSED = "main", "compress"
-"""Keys of ``rope_parameters`` in DeepSeek V4, which no release of transformers spells in another way."""
 OF_ENGINES = "attn_factor"
 """A key of yarn that some engines read in the place of ``attention_factor``, as the factor of the usual one."""
 _ENGINES_ALONE = {"dynamic": "alpha", "yarn": "extrapolation_factor"}
@@ -72,10 +70,15 @@ def merged(hf: Hf) -> dict[str, object]:
     return completed[0]
 
 
+def is_by_kind(parameters: object) -> bool:
+    """Whether ``rope_parameters`` has a rope for each kind of layers, as transformers 5 alone writes it."""
+    return isinstance(parameters, dict) and any(isinstance(value, dict) for value in parameters.values())
+
+
 def of_layers(hf: Hf) -> dict[str, Hf]:
     """The config for each kind of layer (``FULL`` and ``SLIDING``), if ``rope_parameters`` has a rope for each."""
     nested = hf.get("rope_parameters")
-    if not isinstance(nested, dict) or not any(isinstance(value, dict) for value in nested.values()):
+    if not isinstance(nested, dict) or not is_by_kind(nested):
         return {}
     if nested.keys() != {FULL, SLIDING} or not all(isinstance(value, dict) and value for value in nested.values()):
         raise ConfigError(f"rope_parameters by layer must be those of {FULL!r} and {SLIDING!r}, found {nested!r}.")
@@ -84,8 +87,6 @@ def of_layers(hf: Hf) -> dict[str, Hf]:
 
 def respelled(hf: Hf) -> dict[str, object]:
     """The rope fields of a config, for one kind of layer or two, with the names of the installed transformers."""
-    if isinstance(own := hf.get("rope_parameters"), dict) and own.keys() == {MAIN, COMPRESSED}:
-        return {name: hf[name] for name in ("rope_parameters", "rope_theta", "rope_scaling") if name in hf}
     if layers := of_layers(hf):
         return spelled_by_layer(merged(layers[FULL]), merged(layers[SLIDING]))
     return spelled(merged(hf))

@@ -11,7 +11,7 @@ config object. Attributes that neither megatron-core nor this library has stay u
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,6 @@ from mcore_bridge.config.mesh.pipeline import Stage
 from mcore_bridge.config.overrides import gpt_argument_names
 from mcore_bridge.config.unread_fields import require_no_unread, unread_fields, without_unread
 from mcore_bridge.errors import ConfigError, MeshError
-from mcore_bridge.factory import layer_specs
 from mcore_bridge.factory.hybrid_support import check_model, require_hybrid
 from mcore_bridge.factory.modules.backend import Backend, choose_backend, kernels_of, require_quantizable
 from mcore_bridge.factory.mtp_specs import count_mtp, inner_spec, mtp_block_spec, multiplies_hidden_first, require_mtp
@@ -131,9 +130,14 @@ class Blueprint:
 
     def block_spec(self, layers: range) -> TransformerBlockSubmodules:
         """The specs of some layers, numbered (from 0) in the whole model, and the final norm."""
-        layer_spec = self.architecture.layer_spec or layer_specs.block_spec
-        spec: TransformerBlockSubmodules = layer_spec(self.config, layers, backend=self.backend)
+        spec: TransformerBlockSubmodules = self._layer_spec()(self.config, layers, backend=self.backend)
         return spec
+
+    def _layer_spec(self) -> Callable[..., Any]:
+        """The function that makes layer specs."""
+        from mcore_bridge.factory.layer_specs import block_spec
+
+        return self.architecture.layer_spec or block_spec
 
     def mtp_layers(self, stage: Stage) -> int:
         """How many MTP layers a stage holds: all, or none."""
@@ -142,7 +146,7 @@ class Blueprint:
 
     def inner_spec(self) -> Any:
         """A new spec of the layer within an MTP layer."""
-        return inner_spec(self.config, self.architecture.layer_spec or layer_specs.block_spec, backend=self.backend)
+        return inner_spec(self.config, self._layer_spec(), backend=self.backend)
 
     def mtp_block_spec(self, stage: Stage) -> Any:
         """The spec of a stage's MTP layers; None if it has none."""

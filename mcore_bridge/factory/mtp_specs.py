@@ -98,11 +98,11 @@ def _require_named(provenance: Provenance, config: TransformerConfig, wanted: in
 
 def inner_spec(config: TransformerConfig, layer_spec: Callable[..., Any], *, backend: Backend) -> Any:
     """The spec of the layer within an MTP layer, from a function that makes specs of decoder layers."""
-    from mcore_bridge.factory.modules.layer_rope import adapt_inner_rope
+    from mcore_bridge.factory.modules.layer_rope import use_inner_rope
 
     own = inner_config(config)
     spec = layer_spec(own, range(own.num_layers - 1, own.num_layers), backend=backend).layer_specs[0]
-    adapt_inner_rope(spec.submodules, config)
+    use_inner_rope(spec.submodules, config)
     return spec
 
 

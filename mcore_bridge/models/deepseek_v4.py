@@ -30,14 +30,12 @@ ATTENTION  = under("self_attention", "attn", table(
                    ("core_attention.softmax_offset",  "attn_sink",      COLUMN),
                    ("linear_o_down_proj.weight",      "wo_a.weight",    COLUMN),
                    ("linear_proj.weight",             "wo_b.weight",    ROW)))
-PARTS      = table(("places",                         "ape",            REPLICATED),
+PARTS      = table(("linear_kv.weight",               "wkv.weight",     REPLICATED),
+                   ("linear_gate.weight",             "wgate.weight",   REPLICATED),
+                   ("places",                         "ape",            REPLICATED),
                    ("norm.weight",                    "norm.weight",    REPLICATED))
-COMPRESSOR = under("self_attention.compressor", "attn.compressor", PARTS, table(
-                   ("linear_kv.weight",               "wkv.weight",     REPLICATED),
-                   ("linear_gate.weight",             "wgate.weight",   REPLICATED)))
-INDEXER    = (*under("self_attention.indexer.compressor", "attn.indexer.compressor", PARTS, table(
-                   ("linear_wkv.weight",              "wkv.weight",     REPLICATED),
-                   ("linear_wgate.weight",            "wgate.weight",   REPLICATED))),
+COMPRESSOR = under("self_attention.compressor",         "attn.compressor",         PARTS)
+INDEXER    = (*under("self_attention.indexer.compressor", "attn.indexer.compressor", PARTS),
               *under("self_attention.indexer", "attn.indexer", table(
                    ("linear_wq_b.weight",             "wq_b.weight",         REPLICATED),
                    ("linear_weights_proj.weight",     "weights_proj.weight", REPLICATED))))

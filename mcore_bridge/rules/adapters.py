@@ -190,8 +190,9 @@ def rows_of_parts(traced: Trace, shard: int) -> Tensor:
 
 
 def _adaptable(rules: Rules) -> list[Rule]:
-    """The rules of the decoder, and of the linear layers of a tower."""
-    inside = (rule for rule in rules if not rule.copy and not rule.mcore.startswith("mtp."))
+    """The rules of the decoder without its indexers, which get no gradient, and of the linear layers of a tower."""
+    outside = (rule for rule in rules if not rule.mcore.startswith("mtp.") and ".indexer." not in rule.mcore)
+    inside = (rule for rule in outside if not rule.copy)
     return [rule for rule in inside if rule.is_linear or not rule.mcore.startswith(TOWER)]
 
 
@@ -229,8 +230,6 @@ def _adapter_name(hf: str, factor: str) -> str:
 
 def _obstacle(rule: Rule) -> str:
     module = _module(rule.mcore)
-    if ".indexer." in rule.mcore:
-        return "the indexer of sparse attention chooses keys, and gets no gradient from the log-probs"
     if rule.hf[0].endswith(_OF_KERNELS):
         return "transformers' kernels for Mamba-2 read its weight alone, so peft refuses it"
     if not rule.is_linear and module.rpartition(".")[2] not in LINEAR:
@@ -256,7 +255,10 @@ def _unmatched(weights: Collection[Rule], rules: Rules, targets: Sequence[str]) 
             yield f"{target!r} is the word embedding {tied}, as the head is tied to it, and no linear layer"
             continue
         if any(_is_named(name, [target]) for rule in rules for name in (rule.mcore, *rule.hf)):
-            yield f"{target!r} is a layer of MTP, or no linear layer of a model of images, which get no adapters"
+            yield (
+                f"{target!r} is a layer of MTP, or no linear layer of a model of images, or within an indexer of keys: "
+                "these get no adapters"
+            )
         else:
             near = get_close_matches(target, modules, n=3)
             yield f"{target!r} matches no module, " + (f"the nearest are {near}" if near else f"there are {able}")

@@ -22,6 +22,7 @@ from mcore_bridge.weights.ipc.buckets import plan_buckets
 from mcore_bridge.weights.ipc.sender import BufferRing
 from mcore_bridge.weights.manifest import Manifest
 from mcore_bridge.weights.model_chunks import Models
+from mcore_bridge.weights.param_sync import is_pending
 from mcore_bridge.weights.plan.engine_map import EngineMap
 from mcore_bridge.weights.plan.target import Target
 
@@ -193,8 +194,11 @@ class Route(NoRoute):
             if announces:
                 with suppress(TransferError):  # the answer raises it, after the ranks have agreed
                     self._announce()
-            export = open_export(self._models, None, "lm", target=self.target, **self._options)
-            write_export(export, self._shared if announces and self.transport == "shards" else self._opened)
+            write_export(
+                partial(open_export, self._models, None, "lm", target=self.target, **self._options),
+                self._shared if announces and self.transport == "shards" else self._opened,
+                last=None if self._writer is None or is_pending(self._models) else self._writer.last,
+            )
             self.line("complete", version)
             self._opened().let_go()
             return

@@ -11,6 +11,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
 
 from mcore_bridge.factory.modules import chunks
+from mcore_bridge.factory.modules.backend import LayerContext
 from mcore_bridge.factory.modules.chunks import ChunkedAttention, adapt_chunks, chunked
 from mcore_bridge.factory.modules.torch_modules import CoreAttention, zigzag
 from tests.support.module_settings import ALONE, settings
@@ -117,6 +118,7 @@ def test_layers_have_what_their_number_says(caplog: pytest.LogCaptureFixture) ->
     for attention, expected in ((CoreAttention, ChunkedAttention), (Fused, chunked(Fused))):
         for number, kind in enumerate((attention, expected)):
             own = SimpleNamespace(core_attention=attention)
-            adapt_chunks(SimpleNamespace(self_attention=SimpleNamespace(submodules=own)), CONFIG, number)
+            layer = SimpleNamespace(self_attention=SimpleNamespace(submodules=own))
+            adapt_chunks(layer, LayerContext(CONFIG, number, "torch"))
             assert own.core_attention is kind
     assert "no attention within chunks" in caplog.text

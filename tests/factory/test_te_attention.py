@@ -11,7 +11,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.modules.backend import choose_backend, say
+from mcore_bridge.factory.modules.backend import LayerContext, choose_backend, say
 from mcore_bridge.factory.modules.norms import adapt_query_key_norms
 from mcore_bridge.factory.modules.scores import ScoresCoreAttention, adapt_scores
 from mcore_bridge.factory.modules.te_attention import lacking, with_sinks
@@ -147,12 +147,12 @@ def test_sinks_of_packed_sequences_are_those_of_rows() -> None:
     ids=["caps", "norms"],
 )
 def test_what_torch_stands_in_for_is_said_once(
-    adapt: Callable[[Any, Any, Any], None], config: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
+    adapt: Callable[[Any, LayerContext], None], config: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     say.cache_clear()
     caplog.set_level(logging.WARNING, logger="mcore_bridge")  # the command line has raised the level of all loggers
     for backend in ("torch", "te", "te"):
         layer = SimpleNamespace(self_attention=SimpleNamespace(submodules=SimpleNamespace()))
-        adapt(layer, SimpleNamespace(**config), backend)
+        adapt(layer, LayerContext(SimpleNamespace(**config), 0, backend))
         assert len(caplog.records) == (backend == "te")
     assert message in caplog.text

@@ -135,6 +135,7 @@ def test_the_fused_kernel_is_refused() -> None:
 
 
 def test_either_backend_gets_a_router_where_scores_need_one() -> None:
+    from mcore_bridge.factory.modules.backend import LayerContext
     from mcore_bridge.factory.modules.experts import BiasedRouter, Router, adapt_experts
 
     for name, backend, router in (
@@ -146,7 +147,7 @@ def test_either_backend_gets_a_router_where_scores_need_one() -> None:
         config = mb.to_transformer_config(zoo.cases()[name].hf)
         experts = SimpleNamespace(submodules=SimpleNamespace(linear_fc2=None))
         layer = SimpleNamespace(mlp=SimpleNamespace(submodules=SimpleNamespace(router=None, experts=experts)))
-        adapt_experts(layer, config, backend)
+        adapt_experts(layer, LayerContext(config, 0, backend))
         assert layer.mlp.submodules.router is router
 
 

@@ -208,7 +208,11 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "`layer_rope_theta` other than": ({"layer_rope_theta": [7.0] * 64}, "layer_rope_theta must have"),
     "`gating=False`": ({"gating": False}, "gating must be True"),
-    "names that engines alone read": ({"swa_head_dim": 7}, "swa_head_dim must be"),
+    "`layernorm_epsilon` of": ({"layernorm_epsilon": 7}, "layernorm_epsilon must be"),
+    "`swa_num_attention_heads`, ": ({"swa_head_dim": 7}, "swa_head_dim must be"),
+    "`hybrid_layer_pattern`, ": ({"sliding_window_size": 7}, "sliding_window_size must be"),
+    "`moe_layer_freq` of": ({"moe_layer_freq": [7] * 64}, "moe_layer_freq must be"),
+    "`rope_theta`, `swa_rope_theta` of": ({"swa_rope_theta": 7}, "swa_rope_theta must be"),
     "`num_kv_shared_layers` without": (
         {"num_kv_shared_layers": 1, "hidden_size_per_layer_input": 0},
         "num_kv_shared_layers must",

@@ -8,6 +8,7 @@ import mcore_bridge as mb
 from mcore_bridge.architecture import architecture_of, read_hf
 from mcore_bridge.config.transformer import to_gpt_arguments, to_hf_config, to_transformer_config
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.factory.modules.backend import LayerContext
 from mcore_bridge.factory.modules.parallel_blocks import adapt_parallel
 from tests import zoo
 from tests.support import pool
@@ -54,4 +55,4 @@ def zeros_of_routers() -> list[bool]:
 def test_what_throws_the_first_norm_away_is_refused_where_the_mlp_reads_it() -> None:
     config = settings(parallel_norms=1, recompute_granularity="selective", recompute_modules=["layernorm"])
     with pytest.raises(ConfigError, match="recompute_modules must be without 'layernorm'"):
-        adapt_parallel(None, config, "torch")
+        adapt_parallel(None, LayerContext(config, 0, "torch"))

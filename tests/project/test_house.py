@@ -19,7 +19,7 @@ REACHED = {
     "iter_hf_weights": 80,
     "build_model": 134,
     "save_hf_checkpoint": 91,
-    "add_adapters": 71,
+    "add_adapters": 70,
     "forward": 62,
     "map_engine": 20,
 }

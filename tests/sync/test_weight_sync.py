@@ -13,6 +13,7 @@ import torch.distributed as dist
 import mcore_bridge as mb
 import mcore_bridge.engines
 from mcore_bridge.errors import TransferError
+from mcore_bridge.weights.engine import writer
 from mcore_bridge.weights.engine.mapped_engine import MappedEngine
 from mcore_bridge.weights.engine.pull_writer import PullWriter
 from mcore_bridge.weights.engine.puller import Puller
@@ -153,38 +154,95 @@ class Near:
         return found
 
 
+def one_tensor_engine(trainer):
+    """A worker whose engine holds the embedding alone, and a pull into it."""
+    specs, wanted = tuple(mb.manifest(trainer.models)), trainer.state["model.embed_tokens.weight"]
+    head = torch.nn.Linear(*reversed(wanted.shape), bias=False, dtype=torch.bfloat16)
+    worker = mb.engines.EngineWorker(
+        head, lambda pairs: head.weight.data.copy_(dict(pairs)["model.embed_tokens.weight"]), name="it"
+    )
+    writer = PullWriter(worker.ask_map(specs), Near(worker))
+    worker.ask_pull(specs, writer.open(held_tensors(trainer.models).values()))
+    head.weight.data.zero_()
+    return worker, head, writer
+
+
 def pulled_after_a_failure(of, step):
     """What a round copies in which a step of the engine fails, and whether the next round is right."""
     trainer = Trainer(mb.ParallelDims())
     trainer.step(0)
     trainer.move(0)
-    specs, wanted = tuple(mb.manifest(trainer.models)), trainer.state["model.embed_tokens.weight"]
-    head = torch.nn.Linear(*reversed(wanted.shape), bias=False, dtype=torch.bfloat16)
-    head.weight.data.zero_()
-    worker = mb.engines.EngineWorker(
-        head, lambda pairs: head.weight.data.copy_(dict(pairs)["model.embed_tokens.weight"]), name="it"
-    )
-    line = Near(worker)
-    writer = PullWriter(worker.ask_map(specs), line)
-    worker.ask_pull(specs, writer.open(held_tensors(trainer.models).values()))
-    head.weight.data.zero_()
+    worker, head, pull = one_tensor_engine(trainer)
 
     def run():
-        writer.announce()
-        mb.engines.export_into(trainer.models, writer)
+        pull.announce()
+        mb.engines.export_into(trainer.models, pull)
 
     failing = mock.patch.object(of, step, side_effect=TransferError("no such memory"))
     with failing, pytest.raises(TransferError, match="no such memory"):
         run()
-    copied, due = bool(head.weight.any()), len(line.answers)
+    copied, due = bool(head.weight.any()), len(pull._line.answers)
     run()
     worker.ask_complete(1)
-    return copied, due, torch.equal(head.weight, wanted)
+    return copied, due, torch.equal(head.weight, trainer.state["model.embed_tokens.weight"])
 
 
 @pytest.mark.parametrize(("of", "step"), [(Puller, "open"), (MappedEngine, "announce")])
 def test_a_pull_that_cannot_begin_copies_nothing_and_leaves_no_answer(of, step):
     assert pool.run(1, pulled_after_a_failure, of, step) == [(False, 0, True)]
+
+
+def on_its_own(trainer):
+    """Give one parameter memory of its own, which is not the first of its allocation."""
+    embedding = held_tensors(trainer.models)["embedding.word_embeddings.weight"]
+    trainer.alone = allocate(embedding.nbytes, torch.device("cpu"))
+    embedding.data = trainer.alone.view(embedding.dtype).view(embedding.shape)
+
+
+def exchange(trainer):
+    """Let two parameters of one shape exchange their memory."""
+    first, second = (layer.self_attention.linear_proj.weight for layer in trainer.models[0].decoder.layers[:2])
+    first.data, second.data = second.data, first.data
+
+
+CHANGES = {
+    "none": (lambda trainer: None, True),
+    "all in other memory": (lambda trainer: trainer.move(0), True),
+    "other places": (lambda trainer: trainer.move(1), False),
+    "one on its own": (on_its_own, False),
+    "two exchanged": (exchange, False),
+    "nothing again": (lambda trainer: None, True),
+}
+"""What happens to the trainer's memory between two rounds, and whether the copies of the last round are right then."""
+
+
+def repeated(folder, transport):
+    """For each change: whether the engine has all bits, and whether the round went without a second run."""
+    trainer = Trainer(mb.ParallelDims())
+    trainer.step(0)
+    trainer.move(0)
+    client, found = Client(folder), []
+    with mb.WeightSync(trainer.models, client, transport=transport, timeout=60) as sync:
+        sync()
+        for seed, (change, _) in enumerate(CHANGES.values(), 1):
+            change(trainer)
+            trainer.step(seed)
+            with mock.patch.object(writer, "run_messages", side_effect=writer.run_messages) as whole:
+                sync()
+            found.append((trainer.has(client, TP1), not whole.called))
+        old = os.stat(trainer.memory.untyped_storage().filename).st_ino
+        trainer.move(0)
+        with open("/proc/self/maps") as maps:
+            found.append(any(f" {old} " in line for line in maps))
+    return found
+
+
+@pytest.mark.parametrize("transport", ["shards", "pull"])
+def test_a_round_begins_like_the_last_one_and_is_right_whatever_has_moved(transport, tmp_path):
+    (workers,), (process,) = engines(str(tmp_path), (TP1, {"shared": transport == "shards"}))
+    wanted = [(True, repeats) for _, repeats in CHANGES.values()]
+    assert pool.run(1, repeated, workers, transport) == [[*wanted, False]]  # and no memory is held between rounds
+    process.join(20)
 
 
 @mock.patch("mcore_bridge.weights.plan.all_to_all.PER_HOP", 100)  # so that some die between messages and within them

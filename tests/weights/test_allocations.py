@@ -4,7 +4,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_bridge.weights.engine.pull_writer import Allocations
 from mcore_bridge.weights.transfer.copier import Buffers
 
 SIZES = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=5), min_size=1, max_size=4)
@@ -16,7 +15,7 @@ def test_each_tensor_begins_at_its_byte_of_its_allocation(sizes, random):
     wholes = [torch.arange(1 + sum(of_one)) for of_one in sizes]
     tensors = [part for whole, of_one in zip(wholes, sizes, strict=True) for part in whole[1:].split(of_one)]
     random.shuffle(tensors)
-    allocations = Allocations(Buffers(tensors))
+    allocations = Buffers(tensors).allocations
     assert len({whole.data_ptr() for whole in allocations.wholes}) == len(allocations.wholes)
     for tensor, number, offset in zip(tensors, allocations.numbers, allocations.offsets, strict=True):
         if tensor.numel():

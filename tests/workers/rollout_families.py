@@ -185,6 +185,7 @@ AFTER = (
         "jais2",
         "mellum",
         "ministral",
+        "minimax_m3",
         "minimax_m3_vl_text",
         "mistral4",
         "olmo_hybrid",

@@ -261,6 +261,25 @@ HEADS_AND_LIMITS = Derive(
     ("`per_layer_config` with other fields than the query heads of layers with a window",),
 )
 """Layers with a window may have another number of query heads, and layers limits of gates, of experts and of others."""
+_WIDTH, _SCALE = "v_head_dim", "attention_value_scale"
+
+
+def _values_and_sinks(hf: Hf) -> dict[str, object]:
+    scale, full = hf.get(_SCALE), {**derived.HEADS.forward(hf), "softmax_type": "vanilla"}
+    twice = {**hf, "num_key_value_heads": 2 * count(full, "num_query_groups")}
+    windowed, kinds = {**derived.HEADS.forward(twice), "softmax_type": "learnable"}, hf["layer_types"]
+    assert isinstance(kinds, list)
+    layers = sizes_by_layer((windowed if kind == SLIDING else full for kind in kinds), full)
+    values = {"value_channels": count(hf, _WIDTH), "value_scale": 1.0 if scale is None else scale}
+    return {**full, **values, _OWN: layers}
+
+
+def _values_and_sinks_back(mcore: Mcore) -> dict[str, object]:
+    return {**derived.HEADS.backward(mcore), _WIDTH: mcore["value_channels"], _SCALE: mcore["value_scale"]}
+
+
+VALUES_AND_SINKS = Derive((*derived.HEADS.names, _WIDTH, _SCALE), _values_and_sinks, _values_and_sinks_back)
+"""Values have a width and a scale of their own. Layers with a window have sinks and twice as many KV heads."""
 SILU = (
     Const("activation_func", silu),
     Require("hidden_act", ("silu",), "limits behind another activation are not written"),

@@ -7,8 +7,6 @@ from mcore_bridge.config.fields import Const, Derive, Field, Hf, Ignore, Map, Mc
 from mcore_bridge.config.layer_kinds import sizes_by_layer, values_of_layers
 from mcore_bridge.config.quantization import NotReadError, fields_of
 from mcore_bridge.config.rope import Rope, rope_from
-from mcore_bridge.config.rope_spelling import COMPRESSED as COMPRESSED_KEYS
-from mcore_bridge.config.rope_spelling import MAIN
 from mcore_bridge.config.tables import DECODER, INTERLEAVED, QK_PLAIN, WINDOW_ALL, but, published, without
 from mcore_bridge.config.tables.by_layer import ONE_LIMIT
 from mcore_bridge.config.tables.moe import MTP_NEVER, ROUTED, SCALED, SOFTMAX_NORMALISED
@@ -62,8 +60,8 @@ def _layers_back(mcore: Mcore) -> dict[str, object]:
     }
 
 
-_ROPES = {MAIN: "hf_sliding_rope", COMPRESSED_KEYS: "hf_rope"}
-_THETAS = {MAIN: "rope_theta", COMPRESSED_KEYS: "compress_rope_theta"}
+_ROPES = {"main": "hf_sliding_rope", "compress": "hf_rope"}
+_THETAS = {"main": "rope_theta", "compress": "compress_rope_theta"}
 _PARTIAL = "partial_rotary_factor"
 
 

@@ -2,11 +2,12 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (the usual name)
 
-from mcore_bridge.config.fields import Derive, Hf, Mcore, count
+from mcore_bridge.config.fields import Derive, Field, Hf, Mcore, count
 from mcore_bridge.config.layer_kinds import layers_but_full
 from mcore_bridge.config.quantization import read_quantization
 from mcore_bridge.config.rope import head_dim
@@ -214,6 +215,10 @@ def _windows_back(mcore: Mcore) -> dict[str, object]:
     return {"sliding_window": window, "layer_types": kinds}
 
 
+def _windows_or_default_back(mcore: Mcore) -> dict[str, object]:
+    return {name: value for name, value in _windows_back(mcore).items() if value is not None}
+
+
 def _windows_switched(hf: Hf) -> dict[str, object]:
     windows = _windows(hf)
     if windows["window_size"] is not None and not hf.get("use_sliding_window"):
@@ -256,11 +261,13 @@ FULL_LAYERS    = Derive(("layer_types",), _full_layers, lambda mcore: {}, (
 NO_WINDOWS     = Derive(("layer_types",), _no_windows, _no_windows_back, (
     "`layer_types` other than `full_attention`: releases of transformers disagree on which layers slide",))
 WINDOWS        = Derive(("sliding_window", "layer_types"), _windows, _windows_back, (_OTHER_LAYERS,))
+WINDOWS_OR_DEFAULT = Derive(WINDOWS.names, _windows, _windows_or_default_back, WINDOWS.refuses)
 SWITCHED       = Derive(
     ("sliding_window", "layer_types", "use_sliding_window"), _windows_switched, _switched(_windows_back),
     (_OTHER_LAYERS, _DISAGREED),
 )
 # fmt: on
+"""``WINDOWS_OR_DEFAULT`` is for families in which transformers needs a window, even if no layer slides."""
 
 
 def _accept(hf: Hf) -> dict[str, object]:
@@ -292,3 +299,37 @@ def called(entry: Derive, **names: str) -> Derive:
 
     both = dict.fromkeys((*(names.get(name, name) for name in entry.names), *entry.names))
     return Derive(tuple(both), forward, backward, entry.refuses)
+
+
+def repeated(entry: Field, names: dict[str, Callable[[Any], object]]) -> Derive:
+    """``entry`` with further HF fields, which engines read, and transformers does not.
+
+    Args:
+        entry: the entry of the fields that transformers reads.
+        names: the further fields, each with its value as a function of the fields of ``entry``. A config may lack them.
+            A list may be longer than the value.
+    """
+
+    def forward(hf: Hf) -> dict[str, object]:
+        values, wrong = entry.to_mcore(hf), {}
+        for name, value in names.items():
+            given, expected = hf.get(name), value(hf)
+            own = given[: len(expected)] if isinstance(given, list) and isinstance(expected, list) else given
+            if own not in (None, expected):
+                wrong[name] = shown(expected), shown(given)
+        if wrong:
+            rights, givens = zip(*wrong.values(), strict=True)
+            raise ConfigError(
+                f"{', '.join(wrong)} must be {[*rights]}, as transformers has them under other names, found "
+                f"{[*givens]}: engines would read another model. Correct or delete them."
+            )
+        return values
+
+    def backward(mcore: Mcore) -> dict[str, object]:
+        fields = entry.to_hf(mcore)
+        return {**fields, **{name: value(fields) for name, value in names.items()}}
+
+    listed = ", ".join(f"`{name}`" for name in names)
+    refused = f"{listed} of another model than transformers reads: engines would load it"
+    claimed = tuple(dict.fromkeys((*entry.names, *names)))
+    return Derive(claimed, forward, backward, (*getattr(entry, "refuses", ()), refused))

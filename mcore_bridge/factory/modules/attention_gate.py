@@ -12,37 +12,31 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (the usual name)
 
-from mcore_bridge.factory.modules.backend import Backend, mixed, norm_of
+from mcore_bridge.factory.modules.backend import LayerContext, mixed, separate_norm
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
 
-def adapt_gate(layer: Any, config: TransformerConfig, backend: Backend) -> None:
-    """Puts gates into the attention of a layer, if ``config.attention_gate`` is set.
-
-    Args:
-        layer: the submodules of the layer, changed in place.
-        config: its ``attention_gate`` says what has a gate, and ``attention_gate_activation`` its activation.
-        backend: the backend of the layer's modules.
-    """
-    if getattr(config, "attention_gate", None) is None:
+def adapt_gate(layer: Any, context: LayerContext) -> None:
+    """Put gates into the attention of a layer, if its config has an ``attention_gate``, which says what has a gate."""
+    if getattr(context.config, "attention_gate", None) is None:
         return
-    gate = projection_beside(layer, config, backend)
+    gate = projection_beside(layer, context)
     layer.self_attention.module = mixed(GatedOutput, layer.self_attention.module)
     layer.self_attention.params = {**(layer.self_attention.params or {}), "gate": gate}
 
 
-def projection_beside(layer: Any, config: TransformerConfig, backend: Backend) -> Any:
+def projection_beside(layer: Any, context: LayerContext) -> Any:
     """A function that makes a projection of attention's input: ``(outputs, config, tp_group=...)``.
 
     It moves the norm before attention out of the projection of queries, since both share it.
     """
-    if backend == "te":
+    if context.backend == "te":
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear as Linear
 
-        if not config.multi_latent_attention:
-            separate_norm(layer, config, backend)
+        if not context.config.multi_latent_attention:
+            separate_norm(layer, context)
     else:
         from megatron.core.tensor_parallel import ColumnParallelLinear as Linear
 
@@ -61,15 +55,6 @@ def projection_beside(layer: Any, config: TransformerConfig, backend: Backend) -
         )
 
     return make
-
-
-def separate_norm(layer: Any, config: TransformerConfig, backend: Backend) -> None:
-    """Takes the norm before attention out of its projection: other modules of attention read the normed input, too."""
-    if backend == "te":
-        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
-
-        layer.self_attention.submodules.linear_qkv = TEColumnParallelLinear
-        layer.input_layernorm = norm_of(backend, config)
 
 
 class GatedOutput(nn.Module):

@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -19,8 +20,38 @@ from mcore_bridge.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer import TransformerConfig
 
 Backend = Literal["torch", "te"]
+
+
+class Selection:
+    """The keys that the latest indexer of a pipeline stage has hidden, for layers that have none.
+
+    Attributes:
+        hidden: for each packed sequence, or for all rows together, ``[b, 1 or heads of this TP rank, queries of this CP
+            rank, all keys]``.
+    """
+
+    def __init__(self) -> None:
+        self.hidden: list[Tensor] = []
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """What a function that adapts the spec of a layer may read.
+
+    Attributes:
+        config: the config of the layer, with the attributes of ``config.overrides.ATTRIBUTES``.
+        number: the number of the layer in the whole model, from 0.
+        backend: the backend of the layer's modules.
+        selection: the selection that the layers of a pipeline stage share.
+    """
+
+    config: TransformerConfig
+    number: int
+    backend: Backend
+    selection: Selection = field(default_factory=Selection)
 
 
 def choose_backend(backend: str, *, device: torch.device) -> Backend:
@@ -77,6 +108,18 @@ def norm_of(backend: Backend, config: Any = None) -> type:
     from mcore_bridge.factory.modules.torch_modules import Norm
 
     return Norm
+
+
+def separate_norm(layer: Any, context: LayerContext) -> None:
+    """Takes the norm before attention out of its projection.
+
+    Either other modules of attention read the normed input, too, or megatron-core knows no norm in this projection.
+    """
+    if context.backend == "te":
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+        layer.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+        layer.input_layernorm = norm_of(context.backend, context.config)
 
 
 def submodules_of(spec: Any) -> Any:

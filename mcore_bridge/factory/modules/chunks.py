@@ -12,23 +12,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mcore_bridge.factory.modules.backend import say
+from mcore_bridge.factory.modules.backend import LayerContext, say
 from mcore_bridge.factory.modules.torch_modules import CoreAttention, first_tokens, padding_hidden, places_in_text
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
 
-def adapt_chunks(layer: Any, config: TransformerConfig, number: int) -> None:
-    """Makes a layer attend within chunks, if it has some.
-
-    Args:
-        layer: the submodules of the layer, changed in place.
-        config: its ``attention_chunks`` has the length of chunks for each layer, and 0 for layers without chunks.
-        number: the number of the layer in the whole model, from 0.
-    """
-    chunks = getattr(config, "attention_chunks", None)
-    if not chunks or not chunks[number]:
+def adapt_chunks(layer: Any, context: LayerContext) -> None:
+    """Make a layer attend within chunks, if ``attention_chunks`` of its config has a length above 0 for it."""
+    chunks = getattr(context.config, "attention_chunks", None)
+    if not chunks or not chunks[context.number]:
         return
     attention = layer.self_attention.submodules
     if issubclass(attention.core_attention, CoreAttention):

@@ -10,7 +10,7 @@ Every TP rank computes all keys and selections, since all heads share them. Scor
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.tensor_parallel import (
@@ -25,7 +25,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.modules.backend import Backend, norm_of, say
+from mcore_bridge.factory.modules.backend import LayerContext, norm_of, say
 from mcore_bridge.factory.modules.latent import ReplicatedLinear, read_by_heads
 from mcore_bridge.factory.modules.mixers.mixer import submodules_for
 from mcore_bridge.factory.modules.scores import ScoresCoreAttention
@@ -43,8 +43,9 @@ _OF_WINDOWS, _OF_COMPRESSED = 1, 0
 """The places of the two ropes in the angles of ``BothRotaryEmbeddings``."""
 
 
-def adapt_compressed(layer: Any, config: Any, backend: Backend) -> None:
-    """Replace the attention of a layer, if the model compresses keys. ``config`` is the config of the layer."""
+def adapt_compressed(layer: Any, context: LayerContext) -> None:
+    """Replace the attention of a layer, if the model compresses keys."""
+    config, backend = context.config, context.backend
     if getattr(config, "compression_ratios", None) is None:
         return
     if backend == "te":
@@ -73,15 +74,13 @@ class Compressor(nn.Module):
     If keys are selected, each token has two keys. One counts for its own window, the other for the next window.
     """
 
-    projections: ClassVar = ("linear_kv", "linear_gate")
-
     def __init__(self, config: Any, dim: int) -> None:
         super().__init__()
         self.dim, self.ratio = dim, config.compression_ratios[config.compression]
         self.overlaps = config.compression == "selected"
         width = dim * (1 + self.overlaps)
-        for name in self.projections:
-            setattr(self, name, ReplicatedLinear(config.hidden_size, width, config))
+        self.linear_kv = ReplicatedLinear(config.hidden_size, width, config)
+        self.linear_gate = ReplicatedLinear(config.hidden_size, width, config)
         self.places = nn.Parameter(torch.empty(self.ratio, width, **placement(config)))
         self.norm = Norm(config, dim, config.layernorm_epsilon)
         self.norm.weight.sequence_parallel = False  # type: ignore[attr-defined]  # each TP rank norms all of them
@@ -90,7 +89,7 @@ class Compressor(nn.Module):
 
     def projected(self, hidden: Tensor) -> Tensor:
         """Keys and gates of the tokens of this TP rank, ``[s, b, 2 * width]``, from ``[s, b, hidden]``."""
-        return torch.cat([getattr(self, name)(hidden)[0] for name in self.projections], -1)
+        return torch.cat((self.linear_kv(hidden)[0], self.linear_gate(hidden)[0]), -1)
 
     def forward(self, tokens: Tensor, angles: Tensor, rotate: Rotate) -> Tensor:
         """Compressed keys ``[s // ratio, b, dim]``, rotated like the first token of their window.
@@ -116,12 +115,6 @@ class Compressor(nn.Module):
         return torch.cat((nn.functional.pad(before, (*(0, 0) * 3, 1, 0), value=fill)[:-1], own), 1)
 
 
-class IndexedCompressor(Compressor):
-    """A compressor in an indexer, whose projections get no adapters and so have names of their own."""
-
-    projections = ("linear_wkv", "linear_wgate")
-
-
 class CompressedIndexer(nn.Module):
     """Selects compressed keys for each query, by small heads with compressed keys of their own. It is frozen."""
 
@@ -134,7 +127,7 @@ class CompressedIndexer(nn.Module):
         )
         self.linear_wq_b = ReplicatedLinear(config.query_rank, self.heads * self.dim, config)
         self.linear_weights_proj = ReplicatedLinear(config.hidden_size, self.heads, config)
-        self.compressor = IndexedCompressor(config, self.dim)
+        self.compressor = Compressor(config, self.dim)
         self.requires_grad_(False)
 
     def projected(self, hidden: Tensor, latent: Tensor) -> Tensor:
@@ -175,7 +168,7 @@ class CompressedCoreAttention(ScoresCoreAttention):
         hidden = torch.cat((hidden.expand(unseen.size(0), -1, -1), unseen), -1)[:, None]
         query, key = (heads.permute(1, 2, 0, 3) for heads in (query, key))
         with self._rng():
-            return self._attend(query, key, key, hidden, causal=False).permute(2, 0, 1, 3)
+            return self._attend(query, key, key, hidden).permute(2, 0, 1, 3)
 
 
 class GroupedLinear(ColumnParallelLinear):

@@ -16,10 +16,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (the usual name)
 
-from mcore_bridge.factory.modules.backend import Backend, mixed, submodules_of
+from mcore_bridge.factory.modules.backend import LayerContext, mixed, separate_norm, submodules_of
 from mcore_bridge.factory.modules.mixers.mixer import all_convolved
 from mcore_bridge.factory.modules.torch_modules import gather_text, own_text, packed_lengths, placement
-from mcore_bridge.factory.modules.values import OwnProjection, unfused
+from mcore_bridge.factory.modules.values import OwnProjection
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -27,18 +27,15 @@ if TYPE_CHECKING:
     from mcore_bridge.factory.modules.multipliers import Add
 
 
-def adapt_convolutions(layer: Any, config: Any, backend: Backend) -> None:
-    """Put convolutions into attention and into both additions of a layer, if ``config.residual_convolutions`` is set.
+def adapt_convolutions(layer: Any, context: LayerContext) -> None:
+    """Put convolutions into attention and into both additions of a layer, by ``residual_convolutions`` of its config.
 
-    Args:
-        layer: the submodules of the layer, changed in place.
-        config: the config of the layer. Its ``short_conv_kernel`` is the size of the kernel, in tokens.
-        backend: the backend of the layer's modules.
+    ``short_conv_kernel`` is the size of the kernel, in tokens.
     """
-    if not getattr(config, "residual_convolutions", False):
+    if not getattr(context.config, "residual_convolutions", False):
         return
-    text, attention = Text(), layer.self_attention
-    unfused(layer, config, backend)
+    config, text, attention = context.config, Text(), layer.self_attention
+    separate_norm(layer, context)
     attention.module = mixed(ConvolvedKeys, attention.module)
     attention.params = {**(attention.params or {}), "text": text}
     is_dense = not hasattr(submodules_of(layer.mlp), "router")

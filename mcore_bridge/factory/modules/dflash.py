@@ -108,7 +108,7 @@ class BlockAttention(CoreAttention):
             keys, values = (torch.cat((given[part.context], given[own])) for given in (key, value))
             parts = query[part.queries], keys, values
             own_query, keys, values = (rearrange(given, "s b n d -> b n s d") for given in parts)
-            outputs.append(self._attend(own_query, keys, values, part.hidden, causal=False))
+            outputs.append(self._attend(own_query, keys, values, part.hidden))
         return rearrange(torch.cat(outputs, 2), "b n s d -> s b (n d)")
 
 

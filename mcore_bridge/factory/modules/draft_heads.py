@@ -8,7 +8,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 
 from mcore_bridge.config.draft import BlockFields
-from mcore_bridge.factory.modules.backend import Backend, mixed, norm_of
+from mcore_bridge.factory.modules.backend import Backend, LayerContext, mixed, norm_of
 from mcore_bridge.factory.modules.dflash import BlockAttention, ContextAttention, DFlashModel
 from mcore_bridge.factory.modules.eagle3 import Eagle3Model, TwiceAsWide, UnrolledAttention, two_norms
 
@@ -23,18 +23,13 @@ def head_class(config: TransformerConfig) -> type[GPTModel] | None:
     return DFlashModel if isinstance(config.draft, BlockFields) else Eagle3Model
 
 
-def adapt_draft(layer: Any, config: TransformerConfig, backend: Backend) -> None:
-    """Let the layer of a draft head read ``[embedding, hidden]``.
-
-    Args:
-        layer: the submodules of a layer, changed in place. No other layer may share them.
-        config: it has a ``draft`` if the model is a draft head.
-        backend: the backend of the layer's modules.
-    """
+def adapt_draft(layer: Any, context: LayerContext) -> None:
+    """Let the layer of a draft head read ``[embedding, hidden]``, or blocks. Other configs have no ``draft``."""
+    config, backend = context.config, context.backend
     if not hasattr(config, "draft"):
         return
     if isinstance(config.draft, BlockFields):
-        _adapt_blocks(layer, config, backend)
+        _read_blocks(layer, config, backend)
         return
     linear = _without_norm(backend)
     add = layer.self_attn_bda
@@ -50,7 +45,7 @@ def adapt_draft(layer: Any, config: TransformerConfig, backend: Backend) -> None
     del layer.sharded_state_dict_keys_map["input_layernorm."]  # no linear layer has these norms inside
 
 
-def _adapt_blocks(layer: Any, config: TransformerConfig, backend: Backend) -> None:
+def _read_blocks(layer: Any, config: TransformerConfig, backend: Backend) -> None:
     """Let a layer read blocks, and a context that its first norm does not change."""
     attention = layer.self_attention
     layer.input_layernorm = norm_of(backend, config)

@@ -86,7 +86,7 @@ class LaterSteps(CoreAttention):
         hidden = torch.cat((ahead, *(others for _ in own_keys)), -1)
         parts = query, torch.cat((key, *own_keys)), torch.cat((value, *own_values))
         query, key, value = (rearrange(part, "s b n d -> b n s d") for part in parts)
-        context = self._attend(query, key, value, hidden, causal=False)
+        context = self._attend(query, key, value, hidden)
         return rearrange(context, "b n s d -> s b (n d)")
 
 

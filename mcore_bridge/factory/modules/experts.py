@@ -19,7 +19,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.modules.backend import mixed, submodules_of, with_module
+from mcore_bridge.factory.modules.backend import LayerContext, mixed, submodules_of, with_module
 from mcore_bridge.factory.modules.torch_modules import placement
 
 if TYPE_CHECKING:
@@ -100,15 +100,15 @@ def has_softmax_bias(config: TransformerConfig) -> bool:
     return bool(config.moe_router_enable_expert_bias and config.moe_router_score_function == "softmax")
 
 
-def adapt_experts(layer: Any, config: TransformerConfig, backend: str) -> None:
+def adapt_experts(layer: Any, context: LayerContext) -> None:
     """Puts our router and linear layer into a layer's spec, if the layer has routed experts and needs them."""
     submodules = submodules_of(layer.mlp)
     if not hasattr(submodules, "router"):
         return
-    if backend == "torch":
+    if context.backend == "torch":
         submodules.router = Router
         submodules_of(submodules.experts).linear_fc2 = ExpertRowParallelLinear
-    elif config.moe_router_enable_expert_bias:
+    elif context.config.moe_router_enable_expert_bias:
         submodules.router = BiasedRouter
 
 
@@ -119,17 +119,12 @@ def _computed(
     return compute(scores, topk, num_groups, group_topk)
 
 
-def adapt_narrow_experts(layer: Any, config: TransformerConfig) -> None:
-    """Puts projections around the experts of a layer, if ``config.expert_latent_size`` is set.
-
-    Args:
-        layer: the submodules of a layer, changed in place. A layer with a dense MLP stays unchanged.
-        config: the config of the model.
-    """
-    if getattr(config, "expert_latent_size", None) is None or not hasattr(submodules_of(layer.mlp), "router"):
-        return
-    require_no_overlap(config)
+def adapt_narrow_experts(layer: Any, context: LayerContext) -> None:
+    """Puts projections around the routed experts of a layer, if its config has an ``expert_latent_size``."""
     submodules = submodules_of(layer.mlp)
+    if getattr(context.config, "expert_latent_size", None) is None or not hasattr(submodules, "router"):
+        return
+    require_no_overlap(context.config)
     submodules.experts = with_module(submodules.experts, functools.partial(mixed, NarrowExperts))
     layer.mlp = with_module(layer.mlp, functools.partial(mixed, NarrowLayer))
 

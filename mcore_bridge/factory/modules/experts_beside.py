@@ -13,7 +13,7 @@ import torch
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor, nn
 
-from mcore_bridge.factory.modules.backend import Backend, mixed, norm_of, submodules_of, with_module
+from mcore_bridge.factory.modules.backend import LayerContext, mixed, norm_of, submodules_of, with_module
 from mcore_bridge.factory.modules.experts import require_no_overlap
 from mcore_bridge.factory.modules.norms import post_normed
 from mcore_bridge.factory.modules.torch_modules import UnitNorm, placement
@@ -22,22 +22,19 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
 
-def adapt_beside(layer: Any, config: TransformerConfig, backend: Backend) -> None:
-    """Set the experts of a layer beside its dense MLP, and scale its router, if the config asks for it.
+def adapt_experts_beside(layer: Any, context: LayerContext) -> None:
+    """Set the routed experts of a layer beside its dense MLP, and scale its router, if its config asks for it.
 
-    Args:
-        layer: the submodules of a layer, changed in place. A layer without experts stays unchanged.
-        config: the config of the layer, with ``experts_beside_mlp`` and ``router_scales``.
-        backend: the backend of the layer's modules.
+    The attributes of the config are ``experts_beside_mlp`` and ``router_scales``.
     """
-    submodules = submodules_of(layer.mlp)
+    config, submodules = context.config, submodules_of(layer.mlp)
     if not hasattr(submodules, "router"):
         return
     if getattr(config, "router_scales", False):
         submodules.router = mixed(ScaledRouter, submodules.router)
     if getattr(config, "experts_beside_mlp", False):
         require_no_overlap(config)
-        norm = norm_of(backend, config)
+        norm = norm_of(context.backend, config)
         layer.pre_mlp_layernorm = IdentityOp
         dense = submodules_of(submodules.shared_experts)
         dense.linear_fc2 = post_normed(dense.linear_fc2, norm)

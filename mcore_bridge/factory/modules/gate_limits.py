@@ -10,26 +10,21 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from mcore_bridge.factory.modules.backend import ChangesOutput, submodules_of
-
-if TYPE_CHECKING:
-    from megatron.core.transformer import TransformerConfig
+from mcore_bridge.factory.modules.backend import ChangesOutput, LayerContext, submodules_of
 
 
-def adapt_limits(layer: Any, config: TransformerConfig) -> None:
+def adapt_limits(layer: Any, context: LayerContext) -> None:
     """Limits the gates of a layer, if its config has a limit for them.
 
-    Args:
-        layer: the submodules of the layer, changed in place.
-        config: the config of the layer, with ``glu_limit`` of its MLP or shared experts, and ``expert_glu_limit``.
-            With ``limits_before_activation``, they are limits of the inputs of SiLU.
+    ``glu_limit`` is for its MLP or shared experts, ``expert_glu_limit`` for its routed experts. With
+    ``limits_before_activation``, they are limits of the inputs of SiLU.
     """
-    mlp = submodules_of(layer.mlp)
+    config, mlp = context.config, submodules_of(layer.mlp)
     is_sparse = hasattr(mlp, "router")
     for attribute, spec in (
         ("glu_limit", mlp.shared_experts if is_sparse else layer.mlp),
@@ -41,11 +36,13 @@ def adapt_limits(layer: Any, config: TransformerConfig) -> None:
             submodules.linear_fc1 = limited(submodules.linear_fc1, limit, limit if before else silu_inverse(limit))
 
 
-def adapt_clip(layer: Any, config: TransformerConfig) -> None:
-    """Clips queries, keys and values of a layer before their rope, if ``config.qkv_clip`` is set."""
-    if (bound := getattr(config, "qkv_clip", None)) is not None:
-        attention = layer.self_attention.submodules
-        attention.linear_qkv = clipped(attention.linear_qkv, bound)
+def adapt_clip(layer: Any, context: LayerContext) -> None:
+    """Clips queries, keys and values of a layer before their rope, if its config has a ``qkv_clip``."""
+    bound = getattr(context.config, "qkv_clip", None)
+    if bound is None:
+        return
+    attention = layer.self_attention.submodules
+    attention.linear_qkv = clipped(attention.linear_qkv, bound)
 
 
 def silu_inverse(limit: float) -> float:

@@ -13,12 +13,12 @@ from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, cat, nn
 
 from mcore_bridge.config.layer_kinds import FIRST, SECOND
-from mcore_bridge.factory.modules.backend import Backend, mixed, norm_of, submodules_of
+from mcore_bridge.factory.modules.backend import Backend, LayerContext, mixed, norm_of, submodules_of
 from mcore_bridge.factory.modules.mixers.kda import kda_spec
 from mcore_bridge.factory.modules.mixers.mamba_mixer import mamba_spec
 from mcore_bridge.factory.modules.mixers.short_conv import short_conv_spec
 from mcore_bridge.factory.modules.multipliers import multiplied
-from mcore_bridge.factory.modules.norms import adapt_mixer_norms
+from mcore_bridge.factory.modules.norms import norm_mixer
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -31,26 +31,20 @@ _HOLDING_NORM = frozenset("MC")
 """The mixers that hold the norm before them, with backend te."""
 
 
-def adapt_halves(layer: Any, config: TransformerConfig, number: int, backend: Backend) -> None:
-    """Puts a mixer in the place of attention, and removes the half that layer ``number`` (from 0) does not have.
-
-    Args:
-        layer: the submodules of the layer, changed in place.
-        config: its ``layer_kinds`` has the kind of each layer; without it, layers stay unchanged.
-        number: the number of the layer in the whole model.
-        backend: the backend of the layer's modules.
-    """
-    kinds = getattr(config, "layer_kinds", None)
+def adapt_halves(layer: Any, context: LayerContext) -> None:
+    """Puts a mixer in the place of attention, and removes the half that a layer lacks, if there are ``layer_kinds``."""
+    kinds = getattr(context.config, "layer_kinds", None)
     if kinds is None:
         return
-    if {"M", "*"} <= set(kinds[number]):
-        adapt_beside(layer, config, backend)
-    elif letter := next((letter for letter in kinds[number] if letter in _MIXERS), None):
-        layer.self_attention = _MIXERS[letter](backend)
-        adapt_mixer_norms(layer, config, backend, holds_norm=letter in _HOLDING_NORM)
-    if FIRST.isdisjoint(kinds[number]):
+    kind = kinds[context.number]
+    if {"M", "*"} <= set(kind):
+        _put_mixer_beside(layer, context.config, context.backend)
+    elif letter := next((letter for letter in kind if letter in _MIXERS), None):
+        layer.self_attention = _MIXERS[letter](context.backend)
+        norm_mixer(layer, context, holds_norm=letter in _HOLDING_NORM)
+    if FIRST.isdisjoint(kind):
         remove_first(layer)
-    if SECOND.isdisjoint(kinds[number]):
+    if SECOND.isdisjoint(kind):
         remove_second(layer)
 
 
@@ -64,14 +58,8 @@ def remove_second(layer: Any) -> None:
     layer.mlp, layer.mlp_bda, layer.pre_mlp_layernorm = IdentityOp, IdentityFuncOp, IdentityOp
 
 
-def adapt_beside(layer: Any, config: TransformerConfig, backend: Backend) -> None:
-    """Puts a mixer beside the attention of a layer, and the multipliers of its parts into it.
-
-    Args:
-        layer: the submodules of a layer with attention and a dense MLP, changed in place.
-        config: its ``side_multipliers`` has the multipliers.
-        backend: the backend of the layer's modules.
-    """
+def _put_mixer_beside(layer: Any, config: TransformerConfig, backend: Backend) -> None:
+    """Puts a mixer beside the attention of a layer with a dense MLP, and the multipliers of its parts into it."""
     if backend == "te":  # attention and mixer share a norm, so neither module contains it
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
 

@@ -20,7 +20,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor, nn
 
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.modules.backend import say
+from mcore_bridge.factory.modules.backend import LayerContext, say
 from mcore_bridge.factory.modules.torch_modules import Norm, placement
 
 if TYPE_CHECKING:
@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from mcore_bridge.factory.modules.backend import Backend
 
 
-def adapt_latent(layer: Any, config: Any, backend: Backend) -> None:
+def adapt_latent(layer: Any, context: LayerContext) -> None:
     """Puts our latent attention into a layer's spec, if the model has latents. Norms are not fused into linears."""
+    config, backend = context.config, context.backend
     if not config.multi_latent_attention:
         return
     if getattr(config, "mla_down_proj_fusion", False):
@@ -136,8 +137,9 @@ def read_by_heads(shared: Tensor, tp_group: Any) -> Tensor:
     return read
 
 
-def adapt_sparse(layer: Any, config: Any, backend: Backend) -> None:
+def adapt_sparse(layer: Any, context: LayerContext) -> None:
     """Puts sparse attention into a layer's spec, with the modules of our latent attention, if the model has it."""
+    config, backend = context.config, context.backend
     if config.experimental_attention_variant != "dsa":
         return
     _require_no_recompute(config)

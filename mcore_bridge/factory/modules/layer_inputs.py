@@ -15,20 +15,20 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.modules.backend import free_after_forward, read_tokens
+from mcore_bridge.factory.modules.backend import LayerContext, free_after_forward, read_tokens
 from mcore_bridge.factory.modules.latent import ReplicatedLinear
 from mcore_bridge.factory.modules.multipliers import EmbeddingScale, ScaledSum
 from mcore_bridge.factory.modules.torch_modules import Norm
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.transformer import TransformerConfig
 
 
-def adapt_layer_input(layer: Any, config: TransformerConfig, number: int) -> None:
-    """Add an input of its own to layer ``number`` (from 0), if ``config.layer_input_size`` is set."""
-    if getattr(config, "layer_input_size", None) is not None:
-        layer.mlp_bda = ModuleSpec(LayerInput, {"config": config, "number": number})
+def adapt_layer_input(layer: Any, context: LayerContext) -> None:
+    """Add an input of its own to a layer, if its config has a ``layer_input_size``."""
+    if getattr(context.config, "layer_input_size", None) is None:
+        return
+    layer.mlp_bda = ModuleSpec(LayerInput, {"config": context.config, "number": context.number})
 
 
 def add_layer_inputs(chunk: GPTModel) -> None:

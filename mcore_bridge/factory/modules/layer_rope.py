@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mcore_bridge.config.layer_kinds import inner_config
 from mcore_bridge.config.rope import ATTENTION_FACTOR, Rope
-from mcore_bridge.factory.modules.backend import mixed
+from mcore_bridge.factory.modules.backend import LayerContext, mixed
 from mcore_bridge.factory.modules.rotary import HFRotaryEmbedding
 
 if TYPE_CHECKING:
@@ -28,13 +28,14 @@ if TYPE_CHECKING:
 _FULL, _SLIDING = 0, 1
 
 
-def adapt_layer_rope(layer: Any, config: TransformerConfig, backend: str) -> None:
-    """Makes a layer's attention take only the angles of the layer's rope, if ``config.hf_sliding_rope`` is set."""
-    if getattr(config, "hf_sliding_rope", None) is not None:
-        layer.self_attention.module = mixed(OwnRope, layer.self_attention.module)
+def adapt_layer_rope(layer: Any, context: LayerContext) -> None:
+    """Makes a layer's attention take only the angles of the layer's rope, if its config has an ``hf_sliding_rope``."""
+    if getattr(context.config, "hf_sliding_rope", None) is None:
+        return
+    layer.self_attention.module = mixed(OwnRope, layer.self_attention.module)
 
 
-def adapt_inner_rope(layer: Any, config: TransformerConfig) -> None:
+def use_inner_rope(layer: Any, config: TransformerConfig) -> None:
     """Give a layer within an MTP layer the window and the rope of the layer that ``config.mtp_like_layer`` names."""
     if getattr(config, "mtp_like_layer", None) is not None:
         layer.self_attention.module = mixed(InnerRope, layer.self_attention.module)

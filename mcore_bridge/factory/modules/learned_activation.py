@@ -13,7 +13,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from mcore_bridge.config.tables.derived import xielu
-from mcore_bridge.factory.modules.backend import mixed, with_module
+from mcore_bridge.factory.modules.backend import LayerContext, mixed, with_module
 from mcore_bridge.factory.modules.torch_modules import placement
 
 if TYPE_CHECKING:
@@ -22,15 +22,11 @@ if TYPE_CHECKING:
 _ALPHA, _BETA, _EPS = 0.8, 0.5, -1e-6
 
 
-def adapt_activation(layer: Any, config: TransformerConfig) -> None:
-    """Give the MLP of a layer an activation with numbers of its own, if ``config.activation_func`` is ``xielu``.
-
-    Args:
-        layer: the submodules of the layer, changed in place.
-        config: the config of the layer.
-    """
-    if config.activation_func is xielu:
-        layer.mlp = with_module(layer.mlp, lambda module: mixed(LearnedActivation, module))
+def adapt_activation(layer: Any, context: LayerContext) -> None:
+    """Give the MLP of a layer an activation with numbers of its own, if ``activation_func`` of its config is xIELU."""
+    if context.config.activation_func is not xielu:
+        return
+    layer.mlp = with_module(layer.mlp, lambda module: mixed(LearnedActivation, module))
 
 
 class LearnedActivation(nn.Module):

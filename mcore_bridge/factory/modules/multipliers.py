@@ -12,7 +12,7 @@ import torch
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
-from mcore_bridge.factory.modules.backend import submodules_of
+from mcore_bridge.factory.modules.backend import LayerContext, submodules_of
 from mcore_bridge.factory.modules.output_layers import output_weight
 from mcore_bridge.factory.modules.torch_modules import placement
 
@@ -88,14 +88,13 @@ class LogitSoftcap:
         return torch.tanh(logits / self.cap) * self.cap, bias
 
 
-def adapt_residuals(layer: Any, config: TransformerConfig) -> None:
-    """Replaces the additions of residuals in a layer by ``multiplied``, if the config has a multiplier.
+def adapt_residuals(layer: Any, context: LayerContext) -> None:
+    """Replaces the additions of residuals in a layer by ``multiplied``, if its config has a multiplier.
 
-    Args:
-        layer: the submodules of a layer, changed in place.
-        config: its ``residual_multiplier`` is for attention and MLP, its ``expert_multiplier`` only for experts. With
-            ``layer_scalar``, the output of the layer is multiplied by a number of the checkpoint.
+    ``residual_multiplier`` is for attention and MLP, ``expert_multiplier`` only for experts. With ``layer_scalar``, the
+    output of the layer is multiplied by a number of the checkpoint.
     """
+    config = context.config
     multiplier, of_experts = (getattr(config, f"{name}_multiplier", None) for name in ("residual", "expert"))
     if multiplier is not None:
         layer.self_attn_bda = layer.mlp_bda = multiplied(multiplier)

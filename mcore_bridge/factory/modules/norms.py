@@ -19,6 +19,7 @@ from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.modules.backend import (
     Backend,
     ChangesOutput,
+    LayerContext,
     is_unrotated,
     norm_of,
     say,
@@ -32,14 +33,12 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
 
-def adapt_norm_placement(layer: Any, config: TransformerConfig, backend: Backend) -> None:
-    """Puts norms after attention and MLP, or after all experts. With "post", the norms before them are removed.
+def adapt_norm_placement(layer: Any, context: LayerContext) -> None:
+    """Puts norms after attention and MLP, or after all experts, by ``norm_placement`` of the layer's config.
 
-    Args:
-        layer: the submodules of a layer, changed in place.
-        config: its ``norm_placement`` is "pre" (the default; mcore's own), "post" or "sandwich".
-        backend: the backend of the layer's modules.
+    It is "pre" (the default; mcore's own), "post" (no norms before attention and MLP) or "sandwich" (both).
     """
+    config, backend = context.config, context.backend
     placement = getattr(config, "norm_placement", "pre")
     if placement == "pre":
         return
@@ -55,16 +54,11 @@ def adapt_norm_placement(layer: Any, config: TransformerConfig, backend: Backend
         _norm_before(layer, IdentityOp, backend)
 
 
-def adapt_unweighted_norms(layer: Any, config: TransformerConfig, backend: Backend) -> None:
-    """Puts norms without weights before attention and MLP, if ``config.norm_weight`` is False.
-
-    Args:
-        layer: the submodules of a layer, changed in place.
-        config: the config of the model.
-        backend: the backend of the layer's modules.
-    """
-    if not getattr(config, "norm_weight", True):
-        _norm_before(layer, UnitNorm, backend)
+def adapt_unweighted_norms(layer: Any, context: LayerContext) -> None:
+    """Puts norms without weights before attention and MLP, if ``norm_weight`` of the layer's config is False."""
+    if getattr(context.config, "norm_weight", True):
+        return
+    _norm_before(layer, UnitNorm, context.backend)
 
 
 def _norm_before(layer: Any, norm: type, backend: Backend) -> None:
@@ -78,37 +72,32 @@ def _norm_before(layer: Any, norm: type, backend: Backend) -> None:
             submodules_of(layer.mlp).linear_fc1 = TEColumnParallelLinear
 
 
-def adapt_mixer_norms(layer: Any, config: TransformerConfig, backend: Backend, *, holds_norm: bool) -> None:
-    """Puts a norm after a mixer in the place of attention, and leaves one norm before it.
+def norm_mixer(layer: Any, context: LayerContext, *, holds_norm: bool) -> None:
+    """Puts a norm after a mixer in the place of attention, if norms are sandwiched, and leaves one norm before it.
 
-    Args:
-        layer: the submodules of a layer with a mixer, changed in place.
-        config: with the ``norm_placement`` "sandwich", there is a norm after the mixer, too.
-        backend: the backend of the layer's modules.
-        holds_norm: whether the mixer holds the norm before it, with backend te.
+    With backend te, a mixer that ``holds_norm`` has the norm before it inside.
     """
-    if backend == "te" and holds_norm:
+    if context.backend == "te" and holds_norm:
         layer.input_layernorm = IdentityOp
-    if getattr(config, "norm_placement", "pre") == "sandwich":
+    if getattr(context.config, "norm_placement", "pre") == "sandwich":
         submodules = layer.self_attention.submodules
-        submodules.out_proj = post_normed(submodules.out_proj, norm_of(backend, config))
+        submodules.out_proj = post_normed(submodules.out_proj, norm_of(context.backend, context.config))
 
 
-def adapt_query_key_norms(layer: Any, config: TransformerConfig, backend: Backend) -> None:
-    """Puts our norms of queries and keys into a layer's spec, if mcore has no such norms.
+def adapt_query_key_norms(layer: Any, context: LayerContext) -> None:
+    """Puts our norms of queries and keys into a layer's spec, by ``qk_norm_kind`` of its config.
 
-    Args:
-        layer: the submodules of a layer, changed in place.
-        config: its ``qk_norm_kind`` is "head" (the default; mcore's own), "all_heads" (one norm over all heads
-            together), "each_head" (own weights in each head), "unweighted" (no weights) or "after_rope" (each head,
-            after rotation).
-            ``qk_layernorm`` must be set: by it mcore sums the
-            gradients of ``q_layernorm`` and ``k_layernorm`` over the TP ranks.
-        backend: the backend of the layer's modules.
+    It is "head" (the default; mcore's own), "all_heads" (one norm over all heads together), "each_head" (own weights in
+    each head), "unweighted" (no weights) or "after_rope" (each head, after rotation). "after_rope_unweighted" has no
+    weights, and is for layers that rotate. ``qk_layernorm`` must be set for norms with weights: by it mcore sums the
+    gradients of ``q_layernorm`` and ``k_layernorm`` over the TP ranks.
     """
-    kind, attention = getattr(config, "qk_norm_kind", "head"), layer.self_attention.submodules
+    config, kind = context.config, getattr(context.config, "qk_norm_kind", "head")
+    if kind == "head":
+        return
+    attention = layer.self_attention.submodules
     if kind == "all_heads":
-        if backend == "te":
+        if context.backend == "te":
             say("TransformerEngine has no norm over the heads of several ranks: queries and keys use torch's norm")
         attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm
     elif kind == "each_head" and config.qk_layernorm:
@@ -117,19 +106,8 @@ def adapt_query_key_norms(layer: Any, config: TransformerConfig, backend: Backen
         attention.q_layernorm = attention.k_layernorm = UnitNorm
     elif kind == "after_rope":
         attention.q_layernorm = attention.k_layernorm = IdentityOp
-        attention.core_attention = normed_after_rope(attention.core_attention, norm_of(backend, config))
-
-
-def adapt_unit_norms(layer: Any, config: TransformerConfig, number: int) -> None:
-    """Put norms without weights after the rope of layer ``number`` (from 0), if it has one.
-
-    Args:
-        layer: the submodules of the layer, changed in place.
-        config: its ``qk_norm_kind`` is "after_rope_unweighted".
-        number: the number of the layer in the whole model.
-    """
-    if getattr(config, "qk_norm_kind", "head") == "after_rope_unweighted" and not is_unrotated(config, number):
-        attention = layer.self_attention.submodules
+        attention.core_attention = normed_after_rope(attention.core_attention, norm_of(context.backend, config))
+    elif kind == "after_rope_unweighted" and not is_unrotated(config, context.number):
         attention.core_attention = normed_after_rope(attention.core_attention, UnitNorm)
 
 
@@ -170,16 +148,11 @@ def norm_embedding(chunk: GPTModel) -> None:
         chunk.embedding.word_embeddings.register_forward_hook(lambda module, inputs, output: norm(output))
 
 
-def adapt_expert_norm(layer: Any, config: TransformerConfig, backend: Backend) -> None:
-    """Puts a norm after the summed output of a layer's experts, if ``config.expert_norm`` is set.
-
-    Args:
-        layer: the submodules of a layer, changed in place. A layer with a dense MLP stays unchanged.
-        config: the config of the model.
-        backend: the backend of the layer's modules.
-    """
-    if getattr(config, "expert_norm", False) and _has_experts(layer):
-        _norm_experts(layer, norm_of(backend, config))
+def adapt_expert_norm(layer: Any, context: LayerContext) -> None:
+    """Puts a norm after the summed output of a layer's routed experts, if its config has ``expert_norm``."""
+    if not getattr(context.config, "expert_norm", False) or not _has_experts(layer):
+        return
+    _norm_experts(layer, norm_of(context.backend, context.config))
 
 
 def _has_experts(layer: Any) -> bool:

@@ -6,25 +6,20 @@ a norm of the layer's input. All other code, also the sums of residuals, is mega
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.modules.backend import Backend, norm_of, submodules_of
-
-if TYPE_CHECKING:
-    from megatron.core.transformer import TransformerConfig
+from mcore_bridge.factory.modules.backend import LayerContext, norm_of, submodules_of
 
 
-def adapt_parallel(layer: Any, config: TransformerConfig, backend: Backend) -> None:
+def adapt_parallel(layer: Any, context: LayerContext) -> None:
     """Puts two norms that share a ``SharedInput`` into a layer, if attention and MLP are side by side.
 
-    Args:
-        layer: the submodules of a layer, changed in place. No other layer may share them.
-        config: its ``parallel_norms`` is 1 (attention and MLP read one norm), 2 (a norm each), or not set.
-        backend: the backend of the layer's modules.
+    ``parallel_norms`` of its config is 1 (attention and MLP read one norm), 2 (a norm each), or not set.
     """
+    config, backend = context.config, context.backend
     norms = getattr(config, "parallel_norms", None)
     if norms is None:
         return

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from mcore_bridge.errors import CheckpointError, ConfigError
-from mcore_bridge.factory.modules.backend import free_after_forward, mixed, read_tokens, submodules_of
+from mcore_bridge.factory.modules.backend import LayerContext, free_after_forward, mixed, read_tokens, submodules_of
 from mcore_bridge.factory.modules.experts import BiasedRouter, Router
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.transformer import TransformerConfig
 
     from mcore_bridge.factory.modules.experts import Compute
 
@@ -28,15 +27,14 @@ _BY_TABLE = (
 )
 
 
-def adapt_root_scores(layer: Any, config: TransformerConfig, backend: str) -> None:
-    """Replace the router of a layer, if its scores are roots of softplus. ``config`` is the config of the layer."""
-    if not getattr(config, "root_scores", False):
+def adapt_root_scores(layer: Any, context: LayerContext) -> None:
+    """Replace the router of a layer, if its scores are roots of softplus."""
+    if not getattr(context.config, "root_scores", False):
         return
-    _require_tokens(config)
-    router = Router if backend == "torch" else BiasedRouter
-    submodules_of(layer.mlp).router = mixed(
-        TableRouter if getattr(config, "experts_by_token", False) else Roots, router
-    )
+    _require_tokens(context.config)
+    router = Router if context.backend == "torch" else BiasedRouter
+    kind = TableRouter if getattr(context.config, "experts_by_token", False) else Roots
+    submodules_of(layer.mlp).router = mixed(kind, router)
 
 
 def _require_tokens(config: Any) -> None:

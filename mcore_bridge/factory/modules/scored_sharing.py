@@ -7,7 +7,7 @@ shared experts, so these run behind it, on the input of the layer.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import (
@@ -24,24 +24,19 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.modules.backend import mixed, submodules_of, with_module
+from mcore_bridge.factory.modules.backend import LayerContext, mixed, submodules_of, with_module
 from mcore_bridge.factory.modules.experts import require_no_overlap
 from mcore_bridge.factory.modules.experts_beside import ones
 from mcore_bridge.factory.modules.torch_modules import placement
 
-if TYPE_CHECKING:
-    from megatron.core.transformer import TransformerConfig
 
+def adapt_scored_sharing(layer: Any, context: LayerContext) -> None:
+    """Let the router of a layer weigh its shared experts, if ``shared_experts_scored`` of the layer's config is set.
 
-def adapt_scored_sharing(layer: Any, config: TransformerConfig) -> None:
-    """Let the router of a layer weigh its shared experts, if ``config.shared_experts_scored`` is set.
-
-    Args:
-        layer: the submodules of the layer, changed in place. A layer without experts stays unchanged.
-        config: the config of the layer. It has as many shared experts as fit into
-            ``moe_shared_expert_intermediate_size``.
+    A layer has as many shared experts as fit into ``moe_shared_expert_intermediate_size``. One without experts stays
+    unchanged.
     """
-    submodules = submodules_of(layer.mlp)
+    config, submodules = context.config, submodules_of(layer.mlp)
     if not getattr(config, "shared_experts_scored", False) or not hasattr(submodules, "router"):
         return
     require_no_overlap(config)

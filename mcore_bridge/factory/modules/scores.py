@@ -16,38 +16,36 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from torch import Tensor, nn
 
 from mcore_bridge.factory.modules.attention_gate import projection_beside
-from mcore_bridge.factory.modules.backend import Backend, mixed, say
+from mcore_bridge.factory.modules.backend import LayerContext, mixed, say
 from mcore_bridge.factory.modules.torch_modules import CoreAttention, placement, sharded_tensors
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
 
-def adapt_scores(layer: Any, config: TransformerConfig, backend: str) -> None:
+def adapt_scores(layer: Any, context: LayerContext) -> None:
     """Use ``ScoresCoreAttention`` for soft caps (which TE lacks as well), and for sinks on backend torch."""
-    capped = getattr(config, "attention_softcap", None) is not None
-    if capped and backend == "te":
-        say("TransformerEngine has no attention with soft caps: these layers use torch's")
-    if capped or (backend == "torch" and config.softmax_type == "learnable"):
-        layer.self_attention.submodules.core_attention = ScoresCoreAttention
-
-
-def adapt_relative(layer: Any, config: TransformerConfig, backend: Backend) -> None:
-    """Add scores by distance to the attention of a layer, if ``config.relative_profiles`` is set.
-
-    Args:
-        layer: the submodules of the layer, changed in place.
-        config: its ``relative_profiles`` is their number, and ``relative_extent`` how many distances they have.
-        backend: the backend of the layer's modules.
-    """
-    if getattr(config, "relative_profiles", None) is None:
+    is_capped = getattr(context.config, "attention_softcap", None) is not None
+    if not is_capped and (context.backend == "te" or context.config.softmax_type != "learnable"):
         return
-    if backend == "te":
+    if context.backend == "te":
+        say("TransformerEngine has no attention with soft caps: these layers use torch's")
+    layer.self_attention.submodules.core_attention = ScoresCoreAttention
+
+
+def adapt_relative(layer: Any, context: LayerContext) -> None:
+    """Add scores by distance to the attention of a layer, if ``relative_profiles`` of its config, their number, is set.
+
+    ``relative_extent`` is how many distances they have.
+    """
+    if getattr(context.config, "relative_profiles", None) is None:
+        return
+    if context.backend == "te":
         say("TransformerEngine has no attention with learned scores by distance: these layers use torch's")
     attention = layer.self_attention
     attention.submodules.core_attention = RelativeCoreAttention
     attention.module = mixed(RelativeQueries, attention.module)
-    attention.params = {**(attention.params or {}), "beside": projection_beside(layer, config, backend)}
+    attention.params = {**(attention.params or {}), "beside": projection_beside(layer, context)}
 
 
 class ScoresCoreAttention(CoreAttention):
@@ -76,21 +74,14 @@ class ScoresCoreAttention(CoreAttention):
         return sharded_tensors(self, prefix, sharded_offsets)
 
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        hidden: Tensor | None,
-        *,
-        causal: bool,
-        places: Tensor | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, places: Tensor | None = None
     ) -> Tensor:
         repeats = query.size(1) // key.size(1)
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
         scores = self._scores(query, key, places)
         if self.cap is not None:
             scores = torch.tanh(scores / self.cap) * self.cap
-        if hidden is None and causal:
+        if hidden is None and places is not None:
             hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         if hidden is not None:
             scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)

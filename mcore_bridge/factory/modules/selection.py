@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from mcore_bridge.config.layer_kinds import selects_keys, shares_selection
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.modules.attention_gate import separate_norm
-from mcore_bridge.factory.modules.backend import Backend, free_after_forward, mixed, say
+from mcore_bridge.factory.modules.backend import LayerContext, Selection, free_after_forward, mixed, say, separate_norm
 from mcore_bridge.factory.modules.latent import LatentAttention, ReplicatedLinear
 from mcore_bridge.factory.modules.scores import ScoresCoreAttention
 from mcore_bridge.factory.modules.torch_modules import (
@@ -43,38 +42,21 @@ _HALVES = SimpleNamespace(apply_rope_fusion=False, rotary_interleaved=False, mul
 """What ``apply_rotary_pos_emb`` reads of a config, to rotate halves."""
 
 
-class Selection:
-    """The keys that the latest indexer of a pipeline stage has hidden, for layers that have none.
-
-    Attributes:
-        hidden: for each packed sequence, or for all rows together, ``[b, 1 or heads of this TP rank, queries of this CP
-            rank, all keys]``.
-    """
-
-    def __init__(self) -> None:
-        self.hidden: list[Tensor] = []
-
-
-def adapt_selection(layer: Any, config: Any, backend: Backend, selection: Selection) -> None:
-    """Lets a layer attend to selected keys, if the model has indexers and megatron-core's sparse attention does not.
-
-    Args:
-        layer: the submodules of the layer, with our attention if it is latent. They are changed in place.
-        config: the config of the layer.
-        backend: the backend of the layer's modules.
-        selection: what the layers of a stage share.
-    """
-    if not selects_keys(vars(config)):
+def adapt_selection(layer: Any, context: LayerContext) -> None:
+    """Lets a layer attend to selected keys, if the model has indexers and megatron-core's sparse attention does not."""
+    if not selects_keys(vars(context.config)):
         return
-    _require_no_recompute(config)
-    if backend == "te":
+    _require_no_recompute(context.config)
+    if context.backend == "te":
         say("TransformerEngine has no attention to selected keys: torch computes it, with scores in memory")
-    if config.multi_latent_attention:
+    if context.config.multi_latent_attention:
         layer.self_attention.module = SelectingAttention
     else:
-        separate_norm(layer, config, backend)
+        separate_norm(layer, context)
         layer.self_attention.module = mixed(SelectingGroups, layer.self_attention.module)
-    layer.self_attention.submodules.core_attention = ModuleSpec(SelectingCoreAttention, {"selection": selection})
+    layer.self_attention.submodules.core_attention = ModuleSpec(
+        SelectingCoreAttention, {"selection": context.selection}
+    )
 
 
 def _require_no_recompute(config: Any) -> None:
@@ -374,7 +356,7 @@ class SelectingCoreAttention(ScoresCoreAttention):
             key, value = self._gather(key, value)
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         with self._rng():
-            context = self._attend(query, key, value, hidden, causal=False)
+            context = self._attend(query, key, value, hidden)
         return context.permute(2, 0, 1, 3).flatten(2)
 
 

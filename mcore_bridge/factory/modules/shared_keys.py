@@ -12,31 +12,26 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor, nn
 
-from mcore_bridge.factory.modules.backend import Backend, free_after_forward, mixed
-from mcore_bridge.factory.modules.values import sized, unfused
+from mcore_bridge.factory.modules.backend import LayerContext, free_after_forward, mixed, separate_norm
+from mcore_bridge.factory.modules.values import sized
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.transformer import TransformerConfig
 
 
-def adapt_shared_keys(layer: Any, config: TransformerConfig, number: int, backend: Backend) -> None:
+def adapt_shared_keys(layer: Any, context: LayerContext) -> None:
     """Let a layer keep its keys and values for later layers, or read the keys and values of another layer.
 
-    Args:
-        layer: the submodules of the layer, changed in place.
-        config: the config of the layer. Its ``keys_of_layer`` is the layer whose keys and values are read, if any are.
-        number: the number of the layer, from 0.
-        backend: the backend of the layer's modules.
+    ``keys_of_layer`` of its config is the number (from 0) of the layer whose keys and values are read, if any are.
     """
-    source, attention = getattr(config, "keys_of_layer", None), layer.self_attention
-    if source == number:
-        attention.module = mixed(KeepsKeys, attention.module)
-    elif source is not None:
-        unfused(layer, config, backend)
-        attention.module = mixed(ReadsKeys, attention.module)
+    source, attention = getattr(context.config, "keys_of_layer", None), layer.self_attention
+    if source is None:
+        return
+    if source != context.number:
+        separate_norm(layer, context)
+    attention.module = mixed(KeepsKeys if source == context.number else ReadsKeys, attention.module)
 
 
 def join_shared_keys(chunk: GPTModel) -> None:

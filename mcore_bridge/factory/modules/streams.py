@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.modules.backend import Backend, norm_of, submodules_of
+from mcore_bridge.factory.modules.backend import LayerContext, norm_of, submodules_of
 from mcore_bridge.factory.modules.torch_modules import placement
 
 if TYPE_CHECKING:
@@ -35,14 +35,9 @@ def has_streams(config: Any) -> bool:
     return bool(getattr(config, "enable_mhc_connections", False))
 
 
-def adapt_streams(layer: Any, config: TransformerConfig, backend: Backend) -> None:
-    """Lets a layer read and write streams, if its model has them.
-
-    Args:
-        layer: the submodules of a layer, changed in place. Layers that share them must run one after the other.
-        config: its ``mhc_num_residual_streams`` is the number of streams.
-        backend: the backend of the layer's modules.
-    """
+def adapt_streams(layer: Any, context: LayerContext) -> None:
+    """Lets a layer read and write streams, if its model has them. Layers with one spec must run one after the other."""
+    config, backend = context.config, context.backend
     if not has_streams(config):
         return
     if config.recompute_granularity == "selective" and "layernorm" in (config.recompute_modules or ()):

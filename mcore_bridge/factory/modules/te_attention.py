@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.modules.backend import say
+from mcore_bridge.factory.modules.backend import LayerContext, say
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -25,14 +25,17 @@ value of the next layer.
 _RINGS = ("p2p", "a2a+p2p")
 
 
-def adapt_kernel(layer: Any, config: TransformerConfig, number: int) -> None:
-    """Puts the fastest core attention that supports the config into the spec of layer ``number`` (from 0)."""
+def adapt_kernel(layer: Any, context: LayerContext) -> None:
+    """Puts the fastest core attention that supports the config into the spec of a layer, with backend te."""
+    if context.backend != "te":
+        return
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     attention = layer.self_attention.submodules
     if getattr(attention, "core_attention", None) is not TEDotProductAttention:
         return
-    sinks, windowed = config.softmax_type == "learnable", _is_windowed(config, number)
+    config = context.config
+    sinks, windowed = config.softmax_type == "learnable", _is_windowed(config, context.number)
     if reason := lacking(config, windowed=windowed):
         from mcore_bridge.factory.modules.scores import ScoresCoreAttention
         from mcore_bridge.factory.modules.torch_modules import CoreAttention

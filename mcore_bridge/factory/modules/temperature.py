@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mcore_bridge.factory.modules.backend import is_unrotated
+from mcore_bridge.factory.modules.backend import LayerContext, is_unrotated
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -50,11 +50,12 @@ def temperature_of(config: TransformerConfig, number: int) -> Temperature | None
     return Temperature(beta, length, first=1, rounded=False)
 
 
-def adapt_query_temperature(layer: Any, config: TransformerConfig, number: int) -> None:
-    """Makes the core attention of layer ``number`` (from 0) multiply queries by a temperature, if it has one."""
-    if temperature_of(config, number) is not None:
-        attention = layer.self_attention.submodules
-        attention.core_attention = tempered(attention.core_attention)
+def adapt_query_temperature(layer: Any, context: LayerContext) -> None:
+    """Makes the core attention of a layer multiply queries by a temperature, if the layer has one."""
+    if temperature_of(context.config, context.number) is None:
+        return
+    attention = layer.self_attention.submodules
+    attention.core_attention = tempered(attention.core_attention)
 
 
 @functools.cache

@@ -192,25 +192,19 @@ class CoreAttention(nn.Module):
             attention_mask = padding_hidden(attention_mask, query_positions, self.cp_group)
         hidden = self._hidden(query_positions, key.size(0), causal=causal, attention_mask=attention_mask)
         if visible is not None:
-            hidden, causal = ~visible[:, :, query_positions], False
+            hidden = ~visible[:, :, query_positions]
         query, key, value = (rearrange(tensor, "s b n d -> b n s d") for tensor in (query, key, value))
         with self._rng():
-            context = self._attend(query, key, value, hidden, causal=causal, places=query_positions)
+            context = self._attend(query, key, value, hidden, query_positions if causal else None)
         return rearrange(context, "b n s d -> s b (n d)")
 
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        hidden: Tensor | None,
-        *,
-        causal: bool,
-        places: Tensor | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, places: Tensor | None = None
     ) -> Tensor:
-        """Attention of ``[b, n, s, d]`` tensors. If ``hidden`` is None, ``causal`` hides a plain triangle.
+        """Attention of ``[b, n, s, d]`` tensors.
 
-        ``places`` are the positions of the queries ``[s]`` among the keys.
+        Causal attention has ``places``, the positions of the queries ``[s]`` among the keys. If ``hidden`` is None, it
+        hides a plain triangle.
         """
         return nn.functional.scaled_dot_product_attention(
             query,
@@ -218,7 +212,7 @@ class CoreAttention(nn.Module):
             value,
             attn_mask=None if hidden is None else ~hidden,
             dropout_p=self.dropout if self.training else 0.0,
-            is_causal=hidden is None and causal,  # torch's causal kernel, without a mask in memory
+            is_causal=hidden is None and places is not None,  # torch's causal kernel, without a mask in memory
             scale=self.softmax_scale,
             enable_gqa=query.size(1) != key.size(1),
         )

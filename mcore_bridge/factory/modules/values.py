@@ -13,38 +13,26 @@ from megatron.core.tensor_parallel import all_gather_last_dim_from_tensor_parall
 from torch import Tensor, nn
 
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.modules.backend import Backend, mixed, norm_of
+from mcore_bridge.factory.modules.backend import LayerContext, mixed, separate_norm
 from mcore_bridge.factory.modules.torch_modules import UnitNorm
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
 
-def adapt_values(layer: Any, config: TransformerConfig, backend: Backend) -> None:
+def adapt_values(layer: Any, context: LayerContext) -> None:
     """Norm the values of a layer, change their width, or take its keys for values, if its config asks for it.
 
-    Args:
-        layer: the submodules of the layer, changed in place.
-        config: the config of the layer, with ``value_norm``, ``value_channels`` and ``keys_as_values``.
-        backend: the backend of the layer's modules.
+    The attributes of the config are ``value_norm``, ``value_channels`` and ``keys_as_values``.
     """
-    attention = layer.self_attention
+    config, attention = context.config, layer.self_attention
     if getattr(config, "keys_as_values", False):
-        unfused(layer, config, backend)
+        separate_norm(layer, context)
         attention.module = mixed(KeysAsValues, attention.module)
     if getattr(config, "value_channels", None) is not None:
         attention.module = mixed(SizedValues, attention.module)
     if getattr(config, "value_norm", False):
         attention.module = mixed(NormedValues, attention.module)
-
-
-def unfused(layer: Any, config: TransformerConfig, backend: Backend) -> None:
-    """Put the norm before attention outside of its projection: megatron-core knows no name of it in another one."""
-    if backend == "te":
-        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
-
-        layer.self_attention.submodules.linear_qkv = TEColumnParallelLinear
-        layer.input_layernorm = norm_of(backend, config)
 
 
 class NormedValues(nn.Module):

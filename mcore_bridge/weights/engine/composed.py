@@ -20,10 +20,15 @@ from mcore_bridge.weights.plan.boxes import ByteCopy, stacked
 from mcore_bridge.weights.plan.engine_map import EngineMap, SliceCopy
 from mcore_bridge.weights.plan.export_plan import Message
 from mcore_bridge.weights.plan.map_slices import MapSlices
-from mcore_bridge.weights.transfer.copier import Buffers, CopyTable
+from mcore_bridge.weights.transfer.copier import Allocations, Buffers, CopyTable
 from mcore_bridge.weights.transfer.endpoints import Outputs
 from mcore_bridge.weights.transfer.program import WINDOWS, Program, Step
 
+MOST_ALLOCATIONS = 64
+"""Allocations of a rank that are opened or looked up in each round. To open one takes some 0.2 ms in an engine.
+
+megatron-core's DDP makes a few.
+"""
 _AT_ONCE = 16
 """The messages whose copies run at once."""
 
@@ -90,6 +95,16 @@ class EngineProgram(Program):
         return tuple(chain.from_iterable(map(stacked, written.values())))
 
 
+@dataclass(frozen=True, slots=True)
+class LastRound:
+    """What a round has copied into an engine."""
+
+    program: Program
+    allocations: Allocations
+    """Where the tensors of this rank lay."""
+    device: torch.device
+
+
 class MapWriter(ABC):
     """The end of an export in the memory of one rank of an engine. It works for any number of rounds.
 
@@ -107,12 +122,14 @@ class MapWriter(ABC):
         self._tables: dict[tuple[EngineStep, ...], CopyTable] = {}
         self._due: list[EngineStep] = []
         self._held: Buffers | None = None
+        self.last: LastRound | None = None
+        """The last round, if the next one may begin like it."""
 
     def begin(self, program: Program, device: torch.device) -> tuple[EngineProgram, EngineOutputs]:
         """The steps and the outputs of a round, instead of those that make HF tensors."""
         if self.program is None or self.program.of is not program:
             self.program, self._tables = EngineProgram(program, self.map), {}
-        self._due, self._held = [], None
+        self._due, self._held, self.last = [], None, None
         return self.program, EngineOutputs(self.program, self, device)
 
     def take(self, step: EngineStep, held: Buffers, windows: Tensor) -> None:
@@ -133,9 +150,21 @@ class MapWriter(ABC):
                 self._tables[steps] = CopyTable(chain.from_iterable(step.composed for step in steps))
             self._run(self._tables[steps], windows)
 
-    def end(self, device: torch.device) -> None:
-        """Run what is left, and wait until the engine has everything."""
+    def run_due(self, device: torch.device) -> None:
+        """Run the copies that wait for others."""
         self._run_due(torch.empty(0, dtype=torch.uint8, device=device))
+
+    def end(self, device: torch.device, *, repeats: bool = False) -> None:
+        """Run what is left, and wait until the engine has everything.
+
+        Args:
+            repeats: whether the next round may begin like this one: no bytes came from other ranks, and no tensor of
+                this rank was made for it.
+        """
+        self.run_due(device)
+        if repeats and self._held is not None and self.program is not None:
+            last = LastRound(self.program.of, self._held.allocations, device)
+            self.last = last if len(last.allocations.wholes) <= MOST_ALLOCATIONS else None
         self._held = None
         self.complete()
 
@@ -151,9 +180,10 @@ class MapWriter(ABC):
     def complete(self) -> None:
         """Wait until everything is written."""
 
-    @abstractmethod
     def let_go(self) -> None:
         """Hold no tensors of this rank, once the engine has completed a round: a trainer may free or move them."""
+        if self.last is not None:
+            self.last.allocations.wholes = []
 
     @abstractmethod
     def _hold(self, held: Buffers) -> None:
@@ -185,9 +215,9 @@ class MemoryWriter(MapWriter):
         assert self.program is not None
         GroupCopies(self.program.map, group).run(group, self.memory, by_kernel=False)
 
-    def end(self, device: torch.device) -> None:
+    def end(self, device: torch.device, *, repeats: bool = False) -> None:
         """See ``MapWriter``. The memory has everything then, so tensors of this rank are no longer held."""
-        super().end(device)
+        super().end(device, repeats=repeats)
         self.let_go()
 
     def complete(self) -> None:
@@ -197,6 +227,7 @@ class MemoryWriter(MapWriter):
 
     def let_go(self) -> None:
         """See ``MapWriter``."""
+        super().let_go()
         self._buffers = Buffers([])
 
     def _hold(self, held: Buffers) -> None:

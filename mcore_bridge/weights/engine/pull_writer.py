@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import Pair, TensorSpec
-from mcore_bridge.weights.engine.composed import MapWriter
+from mcore_bridge.weights.engine.composed import MOST_ALLOCATIONS, MapWriter
 from mcore_bridge.weights.ipc.shared_memory import Handle, allocate, share_part
 from mcore_bridge.weights.plan.boxes import Table
 from mcore_bridge.weights.plan.engine_map import EngineMap
-from mcore_bridge.weights.transfer.copier import Buffers, CopyTable
+from mcore_bridge.weights.transfer.copier import Buffers, CopyTable, whole_of
 
-MOST_STORAGES = 64
-"""Allocations that an engine opens in each round. Each takes some 0.2 ms, and megatron-core's DDP makes a few."""
 MOST_CAST_BYTES = 64 << 20
 """Bytes of HF tensors which the map casts. They travel as bytes of a message."""
 
@@ -50,7 +47,7 @@ class PullWriter(MapWriter):
         self._line = line
         self._num_due = 0
         """The number of answers that the engine has not given yet."""
-        self._allocations = Allocations(Buffers([]))
+        self._allocations = Buffers([]).allocations
         self._numbers: dict[CopyTable, int] = {}
         """The number by which the engine has each table."""
         self._windows: dict[int, tuple[int, Tensor]] = {}
@@ -73,11 +70,11 @@ class PullWriter(MapWriter):
         cast_bytes = sum(sources[name].num_bytes for name in {copy.hf for copy in self.map.copies if copy.casts})
         if cast_bytes > MOST_CAST_BYTES:
             raise TransferError(f"the engine's map casts HF tensors of {cast_bytes} bytes to another dtype")
-        allocations = Allocations(Buffers([tensor.detach() for tensor in tensors]))
-        if len(allocations.wholes) > MOST_STORAGES:
+        allocations = Buffers([tensor.detach() for tensor in tensors]).allocations
+        if len(allocations.wholes) > MOST_ALLOCATIONS:
             raise TransferError(
-                f"expected weights in at most {MOST_STORAGES} allocations, as megatron-core's DDP makes them for its "
-                f"distributed optimizer, found {len(allocations.wholes)}"
+                f"expected weights in at most {MOST_ALLOCATIONS} allocations, as megatron-core's DDP makes them for "
+                f"its distributed optimizer, found {len(allocations.wholes)}"
             )
         return [share_part(whole, self.map.digest) for whole in allocations.wholes]
 
@@ -86,7 +83,7 @@ class PullWriter(MapWriter):
         return allocate(num_bytes, device)
 
     def _hold(self, held: Buffers) -> None:
-        allocations = Allocations(held)
+        allocations = held.allocations
         if not allocations.is_like(self._allocations):
             self._numbers = {}
         self._allocations, self._windows = allocations, {}
@@ -101,7 +98,7 @@ class PullWriter(MapWriter):
         if windows.numel():
             place, whole = self._windows.setdefault(windows.data_ptr(), (len(self._windows), windows))
             if whole is windows:
-                handle = share_part(_whole(windows), self.map.digest)
+                handle = share_part(whole_of(windows), self.map.digest)
             _synchronize(Buffers([windows]))
         self._ask("pull_copy", number, rows, place, handle)
         if windows.numel():
@@ -151,47 +148,12 @@ class PullWriter(MapWriter):
 
     def let_go(self) -> None:
         """See ``MapWriter``."""
+        super().let_go()
         self._allocations.wholes = []
 
     def close(self) -> None:
         """Forget the engine."""
         self.program = None
-
-
-class Allocations:
-    """The allocations in which tensors lie.
-
-    Args:
-        held: the tensors.
-    """
-
-    def __init__(self, held: Buffers) -> None:
-        self.numbers = np.zeros(len(held.addresses), dtype=np.int64)
-        """The number of the allocation of each tensor that has bytes."""
-        self.offsets = np.zeros(len(held.addresses), dtype=np.int64)
-        """The byte of the allocation at which each tensor begins."""
-        self.wholes: list[Tensor] = []
-        """The allocations, uint8 [bytes] each."""
-        order = np.argsort(held.addresses, kind="stable")
-        addresses = held.addresses[order]
-        first = int(np.searchsorted(addresses, 1))  # a tensor without bytes has address 0
-        while first < len(order):  # one tensor of an allocation says where all others lie
-            whole = _whole(held.tensors[order[first]])
-            end = int(np.searchsorted(addresses, whole.data_ptr() + whole.numel()))
-            self.numbers[order[first:end]] = len(self.wholes)
-            self.offsets[order[first:end]] = addresses[first:end] - whole.data_ptr()
-            self.wholes.append(whole)
-            first = end
-
-    def is_like(self, other: Allocations) -> bool:
-        """Whether all tensors lie at the same places of allocations, which may be elsewhere."""
-        return np.array_equal(self.numbers, other.numbers) and np.array_equal(self.offsets, other.offsets)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """The allocation of a tensor, uint8 [bytes]."""
-    storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def _bytes_of(tensor: Tensor) -> bytes:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.util import find_spec
+from operator import attrgetter
 from threading import Thread
 from typing import TYPE_CHECKING
 
@@ -22,9 +24,9 @@ if TYPE_CHECKING:
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by their size: a copy as integers keeps every bit."""
+Numbers = np.ndarray[tuple[int], np.dtype[np.int64]]
 _CPU = -1
 """What torch gives as the index of a CPU."""
-Addresses = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,8 +39,8 @@ class Made:
         tensors: makes views of them.
     """
 
-    numbers: Addresses
-    addresses: Addresses
+    numbers: Numbers
+    addresses: Numbers
     tensors: Callable[[], Sequence[Tensor]]
 
     @classmethod
@@ -69,9 +71,22 @@ class Buffers:
         return self._given() if callable(self._given) else self._given
 
     @cached_property
-    def addresses(self) -> Addresses:
+    def addresses(self) -> Numbers:
         """The addresses of the tensors."""
         return np.array([*map(Tensor.data_ptr, self.tensors)], dtype=np.int64)
+
+    @classmethod
+    def of(cls, allocations: Allocations) -> Buffers:
+        """The tensors of ``allocations``, as they lay there."""
+        buffers = cls(allocations.tensors, frozenset(map(Tensor.get_device, allocations.wholes)) - {_CPU})
+        buffers.addresses, buffers.allocations = allocations.addresses, allocations
+        buffers.on_gpu = all(whole.is_cuda or whole.is_pinned() for whole in allocations.wholes)
+        return buffers
+
+    @cached_property
+    def allocations(self) -> Allocations:
+        """The allocations in which the tensors lie."""
+        return Allocations(self.tensors, self.addresses)
 
     def addresses_on(self, device: torch.device) -> Tensor:
         """The addresses as a tensor on a GPU, int64 [buffers]. They are sent to the GPU once."""
@@ -123,6 +138,80 @@ class Buffers:
     def _devices(self) -> frozenset[int]:
         """The indices of the devices of all tensors."""
         return frozenset(map(Tensor.get_device, self.tensors))
+
+
+class Allocations:
+    """The allocations in which contiguous tensors lie.
+
+    Args:
+        tensors: the tensors.
+        addresses: their addresses; 0 for a tensor without bytes.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], addresses: Numbers) -> None:
+        self.numbers: Numbers = np.zeros(len(addresses), dtype=np.int64)
+        """The number of the allocation of each tensor that has bytes."""
+        self.offsets: Numbers = np.zeros(len(addresses), dtype=np.int64)
+        """The byte of the allocation at which each tensor begins."""
+        self.wholes: list[Tensor] = []
+        """The allocations, uint8 [bytes] each. Whoever keeps this object without its memory empties the list."""
+        order = np.argsort(addresses, kind="stable")
+        in_order = addresses[order]
+        at = int(np.searchsorted(in_order, 1))
+        firsts: list[Tensor] = []
+        self._empty = order[:at]
+        while at < len(order):  # one tensor of an allocation says where all others lie
+            firsts.append(tensors[order[at]])
+            whole = whole_of(firsts[-1])
+            end = int(np.searchsorted(in_order, whole.data_ptr() + whole.numel()))
+            self.numbers[order[at:end]] = len(self.wholes)
+            self.offsets[order[at:end]] = in_order[at:end] - whole.data_ptr()
+            self.wholes.append(whole)
+            at = end
+        self._num_bytes = [*map(attrgetter("nbytes"), tensors)]
+        self._firsts = [*map(weakref.ref, firsts)]
+        self._places = [*map(_place, firsts)]
+
+    def is_like(self, other: Allocations) -> bool:
+        """Whether all tensors lie at the same places of allocations, which may be elsewhere."""
+        return np.array_equal(self.numbers, other.numbers) and np.array_equal(self.offsets, other.offsets)
+
+    def find(self) -> bool:
+        """Look up ``wholes`` again by one tensor of each. False if such a tensor is gone, or lies in another way.
+
+        All other tensors may have moved meanwhile, and only a look at each can tell.
+        """
+        firsts = [tensor for first in self._firsts if (tensor := first()) is not None]
+        if [*map(_place, firsts)] != self._places:
+            return False
+        self.wholes = [*map(whole_of, firsts)]
+        return True
+
+    @property
+    def addresses(self) -> Numbers:
+        """The addresses of the tensors, if they lie as they did in ``wholes``."""
+        wholes = np.array([*map(Tensor.data_ptr, self.wholes), 0], dtype=np.int64)
+        addresses = wholes[self.numbers] + self.offsets
+        addresses[self._empty] = 0
+        return addresses
+
+    def tensors(self) -> list[Tensor]:
+        """The bytes of the tensors, if they lie as they did in ``wholes``."""
+        places = zip(self.numbers.tolist(), self.offsets.tolist(), self._num_bytes, strict=True)
+        return [self.wholes[number][start : start + size] if size else torch.empty(0) for number, start, size in places]
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """The allocation of a tensor, uint8 [bytes]."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    """How a tensor lies in its allocation, without the address."""
+    storage = tensor.untyped_storage()
+    start = tensor.data_ptr() - storage.data_ptr()
+    return tensor.device, storage.nbytes(), start, tensor.nbytes, tensor.is_contiguous()
 
 
 class CopyTable:

@@ -15,7 +15,7 @@ from mcore_bridge.machine import uncollected
 from mcore_bridge.weights.plan.boxes import WIDEST
 from mcore_bridge.weights.plan.export_plan import SLAB, ExportPlan, Message
 from mcore_bridge.weights.plan.payload import OutputTensor
-from mcore_bridge.weights.transfer.copier import Buffers, Made
+from mcore_bridge.weights.transfer.copier import Buffers, Made, Numbers
 from mcore_bridge.weights.transfer.program import Program, Step
 from mcore_bridge.weights.transfer.quantized_parameters import memory_of_all
 
@@ -91,6 +91,11 @@ class Sources:
         self._made: dict[int, Made] = {}
         self._current = self._buffers
 
+    @property
+    def addresses(self) -> Numbers:
+        """The addresses of this rank's tensors, in the order of the program."""
+        return self._buffers.addresses
+
     def read_by(self, step: Step) -> Buffers:
         """All tensors, after a check that the tensors of a step have not moved."""
         storages, addresses = self._storages, self._addresses
@@ -121,6 +126,24 @@ class Sources:
 
     def _replace(self) -> None:
         self._current = self._buffers.with_others([*dict.fromkeys(self._made.values())])
+
+
+class Unchecked:
+    """In place of ``Sources``: tensors whose addresses the caller checks afterwards. All are sent as they are.
+
+    Args:
+        buffers: the tensors, in the order of the names of a program.
+    """
+
+    def __init__(self, buffers: Buffers) -> None:
+        self._buffers = buffers
+
+    def read_by(self, step: Step) -> Buffers:
+        """All tensors."""
+        return self._buffers
+
+    def passed(self, message: int) -> None:
+        """Nothing to free."""
 
 
 class Outputs:

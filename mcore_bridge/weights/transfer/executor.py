@@ -17,7 +17,8 @@ from torch import Tensor
 from mcore_bridge.errors import ExportError
 from mcore_bridge.weights.plan.export_plan import MESSAGES_IN_FLIGHT, Message
 from mcore_bridge.weights.transfer.collectives import Group
-from mcore_bridge.weights.transfer.endpoints import Held, Outputs, Sources
+from mcore_bridge.weights.transfer.copier import Buffers
+from mcore_bridge.weights.transfer.endpoints import Held, Outputs, Sources, Unchecked
 from mcore_bridge.weights.transfer.failures import raise_failures, raise_on_all, require_all
 from mcore_bridge.weights.transfer.program import OUTPUTS, Program
 from mcore_bridge.weights.transfer.windows import Memory, State, Windows
@@ -78,7 +79,14 @@ def run_messages(
     yield from exchange.messages()
 
 
-def _alone(program: Program, outputs: Outputs, held: Sources, device: torch.device) -> Iterator[Pairs]:
+def run_again(
+    program: Program, held: Buffers, device: torch.device, into: Callable[[Program, torch.device], Ends]
+) -> Iterator[Pairs]:
+    """``run_messages`` for a rank alone, from tensors at known addresses which nobody has checked."""
+    yield from _alone(*into(program, device), Unchecked(held), device)
+
+
+def _alone(program: Program, outputs: Outputs, held: Sources | Unchecked, device: torch.device) -> Iterator[Pairs]:
     nothing = [torch.empty(0, device=device)] * OUTPUTS
     for number, message in enumerate(program.plan.messages):
         step = program.step(number, None)

@@ -12,10 +12,7 @@ from tests.support.mutants import exchange, instead, laid_out, of
 V4 = "deepseek_v4"
 DEALT = Rearrange("(n tp) ...", "tp n ...")
 OWN, INDEXED = "self_attention.compressor", "self_attention.indexer.compressor"
-GATES = {
-    OWN: (f"{OWN}.linear_kv.weight", f"{OWN}.linear_gate.weight"),
-    INDEXED: (f"{INDEXED}.linear_wkv.weight", f"{INDEXED}.linear_wgate.weight"),
-}
+GATES = {name: (f"{name}.linear_kv.weight", f"{name}.linear_gate.weight") for name in (OWN, INDEXED)}
 # fmt: off
 RULES = {
     "gates for keys":              ("logits",         V4, exchange(*GATES[OWN])),

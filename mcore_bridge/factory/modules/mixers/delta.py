@@ -22,7 +22,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (the usual name)
 
-from mcore_bridge.factory.modules.backend import say
+from mcore_bridge.factory.modules.backend import LayerContext, say
 from mcore_bridge.factory.modules.mixers.mixer import Mixer, submodules_for
 from mcore_bridge.factory.modules.torch_modules import gather_text, own_text, placement
 from mcore_bridge.installed import Release
@@ -36,11 +36,11 @@ CHUNK = 64
 """Tokens that are computed together; the result does not depend on it."""
 
 
-def adapt_attention(layer: Any, config: TransformerConfig, number: int, backend: str) -> None:
-    """Puts linear attention or an output gate into layer ``number`` (from 0), if the config has them."""
-    if _is_linear(config, number):
-        layer.self_attention = _delta_spec(config, backend)
-    elif config.attention_output_gate:
+def adapt_linear_attention(layer: Any, context: LayerContext) -> None:
+    """Puts linear attention, or an output gate of full attention, into a layer, if its config has them."""
+    if _is_linear(context.config, context.number):
+        layer.self_attention = _delta_spec(context.config, context.backend)
+    elif context.config.attention_output_gate:
         layer.self_attention.module = GatedSelfAttention
 
 
