@@ -90,9 +90,9 @@ def _problems(chunk: GPTModel, sets: RowSets) -> Iterator[str]:
     of_sets = {name: by_name[name] for name in sorted(names & by_name.keys())}
     dispatcher = getattr(config, "moe_token_dispatcher_type", None)
     sparse = getattr(config, "experimental_attention_variant", None) == "dsa"
-    kinds: dict[str, Callable[[str, nn.Module], bool]] = {
+    kinds: dict[str, Callable[[str, Any], bool]] = {
         f"routed experts with moe_token_dispatcher_type={dispatcher!r}": lambda path, layer: (
-            dispatcher not in KNOWN and has_experts(layer)
+            dispatcher not in KNOWN and layer.expert
         ),
         "kv_b_proj in sparse attention": lambda path, layer: sparse and path.endswith("linear_kv_up_proj"),
     }
@@ -320,9 +320,7 @@ def using_row_sets(
     is_used = torch.tensor([name in sets for name in known], dtype=torch.int64, device=device)
     if learns or is_pending(chunks):
         reduce_max(is_used, groups.dp_cp)
-    elif any(
-        has_experts(layer) for chunk in bare for own in _by_name(chunk).values() for layer in own.modules.values()
-    ):
+    elif any(layer.expert for chunk in bare for own in _by_name(chunk).values() for layer in own.modules.values()):
         reduce_max(is_used, groups.tp_ep)
     names = [name for name, used in zip(known, is_used.tolist(), strict=True) if used]
     if learns and not names:
@@ -337,11 +335,6 @@ def using_row_sets(
             stack.enter_context(chunk.bridge_adapter_sets.used_by_row(chunk, tokens))
         stack.callback(tokens.end)
         yield tokens.begin, _holders(chunks, wrapped, names) if learns else ()
-
-
-def has_experts(adapters: nn.Module) -> bool:
-    """Whether the adapters of a layer belong to routed experts."""
-    return any(getattr(module, "expert", False) for module in adapters.modules())
 
 
 def _by_name(chunk: Any) -> dict[str, Any]:

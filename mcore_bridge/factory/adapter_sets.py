@@ -7,7 +7,7 @@ While the rows of a batch use several sets, the model has all of these sets.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -44,7 +44,7 @@ class AdapterSet:
 
     @cached_property
     def _holding(self) -> list[nn.Module]:
-        """The modules with parameters, of which experts have thousands."""
+        """The modules with parameters."""
         return [part for module in self.modules.values() for part in module.modules() if part._parameters]
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -107,7 +107,7 @@ class AdapterSets:
             for hook in hooks:
                 hook.remove()
             _detach(chunk, modules)
-            use(chunk, before)
+            _put_in_use(chunk, before)
 
 
 def set_adapters(models: Models, name: str) -> None:
@@ -197,29 +197,43 @@ def keep(chunk: Any, name: str, made: Adapters, modules: Mapping[str, nn.Module]
     Args:
         modules: as for ``AdapterSet``.
     """
-    from mcore_bridge.factory.modules.adapter import beside, beside_plain
-
     chunk.bridge_adapter_sets = sets = sets_of(chunk)
     known = {path for kept in sets.by_name.values() for path in kept.modules}
     sets.by_name[name] = AdapterSet(made, modules)
     for path in modules.keys() - known:
-        layer = chunk.get_submodule(path)
-        hook = beside_plain if isinstance(layer, nn.Linear) else beside
-        layer.register_forward_hook(partial(hook, sets.require_in_use), prepend=True)  # before our hook on latents
-        if hasattr(layer, "return_layernorm_output"):
-            layer.return_layernorm_output = True  # the input of the weight, and so of A
+        _let_ask(chunk, path, sets.require_in_use)
+
+
+def _let_ask(chunk: Any, path: str, check: Callable[[], None]) -> None:
+    """Let the layer at a path ask for its adapter. Experts that are modules get a module there for all of them."""
+    from mcore_bridge.factory.modules.adapter import ExpertLayers, beside, beside_plain
+
+    parent, _, name = path.rpartition(".")
+    if not hasattr(owner := chunk.get_submodule(parent), name):
+        owner.add_module(name, ExpertLayers(owner, name, check))
+        return
+    layer = chunk.get_submodule(path)
+    hook = beside_plain if isinstance(layer, nn.Linear) else beside
+    layer.register_forward_hook(partial(hook, check), prepend=True)  # before our hook on latents
+    if hasattr(layer, "return_layernorm_output"):
+        layer.return_layernorm_output = True  # the input of the weight, and so of A
 
 
 def use(chunk: Any, name: str) -> None:
     """Make the set ``name`` of a chunk a part of the model, and no other set."""
+    lay_aside(chunk)
+    _put_in_use(chunk, name)
+    chunk.bridge_adapters = sets_of(chunk).by_name[name].made
+    note_built(chunk)
+
+
+def _put_in_use(chunk: Any, name: str) -> None:
+    """Make the set ``name`` a part of the model of a chunk, which has none."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    lay_aside(chunk)
     sets = sets_of(chunk)
     kept, sets.in_use = sets.by_name[name], name
     _attach(chunk, kept.modules)
-    chunk.bridge_adapters = kept.made
-    note_built(chunk)
     if len(sets.by_name) > 1:
         get_cuda_rng_tracker().states_[kept.marker] = torch.get_rng_state()
 

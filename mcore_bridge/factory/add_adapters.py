@@ -9,8 +9,6 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -40,12 +38,13 @@ from mcore_bridge.rules.adapters import (
 from mcore_bridge.rules.dtypes import DtypeLike, as_dtype, problem_of
 from mcore_bridge.rules.layout import REPLICATED
 from mcore_bridge.rules.mapping import Binding, ExpertFormat, WeightMapping, axes_of, pattern_of
-from mcore_bridge.rules.names import TOWER, canonical
+from mcore_bridge.rules.names import TOWER, canonical, kind_of
 from mcore_bridge.rules.trace import Trace, moved_dim, trace
 from mcore_bridge.weights.bound import BoundModel, bind, provenance_on
 from mcore_bridge.weights.dist_checkpoint.adapter_shards import sharded_state_dict
 from mcore_bridge.weights.files.hf_folder import content_of
 from mcore_bridge.weights.model_chunks import Models, all_chunks_of, chunks_of, modules_of, numbering_of
+from mcore_bridge.weights.model_tensors import entries_of
 from mcore_bridge.weights.own_folder import note_source
 from mcore_bridge.weights.peft.hf_adapters import load_peft, open_peft_for
 from mcore_bridge.weights.peft.peft_folder import PeftFolder
@@ -65,9 +64,12 @@ Place = tuple[str, Any, str]
 
 A layer of TransformerEngine for experts holds several.
 """
+Places = Mapping[str, Sequence[Place]]
+"""The weights of each adapter, by the name of its weight; of the experts of a layer, by a name with ``*``."""
 Draw = Callable[[str, tuple[int, ...]], Tensor]
 _OF_NEW = ("rank", "alpha", "dora", "targets")
 _WEIGHT = re.compile(r"weight\d*")
+_LOCAL_EXPERT = re.compile(r"(?<=\.experts)\.local_experts\.\d+")
 _UNTRIED = (
     "fp8",
     "fp4",
@@ -142,7 +144,7 @@ def add_adapters(
     """
     chunks, dtype = chunks_of(models), as_dtype(dtype)
 
-    def checked() -> tuple[tuple[Adapters, list[Place], dict[str, Adapter], Mapping[str, bool], Path | None], Shared]:
+    def checked() -> tuple[tuple[Adapters, Places, dict[str, Adapter], Mapping[str, bool], Path | None], Shared]:
         all_chunks_of(models)
         if problem := problem_of(dtype):
             raise ConfigError(problem)
@@ -154,19 +156,20 @@ def add_adapters(
         bound = bind(models, expert_format=asked["expert_format"], merged=False)
         targeted = _targeted(bound, asked["targets"])
         mapping = WeightMapping(adapter_rules(bound.mapping.rules, targeted, kind, dora=bool(asked["dora"])))
-        places = [place for chunk in chunks for place in _places(chunk, mapping)]
+        places = _by_adapter(mapping, [place for chunk in chunks for place in _places(chunk, mapping)])
         ends = modules_of_adapter(bool(asked["dora"]))
-        names = frozenset(factor_name(name, end) for name, *_ in places for end in ends)
+        held = [place for of_adapter in places.values() for place in of_adapter]
+        names = frozenset(factor_name(name, end) for name, *_ in held for end in ends)
         zeroed = dropout if dropout is not None else given.config.dropout if given is not None else 0.0
         made = Adapters(asked["rank"], asked["alpha"], mapping, names, kind, zeroed, bool(asked["dora"]))
-        _require_known(places)
+        _require_known(held)
         _require_droppable(bound, made)
         draw = partial(_drawn, seed, init)
-        adapters = {name: _made(bound, made, name, getattr(linear, own), dtype, draw) for name, linear, own in places}
+        adapters = {name: _made(bound, made, of_adapter, dtype, draw) for name, of_adapter in places.items()}
         if given is not None:
             _require_all(bound, given, mapping, names)
-            tensors = ((name, *own) for name in adapters for own in adapters[name].tensors)
-            factors = {factor_name(name, end): factor for name, end, factor, _ in tensors}
+            pairs = ((of_adapter, adapters[name]) for name, of_adapter in places.items())
+            factors = {name: factor for pair in pairs for name, factor in _factors(*pair)}
             load_peft(replace(bound, mapping=mapping, tensors=factors), made, given, dtype)
         path = None if given is None else given.path
         content = None if path is None else content_of(path)
@@ -219,9 +222,9 @@ def _targeted(bound: BoundModel, targets: Sequence[str] | None) -> tuple[str, ..
 
 
 @torch.no_grad()
-def _measure(places: Sequence[Place], adapters: Mapping[str, Adapter]) -> None:
+def _measure(places: Places, adapters: Mapping[str, Adapter]) -> None:
     """Let magnitudes begin as the lengths of the rows, so that an adapter of DoRA begins without an effect."""
-    for name, linear, own in places:
+    for name, ((_, linear, own),) in places.items():  # experts have no DoRA
         adapter = adapters[name]
         assert adapter.magnitude is not None
         lengths = adapter.lengths_of_rows(getattr(linear, own))
@@ -237,17 +240,28 @@ def _places(chunk: GPTModel, mapping: WeightMapping) -> Iterator[Place]:
                 yield name, module, own
 
 
-def _by_layer(chunk: GPTModel, places: Sequence[Place], adapters: Mapping[str, Adapter]) -> dict[str, nn.Module]:
-    """The adapters of a chunk by the path of their layer. A layer with several weights has one module for all."""
-    from mcore_bridge.factory.modules.adapter import GroupedAdapter
+def _by_adapter(mapping: WeightMapping, places: Iterable[Place]) -> Places:
+    """The weights of each adapter. One has those of all experts of a layer, in their order on this rank."""
+    of_adapters: dict[str, list[Place]] = {}
+    for place in places:
+        name = place[0]
+        is_expert = mapping.bind(factor_name(name, next(iter(FACTORS)))).axis == "etp"
+        of_adapters.setdefault(kind_of(name) if is_expert else name, []).append(place)
+    return of_adapters
 
+
+def _by_layer(chunk: GPTModel, places: Places, adapters: Mapping[str, Adapter]) -> dict[str, nn.Module]:
+    """The adapters of a chunk by the path of their layer. Layers of experts have the path of one layer for all."""
     paths = {id(module): path for path, module in chunk.named_modules()}
-    modules: dict[str, nn.Module] = {}
-    for linear, of_one in groupby(places, key=itemgetter(1)):
-        if id(linear) in paths:
-            own = [adapters[name] for name, *_ in of_one]
-            modules[paths[id(linear)]] = own[0] if hasattr(linear, "weight") else GroupedAdapter(own)
-    return modules
+    layers = ((name, linear) for name, ((_, linear, _), *_) in places.items())
+    return {_LOCAL_EXPERT.sub("", paths[id(linear)]): adapters[name] for name, linear in layers if id(linear) in paths}
+
+
+def _factors(places: Sequence[Place], adapter: Adapter) -> Iterator[tuple[str, Tensor]]:
+    """Yield the canonical name of each tensor of an adapter, with the tensor."""
+    for end, factor, _ in adapter.tensors:
+        parts = entries_of(factor) if adapter.expert else (factor,)
+        yield from ((factor_name(name, end), own) for (name, *_), own in zip(places, parts, strict=True))
 
 
 def _require_all(bound: BoundModel, given: PeftFolder, mapping: WeightMapping, names: Iterable[str]) -> None:
@@ -270,10 +284,13 @@ def _require_all(bound: BoundModel, given: PeftFolder, mapping: WeightMapping, n
         )
 
 
-def _made(bound: BoundModel, made: Adapters, mcore: str, weight: Any, dtype: torch.dtype | None, draw: Draw) -> Adapter:
-    from mcore_bridge.factory.modules.adapter import Adapter, Dropout, Factor
+def _made(bound: BoundModel, made: Adapters, places: Sequence[Place], dtype: torch.dtype | None, draw: Draw) -> Adapter:
+    """The adapter of a weight, or of the weights of all experts of a layer."""
+    from mcore_bridge.factory.modules.adapter import Adapter, Dropout, ExpertAdapters, Factor
 
     config, groups = bound.chunks[0].config, bound.chunks[0].pg_collection
+    mcore, linear, own = places[0]
+    weight = getattr(linear, own)
     first, second = (made.mapping.bind(factor_name(mcore, end)) for end in FACTORS)
     shard, (out, width) = bound.ranks[first.axis], weight.shape
     ins = _trace(bound, first, (len(first.hf) * made.rank, width))
@@ -285,10 +302,11 @@ def _made(bound: BoundModel, made: Adapters, mcore: str, weight: Any, dtype: tor
     sequence_parallel = config.sequence_parallel and kind != "equal"
     is_cut = kind == "summed" or (sequence_parallel and not is_expert)
     cut: dict[str, Any] = {"is_cut": is_cut, "expert": is_expert, "expert_rank": groups.ep.rank()}
-    adapter = Adapter(
+    ahead = (len(places),) if is_expert else ()
+    adapter = (ExpertAdapters if is_expert else Adapter)(
         kind,
-        Factor(ins.shard_shape, weight, dtype),
-        Factor(outs.shard_shape, weight, dtype),
+        Factor((*ahead, *ins.shard_shape), weight, dtype),
+        Factor((*ahead, *outs.shard_shape), weight, dtype),
         rows_of_parts(outs, shard).clamp(max=len(first.hf) - 1).to(weight.device),
         scale=made.alpha / made.rank,
         group=groups.expt_tp if is_expert else groups.tp,
@@ -298,9 +316,10 @@ def _made(bound: BoundModel, made: Adapters, mcore: str, weight: Any, dtype: tor
         magnitude=magnitude,
         dropout=Dropout(made.dropout, **cut) if made.dropout else None,
     )
-    drawn = tuple(map(draw, first.hf, ins.part_shapes))
     with torch.no_grad():
-        adapter.linear_in.weight.copy_(ins.shard(shard, drawn, torch.float32))
+        for (name, *_), (_, factor) in zip(places, _factors(places, adapter), strict=False):  # A comes first
+            drawn = tuple(map(draw, made.mapping.bind(factor_name(name, next(iter(FACTORS)))).hf, ins.part_shapes))
+            factor.copy_(ins.shard(shard, drawn, torch.float32))
     return adapter
 
 

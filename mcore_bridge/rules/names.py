@@ -49,16 +49,13 @@ _MAMBA = (
     (re.compile(r"(\.self_attention\.conv1d)_(weight|bias)$"), r"\1.\2"),
 )
 """Names in megatron-core's own Mamba-2 layer, with our names; the last ones are from 0.19."""
-# megatron-core's SequentialMLP, and TEGroupedMLP, which numbers the tensors of one module; and its adapters
+# megatron-core's SequentialMLP, and TEGroupedMLP, which numbers the tensors of one module
 _EXPERTS = (
-    re.compile(
-        r"\.experts\.local_experts\.(?P<number>[0-9]{1,9})\.(?P<tensor>linear_fc[12]\.(?:adapter\.linear_\w+\.)?(?:weight|bias))$"
-    ),
+    re.compile(r"\.experts\.local_experts\.(?P<number>[0-9]{1,9})\.(?P<tensor>linear_fc[12]\.(?:weight|bias))$"),
     re.compile(r"\.experts\.(?P<tensor>linear_fc[12]\.(?:weight|bias))(?P<number>[0-9]{1,9})$"),
-    re.compile(
-        r"\.experts\.(?P<layer>linear_fc[12]\.adapter\.)(?P<number>[0-9]{1,9})\.(?P<tensor>linear_\w+\.weight)$"
-    ),
 )
+_STACKED = re.compile(r"(?<=\.experts\.)(?=linear_fc[12]\.adapter\.)")
+"""Where the number of an expert is absent in the name of a factor that holds all experts of a layer."""
 _MTP = re.compile(r"^mtp\.layers\.(?P<number>[0-9]{1,9})\.(?:mtp_model_layer(?:\.layers\.\d+)?(?=\.))?")
 _EXPERT = re.compile(r"\.experts\.([0-9]{1,9})\.")
 
@@ -85,9 +82,25 @@ def canonical(name: str, numbering: Numbering) -> str:
     return name
 
 
+def canonical_names(name: str, numbering: Numbering) -> tuple[str, ...]:
+    """The canonical names of a chunk's parameter: one, or one for each expert whose adapters are stacked in it.
+
+    >>> canonical_names("decoder.layers.0.mlp.experts.linear_fc1.adapter.linear_in.weight", Numbering((4,), (6, 7)))[1]
+    'decoder.layers.4.mlp.experts.7.linear_fc1.adapter.linear_in.weight'
+    """
+    own = canonical(name, numbering)
+    if not is_stacked(own):
+        return (own,)
+    return tuple(_STACKED.sub(f"{expert}.", own) for expert in numbering.experts)
+
+
+def is_stacked(name: str) -> bool:
+    """Whether a chunk's parameter holds the adapters of all experts of a layer, by its name."""
+    return _STACKED.search(name) is not None
+
+
 def _expert_tensor(match: re.Match[str], numbering: Numbering) -> str:
-    layer = match.groupdict().get("layer", "")
-    return f".experts.{numbering.experts[int(match['number'])]}.{layer}{match['tensor']}"
+    return f".experts.{numbering.experts[int(match['number'])]}.{match['tensor']}"
 
 
 def global_name(name: str, numbering: Numbering) -> str:

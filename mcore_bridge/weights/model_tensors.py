@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from mcore_bridge.errors import MappingError
-from mcore_bridge.rules.names import canonical
+from mcore_bridge.rules.adapters import FACTORS, factor_name
+from mcore_bridge.rules.names import canonical_names, is_stacked
 from mcore_bridge.rules.trace import Shape
 from mcore_bridge.weights.model_chunks import numbering_of, unwrap
 from mcore_bridge.weights.transfer.quantized_parameters import is_quantized, of_other_classes
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 def held_tensors(models: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Parameters and persistent buffers of this rank's chunks by canonical name, in the order of the modules.
+
+    Each expert has its adapters: views of the parameters that hold them for all experts of a layer.
 
     Raises:
         MappingError: when two chunks have equal canonical names, or a tensor's values are stored in other tensors.
@@ -34,12 +37,26 @@ def held_tensors(models: Sequence[nn.Module]) -> dict[str, Tensor]:
             roll = chunk.bridge_roll = _Roll.of(chunk)
             current = roll.look()
             assert current is not None
-        own = dict(zip(roll.names, map(current.__getitem__, roll.indices), strict=True))
+        own = dict(zip(roll.names, roll.tensors(current), strict=True))
         if twice := held.keys() & own.keys():
             raise MappingError(f"{min(twice)} is in two of the {len(models)} chunks given; pass each chunk once")
         held |= own
     _require_own_memory(of_other_classes(held))
     return held
+
+
+def entries_of(stacked: Tensor) -> tuple[Tensor, ...]:
+    """Views of the entries of a parameter ``[experts, ...]``, which require a gradient as the parameter does."""
+    return tuple(entry.requires_grad_(stacked.requires_grad) for entry in stacked.detach().unbind())
+
+
+def adapted(chunk: GPTModel) -> Iterator[tuple[list[str], Any]]:
+    """Yield each adapter in use of a chunk, after the canonical names of the weights that it adapts."""
+    sets: Any = getattr(chunk, "bridge_adapter_sets", None)
+    numbering, end = numbering_of(chunk), factor_name("", next(iter(FACTORS)))
+    for path, adapter in sets.by_name[sets.in_use].modules.items() if sets is not None else ():
+        names = canonical_names(f"{path}{end}", numbering)
+        yield [f"{name.removesuffix(end)}.weight" for name in names], adapter
 
 
 def note_built(chunk: GPTModel) -> None:
@@ -92,9 +109,9 @@ def _require_own_memory(held: Mapping[str, Tensor]) -> None:
 
 
 def local_names(chunk: GPTModel) -> dict[str, str]:
-    """The names of a chunk's tensors in its modules, by canonical name, in the order of ``held_tensors``."""
+    """The names of a chunk's tensors in its modules, by canonical name, in the order of the modules."""
     numbering = numbering_of(chunk)
-    return {canonical(name, numbering): name for name, _ in _tensors(chunk)}
+    return {own: name for name, _ in tensors_of(chunk) for own in canonical_names(name, numbering)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +125,8 @@ class _Roll:
     names: tuple[str, ...]
     indices: tuple[int, ...]
     """The position of each named tensor among all tensors in ``holders``."""
+    stacked: frozenset[int]
+    """Which of these positions have tensors with the adapters of all experts of a layer, and so a name for each."""
     children: tuple[dict[str, nn.Module | None], ...]
     """The ``_modules`` of each module."""
     known: tuple[dict[str, nn.Module | None], ...]
@@ -132,10 +151,11 @@ class _Roll:
         holders = tuple(holder for _, holder in both if holder)
         paths = [f"{path}.{name}" if path else name for path, holder in both for name in holder]
         numbers = {path: number for number, path in enumerate(paths)}
-        own = [name for name, _ in _tensors(chunk)]
+        own = [name for name, _ in tensors_of(chunk)]
         return cls(
-            names=tuple(canonical(name, numbering) for name in own),
+            names=tuple(chain.from_iterable(canonical_names(name, numbering) for name in own)),
             indices=tuple(numbers[name] for name in own),
+            stacked=frozenset(numbers[name] for name in own if is_stacked(name)),
             children=children,
             known=tuple(map(dict, children)),
             holders=holders,
@@ -157,8 +177,15 @@ class _Roll:
         )
         return current if is_valid else None
 
+    def tensors(self, current: list[Any]) -> Iterable[Tensor]:
+        """The tensor of each name, from the result of ``look``."""
+        if not self.stacked:
+            return map(current.__getitem__, self.indices)
+        entries = (entries_of(current[i]) if i in self.stacked else current[i : i + 1] for i in self.indices)
+        return chain.from_iterable(entries)
 
-def _tensors(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
+
+def tensors_of(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of ``state_dict``, without its hooks and copies: parameters, then persistent buffers."""
     yield from chunk.named_parameters()
     for prefix, module in chunk.named_modules():

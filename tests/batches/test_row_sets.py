@@ -2,6 +2,7 @@
 
 import re
 from functools import partial
+from operator import attrgetter
 from unittest import mock
 
 import pytest
@@ -17,7 +18,7 @@ from mcore_bridge.factory.modules.adapter import Adapter
 from mcore_bridge.factory.modules.row_adapters import DispatchedTokens, RowAdapters
 from tests import zoo
 from tests.support import composites, experts, pool, seeing, stepping, tiny
-from tests.support.peft_models import fill, held
+from tests.support.peft_models import by_name, fill, parameters
 
 DENSE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
@@ -45,9 +46,9 @@ CASES = {
         ("q_proj", *experts.KINDS, "o_proj"),
         (
             {"ep": 2},
-            {"ep": 2, "overrides": {"moe_token_dispatcher_type": "allgather"}},
+            {"ep": 2, "overrides": {"moe_token_dispatcher_type": "allgather"}, "ranks": (4, 4)},
             {**SP, "etp": 2, "overrides": FULL},
-            {**SP, "ep": 2, "etp": 1},
+            {**SP, "ep": 2, "etp": 1, "dropout": 0.5},
             {"pp": 2, "overrides": FULL},
         ),
     ),
@@ -91,12 +92,12 @@ def batch_for(folder, hf):
     return {**dict(zip(("input_ids", "attention_mask", "images"), batch, strict=True)), "micro_batch_size": 3}
 
 
-def built(folder, dims, targets, overrides=None, *, vision="text_only", recompute=False, **options):
-    """A model with two sets of other ranks, scales and targets, none of whose factors is zero."""
+def built(folder, dims, targets, overrides=None, *, vision="text_only", recompute=False, ranks=(3, 5), **options):
+    """A model with two sets of other targets, and of other ranks and scales by default. None of the factors is zero."""
     models = mb.build_model(folder, dims=dims, dtype=torch.float32, device="cpu", overrides=overrides, vision=vision)
     if recompute and hasattr(models[0], "vision"):
         models[0].vision.gradient_checkpointing_enable()
-    for name, rank, of_set in (("math", 3, targets), ("code", 5, targets[1:])):
+    for name, rank, of_set in zip(("math", "code"), ranks, (targets, targets[1:]), strict=True):
         fill(models, mb.add_adapters(models, rank=rank, alpha=4, targets=of_set, name=name, **options))
     return models
 
@@ -106,8 +107,9 @@ def grads_of(models):
     found = {}
     for name in ("math", "code"):
         mb.set_adapters(models, name)
-        for path, parameter in held(models).items():
-            found[f"{name} {path}"], parameter.grad = parameter.grad, None
+        found |= {f"{name} {path}": grad for path, grad in by_name(models, attrgetter("grad")).items()}
+        for parameter in parameters(models):
+            parameter.grad = None
     return found
 
 
@@ -173,7 +175,7 @@ def compared(folder, hf, targets, meshes):
         sizes = dict(sizes)
         overrides, packed, dropout = sizes.pop("overrides", None), sizes.pop("packed", True), sizes.pop("dropout", None)
         options = {"dora": sizes.pop("dora", None), "dropout": dropout, "recompute": sizes.pop("recompute", False)}
-        options["vision"] = "text_only" if hf else "frozen"
+        options |= {"vision": "text_only" if hf else "frozen", "ranks": sizes.pop("ranks", (3, 5))}
         dims = mb.ParallelDims(**sizes)
         with stepping.mesh(dims), mock.patch.object(Adapter, "inputs_of", halved):
             models = built(folder, dims, targets, overrides, **options)
@@ -299,7 +301,7 @@ def trained(folder, hf, targets, dims, how, overrides, ddp):
     for name in wrapped:
         mb.set_adapters(models, name)
         parts = stepping.masters(models, optimizers[name])
-        values |= {f"{name} {path}": parts[parameter] for path, parameter in held(models).items()}
+        values |= {f"{name} {path}": own for path, own in by_name(models, parts.__getitem__).items()}
     return after, values
 
 
@@ -378,7 +380,7 @@ def refused(folder):
         refuse("no models", {}, ROWS)
         mb.forward(wrapped, *batch_of(tiny.config("qwen3")), adapters=ROWS, **learn)  # the other set has no DDP
         assert models[0].bridge_adapter_sets.in_use == "math"
-        for parameter in held(models).values():
+        for parameter in parameters(models):
             parameter.grad = parameter.main_grad
         found = grads_of(models)
         assert all(torch.allclose(found[name], grad, atol=1e-5) and grad.any() for name, grad in grads.items())

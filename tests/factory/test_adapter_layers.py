@@ -2,7 +2,6 @@
 layers.
 """
 
-from functools import partial
 from unittest import mock
 
 import pytest
@@ -14,10 +13,10 @@ from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.adapter_sets import without_adapters
 from mcore_bridge.factory.add_adapters import add_adapters
 from mcore_bridge.factory.modules import adapter
-from mcore_bridge.factory.modules.adapter import GroupedAdapter
 from mcore_bridge.factory.modules.row_adapters import DispatchedTokens, RowAdapters
-from mcore_bridge.rules.names import canonical
+from mcore_bridge.rules.names import canonical_names
 from mcore_bridge.weights.model_chunks import numbering_of
+from mcore_bridge.weights.model_tensors import held_tensors
 from tests.support import experts
 from tests.support.fake_mesh import rank_of
 
@@ -63,34 +62,43 @@ def test_a_norm_in_the_layer_comes_before_the_adapter(chunk):
 
 def test_experts_in_one_layer_have_an_adapter_each(chunk):
     mlp, counts = chunk.decoder.layers[1].mlp.experts, (3, 0, 1, 2, 0, 0, 4, 1)
-    hidden = random(sum(counts), 48)
+    hidden, grouped = random(sum(counts), 48), mlp.linear_fc1.adapter
     layers = [expert.linear_fc1 for expert in mlp.local_experts]
-    grouped = GroupedAdapter(layer.adapter for layer in layers)
+
+    def of_layers():
+        return torch.cat([layer(own)[0] for layer, own in zip(layers, hidden.split(counts), strict=True)])
+
     with without_adapters(chunk):
-        base = torch.cat([layer(own)[0] for layer, own in zip(layers, hidden.split(counts), strict=True)])
+        base = of_layers()
         assert grouped(mlp, (hidden, torch.tensor(counts)), (base, None))[0] is base
     product, bias = grouped(mlp, (hidden, list(counts)), (base, None))
     assert bias is None
-    expected = torch.cat([layer(own)[0] for layer, own in zip(layers, hidden.split(counts), strict=True)])
+    expected = of_layers()
     assert torch.equal(product, expected)
-    for layer in layers:
-        layer.adapter.dropout = Upper()
-    dropped = torch.cat([layer(own)[0] for layer, own in zip(layers, hidden.split(counts), strict=True)])
+    own = []
+    for tokens, *factors in zip(hidden.split(counts), *(factor for _, factor, _ in grouped.tensors), strict=True):
+        of_parts = zip(*(factor.chunk(2) for factor in factors), strict=True)  # gate and up
+        own.append(torch.cat([tokens @ first.T @ second.T * 3 / 4 for first, second in of_parts], 1))
+    torch.testing.assert_close(product, base + torch.cat(own))
+    grouped.begin()  # as in a forward of all experts
+    assert torch.equal(of_layers(), expected)
+    grouped.end()
+    grouped.dropout = Upper()
+    dropped = of_layers()
     assert torch.equal(grouped(mlp, (hidden, list(counts)), (base, None))[0], dropped)
     assert not torch.equal(expected, dropped)
-    for layer in layers:
-        layer.adapter.dropout = None
-    names = {f"decoder.layers.1.mlp.experts.linear_fc1.adapter.{name}" for name, _ in grouped.named_parameters()}
-    own = {f"decoder.layers.1.mlp.experts.{name}" for name, _ in mlp.named_parameters() if "fc1.adapter" in name}
-    numbering = numbering_of(chunk)
-    assert {canonical(name, numbering) for name in names} == {canonical(name, numbering) for name in own}
-    assert [grouped.by_weight[f"weight{number}"] for number in range(8)] == [layer.adapter for layer in layers]
+    grouped.dropout = None
+    names = canonical_names("decoder.layers.1.mlp.experts.linear_fc1.adapter.linear_in.weight", numbering_of(chunk))
+    assert names == tuple(f"decoder.layers.1.mlp.experts.{n}.linear_fc1.adapter.linear_in.weight" for n in range(8))
+    entries = held_tensors([chunk])
+    for name, factor in zip(names, grouped.linear_in.weight, strict=True):
+        assert torch.equal(entries[name], factor)
+        assert entries[name].data_ptr() == factor.data_ptr()
 
 
 @pytest.mark.skipif(not hasattr(torch.nn.functional, "grouped_mm"), reason="the installed torch has no grouped product")
 def test_one_product_for_all_experts_gives_the_bits_of_one_for_each(chunk):
-    layers = [expert.linear_fc1 for expert in chunk.decoder.layers[1].mlp.experts.local_experts]
-    grouped, counts, found = GroupedAdapter(layer.adapter for layer in layers), [3, 0, 1, 2, 0, 0, 4, 1], []
+    grouped, counts, found = chunk.decoder.layers[1].mlp.experts.linear_fc1.adapter, [3, 0, 1, 2, 0, 0, 4, 1], []
     hidden = random(sum(counts), 48).requires_grad_()
     for has_kernel, most, calls in ((False, 8, 0), (True, 8, 1), (True, 3, 3), (True, 2, 3)):  # of 2, one has no token
         with (
@@ -113,12 +121,11 @@ def sets_of_experts(dropout):
     found = {}
     for number, (rank, alpha) in {0: (4, 3), 1: (3, 5), 3: (8, 1)}.items():
         add_adapters(chunk, rank=rank, alpha=alpha, targets=["linear_fc1"], seed=number, name=str(number))
-        modules = chunk.bridge_adapter_sets.by_name[str(number)].modules
-        each = [modules[f"decoder.layers.1.mlp.experts.local_experts.{place}.linear_fc1"] for place in range(8)]
-        for place, own in enumerate(each):
-            own.dropout = dropout
-            torch.nn.init.normal_(own.linear_out.weight, generator=torch.Generator().manual_seed(9 * place + number))
-        found[number] = GroupedAdapter(each)
+        found[number] = own = chunk.bridge_adapter_sets.by_name[str(number)].modules[
+            "decoder.layers.1.mlp.experts.linear_fc1"
+        ]
+        own.dropout = dropout
+        torch.nn.init.normal_(own.linear_out.weight, std=0.2, generator=torch.Generator().manual_seed(number))
     return found
 
 
@@ -134,7 +141,7 @@ def test_sets_of_experts_in_one_layer_are_one_product_too(chunk, dropout):
         expected[numbers == number] = adapters(None, (hidden, counts), (base, None))[0][numbers == number].detach()
     dispatched = DispatchedTokens(None, TokenSets([numbers], ["a", "b", "c", "d"], [], rank=0, parts=1))
     dispatched.take(numbers, counts)
-    rows = RowAdapters(sets, partial(dispatched.sort, expert=None))
+    rows = RowAdapters(sets, dispatched.sort)
     for has_kernel in (False, True):
         with (
             mock.patch.object(adapter, "has_grouped_kernel", lambda hidden, has=has_kernel: has),

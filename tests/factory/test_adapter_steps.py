@@ -12,7 +12,7 @@ from mcore_bridge.weights.bound import bind
 from mcore_bridge.weights.peft.hf_adapters import iter_hf_adapters
 from tests import zoo
 from tests.support import pool, stepping, tiny
-from tests.support.peft_models import ALPHA, EXPERTS, RANK, batch, entries, expected, fill, held
+from tests.support.peft_models import ALPHA, EXPERTS, RANK, batch, by_name, entries, expected, fill, held
 from tests.workers.verl_engine import CpuForCuda
 
 TARGETS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -41,10 +41,10 @@ def steps(folder, meshes, targets, expert_format, values):
             with CpuForCuda():
                 _, norm, _ = optimizer.step()
             bound, shards = bind(chunks, adapters=made), {}
-            for name, parameter in held(chunks).items():
-                binding = made.mapping.bind(name)
-                shard = bound.ranks[binding.axis] if parameter.partition_dim >= 0 else 0
-                shards[f"{name} {shard}"] = parameter.detach().clone()
+            is_cut = by_name(chunks, lambda parameter: torch.full(parameter.shape[:1], parameter.partition_dim >= 0))
+            for name, factor in held(chunks).items():
+                shard = bound.ranks[made.mapping.bind(name).axis] if is_cut[name].all() else 0
+                shards[f"{name} {shard}"] = factor.detach().clone()
             step = {"loss": loss, "norm": norm, "adapters": entries(iter_hf_adapters(chunks)), "shards": shards}
             found.append((str(sizes), "", step))
     return found

@@ -12,13 +12,13 @@ from mcore_bridge.factory.adapter_sets import set_adapters
 from mcore_bridge.factory.add_adapters import add_adapters
 from mcore_bridge.factory.modules.adapter import Adapter
 from mcore_bridge.rules.adapters import base_name
-from mcore_bridge.rules.names import canonical
+from mcore_bridge.rules.names import canonical_names
 from mcore_bridge.weights.model_chunks import numbering_of
 from mcore_bridge.weights.peft.hf_adapters import iter_hf_adapters
 from tests import zoo
 from tests.support import experts, mtp_checkpoints, pool, stepping, tiny
 from tests.support.fake_mesh import rank_of
-from tests.support.peft_models import ALPHA, EXPERTS, RANK, batch, entries, expected, fill, held
+from tests.support.peft_models import ALPHA, EXPERTS, RANK, batch, entries, expected, fill, parameters
 
 P = 0.3
 DENSE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -104,7 +104,7 @@ def steps(folder, meshes, targets, expert_format, values, dora):
             chunks = build_model(folder, dims=dims, dtype=torch.float32, device="cpu", overrides=overrides)
             options = {"targets": targets, "expert_format": expert_format or None, "dora": dora}
             made = add_adapters(chunks, rank=RANK, alpha=ALPHA, **options)
-            absent, own = fill(chunks, made, values), held(chunks).values()
+            absent, own = fill(chunks, made, values), parameters(chunks)
             assert {id(p) for p in own} == {id(p) for c in chunks for p in c.parameters() if p.requires_grad}
             loss = stepping.forward_backward(stepping.wrap(chunks), dims, batch(), micro_batch_size=4)
             with torch.no_grad():  # gradients have the places of their parameters, so the export gives them HF names
@@ -151,18 +151,18 @@ def dropped(folder, meshes, targets, values, options):
             for chunk in chunks:
                 for path, module in chunk.named_modules():
                     if isinstance(module, Adapter):
-                        name = canonical(f"{path}.linear_in.weight", numbering_of(chunk))
-                        module.dropout.register_forward_hook(partial(note_kept, kept.setdefault(name, [])))
+                        names = canonical_names(f"{path}.linear_in.weight", numbering_of(chunk))
+                        module.dropout.register_forward_hook(partial(note_kept, kept.setdefault(names, [])))
             torch.manual_seed(3)
             model_parallel_cuda_manual_seed(3)
             loss = stepping.forward_backward(stepping.wrap(chunks), dims, batch(), micro_batch_size=4)
             get_cuda_rng_tracker().reset()
             with torch.no_grad():
-                for parameter in held(chunks).values():
+                for parameter in parameters(chunks):
                     parameter.copy_(parameter.main_grad)
             by_name = {}
-            for name, calls in kept.items():
-                hf = made.mapping.bind(name).hf
+            for names, calls in kept.items():
+                hf = [own for name in names for own in made.mapping.bind(name).hf]
                 again = len(hf) * bool(overrides)  # a recompute follows each forward
                 for number, own in enumerate(hf):
                     by_name[base_name(own)] = calls[number :: len(hf) + again]
@@ -256,7 +256,7 @@ def test_a_recompute_of_a_forward_with_other_adapters_raises():
             for name, targets in (("first", ["q_proj"]), ("second", ["down_proj"])):
                 add_adapters(chunk, rank=2, alpha=1, targets=targets, name=name)
             set_adapters(chunk, "first")
-            (first, *_), tokens = held([chunk]).values(), batch()[:, :-1]
+            (first, *_), tokens = parameters(chunk), batch()[:, :-1]
             loss = chunk(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None).float().square().sum()
             set_adapters(chunk, "second")
             if overrides:
@@ -265,7 +265,7 @@ def test_a_recompute_of_a_forward_with_other_adapters_raises():
                 continue
             loss.backward()
             assert first.grad is not None
-            assert not any(parameter.grad is not None for parameter in held([chunk]).values())
+            assert not any(parameter.grad is not None for parameter in parameters(chunk))
             with pytest.raises(ConfigError, match=r"named 'third', found \['first', 'second'\]: call add_adapters"):
                 set_adapters(chunk, "third")
 

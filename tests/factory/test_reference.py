@@ -10,7 +10,7 @@ from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.add_adapters import add_adapters
 from tests import zoo
 from tests.support import pool, stepping, tiny
-from tests.support.peft_models import held
+from tests.support.peft_models import parameters
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 PARTS = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
@@ -22,7 +22,7 @@ def built(folder, dims, overrides, targets=DENSE):
     chunks = mb.build_model(folder, dims=dims, dtype=torch.float32, device="cpu", overrides=overrides)
     base = log_probs(chunks)
     add_adapters(chunks, rank=2, alpha=1, targets=targets)
-    for parameter in held(chunks).values():
+    for parameter in parameters(chunks):
         torch.nn.init.ones_(parameter) if not parameter.any() else None  # B
     return chunks, base
 
@@ -54,7 +54,7 @@ def step(chunks, around_forward, around_backward):
     with around_backward:
         seen = log_probs(chunks)
         loss.backward() if loss.requires_grad else None  # the base alone has no gradient
-    factors = held(chunks).values()
+    factors = parameters(chunks)
     found = [torch.zeros(()) if factor.grad is None else factor.grad.clone() for factor in factors]
     for factor in factors:
         factor.grad = None

@@ -13,7 +13,7 @@ from mcore_bridge.weights.peft.hf_adapters import iter_hf_adapters
 from tests.support import gpu_models
 from tests.support.gpu_gradients import ROUNDED, distances, wrapped
 from tests.support.gpus import chosen, spawn, with_replicas
-from tests.support.peft_models import entries, fill, held
+from tests.support.peft_models import entries, fill, parameters
 from tests.support.strategies import random_state, tiny
 
 pytestmark = pytest.mark.multigpu
@@ -71,7 +71,7 @@ def gradients(family, dims, *, dtype=torch.bfloat16, **how):
     with without_adapters(models), torch.no_grad():
         assert mb.forward(models, ids[share]).log_probs.isfinite().all()
     with torch.no_grad():
-        for parameter in held(chunks).values():
+        for parameter in parameters(chunks):
             parameter.data = parameter.main_grad
     return entries(iter_hf_adapters(chunks))
 

@@ -132,12 +132,12 @@ def test_fused_rules_are_killed(tmp_path: Path, name: str) -> None:
     assert float((ours - truth).abs().max() / truth.std()) > 50 * BOUND
 
 
-def local_layers(name: str, numbering: Numbering) -> str:
+def local_layers(name: str, numbering: Numbering) -> tuple[str, ...]:
     """The numbers of layers within a stage in the place of global numbers."""
     return TRUE_CANONICAL(name, replace(numbering, layers=tuple(range(len(numbering.layers)))))
 
 
-def local_experts(name: str, numbering: Numbering) -> str:
+def local_experts(name: str, numbering: Numbering) -> tuple[str, ...]:
     return TRUE_CANONICAL(name, replace(numbering, experts=tuple(range(len(numbering.experts)))))
 
 
@@ -145,12 +145,12 @@ def exported_twice(rules: Any) -> Any:
     return tuple(replace(rule, exported=True) for rule in TRUE_TIED(rules))
 
 
-TRUE_CANONICAL, TRUE_TIED = model_tensors.canonical, provenance.tied_lm_head
+TRUE_CANONICAL, TRUE_TIED = model_tensors.canonical_names, provenance.tied_lm_head
 EXPORTS = {
-    "hold the layers [0], expected 0 to 1": (HF, {"pp": 2}, (model_tensors, "canonical", local_layers), False),
+    "hold the layers [0], expected 0 to 1": (HF, {"pp": 2}, (model_tensors, "canonical_names", local_layers), False),
     "no rank of the group holds the experts [2, 3]": (
         *(SHARED, {"ep": 2}),
-        (model_tensors, "canonical", local_experts),
+        (model_tensors, "canonical_names", local_experts),
         True,
     ),
     "model.embed_tokens.weight has two sources": (

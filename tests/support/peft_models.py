@@ -9,8 +9,10 @@ import torch
 
 from mcore_bridge.rules.adapters import is_adapter
 from mcore_bridge.rules.mapping import axes_of
+from mcore_bridge.rules.names import canonical_names, is_stacked
 from mcore_bridge.rules.trace import trace
 from mcore_bridge.weights.bound import bind
+from mcore_bridge.weights.model_chunks import chunks_of, numbering_of
 from mcore_bridge.weights.model_tensors import held_tensors
 from tests.support import tiny
 
@@ -176,8 +178,26 @@ def _drawn(name, shape):
 
 
 def held(chunks):
-    """The parameters of adapters by canonical name."""
-    return {name: parameter for name, parameter in held_tensors(chunks).items() if is_adapter(name)}
+    """The factors of adapters by canonical name: parameters, and for experts entries of them."""
+    return {name: factor for name, factor in held_tensors(chunks).items() if is_adapter(name)}
+
+
+def parameters(chunks):
+    """The parameters of adapters. Parameters of experts have an entry for each."""
+    named = (pair for chunk in chunks_of(chunks) for pair in chunk.named_parameters())
+    return [parameter for name, parameter in named if is_adapter(name)]
+
+
+def by_name(chunks, of):
+    """``of(parameter)`` of adapters by canonical name: whole, or for experts an entry of it, or None."""
+    found = {}
+    for chunk in chunks_of(chunks):
+        for name, parameter in chunk.named_parameters():
+            if is_adapter(name):
+                names, value = canonical_names(name, numbering_of(chunk)), of(parameter)
+                is_one = value is None or not is_stacked(name)
+                found |= zip(names, [value] * len(names) if is_one else value, strict=True)
+    return found
 
 
 def entries(tensors):

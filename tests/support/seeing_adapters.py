@@ -12,7 +12,7 @@ import mcore_bridge as mb
 from mcore_bridge.factory import add_adapters
 from mcore_bridge.weights.peft.hf_adapters import adapters_of
 from tests.support import seeing, stepping
-from tests.support.peft_models import ALPHA, RANK, fill, held
+from tests.support.peft_models import ALPHA, RANK, fill, parameters
 
 OPTIONS: Any = {"rank": RANK, "alpha": ALPHA, "targets": "all-linear"}
 
@@ -105,7 +105,7 @@ def step(
         assert not any(parameter.requires_grad for name, parameter in of_tower if ".adapter." not in name)
         with torch.no_grad():
             mb.save_checkpoint(chunks, place / "dist", part="adapters")
-            for parameter in held(chunks).values():
+            for parameter in parameters(chunks):
                 parameter.copy_(parameter.grad if bare else parameter.main_grad)
             grads = saved(chunks, place)
             mb.load_checkpoint(chunks, place / "dist", part="adapters")

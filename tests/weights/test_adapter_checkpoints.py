@@ -1,5 +1,6 @@
 """Checkpoints of megatron-core with adapters: alone or with the base, and training that continues from them."""
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -17,6 +18,7 @@ from mcore_bridge.errors import CheckpointError
 from mcore_bridge.factory.add_adapters import add_adapters
 from mcore_bridge.rules.adapters import base_name, is_adapter
 from mcore_bridge.trainers.peft_functions import create_peft, load_peft_adapter_checkpoint
+from mcore_bridge.weights.dist_checkpoint.compare import leaves_of
 from mcore_bridge.weights.dist_checkpoint.dist_writer import InThisProcess
 from mcore_bridge.weights.dist_checkpoint.folder import TorchDistFolder
 from mcore_bridge.weights.manifest import digest
@@ -59,6 +61,20 @@ def adapters(models):
     return kept
 
 
+def each_has_its_own_keys(chunk):
+    """Megatron-core can also number the experts in keys, and then reads and writes them one by one."""
+    metadata = {"singleton_local_shards": True, "dp_cp_group": chunk.pg_collection.dp_cp}
+    factor = "linear_fc1.adapter.linear_out.weight"
+    entry = chunk.sharded_state_dict(metadata=metadata)[f"decoder.layers.1.mlp.experts.{factor}"]
+    own, moved = leaves_of(entry), entry.key.replace("layers.1", "layers.2")
+    leaves = leaves_of(replace(entry, key=f"optimizer.{moved}"))
+    keys = [leaf.key.removesuffix("_w").removesuffix("_v") for leaf in own]
+    experts = [f"decoder.layers.1.mlp.experts.experts.{number}.{factor}" for number in range(4)]
+    assert keys == [key for key in experts for _ in ("gate", "up")], keys
+    assert [leaf.key.replace("layers.2", "layers.1") for leaf in leaves] == [f"optimizer.{leaf.key}" for leaf in own]
+    assert torch.equal(entry.merge_fn([leaf.data for leaf in own]), entry.data)
+
+
 def go_on(folder, target):
     """Losses and adapters of a run after a save, and of runs that continue from the save on other meshes."""
     dims = ParallelDims(**HERE)
@@ -72,6 +88,7 @@ def go_on(folder, target):
         mb.save_checkpoint(models, target / "alone", optimizer=optimizer, part="adapters")
         steps += [step(), step()]
         results = [(steps, saved, adapters(models))]
+        each_has_its_own_keys(models[0].module)
     for number, sizes in enumerate(THERE):
         dims = ParallelDims(**sizes)
         with stepping.mesh(dims):
@@ -104,6 +121,9 @@ def test_training_goes_on_at_another_mesh(folder, tmp_path):
         for name, tensor in end.items():
             torch.testing.assert_close(after[name], tensor, rtol=1e-3, atol=1e-4, msg=f"{name} on {sizes}")
     keys = TorchDistFolder.open(tmp_path / "alone").metadata.state_dict_metadata
+    for prefix in ("", "optimizer.state.exp_avg."):  # a parameter holds all experts, and the folder has one by one
+        stored = keys[f"{prefix}decoder.layers.1.mlp.experts.experts.linear_fc1.adapter.linear_out.weight"]
+        assert (stored.size, {chunk.sizes for chunk in stored.chunks}) == ((4, 80, 2), {(1, 20, 2)})
     assert any(key.startswith("optimizer.state.exp_avg.decoder.") for key in keys)
     assert all(".adapter.linear_" in key for key in keys if "decoder." in key), keys
 

@@ -142,7 +142,7 @@ def read_parts(folder, saved):
         (gpt,) = mb.build_model(folder, **build)
         saved.mkdir()
         dist_checkpointing.save({"model": gpt.sharded_state_dict()}, str(saved))
-        assert TorchDistFolder.open(saved).is_stacked
+        assert TorchDistFolder.open(saved).is_stacked != bool(gpt.config.num_moe_experts)
         expected = {name: tensor.clone() for name, tensor in mb.to_hf_state_dict([gpt]).items()}
         hybrid = mb.build_model(folder, **build, load_weights=False, model="hybrid")
         mb.load_checkpoint(hybrid, saved)
@@ -160,10 +160,11 @@ def read_parts(folder, saved):
 
 
 @needs_it
-def test_each_class_reads_adapters_and_layers_in_one_tensor(tmp_path):
-    folder = tiny.random_checkpoint(zoo.cases()["qwen3"].hf, tmp_path / "hf")
+@pytest.mark.parametrize(("name", "count"), [("qwen3", 4 * 2 * 4), ("qwen3_moe", 86)])
+def test_each_class_reads_adapters_and_layers_in_one_tensor(tmp_path, name, count):
+    folder = tiny.random_checkpoint(zoo.cases()[name].hf, tmp_path / "hf")
     (found,) = pool.run(1, read_parts, folder, tmp_path / "saved")
-    assert len(found[0]) == 4 * 2 * 4
+    assert len(found[0]) == count
     for other in found[1:]:
         assert all(torch.equal(tensor, found[0][name]) for name, tensor in other.items())
 

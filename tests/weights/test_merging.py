@@ -163,9 +163,9 @@ def count(folder):
     """Runs in each worker: how often each weight was merged, the most merged bytes at once, and all merged bytes."""
     own, made, most = merging.merged_weight, {}, 0
 
-    def merge(adapter, weight, squares):
+    def merge(adapter, weight):
         nonlocal most
-        new = own(adapter, weight, squares)
+        new = own(adapter, weight)
         made.setdefault(weight.data_ptr(), []).append(weakref.ref(new))
         most = max(most, sum(ref().nbytes for refs in made.values() for ref in refs if ref() is not None))
         return new

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -151,7 +152,7 @@ class Adapter(nn.Module):
         super().__init__()
         self.linear_in, self.linear_out, self.magnitude, self.dropout = linear_in, linear_out, magnitude, dropout
         self.kind, self.scale, self.group = kind, scale, group
-        self.parts = parts = linear_in.weight.shape[0] // linear_out.weight.shape[1]
+        self.parts = parts = linear_in.weight.shape[-2] // linear_out.weight.shape[-1]
         self.sequence_parallel, self.expert = sequence_parallel and not expert, expert
         self.has_cut_rows = kind == "summed" and group.size() > 1
         self.masked = parts > 1 or bool((part_of_row < 0).any())
@@ -182,12 +183,7 @@ class Adapter(nn.Module):
         weight.tensor_model_parallel, weight.shared = self.expert or not whole, False
         if self.expert and whole:
             weight.shared = self.group.rank() > 0
-        weight.partition_dim, weight.partition_stride = dim, 1
-
-    @property
-    def by_weight(self) -> dict[str, Adapter]:
-        """The adapter of each weight of the layer, by the weight's name in it."""
-        return {"weight": self}
+        weight.partition_dim, weight.partition_stride = dim if whole else dim + self.expert, 1
 
     def forward(self, layer: Any, inputs: tuple[Tensor, ...], outputs: Any) -> Any:
         """The outputs of ``layer`` (product, and bias or None), with the adapter's output added to the product."""
@@ -213,16 +209,11 @@ class Adapter(nn.Module):
 
     def beside(self, inputs: list[Tensor]) -> Tensor:
         """The output of the adapter, cut like the layer's output, from inputs ``[..., in]`` of A."""
-        return self.with_factors(inputs, self.linear_in(), self.linear_out(), nn.functional.linear)
+        return self.product_of(inputs, *self.factors(), nn.functional.linear)
 
-    def with_factors(self, inputs: list[Tensor], first: Tensor, second: Tensor, product: Product) -> Tensor:
-        """``beside`` with these factors: of this adapter, or the stacked factors of all experts of the layer."""
-        return self.outer(self.across(self.inner(inputs, first, product)), second, product)
-
-    def inner(self, inputs: list[Tensor], first: Tensor, product: Product) -> Tensor:
-        """``A x`` for all parts, ``[..., parts * rank]``: of this rank's tokens, or of this rank's part of features."""
-        pairs = zip(inputs, self.first(first).chunk(len(inputs), -2), strict=True)
-        return torch.cat([product(own.to(first.dtype), factor) for own, factor in pairs], -1)
+    def product_of(self, inputs: list[Tensor], first: Tensor, second: Tensor, product: Product) -> Tensor:
+        """``beside``, from the factors that ``factors`` returns."""
+        return product(self.across(inner(inputs, first, product)), second) * self.scale
 
     def across(self, inner: Tensor) -> Tensor:
         """``inner`` for the tokens of the layer's output, from all ranks that cut the layer. Tokens come first."""
@@ -234,10 +225,6 @@ class Adapter(nn.Module):
     def is_local(self) -> bool:
         """Whether A and B see the same tokens on a rank, so that nothing is communicated between them."""
         return self.expert or self.kind in ("whole", "equal") or self.group.size() == 1
-
-    def outer(self, inner: Tensor, second: Tensor, product: Product) -> Tensor:
-        """The output of the adapter from the result of ``across``."""
-        return product(inner, self.second(second)) * self.scale
 
     def drops(self) -> bool:
         """Whether this forward zeroes elements of the inputs of A."""
@@ -309,18 +296,14 @@ class Adapter(nn.Module):
         """B with a column for each row of A; each row of B has values only in the columns of its part."""
         return (self.chosen * second[..., None, :]).flatten(-2) if self.masked else second
 
-    def first(self, weight: Tensor) -> Tensor:
-        """A for a product, ``[..., parts * rank, in]``: of this adapter, or stacked for all experts of the layer."""
-        return self._factor(weight, 0)
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """A and B for products, ``[..., parts * rank, in]`` and ``[..., out, parts * rank]``."""
+        return self.linear_in(), self._rows(self.linear_out())
 
-    def second(self, weight: Tensor) -> Tensor:
-        """B for a product, ``[..., out, parts * rank]``: of this adapter, or stacked for all experts of the layer."""
-        return self._rows(self._factor(weight, 1))
-
-    def _factor(self, weight: Tensor, number: int) -> Tensor:
-        """Sum the partial gradients of the whole factor of a cut expert over ranks, which no other code does."""
-        is_partial = self.expert and self.whole[number] and self.group.size() > 1
-        return self._summed_in_backward(weight) if is_partial else weight
+    def stacks(self, expert: int | None = None) -> tuple[Tensor, Tensor]:
+        """``factors``, with the experts of a layer as first dim: ``[1, ...]`` for a layer without experts."""
+        first, second = self.factors()
+        return first[None], second[None]
 
     def _summed_in_backward(self, tensor: Tensor) -> Tensor:
         copied = mappings.copy_to_tensor_model_parallel_region(tensor, group=self.group)
@@ -345,6 +328,13 @@ def without_bias(layer: nn.Module, product: Tensor, returned: Tensor | None) -> 
     return product if returned is not None or bias is None or not bias.numel() else product - bias
 
 
+def inner(inputs: list[Tensor], first: Tensor, product: Product) -> Tensor:
+    """``A x`` for all parts, ``[..., parts * rank]``: of this rank's tokens, or of this rank's part of features."""
+    pairs = zip(inputs, first.chunk(len(inputs), -2), strict=True)
+    products = [product(own.to(factor.dtype), factor) for own, factor in pairs]
+    return products[0] if len(products) == 1 else torch.cat(products, -1)
+
+
 def beside(check: Callable[[], None], layer: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> Any:
     """The outputs of ``layer``, with the output of its adapter added if it has one: a forward hook of the layer.
 
@@ -363,28 +353,100 @@ def beside_plain(check: Callable[[], None], layer: nn.Module, inputs: tuple[Any,
     return beside(check, layer, inputs, (outputs, None))[0]
 
 
-class GroupedAdapter(nn.ModuleList):
-    """The adapters of the experts whose weights TransformerEngine holds in one layer.
+class ExpertAdapters(Adapter):
+    """The adapters of a linear layer of all experts of a rank. One parameter holds each factor, ``[experts, ...]``.
 
-    One grouped product computes each factor of all experts, where torch has a kernel for it.
+    TransformerEngine has one layer for all experts: one grouped product computes each factor of all experts, where
+    torch has a kernel for it. In megatron-core's own experts, each has a layer: see ``ExpertLayers``.
     """
 
-    @property
-    def by_weight(self) -> dict[str, Any]:
-        """The adapter of each weight of the layer, by the weight's name in it."""
-        return {f"weight{number}": adapter for number, adapter in enumerate(self)}
+    _each: Sequence[tuple[Tensor, Tensor]] = ()
 
-    def forward(self, layer: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> Any:
-        """The outputs of ``layer`` with the adapters' added. Its inputs: all tokens, and how many each expert has."""
-        product, bias = outputs
-        adapters: list[Any] = list(self)
-        if adapters[0].is_off():
-            return outputs
-        first = torch.stack([adapter.linear_in() for adapter in adapters])
-        second = torch.stack([adapter.linear_out() for adapter in adapters])
-        by_expert = TokenGroups([int(count) for count in inputs[1]]).product
-        beside = adapters[0].with_factors(adapters[0].inputs_of(inputs[0]), first, second, by_expert)
-        return product + beside.to(product.dtype), bias
+    def forward(self, layer: Any, inputs: tuple[Any, ...], outputs: Any, expert: int | None = None) -> Any:
+        """The outputs of ``layer`` with the adapters' added.
+
+        Args:
+            layer, inputs, outputs: the layer of one expert; or of all, which gets the tokens and how many each has.
+            expert: the place of the expert; None: all.
+        """
+        (product, bias), hidden = outputs_and_input(outputs, inputs[0])
+        if self.is_off():
+            return product, bias
+        factors = self.factors() if expert is None else self.factors_of(expert)
+        of_group = TokenGroups([int(count) for count in inputs[1]]).product if expert is None else nn.functional.linear
+        return product + self.product_of(self.inputs_of(hidden), *factors, of_group).to(product.dtype), bias
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """A and B of all experts. For a whole factor of cut experts, ranks sum its partial gradients here alone."""
+        first, second = self.linear_in(), self.linear_out()
+        if self.group.size() > 1:
+            first, second = (
+                self._summed_in_backward(factor) if whole else factor
+                for factor, whole in zip((first, second), self.whole, strict=True)
+            )
+        return first, self._rows(second)
+
+    def stacks(self, expert: int | None = None) -> tuple[Tensor, Tensor]:
+        """``factors`` of all experts, or ``[1, ...]`` for the expert at this place."""
+        if expert is None:
+            return self.factors()
+        first, second = self.factors_of(expert)
+        return first[None], second[None]
+
+    def factors_of(self, expert: int) -> tuple[Tensor, Tensor]:
+        """A and B of the expert at this place."""
+        if self._each:
+            return self._each[expert]
+        first, second = self.factors()
+        return first[expert], second[expert]
+
+    def begin(self) -> None:
+        """Take the factors apart, once for the layers of all experts: a gradient of each has the size of one expert."""
+        first, second = self.factors()
+        self._each = [*zip(first.unbind(), second.unbind(), strict=True)]
+
+    def end(self) -> None:
+        """Free what ``begin`` holds."""
+        self._each = ()
+
+
+class ExpertLayers(nn.Module):
+    """Holds the adapters, as ``adapter``, of a linear layer that each of megatron-core's experts has as a module.
+
+    It is a module of the experts, with the name that TransformerEngine's layer for all experts has there.
+
+    Args:
+        experts: megatron-core's ``SequentialMLP``.
+        name: the name of the layer in each expert.
+        check: as for ``beside``.
+    """
+
+    adapter: Any
+
+    def __init__(self, experts: Any, name: str, check: Callable[[], None]) -> None:
+        super().__init__()
+        for place, expert in enumerate(experts.local_experts):
+            layer = expert.get_submodule(name)
+            layer.register_forward_hook(partial(self.beside, check, place), prepend=True)
+        experts.register_forward_pre_hook(self._begin)
+        experts.register_forward_hook(self._end, always_call=True)
+
+    def beside(
+        self, check: Callable[[], None], place: int, layer: nn.Module, inputs: tuple[Any, ...], outputs: Any
+    ) -> Any:
+        """``beside`` for the layer of the expert at this place: a forward hook of it."""
+        check()
+        if hasattr(self, "adapter"):
+            return self.adapter(layer, inputs, outputs, place)
+        return outputs_and_input(outputs, inputs[0])[0]
+
+    def _begin(self, experts: nn.Module, inputs: object) -> None:
+        if hasattr(self, "adapter"):
+            self.adapter.begin()
+
+    def _end(self, experts: nn.Module, inputs: object, outputs: object) -> None:
+        if hasattr(self, "adapter"):
+            self.adapter.end()
 
 
 @dataclass(frozen=True)
@@ -436,8 +498,11 @@ def _by_kernel(hidden: Tensor, weights: Tensor, counts: list[int], ends: Tensor)
         return nn.functional.grouped_mm(hidden, weights.mT, offs=ends)
     first, rest = slice(_MOST_GROUPS), slice(_MOST_GROUPS, None)
     begun = sum(counts[first])
-    parts = [(hidden[:begun], first, ends[first]), (hidden[begun:], rest, ends[rest] - begun)]
-    return torch.cat([_by_kernel(own, weights[of], counts[of], to) for own, of, to in parts if len(own)])
+    sizes = _MOST_GROUPS, len(counts) - _MOST_GROUPS
+    tokens, stacks = hidden.split([begun, len(hidden) - begun]), weights.split(sizes)
+    groups = (counts[first], ends[first]), (counts[rest], ends[rest] - begun)
+    parts = zip(tokens, stacks, groups, strict=True)
+    return torch.cat([_by_kernel(own, weights, *of) for own, weights, of in parts if len(own)])
 
 
 def has_grouped_kernel(hidden: Tensor) -> bool:

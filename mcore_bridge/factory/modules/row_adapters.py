@@ -8,8 +8,9 @@ together again, so that ranks communicate once for all sets, whatever tokens a r
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,13 +18,22 @@ from torch import Tensor, nn
 
 from mcore_bridge.batches.row_sets import SortedTokens, TokenSets, sort_tokens
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.modules.adapter import TokenGroups, outputs_and_input, padded, product_of_groups, without_bias
+from mcore_bridge.factory.modules.adapter import (
+    TokenGroups,
+    inner,
+    outputs_and_input,
+    padded,
+    product_of_groups,
+    without_bias,
+)
 from mcore_bridge.rules.names import TOWER
 
-Sorting = Callable[[int, tuple[int, ...]], SortedTokens]
+Stacks = Sequence[Tensor]
+"""A factor of all groups of tokens, in order. Each tensor has some of the groups as first dim."""
+Sorting = Callable[..., SortedTokens]
 """Sorts the tokens of a layer by set, and then by expert, given how many tokens the layer has, and the numbers of sets.
 
-Other tokens are left out.
+Other tokens are left out. With ``expert=``, the layer is of the expert at this place.
 """
 
 
@@ -38,85 +48,106 @@ class RowAdapters(nn.ModuleList):
     def __init__(self, adapters: Mapping[int, nn.Module], sort: Sorting) -> None:
         super().__init__(adapters.values())
         self._numbers, self._sort = tuple(adapters), sort
-        self._of_sets = [[*module.by_weight.values()] for module in self]  # type: ignore[operator]
+        self._of_sets: list[Any] = [*self]
+        self._each: Sequence[tuple[Stacks, Stacks]] = ()
 
-    def forward(self, layer: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> Any:
+    def forward(self, layer: nn.Module, inputs: tuple[Any, ...], outputs: Any, expert: int | None = None) -> Any:
         """The outputs of ``layer`` with the adapters' added. A set without tokens takes part, too.
 
         Otherwise its parameters would have no gradient, and ranks with and without its tokens would wait for each
         other.
+
+        Args:
+            layer, inputs, outputs: the layer; of one expert, or of all.
+            expert: the place of the expert; None: the layer is of none or of all.
         """
         (product, bias), hidden = outputs_and_input(outputs, inputs[0])
-        flat, adapter = hidden.flatten(0, -2), self._of_sets[0][0]
-        own = self._sort(len(flat), self._numbers)
+        flat, adapter = hidden.flatten(0, -2), self._of_sets[0]
+        sort = self._sort if expert is None else partial(self._sort, expert=expert)
+        firsts, seconds = self._stacks(expert)
+        own = sort(len(flat), self._numbers)
         rows = own.take(flat)
         ins = self._inputs(rows, own)
-        inner, redone = self._inner(rows, ins, own), self._redone(layer, ins, own)
+        narrow, redone = self._inner(rows, ins, firsts, own), self._redone(layer, ins, own)
         if not adapter.is_local:
-            whole = adapter.across(own.put(inner))
-            own = self._sort(len(whole), self._numbers)
-            inner = own.take(whole)
+            whole = adapter.across(own.put(narrow))
+            own = sort(len(whole), self._numbers)
+            narrow = own.take(whole)
         base = product.flatten(0, -2)
-        beside = self._outer(inner, own, layer, without_bias(layer, base, bias) if self._has_dora else base, redone)
+        beside = product_of_groups(narrow, seconds, TokenGroups(own.counts, own.ends))[:, : base.size(1)]
+        if self._has_dora or len({of_set.scale for of_set in self._of_sets}) > 1:
+            plain = without_bias(layer, base, bias) if self._has_dora else base
+            beside = self._scaled(beside, own, layer, plain, redone)
+        else:
+            beside = beside * adapter.scale
         return (base + own.put(beside.to(base.dtype))).view_as(product), bias
+
+    def begin(self) -> None:
+        """As for ``ExpertAdapters``, with the factors of all sets in one tensor for each expert, if they are alike."""
+        firsts, seconds = zip(*(of_set.factors() for of_set in self._of_sets), strict=True)
+        is_split = any(of_set.drops() for of_set in self._of_sets)
+        self._each = [*zip(_by_expert(firsts, is_split=is_split), _by_expert(seconds), strict=True)]
+
+    def end(self) -> None:
+        """As for ``ExpertAdapters``."""
+        self._each = ()
+
+    def _stacks(self, expert: int | None) -> tuple[Stacks, Stacks]:
+        """A and B of all sets for ``product_of_groups``."""
+        if expert is not None and self._each:
+            return self._each[expert]
+        firsts, seconds = zip(*(of_set.stacks(expert) for of_set in self._of_sets), strict=True)
+        return firsts, seconds
 
     @property
     def _has_dora(self) -> bool:
-        return any(adapters[0].magnitude is not None for adapters in self._of_sets)
+        return any(of_set.magnitude is not None for of_set in self._of_sets)
 
     def _inputs(self, rows: Tensor, own: SortedTokens) -> list[list[Tensor]]:
         """The inputs of A for the sorted tokens of each set: one for all parts, or with dropout one for each part."""
-        pairs = zip(self._of_sets, self._by_set(rows, own), strict=True)
-        return [adapters[0].inputs_of(part) for adapters, part in pairs]
+        return [of_set.inputs_of(part) for of_set, part in zip(self._of_sets, self._by_set(rows, own), strict=True)]
 
-    def _inner(self, rows: Tensor, ins: list[list[Tensor]], own: SortedTokens) -> Tensor:
-        """``A x`` for all parts, ``[sorted tokens, widest parts * rank]``, from the tokens of all sets."""
-        stacks = [_stack(adapter.linear_in() for adapter in adapters) for adapters in self._of_sets]
-        if not any(adapters[0].drops() for adapters in self._of_sets):
-            firsts = [adapters[0].first(stack) for adapters, stack in zip(self._of_sets, stacks, strict=True)]
+    def _inner(self, rows: Tensor, ins: list[list[Tensor]], firsts: Sequence[Tensor], own: SortedTokens) -> Tensor:
+        """``A x`` for all parts, ``[sorted tokens, widest parts * rank]``, from the tokens of all sets.
+
+        Args:
+            firsts: A of each set, ``[1 or experts, parts * rank, in]``.
+        """
+        if not any(of_set.drops() for of_set in self._of_sets):
             return product_of_groups(rows, firsts, TokenGroups(own.counts, own.ends))
-        of_sets = zip(self._of_sets, stacks, ins, self._counts(own), strict=True)
-        inner = [
-            adapters[0].inner(parts, stack, TokenGroups(counts).product) for adapters, stack, parts, counts in of_sets
-        ]
-        widest = max(part.size(1) for part in inner)
-        return torch.cat([padded(part, 1, widest) for part in inner])
+        of_sets = zip(ins, firsts, self._counts(own), strict=True)
+        parts = [inner(dropped, first, TokenGroups(counts).product) for dropped, first, counts in of_sets]
+        widest = max(part.size(1) for part in parts)
+        return torch.cat([padded(part, 1, widest) for part in parts])
 
     def _redone(self, layer: nn.Module, ins: list[list[Tensor]], own: SortedTokens) -> list[Tensor]:
         """The products of the layer for inputs with dropout, one for each part, if a set of DoRA drops any.
 
         Each token belongs to one set. So one product for the first parts of all sets is enough, and so on.
         """
-        pairs = zip(self._of_sets, ins, strict=True)
-        if not any(adapters[0].magnitude is not None and adapters[0].drops() for adapters, _ in pairs):
+        if not any(of_set.magnitude is not None and of_set.drops() for of_set in self._of_sets):
             return []
         numbers = range(max(map(len, ins)))
         parts = [torch.cat([of_set[min(number, len(of_set) - 1)] for of_set in ins]) for number in numbers]
-        return self._of_sets[0][0].products(layer.weight, [own.put(part) for part in parts])
+        return self._of_sets[0].products(layer.weight, [own.put(part) for part in parts])
 
-    def _outer(
-        self, inner: Tensor, own: SortedTokens, layer: nn.Module, base: Tensor, redone: Sequence[Tensor]
+    def _scaled(
+        self, beside: Tensor, own: SortedTokens, layer: nn.Module, base: Tensor, redone: Sequence[Tensor]
     ) -> Tensor:
         """What the adapters add to the product ``base`` of the layer, ``[sorted tokens, out]``.
 
         Args:
+            beside: ``B A x``, not yet scaled.
             redone: the result of ``_redone``, the base of DoRA with dropout.
         """
-        seconds = [
-            adapters[0].second(_stack(adapter.linear_out() for adapter in adapters)) for adapters in self._of_sets
-        ]
-        beside = product_of_groups(inner, seconds, TokenGroups(own.counts, own.ends))[:, : base.size(1)]
-        scales = [adapters[0].scale for adapters in self._of_sets]
-        if len({*scales}) == 1 and not self._has_dora:
-            return beside * scales[0]
         of_sets = zip(self._of_sets, self._by_set(beside, own), self._by_set(own.places, own), strict=True)
         changes = []
-        for adapters, part, places in of_sets:
-            change = part * adapters[0].scale
-            if adapters[0].magnitude is not None:
-                outs = redone[: adapters[0].parts] if adapters[0].drops() else [base]
-                changed = adapters[0].of_parts([out.index_select(0, places) for out in outs])
-                change = adapters[0].resized(layer.weight, changed, change)
+        for of_set, part, places in of_sets:
+            change = part * of_set.scale
+            if of_set.magnitude is not None:
+                outs = redone[: of_set.parts] if of_set.drops() else [base]
+                changed = of_set.of_parts([out.index_select(0, places) for out in outs])
+                change = of_set.resized(layer.weight, changed, change)
             changes.append(change)
         return torch.cat(changes)
 
@@ -125,8 +156,21 @@ class RowAdapters(nn.ModuleList):
 
     def _counts(self, own: SortedTokens) -> list[list[int]]:
         """The numbers of tokens of the groups of each set: one group, or a group for each expert."""
-        num_experts = len(self._of_sets[0])
-        return [own.counts[start : start + num_experts] for start in range(0, len(own.counts), num_experts)]
+        num_groups = len(own.counts) // len(self._of_sets)
+        return [own.counts[start : start + num_groups] for start in range(0, len(own.counts), num_groups)]
+
+
+def _by_expert(factors: Stacks, *, is_split: bool = False) -> list[Stacks]:
+    """For each expert the stacks of a factor of all sets, from a factor of all experts of each set.
+
+    Args:
+        is_split: whether each set needs a stack of its own.
+    """
+    kinds = {(factor.shape, factor.dtype) for factor in factors}
+    if is_split or len(kinds) > 1:
+        of_experts = zip(*(factor.unbind() for factor in factors), strict=True)
+        return [[own[None] for own in of_sets] for of_sets in of_experts]
+    return [[of_sets] for of_sets in torch.stack([*factors], 1).unbind()]
 
 
 class DispatchedTokens:
@@ -164,7 +208,7 @@ class DispatchedTokens:
         """
         self._numbers, self._counts, self._sorted = numbers, counts, {}
 
-    def sort(self, num_tokens: int, sets: tuple[int, ...], *, expert: int | None) -> SortedTokens:
+    def sort(self, num_tokens: int, sets: tuple[int, ...], *, expert: int | None = None) -> SortedTokens:
         """The tokens of one expert of this rank sorted by set, or of all experts sorted by set and then by expert.
 
         Args:
@@ -172,19 +216,37 @@ class DispatchedTokens:
             sets: the numbers of the sets that have tokens; others are left out.
             expert: the place of the expert on this rank; None: all.
         """
-        experts = slice(None) if expert is None else slice(expert, expert + 1)
-        counts, start = self._counts[experts], sum(self._counts[: experts.start or 0])
-        if sum(counts) != num_tokens:
+        expected = sum(self._counts) if expert is None else self._counts[expert]
+        if expected != num_tokens:
             raise ConfigError(
-                f"experts with adapters must get {sum(counts)} tokens, as the dispatcher has sent, found {num_tokens}: "
+                f"experts with adapters must get {expected} tokens, as the dispatcher has sent, found {num_tokens}: "
                 "their tokens have no known rows, so call forward for each set without adapters="
             )
         if (sets, expert) not in self._sorted:
-            chosen = self._tokens.among(self._numbers[start : start + num_tokens], sets)
-            places = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).to(chosen.device)
-            groups = torch.where(chosen < 0, -1, chosen * len(counts) + places)
-            self._sorted[sets, expert] = sort_tokens(groups, len(sets) * len(counts))
+            chosen, count = self._tokens.among(self._numbers, sets), len(self._counts)
+            of_tokens = torch.arange(count).repeat_interleave(torch.tensor(self._counts)).to(chosen.device)
+            if expert is None:
+                groups = torch.where(chosen < 0, -1, chosen * count + of_tokens)
+                self._sorted[sets, None] = sort_tokens(groups, len(sets) * count)
+            else:
+                self._sorted |= {
+                    (sets, place): own for place, own in enumerate(self._each(chosen, of_tokens, len(sets)))
+                }
         return self._sorted[sets, expert]
+
+    def _each(self, chosen: Tensor, of_tokens: Tensor, num_sets: int) -> Iterator[SortedTokens]:
+        """Yield the tokens of each expert sorted by set; one sort is enough for all experts.
+
+        Args:
+            chosen: the place of the set of each token; -1: none.
+            of_tokens: the expert of each token, in order.
+        """
+        groups, starts = of_tokens * (num_sets + 1) + chosen + 1, torch.tensor([0, *accumulate(self._counts)][:-1])
+        places = groups.argsort(stable=True) - starts.to(groups.device)[of_tokens]
+        counts = groups.bincount(minlength=len(starts) * (num_sets + 1)).view(-1, num_sets + 1)
+        ends = counts[:, 1:].cumsum(1, dtype=torch.int32)
+        for own, (none, *of_sets), until in zip(places.split(self._counts), counts.tolist(), ends, strict=True):
+            yield SortedTokens(own[none:], of_sets, until, len(own))
 
 
 def adapters_by_row(
@@ -208,17 +270,10 @@ def adapters_by_row(
     modules: dict[str, nn.Module] = {}
     routed: dict[Any, DispatchedTokens] = {}
     for path, adapters in of_layers.items():
-        layer, experts, of_expert = path.partition(".experts.")
+        layer, experts, _ = path.partition(".experts.")
         sort: Sorting = tokens.sort_in_tower if path.startswith(TOWER) else tokens.sort
         if experts:
             moe = chunk.get_submodule(layer)
-            expert = int(of_expert.split(".")[1]) if of_expert.startswith("local_experts.") else None
-            sort = partial(routed.setdefault(moe, DispatchedTokens(moe, tokens)).sort, expert=expert)
+            sort = routed.setdefault(moe, DispatchedTokens(moe, tokens)).sort
         modules[path] = RowAdapters(adapters, sort)
     return modules, routed
-
-
-def _stack(factors: Iterable[Tensor]) -> Tensor:
-    """The factor of one layer, or the factors of all experts of a layer, ``[experts, ...]``."""
-    of_experts = [*factors]
-    return torch.stack(of_experts) if len(of_experts) > 1 else of_experts[0][None]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.adapters import Adapters, is_adapter
+from mcore_bridge.weights.model_tensors import adapted, entries_of, held_tensors
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -80,12 +82,46 @@ def _place_adapters(chunk: GPTModel, state: dict[str, Any], prefix: str) -> None
     """Put the entries of all adapters into the sharded state dict of a chunk, and replace existing ones."""
     entries = {id(sharded.data): sharded for sharded in state.values()}
     names = {id(parameter): f"{prefix}{name}" for name, parameter in chunk.named_parameters()}
-    for module in chunk.modules():
-        for own, adapter in getattr(getattr(module, "adapter", None), "by_weight", {}).items():
-            base: Any = entries.get(id(getattr(module, own)))
-            for end, factor, dim in adapter.tensors if base else ():  # a missing base is reported later
-                key = f"{base.key.removesuffix('.weight')}.adapter.{end}.weight"
-                state[names[id(factor)]] = _placed(key, factor, base, dim, adapter.group.rank())
+    weights = held_tensors([chunk])
+    for own, adapter in adapted(chunk):
+        bases: list[Any] = [entries.get(id(weights[name])) for name in own]
+        for end, factor, dim in adapter.tensors if all(bases) else ():  # a missing base is reported later
+            keys = [f"{base.key.removesuffix('.weight')}.adapter.{end}.weight" for base in bases]
+            parts = entries_of(factor) if adapter.expert else [factor]
+            placed = [_placed(*one, dim, adapter.group.rank()) for one in zip(keys, parts, bases, strict=True)]
+            state[names[id(factor)]] = _stacked(factor, placed, dim) if adapter.expert else placed[0]
+
+
+def _stacked(factor: Tensor, entries: list[Any], dim: int) -> Any:
+    """The entry of a factor ``[experts, ...]``, in whose place a checkpoint has the entries of all experts.
+
+    Args:
+        dim: the dim along which megatron-core splits a weight of an expert, if it does.
+    """
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+    of_each = [[entry] if not hasattr(entry, "build") else entry.build() for entry in entries]
+    own, count = entries[0].key, len(of_each[0])
+    characters = zip(own, *(leaf.key for leaves in of_each for leaf in leaves), strict=False)
+    alike = sum(
+        1 for _ in takewhile(lambda at_place: len({*at_place}) == 1, characters)
+    )  # keys may number experts behind
+
+    @torch.no_grad()
+    def build(key: str, tensor: Tensor, replica_id: Any, flattened_range: slice | None) -> list[Any]:
+        built, before = [], key.removesuffix(own[alike:])  # the key may be changed: respelled, or of an optimizer
+        for leaves, entry in zip(of_each, tensor.unbind(), strict=True):
+            parts = entry.split([leaf.local_shape[dim] for leaf in leaves], dim) if count > 1 else [entry]
+            named = zip(leaves, parts, strict=True)
+            options = {"dtype": tensor.dtype, "replica_id": replica_id}
+            built += [replace(leaf, key=before + leaf.key[alike:], data=part, **options) for leaf, part in named]
+        return built
+
+    def merge(parts: list[Tensor]) -> Tensor:
+        of_experts = [parts[start : start + count] for start in range(0, len(parts), count)]
+        return torch.stack([torch.cat(own, dim) for own in of_experts])
+
+    return ShardedTensorFactory(own, factor, build, merge, entries[0].replica_id)
 
 
 def _placed(key: str, factor: Tensor, base: Any, dim: int, rank: int) -> Any:

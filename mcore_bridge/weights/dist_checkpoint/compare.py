@@ -13,7 +13,7 @@ from mcore_bridge.rules.dtypes import dtype_name, is_exact
 from mcore_bridge.rules.names import plain_key
 from mcore_bridge.weights.dist_checkpoint.adapter_shards import Part, is_in
 from mcore_bridge.weights.dist_checkpoint.folder import TorchDistFolder
-from mcore_bridge.weights.model_tensors import held_tensors
+from mcore_bridge.weights.model_tensors import tensors_of
 from mcore_bridge.weights.transfer.collectives import Group
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def sharded_states(
     states = [chunk.sharded_state_dict(metadata=dict(metadata)) for chunk in chunks]
     for chunk, state in zip(chunks, states, strict=True):
         listed = {id(sharded.data) for sharded in state.values()}
-        omitted = [name for name, tensor in held_tensors([chunk]).items() if id(tensor) not in listed]
+        omitted = [name for name, tensor in tensors_of(chunk) if id(tensor) not in listed]
         if omitted:
             raise CheckpointError(
                 f"sharded_state_dict of this model omits {omitted[:8]}: define sharded_state_dict in the modules "

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import ExportError
-from mcore_bridge.rules.names import canonical
-from mcore_bridge.weights.model_chunks import numbering_of
+from mcore_bridge.weights.model_tensors import adapted
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.endpoints import Merge, check_storage
 from mcore_bridge.weights.transfer.failures import raise_on_all
@@ -44,7 +43,10 @@ def _merged(merge: Merge | None, tensor: Tensor) -> Tensor:
 
 
 class Factors(Protocol):
-    """The factors of an adapter for a merge: ``scale * rows @ A``, with each row of B at the columns of its part."""
+    """The factors of an adapter for a merge: ``scale * rows @ A``, with each row of B at the columns of its part.
+
+    The adapter of experts holds the factors of all of them, ``[experts, ...]``.
+    """
 
     chosen: Tensor
     scale: float
@@ -59,11 +61,11 @@ class Factors(Protocol):
 
     @property
     def linear_in(self) -> Any:
-        """The module of A, ``[parts * rank, in]``."""
+        """The module of A, ``[..., parts * rank, in]``."""
 
     @property
     def linear_out(self) -> Any:
-        """The module of B, ``[out, rank]``."""
+        """The module of B, ``[..., out, rank]``."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +74,19 @@ class AdapterMerge:
 
     Attributes:
         adapter: the adapter.
+        expert: the place of the weight's expert in the factors; None for an adapter of one weight.
         squares: for DoRA, the squares of the lengths of the shard's rows in fp64. None: rows are whole on this rank.
     """
 
     adapter: Factors
+    expert: int | None = None
     squares: Tensor | None = None
+
+    @property
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """A and B, ``[parts * rank, in]`` and ``[out, rank]``."""
+        first, second = self.adapter.linear_in.weight, self.adapter.linear_out.weight
+        return (first, second) if self.expert is None else (first[self.expert], second[self.expert])
 
     @property
     def lacks_squares(self) -> bool:
@@ -94,16 +104,15 @@ class AdapterMerge:
                 "a merge of DoRA needs the lengths of rows that tensor-parallel ranks share, and this export does not "
                 "communicate: use iter_hf_weights or save_hf_checkpoint"
             )
-        return merged_weight(self.adapter, weight, self.squares)
+        return merged_weight(self, weight)
 
 
 def merges_of(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, AdapterMerge]]:
     """Yield the canonical name of each weight with an adapter, and the function that merges the weight."""
     for chunk in chunks:
-        numbering = numbering_of(chunk)
-        for path, module in chunk.named_modules():
-            for own, adapter in getattr(getattr(module, "adapter", None), "by_weight", {}).items():
-                yield canonical(f"{path}.{own}", numbering), AdapterMerge(adapter)
+        for names, adapter in adapted(chunk):
+            places = range(len(names)) if adapter.expert else (None,)
+            yield from ((name, AdapterMerge(adapter, place)) for name, place in zip(names, places, strict=True))
 
 
 def with_squares(group: Group, merges: Mapping[str, Merge], tensors: Mapping[str, Tensor]) -> Mapping[str, Merge]:
@@ -117,7 +126,7 @@ def with_squares(group: Group, merges: Mapping[str, Merge], tensors: Mapping[str
     if not lacking:
         return merges
     with raise_on_all(group, kind=ExportError):
-        own = {name: squares_of(merge.adapter, tensors[name].detach()) for name, merge in lacking.items()}
+        own = {name: squares_of(merge, tensors[name].detach()) for name, merge in lacking.items()}
     sharing = Group(next(iter(lacking.values())).adapter.group)  # experts have no DoRA
     sums = torch.stack(sharing.gather(torch.cat([*own.values()]).to(sharing.device))).sum(0)
     parts = sums.split([len(squares) for squares in own.values()])
@@ -126,35 +135,34 @@ def with_squares(group: Group, merges: Mapping[str, Merge], tensors: Mapping[str
 
 
 @torch.no_grad()
-def merged_weight(adapter: Factors, weight: Tensor, squares: Tensor | None = None) -> Tensor:
-    """A new tensor with the weight and its adapter, in the dtype and on the device of the weight.
-
-    Args:
-        squares: as for ``AdapterMerge``.
-    """
+def merged_weight(merge: AdapterMerge, weight: Tensor) -> Tensor:
+    """A new tensor with the weight and its adapter, in the dtype and on the device of the weight."""
+    adapter, squares = merge.adapter, merge.squares
     merged, start = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device), 0
     factor = None
     if adapter.magnitude is not None:
-        squares = squares_of(adapter, weight) if squares is None else squares.to(weight.device)
+        squares = squares_of(merge, weight) if squares is None else squares.to(weight.device)
         factor = factor_of_rows(adapter.magnitude.weight, squares, adapter.has_row())
-    for old, left, right in _blocks(adapter, weight):
+    for old, left, right in _blocks(merge, weight):
         block = slice(start, start := start + len(old))
         merged[block] = with_product(old, left, right, adapter.scale, None if factor is None else factor[block])
     return merged
 
 
 @torch.no_grad()
-def squares_of(adapter: Factors, weight: Tensor) -> Tensor:
+def squares_of(merge: AdapterMerge, weight: Tensor) -> Tensor:
     """The squares of the lengths of this shard's rows of the weight with its adapter, in fp64. ``[rows]``."""
-    blocks = _blocks(adapter, weight)
-    return torch.cat([squares_with_product(old, left, right, adapter.scale) for old, left, right in blocks])
+    blocks, scale = _blocks(merge, weight), merge.adapter.scale
+    return torch.cat([squares_with_product(old, left, right, scale) for old, left, right in blocks])
 
 
-def _blocks(adapter: Factors, weight: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _blocks(merge: AdapterMerge, weight: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield some rows of the weight at a time, with the fp64 factors of the product that is added to them."""
-    first, second = adapter.linear_in.weight, adapter.linear_out.weight
+    first, second = merge.factors
     check_storage({"linear_in of an adapter": first, "linear_out of an adapter": second})
-    first, second, chosen = (factor.to(weight.device, torch.float64) for factor in (first, second, adapter.chosen))
+    first, second, chosen = (
+        factor.to(weight.device, torch.float64) for factor in (first, second, merge.adapter.chosen)
+    )
     rows = max(_BLOCK // (first.shape[0] + first.shape[1]), 1)
     for own, places, old in zip(*(tensor.split(rows) for tensor in (second, chosen, weight)), strict=True):
         yield old, (places * own[:, None, :]).flatten(1), first
