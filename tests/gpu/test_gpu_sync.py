@@ -1,5 +1,7 @@
 """Rounds into engines in GPU memory that begin like the last round, or in which all ranks write to all engines."""
 
+import multiprocessing
+
 import pytest
 import torch
 
@@ -12,6 +14,15 @@ pytestmark = pytest.mark.multigpu
 MESHES = {2: mb.ParallelDims(tp=2), 4: mb.ParallelDims(pp=2, ep=2)}
 
 
+def started(function, arguments):
+    """New processes: the pool's are forked from this one, and CUDA does not work behind a fork."""
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=function, args=each, daemon=True) for each in arguments]
+    for process in processes:
+        process.start()
+    return processes
+
+
 def written(rank, world_size, addresses, kinds):
     """See ``written_by_all``."""
     return written_by_all(addresses, MESHES[world_size], kinds, "cuda")
@@ -22,7 +33,7 @@ def test_all_ranks_write_into_all_engines_until_one_cannot(world_size, tmp_path)
     kinds = [TP2, PP2, TP1]
     gpus = torch.cuda.device_count()
     options = [{"shared": True, **PLAIN, "device": f"cuda:{number % gpus}"} for number in range(len(kinds))]
-    addresses, _ = engines(str(tmp_path), *zip(kinds, options, strict=True))
+    addresses, _ = engines(str(tmp_path), *zip(kinds, options, strict=True), started=started)
     found = spawn(written, tmp_path, world_size, addresses, kinds)
     assert found == [[(True, False)] * 4 + [(True, True)] * 2] * world_size
 
@@ -34,5 +45,5 @@ def alone(rank, world_size, workers, transport):
 
 @pytest.mark.parametrize("transport", ["shards", "pull"])
 def test_a_round_begins_like_the_last_one_and_is_right_whatever_has_moved(transport, tmp_path):
-    (workers,), _ = engines(str(tmp_path), (TP1, {"shared": True, "device": "cuda:0"}))
+    (workers,), _ = engines(str(tmp_path), (TP1, {"shared": True, "device": "cuda:0"}), started=started)
     assert spawn(alone, tmp_path, 1, workers, transport) == [[(True, repeats) for _, repeats in CHANGES.values()]]

@@ -61,7 +61,7 @@ class Trainer:
         return not self.is_lead or client.ask("held") == wanted
 
 
-def engines(folder, *each):
+def engines(folder, *each, started=pool.started):
     """Processes for some engines; the addresses of their workers."""
     addresses, processes = [], []
     for number, (workers, options) in enumerate(each):
@@ -69,7 +69,7 @@ def engines(folder, *each):
         arguments = [
             (at, w, options, rank, len(workers)) for rank, (at, w) in enumerate(zip(of_engine, workers, strict=True))
         ]
-        processes += pool.started(serve, arguments)
+        processes += started(serve, arguments)
         addresses.append(of_engine)
     return addresses, processes
 
