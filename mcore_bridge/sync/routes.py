@@ -66,10 +66,10 @@ class NoRoute:
         Args:
             across: as for ``write_export``.
         """
-        write_export(self._prepared, across=across)
+        write_export(partial(self._prepared, "nothing"), across=across)
 
-    def _prepared(self) -> Export:
-        return open_export(self._models, None, "lm", target=self.target, **self._options)
+    def _prepared(self, target: Target) -> Export:
+        return open_export(self._models, None, "lm", target=target, **self._options)
 
     def compare(self, manifest: Manifest) -> Compared | None:
         """Take part in an export with which another worker compares its weights."""
@@ -202,7 +202,7 @@ class Route(NoRoute):
                 with suppress(TransferError):  # the answer raises it, after the ranks have agreed
                     self._announce()
             write_export(
-                self._prepared,
+                partial(self._prepared, self.target),
                 self._shared if announces and self.transport == "shards" else self._opened,
                 last=None if self._writer is None or is_pending(self._models) else self._writer.last,
                 across=across,

@@ -7,6 +7,7 @@ rank of the worker unpacks it. Here each rank writes its own part, over the link
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -43,7 +44,9 @@ class AcrossRanks:
         It cannot if weights are merged or encoded, or if an HF tensor has to be made, such as for a cast.
         """
         if self._program is not export.program:
-            copies = _composed(export)
+            copies = None
+            with raise_on_all(export.group, kind=ExportError), suppress(TransferError):  # messages raise it
+                copies = _composed(export)
             self._program, self._copies, self._memory, self._own = export.program, copies or {}, {}, None
             self._fits = export.group.all_true(copies is not None)
         return self._fits
