@@ -17,6 +17,7 @@ from mcore_bridge.composite import IN_MODEL, Whole, spelling_in, text_of
 from mcore_bridge.config.hf import find_folder, read_fields, with_fields, write_fields
 from mcore_bridge.config.layer_kinds import MTP_COUNTS
 from mcore_bridge.config.mesh.alike import Content, digest_of
+from mcore_bridge.config.quantization import DESCRIPTION
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.rules.dtypes import dtype_name
 from mcore_bridge.rules.layout import REPLICATED
@@ -342,8 +343,9 @@ def config_in(
     if names is not None:
         _count_mtp(hf, provenance, names)
     config = replace(provenance, hf=hf).config
-    if hasattr(config, "quantization_config"):  # the field describes the source's encoding; written weights are plain
-        del config.quantization_config
+    for name in DESCRIPTION:  # they describe the source's encoding; written weights are plain
+        if hasattr(config, name):
+            delattr(config, name)
     setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", dtype_name(dtype))
     return config
 
