@@ -6,7 +6,7 @@ these tensors are not built: no parameter uses them, and a save copies their byt
 """
 
 import copy
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from mcore_bridge.config.rope import head_dim
 from mcore_bridge.config.rope_spelling import speaks_rope_parameters
 from mcore_bridge.config.unread_fields import without_unread
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.rules.mapping import Prefixes, respelled_name
+from mcore_bridge.rules.mapping import Prefixes, Rules, respelled_name
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -64,6 +64,8 @@ class Composite:
         tower: prefixes of the tower's names in memory, as patterns, with their prefixes in published files. None: they
             follow from ``spelling``.
         joined_qkv: the name of a layer that joins queries, keys and values in the tower of published files.
+        rules: the weight rules of the text in published files, from its config, if they differ from the rules of the
+            text alone in more than prefixes. ``spelling`` has the prefixes of their names. None: the rules of the text.
         published_fields: fields of the config whose names in published files differ from the names in transformers,
             each with its published name.
         is_remote: whether its code is published beside the weights, and transformers has none.
@@ -85,6 +87,7 @@ class Composite:
     not_built: tuple[str, ...] = ()
     tower: Prefixes | None = None
     joined_qkv: str = ""
+    rules: "Callable[[PretrainedConfig], Rules] | None" = None
     published_fields: Prefixes = ()
     is_remote: bool = False
     without_tower: str = ""

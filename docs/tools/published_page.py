@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_bridge.architecture import architectures, composites
+from mcore_bridge.config.quantization import description_in, note_of
 
 HEAD = """# Which published checkpoints load
 
@@ -129,7 +130,7 @@ def format_of(record: dict[str, Any]) -> str:
     """How the weights of a checkpoint are kept: a dtype, or a kind of quantization."""
     config = record["config"]
     text = config.get("text_config") or {}
-    quantized = config.get("quantization_config") or text.get("quantization_config")
+    quantized = note_of(description_in(config)) or text.get("quantization_config")
     if quantized is None and "hf_quant_config" in record:
         return _modelopt(record["hf_quant_config"]["quantization"])
     if quantized is not None:
@@ -143,7 +144,8 @@ def _quantized(quantized: dict[str, Any]) -> str:
     method, blocks = quantized.get("quant_method", unnamed), quantized.get("weight_block_size")
     if method == "fp8":
         scale = ", scales are powers of two" if quantized.get("scale_fmt") == "ue8m0" else ""
-        mixed = ", experts otherwise" if quantized.get("quant_algo") == "MIXED_PRECISION" else ""
+        experts = quantized.get("moe_quant_algo") or {"fp4": "MXFP4"}.get(quantized.get("expert_dtype", ""))
+        mixed = f", experts in {experts}" if experts else ""
         return f"FP8 in blocks of {blocks[0]} by {blocks[1]}{scale}{mixed}" if blocks else "FP8 per tensor"
     if method == "modelopt":
         return _modelopt(quantized)

@@ -15,6 +15,7 @@ from torch import Tensor
 from mcore_bridge.architecture import read_hf
 from mcore_bridge.commands import text
 from mcore_bridge.commands.random_values import drawn
+from mcore_bridge.config.quantization import DESCRIPTION
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.machine import free_memory
 from mcore_bridge.weights.files.atomic_folder import commit, target_of, updating
@@ -25,8 +26,6 @@ from mcore_bridge.weights.progress import tracked
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
-
-_NOTE = "quantization_config"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +120,9 @@ def _read(config: str | os.PathLike[str] | PretrainedConfig) -> PretrainedConfig
             raise ConfigError(f"A config must be a folder or its config.json, found the file {config}. Rename it.")
         config = Path(config).parent
     hf = read_hf(config)
-    if hasattr(hf, _NOTE):  # what is drawn is not quantized
-        delattr(hf, _NOTE)
+    for name in DESCRIPTION:  # what is drawn is not quantized
+        if hasattr(hf, name):
+            delattr(hf, name)
     return hf
 
 

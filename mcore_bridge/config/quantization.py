@@ -32,6 +32,10 @@ _ORDERS = (None, False, "static", "weight")
 _E4M3 = ("e4m3", "float8_e4m3fn")
 _BLOCK = (128, 128)
 """The block size of transformers if a config gives none; null means no blocks."""
+DESCRIPTION = ("quantization_config", "expert_dtype")
+"""Fields of an HF config that describe encoded weights: the description, and DeepSeek V4's field beside it."""
+_EXPERTS: dict[object, tuple[tuple[str, Grain], ...]] = {"fp8": (), "fp4": (("mxfp4", (1, 32)),), None: ()}
+"""Encodings of experts beside FP8, by ``expert_dtype``."""
 LISTS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
 """Fields with modules that are not encoded; each method reads one of them."""
 LINEAR = ("Linear",)
@@ -97,6 +101,24 @@ def read_quantization(note: object) -> Quantization | None:
     return Quantization(method, frozenset(readers[method](fields)), powers, left_out_by(fields), _targets(fields))
 
 
+def description_in(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of an HF config that describe encoded weights, as they stand there; none without a description.
+
+    Example:
+        >>> description_in({"model_type": "qwen3", "expert_dtype": "fp4"})
+        {}
+    """
+    fields = {name: config[name] for name in DESCRIPTION if config.get(name) is not None}
+    return fields if DESCRIPTION[0] in fields else {}
+
+
+def note_of(description: Mapping[str, Any]) -> Any:
+    """The ``quantization_config`` of ``description_in``, with the fields beside it; None without one."""
+    note, *_ = (description.get(name) for name in DESCRIPTION)
+    beside = {name: description[name] for name in DESCRIPTION[1:] if name in description}
+    return {**beside, **note} if beside and isinstance(note, Mapping) else note
+
+
 def fields_of(note: object) -> Mapping[str, Any]:
     """The fields of a ``quantization_config``; also if it is in the form that ModelOpt writes to a separate file.
 
@@ -129,6 +151,11 @@ def _fp8(fields: Mapping[str, Any]) -> Iterator[tuple[str, Grain]]:
     if (fields.get("fmt") or "e4m3") not in _E4M3:
         raise _refused("fmt", fields["fmt"], " or ".join(map(repr, _E4M3)))
     yield "fp8", _block(fields.get("weight_block_size", _BLOCK)) or "tensor"
+    if (experts := fields.get("expert_dtype")) not in _EXPERTS:
+        raise _refused("expert_dtype", experts, "'fp8' or 'fp4'")
+    yield from _EXPERTS[experts]
+    if algorithm := fields.get("moe_quant_algo"):  # of NVIDIA's releases, where MTP layers keep expert_dtype
+        yield from _modelopt({"quant_algo": algorithm})
 
 
 def _fbgemm(fields: Mapping[str, Any]) -> Iterator[tuple[str, Grain]]:

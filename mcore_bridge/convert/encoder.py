@@ -146,7 +146,7 @@ class Encoder:
     def finish(self, target: Path, written: Collection[TensorSpec]) -> None:
         """Describe the format in the config of the target."""
         form = self.form
-        if (note := form.config_note(written)) is not None:
-            describe_quantization(target, note)
+        if fields := form.config_fields(written):
+            describe_quantization(target, fields)
         if form.folder is not None:
             copy_note(Path(form.folder), target)

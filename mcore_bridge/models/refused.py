@@ -146,12 +146,6 @@ REFUSALS = (
         inkling2_loop_text="modeling_inkling2_loop.Inkling2LoopDynamicShortConvolution",
     ),
     *_because(
-        "its files have other names than those of its text alone, and interleave gates with what they multiply; nobody "
-        "has written a table for these (inkling_text is supported)",
-        GPT,
-        inkling_mm_model="inkling.modeling_inkling.InklingForConditionalGeneration",
-    ),
-    *_because(
         "a layer has two attentions, two MLPs, and experts whose sum is added at its end; megatron-core's has one of "
         "each",
         LAYER,

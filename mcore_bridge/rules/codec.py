@@ -75,15 +75,16 @@ def numbers_of(codec: Codec, codes: Tensor) -> Tensor:
 
 
 def scales_of(codec: Codec, scales: Tensor, overall: Tensor | None = None) -> Tensor:
-    """Scales as fp32, with the same shape. Bytes (uint8) are exponents of powers of two.
+    """Scales as fp32, with the same shape. For mxfp4, bytes (uint8 or e8m0) are exponents of powers of two.
 
     Args:
         codec: the codec of the weight.
         scales: the scales as stored.
         overall: the single number for the whole weight, fp32, in a shape that broadcasts with the scales.
     """
-    if scales.dtype == torch.uint8:
-        scales = _powers(scales.device).index_select(0, scales.flatten().int()).view(scales.shape)
+    if codec.kind == _DOUBLED:
+        exponents = scales.view(torch.uint8)
+        scales = _powers(scales.device).index_select(0, exponents.flatten().int()).view(scales.shape)
     scales = scales.float()
     if overall is None:
         return scales
@@ -107,7 +108,7 @@ def new_scales(
     Args:
         codec: the codec of the weight.
         amax: the largest magnitude of each block, fp32.
-        dtype: the dtype of the scales; uint8 are exponents of powers of two.
+        dtype: the dtype of the scales; for mxfp4, uint8 or e8m0.
         powers: whether scales are rounded up to powers of two.
         overall: the single number for the whole weight, fp32, in a shape that broadcasts with the scales.
 
@@ -116,7 +117,7 @@ def new_scales(
     """
     if codec.kind == "mxfp4":  # as the OCP standard says: the exponent of the largest number, less the largest code's
         exponents = torch.frexp(amax).exponent - 1 - 2 + _BIAS
-        return torch.where(amax > 0, exponents.clamp(0, 254), _BIAS).to(torch.uint8)
+        return torch.where(amax > 0, exponents.clamp(0, 254), _BIAS).to(torch.uint8).view(dtype)
     most = torch.full((), MOST[codec.kind], device=amax.device)  # a tensor: a GPU would multiply by 1 / number
     scales = amax / most
     if overall is not None:

@@ -37,10 +37,12 @@ _UNUSED = (
 """Name suffixes of the scales of activations. Inference in low precision uses them, and no weight needs them."""
 _COMPANIONS = ("_scale_inv", "_scale_2", "_global_scale", "_scale", "_shape", "_zero_point", "_g_idx", "_scales")
 """Suffixes that scales and other companions of codes add to the name of a weight."""
+_GROUPS = {"nvfp4": 16, "mxfp4": 32}
+"""Columns that share a scale, where a format has one size."""
 _BESIDE = (".scale", ".qscale_weight")
 """Suffixes of companions that replace ``.weight``."""
 _PARTS = (*_COMPANIONS, *_BESIDE, *_UNUSED, "_blocks", "_packed")
-_PART_DTYPES = (*_CODES, torch.uint8)
+_PART_DTYPES = (*_CODES, torch.uint8, torch.int8)
 """Suffixes and dtypes of all tensors that may be parts of encoded weights."""
 
 
@@ -215,7 +217,7 @@ def _held(name: str, specs: Specs, block: tuple[int, int]) -> tuple[str, Encodin
     if spec.dtype in _CODES and not name.endswith(("_scale_inv", "_scale", *_BESIDE)):
         return name, _float8(spec, specs, block)
     if spec.dtype in (torch.uint8, torch.int8) and any(scales in specs for scales in _scales_of(name)):
-        return name, _modelopt(spec, specs)
+        return name, _halves(spec, specs)
     return None
 
 
@@ -244,11 +246,16 @@ def _packed(name: str, spec: TensorSpec, specs: Specs) -> tuple[str, Encoding]:
     return name, _nvfp4(spec, scales, _companion(f"{name}_global_scale", specs))
 
 
-def _modelopt(spec: TensorSpec, specs: Specs) -> Encoding:
-    """ModelOpt's NVFP4: bytes under the plain name, a scale for every 16 numbers, and an overall scale."""
+def _halves(spec: TensorSpec, specs: Specs) -> Encoding:
+    """Two codes in a byte under the plain name: DeepSeek V4's MXFP4, or ModelOpt's NVFP4 with an overall scale."""
+    scales = next(specs[name] for name in _scales_of(spec.name) if name in specs)
+    if scales.dtype in _E8M0:
+        rows, columns, group = _groups(spec, scales, "mxfp4", PER_BYTE["mxfp4"])
+        _require(scales, (rows, columns // group), _E8M0)
+        return Encoding(Codec("mxfp4", (1, group)), (rows, columns), (0, 1), spec, scales)
     if spec.dtype != torch.uint8:
         raise _ProblemError(
-            f"is {spec.dtype} with scales, such as MXFP4 of DeepSeek V4, which is not read: expected uint8 (NVFP4)"
+            f"is {spec.dtype} with scales of {scales.dtype}: expected float8_e8m0fnu (MXFP4), or uint8 (NVFP4)"
         )
     return _nvfp4(spec, _companion(f"{spec.name}_scale", specs), _companion(f"{spec.name}_scale_2", specs))
 
@@ -271,7 +278,7 @@ def _groups(spec: TensorSpec, scales: TensorSpec, kind: Kind, per: int) -> tuple
         raise _ProblemError(f"has shape {spec.shape}, expected a matrix, and one of scales")
     rows, columns = spec.shape[0], spec.shape[1] * per
     group, rest = divmod(columns, max(1, scales.shape[1]))
-    if rest or not group or (kind == "nvfp4" and group != 16):
+    if rest or not group or group != _GROUPS.get(kind, group):
         raise _ProblemError(
             f"has {columns} columns, which {scales.name} of shape {scales.shape} does not divide into groups"
         )

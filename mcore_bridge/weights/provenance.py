@@ -17,6 +17,7 @@ from mcore_bridge.composite import IN_MODEL, Whole, spelling_in, text_of
 from mcore_bridge.config.hf import find_folder, read_fields, with_fields, write_fields
 from mcore_bridge.config.layer_kinds import MTP_COUNTS
 from mcore_bridge.config.mesh.alike import Content, digest_of
+from mcore_bridge.config.quantization import DESCRIPTION
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.rules.dtypes import dtype_name
 from mcore_bridge.rules.layout import REPLICATED
@@ -111,7 +112,7 @@ class Provenance:
         if not fields:
             return self
         hf = with_fields(self.hf, fields)
-        return replace(self, hf=hf, rules=respelled(architecture_of(hf).rules(hf), self.spelling), overridden=fields)
+        return replace(self, hf=hf, rules=respelled(_plain_rules(hf, self.whole), self.spelling), overridden=fields)
 
     def with_config(self, config: PretrainedConfig) -> Provenance:
         """A copy with another config of the same kind. Overridden fields are overridden in it, too."""
@@ -121,7 +122,7 @@ class Provenance:
 
     def spelled_as(self, names: Iterable[str]) -> Provenance:
         """A copy whose rules spell the names of a text model, and of the tower of its composite, as ``names`` do."""
-        names, plain = frozenset(names), architecture_of(self.hf).rules(self.hf)
+        names, plain = frozenset(names), _plain_rules(self.hf, self.whole)
         embedding = next(iter(embedding_names(plain)), "")
         if self.whole is None:
             prefixes = IN_MODEL if respelled_name(embedding, IN_MODEL) in names - {embedding} else ()
@@ -233,9 +234,15 @@ class Provenance:
         not_built = self.whole.composite.not_built
         if self.tower:
             return {"text": ("",), "not_built": not_built} if not_built else {}
-        names = top_names((*architecture_of(self.hf).rules(self.hf), *LM_HEAD, *score_head(self.head)))
+        names = top_names((*_plain_rules(self.hf, self.whole), *LM_HEAD, *score_head(self.head)))
         text = tuple(respelled_name(name, self.spelling) for name in names)
         return {"text": text, "not_built": not_built}
+
+
+def _plain_rules(hf: PretrainedConfig, whole: Whole | None) -> Rules:
+    """The rules of a text, before a composite respells its prefixes."""
+    own = whole.composite.rules if whole is not None else None
+    return own(hf) if own is not None else architecture_of(hf).rules(hf)
 
 
 def identity(provenance: Provenance) -> Content:
@@ -267,7 +274,7 @@ def provenance_of(hf: HF, *, head: str | None = "lm") -> Provenance:
     if (composite := composite_of(config)) is not None:
         whole, config = Whole(composite, config, composite.spelling), text_of(config, composite)
     architecture = architecture_of(config)
-    rules = respelled(architecture.rules(config), whole.spelling if whole else ())
+    rules = respelled(_plain_rules(config, whole), whole.spelling if whole else ())
     provenance = Provenance(
         config,
         rules,
@@ -342,8 +349,9 @@ def config_in(
     if names is not None:
         _count_mtp(hf, provenance, names)
     config = replace(provenance, hf=hf).config
-    if hasattr(config, "quantization_config"):  # the field describes the source's encoding; written weights are plain
-        del config.quantization_config
+    for name in DESCRIPTION:  # they describe the source's encoding; written weights are plain
+        if hasattr(config, name):
+            delattr(config, name)
     setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", dtype_name(dtype))
     return config
 

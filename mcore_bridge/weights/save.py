@@ -334,8 +334,7 @@ def _write_rest(
         read = read_draft if is_draft(provenance.hf) else read_hf
         provenance = provenance.with_config(read(kept))
     config = _config_of(specs, provenance)
-    if (note := form.config_note(specs.tensors)) is not None:
-        config.quantization_config = note
+    config.update(form.config_fields(specs.tensors))
     write_config(config, staging)
 
 

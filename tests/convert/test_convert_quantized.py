@@ -31,6 +31,7 @@ FORMS: dict[str, tuple[Any, quantized.Format]] = {
     "kimi_k2": (None, quantized.int4(8)),
     "qwen3_moe": (None, quantized.deepseek((8, 8), torch.bfloat16)),
     "gpt_oss": (64, quantized.mxfp4()),
+    "deepseek_v4": (64, quantized.deepseek_v4()),
     "llama": (None, replace(quantized.nvfp4("modelopt"), note={"quant_algo": "W4A16_NVFP4"})),
 }
 
@@ -41,6 +42,8 @@ def source(name: str, folder: Path) -> tuple[dict[str, Any], dict[str, torch.Ten
     if name == "kimi_k2":
         hf = read("kimi_k2", zoo.described()["deepseek_v3"].hf.to_dict())
         return quantized.write(hf, form, folder, dtype=torch.bfloat16)
+    if name not in zoo.cases():
+        pytest.skip("the installed transformers lacks it")
     fields = dict(zoo.cases()[name].fields) if name != "llama" else {}
     if width:
         fields |= {"hidden_size": width, "intermediate_size": 32}
@@ -56,7 +59,7 @@ def test_a_quantized_folder_becomes_plain(name: str, tmp_path: Path) -> None:
     converted = convert(tmp_path / "quantized", tmp_path / "plain", plain=True, file_bytes=30_000, on_event=quiet)
     assert_exact(tmp_path / "plain", plain)
     config = json.loads((tmp_path / "plain" / "config.json").read_text())
-    assert "quantization_config" not in config
+    assert not config.keys() & {"quantization_config", "expert_dtype"}
     assert config.get("dtype", config.get("torch_dtype")) == "bfloat16"
     assert (tmp_path / "plain" / "tokenizer.json").is_file()
     assert not (tmp_path / "plain" / "hf_quant_config.json").exists()

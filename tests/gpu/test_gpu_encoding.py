@@ -54,7 +54,7 @@ def test_bits_of_a_gpu_are_those_of_a_cpu(name, monkeypatch):
             weight = weight.to(dtype)
             quantization = read_quantization(note)
             scheme = new_scheme([TensorSpec.of("w.weight", weight)], quantization)
-            form = WeightFormat(note, quantization=quantization)
+            form = WeightFormat({"quantization_config": note}, quantization=quantization)
             expected = dict(encoded_tensors("w.weight", weight, scheme, form))
             for kernel in (True, False):
                 with monkeypatch.context() as patched:

@@ -1,5 +1,6 @@
 """Composites: their text loads from published names and has transformers' logits. All other tensors are not built."""
 
+import dataclasses
 import functools
 import json
 import logging
@@ -16,7 +17,9 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import mcore_bridge as mb
+from mcore_bridge import architecture as registry
 from mcore_bridge.architecture import architecture_of, composites
+from mcore_bridge.commands.verify.logits import forward
 from mcore_bridge.commands.verify.transformers_logits import why_no_reference
 from mcore_bridge.config.hf import read_config
 from mcore_bridge.convert.convert import convert
@@ -24,6 +27,7 @@ from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.factory.vision.tower import tower_specs
 from mcore_bridge.launch.fake_rank import rank_of
 from mcore_bridge.rules.adapters import all_linear
+from mcore_bridge.rules.layout import FUSED_GATED_UP, Rearrange
 from mcore_bridge.rules.mapping import pattern_of, respelled_name
 from mcore_bridge.weights.peft.peft_config import PeftNames
 from mcore_bridge.weights.peft.peft_folder import memory_prefixes
@@ -278,6 +282,38 @@ def test_what_is_not_accounted_for_is_refused(tmp_path: Path, caplog: pytest.Log
         assert "the other parts of this llava are not saved" in caplog.text
         with pytest.raises(CheckpointError, match=r"unexpected.*language_model.model.layers.0.extra"):
             mb.load_hf_weights(models, {**state, "language_model.model.layers.0.extra": torch.zeros(1)})
+
+
+ALTERNATING = ("mlp.linear_fc1.weight", "mlp.experts.*.linear_fc1.weight", "shared_experts.gate_up")
+
+
+@pytest.mark.skipif("inkling_mm_model" not in tiny.NAMES, reason="the installed transformers lacks it")
+def test_rows_of_gates_alternate_in_files_of_inkling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules with gates before all that they multiply are planted for one kind of MLP at a time.
+
+    A folder of adapters would have other modules than ``peft`` finds.
+    """
+    reference = tiny.written("inkling_mm_model", tmp_path)
+    own = composites()["inkling_mm_model"]
+
+    def with_blocks(suffix: str) -> Any:
+        one = Rearrange("shared n m", "n shared m") if suffix.endswith("gate_up") else None
+        blocks = FUSED_GATED_UP if one is None else one >> FUSED_GATED_UP
+        return lambda hf: tuple(
+            dataclasses.replace(rule, layout=blocks) if rule.mcore.endswith(suffix) else rule for rule in own.rules(hf)
+        )
+
+    for rules in (own.rules, *map(with_blocks, ALTERNATING)):
+        monkeypatch.setitem(registry._COMPOSITES, "inkling_mm_model", dataclasses.replace(own, rules=rules))
+        with rank_of(ONE, 0, 1):
+            models = built(read_config(tmp_path), tmp_path)
+            error = (forward(models, ONE, tiny.tokens()) - reference).abs().max() / reference.std()
+            assert (error < BOUND) == (rules is own.rules), rules
+    with rank_of(ONE, 0, 1):
+        models = built(read_config(tmp_path), tmp_path)
+        mb.add_adapters(models, targets=["linear_qkv"], rank=2, alpha=4)
+        with pytest.raises(CheckpointError, match="whose files join gates with what they multiply"):
+            mb.save_hf_adapters(models, tmp_path / "adapters")
 
 
 @pytest.mark.skipif(transformers.__version__.startswith("4."), reason="names in memory are those of transformers 5")

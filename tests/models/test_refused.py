@@ -143,10 +143,6 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
         {"mamba_rms_norm": True, "mamba_norm_before_gate": True},
         "mamba_norm_before_gate must be False",
     ),
-    "experts in MXFP4": (
-        {"expert_dtype": "fp4", "quantization_config": {"quant_method": "fp8"}},
-        "expert_dtype must be 'fp8', found 'fp4'",
-    ),
     "`attention_head_dim` other than": ({"attention_head_dim": 7}, "attention_head_dim must be head_dim"),
     "`head_dim` other than `hidden_size": ({"head_dim": 7}, "head_dim must be .* Delete head_dim"),
     "`mlp_bias` without": ({"mlp_bias": True, "attention_bias": False}, "mlp_bias=True must come with"),

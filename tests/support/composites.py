@@ -99,6 +99,8 @@ def config(model_type: str, /, **text: Any) -> Any:
     whole = CONFIG_MAPPING[model_type](**_OPTIONAL.get(model_type, {}))
     default = core_of(whole, composites()[model_type])
     inner = {**TEXTS[text.get("model_type", default.text_config.model_type)].to_dict(), **text}
+    if model_type == "inkling_mm_model":
+        inner["mlp_layer_types"] = ["dense", "sparse", "sparse", "dense"]
     if "num_nextn_predict_layers" in inner:
         inner["num_nextn_predict_layers"] = 0  # the default of 5.17 is 1, and the text here has no MTP layers
     parts = {
@@ -110,6 +112,8 @@ def config(model_type: str, /, **text: Any) -> Any:
     hf = type(default)(text_config=inner, tie_word_embeddings=inner["tie_word_embeddings"], **parts, **sizes)
     if model_type == "nemotron_h_omni":
         hf.vision_hidden_size, hf.projector_hidden_size = 32, 48
+    if model_type == "inkling_mm_model":
+        hf.vision_config.num_hidden_layers = 4  # fewer ones need scipy
     if model_type == "muse_glimmer":
         hf.out_hidden_size, hf.projector_hidden_size = 128, 48
     if model_type == "qwen3_5":

@@ -75,6 +75,9 @@ class Mixed(Format):
         mine, theirs = self._halves(state)
         return super().decoded(mine, dtype) | self.other.decoded(theirs, dtype)
 
+    def is_quantized(self, name: str, tensor: Tensor) -> bool:
+        return self.other.is_quantized(name, tensor) if self.is_other(name) else super().is_quantized(name, tensor)
+
     def _halves(self, state: State) -> tuple[State, State]:
         theirs = {name: tensor for name, tensor in state.items() if self.is_other(name)}
         return {name: tensor for name, tensor in state.items() if name not in theirs}, theirs
@@ -87,7 +90,10 @@ def write(hf: Any, form: Format, folder: Path, *, dtype: torch.dtype = torch.flo
     files = form.files(state)
     save(files, hf, folder)
     config = folder / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": form.note}))
+    note = dict(form.note or {})
+    beside = {name: note.pop(name) for name in ("expert_dtype",) if name in note}
+    described = {"quantization_config": note if form.note is not None else None, **beside}
+    config.write_text(json.dumps({**json.loads(config.read_text()), **described}))
     return files, form.decoded(state, dtype)
 
 
@@ -203,21 +209,69 @@ def stacks_with_one_scale() -> Format:
 # MXFP4 ----------------------------------------------------------------------------------------------------------------
 
 
+def _mx_parts(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [..., blocks, 16] and exponents [..., blocks] of a weight, uint8."""
+    blocks = weight.float().unflatten(-1, (-1, 32))
+    exponents = blocks.abs().amax(-1).log2().floor() - 2
+    nearest = (blocks / torch.exp2(exponents)[..., None])[..., None].sub(LUT).abs().argmin(-1)
+    packed = nearest[..., 0::2] | nearest[..., 1::2] << 4
+    return packed.to(torch.uint8), (exponents + 127).to(torch.uint8)
+
+
+def mx_values(packed: Tensor, exponents: Tensor) -> Tensor:
+    """The weight of codes [..., blocks, 16] and exponents [..., blocks], fp32."""
+    codes = packed.long()
+    values = torch.stack((LUT[codes & 15], LUT[codes >> 4]), -1).flatten(-2)
+    return (values * torch.exp2(exponents.float() - 127)[..., None]).flatten(-2)
+
+
 def mxfp4() -> Format:
     def encode(weight: Tensor) -> State:
-        blocks = weight.float().transpose(1, 2).unflatten(-1, (-1, 32))
-        exponents = blocks.abs().amax(-1).log2().floor() - 2
-        nearest = (blocks / torch.exp2(exponents)[..., None])[..., None].sub(LUT).abs().argmin(-1)
-        packed = nearest[..., 0::2] | nearest[..., 1::2] << 4
-        return {"_blocks": packed.to(torch.uint8), "_scales": (exponents + 127).to(torch.uint8)}
+        return dict(zip(("_blocks", "_scales"), _mx_parts(weight.transpose(1, 2)), strict=True))
 
     def decode(parts: State, wanted: torch.dtype) -> Tensor:
-        codes, scales = parts["_blocks"].long(), parts["_scales"].float()
-        values = torch.stack((LUT[codes & 15], LUT[codes >> 4]), -1).flatten(-2)
-        return (values * torch.exp2(scales - 127)[..., None]).flatten(-2).transpose(1, 2).contiguous().to(wanted)
+        return mx_values(parts["_blocks"], parts["_scales"]).transpose(1, 2).contiguous().to(wanted)
 
     note = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.embed_tokens"]}
     return Format(note, encode, decode, lambda name: name.endswith(("experts.gate_up_proj", "experts.down_proj")))
+
+
+def mxfp4_in_matrices() -> Format:
+    """The routed experts of DeepSeek V4: codes in int8, and scales in e8m0."""
+
+    def encode(weight: Tensor) -> State:
+        packed, exponents = _mx_parts(weight)
+        return {".weight": packed.flatten(-2).view(torch.int8), ".scale": exponents.view(torch.float8_e8m0fnu)}
+
+    def decode(parts: State, wanted: torch.dtype) -> Tensor:
+        packed = parts[".weight"].view(torch.uint8).unflatten(-1, (-1, 16))
+        return mx_values(packed, parts[".scale"].view(torch.uint8)).to(wanted)
+
+    return Format(None, encode, decode)
+
+
+V4_DENSE = ("attn.wq_", "attn.wkv.", "attn.wo_", "indexer.wq_b.", "shared_experts.")
+"""Parts of names of the weights that DeepSeek V4 publishes in FP8."""
+
+
+def deepseek_v4() -> Format:
+    """DeepSeek V4: routed experts in MXFP4, and other linear layers in FP8. All scales are e8m0."""
+    dense = deepseek((4, 4), torch.float8_e8m0fnu, rule=power_of_two, name=".scale")
+    return Mixed(
+        *({**(dense.note or {}), "scale_fmt": "ue8m0", "expert_dtype": "fp4"}, dense.encode, dense.decode),
+        lambda name: name.endswith(".weight") and any(part in name for part in V4_DENSE),
+        other=mxfp4_in_matrices(),
+        is_other=lambda name: ".ffn.experts." in name,
+    )
+
+
+def deepseek_v4_by_nvidia() -> Format:
+    """NVIDIA's release of DeepSeek V4: experts in NVFP4, but experts of MTP layers in MXFP4."""
+    own, experts = deepseek_v4(), nvfp4("modelopt")
+    note = {**(own.note or {}), "quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4"}
+    is_other = lambda name: name.startswith("mtp.")  # noqa: E731
+    both = Mixed(None, experts.encode, experts.decode, other=mxfp4_in_matrices(), is_other=is_other)
+    return replace(own, note=note, other=both)
 
 
 # compressed-tensors and ModelOpt --------------------------------------------------------------------------------------

@@ -39,11 +39,11 @@ CASES: dict[str, Case] = {
         torch.float32,
         mb.ParallelDims(tp=2, pp=2, ep=2, sp=True),
     ),
-    "e8m0": (
-        family("deepseek_v3"),
-        deepseek((4, 4), torch.float8_e8m0fnu, rule=quantized.power_of_two, name=".scale"),
+    "deepseek_v4": (
+        family("deepseek_v4", hidden_size=64, intermediate_size=64),
+        quantized.deepseek_v4(),
         torch.bfloat16,
-        mb.ParallelDims(tp=2, sp=True),
+        mb.ParallelDims(tp=2, ep=2, sp=True),
     ),
     "minimax_m2": (family("minimax_m2"), deepseek((8, 8)), torch.bfloat16, mb.ParallelDims(ep=2, etp=2)),
     "glm4_moe": (

@@ -24,7 +24,7 @@ from mcore_bridge.weights.source.source import open_source
 from mcore_bridge.weights.source.weight_format import PLAIN
 from tests import zoo
 from tests.support import quantized
-from tests.support.quantized import Format, deepseek, mxfp4
+from tests.support.quantized import Format, deepseek, mx_values, mxfp4
 
 # edges, against the publisher's formula -------------------------------------------------------------------------------
 
@@ -70,6 +70,11 @@ def test_all_codes_and_scales_of_fp8_and_mxfp4() -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         expected = convert_moe_packed_tensors(files["x_blocks"], files["x_scales"], dtype=dtype)
         assert torch.equal(plain_of(files)["x"].to(dtype), expected)
+    matrix, powers = codes.repeat(255, 1), codes[:255, None].repeat(1, 16)  # 255 is no number in e8m0
+    expected = mx_values(matrix.view(255, 16, 16), powers)
+    for name, dtype in (("x.scale", torch.int8), ("x.weight_scale_inv", torch.uint8), ("x.weight_scale", torch.int8)):
+        files = {"x.weight": matrix.view(dtype), name: powers.view(torch.float8_e8m0fnu)}
+        assert torch.equal(plain_of(files)["x.weight"].to(torch.float32), expected)
 
 
 @pytest.mark.parametrize("form", [deepseek((128, 128)), deepseek((3, 5)), mxfp4()], ids=["fp8", "odd", "mxfp4"])
@@ -197,9 +202,7 @@ def test_a_shape_beside_codes_is_theirs_and_parts_come_once() -> None:
     files = {"x.weight_packed": WORDS, "x.weight_scale": GROUPS, "x.weight_shape": torch.tensor([4, 32])}
     with pytest.raises(CheckpointError, match=r"x.weight_shape is .4, 32., while there are codes for .4, 64."):
         plain_of(files, note)["x.weight"]
-    with pytest.raises(
-        CheckpointError, match=r"x.weight is torch.int8 with scales, such as MXFP4 .* expected uint8 .NVFP4."
-    ):
+    with pytest.raises(CheckpointError, match=r"is torch.int8 with scales of torch.float32: expected .* uint8 .NVFP4."):
         plain_of({"x.weight": BYTES.char(), "x.weight_scale": GROUPS})
     pairs = [("x.weight", FP8), ("x.weight_scale_inv", GRID)]
     for twice in (pairs[:1] * 2, [*pairs, pairs[0]], [*pairs, pairs[1]]):
@@ -304,7 +307,7 @@ def is_right() -> bool:
     generator = torch.Generator().manual_seed(3)
     matrix = torch.randn(192, 256, generator=generator) * torch.logspace(-2, 2, 192)[:, None]
     square = torch.randn(2, 64, 64, generator=generator)
-    forms = (deepseek((128, 128)), quantized.int4(32), quantized.nvfp4("modelopt"))
+    forms = (deepseek((128, 128)), quantized.int4(32), quantized.nvfp4("modelopt"), quantized.mxfp4_in_matrices())
     for form, weight in (*((form, matrix) for form in forms), (mxfp4(), square)):
         parts = form.encode(weight)
         (weight,) = plain_of({f"x{end}": part for end, part in parts.items()}).values()

@@ -15,9 +15,8 @@ from mcore_bridge.config.hf import read_config
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from tests import zoo
-from tests.support import composites, fake_mesh, mtp_checkpoints
+from tests.support import composites, fake_mesh, mtp_checkpoints, quantized, quantized_cases
 from tests.support.conversions import assert_exact, written
-from tests.support.quantized import deepseek
 from tests.support.strategies import random_state, save
 
 ONE = mb.ParallelDims()
@@ -29,6 +28,7 @@ WITHOUT_RULES = {  # names of a family's MTP layers, some or all of which have n
         ["model.layers.{layers}.eh_proj.weight", "model.layers.{layers}.transformer.shared_head.output.weight"],
         COUNT,
     ),
+    "deepseek_v4": (["mtp.0.e_proj.weight", "mtp.0.attn.wq_a.weight", "mtp.0.ffn.experts.0.w1.weight"], COUNT),
     "mellum": (["mtp.layers.0.mlp.up_proj.weight"], "mtp_num_hidden_layers"),
 }
 CASES = [name for name in dict.fromkeys((*mtp_checkpoints.CASES, *WITHOUT_RULES)) if name in zoo.cases()]
@@ -43,10 +43,10 @@ def alone() -> Any:
 def source_of(name: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, dict[str, Tensor], set[str]]:
     """A folder with MTP layers: its config, its tensors, and the names of tensors in MTP layers."""
     if name in WITHOUT_RULES:
-        hf = zoo.cases()[name].hf
+        hf = quantized_cases.CASES[name][0]() if name in quantized_cases.CASES else zoo.cases()[name].hf
         patterns, count = WITHOUT_RULES[name]
         own = {pattern.format(layers=hf.num_hidden_layers) for pattern in patterns}
-        state = random_state(hf, dtype=dtype) | {each: torch.randn(3, 5).to(dtype) for each in own}
+        state = random_state(hf, dtype=dtype) | {each: torch.randn(4, 32).to(dtype) for each in own}
     else:
         hf, count = mtp_checkpoints.config(name), COUNT if "qwen" not in name else "mtp_num_hidden_layers"
         drawn = mtp_checkpoints.published(hf)
@@ -152,14 +152,23 @@ def test_mtp_layers_of_a_composite_are_copied_with_its_tower_or_without(name: st
         assert counts_in(tmp_path / fate) == [fate == "copied"]
 
 
-@pytest.mark.skipif("deepseek_v3" not in CASES, reason="the installed transformers lacks it")
-def test_quantized_mtp_layers_are_copied_as_plain_ones(tmp_path: Path) -> None:
-    hf, state, own = source_of("deepseek_v3", tmp_path / "source")
-    form = deepseek((16, 16))
+QUANTIZED = [
+    ("deepseek_v3", quantized.deepseek((16, 16))),
+    ("deepseek_v4", quantized.deepseek_v4()),
+    ("deepseek_v4", quantized.deepseek_v4_by_nvidia()),
+]
+
+
+@pytest.mark.parametrize(("name", "form"), [case for case in QUANTIZED if case[0] in CASES])
+def test_quantized_mtp_layers_are_copied_as_plain_ones(name: str, form: quantized.Format, tmp_path: Path) -> None:
+    hf, state, own = source_of(name, tmp_path / "source")
     hf.quantization_config = form.note
     shutil.rmtree(tmp_path / "source")
     written(form.files(state), hf, tmp_path / "source")
-    mb.save_hf_checkpoint(built(tmp_path / "source", dtype=torch.bfloat16), tmp_path / "saved")
+    models = built(tmp_path / "source", dtype=torch.bfloat16)
+    mb.save_hf_checkpoint(models, tmp_path / "published", quantize="as_published")
+    assert_exact(tmp_path / "published", form.files(state))
+    mb.save_hf_checkpoint(models, tmp_path / "saved")
     assert_exact(tmp_path / "saved", form.decoded(state, torch.bfloat16))
     assert "quantization_config" not in (tmp_path / "saved" / "config.json").read_text()
     assert any(form.is_quantized(name, state[name]) for name in own)

@@ -64,7 +64,7 @@ def decoded(report: Any) -> dict[str, str]:
     return {name: text for name, text in report.cast.items() if text.startswith(("float8", "mxfp4", "int4", "nvfp4"))}
 
 
-@pytest.mark.parametrize("name", ["ministral3", "gpt_oss", "e8m0", "kimi_k2", "nvfp4", "modelopt"])
+@pytest.mark.parametrize("name", ["ministral3", "gpt_oss", "deepseek_v4", "kimi_k2", "nvfp4", "modelopt"])
 def test_mappings_and_pairs_are_decoded_alike(name: str, tmp_path: Path) -> None:
     """Codes and scales of pairs wait for each other, in any order."""
     hf, form, dtype, _ = case(name)
@@ -108,7 +108,7 @@ def test_transformers_decodes_the_same(name: str, tmp_path: Path) -> None:
 LOGITS = {
     name: [ONE, TWO, *([EXPERTS] if name in ("qwen3_moe", "minimax_m2", "gpt_oss", "kimi_k2") else [])]
     for name in CASES
-    if name not in ("e8m0", "blocks", "nvfp4", *WITHOUT_REFERENCE)
+    if name not in ("blocks", "nvfp4", *WITHOUT_REFERENCE)
 }
 
 
@@ -151,6 +151,7 @@ def test_a_folder_without_scales_does_not_load(tmp_path: Path) -> None:
         ({"quant_method": "awq"}, "quant_method must be .*found 'awq', which is not read: load the release"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "found 'bitsandbytes'"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt must be 'e4m3' or 'float8_e4m3fn', found 'e5m2'"),
+        ({"quant_method": "fp8", "expert_dtype": "int8"}, "expert_dtype must be 'fp8' or 'fp4', found 'int8'"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "the size of blocks must be two positive whole numbers"),
     ],
 )

@@ -26,6 +26,7 @@ FORMATS = {
     "fp8 blocks, e8m0": (Codec("fp8", (16, 16)), E8M0, True),
     "fp8 rows": (Codec("fp8", (1, 96), torch.bfloat16), torch.bfloat16, False),
     "mxfp4": (Codec("mxfp4", (1, 32)), torch.uint8, False),
+    "mxfp4, e8m0": (Codec("mxfp4", (1, 32)), E8M0, True),
     "int4": (Codec("int4", (1, 32), torch.float16), torch.float16, False),
 }
 SHAPE, OTHER = (40, 96), (26, 96)

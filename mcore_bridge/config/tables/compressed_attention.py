@@ -5,7 +5,6 @@ Some layers have windows alone. Others also read compressed keys: all of them, o
 
 from mcore_bridge.config.fields import Const, Derive, Field, Hf, Ignore, Map, Mcore, Preset, Require, count
 from mcore_bridge.config.layer_kinds import sizes_by_layer, values_of_layers
-from mcore_bridge.config.quantization import NotReadError, fields_of
 from mcore_bridge.config.rope import Rope, rope_from
 from mcore_bridge.config.tables import DECODER, INTERLEAVED, QK_PLAIN, WINDOW_ALL, but, published, without
 from mcore_bridge.config.tables.by_layer import ONE_LIMIT
@@ -125,13 +124,6 @@ def _experts_back(mcore: Mcore) -> dict[str, object]:
     return {"moe_intermediate_size": mcore["moe_ffn_hidden_size"]}
 
 
-def _accept_codes(hf: Hf) -> dict[str, object]:
-    note = hf.get("quantization_config")
-    if hf.get("expert_dtype") == "fp4" and note is not None and "quant_algo" not in fields_of(note):
-        raise NotReadError("expert_dtype must be 'fp8', found 'fp4' (MXFP4)")
-    return {}
-
-
 _ONE_SIZE = "shared experts have the size of one routed expert, whatever their number"
 COMPRESSED: tuple[Field, ...] = (
     *but(
@@ -146,7 +138,7 @@ COMPRESSED: tuple[Field, ...] = (
     *(Map("index_n_heads", "dsa_indexer_n_heads"), Map("index_head_dim", "dsa_indexer_head_dim")),
     Map("index_topk", "dsa_indexer_topk"),
     Ignore("it follows from partial_rotary_factor", ("qk_rope_head_dim",)),
-    Derive(("expert_dtype",), _accept_codes, lambda mcore: {}, ("experts in MXFP4: load a release of FP8 or bf16",)),
+    Ignore("it describes encoded weights, which files show", ("expert_dtype",)),
     *published(attention_bias=False, mlp_bias=False, topk_method="noaux_tc"),
     *but(ROUTED, Map("n_routed_experts", "num_moe_experts")),
     *but(SOFTMAX_NORMALISED, Const("moe_router_enable_expert_bias", True)),

@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
@@ -81,13 +82,17 @@ class ScoringRouter(nn.Module):
 
 
 class WeighedExperts(MegatronModule):
-    """Shared experts side by side, each with a weight for each token. Each TP rank has some rows of each expert."""
+    """Shared experts side by side, each with a weight for each token. Each TP rank has some rows of each expert.
+
+    ``gate_up`` is ``[rows, shared, h]``: rows of all gates, then as many of what gates multiply. ``down`` is ``[shared,
+    h, rows]``.
+    """
 
     def __init__(self, config: Any, *, pg_collection: Any, **unused: Any) -> None:
         super().__init__(config)
         self.group, size = pg_collection.tp, config.moe_ffn_hidden_size // pg_collection.tp.size()
         count, hidden = config.moe_shared_expert_intermediate_size // config.moe_ffn_hidden_size, config.hidden_size
-        self.gate, self.up = (self._cut(1, config.init_method, count, size, hidden) for _ in range(2))
+        self.gate_up = self._cut(0, config.init_method, 2 * size, count, hidden)
         self.down = self._cut(2, config.output_layer_init_method, count, hidden, size)
 
     def _cut(self, dim: int, initialise: Any, *sizes: int) -> nn.Parameter:
@@ -104,7 +109,8 @@ class WeighedExperts(MegatronModule):
         """``[s, b, h]``, from hidden states and weights ``[s, b, shared]`` of this TP rank's tokens."""
         tokens, whole = self._entering(hidden_states), self._entering(weights)
         flat, by_expert = tokens.flatten(0, 1), whole.flatten(0, 1).t().unsqueeze(-1)
-        activated = self.config.activation_func(flat @ self.gate.mT) * (flat @ self.up.mT)
+        gate, up = (flat @ self.gate_up.permute(1, 2, 0)).chunk(2, -1)
+        activated = self.config.activation_func(gate) * up
         output = ((activated * by_expert.to(flat.dtype)) @ self.down.mT).float().sum(0).to(flat.dtype)
         whole_output = output.view_as(tokens)
         if self.config.sequence_parallel:
@@ -129,7 +135,8 @@ class WeighedExperts(MegatronModule):
         tensors: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True), prefix, cut, sharded_offsets
         )
-        return tensors
+        fused = f"{prefix}gate_up"
+        return {**tensors, fused: apply_swiglu_sharded_factory(tensors[fused], sharded_offsets)}
 
 
 class ScoredSharing(nn.Module):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from mcore_bridge.config.hf import read_fields, write_fields
+from mcore_bridge.config.quantization import DESCRIPTION
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.mapping import matches
 
@@ -71,17 +73,18 @@ def forget_quantization(folder: Path) -> None:
     """Remove the description of quantized weights from the config of a folder, since its weights are plain now."""
     config = folder / "config.json"
     fields = read_fields(config)
-    parts = [part for part in (fields, *fields.values()) if isinstance(part, dict) and "quantization_config" in part]
+    parts = [part for part in (fields, *fields.values()) if isinstance(part, dict) and part.keys() & {*DESCRIPTION}]
     for part in parts:
-        del part["quantization_config"]
+        for name in part.keys() & {*DESCRIPTION}:
+            del part[name]
     if parts:
         write_fields(config, fields)
 
 
-def describe_quantization(folder: Path, note: object) -> None:
-    """Write the description of quantized weights to the config of a folder."""
+def describe_quantization(folder: Path, description: Mapping[str, Any]) -> None:
+    """Write the fields that describe quantized weights to the config of a folder."""
     config = folder / "config.json"
-    write_fields(config, read_fields(config) | {"quantization_config": note})
+    write_fields(config, {**read_fields(config), **description})
 
 
 def config_folders(source: Path, iteration: Path) -> tuple[Path, ...]:

@@ -36,7 +36,13 @@ from mcore_bridge.weights.manifest import Manifest, ManifestEntry
 from mcore_bridge.weights.model_chunks import Models, chunks_of
 from mcore_bridge.weights.own_folder import is_source, note_source, require_held
 from mcore_bridge.weights.peft.peft_config import CONFIG, STACKS, WEIGHTS, PeftNames, portable_config, shortest_ends
-from mcore_bridge.weights.peft.peft_folder import PeftFolder, memory_prefixes, open_peft, stored_dtypes
+from mcore_bridge.weights.peft.peft_folder import (
+    PeftFolder,
+    memory_prefixes,
+    open_peft,
+    require_peft_names,
+    stored_dtypes,
+)
 from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.provenance import Provenance
 from mcore_bridge.weights.save import BUCKET_SLOTS, WriterByName, open_files, run_save, write_pairs
@@ -338,6 +344,7 @@ def _without_further(tensors: dict[str, Tensor], made: Adapters) -> dict[str, Te
 
 def _naming(stacked: Iterable[str], provenance: Provenance) -> PeftNames:
     """The names in a folder, given the HF names of parameters with all experts of a layer."""
+    require_peft_names(provenance)
     naming = PeftNames(STACKS, memory_prefixes(provenance), provenance.renamed_in_memory, provenance.swapped_in_peft)
     ends = {naming.in_memory(module).rpartition(".")[2] for module in stacked}
     return replace(naming, stacks=tuple(name for name in STACKS if name in ends))

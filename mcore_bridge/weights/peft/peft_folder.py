@@ -110,6 +110,7 @@ def open_peft(
         ConfigError: there is neither.
         CheckpointError: the folder cannot be read, or it has unsupported features; the error names all of them.
     """
+    require_peft_names(provenance)
     path = find_folder(folder, head=CONFIG)
     fields, file = read_fields(_config_in(path)), _weights_in(path)
     if problems := [*unreadable_in(fields)]:
@@ -261,6 +262,21 @@ def _spelled(modules: Iterable[str], provenance: Provenance, mapping: WeightMapp
         old: next(filter(is_known, (new, respelled_module(old, in_tower))), old)
         for old, new in zip(modules, best, strict=True)
     }
+
+
+def require_peft_names(provenance: Provenance) -> None:
+    """Require that modules of the model's folder are modules in transformers' memory, whose names ``peft`` uses.
+
+    Raises:
+        ConfigError: the text of a composite is published in other modules.
+    """
+    if provenance.whole is not None and provenance.whole.composite.rules is not None:
+        name = provenance.whole.composite.model_type
+        raise ConfigError(
+            f"A folder of adapters must be of a model whose files have the modules of transformers' memory, found "
+            f"{name}, whose files join gates with what they multiply. Export weights with adapters merged, or train a "
+            "folder of its text alone."
+        )
 
 
 def memory_prefixes(provenance: Provenance) -> Prefixes:

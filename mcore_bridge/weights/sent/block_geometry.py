@@ -32,7 +32,7 @@ class Blocks:
         cells: rows and columns of a block; the last block of a row or column may be smaller.
         dtype: the dtype of the numbers.
         codes: dtype and shape in which the codes of a shard are sent.
-        scales: the dtype of the scales; uint8 are exponents of powers of two.
+        scales: the dtype of the scales; for mxfp4, uint8 or e8m0.
         powers: whether new scales are powers of two.
     """
 
@@ -103,7 +103,7 @@ class Blocks:
     @property
     def _are_known(self) -> bool:
         height, width = map(_next_power_of_2, self.cells)
-        scales = (torch.uint8,) if self.codec.kind == "mxfp4" else (*_FLOATS, _E8M0)
+        scales = (torch.uint8, _E8M0) if self.codec.kind == "mxfp4" else (*_FLOATS, _E8M0)
         is_known = self.codec.kind != "nvfp4" and self.dtype in _FLOATS and self.scales in scales
         return is_known and self.cells[1] % self.codec.per_byte == 0 and height * width <= _LARGEST
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_bridge.config.quantization import Grain, Quantization, read_quantization
+from mcore_bridge.config.quantization import Grain, Quantization, description_in, note_of, read_quantization
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.foreign_files import read_json
 from mcore_bridge.rules.encoded import Encoded
@@ -18,9 +18,6 @@ from mcore_bridge.rules.scheme import Encoding, Scheme, is_part, scheme_of, unre
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.files.sidecars import MODELOPT
-
-_NOTE = "quantization_config"
-"""More than any config has."""
 
 
 def scheme_in(checkpoint: Checkpoint) -> Scheme:
@@ -43,25 +40,24 @@ def quantization_in(folder: Path) -> Quantization | None:
         ConfigError: the format is not supported.
         CheckpointError: ``hf_quant_config.json`` is no file, or no JSON.
     """
-    note = note_in_config(folder)
+    note = note_of(description_of(folder))
     if note is None and os.path.lexists(folder / MODELOPT):
         note = read_json(folder / MODELOPT)
     return read_quantization(note)
 
 
-def note_in_config(folder: Path) -> Any:
-    """The ``quantization_config`` in the config.json of a folder, as it stands there; None if there is none."""
+def description_of(folder: Path) -> dict[str, Any]:
+    """The fields in the config.json of a folder that describe encoded weights, as they stand there; maybe none.
+
+    In a composite, they may be in the text config.
+    """
     try:
-        return _note_in(read_json(folder / "config.json", finite=False))
+        fields = read_json(folder / "config.json", finite=False)
     except CheckpointError:  # code that needs a config raises elsewhere
-        return None
-
-
-def _note_in(fields: object) -> object:
-    """The description of quantization in a config. In a composite, it may be in the text config."""
+        return {}
     text = fields.get("text_config") if isinstance(fields, dict) else None
     parts = [part for part in (fields, text) if isinstance(part, dict)]
-    return next((part[_NOTE] for part in parts if part.get(_NOTE) is not None), None)
+    return next((described for part in parts if (described := description_in(part))), {})
 
 
 def scheme_within(specs: Mapping[str, TensorSpec], quantization: Quantization | None) -> Scheme:
@@ -96,8 +92,7 @@ def encoded(name: str, held: Encoding, source: Mapping[str, Tensor]) -> Encoded:
     codes, scales, *overall = (source[part] for part in held.parts)
     if held.shape_tensor is not None and (shape := tuple(source[held.shape_tensor.name].tolist())) != held.shape:
         raise unreadable([f"{held.shape_tensor.name} is {shape}, while there are codes for {held.shape}"])
-    if held.codec.kind == "mxfp4":
-        codes = codes.flatten(2)
+    codes = codes.flatten(len(held.shape) - 1)  # of gpt-oss, which has a dim of blocks
     scales = scales.reshape(held.grid)
     codes = codes if codes.dtype == torch.uint8 else codes.view(torch.uint8)
     return Encoded(name, held.codec, held.shape, held.order, codes, scales, overall[0].view(1) if overall else None)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mcore_bridge.arguments import instance_of, require
 from mcore_bridge.config.hf import find_folder
-from mcore_bridge.config.quantization import Quantization, Quantize
+from mcore_bridge.config.quantization import DESCRIPTION, Quantization, Quantize
 from mcore_bridge.errors import ConfigError, MappingError
 from mcore_bridge.rules.dtypes import Dtypes, wanted_dtype
 from mcore_bridge.rules.encoded import Encoded
@@ -30,7 +30,7 @@ from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.files.sources import SourceFolders
 from mcore_bridge.weights.plan.encoded_entries import encoded_entries, plain_specs
 from mcore_bridge.weights.plan.inventory import ParamEntry
-from mcore_bridge.weights.source.encoded_weights import note_in_config
+from mcore_bridge.weights.source.encoded_weights import description_of
 from mcore_bridge.weights.source.new_scheme import new_scheme, read_description, require_some, written_description
 from mcore_bridge.weights.source.source import Source, open_folder
 
@@ -47,12 +47,12 @@ class WeightFormat:
     """A format of weights. Without a folder and a description, weights are plain.
 
     Attributes:
-        note: the ``quantization_config`` that describes the format; None for plain weights.
+        description: the fields of an HF config that describe the format; none for plain weights.
         source, folder: the tensors of the folder that shows the format, and its path.
         digest: equal for equal formats, in every process.
     """
 
-    note: Mapping[str, Any] | None = None
+    description: Mapping[str, Any] = field(default_factory=dict)
     source: Source | None = None
     folder: str | None = None
     digest: str = ""
@@ -122,18 +122,20 @@ class WeightFormat:
         """The dtype in which a tensor leaves: as ``dtypes`` say, else as the folder has it. Codes and scales stay."""
         if dtypes is None and self.source is None:
             return own
-        if self is not PLAIN and is_part(TensorSpec(name, (), own)):
+        is_plain = self.source is not None and name in self.source and name not in self.source.scheme.held
+        if self is not PLAIN and not is_plain and is_part(TensorSpec(name, (), own)):
             return own
-        if dtypes is None and self.source is not None and name in self.source:
+        if dtypes is None and self.source is not None and is_plain:
             dtypes = self.source[name].dtype
         return wanted_dtype(name, own, dtypes)
 
-    def config_note(self, written: Collection[TensorSpec]) -> dict[str, Any] | None:
-        """The ``quantization_config`` for a folder with these tensors; it names all modules that are not encoded."""
-        if self.quantization is None or self.note is None:
-            return None if self.note is None else dict(self.note)
+    def config_fields(self, written: Collection[TensorSpec]) -> dict[str, Any]:
+        """The fields of the HF config of a folder with these tensors; they name all modules that are not encoded."""
+        if self.quantization is None:
+            return dict(self.description)
         ((kind, _),) = self.quantization.allowed
-        return written_description(self.note, kind, _plain_modules(written))
+        (name,) = self.description
+        return {name: written_description(self.description[name], kind, _plain_modules(written))}
 
 
 PLAIN = WeightFormat()
@@ -206,7 +208,8 @@ def weight_format(quantize: Quantize, folder: str | None) -> WeightFormat:
     if isinstance(quantize, Mapping):
         quantization = read_description(quantize)
         text = json.dumps(quantize, sort_keys=True, default=str)
-        return WeightFormat(quantize, digest=hashlib.sha256(text.encode()).hexdigest(), quantization=quantization)
+        description = {DESCRIPTION[0]: quantize}
+        return WeightFormat(description, digest=hashlib.sha256(text.encode()).hexdigest(), quantization=quantization)
     if quantize == AS_PUBLISHED:
         if folder is None:
             raise ConfigError(
@@ -227,4 +230,4 @@ def _opened(folder: str, state: str) -> WeightFormat:
     source = open_folder(folder)
     stored = [(name, str(spec)) for name, held in source.scheme.held.items() for spec in held.stored]
     digest = hashlib.sha256(repr(sorted(stored)).encode()).hexdigest()
-    return WeightFormat(note_in_config(Path(folder)), source, folder, digest)
+    return WeightFormat(description_of(Path(folder)), source, folder, digest)

@@ -39,7 +39,7 @@ RULES = {
     "scores of heads dealt":    ("logits at tp=2", "inkling", of("linear_relative.weight", laid_out(DEALT))),
     "convolutions exchanged":   ("logits", "inkling", exchange("k_conv.weight", "v_conv.weight")),
     "convolutions of halves":   ("logits", "inkling", exchange("self_attn_bda.conv.weight", "mlp_bda.conv.weight")),
-    "shared gates for values":  ("logits", "inkling", exchange("shared_experts.gate", "shared_experts.up")),
+    "shared gates for values":  ("logits", "inkling", of("shared_experts.gate_up", parts(1, 0))),
     "shared experts' rows dealt": ("logits at tp=2", "inkling", of("shared_experts.down", laid_out(DEALT_COLUMNS))),
     "profiles forgotten":       ("no rule", "inkling", of("core_attention.profiles", lambda rule: None)),
     "no norm of embeddings":    ("no rule", "inkling", of("embedding.layernorm.weight", lambda rule: None)),
