@@ -7,7 +7,7 @@ import torch
 
 import mcore_bridge as mb
 from tests.support.gpus import spawn
-from tests.sync.test_weight_sync import CHANGES, PLAIN, PP2, TP1, TP2, engines, repeated, written_by_all
+from tests.support.sync_trainer import CHANGES, PLAIN, PP2, TP1, TP2, engines, repeated, written_by_all
 
 pytestmark = pytest.mark.multigpu
 

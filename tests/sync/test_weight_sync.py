@@ -8,70 +8,34 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import mcore_bridge as mb
 import mcore_bridge.engines
 from mcore_bridge.errors import TransferError
-from mcore_bridge.weights.engine import across_ranks, writer
 from mcore_bridge.weights.engine.mapped_engine import MappedEngine
 from mcore_bridge.weights.engine.pull_writer import PullWriter
 from mcore_bridge.weights.engine.puller import Puller
-from mcore_bridge.weights.ipc.shared_memory import allocate
 from mcore_bridge.weights.model_tensors import held_tensors
 from tests.support import pool
-from tests.support.stand_in import HF_FIELDS, Sizes, held_bits, loaded
-from tests.support.strategies import random_state, tiny
-from tests.support.sync_engine import Client, serve
+from tests.support.sync_engine import Client
+from tests.support.sync_trainer import (
+    CHANGES,
+    PLAIN,
+    PP2,
+    TP1,
+    TP2,
+    Trainer,
+    engines,
+    repeated,
+    written_by_all,
+)
 
-TP1, TP2, PP2 = [(1, 0)], [(2, 0), (2, 1)], [(1, 0, 2, 0), (1, 0, 2, 1)]
 HIDDEN = "a kernel keeps its weights elsewhere"
 MESHES = {
     "TP2": (2, mb.ParallelDims(tp=2), "ring"),
     "PP2 EP2": (4, mb.ParallelDims(pp=2, ep=2), "pull"),
     "one rank": (1, mb.ParallelDims(), "pull"),
 }
-
-
-class Trainer:
-    """A rank of the trainer; rank 0 has the clients."""
-
-    def __init__(self, dims, device="cpu"):
-        dims.initialize(device=device)
-        self.hf, self.device = tiny("qwen3_moe", **HF_FIELDS), torch.empty(0, device=device).device
-        self.models = mb.build_model(self.hf, dims=dims, dtype=torch.bfloat16, device=device, load_weights=False)
-        self.is_lead = dist.get_rank() == 0
-
-    def step(self, seed):
-        self.state = random_state(self.hf, seed=seed, dtype=torch.bfloat16)
-        mb.load_hf_weights(self.models, self.state)
-
-    def move(self, tensors_between):
-        """Bring all weights into one mapped file, as DDP has them in one buffer; some are left out between them."""
-        named = [*held_tensors(self.models).values()]
-        starts = torch.tensor([0, *(-(-t.nbytes // 16) * 16 + 16 * tensors_between for t in named)]).cumsum(0).tolist()
-        self.memory = memory = allocate(starts[-1], self.device)
-        for tensor, start in zip(named, starts, strict=False):
-            place = memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            tensor.data = place.copy_(tensor)
-
-    def has(self, client, workers, **sizes):
-        """On rank 0: whether each worker has the bits that its own loader would write."""
-        wanted = [held_bits(loaded(self.state, *each, sizes=Sizes(**sizes))) for each in workers]
-        return not self.is_lead or client.ask("held") == wanted
-
-
-def engines(folder, *each, started=pool.started):
-    """Processes for some engines; the addresses of their workers."""
-    addresses, processes = [], []
-    for number, (workers, options) in enumerate(each):
-        of_engine = [os.path.join(folder, f"{number}-{rank}") for rank in range(len(workers))]
-        arguments = [
-            (at, w, options, rank, len(workers)) for rank, (at, w) in enumerate(zip(of_engine, workers, strict=True))
-        ]
-        processes += started(serve, arguments)
-        addresses.append(of_engine)
-    return addresses, processes
 
 
 KINDS = [(TP2, {"shared": True}), (PP2, {}), (TP2, {"elsewhere": True})]
@@ -193,98 +157,12 @@ def test_a_pull_that_cannot_begin_copies_nothing_and_leaves_no_answer(of, step):
     assert pool.run(1, pulled_after_a_failure, of, step) == [(False, 0, True)]
 
 
-def on_its_own(trainer):
-    """Give one parameter memory of its own, which is not the first of its allocation."""
-    embedding = held_tensors(trainer.models)["embedding.word_embeddings.weight"]
-    trainer.alone = allocate(embedding.nbytes, trainer.device)
-    embedding.data = trainer.alone.view(embedding.dtype).view(embedding.shape)
-
-
-def exchange(trainer):
-    """Let two parameters of one shape exchange their memory."""
-    first, second = (layer.self_attention.linear_proj.weight for layer in trainer.models[0].decoder.layers[:2])
-    first.data, second.data = second.data, first.data
-
-
-CHANGES = {
-    "none": (lambda trainer: None, True),
-    "all in other memory": (lambda trainer: trainer.move(0), True),
-    "other places": (lambda trainer: trainer.move(1), False),
-    "one on its own": (on_its_own, False),
-    "two exchanged": (exchange, False),
-    "nothing again": (lambda trainer: None, True),
-}
-"""What happens to the trainer's memory between two rounds, and whether the copies of the last round are right then."""
-
-
-def repeated(folder, transport, device="cpu"):
-    """For each change: whether the engine has all bits, and whether the round went without a second run.
-
-    On a CPU also whether the trainer's memory is still mapped behind that.
-    """
-    trainer = Trainer(mb.ParallelDims(), device)
-    trainer.step(0)
-    trainer.move(0)
-    client, found = Client(folder), []
-    with mb.WeightSync(trainer.models, client, transport=transport, timeout=60) as sync:
-        sync()
-        for seed, (change, _) in enumerate(CHANGES.values(), 1):
-            change(trainer)
-            trainer.step(seed)
-            with mock.patch.object(writer, "run_messages", side_effect=writer.run_messages) as whole:
-                sync()
-            found.append((trainer.has(client, TP1), not whole.called))
-        if device != "cpu":
-            return found
-        old = os.stat(trainer.memory.untyped_storage().filename).st_ino
-        trainer.move(0)
-        with open("/proc/self/maps") as maps:
-            found.append(any(f" {old} " in line for line in maps))
-    return found
-
-
 @pytest.mark.parametrize("transport", ["shards", "pull"])
 def test_a_round_begins_like_the_last_one_and_is_right_whatever_has_moved(transport, tmp_path):
     (workers,), (process,) = engines(str(tmp_path), (TP1, {"shared": transport == "shards"}))
     wanted = [(True, repeats) for _, repeats in CHANGES.values()]
     assert pool.run(1, repeated, workers, transport) == [[*wanted, False]]  # and no memory is held between rounds
     process.join(20)
-
-
-PLAIN = {"router": torch.bfloat16}
-
-
-def written_by_all(addresses, dims, kinds, device="cpu"):
-    """For each round: whether all engines have all bits, and whether messages carried them."""
-    trainer, found = Trainer(dims, device), []
-    clients = [Client(each) for each in addresses] if trainer.is_lead else ()
-
-    def round(sync, seed):
-        trainer.step(seed)
-        with mock.patch.object(writer, "run_messages", side_effect=writer.run_messages) as messages:
-            ways = {worker.transport for worker in sync().workers}
-        assert ways == {"shards"}
-        has = [trainer.has(clients[n] if clients else None, workers, **PLAIN) for n, workers in enumerate(kinds)]
-        found.append((all(has), messages.called))
-
-    with mb.WeightSync(trainer.models, clients, timeout=60) as sync:
-        round(sync, 0)
-        trainer.move(1)
-        round(sync, 1)
-        if trainer.is_lead:
-            clients[0].ask("move")
-        round(sync, 2)
-        if trainer.is_lead:
-            sync.set_engines(clients[:1])
-        clients, kinds = clients[:1], kinds[:1]
-        round(sync, 3)
-        if trainer.is_lead:
-            clients[0].ask("move")
-        fails = TransferError("no link") if dist.get_rank() == dist.get_world_size() - 1 else None
-        with mock.patch.object(across_ranks, "open_all", side_effect=fails or across_ranks.open_all):
-            round(sync, 4)
-        round(sync, 5)
-    return found
 
 
 @pytest.mark.parametrize(

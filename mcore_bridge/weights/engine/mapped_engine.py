@@ -223,6 +223,12 @@ class MappedEngine:
 
         Args:
             count: the number of processes.
+
+        Returns:
+            For each process a handle of each tensor, in the order of the map. ``share`` comes before this call.
+
+        Raises:
+            TransferError: when another process cannot open the engine's memory.
         """
         tensors = self._memory.buffers.tensors
         return [[share_part(tensor, self.map.digest) for tensor in tensors] for _ in range(count)]
