@@ -55,7 +55,7 @@ def shares_selection(layer: int, *, freq: int, offset: int) -> bool:
 
 
 def selects_keys(mcore: Mcore) -> bool:
-    """Whether attention has indexers of ours: megatron-core's are latent, without sinks, pools and blocks of keys."""
+    """Whether attention has indexers of ours: megatron-core's are latent, with neither sinks nor pools nor blocks."""
     selects = bool(mcore.get("multi_latent_attention")) or mcore.get("dsa_indexer_block") is not None
     return (
         selects and mcore.get("dsa_indexer_topk") is not None and mcore.get("experimental_attention_variant") != "dsa"

@@ -209,7 +209,7 @@ def _let_ask(chunk: Any, path: str, check: Callable[[], None]) -> None:
     from mcore_bridge.factory.modules.adapter import ExpertLayers, beside, beside_plain
 
     parent, _, name = path.rpartition(".")
-    if not hasattr(owner := chunk.get_submodule(parent), name):
+    if hasattr(owner := chunk.get_submodule(parent), "local_experts"):
         owner.add_module(name, ExpertLayers(owner, name, check))
         return
     layer = chunk.get_submodule(path)

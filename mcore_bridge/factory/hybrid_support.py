@@ -63,7 +63,7 @@ def _obstacles(architecture: Architecture, config: TransformerConfig, positions:
     if has_streams(config):
         yield "its residual has several streams, and the final norm of megatron-core's HybridModel does not merge them"
     if selects_keys(vars(config)):
-        yield "its indexers select pools or blocks of keys, and nobody has tried these in a HybridModel"
+        yield "its attention has our indexers, which select keys, and nobody has tried these in a HybridModel"
     if getattr(config, "residual_convolutions", False):
         yield "convolutions behind an MLP read the packed sequences of attention, and a HybridModel sets both apart"
     if positions not in ("rope", "none"):

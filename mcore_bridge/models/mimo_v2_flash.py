@@ -25,7 +25,7 @@ REPEATED = (
         "swa_v_head_dim":          lambda hf: hf["v_head_dim"]}),
     repeated(derived.WINDOWS_OR_DEFAULT, {
         "hybrid_layer_pattern":    lambda hf: [int(kind == SLIDING) for kind in hf["layer_types"]],
-        "sliding_window_size":     lambda hf: hf.get("sliding_window", 1) - 1}),
+        "sliding_window_size":     lambda hf: (hf.get("sliding_window") or 1) - 1}),
     repeated(MLP_TYPES, {
         "moe_layer_freq":          lambda hf: [int(kind == "sparse") for kind in hf["mlp_layer_types"]]}),
     repeated(LAYER_ROPES_PARTIAL, {

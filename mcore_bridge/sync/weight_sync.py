@@ -32,7 +32,7 @@ from mcore_bridge.weights.engine.across_ranks import AcrossRanks
 from mcore_bridge.weights.engine.comparison import Compared
 from mcore_bridge.weights.ipc.shared_memory import gpu_of
 from mcore_bridge.weights.manifest import Manifest, manifest
-from mcore_bridge.weights.model_chunks import Models, modules_of
+from mcore_bridge.weights.model_chunks import Models, chunks_of, modules_of
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.failures import raise_failures, raise_on_all
 
@@ -195,6 +195,10 @@ class WeightSync:
             self._roll_call.places = places
         self._specs = tuple(manifest(models, **self._options))
         self._idle = NoRoute(models, self._options)
+        members = Group.of_replica(chunks_of(models)[0].pg_collection).members
+        machines = {places[member].machine for member in members}
+        self._is_together = len(members) > 1 and len(machines) == 1 and "" not in machines
+        """Whether this rank's replica has other ranks, all on one machine."""
         self._elsewhere = Elsewhere(models, self._options, self._device, self._host, timeout)
 
     def set_engines(self, engines: object) -> None:
@@ -441,12 +445,16 @@ class WeightSync:
         ranks = self._group.all_gather_object((ways, bool(far), self._elsewhere.has_changed(far)))
         answers: dict[WorkerKey, tuple[Answer, float]] = {key: (e, time.perf_counter()) for key, e in problems.items()}
         num_rows = max(len(of_rank) for of_rank, *_ in ranks)
-        self._across = {row: self._across.get(row, AcrossRanks()) for row in range(num_rows)}
-        for row, across in self._across.items():
+        ways_of = [
+            {way for member in self._elsewhere.members for way in ranks[member][0][row : row + 1]}
+            for row in range(num_rows)
+        ]
+        together = {row for row, of_row in enumerate(ways_of) if of_row == {"shards"} and self._is_together}
+        self._across = {row: self._across.get(row, AcrossRanks()) for row in together}
+        for row in range(num_rows):
             key = near[row] if row < len(near) else None
             route = self._idle if key is None else routes[key]
-            of_row = {way for member in self._elsewhere.members for way in ranks[member][0][row : row + 1]}
-            send = partial(route.send, version, across if of_row == {"shards"} else None)
+            send = partial(route.send, version, self._across.get(row))
             action = partial(route.compare, self._manifest(route)) if compares else send
             answer = _answer_of(action)
             if key is not None:
@@ -465,6 +473,8 @@ class WeightSync:
         """Tell all workers that the round has ended; which engines failed in their own way."""
         failed = {outcome.worker.engine: outcome.problem for outcome in outcomes if outcome.problem}
         self._close_all({place for place in self._routes if place[0] in failed or any(problems)})
+        if failed or any(problems):  # the driver keeps the memory of an engine that another process has open
+            self._across.clear()
         answer: dict[int, str] = {}
         if self._roll_call is not None:
             everywhere = next((text for text in problems if text), "")

@@ -72,7 +72,7 @@ class Export:
     """The format in which weights leave."""
     held: Held
     """What this rank sends."""
-    targets: tuple[Target, ...] = ()
+    targets: tuple[Target, ...]
     """The targets of all ranks of ``group``."""
 
 

@@ -53,8 +53,10 @@ def entries_of(stacked: Tensor) -> tuple[Tensor, ...]:
 def adapted(chunk: GPTModel) -> Iterator[tuple[list[str], Any]]:
     """Yield each adapter in use of a chunk, after the canonical names of the weights that it adapts."""
     sets: Any = getattr(chunk, "bridge_adapter_sets", None)
+    if sets is None or not sets.in_use:
+        return
     numbering, end = numbering_of(chunk), factor_name("", next(iter(FACTORS)))
-    for path, adapter in sets.by_name[sets.in_use].modules.items() if sets is not None else ():
+    for path, adapter in sets.by_name[sets.in_use].modules.items():
         names = canonical_names(f"{path}{end}", numbering)
         yield [f"{name.removesuffix(end)}.weight" for name in names], adapter
 

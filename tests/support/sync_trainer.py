@@ -118,7 +118,7 @@ def written_by_all(addresses, dims, kinds, device="cpu"):
     trainer, found = Trainer(dims, device), []
     clients = [Client(each) for each in addresses] if trainer.is_lead else ()
 
-    def round(sync, seed):
+    def send(sync, seed):
         trainer.step(seed)
         with mock.patch.object(writer, "run_messages", side_effect=writer.run_messages) as messages:
             ways = {worker.transport for worker in sync().workers}
@@ -127,20 +127,20 @@ def written_by_all(addresses, dims, kinds, device="cpu"):
         found.append((all(has), messages.called))
 
     with mb.WeightSync(trainer.models, clients, timeout=60) as sync:
-        round(sync, 0)
+        send(sync, 0)
         trainer.move(1)
-        round(sync, 1)
+        send(sync, 1)
         if trainer.is_lead:
             clients[0].ask("move")
-        round(sync, 2)
+        send(sync, 2)
         if trainer.is_lead:
             sync.set_engines(clients[:1])
         clients, kinds = clients[:1], kinds[:1]
-        round(sync, 3)
+        send(sync, 3)
         if trainer.is_lead:
             clients[0].ask("move")
         fails = TransferError("no link") if dist.get_rank() == dist.get_world_size() - 1 else None
         with mock.patch.object(across_ranks, "open_all", side_effect=fails or across_ranks.open_all):
-            round(sync, 4)
-        round(sync, 5)
+            send(sync, 4)
+        send(sync, 5)
     return found

@@ -201,32 +201,32 @@ def survive(addresses, dims, rounds):
                 problems.append(str(error))
             else:
                 with suppress(EOFError, OSError):  # the worker may have died after its round
-                    assert all(trainer.has(each, workers) for each in joining)
-            assert trainer.has(kept, TP2)
+                    assert all(trainer.has(each, workers, **PLAIN) for each in joining)
+            assert trainer.has(kept, TP2, **PLAIN)
             if replicas > 1:  # the others go on, whether they sent or got
                 staying = [each for number, each in enumerate(joining) if number != dying]
                 if trainer.is_lead:
                     sync.set_engines([kept, *staying])
                 trainer.step(seed + 50)
                 assert {worker.transport for worker in sync().workers} == {"shards", "network"}
-                assert trainer.has(kept, TP2)
-                assert all(trainer.has(each, workers) for each in staying)
+                assert trainer.has(kept, TP2, **PLAIN)
+                assert all(trainer.has(each, workers, **PLAIN) for each in staying)
         if trainer.is_lead:
             sync.set_engines(kept)
         trainer.step(99)
         assert [worker.transport for worker in sync().workers] == ["shards"] * 2
-        assert trainer.has(kept, TP2)
+        assert trainer.has(kept, TP2, **PLAIN)
     return problems
 
 
 NUM_ROUNDS = int(os.environ.get("MCORE_BRIDGE_ROUNDS", "20"))
-JOINING = [(1, TP1, {"shared": True}), (1, TP2, {}), (3, TP1, {"elsewhere": True})]
+JOINING = [(1, TP1, {"shared": True, **PLAIN}), (1, TP2, PLAIN), (3, TP1, {"elsewhere": True, **PLAIN})]
 """Replicas of an engine that join at once."""
 
 
 def test_an_engine_that_dies_at_any_time_harms_no_other(tmp_path):
     chance = random.Random(NUM_ROUNDS)
-    kinds, rounds = [(TP2, {"shared": True})], []
+    kinds, rounds = [(TP2, {"shared": True, **PLAIN})], []
     for number in range(NUM_ROUNDS):
         replicas, workers, options = JOINING[number % 3]
         kinds += [(workers, options)] * replicas

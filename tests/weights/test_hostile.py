@@ -199,7 +199,7 @@ def test_what_lies_in_a_target_harms_nothing_beside_it(row, whole, tmp_path):
 
 READERS = {
     "config.json": lambda path: read_hf(path.parent),
-    "adapter_config.json": lambda path: open_peft(path.parent, mock.Mock(), num_layers=1, num_experts=0),
+    "adapter_config.json": lambda path: open_peft(path.parent, mock.Mock(whole=None), num_layers=1, num_experts=0),
     "hf_quant_config.json": lambda path: quantization_in(path.parent),
     "model.safetensors.index.json": lambda path: Checkpoint(path.parent),
     "map.json": EngineMap.load,

@@ -313,9 +313,11 @@ def repeated(entry: Field, names: dict[str, Callable[[Any], object]]) -> Derive:
     def forward(hf: Hf) -> dict[str, object]:
         values, wrong = entry.to_mcore(hf), {}
         for name, value in names.items():
-            given, expected = hf.get(name), value(hf)
+            if (given := hf.get(name)) is None:
+                continue
+            expected = value(hf)
             own = given[: len(expected)] if isinstance(given, list) and isinstance(expected, list) else given
-            if own not in (None, expected):
+            if own != expected:
                 wrong[name] = shown(expected), shown(given)
         if wrong:
             rights, givens = zip(*wrong.values(), strict=True)

@@ -219,7 +219,7 @@ class BlockIndexer(Indexer):
     """Selects blocks of neighbouring keys, by the best key of each block. Each head does so for its query heads alone.
 
     Blocks are counted from the first token of a row. A query always sees the block that it is in, and maybe some blocks
-    before it. The heads have no weights.
+    before it. Scores of heads are not weighted.
     """
 
     def __init__(self, config: TransformerConfig, tp_rank: int) -> None:

@@ -103,9 +103,8 @@ def _stacked(factor: Tensor, entries: list[Any], dim: int) -> Any:
     of_each = [[entry] if not hasattr(entry, "build") else entry.build() for entry in entries]
     own, count = entries[0].key, len(of_each[0])
     characters = zip(own, *(leaf.key for leaves in of_each for leaf in leaves), strict=False)
-    alike = sum(
-        1 for _ in takewhile(lambda at_place: len({*at_place}) == 1, characters)
-    )  # keys may number experts behind
+    # Keys are alike up to the number of the expert, if they have one.
+    alike = sum(1 for _ in takewhile(lambda at_place: len({*at_place}) == 1, characters))
 
     @torch.no_grad()
     def build(key: str, tensor: Tensor, replica_id: Any, flattened_range: slice | None) -> list[Any]:

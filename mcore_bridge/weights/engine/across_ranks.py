@@ -27,7 +27,10 @@ _OTHER = "expected the memory of an engine with the map of this export, found ot
 
 
 class AcrossRanks:
-    """The rounds into at most one worker for each rank of a replica. All ranks of the replica have one of these."""
+    """The rounds into at most one worker for each rank of a replica, whose ranks are all on one machine.
+
+    All ranks of the replica have one of these.
+    """
 
     def __init__(self) -> None:
         self._program: Program | None = None
@@ -37,44 +40,54 @@ class AcrossRanks:
         self._memory: dict[int, Buffers] = {}
         """The memory of these workers."""
         self._own: MapWriter | None = None
+        self._senders: list[int] = []
+        """The ranks that copy to the worker of this rank."""
 
     def takes(self, export: Export) -> bool:
         """Whether an export can go this way. All ranks call it together, and communicate if its plan is new.
 
-        It cannot if weights are merged or encoded, or if an HF tensor has to be made, such as for a cast.
+        It cannot if weights are encoded, or if an HF tensor has to be made, such as for a cast.
         """
         if self._program is not export.program:
-            copies = None
-            with raise_on_all(export.group, kind=ExportError), suppress(TransferError):  # messages raise it
+            copies, group = None, export.group
+            with raise_on_all(group, kind=ExportError), suppress(TransferError):  # messages raise it
                 copies = _composed(export)
+            receivers = group.all_gather_object(None if copies is None else [*copies])
             self._program, self._copies, self._memory, self._own = export.program, copies or {}, {}, None
-            self._fits = export.group.all_true(copies is not None)
+            self._senders = [rank for rank, of_rank in enumerate(receivers) if group.rank in (of_rank or ())]
+            self._fits = None not in receivers
         return self._fits
 
-    def run(self, export: Export, writer: MapWriter | None, more_handles: MoreHandles | None) -> bool:
-        """Copy everything. All ranks have copied when this returns.
+    def run(self, export: Export, reached: Callable[[], MapWriter | None], more_handles: MoreHandles | None) -> bool:
+        """Copy everything. All ranks call it together.
 
         Args:
-            writer: reaches the worker of this rank; None if it has none, or if that worker takes no weights now.
+            reached: the writer into the worker of this rank; None if it has none, or if that takes no weights now.
             more_handles: handles of the memory of this worker for further processes.
 
         Returns:
-            False if a rank cannot open the memory of a worker. Then nothing was copied, and no later round of this plan
-            goes this way.
+            True once all ranks have copied. False if weights are merged, or if a rank cannot open the memory of a
+            worker. Then nothing was copied.
 
         Raises:
-            ExportError: on every rank, when a tensor of any rank has no memory.
+            ExportError: on every rank, when any rank fails.
         """
-        group = export.group
-        if not group.all_true(writer is self._own):
+        group, writer = export.group, None
+        with raise_on_all(group, kind=ExportError):
+            writer = reached()
+        is_made = bool(export.held.merges) or export.held.maker is not None
+        some_made, is_new = group.most([is_made, writer is not self._own])
+        if some_made:
+            return False
+        if is_new:
             self._fits = group.all_true(self._open(export, writer, more_handles))
             if not self._fits:
                 self._memory, self._own = {}, None
                 return False
         with raise_on_all(group, kind=ExportError):
             held, nothing = Sources(export.program, export.held).buffers, Buffers([], frozenset())
-            for rank, memory in self._memory.items():
-                self._copies[rank].run(held.beside(memory), nothing, group.device)
+            for receiver, memory in self._memory.items():
+                self._copies[receiver].run(held.beside(memory), nothing, group.device)
             if group.device.type == "cuda":
                 torch.cuda.current_stream(group.device).synchronize()
         return True
@@ -82,43 +95,42 @@ class AcrossRanks:
     def _open(self, export: Export, writer: MapWriter | None, more_handles: MoreHandles | None) -> bool:
         """Exchange handles of all workers, and open the memory to which this rank copies. Whether this has worked."""
         group, self._memory, self._own = export.group, {}, writer
-        offer: Sequence[Sequence[Handle]] = ()
+        offer: dict[int, Sequence[Handle]] = {}
         is_well = True
         try:
-            if writer is not None and more_handles is not None:
-                offer = more_handles(group.size)
-        except TransferError:
+            if writer is not None and more_handles is not None and self._senders:
+                offer = dict(zip(self._senders, more_handles(len(self._senders)), strict=True))
+        except Exception:
             is_well = False
-        offers = group.all_gather_object(offer)
-        try:
-            for rank in self._copies:
-                if offers[rank]:
-                    handles = offers[rank][group.rank]
-                    self._memory[rank] = Buffers(open_all(handles, _digest(export, rank), _OTHER))
-        except TransferError:
-            is_well = False
+        for receiver, of_worker in enumerate(group.all_gather_object(offer)):
+            if group.rank in of_worker:  # torch keeps the engine's memory for a handle that nobody opens
+                try:
+                    tensors = open_all(of_worker[group.rank], _digest(export, receiver), _OTHER)
+                    self._memory[receiver] = Buffers(tensors)
+                except Exception:
+                    is_well = False
         return is_well
 
 
-def _digest(export: Export, rank: int) -> str:
-    target = export.targets[rank]
+def _digest(export: Export, receiver: int) -> str:
+    target = export.targets[receiver]
     assert isinstance(target, EngineMap)
     return target.digest
 
 
 def _composed(export: Export) -> dict[int, CopyTable] | None:
     """What this rank copies to the worker of each rank; None if it cannot copy all that this worker needs of it."""
-    if export.group.size == 1 or export.held.merges or export.held.maker is not None:
+    if export.held.maker is not None:
         return None
     tables = {}
-    for rank, target in enumerate(export.targets):
+    for receiver, target in enumerate(export.targets):
         if target == "nothing":
             continue
         if not isinstance(target, EngineMap):
             return None
-        program = EngineProgram(export.program, target, rank)
+        program = EngineProgram(export.program, target, receiver)
         if program.made:
             return None
         if copies := program.copies_of_rank():
-            tables[rank] = CopyTable(copies)
+            tables[receiver] = CopyTable(copies)
     return tables

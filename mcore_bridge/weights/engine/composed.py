@@ -20,15 +20,10 @@ from mcore_bridge.weights.plan.boxes import ByteCopy, stacked
 from mcore_bridge.weights.plan.engine_map import EngineMap, SliceCopy
 from mcore_bridge.weights.plan.export_plan import Message
 from mcore_bridge.weights.plan.map_slices import MapSlices
-from mcore_bridge.weights.transfer.copier import Allocations, Buffers, CopyTable
+from mcore_bridge.weights.transfer.copier import MOST_ALLOCATIONS, Allocations, Buffers, CopyTable
 from mcore_bridge.weights.transfer.endpoints import Outputs
 from mcore_bridge.weights.transfer.program import WINDOWS, Program, Step
 
-MOST_ALLOCATIONS = 64
-"""Allocations of a rank that are opened or looked up in each round. To open one takes some 0.2 ms in an engine.
-
-megatron-core's DDP makes a few.
-"""
 _AT_ONCE = 16
 """The messages whose copies run at once."""
 

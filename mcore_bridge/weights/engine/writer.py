@@ -184,7 +184,7 @@ def write_export(
             raises, the export goes on without a writer for the sake of other ranks. None: this rank only sends.
         last: the last round of this writer, if parameters are not pending. Then the copies of that round run again
             while this rank prepares the export. They count only if the export then has this plan and these addresses.
-        across: copies of all ranks into the memory of all workers. Then every rank passes it, with writers of its type.
+        across: copies of all ranks into the memory of all workers. Then every rank of the replica passes it.
         more_handles: as for ``AcrossRanks.run``.
 
     Raises:
@@ -216,7 +216,7 @@ def write_export(
     is_plain = export.group.size == 1 and not export.held.merges and export.held.maker is None
     is_done = repeated is not None and last is not None and is_plain and _is_same(last.program, repeated, export)
     if across is not None and across.takes(export):
-        is_done = across.run(export, reached(), more_handles)
+        is_done = across.run(export, reached, more_handles)
     if not is_done:
         _exhaust(run_messages(export.program, export.group, export.held, into=begin))
     if problem is not None:

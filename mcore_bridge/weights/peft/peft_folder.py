@@ -274,8 +274,8 @@ def require_peft_names(provenance: Provenance) -> None:
         name = provenance.whole.composite.model_type
         raise ConfigError(
             f"A folder of adapters must be of a model whose files have the modules of transformers' memory, found "
-            f"{name}, whose files join gates with what they multiply. Export weights with adapters merged, or train a "
-            "folder of its text alone."
+            f"{name}, whose files have others. Export weights with adapters merged, or train a folder of its text "
+            "alone."
         )
 
 
