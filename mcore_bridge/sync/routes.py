@@ -218,6 +218,8 @@ class Route(NoRoute):
                 across=across,
                 more_handles=self._more_handles,
             )
+            if across is not None and across.problem and across.problem not in self.reason:
+                self._add(f"ranks exchange messages: {across.problem}")
             self.line("complete", version)
             self._opened().let_go()
             return

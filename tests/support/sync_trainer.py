@@ -121,8 +121,9 @@ def written_by_all(addresses, dims, kinds, device="cpu"):
     def send(sync, seed):
         trainer.step(seed)
         with mock.patch.object(writer, "run_messages", side_effect=writer.run_messages) as messages:
-            ways = {worker.transport for worker in sync().workers}
-        assert ways == {"shards"}
+            reports = sync().workers
+        assert {worker.transport for worker in reports} == {"shards"}
+        assert all(("no link" in worker.reason) == messages.called for worker in reports)
         has = [trainer.has(clients[n] if clients else None, workers, **PLAIN) for n, workers in enumerate(kinds)]
         found.append((all(has), messages.called))
 

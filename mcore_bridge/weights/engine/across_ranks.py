@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import torch
 
-from mcore_bridge.errors import ExportError, TransferError
+from mcore_bridge.errors import ExportError, TransferError, describe, grouped_by_rank
 from mcore_bridge.weights.agreement import Export
 from mcore_bridge.weights.engine.composed import EngineProgram, MapWriter
 from mcore_bridge.weights.ipc.shared_memory import Handle, open_all
@@ -42,6 +42,8 @@ class AcrossRanks:
         self._own: MapWriter | None = None
         self._senders: list[int] = []
         """The ranks that copy to the worker of this rank."""
+        self.problem = ""
+        """Why a rank cannot open the memory of a worker, so that rounds of this plan go by messages."""
 
     def takes(self, export: Export) -> bool:
         """Whether an export can go this way. All ranks call it together, and communicate if its plan is new.
@@ -53,7 +55,8 @@ class AcrossRanks:
             with raise_on_all(group, kind=ExportError), suppress(TransferError):  # messages raise it
                 copies = _composed(export)
             receivers = group.all_gather_object(None if copies is None else [*copies])
-            self._program, self._copies, self._memory, self._own = export.program, copies or {}, {}, None
+            self._program, self._copies, self.problem = export.program, copies or {}, ""
+            self._memory, self._own = {}, None
             self._senders = [rank for rank, of_rank in enumerate(receivers) if group.rank in (of_rank or ())]
             self._fits = None not in receivers
         return self._fits
@@ -80,9 +83,9 @@ class AcrossRanks:
         if some_made:
             return False
         if is_new:
-            self._fits = group.all_true(self._open(export, writer, more_handles))
-            if not self._fits:
-                self._memory, self._own = {}, None
+            self.problem = grouped_by_rank(group.all_gather_object(self._open(export, writer, more_handles)))
+            if self.problem:
+                self._memory, self._own, self._fits = {}, None, False
                 return False
         with raise_on_all(group, kind=ExportError):
             held, nothing = Sources(export.program, export.held).buffers, Buffers([], frozenset())
@@ -92,24 +95,24 @@ class AcrossRanks:
                 torch.cuda.current_stream(group.device).synchronize()
         return True
 
-    def _open(self, export: Export, writer: MapWriter | None, more_handles: MoreHandles | None) -> bool:
-        """Exchange handles of all workers, and open the memory to which this rank copies. Whether this has worked."""
+    def _open(self, export: Export, writer: MapWriter | None, more_handles: MoreHandles | None) -> str:
+        """Exchange handles of all workers, and open the memory to which this rank copies; what has failed."""
         group, self._memory, self._own = export.group, {}, writer
         offer: dict[int, Sequence[Handle]] = {}
-        is_well = True
+        problem = ""
         try:
             if writer is not None and more_handles is not None and self._senders:
                 offer = dict(zip(self._senders, more_handles(len(self._senders)), strict=True))
-        except Exception:
-            is_well = False
+        except Exception as error:
+            problem = describe(error)
         for receiver, of_worker in enumerate(group.all_gather_object(offer)):
             if group.rank in of_worker:  # torch keeps the engine's memory for a handle that nobody opens
                 try:
                     tensors = open_all(of_worker[group.rank], _digest(export, receiver), _OTHER)
                     self._memory[receiver] = Buffers(tensors)
-                except Exception:
-                    is_well = False
-        return is_well
+                except Exception as error:
+                    problem = describe(error)
+        return problem
 
 
 def _digest(export: Export, receiver: int) -> str:
