@@ -145,3 +145,21 @@ def written_by_all(addresses, dims, kinds, device="cpu"):
             send(sync, 4)
         send(sync, 5)
     return found
+
+
+def merged_by_all(addresses, dims, workers):
+    """Whether an engine has the bits of merged adapters, which are made anew in each round, and of them alone."""
+    trainer, found = Trainer(dims), []
+    client = Client(addresses) if trainer.is_lead else ()
+    trainer.step(0)
+    mb.add_adapters(trainer.models, rank=2, alpha=4, targets=["q_proj", "down_proj"])
+    with mb.WeightSync(trainer.models, client, merged=True, timeout=60) as sync:
+        for seed in range(2):
+            torch.manual_seed(seed)
+            for name, tensor in held_tensors(trainer.models).items():
+                if ".adapter." in name:
+                    tensor.data.normal_()
+            assert {worker.transport for worker in sync().workers} == {"shards"}
+            trainer.state = mb.to_hf_state_dict(trainer.models, merged=True)
+            found.append(trainer.has(client, workers, **PLAIN))
+    return found

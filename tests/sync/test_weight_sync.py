@@ -26,6 +26,7 @@ from tests.support.sync_trainer import (
     TP2,
     Trainer,
     engines,
+    merged_by_all,
     repeated,
     written_by_all,
 )
@@ -175,6 +176,13 @@ def test_all_ranks_write_into_all_engines_until_one_cannot(world, dims, tmp_path
     addresses, processes = engines(str(tmp_path), *((workers, {"shared": True, **PLAIN}) for workers in kinds))
     wanted = [(True, False)] * 4 + [(True, True)] * 2
     assert pool.run(world, written_by_all, addresses, dims, kinds) == [wanted] * world
+    for process in processes:
+        process.join(20)
+
+
+def test_merged_adapters_go_by_messages(tmp_path):
+    (workers,), (*processes,) = engines(str(tmp_path), (TP2, {"shared": True, **PLAIN}))
+    assert pool.run(2, merged_by_all, workers, mb.ParallelDims(tp=2), TP2) == [[True, True]] * 2
     for process in processes:
         process.join(20)
 
