@@ -159,10 +159,12 @@ class WorkerLine:
         """The next answer.
 
         Raises:
-            TransferError: when the worker reports an error, has ended, or does not answer in time.
+            TransferError: when the worker reports an error, has ended, or does not answer in time. A worker that was
+                silent is not asked again.
         """
         try:
             if not self.pipe.poll(self.seconds):
+                self.pipe.close()  # a late answer would be taken for the answer to a later question
                 raise TransferError(
                     f"{self.worker}: expected an answer within {self.seconds:.0f} s, found none; look into its log, or "
                     "pass a longer timeout"
@@ -176,4 +178,5 @@ class WorkerLine:
 
     def failed(self, error: Exception) -> TransferError:
         """The error of this worker after a failure of all: that the worker has ended, or else ``error``."""
-        return TransferError(f"{self.worker}: {_LOST}" if has_ended(self.pipe) else describe(error))
+        ended = not self.pipe.closed and has_ended(self.pipe)
+        return TransferError(f"{self.worker}: {_LOST}" if ended else describe(error))

@@ -190,10 +190,9 @@ class EngineWorker:
             if control not in ready:
                 try:
                     method, arguments = ready[0].recv()
+                    tell(ready[0], self._answer(method, arguments))
                 except (OSError, EOFError):  # the trainer no longer serves this worker as it did
                     self._part()
-                else:
-                    tell(ready[0], self._answer(method, arguments))
                 continue
             kind, value = control.recv()
             if kind == "end":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from functools import partial
 from typing import Any, Literal
@@ -21,7 +21,6 @@ from mcore_bridge.weights.engine.writer import EngineWriter, write_export
 from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.ipc.buckets import plan_buckets
 from mcore_bridge.weights.ipc.sender import BufferRing
-from mcore_bridge.weights.ipc.shared_memory import Handle
 from mcore_bridge.weights.manifest import Manifest
 from mcore_bridge.weights.model_chunks import Models
 from mcore_bridge.weights.param_sync import is_pending
@@ -175,15 +174,6 @@ class Route(NoRoute):
         assert self._writer is not None
         return self._writer
 
-    def _more_handles(self, count: int) -> Sequence[Sequence[Handle]]:
-        try:
-            handles: Sequence[Sequence[Handle]] = self.line("more_handles", count)
-            return handles
-        except TransferError as error:
-            if not isinstance(error.__cause__, TransferError):  # a late answer would be taken for that to a question
-                self.line.pipe.close()
-            raise
-
     def _open_pull(self, manifest: Manifest) -> None:
         assert self._map is not None
         quantize, bound = self._options["quantize"], bind(self._models, **of_model(self._options))
@@ -216,7 +206,7 @@ class Route(NoRoute):
                 self._shared if announces and self.transport == "shards" else self._opened,
                 last=None if self._writer is None or is_pending(self._models) else self._writer.last,
                 across=across,
-                more_handles=self._more_handles,
+                more_handles=partial(self.line, "more_handles"),
             )
             if across is not None and across.problem and across.problem not in self.reason:
                 self._add(f"ranks exchange messages: {across.problem}")

@@ -1,6 +1,8 @@
 """A ``WeightSync`` into real engine processes: every bit, every transport, and engines that join and leave."""
 
+import multiprocessing
 import os
+import pickle
 import random
 import re
 from contextlib import suppress
@@ -11,6 +13,7 @@ import torch
 
 import mcore_bridge as mb
 import mcore_bridge.engines
+from mcore_bridge.engines.channel import WorkerLine
 from mcore_bridge.errors import TransferError
 from mcore_bridge.weights.engine.mapped_engine import MappedEngine
 from mcore_bridge.weights.engine.pull_writer import PullWriter
@@ -178,6 +181,20 @@ def test_all_ranks_write_into_all_engines_until_one_cannot(world, dims, tmp_path
     assert pool.run(world, written_by_all, addresses, dims, kinds) == [wanted] * world
     for process in processes:
         process.join(20)
+
+
+def test_a_late_answer_is_not_taken_for_a_later_one():
+    near, far = multiprocessing.Pipe()
+    line = WorkerLine(near, "worker 0", 0.05)
+    with pytest.raises(TransferError, match=r"expected an answer within 0 s"):
+        line("more_handles", 1)
+    with pytest.raises(BrokenPipeError):
+        far.send_bytes(pickle.dumps("late"))
+    with pytest.raises(TransferError, match="worker 0: "):
+        line("complete", 1)
+    with pytest.raises(TransferError, match="worker 0: "):
+        line.answer()
+    assert "no link" in str(line.failed(TransferError("no link")))
 
 
 def test_merged_adapters_go_by_messages(tmp_path):

@@ -27,7 +27,7 @@ class Dialogue(Protocol):
         """Ask for a method of the worker."""
 
     def answer(self) -> Any:
-        """The next answer; raises ``TransferError`` if the worker failed."""
+        """The next answer; raises ``TransferError`` if the worker failed, at once if it was silent or has ended."""
 
 
 class PullWriter(MapWriter):
@@ -74,7 +74,7 @@ class PullWriter(MapWriter):
         if len(allocations.wholes) > MOST_ALLOCATIONS:
             raise TransferError(
                 f"expected weights in at most {MOST_ALLOCATIONS} allocations, as megatron-core's DDP makes them for "
-                f"its distributed optimizer, found more"
+                "its distributed optimizer, found more"
             )
         return [share_part(whole, self.map.digest) for whole in allocations.wholes]
 
@@ -136,8 +136,6 @@ class PullWriter(MapWriter):
                 self._line.answer()
             except TransferError as error:
                 self._problem = self._problem or error
-                if not isinstance(error.__cause__, TransferError):  # the worker is silent, or has ended
-                    self._num_due = 0
 
     def complete(self) -> None:
         """Raise what the engine has reported in this round."""
