@@ -32,7 +32,7 @@ from mcore_bridge.weights.engine.across_ranks import AcrossRanks
 from mcore_bridge.weights.engine.comparison import Compared
 from mcore_bridge.weights.ipc.shared_memory import gpu_of
 from mcore_bridge.weights.manifest import Manifest, manifest
-from mcore_bridge.weights.model_chunks import Models, chunks_of, modules_of
+from mcore_bridge.weights.model_chunks import Models, modules_of
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.failures import raise_failures, raise_on_all
 
@@ -195,11 +195,10 @@ class WeightSync:
             self._roll_call.places = places
         self._specs = tuple(manifest(models, **self._options))
         self._idle = NoRoute(models, self._options)
-        members = Group.of_replica(chunks_of(models)[0].pg_collection).members
-        machines = {places[member].machine for member in members}
-        self._is_together = len(members) > 1 and len(machines) == 1 and "" not in machines
-        """Whether this rank's replica has other ranks, all on one machine."""
         self._elsewhere = Elsewhere(models, self._options, self._device, self._host, timeout)
+        machines = [places[member].machine for member in self._elsewhere.members]
+        self._is_together = len(machines) > 1 and len({*machines}) == 1 and "" not in machines
+        """Whether this rank's replica has other ranks, all on one machine."""
 
     def set_engines(self, engines: object) -> None:
         """Serve these engines from the next round on: those that have come, and no longer those that have gone.

@@ -29,7 +29,7 @@ from mcore_bridge.factory.modules.backend import LayerContext, norm_of, say
 from mcore_bridge.factory.modules.latent import ReplicatedLinear, read_by_heads
 from mcore_bridge.factory.modules.mixers.mixer import submodules_for
 from mcore_bridge.factory.modules.scores import ScoresCoreAttention
-from mcore_bridge.factory.modules.selection import scores_of
+from mcore_bridge.factory.modules.selection import best, scores_of
 from mcore_bridge.factory.modules.torch_modules import Norm, UnitNorm, packed_lengths, placement
 
 if TYPE_CHECKING:
@@ -147,8 +147,7 @@ class CompressedIndexer(nn.Module):
         keys = self.compressor(own, angles, rotate)
         query = rotate(query.unflatten(-1, (self.heads, self.dim)), angles)
         scores = scores_of(query, keys, weights.float() * (self.heads**-0.5 * self.dim**-0.5))
-        best = scores.masked_fill(later, float("-inf")).topk(min(self.num_selected, keys.size(0)), -1).indices
-        return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
+        return best(scores.masked_fill(later, float("-inf")), self.num_selected)
 
     def _width(self, tokens: Tensor) -> int:
         return tokens.size(-1) - self.heads * (self.dim + 1)

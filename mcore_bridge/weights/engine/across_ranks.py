@@ -78,8 +78,7 @@ class AcrossRanks:
         group, writer = export.group, None
         with raise_on_all(group, kind=ExportError):
             writer = reached()
-        is_made = bool(export.held.merges) or export.held.maker is not None
-        some_made, is_new = group.most([is_made, writer is not self._own])
+        some_made, is_new = group.most([export.held.is_made, writer is not self._own])
         if some_made:
             return False
         if is_new:

@@ -52,7 +52,7 @@ class EngineProgram(Program):
             self.plan = program.plans[receiver]
         self.of, self.map = program, MapSlices(engine_map).narrowed(self.plan.payload.tensors())
         self.copies: tuple[tuple[SliceCopy, ...], ...] = tuple(
-            tuple(copy for name in (output.name, *output.copies) for copy in self.map.by_hf.get(name, ()))
+            tuple(copy for name in output.names for copy in self.map.by_hf.get(name, ()))
             for output in self.plan.payload.outputs
         )
         """The map's copies from each HF tensor."""
@@ -139,15 +139,15 @@ class MapWriter(ABC):
     def take(self, step: EngineStep, held: Buffers, windows: Tensor) -> None:
         """Run the composed copies of a step, now or together with the next ones."""
         if held is not self._held:
-            self._run_due(windows)
+            self._run_with(windows)
             self._held = held
             self._hold(held)
         if step.composed:
             self._due.append(step)
         if windows.numel() or len(self._due) == _AT_ONCE:
-            self._run_due(windows)
+            self._run_with(windows)
 
-    def _run_due(self, windows: Tensor) -> None:
+    def _run_with(self, windows: Tensor) -> None:
         steps, self._due = tuple(self._due), []
         if steps:
             if steps not in self._tables:
@@ -156,7 +156,7 @@ class MapWriter(ABC):
 
     def run_due(self, device: torch.device) -> None:
         """Run the copies that wait for others."""
-        self._run_due(torch.empty(0, dtype=torch.uint8, device=device))
+        self._run_with(torch.empty(0, dtype=torch.uint8, device=device))
 
     def end(self, device: torch.device, *, repeats: bool = False) -> None:
         """Run what is left, and wait until the engine has everything.
@@ -267,5 +267,5 @@ class EngineOutputs(Outputs):
         """Copy the HF tensors that a message completes into the engine's tensors. Nothing is yielded."""
         made = [(self._outputs[number], self._open.pop(number)) for number in message.done if number in self._open]
         if made:
-            self._writer.write_group([(name, t) for output, t in made for name in (output.name, *output.copies)])
+            self._writer.write_group([(name, t) for output, t in made for name in output.names])
         yield from ()

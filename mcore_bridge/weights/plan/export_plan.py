@@ -116,8 +116,7 @@ class ExportPlan:
         """The specs of all HF tensors, in the order in which they are yielded."""
         for message in self.messages:
             for output in map(self.payload.outputs.__getitem__, message.done):
-                for name in (output.name, *output.copies):
-                    yield TensorSpec.of(name, output)
+                yield from output.specs()
 
 
 @dataclass(frozen=True, slots=True)

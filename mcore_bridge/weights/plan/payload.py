@@ -21,6 +21,15 @@ class OutputTensor(TensorSpec):
 
     copies: tuple[str, ...] = ()
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its name, and then the others."""
+        return self.name, *self.copies
+
+    def specs(self) -> Iterator[TensorSpec]:
+        """The spec of the tensor under each of its names."""
+        return (TensorSpec.of(name, self) for name in self.names)
+
 
 class RowRange(NamedTuple):
     """Rows of the sent part of a shard that become a part of one output."""
@@ -62,8 +71,7 @@ class Payload:
     def tensors(self) -> Iterator[TensorSpec]:
         """The specs of all HF tensors."""
         for output in self.outputs:
-            for name in (output.name, *output.copies):
-                yield TensorSpec.of(name, output)
+            yield from output.specs()
 
     def row_ranges(self, number: int, shard: int) -> tuple[RowRange, ...]:
         """Which rows of a shard of entry ``number`` become which output.

@@ -91,7 +91,7 @@ def _by_map(target: EngineMap, entries: Sequence[ParamEntry]) -> Iterator[ParamE
 
 
 def _check(target: EngineMap, entries: Sequence[ParamEntry]) -> None:
-    shapes = {name: output.shape for output in Payload.of(entries).outputs for name in (output.name, *output.copies)}
+    shapes = {name: output.shape for output in Payload.of(entries).outputs for name in output.names}
     expected = {spec.name: tuple(spec.shape) for spec in target.sources}
     wrong = [
         f"{name}: expected {expected.get(name, 'no such HF tensor')}, found {shapes.get(name, 'none')}"

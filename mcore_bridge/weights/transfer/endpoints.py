@@ -68,6 +68,11 @@ class Held:
     merges: Mapping[str, Merge] = field(default_factory=dict)
     maker: Maker | None = None
 
+    @property
+    def is_made(self) -> bool:
+        """Whether something of it is made anew in each export."""
+        return bool(self.merges) or self.maker is not None
+
 
 class Sources:
     """This rank's tensors, in the memory that they have when an export begins.
