@@ -387,8 +387,6 @@ class Case:
 def vllms_own(arguments: Namespace, models: list[torch.nn.Module], engine: Engine) -> Callable[[], None]:
     """Rounds by a backend of vLLM, with its own functions on both sides, from one trainer rank."""
     sys.path += [arguments.engine_path] * bool(arguments.engine_path)
-    from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
     def sync() -> None:
         engine("llm", "start_weight_update")
@@ -397,6 +395,8 @@ def vllms_own(arguments: Namespace, models: list[torch.nn.Module], engine: Engin
         engine("llm", "reset_prefix_cache")
 
     def by_ipc() -> None:
+        from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine  # imports Ray
+
         def told(info: Any) -> None:
             engine("llm", "update_weights", {"update_info": asdict(info)})
 
@@ -404,6 +404,8 @@ def vllms_own(arguments: Namespace, models: list[torch.nn.Module], engine: Engin
 
     send = by_ipc
     if arguments.vllm_backend == "nccl":
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         where = {"master_address": "127.0.0.1", "master_port": port, "world_size": 2}

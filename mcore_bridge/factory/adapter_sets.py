@@ -200,8 +200,9 @@ def keep(chunk: Any, name: str, made: Adapters, modules: Mapping[str, nn.Module]
     chunk.bridge_adapter_sets = sets = sets_of(chunk)
     known = {path for kept in sets.by_name.values() for path in kept.modules}
     sets.by_name[name] = AdapterSet(made, modules)
-    for path in modules.keys() - known:
-        _let_ask(chunk, path, sets.require_in_use)
+    for path in modules:  # in their order: DDP lays out gradients in the order of modules, which all ranks must share
+        if path not in known:
+            _let_ask(chunk, path, sets.require_in_use)
 
 
 def _let_ask(chunk: Any, path: str, check: Callable[[], None]) -> None:
