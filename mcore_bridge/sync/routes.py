@@ -66,7 +66,8 @@ class NoRoute:
         Args:
             across: as for ``write_export``.
         """
-        write_export(partial(self._prepared, "nothing"), across=across)
+        is_settled = not is_pending(self._models)
+        write_export(partial(self._prepared, "nothing"), across=across, is_settled=is_settled)
 
     def _prepared(self, target: Target) -> Export:
         return open_export(self._models, None, "lm", target=target, **self._options)
@@ -204,8 +205,9 @@ class Route(NoRoute):
             write_export(
                 partial(self._prepared, self.target),
                 self._shared if announces and self.transport == "shards" else self._opened,
-                last=None if self._writer is None or is_pending(self._models) else self._writer.last,
+                last=None if self._writer is None else self._writer.last,
                 across=across,
+                is_settled=not is_pending(self._models),
                 more_handles=partial(self.line, "more_handles"),
             )
             if across is not None and across.problem and across.problem not in self.reason:

@@ -35,7 +35,9 @@ def test_all_ranks_write_into_all_engines_until_one_cannot(world_size, tmp_path)
     options = [{"shared": True, **PLAIN, "device": f"cuda:{number % gpus}"} for number in range(len(kinds))]
     addresses, _ = engines(str(tmp_path), *zip(kinds, options, strict=True), started=started)
     found = spawn(written, tmp_path, world_size, addresses, kinds)
-    assert found == [[(True, False)] * 4 + [(True, True)] * 2] * world_size
+    for rank, rounds in enumerate(found):
+        assert [each[:2] for each in rounds] == [(True, False)] * 6 + [(True, True)] * 2
+        assert [copies for *_, (copies, *_) in rounds[:4]] == [(0, 1), (0, 1), (1, 0), (1, int(rank == world_size - 1))]
 
 
 def alone(rank, world_size, workers, transport):

@@ -1,5 +1,7 @@
 """A trainer of ``WeightSync`` in tests, with engines in processes of their own, on a CPU or on GPUs."""
 
+import contextlib
+import itertools
 import os
 from unittest import mock
 
@@ -68,8 +70,9 @@ def on_its_own(trainer):
 
 
 def exchange(trainer):
-    """Let two parameters of one shape exchange their memory."""
-    first, second = (layer.self_attention.linear_proj.weight for layer in trainer.models[0].decoder.layers[:2])
+    """Let two matrices of one shape exchange their memory."""
+    matrices = [tensor for tensor in held_tensors(trainer.models).values() if tensor.dim() == 2]
+    first, second = next(pair for pair in itertools.combinations(matrices, 2) if pair[0].shape == pair[1].shape)
     first.data, second.data = second.data, first.data
 
 
@@ -113,37 +116,67 @@ def repeated(folder, transport, device="cpu"):
 PLAIN = {"router": torch.bfloat16}
 
 
+def _noting(order, name, function):
+    """``function``, which notes its name in ``order`` first."""
+
+    def noted(*args, **kwargs):
+        order.append(name)
+        return function(*args, **kwargs)
+
+    return noted
+
+
+def _copies(order):
+    """How often a rank has copied before and after ``takes``, for each row of engines."""
+    rows = " ".join(order).split("begin")[1:]
+    return [tuple(part.count("_copy") for part in row.split("takes")) for row in rows]
+
+
 def written_by_all(addresses, dims, kinds, device="cpu"):
-    """For each round: whether all engines have all bits, and whether messages carried them."""
+    """For each round: whether all engines have all bits, whether messages carried them, and how often this rank copied
+    for one row of engines before and after the ranks agreed on a plan.
+    """
     trainer, found = Trainer(dims, device), []
+    across, order = across_ranks.AcrossRanks, []
     clients = [Client(each) for each in addresses] if trainer.is_lead else ()
 
     def send(sync, seed):
         trainer.step(seed)
-        with mock.patch.object(writer, "run_messages", side_effect=writer.run_messages) as messages:
+        order.clear()
+        noted = {name: getattr(across, name) for name in ("begin", "takes", "_copy")}
+        with contextlib.ExitStack() as patches:
+            for name, function in noted.items():
+                patches.enter_context(mock.patch.object(across, name, _noting(order, name, function)))
+            messages = mock.patch.object(writer, "run_messages", side_effect=writer.run_messages)
+            messages = patches.enter_context(messages)
             reports = sync().workers
         assert {worker.transport for worker in reports} == {"shards"}
         assert all(("no link" in worker.reason) == messages.called for worker in reports)
         has = [trainer.has(clients[n] if clients else None, workers, **PLAIN) for n, workers in enumerate(kinds)]
-        found.append((all(has), messages.called))
+        found.append((all(has), messages.called, _copies(order)))
 
+    is_last = dist.get_rank() == dist.get_world_size() - 1
     with mb.WeightSync(trainer.models, clients, timeout=60) as sync:
         send(sync, 0)
         trainer.move(1)
         send(sync, 1)
-        if trainer.is_lead:
-            clients[0].ask("move")
         send(sync, 2)
-        if trainer.is_lead:
-            sync.set_engines(clients[:1])
-        clients, kinds = clients[:1], kinds[:1]
+        if is_last:
+            exchange(trainer)
         send(sync, 3)
         if trainer.is_lead:
             clients[0].ask("move")
-        fails = TransferError("no link") if dist.get_rank() == dist.get_world_size() - 1 else None
-        with mock.patch.object(across_ranks, "open_all", side_effect=fails or across_ranks.open_all):
-            send(sync, 4)
+        send(sync, 4)
+        if trainer.is_lead:
+            sync.set_engines(clients[:1])
+        clients, kinds = clients[:1], kinds[:1]
         send(sync, 5)
+        if trainer.is_lead:
+            clients[0].ask("move")
+        fails = TransferError("no link") if is_last else None
+        with mock.patch.object(across_ranks, "open_all", side_effect=fails or across_ranks.open_all):
+            send(sync, 6)
+        send(sync, 7)
     return found
 
 

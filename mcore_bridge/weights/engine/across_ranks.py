@@ -7,8 +7,10 @@ rank of the worker unpacks it. Here each rank writes its own part, over the link
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from mcore_bridge.errors import ExportError, TransferError, describe, grouped_by_rank
@@ -16,7 +18,8 @@ from mcore_bridge.weights.agreement import Export
 from mcore_bridge.weights.engine.composed import EngineProgram, MapWriter
 from mcore_bridge.weights.ipc.shared_memory import Handle, open_all
 from mcore_bridge.weights.plan.engine_map import EngineMap
-from mcore_bridge.weights.transfer.copier import Buffers, CopyTable
+from mcore_bridge.weights.transfer.collectives import Group
+from mcore_bridge.weights.transfer.copier import Allocations, Buffers, CopyTable
 from mcore_bridge.weights.transfer.endpoints import Sources
 from mcore_bridge.weights.transfer.failures import raise_on_all
 from mcore_bridge.weights.transfer.program import Program
@@ -24,6 +27,15 @@ from mcore_bridge.weights.transfer.program import Program
 MoreHandles = Callable[[int], Sequence[Sequence[Handle]]]
 """From a number of processes to handles of the memory of a worker, for each of them."""
 _OTHER = "expected the memory of an engine with the map of this export, found other memory: begin the round again"
+
+
+@dataclass(frozen=True, slots=True)
+class _LastRound:
+    """What this rank has copied. All ranks of the replica have one, or none has."""
+
+    group: Group
+    allocations: Allocations
+    """Where the tensors of this rank lay."""
 
 
 class AcrossRanks:
@@ -44,6 +56,48 @@ class AcrossRanks:
         """The ranks that copy to the worker of this rank."""
         self.problem = ""
         """Why a rank cannot open the memory of a worker, so that rounds of this plan go by messages."""
+        self._last: _LastRound | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._begun: Buffers | None = None
+        """The tensors from which the copies of the last round run again, if they do."""
+
+    def begin(self, reached: Callable[[], MapWriter | None], *, is_settled: bool) -> None:
+        """Run the copies of the last round again while the ranks prepare this one. All ranks call it together.
+
+        They count for a rank if the plan is still the same, and if its tensors still lie at the same addresses.
+
+        Args:
+            reached: as for ``run``.
+            is_settled: whether no parameter of this rank is pending.
+        """
+        self._begun = None
+        if self._last is None:
+            return
+        last, self._last = self._last, None
+        is_ready = is_settled and last.allocations.find() and reached() is self._own
+        if last.group.most([not is_ready])[0]:
+            return
+        begun, device = Buffers.of(last.allocations), last.group.device
+        with suppress(RuntimeError), self._beside_current(device):  # ``run`` meets an error again, and raises it
+            self._copy(begun, device)
+            self._begun = begun
+
+    def _beside_current(self, device: torch.device) -> AbstractContextManager[object]:
+        """Let kernels of the block run on a separate stream, so that the next collectives need not wait for them."""
+        if device.type != "cuda":
+            return nullcontext()
+        self._stream = self._stream or torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        return torch.cuda.stream(self._stream)
+
+    def _copy(self, held: Buffers, device: torch.device) -> None:
+        for receiver, memory in self._memory.items():
+            self._copies[receiver].run(held.beside(memory), Buffers([], frozenset()), device)
+
+    def wait(self) -> None:
+        """Wait until this rank has copied everything."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def takes(self, export: Export) -> bool:
         """Whether an export can go this way. All ranks call it together, and communicate if its plan is new.
@@ -51,6 +105,7 @@ class AcrossRanks:
         It cannot if weights are encoded, or if an HF tensor has to be made, such as for a cast.
         """
         if self._program is not export.program:
+            self.wait()
             copies, group = None, export.group
             with raise_on_all(group, kind=ExportError), suppress(TransferError):  # messages raise it
                 copies = _composed(export)
@@ -75,9 +130,15 @@ class AcrossRanks:
         Raises:
             ExportError: on every rank, when any rank fails.
         """
-        group, writer = export.group, None
+        group, writer, begun = export.group, None, self._begun
+        held = Buffers([])
+        self._begun, is_done = None, False
         with raise_on_all(group, kind=ExportError):
             writer = reached()
+            held = Sources(export.program, export.held).buffers
+            is_done = begun is not None and np.array_equal(held.addresses, begun.addresses)
+            if not is_done:
+                self.wait()  # before any rank copies again
         some_made, is_new = group.most([export.held.is_made, writer is not self._own])
         if some_made:
             return False
@@ -87,11 +148,13 @@ class AcrossRanks:
                 self._memory, self._own, self._fits = {}, None, False
                 return False
         with raise_on_all(group, kind=ExportError):
-            held, nothing = Sources(export.program, export.held).buffers, Buffers([], frozenset())
-            for receiver, memory in self._memory.items():
-                self._copies[receiver].run(held.beside(memory), nothing, group.device)
+            if not is_done:
+                self._copy(held, group.device)
+            self.wait()
             if group.device.type == "cuda":
                 torch.cuda.current_stream(group.device).synchronize()
+        self._last = _LastRound(group, held.allocations)
+        self._last.allocations.wholes = []  # a trainer may free or move them
         return True
 
     def _open(self, export: Export, writer: MapWriter | None, more_handles: MoreHandles | None) -> str:

@@ -20,7 +20,7 @@ from mcore_bridge.weights.plan.boxes import ByteCopy, stacked
 from mcore_bridge.weights.plan.engine_map import EngineMap, SliceCopy
 from mcore_bridge.weights.plan.export_plan import Message
 from mcore_bridge.weights.plan.map_slices import MapSlices
-from mcore_bridge.weights.transfer.copier import MOST_ALLOCATIONS, Allocations, Buffers, CopyTable
+from mcore_bridge.weights.transfer.copier import Allocations, Buffers, CopyTable
 from mcore_bridge.weights.transfer.endpoints import Outputs
 from mcore_bridge.weights.transfer.program import WINDOWS, Program, Step
 
@@ -167,8 +167,7 @@ class MapWriter(ABC):
         """
         self.run_due(device)
         if repeats and self._held is not None and self.program is not None:
-            last = LastRound(self.program.of, self._held.allocations, device)
-            self.last = last if len(last.allocations.wholes) <= MOST_ALLOCATIONS else None
+            self.last = LastRound(self.program.of, self._held.allocations, device)
         self._held = None
         self.complete()
 

@@ -6,6 +6,7 @@ The shards of all ranks become the engine's tensors, and no HF tensor is made.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 
 import numpy as np
@@ -174,17 +175,20 @@ def write_export(
     *,
     last: LastRound | None = None,
     across: AcrossRanks | None = None,
+    is_settled: bool = False,
     more_handles: MoreHandles | None = None,
 ) -> None:
     """Run an export whose target on this rank is the map of a writer.
 
     Args:
         prepared: prepares the export, together with all ranks of the group.
-        opened: the writer, once the engine lets it write. It is called after the ranks have agreed on a plan. If it
-            raises, the export goes on without a writer for the sake of other ranks. None: this rank only sends.
-        last: the last round of this writer, if parameters are not pending. Then the copies of that round run again
-            while this rank prepares the export. They count only if the export then has this plan and these addresses.
+        opened: the writer, once the engine lets it write. It is called after the ranks have agreed on a plan, or before
+            copies run again. If it raises, the export goes on without a writer for the sake of other ranks. None: this
+            rank only sends.
+        last: the last round of this writer, for a rank alone.
         across: copies of all ranks into the memory of all workers. Then every rank of the replica passes it.
+        is_settled: whether no parameter is pending. Then the copies of the last round run again while this rank
+            prepares the export. They count only if the export then has the same plan and the same addresses.
         more_handles: as for ``AcrossRanks.run``.
 
     Raises:
@@ -208,11 +212,18 @@ def write_export(
         return new_tensors(program, device) if into is None else into.begin(program, device)
 
     repeated = None
-    if last is not None and last.allocations.find() and (again := reached()) is not None:
-        repeated = Buffers.of(last.allocations)
-        _exhaust(run_again(last.program, repeated, last.device, again.begin))
-        again.run_due(last.device)
-    export = prepared()
+    with ExitStack() as on_failure:  # the engine's memory is closed then, so nothing may write to it any longer
+        if across is not None:
+            on_failure.callback(across.wait)
+            across.begin(reached, is_settled=is_settled)
+        elif is_settled and last is not None and last.allocations.find() and (again := reached()) is not None:
+            if last.device.type == "cuda":
+                on_failure.callback(torch.cuda.current_stream(last.device).synchronize)
+            repeated = Buffers.of(last.allocations)
+            _exhaust(run_again(last.program, repeated, last.device, again.begin))
+            again.run_due(last.device)
+        export = prepared()
+        on_failure.pop_all()
     is_plain = export.group.size == 1 and not export.held.is_made
     is_done = repeated is not None and last is not None and is_plain and _is_same(last.program, repeated, export)
     if across is not None and across.takes(export):

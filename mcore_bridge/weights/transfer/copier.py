@@ -182,12 +182,14 @@ class Allocations:
         return np.array_equal(self.numbers, other.numbers) and np.array_equal(self.offsets, other.offsets)
 
     def find(self) -> bool:
-        """Look up ``wholes`` again by one tensor of each. False if such a tensor is gone, or lies in another way.
+        """Look up ``wholes`` again by one tensor of each. False if there are too many.
+
+        It is also False if such a tensor is gone, or lies in another way.
 
         All other tensors may have moved meanwhile, and only a look at each can tell.
         """
         firsts = [tensor for first in self._firsts if (tensor := first()) is not None]
-        if [*map(_place, firsts)] != self._places:
+        if len(self._places) > MOST_ALLOCATIONS or [*map(_place, firsts)] != self._places:
             return False
         self.wholes = [*map(whole_of, firsts)]
         return True
