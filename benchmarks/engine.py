@@ -34,6 +34,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from itertools import accumulate
 from multiprocessing.connection import Listener
 from pathlib import Path
@@ -47,6 +48,7 @@ import mcore_bridge as mb
 from mcore_bridge.errors import TransferError
 
 HERE = Path(__file__).parent
+_LINK_BYTES = 4 << 30
 
 
 class Engine:
@@ -258,6 +260,10 @@ class Case:
         self.publish("raw copy of the bytes, engine", engine("raw_copy", repeats))
         if self.arguments.engine_device:
             self.time(f"raw copy to {self.arguments.engine_device}", repeats, self.raw_copy)
+        elif self.device != "cpu" and (count := torch.cuda.device_count()) > 1 and engine.size > 1:
+            following = f"cuda:{(torch.cuda.current_device() + 1) % count}"
+            copy = partial(self.copied_to, following, _LINK_BYTES)
+            self.time(f"raw copies of {_LINK_BYTES >> 30} GiB from each rank to the next GPU at once", repeats, copy)
         self.time("export alone", repeats, self.drain)
         self.time("ring, nobody loads", repeats, lambda: self.sync("none"))
         expected = self.time_sync("whole", slow)
@@ -342,12 +348,18 @@ class Case:
 
     def raw_copy(self) -> None:
         """As many bytes as the weights have, over the link to the engine's GPU, 1 GiB at a time."""
+        self.copied_to(self.arguments.engine_device, self.manifest.num_bytes)
+
+    def copied_to(self, device: str, num_bytes: int) -> None:
+        """Copy so many bytes to a GPU, 1 GiB at a time. Several ranks begin together."""
         source = torch.ones(1 << 30, dtype=torch.uint8, device=self.device)
-        target = torch.empty_like(source, device=self.arguments.engine_device)
-        for first in range(0, self.manifest.num_bytes, source.numel()):
-            size = min(source.numel(), self.manifest.num_bytes - first)
+        target = torch.empty_like(source, device=device)
+        if self.engine.group is not None:
+            dist.barrier(self.engine.group)
+        for first in range(0, num_bytes, source.numel()):
+            size = min(source.numel(), num_bytes - first)
             target[:size].copy_(source[:size])
-        torch.cuda.synchronize(self.arguments.engine_device)
+        torch.cuda.synchronize(device)
 
     def drain(self) -> None:
         """The export. Its tensors are dropped."""
