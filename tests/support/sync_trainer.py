@@ -132,6 +132,7 @@ def _copies(order):
     return [tuple(part.count("_copy") for part in row.split("takes")) for row in rows]
 
 
+@mock.patch.object(across_ranks, "PART_BYTES", 1 << 12)
 def written_by_all(addresses, dims, kinds, device="cpu"):
     """For each round: whether all engines have all bits, whether messages carried them, and how often this rank copied
     for one row of engines before and after the ranks agreed on a plan.

@@ -6,9 +6,10 @@ rank of the worker unpacks it. Here each rank writes its own part, over the link
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from mcore_bridge.errors import ExportError, TransferError, describe, grouped_by
 from mcore_bridge.weights.agreement import Export
 from mcore_bridge.weights.engine.composed import EngineProgram, MapWriter
 from mcore_bridge.weights.ipc.shared_memory import Handle, open_all
+from mcore_bridge.weights.plan.boxes import ByteCopy
 from mcore_bridge.weights.plan.engine_map import EngineMap
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.copier import Allocations, Buffers, CopyTable
@@ -26,6 +28,8 @@ from mcore_bridge.weights.transfer.program import Program
 
 MoreHandles = Callable[[int], Sequence[Sequence[Handle]]]
 """From a number of processes to handles of the memory of a worker, for each of them."""
+PART_BYTES = 512 << 20
+"""Bytes that one kernel copies."""
 _OTHER = "expected the memory of an engine with the map of this export, found other memory: begin the round again"
 
 
@@ -47,10 +51,12 @@ class AcrossRanks:
     def __init__(self) -> None:
         self._program: Program | None = None
         self._fits = False
-        self._copies: dict[int, CopyTable] = {}
-        """What this rank copies to the worker of each rank, if anything."""
-        self._memory: dict[int, Buffers] = {}
-        """The memory of these workers."""
+        self._receivers: list[int] = []
+        """The ranks to whose workers this rank copies."""
+        self._tables: list[CopyTable] = []
+        """The copies to all of them. Buffers are this rank's tensors, and the tensors of each worker in this order."""
+        self._memory = Buffers([])
+        """The tensors of these workers."""
         self._own: MapWriter | None = None
         self._senders: list[int] = []
         """The ranks that copy to the worker of this rank."""
@@ -91,8 +97,9 @@ class AcrossRanks:
         return torch.cuda.stream(self._stream)
 
     def _copy(self, held: Buffers, device: torch.device) -> None:
-        for receiver, memory in self._memory.items():
-            self._copies[receiver].run(held.beside(memory), Buffers([], frozenset()), device)
+        buffers, nothing = held.beside(self._memory), Buffers([], frozenset())
+        for table in self._tables:
+            table.run(buffers, nothing, device)
 
     def wait(self) -> None:
         """Wait until this rank has copied everything."""
@@ -106,12 +113,13 @@ class AcrossRanks:
         """
         if self._program is not export.program:
             self.wait()
-            copies, group = None, export.group
+            self._begun, tables, group = None, None, export.group
             with raise_on_all(group, kind=ExportError), suppress(TransferError):  # messages raise it
-                copies = _composed(export)
-            receivers = group.all_gather_object(None if copies is None else [*copies])
-            self._program, self._copies, self.problem = export.program, copies or {}, ""
-            self._memory, self._own = {}, None
+                tables = _composed(export)
+            receivers = group.all_gather_object(None if tables is None else [*tables])
+            self._program, self._receivers, self.problem = export.program, [*(tables or {})], ""
+            self._tables = _interleaved(export, tables or {})
+            self._memory, self._own = Buffers([]), None
             self._senders = [rank for rank, of_rank in enumerate(receivers) if group.rank in (of_rank or ())]
             self._fits = None not in receivers
         return self._fits
@@ -145,7 +153,7 @@ class AcrossRanks:
         if is_new:
             self.problem = grouped_by_rank(group.all_gather_object(self._open(export, writer, more_handles)))
             if self.problem:
-                self._memory, self._own, self._fits = {}, None, False
+                self._memory, self._own, self._fits = Buffers([]), None, False
                 return False
         with raise_on_all(group, kind=ExportError):
             if not is_done:
@@ -159,7 +167,8 @@ class AcrossRanks:
 
     def _open(self, export: Export, writer: MapWriter | None, more_handles: MoreHandles | None) -> str:
         """Exchange handles of all workers, and open the memory to which this rank copies; what has failed."""
-        group, self._memory, self._own = export.group, {}, writer
+        group, self._memory, self._own = export.group, Buffers([]), writer
+        memory: dict[int, list[torch.Tensor]] = {}
         offer: dict[int, Sequence[Handle]] = {}
         problem = ""
         try:
@@ -170,21 +179,44 @@ class AcrossRanks:
         for receiver, of_worker in enumerate(group.all_gather_object(offer)):
             if group.rank in of_worker:  # torch keeps the engine's memory for a handle that nobody opens
                 try:
-                    tensors = open_all(of_worker[group.rank], _digest(export, receiver), _OTHER)
-                    self._memory[receiver] = Buffers(tensors)
+                    memory[receiver] = open_all(of_worker[group.rank], _map_of(export, receiver).digest, _OTHER)
                 except Exception as error:
                     problem = describe(error)
+        if not problem:
+            self._memory = Buffers([*chain.from_iterable(memory[receiver] for receiver in self._receivers)])
         return problem
 
 
-def _digest(export: Export, receiver: int) -> str:
+def _map_of(export: Export, receiver: int) -> EngineMap:
     target = export.targets[receiver]
     assert isinstance(target, EngineMap)
-    return target.digest
+    return target
 
 
-def _composed(export: Export) -> dict[int, CopyTable] | None:
-    """What this rank copies to the worker of each rank; None if it cannot copy all that this worker needs of it."""
+def _interleaved(export: Export, tables: Mapping[int, Sequence[ByteCopy]]) -> list[CopyTable]:
+    """The copies to all workers, in parts in which each worker has an equal share.
+
+    The links to other GPUs are then busy all the time. Collectives need not wait for more than one part.
+    """
+    first, shares, of_all = 0, [np.empty(0)], [np.empty((0, len(ByteCopy._fields)), np.int64)]
+    total = 0
+    for receiver, copies in tables.items():
+        table = np.array(copies, dtype=np.int64)
+        column = dict(zip(ByteCopy._fields, table.T, strict=True))  # views
+        column["target"] += first
+        num_bytes = (column["rows"] * column["cols"] * column["item"]).cumsum()
+        first, total = first + len(_map_of(export, receiver).tensors), total + int(num_bytes[-1])
+        shares.append((num_bytes - 1) / num_bytes[-1])
+        of_all.append(table)
+    order, parts = np.concatenate(shares), -(-total // PART_BYTES)
+    number = (order * parts).astype(np.int64)
+    sorting = np.argsort(order, kind="stable")
+    joined, number = np.concatenate(of_all)[sorting], number[sorting]
+    return [CopyTable(map(ByteCopy._make, joined[number == part].tolist())) for part in range(parts)]
+
+
+def _composed(export: Export) -> dict[int, tuple[ByteCopy, ...]] | None:
+    """What this rank copies to workers, by the rank of each; None if one needs of this rank what is no copy."""
     if export.held.maker is not None:
         return None
     tables = {}
@@ -197,5 +229,5 @@ def _composed(export: Export) -> dict[int, CopyTable] | None:
         if program.made:
             return None
         if copies := program.copies_of_rank():
-            tables[receiver] = CopyTable(copies)
+            tables[receiver] = copies
     return tables
