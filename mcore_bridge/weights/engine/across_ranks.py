@@ -6,7 +6,7 @@ rank of the worker unpacks it. Here each rank writes its own part, over the link
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -51,12 +51,12 @@ class AcrossRanks:
     def __init__(self) -> None:
         self._program: Program | None = None
         self._fits = False
-        self._receivers: list[int] = []
-        """The ranks to whose workers this rank copies."""
-        self._tables: list[CopyTable] = []
-        """The copies to all of them. Buffers are this rank's tensors, and the tensors of each worker in this order."""
+        self._copies: dict[int, tuple[ByteCopy, ...]] = {}
+        """What this rank copies to the worker of each rank, if anything."""
         self._memory = Buffers([])
-        """The tensors of these workers."""
+        """The tensors of these workers, one worker after the other, if they take weights."""
+        self._tables: list[CopyTable] = []
+        """The copies into this memory."""
         self._own: MapWriter | None = None
         self._senders: list[int] = []
         """The ranks that copy to the worker of this rank."""
@@ -113,12 +113,11 @@ class AcrossRanks:
         """
         if self._program is not export.program:
             self.wait()
-            self._begun, tables, group = None, None, export.group
+            self._begun, copies, group = None, None, export.group
             with raise_on_all(group, kind=ExportError), suppress(TransferError):  # messages raise it
-                tables = _composed(export)
-            receivers = group.all_gather_object(None if tables is None else [*tables])
-            self._program, self._receivers, self.problem = export.program, [*(tables or {})], ""
-            self._tables = _interleaved(export, tables or {})
+                copies = _composed(export)
+            receivers = group.all_gather_object(None if copies is None else [*copies])
+            self._program, self._copies, self.problem = export.program, copies or {}, ""
             self._memory, self._own = Buffers([]), None
             self._senders = [rank for rank, of_rank in enumerate(receivers) if group.rank in (of_rank or ())]
             self._fits = None not in receivers
@@ -179,33 +178,36 @@ class AcrossRanks:
         for receiver, of_worker in enumerate(group.all_gather_object(offer)):
             if group.rank in of_worker:  # torch keeps the engine's memory for a handle that nobody opens
                 try:
-                    memory[receiver] = open_all(of_worker[group.rank], _map_of(export, receiver).digest, _OTHER)
+                    memory[receiver] = open_all(of_worker[group.rank], _digest(export, receiver), _OTHER)
                 except Exception as error:
                     problem = describe(error)
-        if not problem:
-            self._memory = Buffers([*chain.from_iterable(memory[receiver] for receiver in self._receivers)])
+        self._memory = Buffers([*chain.from_iterable(memory.values())])
+        self._tables = _interleaved([(self._copies[receiver], len(tensors)) for receiver, tensors in memory.items()])
         return problem
 
 
-def _map_of(export: Export, receiver: int) -> EngineMap:
+def _digest(export: Export, receiver: int) -> str:
     target = export.targets[receiver]
     assert isinstance(target, EngineMap)
-    return target
+    return target.digest
 
 
-def _interleaved(export: Export, tables: Mapping[int, Sequence[ByteCopy]]) -> list[CopyTable]:
+def _interleaved(workers: Iterable[tuple[Sequence[ByteCopy], int]]) -> list[CopyTable]:
     """The copies to all workers, in parts in which each worker has an equal share.
 
     The links to other GPUs are then busy all the time. Collectives need not wait for more than one part.
+
+    Args:
+        workers: for each worker the copies to it, and the number of its tensors.
     """
     first, shares, of_all = 0, [np.empty(0)], [np.empty((0, len(ByteCopy._fields)), np.int64)]
     total = 0
-    for receiver, copies in tables.items():
+    for copies, num_tensors in workers:
         table = np.array(copies, dtype=np.int64)
         column = dict(zip(ByteCopy._fields, table.T, strict=True))  # views
         column["target"] += first
         num_bytes = (column["rows"] * column["cols"] * column["item"]).cumsum()
-        first, total = first + len(_map_of(export, receiver).tensors), total + int(num_bytes[-1])
+        first, total = first + num_tensors, total + int(num_bytes[-1])
         shares.append((num_bytes - 1) / num_bytes[-1])
         of_all.append(table)
     order, parts = np.concatenate(shares), -(-total // PART_BYTES)
