@@ -488,8 +488,9 @@ class WeightSync:
         if self._roll_call is not None:
             everywhere = next((text for text in problems if text), "")
             answer = self._roll_call.end(everywhere, {**absent, **failed})
-        by_engine = self._group.all_gather_object(answer)[0]
-        return {number: text for number, text in by_engine.items() if number not in failed}
+        if self._group.most([bool(answer)])[0]:
+            answer = self._group.all_gather_object(answer)[0]
+        return {number: text for number, text in answer.items() if number not in failed}
 
     def _own_device(self) -> torch.device:
         on_gpu = torch.cuda.is_available() and any(
