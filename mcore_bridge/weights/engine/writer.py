@@ -24,6 +24,7 @@ from mcore_bridge.weights.engine.composed import LastRound, MapWriter, MemoryWri
 from mcore_bridge.weights.engine.group_copies import MapCopies, take_expected
 from mcore_bridge.weights.ipc.shared_memory import Handle, open_all
 from mcore_bridge.weights.model_chunks import Models
+from mcore_bridge.weights.param_sync import is_pending
 from mcore_bridge.weights.plan.engine_map import EngineMap
 from mcore_bridge.weights.provenance import HF
 from mcore_bridge.weights.transfer.copier import Buffers
@@ -165,7 +166,9 @@ def export_into(
         "merged": merged,
         "quantize": quantize,
     }
-    write_export(partial(open_export, models, hf, head, **options), lambda: writer)
+    last: LastRound | None = getattr(writer, "last", None)
+    is_settled = last is not None and not is_pending(models)
+    write_export(partial(open_export, models, hf, head, **options), lambda: writer, last=last, is_settled=is_settled)
 
 
 @uncollected()
