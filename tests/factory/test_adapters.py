@@ -32,6 +32,7 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 PARTS = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp", "moe"]}
 OWN = {
     "llama": lambda: tiny.config("llama"),
+    "llama, two groups": lambda: tiny.config("llama", num_key_value_heads=2),
     "qwen3": lambda: tiny.config("qwen3"),
     "qwen3_moe": lambda: experts.HF,
     "qwen3_moe, split": lambda: zoo.case("qwen3_moe", **ALL_EXPERTS).hf,
@@ -45,7 +46,8 @@ CASES = {
         ({"tp": 2}, {**SP, "overrides": FULL}, {"pp": 2, "vp": 2, "overrides": FULL}, {"cp": 2, "overrides": PARTS}),
     ),
     "llama, dora": (DENSE, "", ({"tp": 2}, {**SP, "overrides": FULL}, {"pp": 2}, {"cp": 2})),
-    "llama, tp4, dora": (DENSE, "", ({"tp": 4, "sp": True},)),  # there are 2 groups of queries
+    "llama, two groups": (DENSE, "", ({"tp": 4, "sp": True},)),
+    "llama, two groups, dora": (DENSE, "", ({"tp": 4, "sp": True},)),
     "qwen3, dora": (SOME, "", (SP,)),
     "qwen3_next, dora": (
         ("in_proj_qkvz", "out_proj", *DENSE[:4], *SHARED),
@@ -119,14 +121,16 @@ def steps(folder, meshes, targets, expert_format, values, dora):
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_is_that_of_peft(case, tmp_path):
     targets, expert_format, meshes = CASES[case]
-    name = case.removesuffix(", dora").removesuffix(", tp4")
+    name = case.removesuffix(", dora")
     if (expert_format == "fused" and not zoo.NEWEST) or not (name in OWN or zoo.here([name])):
         pytest.skip("the installed releases have no such model, or a module for each expert")
     make = OWN.get(name, lambda: zoo.cases()[name].hf)
     tiny.random_checkpoint(make(), tmp_path)
     dora = case.endswith("dora")
     values, loss, grads = expected(make(), targets, expert_format, use_dora=dora)
-    ranks = pool.run(4 if "tp4" in case else 2, steps, str(tmp_path), meshes, targets, expert_format, values, dora)
+    ranks = pool.run(
+        max(sizes.get("tp", 2) for sizes in meshes), steps, str(tmp_path), meshes, targets, expert_format, values, dora
+    )
     for results in zip(*ranks, strict=True):
         tiny.assert_losses(results, loss)
         for label, _, step in results:

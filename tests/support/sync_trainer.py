@@ -182,16 +182,18 @@ def written_by_all(addresses, dims, kinds, device="cpu"):
 
 
 def merged_by_all(addresses, dims, workers):
-    """Whether an engine has the bits of merged adapters, which are made anew in each round, and of them alone."""
+    """Whether an engine has the bits of merged adapters, which are made anew in each round, and of the set in use."""
     trainer, found = Trainer(dims), []
     client = Client(addresses) if trainer.is_lead else ()
     trainer.step(0)
-    mb.add_adapters(trainer.models, rank=2, alpha=4, targets=["q_proj", "down_proj"])
+    for rank, name in enumerate(("first", "second"), 2):
+        mb.add_adapters(trainer.models, rank=rank, alpha=4, targets=["q_proj", "down_proj"], name=name)
     with mb.WeightSync(trainer.models, client, merged=True, timeout=60) as sync:
-        for seed in range(2):
+        for seed, name in enumerate(("second", "first", "first")):
+            mb.set_adapters(trainer.models, name)
             torch.manual_seed(seed)
-            for name, tensor in held_tensors(trainer.models).items():
-                if ".adapter." in name:
+            for own, tensor in held_tensors(trainer.models).items():
+                if ".adapter." in own:
                     tensor.data.normal_()
             assert {worker.transport for worker in sync().workers} == {"shards"}
             trainer.state = mb.to_hf_state_dict(trainer.models, merged=True)

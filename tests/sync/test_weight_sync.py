@@ -201,7 +201,7 @@ def test_a_late_answer_is_not_taken_for_a_later_one():
 
 def test_merged_adapters_go_by_messages(tmp_path):
     (workers,), (*processes,) = engines(str(tmp_path), (TP2, {"shared": True, **PLAIN}))
-    assert pool.run(2, merged_by_all, workers, mb.ParallelDims(tp=2), TP2) == [[True, True]] * 2
+    assert pool.run(2, merged_by_all, workers, mb.ParallelDims(tp=2), TP2) == [[True] * 3] * 2
     for process in processes:
         process.join(20)
 

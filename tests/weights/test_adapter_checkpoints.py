@@ -134,11 +134,11 @@ SETS = {
 }
 
 
-def results_of(models, step, folder):
-    """What two runs must have in common after their last step: the loss, adapters, merged weights, and files."""
+def results_of(models, optimizer, step, folder):
+    """What two runs must have in common after a step: the loss, adapters, merged weights, and files."""
     loss, name = step(), models[0].module.bridge_adapter_sets.in_use
     mb.save_hf_adapters(models, folder / name)
-    mb.save_checkpoint(models, folder / name / "checkpoint", part="adapters")
+    mb.save_checkpoint(models, folder / name / "checkpoint", optimizer=optimizer, part="adapters")
     tensors = adapters(models)
     return loss, tensors, {name: digest(tensor) for name, tensor in mb.iter_hf_weights(models, merged=True)}
 
@@ -151,43 +151,45 @@ def in_turn(folder, target):
         for name, options in SETS.items():
             chunks = mb.build_model(folder, dims=dims, device="cpu", dtype=torch.float32)
             add_adapters(chunks, **options, name=name)
-            models, _, step = optimized(chunks, dims)
-            apart[name] = [step(), *results_of(models, step, target)]
+            models, optimizer, step = optimized(chunks, dims)
+            apart[name] = [step(), *results_of(models, optimizer, step, target), step(), adapters(models)]
         chunks = mb.build_model(folder, dims=dims, device="cpu", dtype=torch.float32)
         base = {name: digest(tensor) for name, tensor in mb.iter_hf_weights(chunks)}
         for name, options in SETS.items():
             add_adapters(chunks, **options, name=name)
-            models, _, step = optimized(chunks, dims)
-            runs[name] = models, step
-        for name, (_, step) in runs.items():
+            runs[name] = optimized(chunks, dims)
+        for name, (*_, step) in runs.items():
             mb.set_adapters(chunks, name)
             together[name] = [step()]
-        for name, (models, step) in runs.items():
+        for name, run in runs.items():
             mb.set_adapters(chunks, name)
-            together[name] += results_of(models, step, target / "together")
+            together[name] += results_of(*run, target / "together")
         assert {name: digest(tensor) for name, tensor in mb.iter_hf_weights(chunks, merged=False)} == base
-        for name in SETS:  # the other set gets the values of this set's folders, and this set keeps its own
+        for name, (models, optimizer, step) in runs.items():  # each set gets back what its own folders have
             mb.set_adapters(chunks, name)
             (other,) = SETS.keys() - {name}
             with pytest.raises(CheckpointError, match="add adapters of that rank"):
                 mb.load_adapters(chunks, target / "together" / other)
-            with torch.no_grad():
-                for parameter in stepping.trained(chunks):
-                    parameter.zero_()
-            mb.load_checkpoint(chunks, target / "together" / name / "checkpoint", part="adapters")
+            for _ in range(2):
+                step()
+            path = target / "together" / name / "checkpoint"
+            mb.load_checkpoint(models, path, optimizer=optimizer, part="adapters")
             assert adapters(chunks).keys() == together[name][2].keys()
             assert all(torch.equal(tensor, together[name][2][own]) for own, tensor in adapters(chunks).items())
+            together[name] += [step(), adapters(models)]
     return apart, together
 
 
 def test_two_sets_on_one_base_are_trained_and_exported_like_two_models(folder, tmp_path):
     for apart, together in pool.run(2, in_turn, folder, tmp_path):
         for name in SETS:
-            first, last, tensors, weights = apart[name]
-            assert together[name][:2] == [first, last]
-            assert together[name][3] == weights
-            assert together[name][2].keys() == tensors.keys()
-            assert all(torch.equal(together[name][2][own], tensor) for own, tensor in tensors.items())
+            assert [together[name][number] for number in (0, 1, 3, 4)] == [
+                apart[name][number] for number in (0, 1, 3, 4)
+            ]
+            for number in (2, 5):  # before and after the step that follows a load
+                assert together[name][number].keys() == apart[name][number].keys()
+                tensors = apart[name][number].items()
+                assert all(torch.equal(together[name][number][own], tensor) for own, tensor in tensors)
             files = [load_file(tmp_path / place / name / "adapter_model.safetensors") for place in ("", "together")]
             assert files[0].keys() == files[1].keys()
             assert all(torch.equal(files[0][own], tensor) for own, tensor in files[1].items())
