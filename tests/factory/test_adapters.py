@@ -210,6 +210,10 @@ def test_a_step_with_dropout_is_that_of_peft_with_the_same_zeros(dora, tmp_path)
         _, wanted, expected_grads = expected(hf, DENSE, "", kept=whole, use_dora=dora, lora_dropout=P)
         torch.testing.assert_close(last_loss if loss is None else loss, wanted, rtol=1e-5, atol=1e-6, msg=label)
         tiny.assert_near(grads, expected_grads, label)
+    other = "model.layers.0.self_attn.v_proj"
+    *_, wrong = expected(hf, DENSE, "", kept={**whole, other: first}, use_dora=dora, lora_dropout=P)
+    with pytest.raises(AssertionError, match="self_attn"):
+        tiny.assert_near(grads, wrong, "zeros of another projection")
 
 
 def test_ranks_that_cut_an_expert_zero_the_same_elements_of_whole_inputs_alone(tmp_path):
