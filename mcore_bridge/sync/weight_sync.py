@@ -167,9 +167,9 @@ class WeightSync:
         self._routes: dict[WorkerKey, Route] = {}
         self._across: dict[int, AcrossRanks] = {}
         """Of each row of near workers, which has one of each rank at most."""
-        self._places: list[WorkerKey] = []
+        self._roster: list[WorkerKey] = []
         """The workers of the last round."""
-        self._of_ranks: list[tuple[list[Transport | None], bool, bool]] | None = None
+        self._ways_of_ranks: list[tuple[list[Transport | None], bool, bool]] | None = None
         """What the ranks said of these workers, if none of them is elsewhere."""
         self._roll_call: RollCall | None = None
         self.version = 0
@@ -346,9 +346,9 @@ class WeightSync:
         mine_new = [served.worker for served in new if served.trainer == self._group.rank]
         staying = {worker.place for worker in mine} - {worker.place for worker in mine_new}
         self._close_all({*self._routes} - staying)
-        places = [served.worker.place for served in roster]
-        if new or places != self._places:
-            self._places, self._of_ranks = places, None
+        workers = [served.worker.place for served in roster]
+        if new or workers != self._roster:
+            self._roster, self._ways_of_ranks = workers, None
         outcomes: list[_Outcome] = []
         failure = None
         try:
@@ -448,10 +448,10 @@ class WeightSync:
         far = {key: route for key, route in routes.items() if route.transport == "network"}
         near = [key for key in routes if key not in far]
         ways = [routes[key].transport for key in near]
-        ranks = self._of_ranks
+        ranks = self._ways_of_ranks
         if ranks is None:
             ranks = self._group.all_gather_object((ways, bool(far), self._elsewhere.has_changed(far)))
-            self._of_ranks = None if any(is_far for _, is_far, _ in ranks) else ranks
+            self._ways_of_ranks = None if any(is_far or changes for _, is_far, changes in ranks) else ranks
         answers: dict[WorkerKey, tuple[Answer, float]] = {key: (e, time.perf_counter()) for key, e in problems.items()}
         num_rows = max(len(of_rank) for of_rank, *_ in ranks)
         ways_of = [

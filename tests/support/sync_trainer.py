@@ -5,11 +5,14 @@ import itertools
 import os
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import mcore_bridge as mb
 from mcore_bridge.errors import TransferError
+from mcore_bridge.sync.routes import Route
+from mcore_bridge.weights import agreement
 from mcore_bridge.weights.engine import across_ranks, writer
 from mcore_bridge.weights.ipc.shared_memory import allocate
 from mcore_bridge.weights.model_tensors import held_tensors
@@ -168,6 +171,10 @@ def written_by_all(addresses, dims, kinds, device="cpu"):
         if trainer.is_lead:
             clients[0].ask("move")
         send(sync, 4)
+        agreement._plans.clear()  # a new plan, before no worker takes weights
+        gone = mock.patch.object(Route, "_shared", side_effect=TransferError("gone"))
+        with gone, pytest.raises(TransferError, match=r"found \d+ failures: .* of engine 0: gone"):
+            sync()
         if trainer.is_lead:
             sync.set_engines(clients[:1])
         clients, kinds = clients[:1], kinds[:1]

@@ -23,19 +23,19 @@ from mcore_bridge.weights.plan.engine_map import EngineMap
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.copier import Allocations, Buffers, CopyTable
 from mcore_bridge.weights.transfer.endpoints import Sources
-from mcore_bridge.weights.transfer.failures import raise_on_all
+from mcore_bridge.weights.transfer.failures import raise_failures, raise_on_all
 from mcore_bridge.weights.transfer.program import Program
 
 MoreHandles = Callable[[int], Sequence[Sequence[Handle]]]
 """From a number of processes to handles of the memory of a worker, for each of them."""
 PART_BYTES = 512 << 20
-"""Bytes that one kernel copies."""
+"""About as many bytes as one table copies."""
 _OTHER = "expected the memory of an engine with the map of this export, found other memory: begin the round again"
 
 
 @dataclass(frozen=True, slots=True)
-class _LastRound:
-    """What this rank has copied. All ranks of the replica have one, or none has."""
+class _Copied:
+    """What this rank has copied in the last round. All ranks of the replica have one, or none has."""
 
     group: Group
     allocations: Allocations
@@ -62,7 +62,7 @@ class AcrossRanks:
         """The ranks that copy to the worker of this rank."""
         self.problem = ""
         """Why a rank cannot open the memory of a worker, so that rounds of this plan go by messages."""
-        self._last: _LastRound | None = None
+        self._last: _Copied | None = None
         self._stream: torch.cuda.Stream | None = None
         self._begun: Buffers | None = None
         """The tensors from which the copies of the last round run again, if they do."""
@@ -79,12 +79,18 @@ class AcrossRanks:
         self._begun = None
         if self._last is None:
             return
-        last, self._last = self._last, None
-        is_ready = is_settled and last.allocations.find() and reached() is self._own
-        if last.group.most([not is_ready])[0]:
+        last, self._last, is_ready, problem = self._last, None, False, ""
+        try:
+            is_ready = is_settled and last.allocations.find() and reached() is self._own
+        except Exception as error:  # other ranks must hear of it
+            problem = describe(error)
+        some_wait, some_failed = last.group.most([not is_ready, bool(problem)])
+        if some_failed:
+            raise_failures(last.group.all_gather_object(problem))
+        if some_wait:
             return
         begun, device = Buffers.of(last.allocations), last.group.device
-        with suppress(RuntimeError), self._beside_current(device):  # ``run`` meets an error again, and raises it
+        with suppress(Exception), self._beside_current(device):  # ``run`` meets an error again, and all ranks raise it
             self._copy(begun, device)
             self._begun = begun
 
@@ -118,7 +124,7 @@ class AcrossRanks:
                 copies = _composed(export)
             receivers = group.all_gather_object(None if copies is None else [*copies])
             self._program, self._copies, self.problem = export.program, copies or {}, ""
-            self._memory, self._own = Buffers([]), None
+            self._close()
             self._senders = [rank for rank, of_rank in enumerate(receivers) if group.rank in (of_rank or ())]
             self._fits = None not in receivers
         return self._fits
@@ -148,11 +154,13 @@ class AcrossRanks:
                 self.wait()  # before any rank copies again
         some_made, is_new = group.most([export.held.is_made, writer is not self._own])
         if some_made:
+            self.wait()
             return False
         if is_new:
             self.problem = grouped_by_rank(group.all_gather_object(self._open(export, writer, more_handles)))
             if self.problem:
-                self._memory, self._own, self._fits = Buffers([]), None, False
+                self._close()
+                self._fits = False
                 return False
         with raise_on_all(group, kind=ExportError):
             if not is_done:
@@ -160,13 +168,18 @@ class AcrossRanks:
             self.wait()
             if group.device.type == "cuda":
                 torch.cuda.current_stream(group.device).synchronize()
-        self._last = _LastRound(group, held.allocations)
+        self._last = _Copied(group, held.allocations)
         self._last.allocations.wholes = []  # a trainer may free or move them
         return True
 
+    def _close(self) -> None:
+        """Let go of the memory of all workers."""
+        self._memory, self._tables, self._own = Buffers([]), [], None
+
     def _open(self, export: Export, writer: MapWriter | None, more_handles: MoreHandles | None) -> str:
         """Exchange handles of all workers, and open the memory to which this rank copies; what has failed."""
-        group, self._memory, self._own = export.group, Buffers([]), writer
+        self._close()
+        group, self._own = export.group, writer
         memory: dict[int, list[torch.Tensor]] = {}
         offer: dict[int, Sequence[Handle]] = {}
         problem = ""
@@ -181,8 +194,11 @@ class AcrossRanks:
                     memory[receiver] = open_all(of_worker[group.rank], _digest(export, receiver), _OTHER)
                 except Exception as error:
                     problem = describe(error)
-        self._memory = Buffers([*chain.from_iterable(memory.values())])
-        self._tables = _interleaved([(self._copies[receiver], len(tensors)) for receiver, tensors in memory.items()])
+        try:
+            self._memory = Buffers([*chain.from_iterable(memory.values())])
+            self._tables = _interleaved([(self._copies[rank], len(tensors)) for rank, tensors in memory.items()])
+        except Exception as error:
+            problem = describe(error)
         return problem
 
 
@@ -195,7 +211,8 @@ def _digest(export: Export, receiver: int) -> str:
 def _interleaved(workers: Iterable[tuple[Sequence[ByteCopy], int]]) -> list[CopyTable]:
     """The copies to all workers, in parts in which each worker has an equal share.
 
-    The links to other GPUs are then busy all the time. Collectives need not wait for more than one part.
+    The links to other GPUs are then busy all the time. A collective on the GPU begins after at most one part, where it
+    would wait for the whole of one large kernel.
 
     Args:
         workers: for each worker the copies to it, and the number of its tensors.
@@ -218,7 +235,7 @@ def _interleaved(workers: Iterable[tuple[Sequence[ByteCopy], int]]) -> list[Copy
 
 
 def _composed(export: Export) -> dict[int, tuple[ByteCopy, ...]] | None:
-    """What this rank copies to workers, by the rank of each; None if one needs of this rank what is no copy."""
+    """What this rank copies to workers, by the rank of each; None if some of it is no plain copy."""
     if export.held.maker is not None:
         return None
     tables = {}

@@ -226,11 +226,11 @@ def write_export(
             _exhaust(run_again(last.program, repeated, last.device, again.begin))
             again.run_due(last.device)
         export = prepared()
+        is_plain = export.group.size == 1 and not export.held.is_made
+        is_done = repeated is not None and last is not None and is_plain and _is_same(last.program, repeated, export)
+        if across is not None and across.takes(export):
+            is_done = across.run(export, reached, more_handles)
         on_failure.pop_all()
-    is_plain = export.group.size == 1 and not export.held.is_made
-    is_done = repeated is not None and last is not None and is_plain and _is_same(last.program, repeated, export)
-    if across is not None and across.takes(export):
-        is_done = across.run(export, reached, more_handles)
     if not is_done:
         _exhaust(run_messages(export.program, export.group, export.held, into=begin))
     if problem is not None:
