@@ -6,7 +6,9 @@ raises makes ``run`` raise its error, with rank and traceback in the notes. A ra
 next ``run`` starts a new one.
 
 Workers are forked from a server. ``fork_server`` makes it a fork of this process, which has imported the tests.
-Python's own server would import everything again.
+Python's own server would import everything again. So all workers have one seed for the hashes of strings, where ranks
+of torchrun have a seed each. With ``MCORE_BRIDGE_HASH_SEEDS=1`` each worker is started by itself, with its own seed.
+This is slower, and finds what depends on the order of a set.
 """
 
 import contextlib
@@ -30,6 +32,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 _GRACE = 10.0  # seconds in which the other ranks may report after the first one failed
 _context = multiprocessing.get_context("forkserver")
@@ -205,10 +208,21 @@ def _grow(world_size: int) -> None:
     with _python_path():
         while len(_workers) < world_size:
             ours, theirs = _context.Pipe()
-            process = _context.Process(target=_serve, args=(theirs,), daemon=True)
-            process.start()
+            with _own_seed(len(_workers)) as context:
+                process = context.Process(target=_serve, args=(theirs,), daemon=True)
+                process.start()
             theirs.close()
             _workers.append(_Worker(process, ours))
+
+
+@contextlib.contextmanager
+def _own_seed(rank: int) -> Iterator[Any]:
+    """How a worker is started: forked, or with a seed of its own for hashes if the environment asks for this."""
+    if not os.environ.get("MCORE_BRIDGE_HASH_SEEDS"):
+        yield _context
+        return
+    with mock.patch.dict(os.environ, PYTHONHASHSEED=str(1 + rank)):
+        yield multiprocessing.get_context("spawn")
 
 
 @contextlib.contextmanager
