@@ -213,7 +213,7 @@ def test_each_row_goes_through_its_own_set(case, tmp_path):
     ranks = pool.run(2, compared, str(tmp_path), hf, targets, meshes)
     for mesh, results in zip(meshes, zip(*ranks, strict=True), strict=True):
         for logs, grads in (right for right, _ in results):
-            assert logs <= (1e-6 if mesh.get("packed", True) else 0), mesh  # without packing, all products are equal
+            assert logs <= 1e-6, mesh  # 0 without packing, if the CPU has AVX-512
             assert grads <= 5e-6, mesh
         if planted := [wrong for _, wrong in results if wrong]:
             assert max(grads for _, grads in planted) > 0.1, f"{mesh}: the mistake is found"

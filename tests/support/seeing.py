@@ -22,8 +22,10 @@ from tests import zoo
 from tests.support import composites as tiny
 from tests.support import stepping
 
-BOUND = 3e-5
-"""The bound for relative differences to transformers, in log-probs and in gradients of towers."""
+BOUND = 1e-4
+"""The bound for relative differences to transformers, in log-probs and in gradients of towers. They depend on the CPU:
+without AVX-512 the largest one was 3.7e-5.
+"""
 SPECIAL = {
     "image_token_id": 5,
     "image_token_index": 5,

@@ -117,9 +117,12 @@ def assert_equal_rules(
 
 
 def assert_near(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], label: str) -> None:
-    """Assert that all expected tensors are there, and equal up to rounding errors of fp32 in another order."""
+    """Assert that all expected tensors are there, and equal up to rounding errors of fp32 in another order.
+
+    The errors depend on the CPU: without AVX-512 the largest one was 5.6e-5.
+    """
     errors = {name: relative_error(found[name], expected[name]) for name in expected}
-    off = {name: error for name, error in errors.items() if not error < 5e-5}  # also raises for NaN
+    off = {name: error for name, error in errors.items() if not error < 1e-4}  # also raises for NaN
     assert not off, f"{label}: {off}"
 
 
