@@ -23,7 +23,6 @@ from mcore_bridge.weights.ipc.buckets import plan_buckets
 from mcore_bridge.weights.ipc.sender import BufferRing
 from mcore_bridge.weights.manifest import Manifest
 from mcore_bridge.weights.model_chunks import Models
-from mcore_bridge.weights.param_sync import is_pending
 from mcore_bridge.weights.plan.engine_map import EngineMap
 from mcore_bridge.weights.plan.target import Target
 
@@ -66,8 +65,7 @@ class NoRoute:
         Args:
             across: as for ``write_export``.
         """
-        is_settled = not is_pending(self._models)
-        write_export(partial(self._prepared, "nothing"), across=across, is_settled=is_settled)
+        write_export(self._models, partial(self._prepared, "nothing"), across=across)
 
     def _prepared(self, target: Target) -> Export:
         return open_export(self._models, None, "lm", target=target, **self._options)
@@ -203,11 +201,11 @@ class Route(NoRoute):
                 with suppress(TransferError):  # the answer raises it, after the ranks have agreed
                     self._announce()
             write_export(
+                self._models,
                 partial(self._prepared, self.target),
                 self._shared if announces and self.transport == "shards" else self._opened,
                 last=None if self._writer is None else self._writer.last,
                 across=across,
-                is_settled=not is_pending(self._models),
                 more_handles=partial(self.line, "more_handles"),
             )
             if across is not None and across.problem and across.problem not in self.reason:

@@ -166,32 +166,33 @@ def export_into(
         "merged": merged,
         "quantize": quantize,
     }
-    last: LastRound | None = getattr(writer, "last", None)
-    is_settled = last is not None and not is_pending(models)
-    write_export(partial(open_export, models, hf, head, **options), lambda: writer, last=last, is_settled=is_settled)
+    prepared = partial(open_export, models, hf, head, **options)
+    write_export(models, prepared, lambda: writer, last=getattr(writer, "last", None))
 
 
 @uncollected()
 def write_export(
+    models: Models,
     prepared: Callable[[], Export],
     opened: Callable[[], MapWriter] | None = None,
     *,
     last: LastRound | None = None,
     across: AcrossRanks | None = None,
-    is_settled: bool = False,
     more_handles: MoreHandles | None = None,
 ) -> None:
     """Run an export whose target on this rank is the map of a writer.
 
+    If no parameter is pending, the copies of the last round run again while this rank prepares the export. They count
+    only if the export then has the same plan and the same addresses.
+
     Args:
+        models: this rank's chunks.
         prepared: prepares the export, together with all ranks of the group.
         opened: the writer, once the engine lets it write. It is called after the ranks have agreed on a plan, or before
             copies run again. If it raises, the export goes on without a writer for the sake of other ranks. None: this
             rank only sends.
         last: the last round of this writer, for a rank alone.
         across: copies of all ranks into the memory of all workers. Then every rank of the replica passes it.
-        is_settled: whether no parameter is pending. Then the copies of the last round run again while this rank
-            prepares the export. They count only if the export then has the same plan and the same addresses.
         more_handles: as for ``AcrossRanks.run``.
 
     Raises:
@@ -218,8 +219,8 @@ def write_export(
     with ExitStack() as on_failure:  # the engine's memory is closed then, so nothing may write to it any longer
         if across is not None:
             on_failure.callback(across.wait)
-            across.begin(reached, is_settled=is_settled)
-        elif is_settled and last is not None and last.allocations.find() and (again := reached()) is not None:
+            across.begin(reached, is_settled=not is_pending(models))
+        elif last is not None and not is_pending(models) and last.allocations.find() and (again := reached()):
             if last.device.type == "cuda":
                 on_failure.callback(torch.cuda.current_stream(last.device).synchronize)
             repeated = Buffers.of(last.allocations)
