@@ -128,9 +128,8 @@ def test_a_step_is_that_of_peft(case, tmp_path):
     tiny.random_checkpoint(make(), tmp_path)
     dora = case.endswith("dora")
     values, loss, grads = expected(make(), targets, expert_format, use_dora=dora)
-    ranks = pool.run(
-        max(sizes.get("tp", 2) for sizes in meshes), steps, str(tmp_path), meshes, targets, expert_format, values, dora
-    )
+    num_ranks = max(sizes.get("tp", 2) for sizes in meshes)
+    ranks = pool.run(num_ranks, steps, str(tmp_path), meshes, targets, expert_format, values, dora)
     for results in zip(*ranks, strict=True):
         tiny.assert_losses(results, loss)
         for label, _, step in results:
