@@ -123,13 +123,26 @@ def open_export(models: Models, hf: HF | None, head: str, **options: Unpack[Opti
         ExportError: on every rank, as for ``agree_on_plan``; or if a gather would not reach the parameters.
         TargetError: on every rank, as for ``agree_on_plan``.
     """
+    return encoded(open_plain(models, hf, head, **options))
+
+
+def open_plain(models: Models, hf: HF | None, head: str, **options: Unpack[Options]) -> Export:
+    """``open_export`` up to the codes and scales of weights that leave encoded: ``encoded`` adds them."""
     with heard_by_replicas(models):
         export = agree_on_plan(models, hf, head, **options)
         require_gatherable(models, export.group)
     gather_pending(models)
     bound = export.bound
-    held = Held(bound.tensors, with_squares(export.group, bound.merges, bound.tensors))
-    return replace(export, held=encode_shards(export.program, export.group, held, export.format))
+    return replace(export, held=Held(bound.tensors, with_squares(export.group, bound.merges, bound.tensors)))
+
+
+def encoded(export: Export) -> Export:
+    """Make ready what the ranks send of encoded weights. All ranks call it together.
+
+    Raises:
+        ExportError: on every rank, as for ``open_export``.
+    """
+    return replace(export, held=encode_shards(export.program, export.group, export.held, export.format))
 
 
 @uncollected()

@@ -18,6 +18,7 @@ MISTAKES = {
     "stored = tl.where(differs > 0, stored, old)": "stored = old",
     "if shows == 0:": "if shows != 0:",
     "+ 0x7FFFF + ((bits >> 20) & 1)": "+ 0x7FFFF",
+    "tl.load(codes + codes_at + line": "tl.load(codes + line",
 }
 """Replacements in the source of the kernel; the first one changes nothing."""
 

@@ -5,16 +5,18 @@
 
 import dataclasses
 import json
+import math
 import re
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 import mcore_bridge as mb
 from mcore_bridge.config.quantization import LISTS
@@ -22,6 +24,7 @@ from mcore_bridge.convert.convert import convert
 from mcore_bridge.engines import EngineWorker
 from mcore_bridge.errors import ConfigError, ExportError, MappingError, TargetError
 from mcore_bridge.rules.codec import codes_of, divided, scales_of
+from mcore_bridge.weights.engine import writer as writing
 from mcore_bridge.weights.manifest import Manifest
 from mcore_bridge.weights.sent import encoded_shard, encoding
 from mcore_bridge.weights.sent.encoded_shard import as_bytes
@@ -196,14 +199,33 @@ def run_on_cpu(launch: EncodeLaunch, held: Buffers, form: WeightFormat, device: 
     """What a launch makes, by the functions of the codec."""
     made: dict[int, Tensor] = {}
     for shard in launch.shards:
-        values, (dtype, shape) = held.tensors[shard.codes], shard.blocks.codes
+        memory, (dtype, shape) = held.tensors[shard.codes].view(-1), shard.blocks.codes
+        values = memory.view(shard.blocks.dtype).view(shard.blocks.shape)
         alone = encoded_shard.EncodedShard({"scales": shard.part}, shard.shard, values, None, form)
         made[shard.scales] = alone.scales()
         grid = encoded_shard._Grid.of(shard.part, shard.shard, values.shape, device)
         factors = grid.spread(scales_of(shard.blocks.codec, made[shard.scales]), slice(None))
         codes = codes_of(shard.blocks.codec, divided(shard.blocks.codec, values, factors))
-        made[shard.codes] = codes.view(dtype).view(shape)
+        if launch._places is None:
+            made[shard.codes] = codes.view(dtype).view(shape)
+            continue
+        made[shard.codes] = torch.empty(0)
+        for row, tensor, start in zip(codes, *launch._places.rows[shard.codes], strict=True):
+            if tensor >= 0:
+                launch._places.memory.tensors[tensor][start : start + len(row)] = row
     return Made.of(made), torch.zeros(len(launch.shards))
+
+
+@contextmanager
+def launches_on_cpu() -> Iterator[list[set[int]]]:
+    """Encode by launches in the block. Yields what each launch has made."""
+    made: list[set[int]] = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(encoding, "runs_kernel", lambda device: True)
+        patched.setattr(torch.cuda, "device", lambda device: nullcontext())
+        patched.setattr(EncodeLaunch, "run", run_on_cpu)
+        patched.setattr(ShardEncoder, "_note", lambda self, launch, _: made.append({*launch.numbers.tolist()}))
+        yield made
 
 
 def as_by_a_kernel(folder: str) -> list[bool]:
@@ -211,7 +233,7 @@ def as_by_a_kernel(folder: str) -> list[bool]:
     mb.ParallelDims(ep=2).initialize(device="cpu")
     models = mb.build_model(folder, dims=mb.ParallelDims(ep=2), device="cpu", load_weights=False)
     target = "nothing" if torch.distributed.get_rank() else "everything"
-    equal, encoders = [], list[ShardEncoder]()
+    equal = []
     for merged in (None, True):
         if merged:
             mb.add_adapters(models, rank=2, alpha=4, targets="all-linear")
@@ -220,14 +242,11 @@ def as_by_a_kernel(folder: str) -> list[bool]:
                     parameter.normal_() if "adapter" in name else None
         options: dict[str, Any] = {"quantize": {"quant_method": "fp8", "weight_block_size": [8, 8]}, "merged": merged}
         expected = dict(mb.iter_hf_weights(models, target=target, **options))
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(encoding, "runs_kernel", lambda device: True)
-            patched.setattr(torch.cuda, "device", lambda device: nullcontext())
-            patched.setattr(EncodeLaunch, "run", run_on_cpu)
-            patched.setattr(ShardEncoder, "_check", lambda self, *launch: encoders.append(self))
+        with launches_on_cpu() as made:
             for _ in range(2):
                 found = dict(mb.iter_hf_weights(models, target=target, **options))
-        equal += [found.keys() == expected.keys(), not any(encoder._left for encoder in encoders), len(encoders) > 1]
+        is_once = sum(map(len, made)) == 2 * len(set[int]().union(*made))  # in each of two exports
+        equal += [found.keys() == expected.keys(), len(made) > 1, is_once]
         equal += [torch.equal(as_bytes(found[name]), as_bytes(own)) for name, own in expected.items()]
     return equal
 
@@ -235,6 +254,74 @@ def as_by_a_kernel(folder: str) -> list[bool]:
 def test_launches_make_all_that_one_of_two_holders_of_a_weight_sends(tmp_path: Path) -> None:
     tiny("qwen3_moe").save_pretrained(tmp_path)
     assert all(map(all, pool.run(2, as_by_a_kernel, str(tmp_path))))
+
+
+class StackingEngine(nn.Module):
+    """An engine with gate and up of all experts of a layer in one parameter, and with unused rows before them."""
+
+    def __init__(self, manifest: Manifest, folder: Path) -> None:
+        super().__init__()
+        self._shapes = {spec.name: spec.shape for spec in manifest}
+        sizes = {self._place(spec.name)[0]: spec for spec in manifest}
+        for number, (name, spec) in enumerate(sizes.items()):
+            shape = (spec.shape[0] * 8 + 3, *spec.shape[1:]) if name.endswith("w13") else spec.shape
+            count = math.prod(shape) * spec.dtype.itemsize
+            memory = torch.from_file(str(folder / str(number)), shared=True, size=count, dtype=torch.uint8)
+            self.register_parameter(name.replace(".", "-"), nn.Parameter(memory.view(spec.dtype).view(shape), False))
+
+    def _place(self, name: str) -> tuple[str, int]:
+        layer, _, rest = name.partition(".mlp.experts.")
+        expert, _, kind = rest.partition(".")
+        if kind not in ("gate_proj.weight", "up_proj.weight"):
+            return name, -1
+        return f"{layer}.w13", 3 + self._shapes[name][0] * (2 * int(expert) + (kind == "up_proj.weight"))
+
+    def load(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
+        """Load HF tensors."""
+        for name, tensor in pairs:
+            place, row = self._place(name)
+            own = self.get_parameter(place.replace(".", "-")).data
+            (own if row < 0 else own[row : row + len(tensor)]).copy_(tensor)
+
+
+def rounds_into_an_engine(folder: str, note: dict[str, Any]) -> list[tuple[bool, ...]]:
+    """For each round: whether the engine has all bits, went without messages, and got all codes without a copy."""
+    mb.ParallelDims().initialize(device="cpu")
+    models = mb.build_model(folder, device="cpu", dtype=torch.bfloat16, load_weights=False)
+    manifest, found = mb.manifest(models, quantize=note), []
+    own, other = (StackingEngine(manifest, Path(folder) / part) for part in ("own", "other"))
+    engine = mb.engines.map_engine(manifest, own, own.load)
+    writer = mb.engines.EngineWriter(engine.map, engine.share())
+    parameters = dict(models[0].named_parameters())
+    first, moving = (parameters[f"decoder.layers.{layer}.self_attention.linear_proj.weight"] for layer in range(2))
+    first.data, moving.data = torch.stack([first.data, moving.data]).unbind()
+    for number in range(4):
+        with torch.no_grad():
+            for parameter in parameters.values():
+                parameter.mul_(1.25).add_(0.01 * number)
+        if number == 2:
+            moving.data = moving.data.clone()
+        if number:
+            assert engine.share() is None
+        messages = mock.patch.object(writing, "run_messages", side_effect=writing.run_messages)
+        with launches_on_cpu() as made, messages as whole:
+            mb.engines.export_into(models, writer, quantize=note)
+        engine.complete()
+        other.load(mb.iter_hf_weights(models, quantize=note))
+        pairs = zip(own.parameters(), other.parameters(), strict=True)
+        is_equal = all(torch.equal(as_bytes(one.data), as_bytes(two.data)) for one, two in pairs)
+        found.append((is_equal, not whole.called, len(made) <= 4))
+    return found
+
+
+def test_codes_are_made_where_an_engine_keeps_them_in_rounds_that_repeat(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+    tiny("qwen3_moe", **sizes).save_pretrained(tmp_path)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "other").mkdir()
+    note = {"quant_method": "fp8", "weight_block_size": [16, 32], "modules_to_not_convert": ["layers.1.mlp"]}
+    (found,) = pool.run(1, rounds_into_an_engine, str(tmp_path), note)
+    assert found == [(True, False, True), (True, True, True), (True, False, True), (True, True, True)]
 
 
 @pytest.mark.parametrize("name", NEW)

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -211,7 +212,9 @@ def test_a_merged_weight_is_dropped_where_no_message_soon_has_a_part_of_it():
         made.append(weakref.ref(merged))
         return merged
 
-    sources = Sources(SimpleNamespace(names=("a", "b"), idle_after={2: {0}}), Held(own, dict.fromkeys(own, merge)))
+    names, plan = ("a", "b"), SimpleNamespace(messages=range(3))
+    program = SimpleNamespace(names=names, parameters=names, made_of=np.arange(2), idle_after={2: {0}}, plan=plan)
+    sources = Sources(program, Held(own, dict.fromkeys(own, merge)))
     for message in range(3):
         assert [float(tensor[0]) for tensor in sources.read_by(SimpleNamespace(held=(0, 1))).tensors] == [2, 2]
         sources.passed(message)

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.rules.codec import Codec, codes_of, decoded, divided, new_scales, numbers_of, scales_of
+from mcore_bridge.weights.plan.boxes import ByteCopy
 from mcore_bridge.weights.sent.block_geometry import Blocks
 from mcore_bridge.weights.sent.encoded_shard import as_bytes
 from mcore_bridge.weights.sent.launches import EncodeLaunch, KernelShard
 from mcore_bridge.weights.transfer.copier import Buffers
+from mcore_bridge.weights.transfer.row_places import RowPlaces, rows_of
 
 E8M0 = getattr(torch, "float8_e8m0fnu", torch.uint8)
 FORMATS = {
@@ -80,16 +82,18 @@ class OnCpu(Buffers):
         return torch.from_numpy(self.addresses)
 
 
-def by_kernel(shards: list[Blocks], values: list[Tensor], kept: list[Tensor] | None) -> tuple[list[Tensor], Tensor]:
+def by_kernel(
+    shards: list[Blocks], values: list[Tensor], kept: list[Tensor] | None, places: RowPlaces | None = None
+) -> tuple[list[Tensor], Tensor]:
     """The codes and scales of several shards in turn, and whether numbers are not finite."""
     trace = SimpleNamespace(shard=lambda shard, grids, dtype: grids[0])
     names = [f"w{number}" for number in range(len(shards))]
     parts = [SimpleNamespace(parts=(0,), plain=SimpleNamespace(hf=(n,)), shared=False, trace=trace) for n in names]
     files = {n: SimpleNamespace(scales=own) for n, own in zip(names, kept or (), strict=kept is not None)}
-    launch = EncodeLaunch([KernelShard(own, parts[n], 0, 2 * n, 2 * n + 1) for n, own in enumerate(shards)])
+    launch = EncodeLaunch([KernelShard(own, parts[n], 0, 2 * n, 2 * n + 1) for n, own in enumerate(shards)], places)
     held = OnCpu([values[number // 2] for number in range(2 * len(values))])
     made, are_wrong = launch.run(held, SimpleNamespace(files=files), torch.device("cpu"))
-    assert made.addresses.tolist() == [tensor.data_ptr() for tensor in made.tensors()]
+    assert places or made.addresses.tolist() == [tensor.data_ptr() for tensor in made.tensors()]
     return [*made.tensors()], are_wrong
 
 
@@ -112,6 +116,7 @@ def bits_are_those_of_the_codec(name: str, dtype: torch.dtype) -> None:
         assert torch.equal(found[2 * number], codes.flatten())
         assert torch.equal(as_bytes(found[2 * number + 1]), as_bytes(own))
 
+    rows_go_to_their_places(shards, values, expected)
     read = [values_of(blocks, *pair) for blocks, pair in zip(shards, expected, strict=True)]
     read[1][[12, -1], [3, -1]] = read[1].abs().max() * 1.375  # in and behind the first rows of their blocks
     kept = [own for _, own in expected]
@@ -123,6 +128,33 @@ def bits_are_those_of_the_codec(name: str, dtype: torch.dtype) -> None:
     for number, (codes, own) in enumerate(again):
         assert torch.equal(found[2 * number], codes.flatten())
         assert torch.equal(as_bytes(found[2 * number + 1]), as_bytes(own))
+
+
+def rows_go_to_their_places(shards: list[Blocks], values: list[Tensor], expected: list[tuple[Tensor, Tensor]]) -> None:
+    """Rows of codes in an engine's two tensors: in another order, behind other bytes, and some of them nowhere."""
+    sizes = [(codes.shape[0], codes.shape[1]) for codes, _ in expected]
+    wide = sizes[0][1] + 16
+    memory = [torch.full((sum(rows for rows, _ in sizes) * wide + 48,), 7, dtype=torch.uint8) for _ in range(2)]
+    wanted, places, line = [own.clone() for own in memory], {}, 0
+    for number, ((rows, width), (codes, _)) in enumerate(zip(sizes, expected, strict=True)):
+        last = 32 + (line + rows - 1) * wide  # the last row comes first
+        copies = [
+            ByteCopy(0, 2 * width, number % 2, last - 2 * wide, 5, width, 1, width, 1, -wide, 1),
+            ByteCopy(0, 9 * width, number % 2, last - 9 * wide, rows - 9, width // 2, 2, width, 2, -wide, 2),
+        ]
+        for row in (*range(2, 7), *range(9, rows)):
+            wanted[number % 2][last - row * wide :][:width] = codes[row]
+        found = rows_of(copies, rows, width)
+        assert found is not None
+        places[2 * number] = found
+        assert rows_of([*copies, copies[0]], rows, width) is None
+        assert rows_of([copies[0]._replace(cols=width - 1)], rows, width) is None
+        assert rows_of([copies[0]._replace(target_start=last + 8)], rows, width) is None
+        line += rows
+    found_scales, _ = by_kernel(shards, values, None, RowPlaces(places, Buffers(memory)))
+    assert all(map(torch.equal, memory, wanted))
+    for number, (_, own) in enumerate(expected):
+        assert torch.equal(as_bytes(found_scales[2 * number + 1]), as_bytes(own))
 
 
 def numbers_that_are_not_finite_are_seen() -> None:

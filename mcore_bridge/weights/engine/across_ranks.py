@@ -148,11 +148,11 @@ class AcrossRanks:
         self._begun, is_done = None, False
         with raise_on_all(group, kind=ExportError):
             writer = reached()
-            held = Sources(export.program, export.held).buffers
+            held = Sources(export.program, export.held).parameters
             is_done = begun is not None and np.array_equal(held.addresses, begun.addresses)
             if not is_done:
                 self.wait()  # before any rank copies again
-        some_made, is_new = group.most([export.held.is_made, writer is not self._own])
+        some_made, is_new = group.most([bool(export.held.merges), writer is not self._own])
         if some_made:
             self.wait()
             return False
@@ -236,7 +236,7 @@ def _interleaved(workers: Iterable[tuple[Sequence[ByteCopy], int]]) -> list[Copy
 
 def _composed(export: Export) -> dict[int, tuple[ByteCopy, ...]] | None:
     """What this rank copies to workers, by the rank of each; None if some of it is no plain copy."""
-    if export.held.maker is not None:
+    if export.format.is_encoded:
         return None
     tables = {}
     for receiver, target in enumerate(export.targets):

@@ -21,8 +21,9 @@ from mcore_bridge.weights.plan.engine_map import EngineMap, SliceCopy
 from mcore_bridge.weights.plan.export_plan import Message
 from mcore_bridge.weights.plan.map_slices import MapSlices
 from mcore_bridge.weights.transfer.copier import Allocations, Buffers, CopyTable
-from mcore_bridge.weights.transfer.endpoints import Outputs
+from mcore_bridge.weights.transfer.endpoints import Maker, Outputs, Sources
 from mcore_bridge.weights.transfer.program import WINDOWS, Program, Step
+from mcore_bridge.weights.transfer.row_places import NOTHING, RowPlaces, Rows, Sizes, rows_of
 
 _AT_ONCE = 16
 """The messages whose copies run at once."""
@@ -44,9 +45,16 @@ class EngineProgram(Program):
         engine_map: the engine's map.
         receiver: the rank of the engine's worker; None is the rank of ``program``. Of another rank's worker, only what
             this rank sends to it is known here.
+        encoded: codes whose rows can be written into the engine's tensors when they are made.
     """
 
-    def __init__(self, program: Program, engine_map: EngineMap, receiver: int | None = None) -> None:
+    def __init__(
+        self,
+        program: Program,
+        engine_map: EngineMap,
+        receiver: int | None = None,
+        encoded: Sizes = NOTHING,
+    ) -> None:
         super().__init__(program.plans, program.rank, program.num_stages)
         if receiver is not None and not self.is_gather:
             self.plan = program.plans[receiver]
@@ -61,6 +69,28 @@ class EngineProgram(Program):
         self._composed = [self._compose(message.number) for message in self.plan.messages]
         while any(composed is None for composed in self._composed):
             self._composed = [self._compose(message.number) for message in self.plan.messages]
+        self.encoded = encoded
+        self.places = self._placed()
+        """Where the rows of codes belong that no copy brings to the engine."""
+
+    def _placed(self) -> dict[int, Rows]:
+        """Take the copies of codes out whose rows go whole into the engine's tensors."""
+        copies: dict[int, list[ByteCopy]] = {number: [] for number in self.encoded}
+        for copy in chain.from_iterable(composed or () for composed in self._composed):
+            if copy.source in copies:
+                copies[copy.source].append(copy._replace(target=copy.target - len(self.names)))
+        whole = {
+            byte_copy.source
+            for number in range(len(self.plan.messages) if self.made else 0)
+            for of_output in self._written(number).values()
+            for byte_copy in of_output
+        }
+        rows = {number: rows_of(copies[number], *size) for number, size in self.encoded.items() if number not in whole}
+        places = {number: own for number, own in rows.items() if own is not None}
+        self._composed = [
+            tuple(copy for copy in composed or () if copy.source not in places) for composed in self._composed
+        ]
+        return places
 
     def copies_of_rank(self) -> tuple[ByteCopy, ...]:
         """The copies from the tensors of this rank into the engine's tensors, of all messages."""
@@ -105,7 +135,8 @@ class LastRound:
 
     program: Program
     allocations: Allocations
-    """Where the tensors of this rank lay."""
+    """Where the parameters of this rank lay."""
+    maker: Maker | None
     device: torch.device
 
 
@@ -126,15 +157,43 @@ class MapWriter(ABC):
         self._tables: dict[tuple[EngineStep, ...], CopyTable] = {}
         self._due: list[EngineStep] = []
         self._held: Buffers | None = None
+        self._sources: Sources | None = None
+        self._places: RowPlaces | None = None
+        self.memory = Buffers([])
+        """The engine's tensors in the order of its map, uint8 [bytes] each, if this process has them."""
         self.last: LastRound | None = None
         """The last round, if the next one may begin like it."""
 
-    def begin(self, program: Program, device: torch.device) -> tuple[EngineProgram, EngineOutputs]:
+    def begin(self, sources: Sources, device: torch.device) -> tuple[EngineProgram, EngineOutputs]:
         """The steps and the outputs of a round, instead of those that make HF tensors."""
-        if self.program is None or self.program.of is not program:
-            self.program, self._tables = EngineProgram(program, self.map), {}
-        self._due, self._held, self.last = [], None, None
+        program, maker = sources.program, sources.maker
+        is_alone = len(program.plan.streams) == 1  # so no other rank needs the codes
+        can_write = is_alone and len(self.memory.addresses) > 0 and self.memory.is_aligned
+        encoded = maker.rows if maker is not None and can_write else NOTHING
+        if self.program is None or self.program.of is not program or self.program.encoded is not encoded:
+            self.program, self._tables = EngineProgram(program, self.map, encoded=encoded), {}
+            self._places = RowPlaces(self.program.places, self.memory)
+        if maker is not None:
+            maker.places = self._places
+        self._due, self._held, self._sources, self.last = [], None, sources, None
         return self.program, EngineOutputs(self.program, self, device)
+
+    def repeat(self, last: LastRound) -> Buffers | None:
+        """Begin to copy all that the last round of this writer has copied, without a look at the tensors.
+
+        Returns:
+            The parameters that are copied, where they lay; None if the last round of this writer was another one.
+        """
+        if self.last is not last or self.program is None:
+            return None
+        parameters = Buffers.of(last.allocations)
+        held = parameters.at(last.program.made_of)
+        if last.maker is not None:
+            held = held.with_others([*last.maker.make(sorted(last.maker.numbers), held)])
+        self._hold(held)
+        for table in self._tables.values():
+            self._run(table, torch.empty(0, dtype=torch.uint8, device=last.device))
+        return parameters
 
     def take(self, step: EngineStep, held: Buffers, windows: Tensor) -> None:
         """Run the composed copies of a step, now or together with the next ones."""
@@ -166,10 +225,13 @@ class MapWriter(ABC):
                 this rank was made for it.
         """
         self.run_due(device)
-        if repeats and self._held is not None and self.program is not None:
-            self.last = LastRound(self.program.of, self._held.allocations, device)
+        sources, self._sources = self._sources, None
+        if sources is not None and repeats and (sources.maker is None or sources.maker.is_placed):
+            self.last = LastRound(sources.program, sources.parameters.allocations, sources.maker, device)
         self._held = None
         self.complete()
+        if self.last is not None and self.last.maker is not None:
+            self.last.maker.check()
 
     def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
         """Memory for windows, uint8 [num_bytes]."""
@@ -209,8 +271,6 @@ class MemoryWriter(MapWriter):
 
     def __init__(self, engine_map: EngineMap) -> None:
         super().__init__(engine_map)
-        self.memory = Buffers([])
-        """The engine's tensors in the order of its map, uint8 [bytes] each."""
         self._buffers = Buffers([])
 
     def write_group(self, group: Sequence[Pair]) -> None:

@@ -18,7 +18,7 @@ from mcore_bridge.errors import TransferError, plural
 from mcore_bridge.machine import uncollected
 from mcore_bridge.rules.mapping import ExpertFormat
 from mcore_bridge.rules.spec import Pair, runs_within
-from mcore_bridge.weights.agreement import Export, Options, open_export, unless
+from mcore_bridge.weights.agreement import Export, Options, encoded, open_plain, unless
 from mcore_bridge.weights.engine.across_ranks import AcrossRanks, MoreHandles
 from mcore_bridge.weights.engine.composed import LastRound, MapWriter, MemoryWriter
 from mcore_bridge.weights.engine.group_copies import MapCopies, take_expected
@@ -29,8 +29,7 @@ from mcore_bridge.weights.plan.engine_map import EngineMap
 from mcore_bridge.weights.provenance import HF
 from mcore_bridge.weights.transfer.copier import Buffers
 from mcore_bridge.weights.transfer.endpoints import Sources
-from mcore_bridge.weights.transfer.executor import Ends, new_tensors, run_again, run_messages
-from mcore_bridge.weights.transfer.program import Program
+from mcore_bridge.weights.transfer.executor import Ends, new_tensors, run_messages
 
 GROUP_BYTES = 1 << 30
 """Bytes of HF tensors that one kernel copies. They are kept in memory until then."""
@@ -166,7 +165,7 @@ def export_into(
         "merged": merged,
         "quantize": quantize,
     }
-    prepared = partial(open_export, models, hf, head, **options)
+    prepared = partial(open_plain, models, hf, head, **options)
     write_export(models, prepared, lambda: writer, last=getattr(writer, "last", None))
 
 
@@ -187,7 +186,7 @@ def write_export(
 
     Args:
         models: this rank's chunks.
-        prepared: prepares the export, together with all ranks of the group.
+        prepared: prepares the export, together with all ranks of the group, except for ``encoded``.
         opened: the writer, once the engine lets it write. It is called after the ranks have agreed on a plan, or before
             copies run again. If it raises, the export goes on without a writer for the sake of other ranks. None: this
             rank only sends.
@@ -211,43 +210,38 @@ def write_export(
                 problem = error
         return writer
 
-    def begin(program: Program, device: torch.device) -> Ends:
+    def begin(sources: Sources, device: torch.device) -> Ends:
         into = reached()
-        return new_tensors(program, device) if into is None else into.begin(program, device)
+        return new_tensors(sources, device) if into is None else into.begin(sources, device)
 
-    repeated = None
+    repeated: Buffers | None = None
+    is_done = False
     with ExitStack() as on_failure:  # the engine's memory is closed then, so nothing may write to it any longer
         if across is not None:
             on_failure.callback(across.wait)
             across.begin(reached, is_settled=not is_pending(models))
-        elif last is not None and not is_pending(models) and last.allocations.find() and (again := reached()):
+        elif last is not None and not is_pending(models) and last.allocations.find():
             if last.device.type == "cuda":
                 on_failure.callback(torch.cuda.current_stream(last.device).synchronize)
-            repeated = Buffers.of(last.allocations)
-            _exhaust(run_again(last.program, repeated, last.device, again.begin))
-            again.run_due(last.device)
+            repeated = again.repeat(last) if (again := reached()) is not None else None
         export = prepared()
-        is_plain = export.group.size == 1 and not export.held.is_made
-        is_done = repeated is not None and last is not None and is_plain and _is_same(last.program, repeated, export)
+        if last is not None and repeated is not None:
+            is_done = _is_same(last, repeated, export)
         if across is not None and across.takes(export):
             is_done = across.run(export, reached, more_handles)
         on_failure.pop_all()
     if not is_done:
-        _exhaust(run_messages(export.program, export.group, export.held, into=begin))
+        export = encoded(export)
+        for pairs in run_messages(export.program, export.group, export.held, into=begin):
+            for _ in pairs:
+                pass
     if problem is not None:
         raise problem
     if writer is not None:
-        writer.end(export.group.device, repeats=is_plain)
+        writer.end(export.group.device, repeats=export.group.size == 1 and not export.held.merges)
 
 
-def _exhaust(messages: Iterable[Iterable[Pair]]) -> None:
-    for pairs in messages:
-        for _ in pairs:
-            pass
-
-
-def _is_same(program: Program, tensors: Buffers, export: Export) -> bool:
-    """Whether an export has this program and sends tensors at these addresses."""
-    return export.program is program and np.array_equal(
-        Sources(program, export.held).buffers.addresses, tensors.addresses
-    )
+def _is_same(last: LastRound, repeated: Buffers, export: Export) -> bool:
+    """Whether an export sends what a repetition of the last round has sent, from these parameters."""
+    is_plain = export.program is last.program and not export.held.merges
+    return is_plain and np.array_equal(Sources(export.program, export.held).parameters.addresses, repeated.addresses)

@@ -32,6 +32,7 @@ from mcore_bridge.weights.transfer.copier import Buffers
 from mcore_bridge.weights.transfer.endpoints import Held, check_storage
 from mcore_bridge.weights.transfer.failures import raise_on_all
 from mcore_bridge.weights.transfer.program import Program
+from mcore_bridge.weights.transfer.row_places import Sizes
 
 Key = tuple[str, tuple[int, ...]]
 """The canonical name of a weight, and the numbers of those of its parts that are encoded alike."""
@@ -47,7 +48,7 @@ def encode_shards(program: Program, group: Group, held: Held, form: WeightFormat
         form: the format in which weights leave.
 
     Returns:
-        ``held``, with names for what is sent of encoded weights.
+        ``held``, and what makes the codes and scales.
 
     Raises:
         ExportError: on every rank, when a weight of any rank has a number that is not finite, or no memory.
@@ -77,14 +78,13 @@ def encode_shards(program: Program, group: Group, held: Held, form: WeightFormat
         for key, own in zip(prepared.shared, shared.split([*prepared.shared.values()]), strict=True):
             if key in shards:
                 shards[key].agreed = own
-    sources = {**tensors, **{sent: tensors[key[0]] for sent, (key, _) in prepared.sent.items() if key[0] in tensors}}
     merges = dict(held.merges)
     for sent, (key, part) in prepared.others if encoder is not None else prepared.sent.items():
         if part.constant is not None:
             merges[sent] = partial(_constant, form, part)
         elif key in shards:
             merges[sent] = partial(_made, shards[key], part.role)
-    return Held(sources, merges, encoder)
+    return Held(tensors, merges, encoder)
 
 
 def _encoder(prepared: _Prepared, held: Held, form: WeightFormat) -> ShardEncoder | None:
@@ -98,7 +98,7 @@ def _encoder(prepared: _Prepared, held: Held, form: WeightFormat) -> ShardEncode
         if weight.kernel is not None and (merge := held.merges.get(key[0])) is not None
     } if held.merges else {}  # fmt: skip
     launches = prepared.launches.setdefault(frozenset(merges), {})
-    return ShardEncoder(prepared.kernel, form, merges, device, launches)
+    return ShardEncoder(prepared.kernel, form, merges, device, launches, prepared.rows)
 
 
 class _Weight(NamedTuple):
@@ -121,6 +121,7 @@ class _Prepared:
         weights: the weights, by canonical name and numbers of parts.
         shared: how many numbers the holders of a weight agree on, if any.
         kernel: the shards that a kernel can encode, by the numbers of what is sent of them.
+        rows: see ``Maker``.
         others: what of ``sent`` no kernel makes.
         launches: the launches of exports, by the merged weights and by what is made at once.
     """
@@ -129,6 +130,7 @@ class _Prepared:
     weights: Mapping[Key, _Weight]
     shared: Mapping[Key, int]
     kernel: Mapping[int, KernelShard]
+    rows: Sizes
     others: Sequence[tuple[str, tuple[Key, EncodedPart]]]
     launches: dict[frozenset[int], dict[tuple[int, ...], list[EncodeLaunch]]] = field(default_factory=dict)
 
@@ -165,7 +167,10 @@ class _Prepared:
         }
         others = [pair for pair in sent.items() if places.get(pair[0]) not in of_kernel]
         shared = {key: size for key, own in roles.items() if (size := num_shared(own))}
-        return cls(sent, weights, shared, of_kernel, others)
+        rows = {}
+        for kernel in of_kernel.values():
+            rows[kernel.codes] = kernel.blocks.shape[0], kernel.blocks.num_bytes // kernel.blocks.shape[0]
+        return cls(sent, weights, shared, of_kernel, rows, others)
 
 
 _PREPARED: WeakKeyDictionary[Program, _Prepared] = WeakKeyDictionary()

@@ -23,8 +23,9 @@ from mcore_bridge.weights.plan.inventory import EncodedPart
 from mcore_bridge.weights.sent.block_geometry import Blocks
 from mcore_bridge.weights.sent.encoded_shard import as_bytes, has_kept_scales, kept_scales, not_finite
 from mcore_bridge.weights.source.weight_format import WeightFormat
-from mcore_bridge.weights.transfer.copier import Buffers, Made, has_triton
+from mcore_bridge.weights.transfer.copier import Buffers, Made, beside_peers, has_triton
 from mcore_bridge.weights.transfer.endpoints import Merge
+from mcore_bridge.weights.transfer.row_places import NOTHING, RowPlaces, Sizes
 
 COLUMNS = ("tensor", "first_tile", "tiles_in_a_row", "rows", "units", "grid_rows", "grid_columns", "codes", "scales")
 """What the kernel needs to know of each shard; codes begin at a multiple of 16 bytes, and scales at an element."""
@@ -32,8 +33,6 @@ _MERGED = 1 << 25
 """Bytes of codes that a launch makes of merged weights, if these are several weights. They exist until it has run."""
 _KEPT = 1 << 22
 """The scales of files for a launch stay on the GPU between exports if they have at most this many bytes."""
-_UNCHECKED = 2
-"""Launches whose numbers may not yet be known to be finite when the next one begins."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,10 +62,13 @@ class EncodeLaunch:
     """Shards that one launch encodes. They are alike, and have scales in files or have none.
 
     Codes are in one buffer, and scales in another one. All begin at addresses that suit the copies of an export.
+
+    Args:
+        places: where the rows of all these shards belong. Codes are then written there, and not into a buffer.
     """
 
-    def __init__(self, shards: Sequence[KernelShard]) -> None:
-        self.shards, self.blocks = shards, shards[0].blocks
+    def __init__(self, shards: Sequence[KernelShard], places: RowPlaces | None = None) -> None:
+        self.shards, self.blocks, self._places = shards, shards[0].blocks, places
         self._codes_at, self._scales_at = (
             [*accumulate((-(-size // unit) * unit for size in sizes), initial=0)]
             for sizes, unit in (
@@ -74,7 +76,7 @@ class EncodeLaunch:
                 ([_area(shard.blocks.grid) for shard in shards], max(1, WIDEST // self._item)),
             )
         )
-        self._on_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._on_device: dict[torch.device, tuple[Tensor, Tensor, Tensor | None]] = {}
         self._of_files: tuple[WeightFormat, Tensor] | None = None
         self.numbers = np.array([number for shard in shards for number in (shard.codes, shard.scales)], dtype=np.int64)
 
@@ -88,19 +90,24 @@ class EncodeLaunch:
         scales_at = [self._item * start for start in self._scales_at[:-1]]
         return np.array([self._codes_at[:-1], scales_at], dtype=np.int64).T
 
-    def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The table of shards, and the shard of each tile; see ``triton_encode.encode_tiles``."""
+    def _tables(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The table of shards, the shard of each tile, and the place of each row, if rows have places.
+
+        See ``triton_encode.encode_tiles``.
+        """
         if device not in self._on_device:
-            first, tiles, rows = 0, [], []
+            first, tiles, rows, line = 0, [], [], 0
             for shard, codes_at, scales_at in zip(self.shards, self._codes_at, self._scales_at, strict=False):
                 of = shard.blocks
-                units, at = of.shape[1] // of.unit, codes_at // WIDEST
+                units, at = of.shape[1] // of.unit, codes_at // WIDEST if self._places is None else line
                 rows.append((shard.codes, first, of.tiles[1], of.shape[0], units, *of.grid, at, scales_at))
-                first += _area(of.tiles)
+                first, line = first + _area(of.tiles), line + of.shape[0]
                 tiles.append(_area(of.tiles))
             owners = np.repeat(np.arange(len(tiles), dtype=np.int32), tiles)
-            table = torch.tensor(rows, dtype=torch.int32)
-            self._on_device[device] = table.to(device), torch.from_numpy(owners).to(device)
+            tables = torch.tensor(rows, dtype=torch.int32).to(device), torch.from_numpy(owners).to(device)
+            places = None if self._places is None else [self._places.units(shard.codes) for shard in self.shards]
+            lines = None if places is None else torch.from_numpy(np.concatenate(places)).to(device)
+            self._on_device[device] = *tables, lines
         return self._on_device[device]
 
     def run(self, held: Buffers, form: WeightFormat, device: torch.device) -> tuple[Made, Tensor]:
@@ -111,31 +118,38 @@ class EncodeLaunch:
             form: the format in which weights leave.
 
         Returns:
-            Codes and scales, and int32 [shards], 1 for each shard with a number that is not finite.
+            Codes and scales, or scales alone; and int32 [shards], 1 for each shard with a number that is not finite.
         """
         from mcore_bridge.weights.sent.triton_encode import encode_tiles
 
-        codes = torch.empty(self._codes_at[-1], dtype=torch.uint8, device=device)
+        table, owners, lines = self._tables(device)
+        num_bytes, gpus = (self._codes_at[-1], ()) if self._places is None else (0, self._places.memory.gpus)
+        codes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         scales = torch.empty(self._scales_at[-1], dtype=self.blocks.scales, device=device)
         are_wrong = torch.zeros(len(self.shards), dtype=torch.int32, device=device)
-        encode_tiles(
-            self.blocks,
-            held.addresses_on(device),
-            *self._tables(device),
-            self._kept(form, device),
-            codes,
-            as_bytes(scales),
-            are_wrong,
-            aligned=held.is_aligned,
-        )
+        with beside_peers(device, frozenset(gpus)):
+            encode_tiles(
+                self.blocks,
+                held.addresses_on(device),
+                table,
+                owners,
+                self._kept(form, device),
+                codes if lines is None else lines,
+                as_bytes(scales),
+                are_wrong,
+                aligned=held.is_aligned,
+            )
         addresses = self._offsets + np.array([codes.data_ptr(), scales.data_ptr()])
+        if lines is not None:
+            addresses[:, 0] = 0
         return Made(self.numbers, addresses.ravel(), lambda: [*self._views(codes, scales)]), are_wrong
 
     def _views(self, codes: Tensor, scales: Tensor) -> Iterator[Tensor]:
-        """Codes and scales of each shard, as they are sent."""
+        """Codes and scales of each shard, as they are sent; no codes if their rows have places."""
         for shard, codes_at, scales_at in zip(self.shards, self._codes_at, self._scales_at, strict=False):
             dtype, shape = shard.blocks.codes
-            yield codes[codes_at : codes_at + shard.blocks.num_bytes].view(dtype).view(shape)
+            own = codes[codes_at : codes_at + shard.blocks.num_bytes]
+            yield own.view(dtype).view(shape) if self._places is None else codes
             yield scales[scales_at : scales_at + _area(shard.blocks.grid)].view(shard.blocks.grid)
 
     def _kept(self, form: WeightFormat, device: torch.device) -> Tensor | None:
@@ -154,21 +168,26 @@ class EncodeLaunch:
         return own
 
 
-def launches_of(shards: Iterable[KernelShard], form: WeightFormat, merged: frozenset[int]) -> list[EncodeLaunch]:
+def launches_of(
+    shards: Iterable[KernelShard], form: WeightFormat, merged: frozenset[int], places: RowPlaces | None = None
+) -> list[EncodeLaunch]:
     """The launches that encode shards.
 
     Args:
         merged: the codes whose weights have to be made first.
+        places: where rows of some of the shards belong.
     """
+    placed = places.rows if places is not None else {}
     groups: dict[tuple[object, ...], list[KernelShard]] = {}
     sizes: dict[tuple[object, ...], int] = {}
     for shard in shards:
         key: tuple[object, ...] = (shard.blocks.alike, has_kept_scales(shard.part, form), shard.codes in merged)
+        key = (shard.codes in placed, *key)
         if shard.codes in merged:
             sizes[key] = sizes.get(key, 0) + shard.blocks.num_bytes
             key = (*key, sizes[key] // _MERGED)
         groups.setdefault(key, []).append(shard)
-    return [*map(EncodeLaunch, groups.values())]
+    return [EncodeLaunch(alike, places if key[0] else None) for key, alike in groups.items()]
 
 
 @dataclass(eq=False)
@@ -181,6 +200,8 @@ class ShardEncoder:
         merges: functions from tensors to what is encoded, with these tensors, by the numbers of the codes.
         device: the GPU of all tensors of this rank.
         launches: the launches of earlier exports, by what each made.
+        rows: see ``Maker``.
+        places: see ``Maker``.
     """
 
     shards: Mapping[int, KernelShard]
@@ -188,12 +209,9 @@ class ShardEncoder:
     merges: Mapping[int, tuple[Merge, Tensor]]
     device: torch.device
     launches: dict[tuple[int, ...], list[EncodeLaunch]]
+    rows: Sizes = field(default_factory=lambda: NOTHING)
+    places: RowPlaces | None = None
     _waiting: deque[tuple[EncodeLaunch, Tensor, torch.cuda.Event]] = field(default_factory=deque)
-    _left: set[int] = field(default_factory=set)
-    """The numbers that were not made yet."""
-
-    def __post_init__(self) -> None:
-        self._left |= self.shards.keys()
 
     @classmethod
     def of_shard(cls, shard: KernelShard, form: WeightFormat, device: torch.device) -> ShardEncoder:
@@ -205,30 +223,37 @@ class ShardEncoder:
         """See ``Maker``."""
         return frozenset(self.shards)
 
+    @property
+    def is_placed(self) -> bool:
+        """See ``Maker``. Then all are made at once."""
+        return self.places is not None and 2 * len(self.places.rows) == len(self.shards)
+
     def make(self, numbers: Sequence[int], held: Buffers) -> Iterator[Made]:
         """See ``Maker``."""
-        key = tuple(numbers)
-        if key not in self.launches:
+        key = tuple(self.shards if self.is_placed and not self.merges else numbers)
+        known = self.launches if self.places is None else self.places.launches.setdefault(frozenset(self.merges), {})
+        if key not in known:
             shards = dict.fromkeys(self.shards[number] for number in key)
-            self.launches[key] = launches_of(shards, self.form, frozenset(self.merges))
-        for launch in self.launches[key]:
+            known[key] = launches_of(shards, self.form, frozenset(self.merges), self.places)
+        for launch in known[key]:
             with torch.cuda.device(self.device), torch.no_grad():
                 of_merges = [shard.codes for shard in launch.shards if shard.codes in self.merges]
                 merged = {number: merge(tensor) for number in of_merges for merge, tensor in [self.merges[number]]}
                 sources = held.with_others([Made.of(merged)]) if merged else held
                 made, are_wrong = launch.run(sources, self.form, self.device)
-                self._left.difference_update(launch.numbers.tolist())
-                self._check(launch, are_wrong)
+                self._note(launch, are_wrong)
             yield made
 
-    def _check(self, launch: EncodeLaunch, are_wrong: Tensor) -> None:
-        """Check that the numbers of earlier launches were finite, without a wait for each; after the last one, all."""
+    def _note(self, launch: EncodeLaunch, are_wrong: Tensor) -> None:
         flags = torch.empty(len(are_wrong), dtype=are_wrong.dtype, pin_memory=True)
         flags.copy_(are_wrong, non_blocking=True)
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         self._waiting.append((launch, flags, event))
-        while len(self._waiting) > (_UNCHECKED if self._left else 0):
+
+    def check(self, but: int = 0) -> None:
+        """See ``Maker``: the numbers of all launches were finite."""
+        while len(self._waiting) > but:
             done, flags, event = self._waiting.popleft()
             event.synchronize()
             if (wrong := flags.nonzero()).numel():

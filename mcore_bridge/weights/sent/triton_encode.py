@@ -43,13 +43,15 @@ def encode_tiles(
         owners: the shard of each tile, int32 [tiles].
         kept: scales of files, in the places of ``scales``. A block keeps its scale if this reproduces all numbers.
             None: all scales are new.
-        codes: where to write codes, uint8 [bytes].
+        codes: where to write codes, uint8 [bytes]. Or the place of each row of all shards, int64 [rows]: its address
+            counted in 16 bytes, or 0 for a row that is not written. The table says which row is a shard's first one.
         scales: where to write scales; as uint8 if they have one byte.
         not_finite: where to write 1 for shards with NaN or infinity, int32 [shards].
         aligned: whether all addresses are multiples of 16.
     """
     height, width = blocks.cells
     lines, groups = blocks.tile
+    is_placed = codes.dtype == torch.int64
     _encode[(len(owners),)](
         addresses, table, owners, scales if kept is None else kept, codes, scales, not_finite,
         float(MOST[blocks.codec.kind]), 0.0 if scales.dtype == torch.uint8 else smallest_scale(blocks.scales),
@@ -57,7 +59,7 @@ def encode_tiles(
         KIND=_KINDS[blocks.codec.kind], KEPT=kept is not None, POWERS=blocks.powers,
         ROUND=_FLOATS[blocks.codec.rounded_to or torch.float32], LINES=lines, GROUPS=groups,
         WIDE=triton.next_power_of_2(width), FEW=min(lines, _FEW), UNIT=blocks.unit, ALIGNED=aligned, CUDA=codes.is_cuda,
-        FP8=codes.is_cuda and torch.cuda.get_device_capability(codes.device) >= (8, 9), num_warps=4,
+        PLACED=is_placed, FP8=codes.is_cuda and torch.cuda.get_device_capability(codes.device) >= (8, 9), num_warps=4,
     )  # fmt: skip
 
 
@@ -170,7 +172,7 @@ def _new(bits, most, smallest, DTYPE: tl.constexpr, KIND: tl.constexpr, POWERS: 
 
 @_jit
 def _places(tile, across, rows, columns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, LINES: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: E501, N803  # fmt: skip
-    """Where the elements [LINES, GROUPS, WIDE] of a tile are in a shard, and whether they are there."""
+    """Rows [LINES] and columns [GROUPS, WIDE] of a tile in a shard, and which elements of both are there."""
     line = tl.arange(0, LINES)
     row = tile // across * (HEIGHT if HEIGHT > 1 else LINES) + line
     inside = row < rows
@@ -179,7 +181,13 @@ def _places(tile, across, rows, columns, HEIGHT: tl.constexpr, WIDTH: tl.constex
     group, place = tile % across * GROUPS + tl.arange(0, GROUPS), tl.arange(0, WIDE)
     column = group[:, None] * WIDTH + place[None, :]
     there = inside[:, None, None] & ((place < WIDTH)[None, :] & (column < columns))[None, :, :]
-    return row.to(tl.int64)[:, None, None] * columns + column[None, :, :], there
+    return row, column, there
+
+
+@_jit
+def _at(row, column, columns):  # type: ignore[no-untyped-def]
+    """Where elements are in a shard that is contiguous."""
+    return row.to(tl.int64)[:, None, None] * columns + column[None, :, :]
 
 
 @_jit
@@ -203,19 +211,20 @@ def _encode(  # type: ignore[no-untyped-def]
     addresses, table, owners, kept, codes, scales, not_finite, most, smallest, COLUMNS: tl.constexpr,  # noqa: N803
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr, KIND: tl.constexpr, KEPT: tl.constexpr,  # noqa: N803
     POWERS: tl.constexpr, ROUND: tl.constexpr, LINES: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr,  # noqa: N803
-    FEW: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr, CUDA: tl.constexpr, FP8: tl.constexpr,  # noqa: N803
+    FEW: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr, CUDA: tl.constexpr, PLACED: tl.constexpr,  # noqa: N803
+    FP8: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     shard = tl.load(owners + tl.program_id(0))
     row = table + shard * COLUMNS
     tensor, first, across, rows = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
     columns, grid_rows, grid_columns = tl.load(row + 4) * UNIT, tl.load(row + 5), tl.load(row + 6)
-    codes_at, scales_at = tl.load(row + 7).to(tl.int64) * 16, tl.load(row + 8).to(tl.int64)
+    codes_at, scales_at = tl.load(row + 7).to(tl.int64), tl.load(row + 8).to(tl.int64)
     tile = tl.program_id(0) - first
     source = tl.load(addresses + tensor).to(tl.pointer_type(VALUE))
     if ALIGNED:
         source = tl.multiple_of(source, 16)
-    at, there = _places(tile, across, rows, columns, HEIGHT, WIDTH, LINES, GROUPS, WIDE)
-    numbers = tl.load(source + at, mask=there, other=0.0).to(tl.float32)
+    line, column, there = _places(tile, across, rows, columns, HEIGHT, WIDTH, LINES, GROUPS, WIDE)
+    numbers = tl.load(source + _at(line, column, columns), mask=there, other=0.0).to(tl.float32)
     bits = _largest(numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF, HEIGHT)
     tl.store(not_finite + shard + tl.zeros_like(bits), tl.full(bits.shape, 1, tl.int32), mask=bits >= 0x7F800000)
     stored = _new(bits, most, smallest, scales.dtype.element_ty, KIND, POWERS)
@@ -228,18 +237,21 @@ def _encode(  # type: ignore[no-untyped-def]
         factors = _factors(old, KIND)[:, :, None]
         shows = 0
         if HEIGHT > 1:  # a block that a step has changed shows this in its first rows, so the others need no check
-            few_at, are_there = _places(tile, across, rows, columns, HEIGHT, WIDTH, FEW, GROUPS, WIDE)
-            few = tl.load(source + few_at, mask=are_there, other=0.0).to(tl.float32)
+            of_few, few, are_there = _places(tile, across, rows, columns, HEIGHT, WIDTH, FEW, GROUPS, WIDE)
+            few = tl.load(source + _at(of_few, few, columns), mask=are_there, other=0.0).to(tl.float32)
             shows = tl.max(_largest(_differs(few, are_there, factors, ROUND, VALUE, KIND, CUDA, FP8), HEIGHT))
         if shows == 0:
             differs = _largest(_differs(numbers, there, factors, ROUND, VALUE, KIND, CUDA, FP8), HEIGHT)
             stored = tl.where(differs > 0, stored, old)
     tl.store(scales + grid_at, stored, mask=in_grid)
     code = _codes(_quotients(numbers, _factors(stored, KIND)[:, :, None], CUDA), KIND, FP8)
-    target = codes + codes_at
-    if KIND == 0:
-        tl.store(target + at, code, mask=there)
-    else:
+    if KIND != 0:
         low, high = tl.split(tl.reshape(code, [LINES, GROUPS, WIDE // 2, 2]))
-        at, there = _places(tile, across, rows, columns // 2, HEIGHT, WIDTH // 2, LINES, GROUPS, WIDE // 2)
-        tl.store(target + at, low | high << 4, mask=there)
+        code, columns = low | high << 4, columns // 2
+        line, column, there = _places(tile, across, rows, columns, HEIGHT, WIDTH // 2, LINES, GROUPS, WIDE // 2)
+    if PLACED:
+        places = tl.load(codes + codes_at + line, mask=line < rows, other=0)
+        target = (places[:, None, None] * 16 + column[None, :, :]).to(tl.pointer_type(tl.uint8))
+        tl.store(target, code, mask=there & (places != 0)[:, None, None])
+    else:
+        tl.store(codes + codes_at * 16 + _at(line, column, columns), code, mask=there)

@@ -101,6 +101,12 @@ class Buffers:
             self._on_device[device] = pinned.to(device, non_blocking=True)
         return self._on_device[device]
 
+    def at(self, numbers: Numbers) -> Buffers:
+        """The buffers of these numbers, in this order, each any number of times."""
+        chosen = Buffers(lambda: [self.tensors[number] for number in numbers.tolist()], self.gpus)
+        chosen.addresses, chosen.on_gpu = self.addresses[numbers], self.on_gpu
+        return chosen
+
     def beside(self, others: Buffers) -> Buffers:
         """These buffers, and then ``others``."""
         joined = Buffers(lambda: [*self.tensors, *others.tensors], self.gpus | others.gpus)
@@ -256,7 +262,7 @@ class CopyTable:
         from mcore_bridge.weights.transfer.triton_copy import launch, prepare
 
         device = indexed(device)
-        with torch.cuda.device(device), _beside_peers(device, staying.gpus | passing.gpus):
+        with torch.cuda.device(device), beside_peers(device, staying.gpus | passing.gpus):
             kind = device, staying.is_aligned
             if kind not in self._launches:
                 self._launches[kind] = prepare(self.table, aligned=staying.is_aligned, device=device)
@@ -271,7 +277,7 @@ def indexed(device: torch.device) -> torch.device:
 
 
 @contextmanager
-def _beside_peers(device: torch.device, gpus: frozenset[int]) -> Iterator[None]:
+def beside_peers(device: torch.device, gpus: frozenset[int]) -> Iterator[None]:
     """Let kernels of the block access the memory of ``gpus``, ordered with their current streams."""
     peers = [torch.device("cuda", index) for index in gpus if index != device.index]
     for peer in peers:

@@ -18,10 +18,13 @@ from mcore_bridge.weights.plan.payload import OutputTensor
 from mcore_bridge.weights.transfer.copier import Buffers, Made
 from mcore_bridge.weights.transfer.program import Program, Step
 from mcore_bridge.weights.transfer.quantized_parameters import memory_of_all
+from mcore_bridge.weights.transfer.row_places import RowPlaces, Sizes
 
 Merge = Callable[[Tensor], Tensor]
 """A function from a tensor of this rank to the tensor that is sent in its place."""
 _NBYTES = attrgetter("nbytes")
+_UNCHECKED = 2
+"""Launches whose numbers may not yet be known to be finite when the next one begins."""
 
 
 def check_storage(tensors: Mapping[str, Tensor]) -> None:
@@ -50,8 +53,22 @@ class Maker(Protocol):
     def numbers(self) -> frozenset[int]:
         """The numbers of the tensors that it makes, in the order of the names of a program."""
 
+    @property
+    def rows(self) -> Sizes:
+        """The sizes of those whose rows it can write into the memory of an engine; one object for a program."""
+
+    places: RowPlaces | None
+    """Where an engine keeps such rows."""
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether it writes all of them there."""
+
     def make(self, numbers: Sequence[int], held: Buffers) -> Iterator[Made]:
         """Make tensors of these numbers from the tensors of this rank. What comes with them is made, too."""
+
+    def check(self, but: int = 0) -> None:
+        """Raise ``ExportError`` if something could not be made; of the newest ``but`` launches nobody knows yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +76,14 @@ class Held:
     """What a rank sends.
 
     Attributes:
-        tensors: its tensors by canonical name. A tensor that is made of another one has this one here.
-        merges: functions from some of these to what is sent, by name.
-        maker: makes the other ones that are not sent as they are.
+        tensors: its parameters by canonical name.
+        merges: functions from parameters to what is sent of them, by the name of the latter.
+        maker: makes other tensors that are not sent as they are.
     """
 
     tensors: Mapping[str, Tensor]
     merges: Mapping[str, Merge] = field(default_factory=dict)
     maker: Maker | None = None
-
-    @property
-    def is_made(self) -> bool:
-        """Whether something of it is made anew in each export."""
-        return bool(self.merges) or self.maker is not None
 
 
 class Sources:
@@ -85,28 +97,28 @@ class Sources:
 
     @uncollected()
     def __init__(self, program: Program, held: Held) -> None:
-        self._program, self._maker = program, held.maker
-        self._own = [*map(held.tensors.__getitem__, program.names)]
+        self.program, self.maker = program, held.maker
+        self._own = [*map(held.tensors.__getitem__, program.parameters)]
         memory = memory_of_all(self._own)
-        self._storages, self._addresses = _storages(program.names, memory)  # these stay even if tensors move
-        self._buffers = Buffers([*map(Tensor.contiguous, memory)])
+        self._storages, self._addresses = _storages(program.parameters, memory)  # these stay even if tensors move
+        self.parameters = Buffers([*map(Tensor.contiguous, memory)])
+        """The parameters of this rank, in the order of the program."""
+        self._made_of = program.made_of.tolist()
+        self._buffers = self.parameters.at(program.made_of)
         named = enumerate(program.names) if held.merges else ()
         self._merges = {number: held.merges[name] for number, name in named if name in held.merges}
-        self._unmade = frozenset(self._merges) | (frozenset() if self._maker is None else self._maker.numbers)
+        self._unmade = frozenset(self._merges) | (frozenset() if self.maker is None else self.maker.numbers)
+        self._last = len(program.plan.messages) - 1
         self._made: dict[int, Made] = {}
         self._current = self._buffers
-
-    @property
-    def buffers(self) -> Buffers:
-        """This rank's tensors in the order of the program, without those that are made."""
-        return self._buffers
 
     def read_by(self, step: Step) -> Buffers:
         """All tensors, after a check that the tensors of a step have not moved."""
         storages, addresses = self._storages, self._addresses
-        if moved := [number for number in step.held if storages[number].data_ptr() != addresses[number]]:
+        read = {self._made_of[number] for number in step.held}
+        if moved := [place for place in read if storages[place].data_ptr() != addresses[place]]:
             raise ExportError(
-                f"{self._program.names[min(moved)]} was freed or moved during an export; leave the model in place "
+                f"{self.program.parameters[min(moved)]} was freed or moved during an export; leave the model in place "
                 "until it ends"
             )
         if new := sorted(self._unmade.intersection(step.held) - self._made.keys()):
@@ -117,13 +129,16 @@ class Sources:
 
     def _make(self, numbers: Sequence[int]) -> Iterator[Made]:
         for number in self._merges.keys() & numbers:
-            yield Made.of({number: self._merges[number](self._own[number])})
-        if self._maker is not None and (others := [number for number in numbers if number not in self._merges]):
-            yield from self._maker.make(others, self._buffers)
+            yield Made.of({number: self._merges[number](self._own[self._made_of[number]])})
+        if self.maker is not None and (others := [number for number in numbers if number not in self._merges]):
+            yield from self.maker.make(others, self._buffers)
+            self.maker.check(_UNCHECKED)
 
     def passed(self, message: int) -> None:
         """Free tensors that were made and that no message soon after this one needs."""
-        idle = self._made.keys() & self._program.idle_after.get(message, ()) if self._made else ()
+        if self.maker is not None and message == self._last:
+            self.maker.check()
+        idle = self._made.keys() & self.program.idle_after.get(message, ()) if self._made else ()
         for number in idle:
             del self._made[number]
         if idle:
@@ -131,24 +146,6 @@ class Sources:
 
     def _replace(self) -> None:
         self._current = self._buffers.with_others([*dict.fromkeys(self._made.values())])
-
-
-class Unchecked:
-    """In place of ``Sources``: tensors whose addresses the caller checks afterwards. All are sent as they are.
-
-    Args:
-        buffers: the tensors, in the order of the names of a program.
-    """
-
-    def __init__(self, buffers: Buffers) -> None:
-        self._buffers = buffers
-
-    def read_by(self, step: Step) -> Buffers:
-        """All tensors."""
-        return self._buffers
-
-    def passed(self, message: int) -> None:
-        """Nothing to free."""
 
 
 class Outputs:

@@ -17,8 +17,7 @@ from torch import Tensor
 from mcore_bridge.errors import ExportError
 from mcore_bridge.weights.plan.export_plan import MESSAGES_IN_FLIGHT, Message
 from mcore_bridge.weights.transfer.collectives import Group
-from mcore_bridge.weights.transfer.copier import Buffers
-from mcore_bridge.weights.transfer.endpoints import Held, Outputs, Sources, Unchecked
+from mcore_bridge.weights.transfer.endpoints import Held, Outputs, Sources
 from mcore_bridge.weights.transfer.failures import raise_failures, raise_on_all, require_all
 from mcore_bridge.weights.transfer.program import OUTPUTS, Program
 from mcore_bridge.weights.transfer.windows import Memory, State, Windows
@@ -28,9 +27,9 @@ Ends = tuple[Program, Outputs]
 """The program of this rank, and its outputs."""
 
 
-def new_tensors(program: Program, device: torch.device) -> Ends:
+def new_tensors(sources: Sources, device: torch.device) -> Ends:
     """The usual end of an export: HF tensors that are allocated before the first write to them."""
-    return program, Outputs(program.plan, device)
+    return sources.program, Outputs(sources.program.plan, device)
 
 
 def run_program(
@@ -52,7 +51,7 @@ def run_messages(
     held: Held,
     *,
     lend: bool = False,
-    into: Callable[[Program, torch.device], Ends] = new_tensors,
+    into: Callable[[Sources, torch.device], Ends] = new_tensors,
 ) -> Generator[Pairs, None, None]:
     """Yield an iterator for each message, over the HF tensors that it completes. Exhaust it before the next message.
 
@@ -62,31 +61,24 @@ def run_messages(
         held: what this rank sends.
         lend: yield tensors that lie whole in the windows as views, valid until the next step of the iterator. All other
             tensors are new and belong to the caller. While it reads views, one message less is in flight.
-        into: makes the program and the outputs of this rank, from the program and the device of the group.
+        into: makes the program and the outputs of this rank, from its sources and the device of the group.
 
     Raises:
         ExportError: on every rank of the group, when any rank fails. The error names the rank and the parameter.
     """
     if group.size == 1:
         sources = Sources(program, held)  # before a receiver has to be ready
-        yield from _alone(*into(program, group.device), sources, group.device)
+        yield from _alone(*into(sources, group.device), sources, group.device)
         return
     exchange = None
     with raise_on_all(group, kind=ExportError):  # such as out of memory: other ranks must be informed before they wait
         sources = Sources(program, held)
-        exchange = _Exchange(*into(program, group.device), group, sources, lend=lend)
+        exchange = _Exchange(*into(sources, group.device), group, sources, lend=lend)
     assert exchange is not None
     yield from exchange.messages()
 
 
-def run_again(
-    program: Program, held: Buffers, device: torch.device, into: Callable[[Program, torch.device], Ends]
-) -> Iterator[Pairs]:
-    """``run_messages`` for a rank alone, from tensors at known addresses which nobody has checked."""
-    yield from _alone(*into(program, device), Unchecked(held), device)
-
-
-def _alone(program: Program, outputs: Outputs, held: Sources | Unchecked, device: torch.device) -> Iterator[Pairs]:
+def _alone(program: Program, outputs: Outputs, held: Sources, device: torch.device) -> Iterator[Pairs]:
     nothing = [torch.empty(0, device=device)] * OUTPUTS
     for number, message in enumerate(program.plan.messages):
         step = program.step(number, None)

@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import accumulate, zip_longest
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,9 +67,18 @@ class Program:
         payloads = {id(plan.payload): plan.payload for plan in plans}  # receivers with one target share an object
         self.entries = tuple(entry for payload in payloads.values() for entry in payload.entries)
         """What any receiver gets, in one order on all ranks."""
-        held = (entry.held.name for entry in self.entries if any(rank in holders for holders in entry.holders.values()))
-        self.names = tuple(dict.fromkeys(held))
+        held = {
+            entry.held.name: (entry if entry.encoded is None else entry.encoded.plain).held.name
+            for entry in self.entries
+            if any(rank in holders for holders in entry.holders.values())
+        }
+        self.names = tuple(held)
         """The canonical names of the tensors that this rank sends, or copies to its own outputs."""
+        self.parameters = tuple(dict.fromkeys(held.values()))
+        """The canonical names of the parameters of which these are made. Codes and scales are made of one."""
+        places = {name: place for place, name in enumerate(self.parameters)}
+        self.made_of = np.array([places[name] for name in held.values()], dtype=np.int64)
+        """For each of ``names`` the place of its parameter in ``parameters``."""
         self._numbers = {name: number for number, name in enumerate(self.names)}
         self._steps: dict[tuple[int | None, int | None, bool, bool, bool], Step] = {}
         self._known: dict[tuple[object, ...], list[list[ByteCopy]]] = {}
