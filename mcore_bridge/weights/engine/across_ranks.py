@@ -231,7 +231,7 @@ def _interleaved(workers: Iterable[tuple[Sequence[ByteCopy], int]]) -> list[Copy
     number = (order * parts).astype(np.int64)
     sorting = np.argsort(order, kind="stable")
     joined, number = np.concatenate(of_all)[sorting], number[sorting]
-    return [CopyTable(map(ByteCopy._make, joined[number == part].tolist())) for part in range(parts)]
+    return [CopyTable(joined[number == part]) for part in range(parts)]
 
 
 def _composed(export: Export) -> dict[int, tuple[ByteCopy, ...]] | None:

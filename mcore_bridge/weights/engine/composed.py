@@ -155,6 +155,8 @@ class MapWriter(ABC):
         self.program: EngineProgram | None = None
         """Kept between rounds."""
         self._tables: dict[tuple[EngineStep, ...], CopyTable] = {}
+        self._whole: CopyTable | None = None
+        """The copies of all of them."""
         self._due: list[EngineStep] = []
         self._held: Buffers | None = None
         self._sources: Sources | None = None
@@ -172,7 +174,7 @@ class MapWriter(ABC):
         encoded = maker.rows if maker is not None and can_write else NOTHING
         if self.program is None or self.program.of is not program or self.program.encoded is not encoded:
             self.program, self._tables = EngineProgram(program, self.map, encoded=encoded), {}
-            self._places = RowPlaces(self.program.places, self.memory)
+            self._whole, self._places = None, RowPlaces(self.program.places, self.memory)
         if maker is not None:
             maker.places = self._places
         self._due, self._held, self._sources, self.last = [], None, sources, None
@@ -191,8 +193,11 @@ class MapWriter(ABC):
         if last.maker is not None:
             held = held.with_others([*last.maker.make(sorted(last.maker.numbers), held)])
         self._hold(held)
-        for table in self._tables.values():
-            self._run(table, torch.empty(0, dtype=torch.uint8, device=last.device))
+        if self._whole is None:
+            self._whole = CopyTable(
+                chain.from_iterable(map(ByteCopy._make, t.table.tolist()) for t in self._tables.values())
+            )
+        self._run(self._whole, torch.empty(0, dtype=torch.uint8, device=last.device))
         return parameters
 
     def take(self, step: EngineStep, held: Buffers, windows: Tensor) -> None:

@@ -105,9 +105,9 @@ class EncodeLaunch:
                 tiles.append(_area(of.tiles))
             owners = np.repeat(np.arange(len(tiles), dtype=np.int32), tiles)
             tables = torch.tensor(rows, dtype=torch.int32).to(device), torch.from_numpy(owners).to(device)
-            places = None if self._places is None else [self._places.units(shard.codes) for shard in self.shards]
-            lines = None if places is None else torch.from_numpy(np.concatenate(places)).to(device)
-            self._on_device[device] = *tables, lines
+            codes = [shard.codes for shard in self.shards]
+            places = None if self._places is None else self._places.distances(codes, device)
+            self._on_device[device] = *tables, places
         return self._on_device[device]
 
     def run(self, held: Buffers, form: WeightFormat, device: torch.device) -> tuple[Made, Tensor]:
@@ -122,25 +122,29 @@ class EncodeLaunch:
         """
         from mcore_bridge.weights.sent.triton_encode import encode_tiles
 
-        table, owners, lines = self._tables(device)
-        num_bytes, gpus = (self._codes_at[-1], ()) if self._places is None else (0, self._places.memory.gpus)
-        codes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        table, owners, places = self._tables(device)
+        gpus: frozenset[int] = frozenset() if self._places is None else self._places.memory.gpus
+        if places is None:
+            codes = torch.empty(self._codes_at[-1], dtype=torch.uint8, device=device)
+        else:
+            codes = places.view(torch.uint8)
         scales = torch.empty(self._scales_at[-1], dtype=self.blocks.scales, device=device)
         are_wrong = torch.zeros(len(self.shards), dtype=torch.int32, device=device)
-        with beside_peers(device, frozenset(gpus)):
+        with beside_peers(device, gpus):
             encode_tiles(
                 self.blocks,
                 held.addresses_on(device),
                 table,
                 owners,
                 self._kept(form, device),
-                codes if lines is None else lines,
+                codes,
                 as_bytes(scales),
                 are_wrong,
                 aligned=held.is_aligned,
+                places=places,
             )
         addresses = self._offsets + np.array([codes.data_ptr(), scales.data_ptr()])
-        if lines is not None:
+        if places is not None:
             addresses[:, 0] = 0
         return Made(self.numbers, addresses.ravel(), lambda: [*self._views(codes, scales)]), are_wrong
 
@@ -149,7 +153,7 @@ class EncodeLaunch:
         for shard, codes_at, scales_at in zip(self.shards, self._codes_at, self._scales_at, strict=False):
             dtype, shape = shard.blocks.codes
             own = codes[codes_at : codes_at + shard.blocks.num_bytes]
-            yield own.view(dtype).view(shape) if self._places is None else codes
+            yield own.view(dtype).view(shape) if self._places is None else codes[:0]
             yield scales[scales_at : scales_at + _area(shard.blocks.grid)].view(shard.blocks.grid)
 
     def _kept(self, form: WeightFormat, device: torch.device) -> Tensor | None:

@@ -33,6 +33,7 @@ def encode_tiles(
     not_finite: Tensor,
     *,
     aligned: bool = False,
+    places: Tensor | None = None,
 ) -> None:
     """Encode shards, on the current stream of the device of ``codes``.
 
@@ -43,23 +44,25 @@ def encode_tiles(
         owners: the shard of each tile, int32 [tiles].
         kept: scales of files, in the places of ``scales``. A block keeps its scale if this reproduces all numbers.
             None: all scales are new.
-        codes: where to write codes, uint8 [bytes]. Or the place of each row of all shards, int64 [rows]: its address
-            counted in 16 bytes, or 0 for a row that is not written. The table says which row is a shard's first one.
+        codes: where to write codes, uint8 [bytes].
         scales: where to write scales; as uint8 if they have one byte.
         not_finite: where to write 1 for shards with NaN or infinity, int32 [shards].
         aligned: whether all addresses are multiples of 16.
+        places: where to write each row of codes of all shards instead, int64 [rows]: its distance from the beginning of
+            ``codes``, counted in 16 bytes; 0 for a row that is not written. The table has the first row of each shard.
     """
     height, width = blocks.cells
     lines, groups = blocks.tile
-    is_placed = codes.dtype == torch.int64
     _encode[(len(owners),)](
-        addresses, table, owners, scales if kept is None else kept, codes, scales, not_finite,
+        addresses, table, owners, scales if kept is None else kept, codes, codes if places is None else places, scales,
+        not_finite,
         float(MOST[blocks.codec.kind]), 0.0 if scales.dtype == torch.uint8 else smallest_scale(blocks.scales),
         COLUMNS=table.shape[1], HEIGHT=height, WIDTH=width, VALUE=_FLOATS[blocks.dtype],
         KIND=_KINDS[blocks.codec.kind], KEPT=kept is not None, POWERS=blocks.powers,
         ROUND=_FLOATS[blocks.codec.rounded_to or torch.float32], LINES=lines, GROUPS=groups,
         WIDE=triton.next_power_of_2(width), FEW=min(lines, _FEW), UNIT=blocks.unit, ALIGNED=aligned, CUDA=codes.is_cuda,
-        PLACED=is_placed, FP8=codes.is_cuda and torch.cuda.get_device_capability(codes.device) >= (8, 9), num_warps=4,
+        FP8=codes.is_cuda and torch.cuda.get_device_capability(codes.device) >= (8, 9), PLACED=places is not None,
+        num_warps=4,
     )  # fmt: skip
 
 
@@ -208,7 +211,7 @@ def _differs(numbers, there, factors, ROUND: tl.constexpr, VALUE: tl.constexpr, 
 
 @_jit
 def _encode(  # type: ignore[no-untyped-def]
-    addresses, table, owners, kept, codes, scales, not_finite, most, smallest, COLUMNS: tl.constexpr,  # noqa: N803
+    addresses, table, owners, kept, codes, places, scales, not_finite, most, smallest, COLUMNS: tl.constexpr,  # noqa: N803
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr, KIND: tl.constexpr, KEPT: tl.constexpr,  # noqa: N803
     POWERS: tl.constexpr, ROUND: tl.constexpr, LINES: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr,  # noqa: N803
     FEW: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr, CUDA: tl.constexpr, PLACED: tl.constexpr,  # noqa: N803
@@ -250,8 +253,8 @@ def _encode(  # type: ignore[no-untyped-def]
         code, columns = low | high << 4, columns // 2
         line, column, there = _places(tile, across, rows, columns, HEIGHT, WIDTH // 2, LINES, GROUPS, WIDE // 2)
     if PLACED:
-        places = tl.load(codes + codes_at + line, mask=line < rows, other=0)
-        target = (places[:, None, None] * 16 + column[None, :, :]).to(tl.pointer_type(tl.uint8))
-        tl.store(target, code, mask=there & (places != 0)[:, None, None])
+        starts = tl.load(places + codes_at + line, mask=line < rows, other=0)
+        at, there = starts[:, None, None] * 16 + column[None, :, :], there & (starts != 0)[:, None, None]
     else:
-        tl.store(codes + codes_at * 16 + _at(line, column, columns), code, mask=there)
+        at = codes_at * 16 + _at(line, column, columns)
+    tl.store(codes + at, code, mask=there)

@@ -228,9 +228,9 @@ def _place(tensor: Tensor) -> tuple[object, ...]:
 
 
 class CopyTable:
-    """Copies that write to different bytes, as a table for a kernel."""
+    """Copies that write to different bytes, or rows of such tables, as a table for a kernel."""
 
-    def __init__(self, copies: Iterable[ByteCopy]) -> None:
+    def __init__(self, copies: Iterable[ByteCopy] | Iterable[Numbers]) -> None:
         self.table: Table = np.array([*copies], dtype=np.int64).reshape(-1, len(ByteCopy._fields))
         self._launches: dict[tuple[torch.device, bool], tuple[Launch, ...]] = {}
 

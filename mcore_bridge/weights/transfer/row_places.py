@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from mcore_bridge.weights.plan.boxes import WIDEST, ByteCopy
 from mcore_bridge.weights.transfer.copier import Buffers, Numbers
@@ -40,10 +42,15 @@ class RowPlaces:
     memory: Buffers
     launches: dict[Any, Any] = field(default_factory=dict)
 
-    def units(self, number: int) -> Numbers:
-        """The addresses of the rows of these codes, counted in ``WIDEST`` bytes; 0 for a row without a place."""
-        tensors, starts = self.rows[number]
-        return np.where(tensors < 0, 0, (self.memory.addresses[tensors] + starts) // WIDEST)
+    def distances(self, numbers: Sequence[int], device: torch.device) -> Tensor:
+        """Where the rows of these codes begin, on ``device``, int64 [rows].
+
+        It is counted in ``WIDEST`` bytes from the beginning of the result; 0 for a row without a place.
+        """
+        tensors, starts = (np.concatenate(column) for column in zip(*map(self.rows.__getitem__, numbers), strict=True))
+        result = torch.empty(len(tensors), dtype=torch.int64, device=device)
+        distances = (self.memory.addresses[tensors] + starts - result.data_ptr()) // WIDEST
+        return result.copy_(torch.from_numpy(np.where(tensors < 0, 0, distances)))
 
 
 def rows_of(copies: Iterable[ByteCopy], num_rows: int, row_bytes: int) -> Rows | None:
