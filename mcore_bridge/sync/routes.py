@@ -12,7 +12,7 @@ import torch
 from mcore_bridge.engines.channel import WorkerLine
 from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.agreement import Export, open_plain
+from mcore_bridge.weights.agreement import Export, Look, open_plain
 from mcore_bridge.weights.bound import bind
 from mcore_bridge.weights.engine.across_ranks import AcrossRanks
 from mcore_bridge.weights.engine.comparison import Compared
@@ -67,8 +67,8 @@ class NoRoute:
         """
         write_export(self._models, partial(self._prepared, "nothing"), across=across)
 
-    def _prepared(self, target: Target) -> Export:
-        return open_plain(self._models, None, "lm", target=target, **self._options)
+    def _prepared(self, target: Target, look: Look | None) -> Export:
+        return open_plain(self._models, None, "lm", look, target=target, **self._options)
 
     def compare(self, manifest: Manifest) -> Compared | None:
         """Take part in an export with which another worker compares its weights."""

@@ -126,10 +126,20 @@ def open_export(models: Models, hf: HF | None, head: str, **options: Unpack[Opti
     return encoded(open_plain(models, hf, head, **options))
 
 
-def open_plain(models: Models, hf: HF | None, head: str, **options: Unpack[Options]) -> Export:
-    """``open_export`` up to the codes and scales of weights that leave encoded: ``encoded`` adds them."""
+Look = Callable[[Held], object]
+"""What a rank does with its tensors while it would wait for other ranks."""
+
+
+def open_plain(
+    models: Models, hf: HF | None, head: str, look: Look | None = None, **options: Unpack[Options]
+) -> Export:
+    """``open_export`` up to the codes and scales of weights that leave encoded: ``encoded`` adds them.
+
+    Args:
+        look: as for ``agree_on_plan``.
+    """
     with heard_by_replicas(models):
-        export = agree_on_plan(models, hf, head, **options)
+        export = agree_on_plan(models, hf, head, look, **options)
         require_gatherable(models, export.group)
     gather_pending(models)
     bound = export.bound
@@ -150,6 +160,7 @@ def agree_on_plan(
     models: Models,
     hf: HF | None,
     head: str,
+    look: Look | None = None,
     *,
     expert_format: ExpertFormat | None = None,
     bucket_bytes: int | None = None,
@@ -169,6 +180,7 @@ def agree_on_plan(
     Args:
         models, hf, head, expert_format, bucket_bytes, target, dtype, merged, quantize: as for ``iter_hf_weights``. If
             the target is an error, this rank cannot export, and every rank raises the error.
+        look: called with the tensors of this rank before the ranks communicate.
         only: what of the models to export.
         guests: targets of receivers that are no ranks of the group. They hold nothing, and come after its ranks.
         shared: further arguments that must be equal on all ranks.
@@ -200,6 +212,8 @@ def agree_on_plan(
             raise target
         require(ExportError, target=(target, _TARGET))
         error = bound.problem_of(dtype)
+        if look is not None:
+            look(Held(bound.tensors, bound.merges))
     except Exception as failure:  # also errors of files: other ranks must be informed
         error, target = describe(failure), "nothing"
     fingerprint = (repr(given), target, guests, group.rank, group.size, group.num_stages, bound and bound.fingerprint())

@@ -22,7 +22,7 @@ from mcore_bridge.weights.plan.boxes import ByteCopy
 from mcore_bridge.weights.plan.engine_map import EngineMap
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.copier import Allocations, Buffers, CopyTable
-from mcore_bridge.weights.transfer.endpoints import Sources
+from mcore_bridge.weights.transfer.endpoints import Held, Sources
 from mcore_bridge.weights.transfer.failures import raise_failures, raise_on_all
 from mcore_bridge.weights.transfer.program import Program
 
@@ -66,6 +66,8 @@ class AcrossRanks:
         self._stream: torch.cuda.Stream | None = None
         self._begun: Buffers | None = None
         """The tensors from which the copies of the last round run again, if they do."""
+        self._seen: Buffers | None = None
+        """The tensors of this rank, if it has looked at them while it copies."""
 
     def begin(self, reached: Callable[[], MapWriter | None], *, is_settled: bool) -> None:
         """Run the copies of the last round again while the ranks prepare this one. All ranks call it together.
@@ -76,7 +78,7 @@ class AcrossRanks:
             reached: as for ``run``.
             is_settled: whether no parameter of this rank is pending.
         """
-        self._begun = None
+        self._begun = self._seen = None
         if self._last is None:
             return
         last, self._last, is_ready, problem = self._last, None, False, ""
@@ -112,6 +114,15 @@ class AcrossRanks:
         if self._stream is not None:
             self._stream.synchronize()
 
+    def look(self, held: Held) -> None:
+        """Look at the tensors of this rank during its copies, since messages between ranks may have to wait for them.
+
+        With CUDA_DEVICE_MAX_CONNECTIONS=1, work of a GPU that is queued behind copies begins behind them.
+        """
+        if self._begun is not None and self._program is not None:
+            with suppress(Exception):  # ``run`` meets an error again, and all ranks raise it
+                self._seen = Sources(self._program, held).parameters
+
     def takes(self, export: Export) -> bool:
         """Whether an export can go this way. All ranks call it together, and communicate if its plan is new.
 
@@ -119,7 +130,7 @@ class AcrossRanks:
         """
         if self._program is not export.program:
             self.wait()
-            self._begun, copies, group = None, None, export.group
+            self._begun, self._seen, copies, group = None, None, None, export.group
             with raise_on_all(group, kind=ExportError), suppress(TransferError):  # messages raise it
                 copies = _composed(export)
             receivers = group.all_gather_object(None if copies is None else [*copies])
@@ -143,16 +154,21 @@ class AcrossRanks:
         Raises:
             ExportError: on every rank, when any rank fails.
         """
-        group, writer, begun = export.group, None, self._begun
-        held = Buffers([])
-        self._begun, is_done = None, False
-        with raise_on_all(group, kind=ExportError):
+        group, writer, begun, problem = export.group, None, self._begun, ""
+        held, self._begun, self._seen, is_done = self._seen, None, None, False
+        try:
             writer = reached()
-            held = Sources(export.program, export.held).parameters
+            held = Sources(export.program, export.held).parameters if held is None else held
             is_done = begun is not None and np.array_equal(held.addresses, begun.addresses)
             if not is_done:
                 self.wait()  # before any rank copies again
-        some_made, is_new = group.most([bool(export.held.merges), writer is not self._own])
+        except Exception as error:
+            problem = describe(error)
+        own = [bool(problem), bool(export.held.merges), writer is not self._own]
+        some_failed, some_made, is_new = group.most(own)
+        if some_failed:
+            raise_failures(group.all_gather_object(problem))
+        assert held is not None
         if some_made:
             self.wait()
             return False
@@ -168,7 +184,7 @@ class AcrossRanks:
             self.wait()
             if group.device.type == "cuda":
                 torch.cuda.current_stream(group.device).synchronize()
-        self._last = _Copied(group, held.allocations)
+        self._last = _Copied(group, begun.allocations if is_done and begun is not None else held.allocations)
         self._last.allocations.wholes = []  # a trainer may free or move them
         return True
 

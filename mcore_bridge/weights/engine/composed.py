@@ -22,7 +22,7 @@ from mcore_bridge.weights.plan.export_plan import Message
 from mcore_bridge.weights.plan.map_slices import MapSlices
 from mcore_bridge.weights.transfer.copier import Allocations, Buffers, CopyTable
 from mcore_bridge.weights.transfer.endpoints import Maker, Outputs, Sources
-from mcore_bridge.weights.transfer.program import WINDOWS, Program, Step
+from mcore_bridge.weights.transfer.program import OUTPUTS, WINDOWS, Program, Step
 from mcore_bridge.weights.transfer.row_places import NOTHING, RowPlaces, Rows, Sizes, rows_of
 
 _AT_ONCE = 16
@@ -155,8 +155,6 @@ class MapWriter(ABC):
         self.program: EngineProgram | None = None
         """Kept between rounds."""
         self._tables: dict[tuple[EngineStep, ...], CopyTable] = {}
-        self._whole: CopyTable | None = None
-        """The copies of all of them."""
         self._due: list[EngineStep] = []
         self._held: Buffers | None = None
         self._sources: Sources | None = None
@@ -174,7 +172,7 @@ class MapWriter(ABC):
         encoded = maker.rows if maker is not None and can_write else NOTHING
         if self.program is None or self.program.of is not program or self.program.encoded is not encoded:
             self.program, self._tables = EngineProgram(program, self.map, encoded=encoded), {}
-            self._whole, self._places = None, RowPlaces(self.program.places, self.memory)
+            self._places = RowPlaces(self.program.places, self.memory)
         if maker is not None:
             maker.places = self._places
         self._due, self._held, self._sources, self.last = [], None, sources, None
@@ -191,13 +189,17 @@ class MapWriter(ABC):
         parameters = Buffers.of(last.allocations)
         held = parameters.at(last.program.made_of)
         if last.maker is not None:
-            held = held.with_others([*last.maker.make(sorted(last.maker.numbers), held)])
-        self._hold(held)
-        if self._whole is None:
-            self._whole = CopyTable(
-                chain.from_iterable(map(ByteCopy._make, t.table.tolist()) for t in self._tables.values())
-            )
-        self._run(self._whole, torch.empty(0, dtype=torch.uint8, device=last.device))
+            held = held.with_others([*last.maker.make(None, held)])
+        self._due, self._held = [], None
+        outputs, nothing = (
+            EngineOutputs(self.program, self, last.device),
+            [torch.empty(0, device=last.device)] * OUTPUTS,
+        )
+        for number, message in enumerate(self.program.plan.messages):
+            outputs.run(self.program.step(number, None), held, nothing, last.device)
+            for _ in outputs.closed(message):
+                pass
+        self.run_due(last.device)
         return parameters
 
     def take(self, step: EngineStep, held: Buffers, windows: Tensor) -> None:

@@ -18,7 +18,7 @@ from mcore_bridge.errors import TransferError, plural
 from mcore_bridge.machine import uncollected
 from mcore_bridge.rules.mapping import ExpertFormat
 from mcore_bridge.rules.spec import Pair, runs_within
-from mcore_bridge.weights.agreement import Export, Options, encoded, open_plain, unless
+from mcore_bridge.weights.agreement import Export, Look, Options, encoded, open_plain, unless
 from mcore_bridge.weights.engine.across_ranks import AcrossRanks, MoreHandles
 from mcore_bridge.weights.engine.composed import LastRound, MapWriter, MemoryWriter
 from mcore_bridge.weights.engine.group_copies import MapCopies, take_expected
@@ -172,7 +172,7 @@ def export_into(
 @uncollected()
 def write_export(
     models: Models,
-    prepared: Callable[[], Export],
+    prepared: Callable[[Look | None], Export],
     opened: Callable[[], MapWriter] | None = None,
     *,
     last: LastRound | None = None,
@@ -186,7 +186,7 @@ def write_export(
 
     Args:
         models: this rank's chunks.
-        prepared: prepares the export, together with all ranks of the group, except for ``encoded``.
+        prepared: ``open_plain``, together with all ranks of the group.
         opened: the writer, once the engine lets it write. It is called after the ranks have agreed on a plan, or before
             copies run again. If it raises, the export goes on without a writer for the sake of other ranks. None: this
             rank only sends.
@@ -224,7 +224,7 @@ def write_export(
             if last.device.type == "cuda":
                 on_failure.callback(torch.cuda.current_stream(last.device).synchronize)
             repeated = again.repeat(last) if (again := reached()) is not None else None
-        export = prepared()
+        export = prepared(None if across is None else across.look)
         if last is not None and repeated is not None:
             is_done = _is_same(last, repeated, export)
         if across is not None and across.takes(export):

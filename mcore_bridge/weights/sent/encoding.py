@@ -132,7 +132,7 @@ class _Prepared:
     kernel: Mapping[int, KernelShard]
     rows: Sizes
     others: Sequence[tuple[str, tuple[Key, EncodedPart]]]
-    launches: dict[frozenset[int], dict[tuple[int, ...], list[EncodeLaunch]]] = field(default_factory=dict)
+    launches: dict[frozenset[int], dict[tuple[int, ...] | None, list[EncodeLaunch]]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, program: Program) -> _Prepared:

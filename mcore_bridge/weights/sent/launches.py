@@ -212,7 +212,7 @@ class ShardEncoder:
     form: WeightFormat
     merges: Mapping[int, tuple[Merge, Tensor]]
     device: torch.device
-    launches: dict[tuple[int, ...], list[EncodeLaunch]]
+    launches: dict[tuple[int, ...] | None, list[EncodeLaunch]]
     rows: Sizes = field(default_factory=lambda: NOTHING)
     places: RowPlaces | None = None
     _waiting: deque[tuple[EncodeLaunch, Tensor, torch.cuda.Event]] = field(default_factory=deque)
@@ -232,13 +232,13 @@ class ShardEncoder:
         """See ``Maker``. Then all are made at once."""
         return self.places is not None and 2 * len(self.places.rows) == len(self.shards)
 
-    def make(self, numbers: Sequence[int], held: Buffers) -> Iterator[Made]:
+    def make(self, numbers: Sequence[int] | None, held: Buffers) -> Iterator[Made]:
         """See ``Maker``."""
-        key = tuple(self.shards if self.is_placed and not self.merges else numbers)
+        key = None if numbers is None or (self.is_placed and not self.merges) else tuple(numbers)
         known = self.launches if self.places is None else self.places.launches.setdefault(frozenset(self.merges), {})
         if key not in known:
-            shards = dict.fromkeys(self.shards[number] for number in key)
-            known[key] = launches_of(shards, self.form, frozenset(self.merges), self.places)
+            shards = self.shards.values() if key is None else map(self.shards.__getitem__, key)
+            known[key] = launches_of(dict.fromkeys(shards), self.form, frozenset(self.merges), self.places)
         for launch in known[key]:
             with torch.cuda.device(self.device), torch.no_grad():
                 of_merges = [shard.codes for shard in launch.shards if shard.codes in self.merges]

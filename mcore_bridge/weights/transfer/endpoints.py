@@ -64,8 +64,8 @@ class Maker(Protocol):
     def is_placed(self) -> bool:
         """Whether it writes all of them there."""
 
-    def make(self, numbers: Sequence[int], held: Buffers) -> Iterator[Made]:
-        """Make tensors of these numbers from the tensors of this rank. What comes with them is made, too."""
+    def make(self, numbers: Sequence[int] | None, held: Buffers) -> Iterator[Made]:
+        """Make tensors of these numbers, or all, from the tensors of this rank. What comes with them is made, too."""
 
     def check(self, but: int = 0) -> None:
         """Raise ``ExportError`` if something could not be made; of the newest ``but`` launches nobody knows yet."""
