@@ -169,6 +169,8 @@ class EngineWorker:
         assert self._control is not None
         try:
             tell(self._control, (identity, self._data is not None))
+            if self._engine is not None:
+                self._engine.look_ahead()
             problem = self._take_part(self._control, identity, invitation.seconds)
         except (OSError, EOFError) as error:
             self.close()

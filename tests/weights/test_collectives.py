@@ -98,3 +98,15 @@ def test_windows_of_any_width_travel_to_their_place():
     all_widths = [(8, 8, 8, 8), (64, 64, 8, 8), (8, 8, 64, 64), (64, 8, 8, 8), (8, 8, 8, 64), (8, 16, 24, 32)]
     for found in pool.run(4, travelled_quietly, all_widths):
         assert found == [[[1], [2], [3], [4]]] * len(all_widths)
+
+
+def exchanged(sizes):
+    """What each rank gets if each sends a text of its own size, in two rounds."""
+    group = Group(None)
+    return [group.all_gather_object("x" * of_round[group.rank]) for of_round in sizes]
+
+
+def test_objects_of_any_size_arrive():
+    small, large = collectives._SMALL // 2, collectives._SMALL * 3
+    sizes = [(0, small), (large, 1), (small, large + 7)]
+    assert pool.run(2, exchanged, sizes) == [[["x" * size for size in of_round] for of_round in sizes]] * 2

@@ -147,6 +147,7 @@ class EngineMemory:
         self._found: Buffers | None = None
         self._compared: Sequence[tuple[object, ...]] | None = None
         """Addresses and layouts that agreed with the map."""
+        self._is_ahead = False
 
     @property
     def buffers(self) -> Buffers:
@@ -154,12 +155,21 @@ class EngineMemory:
         assert self._found is not None, "find() comes first"
         return self._found
 
+    def look_ahead(self) -> None:
+        """Do the work of the next ``find`` now. Raises as that does."""
+        self._is_ahead = False
+        self.find()
+        self._is_ahead = True
+
     def find(self) -> None:
         """Look up the engine's tensors by their names, and compare them with the map.
 
         Raises:
             TransferError: when a tensor is missing or has another layout in memory; the error names all of them.
         """
+        is_ahead, self._is_ahead = self._is_ahead, False
+        if is_ahead:
+            return
         names = [*self.map.places]
         with plainly():
             held = self._paths.tensors(self._source)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -150,6 +151,11 @@ class MappedEngine:
         self._plan, self._sent, self._unlike = plan, sent, unlike
         self._expected = {spec.name: spec for spec in specs}
         self._copies = MapCopies(sent)
+
+    def look_ahead(self) -> None:
+        """Look the engine's tensors up for the next round, while its trainer prepares it. The engine must wait."""
+        with suppress(TransferError):  # the round meets it again
+            self._memory.look_ahead()
 
     def _checked(self) -> str:
         """The reason why the map cannot be used in this round; empty if it can."""

@@ -8,6 +8,7 @@ places. Then whole columns go within stages.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """torch 2.13 has a new name, and warns about the old one, also where megatron-core calls it."""
+_SIZE, _SMALL = 8, 4096
+"""Bytes of the size of a pickle, and of a pickle that travels with its size."""
 FLAT = 16
 """With this many ranks or fewer, all windows travel in one step."""
 
@@ -288,9 +291,25 @@ class Group:
 
     @naming_lost_ranks("exchanging descriptions with other ranks")
     def all_gather_object(self, value: T) -> list[T]:
-        """The ``value`` of every rank, sent as a pickle."""
+        """The ``value`` of every rank, sent as a pickle. Pickles that are all small take one collective.
+
+        torch's function takes two, since it gathers their sizes first.
+        """
         if self.size == 1:
             return [value]
-        values: list[T | None] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values  # type: ignore[return-value]  # filled by the call
+        own = pickle.dumps(value)
+        pickles, most = self._gathered(own, _SMALL)
+        if most > _SMALL:
+            pickles, _ = self._gathered(own, most)
+        return [*map(pickle.loads, pickles)]
+
+    def _gathered(self, own: bytes, room: int) -> tuple[list[bytes], int]:
+        """The first ``room`` bytes of the bytes of every rank, and the largest number of bytes of a rank."""
+        sent = torch.zeros(_SIZE + room, dtype=torch.uint8)
+        sent[:_SIZE].view(torch.int64)[0] = len(own)
+        sent[_SIZE : _SIZE + len(own)] = torch.frombuffer(bytearray(own[:room]), dtype=torch.uint8)
+        gathered = torch.empty(self.size * len(sent), dtype=torch.uint8, device=self.device)
+        _all_gather(gathered, sent.to(self.device), group=self.group)
+        rows = gathered.cpu().view(self.size, len(sent))
+        sizes = rows[:, :_SIZE].contiguous().view(torch.int64).flatten().tolist()
+        return [row[_SIZE:][:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)], max(sizes)
