@@ -31,7 +31,7 @@ from mcore_bridge.weights.plan.export_plan import ExportPlan
 from mcore_bridge.weights.plan.gather import plan_export
 from mcore_bridge.weights.plan.inventory import Inventory
 from mcore_bridge.weights.plan.target import EngineRank, Target
-from mcore_bridge.weights.provenance import HF, identity
+from mcore_bridge.weights.provenance import HF, Provenance, identity
 from mcore_bridge.weights.sent.encoding import encode_shards
 from mcore_bridge.weights.sent.merging import with_squares
 from mcore_bridge.weights.source.weight_format import PLAIN, WeightFormat, weight_format
@@ -136,10 +136,13 @@ def open_plain(
     """``open_export`` up to the codes and scales of weights that leave encoded: ``encoded`` adds them.
 
     Args:
-        look: as for ``agree_on_plan``.
+        look: called with the tensors of this rank before the ranks communicate. It must not raise.
     """
     with heard_by_replicas(models):
-        export = agree_on_plan(models, hf, head, look, **options)
+        proposal = propose(models, hf, head, **options)
+        if look is not None and proposal.bound is not None:
+            look(Held(proposal.bound.tensors, proposal.bound.merges))
+        export = proposal.agree()
         require_gatherable(models, export.group)
     gather_pending(models)
     bound = export.bound
@@ -155,12 +158,72 @@ def encoded(export: Export) -> Export:
     return replace(export, held=encode_shards(export.program, export.group, export.held, export.format))
 
 
+def agree_on_plan(models: Models, hf: HF | None, head: str, **options: Unpack[Options]) -> Export:
+    """Agree with the group on a plan.
+
+    If nothing has changed, this takes one small collective; otherwise three. No weight is sent, and pending parameters
+    stay pending.
+
+    Args:
+        models, hf, head, options: as for ``propose``.
+
+    Raises:
+        ExportError, TargetError: as ``Proposal.agree``.
+    """
+    return propose(models, hf, head, **options).agree()
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """The export that one rank proposes to its group."""
+
+    chunk: GPTModel
+    group: Group
+    bound: BoundModel | None
+    provenance: Provenance | None
+    error: str
+    """Why it cannot; empty if it can."""
+    given: dict[str, object]
+    """The arguments that must be equal on all ranks."""
+    bucket_bytes: int | None
+    target: Target
+    guests: tuple[Target, ...]
+    format: WeightFormat
+
+    @uncollected()
+    def agree(self) -> Export:
+        """Agree with the group on a plan.
+
+        Raises:
+            ExportError: on every rank, when any rank cannot export, or their plans do not fit together.
+            TargetError: on every rank, when the model cannot be cut for the target of some rank.
+        """
+        group, bound, given = self.group, self.bound, self.given
+        size = group.rank, group.size, group.num_stages
+        fingerprint = (repr(given), self.target, self.guests, *size, bound and bound.fingerprint())
+        plans = _plans.get(self.chunk, ())
+        fits = [not self.error and plan.fingerprint == fingerprint for plan in plans]
+        index = group.first_in_common(fits, _NUM_PLANS, plans[0].number if plans else 0)
+        kept = None if index is None else plans[index]
+        if kept is None:
+            of_bound = (bound.mapping.rules, bound.inventory()) if bound else ()
+            given = given | ({"hf": identity(self.provenance)} if bound and self.provenance else {})
+            own = _Answer(self.error, sendable(given), self.bucket_bytes, self.target, group.num_stages, *of_bound)
+            answers = group.all_gather_object((own, plans[0].number if plans else 0))
+            programs = _agreed(group, bound, self.chunk, [answer for answer, _ in answers], self.guests, self.format)
+            targets = tuple(answer.target for answer, _ in answers)
+            kept = _Kept(fingerprint, 1 + max(number for _, number in answers), *programs, targets)
+            _plans[self.chunk] = (kept, *plans)[:_NUM_PLANS]
+        assert bound is not None
+        held = Held(bound.tensors, bound.merges)
+        return Export(kept.program, group, bound, kept.guest_program, self.format, held, kept.targets)
+
+
 @uncollected()
-def agree_on_plan(
+def propose(
     models: Models,
     hf: HF | None,
     head: str,
-    look: Look | None = None,
     *,
     expert_format: ExpertFormat | None = None,
     bucket_bytes: int | None = None,
@@ -171,27 +234,19 @@ def agree_on_plan(
     only: Only = EVERYTHING,
     guests: tuple[Target, ...] = (),
     shared: Shared = MappingProxyType({}),
-) -> Export:
-    """Agree with the group on a plan.
-
-    If nothing has changed, this takes one small collective; otherwise three. No weight is sent, and pending parameters
-    stay pending.
+) -> Proposal:
+    """Prepare on this rank what its group agrees on. It raises nothing of which other ranks have to hear.
 
     Args:
         models, hf, head, expert_format, bucket_bytes, target, dtype, merged, quantize: as for ``iter_hf_weights``. If
             the target is an error, this rank cannot export, and every rank raises the error.
-        look: called with the tensors of this rank before the ranks communicate.
         only: what of the models to export.
         guests: targets of receivers that are no ranks of the group. They hold nothing, and come after its ranks.
         shared: further arguments that must be equal on all ranks.
-
-    Raises:
-        ExportError: on every rank, when any rank cannot export, or their plans do not fit together.
-        TargetError: on every rank, when the model cannot be cut for the target of some rank.
     """
     first = chunks_of(models)[0]
     group = Group.of_replica(first.pg_collection)
-    bound, error, form = None, "", PLAIN
+    bound, provenance, error, form = None, None, "", PLAIN
     given: dict[str, object] = {"bucket_bytes": bucket_bytes, "merged": merged, **shared}
     try:
         require(
@@ -212,27 +267,9 @@ def agree_on_plan(
             raise target
         require(ExportError, target=(target, _TARGET))
         error = bound.problem_of(dtype)
-        if look is not None:
-            look(Held(bound.tensors, bound.merges))
     except Exception as failure:  # also errors of files: other ranks must be informed
         error, target = describe(failure), "nothing"
-    fingerprint = (repr(given), target, guests, group.rank, group.size, group.num_stages, bound and bound.fingerprint())
-    plans = _plans.get(first, ())
-    fits = [not error and plan.fingerprint == fingerprint for plan in plans]
-    index = group.first_in_common(fits, _NUM_PLANS, plans[0].number if plans else 0)
-    kept = None if index is None else plans[index]
-    if kept is None:
-        of_bound = (bound.mapping.rules, bound.inventory()) if bound else ()
-        given |= {"hf": identity(provenance)} if bound else {}
-        own = _Answer(error, sendable(given), bucket_bytes, target, group.num_stages, *of_bound)
-        answers = group.all_gather_object((own, plans[0].number if plans else 0))
-        programs = _agreed(group, bound, first, [answer for answer, _ in answers], guests, form)
-        targets = tuple(answer.target for answer, _ in answers)
-        kept = _Kept(fingerprint, 1 + max(number for _, number in answers), *programs, targets)
-        _plans[first] = (kept, *plans)[:_NUM_PLANS]
-    assert bound is not None
-    held = Held(bound.tensors, bound.merges)
-    return Export(kept.program, group, bound, kept.guest_program, form, held, kept.targets)
+    return Proposal(first, group, bound, provenance, error, given, bucket_bytes, target, guests, form)
 
 
 _TARGET = instance_of(

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.rules.codec import Codec, codes_of, decoded, divided, new_scales, numbers_of, scales_of
-from mcore_bridge.weights.plan.boxes import ByteCopy
+from mcore_bridge.weights.plan.boxes import ByteCopy, rows_of
 from mcore_bridge.weights.sent.block_geometry import Blocks
 from mcore_bridge.weights.sent.encoded_shard import as_bytes
 from mcore_bridge.weights.sent.launches import EncodeLaunch, KernelShard
-from mcore_bridge.weights.transfer.copier import Buffers
-from mcore_bridge.weights.transfer.row_places import RowPlaces, rows_of
+from mcore_bridge.weights.transfer.copier import Buffers, RowPlaces
 
 E8M0 = getattr(torch, "float8_e8m0fnu", torch.uint8)
 FORMATS = {

@@ -16,14 +16,13 @@ from torch import Tensor
 
 from mcore_bridge.rules.spec import Pair
 from mcore_bridge.weights.engine.group_copies import GroupCopies
-from mcore_bridge.weights.plan.boxes import ByteCopy, stacked
+from mcore_bridge.weights.plan.boxes import NO_ROWS, ByteCopy, Rows, RowSizes, rows_of, stacked
 from mcore_bridge.weights.plan.engine_map import EngineMap, SliceCopy
 from mcore_bridge.weights.plan.export_plan import Message
 from mcore_bridge.weights.plan.map_slices import MapSlices
-from mcore_bridge.weights.transfer.copier import Allocations, Buffers, CopyTable
+from mcore_bridge.weights.transfer.copier import Allocations, Buffers, CopyTable, RowPlaces
 from mcore_bridge.weights.transfer.endpoints import Maker, Outputs, Sources
 from mcore_bridge.weights.transfer.program import OUTPUTS, WINDOWS, Program, Step
-from mcore_bridge.weights.transfer.row_places import NOTHING, RowPlaces, Rows, Sizes, rows_of
 
 _AT_ONCE = 16
 """The messages whose copies run at once."""
@@ -53,7 +52,7 @@ class EngineProgram(Program):
         program: Program,
         engine_map: EngineMap,
         receiver: int | None = None,
-        encoded: Sizes = NOTHING,
+        encoded: RowSizes = NO_ROWS,
     ) -> None:
         super().__init__(program.plans, program.rank, program.num_stages)
         if receiver is not None and not self.is_gather:
@@ -169,7 +168,7 @@ class MapWriter(ABC):
         program, maker = sources.program, sources.maker
         is_alone = len(program.plan.streams) == 1  # so no other rank needs the codes
         can_write = is_alone and len(self.memory.addresses) > 0 and self.memory.is_aligned
-        encoded = maker.rows if maker is not None and can_write else NOTHING
+        encoded = maker.rows if maker is not None and can_write else NO_ROWS
         if self.program is None or self.program.of is not program or self.program.encoded is not encoded:
             self.program, self._tables = EngineProgram(program, self.map, encoded=encoded), {}
             self._places = RowPlaces(self.program.places, self.memory)

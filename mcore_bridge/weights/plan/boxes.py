@@ -8,9 +8,10 @@ constant distances in bytes. An engine's process imports this module, which need
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -186,6 +187,7 @@ def _digits(start: int, dims: Sequence[tuple[int, int, int]], radices: Sequence[
 
 WIDEST = 16  # bytes that a thread of a GPU copies at once
 Table = np.ndarray[tuple[int, int], np.dtype[np.int64]]
+Numbers = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 class ByteCopy(NamedTuple):
@@ -275,3 +277,38 @@ def _with_row(joined: ByteCopy, byte_copy: ByteCopy) -> ByteCopy | None:
     if ends != (byte_copy.source_start, byte_copy.target_start):
         return None
     return joined._replace(rows=joined.rows + 1, source_row=near, target_row=far)
+
+
+RowSizes = Mapping[int, tuple[int, int]]
+"""Rows, and bytes of a row, of codes by their numbers."""
+NO_ROWS: RowSizes = MappingProxyType({})
+
+
+class Rows(NamedTuple):
+    """The places of the rows of one shard's codes."""
+
+    tensors: Numbers
+    """The engine's tensor of each row; -1 for a row that the engine does not use."""
+    starts: Numbers
+    """The byte of this tensor at which the row begins."""
+
+
+def rows_of(copies: Iterable[ByteCopy], num_rows: int, row_bytes: int) -> Rows | None:
+    """The places to which ``copies`` bring the rows of codes [``num_rows``, ``row_bytes``].
+
+    Returns:
+        None if a row is copied in parts or more than once, or if its place is no multiple of ``WIDEST``.
+    """
+    tensors, starts = np.full(num_rows, -1, np.int64), np.zeros(num_rows, np.int64)
+    for copy in copies:
+        size, distance = copy.cols * copy.item, copy.source_row if copy.rows > 1 else 0
+        is_run = copy.cols == 1 or copy.source_col == copy.target_col == copy.item
+        if not is_run or any(number % row_bytes for number in (size, distance, copy.source_start)):
+            return None
+        run, within = np.arange(copy.rows)[:, None], np.arange(size // row_bytes)
+        chosen = (copy.source_start + run * distance) // row_bytes + within
+        if np.any(tensors[chosen] >= 0) or len(np.unique(chosen)) < chosen.size:
+            return None
+        tensors[chosen] = copy.target
+        starts[chosen] = copy.target_start + run * copy.target_row + within * row_bytes
+    return None if row_bytes % WIDEST or np.any(starts % WIDEST) else Rows(tensors, starts)

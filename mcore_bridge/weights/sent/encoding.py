@@ -21,6 +21,7 @@ from mcore_bridge.errors import ExportError
 from mcore_bridge.rules.mapping import unstacked
 from mcore_bridge.rules.scheme import Scheme
 from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights.plan.boxes import RowSizes
 from mcore_bridge.weights.plan.encoded_entries import encoded_entries, whole_trace
 from mcore_bridge.weights.plan.inventory import EncodedPart, ParamEntry, Role
 from mcore_bridge.weights.sent.block_geometry import Blocks
@@ -32,7 +33,6 @@ from mcore_bridge.weights.transfer.copier import Buffers
 from mcore_bridge.weights.transfer.endpoints import Held, check_storage
 from mcore_bridge.weights.transfer.failures import raise_on_all
 from mcore_bridge.weights.transfer.program import Program
-from mcore_bridge.weights.transfer.row_places import Sizes
 
 Key = tuple[str, tuple[int, ...]]
 """The canonical name of a weight, and the numbers of those of its parts that are encoded alike."""
@@ -130,7 +130,7 @@ class _Prepared:
     weights: Mapping[Key, _Weight]
     shared: Mapping[Key, int]
     kernel: Mapping[int, KernelShard]
-    rows: Sizes
+    rows: RowSizes
     others: Sequence[tuple[str, tuple[Key, EncodedPart]]]
     launches: dict[frozenset[int], dict[tuple[int, ...] | None, list[EncodeLaunch]]] = field(default_factory=dict)
 

@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.rules.spec import ALIGNMENT
-from mcore_bridge.weights.plan.boxes import WIDEST
+from mcore_bridge.weights.plan.boxes import NO_ROWS, WIDEST, RowSizes
 from mcore_bridge.weights.plan.inventory import EncodedPart
 from mcore_bridge.weights.sent.block_geometry import Blocks
 from mcore_bridge.weights.sent.encoded_shard import as_bytes, has_kept_scales, kept_scales, not_finite
 from mcore_bridge.weights.source.weight_format import WeightFormat
-from mcore_bridge.weights.transfer.copier import Buffers, Made, beside_peers, has_triton
+from mcore_bridge.weights.transfer.copier import Buffers, Made, RowPlaces, beside_peers, has_triton
 from mcore_bridge.weights.transfer.endpoints import Merge
-from mcore_bridge.weights.transfer.row_places import NOTHING, RowPlaces, Sizes
 
 COLUMNS = ("tensor", "first_tile", "tiles_in_a_row", "rows", "units", "grid_rows", "grid_columns", "codes", "scales")
 """What the kernel needs to know of each shard; codes begin at a multiple of 16 bytes, and scales at an element."""
@@ -213,7 +212,7 @@ class ShardEncoder:
     merges: Mapping[int, tuple[Merge, Tensor]]
     device: torch.device
     launches: dict[tuple[int, ...] | None, list[EncodeLaunch]]
-    rows: Sizes = field(default_factory=lambda: NOTHING)
+    rows: RowSizes = field(default_factory=lambda: NO_ROWS)
     places: RowPlaces | None = None
     _waiting: deque[tuple[EncodeLaunch, Tensor, torch.cuda.Event]] = field(default_factory=deque)
 

@@ -48,8 +48,8 @@ def encode_tiles(
         scales: where to write scales; as uint8 if they have one byte.
         not_finite: where to write 1 for shards with NaN or infinity, int32 [shards].
         aligned: whether all addresses are multiples of 16.
-        places: where to write each row of codes of all shards instead, int64 [rows]: its distance from the beginning of
-            ``codes``, counted in 16 bytes; 0 for a row that is not written. The table has the first row of each shard.
+        places: where to write each row of codes instead, int64 [rows of all shards]. A number counts 16 bytes from the
+            beginning of ``codes``, and a row with 0 is not written. The table has the first row of each shard.
     """
     height, width = blocks.cells
     lines, groups = blocks.tile

@@ -5,26 +5,25 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib.util import find_spec
 from operator import attrgetter
 from threading import Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mcore_bridge.errors import TransferError
-from mcore_bridge.weights.plan.boxes import WIDEST, ByteCopy, Table
+from mcore_bridge.weights.plan.boxes import WIDEST, ByteCopy, Numbers, Rows, Table
 
 if TYPE_CHECKING:
     from mcore_bridge.weights.transfer.triton_copy import Launch
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by their size: a copy as integers keeps every bit."""
-Numbers = np.ndarray[tuple[int], np.dtype[np.int64]]
 MOST_ALLOCATIONS = 64
 """Allocations of a rank that are opened or looked up in each round. To open one takes some 0.2 ms in an engine.
 
@@ -212,6 +211,31 @@ class Allocations:
         """The bytes of the tensors, if they lie as they did in ``wholes``."""
         places = zip(self.numbers.tolist(), self.offsets.tolist(), self._num_bytes, strict=True)
         return [self.wholes[number][start : start + size] if size else torch.empty(0) for number, start, size in places]
+
+
+@dataclass(frozen=True, eq=False)
+class RowPlaces:
+    """The places of all rows of some shards.
+
+    Attributes:
+        rows: by the number of a shard's codes.
+        memory: the engine's tensors, all at multiples of ``WIDEST``.
+        launches: what ``ShardEncoder`` keeps of launches into this memory.
+    """
+
+    rows: Mapping[int, Rows]
+    memory: Buffers
+    launches: dict[Any, Any] = field(default_factory=dict)
+
+    def distances(self, numbers: Sequence[int], device: torch.device) -> Tensor:
+        """Where the rows of these codes begin, on ``device``, int64 [rows].
+
+        It is counted in ``WIDEST`` bytes from the beginning of the result; 0 for a row without a place.
+        """
+        tensors, starts = (np.concatenate(column) for column in zip(*map(self.rows.__getitem__, numbers), strict=True))
+        result = torch.empty(len(tensors), dtype=torch.int64, device=device)
+        distances = (self.memory.addresses[tensors] + starts - result.data_ptr()) // WIDEST
+        return result.copy_(torch.from_numpy(np.where(tensors < 0, 0, distances)))
 
 
 def whole_of(tensor: Tensor) -> Tensor:

@@ -12,13 +12,12 @@ from torch import Tensor, UntypedStorage
 
 from mcore_bridge.errors import ExportError
 from mcore_bridge.machine import uncollected
-from mcore_bridge.weights.plan.boxes import WIDEST
+from mcore_bridge.weights.plan.boxes import WIDEST, RowSizes
 from mcore_bridge.weights.plan.export_plan import SLAB, ExportPlan, Message
 from mcore_bridge.weights.plan.payload import OutputTensor
-from mcore_bridge.weights.transfer.copier import Buffers, Made
+from mcore_bridge.weights.transfer.copier import Buffers, Made, RowPlaces
 from mcore_bridge.weights.transfer.program import Program, Step
 from mcore_bridge.weights.transfer.quantized_parameters import memory_of_all
-from mcore_bridge.weights.transfer.row_places import RowPlaces, Sizes
 
 Merge = Callable[[Tensor], Tensor]
 """A function from a tensor of this rank to the tensor that is sent in its place."""
@@ -54,7 +53,7 @@ class Maker(Protocol):
         """The numbers of the tensors that it makes, in the order of the names of a program."""
 
     @property
-    def rows(self) -> Sizes:
+    def rows(self) -> RowSizes:
         """The sizes of those whose rows it can write into the memory of an engine; one object for a program."""
 
     places: RowPlaces | None
