@@ -123,7 +123,7 @@ def open_export(models: Models, hf: HF | None, head: str, **options: Unpack[Opti
         ExportError: on every rank, as for ``agree_on_plan``; or if a gather would not reach the parameters.
         TargetError: on every rank, as for ``agree_on_plan``.
     """
-    return encoded(open_plain(models, hf, head, **options))
+    return with_codes(open_plain(models, hf, head, **options))
 
 
 Look = Callable[[Held], object]
@@ -133,7 +133,7 @@ Look = Callable[[Held], object]
 def open_plain(
     models: Models, hf: HF | None, head: str, look: Look | None = None, **options: Unpack[Options]
 ) -> Export:
-    """``open_export`` up to the codes and scales of weights that leave encoded: ``encoded`` adds them.
+    """``open_export`` up to the codes and scales of weights that leave encoded: ``with_codes`` adds them.
 
     Args:
         look: called with the tensors of this rank before the ranks communicate. It must not raise.
@@ -149,7 +149,7 @@ def open_plain(
     return replace(export, held=Held(bound.tensors, with_squares(export.group, bound.merges, bound.tensors)))
 
 
-def encoded(export: Export) -> Export:
+def with_codes(export: Export) -> Export:
     """Make ready what the ranks send of encoded weights. All ranks call it together.
 
     Raises:

@@ -4,12 +4,16 @@
 """
 
 import dataclasses
+import gc
 import json
 import math
 import re
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,7 +26,7 @@ import mcore_bridge as mb
 from mcore_bridge.config.quantization import LISTS
 from mcore_bridge.convert.convert import convert
 from mcore_bridge.engines import EngineWorker
-from mcore_bridge.errors import ConfigError, ExportError, MappingError, TargetError
+from mcore_bridge.errors import ConfigError, ExportError, MappingError, TargetError, TransferError
 from mcore_bridge.rules.codec import codes_of, divided, scales_of
 from mcore_bridge.weights.engine import writer as writing
 from mcore_bridge.weights.manifest import Manifest
@@ -32,7 +36,7 @@ from mcore_bridge.weights.sent.launches import EncodeLaunch, ShardEncoder
 from mcore_bridge.weights.source.source import open_source
 from mcore_bridge.weights.source.weight_format import WeightFormat
 from mcore_bridge.weights.transfer.collectives import Group
-from mcore_bridge.weights.transfer.copier import Buffers, Made
+from mcore_bridge.weights.transfer.copier import Buffers, Made, RowPlaces
 from tests.support import pool, quantized
 from tests.support.conversions import quiet
 from tests.support.quantized import Format, deepseek
@@ -195,36 +199,47 @@ def newly(folder: str, saved: str, dims: mb.ParallelDims, dtype: torch.dtype, no
     return mb.save_hf_checkpoint(models, saved, quantize=note)
 
 
-def run_on_cpu(launch: EncodeLaunch, held: Buffers, form: WeightFormat, device: torch.device) -> tuple[Made, Tensor]:
+def run_on_cpu(
+    launch: EncodeLaunch, held: Buffers, form: WeightFormat, device: torch.device, places: RowPlaces | None = None
+) -> tuple[Made, Tensor]:
     """What a launch makes, by the functions of the codec."""
     made: dict[int, Tensor] = {}
-    for shard in launch.shards:
+    are_wrong = torch.zeros(len(launch.shards))
+    for number, shard in enumerate(launch.shards):
         memory, (dtype, shape) = held.tensors[shard.codes].view(-1), shard.blocks.codes
         values = memory.view(shard.blocks.dtype).view(shard.blocks.shape)
+        if not values.isfinite().all():
+            are_wrong[number], values = 1, torch.zeros_like(values)
         alone = encoded_shard.EncodedShard({"scales": shard.part}, shard.shard, values, None, form)
         made[shard.scales] = alone.scales()
         grid = encoded_shard._Grid.of(shard.part, shard.shard, values.shape, device)
         factors = grid.spread(scales_of(shard.blocks.codec, made[shard.scales]), slice(None))
         codes = codes_of(shard.blocks.codec, divided(shard.blocks.codec, values, factors))
-        if launch._places is None:
+        if places is None:
             made[shard.codes] = codes.view(dtype).view(shape)
             continue
         made[shard.codes] = torch.empty(0)
-        for row, tensor, start in zip(codes, *launch._places.rows[shard.codes], strict=True):
+        for row, tensor, start in zip(codes, *places.rows[shard.codes], strict=True):
             if tensor >= 0:
-                launch._places.memory.tensors[tensor][start : start + len(row)] = row
-    return Made.of(made), torch.zeros(len(launch.shards))
+                places.memory.tensors[tensor][start : start + len(row)] = row
+    return Made.of(made), are_wrong
 
 
 @contextmanager
 def launches_on_cpu() -> Iterator[list[set[int]]]:
     """Encode by launches in the block. Yields what each launch has made."""
     made: list[set[int]] = []
+
+    def note(encoder: ShardEncoder, launch: EncodeLaunch, are_wrong: Tensor) -> None:
+        made.append({*launch.numbers.tolist()})
+        event: Any = SimpleNamespace(synchronize=lambda: None)
+        encoder._waiting.append((launch, are_wrong, event))
+
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(encoding, "runs_kernel", lambda device: True)
         patched.setattr(torch.cuda, "device", lambda device: nullcontext())
         patched.setattr(EncodeLaunch, "run", run_on_cpu)
-        patched.setattr(ShardEncoder, "_note", lambda self, launch, _: made.append({*launch.numbers.tolist()}))
+        patched.setattr(ShardEncoder, "_note", note)
         yield made
 
 
@@ -248,7 +263,17 @@ def as_by_a_kernel(folder: str) -> list[bool]:
         is_once = sum(map(len, made)) == 2 * len(set[int]().union(*made))  # in each of two exports
         equal += [found.keys() == expected.keys(), len(made) > 1, is_once]
         equal += [torch.equal(as_bytes(found[name]), as_bytes(own)) for name, own in expected.items()]
-    return equal
+    spoil(models, rank=1)
+    with launches_on_cpu(), pytest.raises(ExportError, match="finite numbers") as refused:
+        dict(mb.iter_hf_weights(models, target=target, **options))
+    return [*equal, "rank 1" in str(refused.value)]
+
+
+def spoil(models: Any, rank: int = 0) -> None:
+    """Make all matrices of a rank NaN."""
+    for parameter in models[0].parameters() if torch.distributed.get_rank() == rank else ():
+        if parameter.dim() > 1:
+            parameter.data.fill_(torch.nan)
 
 
 def test_launches_make_all_that_one_of_two_holders_of_a_weight_sends(tmp_path: Path) -> None:
@@ -257,14 +282,20 @@ def test_launches_make_all_that_one_of_two_holders_of_a_weight_sends(tmp_path: P
 
 
 class StackingEngine(nn.Module):
-    """An engine with gate and up of all experts of a layer in one parameter, and with unused rows before them."""
+    """An engine with gate and up of all experts of a layer in one parameter, and with unused rows before them.
 
-    def __init__(self, manifest: Manifest, folder: Path) -> None:
+    With ``turns`` it keeps one projection of each layer transposed.
+    """
+
+    def __init__(self, manifest: Manifest, folder: Path, *, turns: bool) -> None:
         super().__init__()
+        self._turned = "o_proj.weight" if turns else "nothing"
         self._shapes = {spec.name: spec.shape for spec in manifest}
         sizes = {self._place(spec.name)[0]: spec for spec in manifest}
+        folder.mkdir(parents=True)
         for number, (name, spec) in enumerate(sizes.items()):
             shape = (spec.shape[0] * 8 + 3, *spec.shape[1:]) if name.endswith("w13") else spec.shape
+            shape = shape[::-1] if name.endswith(self._turned) else shape
             count = math.prod(shape) * spec.dtype.itemsize
             memory = torch.from_file(str(folder / str(number)), shared=True, size=count, dtype=torch.uint8)
             self.register_parameter(name.replace(".", "-"), nn.Parameter(memory.view(spec.dtype).view(shape), False))
@@ -281,47 +312,80 @@ class StackingEngine(nn.Module):
         for name, tensor in pairs:
             place, row = self._place(name)
             own = self.get_parameter(place.replace(".", "-")).data
+            own = own.mT if name.endswith(self._turned) else own
             (own if row < 0 else own[row : row + len(tensor)]).copy_(tensor)
 
 
-def rounds_into_an_engine(folder: str, note: dict[str, Any]) -> list[tuple[bool, ...]]:
-    """For each round: whether the engine has all bits, went without messages, and got all codes without a copy."""
-    mb.ParallelDims().initialize(device="cpu")
-    models = mb.build_model(folder, device="cpu", dtype=torch.bfloat16, load_weights=False)
-    manifest, found = mb.manifest(models, quantize=note), []
-    own, other = (StackingEngine(manifest, Path(folder) / part) for part in ("own", "other"))
-    engine = mb.engines.map_engine(manifest, own, own.load)
-    writer = mb.engines.EngineWriter(engine.map, engine.share())
-    parameters = dict(models[0].named_parameters())
-    first, moving = (parameters[f"decoder.layers.{layer}.self_attention.linear_proj.weight"] for layer in range(2))
-    first.data, moving.data = torch.stack([first.data, moving.data]).unbind()
-    for number in range(4):
-        with torch.no_grad():
-            for parameter in parameters.values():
-                parameter.mul_(1.25).add_(0.01 * number)
-        if number == 2:
-            moving.data = moving.data.clone()
-        if number:
-            assert engine.share() is None
+class EncodedRounds:
+    """Rounds in FP8 from a trainer into an engine, both in this process."""
+
+    def __init__(self, folder: Path, note: dict[str, Any], *, turns: bool) -> None:
+        self.models = mb.build_model(folder.parent, device="cpu", dtype=torch.bfloat16, load_weights=False)
+        self.parameters, self._note = dict(self.models[0].named_parameters()), note
+        manifest = mb.manifest(self.models, quantize=note)
+        self._own, self._other = (StackingEngine(manifest, folder / part, turns=turns) for part in ("own", "other"))
+        self.engine = mb.engines.map_engine(manifest, self._own, self._own.load)
+        self.writer: Any = None
+
+    def step(self) -> None:
+        """Change all weights."""
+        for parameter in self.parameters.values():
+            parameter.data.mul_(1.25).add_(0.01)
+
+    def run(self) -> tuple[bool, bool, bool]:
+        """A round: whether the engine has all bits, whether messages carried it, and whether few launches made all."""
+        if (handles := self.engine.share()) is not None:
+            self.writer = mb.engines.EngineWriter(self.engine.map, handles)
         messages = mock.patch.object(writing, "run_messages", side_effect=writing.run_messages)
         with launches_on_cpu() as made, messages as whole:
-            mb.engines.export_into(models, writer, quantize=note)
-        engine.complete()
-        other.load(mb.iter_hf_weights(models, quantize=note))
-        pairs = zip(own.parameters(), other.parameters(), strict=True)
+            mb.engines.export_into(self.models, self.writer, quantize=self._note)
+        self.engine.complete()
+        self._other.load(mb.iter_hf_weights(self.models, quantize=self._note))
+        pairs = zip(self._own.parameters(), self._other.parameters(), strict=True)
         is_equal = all(torch.equal(as_bytes(one.data), as_bytes(two.data)) for one, two in pairs)
-        found.append((is_equal, not whole.called, len(made) <= 4))
+        return is_equal, whole.called, len(made) <= 4
+
+
+def rounds_into_an_engine(folder: str, note: dict[str, Any], *, turns: bool) -> list[tuple[bool, bool, bool]]:
+    """Rounds of which the third begins with a weight in other memory; then a round with NaN, and two further rounds."""
+    mb.ParallelDims().initialize(device="cpu")
+    rounds = EncodedRounds(Path(folder) / str(turns), note, turns=turns)
+    first, moving = (rounds.parameters[f"decoder.layers.{n}.self_attention.linear_proj.weight"] for n in range(2))
+    first.data, moving.data = torch.stack([first.data, moving.data]).unbind()
+    found = []
+    for number in range(4):
+        rounds.step()
+        if number == 2:
+            moving.data = moving.data.clone()
+        found.append(rounds.run())
+    kept = {name: parameter.data.clone() for name, parameter in rounds.parameters.items()}
+    spoil(rounds.models)
+    with pytest.raises(ExportError, match="finite numbers"):
+        rounds.run()
+    with pytest.raises(TransferError, match="mark"):  # the engine does not count it as written
+        rounds.engine.complete()
+    rounds.engine.break_off()
+    for name, parameter in rounds.parameters.items():
+        parameter.data.copy_(kept[name])
+    found += [rounds.run(), rounds.run()]
+    memory = weakref.ref(rounds.writer.memory.tensors[0])
+    gc.collect()  # frames of the error
+    gc.disable()
+    rounds.writer.close()
+    assert memory() is None
+    gc.enable()
     return found
 
 
 def test_codes_are_made_where_an_engine_keeps_them_in_rounds_that_repeat(tmp_path: Path) -> None:
+    """If not all codes can be made there, some are copied, and no round begins like the last one."""
     sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
     tiny("qwen3_moe", **sizes).save_pretrained(tmp_path)
-    (tmp_path / "own").mkdir()
-    (tmp_path / "other").mkdir()
     note = {"quant_method": "fp8", "weight_block_size": [16, 32], "modules_to_not_convert": ["layers.1.mlp"]}
-    (found,) = pool.run(1, rounds_into_an_engine, str(tmp_path), note)
-    assert found == [(True, False, True), (True, True, True), (True, False, True), (True, True, True)]
+    (found,) = pool.run(1, partial(rounds_into_an_engine, turns=False), str(tmp_path), note)
+    assert found == [(True, messages, True) for messages in (True, False, True, False, True, False)]
+    (found,) = pool.run(1, partial(rounds_into_an_engine, turns=True), str(tmp_path), note)
+    assert found == [(True, True, True)] * 6
 
 
 @pytest.mark.parametrize("name", NEW)

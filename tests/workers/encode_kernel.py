@@ -89,9 +89,11 @@ def by_kernel(
     names = [f"w{number}" for number in range(len(shards))]
     parts = [SimpleNamespace(parts=(0,), plain=SimpleNamespace(hf=(n,)), shared=False, trace=trace) for n in names]
     files = {n: SimpleNamespace(scales=own) for n, own in zip(names, kept or (), strict=kept is not None)}
-    launch = EncodeLaunch([KernelShard(own, parts[n], 0, 2 * n, 2 * n + 1) for n, own in enumerate(shards)], places)
+    launch = EncodeLaunch(
+        [KernelShard(own, parts[n], 0, 2 * n, 2 * n + 1) for n, own in enumerate(shards)], is_placed=places is not None
+    )
     held = OnCpu([values[number // 2] for number in range(2 * len(values))])
-    made, are_wrong = launch.run(held, SimpleNamespace(files=files), torch.device("cpu"))
+    made, are_wrong = launch.run(held, SimpleNamespace(files=files), torch.device("cpu"), places)
     assert places or made.addresses.tolist() == [tensor.data_ptr() for tensor in made.tensors()]
     return [*made.tensors()], are_wrong
 

@@ -109,6 +109,11 @@ class AcrossRanks:
         for table in self._tables:
             table.run(buffers, nothing, device)
 
+    def give_up(self) -> None:
+        """Forget what has begun, once it has ended."""
+        self.wait()
+        self._begun = self._seen = None
+
     def wait(self) -> None:
         """Wait until this rank has copied everything."""
         if self._stream is not None:

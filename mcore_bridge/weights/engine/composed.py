@@ -1,5 +1,7 @@
 """An export into the memory of an engine: copies composed with its map, from this rank's tensors and from windows.
 
+Codes of weights can be written there when they are made, so that nothing is copied.
+
 An HF tensor is made only if the map casts it, or if the composition of the two copies is not a few boxes. It is then
 copied from there.
 """
@@ -10,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,6 +26,9 @@ from mcore_bridge.weights.plan.map_slices import MapSlices
 from mcore_bridge.weights.transfer.copier import Allocations, Buffers, CopyTable, RowPlaces
 from mcore_bridge.weights.transfer.endpoints import Maker, Outputs, Sources
 from mcore_bridge.weights.transfer.program import OUTPUTS, WINDOWS, Program, Step
+
+if TYPE_CHECKING:
+    from mcore_bridge.weights.source.weight_format import WeightFormat
 
 _AT_ONCE = 16
 """The messages whose copies run at once."""
@@ -136,6 +142,8 @@ class LastRound:
     allocations: Allocations
     """Where the parameters of this rank lay."""
     maker: Maker | None
+    form: WeightFormat
+    """The format in which weights left."""
     device: torch.device
 
 
@@ -167,10 +175,13 @@ class MapWriter(ABC):
         """The steps and the outputs of a round, instead of those that make HF tensors."""
         program, maker = sources.program, sources.maker
         is_alone = len(program.plan.streams) == 1  # so no other rank needs the codes
-        can_write = is_alone and len(self.memory.addresses) > 0 and self.memory.is_aligned
+        has_memory = len(self.memory.addresses) > 0 and (device.type == "cpu" or self.memory.on_gpu)
+        can_write = is_alone and has_memory and self.memory.is_aligned
         encoded = maker.rows if maker is not None and can_write else NO_ROWS
         if self.program is None or self.program.of is not program or self.program.encoded is not encoded:
             self.program, self._tables = EngineProgram(program, self.map, encoded=encoded), {}
+            self._places = None
+        if self.program.places and (self._places is None or self._places.memory is not self.memory):
             self._places = RowPlaces(self.program.places, self.memory)
         if maker is not None:
             maker.places = self._places
@@ -185,11 +196,11 @@ class MapWriter(ABC):
         """
         if self.last is not last or self.program is None:
             return None
+        self._due, self._held = [], None
         parameters = Buffers.of(last.allocations)
         held = parameters.at(last.program.made_of)
         if last.maker is not None:
             held = held.with_others([*last.maker.make(None, held)])
-        self._due, self._held = [], None
         outputs, nothing = (
             EngineOutputs(self.program, self, last.device),
             [torch.empty(0, device=last.device)] * OUTPUTS,
@@ -223,21 +234,24 @@ class MapWriter(ABC):
         """Run the copies that wait for others."""
         self._run_with(torch.empty(0, dtype=torch.uint8, device=device))
 
-    def end(self, device: torch.device, *, repeats: bool = False) -> None:
+    def end(self, device: torch.device, *, repeats: WeightFormat | None = None) -> None:
         """Run what is left, and wait until the engine has everything.
 
         Args:
-            repeats: whether the next round may begin like this one: no bytes came from other ranks, and no tensor of
-                this rank was made for it.
+            repeats: the format of the weights, if the next round may begin like this one. No bytes came from other
+                ranks then, and no weight of this rank was merged for it.
+
+        Raises:
+            ExportError: when a number is not finite that a repetition has encoded.
         """
         self.run_due(device)
         sources, self._sources = self._sources, None
-        if sources is not None and repeats and (sources.maker is None or sources.maker.is_placed):
-            self.last = LastRound(sources.program, sources.parameters.allocations, sources.maker, device)
+        if sources is not None and repeats is not None and (sources.maker is None or sources.maker.is_placed):
+            self.last = LastRound(sources.program, sources.parameters.allocations, sources.maker, repeats, device)
         self._held = None
-        self.complete()
         if self.last is not None and self.last.maker is not None:
-            self.last.maker.check()
+            self.last.maker.check()  # before the engine counts the round as written
+        self.complete()
 
     def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
         """Memory for windows, uint8 [num_bytes]."""
@@ -252,9 +266,16 @@ class MapWriter(ABC):
         """Wait until everything is written."""
 
     def let_go(self) -> None:
-        """Hold no tensors of this rank, once the engine has completed a round: a trainer may free or move them."""
+        """Hold no tensors of this rank, once a round has ended: a trainer may free or move them."""
+        self._sources = self._held = None
         if self.last is not None:
             self.last.allocations.wholes = []
+
+    def close(self) -> None:
+        """Forget the engine and all rounds."""
+        self.let_go()
+        self.program = self.last = self._places = None
+        self._tables, self._due = {}, []
 
     @abstractmethod
     def _hold(self, held: Buffers) -> None:
@@ -284,7 +305,7 @@ class MemoryWriter(MapWriter):
         assert self.program is not None
         GroupCopies(self.program.map, group).run(group, self.memory, by_kernel=False)
 
-    def end(self, device: torch.device, *, repeats: bool = False) -> None:
+    def end(self, device: torch.device, *, repeats: WeightFormat | None = None) -> None:
         """See ``MapWriter``. The memory has everything then, so tensors of this rank are no longer held."""
         super().end(device, repeats=repeats)
         self.let_go()

@@ -154,7 +154,7 @@ class MappedEngine:
 
     def look_ahead(self) -> None:
         """Look the engine's tensors up for the next round, while its trainer prepares it. The engine must wait."""
-        with suppress(TransferError):  # the round meets it again
+        with suppress(Exception):  # the round meets it again, and its trainer hears of it
             self._memory.look_ahead()
 
     def _checked(self) -> str:

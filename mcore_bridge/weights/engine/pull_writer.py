@@ -149,10 +149,6 @@ class PullWriter(MapWriter):
         super().let_go()
         self._allocations.wholes = []
 
-    def close(self) -> None:
-        """Forget the engine."""
-        self.program = None
-
 
 def _bytes_of(tensor: Tensor) -> bytes:
     return tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()

@@ -18,7 +18,7 @@ from mcore_bridge.errors import TransferError, plural
 from mcore_bridge.machine import uncollected
 from mcore_bridge.rules.mapping import ExpertFormat
 from mcore_bridge.rules.spec import Pair, runs_within
-from mcore_bridge.weights.agreement import Export, Look, Options, encoded, open_plain, unless
+from mcore_bridge.weights.agreement import Export, Look, Options, open_plain, unless, with_codes
 from mcore_bridge.weights.engine.across_ranks import AcrossRanks, MoreHandles
 from mcore_bridge.weights.engine.composed import LastRound, MapWriter, MemoryWriter
 from mcore_bridge.weights.engine.group_copies import MapCopies, take_expected
@@ -111,8 +111,9 @@ class EngineWriter(MemoryWriter):
 
     def close(self) -> None:
         """Close the engine's memory."""
-        self.memory, self._mark, self.program = Buffers([]), torch.zeros(8, dtype=torch.uint8), None
-        self._copies, self._buffers = MapCopies(self.map), Buffers([])
+        super().close()
+        self.memory, self._mark = Buffers([]), torch.zeros(8, dtype=torch.uint8)
+        self._copies = MapCopies(self.map)
 
 
 _WRITER = instance_of("an EngineWriter", MapWriter, advice="make one by EngineWriter(...)")
@@ -214,11 +215,16 @@ def write_export(
         into = reached()
         return new_tensors(sources, device) if into is None else into.begin(sources, device)
 
+    def let_go() -> None:
+        if writer is not None:
+            writer.let_go()
+
     repeated: Buffers | None = None
     is_done = False
     with ExitStack() as on_failure:  # the engine's memory is closed then, so nothing may write to it any longer
+        on_failure.callback(let_go)
         if across is not None:
-            on_failure.callback(across.wait)
+            on_failure.callback(across.give_up)
             across.begin(reached, is_settled=not is_pending(models))
         elif last is not None and not is_pending(models) and last.allocations.find():
             if last.device.type == "cuda":
@@ -229,19 +235,20 @@ def write_export(
             is_done = _is_same(last, repeated, export)
         if across is not None and across.takes(export):
             is_done = across.run(export, reached, more_handles)
+        if not is_done:
+            export = with_codes(export)
+            for pairs in run_messages(export.program, export.group, export.held, into=begin):
+                for _ in pairs:
+                    pass
+        if problem is not None:
+            raise problem
+        if writer is not None:
+            is_plain = export.group.size == 1 and not export.held.merges
+            writer.end(export.group.device, repeats=export.format if is_plain else None)
         on_failure.pop_all()
-    if not is_done:
-        export = encoded(export)
-        for pairs in run_messages(export.program, export.group, export.held, into=begin):
-            for _ in pairs:
-                pass
-    if problem is not None:
-        raise problem
-    if writer is not None:
-        writer.end(export.group.device, repeats=export.group.size == 1 and not export.held.merges)
 
 
 def _is_same(last: LastRound, repeated: Buffers, export: Export) -> bool:
     """Whether an export sends what a repetition of the last round has sent, from these parameters."""
-    is_plain = export.program is last.program and not export.held.merges
-    return is_plain and np.array_equal(Sources(export.program, export.held).parameters.addresses, repeated.addresses)
+    is_alike = (export.program, export.format) == (last.program, last.form) and not export.held.merges
+    return is_alike and np.array_equal(Sources(export.program, export.held).parameters.addresses, repeated.addresses)

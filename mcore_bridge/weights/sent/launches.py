@@ -1,5 +1,7 @@
 """Encodes shards on a GPU: one launch of a kernel makes the codes and scales of all shards that a message needs.
 
+Codes whose rows have places in an engine's memory are written there, and then a launch may make all of an export.
+
 A launch for each of thousands of experts would take longer than to read their numbers. What a launch needs to know of
 its shards does not change between exports, so a program keeps it on the GPU.
 """
@@ -7,7 +9,7 @@ its shards does not change between exports, so a program keeps it on the GPU.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -63,11 +65,11 @@ class EncodeLaunch:
     Codes are in one buffer, and scales in another one. All begin at addresses that suit the copies of an export.
 
     Args:
-        places: where the rows of all these shards belong. Codes are then written there, and not into a buffer.
+        is_placed: whether the rows of all these shards have places. Codes are then written there, not into a buffer.
     """
 
-    def __init__(self, shards: Sequence[KernelShard], places: RowPlaces | None = None) -> None:
-        self.shards, self.blocks, self._places = shards, shards[0].blocks, places
+    def __init__(self, shards: Sequence[KernelShard], *, is_placed: bool = False) -> None:
+        self.shards, self.blocks, self.is_placed = shards, shards[0].blocks, is_placed
         self._codes_at, self._scales_at = (
             [*accumulate((-(-size // unit) * unit for size in sizes), initial=0)]
             for sizes, unit in (
@@ -89,7 +91,7 @@ class EncodeLaunch:
         scales_at = [self._item * start for start in self._scales_at[:-1]]
         return np.array([self._codes_at[:-1], scales_at], dtype=np.int64).T
 
-    def _tables(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _tables(self, device: torch.device, places: RowPlaces | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """The table of shards, the shard of each tile, and the place of each row, if rows have places.
 
         See ``triton_encode.encode_tiles``.
@@ -98,38 +100,39 @@ class EncodeLaunch:
             first, tiles, rows, line = 0, [], [], 0
             for shard, codes_at, scales_at in zip(self.shards, self._codes_at, self._scales_at, strict=False):
                 of = shard.blocks
-                units, at = of.shape[1] // of.unit, codes_at // WIDEST if self._places is None else line
+                units, at = of.shape[1] // of.unit, line if self.is_placed else codes_at // WIDEST
                 rows.append((shard.codes, first, of.tiles[1], of.shape[0], units, *of.grid, at, scales_at))
                 first, line = first + _area(of.tiles), line + of.shape[0]
                 tiles.append(_area(of.tiles))
             owners = np.repeat(np.arange(len(tiles), dtype=np.int32), tiles)
             tables = torch.tensor(rows, dtype=torch.int32).to(device), torch.from_numpy(owners).to(device)
             codes = [shard.codes for shard in self.shards]
-            places = None if self._places is None else self._places.distances(codes, device)
-            self._on_device[device] = *tables, places
+            self._on_device[device] = *tables, None if places is None else places.distances(codes, device)
         return self._on_device[device]
 
-    def run(self, held: Buffers, form: WeightFormat, device: torch.device) -> tuple[Made, Tensor]:
+    def run(
+        self, held: Buffers, form: WeightFormat, device: torch.device, into: RowPlaces | None = None
+    ) -> tuple[Made, Tensor]:
         """Encode the shards.
 
         Args:
             held: the tensors of this rank, at the numbers of their codes.
             form: the format in which weights leave.
+            into: the places of rows, if they have any.
 
         Returns:
             Codes and scales, or scales alone; and int32 [shards], 1 for each shard with a number that is not finite.
         """
         from mcore_bridge.weights.sent.triton_encode import encode_tiles
 
-        table, owners, places = self._tables(device)
-        gpus: frozenset[int] = frozenset() if self._places is None else self._places.memory.gpus
+        table, owners, places = self._tables(device, into)
         if places is None:
             codes = torch.empty(self._codes_at[-1], dtype=torch.uint8, device=device)
         else:
             codes = places.view(torch.uint8)
         scales = torch.empty(self._scales_at[-1], dtype=self.blocks.scales, device=device)
         are_wrong = torch.zeros(len(self.shards), dtype=torch.int32, device=device)
-        with beside_peers(device, gpus):
+        with beside_peers(device, frozenset() if into is None else into.memory.gpus):
             encode_tiles(
                 self.blocks,
                 held.addresses_on(device),
@@ -152,7 +155,7 @@ class EncodeLaunch:
         for shard, codes_at, scales_at in zip(self.shards, self._codes_at, self._scales_at, strict=False):
             dtype, shape = shard.blocks.codes
             own = codes[codes_at : codes_at + shard.blocks.num_bytes]
-            yield own.view(dtype).view(shape) if self._places is None else codes[:0]
+            yield codes[:0] if self.is_placed else own.view(dtype).view(shape)
             yield scales[scales_at : scales_at + _area(shard.blocks.grid)].view(shard.blocks.grid)
 
     def _kept(self, form: WeightFormat, device: torch.device) -> Tensor | None:
@@ -172,15 +175,14 @@ class EncodeLaunch:
 
 
 def launches_of(
-    shards: Iterable[KernelShard], form: WeightFormat, merged: frozenset[int], places: RowPlaces | None = None
+    shards: Iterable[KernelShard], form: WeightFormat, merged: frozenset[int], placed: Container[int] = ()
 ) -> list[EncodeLaunch]:
     """The launches that encode shards.
 
     Args:
         merged: the codes whose weights have to be made first.
-        places: where rows of some of the shards belong.
+        placed: the codes whose rows have places.
     """
-    placed = places.rows if places is not None else {}
     groups: dict[tuple[object, ...], list[KernelShard]] = {}
     sizes: dict[tuple[object, ...], int] = {}
     for shard in shards:
@@ -190,7 +192,7 @@ def launches_of(
             sizes[key] = sizes.get(key, 0) + shard.blocks.num_bytes
             key = (*key, sizes[key] // _MERGED)
         groups.setdefault(key, []).append(shard)
-    return [EncodeLaunch(alike, places if key[0] else None) for key, alike in groups.items()]
+    return [EncodeLaunch(alike, is_placed=bool(key[0])) for key, alike in groups.items()]
 
 
 @dataclass(eq=False)
@@ -234,16 +236,20 @@ class ShardEncoder:
     def make(self, numbers: Sequence[int] | None, held: Buffers) -> Iterator[Made]:
         """See ``Maker``."""
         key = None if numbers is None or (self.is_placed and not self.merges) else tuple(numbers)
-        known = self.launches if self.places is None else self.places.launches.setdefault(frozenset(self.merges), {})
+        places, known = self.places, self.launches
+        if places is not None:
+            known = places.launches.setdefault(frozenset(self.merges), {})
         if key not in known:
             shards = self.shards.values() if key is None else map(self.shards.__getitem__, key)
-            known[key] = launches_of(dict.fromkeys(shards), self.form, frozenset(self.merges), self.places)
+            placed = places.rows if places is not None else ()
+            known[key] = launches_of(dict.fromkeys(shards), self.form, frozenset(self.merges), placed)
         for launch in known[key]:
             with torch.cuda.device(self.device), torch.no_grad():
                 of_merges = [shard.codes for shard in launch.shards if shard.codes in self.merges]
                 merged = {number: merge(tensor) for number in of_merges for merge, tensor in [self.merges[number]]}
                 sources = held.with_others([Made.of(merged)]) if merged else held
-                made, are_wrong = launch.run(sources, self.form, self.device)
+                into = places if launch.is_placed else None
+                made, are_wrong = launch.run(sources, self.form, self.device, into)
                 self._note(launch, are_wrong)
             yield made
 
@@ -260,6 +266,7 @@ class ShardEncoder:
             done, flags, event = self._waiting.popleft()
             event.synchronize()
             if (wrong := flags.nonzero()).numel():
+                self._waiting.clear()  # a check of other numbers must not meet them
                 raise not_finite(done.shards[int(wrong[0])].part)
 
 

@@ -174,7 +174,7 @@ def _new(bits, most, smallest, DTYPE: tl.constexpr, KIND: tl.constexpr, POWERS: 
 
 
 @_jit
-def _places(tile, across, rows, columns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, LINES: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: E501, N803  # fmt: skip
+def _elements(tile, across, rows, columns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, LINES: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: E501, N803  # fmt: skip
     """Rows [LINES] and columns [GROUPS, WIDE] of a tile in a shard, and which elements of both are there."""
     line = tl.arange(0, LINES)
     row = tile // across * (HEIGHT if HEIGHT > 1 else LINES) + line
@@ -226,7 +226,7 @@ def _encode(  # type: ignore[no-untyped-def]
     source = tl.load(addresses + tensor).to(tl.pointer_type(VALUE))
     if ALIGNED:
         source = tl.multiple_of(source, 16)
-    line, column, there = _places(tile, across, rows, columns, HEIGHT, WIDTH, LINES, GROUPS, WIDE)
+    line, column, there = _elements(tile, across, rows, columns, HEIGHT, WIDTH, LINES, GROUPS, WIDE)
     numbers = tl.load(source + _at(line, column, columns), mask=there, other=0.0).to(tl.float32)
     bits = _largest(numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF, HEIGHT)
     tl.store(not_finite + shard + tl.zeros_like(bits), tl.full(bits.shape, 1, tl.int32), mask=bits >= 0x7F800000)
@@ -240,7 +240,7 @@ def _encode(  # type: ignore[no-untyped-def]
         factors = _factors(old, KIND)[:, :, None]
         shows = 0
         if HEIGHT > 1:  # a block that a step has changed shows this in its first rows, so the others need no check
-            of_few, few, are_there = _places(tile, across, rows, columns, HEIGHT, WIDTH, FEW, GROUPS, WIDE)
+            of_few, few, are_there = _elements(tile, across, rows, columns, HEIGHT, WIDTH, FEW, GROUPS, WIDE)
             few = tl.load(source + _at(of_few, few, columns), mask=are_there, other=0.0).to(tl.float32)
             shows = tl.max(_largest(_differs(few, are_there, factors, ROUND, VALUE, KIND, CUDA, FP8), HEIGHT))
         if shows == 0:
@@ -251,7 +251,7 @@ def _encode(  # type: ignore[no-untyped-def]
     if KIND != 0:
         low, high = tl.split(tl.reshape(code, [LINES, GROUPS, WIDE // 2, 2]))
         code, columns = low | high << 4, columns // 2
-        line, column, there = _places(tile, across, rows, columns, HEIGHT, WIDTH // 2, LINES, GROUPS, WIDE // 2)
+        line, column, there = _elements(tile, across, rows, columns, HEIGHT, WIDTH // 2, LINES, GROUPS, WIDE // 2)
     if PLACED:
         starts = tl.load(places + codes_at + line, mask=line < rows, other=0)
         at, there = starts[:, None, None] * 16 + column[None, :, :], there & (starts != 0)[:, None, None]

@@ -134,7 +134,11 @@ class Sources:
             self.maker.check(_UNCHECKED)
 
     def passed(self, message: int) -> None:
-        """Free tensors that were made and that no message soon after this one needs."""
+        """Free tensors that were made and that no message soon after this one needs; after the last one, check all.
+
+        Raises:
+            ExportError: when something could not be made.
+        """
         if self.maker is not None and message == self._last:
             self.maker.check()
         idle = self._made.keys() & self.program.idle_after.get(message, ()) if self._made else ()
