@@ -25,7 +25,8 @@ from mcore_bridge.weights.plan.export_plan import Message
 from mcore_bridge.weights.plan.map_slices import MapSlices
 from mcore_bridge.weights.transfer.copier import Allocations, Buffers, CopyTable, RowPlaces
 from mcore_bridge.weights.transfer.endpoints import Maker, Outputs, Sources
-from mcore_bridge.weights.transfer.program import OUTPUTS, WINDOWS, Program, Step
+from mcore_bridge.weights.transfer.executor import run_alone
+from mcore_bridge.weights.transfer.program import WINDOWS, Program, Step
 
 if TYPE_CHECKING:
     from mcore_bridge.weights.source.weight_format import WeightFormat
@@ -201,13 +202,9 @@ class MapWriter(ABC):
         held = parameters.at(last.program.made_of)
         if last.maker is not None:
             held = held.with_others([*last.maker.make(None, held)])
-        outputs, nothing = (
-            EngineOutputs(self.program, self, last.device),
-            [torch.empty(0, device=last.device)] * OUTPUTS,
-        )
-        for number, message in enumerate(self.program.plan.messages):
-            outputs.run(self.program.step(number, None), held, nothing, last.device)
-            for _ in outputs.closed(message):
+        outputs = EngineOutputs(self.program, self, last.device)
+        for pairs in run_alone(self.program, outputs, lambda step: held, last.device):
+            for _ in pairs:
                 pass
         self.run_due(last.device)
         return parameters

@@ -17,9 +17,10 @@ from torch import Tensor
 from mcore_bridge.errors import ExportError
 from mcore_bridge.weights.plan.export_plan import MESSAGES_IN_FLIGHT, Message
 from mcore_bridge.weights.transfer.collectives import Group
+from mcore_bridge.weights.transfer.copier import Buffers
 from mcore_bridge.weights.transfer.endpoints import Held, Outputs, Sources
 from mcore_bridge.weights.transfer.failures import raise_failures, raise_on_all, require_all
-from mcore_bridge.weights.transfer.program import OUTPUTS, Program
+from mcore_bridge.weights.transfer.program import OUTPUTS, Program, Step
 from mcore_bridge.weights.transfer.windows import Memory, State, Windows
 
 Pairs = Iterator[tuple[str, Tensor]]
@@ -68,7 +69,9 @@ def run_messages(
     """
     if group.size == 1:
         sources = Sources(program, held)  # before a receiver has to be ready
-        yield from _alone(*into(sources, group.device), sources, group.device)
+        for number, pairs in enumerate(run_alone(*into(sources, group.device), sources.read_by, group.device)):
+            sources.passed(number)
+            yield pairs
         return
     exchange = None
     with raise_on_all(group, kind=ExportError):  # such as out of memory: other ranks must be informed before they wait
@@ -78,12 +81,18 @@ def run_messages(
     yield from exchange.messages()
 
 
-def _alone(program: Program, outputs: Outputs, held: Sources, device: torch.device) -> Iterator[Pairs]:
+def run_alone(
+    program: Program, outputs: Outputs, read: Callable[[Step], Buffers], device: torch.device
+) -> Iterator[Pairs]:
+    """``run_messages`` for a rank whose group has no other ranks.
+
+    Args:
+        read: from a step to this rank's tensors.
+    """
     nothing = [torch.empty(0, device=device)] * OUTPUTS
     for number, message in enumerate(program.plan.messages):
         step = program.step(number, None)
-        outputs.run(step, held.read_by(step), nothing, device)
-        held.passed(number)
+        outputs.run(step, read(step), nothing, device)
         yield outputs.closed(message)
 
 
