@@ -31,7 +31,7 @@ from mcore_bridge.factory.modules.latent import adapt_latent, adapt_sparse
 from mcore_bridge.factory.modules.layer_inputs import adapt_layer_input
 from mcore_bridge.factory.modules.layer_rope import adapt_layer_rope
 from mcore_bridge.factory.modules.learned_activation import adapt_activation
-from mcore_bridge.factory.modules.mixers.delta import adapt_linear_attention
+from mcore_bridge.factory.modules.mixers.delta import adapt_linear_attention, adapt_output_gate
 from mcore_bridge.factory.modules.multipliers import adapt_residuals
 from mcore_bridge.factory.modules.norms import (
     adapt_expert_norm,
@@ -73,8 +73,7 @@ def block_spec(config: TransformerConfig, layers: range, *, backend: Backend) ->
         context = LayerContext(layer_config(config, number), number, backend, selection)
         for adapt in ADAPTATIONS:
             adapt(spec.submodules, context)
-    norm = final_norm(backend, config)
-    return TransformerBlockSubmodules(layer_specs=own, layer_norm=merging(norm) if has_streams(config) else norm)
+    return TransformerBlockSubmodules(layer_specs=own, layer_norm=merging(final_norm(backend, config), config))
 
 
 def _require_recomputable(config: TransformerConfig) -> None:
@@ -148,6 +147,7 @@ ADAPTATIONS: tuple[Callable[[Any, LayerContext], None], ...] = (
     adapt_latent,
     adapt_sparse,  # it takes the modules of our latent attention
     adapt_output_bias,
+    adapt_output_gate,
     # The core attention is chosen before it is wrapped.
     adapt_scores,
     adapt_selection,

@@ -22,10 +22,23 @@ BLOCKS       = under("self_attention.core_attention.indexer", "self_attn", table
                      ("linear_wk.weight", "index_k_proj.weight", REPLICATED),
                      ("q_norm.weight",    "index_q_norm.weight", REPLICATED),
                      ("k_norm.weight",    "index_k_norm.weight", REPLICATED)))
+MEAN_POOLS   = under("self_attention.core_attention.indexer", "self_attn.indexer", table(
+                     ("linear_wqk.weight", "index_qk_proj.weight", REPLICATED),
+                     ("q_norm.weight",     "q_layernorm.weight",   REPLICATED),
+                     ("k_norm.weight",     "k_layernorm.weight",   REPLICATED)))
+_LOW_RANK    = table(("norm.weight",         "hc_norm.weight",               REPLICATED),
+                     ("linear_down.weight",  "input_mix_weight_down.weight", REPLICATED),
+                     ("linear_up.weight",    "input_mix_weight_up.weight",   REPLICATED))
+_WRITE       = table(("linear_write.weight", "block_inject_weight.weight",   REPLICATED))
 SPARSE_LAYER = (*NORMS, *MLA, *INDEXER, *MOE_BIASED)
 # fmt: on
 """``SPARSE_LAYER`` has no dense MLP. Layers that share a selection have no indexer. ``POOLS`` joins keys into pools.
-``BLOCKS`` is an indexer without latents."""
+``BLOCKS`` and ``MEAN_POOLS`` are indexers without latents."""
+LOW_RANK_STREAMS = (
+    *under("input_layernorm.connection", "attn_hyper_connection", _LOW_RANK, _WRITE),
+    *under("pre_mlp_layernorm.connection", "mlp_hyper_connection", _LOW_RANK, _WRITE),
+)
+LOW_RANK_MERGE = under("decoder.final_layernorm.merge", "model.hyper_connection_mixer", _LOW_RANK)
 _HALVES = {"linear_q_up_proj": HALVES_OF_QUERIES, "linear_kv_down_proj": HALVES_OF_KEYS}
 MLA_IN_HALVES = tuple(replace(rule, layout=_HALVES.get(rule.mcore.split(".")[1], rule.layout)) for rule in MLA)
 """``MLA`` of a checkpoint whose pairs of rotated dims are in two halves."""

@@ -137,7 +137,7 @@ def random_state(hf: Any, *, dtype: torch.dtype = torch.float32, seed: int = 0) 
     generator = torch.Generator().manual_seed(seed)
     state = {name: _random(name, shape, generator) for name, shape in _shapes(hf.to_json_string())}
     state |= {name: random_experts(hf, generator) for name in state if name.endswith("tid2eid")}
-    if hf.model_type.startswith(("qwen3_next", "qwen3_5")):
+    if hf.model_type.startswith(("qwen3_next", "qwen3_5", "qwen4_exp")):
         state = {name: _of_delta_net(name, tensor) for name, tensor in state.items()}
     if hf.model_type.startswith("gemma4"):
         state = {name: _of_gemma4(name, tensor) for name, tensor in state.items()}
