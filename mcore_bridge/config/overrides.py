@@ -35,7 +35,7 @@ ATTRIBUTES = frozenset(
         *("dsa_indexer_pool", "dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset"),
         *("dsa_indexer_block", "dsa_indexer_local_blocks"),
         *("compression", "compression_ratios", "query_rank", "output_groups", "output_rank"),
-        *("root_scores", "experts_by_token"),
+        *("root_scores", "experts_by_token", "ngrams", "ngram_layer"),
         *("norm_weight", "qkv_clip", "keys_of_layer", "layer_input_size", "unpadded_vocab_size", "query_growth"),
         *("residual_convolutions", "relative_profiles", "relative_extent", "shared_experts_scored"),
         *ATTENTION_FACTOR,
@@ -104,6 +104,8 @@ For ``build_model``:
 * ``output_groups``: how many groups of heads project their output by themselves;
 * ``root_scores``: whether scores of routers are roots of softplus;
 * ``experts_by_token``: of a layer, whether a table gives the experts of each token;
+* ``ngrams``: the sizes of embeddings of n-grams (``tables/ngrams.py``), whether or not a layer has some;
+* ``ngram_layer``: of a layer, its number (from 0) among layers with embeddings of n-grams, if it has some;
 * ``attention_softcap``, ``logit_softcap``: the bounds of attention scores and of logits, enforced by a tanh;
 * ``embedding_scale``: word embeddings are multiplied by it;
 * ``embedding_dropout``: the dropout of the embedding, if it is not mcore's ``hidden_dropout``;

@@ -33,6 +33,7 @@ from mcore_bridge.factory.modules.layer_rope import adapt_layer_rope
 from mcore_bridge.factory.modules.learned_activation import adapt_activation
 from mcore_bridge.factory.modules.mixers.delta import adapt_linear_attention, adapt_output_gate
 from mcore_bridge.factory.modules.multipliers import adapt_residuals
+from mcore_bridge.factory.modules.ngram_inputs import adapt_ngrams
 from mcore_bridge.factory.modules.norms import (
     adapt_expert_norm,
     adapt_norm_placement,
@@ -89,11 +90,12 @@ def _require_recomputable(config: TransformerConfig) -> None:
 def _require_no_recompute_of_layers(config: TransformerConfig) -> None:
     """Raises ``ConfigError`` if whole layers are recomputed, which read more than megatron-core passes them again."""
     by_layer = getattr(config, "per_layer_config", None) or ()
-    shares = any(own.get("keys_of_layer") is not None for own in by_layer)
-    if config.recompute_granularity == "full" and (shares or getattr(config, "layer_input_size", None) is not None):
+    reads = any(own.get(name) is not None for own in by_layer for name in ("keys_of_layer", "ngram_layer"))
+    if config.recompute_granularity == "full" and (reads or getattr(config, "layer_input_size", None) is not None):
         raise ConfigError(
-            "recompute_granularity must not be 'full' for layers with inputs from a second embedding, or with keys of "
-            "another layer: megatron-core passes a recomputed layer hidden states alone. Use 'selective', with modules"
+            "recompute_granularity must not be 'full' for layers with inputs from a second embedding or from n-grams, "
+            "or with keys of another layer: megatron-core passes a recomputed layer hidden states alone. Use "
+            "'selective', with modules"
         )
 
 
@@ -167,6 +169,7 @@ ADAPTATIONS: tuple[Callable[[Any, LayerContext], None], ...] = (
     adapt_norm_placement,
     adapt_expert_norm,
     adapt_streams,  # it may choose another linear layer, which limits wrap
+    adapt_ngrams,
     adapt_limits,
     adapt_clip,
     adapt_activation,

@@ -92,6 +92,7 @@ def _layers(config: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
         _linear_attention(config) if is_linear else _attention(own[layer], layer)
         for layer, is_linear in enumerate(linear)
     ]
+    attentions = [size + _ngrams(config) for size, config in zip(attentions, own, strict=True)]
     halves = zip(attentions, mlps, strict=True)
     kinds = getattr(config, "layer_kinds", None)
     layers = (
@@ -267,6 +268,17 @@ def _indexer(config: Any, layer: int) -> int:
     pool = getattr(config, "dsa_indexer_pool", None)
     pooling = dim * (config.hidden_size + pool) if pool else 0
     return config.q_lora_rank * heads * dim + config.hidden_size * (dim + heads) + 2 * dim + pooling
+
+
+def _ngrams(config: Any) -> int:
+    """The parameters of the embeddings of n-grams that a layer adds to its streams, with the integers of its hashes."""
+    number = getattr(config, "ngram_layer", None)
+    if number is None:
+        return 0
+    ngrams, hidden, streams = config.ngrams, config.hidden_size, config.mhc_num_residual_streams
+    heads = len(ngrams.rows_of_heads(number))
+    count = ngrams.rows(number) * (ngrams.width // heads) + ngrams.size + 2 * heads
+    return int(count + ngrams.width * hidden * (streams + 1) + streams * hidden * (3 + ngrams.kernel))
 
 
 def _linear_attention(config: Any) -> int:

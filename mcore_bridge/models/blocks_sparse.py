@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 
+from mcore_bridge.config.fields import Hf
+from mcore_bridge.config.tables.ngrams import layers_with_ngrams, ngrams_of
 from mcore_bridge.models.blocks import MLA, MOE_BIASED, NORMS
-from mcore_bridge.rules.layout import REPLICATED
-from mcore_bridge.rules.mapping import Rules, table, under
+from mcore_bridge.rules.layout import COLUMN, REPLICATED, Concat
+from mcore_bridge.rules.mapping import Rule, Rules, of_layers, table, under
 from mcore_bridge.rules.mixer_layouts import HALVES_OF_KEYS, HALVES_OF_QUERIES
 
 # fmt: off
@@ -30,6 +32,15 @@ _LOW_RANK    = table(("norm.weight",         "hc_norm.weight",               REP
                      ("linear_down.weight",  "input_mix_weight_down.weight", REPLICATED),
                      ("linear_up.weight",    "input_mix_weight_up.weight",   REPLICATED))
 _WRITE       = table(("linear_write.weight", "block_inject_weight.weight",   REPLICATED))
+_NGRAMS      = table(("multipliers",         "ple_embedding.layer_multipliers",       REPLICATED),
+                     ("rows_of_heads",       "ple_embedding.ngram_heads_vocab_sizes", REPLICATED),
+                     ("starts_of_heads",     "ple_embedding.ngram_heads_offsets",     REPLICATED),
+                     ("linear_key.weight",   "key_proj.weight",                       REPLICATED),
+                     ("linear_value.weight", "value_proj.weight",                     REPLICATED),
+                     ("key_norm.weight",     "norm_key.weight",                       REPLICATED),
+                     ("query_norm.weight",   "norm_query.weight",                     REPLICATED),
+                     ("conv_norm.weight",    "norm_conv.weight",                      REPLICATED),
+                     ("conv.weight",         "conv1d.weight",                         REPLICATED))
 SPARSE_LAYER = (*NORMS, *MLA, *INDEXER, *MOE_BIASED)
 # fmt: on
 """``SPARSE_LAYER`` has no dense MLP. Layers that share a selection have no indexer. ``POOLS`` joins keys into pools.
@@ -57,3 +68,15 @@ def streams(attention: str, mlp: str) -> Rules:
 def merge(hf: str) -> Rules:
     """The gates before the final norm."""
     return gates("decoder.final_layernorm.merge", hf)
+
+
+def ngrams(hf: Hf) -> Rules:
+    """The embeddings of n-grams of some layers. Each layer has a table of its own size, and files have its shards."""
+    layers, mcore, own = layers_with_ngrams(hf), "input_layernorm.ngrams", "ple.ple_embedding.ngram_embedding"
+    rules = of_layers(under("decoder.layers.*", "model.layers.*", under(mcore, "ple", _NGRAMS)), layers)
+    for number, layer in enumerate(layers):
+        rows = ngrams_of(hf).rows_of_shards(number)
+        names = tuple(f"model.layers.{layer}.{own}.shard_{shard}.weight" for shard in range(len(rows)))
+        whole = f"decoder.layers.{layer}.{mcore}.word_embeddings.weight"
+        rules = (*rules, Rule(whole, names, Concat(0, rows) >> COLUMN))
+    return rules

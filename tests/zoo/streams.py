@@ -74,6 +74,17 @@ QWEN = {
 }
 
 
+NGRAMS = {
+    "layer_types": ["linear_attention", "linear_attention", "indexed_attention", "indexed_attention"],
+    "ple_layer_ids": [1, 2],
+    "ple_embed_dim": 24,
+    "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 20,
+    "make_ngram_vocab_size_divisible_by": 4,
+    "split_ngram_parts": 3,
+}
+
+
 def hunyuan(*kinds: str, **fields: object) -> Case:
     """A case with these ``indexer_types``."""
     return sparse("hy_v4", **{**HY, **DENSE_FIRST, "indexer_types": [*kinds], **fields})
@@ -84,5 +95,6 @@ CASES = {
     "glm5_next_text": sparse("glm5_next_text", **GLM),
     "deepseek_v4": case("deepseek_v4", **DEEPSEEK),
     "qwen4_exp_text-no-ngrams": case("qwen4_exp_text", **QWEN, vocab_size=97, output_gate_type="sigmoid"),
+    "qwen4_exp_text": case("qwen4_exp_text", **{**QWEN, **NGRAMS}),
     "hy_v4-indexers": hunyuan(*["full"] * 4, hc_mult=3),
 }

@@ -15,7 +15,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from mcore_bridge.errors import ConfigError
@@ -58,7 +58,17 @@ def adapt_streams(layer: Any, context: LayerContext) -> None:
 
 def norm_behind(norm: type, config: Any) -> type:
     """``norm``, or nothing if streams have norms of their own before they are read."""
-    return norm if getattr(config, "mhc_rank", None) is None else IdentityOp
+    return norm if getattr(config, "mhc_rank", None) is None else Unnormed
+
+
+class Unnormed(MegatronModule):
+    """Nothing in the place of a norm. In a checkpoint, TP cuts its modules as they are cut by themselves."""
+
+    def __init__(self, config: TransformerConfig, *sizes: int, **arguments: Any) -> None:
+        super().__init__(config)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden
 
 
 def spread_embedding(chunk: GPTModel) -> None:
@@ -102,7 +112,7 @@ class Weights:
     """
 
     def __init__(self) -> None:
-        self.kept: tuple[Tensor, Tensor | None] | None = None
+        self.kept: tuple[Tensor, Tensor | None, Tensor | None] | None = None
 
     def reading(self, norm: type) -> type:
         """``norm`` of what its ``connection`` reads out of the streams. The weights of the addition stay here."""
@@ -113,15 +123,16 @@ class Weights:
 
             def __new__(cls, config: TransformerConfig, *sizes: int, **arguments: Any) -> Any:
                 module = norm(config, *sizes, **arguments)
-                module.connection = Connection(config) if norm is not IdentityOp else LowRankConnection(config)
+                module.connection = Connection(config) if norm is not Unnormed else LowRankConnection(config)
                 module.register_forward_pre_hook(memory._read)
                 return module
 
         return Reading
 
     def _read(self, norm: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
-        hidden, *weights = norm.connection(inputs[0])
-        self.kept = (weights[0], weights[1])
+        streams, added = inputs[0], norm.ngrams(inputs[0]) if hasattr(norm, "ngrams") else None
+        hidden, weights, mixes = norm.connection(streams if added is None else streams + added)
+        self.kept = (weights, mixes, added)
         return (hidden,)
 
     def writing(self) -> Callable[[bool, bool], Add]:
@@ -140,8 +151,8 @@ class Weights:
     def _write(self, output: Tensor, streams: Tensor) -> Tensor:
         kept, self.kept = self.kept, None
         assert kept is not None
-        weights, mixes = kept
-        before = apart(streams, weights.size(-1)).float()
+        weights, mixes, ngrams = kept
+        before = apart(streams if ngrams is None else streams + ngrams, weights.size(-1)).float()
         mixed = before if mixes is None else mixes.transpose(-1, -2) @ before
         added = weights[..., None] * output.float()[..., None, :]
         return (mixed + added).to(streams.dtype).flatten(-2)
