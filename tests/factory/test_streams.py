@@ -18,7 +18,7 @@ from mcore_bridge.config.hf import with_fields
 from mcore_bridge.config.mesh.divisibility import DELTA_CONTEXT
 from mcore_bridge.config.transformer import to_gpt_arguments, to_hf_config
 from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
-from mcore_bridge.factory.modules import streams
+from mcore_bridge.factory.modules import selection, streams
 from tests import zoo
 from tests.support import pool, stepping, tiny
 from tests.support.fake_mesh import rank_of
@@ -231,6 +231,34 @@ def test_pools_begin_with_the_first_token_of_a_padded_row(length):
     assert torch.equal(found[mask], expected[..., :-1][mask])
     seen = torch.ones(length, length).tril().bool() & mask[:, None]
     assert (found[mask].sum() < seen[mask].sum()) == (length > hf.index_topk)
+
+
+@pytest.mark.parametrize("length", [2, 23])
+def test_pools_have_the_mean_of_their_keys_and_the_rope_of_their_first_token(length):
+    """As transformers' indexer hides keys of three rows: padded on the left, the right, or not."""
+    from transformers.models.qwen4_exp import modeling_qwen4_exp as theirs
+
+    hf = CASES["qwen4_exp_text"]
+    dims, indexer = ParallelDims(), theirs.Qwen4ExpTextQSAIndexer(hf, 3)
+    with rank_of(dims, 0, 1):
+        (model,) = mb.build_model(hf, dims=dims, device="cpu", dtype=torch.float32, load_weights=random_state(hf))
+    core = model.decoder.layers[3].self_attention.core_attention
+    names = {"index_qk_proj": "linear_wqk", "q_layernorm": "q_norm", "k_layernorm": "k_norm"}
+    indexer.load_state_dict(
+        {f"{name}.weight": core.indexer.state_dict()[f"{own}.weight"] for name, own in names.items()}
+    )
+    hidden = torch.randn(3, length, hf.hidden_size, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(3, length, dtype=torch.bool)
+    mask[0, : length // 4], mask[1, length - length // 4 :] = False, False
+    seen = torch.ones(length, length).tril().bool() & mask[:, None]
+    angles = theirs.Qwen4ExpTextRotaryEmbedding(hf)(hidden, torch.arange(length).expand(3, 3, -1))
+    with rank_of(dims, 0, 1), torch.no_grad():
+        expected = indexer(hidden, angles, seen[:, None], None)[:, 0]
+        turn = selection.Turn(model.rotary_pos_emb(length), None, 1.0, None)
+        indexed = core.indexer(hidden.transpose(0, 1), hidden.transpose(0, 1), turn)
+        found = ~core._unselected(indexed, mask)[:, 0]
+    assert torch.equal(found[mask], expected[mask])
+    assert (found[mask].sum() < seen[mask].sum()) == (length > hf.indexer_budget)
 
 
 def test_the_published_config_of_glm_is_read_and_written_back():

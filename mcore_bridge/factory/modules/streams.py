@@ -3,7 +3,8 @@
 Between layers a hidden state is ``[s, b, n * hidden]``: n streams side by side, which are equal behind the embedding.
 Before attention and before the MLP, a sum of the streams is read, and normed. Their output is added to each stream. The
 weights of the sum and of the additions depend on the token, and ``Connection`` computes them. Before the final norm the
-streams become one. So the same code serves every family with streams, and no code of a layer is repeated.
+streams become one. So the same code serves every family with streams, and no code of a layer is repeated. With
+``mhc_rank``, each stream is normed before it is read, and each of its elements has a gate (``LowRankConnection``).
 
 megatron-core 0.20 has such a module, whose fields (``enable_mhc_connections`` and others) our configs have, too. It has
 another merge before the final norm, and always mixes streams with each other.
