@@ -56,7 +56,8 @@ def shares_selection(layer: int, *, freq: int, offset: int) -> bool:
 
 def selects_keys(mcore: Mcore) -> bool:
     """Whether attention has indexers of ours: megatron-core's are latent, with neither sinks nor pools nor blocks."""
-    selects = bool(mcore.get("multi_latent_attention")) or mcore.get("dsa_indexer_block") is not None
+    ours = (mcore.get(name) for name in ("dsa_indexer_block", "dsa_indexer_pool"))
+    selects = bool(mcore.get("multi_latent_attention")) or any(size is not None for size in ours)
     return (
         selects and mcore.get("dsa_indexer_topk") is not None and mcore.get("experimental_attention_variant") != "dsa"
     )

@@ -26,15 +26,16 @@ ATTRIBUTES = frozenset(
         *("layer_kinds", "mamba_conv_kernel", "short_conv_kernel", "mamba_norm", "side_multipliers"),
         *("mtp_kinds", "mtp_like_layer", "attention_chunks", "nope_temperature", "per_layer_config"),
         *("attention_gate", "attention_gate_activation", "expert_latent_size", "value_norm", "keys_as_values"),
-        *("layer_scalar", "kda_full_rank", "kda_rate_dims", "kda_lower_bound", "delta_negative_eigenvalues"),
+        *("layer_scalar", "kda_full_rank", "kda_rate_dims", "kda_lower_bound"),
+        *("delta_negative_eigenvalues", "delta_gate_activation"),
         *("head_norm_epsilon", "experts_beside_mlp", "router_scales", "glu_limit", "expert_glu_limit", "draft"),
         *("post_norm_epsilon", "embedding_norm", "final_norm_centered", "limits_before_activation"),
         *("enable_mhc_connections", "mhc_num_residual_streams", "mhc_sinkhorn_iterations", "mhc_magnitude"),
-        *("mhc_epsilon", "mhc_merges_evenly", "value_channels", "value_scale"),
+        *("mhc_epsilon", "mhc_merges_evenly", "mhc_rank", "value_channels", "value_scale"),
         *("dsa_indexer_pool", "dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset"),
         *("dsa_indexer_block", "dsa_indexer_local_blocks"),
         *("compression", "compression_ratios", "query_rank", "output_groups", "output_rank"),
-        *("root_scores", "experts_by_token"),
+        *("root_scores", "experts_by_token", "ngrams", "ngram_layer"),
         *("norm_weight", "qkv_clip", "keys_of_layer", "layer_input_size", "unpadded_vocab_size", "query_growth"),
         *("residual_convolutions", "relative_profiles", "relative_extent", "shared_experts_scored"),
         *ATTENTION_FACTOR,
@@ -89,6 +90,8 @@ For ``build_model``:
   0.20 has these fields;
 * ``mhc_magnitude``, ``mhc_epsilon``: the largest weight of an addition to a stream, and what is added to weights;
 * ``mhc_merges_evenly``: whether the final norm reads the mean of the streams, without weights of its own;
+* ``mhc_rank``: the rank of the projection that gives each element of normed streams a gate. If it is None, each stream
+  has a weight, to which ``mhc_epsilon`` is added, and the norm follows;
 * ``dsa_indexer_pool``: how many neighbouring keys an indexer selects together, if it is more than one;
 * ``dsa_indexer_block``, ``dsa_indexer_local_blocks``: how many neighbouring keys are one of the blocks that
   ``dsa_indexer_topk`` counts then, and how many blocks up to its own a query always sees;
@@ -101,6 +104,8 @@ For ``build_model``:
 * ``output_groups``: how many groups of heads project their output by themselves;
 * ``root_scores``: whether scores of routers are roots of softplus;
 * ``experts_by_token``: of a layer, whether a table gives the experts of each token;
+* ``ngrams``: the sizes of embeddings of n-grams (``tables/ngrams.py``), whether or not a layer has some;
+* ``ngram_layer``: of a layer, its number (from 0) among layers with embeddings of n-grams, if it has some;
 * ``attention_softcap``, ``logit_softcap``: the bounds of attention scores and of logits, enforced by a tanh;
 * ``embedding_scale``: word embeddings are multiplied by it;
 * ``embedding_dropout``: the dropout of the embedding, if it is not mcore's ``hidden_dropout``;
@@ -117,6 +122,7 @@ For ``build_model``:
   convolution, "K" Kimi delta attention, "*" attention, "-" an MLP and "E" experts. "M*-" is a mixer beside attention,
   and an MLP;
 * ``delta_negative_eigenvalues``: whether beta of the gated delta rule is up to 2, not 1;
+* ``delta_gate_activation``: of the gates behind the gated delta rule, "silu" or "sigmoid";
 * ``head_norm_epsilon``: the epsilon of the norm of heads of linear attention, if it is not ``layernorm_epsilon``;
 * ``kda_full_rank``: whether decay and gate of Kimi delta attention have one projection each, not two through narrow
   inputs;

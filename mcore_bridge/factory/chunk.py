@@ -133,6 +133,7 @@ def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
     from mcore_bridge.factory.modules.layer_inputs import add_layer_inputs
     from mcore_bridge.factory.modules.layer_rope import both_ropes
     from mcore_bridge.factory.modules.multipliers import cap_logits, scale_embedding, scale_logits
+    from mcore_bridge.factory.modules.ngram_inputs import give_ngrams
     from mcore_bridge.factory.modules.norms import norm_embedding
     from mcore_bridge.factory.modules.root_router import give_tokens
     from mcore_bridge.factory.modules.rotary import replace_rotary, take_lengths
@@ -146,6 +147,7 @@ def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
     join_shared_keys(chunk)
     drop_selection(chunk)
     give_tokens(chunk)
+    give_ngrams(chunk)
     mark_cut(chunk)
     mark_experts(chunk)
     replace_rotary(chunk)

@@ -31,8 +31,9 @@ from mcore_bridge.factory.modules.latent import adapt_latent, adapt_sparse
 from mcore_bridge.factory.modules.layer_inputs import adapt_layer_input
 from mcore_bridge.factory.modules.layer_rope import adapt_layer_rope
 from mcore_bridge.factory.modules.learned_activation import adapt_activation
-from mcore_bridge.factory.modules.mixers.delta import adapt_linear_attention
+from mcore_bridge.factory.modules.mixers.delta import adapt_linear_attention, adapt_output_gate
 from mcore_bridge.factory.modules.multipliers import adapt_residuals
+from mcore_bridge.factory.modules.ngram_inputs import adapt_ngrams
 from mcore_bridge.factory.modules.norms import (
     adapt_expert_norm,
     adapt_norm_placement,
@@ -73,8 +74,7 @@ def block_spec(config: TransformerConfig, layers: range, *, backend: Backend) ->
         context = LayerContext(layer_config(config, number), number, backend, selection)
         for adapt in ADAPTATIONS:
             adapt(spec.submodules, context)
-    norm = final_norm(backend, config)
-    return TransformerBlockSubmodules(layer_specs=own, layer_norm=merging(norm) if has_streams(config) else norm)
+    return TransformerBlockSubmodules(layer_specs=own, layer_norm=merging(final_norm(backend, config), config))
 
 
 def _require_recomputable(config: TransformerConfig) -> None:
@@ -90,11 +90,12 @@ def _require_recomputable(config: TransformerConfig) -> None:
 def _require_no_recompute_of_layers(config: TransformerConfig) -> None:
     """Raises ``ConfigError`` if whole layers are recomputed, which read more than megatron-core passes them again."""
     by_layer = getattr(config, "per_layer_config", None) or ()
-    shares = any(own.get("keys_of_layer") is not None for own in by_layer)
-    if config.recompute_granularity == "full" and (shares or getattr(config, "layer_input_size", None) is not None):
+    reads = any(own.get(name) is not None for own in by_layer for name in ("keys_of_layer", "ngram_layer"))
+    if config.recompute_granularity == "full" and (reads or getattr(config, "layer_input_size", None) is not None):
         raise ConfigError(
-            "recompute_granularity must not be 'full' for layers with inputs from a second embedding, or with keys of "
-            "another layer: megatron-core passes a recomputed layer hidden states alone. Use 'selective', with modules"
+            "recompute_granularity must not be 'full' for layers with inputs from a second embedding or from n-grams, "
+            "or with keys of another layer: megatron-core passes a recomputed layer hidden states alone. Use "
+            "'selective', with modules"
         )
 
 
@@ -148,6 +149,7 @@ ADAPTATIONS: tuple[Callable[[Any, LayerContext], None], ...] = (
     adapt_latent,
     adapt_sparse,  # it takes the modules of our latent attention
     adapt_output_bias,
+    adapt_output_gate,
     # The core attention is chosen before it is wrapped.
     adapt_scores,
     adapt_selection,
@@ -167,6 +169,7 @@ ADAPTATIONS: tuple[Callable[[Any, LayerContext], None], ...] = (
     adapt_norm_placement,
     adapt_expert_norm,
     adapt_streams,  # it may choose another linear layer, which limits wrap
+    adapt_ngrams,
     adapt_limits,
     adapt_clip,
     adapt_activation,

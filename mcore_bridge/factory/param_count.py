@@ -67,9 +67,8 @@ def count_params(hf: PretrainedConfig, *, tower: Iterable[TensorSpec] = ()) -> P
     vocabulary += inputs * (config.hf_vocab_size + config.hidden_size) + size
     lm_head += config.hf_vocab_size * getattr(config, "output_layer_bias", False)
     numel = sum(spec.numel for spec in tower)
-    last = _norm(config, config.hidden_size) * (1 + (getattr(config, "embedding_norm", None) == "weighted"))
-    last += 0 if getattr(config, "mhc_merges_evenly", False) else _gates_of_streams(config, 1, 1)
-    return ParamCounts(layers, experts, vocabulary, lm_head, last, numel)
+    last = _norm(config, config.hidden_size) * (getattr(config, "embedding_norm", None) == "weighted")
+    return ParamCounts(layers, experts, vocabulary, lm_head, last + _final_norm(config), numel)
 
 
 def count_inner(hf: PretrainedConfig) -> tuple[int, int]:
@@ -93,6 +92,7 @@ def _layers(config: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
         _linear_attention(config) if is_linear else _attention(own[layer], layer)
         for layer, is_linear in enumerate(linear)
     ]
+    attentions = [size + _ngrams(config) for size, config in zip(attentions, own, strict=True)]
     halves = zip(attentions, mlps, strict=True)
     kinds = getattr(config, "layer_kinds", None)
     layers = (
@@ -123,7 +123,7 @@ def _norm(config: Any, size: int) -> int:
 
 def _norms(config: Any) -> int:
     """The norms of a layer, without the norms of queries, keys and latents, and the scale of its output."""
-    count = 4 if getattr(config, "norm_placement", "pre") == "sandwich" else 2
+    count = 4 if getattr(config, "norm_placement", "pre") == "sandwich" else 2 * (_low_rank_merge(config) == 0)
     norms = _norm(config, config.hidden_size) * (getattr(config, "parallel_norms", None) or count)
     of_input = 2 * config.hidden_size * (size := getattr(config, "layer_input_size", None) or 0)
     norms += of_input + config.hidden_size * bool(size)
@@ -132,8 +132,25 @@ def _norms(config: Any) -> int:
     return norms + getattr(config, "layer_scalar", False) + _connections(config)
 
 
+def _final_norm(config: Any) -> int:
+    """The parameters of the final norm, and of what makes one hidden state of residual streams before it."""
+    if low_rank := _low_rank_merge(config):
+        return low_rank
+    merge = 0 if getattr(config, "mhc_merges_evenly", False) else _gates_of_streams(config, 1, 1)
+    return merge + _norm(config, config.hidden_size)
+
+
+def _low_rank_merge(config: Any) -> int:
+    """The parameters of gates of low rank, and of the norms of the streams that they multiply; 0 without such gates."""
+    streams: int = getattr(config, "mhc_num_residual_streams", 0)
+    rank: int | None = getattr(config, "mhc_rank", None)
+    return 0 if rank is None else streams * config.hidden_size * (1 + 2 * rank)
+
+
 def _connections(config: Any) -> int:
     """The parameters of the gates by which a layer reads and writes residual streams."""
+    if low_rank := _low_rank_merge(config):
+        return 2 * (low_rank + config.mhc_num_residual_streams**2 * config.hidden_size)
     if getattr(config, "mhc_sinkhorn_iterations", 0):
         return 2 * _gates_of_streams(config, 2 + config.mhc_num_residual_streams, 3)
     return 2 * _gates_of_streams(config, 2, 2)
@@ -247,10 +264,21 @@ def _indexer(config: Any, layer: int) -> int:
         return 0
     heads, dim = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
     if not config.multi_latent_attention:
-        return config.hidden_size * (heads + 1) * dim + 2 * dim
+        return config.hidden_size * (heads + 1) * dim + 2 * dim  # also of pools, whose keys are means
     pool = getattr(config, "dsa_indexer_pool", None)
     pooling = dim * (config.hidden_size + pool) if pool else 0
     return config.q_lora_rank * heads * dim + config.hidden_size * (dim + heads) + 2 * dim + pooling
+
+
+def _ngrams(config: Any) -> int:
+    """The parameters of the embeddings of n-grams that a layer adds to its streams, with the integers of its hashes."""
+    number = getattr(config, "ngram_layer", None)
+    if number is None:
+        return 0
+    ngrams, hidden, streams = config.ngrams, config.hidden_size, config.mhc_num_residual_streams
+    heads = len(ngrams.rows_of_heads(number))
+    count = ngrams.rows(number) * (ngrams.width // heads) + ngrams.size + 2 * heads
+    return int(count + ngrams.width * hidden * (streams + 1) + streams * hidden * (3 + ngrams.kernel))
 
 
 def _linear_attention(config: Any) -> int:

@@ -2,8 +2,15 @@
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Const, Map
-from mcore_bridge.config.tables import BIAS_ATTENTION, DENSE, INTERLEAVED, WINDOW_NONE, but
-from mcore_bridge.config.tables.parallel import NORM_UNBIASED, SCALED_LOGITS
+from mcore_bridge.config.tables import (
+    BIAS_ATTENTION,
+    DENSE,
+    INTERLEAVED,
+    NORM_UNBIASED,
+    SCALED_LOGITS,
+    WINDOW_NONE,
+    but,
+)
 from mcore_bridge.models.blocks import GQA, O_BIAS, ONE_NORM, QK_NORM, QKV_BIAS, SWIGLU, decoder
 
 QK_NORMS = (Map("use_qk_norm", "qk_layernorm"), Const("qk_norm_kind", "each_head"))

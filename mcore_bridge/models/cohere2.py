@@ -1,8 +1,16 @@
 """Command R7B and A: attention and MLP side by side, a rope only in layers with a window, a scale of logits."""
 
 from mcore_bridge.architecture import Architecture
-from mcore_bridge.config.tables import BIAS_ATTENTION, DENSE, INTERLEAVED, QK_PLAIN, WINDOW_OR_NOPE, but
-from mcore_bridge.config.tables.parallel import NORM_UNBIASED, SCALED_LOGITS
+from mcore_bridge.config.tables import (
+    BIAS_ATTENTION,
+    DENSE,
+    INTERLEAVED,
+    NORM_UNBIASED,
+    QK_PLAIN,
+    SCALED_LOGITS,
+    WINDOW_OR_NOPE,
+    but,
+)
 from mcore_bridge.models.blocks import GQA, O_BIAS, ONE_NORM, QKV_BIAS, SWIGLU, decoder
 
 ARCHITECTURE = Architecture(

@@ -3,9 +3,18 @@
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Const, Derive, Hf, Ignore, Mcore, Require, count
 from mcore_bridge.config.layer_kinds import layers_of
-from mcore_bridge.config.tables import BIAS_ATTENTION, DECODER, INTERLEAVED, QK_PLAIN, but, derived, without
+from mcore_bridge.config.tables import (
+    BIAS_ATTENTION,
+    DECODER,
+    INTERLEAVED,
+    ONE_NORM,
+    QK_PLAIN,
+    SCALED_LOGITS,
+    but,
+    derived,
+    without,
+)
 from mcore_bridge.config.tables.moe import MLP_TYPES, ROUTED
-from mcore_bridge.config.tables.parallel import ONE_NORM, SCALED_LOGITS
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.models.blocks import GQA, MOE, O_BIAS, QKV_BIAS, SHARED, SWIGLU, decoder
 from mcore_bridge.models.blocks import ONE_NORM as NORM_RULES

@@ -218,6 +218,7 @@ COMPOSITES = (
     Composite(model_type="video_llama_3",       spelling=IN_MODEL, fields=FIELDS,  without_tower=UNTRIED),
     Composite(model_type="glmga",               spelling=IN_MODEL, fields=FIELDS,  without_tower=UNTRIED),
     Composite(model_type="glm5_next",           spelling=IN_MODEL, fields=FIELDS,  without_tower=UNTRIED),
+    Composite(model_type="qwen4_exp",           spelling=IN_MODEL, fields=FIELDS,  without_tower=UNTRIED),
     Composite(model_type="muse_glimmer",        spelling=IN_MODEL, fields=GLIMMER, without_tower=UNTRIED),
     Composite(model_type="pp_chart2table",      spelling=INSIDE,   fields=CHARTS,  without_tower=UNTRIED),
     Composite(model_type="moss_transcribe_diarize", spelling=IN_MODEL, fields=ASR, **HEARS),

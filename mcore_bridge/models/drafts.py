@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.draft import BLOCK_DRAFT, DFLASH, DRAFT, EAGLE3, ONE_LAYER
 from mcore_bridge.config.fields import Const, Ignore, Require
-from mcore_bridge.config.tables import BIAS_ANY, BIAS_ATTENTION, DENSE, QK_NORMED, QK_PLAIN, WINDOW_NONE, but
-from mcore_bridge.config.tables.parallel import OWN_HEAD
+from mcore_bridge.config.tables import BIAS_ANY, BIAS_ATTENTION, DENSE, OWN_HEAD, QK_NORMED, QK_PLAIN, WINDOW_NONE, but
 from mcore_bridge.models.blocks import GQA, NORMS, O_BIAS, QK_NORM, QKV_BIAS, SWIGLU, SWIGLU_BIAS
 from mcore_bridge.rules.layout import REPLICATED, TARGET_VOCAB
 from mcore_bridge.rules.mapping import Rules, numbered, second_names, table, under

@@ -2,10 +2,18 @@
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Ignore, Map, Require
-from mcore_bridge.config.tables import DENSE, PLAIN_MLP, QK_PLAIN, WINDOW_NONE, but, layer_norm
-from mcore_bridge.config.tables.derived import DIVIDED_HEADS
+from mcore_bridge.config.tables import (
+    BIAS_EVERYWHERE,
+    DENSE,
+    OWN_HEAD,
+    PLAIN_MLP,
+    QK_PLAIN,
+    WINDOW_NONE,
+    but,
+    layer_norm,
+)
+from mcore_bridge.config.tables.derived import DIVIDED_HEADS, PARALLEL_OR_NOT
 from mcore_bridge.config.tables.derived_rope import ROTARY_ROPE
-from mcore_bridge.config.tables.parallel import BIAS_EVERYWHERE, OWN_HEAD, PARALLEL_OR_NOT
 from mcore_bridge.models.blocks import NORM_BIAS, NORMS, mlp
 from mcore_bridge.rules.layout import COLUMN, REPLICATED, ROW, VOCAB
 from mcore_bridge.rules.mapping import table, under

@@ -2,9 +2,19 @@
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Const, Map
-from mcore_bridge.config.tables import DENSE, PLAIN_MLP, WINDOW_NONE, but, dropout, layer_norm, unread
+from mcore_bridge.config.tables import (
+    BIAS_EVERYWHERE,
+    DENSE,
+    ONE_NORM,
+    OWN_HEAD,
+    PLAIN_MLP,
+    WINDOW_NONE,
+    but,
+    dropout,
+    layer_norm,
+    unread,
+)
 from mcore_bridge.config.tables.derived_rope import rope
-from mcore_bridge.config.tables.parallel import BIAS_EVERYWHERE, ONE_NORM, OWN_HEAD
 from mcore_bridge.models.blocks import EMBEDDING, QKV_BIAS, mlp
 from mcore_bridge.models.blocks import ONE_NORM as NORM
 from mcore_bridge.rules.layout import QKV, REPLICATED, ROW, VOCAB

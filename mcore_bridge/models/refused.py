@@ -90,12 +90,6 @@ REFUSALS = (
         minimax="modeling_minimax.MiniMaxLightningAttention",
     ),
     *_because(
-        "residuals are streams with gates, embeddings of n-grams are added, and an indexer selects blocks of keys",
-        LAYER, GPT,
-        qwen4_exp="modeling_qwen4_exp.Qwen4ExpTextGatedResidual",
-        qwen4_exp_text="modeling_qwen4_exp.Qwen4ExpTextNGramEmbedding",
-    ),
-    *_because(
         "layers predict several residual streams from each other (AltUp); megatron-core's layer has one", LAYER,
         gemma3n_text="modeling_gemma3n.Gemma3nTextAltUp",
     ),

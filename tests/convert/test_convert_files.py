@@ -82,6 +82,7 @@ FAMILIES = [
     "kimi_linear",
     "deepseek_v4",
     "minimax_m3_vl_text",
+    "qwen4_exp_text",
 ]
 
 
@@ -106,6 +107,7 @@ FUSED = [
     "kimi_linear",
     "deepseek_v4",
     "minimax_m3_vl_text",
+    "qwen4_exp_text",
 ]
 
 

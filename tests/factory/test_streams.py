@@ -15,23 +15,26 @@ import mcore_bridge as mb
 from mcore_bridge import ParallelDims
 from mcore_bridge.architecture import architecture_of
 from mcore_bridge.config.hf import with_fields
+from mcore_bridge.config.mesh.divisibility import DELTA_CONTEXT
 from mcore_bridge.config.transformer import to_gpt_arguments, to_hf_config
 from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
-from mcore_bridge.factory.modules import streams
+from mcore_bridge.factory.modules import selection, streams
 from tests import zoo
 from tests.support import pool, stepping, tiny
 from tests.support.fake_mesh import rank_of
 from tests.support.strategies import random_state
-from tests.support.training import MESHES_WITH_EXPERTS, Kind, check_recompute
+from tests.support.training import MESHES_WITH_EXPERTS, WHOLE, Kind, check_recompute
 
-FAMILIES = ("hy_v4", "glm5_next_text", "deepseek_v4")
+FAMILIES = ("hy_v4", "glm5_next_text", "deepseek_v4", "qwen4_exp_text")
 CASES = {name: case.hf for name, case in zoo.cases().items() if case.model_type in FAMILIES}
 pytestmark = pytest.mark.skipif(not CASES, reason="the installed transformers lacks the family")
 
 
 def fits(name, dims):
-    """Whether each stage starts with an indexer, and no context parallelism cuts texts that are compressed."""
-    return (dims.cp == 1 or name != "deepseek_v4") and (dims.vp == 1 or name != "hy_v4")
+    """Whether each stage starts with an indexer, the first knows all tokens that are read, and texts may be cut."""
+    stages = dims.vp == 1 or name not in ("hy_v4", "qwen4_exp_text")
+    texts = {"deepseek_v4": False}.get(name, not name.startswith("qwen4") or DELTA_CONTEXT.is_installed)
+    return stages and (dims.cp == 1 or texts)
 
 
 KIND = Kind(CASES, MESHES_WITH_EXPERTS, every=2, fits=fits)
@@ -63,7 +66,8 @@ def test_gradients_would_show_gates_that_are_not_summed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "modules"), [("hy_v4-indexers", ["moe", "mla_up_proj"]), ("deepseek_v4", ["core_attn"])]
+    ("name", "modules"),
+    [("hy_v4-indexers", ["moe", "mla_up_proj"]), ("deepseek_v4", ["core_attn"]), ("qwen4_exp_text-no-ngrams", ["moe"])],
 )
 def test_gradients_keep_their_bits_if_layers_are_recomputed(name, modules, tmp_path):
     check_recompute(CASES[name], modules, tmp_path, whole=name != "deepseek_v4")
@@ -229,6 +233,34 @@ def test_pools_begin_with_the_first_token_of_a_padded_row(length):
     assert (found[mask].sum() < seen[mask].sum()) == (length > hf.index_topk)
 
 
+@pytest.mark.parametrize("length", [2, 23])
+def test_pools_have_the_mean_of_their_keys_and_the_rope_of_their_first_token(length):
+    """As transformers' indexer hides keys of three rows: padded on the left, the right, or not."""
+    from transformers.models.qwen4_exp import modeling_qwen4_exp as theirs
+
+    hf = CASES["qwen4_exp_text"]
+    dims, indexer = ParallelDims(), theirs.Qwen4ExpTextQSAIndexer(hf, 3)
+    with rank_of(dims, 0, 1):
+        (model,) = mb.build_model(hf, dims=dims, device="cpu", dtype=torch.float32, load_weights=random_state(hf))
+    core = model.decoder.layers[3].self_attention.core_attention
+    names = {"index_qk_proj": "linear_wqk", "q_layernorm": "q_norm", "k_layernorm": "k_norm"}
+    indexer.load_state_dict(
+        {f"{name}.weight": core.indexer.state_dict()[f"{own}.weight"] for name, own in names.items()}
+    )
+    hidden = torch.randn(3, length, hf.hidden_size, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(3, length, dtype=torch.bool)
+    mask[0, : length // 4], mask[1, length - length // 4 :] = False, False
+    seen = torch.ones(length, length).tril().bool() & mask[:, None]
+    angles = theirs.Qwen4ExpTextRotaryEmbedding(hf)(hidden, torch.arange(length).expand(3, 3, -1))
+    with rank_of(dims, 0, 1), torch.no_grad():
+        expected = indexer(hidden, angles, seen[:, None], None)[:, 0]
+        turn = selection.Turn(model.rotary_pos_emb(length), None, 1.0, None)
+        indexed = core.indexer(hidden.transpose(0, 1), hidden.transpose(0, 1), turn)
+        found = ~core._unselected(indexed, mask)[:, 0]
+    assert torch.equal(found[mask], expected[mask])
+    assert (found[mask].sum() < seen[mask].sum()) == (length > hf.indexer_budget)
+
+
 def test_the_published_config_of_glm_is_read_and_written_back():
     """The sizes and names of GLM-5.3-Flash: every fourth layer of 45 has attention, and layers are counted from 0."""
     kinds = ["deepseek_sparse_attention" if layer % 4 == 3 else "linear_attention" for layer in range(45)]
@@ -250,3 +282,77 @@ def test_the_published_config_of_glm_is_read_and_written_back():
     assert mb.supports(hf).parameters == 313_326_811_966  # those and biases of routers, in transformers' model
     with pytest.raises(ConfigError, match="linear_attn_config must agree with"):
         mb.to_transformer_config(with_fields(hf, {"linear_head_dim": 64}))
+
+
+@pytest.mark.parametrize("length", [2, 19])
+def test_embeddings_of_ngrams_are_those_of_transformers_in_padded_and_packed_rows(length):
+    """Three rows: padded on the left, the right, or not. Every fifth token ends a text."""
+    from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextPLELayer
+
+    hf = CASES["qwen4_exp_text"]
+    dims, state, theirs = ParallelDims(), random_state(hf), Qwen4ExpTextPLELayer(hf, 1, 1)
+    own = {name.partition(".layers.1.ple.")[2]: tensor for name, tensor in state.items()}
+    table = "ple_embedding.ngram_embedding"
+    shards = [own.pop(f"{table}.shard_{shard}.weight") for shard in range(hf.split_ngram_parts)]
+    theirs.load_state_dict({f"{table}.weight": torch.cat(shards), **{name: own[name] for name in own if name}})
+    with rank_of(dims, 0, 1):
+        (model,) = mb.build_model(hf, dims=dims, device="cpu", dtype=torch.float32, load_weights=state)
+    ours = model.decoder.layers[1].input_layernorm.ngrams
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(hf.eos_token_id + 3, (3, length), generator=generator)
+    streams = torch.randn(3, length, hf.hc_count * hf.hidden_size, generator=generator)
+    mask = torch.ones(3, length, dtype=torch.bool)
+    mask[0, : length // 4], mask[1, length - length // 4 :] = False, False
+    lengths = mask.sum(1).cumsum(0)
+    starts = torch.cat((lengths.new_zeros(1), lengths)).int()
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts)
+    with rank_of(dims, 0, 1), torch.no_grad():
+        expected = theirs(streams, tokens.where(mask, hf.eos_token_id), None, conv_mask=mask)[mask]
+        ours.text.tokens = tokens
+        ours.text.note(mask, None)
+        padded = ours(streams.transpose(0, 1)).transpose(0, 1)[mask]
+        ours.text.tokens = tokens[mask][None]
+        ours.text.note(None, packed)
+        together = ours(streams[mask][:, None])[:, 0]
+    for each in (padded, together):
+        assert tiny.relative_error(each, expected) < 1e-6
+
+
+def test_embeddings_of_ngrams_need_tokens_and_rows_on_each_rank():
+    hf, dims = CASES["qwen4_exp_text"], ParallelDims()
+    with pytest.raises(MeshError, match="must have the first 2 layers, of which the last has embeddings of n-grams"):
+        mb.to_transformer_config(hf, dims=ParallelDims(pp=4))
+    odd = with_fields(hf, {"make_ngram_vocab_size_divisible_by": 3})
+    with pytest.raises(MeshError, match="tp=2 must divide make_ngram_vocab_size_divisible_by=3"):
+        mb.to_transformer_config(odd, dims=ParallelDims(tp=2, sp=True))
+    with pytest.raises(ConfigError, match=r"'full' for layers .* or from n-grams"):
+        mb.to_layer_spec(hf, backend="torch", overrides=WHOLE)
+    with rank_of(dims, 0, 1):
+        (model,) = mb.build_model(hf, dims=dims, device="cpu", dtype=torch.float32, load_weights=random_state(hf))
+        with pytest.raises(ConfigError, match="must embed its tokens in this model, because some layers have embed"):
+            model(None, torch.arange(7)[None], None, decoder_input=torch.zeros(7, 1, hf.hidden_size))
+
+
+def test_the_published_config_of_qwen_is_read_and_written_back():
+    """The sizes and names of Qwen3.8-Flash-Next: every fourth layer of 48 has attention, and the second n-grams."""
+    heads = {"num_attention_heads": 24, "num_key_value_heads": 2, "head_dim": 256, "linear_num_value_heads": 48}
+    experts = {"num_experts": 512, "moe_intermediate_size": 640, "shared_expert_intermediate_size": 640}
+    indexer = {"n_heads": 4, "kv_heads": 1, "head_dim": 128, "budget": 2048, "compress_ratio": 4}
+    ngrams = {"ple_layer_ids": [2], "split_ngram_parts": 128, "eos_token_id": 248044, "output_gate_type": "sigmoid"}
+    mtp = {"mtp_num_hidden_layers": 1, "mtp": {"hybrid": True, "num_hidden_layers": 1}, "mamba_ssm_dtype": "float32"}
+    angles = {"partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10], "mrope_interleaved": True}
+    hf = type(CASES["qwen4_exp_text"])(
+        **{**heads, **experts, **ngrams, **mtp, "hidden_size": 2560, "num_hidden_layers": 48, "vocab_size": 248320},
+        **{f"indexer_{name}": size for name, size in indexer.items()},
+        layer_types=["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 12,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e7, **angles},
+    )
+    config = mb.to_transformer_config(hf, dims=ParallelDims(tp=2, sp=True, ep=8, pp=4), strict_config=True)
+    assert (config.mhc_num_residual_streams, config.mhc_rank, config.delta_gate_activation) == (4, 320, "sigmoid")
+    assert (config.dsa_indexer_pool, config.dsa_indexer_topk) == (4, 2048)
+    rows = config.ngrams.rows_of_shards(0)
+    assert (len(rows), set(rows), config.ngrams.rows(0)) == (128, {2500012}, 320001536)
+    table = architecture_of(hf).fields
+    back = to_hf_config(config, to_gpt_arguments(hf, table), table)
+    assert {name: hf.to_dict()[name] for name in back} == back
+    assert mb.supports(hf).parameters == 176_943_899_555  # those and integers of hashes, in transformers' model

@@ -182,6 +182,8 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "`indexer_types` other than `full`": ({"indexer_types": ["shared"] * 4}, "indexer_types must name"),
     "`index_local_blocks` above": ({"index_local_blocks": 9}, "index_local_blocks must be a number from 0 to"),
+    "`indexer_n_heads=None`": ({"indexer_n_heads": None}, "indexer_n_heads must be"),
+    "`ple_layer_ids` without": ({"ple_layer_ids": [1], "eos_token_id": None}, "with ple_layer_ids, ngram_size must"),
     "`index_head_dim` below": ({"index_head_dim": 10}, "index_head_dim must be at least 12"),
     "`rotary_dim` other than": ({"rotary_dim": 2}, "rotary_dim must be"),
     "`moe_topk` that": ({"moe_topk": [2, 4] * 16}, "moe_topk must be"),

@@ -29,10 +29,12 @@ WITHOUT = (
     *(".router", ".router.gate", "shared_expert_gate", ".gate.wg", ".out_proj", "_latent_proj"),
     *(".indexer.wq_b", ".indexer.wk", ".indexer.weights_proj", ".f_b_proj", ".g_b_proj"),
     *(".indexer.kv_proj", ".indexer.q_b_proj", ".indexer.gate_proj", ".scorer.weights_proj", ".o_a_proj", ".r_proj"),
-    *(".indexer.q_proj", ".indexer.k_proj"),
+    *(".indexer.q_proj", ".indexer.k_proj", ".indexer.index_qk_proj"),
+    *(".input_mix_weight_down", ".input_mix_weight_up", ".block_inject_weight", ".ple.key_proj", ".ple.value_proj"),
 )
 """Linear layers of transformers without an adapter here: routers, gates, what kernels of Mamba-2 read, indexers,
-layers behind narrow inputs of Kimi delta attention, a layer of groups of heads, and a layer of scores by distance.
+layers behind narrow inputs of Kimi delta attention, a layer of groups of heads, a layer of scores by distance, gates
+of residual streams, and layers behind embeddings of n-grams.
 """
 JOINED = {"minimax_m3_vl_text": (".gate_proj", ".up_proj", ".gate_up_proj")}
 """Layers that files have apart, and transformers as one: of dense MLPs and shared experts. peft finds none of them."""

@@ -120,6 +120,8 @@ def pipelines(draw: Any, pp: int, vp: int) -> tuple[int, dict[str, Any]]:
     return sum(counts), {"layout": "E" + "|".join(stages) + "L"}
 
 
+HASHES = (".layer_multipliers", ".ngram_heads_vocab_sizes", ".ngram_heads_offsets")
+"""The ends of names of integers that a config decides."""
 _SMALL = ("kimi_linear", "bailing_hybrid", "olmo_hybrid", "glm5_next_text")
 
 
@@ -129,7 +131,7 @@ def random_state(hf: Any, *, dtype: torch.dtype = torch.float32, seed: int = 0) 
     Norms are spread around transformers' initial values, and biases are as large as the values to which they are added,
     so that any exchange shows. Biases that select experts stay in fp32, as in published checkpoints.
     """
-    from tests.support.text_halves import random_experts
+    from tests.support.text_halves import hashes, random_experts
     from tests.support.twins import TWINS  # it imports this module
 
     if twin := TWINS.get(hf.model_type):
@@ -137,7 +139,8 @@ def random_state(hf: Any, *, dtype: torch.dtype = torch.float32, seed: int = 0) 
     generator = torch.Generator().manual_seed(seed)
     state = {name: _random(name, shape, generator) for name, shape in _shapes(hf.to_json_string())}
     state |= {name: random_experts(hf, generator) for name in state if name.endswith("tid2eid")}
-    if hf.model_type.startswith(("qwen3_next", "qwen3_5")):
+    state |= {name: hashes(hf, name) for name in state if name.endswith(HASHES)}
+    if hf.model_type.startswith(("qwen3_next", "qwen3_5", "qwen4_exp")):
         state = {name: _of_delta_net(name, tensor) for name, tensor in state.items()}
     if hf.model_type.startswith("gemma4"):
         state = {name: _of_gemma4(name, tensor) for name, tensor in state.items()}
@@ -199,7 +202,7 @@ def _shapes_in_transformers(config: str) -> list[tuple[str, torch.Size]]:
 
 
 def _stays_fp32(name: str) -> bool:
-    return name.endswith(("e_score_correction_bias", "expert_bias", ".ffn.gate.bias", "tid2eid"))
+    return name.endswith(("e_score_correction_bias", "expert_bias", ".ffn.gate.bias", "tid2eid", *HASHES))
 
 
 def _random(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:

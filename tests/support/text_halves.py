@@ -150,6 +150,16 @@ def random_experts(hf: Any, generator: torch.Generator) -> torch.Tensor:
     return ranked[:, : hf.num_experts_per_tok].contiguous()
 
 
+def hashes(hf: Any, name: str) -> torch.Tensor:
+    """The integers of an embedding of n-grams, under their name in files. transformers makes them of the config."""
+    from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextNGramEmbedding
+
+    layer = int(name.split(".")[2])
+    with torch.device("cpu"):
+        made = Qwen4ExpTextNGramEmbedding(hf, hf.ple_embed_dim, layer, hf.ple_layer_ids.index(layer + 1))
+    return dict(made.named_buffers())[name.rpartition(".")[2]]
+
+
 def published_names(hf: Any, state: Mapping[str, Any]) -> dict[str, Any]:
     """Tensors under their names in published files, which transformers reads but does not write for some families."""
     return {_published(hf, name): tensor for name, tensor in {**state, **_parted(hf, state)}.items()}

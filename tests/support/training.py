@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from mcore_bridge import ParallelDims
 from tests.support import pool, stepping, tiny
-from tests.support.strategies import on_disk
+from tests.support.strategies import HASHES, on_disk
 from tests.support.text_halves import published_names
 
 LR = 0.3
@@ -54,7 +54,7 @@ class Kind:
         weights.
 
         Parameters without a gradient in transformers keep their bits: biases of routers, indexers, which only select,
-        and experts that no token selects.
+        experts that no token selects, and integers of hashes.
         """
         every = every or (1 if world_size == 1 else self.every)
         folders = {name: str(tiny.random_checkpoint(hf, folder / name)) for name, hf in self.models.items()}
@@ -72,7 +72,7 @@ class Kind:
                 assert grads.keys() <= step["grads"].keys() == held.keys(), label
                 untrained = held.keys() - grads.keys()
                 parts = (
-                    *(".indexer.", ".self_attn.index_"),
+                    *(".indexer.", ".self_attn.index_", *HASHES),
                     "e_score_correction_bias",
                     *(".expert_bias", ".router_bias", ".gate.bias", ".tid2eid"),
                     ".layer_scalar",

@@ -66,6 +66,11 @@ CASES = {
         ("self_attn.q_proj", "o_proj", *EXPERTS),
         ({"ep": 2}, TP2),
     ),
+    "qwen4_exp_text": (
+        lambda: zoo.cases()["qwen4_exp_text"].hf,
+        ("in_proj_qkv", "q_proj", "o_proj", "shared_expert.up_proj", *EXPERTS),
+        ({"ep": 2}, TP2),
+    ),
     "step3p5": (lambda: zoo.cases()["step3p5"].hf, ("g_proj", "shared_experts.up_proj", *EXPERTS), ({"ep": 2}, TP2)),
     "afmoe": (lambda: zoo.cases()["afmoe"].hf, ("v_proj", "o_proj"), (TP2,)),
 }
@@ -81,6 +86,7 @@ SINCE_5 = {
     "glm5_next_text",
     "deepseek_v4",
     "minimax_m3_vl_text",
+    "qwen4_exp_text",
 }
 CASES = {name: CASES[name] for name in CASES if name not in SINCE_5 - zoo.cases().keys()}
 

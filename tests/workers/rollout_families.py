@@ -190,6 +190,7 @@ AFTER = (
         "mistral4",
         "olmo_hybrid",
         "phi",
+        "qwen4_exp_text",
         "solar_open",
         "stablelm",
         "step3p5",

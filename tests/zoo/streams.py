@@ -1,6 +1,7 @@
 """Residual streams, with latent attention to selected keys, which layers share or not, or beside linear attention."""
 
-from tests.zoo import Case, case
+from tests.zoo import Case, case, rope
+from tests.zoo.delta import EXPERTS, LINEAR
 from tests.zoo.sparse import sparse
 
 TOKENS = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
@@ -56,6 +57,34 @@ DEEPSEEK = {
 """Half of the layers compress the keys of a window, of which one selects them. A token chooses experts of the first."""
 
 
+QWEN = {
+    **TOKENS,
+    **LINEAR,
+    **EXPERTS,
+    "layer_types": ["linear_attention", "indexed_attention"] * 2,
+    "rms_norm_eps": 1e-3,
+    "hc_count": 3,
+    "hc_lowrank": 10,
+    **rope("default", partial_rotary_factor=0.5, mrope_section=[2, 2, 2], mrope_interleaved=True),
+    "indexer_n_heads": 12,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_compress_ratio": 3,
+    "indexer_budget": 6,
+}
+
+
+NGRAMS = {
+    "layer_types": ["linear_attention", "linear_attention", "indexed_attention", "indexed_attention"],
+    "ple_layer_ids": [1, 2],
+    "ple_embed_dim": 24,
+    "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 20,
+    "make_ngram_vocab_size_divisible_by": 4,
+    "split_ngram_parts": 3,
+}
+
+
 def hunyuan(*kinds: str, **fields: object) -> Case:
     """A case with these ``indexer_types``."""
     return sparse("hy_v4", **{**HY, **DENSE_FIRST, "indexer_types": [*kinds], **fields})
@@ -65,5 +94,7 @@ CASES = {
     "hy_v4": hunyuan("full", "shared", "full", "shared", vocab_size=97),
     "glm5_next_text": sparse("glm5_next_text", **GLM),
     "deepseek_v4": case("deepseek_v4", **DEEPSEEK),
+    "qwen4_exp_text-no-ngrams": case("qwen4_exp_text", **QWEN, vocab_size=97, output_gate_type="sigmoid"),
+    "qwen4_exp_text": case("qwen4_exp_text", **{**QWEN, **NGRAMS}),
     "hy_v4-indexers": hunyuan(*["full"] * 4, hc_mult=3),
 }

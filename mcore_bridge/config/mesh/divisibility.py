@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from mcore_bridge.config.layer_kinds import each_size, shares_selection, value_channels, values_of_layers
 from mcore_bridge.errors import MeshError
@@ -79,6 +79,7 @@ def check_model(dims: ParallelDims, settings: Mapping[str, object]) -> None:
     if settings.get("compression_ratios") is not None:
         _check_compressed(dims, settings)
     _check_split(dims, settings)
+    _check_readers_of_tokens(dims, settings)
     _check_shared_selections(dims, settings)
 
 
@@ -189,23 +190,41 @@ def _check_split(dims: ParallelDims, settings: Mapping[str, object]) -> None:
 
 
 def _check_compressed(dims: ParallelDims, settings: Mapping[str, object]) -> None:
-    """Compressed keys need whole texts, a rank has whole groups of heads, and one stage alone knows tokens."""
+    """Compressed keys need whole texts, and a rank has whole groups of heads."""
     if dims.cp > 1:
         raise MeshError(
             f"cp={dims.cp} must be 1: each rank compresses the keys of whole texts, and context parallelism cuts them. "
             "Use tp with sp=True"
         )
     _require_divided(dims, settings, "output_groups", "tp")
-    num_layers = settings["num_layers"]
+
+
+_READERS = {
+    "experts_by_token": "whose experts tokens choose (mlp_layer_types in the HF config)",
+    "ngram_layer": "of which the last has embeddings of n-grams (ple_layer_ids in the HF config)",
+}
+
+
+def _check_readers_of_tokens(dims: ParallelDims, settings: Mapping[str, object]) -> None:
+    """One stage alone knows tokens, so it has all layers that read them. TP cuts embeddings of n-grams by rows."""
+    num_layers, ngrams = settings["num_layers"], cast("Any", settings.get("ngrams"))
     assert isinstance(num_layers, int)
-    by_token = sum(map(bool, values_of_layers(settings, "experts_by_token", num_layers)))
     first = dims.stages(num_layers)[0].layers
-    if by_token > len(first):
-        raise MeshError(
-            f"the first stage of the pipeline must have the first {by_token} layers, whose experts tokens choose "
-            f"(mlp_layer_types in the HF config), found {len(first)}: stages do not pass tokens on. Choose another pp "
-            "or vp, or give a layout"
-        )
+    for name, reason in _READERS.items():
+        own = values_of_layers({name: None, **settings}, name, num_layers)
+        last = max((layer for layer, value in enumerate(own, 1) if value not in (None, False)), default=0)
+        if last > len(first):
+            raise MeshError(
+                f"the first stage of the pipeline must have the first {last} layers, {reason}, found {len(first)}: "
+                "stages do not pass tokens on. Choose another pp or vp, or give a layout"
+            )
+        if last and ngrams is not None:
+            _require_divided(dims, settings, "hidden_size", "tp")
+            if ngrams.divisor % dims.tp:
+                raise MeshError(
+                    f"tp={dims.tp} must divide make_ngram_vocab_size_divisible_by={ngrams.divisor}: the rows of "
+                    "embeddings of n-grams are a multiple of it, and are cut over tp. Choose another tp"
+                )
 
 
 def _check_shared_selections(dims: ParallelDims, settings: Mapping[str, object]) -> None:

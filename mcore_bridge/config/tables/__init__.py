@@ -135,6 +135,9 @@ BIAS_QKV: tuple[Field, ...] = (
     Const("add_qkv_bias", True),
     Preset("attention_output_bias", False),
 )
+BIAS_EVERYWHERE: tuple[Field, ...] = (
+    *(Const("add_bias_linear", True), Const("add_qkv_bias", True), Const("attention_output_bias", True)),
+)
 BIAS_ATTENTION: tuple[Field, ...] = (derived.ATTENTION_BIAS,)
 BIAS_ANY: tuple[Field, ...] = (derived.BIASES,)
 
@@ -188,6 +191,18 @@ def published(**values: object) -> tuple[Field, ...]:
 def layer_norm(epsilon: str) -> tuple[Field, ...]:
     """A LayerNorm instead of an RMSNorm, whose epsilon is the HF field ``epsilon``."""
     return (Const("normalization", "LayerNorm"), Map(epsilon, "layernorm_epsilon"))
+
+
+ONE_NORM: tuple[Field, ...] = (Const("parallel_norms", 1),)
+"""Attention and MLP read the same norm of the layer's input."""
+NORM_UNBIASED: tuple[Field, ...] = (*layer_norm("layer_norm_eps"), Const("norm_bias", False), *ONE_NORM)
+"""``ONE_NORM`` for a LayerNorm without a bias."""
+SCALED_LOGITS: tuple[Field, ...] = (Map("logit_scale", "logit_scale"),)
+OWN_HEAD: tuple[Field, ...] = (
+    Const("share_embeddings_and_output_weights", False),
+    Require("tie_word_embeddings", (False,), "nobody has written a tied head with another name, or with a bias"),
+)
+"""For an LM head with another name than ``lm_head.weight``, or with a bias."""
 
 
 def dropout(residual: str, embedding: str | None = None) -> tuple[Field, ...]:

@@ -6,10 +6,9 @@ Some layers have windows alone. Others also read compressed keys: all of them, o
 from mcore_bridge.config.fields import Const, Derive, Field, Hf, Ignore, Map, Mcore, Preset, Require, count
 from mcore_bridge.config.layer_kinds import sizes_by_layer, values_of_layers
 from mcore_bridge.config.rope import Rope, rope_from
-from mcore_bridge.config.tables import DECODER, INTERLEAVED, QK_PLAIN, WINDOW_ALL, but, published, without
+from mcore_bridge.config.tables import DECODER, INTERLEAVED, OWN_HEAD, QK_PLAIN, WINDOW_ALL, but, published, without
 from mcore_bridge.config.tables.by_layer import ONE_LIMIT
 from mcore_bridge.config.tables.moe import MTP_NEVER, ROUTED, SCALED, SOFTMAX_NORMALISED
-from mcore_bridge.config.tables.parallel import OWN_HEAD
 from mcore_bridge.config.tables.scales import MIXED
 from mcore_bridge.errors import ConfigError, shown
 

@@ -335,3 +335,15 @@ def repeated(entry: Field, names: dict[str, Callable[[Any], object]]) -> Derive:
     refused = f"{listed} of another model than transformers reads: engines would load it"
     claimed = tuple(dict.fromkeys((*entry.names, *names)))
     return Derive(claimed, forward, backward, (*getattr(entry, "refuses", ()), refused))
+
+
+def _parallel(hf: Hf) -> dict[str, object]:
+    return {"parallel_norms": 2 if hf.get("use_parallel_residual") else None}
+
+
+def _parallel_back(mcore: Mcore) -> dict[str, object]:
+    return {"use_parallel_residual": mcore["parallel_norms"] is not None}
+
+
+PARALLEL_OR_NOT = Derive(("use_parallel_residual",), _parallel, _parallel_back)
+"""Either attention and MLP each read a norm of the layer's input, or the MLP comes after attention as usual."""

@@ -7,41 +7,50 @@ from torch.nn.functional import silu
 from mcore_bridge.config.fields import Const, Derive, Field, Hf, Ignore, Map, Mcore, Require, count, is_number
 from mcore_bridge.config.layer_kinds import layers_but_full, sizes_by_layer
 from mcore_bridge.config.rope_spelling import MULTIMODAL
-from mcore_bridge.config.tables import BIAS_ATTENTION, QK_NORMED, QK_NORMED_TOGETHER, WINDOW_NEVER
+from mcore_bridge.config.tables import BIAS_ATTENTION, QK_NORMED, QK_NORMED_TOGETHER, WINDOW_NEVER, but
 from mcore_bridge.config.tables.derived_rope import POSITIONS_IF_BASE, rope
-from mcore_bridge.config.tables.moe import MLP_TYPES, MTP_ON_REQUEST
+from mcore_bridge.config.tables.moe import MLP_TYPES, MTP_NEVER, MTP_ON_REQUEST
 from mcore_bridge.config.tables.short_convolutions import layers
+from mcore_bridge.config.tables.sparse_attention import MEAN_POOLS
 from mcore_bridge.errors import ConfigError, shown
 
-_KINDS = ("full_attention", "linear_attention")
+_LINEAR = "linear_attention"
 
 
-def _linear(hf: Hf) -> dict[str, object]:
-    kinds, num_layers = hf.get("layer_types"), count(hf, "num_hidden_layers")
-    if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - set(_KINDS):
-        raise ConfigError(
-            f"layer_types must name one of {_KINDS} for each of the {num_layers} layers, found {kinds!r}."
-        )
-    if "linear_attention" not in kinds:
+def _linear(hf: Hf, full: str) -> dict[str, object]:
+    kinds, num_layers, known = hf.get("layer_types"), count(hf, "num_hidden_layers"), (full, _LINEAR)
+    if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - set(known):
+        raise ConfigError(f"layer_types must name one of {known} for each of the {num_layers} layers, found {kinds!r}.")
+    if _LINEAR not in kinds:
         return {"experimental_attention_variant": None, "linear_attention_freq": None}
     if hf.get("hidden_act") not in ("silu", "swish"):
         raise ConfigError(
             f"hidden_act must be 'silu' in a model with linear attention, found {hf.get('hidden_act')!r}: with others, "
             "transformers 4.57 and 5 differ in the activation of the convolution, and fused kernels have none."
         )
-    freq = [int(kind == "linear_attention") for kind in kinds]
+    freq = [int(kind == _LINEAR) for kind in kinds]
     return {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": freq}
 
 
-def _linear_back(mcore: Mcore) -> dict[str, object]:
-    return {"layer_types": [_KINDS[kind] for kind in layers_but_full(mcore, "linear_attention_freq", unset=0)]}
+def _linear_layers(full: str) -> Derive:
+    """The entry of the kinds of layers, from the name of those without linear attention."""
+
+    def forward(hf: Hf) -> dict[str, object]:
+        return _linear(hf, full)
+
+    def backward(mcore: Mcore) -> dict[str, object]:
+        return {"layer_types": [(full, _LINEAR)[kind] for kind in layers_but_full(mcore, _FREQ, unset=0)]}
+
+    refused = (
+        f"`layer_types` other than `{full}` and `linear_attention`: layers differ only by their attention",
+        "`hidden_act` other than SiLU in layers of linear attention: transformers 4.57 and 5 disagree on the "
+        "convolution",
+    )
+    return Derive(("layer_types",), forward, backward, refused)
 
 
-_REFUSED = (
-    "`layer_types` other than `full_attention` and `linear_attention`: layers differ only by their attention",
-    "`hidden_act` other than SiLU in layers of linear attention: transformers 4.57 and 5 disagree on the convolution",
-)
-LINEAR_LAYERS = Derive(("layer_types",), _linear, _linear_back, _REFUSED)
+_FREQ = "linear_attention_freq"
+LINEAR_LAYERS = _linear_layers("full_attention")
 
 
 _SIZES = (
@@ -63,6 +72,25 @@ DELTA: tuple[Field, ...] = (
     Require("mtp_use_dedicated_embeddings", (False, None), "MTP layers of GPTModel share the embedding"),
 )
 """Linear attention in some layers, full attention with an output gate in the other layers."""
+
+
+def _delta_gate(hf: Hf) -> dict[str, object]:
+    gate = hf.get("output_gate_type") or hf.get("hidden_act")
+    if gate not in ("silu", "sigmoid"):
+        raise ConfigError(f"output_gate_type must be None, 'silu' or 'sigmoid', found {shown(gate)}.")
+    return {"delta_gate_activation": gate}
+
+
+DELTA_INDEXED: tuple[Field, ...] = (
+    *but(
+        DELTA,
+        _linear_layers("indexed_attention"),
+        Derive(("output_gate_type",), _delta_gate, lambda mcore: {"output_gate_type": mcore["delta_gate_activation"]}),
+        MTP_NEVER,
+    ),
+    *MEAN_POOLS,
+)
+"""Linear attention in some layers, and gated attention to pools of keys in the other layers."""
 
 
 def _norms_by_kind(hf: Hf) -> dict[str, object]:

@@ -96,11 +96,14 @@ MULTIPLIERS: tuple[Field, ...] = (
     Map("logits_scaling", "logit_divisor"),
 )
 """Granite's multipliers of embeddings, residuals and attention scores, and its divisor of logits."""
-STREAMS: tuple[Field, ...] = (
+_SEVERAL: tuple[Field, ...] = (
     Const("enable_mhc_connections", True),
+    Const("variable_seq_lengths", True),  # otherwise stages expect hidden states of the width of one stream
+)
+STREAMS: tuple[Field, ...] = (
+    *_SEVERAL,
     Map("hc_mult", "mhc_num_residual_streams"),
     Map("hc_eps", "mhc_epsilon"),
-    Const("variable_seq_lengths", True),  # otherwise stages expect hidden states of the width of one stream
 )
 MIXED: tuple[Field, ...] = (
     *STREAMS,
@@ -114,3 +117,10 @@ UNMIXED: tuple[Field, ...] = (
     Map("hc_magnitude", "mhc_magnitude"),
 )
 """Streams that are not mixed with each other."""
+LOW_RANK_STREAMS: tuple[Field, ...] = (
+    *_SEVERAL,
+    Map("hc_count", "mhc_num_residual_streams"),
+    Map("hc_lowrank", "mhc_rank"),
+    Const("mhc_magnitude", 2.0),
+)
+"""Streams that are not mixed. Each has a norm, and a projection of low rank makes a gate for each of its elements."""

@@ -203,6 +203,11 @@ def _block_heads_back(mcore: Mcore) -> dict[str, object]:
     return {"index_n_heads": mcore["dsa_indexer_n_heads"], "index_head_dim": mcore["dsa_indexer_head_dim"]}
 
 
+_OWN_AND_FROZEN: tuple[Field, ...] = (
+    Const("dsa_indexer_topk_freq", 1),
+    Const("dsa_indexer_skip_topk_offset", 0),
+    Const("dsa_indexer_loss_coeff", 0.0),
+)
 BLOCKS: tuple[Field, ...] = (
     Derive(
         ("layer_types", "index_topk_blocks", "index_local_blocks"),
@@ -217,10 +222,43 @@ BLOCKS: tuple[Field, ...] = (
         ("`index_head_dim` below the number of rotated dims: transformers would cut the angles apart",),
     ),
     Map("index_block_size", "dsa_indexer_block"),
-    *(
-        Const("dsa_indexer_topk_freq", 1),
-        Const("dsa_indexer_skip_topk_offset", 0),
-        Const("dsa_indexer_loss_coeff", 0.0),
-    ),
+    *_OWN_AND_FROZEN,
 )
 """Attention whose indexers select blocks of keys, in some layers."""
+
+
+def _mean_pools(hf: Hf) -> dict[str, object]:
+    heads, dim, pool, budget = (
+        count(hf, f"indexer_{name}") for name in ("n_heads", "head_dim", "compress_ratio", "budget")
+    )
+    rotated = rope_from(hf).rotary_dim
+    if budget % pool or dim < rotated or hf.get("indexer_kv_heads") != 1:
+        raise ConfigError(
+            f"indexer_budget must be a multiple of indexer_compress_ratio={pool}, indexer_head_dim at least {rotated}, "
+            f"the number of rotated dims, and indexer_kv_heads 1; found {budget}, {dim} and "
+            f"{shown(hf.get('indexer_kv_heads'))}."
+        )
+    sizes = {"dsa_indexer_n_heads": heads, "dsa_indexer_head_dim": dim}
+    return {**sizes, "dsa_indexer_pool": pool, "dsa_indexer_topk": budget}
+
+
+def _mean_pools_back(mcore: Mcore) -> dict[str, object]:
+    return {
+        "indexer_n_heads": mcore["dsa_indexer_n_heads"],
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": mcore["dsa_indexer_head_dim"],
+        "indexer_compress_ratio": mcore["dsa_indexer_pool"],
+        "indexer_budget": mcore["dsa_indexer_topk"],
+    }
+
+
+MEAN_POOLS: tuple[Field, ...] = (
+    Derive(
+        tuple(f"indexer_{name}" for name in ("n_heads", "kv_heads", "head_dim", "compress_ratio", "budget")),
+        _mean_pools,
+        _mean_pools_back,
+        ("`indexer_n_heads=None`: transformers builds no attention without an indexer",),
+    ),
+    *_OWN_AND_FROZEN,
+)
+"""Attention whose indexers select pools of keys, by means of keys."""

@@ -183,6 +183,16 @@ def read_tokens(chunk: GPTModel, read: Callable[[Tensor, Tensor], None]) -> None
     chunk.embedding.register_forward_hook(hook, with_kwargs=True)
 
 
+def require_tokens(tokens: Tensor | None, reason: str) -> Tensor:
+    """What a forward has made of its tokens. Raises ``ConfigError`` with the reason for which layers need it."""
+    if tokens is None:
+        raise ConfigError(
+            f"a forward must embed its tokens in this model, because {reason}; found embeddings from outside "
+            "(decoder_input). Pass input_ids alone"
+        )
+    return tokens
+
+
 def free_after_forward(chunk: GPTModel, holders: Sequence[Any], **empty: object) -> None:
     """Set these attributes of ``holders`` behind each forward of a chunk's decoder, also if it fails."""
 

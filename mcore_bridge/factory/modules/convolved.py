@@ -22,6 +22,8 @@ from mcore_bridge.factory.modules.torch_modules import gather_text, own_text, pa
 from mcore_bridge.factory.modules.values import OwnProjection
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from megatron.core.transformer import TransformerConfig
 
     from mcore_bridge.factory.modules.multipliers import Add
@@ -53,19 +55,33 @@ class Text:
     counting: Tensor | None = None
     """1 for tokens and 0 for padding, ``[b, s]``, if a mask says it. Padding does not reach tokens behind it."""
 
+    def note(self, attention_mask: Tensor | None, packed: Any) -> None:
+        """Take what attention gets, and a mask if it has two dims as in transformers."""
+        is_padded = attention_mask is not None and attention_mask.dim() == 2
+        self.packed, self.counting = packed, attention_mask if is_padded else None
 
-class ResidualConv(nn.Module):
-    """A causal convolution of each channel, added to its input. Each packed sequence begins with zeros before it."""
 
-    def __init__(self, config: Any, channels: int, *, sequence_parallel: bool) -> None:
+class CausalConv(nn.Module):
+    """A causal convolution of each channel, in fp32. Each packed sequence begins with zeros before it.
+
+    Args:
+        config: the config of the model.
+        channels: the number of channels, over all TP ranks.
+        kernel: how many tokens it sums.
+        distance: how many tokens they are apart.
+        sequence_parallel: whether megatron-core sums the gradient of the weights over TP.
+    """
+
+    def __init__(
+        self, config: Any, channels: int, kernel: int, *, distance: int = 1, sequence_parallel: bool = False
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, config.short_conv_kernel, **placement(config)))
+        self.distance, self.past = distance, (kernel - 1) * distance
+        self.weight = nn.Parameter(torch.empty(channels, 1, kernel, **placement(config)))
         self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
-        if config.perform_initialization:
-            nn.init.uniform_(self.weight, -(bound := config.short_conv_kernel**-0.5), bound)
 
-    def forward(self, tokens: Tensor, first: int, text: Text, *, copied: bool) -> Tensor:
-        """``[s, b, n]``, the tokens of this CP rank in n channels from ``first`` on.
+    def convolved(self, tokens: Tensor, first: int, text: Text, *, copied: bool) -> Tensor:
+        """fp32 ``[s, b, n]``, from the tokens of this CP rank in n channels from ``first`` on.
 
         ``copied``: the gradient of the weights is a part on each TP rank, and the backward sums it.
         """
@@ -77,10 +93,23 @@ class ResidualConv(nn.Module):
         parts = shown.split(packed_lengths(packed, cp_group.size())) if packed else [shown]
         texts = all_convolved(
             [gather_text(part, cp_group) for part in parts],
-            lambda channels: F.conv1d(channels, weight, groups=len(weight)),
-            weight.size(-1),
+            lambda channels: F.conv1d(channels, weight, groups=len(weight), dilation=self.distance),
+            self.past + 1,
         )
-        return (exact + torch.cat([own_text(text, cp_group) for text in texts])).to(tokens.dtype)
+        return torch.cat([own_text(text, cp_group) for text in texts])
+
+
+class ResidualConv(CausalConv):
+    """A causal convolution of each channel, added to its input."""
+
+    def __init__(self, config: Any, channels: int, *, sequence_parallel: bool) -> None:
+        super().__init__(config, channels, config.short_conv_kernel, sequence_parallel=sequence_parallel)
+        if config.perform_initialization:
+            nn.init.uniform_(self.weight, -(bound := config.short_conv_kernel**-0.5), bound)
+
+    def forward(self, tokens: Tensor, first: int, text: Text, *, copied: bool) -> Tensor:
+        """``[s, b, n]``, as ``convolved``."""
+        return (tokens.float() + self.convolved(tokens, first, text, copied=copied)).to(tokens.dtype)
 
 
 class ConvolvedKeys(OwnProjection):
@@ -99,8 +128,7 @@ class ConvolvedKeys(OwnProjection):
         self, hidden: Tensor, attention_mask: Tensor | None, *, packed_seq_params: Any = None, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
         """As in megatron-core."""
-        is_padded = attention_mask is not None and attention_mask.dim() == 2
-        self.text.packed, self.text.counting = packed_seq_params, attention_mask if is_padded else None
+        self.text.note(attention_mask, packed_seq_params)
         outputs: tuple[Tensor, Tensor | None] = super().forward(
             hidden, attention_mask, packed_seq_params=packed_seq_params, **options
         )
@@ -141,11 +169,21 @@ class ConvolvedSum(nn.Module):
         return add
 
     def _convolved(self, output: Tensor) -> Tensor:
-        """``[s, b, h]``; with sequence parallelism the tokens of this TP rank."""
-        group = parallel_state.get_tensor_model_parallel_group()
-        if not self.sequence_parallel or group.size() == 1:
-            convolved: Tensor = self.conv(output, 0, self.text, copied=False)
-            return convolved
-        channels = all_to_all_sp2hp(output, group=group).unflatten(0, (-1, output.size(1)))
-        convolved = self.conv(channels, group.rank() * channels.size(-1), self.text, copied=False)
-        return all_to_all_hp2sp(convolved, group=group).view_as(output)
+        return by_channels(
+            output,
+            lambda channels, first: self.conv(channels, first, self.text, copied=False),
+            sequence_parallel=self.sequence_parallel,
+        )
+
+
+def by_channels(tokens: Tensor, convolve: Callable[[Tensor, int], Tensor], *, sequence_parallel: bool) -> Tensor:
+    """The convolution of ``[s, b, n]``, with sequence parallelism of the tokens of this TP rank.
+
+    ``convolve`` gets all tokens of some channels, and the number of the first channel.
+    """
+    group = parallel_state.get_tensor_model_parallel_group()
+    if not sequence_parallel or group.size() == 1:
+        return convolve(tokens, 0)
+    channels = all_to_all_sp2hp(tokens, group=group).unflatten(0, (-1, tokens.size(1)))
+    convolved = convolve(channels, group.rank() * channels.size(-1))
+    return all_to_all_hp2sp(convolved, group=group).view_as(tokens)

@@ -14,8 +14,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.modules.backend import LayerContext, free_after_forward, read_tokens
+from mcore_bridge.factory.modules.backend import LayerContext, free_after_forward, read_tokens, require_tokens
 from mcore_bridge.factory.modules.latent import ReplicatedLinear
 from mcore_bridge.factory.modules.multipliers import EmbeddingScale, ScaledSum
 from mcore_bridge.factory.modules.torch_modules import Norm
@@ -89,12 +88,8 @@ class LayerInput(ScaledSum):
 
     def added(self, total: Tensor) -> Tensor:
         """``total``, the sum of MLP and residual, with the input of the layer behind gate, projection and norm."""
-        if self.given is None:
-            raise ConfigError(
-                "a forward must embed its tokens in this model, because layers have inputs from a second embedding; "
-                "found embeddings from outside (decoder_input). Pass input_ids alone"
-            )
+        given = require_tokens(self.given, "layers have inputs from a second embedding")
         gated, _ = self.gate(total)
-        projected, _ = self.projection(self.activation(gated) * self.given)
+        projected, _ = self.projection(self.activation(gated) * given)
         normed: Tensor = self.layernorm(projected)
         return total + normed

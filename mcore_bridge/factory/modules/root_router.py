@@ -13,18 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from mcore_bridge.errors import CheckpointError, ConfigError
-from mcore_bridge.factory.modules.backend import LayerContext, free_after_forward, mixed, read_tokens, submodules_of
+from mcore_bridge.factory.modules.backend import (
+    LayerContext,
+    free_after_forward,
+    mixed,
+    read_tokens,
+    require_tokens,
+    submodules_of,
+)
 from mcore_bridge.factory.modules.experts import BiasedRouter, Router
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
     from mcore_bridge.factory.modules.experts import Compute
-
-_BY_TABLE = (
-    "a forward must embed its tokens in this model, because the first layers choose experts by tokens; found "
-    "embeddings from outside (decoder_input). Pass input_ids alone"
-)
 
 
 def adapt_root_scores(layer: Any, context: LayerContext) -> None:
@@ -102,10 +104,8 @@ class TableRouter(Roots):
         self.checked = -1
 
     def _ranked(self, scores: Tensor) -> Tensor:
-        if self.tokens is None:
-            raise ConfigError(_BY_TABLE)
+        tokens = require_tokens(self.tokens, "the first layers choose experts by tokens").t()
         self._check()
-        tokens = self.tokens.t()
         if self.config.sequence_parallel:
             tokens = tokens.chunk(self.config.tensor_model_parallel_size)[self.tp_group.rank()]
         return torch.zeros_like(scores).scatter_(1, self.experts_of_tokens[tokens.reshape(-1)], 1.0)

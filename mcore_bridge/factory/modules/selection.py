@@ -109,8 +109,9 @@ class Indexer(nn.Module):
         if self.config.sequence_parallel:
             tokens = gather_from_sequence_parallel_region(tokens)
         query, key, weights = tokens.split([part.size(-1) for part in parts], -1)
-        query, key = (self._rotated(part.unflatten(-1, (-1, self.dim)), rotate) for part in (query, key))
-        return query, key.flatten(2), weights.float() * (self.heads**-0.5 * self.dim**-0.5)
+        query, key = (part.unflatten(-1, (-1, self.dim)) for part in (query, key))
+        scaled = weights.float() * (self.heads**-0.5 * self.dim**-0.5)
+        return self._rotated(query, rotate), self._rotated_keys(key, rotate).flatten(2), scaled
 
     def _parts(self, hidden: Tensor, latent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries ``[s, b, heads * dim]``, keys ``[s, b, dim]`` and weights, without a rope."""
@@ -119,6 +120,10 @@ class Indexer(nn.Module):
     def _rotated(self, heads: Tensor, rotate: Any) -> Tensor:
         turned: Tensor = rotate(heads)
         return turned
+
+    def _rotated_keys(self, key: Tensor, rotate: Any) -> Tensor:
+        """Keys ``[s, b, 1 or more, dim]`` as ``selected`` reads them."""
+        return self._rotated(key, rotate)
 
     def selected(self, query: Tensor, key: Tensor, weights: Tensor, hidden: Tensor, places: Places) -> Tensor:
         """``[b, 1 or heads of this TP rank, s, t]``, True for the best keys, and maybe for some that are hidden anyway.
@@ -165,30 +170,19 @@ class Places(NamedTuple):
     first: Tensor
 
 
-class PooledIndexer(TokenIndexer):
-    """An indexer that selects pools of neighbouring keys. A pool has one key, the weighted mean of its keys.
+class PooledIndexer(Indexer):
+    """An indexer that selects pools of neighbouring keys. A subclass makes one key of all keys of a pool.
 
     Pools are counted from the first token of a row. A query also sees all earlier keys of the pool that it is in, if
-    this pool has later tokens. Keys have no rope.
+    this pool has later tokens.
     """
 
-    def __init__(self, config: Any, epsilon: float) -> None:
-        super().__init__(config, epsilon)
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
         self.pool = config.dsa_indexer_pool
-        self.pool_places = nn.Parameter(torch.empty(self.pool, self.dim, **placement(config)), requires_grad=False)
-        self.linear_pool_gate = ReplicatedLinear(config.hidden_size, self.dim, config).requires_grad_(False)
-        if config.perform_initialization:
-            nn.init.zeros_(self.pool_places)
-
-    def _keys(self, hidden: Tensor) -> Tensor:
-        """Keys, and the gates by which they count in their pool."""
-        return torch.cat((super()._keys(hidden), self.linear_pool_gate(hidden)[0]), -1)
-
-    def _rotated(self, heads: Tensor, rotate: Any) -> Tensor:
-        return heads
 
     def selected(self, query: Tensor, key: Tensor, weights: Tensor, hidden: Tensor, places: Places) -> Tensor:
-        """As in the base class, where keys are followed by gates."""
+        """As in the base class. More numbers of each token may follow its key."""
         first, count = places.first[:, None, None], key.size(0) // self.pool
         complete = self._complete(places.queries[None, :, None] - first)
         pool_of = (torch.arange(key.size(0), device=key.device) - first).div(self.pool, rounding_mode="floor")
@@ -210,9 +204,67 @@ class PooledIndexer(TokenIndexer):
         """The keys of ``count`` pools of each row, ``[pools, b, dim]``. Pools behind the text are not meaningful."""
         offsets = torch.arange(count * self.pool, device=key.device)[:, None] + first
         taken = key.gather(0, offsets.clamp(max=key.size(0) - 1)[..., None].expand(-1, -1, key.size(-1)))
-        keys, gates = taken.unflatten(0, (count, self.pool)).split(self.dim, -1)
+        return self._joined(taken.unflatten(0, (count, self.pool)))
+
+    def _joined(self, keys: Tensor) -> Tensor:
+        """The key of each pool ``[pools, b, dim]``, from the keys of its tokens ``[pools, n, b, dim and more]``."""
+        raise NotImplementedError
+
+
+class GatedPoolIndexer(PooledIndexer, TokenIndexer):
+    """Queries are made of a latent. The key of a pool is the weighted mean of its keys, which have no rope."""
+
+    def __init__(self, config: Any, epsilon: float) -> None:
+        TokenIndexer.__init__(self, config, epsilon)
+        self.pool = config.dsa_indexer_pool
+        self.pool_places = nn.Parameter(torch.empty(self.pool, self.dim, **placement(config)), requires_grad=False)
+        self.linear_pool_gate = ReplicatedLinear(config.hidden_size, self.dim, config).requires_grad_(False)
+        if config.perform_initialization:
+            nn.init.zeros_(self.pool_places)
+
+    def _keys(self, hidden: Tensor) -> Tensor:
+        """Keys, and the gates by which they count in their pool."""
+        return torch.cat((super()._keys(hidden), self.linear_pool_gate(hidden)[0]), -1)
+
+    def _rotated(self, heads: Tensor, rotate: Any) -> Tensor:
+        return heads
+
+    def _joined(self, keys: Tensor) -> Tensor:
+        keys, gates = keys.split(self.dim, -1)
         shares = (gates.float() + self.pool_places.float()[:, None]).softmax(1).to(keys.dtype)
         return (shares * keys).sum(1)
+
+
+class MeanPoolIndexer(PooledIndexer):
+    """The key of a pool is the normed mean of its keys, with the rope of its first token. No head has a weight.
+
+    The first token of a pool may be on another CP rank. So the cosines and sines of tokens travel behind their keys.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.linear_wqk = ReplicatedLinear(config.hidden_size, (self.heads + 1) * self.dim, config)
+        self.q_norm, self.k_norm = (Norm(config, self.dim, config.layernorm_epsilon) for _ in range(2))
+        self.requires_grad_(False)
+
+    def _parts(self, hidden: Tensor, latent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key = self.linear_wqk(hidden)[0].split((self.heads * self.dim, self.dim), -1)
+        query = self.q_norm(query.unflatten(-1, (self.heads, self.dim))).flatten(-2)
+        return query, key, query.new_ones(*query.shape[:2], self.heads)
+
+    def _rotated_keys(self, key: Tensor, rotate: Any) -> Tensor:
+        """Keys without a rope. Behind them is what the rope makes of ones in its first half: cosines, then sines."""
+        dims = rotate.angles.size(-1)
+        ones = torch.zeros_like(key)
+        ones[..., : dims // 2] = 1
+        return torch.cat((key, rotate(ones)[..., :dims]), -1)
+
+    def _joined(self, keys: Tensor) -> Tensor:
+        keys, turns = keys.split((self.dim, keys.size(-1) - self.dim), -1)
+        normed: Tensor = self.k_norm(keys.float().mean(1).to(keys.dtype))
+        cosines, sines = turns[:, 0].chunk(2, -1)
+        left, right, plain = normed.split((*(cosines.size(-1),) * 2, self.dim - turns.size(-1)), -1)
+        return torch.cat((left * cosines - right * sines, right * cosines + left * sines, plain), -1)
 
 
 class BlockIndexer(Indexer):
@@ -280,10 +332,11 @@ def scores_of(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
 
 def indexer_of(config: Any, tp_rank: int) -> Indexer:
     """The indexer of a layer. In transformers, each kind has an epsilon of its own."""
+    pools = getattr(config, "dsa_indexer_pool", None)
     if not config.multi_latent_attention:
-        return BlockIndexer(config, tp_rank)
-    if getattr(config, "dsa_indexer_pool", None):
-        return PooledIndexer(config, 1e-6)
+        return MeanPoolIndexer(config) if pools else BlockIndexer(config, tp_rank)
+    if pools:
+        return GatedPoolIndexer(config, 1e-6)
     return TokenIndexer(config, config.layernorm_epsilon)
 
 
@@ -411,15 +464,24 @@ class SelectingGroups(nn.Module):
         """The output of attention ``[s, b, h]`` and its bias, from ``[s, b, h]``."""
         angles = rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
         factor = _yarn_get_concentration_factor_from_config(self.config)
-
-        def rotate(heads: Tensor) -> Tensor:
-            return in_halves(heads, angles, packed_seq_params, factor, self.pg_collection.cp)
-
+        rotate = Turn(angles, packed_seq_params, factor, self.pg_collection.cp)
         core = self.core_attention
         with torch.no_grad():
             core.indexed = core.indexer(hidden_states, hidden_states, rotate)
         options |= {"rotary_pos_emb": rotary_pos_emb, "packed_seq_params": packed_seq_params}
         return super().forward(hidden_states, *inputs, **options)
+
+
+class Turn(NamedTuple):
+    """The rope of attention, for heads ``[s, b, heads, dim]`` of an indexer (see ``in_halves``)."""
+
+    angles: Tensor
+    packed: Any
+    factor: float
+    cp_group: Any
+
+    def __call__(self, heads: Tensor) -> Tensor:
+        return in_halves(heads, *self)
 
 
 def in_halves(heads: Tensor, angles: Tensor, packed: Any, factor: float, cp_group: Any) -> Tensor:

@@ -3,7 +3,8 @@
 Between layers a hidden state is ``[s, b, n * hidden]``: n streams side by side, which are equal behind the embedding.
 Before attention and before the MLP, a sum of the streams is read, and normed. Their output is added to each stream. The
 weights of the sum and of the additions depend on the token, and ``Connection`` computes them. Before the final norm the
-streams become one. So the same code serves every family with streams, and no code of a layer is repeated.
+streams become one. So the same code serves every family with streams, and no code of a layer is repeated. With
+``mhc_rank``, each stream is normed before it is read, and each of its elements has a gate (``LowRankConnection``).
 
 megatron-core 0.20 has such a module, whose fields (``enable_mhc_connections`` and others) our configs have, too. It has
 another merge before the final norm, and always mixes streams with each other.
@@ -15,11 +16,13 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.modules.backend import LayerContext, norm_of, submodules_of
-from mcore_bridge.factory.modules.torch_modules import placement
+from mcore_bridge.factory.modules.latent import ReplicatedLinear
+from mcore_bridge.factory.modules.torch_modules import Norm, placement
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,10 +52,24 @@ def adapt_streams(layer: Any, context: LayerContext) -> None:
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
 
         submodules_of(layer.mlp).linear_fc1 = TEColumnParallelLinear
-    norm = norm_of(backend, config)
-    of_attention, of_mlp = Weights(), Weights()
+    norm, of_attention, of_mlp = norm_behind(norm_of(backend, config), config), Weights(), Weights()
     layer.input_layernorm, layer.self_attn_bda = of_attention.reading(norm), of_attention.writing()
     layer.pre_mlp_layernorm, layer.mlp_bda = of_mlp.reading(norm), of_mlp.writing()
+
+
+def norm_behind(norm: type, config: Any) -> type:
+    """``norm``, or nothing if streams have norms of their own before they are read."""
+    return norm if getattr(config, "mhc_rank", None) is None else Unnormed
+
+
+class Unnormed(MegatronModule):
+    """Nothing in the place of a norm. In a checkpoint, TP cuts its modules as they are cut by themselves."""
+
+    def __init__(self, config: TransformerConfig, *sizes: int, **arguments: Any) -> None:
+        super().__init__(config)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden
 
 
 def spread_embedding(chunk: GPTModel) -> None:
@@ -68,8 +85,11 @@ def _spread(decoder: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> tup
     return ((streams, *inputs[1:]), named) if inputs else (inputs, {**named, "hidden_states": streams})
 
 
-def merging(norm: type) -> type:
-    """``norm`` as the final norm, which makes one hidden state of the streams before it."""
+def merging(norm: type, config: TransformerConfig) -> type:
+    """``norm`` as the final norm of a model with this config. It makes one hidden state of streams before it."""
+    if not has_streams(config):
+        return norm
+    norm = norm_behind(norm, config)
 
     def merge(module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
         return (module.merge(inputs[0]),)
@@ -79,7 +99,7 @@ def merging(norm: type) -> type:
 
         def __new__(cls, config: TransformerConfig, *sizes: int, **arguments: Any) -> Any:
             module = norm(config, *sizes, **arguments)
-            module.merge = Mean(config) if getattr(config, "mhc_merges_evenly", False) else Merge(config)
+            module.merge = _merge(config)
             module.register_forward_pre_hook(merge)
             return module
 
@@ -93,7 +113,7 @@ class Weights:
     """
 
     def __init__(self) -> None:
-        self.kept: tuple[Tensor, Tensor | None] | None = None
+        self.kept: tuple[Tensor, Tensor | None, Tensor | None] | None = None
 
     def reading(self, norm: type) -> type:
         """``norm`` of what its ``connection`` reads out of the streams. The weights of the addition stay here."""
@@ -104,15 +124,16 @@ class Weights:
 
             def __new__(cls, config: TransformerConfig, *sizes: int, **arguments: Any) -> Any:
                 module = norm(config, *sizes, **arguments)
-                module.connection = Connection(config)
+                module.connection = Connection(config) if norm is not Unnormed else LowRankConnection(config)
                 module.register_forward_pre_hook(memory._read)
                 return module
 
         return Reading
 
     def _read(self, norm: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
-        hidden, *weights = norm.connection(inputs[0])
-        self.kept = (weights[0], weights[1])
+        streams, added = inputs[0], norm.ngrams(inputs[0]) if hasattr(norm, "ngrams") else None
+        hidden, weights, mixes = norm.connection(streams if added is None else streams + added)
+        self.kept = (weights, mixes, added)
         return (hidden,)
 
     def writing(self) -> Callable[[bool, bool], Add]:
@@ -131,8 +152,8 @@ class Weights:
     def _write(self, output: Tensor, streams: Tensor) -> Tensor:
         kept, self.kept = self.kept, None
         assert kept is not None
-        weights, mixes = kept
-        before = apart(streams, weights.size(-1)).float()
+        weights, mixes, ngrams = kept
+        before = apart(streams if ngrams is None else streams + ngrams, weights.size(-1)).float()
         mixed = before if mixes is None else mixes.transpose(-1, -2) @ before
         added = weights[..., None] * output.float()[..., None, :]
         return (mixed + added).to(streams.dtype).flatten(-2)
@@ -235,6 +256,64 @@ class Mean(nn.Module):
     def forward(self, streams: Tensor) -> Tensor:
         """``[s, b, hidden]`` from ``[s, b, n * hidden]``."""
         return apart(streams, self.count).mean(-2)
+
+
+class LowRankMerge(nn.Module):
+    """One hidden state of all streams: a mean of normed streams, each element of which has a gate.
+
+    A projection of low rank makes the gates of all normed streams. Each stream has a norm of its own.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.count, all_streams = config.mhc_num_residual_streams, config.mhc_num_residual_streams * config.hidden_size
+        self.norm = StreamNorm(config)
+        self.linear_down = ReplicatedLinear(all_streams, config.mhc_rank, config)
+        self.linear_up = ReplicatedLinear(config.mhc_rank, all_streams, config)
+
+    def forward(self, streams: Tensor) -> Tensor:
+        """``[s, b, hidden]`` from ``[s, b, n * hidden]``."""
+        return self.read(self.norm(streams))
+
+    def read(self, normed: Tensor) -> Tensor:
+        """``[s, b, hidden]`` from normed streams ``[s, b, n * hidden]``."""
+        down, _ = self.linear_down(normed)
+        up, _ = self.linear_up(nn.functional.silu(down / self.count))
+        return apart(up.sigmoid() * normed, self.count).mean(-2)
+
+
+class LowRankConnection(LowRankMerge):
+    """What attention or an MLP reads, as in ``LowRankMerge``, and the weights by which its output is added."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.magnitude = config.mhc_magnitude
+        self.linear_write = ReplicatedLinear(self.count * config.hidden_size, self.count, config)
+
+    def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        """As ``Connection``, without mixes."""
+        normed = self.norm(streams)
+        writes, _ = self.linear_write(normed)
+        return self.read(normed), self.magnitude * (writes.float() / self.count).sigmoid(), None
+
+
+class StreamNorm(Norm):
+    """RMSNorm of each of several streams ``[..., n * hidden]``, with weights for all elements of all streams."""
+
+    def __init__(self, config: Any) -> None:
+        self.count: int = config.mhc_num_residual_streams
+        super().__init__(config, self.count * config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        streams = apart(hidden, self.count)
+        mean_square = streams.float().square().mean(-1, keepdim=True)
+        return self.scaled(streams, mean_square, apart(self.weight, self.count)).flatten(-2)
+
+
+def _merge(config: Any) -> nn.Module:
+    if getattr(config, "mhc_merges_evenly", False):
+        return Mean(config)
+    return Merge(config) if getattr(config, "mhc_rank", None) is None else LowRankMerge(config)
 
 
 def _even(count: int) -> float:

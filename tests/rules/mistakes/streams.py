@@ -7,9 +7,10 @@ from mcore_bridge.rules.layout import COLUMN, REPLICATED, Rearrange
 from tests.support.bounds import ONE
 from tests.support.mutants import exchange, instead, laid_out, of
 
-HY, OWN, GLM = "hy_v4", "hy_v4-indexers", "glm5_next_text"
+HY, OWN, GLM, QWEN = "hy_v4", "hy_v4-indexers", "glm5_next_text", "qwen4_exp_text-no-ngrams"
 DEALT = Rearrange("(n tp) ...", "tp n ...")
 READ, OF_MLP, MERGED = "input_layernorm.connection", "pre_mlp_layernorm.connection", "final_layernorm.merge"
+UP = "linear_up.weight"
 # fmt: off
 RULES = {
     "attention and MLP exchanged": ("logits",         HY, exchange(f"{READ}.fn", f"{OF_MLP}.fn")),
@@ -28,6 +29,10 @@ RULES = {
     "gates for keys":              ("logits",         GLM, exchange("linear_pool_gate.weight", "linear_wk.weight")),
     "places in pools forgotten":   ("no rule",        GLM, of("pool_places", lambda rule: None)),
     "decay rates dealt out":       ("logits at tp=2", GLM, of("A_log", laid_out(DEALT))),
+    "gates of low rank exchanged": ("logits",         QWEN, exchange(f"{READ}.{UP}", f"{OF_MLP}.{UP}")),
+    "norms of streams exchanged":  ("logits",         QWEN, exchange(f"{READ}.norm.weight", f"{OF_MLP}.norm.weight")),
+    "gates of low rank cut":       ("shapes at tp=2", QWEN, of(f"{MERGED}.linear_down.weight", laid_out(COLUMN))),
+    "keys for queries":            ("logits",         QWEN, exchange("indexer.q_norm.weight", "indexer.k_norm.weight")),
 }
 # fmt: on
 _balanced, _weights = streams.Connection._balanced, streams.Connection.forward
@@ -128,7 +133,48 @@ def behind(module, inputs, outputs):
     return torch.cat((gates.clamp(max=limit), values.clamp(-module.limit, module.limit)), -1), outputs[1]
 
 
+def normed_together(self, hidden):
+    exact = hidden.float()
+    return self.scaled(hidden, exact.square().mean(-1, keepdim=True), self.weight)
+
+
+def summed(self, residual):
+    return self.count * _merged(self, residual)
+
+
+def undivided(self, residual):
+    """The logits of additions are a sum over streams, not a mean."""
+    read, weights, mixes = _low_rank(self, residual)
+    return read, self.magnitude * (self.count * (weights / self.magnitude).logit()).sigmoid(), mixes
+
+
+def turned_like_last(self, keys):
+    """The key of a pool has the rope of its last token."""
+    keys = torch.cat((keys[..., : self.dim], keys[:, -1:, :, self.dim :].expand(-1, keys.size(1), -1, -1)), -1)
+    return _joined(self, keys)
+
+
+def unturned(self, keys):
+    return self.k_norm(keys[..., : self.dim].mean(1))
+
+
+def normed_first(self, hidden, latent):
+    """Keys have their norm before their mean."""
+    query, key, weights = _parts(self, hidden, latent)
+    return query, self.k_norm(key), weights
+
+
+_merged, _low_rank = streams.LowRankMerge.read, streams.LowRankConnection.forward
+_joined, _parts = selection.MeanPoolIndexer._joined, selection.MeanPoolIndexer._parts
 MODULES = {
+    "streams normed together": (QWEN, ONE, instead(streams.StreamNorm, "forward", normed_together)),
+    "streams summed": (QWEN, ONE, instead(streams.LowRankMerge, "read", summed)),
+    "logits of additions summed": (QWEN, ONE, instead(streams.LowRankConnection, "forward", undivided)),
+    "pools turned like their last token": (QWEN, ONE, instead(selection.MeanPoolIndexer, "_joined", turned_like_last)),
+    "pools without a rope": (QWEN, ONE, instead(selection.MeanPoolIndexer, "_joined", unturned)),
+    "keys normed before their mean": (QWEN, ONE, instead(selection.MeanPoolIndexer, "_parts", normed_first)),
+    "a pool less selected": (QWEN, ONE, {"indexer_budget": 3}),
+    "another gate of linear attention": (QWEN, ONE, {"output_gate_type": "silu"}),
     "all keys": (OWN, ONE, {"index_topk": 100}),
     "one key less": (HY, ONE, {"index_topk": 6}),
     "negative scores count": (HY, ONE, instead(selection, "scores_of", signed)),

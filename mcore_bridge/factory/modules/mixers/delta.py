@@ -24,6 +24,7 @@ from torch.nn import functional as F  # noqa: N812  (the usual name)
 
 from mcore_bridge.factory.modules.backend import LayerContext, say
 from mcore_bridge.factory.modules.mixers.mixer import Mixer, submodules_for
+from mcore_bridge.factory.modules.streams import has_streams
 from mcore_bridge.factory.modules.torch_modules import gather_text, own_text, placement
 from mcore_bridge.installed import Release
 
@@ -36,12 +37,16 @@ CHUNK = 64
 """Tokens that are computed together; the result does not depend on it."""
 
 
+def adapt_output_gate(layer: Any, context: LayerContext) -> None:
+    """Lets attention of each size have an output gate, if the config has one."""
+    if context.config.attention_output_gate:
+        layer.self_attention.module = GatedSelfAttention
+
+
 def adapt_linear_attention(layer: Any, context: LayerContext) -> None:
-    """Puts linear attention, or an output gate of full attention, into a layer, if its config has them."""
+    """Puts linear attention into a layer, if it has one."""
     if _is_linear(context.config, context.number):
         layer.self_attention = _delta_spec(context.config, context.backend)
-    elif context.config.attention_output_gate:
-        layer.self_attention.module = GatedSelfAttention
 
 
 def _is_linear(config: TransformerConfig, number: int) -> bool:
@@ -57,7 +62,9 @@ def _delta_spec(config: TransformerConfig, backend: str) -> ModuleSpec:
         say(f"{lacking}: gated delta nets compute in torch")
     return ModuleSpec(
         module=TorchGatedDeltaNet if lacking else GatedDeltaNet,
-        submodules=GatedDeltaNetSubmodules(out_norm=HeadNorm, **vars(submodules_for(backend))),
+        submodules=GatedDeltaNetSubmodules(
+            out_norm=HeadNorm, **vars(submodules_for(backend, normed=not has_streams(config)))
+        ),
     )
 
 
@@ -65,6 +72,8 @@ def _lacking(config: TransformerConfig) -> str:
     """Why megatron-core's own module cannot be used; "" if it can."""
     if getattr(config, "delta_negative_eigenvalues", False):
         return "megatron-core's gated delta nets have no beta above 1"
+    if getattr(config, "delta_gate_activation", "silu") != "silu":
+        return "megatron-core's gated delta nets have a gate of SiLU"
     if importlib.util.find_spec("fla") is None:
         return "flash-linear-attention is not installed"
     return "" if PACKED.is_installed else f"megatron-core before {PACKED.version} {PACKED.reason}"
@@ -126,6 +135,7 @@ class TorchGatedDeltaNet(Mixer, GatedDeltaNet):
         self.key_head_dim, self.value_head_dim = config.linear_key_head_dim, config.linear_value_head_dim
         self.num_key_heads, self.num_value_heads = config.linear_num_key_heads, config.linear_num_value_heads
         self.largest_beta = 2.0 if getattr(config, "delta_negative_eigenvalues", False) else 1.0
+        self.gate_activation = getattr(config, "delta_gate_activation", "silu")
         self._set_sizes()
         self.in_proj = self._entering(submodules.in_proj, config, self.in_proj_dim)
         self._make_own_parameters(config)
@@ -174,7 +184,8 @@ class TorchGatedDeltaNet(Mixer, GatedDeltaNet):
         decay = -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias)
         context = gated_delta_rule(query, key, value, decay, self.largest_beta * beta.sigmoid())
         gate = rearrange(gate, "b s (n d) -> b s n d", d=self.value_head_dim)
-        gated = (self.out_norm(context) * F.silu(gate.float())).to(context.dtype)
+        opened = getattr(F, self.gate_activation)(gate.float())
+        gated = (self.out_norm(context) * opened).to(context.dtype)
         return own_text(rearrange(gated, "b s n d -> s b (n d)"), self.cp_group)
 
     def _convolved(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
