@@ -8,6 +8,7 @@ This module imports nothing of SGLang before a scheduler calls ``load``.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import tempfile
@@ -46,7 +47,7 @@ class Client:
             version: what SGLang reports as its ``weight_version`` afterwards, if the engine is an ``Engine``.
         """
         with tempfile.TemporaryDirectory() as folder:
-            # The message is a name, because the bytes of a CPU tensor can be opened by one scheduler only
+            # The message is a name: only children of this process could open the memory of a CPU tensor
             message = _NAME + json.dumps({"info": dict(info), "folder": folder})
             self._ask("begin_weight_update", selector="target")
             try:
@@ -127,9 +128,14 @@ def _worker_of(model: nn.Module) -> EngineWorker:
     from sglang.srt.distributed.parallel_state import get_pp_group, get_tp_group, get_world_group
 
     tp, pp, world = get_tp_group(), get_pp_group(), get_world_group()
-    place = f"tp {tp.rank_in_group} of {tp.world_size}, pp {pp.rank_in_group} of {pp.world_size}"
-    config = getattr(model, "config", None)
-    name = f"sglang {sglang.__version__}, {type(model).__name__} {config!r:.2000}, {place}"
+    if pp.world_size > 1:  # a round needs all workers at once, and would wait in vain
+        raise TransferError(
+            f"expected SGLang without pipeline stages, found {pp.world_size}: it hands an update to a stage only after "
+            "the stage before has ended it; use tp_size and ep_size"
+        )
+    place = f"tp {tp.rank_in_group} of {tp.world_size}"
+    digest = hashlib.sha256(repr(getattr(model, "config", None)).encode()).hexdigest()
+    name = f"sglang {sglang.__version__}, {type(model).__name__} {digest[:12]}, {place}"
 
     def loader(pairs: Iterable[tuple[str, Tensor]]) -> None:
         model.load_weights(pairs)  # type: ignore[operator]
