@@ -114,7 +114,7 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     try:
         _worker_of(model).receive(message["info"])
     except Exception as error:
-        logger.exception("a round of a WeightSync failed")
+        logger.warning("a round of a WeightSync failed", exc_info=True)
         if not isinstance(error, TransferError):  # of a failed import, or a mistake of ours: the trainer must not wait
             with suppress(Exception):
                 _worker_of(model).close()
