@@ -10,7 +10,7 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
-from mcore_bridge.engines import vllm
+from mcore_bridge.engines import sglang, vllm
 from mcore_bridge.engines.channel import tell
 from mcore_bridge.errors import TransferError, shown
 from mcore_bridge.foreign_files import parse
@@ -53,6 +53,8 @@ def call_of(engine: object) -> Call:
         )
     if hasattr(engine, "send_bytes") and hasattr(engine, "recv"):
         return _pipe(engine)
+    if isinstance(engine, sglang.Client):
+        return engine
     if callable(engine):
         return lambda info, version: engine(info)
     raise TransferError(

@@ -1,5 +1,6 @@
 """Each kind of client reaches the workers of its engine; what is none is refused, and an engine that fails is named."""
 
+import asyncio
 import gc
 import importlib
 import json
@@ -13,6 +14,8 @@ from importlib.metadata import EntryPoint
 from multiprocessing.connection import Client
 from pathlib import Path
 from socketserver import ThreadingTCPServer
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -363,19 +366,33 @@ def test_one_call_sends_a_policy_and_the_draft_model_beside_it():
 
 
 class Schedulers:
-    """Calls a loader of ours like SGLang's ``Engine``, for one scheduler with a separate model."""
+    """Calls a loader of ours like SGLang's ``Engine``, for one scheduler with a model and a draft model."""
 
-    def __init__(self, model):
-        self._model = model
+    def __init__(self, model, draft=None):
+        self._models, self.calls, self.refuses = [model, *filter(None, [draft])], [], ""
+        self.loop = asyncio.new_event_loop()
+        self.tokenizer_manager = SimpleNamespace(update_weight_version=self._version)
+
+    def _called(self, name):
+        self.calls.append(name)
+        return self.refuses != name, "a session is open" if self.refuses == name else "Success"
+
+    def begin_weight_update(self, selector="all"):
+        assert selector == "target"
+        return self._called("begin")
 
     def update_weights_from_tensor(self, named_tensors, load_format=None, flush_cache=True):
         assert flush_cache
         module, _, name = load_format.rpartition(".")
-        try:
-            getattr(importlib.import_module(module), name)(self._model, named_tensors)
-        except Exception as error:
-            return False, str(error)
-        return True, "Success"
+        for model in self._models:  # what the loader raises would end SGLang and its parent
+            getattr(importlib.import_module(module), name)(model, named_tensors)
+        return self._called("update")
+
+    def end_weight_update(self):
+        return self._called("end")
+
+    async def _version(self, request):
+        self.calls.append(request)
 
     def generate(self, input_ids, sampling_params, return_logprob, logprob_start_len):
         """Every token has a log-probability that is its id, negated; the first has none."""
@@ -386,17 +403,32 @@ class Schedulers:
 
 def by_sglang():
     models, weight, worker = model_and_worker()
-    model = torch.nn.Linear(1, 1)
-    sglang._worker_of = {model: worker}.__getitem__
-    call = sglang.client(Schedulers(model))
-    with mb.WeightSync(models, call, timeout=30) as sync:
-        sync()
+    model, draft = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    sglang._worker_of = {model: worker}.__getitem__  # a draft model takes part in no round
+    engine = Schedulers(model, draft)
+    call = sglang.client(engine)
+    requests = SimpleNamespace(UpdateWeightVersionReqInput=dict)
+    with (
+        mock.patch.dict("sys.modules", {"sglang.srt.managers.io_struct": requests}),
+        mb.WeightSync(models, call, timeout=30) as sync,
+    ):
+        sync(version=5)
+        reported = {"new_version": "5", "abort_all_requests": False}
+        assert engine.calls == ["begin", "update", "end", reported]
         assert torch.equal(weight, mb.to_hf_state_dict(models)[HEAD])
         (found,) = sync.verify([[1, 2, 3], [4, 5]]).log_probs
         assert [(token.token, token.engine) for token in found.tokens] == [(2, -2.0), (3, -3.0), (5, -5.0)]
         with pytest.raises(TransferError, match=r"SGLang to take the weights, .* expected what a"):
-            call({"address": 3})
-    with pytest.raises(TransferError, match="found a tensor w"):
+            call({"address": 3}, 6)
+        assert engine.calls[4:] == ["begin", "update", "end"]  # and no version
+        engine.refuses = "begin"
+        with pytest.raises(TransferError, match=r"found that it did not: a session is open"):
+            sync()
+        sglang._worker_of = {}.__getitem__
+        engine.refuses = ""
+        with pytest.raises(TransferError, match=r"found that it did not: KeyError: Linear"):
+            sync()
+    with pytest.raises(TransferError, match="found 1 tensors: w; use"):
         sglang.load(model, [("w", weight)])
 
 
