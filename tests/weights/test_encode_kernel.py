@@ -14,11 +14,11 @@ SOURCE = Path(mcore_bridge.__file__).parent / "weights" / "sent" / "triton_encod
 MISTAKES = {
     "": "",
     "exponent = (bits >> 23) - 8": "exponent = (bits >> 23) - 7",
-    "tl.store(target + at, low | high << 4": "tl.store(target + at, high | low << 4",
+    "= low | high << 4": "= high | low << 4",
     "stored = tl.where(differs > 0, stored, old)": "stored = old",
     "if shows == 0:": "if shows != 0:",
     "+ 0x7FFFF + ((bits >> 20) & 1)": "+ 0x7FFFF",
-    "tl.load(codes + codes_at + line": "tl.load(codes + line",
+    "tl.load(places + codes_at + line": "tl.load(places + line",
 }
 """Replacements in the source of the kernel; the first one changes nothing."""
 
