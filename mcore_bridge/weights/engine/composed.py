@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,9 +26,6 @@ from mcore_bridge.weights.transfer.copier import Allocations, Buffers, CopyTable
 from mcore_bridge.weights.transfer.endpoints import Maker, Outputs, Sources
 from mcore_bridge.weights.transfer.executor import run_alone
 from mcore_bridge.weights.transfer.program import WINDOWS, Program, Step
-
-if TYPE_CHECKING:
-    from mcore_bridge.weights.source.weight_format import WeightFormat
 
 _AT_ONCE = 16
 """The messages whose copies run at once."""
@@ -143,7 +139,7 @@ class LastRound:
     allocations: Allocations
     """Where the parameters of this rank lay."""
     maker: Maker | None
-    form: WeightFormat
+    form: object
     """The format in which weights left."""
     device: torch.device
 
@@ -231,12 +227,12 @@ class MapWriter(ABC):
         """Run the copies that wait for others."""
         self._run_with(torch.empty(0, dtype=torch.uint8, device=device))
 
-    def end(self, device: torch.device, *, repeats: WeightFormat | None = None) -> None:
+    def end(self, device: torch.device, *, repeats: object = None) -> None:
         """Run what is left, and wait until the engine has everything.
 
         Args:
-            repeats: the format of the weights, if the next round may begin like this one. No bytes came from other
-                ranks then, and no weight of this rank was merged for it.
+            repeats: the format of the weights, if the next round may begin like this one; else None. It may if no bytes
+                came from other ranks, and no weight of this rank was merged for it.
 
         Raises:
             ExportError: when a number is not finite that a repetition has encoded.
@@ -302,7 +298,7 @@ class MemoryWriter(MapWriter):
         assert self.program is not None
         GroupCopies(self.program.map, group).run(group, self.memory, by_kernel=False)
 
-    def end(self, device: torch.device, *, repeats: WeightFormat | None = None) -> None:
+    def end(self, device: torch.device, *, repeats: object = None) -> None:
         """See ``MapWriter``. The memory has everything then, so tensors of this rank are no longer held."""
         super().end(device, repeats=repeats)
         self.let_go()
