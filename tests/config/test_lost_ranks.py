@@ -105,7 +105,9 @@ def test_every_collective_of_a_group_names_lost_ranks():
     """Each method that calls torch.distributed has the decorator that names lost ranks."""
     methods = {name: method for name, method in vars(collectives.Group).items() if inspect.isfunction(method)}
     calling = {
-        name for name, method in methods.items() if re.search(r"\bdist\.(all_|broad|scat)", inspect.getsource(method))
+        name
+        for name, method in methods.items()
+        if re.search(r"\bdist\.(all_|broad|scat)|\b_all_gather\(", inspect.getsource(method))
     }
-    assert {"gather", "broadcast", "all_gather_object"} <= calling
+    assert {"gather", "broadcast", "_gathered"} <= calling
     assert not [name for name in calling if not hasattr(methods[name], "__wrapped__")]

@@ -289,7 +289,6 @@ class Group:
         """Overwrite the tensor of every rank with the tensor of ``rank``."""
         dist.broadcast(tensor, self.members[rank], group=self.group)
 
-    @naming_lost_ranks("exchanging descriptions with other ranks")
     def all_gather_object(self, value: T) -> list[T]:
         """The ``value`` of every rank, sent as a pickle. Pickles that are all small take one collective.
 
@@ -303,6 +302,7 @@ class Group:
             pickles, _ = self._gathered(own, most)
         return [*map(pickle.loads, pickles)]
 
+    @naming_lost_ranks("exchanging descriptions with other ranks")
     def _gathered(self, own: bytes, room: int) -> tuple[list[bytes], int]:
         """The first ``room`` bytes of the bytes of every rank, and the largest number of bytes of a rank."""
         sent = torch.zeros(_SIZE + room, dtype=torch.uint8)
