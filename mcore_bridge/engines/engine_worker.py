@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from mcore_bridge.arguments import COUNT, FUNCTION, LEAST_0, MAPPING, Kind, instance_of, require
 from mcore_bridge.engines.channel import Address, tell
@@ -366,6 +367,12 @@ class EngineWorker:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # whichever stream the engine computes on next
+
+
+def worker_name(release: str, model: nn.Module, settings: str, place: str) -> str:
+    """The name of a worker. Kept maps belong to it, so it differs if ``settings`` differ, which may be long."""
+    digest = hashlib.sha256(settings.encode()).hexdigest()
+    return f"{release}, {type(model).__name__} {digest[:12]}, {place}"
 
 
 def _cache() -> Path:

@@ -8,7 +8,6 @@ This module imports nothing of SGLang before a scheduler calls ``load``.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import tempfile
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mcore_bridge.engines.engine_worker import EngineWorker
+from mcore_bridge.engines.engine_worker import EngineWorker, worker_name
 from mcore_bridge.errors import TransferError, describe
 from mcore_bridge.foreign_files import parse
 
@@ -133,9 +132,8 @@ def _worker_of(model: nn.Module) -> EngineWorker:
             f"expected SGLang without pipeline stages, found {pp.world_size}: it hands an update to a stage only after "
             "the stage before has ended it; use tp_size and ep_size"
         )
-    place = f"tp {tp.rank_in_group} of {tp.world_size}"
-    digest = hashlib.sha256(repr(getattr(model, "config", None)).encode()).hexdigest()
-    name = f"sglang {sglang.__version__}, {type(model).__name__} {digest[:12]}, {place}"
+    settings, place = repr(getattr(model, "config", None)), f"tp {tp.rank_in_group} of {tp.world_size}"
+    name = worker_name(f"sglang {sglang.__version__}", model, settings, place)
 
     def loader(pairs: Iterable[tuple[str, Tensor]]) -> None:
         model.load_weights(pairs)  # type: ignore[operator]

@@ -8,7 +8,6 @@ This module imports nothing of vLLM before a worker uses it, since vLLM loads it
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mcore_bridge.engines.engine_worker import EngineWorker
+from mcore_bridge.engines.engine_worker import EngineWorker, worker_name
 from mcore_bridge.errors import TransferError
 from mcore_bridge.weights.engine.loader_thread import Loader
 
@@ -82,8 +81,8 @@ def worker_of(
         first, size = parallel.data_parallel_index * size, parallel.data_parallel_size * size
     mesh = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size, bool(parallel.enable_expert_parallel))
     fields = repr(sorted(model_config.hf_config.to_dict().items(), key=str))
-    digest = hashlib.sha256(f"{fields} {model_config.dtype} {model_config.quantization} {mesh}".encode()).hexdigest()
-    name = f"vllm {vllm.__version__}, {type(model).__name__} {digest[:12]}, worker {first + rank} of {size}"
+    settings = f"{fields} {model_config.dtype} {model_config.quantization} {mesh}"
+    name = worker_name(f"vllm {vllm.__version__}", model, settings, f"worker {first + rank} of {size}")
     loader = load or partial(reload, model, model_config, device)
     hidden = hidden or _hidden_weights(model, device)
     return EngineWorker(model, loader, name=name, rank=first + rank, size=size, hidden=hidden)
