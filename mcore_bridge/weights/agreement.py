@@ -182,7 +182,7 @@ class Proposal:
     bound: BoundModel | None
     provenance: Provenance | None
     error: str
-    """Why it cannot; empty if it can."""
+    """Why this rank cannot export; empty if it can."""
     given: dict[str, object]
     """The arguments that must be equal on all ranks."""
     bucket_bytes: int | None

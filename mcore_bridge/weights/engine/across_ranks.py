@@ -23,7 +23,7 @@ from mcore_bridge.weights.plan.engine_map import EngineMap
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.copier import Allocations, Buffers, CopyTable
 from mcore_bridge.weights.transfer.endpoints import Held, Sources
-from mcore_bridge.weights.transfer.failures import raise_failures, raise_on_all
+from mcore_bridge.weights.transfer.failures import any_of_ranks, raise_on_all
 from mcore_bridge.weights.transfer.program import Program
 
 MoreHandles = Callable[[int], Sequence[Sequence[Handle]]]
@@ -86,9 +86,7 @@ class AcrossRanks:
             is_ready = is_settled and last.allocations.find() and reached() is self._own
         except Exception as error:  # other ranks must hear of it
             problem = describe(error)
-        some_wait, some_failed = last.group.most([not is_ready, bool(problem)])
-        if some_failed:
-            raise_failures(last.group.all_gather_object(problem))
+        (some_wait,) = any_of_ranks(last.group, problem, [not is_ready])
         if some_wait:
             return
         begun, device = Buffers.of(last.allocations), last.group.device
@@ -169,10 +167,7 @@ class AcrossRanks:
                 self.wait()  # before any rank copies again
         except Exception as error:
             problem = describe(error)
-        own = [bool(problem), bool(export.held.merges), writer is not self._own]
-        some_failed, some_made, is_new = group.most(own)
-        if some_failed:
-            raise_failures(group.all_gather_object(problem))
+        some_made, is_new = any_of_ranks(group, problem, [bool(export.held.merges), writer is not self._own])
         assert held is not None
         if some_made:
             self.wait()

@@ -24,7 +24,7 @@ from mcore_bridge.weights.plan.export_plan import Message
 from mcore_bridge.weights.plan.map_slices import MapSlices
 from mcore_bridge.weights.transfer.copier import Allocations, Buffers, CopyTable, RowPlaces
 from mcore_bridge.weights.transfer.endpoints import Maker, Outputs, Sources
-from mcore_bridge.weights.transfer.executor import run_alone
+from mcore_bridge.weights.transfer.executor import exhaust, run_alone
 from mcore_bridge.weights.transfer.program import WINDOWS, Program, Step
 
 _AT_ONCE = 16
@@ -199,9 +199,7 @@ class MapWriter(ABC):
         if last.maker is not None:
             held = held.with_others([*last.maker.make(None, held)])
         outputs = EngineOutputs(self.program, self, last.device)
-        for pairs in run_alone(self.program, outputs, lambda step: held, last.device):
-            for _ in pairs:
-                pass
+        exhaust(run_alone(self.program, outputs, lambda step: held, last.device))
         self.run_due(last.device)
         return parameters
 

@@ -29,7 +29,7 @@ from mcore_bridge.weights.plan.engine_map import EngineMap
 from mcore_bridge.weights.provenance import HF
 from mcore_bridge.weights.transfer.copier import Buffers
 from mcore_bridge.weights.transfer.endpoints import Sources
-from mcore_bridge.weights.transfer.executor import Ends, new_tensors, run_messages
+from mcore_bridge.weights.transfer.executor import Ends, exhaust, new_tensors, run_messages
 
 GROUP_BYTES = 1 << 30
 """Bytes of HF tensors that one kernel copies. They are kept in memory until then."""
@@ -237,9 +237,7 @@ def write_export(
             is_done = across.run(export, reached, more_handles)
         if not is_done:
             export = with_codes(export)
-            for pairs in run_messages(export.program, export.group, export.held, into=begin):
-                for _ in pairs:
-                    pass
+            exhaust(run_messages(export.program, export.group, export.held, into=begin))
         if problem is not None:
             raise problem
         if writer is not None:

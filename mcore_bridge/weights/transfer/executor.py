@@ -8,7 +8,7 @@ checks whether all ranks arrived without a failure.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 
 import torch
@@ -79,6 +79,13 @@ def run_messages(
         exchange = _Exchange(*into(sources, group.device), group, sources, lend=lend)
     assert exchange is not None
     yield from exchange.messages()
+
+
+def exhaust(messages: Iterable[Iterable[tuple[str, Tensor]]]) -> None:
+    """Run messages to their end, for an end that yields nothing of use."""
+    for pairs in messages:
+        for _ in pairs:
+            pass
 
 
 def run_alone(

@@ -37,6 +37,17 @@ def require_all(group: Group, problem: str, what: str = "", kind: type[BridgeErr
         raise_failures(group.all_gather_object(problem), what, kind)
 
 
+def any_of_ranks(group: Group, problem: str, flags: Sequence[bool]) -> list[int]:
+    """Which of ``flags`` any rank has. Raise ``ExportError`` on every rank if any has a ``problem``.
+
+    Without one, this is one small collective.
+    """
+    some_failed, *of_ranks = group.most([bool(problem), *flags])
+    if some_failed:
+        raise_failures(group.all_gather_object(problem))
+    return of_ranks
+
+
 def raise_failures(problems: Sequence[str], what: str = "", kind: type[BridgeError] = ExportError) -> None:
     """Raise ``kind`` if any rank has a problem. This rank already has the ``problems`` of all ranks."""
     if failures := grouped_by_rank(problems):
