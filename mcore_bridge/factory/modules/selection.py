@@ -177,9 +177,10 @@ class PooledIndexer(Indexer):
     this pool has later tokens.
     """
 
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.pool = config.dsa_indexer_pool
+    @property
+    def pool(self) -> int:
+        """The keys of a pool."""
+        return int(self.config.dsa_indexer_pool)
 
     def selected(self, query: Tensor, key: Tensor, weights: Tensor, hidden: Tensor, places: Places) -> Tensor:
         """As in the base class. More numbers of each token may follow its key."""
@@ -215,8 +216,7 @@ class GatedPoolIndexer(PooledIndexer, TokenIndexer):
     """Queries are made of a latent. The key of a pool is the weighted mean of its keys, which have no rope."""
 
     def __init__(self, config: Any, epsilon: float) -> None:
-        TokenIndexer.__init__(self, config, epsilon)
-        self.pool = config.dsa_indexer_pool
+        super().__init__(config, epsilon)
         self.pool_places = nn.Parameter(torch.empty(self.pool, self.dim, **placement(config)), requires_grad=False)
         self.linear_pool_gate = ReplicatedLinear(config.hidden_size, self.dim, config).requires_grad_(False)
         if config.perform_initialization:
