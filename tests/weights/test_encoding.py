@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -28,8 +29,11 @@ from mcore_bridge.convert.convert import convert
 from mcore_bridge.engines import EngineWorker
 from mcore_bridge.errors import ConfigError, ExportError, MappingError, TargetError, TransferError
 from mcore_bridge.rules.codec import codes_of, divided, scales_of
+from mcore_bridge.weights.agreement import open_plain
+from mcore_bridge.weights.engine import across_ranks
 from mcore_bridge.weights.engine import writer as writing
 from mcore_bridge.weights.manifest import Manifest
+from mcore_bridge.weights.plan.boxes import placed_rows
 from mcore_bridge.weights.sent import encoded_shard, encoding
 from mcore_bridge.weights.sent.encoded_shard import as_bytes
 from mcore_bridge.weights.sent.launches import EncodeLaunch, ShardEncoder
@@ -219,9 +223,10 @@ def run_on_cpu(
             made[shard.codes] = codes.view(dtype).view(shape)
             continue
         made[shard.codes] = torch.empty(0)
-        for row, tensor, start in zip(codes, *places.rows[shard.codes], strict=True):
+        own = places.rows[shard.codes]
+        for part, tensor, start in zip(codes.view(own.starts.size, -1), *map(np.ravel, own), strict=True):
             if tensor >= 0:
-                places.memory.tensors[tensor][start : start + len(row)] = row
+                places.memory.tensors[tensor][start : start + len(part)] = part
     return Made.of(made), are_wrong
 
 
@@ -284,17 +289,19 @@ def test_launches_make_all_that_one_of_two_holders_of_a_weight_sends(tmp_path: P
 class StackingEngine(nn.Module):
     """An engine with gate and up of all experts of a layer in one parameter, and with unused rows before them.
 
-    With ``turns`` it keeps one projection of each layer transposed.
+    With ``turns`` it keeps one projection of each layer transposed. With two ``parts`` it has tensor parallelism, and
+    this is one of two such engines.
     """
 
-    def __init__(self, manifest: Manifest, folder: Path, *, turns: bool) -> None:
+    def __init__(self, manifest: Manifest, folder: Path, *, turns: bool = False, parts: int = 1, part: int = 0) -> None:
         super().__init__()
-        self._turned = "o_proj.weight" if turns else "nothing"
-        self._shapes = {spec.name: spec.shape for spec in manifest}
+        self._turned, self._parts, self._part = "o_proj.weight" if turns else "nothing", parts, part
+        self._shapes = {spec.name: self._cut(spec.name, torch.empty(spec.shape)).shape for spec in manifest}
         sizes = {self._place(spec.name)[0]: spec for spec in manifest}
         folder.mkdir(parents=True)
         for number, (name, spec) in enumerate(sizes.items()):
-            shape = (spec.shape[0] * 8 + 3, *spec.shape[1:]) if name.endswith("w13") else spec.shape
+            shape = tuple(self._shapes[spec.name])
+            shape = (shape[0] * 8 + 3, *shape[1:]) if name.endswith("w13") else shape
             shape = shape[::-1] if name.endswith(self._turned) else shape
             count = math.prod(shape) * spec.dtype.itemsize
             memory = torch.from_file(str(folder / str(number)), shared=True, size=count, dtype=torch.uint8)
@@ -307,10 +314,15 @@ class StackingEngine(nn.Module):
             return name, -1
         return f"{layer}.w13", 3 + self._shapes[name][0] * (2 * int(expert) + (kind == "up_proj.weight"))
 
+    def _cut(self, name: str, tensor: Tensor) -> Tensor:
+        if "_proj.weight" not in name:
+            return tensor
+        return tensor.chunk(self._parts, dim=int("o_proj" in name or "down_proj" in name))[self._part]
+
     def load(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
         """Load HF tensors."""
         for name, tensor in pairs:
-            place, row = self._place(name)
+            tensor, (place, row) = self._cut(name, tensor), self._place(name)
             own = self.get_parameter(place.replace(".", "-")).data
             own = own.mT if name.endswith(self._turned) else own
             (own if row < 0 else own[row : row + len(tensor)]).copy_(tensor)
@@ -386,6 +398,88 @@ def test_codes_are_made_where_an_engine_keeps_them_in_rounds_that_repeat(tmp_pat
     assert found == [(True, messages, True) for messages in (True, False, True, False, True, False)]
     (found,) = pool.run(1, partial(rounds_into_an_engine, turns=True), str(tmp_path), note)
     assert found == [(True, True, True)] * 6
+
+
+def rounds_of_all_ranks(folder: str, note: dict[str, Any], parts: int) -> tuple[list[Any], list[Any]]:
+    """On one of two ranks, which each write into two engines: rounds of which the third begins with a weight in other
+    memory; then a round with NaN, and two further rounds.
+
+    Returns:
+        For each round whether the engine has all bits, whether messages carried it, and how often this rank wrote
+        before there was a plan, and in all; and for each weight whose codes are made in the engines, into how many
+        parts its rows are cut.
+    """
+    dims = mb.ParallelDims(tp=2, ep=2, sp=True)
+    dims.initialize(device="cpu")
+    rank = torch.distributed.get_rank()
+    models = mb.build_model(folder, dims=dims, device="cpu", dtype=torch.bfloat16, load_weights=False)
+    manifest = mb.manifest(models, quantize=note)
+    own, other = (
+        StackingEngine(manifest, Path(folder) / f"{kind}{parts}{rank}", parts=parts, part=rank % parts)
+        for kind in ("own", "other")
+    )
+    engine, across = mb.engines.map_engine(manifest, own, own.load), across_ranks.AcrossRanks()
+    writers: list[Any] = []
+    before, found, placed = list[int](), list[Any](), list[int]()
+
+    def reached() -> Any:
+        if (handles := engine.share()) is not None:
+            writers.append(mb.engines.EngineWriter(engine.map, handles))
+        return writers[-1]
+
+    def note_places(*arguments: Any) -> Any:
+        rows = placed_rows(*arguments)
+        placed.extend(own.starts.shape[1] for own in rows.values())
+        return rows
+
+    def run() -> None:
+        def prepared(look: Any) -> Any:
+            before.append(written.call_count)
+            return open_plain(models, None, "lm", look, target=engine.map, quantize=note)
+
+        messages = mock.patch.object(writing, "run_messages", side_effect=writing.run_messages)
+        writes = mock.patch.object(across, "_copy", side_effect=across._copy)
+        places = mock.patch.object(across_ranks, "placed_rows", side_effect=note_places)
+        with launches_on_cpu(), messages as whole, writes as written, places:
+            writing.write_export(models, prepared, reached, across=across, more_handles=engine.more_handles)
+        engine.complete()
+        other.load(mb.iter_hf_weights(models, quantize=note))
+        pairs = zip(own.parameters(), other.parameters(), strict=True)
+        is_equal = all(torch.equal(as_bytes(one.data), as_bytes(two.data)) for one, two in pairs)
+        found.append((is_equal, whole.called, before.pop(), written.call_count))
+
+    parameters = dict(models[0].named_parameters())
+    first, moving = (parameters[f"decoder.layers.{n}.self_attention.linear_proj.weight"] for n in range(2))
+    first.data, moving.data = torch.stack([first.data, moving.data]).unbind()
+    for number in range(4):
+        for parameter in parameters.values():
+            parameter.data.mul_(1.25).add_(0.01)
+        if number == 2 and rank:
+            moving.data = moving.data.clone()
+        run()
+    kept = {name: parameter.data.clone() for name, parameter in parameters.items()}
+    spoil(models, rank=1)
+    with pytest.raises(ExportError, match="finite numbers"):
+        run()
+    engine.break_off()
+    before.clear()
+    for name, parameter in parameters.items():
+        parameter.data.copy_(kept[name])
+    run()
+    run()
+    return found, placed
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_all_ranks_make_codes_where_the_engines_of_all_keep_them(parts: int, tmp_path: Path) -> None:
+    """Two whole engines need all rows, which are then copied from a buffer. Halves need rows, or halves of rows."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+    tiny("qwen3_moe", **sizes).save_pretrained(tmp_path)
+    note = {"quant_method": "fp8", "weight_block_size": [16, 16], "modules_to_not_convert": ["layers.1.mlp"]}
+    for rank, (found, placed) in enumerate(pool.run(2, rounds_of_all_ranks, str(tmp_path), note, parts)):
+        writes = (0, 1), (1, 1), (1, 1 + rank), (1, 1), (0, 1), (1, 1)
+        assert found == [(True, False, *each) for each in writes]
+        assert {*placed} == ({1, 2} if parts == 2 else set())
 
 
 @pytest.mark.parametrize("name", NEW)

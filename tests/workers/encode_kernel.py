@@ -132,25 +132,39 @@ def bits_are_those_of_the_codec(name: str, dtype: torch.dtype) -> None:
 
 
 def rows_go_to_their_places(shards: list[Blocks], values: list[Tensor], expected: list[tuple[Tensor, Tensor]]) -> None:
-    """Rows of codes in an engine's two tensors: in another order, behind other bytes, and some of them nowhere."""
-    sizes = [(codes.shape[0], codes.shape[1]) for codes, _ in expected]
-    wide = sizes[0][1] + 16
-    memory = [torch.full((sum(rows for rows, _ in sizes) * wide + 48,), 7, dtype=torch.uint8) for _ in range(2)]
+    """Rows of codes in an engine's two tensors: in another order, behind other bytes, and some of them nowhere.
+
+    The rows of the second shard are cut in halves, if a kernel can do so, and the halves exchanged.
+    """
+    wide = expected[0][0].shape[1] + 16
+    memory = [torch.full((sum(len(codes) for codes, _ in expected) * wide + 48,), 7, dtype=torch.uint8) for _ in "ab"]
     wanted, places, line = [own.clone() for own in memory], {}, 0
-    for number, ((rows, width), (codes, _)) in enumerate(zip(sizes, expected, strict=True)):
+    for number, (blocks, (codes, _)) in enumerate(zip(shards, expected, strict=True)):
+        size, rows, width = blocks.row_size, *codes.shape
         last = 32 + (line + rows - 1) * wide  # the last row comes first
         copies = [
             ByteCopy(0, 2 * width, number % 2, last - 2 * wide, 5, width, 1, width, 1, -wide, 1),
             ByteCopy(0, 9 * width, number % 2, last - 9 * wide, rows - 9, width // 2, 2, width, 2, -wide, 2),
         ]
+        half, whole = width // 2, torch.cat([codes[:, width // 2 :], codes[:, : width // 2]], 1)
+        is_cut = number == 1 and half % size.tile_bytes == half % 16 == 0
+        halves = [
+            own._replace(
+                cols=half // own.item, source_start=own.source_start + near, target_start=own.target_start + far
+            )
+            for own in copies
+            for near, far in ((0, half), (half, 0))
+        ]
         for row in (*range(2, 7), *range(9, rows)):
-            wanted[number % 2][last - row * wide :][:width] = codes[row]
-        found = rows_of(copies, rows, width)
+            wanted[number % 2][last - row * wide :][:width] = (whole if is_cut else codes)[row]
+        found = rows_of(halves if is_cut else copies, size)
         assert found is not None
+        assert found.starts.shape == (rows, 2 if is_cut else 1)
         places[2 * number] = found
-        assert rows_of([*copies, copies[0]], rows, width) is None
-        assert rows_of([copies[0]._replace(cols=width - 1)], rows, width) is None
-        assert rows_of([copies[0]._replace(target_start=last + 8)], rows, width) is None
+        assert rows_of([*copies, copies[0]], size) is None
+        assert rows_of([copies[0]._replace(cols=width - 1)], size) is None
+        assert rows_of([copies[0]._replace(target_start=last + 8)], size) is None
+        assert is_cut or rows_of(halves, size._replace(tile_bytes=width)) is None
         line += rows
     found_scales, _ = by_kernel(shards, values, None, RowPlaces(places, Buffers(memory)))
     assert all(map(torch.equal, memory, wanted))

@@ -1,7 +1,8 @@
 """Copies from each rank of a replica straight into the memory of all workers on its machine, without messages.
 
 A worker gets parts of its tensors from several ranks. By messages each of them packs its part, NCCL carries it, and the
-rank of the worker unpacks it. Here each rank writes its own part, over the link between two GPUs if need be.
+rank of the worker unpacks it. Here each rank writes its own part, over the link between two GPUs if need be. A kernel
+that encodes weights writes their codes there.
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ from itertools import chain
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from mcore_bridge.errors import ExportError, TransferError, describe, grouped_by_rank
-from mcore_bridge.weights.agreement import Export
-from mcore_bridge.weights.engine.composed import EngineProgram, MapWriter
+from mcore_bridge.weights.agreement import Export, with_codes
+from mcore_bridge.weights.engine.composed import EngineProgram, LastRound, MapWriter
 from mcore_bridge.weights.ipc.shared_memory import Handle, open_all
-from mcore_bridge.weights.plan.boxes import ByteCopy
+from mcore_bridge.weights.plan.boxes import ByteCopy, placed_rows
 from mcore_bridge.weights.plan.engine_map import EngineMap
+from mcore_bridge.weights.sent.encoding import is_by_kernel
 from mcore_bridge.weights.transfer.collectives import Group
-from mcore_bridge.weights.transfer.copier import Allocations, Buffers, CopyTable
-from mcore_bridge.weights.transfer.endpoints import Held, Sources
+from mcore_bridge.weights.transfer.copier import Buffers, CopyTable, RowPlaces
+from mcore_bridge.weights.transfer.endpoints import Held, Maker, Sources
 from mcore_bridge.weights.transfer.failures import any_of_ranks, raise_on_all
 from mcore_bridge.weights.transfer.program import Program
 
@@ -33,13 +36,73 @@ PART_BYTES = 512 << 20
 _OTHER = "expected the memory of an engine with the map of this export, found other memory: begin the round again"
 
 
+class _Workers:
+    """The memory of workers, and what this rank writes there.
+
+    Args:
+        program: the steps of this rank.
+        workers: for each worker the copies to it from the tensors of this rank, and its tensors.
+        maker: makes codes and scales of encoded weights.
+        device: where kernels run.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        workers: Iterable[tuple[Sequence[ByteCopy], Sequence[Tensor]]],
+        maker: Maker | None,
+        device: torch.device,
+    ) -> None:
+        self._made_of, self._device = program.made_of, device
+        self._copies: list[Sequence[ByteCopy]] = []
+        tensors: list[Tensor] = []
+        for copies, of_worker in workers:
+            self._copies.append([copy._replace(target=copy.target + len(tensors)) for copy in copies])
+            tensors += of_worker
+        self._memory = Buffers(tensors)
+        self._places: RowPlaces | None = None
+        if maker is not None and self._memory.takes_rows(device):
+            first = len(program.names)
+            all_copies = chain.from_iterable(self._copies)
+            into = (copy._replace(target=copy.target - first) for copy in all_copies)
+            self._places = RowPlaces(placed_rows(into, maker.rows), self._memory)
+            self._copies = [[copy for copy in own if copy.source not in self._places.rows] for own in self._copies]
+        self._of_launches: dict[int, list[CopyTable]] = {}
+        """The copies of what a launch makes, by the first number that it makes."""
+        made = frozenset() if maker is None else maker.numbers
+        self._plain = _interleaved([[copy for copy in own if copy.source not in made] for own in self._copies])
+
+    def write(self, parameters: Buffers, maker: Maker | None) -> None:
+        """Write everything. The device may still run this afterwards.
+
+        Args:
+            parameters: the parameters of this rank.
+        """
+        held = parameters.at(self._made_of)
+        self._run(self._plain, held)
+        if maker is None:
+            return
+        maker.places = self._places
+        for made in maker.make(None, held):
+            numbers = made.numbers.tolist()
+            if numbers[0] not in self._of_launches:
+                own = frozenset(numbers)
+                copies = [[copy for copy in of_worker if copy.source in own] for of_worker in self._copies]
+                self._of_launches[numbers[0]] = _interleaved(copies)
+            self._run(self._of_launches[numbers[0]], held.with_others([made]))
+
+    def _run(self, tables: Iterable[CopyTable], held: Buffers) -> None:
+        buffers, nothing = held.beside(self._memory), Buffers([], frozenset())
+        for table in tables:
+            table.run(buffers, nothing, self._device)
+
+
 @dataclass(frozen=True, slots=True)
 class _Copied:
     """What this rank has copied in the last round. All ranks of the replica have one, or none has."""
 
     group: Group
-    allocations: Allocations
-    """Where the tensors of this rank lay."""
+    round: LastRound
 
 
 class AcrossRanks:
@@ -53,10 +116,8 @@ class AcrossRanks:
         self._fits = False
         self._copies: dict[int, tuple[ByteCopy, ...]] = {}
         """What this rank copies to the worker of each rank, if anything."""
-        self._memory = Buffers([])
-        """The tensors of these workers, one worker after the other, if they take weights."""
-        self._tables: list[CopyTable] = []
-        """The copies into this memory."""
+        self._workers: _Workers | None = None
+        """The workers of this rank's copies, if they take weights."""
         self._own: MapWriter | None = None
         self._senders: list[int] = []
         """The ranks that copy to the worker of this rank."""
@@ -64,8 +125,8 @@ class AcrossRanks:
         """Why a rank cannot open the memory of a worker, so that rounds of this plan go by messages."""
         self._last: _Copied | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._begun: Buffers | None = None
-        """The tensors from which the copies of the last round run again, if they do."""
+        self._begun: tuple[LastRound, Buffers] | None = None
+        """The last round whose copies run again, if they do, and the parameters from which they run."""
         self._seen: Buffers | None = None
         """The tensors of this rank, if it has looked at them while it copies."""
 
@@ -81,18 +142,19 @@ class AcrossRanks:
         self._begun = self._seen = None
         if self._last is None:
             return
-        last, self._last, is_ready, problem = self._last, None, False, ""
+        group, last, is_ready, problem = self._last.group, self._last.round, False, ""
+        self._last = None
         try:
             is_ready = is_settled and last.allocations.find() and reached() is self._own
         except Exception as error:  # other ranks must hear of it
             problem = describe(error)
-        (some_wait,) = any_of_ranks(last.group, problem, [not is_ready])
+        (some_wait,) = any_of_ranks(group, problem, [not is_ready])
         if some_wait:
             return
-        begun, device = Buffers.of(last.allocations), last.group.device
-        with suppress(Exception), self._beside_current(device):  # ``run`` meets an error again, and all ranks raise it
-            self._copy(begun, device)
-            self._begun = begun
+        parameters = Buffers.of(last.allocations)
+        with suppress(Exception), self._beside_current(last.device):  # ``run`` meets an error again, and all ranks too
+            self._copy(parameters, last.maker)
+            self._begun = last, parameters
 
     def _beside_current(self, device: torch.device) -> AbstractContextManager[object]:
         """Let kernels of the block run on a separate stream, so that the next collectives need not wait for them."""
@@ -102,10 +164,9 @@ class AcrossRanks:
         self._stream.wait_stream(torch.cuda.current_stream(device))
         return torch.cuda.stream(self._stream)
 
-    def _copy(self, held: Buffers, device: torch.device) -> None:
-        buffers, nothing = held.beside(self._memory), Buffers([], frozenset())
-        for table in self._tables:
-            table.run(buffers, nothing, device)
+    def _copy(self, parameters: Buffers, maker: Maker | None) -> None:
+        if self._workers is not None:
+            self._workers.write(parameters, maker)
 
     def give_up(self) -> None:
         """Forget what has begun, once it has ended."""
@@ -129,7 +190,7 @@ class AcrossRanks:
     def takes(self, export: Export) -> bool:
         """Whether an export can go this way. All ranks call it together, and communicate if its plan is new.
 
-        It cannot if weights are encoded, or if an HF tensor has to be made, such as for a cast.
+        It cannot if an HF tensor has to be made, such as for a cast.
         """
         if self._program is not export.program:
             self.wait()
@@ -158,20 +219,24 @@ class AcrossRanks:
             ExportError: on every rank, when any rank fails.
         """
         group, writer, begun, problem = export.group, None, self._begun, ""
-        held, self._begun, self._seen, is_done = self._seen, None, None, False
+        held, self._begun, self._seen, is_done, is_possible = self._seen, None, None, False, False
         try:
             writer = reached()
             held = Sources(export.program, export.held).parameters if held is None else held
-            is_done = begun is not None and np.array_equal(held.addresses, begun.addresses)
+            is_done = begun is not None and begun[0].is_like(export.program, export.format, held, begun[1])
+            is_possible = not export.held.merges and (is_done or is_by_kernel(export.program, export.held))
             if not is_done:
                 self.wait()  # before any rank copies again
         except Exception as error:
             problem = describe(error)
-        some_made, is_new = any_of_ranks(group, problem, [bool(export.held.merges), writer is not self._own])
+        flags = [not is_possible, writer is not self._own, not is_done]
+        are_impossible, is_new, is_undone = any_of_ranks(group, problem, flags)
         assert held is not None
-        if some_made:
+        if are_impossible:
             self.wait()
             return False
+        if is_undone:
+            export = with_codes(export)
         if is_new:
             self.problem = grouped_by_rank(group.all_gather_object(self._open(export, writer, more_handles)))
             if self.problem:
@@ -179,24 +244,30 @@ class AcrossRanks:
                 self._fits = False
                 return False
         with raise_on_all(group, kind=ExportError):
-            if not is_done:
-                self._copy(held, group.device)
+            if is_done and begun is not None:
+                last = begun[0]
+            else:
+                maker = export.held.maker
+                last = LastRound(export.program, held.allocations, maker, export.format, group.device)
+                self._copy(held, maker)
             self.wait()
+            if last.maker is not None:
+                last.maker.check()
             if group.device.type == "cuda":
                 torch.cuda.current_stream(group.device).synchronize()
-        self._last = _Copied(group, begun.allocations if is_done and begun is not None else held.allocations)
-        self._last.allocations.wholes = []  # a trainer may free or move them
+        self._last = _Copied(group, last)
+        last.allocations.wholes = []  # a trainer may free or move them
         return True
 
     def _close(self) -> None:
         """Let go of the memory of all workers."""
-        self._memory, self._tables, self._own = Buffers([]), [], None
+        self._workers = self._own = None
 
     def _open(self, export: Export, writer: MapWriter | None, more_handles: MoreHandles | None) -> str:
         """Exchange handles of all workers, and open the memory to which this rank copies; what has failed."""
         self._close()
         group, self._own = export.group, writer
-        memory: dict[int, list[torch.Tensor]] = {}
+        memory: dict[int, list[Tensor]] = {}
         offer: dict[int, Sequence[Handle]] = {}
         problem = ""
         try:
@@ -211,8 +282,8 @@ class AcrossRanks:
                 except Exception as error:
                     problem = describe(error)
         try:
-            self._memory = Buffers([*chain.from_iterable(memory.values())])
-            self._tables = _interleaved([(self._copies[rank], len(tensors)) for rank, tensors in memory.items()])
+            workers = [(self._copies[rank], tensors) for rank, tensors in memory.items()]
+            self._workers = _Workers(export.program, workers, export.held.maker, group.device)
         except Exception as error:
             problem = describe(error)
         return problem
@@ -224,23 +295,21 @@ def _digest(export: Export, receiver: int) -> str:
     return target.digest
 
 
-def _interleaved(workers: Iterable[tuple[Sequence[ByteCopy], int]]) -> list[CopyTable]:
+def _interleaved(workers: Iterable[Sequence[ByteCopy]]) -> list[CopyTable]:
     """The copies to all workers, in parts in which each worker has an equal share.
 
     The links to other GPUs are then busy all the time. A collective on the GPU begins after at most one part, where it
     would wait for the whole of one large kernel.
 
     Args:
-        workers: for each worker the copies to it, and the number of its tensors.
+        workers: the copies to each worker.
     """
-    first, shares, of_all = 0, [np.empty(0)], [np.empty((0, len(ByteCopy._fields)), np.int64)]
-    total = 0
-    for copies, num_tensors in workers:
+    shares, of_all, total = [np.empty(0)], [np.empty((0, len(ByteCopy._fields)), np.int64)], 0
+    for copies in filter(None, workers):
         table = np.array(copies, dtype=np.int64)
-        column = dict(zip(ByteCopy._fields, table.T, strict=True))  # views
-        column["target"] += first
+        column = dict(zip(ByteCopy._fields, table.T, strict=True))
         num_bytes = (column["rows"] * column["cols"] * column["item"]).cumsum()
-        first, total = first + num_tensors, total + int(num_bytes[-1])
+        total += int(num_bytes[-1])
         shares.append((num_bytes - 1) / num_bytes[-1])
         of_all.append(table)
     order, parts = np.concatenate(shares), -(-total // PART_BYTES)
@@ -252,8 +321,6 @@ def _interleaved(workers: Iterable[tuple[Sequence[ByteCopy], int]]) -> list[Copy
 
 def _composed(export: Export) -> dict[int, tuple[ByteCopy, ...]] | None:
     """What this rank copies to workers, by the rank of each; None if some of it is no plain copy."""
-    if export.format.is_encoded:
-        return None
     tables = {}
     for receiver, target in enumerate(export.targets):
         if target == "nothing":

@@ -13,12 +13,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mcore_bridge.rules.spec import Pair
 from mcore_bridge.weights.engine.group_copies import GroupCopies
-from mcore_bridge.weights.plan.boxes import NO_ROWS, ByteCopy, Rows, RowSizes, rows_of, stacked
+from mcore_bridge.weights.plan.boxes import NO_ROWS, ByteCopy, Rows, RowSizes, placed_rows, stacked
 from mcore_bridge.weights.plan.engine_map import EngineMap, SliceCopy
 from mcore_bridge.weights.plan.export_plan import Message
 from mcore_bridge.weights.plan.map_slices import MapSlices
@@ -77,18 +78,16 @@ class EngineProgram(Program):
 
     def _placed(self) -> dict[int, Rows]:
         """Take the copies of codes out whose rows go whole into the engine's tensors."""
-        copies: dict[int, list[ByteCopy]] = {number: [] for number in self.encoded}
-        for copy in chain.from_iterable(composed or () for composed in self._composed):
-            if copy.source in copies:
-                copies[copy.source].append(copy._replace(target=copy.target - len(self.names)))
         whole = {
             byte_copy.source
             for number in range(len(self.plan.messages) if self.made else 0)
             for of_output in self._written(number).values()
             for byte_copy in of_output
         }
-        rows = {number: rows_of(copies[number], *size) for number, size in self.encoded.items() if number not in whole}
-        places = {number: own for number, own in rows.items() if own is not None}
+        composed = chain.from_iterable(copies or () for copies in self._composed)
+        copies = (copy._replace(target=copy.target - len(self.names)) for copy in composed)
+        sizes = {number: size for number, size in self.encoded.items() if number not in whole}
+        places = placed_rows(copies, sizes)
         self._composed = [
             tuple(copy for copy in composed or () if copy.source not in places) for composed in self._composed
         ]
@@ -143,6 +142,11 @@ class LastRound:
     """The format in which weights left."""
     device: torch.device
 
+    def is_like(self, program: Program, form: object, parameters: Buffers, repeated: Buffers) -> bool:
+        """Whether a round sends what a repetition has sent from the parameters ``repeated``."""
+        is_alike = (program, form) == (self.program, self.form)
+        return is_alike and np.array_equal(parameters.addresses, repeated.addresses)
+
 
 class MapWriter(ABC):
     """The end of an export in the memory of one rank of an engine. It works for any number of rounds.
@@ -172,9 +176,7 @@ class MapWriter(ABC):
         """The steps and the outputs of a round, instead of those that make HF tensors."""
         program, maker = sources.program, sources.maker
         is_alone = len(program.plan.streams) == 1  # so no other rank needs the codes
-        has_memory = len(self.memory.addresses) > 0 and (device.type == "cpu" or self.memory.on_gpu)
-        can_write = is_alone and has_memory and self.memory.is_aligned
-        encoded = maker.rows if maker is not None and can_write else NO_ROWS
+        encoded = maker.rows if maker is not None and is_alone and self.memory.takes_rows(device) else NO_ROWS
         if self.program is None or self.program.of is not program or self.program.encoded is not encoded:
             self.program, self._tables = EngineProgram(program, self.map, encoded=encoded), {}
             self._places = None

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 
-import numpy as np
 import torch
 
 from mcore_bridge.arguments import COUNT, accepts_former_names, instance_of, list_of, problem_of, require
@@ -232,7 +231,8 @@ def write_export(
             repeated = again.repeat(last) if (again := reached()) is not None else None
         export = prepared(None if across is None else across.look)
         if last is not None and repeated is not None:
-            is_done = _is_same(last, repeated, export)
+            parameters = Sources(export.program, export.held).parameters
+            is_done = last.is_like(export.program, export.format, parameters, repeated) and not export.held.merges
         if across is not None and across.takes(export):
             is_done = across.run(export, reached, more_handles)
         if not is_done:
@@ -244,9 +244,3 @@ def write_export(
             is_plain = export.group.size == 1 and not export.held.merges
             writer.end(export.group.device, repeats=export.format if is_plain else None)
         on_failure.pop_all()
-
-
-def _is_same(last: LastRound, repeated: Buffers, export: Export) -> bool:
-    """Whether an export sends what a repetition of the last round has sent, from these parameters."""
-    is_alike = (export.program, export.format) == (last.program, last.form) and not export.held.merges
-    return is_alike and np.array_equal(Sources(export.program, export.held).parameters.addresses, repeated.addresses)

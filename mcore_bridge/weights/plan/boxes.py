@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -279,36 +279,61 @@ def _with_row(joined: ByteCopy, byte_copy: ByteCopy) -> ByteCopy | None:
     return joined._replace(rows=joined.rows + 1, source_row=near, target_row=far)
 
 
-RowSizes = Mapping[int, tuple[int, int]]
-"""Rows, and bytes of a row, of codes by their numbers."""
+class RowSize(NamedTuple):
+    """The codes of one shard."""
+
+    rows: int
+    num_bytes: int
+    """Bytes of a row."""
+    tile_bytes: int
+    """Bytes of a row that a kernel writes to one place."""
+
+
+RowSizes = Mapping[int, RowSize]
+"""Codes by their numbers."""
 NO_ROWS: RowSizes = MappingProxyType({})
 
 
 class Rows(NamedTuple):
-    """The places of the rows of one shard's codes."""
+    """The places of the rows of one shard's codes, each of which may be cut into parts of equal size."""
 
-    tensors: Numbers
-    """The engine's tensor of each row; -1 for a row that the engine does not use."""
-    starts: Numbers
-    """The byte of this tensor at which the row begins."""
+    tensors: Table
+    """The engine's tensor of each part [rows, parts]; -1 for a part that the engine does not use."""
+    starts: Table
+    """The byte of this tensor at which the part begins [rows, parts]."""
 
 
-def rows_of(copies: Iterable[ByteCopy], num_rows: int, row_bytes: int) -> Rows | None:
-    """The places to which ``copies`` bring the rows of codes [``num_rows``, ``row_bytes``].
+def rows_of(copies: Sequence[ByteCopy], size: RowSize) -> Rows | None:
+    """The places to which ``copies`` bring the rows of codes.
 
     Returns:
-        None if a row is copied in parts or more than once, or if its place is no multiple of ``WIDEST``.
+        None if a row is cut within a tile, if a part of it is copied more than once, or if its place is no multiple of
+        ``WIDEST``.
     """
-    tensors, starts = np.full(num_rows, -1, np.int64), np.zeros(num_rows, np.int64)
-    for copy in copies:
-        size, distance = copy.cols * copy.item, copy.source_row if copy.rows > 1 else 0
+    runs = [(copy.source_start, copy.cols * copy.item, copy.source_row if copy.rows > 1 else 0) for copy in copies]
+    part = math.gcd(size.num_bytes, *chain.from_iterable(runs))
+    if part % WIDEST or (part < size.num_bytes and part % size.tile_bytes):
+        return None
+    parts = size.num_bytes // part
+    tensors, starts = np.full(size.rows * parts, -1, np.int64), np.zeros(size.rows * parts, np.int64)
+    for copy, (start, length, distance) in zip(copies, runs, strict=True):
+        run, within = np.arange(copy.rows)[:, None], np.arange(length // part)
+        chosen = (start + run * distance) // part + within
         is_run = copy.cols == 1 or copy.source_col == copy.target_col == copy.item
-        if not is_run or any(number % row_bytes for number in (size, distance, copy.source_start)):
-            return None
-        run, within = np.arange(copy.rows)[:, None], np.arange(size // row_bytes)
-        chosen = (copy.source_start + run * distance) // row_bytes + within
-        if np.any(tensors[chosen] >= 0) or len(np.unique(chosen)) < chosen.size:
+        if not is_run or np.any(tensors[chosen] >= 0) or len(np.unique(chosen)) < chosen.size:
             return None
         tensors[chosen] = copy.target
-        starts[chosen] = copy.target_start + run * copy.target_row + within * row_bytes
-    return None if row_bytes % WIDEST or np.any(starts % WIDEST) else Rows(tensors, starts)
+        starts[chosen] = copy.target_start + run * copy.target_row + within * part
+    if np.any(starts % WIDEST):
+        return None
+    return Rows(tensors.reshape(size.rows, parts), starts.reshape(size.rows, parts))
+
+
+def placed_rows(copies: Iterable[ByteCopy], sizes: RowSizes) -> dict[int, Rows]:
+    """The places of the rows of all codes that need no copy, by the numbers of these codes."""
+    of_codes: dict[int, list[ByteCopy]] = {number: [] for number in sizes}
+    for copy in copies:
+        if copy.source in of_codes:
+            of_codes[copy.source].append(copy)
+    rows = {number: rows_of(of_codes[number], size) for number, size in sizes.items()}
+    return {number: own for number, own in rows.items() if own is not None}

@@ -9,6 +9,7 @@ import torch
 
 from mcore_bridge.rules.codec import Codec
 from mcore_bridge.rules.trace import Shape
+from mcore_bridge.weights.plan.boxes import RowSize
 from mcore_bridge.weights.plan.encoded_entries import cells_of, upright_of
 from mcore_bridge.weights.plan.inventory import EncodedPart, Role
 
@@ -84,6 +85,12 @@ class Blocks:
         """Tiles of a shard: in a column, and in a row."""
         (down, across), (lines, groups) = self.grid, self.tile
         return -(-down // (1 if self.cells[0] > 1 else lines)), -(-across // groups)
+
+    @property
+    def row_size(self) -> RowSize:
+        """The rows of the codes of a shard."""
+        rows, per_byte = self.shape[0], self.codec.per_byte
+        return RowSize(rows, self.shape[1] // per_byte, self.tile[1] * self.cells[1] // per_byte)
 
     @property
     def unit(self) -> int:

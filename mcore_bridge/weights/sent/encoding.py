@@ -53,9 +53,7 @@ def encode_shards(program: Program, group: Group, held: Held, form: WeightFormat
     Raises:
         ExportError: on every rank, when a weight of any rank has a number that is not finite, or no memory.
     """
-    if program not in _PREPARED:
-        _PREPARED[program] = _Prepared.of(program)
-    prepared, tensors = _PREPARED[program], held.tensors
+    prepared, tensors = _prepared(program), held.tensors
     if not prepared.sent:
         return held
     with raise_on_all(group, kind=ExportError):
@@ -87,10 +85,28 @@ def encode_shards(program: Program, group: Group, held: Held, form: WeightFormat
     return Held(tensors, merges, encoder)
 
 
+def is_by_kernel(program: Program, held: Held) -> bool:
+    """Whether a kernel makes all codes and scales that this rank sends in an export of ``program``, if any."""
+    prepared = _prepared(program)
+    return prepared.is_by_kernel and (not prepared.kernel or _device(held) is not None)
+
+
+def _prepared(program: Program) -> _Prepared:
+    if program not in _PREPARED:
+        _PREPARED[program] = _Prepared.of(program)
+    return _PREPARED[program]
+
+
+def _device(held: Held) -> torch.device | None:
+    """The GPU on which a kernel can encode; None if not all tensors of this rank are on one GPU."""
+    devices = [*{tensor.device for tensor in held.tensors.values()}]
+    return devices[0] if len(devices) == 1 and runs_kernel(devices[0]) else None
+
+
 def _encoder(prepared: _Prepared, held: Held, form: WeightFormat) -> ShardEncoder | None:
-    """The encoder of an export. None: not all tensors of this rank are on one GPU, or there is nothing to encode."""
-    devices = {tensor.device for tensor in held.tensors.values()}
-    if len(devices) != 1 or not prepared.kernel or not runs_kernel(device := devices.pop()):
+    """The encoder of an export, if a kernel can encode anything."""
+    device = _device(held) if prepared.kernel else None
+    if device is None:
         return None
     merges = {
         weight.kernel.codes: (merge, held.tensors[key[0]].detach())
@@ -123,6 +139,7 @@ class _Prepared:
         kernel: the shards that a kernel can encode, by the numbers of what is sent of them.
         rows: see ``Maker``.
         others: what of ``sent`` no kernel makes.
+        is_by_kernel: whether ``others`` has only what other ranks send.
         launches: the launches of exports, by the merged weights and by what is made at once.
     """
 
@@ -132,6 +149,7 @@ class _Prepared:
     kernel: Mapping[int, KernelShard]
     rows: RowSizes
     others: Sequence[tuple[str, tuple[Key, EncodedPart]]]
+    is_by_kernel: bool
     launches: dict[frozenset[int], dict[tuple[int, ...] | None, list[EncodeLaunch]]] = field(default_factory=dict)
 
     @classmethod
@@ -169,8 +187,8 @@ class _Prepared:
         shared = {key: size for key, own in roles.items() if (size := num_shared(own))}
         rows = {}
         for kernel in of_kernel.values():
-            rows[kernel.codes] = kernel.blocks.shape[0], kernel.blocks.num_bytes // kernel.blocks.shape[0]
-        return cls(sent, weights, shared, of_kernel, rows, others)
+            rows[kernel.codes] = kernel.blocks.row_size
+        return cls(sent, weights, shared, of_kernel, rows, others, all(name not in places for name, _ in others))
 
 
 _PREPARED: WeakKeyDictionary[Program, _Prepared] = WeakKeyDictionary()

@@ -28,10 +28,13 @@ from mcore_bridge.weights.source.weight_format import WeightFormat
 from mcore_bridge.weights.transfer.copier import Buffers, Made, RowPlaces, beside_peers, has_triton
 from mcore_bridge.weights.transfer.endpoints import Merge
 
-COLUMNS = ("tensor", "first_tile", "tiles_in_a_row", "rows", "units", "grid_rows", "grid_columns", "codes", "scales")
+_OF_TILES = ("tensor", "first_tile", "tiles_in_a_row", "rows", "units", "grid_rows", "grid_columns")
+COLUMNS = (*_OF_TILES, "codes", "scales", "parts_of_a_row")
 """What the kernel needs to know of each shard; codes begin at a multiple of 16 bytes, and scales at an element."""
 _MERGED = 1 << 25
 """Bytes of codes that a launch makes of merged weights, if these are several weights. They exist until it has run."""
+_IN_A_BUFFER = 1 << 28
+"""Bytes of codes that a launch makes without places. They exist until they are copied."""
 _KEPT = 1 << 22
 """The scales of files for a launch stay on the GPU between exports if they have at most this many bytes."""
 
@@ -92,17 +95,19 @@ class EncodeLaunch:
         return np.array([self._codes_at[:-1], scales_at], dtype=np.int64).T
 
     def _tables(self, device: torch.device, places: RowPlaces | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The table of shards, the shard of each tile, and the place of each row, if rows have places.
+        """The table of shards, the shard of each tile, and the place of each part of a row, if rows have places.
 
         See ``triton_encode.encode_tiles``.
         """
         if device not in self._on_device:
-            first, tiles, rows, line = 0, [], [], 0
+            first, tiles, rows, line, parts = 0, [], [], 0, 1
             for shard, codes_at, scales_at in zip(self.shards, self._codes_at, self._scales_at, strict=False):
                 of = shard.blocks
-                units, at = of.shape[1] // of.unit, line if self.is_placed else codes_at // WIDEST
-                rows.append((shard.codes, first, of.tiles[1], of.shape[0], units, *of.grid, at, scales_at))
-                first, line = first + _area(of.tiles), line + of.shape[0]
+                units, at = of.shape[1] // of.unit, codes_at // WIDEST
+                if places is not None:
+                    at, parts = line, places.rows[shard.codes].starts.shape[1]
+                rows.append((shard.codes, first, of.tiles[1], of.shape[0], units, *of.grid, at, scales_at, parts))
+                first, line = first + _area(of.tiles), line + of.shape[0] * parts
                 tiles.append(_area(of.tiles))
             owners = np.repeat(np.arange(len(tiles), dtype=np.int32), tiles)
             tables = torch.tensor(rows, dtype=torch.int32).to(device), torch.from_numpy(owners).to(device)
@@ -186,11 +191,11 @@ def launches_of(
     groups: dict[tuple[object, ...], list[KernelShard]] = {}
     sizes: dict[tuple[object, ...], int] = {}
     for shard in shards:
-        key: tuple[object, ...] = (shard.blocks.alike, has_kept_scales(shard.part, form), shard.codes in merged)
-        key = (shard.codes in placed, *key)
-        if shard.codes in merged:
+        is_placed, is_merged = shard.codes in placed, shard.codes in merged
+        key: tuple[object, ...] = is_placed, is_merged, shard.blocks.alike, has_kept_scales(shard.part, form)
+        if is_merged or not is_placed:
             sizes[key] = sizes.get(key, 0) + shard.blocks.num_bytes
-            key = (*key, sizes[key] // _MERGED)
+            key = (*key, sizes[key] // (_MERGED if is_merged else _IN_A_BUFFER))
         groups.setdefault(key, []).append(shard)
     return [EncodeLaunch(alike, is_placed=bool(key[0])) for key, alike in groups.items()]
 

@@ -48,8 +48,9 @@ def encode_tiles(
         scales: where to write scales; as uint8 if they have one byte.
         not_finite: where to write 1 for shards with NaN or infinity, int32 [shards].
         aligned: whether all addresses are multiples of 16.
-        places: where to write each row of codes instead, int64 [rows of all shards]. A number counts 16 bytes from the
-            beginning of ``codes``, and a row with 0 is not written. The table has the first row of each shard.
+        places: where to write each part of a row of codes instead, int64 [parts of rows of all shards]. A number counts
+            16 bytes from the beginning of ``codes``, and a part with 0 is not written. The table has the first of them
+            of each shard.
     """
     height, width = blocks.cells
     lines, groups = blocks.tile
@@ -221,7 +222,7 @@ def _encode(  # type: ignore[no-untyped-def]
     row = table + shard * COLUMNS
     tensor, first, across, rows = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
     columns, grid_rows, grid_columns = tl.load(row + 4) * UNIT, tl.load(row + 5), tl.load(row + 6)
-    codes_at, scales_at = tl.load(row + 7).to(tl.int64), tl.load(row + 8).to(tl.int64)
+    codes_at, scales_at, parts = tl.load(row + 7).to(tl.int64), tl.load(row + 8).to(tl.int64), tl.load(row + 9)
     tile = tl.program_id(0) - first
     source = tl.load(addresses + tensor).to(tl.pointer_type(VALUE))
     if ALIGNED:
@@ -253,7 +254,9 @@ def _encode(  # type: ignore[no-untyped-def]
         code, columns = low | high << 4, columns // 2
         line, column, there = _elements(tile, across, rows, columns, HEIGHT, WIDTH // 2, LINES, GROUPS, WIDE // 2)
     if PLACED:
-        starts = tl.load(places + codes_at + line, mask=line < rows, other=0)
+        part = tile % across // (across // parts)
+        starts = tl.load(places + codes_at + line * parts + part, mask=line < rows, other=0)
+        column = column - tl.multiple_of(part * (columns // parts), 16)
         at, there = starts[:, None, None] * 16 + column[None, :, :], there & (starts != 0)[:, None, None]
     else:
         at = codes_at * 16 + _at(line, column, columns)

@@ -141,6 +141,10 @@ class Buffers:
         """Whether a kernel can access all tensors: each is on a GPU, or pinned on the host."""
         return _CPU not in self._devices or all(tensor.is_cuda or tensor.is_pinned() for tensor in self.tensors)
 
+    def takes_rows(self, device: torch.device) -> bool:
+        """Whether a kernel on ``device`` can write rows of codes into the tensors."""
+        return len(self.addresses) > 0 and self.is_aligned and (device.type == "cpu" or self.on_gpu)
+
     @cached_property
     def gpus(self) -> frozenset[int]:
         """The indices of the GPUs on which the tensors are."""
@@ -230,11 +234,12 @@ class RowPlaces:
     launches: dict[Any, Any] = field(default_factory=dict)
 
     def distances(self, numbers: Sequence[int], device: torch.device) -> Tensor:
-        """Where the rows of these codes begin, on ``device``, int64 [rows].
+        """Where the parts of the rows of these codes begin, on ``device``, int64 [parts of all rows].
 
-        It is counted in ``WIDEST`` bytes from the beginning of the result; 0 for a row without a place.
+        It is counted in ``WIDEST`` bytes from the beginning of the result; 0 for a part without a place.
         """
-        tensors, starts = (np.concatenate(column) for column in zip(*map(self.rows.__getitem__, numbers), strict=True))
+        own = [self.rows[number] for number in numbers]
+        tensors, starts = (np.concatenate([places.ravel() for places in column]) for column in zip(*own, strict=True))
         result = torch.empty(len(tensors), dtype=torch.int64, device=device)
         distances = (self.memory.addresses[tensors] + starts - result.data_ptr()) // WIDEST
         return result.copy_(torch.from_numpy(np.where(tensors < 0, 0, distances)))
