@@ -115,10 +115,16 @@ SHARD_BYTES = 1 << 30
 PERIOD = 15_485_863  # elements of the random values that repeat; a prime, so that no two rows of a matrix are equal
 
 
-def config_of(name: str, layers: int | None = None) -> PretrainedConfig:
-    """The HF config of a known model, with ``layers`` layers, if given."""
-    fields = dict(MODELS[name])
-    fields["num_hidden_layers"] = layers or fields["num_hidden_layers"]
+def config_of(name: str, layers: int | None = None, **changed: int) -> PretrainedConfig:
+    """The HF config of a known model, or of a ``model_type`` in the sizes that transformers gives it.
+
+    Args:
+        layers: the number of layers, if it is another one.
+        changed: further fields with other values.
+    """
+    fields = {**MODELS.get(name, {"model_type": name}), **changed}
+    if layers:
+        fields["num_hidden_layers"] = layers
     if "hybrid_override_pattern" in fields:
         fields["hybrid_override_pattern"] = fields["hybrid_override_pattern"][: fields["num_hidden_layers"]]
     return AutoConfig.for_model(**fields)
@@ -130,6 +136,12 @@ def parsed(case: str) -> tuple[str, int | None, dict[str, int]]:
     options = {key: int(value) for key, value in (size.split("=") for size in sizes)}
     layers = options.pop("layers", None)
     return name, layers, {key: options.pop(key, 0 if key == "sp" else 1) for key in MESH}
+
+
+def changed_fields(case: str) -> dict[str, int]:
+    """The fields of the config that a case changes: "deepseek_v4 layers=4 n_routed_experts=16"."""
+    options = (option.split("=") for option in case.split()[1:])
+    return {key: int(value) for key, value in options if key not in (*MESH, "layers")}
 
 
 def shapes_of(config: PretrainedConfig) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -187,7 +187,10 @@ def gradients(hf, dims, state, **how):
 
 def with_every_expert(hf, dims, state, *, dtype=torch.bfloat16, **how):
     """Gradients by HF name, in this dtype; other choices of a router in bf16 change them little."""
-    chosen = {"moe_router_topk": mb.to_transformer_config(hf).num_moe_experts} if has_experts(hf) else {}
+    count = mb.to_transformer_config(hf).num_moe_experts
+    chosen = {"moe_router_topk": count} if has_experts(hf) else {}
+    every = torch.arange(count or 0)  # in place of the experts that a table chooses for each token
+    state = {name: every.repeat(len(t), 1) if name.endswith("tid2eid") else t for name, t in state.items()}
     chunks, *_ = learned(hf, dims, state, dtype=dtype, **chosen, **how)
     return by_name(chunks, lambda parameter: parameter.main_grad)
 

@@ -96,7 +96,7 @@ def drafted(address, setting):
         verified = sync.verify(weights=True).weights
         if setting == "dflash":
             assert "DFlash" in sync().workers[0].reason
-            weights, held = mb.to_hf_state_dict(pairs[1]), client.held()
+            weights, held = mb.to_hf_state_dict(pairs[1]), client.held_by_draft()
             layers = [f"layers.{number}.self_attn" for number in range(DFLASH["num_hidden_layers"])]
             fused = torch.cat([weights[f"{layer}.{name}_proj.weight"] for layer in layers for name in "kv"])
             assert torch.equal(held["_fused_kv_weight"], fused)

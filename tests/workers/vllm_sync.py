@@ -7,6 +7,7 @@ from multiprocessing.connection import Listener
 from pathlib import Path
 from types import SimpleNamespace
 
+from mcore_bridge.weights.engine.prove import checksums
 from tests.support import dflash, eagle3
 
 CONFIG = {
@@ -43,6 +44,11 @@ def written(config, state):
     return eagle3.write(Path(tempfile.mkdtemp()), config, state)
 
 
+def held(worker):
+    """A checksum of each parameter."""
+    return checksums(dict(worker.get_model().named_parameters()))
+
+
 def folder_of(config):
     """A folder with a config alone."""
     folder = Path(tempfile.mkdtemp())
@@ -77,6 +83,9 @@ class Client:
     def held(self):
         return self._ask("held")
 
+    def held_by_draft(self):
+        return self._ask("held by draft")
+
     def version(self):
         return self._ask("version")
 
@@ -105,14 +114,15 @@ def held_by_draft(worker):
     return {name: getattr(model, name) for name in names} | {"fc": model.fc.weight.data}
 
 
-def serve(address, setting, tensor_parallel, packs):
+def serve(address, setting, tensor_parallel, packs, folder=None):
     """Handle rounds and prompts until the pipe ends. vLLM starts to listen at the address first.
 
     Args:
         packs: whether vLLM keeps its default kernels on CPUs, which pack weights out of reach of a map.
+        folder: a checkpoint that vLLM loads on a GPU. None: random weights, on a CPU.
     """
     os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_WORKER_MULTIPROC_METHOD="spawn")
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_ALLOW_INSECURE_SERIALIZATION="1", VLLM_USE_DEEP_GEMM="0")
     from vllm import LLM, _custom_ops
 
     from mcore_bridge.engines.vllm import log_probs, receive
@@ -127,10 +137,10 @@ def serve(address, setting, tensor_parallel, packs):
         if setting != "draft":  # a head without weights would use the output layer of the policy
             draft["draft_load_config"] = {"load_format": "safetensors"}
         options["speculative_config"] = draft
+    on_cpu = {"dtype": "float32", "load_format": "dummy"}
     llm = LLM(
-        model=folder_of(MOE if setting == "experts" else CONFIG),
-        dtype="float32",
-        load_format="dummy",
+        model=folder or folder_of(MOE if setting == "experts" else CONFIG),
+        **({"dtype": "bfloat16"} if folder else on_cpu),
         skip_tokenizer_init=True,
         max_model_len=128,
         enforce_eager=True,
@@ -149,9 +159,11 @@ def serve(address, setting, tensor_parallel, packs):
                     answer = receive(llm, message, 7)
                 elif isinstance(message, tuple):
                     answer = receive(llm, message[1], 7, draft=True)
-                elif message == "held":
+                elif message == "held by draft":
                     head = llm.collective_rpc(held_by_draft)[0]
                     answer = {name: tensor.clone() for name, tensor in head.items()}
+                elif message == "held":
+                    (answer,) = llm.collective_rpc(held)
                 elif message == "version":
                     answer = llm.get_weight_version() if hasattr(llm, "get_weight_version") else "7"
                 else:

@@ -94,14 +94,16 @@ def kernels_of(backend: Backend) -> dict[str, object]:
 def norm_of(backend: Backend, config: Any = None) -> type:
     """The norm of a backend, for places in which it is not fused into a linear layer.
 
-    TransformerEngine's LayerNorm always has a bias, and its norms always have a weight. With ``config.norm_bias=False``
-    or ``config.norm_weight=False``, torch's norms are used on either backend.
+    TransformerEngine's LayerNorm always has a bias, and its norms always have a weight. Its backward fails if a norm
+    holds other modules, such as connections of residual streams. Configs with ``norm_bias=False``,
+    ``norm_weight=False`` or ``enable_mhc_connections=True`` therefore get torch's norms on either backend.
     """
     if not getattr(config, "norm_weight", True):
         from mcore_bridge.factory.modules.torch_modules import UnitNorm
 
         return UnitNorm
-    if backend == "te" and getattr(config, "norm_bias", True):
+    holds_modules = getattr(config, "enable_mhc_connections", False)
+    if backend == "te" and getattr(config, "norm_bias", True) and not holds_modules:
         from megatron.core.extensions.transformer_engine import TENorm
 
         return TENorm
