@@ -42,6 +42,15 @@ def classes_in_transformers(model_type: str) -> frozenset[str]:
     return frozenset(name for names in named for name in ([names] if isinstance(names, str) else names))
 
 
+def model_class(model_type: str) -> list[str] | None:
+    """The class with an LM head that the installed transformers has for a ``model_type``, as ``architectures``."""
+    from transformers.models.auto import modeling_auto as auto
+
+    texts, seeing = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    name = texts.get(model_type) or seeing.get(model_type)
+    return name and [name]
+
+
 def require_class(hf: "PretrainedConfig", known: Collection[str], also: Collection[str] = ()) -> None:
     """Raise unless the first name in the ``architectures`` of ``hf`` is a whole model of its family.
 
