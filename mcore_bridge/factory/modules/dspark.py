@@ -80,12 +80,12 @@ class _Distance(torch.autograd.Function):
         for at, *both in _pairs(logits, of_policy, rows, valid):
             sums[:, at] = torch.stack([part.sum(-1) for part in _exp(both, totals[:, at])])
         totals += reduce_sum(sums, group).log()
-        found = torch.zeros_like(totals)
+        sums = torch.zeros_like(totals)
         for at, *both in _pairs(logits, of_policy, rows, valid):
             own, wanted = _exp(both, totals[:, at])
             difference = own - wanted
-            found[0, at], found[1, at] = difference.abs().sum(-1), (own * difference.sign()).sum(-1)
-        distances, signed = reduce_sum(found, group)
+            sums[0, at], sums[1, at] = difference.abs().sum(-1), (own * difference.sign()).sum(-1)
+        distances, signed = reduce_sum(sums, group)
         ctx.valid = valid
         ctx.save_for_backward(logits, of_policy, rows, totals, signed)
         return distances
@@ -107,6 +107,6 @@ def _pairs(logits: Tensor, of_policy: Tensor, rows: Tensor, valid: int) -> Itera
         yield at, own, of_policy[rows[at] % length, rows[at] // length, :valid].float()
 
 
-def _exp(logits: Sequence[Tensor], less: Tensor) -> list[Tensor]:
+def _exp(logits: Sequence[Tensor], shifts: Tensor) -> list[Tensor]:
     """The exponential functions of logits minus one number for each place, in place."""
-    return [part.sub_(each[:, None]).exp_() for part, each in zip(logits, less, strict=True)]
+    return [part.sub_(shift[:, None]).exp_() for part, shift in zip(logits, shifts, strict=True)]
