@@ -30,15 +30,15 @@ HEADS = {
     },
 }
 MESHES = [
-    *(("dflash", {}, True), ("dflash", {}, False), ("dflash", {"tp": 2, "sp": True}, True)),
-    *(("dflash", {"tp": 2}, False), ("dflash", {"tp": 4, "sp": True}, True), ("dspark", {}, False)),
-    *(("dspark", {"tp": 4, "sp": True}, True), ("confident of states", {"tp": 2}, False)),
-    ("specforge", {}, True),
+    *(("dflash", {}, True, 1), ("dflash", {}, False, 2), ("dflash", {"tp": 2, "sp": True}, True, 2)),
+    *(("dflash", {"tp": 2}, False, 1), ("dflash", {"tp": 4, "sp": True}, True, 1), ("dspark", {}, False, 2)),
+    *(("dspark", {"tp": 4, "sp": True}, True, 2), ("confident of states", {"tp": 2}, False, 2)),
+    ("specforge", {}, True, 1),
 ]
 
 
 def expected(fields, state, mistake=""):
-    """The losses of the batch, and their mean gradient over two microbatches."""
+    """The losses of the batch, and the gradient of half of their sum."""
     state = {name: value.clone().requires_grad_() for name, value in state.items()}
     ids, mask = batch()
     found = torch.zeros(ids.shape)
@@ -49,14 +49,14 @@ def expected(fields, state, mistake=""):
     return found.detach(), {name: value.grad for name, value in state.items() if value.grad is not None}
 
 
-def train(folder, sizes, packed):
+def train(folder, sizes, packed, rows):
     """Runs in each worker: losses, weights and gradients under the names of the folder."""
     dims = mb.ParallelDims(**sizes)
     with stepping.mesh(dims):
         models = policy(dims)
         drafts = mb.build_draft(models, folder)
-        options = {"packed": packed, "micro_batch_size": 1, "drafts": drafts}
-        outputs = mb.forward(models, *batch(), loss=lambda out, rows: out.draft_loss.sum(), **options)
+        options = {"packed": packed, "micro_batch_size": rows, "drafts": drafts}
+        outputs = mb.forward(models, *batch(), loss=lambda out, _: out.draft_loss.sum() / rows, **options)
         assert not any(parameter.grad is not None and parameter.grad.any() for parameter in models[0].parameters())
         weights = mb.to_hf_state_dict(drafts)
         mb.save_checkpoint(drafts, f"{folder}/dist")
@@ -67,15 +67,16 @@ def train(folder, sizes, packed):
         return outputs.draft_loss, weights, mb.to_hf_state_dict(drafts)
 
 
-@pytest.mark.parametrize(("kind", "sizes", "packed"), MESHES, ids=str)
-def test_every_mesh_trains_a_head_as_plain_torch_does(kind, sizes, packed, tmp_path):
+@pytest.mark.parametrize(("kind", "sizes", "packed", "rows"), MESHES, ids=str)
+def test_every_mesh_trains_a_head_as_plain_torch_does(kind, sizes, packed, rows, tmp_path):
     fields = HEADS[kind]
     state = dflash.random_head(fields)
     losses, grads = expected(fields, state)
     published = dflash.of_specforge(fields) if kind == "specforge" else fields
     copies = {name: torch.zeros(90, 48) for name in dflash.COPIES if kind != "dflash"}
     folder = eagle3.write(tmp_path, published, state | copies)
-    for found, weights, ours in pool.run(mb.ParallelDims(**sizes).smallest_world, train, folder, sizes, packed):
+    num_ranks = mb.ParallelDims(**sizes).smallest_world
+    for found, weights, ours in pool.run(num_ranks, train, folder, sizes, packed, rows):
         assert tiny.relative_error(found, losses) < BOUND
         assert weights.keys() == state.keys()
         assert all(torch.equal(weights[name], value) for name, value in state.items())
