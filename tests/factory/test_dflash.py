@@ -8,9 +8,11 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import Qwen3Config
 
 import mcore_bridge as mb
-from mcore_bridge.config.draft import BlockFields
+from mcore_bridge.architecture import read_draft
+from mcore_bridge.config.draft import BLOCK_DRAFT, MARKOV_DRAFT, BlockFields
 from mcore_bridge.errors import BatchError, BridgeError
 from mcore_bridge.factory.modules.dflash import planned
 from tests.support import dflash, eagle3, pool, stepping, tiny
@@ -120,6 +122,15 @@ def test_a_long_sequence_has_some_of_its_blocks_and_padding_has_none():
     nothing = planned(ids, has_next & False, [12, 8], draft)
     assert nothing.anchors.tolist() == [12]
     assert not nothing.weights.any()
+
+
+def test_a_config_has_all_fields_that_engines_read():
+    few = {name: value for name, value in DSPARK.items() if name not in ("markov_head_type", *MARKOV_DRAFT.names[-2:])}
+    hf = read_draft(Qwen3Config(**few))
+    assert (hf.markov_head_type, hf.enable_confidence_head, hf.confidence_head_with_markov) == ("vanilla", False, False)
+    for fields, entry in ((FIELDS, BLOCK_DRAFT), (DSPARK, MARKOV_DRAFT)):
+        written = entry.backward(entry.forward(read_draft(Qwen3Config(**fields)).to_dict()))
+        assert written == {name: fields.get(name, POLICY.hidden_size) for name in entry.names}
 
 
 INNER = FIELDS["dflash_config"]
