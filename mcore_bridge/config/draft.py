@@ -233,7 +233,8 @@ def _block_forward(hf: Hf) -> dict[str, object]:
     if not isinstance(inner, Mapping) or inner.keys() != {*_INNER}:
         raise ConfigError(
             f"{_BLOCKS} must have {' and '.join(_INNER)}, and nothing else, found {shown(inner)}: nobody has written "
-            "DFlash heads with windows, nor Domino heads. A DSpark head must have the class Qwen3DSparkModel."
+            "DFlash heads with windows, nor Domino heads, whose loss changes with the number of steps so far. A DSpark "
+            "head must have the class Qwen3DSparkModel."
         )
     return {"draft": BlockFields(*_of_blocks(hf, inner))}
 

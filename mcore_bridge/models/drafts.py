@@ -63,13 +63,15 @@ _BLOCK_FIELDS = (
     *(*BIAS_ATTENTION, *but(WINDOW_NONE, _OF_BLOCKS), *QK_NORMED),
     Require("use_sliding_window", (False, None), "nobody has written windows of a head that drafts blocks"),
 )
-_TRAINED = Ignore("they say how SpecForge or DeepSpec trained it", ("num_anchors", "confidence_head_alpha"))
+_OF_TRAINING = Ignore(
+    "only SpecForge or DeepSpec read them, for training", ("num_anchors", "confidence_head_alpha", "attention_mode")
+)
+_AT_FIRST = "nobody has written blocks that draft nothing at their first place"
 _DSPARK_FIELDS = (
-    *but(_BLOCK_FIELDS, MARKOV_DRAFT, _TRAINED, Ignore("the numbers of heads say it", ("attention_mode",))),
+    *(*_BLOCK_FIELDS, MARKOV_DRAFT, _OF_TRAINING),
     Require("markov_head_type", ("vanilla",), "vLLM has no others, and no config of DeepSpec or SpecForge has them"),
     Require("projector_type", ("dspark", None), "it is the kind of the head"),
-    Require("sample_from_anchor", (True, None), "nobody has written blocks that draft nothing at their first place"),
-    Require("dspark_bonus_anchor", (False, None), "nobody has written blocks that draft nothing at their first place"),
+    *(Require("sample_from_anchor", (True, None), _AT_FIRST), Require("dspark_bonus_anchor", (False, None), _AT_FIRST)),
 )
 _LAYER = (_NORMS, GQA, QKV_BIAS, O_BIAS, SWIGLU, SWIGLU_BIAS)
 
