@@ -75,7 +75,8 @@ def test_every_mesh_trains_a_head_as_plain_torch_does(kind, sizes, packed, rows,
     state = dflash.random_head(fields)
     losses, grads = expected(fields, state)
     published = dflash.of_specforge(fields) if kind == "specforge" else fields
-    copies = {name: torch.zeros(90, 48) for name in dflash.COPIES if kind != "dflash"}
+    whole = torch.zeros(POLICY.vocab_size, POLICY.hidden_size)
+    copies = {name: whole.clone() for name in dflash.COPIES if kind != "dflash"}
     folder = eagle3.write(tmp_path, published, state | copies)
     num_ranks = mb.ParallelDims(**sizes).smallest_world
     for found, weights, ours in pool.run(num_ranks, train, folder, sizes, packed, rows):
@@ -91,6 +92,7 @@ def test_every_mesh_trains_a_head_as_plain_torch_does(kind, sizes, packed, rows,
     fields = json.loads(Path(folder, "saved", "config.json").read_text())
     kept = {name: value for name, value in fields.items() if name != "rope_theta"}
     assert {name: fields.get(name) for name in kept} == kept
+    assert ("dflash_config" in fields) == (kind == "dflash")
 
 
 @pytest.mark.parametrize("mistake", [*dflash.MISTAKES, *dflash.OF_DSPARK])
