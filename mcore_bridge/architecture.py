@@ -252,7 +252,7 @@ def read_draft(
         if own not in known:
             raise ConfigError(
                 f"architectures must name a draft head first ({', '.join(sorted(known))}), found {shown(classes)}. "
-                "Pass the folder or the config of an EAGLE3 or DFlash head."
+                "Pass the folder or the config of an EAGLE3, DFlash or DSpark head."
             )
         return in_memory(known[own], published, names)
 

@@ -5,7 +5,7 @@ only inside of the block. At place t the head reads the hidden states of token t
 learns the distribution from which the policy draws token t + 2. So tokens and logits are moved by one place.
 
 Each further step reads what the step before has made at the same place, and tokens and logits are moved once more. A
-DFlash head reads blocks of masked tokens instead, and learns the tokens of the batch (``planned`` of the head).
+DFlash or DSpark head reads blocks of masked tokens instead (``planned`` and ``losses`` of the head).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_bridge.arguments import COUNT, require
-from mcore_bridge.batches.logprobs import in_fp32, num_valid, vocab_parallel
+from mcore_bridge.batches.logprobs import in_fp32, num_valid
 from mcore_bridge.batches.rows import inputs_by_name
 from mcore_bridge.batches.text_collectives import gather, reduce_max, reduce_sum
 from mcore_bridge.errors import BatchError
@@ -41,8 +41,10 @@ def drafting(models: Models, drafts: Models, *, steps: int = 1) -> Iterator[Call
     The loss of a step is the cross-entropy of the policy's distribution and the head's, over the vocabulary of the
     head. The temperature is 1. The loss is zero if the most likely token of the policy is not in that vocabulary. The
     loss of a place is the sum over steps, where step k (from 0) is weighted with ``0.8**k``. A DFlash head has a block
-    at a place, and there the sum of its cross-entropies with the tokens of the batch. Only the head gets gradients.
-    After the backward passes they are complete only with megatron-core's DDP around the head, and
+    at a place, and there the weighted sum of its cross-entropies with the tokens of the batch. A DSpark head weights
+    these with 0.1. It adds 0.9 of the absolute differences from the policy's distribution, and the cross-entropy of its
+    confidence with the share of drafts that an engine would accept. Only the head gets gradients. After the backward
+    passes they are complete only with megatron-core's DDP around the head, and
     ``finalize_model_grads([*models, *drafts])``.
 
     Args:
@@ -58,7 +60,7 @@ def drafting(models: Models, drafts: Models, *, steps: int = 1) -> Iterator[Call
 
     Raises:
         BatchError: ``drafts`` are not one head, or the policy has not run, or it gathers its logits. Or the head
-            recomputes activations with several steps, or is a DFlash head in a mesh that it cannot run in.
+            recomputes activations with several steps, or drafts blocks in a mesh that it cannot run in.
 
     Example:
         >>> packed = mb.pack_sequences(input_ids, attention_mask)
@@ -127,14 +129,19 @@ class _Record:
         inputs, logits = self._inputs, self._logits
         if logits is None or len(self._hidden) < len(self._layers):
             raise BatchError("the policy must have run since the last losses, found no forward of it: run it first")
+        if (width := logits.size(-1)) * self._draft.pg_collection.tp.size() != self._policy.vocab_size:
+            raise BatchError(
+                f"each tensor-parallel rank must have its own logits, found all {width} on each: build the policy with "
+                "parallel_output=True"
+            )
         hidden = torch.cat([self._hidden[number] for number in self._layers], -1)
         self._inputs, self._hidden, self._logits = {}, {}, None
         has_next = torch.ones_like(inputs["input_ids"], dtype=torch.bool) if loss_mask is None else loss_mask
         if hasattr(self._draft, "planned"):
-            return self._of_blocks(inputs, hidden, has_next)
+            return self._of_blocks(inputs, hidden, logits, has_next)
         return self._of_steps(inputs, hidden, logits, has_next.t())
 
-    def _of_blocks(self, inputs: Mapping[str, Any], hidden: Tensor, has_next: Tensor) -> Tensor:
+    def _of_blocks(self, inputs: Mapping[str, Any], hidden: Tensor, logits: Tensor, has_next: Tensor) -> Tensor:
         """fp32 ``[b, s]``: at the first token of a block the loss of its other tokens."""
         from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 
@@ -148,15 +155,14 @@ class _Record:
             masked = self._embedded(plan.masked)
         flat = hidden.transpose(0, 1).reshape(1, ids.numel(), -1).transpose(0, 1)
         states = self._module(flat, masked, plan.places, plan.of_blocks, plan.blocks)
-        drafted = states.view(len(plan.anchors), draft.block_size, -1)[:, 1:]
+        states = states.view(len(plan.anchors), draft.block_size, -1)[:, -draft.num_drafted :]
         policy = self._policy
         tied = policy.share_embeddings_and_output_weights
         weight = policy.shared_embedding_or_output_weight() if tied else policy.output_layer.weight
-        logits = nn.functional.linear(copy_to_tensor_model_parallel_region(drafted, group=group), weight.detach())
-        options: Any = {"vocab_size": self._own.hf_vocab_size, "group": group, "temperature": 1.0}
-        chosen, _ = vocab_parallel(logits, plan.targets, **options)
+        drafted = nn.functional.linear(copy_to_tensor_model_parallel_region(states, group=group), weight.detach())
+        losses = self._draft.losses(states, drafted, logits, plan) * plan.weights
         whole = torch.zeros(ids.numel(), dtype=torch.float32, device=ids.device)
-        return whole.index_add(0, plan.anchors, -(chosen * plan.weights).sum(-1)).view(ids.shape)
+        return whole.index_add(0, plan.anchors, losses.sum(-1)).view(ids.shape)
 
     def _embedded(self, ids: Tensor) -> Tensor:
         """``[tokens, 1, hidden_size]`` by the embedding of the policy, on all tensor-parallel ranks."""
@@ -209,11 +215,6 @@ class _Record:
         from megatron.core.tensor_parallel.mappings import reduce_scatter_last_dim_to_tensor_parallel_region
 
         group, width = self._draft.pg_collection.tp, logits.size(-1)
-        if width * group.size() != self._policy.vocab_size:
-            raise BatchError(
-                f"each tensor-parallel rank must have its own logits, found all {width} on each: build the policy with "
-                "parallel_output=True"
-            )
         vocabulary, first = self._draft.vocabulary, group.rank() * width
         size = self._own.hf_vocab_size
         ids = torch.arange(size, device=logits.device) if vocabulary is None else vocabulary.target_ids()

@@ -18,7 +18,7 @@ HEADS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "
 """Endings of the classes that we write. transformers has not all of them for each family."""
 _FIELD = "architectures"
 _DRAFT = re.compile("eagle|dflash|dspark|domino|draft|medusa|mtp|nextn|speculator", re.IGNORECASE)
-_OF_DRAFTS = ("draft_vocab_size", "eagle_config", "dflash_config", "dspark_config", "speculators_config")
+_OF_DRAFTS = ("draft_vocab_size", "eagle_config", "dflash_config", "dspark_config", "markov_rank", "speculators_config")
 """Fields that only draft heads have, whatever their class is."""
 _REWARD = re.compile("reward", re.IGNORECASE)
 
@@ -93,7 +93,7 @@ def _draft(sign: str) -> str:
     return (
         f"The config must be of a whole model, found {sign}, which is of a draft head for speculative decoding. "
         "A draft head reads hidden states of its target model. Pass the folder of the target model; build_draft builds "
-        "an EAGLE3 or DFlash head beside it."
+        "an EAGLE3, DFlash or DSpark head beside it."
     )
 
 

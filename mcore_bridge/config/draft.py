@@ -12,11 +12,13 @@ from typing import ClassVar
 from mcore_bridge.config.fields import Derive, Hf, Mcore, count
 from mcore_bridge.errors import ConfigError, shown
 
-EAGLE3, DFLASH = "eagle3", "dflash"
+EAGLE3, DFLASH, DSPARK = "eagle3", "dflash", "dspark"
 """The ``model_type`` of a head in memory."""
 EMBEDDING, MAP = "embed_tokens.weight", "d2t"
 """Tensors that a draft head may lack: its embedding is then the one of its policy, and both vocabularies are equal."""
 _INPUTS, _OUTPUTS, _BLOCKS = "eagle_aux_hidden_state_layer_ids", "eagle_config", "dflash_config"
+_INNER = ("mask_token_id", "target_layer_ids")
+_CONFIDENCE = ("enable_confidence_head", "confidence_head_with_markov")
 _FLAGS = ("norm_before_residual", "fc_norm", "own_embedding", "has_map")
 _AS_BUILT = {
     "use_aux_hidden_state": True,
@@ -45,6 +47,8 @@ def rising(layers: Sequence[int], num_layers: int, field: str) -> tuple[int, ...
 class BlockFields:
     """What a DFlash head has beside the fields of a decoder. It has neither an embedding nor an output layer.
 
+    ``fading`` is the number of tokens after which weights in a block fall to 1/e, as SpecForge trains.
+
     Attributes:
         target_vocab_size: the vocabulary of its policy, and its own.
         target_hidden_size: the width of the hidden states of its policy.
@@ -60,10 +64,37 @@ class BlockFields:
     mask_token_id: int
     own_embedding: ClassVar[bool] = False
     has_map: ClassVar[bool] = False
+    fading: ClassVar[float] = 7.0
+
+    @property
+    def num_drafted(self) -> int:
+        """How many tokens a block drafts: those at its masks."""
+        return self.block_size - 1
 
     def layers_read(self, num_layers: int) -> tuple[int, ...]:
         """See ``rising``. The output of the last layer is not among them."""
-        return rising(self.layers, num_layers, _BLOCKS)
+        return rising(self.layers, num_layers, "target_layer_ids")
+
+
+@dataclass(frozen=True, slots=True)
+class MarkovFields(BlockFields):
+    """What a DSpark head has: also tables of tokens that follow each other, and perhaps a confidence head.
+
+    Attributes:
+        markov_rank: the width of the tables.
+        enable_confidence_head: whether it predicts for each token the probability that an engine accepts it.
+        confidence_head_with_markov: whether this head also reads the first table.
+    """
+
+    markov_rank: int
+    enable_confidence_head: bool = False
+    confidence_head_with_markov: bool = False
+    fading: ClassVar[float] = 4.0
+
+    @property
+    def num_drafted(self) -> int:
+        """How many tokens a block drafts: at the known first one, too."""
+        return self.block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +139,8 @@ def in_memory(
         names: the HF names of its tensors. None: as a saved config says. A new head uses the embedding of its policy,
             and has a map if its vocabulary is smaller.
     """
-    if model_type == DFLASH:
-        return {**published, "model_type": DFLASH}
+    if model_type != EAGLE3:
+        return {**(_flat(published) if model_type == DSPARK else published), "model_type": model_type}
     fields = {name: value for name, value in published.items() if name != "draft_vocab_size"}
     whole = fields.get("vocab_size")
     own = whole if (own := published.get("draft_vocab_size")) is None else own
@@ -174,35 +205,70 @@ DRAFT = Derive(
 )
 
 
-def _block_forward(hf: Hf) -> dict[str, object]:
-    inner = hf.get(_BLOCKS)
-    if not isinstance(inner, Mapping) or inner.keys() != {"mask_token_id", "target_layer_ids"}:
+def _flat(published: Mapping[str, object]) -> dict[str, object]:
+    """The fields of a DSpark head by the names that engines read. SpecForge has some of them in ``dflash_config``."""
+    inner = published.get(_BLOCKS) or {}
+    if not isinstance(inner, Mapping) or any(published.get(name, value) != value for name, value in inner.items()):
         raise ConfigError(
-            f"{_BLOCKS} must have mask_token_id and target_layer_ids, and nothing else, found {shown(inner)}: nobody "
-            "has written heads that also have a window, or that predict tokens one after the other (Domino, DSpark)."
+            f"{_BLOCKS} must have the values of fields of the config with the same names, found {shown(inner)}. "
+            "Correct the value that is wrong: engines read the field outside."
         )
-    ids, mask, vocab = inner["target_layer_ids"], inner["mask_token_id"], count(hf, "vocab_size")
+    outside = {name: value for name, value in published.items() if name != _BLOCKS}
+    return {"markov_head_type": "vanilla", **dict.fromkeys(_CONFIDENCE, False), **outside, **inner}
+
+
+def _of_blocks(hf: Hf, inner: Hf) -> tuple[int, int, tuple[int, ...], int, int]:
+    """The values of ``BlockFields``; ``inner`` has those that a DFlash head has in ``dflash_config``."""
+    ids, mask, vocab = inner.get("target_layer_ids"), inner.get("mask_token_id"), count(hf, "vocab_size")
     if not isinstance(ids, list | tuple) or not all(isinstance(layer, int) for layer in ids):
         raise ConfigError(f"target_layer_ids must be a list of numbers, found {shown(ids)}.")
     if not isinstance(mask, int) or not 0 <= mask < vocab:
         raise ConfigError(f"mask_token_id must be a token below {vocab}, found {shown(mask)}.")
     width = "target_hidden_size" if hf.get("target_hidden_size") is not None else "hidden_size"
-    layers = tuple(layer + 1 for layer in ids)
-    return {"draft": BlockFields(vocab, count(hf, width), layers, count(hf, "block_size"), mask)}
+    return vocab, count(hf, width), tuple(layer + 1 for layer in ids), count(hf, "block_size"), mask
+
+
+def _block_forward(hf: Hf) -> dict[str, object]:
+    inner = hf.get(_BLOCKS)
+    if not isinstance(inner, Mapping) or inner.keys() != {*_INNER}:
+        raise ConfigError(
+            f"{_BLOCKS} must have {' and '.join(_INNER)}, and nothing else, found {shown(inner)}: nobody has written "
+            "DFlash heads with windows, nor Domino heads, whose loss changes with the number of steps so far. A DSpark "
+            "head must have the class Qwen3DSparkModel."
+        )
+    return {"draft": BlockFields(*_of_blocks(hf, inner))}
 
 
 def _block_backward(mcore: Mcore) -> dict[str, object]:
-    draft = mcore["draft"]
+    fields = _written(mcore["draft"])
+    return {_BLOCKS: {name: fields.pop(name) for name in _INNER}, **fields}
+
+
+def _written(draft: object) -> dict[str, object]:
     assert isinstance(draft, BlockFields)
-    ids = [layer - 1 for layer in draft.layers]
-    return {
-        "target_hidden_size": draft.target_hidden_size,
-        "block_size": draft.block_size,
-        _BLOCKS: {"mask_token_id": draft.mask_token_id, "target_layer_ids": ids},
-    }
+    fields = {name: getattr(draft, name) for name in ("target_hidden_size", "block_size", "mask_token_id")}
+    return fields | {"target_layer_ids": [layer - 1 for layer in draft.layers]}
 
 
 BLOCK_DRAFT = Derive(("target_hidden_size", "block_size", _BLOCKS), _block_forward, _block_backward)
+
+
+def _markov_forward(hf: Hf) -> dict[str, object]:
+    confidence = {name: hf[name] for name in _CONFIDENCE}
+    for name, value in confidence.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name} must be true or false, found {shown(value)}.")
+    return {"draft": MarkovFields(*_of_blocks(hf, hf), count(hf, "markov_rank"), **confidence)}  # type: ignore[arg-type]
+
+
+def _markov_backward(mcore: Mcore) -> dict[str, object]:
+    draft = mcore["draft"]
+    return _written(draft) | {name: getattr(draft, name) for name in ("markov_rank", *_CONFIDENCE)}
+
+
+MARKOV_DRAFT = Derive(
+    ("target_hidden_size", "block_size", *_INNER, "markov_rank", *_CONFIDENCE), _markov_forward, _markov_backward
+)
 
 
 def _one_layer(hf: Hf) -> dict[str, object]:

@@ -91,7 +91,7 @@ def worker_of(
 def _hidden_weights(model: nn.Module, device: torch.device) -> str:
     """Why vLLM's weights are not all in parameters; empty if they are."""
     if any(hasattr(module, "_fused_kv_weight") for module in model.modules()):
-        return "vLLM's loader copies projections and norms of a DFlash head to where no map reaches them"
+        return "vLLM's loader copies projections and norms of a DFlash or DSpark head to where no map reaches them"
     if device.type == "cpu":
         from vllm import _custom_ops
 

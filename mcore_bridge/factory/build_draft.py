@@ -44,7 +44,7 @@ def build_draft(
     freeze: Sequence[str] = (),
     seed: int = 0,
 ) -> list[GPTModel]:
-    """Build a draft head for speculative decoding beside its policy: an EAGLE3 or DFlash head as engines load it.
+    """Build a draft head for speculative decoding beside its policy: an EAGLE3, DFlash or DSpark head of engines.
 
     All ranks of a model replica call it together, and compare their arguments first. The result is a list of one chunk
     for all functions that take models: ``to_hf_state_dict``, ``save_hf_checkpoint``, ``WeightSync``, ... ``forward``

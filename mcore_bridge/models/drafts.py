@@ -3,6 +3,10 @@
 A DFlash head drafts a whole block of tokens at once. Its layers attend to the hidden states of several layers of the
 policy, and to the block itself. It has neither an embedding nor an output layer.
 
+A DSpark head is a DFlash head with two low-rank tables. They add to the logits of a token what the token before it
+makes likely. It may also predict whether a token is accepted. Its published folders hold frozen copies of the embedding
+and the output layer of the policy (``DeepSpec/deepspec/modeling/dspark``). SGLang skips them, and so do we.
+
 An EAGLE3 head drafts one token after the other. Its one layer reads an embedding and a hidden state side by side. The
 hidden state is a projection (``fc``) of three hidden states of the policy. SGLang and published folders call the layer
 ``midlayer``; vLLM takes ``layers.0``, too.
@@ -11,7 +15,7 @@ hidden state is a projection (``fc``) of three hidden states of the policy. SGLa
 from typing import TYPE_CHECKING
 
 from mcore_bridge.architecture import Architecture
-from mcore_bridge.config.draft import BLOCK_DRAFT, DFLASH, DRAFT, EAGLE3, ONE_LAYER
+from mcore_bridge.config.draft import BLOCK_DRAFT, DFLASH, DRAFT, DSPARK, EAGLE3, MARKOV_DRAFT, ONE_LAYER
 from mcore_bridge.config.fields import Const, Ignore, Require
 from mcore_bridge.config.tables import BIAS_ANY, BIAS_ATTENTION, DENSE, OWN_HEAD, QK_NORMED, QK_PLAIN, WINDOW_NONE, but
 from mcore_bridge.models.blocks import GQA, NORMS, O_BIAS, QK_NORM, QKV_BIAS, SWIGLU, SWIGLU_BIAS
@@ -31,17 +35,19 @@ _FC_NORM   = numbered(table(("fc_norm.*.weight",         "fc_norm.*.weight",    
 _EMBEDDING = table(("embedding.word_embeddings.weight",  "embed_tokens.weight",             TARGET_VOCAB))
 _MAP       = table(("vocabulary.d2t",                    "d2t",                             REPLICATED),
                    ("vocabulary.t2d",                    "t2d",                             REPLICATED))
+_CONTEXT   = table(("fc.weight",                         "fc.weight",                       REPLICATED),
+                   ("context_norm.weight",               "hidden_norm.weight",              REPLICATED),
+                   ("decoder.final_layernorm.weight",    "norm.weight",                     REPLICATED))
+_MARKOV    = table(("markov_w1.weight",                  "markov_head.markov_w1.weight",    TARGET_VOCAB),
+                   ("markov_w2.weight",                  "markov_head.markov_w2.weight",    TARGET_VOCAB))
+_CONFIDENT = table(("confidence_head.weight",            "confidence_head.proj.weight",     REPLICATED),
+                   ("confidence_head.bias",              "confidence_head.proj.bias",       REPLICATED))
 # fmt: on
-_CONTEXT = table(
-    ("fc.weight", "fc.weight", REPLICATED),
-    ("context_norm.weight", "hidden_norm.weight", REPLICATED),
-    ("decoder.final_layernorm.weight", "norm.weight", REPLICATED),
-)
 _OF_POLICY = Ignore(
     "they were copied from the policy, and neither SpecForge nor engines read them for a draft head",
     ("sliding_window", "max_window_layers", "decoder_sparse_step", "target_model_type"),
 )
-_WITHOUT_HEAD = Ignore("a DFlash head uses embedding and output layer of its policy", ("tie_word_embeddings",))
+_WITHOUT_HEAD = Ignore("such a head uses embedding and output layer of its policy", ("tie_word_embeddings",))
 _NOT_WRITTEN = "vLLM reads it, and nobody has written other values"
 _READ_BY_VLLM = (
     *(Require("is_causal", (False, None), _NOT_WRITTEN), Require("is_neox_style", (True, None), _NOT_WRITTEN)),
@@ -51,7 +57,22 @@ _OF_BLOCKS = Ignore(
     "target_layer_ids says which layers are read, and no layer of the head slides",
     ("num_target_layers", "sliding_window", "max_window_layers"),
 )
-_OF_BLOCK = (NORMS, GQA, QKV_BIAS, O_BIAS, QK_NORM, SWIGLU)
+_BLOCK_LAYERS = (*_CONTEXT, *under("decoder.layers.*", "layers.*", NORMS, GQA, QKV_BIAS, O_BIAS, QK_NORM, SWIGLU))
+_BLOCK_FIELDS = (
+    *but(DENSE, Const("share_embeddings_and_output_weights", False), _WITHOUT_HEAD, *_READ_BY_VLLM),
+    *(*BIAS_ATTENTION, *but(WINDOW_NONE, _OF_BLOCKS), *QK_NORMED),
+    Require("use_sliding_window", (False, None), "nobody has written windows of a head that drafts blocks"),
+)
+_OF_TRAINING = Ignore(
+    "only SpecForge or DeepSpec read them, for training", ("num_anchors", "confidence_head_alpha", "attention_mode")
+)
+_AT_FIRST = "nobody has written blocks that draft nothing at their first place"
+_DSPARK_FIELDS = (
+    *(*_BLOCK_FIELDS, MARKOV_DRAFT, _OF_TRAINING),
+    Require("markov_head_type", ("vanilla",), "vLLM has no others, and no config of DeepSpec or SpecForge has them"),
+    Require("projector_type", ("dspark", None), "it is the kind of the head"),
+    *(Require("sample_from_anchor", (True, None), _AT_FIRST), Require("dspark_bonus_anchor", (False, None), _AT_FIRST)),
+)
 _LAYER = (_NORMS, GQA, QKV_BIAS, O_BIAS, SWIGLU, SWIGLU_BIAS)
 
 
@@ -83,16 +104,17 @@ DRAFTS = (
     ),
     Architecture(
         model_type=DFLASH,
-        fields=(
-            *but(DENSE, Const("share_embeddings_and_output_weights", False), _WITHOUT_HEAD, *_READ_BY_VLLM),
-            *(*BIAS_ATTENTION, *but(WINDOW_NONE, _OF_BLOCKS), *QK_NORMED, BLOCK_DRAFT),
-            Require("use_sliding_window", (False, None), "nobody has written windows of a DFlash head"),
-        ),
-        rules=lambda hf: (
-            *_CONTEXT,
-            *under("decoder.layers.*", "layers.*", NORMS, GQA, QKV_BIAS, O_BIAS, QK_NORM, SWIGLU),
-        ),
+        fields=(*_BLOCK_FIELDS, BLOCK_DRAFT),
+        rules=lambda hf: _BLOCK_LAYERS,
         classes=("DFlashDraftModel",),
+        reads_as="qwen3",
+    ),
+    Architecture(
+        model_type=DSPARK,
+        fields=_DSPARK_FIELDS,
+        rules=lambda hf: (*_BLOCK_LAYERS, *_MARKOV, *(_CONFIDENT if hf.enable_confidence_head else ())),
+        ignored=("embed_tokens.weight", "lm_head.weight"),
+        classes=("Qwen3DSparkModel", "DSparkDraftModel"),
         reads_as="qwen3",
     ),
 )

@@ -33,7 +33,7 @@ Their tensors are then ``layer_norm_weight`` and ``layer_norm_bias`` of the line
 EMBEDDING = "embedding.word_embeddings.weight"
 TOWER = "vision."
 """The prefix of names of a tower's tensors, before their names in transformers' model."""
-OF_DRAFTS = ("fc.", "fc_norm.", "context_norm.", "vocabulary.")
+OF_DRAFTS = ("fc.", "fc_norm.", "context_norm.", "vocabulary.", "markov_", "confidence_head.")
 """Prefixes of names that only draft heads have."""
 INDEXER = "self_attention.core_attention.indexer"
 """The indexer reads the output of the query norm, so sparse attention keeps the norms of latents separate."""

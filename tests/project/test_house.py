@@ -17,7 +17,7 @@ from tests.support.house import MODULES, PACKAGE, import_graph, module_of
 REACHED = {
     "load_hf_weights": 56,
     "iter_hf_weights": 80,
-    "build_model": 135,
+    "build_model": 137,
     "save_hf_checkpoint": 91,
     "add_adapters": 70,
     "forward": 62,
@@ -25,7 +25,7 @@ REACHED = {
 }
 """Public functions, and the files that a reader passes who follows each name that is used on the way."""
 ROOMS, FLOORS = {"weights": 23, "factory": 16}, {"weights": 11, "factory": 7}
-SMALL, SMALL_FILES, FILES, MEDIAN = 45, 12, 457, 125
+SMALL, SMALL_FILES, FILES, MEDIAN = 45, 12, 458, 125
 TWICE = {"classes": 1, "files": 1}
 LONG, MANY = 60, 12
 

@@ -11,6 +11,7 @@ from einops import rearrange
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
+from mcore_bridge.batches.logprobs import vocab_parallel
 from mcore_bridge.config.draft import BlockFields
 from mcore_bridge.factory.modules.torch_modules import CoreAttention, placement
 
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
 
-ANCHORS, FADING = 512, 7.0
-"""The most blocks of a sequence, and the tokens after which weights in a block fall to 1/e, as in SpecForge."""
+ANCHORS = 512
+"""The most blocks of a sequence, as in SpecForge."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +37,17 @@ class SequenceBlocks:
 
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
-    """The blocks that a DFlash head drafts in a batch, as tensors on its device.
+    """The blocks that a head drafts in a batch, as tensors on its device.
 
     Attributes:
         anchors: int64 ``[blocks]``: the first token of each block, as an index into all tokens.
         masked: int64 ``[blocks * block size]``: the known first token of each block, and masks.
         places: int64 ``[tokens]``: the position of each token in its sequence.
         of_blocks: int64 ``[blocks * block size]``: such positions of the places of blocks.
-        targets: int64 ``[blocks, block size - 1]``: the tokens behind the first ones.
-        weights: fp32 ``[blocks, block size - 1]``: zero behind the end, else ``exp(-number / FADING)``.
+        rows: int64 ``[blocks, num_drafted]``: the token before each drafted one, as an index into all tokens.
+        before: int64 ``[blocks, num_drafted]``: these tokens.
+        targets: int64 ``[blocks, num_drafted]``: the tokens to draft.
+        weights: fp32 ``[blocks, num_drafted]``: zero behind the end, else ``exp(-number / fading)``.
         blocks: what each sequence has of them.
     """
 
@@ -52,6 +55,8 @@ class BlockPlan:
     masked: Tensor
     places: Tensor
     of_blocks: Tensor
+    rows: Tensor
+    before: Tensor
     targets: Tensor
     weights: Tensor
     blocks: Sequence[SequenceBlocks]
@@ -64,7 +69,7 @@ def planned(ids: Tensor, has_next: Tensor, lengths: Sequence[int], draft: BlockF
         ids: int64 ``[tokens]``, one sequence behind the other.
         has_next: bool ``[tokens]``: whether the next token counts.
         lengths: tokens of each sequence, with padding.
-        draft: size of blocks, and the token of masks.
+        draft: size and weights of blocks, and the token of masks.
     """
     size, device = draft.block_size, ids.device
     has_next = has_next.index_fill(0, torch.tensor(lengths, device=device).cumsum(0) - 1, False)
@@ -86,13 +91,13 @@ def planned(ids: Tensor, has_next: Tensor, lengths: Sequence[int], draft: BlockF
         start += length
     anchors = torch.cat(chosen)
     places = torch.cat([torch.arange(length, device=device) for length in lengths])
-    ahead = (anchors[:, None] + offsets[1:]).clamp(max=len(ids) - 1)
-    counts = has_next[(anchors[:, None] + offsets[:-1]).clamp(max=len(ids) - 1)].long().cumprod(-1)
+    numbers = offsets[: draft.num_drafted]
+    rows, ahead = ((anchors[:, None] + numbers + step).clamp(max=len(ids) - 1) for step in (0, 1))
     masked = torch.full((len(anchors), size), draft.mask_token_id, device=device)
     masked[:, 0] = ids[anchors]
-    weights = counts * torch.exp(-offsets[:-1] / FADING)
+    weights = has_next[rows].long().cumprod(-1) * torch.exp(-numbers / draft.fading)
     of_blocks = (places[anchors, None] + offsets).flatten()
-    return BlockPlan(anchors, masked.flatten(), places, of_blocks, ids[ahead], weights, blocks)
+    return BlockPlan(anchors, masked.flatten(), places, of_blocks, rows, ids[rows], ids[ahead], weights, blocks)
 
 
 class BlockAttention(CoreAttention):
@@ -146,11 +151,11 @@ class DFlashModel(GPTModel):
         """Why the head cannot learn so many steps beside a policy, or ""."""
         groups = policy.pg_collection
         reasons = {
-            "a DFlash head must have steps=1, since it drafts a block at once": steps > 1,
-            "a DFlash head needs cp=1, since a block attends to all tokens before it": groups.cp.size() > 1,
-            "a DFlash head needs pp=1, since it reads several layers of the policy": groups.pp.size() > 1,
-            "a DFlash head must have recompute_granularity=None, since a recomputed layer would read the blocks of a "
-            "later microbatch": self.config.recompute_granularity is not None,
+            "a DFlash or DSpark head must have steps=1, since it drafts a block at once": steps > 1,
+            "a DFlash or DSpark head needs cp=1, since a block attends to all tokens before it": groups.cp.size() > 1,
+            "a DFlash or DSpark head needs pp=1, since it reads several layers of the policy": groups.pp.size() > 1,
+            "a DFlash or DSpark head must have recompute_granularity=None, since a recomputed layer would read the "
+            "blocks of a later microbatch": self.config.recompute_granularity is not None,
         }
         return "; ".join(reason for reason, holds in reasons.items() if holds)
 
@@ -158,6 +163,19 @@ class DFlashModel(GPTModel):
         """See the function of this name."""
         draft: Any = self.config.draft
         return planned(ids, has_next, lengths, draft)
+
+    def losses(self, states: Tensor, logits: Tensor, of_policy: Tensor, plan: BlockPlan) -> Tensor:
+        """fp32 ``[blocks, num_drafted]``: the cross-entropies with the tokens of the batch, without weights.
+
+        Args:
+            states: ``[blocks, num_drafted, hidden_size]``: of the places that draft.
+            logits: ``[blocks, num_drafted, padded vocab / tp]``: of these states, by the output layer of the policy.
+            of_policy: ``[s, b, padded vocab / tp]``: the logits of the policy, where its tokens are ``[b, s]``.
+            plan: the blocks.
+        """
+        options: Any = {"vocab_size": self.config.hf_vocab_size, "group": self.pg_collection.tp, "temperature": 1.0}
+        chosen, _ = vocab_parallel(logits, plan.targets, **options)
+        return -chosen
 
     def forward(
         self, hidden: Tensor, masked: Tensor, places: Tensor, of_blocks: Tensor, blocks: Sequence[SequenceBlocks]

@@ -7,20 +7,21 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 
-from mcore_bridge.config.draft import BlockFields
+from mcore_bridge.config.draft import BlockFields, DraftFields, MarkovFields
 from mcore_bridge.factory.modules.backend import Backend, LayerContext, mixed, norm_of
 from mcore_bridge.factory.modules.dflash import BlockAttention, ContextAttention, DFlashModel
+from mcore_bridge.factory.modules.dspark import DSparkModel
 from mcore_bridge.factory.modules.eagle3 import Eagle3Model, TwiceAsWide, UnrolledAttention, two_norms
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
+_CLASSES: dict[type, type[GPTModel]] = {DraftFields: Eagle3Model, BlockFields: DFlashModel, MarkovFields: DSparkModel}
+
 
 def head_class(config: TransformerConfig) -> type[GPTModel] | None:
     """The class of a draft head with this config; None for another model."""
-    if not hasattr(config, "draft"):
-        return None
-    return DFlashModel if isinstance(config.draft, BlockFields) else Eagle3Model
+    return _CLASSES[type(config.draft)] if hasattr(config, "draft") else None
 
 
 def adapt_draft(layer: Any, context: LayerContext) -> None:
