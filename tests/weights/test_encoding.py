@@ -400,18 +400,20 @@ def test_codes_are_made_where_an_engine_keeps_them_in_rounds_that_repeat(tmp_pat
     assert found == [(True, True, True)] * 6
 
 
-def rounds_of_all_ranks(folder: str, note: dict[str, Any], parts: int) -> tuple[list[Any], list[Any]]:
+def rounds_of_all_ranks(
+    folder: str, note: dict[str, Any], dims: mb.ParallelDims, parts: int
+) -> tuple[list[Any], list[Any]]:
     """On one of two ranks, which each write into two engines: rounds of which the third begins with a weight in other
-    memory; then a round with NaN, and two further rounds.
+    memory; then a round with NaN, and two further rounds. With EP alone, rank 1 has no engine.
 
     Returns:
         For each round whether the engine has all bits, whether messages carried it, and how often this rank wrote
-        before there was a plan, and in all; and for each weight whose codes are made in the engines, into how many
-        parts its rows are cut.
+        before there was a plan, and in all; and for each encoded weight, into how many parts its rows are cut; 0 if
+        its codes are copied.
     """
-    dims = mb.ParallelDims(tp=2, ep=2, sp=True)
     dims.initialize(device="cpu")
     rank = torch.distributed.get_rank()
+    serves = dims.tp > 1 or rank == 0
     models = mb.build_model(folder, dims=dims, device="cpu", dtype=torch.bfloat16, load_weights=False)
     manifest = mb.manifest(models, quantize=note)
     own, other = (
@@ -427,23 +429,27 @@ def rounds_of_all_ranks(folder: str, note: dict[str, Any], parts: int) -> tuple[
             writers.append(mb.engines.EngineWriter(engine.map, handles))
         return writers[-1]
 
-    def note_places(*arguments: Any) -> Any:
-        rows = placed_rows(*arguments)
-        placed.extend(own.starts.shape[1] for own in rows.values())
+    def note_places(copies: Any, sizes: Any, first: int) -> Any:
+        rows = placed_rows(copies, sizes, first)
+        placed.extend(rows[number].starts.shape[1] if number in rows else 0 for number in sizes)
         return rows
 
     def run() -> None:
         def prepared(look: Any) -> Any:
             before.append(written.call_count)
-            return open_plain(models, None, "lm", look, target=engine.map, quantize=note)
+            return open_plain(models, None, "lm", look, target=engine.map if serves else "nothing", quantize=note)
 
         messages = mock.patch.object(writing, "run_messages", side_effect=writing.run_messages)
         writes = mock.patch.object(across, "_copy", side_effect=across._copy)
         places = mock.patch.object(across_ranks, "placed_rows", side_effect=note_places)
         with launches_on_cpu(), messages as whole, writes as written, places:
-            writing.write_export(models, prepared, reached, across=across, more_handles=engine.more_handles)
-        engine.complete()
+            opened = reached if serves else None
+            writing.write_export(models, prepared, opened, across=across, more_handles=engine.more_handles)
         other.load(mb.iter_hf_weights(models, quantize=note))
+        if not serves:
+            found.append((True, whole.called, before.pop(), written.call_count))
+            return
+        engine.complete()
         pairs = zip(own.parameters(), other.parameters(), strict=True)
         is_equal = all(torch.equal(as_bytes(one.data), as_bytes(two.data)) for one, two in pairs)
         found.append((is_equal, whole.called, before.pop(), written.call_count))
@@ -470,16 +476,29 @@ def rounds_of_all_ranks(folder: str, note: dict[str, Any], parts: int) -> tuple[
     return found, placed
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_all_ranks_make_codes_where_the_engines_of_all_keep_them(parts: int, tmp_path: Path) -> None:
-    """Two whole engines need all rows, which are then copied from a buffer. Halves need rows, or halves of rows."""
+@pytest.mark.parametrize(
+    ("dims", "parts", "cuts"),
+    [
+        (mb.ParallelDims(tp=2, ep=2, sp=True), 1, {0}),
+        (mb.ParallelDims(tp=2, ep=2, sp=True), 2, {1, 2}),
+        (mb.ParallelDims(ep=2), 1, {1}),
+    ],
+    ids=["two whole engines", "two halves", "one engine"],
+)
+def test_all_ranks_make_codes_where_the_engines_of_all_keep_them(
+    dims: mb.ParallelDims, parts: int, cuts: set[int], tmp_path: Path
+) -> None:
+    """Two whole engines need all rows, which are then copied from a buffer. Halves need rows, or halves of rows.
+
+    With one engine, rank 1 holds attention that rank 0 sends.
+    """
     sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
     tiny("qwen3_moe", **sizes).save_pretrained(tmp_path)
     note = {"quant_method": "fp8", "weight_block_size": [16, 16], "modules_to_not_convert": ["layers.1.mlp"]}
-    for rank, (found, placed) in enumerate(pool.run(2, rounds_of_all_ranks, str(tmp_path), note, parts)):
+    for rank, (found, placed) in enumerate(pool.run(2, rounds_of_all_ranks, str(tmp_path), note, dims, parts)):
         writes = (0, 1), (1, 1), (1, 1 + rank), (1, 1), (0, 1), (1, 1)
         assert found == [(True, False, *each) for each in writes]
-        assert {*placed} == ({1, 2} if parts == 2 else set())
+        assert {*placed} == cuts
 
 
 @pytest.mark.parametrize("name", NEW)

@@ -117,7 +117,8 @@ def bits_are_those_of_the_codec(name: str, dtype: torch.dtype) -> None:
         assert torch.equal(found[2 * number], codes.flatten())
         assert torch.equal(as_bytes(found[2 * number + 1]), as_bytes(own))
 
-    rows_go_to_their_places(shards, values, expected)
+    if dtype == torch.bfloat16:
+        rows_go_to_their_places(shards, values, expected)
     read = [values_of(blocks, *pair) for blocks, pair in zip(shards, expected, strict=True)]
     read[1][[12, -1], [3, -1]] = read[1].abs().max() * 1.375  # in and behind the first rows of their blocks
     kept = [own for _, own in expected]
@@ -134,7 +135,8 @@ def bits_are_those_of_the_codec(name: str, dtype: torch.dtype) -> None:
 def rows_go_to_their_places(shards: list[Blocks], values: list[Tensor], expected: list[tuple[Tensor, Tensor]]) -> None:
     """Rows of codes in an engine's two tensors: in another order, behind other bytes, and some of them nowhere.
 
-    The rows of the second shard are cut in halves, if a kernel can do so, and the halves exchanged.
+    The rows of the second shard are cut into parts, if blocks allow it. The parts come in another order, and the last
+    one goes nowhere.
     """
     wide = expected[0][0].shape[1] + 16
     memory = [torch.full((sum(len(codes) for codes, _ in expected) * wide + 48,), 7, dtype=torch.uint8) for _ in "ab"]
@@ -146,30 +148,45 @@ def rows_go_to_their_places(shards: list[Blocks], values: list[Tensor], expected
             ByteCopy(0, 2 * width, number % 2, last - 2 * wide, 5, width, 1, width, 1, -wide, 1),
             ByteCopy(0, 9 * width, number % 2, last - 9 * wide, rows - 9, width // 2, 2, width, 2, -wide, 2),
         ]
-        half, whole = width // 2, torch.cat([codes[:, width // 2 :], codes[:, : width // 2]], 1)
-        is_cut = number == 1 and half % size.tile_bytes == half % 16 == 0
-        halves = [
-            own._replace(
-                cols=half // own.item, source_start=own.source_start + near, target_start=own.target_start + far
-            )
-            for own in copies
-            for near, far in ((0, half), (half, 0))
-        ]
+        part = max(32, size.tile_bytes)
+        if is_cut := number == 1 and width > part:
+            copies = [
+                own._replace(
+                    cols=part // own.item,
+                    source_start=own.source_start + near,
+                    target_start=own.target_start + width - near - part,
+                )
+                for own in copies
+                for near in range(0, width - part, part)
+            ]
         for row in (*range(2, 7), *range(9, rows)):
-            wanted[number % 2][last - row * wide :][:width] = (whole if is_cut else codes)[row]
-        found = rows_of(halves if is_cut else copies, size)
+            if is_cut:
+                turned = codes[row].view(-1, part)[:-1].flip(0).flatten()
+                wanted[number % 2][last - row * wide + part :][: len(turned)] = turned
+            else:
+                wanted[number % 2][last - row * wide :][:width] = codes[row]
+        found = rows_of(copies, size)
         assert found is not None
-        assert found.starts.shape == (rows, 2 if is_cut else 1)
+        assert found.starts.shape == (rows, width // part if is_cut else 1)
         places[2 * number] = found
         assert rows_of([*copies, copies[0]], size) is None
-        assert rows_of([copies[0]._replace(cols=width - 1)], size) is None
+        assert rows_of([copies[0]._replace(cols=1, item=width - 1)], size) is None
         assert rows_of([copies[0]._replace(target_start=last + 8)], size) is None
-        assert is_cut or rows_of(halves, size._replace(tile_bytes=width)) is None
+        assert not is_cut or rows_of(copies, size._replace(tile_bytes=2 * part)) is None
         line += rows
     found_scales, _ = by_kernel(shards, values, None, RowPlaces(places, Buffers(memory)))
     assert all(map(torch.equal, memory, wanted))
     for number, (_, own) in enumerate(expected):
         assert torch.equal(as_bytes(found_scales[2 * number + 1]), as_bytes(own))
+
+
+def long_rows_are_cut_between_tiles() -> None:
+    """Rows of four-bit codes, two of which are in a byte; a tile has many blocks of a row."""
+    codec, scales, powers = FORMATS["mxfp4"]
+    blocks = Blocks(codec, (12, 8192), (1, 32), torch.bfloat16, (torch.uint8, (-1,)), scales, powers)
+    values = [torch.randn(blocks.shape, dtype=torch.bfloat16) for _ in range(2)]
+    assert blocks.row_size == (12, 4096, 2048)
+    rows_go_to_their_places([blocks] * 2, values, [encoded(blocks, own, None) for own in values])
 
 
 def numbers_that_are_not_finite_are_seen() -> None:
@@ -187,3 +204,4 @@ if __name__ == "__main__":
         bits_are_those_of_the_codec(*case)
         print(*case, "right")
     numbers_that_are_not_finite_are_seen()
+    long_rows_are_cut_between_tiles()

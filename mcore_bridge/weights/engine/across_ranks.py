@@ -20,7 +20,7 @@ from mcore_bridge.errors import ExportError, TransferError, describe, grouped_by
 from mcore_bridge.weights.agreement import Export, with_codes
 from mcore_bridge.weights.engine.composed import EngineProgram, LastRound, MapWriter
 from mcore_bridge.weights.ipc.shared_memory import Handle, open_all
-from mcore_bridge.weights.plan.boxes import ByteCopy, placed_rows
+from mcore_bridge.weights.plan.boxes import NO_ROWS, ByteCopy, RowSizes, placed_rows
 from mcore_bridge.weights.plan.engine_map import EngineMap
 from mcore_bridge.weights.sent.encoding import is_by_kernel
 from mcore_bridge.weights.transfer.collectives import Group
@@ -36,65 +36,62 @@ PART_BYTES = 512 << 20
 _OTHER = "expected the memory of an engine with the map of this export, found other memory: begin the round again"
 
 
-class _Workers:
-    """The memory of workers, and what this rank writes there.
+class _Writes:
+    """What this rank writes to some workers.
 
     Args:
         program: the steps of this rank.
-        workers: for each worker the copies to it from the tensors of this rank, and its tensors.
-        maker: makes codes and scales of encoded weights.
-        device: where kernels run.
+        workers: for each worker the copies to it from the tensors of this rank, and the number of its tensors.
+        made: the numbers of tensors that a ``Maker`` makes.
+        sizes: the codes among them whose rows can be written where workers keep them.
     """
 
     def __init__(
         self,
         program: Program,
-        workers: Iterable[tuple[Sequence[ByteCopy], Sequence[Tensor]]],
-        maker: Maker | None,
-        device: torch.device,
+        workers: Iterable[tuple[Sequence[ByteCopy], int]],
+        made: frozenset[int],
+        sizes: RowSizes,
     ) -> None:
-        self._made_of, self._device = program.made_of, device
-        self._copies: list[Sequence[ByteCopy]] = []
-        tensors: list[Tensor] = []
-        for copies, of_worker in workers:
-            self._copies.append([copy._replace(target=copy.target + len(tensors)) for copy in copies])
-            tensors += of_worker
-        self._memory = Buffers(tensors)
-        self._places: RowPlaces | None = None
-        if maker is not None and self._memory.takes_rows(device):
-            first = len(program.names)
-            all_copies = chain.from_iterable(self._copies)
-            into = (copy._replace(target=copy.target - first) for copy in all_copies)
-            self._places = RowPlaces(placed_rows(into, maker.rows), self._memory)
-            self._copies = [[copy for copy in own if copy.source not in self._places.rows] for own in self._copies]
+        self._made_of = program.made_of
+        copies: list[list[ByteCopy]] = []
+        first = 0
+        for of_worker, num_tensors in workers:
+            copies.append([copy._replace(target=copy.target + first) for copy in of_worker])
+            first += num_tensors
+        self.rows = placed_rows(chain.from_iterable(copies), sizes, len(program.names))
+        self._of_made = [
+            [copy for copy in own if copy.source in made and copy.source not in self.rows] for own in copies
+        ]
         self._of_launches: dict[int, list[CopyTable]] = {}
         """The copies of what a launch makes, by the first number that it makes."""
-        made = frozenset() if maker is None else maker.numbers
-        self._plain = _interleaved([[copy for copy in own if copy.source not in made] for own in self._copies])
+        self._plain = _interleaved([copy for copy in own if copy.source not in made] for own in copies)
 
-    def write(self, parameters: Buffers, maker: Maker | None) -> None:
+    def run(self, parameters: Buffers, maker: Maker | None, memory: Buffers, device: torch.device) -> None:
         """Write everything. The device may still run this afterwards.
 
         Args:
             parameters: the parameters of this rank.
+            maker: makes codes and scales, if weights are encoded.
+            memory: the tensors of the workers, one worker after the other.
+            device: where kernels run.
         """
         held = parameters.at(self._made_of)
-        self._run(self._plain, held)
-        if maker is None:
-            return
-        maker.places = self._places
-        for made in maker.make(None, held):
+        _run(self._plain, held, memory, device)
+        for made in () if maker is None else maker.make(None, held):
             numbers = made.numbers.tolist()
             if numbers[0] not in self._of_launches:
                 own = frozenset(numbers)
-                copies = [[copy for copy in of_worker if copy.source in own] for of_worker in self._copies]
-                self._of_launches[numbers[0]] = _interleaved(copies)
-            self._run(self._of_launches[numbers[0]], held.with_others([made]))
+                self._of_launches[numbers[0]] = _interleaved(
+                    [copy for copy in of_worker if copy.source in own] for of_worker in self._of_made
+                )
+            _run(self._of_launches[numbers[0]], held.with_others([made]), memory, device)
 
-    def _run(self, tables: Iterable[CopyTable], held: Buffers) -> None:
-        buffers, nothing = held.beside(self._memory), Buffers([], frozenset())
-        for table in tables:
-            table.run(buffers, nothing, self._device)
+
+def _run(tables: Iterable[CopyTable], held: Buffers, memory: Buffers, device: torch.device) -> None:
+    buffers, nothing = held.beside(memory), Buffers([], frozenset())
+    for table in tables:
+        table.run(buffers, nothing, device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +113,13 @@ class AcrossRanks:
         self._fits = False
         self._copies: dict[int, tuple[ByteCopy, ...]] = {}
         """What this rank copies to the worker of each rank, if anything."""
-        self._workers: _Workers | None = None
-        """The workers of this rank's copies, if they take weights."""
+        self._known: dict[tuple[tuple[int, ...], bool], _Writes] = {}
+        """What this rank writes, by the ranks of these workers, and by whether rows of codes can be written there."""
+        self._writes: _Writes | None = None
+        self._memory = Buffers([])
+        """The tensors of the workers that take weights."""
+        self._places: RowPlaces | None = None
+        """Where rows of codes belong in this memory."""
         self._own: MapWriter | None = None
         self._senders: list[int] = []
         """The ranks that copy to the worker of this rank."""
@@ -153,7 +155,7 @@ class AcrossRanks:
             return
         parameters = Buffers.of(last.allocations)
         with suppress(Exception), self._beside_current(last.device):  # ``run`` meets an error again, and all ranks too
-            self._copy(parameters, last.maker)
+            self._copy(parameters, last.maker, last.device)
             self._begun = last, parameters
 
     def _beside_current(self, device: torch.device) -> AbstractContextManager[object]:
@@ -164,9 +166,11 @@ class AcrossRanks:
         self._stream.wait_stream(torch.cuda.current_stream(device))
         return torch.cuda.stream(self._stream)
 
-    def _copy(self, parameters: Buffers, maker: Maker | None) -> None:
-        if self._workers is not None:
-            self._workers.write(parameters, maker)
+    def _copy(self, parameters: Buffers, maker: Maker | None, device: torch.device) -> None:
+        if maker is not None:
+            maker.places = self._places
+        if self._writes is not None:
+            self._writes.run(parameters, maker, self._memory, device)
 
     def give_up(self) -> None:
         """Forget what has begun, once it has ended."""
@@ -198,7 +202,7 @@ class AcrossRanks:
             with raise_on_all(group, kind=ExportError), suppress(TransferError):  # messages raise it
                 copies = _composed(export)
             receivers = group.all_gather_object(None if copies is None else [*copies])
-            self._program, self._copies, self.problem = export.program, copies or {}, ""
+            self._program, self._copies, self._known, self.problem = export.program, copies or {}, {}, ""
             self._close()
             self._senders = [rank for rank, of_rank in enumerate(receivers) if group.rank in (of_rank or ())]
             self._fits = None not in receivers
@@ -212,8 +216,8 @@ class AcrossRanks:
             more_handles: handles of the memory of this worker for further processes.
 
         Returns:
-            True once all ranks have copied. False if weights are merged, or if a rank cannot open the memory of a
-            worker. Then nothing was copied.
+            True once all ranks have copied. False if weights are merged, if no kernel encodes them, or if a rank cannot
+            open the memory of a worker. Then nothing was copied.
 
         Raises:
             ExportError: on every rank, when any rank fails.
@@ -235,7 +239,7 @@ class AcrossRanks:
         if are_impossible:
             self.wait()
             return False
-        if is_undone:
+        if is_undone or is_new:
             export = with_codes(export)
         if is_new:
             self.problem = grouped_by_rank(group.all_gather_object(self._open(export, writer, more_handles)))
@@ -244,24 +248,27 @@ class AcrossRanks:
                 self._fits = False
                 return False
         with raise_on_all(group, kind=ExportError):
-            if is_done and begun is not None:
-                last = begun[0]
-            else:
-                maker = export.held.maker
-                last = LastRound(export.program, held.allocations, maker, export.format, group.device)
-                self._copy(held, maker)
-            self.wait()
-            if last.maker is not None:
-                last.maker.check()
-            if group.device.type == "cuda":
-                torch.cuda.current_stream(group.device).synchronize()
+            last = None if begun is None or not is_done else begun[0]
+            maker = export.held.maker if last is None else last.maker
+            try:
+                if last is None:
+                    self._copy(held, maker, group.device)
+                    last = LastRound(export.program, held.allocations, maker, export.format, group.device)
+            finally:  # nothing may write to workers after a failure
+                self.wait()
+                if group.device.type == "cuda":
+                    torch.cuda.current_stream(group.device).synchronize()
+            if maker is not None:
+                maker.check()
+        assert last is not None
         self._last = _Copied(group, last)
         last.allocations.wholes = []  # a trainer may free or move them
         return True
 
     def _close(self) -> None:
         """Let go of the memory of all workers."""
-        self._workers = self._own = None
+        self._writes = self._places = self._own = None
+        self._memory = Buffers([])
 
     def _open(self, export: Export, writer: MapWriter | None, more_handles: MoreHandles | None) -> str:
         """Exchange handles of all workers, and open the memory to which this rank copies; what has failed."""
@@ -282,8 +289,14 @@ class AcrossRanks:
                 except Exception as error:
                     problem = describe(error)
         try:
-            workers = [(self._copies[rank], tensors) for rank, tensors in memory.items()]
-            self._workers = _Workers(export.program, workers, export.held.maker, group.device)
+            self._memory = Buffers([*chain.from_iterable(memory.values())])
+            maker, writes_rows = export.held.maker, self._memory.takes_rows(group.device)
+            if (tuple(memory), writes_rows) not in self._known:
+                workers = [(self._copies[rank], len(tensors)) for rank, tensors in memory.items()]
+                made = (maker.numbers, maker.rows if writes_rows else NO_ROWS) if maker else (frozenset[int](), NO_ROWS)
+                self._known[tuple(memory), writes_rows] = _Writes(export.program, workers, *made)
+            self._writes = self._known[tuple(memory), writes_rows]
+            self._places = RowPlaces(self._writes.rows, self._memory) if self._writes.rows else None
         except Exception as error:
             problem = describe(error)
         return problem
@@ -320,7 +333,12 @@ def _interleaved(workers: Iterable[Sequence[ByteCopy]]) -> list[CopyTable]:
 
 
 def _composed(export: Export) -> dict[int, tuple[ByteCopy, ...]] | None:
-    """What this rank copies to workers, by the rank of each; None if some of it is no plain copy."""
+    """What this rank copies to workers, by the rank of each; None if something else has to be made of tensors.
+
+    A kernel may make codes and scales.
+    """
+    if not is_by_kernel(export.program, export.held):
+        return None
     tables = {}
     for receiver, target in enumerate(export.targets):
         if target == "nothing":

@@ -77,17 +77,16 @@ class EngineProgram(Program):
         """Where the rows of codes belong that no copy brings to the engine."""
 
     def _placed(self) -> dict[int, Rows]:
-        """Take the copies of codes out whose rows go whole into the engine's tensors."""
+        """Take the copies of codes out whose rows can be written into the engine's tensors."""
         whole = {
             byte_copy.source
             for number in range(len(self.plan.messages) if self.made else 0)
             for of_output in self._written(number).values()
             for byte_copy in of_output
         }
-        composed = chain.from_iterable(copies or () for copies in self._composed)
-        copies = (copy._replace(target=copy.target - len(self.names)) for copy in composed)
+        copies = chain.from_iterable(composed or () for composed in self._composed)
         sizes = {number: size for number, size in self.encoded.items() if number not in whole}
-        places = placed_rows(copies, sizes)
+        places = placed_rows(copies, sizes, len(self.names))
         self._composed = [
             tuple(copy for copy in composed or () if copy.source not in places) for composed in self._composed
         ]

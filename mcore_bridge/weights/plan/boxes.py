@@ -280,11 +280,10 @@ def _with_row(joined: ByteCopy, byte_copy: ByteCopy) -> ByteCopy | None:
 
 
 class RowSize(NamedTuple):
-    """The codes of one shard."""
+    """The rows of the codes of one shard."""
 
     rows: int
-    num_bytes: int
-    """Bytes of a row."""
+    row_bytes: int
     tile_bytes: int
     """Bytes of a row that a kernel writes to one place."""
 
@@ -307,14 +306,14 @@ def rows_of(copies: Sequence[ByteCopy], size: RowSize) -> Rows | None:
     """The places to which ``copies`` bring the rows of codes.
 
     Returns:
-        None if a row is cut within a tile, if a part of it is copied more than once, or if its place is no multiple of
-        ``WIDEST``.
+        None if a row is cut within a tile, if its bytes are not contiguous, or if a part of it is copied more than once
+        or to a place that is no multiple of ``WIDEST``.
     """
     runs = [(copy.source_start, copy.cols * copy.item, copy.source_row if copy.rows > 1 else 0) for copy in copies]
-    part = math.gcd(size.num_bytes, *chain.from_iterable(runs))
-    if part % WIDEST or (part < size.num_bytes and part % size.tile_bytes):
+    part = math.gcd(size.row_bytes, *chain.from_iterable(runs))
+    if part == 0 or part % WIDEST or (part < size.row_bytes and part % size.tile_bytes):
         return None
-    parts = size.num_bytes // part
+    parts = size.row_bytes // part
     tensors, starts = np.full(size.rows * parts, -1, np.int64), np.zeros(size.rows * parts, np.int64)
     for copy, (start, length, distance) in zip(copies, runs, strict=True):
         run, within = np.arange(copy.rows)[:, None], np.arange(length // part)
@@ -329,11 +328,15 @@ def rows_of(copies: Sequence[ByteCopy], size: RowSize) -> Rows | None:
     return Rows(tensors.reshape(size.rows, parts), starts.reshape(size.rows, parts))
 
 
-def placed_rows(copies: Iterable[ByteCopy], sizes: RowSizes) -> dict[int, Rows]:
-    """The places of the rows of all codes that need no copy, by the numbers of these codes."""
+def placed_rows(copies: Iterable[ByteCopy], sizes: RowSizes, first: int) -> dict[int, Rows]:
+    """The places of the rows of all codes that need no copy, by the numbers of these codes.
+
+    Args:
+        first: the number of the engine's first tensor among the buffers of the copies. Places count from there.
+    """
     of_codes: dict[int, list[ByteCopy]] = {number: [] for number in sizes}
     for copy in copies:
         if copy.source in of_codes:
-            of_codes[copy.source].append(copy)
+            of_codes[copy.source].append(copy._replace(target=copy.target - first))
     rows = {number: rows_of(of_codes[number], size) for number, size in sizes.items()}
     return {number: own for number, own in rows.items() if own is not None}

@@ -88,7 +88,7 @@ def encode_shards(program: Program, group: Group, held: Held, form: WeightFormat
 def is_by_kernel(program: Program, held: Held) -> bool:
     """Whether a kernel makes all codes and scales that this rank sends in an export of ``program``, if any."""
     prepared = _prepared(program)
-    return prepared.is_by_kernel and (not prepared.kernel or _device(held) is not None)
+    return prepared.sends_by_kernel and (not prepared.kernel or _device(held) is not None)
 
 
 def _prepared(program: Program) -> _Prepared:
@@ -139,7 +139,7 @@ class _Prepared:
         kernel: the shards that a kernel can encode, by the numbers of what is sent of them.
         rows: see ``Maker``.
         others: what of ``sent`` no kernel makes.
-        is_by_kernel: whether ``others`` has only what other ranks send.
+        sends_by_kernel: whether ``others`` has only what other ranks send.
         launches: the launches of exports, by the merged weights and by what is made at once.
     """
 
@@ -149,7 +149,7 @@ class _Prepared:
     kernel: Mapping[int, KernelShard]
     rows: RowSizes
     others: Sequence[tuple[str, tuple[Key, EncodedPart]]]
-    is_by_kernel: bool
+    sends_by_kernel: bool
     launches: dict[frozenset[int], dict[tuple[int, ...] | None, list[EncodeLaunch]]] = field(default_factory=dict)
 
     @classmethod
@@ -188,7 +188,7 @@ class _Prepared:
         rows = {}
         for kernel in of_kernel.values():
             rows[kernel.codes] = kernel.blocks.row_size
-        return cls(sent, weights, shared, of_kernel, rows, others, all(name not in places for name, _ in others))
+        return cls(sent, weights, shared, of_kernel, rows, others, program.read.isdisjoint(name for name, _ in others))
 
 
 _PREPARED: WeakKeyDictionary[Program, _Prepared] = WeakKeyDictionary()

@@ -28,8 +28,10 @@ from mcore_bridge.weights.source.weight_format import WeightFormat
 from mcore_bridge.weights.transfer.copier import Buffers, Made, RowPlaces, beside_peers, has_triton
 from mcore_bridge.weights.transfer.endpoints import Merge
 
-_OF_TILES = ("tensor", "first_tile", "tiles_in_a_row", "rows", "units", "grid_rows", "grid_columns")
-COLUMNS = (*_OF_TILES, "codes", "scales", "parts_of_a_row")
+COLUMNS = (
+    *("tensor", "first_tile", "tiles_in_a_row", "rows", "units", "grid_rows", "grid_columns"),
+    *("codes", "scales", "parts_of_a_row"),
+)
 """What the kernel needs to know of each shard; codes begin at a multiple of 16 bytes, and scales at an element."""
 _MERGED = 1 << 25
 """Bytes of codes that a launch makes of merged weights, if these are several weights. They exist until it has run."""
