@@ -154,7 +154,8 @@ class Blueprint:
         if not held:
             return None
         hidden_first = multiplies_hidden_first(self.provenance)
-        return mtp_block_spec(self.inner_spec(), held, backend=self.backend, hidden_first=hidden_first)
+        asked: dict[str, Any] = {"config": self.config, "backend": self.backend, "hidden_first": hidden_first}
+        return mtp_block_spec(self.inner_spec(), held, **asked)
 
     def __str__(self) -> str:
         """A description for the log, without the mesh."""

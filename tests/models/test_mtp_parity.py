@@ -77,6 +77,14 @@ def columns_exchanged(state):
 
 MISTAKES = [("qwen3_next", norms_exchanged), ("qwen3_next", halves_exchanged), ("mimo", columns_exchanged)]
 MISTAKES += [("nemotron_h", functools.partial(exchanged, one=one, other=other)) for one, other in PAIRS]
+PAIRS_OF_STREAMS = (
+    ("mtp.0.e_proj.weight", "mtp.0.h_proj.weight"),
+    ("mtp.0.enorm.weight", "mtp.0.hnorm.weight"),
+    ("mtp.0.norm.weight", "norm.weight"),
+    ("mtp.0.hc_head_base", "hc_head_base"),
+    ("mtp.0.hc_attn_base", "mtp.0.hc_ffn_base"),
+)
+MISTAKES += [("deepseek_v4", functools.partial(exchanged, one=one, other=other)) for one, other in PAIRS_OF_STREAMS]
 
 
 @pytest.mark.parametrize(("name", "mistake"), mtp_checkpoints.params(MISTAKES, itemgetter(0)))
@@ -97,6 +105,7 @@ STEPS = {1: [{}], 2: [{"tp": 2, "sp": True}, {"pp": 2}, {"ep": 2}, {"pp": 2, "la
 RANKS = {"{'cp': 2}": [[*range(4), *range(12, 16)], [*range(4, 12)]]}
 HALVES = mtp_checkpoints.HALVES[1]
 SCALE = 0.3
+UNTRAINED = ("e_score_correction_bias", "ffn.gate.bias", "ffn.gate.tid2eid")
 
 
 def steps(folder, meshes, overrides):
@@ -110,7 +119,7 @@ def steps(folder, meshes, overrides):
     return found
 
 
-ASKED = [(HALVES, 2, False), (HALVES, 2, True), ("exaone_moe", 1, False)]
+ASKED = [(HALVES, 2, False), (HALVES, 2, True), ("exaone_moe", 1, False), ("deepseek_v4", 2, False)]
 
 
 @pytest.mark.parametrize(("name", "depths", "repeated"), mtp_checkpoints.params(ASKED, itemgetter(0)))
@@ -126,11 +135,12 @@ def test_a_step_has_the_loss_of_tokens_ahead(tmp_path, name, depths, repeated):
     save(mtp_checkpoints.published(hf, held), hf, tmp_path)
     overrides = {"mtp_num_layers": depths, "mtp_loss_scaling_factor": SCALE}
     overrides |= {"mtp_use_repeated_layer": True} if repeated else {}
-    for world_size, meshes in STEPS.items():
+    for world_size, known in STEPS.items():
+        meshes = [sizes for sizes in known if name != "deepseek_v4" or "cp" not in sizes]  # which needs whole texts
         for results in zip(*pool.run(world_size, steps, str(tmp_path), meshes, overrides), strict=True):
             loss, grads = references[results[0][0] if results[0][0] in RANKS else ""]
             tiny.assert_losses(results, loss)
             for label, _, step in results:
-                biases = {name for name in step["grads"] if name.endswith("e_score_correction_bias")}
-                assert step["grads"].keys() - biases == grads.keys(), label
+                untrained = {name for name in step["grads"] if name.endswith(UNTRAINED) or ".indexer." in name}
+                assert step["grads"].keys() - untrained == grads.keys(), label
                 tiny.assert_near(step["grads"], grads, label)

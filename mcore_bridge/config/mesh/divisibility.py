@@ -170,7 +170,8 @@ def _check_split(dims: ParallelDims, settings: Mapping[str, object]) -> None:
             "the rank would hold two copies of the embedding. Put them on another rank, or into that stage"
         )
     by_layer = isinstance(settings.get("window_attn_skip_freq") or settings.get("no_rope_freq"), list)
-    if wanted and ((by_layer and settings.get("mtp_like_layer") is None) or settings.get("per_layer_config")):
+    sized = settings.get("per_layer_config") and settings.get("mtp_kinds") is None
+    if wanted and ((by_layer and settings.get("mtp_like_layer") is None) or sized):
         raise MeshError(
             f"mtp_num_layers must be None, found {wanted}: it is not known which window, rope or sizes the MTP layers "
             "of this model have. Remove mtp_num_layers"

@@ -55,6 +55,7 @@ def adapt_compressed(layer: Any, context: LayerContext) -> None:
     linear = submodules_for(backend, normed=False)
     layer.self_attention = ModuleSpec(
         module=CompressedAttention,
+        params={"attn_mask_type": AttnMaskType.causal},  # MTP layers of megatron-core read it here
         submodules=CompressedSubmodules(linear.in_proj, linear.out_proj, norm_of(backend, config)),
     )
 
