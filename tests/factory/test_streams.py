@@ -205,6 +205,19 @@ def test_gates_of_streams_begin_even_and_indexers_are_frozen():
     assert tiny.relative_error(writes, torch.full_like(writes, 1.5 / 2 + 0.01)) < 0.05
 
 
+def test_mtp_layers_that_files_lack_begin_even_and_leave_no_tokens():
+    """They embed later tokens, which are not those of routers with tables in the next forward."""
+    hf, dims, tokens = CASES["deepseek_v4"], ParallelDims(), torch.arange(7)[None]
+    asked = {"device": "cpu", "dtype": torch.float32, "overrides": {"mtp_num_layers": 1}}
+    with rank_of(dims, 0, 1):
+        (model,) = mb.build_model(hf, dims=dims, load_weights=random_state(hf), **asked)
+        assert model(tokens, tokens, None, labels=tokens).isfinite().all()
+    gates = model.mtp.layers[0].final_layernorm.merge
+    assert torch.equal(gates.scale, torch.tensor([0.01]))
+    assert torch.allclose(gates.base.sigmoid(), torch.tensor(1 / gates.count))
+    assert model.decoder.layers[0].mlp.router.tokens is None
+
+
 @pytest.mark.parametrize("length", [2, 23])
 def test_pools_begin_with_the_first_token_of_a_padded_row(length):
     """transformers' indexer says which keys each query of three rows selects: padded on the left, the right, or not."""

@@ -1,6 +1,7 @@
 """An MTP layer predicts what transformers' modules compute from the published tensors."""
 
 import functools
+from contextlib import nullcontext
 from dataclasses import replace
 from operator import itemgetter
 
@@ -9,19 +10,39 @@ import torch
 import torch.distributed as dist
 
 import mcore_bridge as mb
+from mcore_bridge.factory.modules import streams
 from mcore_bridge.factory.mtp_specs import REPEATED
 from tests.support import mtp_checkpoints, pool, stepping, tiny
 from tests.support.bounds import BOUND
 from tests.support.mtp_steps import reference_step
+from tests.support.mutants import instead
 from tests.support.strategies import save
 
+_joined = streams.StreamsMtpLayer._concat_embeddings
 
-def worst_of(names, dims, references, mistake=lambda state: state):
+
+def shifted(self, hidden_states, decoder_input):
+    """The merged hidden state takes the place of the first stream."""
+    return _joined(self, hidden_states.roll(self.config.hidden_size, -1), decoder_input)
+
+
+def first_stream(mtp, inputs, output):
+    return output[..., : mtp.config.hidden_size]
+
+
+PLANTED = {
+    "a merged stream": instead(streams.StreamsMtpLayer, "_concat_embeddings", shifted),
+    "no merge": instead(streams, "_without_streams", first_stream),
+}
+"""Mistakes in modules of MTP layers that read streams."""
+
+
+def worst_of(names, dims, references, mistake=lambda state: state, planted=""):
     """Runs in each worker: the largest difference of each case, relative to the spread of the reference."""
     worst = {}
     for name in names:
         hf = mtp_checkpoints.config(name)
-        with stepping.mesh(dims):
+        with stepping.mesh(dims), PLANTED.get(planted, nullcontext)():
             (model,) = mb.build_model(
                 hf,
                 dims=dims,
@@ -90,6 +111,14 @@ MISTAKES += [("deepseek_v4", functools.partial(exchanged, one=one, other=other))
 @pytest.mark.parametrize(("name", "mistake"), mtp_checkpoints.params(MISTAKES, itemgetter(0)))
 def test_parity_can_fail(references, name, mistake):
     (worst,) = pool.run(1, worst_of, [name], mb.ParallelDims(), references, mistake)
+    assert worst[name] > 50 * BOUND
+
+
+@pytest.mark.parametrize(
+    ("name", "planted"), mtp_checkpoints.params([("deepseek_v4", each) for each in PLANTED], itemgetter(0))
+)
+def test_mistakes_in_modules_show(references, name, planted):
+    (worst,) = pool.run(1, worst_of, [name], mb.ParallelDims(), references, dict, planted)
     assert worst[name] > 50 * BOUND
 
 

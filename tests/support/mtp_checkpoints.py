@@ -40,7 +40,7 @@ class Style:
     kinds: tuple[str, str] = ("full_attention", "sparse")
     """The kinds of the inner layer: in ``layer_types``, and in ``mlp_layer_types``."""
     inner: tuple[str, ...] = ("model.layers.0.",)
-    """Beginnings of names in a model of the inner layer. MTP layers have the first ones at their place, others there."""
+    """Beginnings of names in a model of the inner layer. ``place`` stands for the first, and precedes the others."""
     norm: str = "model.norm.weight"
     """The name of the decoder's last norm."""
 
@@ -176,9 +176,9 @@ def beside(embedded: Tensor, hidden: Tensor, *, hidden_first: bool = False) -> T
 
 
 def outputs_of(model: Any, **inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """What the head of transformers' model reads, and what an MTP layer reads: the same, or all streams ``[b, s, n, h]``.
+    """What the head of transformers' model reads, and what an MTP layer reads.
 
-    Streams may also be the input of the first layer, as ``inputs_embeds``.
+    It is the same ``[b, s, h]``, or all streams ``[b, s, n, h]``, which ``inputs_embeds`` then gives the first layer.
     """
     text = model.model
     if not hasattr(text, "hc_head"):

@@ -26,6 +26,7 @@ from tests.support.mtp_checkpoints import (
 from tests.support.parity import reference_model
 from tests.support.strategies import on_disk
 
+
 def reference_step(
     hf: Any, batch: Tensor, *, depths: int, repeated: bool = False, scale: float, ranks: Sequence[Sequence[int]] = ()
 ) -> tuple[Tensor, dict[str, Tensor]]:
