@@ -178,7 +178,7 @@ def initialise_mtp(chunk: GPTModel, seed: int) -> None:
         if not name.startswith("mtp.") or tensor.is_meta:
             continue
         if tensor.dim() == 1:
-            usual = torch.tensor(centre if name.endswith("norm.weight") else 0.0)
+            usual = torch.full_like(tensor, centre if name.endswith("norm.weight") else 0.0)
             tensor.detach().copy_(getattr(tensor, "start", usual))
             continue
         groups = chunk.pg_collection

@@ -53,14 +53,15 @@ IN_MEMORY: Prefixes = (
     *((f".shared_experts.{own}", f".shared_experts.{name}_proj") for own, name in W123_NAMES.items()),
 )
 """Parts of names of linear layers, each with its name in transformers' memory."""
-MTP_LAYER = (NORMS, ATTENTION, EXPERTS, streams("hc_attn_", "hc_ffn_"))
+STREAMS = streams("hc_attn_", "hc_ffn_")
+LAYER = (NORMS, ATTENTION, COMPRESSOR, INDEXER, EXPERTS, STREAMS)
 WRITTEN = (
     ("layers.*.attn.kv_norm.", "model.layers.*.attn.norm."),
     *(("layers.", "model.layers."), ("hc_head_", "model.hc_head.hc_")),
     *(("embed.", "model.embed_tokens."), ("norm.", "model.norm.")),
 )
 """Beginnings of names of publishers, each with what transformers writes."""
-RULES = (*AROUND, *merge("hc_head_"), *under("decoder.layers.*", "layers.*", *MTP_LAYER, COMPRESSOR, INDEXER))
+RULES = (*AROUND, *merge("hc_head_"), *under("decoder.layers.*", "layers.*", *LAYER))
 ARCHITECTURE = Architecture(
     model_type="deepseek_v4",
     aliases=("deepseek_ref",),
@@ -68,7 +69,7 @@ ARCHITECTURE = Architecture(
     fields=COMPRESSED,
     rules=lambda hf: (
         *(*RULES, *second_names(respelled(RULES, WRITTEN))),
-        *mtp_numbered(hf, "mtp.*", AROUND_MTP, *MTP_LAYER),
+        *mtp_numbered(hf, "mtp.*", AROUND_MTP, NORMS, ATTENTION, EXPERTS, STREAMS),
     ),
     renamed_in_memory=IN_MEMORY,
 )
