@@ -12,10 +12,11 @@ import torch.distributed as dist
 import mcore_bridge as mb
 from mcore_bridge.factory.modules import streams
 from mcore_bridge.factory.mtp_specs import REPEATED
+from mcore_bridge.rules.layout import Rearrange
 from tests.support import mtp_checkpoints, pool, stepping, tiny
 from tests.support.bounds import BOUND
 from tests.support.mtp_steps import reference_step
-from tests.support.mutants import instead
+from tests.support.mutants import instead, laid_out, mutated, of
 from tests.support.strategies import save
 
 _joined = streams.StreamsMtpLayer._concat_embeddings
@@ -30,11 +31,18 @@ def first_stream(mtp, inputs, output):
     return output[..., : mtp.config.hidden_size]
 
 
+def dealt_out(projection):
+    mistake = of(f".{projection}.weight", laid_out(Rearrange("(n tp) ...", "tp n ...")))
+    return functools.partial(mutated, mistake)
+
+
 PLANTED = {
     "a merged stream": instead(streams.StreamsMtpLayer, "_concat_embeddings", shifted),
     "no merge": instead(streams, "_without_streams", first_stream),
+    "rows of the embedding": dealt_out("e_proj"),
+    "rows of streams": dealt_out("h_proj"),
 }
-"""Mistakes in modules of MTP layers that read streams."""
+"""Mistakes in modules of MTP layers that read streams, and in layouts of their projections."""
 
 
 def worst_of(names, dims, references, mistake=lambda state: state, planted=""):
@@ -117,9 +125,9 @@ def test_parity_can_fail(references, name, mistake):
 @pytest.mark.parametrize(
     ("name", "planted"), mtp_checkpoints.params([("deepseek_v4", each) for each in PLANTED], itemgetter(0))
 )
-def test_mistakes_in_modules_show(references, name, planted):
-    (worst,) = pool.run(1, worst_of, [name], mb.ParallelDims(), references, dict, planted)
-    assert worst[name] > 50 * BOUND
+def test_mistakes_in_modules_and_layouts_show(references, name, planted):
+    for worst in pool.run(2, worst_of, [name], mb.ParallelDims(tp=2, sp=True), references, dict, planted):
+        assert worst[name] > 50 * BOUND
 
 
 @pytest.mark.skipif("exaone4" not in mtp_checkpoints.CASES, reason="the installed transformers lacks it")
