@@ -124,7 +124,8 @@ def mtp_block_spec(
     """megatron-core's spec of ``num_layers`` MTP layers, each around ``layer_spec``; None for no layers.
 
     With ``hidden_first`` their projections multiply hidden states, then the embedding. ``layer`` is a class in place of
-    megatron-core's, with ``params`` as further arguments.
+    megatron-core's, with ``params`` as further arguments. If the model of ``config`` has residual streams, its MTP
+    layers read all of them.
     """
     if num_layers == 0:
         return None

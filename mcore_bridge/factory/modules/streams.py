@@ -10,8 +10,8 @@ An MTP layer also reads all streams, and writes such streams for the next MTP la
 gives the streams before it, too: ``[s, b, (n + 1) * hidden]``, of which the output layer reads the end.
 
 megatron-core 0.20 has such a module, whose fields (``enable_mhc_connections`` and others) our configs have, too. It has
-another merge before the final norm, always mixes streams with each other, and then has no MTP layers. Its branch for
-development has some, with the names of our projections.
+another merge before the final norm, always mixes streams with each other, and has no MTP layers beside them. Its branch
+for development has such layers, with ``e_proj`` and ``h_proj``, too.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ class Unnormed(MegatronModule):
         return hidden
 
 
-def spread_embedding(chunk: GPTModel) -> None:
-    """Gives the decoder of the first stage equal streams, one for each of ``config.mhc_num_residual_streams``.
+def begin_and_end_streams(chunk: GPTModel) -> None:
+    """Give the decoder of the first stage equal streams, and leave streams out of what MTP layers give the next stage.
 
-    MTP layers give later stages, and the output layer, no streams.
+    A model has ``config.mhc_num_residual_streams`` of them.
     """
     if not has_streams(chunk.config):
         return
@@ -138,7 +138,7 @@ def merging(norm: type, config: TransformerConfig) -> type:
 class StreamsMtpLayer(MultiTokenPredictionLayer):
     """An MTP layer whose input and output are all streams, and behind them the hidden state of the output layer.
 
-    The embedding of the next token is added to each stream, both behind a norm and a projection of their own.
+    The embedding of the next token is added to each stream. Both have a norm and a projection before.
 
     Args:
         config, submodules, pg_collection, arguments: as for megatron-core's layer.
