@@ -82,7 +82,7 @@ def inner_config(config: TransformerConfig) -> TransformerConfig:
     own: Any = copy.copy(config)
     own.num_layers = 1
     if kinds is not None:
-        own.layer_kinds, own.moe_layer_freq = (kinds,), [int("E" in kinds)]
+        own.layer_kinds, own.moe_layer_freq, own.per_layer_config = (kinds,), [int("E" in kinds)], None
     elif like is not None:
         settings = vars(config)
         own.moe_layer_freq = [layers_of(settings)[like]]

@@ -129,7 +129,8 @@ For ``build_model``:
 * ``kda_rate_dims``: the number of dims of its tensor of decay rates, 1 or 4, as in checkpoints;
 * ``kda_lower_bound``: the bound that a sigmoid sets to the logs of decays of Kimi delta attention; None: there is no
   bound, but a softplus;
-* ``mtp_kinds``: the parts of the layer within an MTP layer, as in ``layer_kinds``, if it is not like the last layer;
+* ``mtp_kinds``: the parts of the layer within an MTP layer, as in ``layer_kinds``, if it is not like the last layer. It
+  has the sizes of the model then;
 * ``mtp_like_layer``: the number (from 0) of the decoder layer that the layer within an MTP layer is like, if it is not
   the last;
 * ``mamba_conv_kernel``: the kernel size (in tokens) of the convolution of a Mamba-2 mixer;

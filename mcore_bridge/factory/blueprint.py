@@ -154,7 +154,9 @@ class Blueprint:
         if not held:
             return None
         hidden_first = multiplies_hidden_first(self.provenance)
-        return mtp_block_spec(self.inner_spec(), held, backend=self.backend, hidden_first=hidden_first)
+        return mtp_block_spec(
+            self.inner_spec(), held, config=self.config, backend=self.backend, hidden_first=hidden_first
+        )
 
     def __str__(self) -> str:
         """A description for the log, without the mesh."""

@@ -139,7 +139,7 @@ def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
     from mcore_bridge.factory.modules.rotary import replace_rotary, take_lengths
     from mcore_bridge.factory.modules.selection import drop_selection
     from mcore_bridge.factory.modules.shared_keys import join_shared_keys
-    from mcore_bridge.factory.modules.streams import spread_embedding
+    from mcore_bridge.factory.modules.streams import begin_and_end_streams
 
     bias_output_layer(chunk)
     order_gradient(chunk)
@@ -154,7 +154,7 @@ def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
     both_ropes(chunk)
     norm_embedding(chunk)
     scale_embedding(chunk)
-    spread_embedding(chunk)
+    begin_and_end_streams(chunk)
     scale_logits(chunk)
     cap_logits(chunk)
     if chunk.pre_process and (dropped := getattr(blueprint.config, "embedding_dropout", None)) is not None:

@@ -104,7 +104,8 @@ def _mtp_spec(blueprint: Blueprint, held: int) -> Any:
     params = {kind: {"is_mtp_layer": True} if kind in SECOND else {} for kind in letters}
     halves = {_SLOTS[kind]: _half_spec(blueprint.inner_spec(), kind, **params[kind]) for kind in letters}
     keys = HalfKeys((letters,))
-    return mtp_block_spec(None, held, backend=blueprint.backend, layer=HalvesMtpLayer, halves=halves, keys=keys)
+    own: dict[str, Any] = {"layer": HalvesMtpLayer, "halves": halves, "keys": keys}
+    return mtp_block_spec(None, held, config=blueprint.config, backend=blueprint.backend, **own)
 
 
 @contextmanager

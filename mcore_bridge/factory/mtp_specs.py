@@ -115,6 +115,7 @@ def mtp_block_spec(
     layer_spec: Any,
     num_layers: int,
     *,
+    config: TransformerConfig,
     backend: Backend,
     hidden_first: bool = False,
     layer: type | None = None,
@@ -123,16 +124,20 @@ def mtp_block_spec(
     """megatron-core's spec of ``num_layers`` MTP layers, each around ``layer_spec``; None for no layers.
 
     With ``hidden_first`` their projections multiply hidden states, then the embedding. ``layer`` is a class in place of
-    megatron-core's, with ``params`` as further arguments.
+    megatron-core's, with ``params`` as further arguments. If the model of ``config`` has residual streams, its MTP
+    layers read all of them.
     """
     if num_layers == 0:
         return None
     from megatron.core.transformer import ModuleSpec
+    from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.multi_token_prediction import (
         MultiTokenPredictionBlockSubmodules,
         MultiTokenPredictionLayer,
         MultiTokenPredictionLayerSubmodules,
     )
+
+    from mcore_bridge.factory.modules.streams import StreamsMtpLayer, has_streams, merging
 
     names = {field.name for field in dataclasses.fields(MultiTokenPredictionLayerSubmodules)}
     inner = "mtp_model_layer" if "mtp_model_layer" in names else "transformer_layer"  # 0.19 and before
@@ -142,7 +147,10 @@ def mtp_block_spec(
         from mcore_bridge.factory.modules.hidden_first import HiddenFirst
 
         projection = ModuleSpec(HiddenFirst, {"linear": projection})
-    others: dict[str, Any] = {"enorm": norm, "hnorm": norm, "layer_norm": norm, "eh_proj": projection}
+    if has_streams(config):
+        layer, params, projection = StreamsMtpLayer, {"linear": projection}, IdentityOp
+    final_norm = merging(norm, config)
+    others: dict[str, Any] = {"enorm": norm, "hnorm": norm, "layer_norm": final_norm, "eh_proj": projection}
     submodules = MultiTokenPredictionLayerSubmodules(**{inner: layer_spec}, **others)
     return MultiTokenPredictionBlockSubmodules(
         layer_specs=[ModuleSpec(layer or MultiTokenPredictionLayer, params, submodules)] * num_layers
@@ -162,6 +170,8 @@ def _linear(backend: Backend) -> type:
 def initialise_mtp(chunk: GPTModel, seed: int) -> None:
     """Draw initial values for MTP layers, which a checkpoint may lack: identity norms, and N(0, init_method_std).
 
+    A vector that has a ``start`` gets its value.
+
     Values depend on ``seed``, on the name and, for shards, on the rank. So replicas are equal.
     """
     centre = 0.0 if chunk.config.layernorm_zero_centered_gamma else 1.0
@@ -169,7 +179,8 @@ def initialise_mtp(chunk: GPTModel, seed: int) -> None:
         if not name.startswith("mtp.") or tensor.is_meta:
             continue
         if tensor.dim() == 1:
-            tensor.detach().fill_(centre if name.endswith("norm.weight") else 0.0)
+            usual = torch.full_like(tensor, centre if name.endswith("norm.weight") else 0.0)
+            tensor.detach().copy_(getattr(tensor, "start", usual))
             continue
         groups = chunk.pg_collection
         split = getattr(tensor, "tensor_model_parallel", False) or ".experts." in name

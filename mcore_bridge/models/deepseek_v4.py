@@ -5,8 +5,8 @@ Names in files are those of publishers, which engines read. transformers reads t
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.tables.compressed_attention import COMPRESSED
-from mcore_bridge.models.blocks import MLP_W123
-from mcore_bridge.models.blocks_sparse import merge, streams
+from mcore_bridge.models.blocks import MLP_W123, mtp_numbered
+from mcore_bridge.models.blocks_sparse import gates, merge, streams
 from mcore_bridge.rules.layout import COLUMN, REPLICATED, ROW, VOCAB
 from mcore_bridge.rules.mapping import Prefixes, experts, respelled, second_names, table, under
 
@@ -39,6 +39,12 @@ INDEXER    = (*under("self_attention.indexer.compressor", "attn.indexer.compress
               *under("self_attention.indexer", "attn.indexer", table(
                    ("linear_wq_b.weight",             "wq_b.weight",         REPLICATED),
                    ("linear_weights_proj.weight",     "weights_proj.weight", REPLICATED))))
+AROUND_MTP = (*table(("e_proj.weight",                "e_proj.weight",   COLUMN),
+                     ("h_proj.weight",                "h_proj.weight",   COLUMN),
+                     ("enorm.weight",                 "enorm.weight",    REPLICATED),
+                     ("hnorm.weight",                 "hnorm.weight",    REPLICATED),
+                     ("final_layernorm.weight",       "norm.weight",     REPLICATED)),
+              *gates("final_layernorm.merge",         "hc_head_"))
 # fmt: on
 W123_NAMES = {"w1": "gate", "w2": "down", "w3": "up"}
 IN_MEMORY: Prefixes = (
@@ -47,7 +53,8 @@ IN_MEMORY: Prefixes = (
     *((f".shared_experts.{own}", f".shared_experts.{name}_proj") for own, name in W123_NAMES.items()),
 )
 """Parts of names of linear layers, each with its name in transformers' memory."""
-LAYER = (NORMS, ATTENTION, COMPRESSOR, INDEXER, EXPERTS, streams("hc_attn_", "hc_ffn_"))
+STREAMS = streams("hc_attn_", "hc_ffn_")
+LAYER = (NORMS, ATTENTION, COMPRESSOR, INDEXER, EXPERTS, STREAMS)
 WRITTEN = (
     ("layers.*.attn.kv_norm.", "model.layers.*.attn.norm."),
     *(("layers.", "model.layers."), ("hc_head_", "model.hc_head.hc_")),
@@ -60,7 +67,9 @@ ARCHITECTURE = Architecture(
     aliases=("deepseek_ref",),
     reads_as="deepseek_v4",
     fields=COMPRESSED,
-    rules=lambda hf: (*RULES, *second_names(respelled(RULES, WRITTEN))),
-    mtp=lambda hf: ("mtp.*",),
+    rules=lambda hf: (
+        *(*RULES, *second_names(respelled(RULES, WRITTEN))),
+        *mtp_numbered(hf, "mtp.*", AROUND_MTP, NORMS, ATTENTION, EXPERTS, STREAMS),
+    ),
     renamed_in_memory=IN_MEMORY,
 )

@@ -49,7 +49,7 @@ def test_every_family_comes_back(name, tmp_path):
     assert kinds == {".distcp", ".json", ".pt", ""}, "something is left of the work"
 
 
-@pytest.mark.parametrize("name", zoo.params(mtp_checkpoints.NAMES[:2]))
+@pytest.mark.parametrize("name", zoo.params((*mtp_checkpoints.NAMES[:2], "deepseek_v4")))
 def test_layers_for_multi_token_prediction_come_back_when_they_are_asked_for(name, tmp_path):
     hf = mtp_checkpoints.config(name)
     state = mtp_checkpoints.published(hf)

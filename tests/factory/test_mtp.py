@@ -31,7 +31,7 @@ MESHES = [
 
 
 NUMBERS = [("glm4_moe", 1), ("glm4_moe", 2), ("qwen3_next", 1), ("nemotron_h-narrow-experts", 2), ("hy_v3", 1)]
-NUMBERS += [("mimo", 2), ("exaone_moe", 1), ("exaone4", 1)]
+NUMBERS += [("mimo", 2), ("exaone_moe", 1), ("exaone4", 1), ("deepseek_v4", 2)]
 
 
 @pytest.mark.parametrize(("name", "num_mtp_layers"), mtp_checkpoints.params(NUMBERS, itemgetter(0)))

@@ -2,6 +2,7 @@
 what is refused.
 """
 
+import functools
 import itertools
 import re
 from unittest import mock
@@ -19,6 +20,7 @@ from mcore_bridge.config.mesh.divisibility import DELTA_CONTEXT
 from mcore_bridge.config.transformer import to_gpt_arguments, to_hf_config
 from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
 from mcore_bridge.factory.modules import selection, streams
+from mcore_bridge.factory.modules.torch_modules import own_text
 from tests import zoo
 from tests.support import pool, stepping, tiny
 from tests.support.fake_mesh import rank_of
@@ -33,7 +35,7 @@ pytestmark = pytest.mark.skipif(not CASES, reason="the installed transformers la
 def fits(name, dims):
     """Whether each stage starts with an indexer, the first knows all tokens that are read, and texts may be cut."""
     stages = dims.vp == 1 or name not in ("hy_v4", "qwen4_exp_text")
-    texts = {"deepseek_v4": False}.get(name, not name.startswith("qwen4") or DELTA_CONTEXT.is_installed)
+    texts = not name.startswith("qwen4") or DELTA_CONTEXT.is_installed
     return stages and (dims.cp == 1 or texts)
 
 
@@ -111,14 +113,13 @@ def test_layers_that_choose_experts_by_tokens_refuse(message):
 
 
 COMPRESSED = {
-    "cp=2 must be 1: each rank compresses": {"cp": 2},
     "tp=4 must divide output_groups=2 (o_groups in the HF config)": {"tp": 4},
     "the first stage of the pipeline must have the first 2 layers": {"pp": 4},
 }
 
 
 @pytest.mark.parametrize("message", COMPRESSED)
-def test_meshes_that_cut_compressed_texts_or_groups_are_refused(message):
+def test_meshes_that_cut_groups_or_part_readers_of_tokens_are_refused(message):
     more = {"mlp_layer_types": ["hash_moe", "hash_moe", "moe", "moe"], "o_groups": 2}
     hf = with_fields(CASES["deepseek_v4"], more)
     with pytest.raises(MeshError, match=re.escape(message)):
@@ -145,20 +146,28 @@ def test_rows_with_padding_on_the_left_unknown_tokens_and_bad_tables_are_refused
             model(tokens, places, None)
 
 
-def test_packed_sequences_have_compressed_keys_of_their_own():
-    """As each sequence by itself; none is as long as a window, or several are."""
-    hf, dims, lengths = CASES["deepseek_v4"], ParallelDims(), (2, 11, 1, 7)
-    with rank_of(dims, 0, 1):
+def packed_and_apart(lengths, sizes):
+    """Runs in each worker: logits of packed sequences, the tokens of this CP rank; and of each sequence by itself."""
+    hf, dims = CASES["deepseek_v4"], ParallelDims(**sizes)
+    with stepping.mesh(dims), torch.no_grad():
         (model,) = mb.build_model(hf, dims=dims, device="cpu", dtype=torch.float32, load_weights=random_state(hf))
-        texts = [torch.arange(length)[None] + length for length in lengths]
-        apart = torch.cat([model(text, torch.arange(text.size(1))[None], None) for text in texts], 1)
-        starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        own = functools.partial(own_text, cp_group=model.pg_collection.cp)
+        starts, longest = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32), max(lengths)
         packed = PackedSeqParams(
-            qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=11, max_seqlen_kv=11
+            qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=longest, max_seqlen_kv=longest
         )
-        places = torch.cat([torch.arange(length) for length in lengths])[None]
-        together = model(torch.cat(texts, 1), places, None, packed_seq_params=packed)
-    assert tiny.relative_error(together, apart) < 1e-5
+        places = [own(torch.arange(length)) for length in lengths]
+        tokens = [own(torch.arange(length) + length) for length in lengths]
+        apart = [model(text[None], place[None], None) for text, place in zip(tokens, places, strict=True)]
+        together = model(torch.cat(tokens)[None], torch.cat(places)[None], None, packed_seq_params=packed)
+    return together, torch.cat(apart, 1)
+
+
+@pytest.mark.parametrize(("lengths", "sizes"), [((2, 11, 1, 7), {}), ((8, 4, 16, 12), {"cp": 2})], ids=str)
+def test_packed_sequences_have_compressed_keys_of_their_own(lengths, sizes):
+    """As each sequence by itself; none is as long as a window, or several are."""
+    for together, apart in pool.run(sizes.get("cp", 1), packed_and_apart, lengths, sizes):
+        assert tiny.relative_error(together, apart) < 1e-5
 
 
 def test_a_stage_that_starts_with_a_shared_selection_is_refused():
@@ -203,6 +212,19 @@ def test_gates_of_streams_begin_even_and_indexers_are_frozen():
     even = streams.apart(hidden, gates.count).mean(-2)
     assert tiny.relative_error(read, even + 0.01 * gates.count * even) < 0.05
     assert tiny.relative_error(writes, torch.full_like(writes, 1.5 / 2 + 0.01)) < 0.05
+
+
+def test_mtp_layers_that_files_lack_begin_even_and_leave_no_tokens():
+    """They embed later tokens, which are not those of routers with tables in the next forward."""
+    hf, dims, tokens = CASES["deepseek_v4"], ParallelDims(), torch.arange(7)[None]
+    asked = {"device": "cpu", "dtype": torch.float32, "overrides": {"mtp_num_layers": 1}}
+    with rank_of(dims, 0, 1):
+        (model,) = mb.build_model(hf, dims=dims, load_weights=random_state(hf), **asked)
+        assert model(tokens, tokens, None, labels=tokens).isfinite().all()
+    gates = model.mtp.layers[0].final_layernorm.merge
+    assert torch.equal(gates.scale, torch.tensor([0.01]))
+    assert torch.allclose(gates.base.sigmoid(), torch.tensor(1 / gates.count))
+    assert model.decoder.layers[0].mlp.router.tokens is None
 
 
 @pytest.mark.parametrize("length", [2, 23])

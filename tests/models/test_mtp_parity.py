@@ -1,6 +1,7 @@
 """An MTP layer predicts what transformers' modules compute from the published tensors."""
 
 import functools
+from contextlib import nullcontext
 from dataclasses import replace
 from operator import itemgetter
 
@@ -9,19 +10,47 @@ import torch
 import torch.distributed as dist
 
 import mcore_bridge as mb
+from mcore_bridge.factory.modules import streams
 from mcore_bridge.factory.mtp_specs import REPEATED
+from mcore_bridge.rules.layout import Rearrange
 from tests.support import mtp_checkpoints, pool, stepping, tiny
 from tests.support.bounds import BOUND
 from tests.support.mtp_steps import reference_step
+from tests.support.mutants import instead, laid_out, mutated, of
 from tests.support.strategies import save
 
+_joined = streams.StreamsMtpLayer._concat_embeddings
 
-def worst_of(names, dims, references, mistake=lambda state: state):
+
+def shifted(self, hidden_states, decoder_input):
+    """The merged hidden state takes the place of the first stream."""
+    return _joined(self, hidden_states.roll(self.config.hidden_size, -1), decoder_input)
+
+
+def first_stream(mtp, inputs, output):
+    return output[..., : mtp.config.hidden_size]
+
+
+def dealt_out(projection):
+    mistake = of(f".{projection}.weight", laid_out(Rearrange("(n tp) ...", "tp n ...")))
+    return functools.partial(mutated, mistake)
+
+
+PLANTED = {
+    "a merged stream": instead(streams.StreamsMtpLayer, "_concat_embeddings", shifted),
+    "no merge": instead(streams, "_without_streams", first_stream),
+    "rows of the embedding": dealt_out("e_proj"),
+    "rows of streams": dealt_out("h_proj"),
+}
+"""Mistakes in modules of MTP layers that read streams, and in layouts of their projections."""
+
+
+def worst_of(names, dims, references, mistake=lambda state: state, planted=""):
     """Runs in each worker: the largest difference of each case, relative to the spread of the reference."""
     worst = {}
     for name in names:
         hf = mtp_checkpoints.config(name)
-        with stepping.mesh(dims):
+        with stepping.mesh(dims), PLANTED.get(planted, nullcontext)():
             (model,) = mb.build_model(
                 hf,
                 dims=dims,
@@ -77,12 +106,28 @@ def columns_exchanged(state):
 
 MISTAKES = [("qwen3_next", norms_exchanged), ("qwen3_next", halves_exchanged), ("mimo", columns_exchanged)]
 MISTAKES += [("nemotron_h", functools.partial(exchanged, one=one, other=other)) for one, other in PAIRS]
+PAIRS_OF_STREAMS = (
+    ("mtp.0.e_proj.weight", "mtp.0.h_proj.weight"),
+    ("mtp.0.enorm.weight", "mtp.0.hnorm.weight"),
+    ("mtp.0.norm.weight", "norm.weight"),
+    ("mtp.0.hc_head_base", "hc_head_base"),
+    ("mtp.0.hc_attn_base", "mtp.0.hc_ffn_base"),
+)
+MISTAKES += [("deepseek_v4", functools.partial(exchanged, one=one, other=other)) for one, other in PAIRS_OF_STREAMS]
 
 
 @pytest.mark.parametrize(("name", "mistake"), mtp_checkpoints.params(MISTAKES, itemgetter(0)))
 def test_parity_can_fail(references, name, mistake):
     (worst,) = pool.run(1, worst_of, [name], mb.ParallelDims(), references, mistake)
     assert worst[name] > 50 * BOUND
+
+
+@pytest.mark.parametrize(
+    ("name", "planted"), mtp_checkpoints.params([("deepseek_v4", each) for each in PLANTED], itemgetter(0))
+)
+def test_mistakes_in_modules_and_layouts_show(references, name, planted):
+    for worst in pool.run(2, worst_of, [name], mb.ParallelDims(tp=2, sp=True), references, dict, planted):
+        assert worst[name] > 50 * BOUND
 
 
 @pytest.mark.skipif("exaone4" not in mtp_checkpoints.CASES, reason="the installed transformers lacks it")
@@ -97,6 +142,7 @@ STEPS = {1: [{}], 2: [{"tp": 2, "sp": True}, {"pp": 2}, {"ep": 2}, {"pp": 2, "la
 RANKS = {"{'cp': 2}": [[*range(4), *range(12, 16)], [*range(4, 12)]]}
 HALVES = mtp_checkpoints.HALVES[1]
 SCALE = 0.3
+UNTRAINED = ("e_score_correction_bias", "ffn.gate.bias", "ffn.gate.tid2eid")
 
 
 def steps(folder, meshes, overrides):
@@ -110,7 +156,7 @@ def steps(folder, meshes, overrides):
     return found
 
 
-ASKED = [(HALVES, 2, False), (HALVES, 2, True), ("exaone_moe", 1, False)]
+ASKED = [(HALVES, 2, False), (HALVES, 2, True), ("exaone_moe", 1, False), ("deepseek_v4", 2, False)]
 
 
 @pytest.mark.parametrize(("name", "depths", "repeated"), mtp_checkpoints.params(ASKED, itemgetter(0)))
@@ -131,6 +177,6 @@ def test_a_step_has_the_loss_of_tokens_ahead(tmp_path, name, depths, repeated):
             loss, grads = references[results[0][0] if results[0][0] in RANKS else ""]
             tiny.assert_losses(results, loss)
             for label, _, step in results:
-                biases = {name for name in step["grads"] if name.endswith("e_score_correction_bias")}
-                assert step["grads"].keys() - biases == grads.keys(), label
+                untrained = {name for name in step["grads"] if name.endswith(UNTRAINED) or ".indexer." in name}
+                assert step["grads"].keys() - untrained == grads.keys(), label
                 tiny.assert_near(step["grads"], grads, label)

@@ -46,6 +46,21 @@ def test_published_names_are_those_of_the_model(record: dict[str, Any], tmp_path
     assert [each for each in rest if not each.startswith(LEFT_OUT.get(model_type, ()))] == []
 
 
+def of_mtp_layer(name: str, folder: Path) -> tuple[set[str], int]:
+    """The HF names in the MTP layer of a published config, which goes to ``folder``, and the number of its values."""
+    (record,) = (each for each in configs() if each.name == name)
+    if record.config["model_type"] not in CONFIG_MAPPING:
+        pytest.skip("the installed transformers lacks it")
+    (folder / "config.json").write_text(json.dumps(record.config))
+    asked: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta", "load_weights": False}
+    with rank_of(dims := mb.ParallelDims(), 0, 1):
+        models = mb.build_model(folder, dims=dims, **asked, overrides={"num_layers": 2, "mtp_num_layers": 1})
+        bound = bind(models)
+    held = {name: tensor for name, tensor in bound.tensors.items() if name.startswith("mtp.")}
+    names = {name for mcore in held for name in bound.mapping.bind(mcore).hf}
+    return names, sum(tensor.numel() for tensor in held.values())
+
+
 def test_a_published_file_of_mtp_layers_has_as_many_names_and_bytes(tmp_path: Path) -> None:
     """The last file of Nemotron 3.5 Lightning in bf16 has its MTP layer alone, and others have pinned its size.
 
@@ -53,15 +68,15 @@ def test_a_published_file_of_mtp_layers_has_as_many_names_and_bytes(tmp_path: Pa
     """
     num_names, num_bytes = 270, 2_670_685_240
     (record,) = (each for each in configs() if "Nemotron-3.5-Lightning" in each.name)
-    if record.config["model_type"] not in CONFIG_MAPPING:
-        pytest.skip("the installed transformers lacks it")
-    (tmp_path / "config.json").write_text(json.dumps(record.config))
-    asked: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta", "load_weights": False}
-    with rank_of(dims := mb.ParallelDims(), 0, 1):
-        models = mb.build_model(tmp_path, dims=dims, **asked, overrides={"num_layers": 2, "mtp_num_layers": 1})
-        bound = bind(models)
-    held = {name: tensor for name, tensor in bound.tensors.items() if name.startswith("mtp.")}
-    names = [name for mcore in held for name in bound.mapping.bind(mcore).hf]
-    header = num_bytes - sum(2 * tensor.numel() for tensor in held.values())
-    assert len(set(names)) == num_names
+    names, num_values = of_mtp_layer(record.name, tmp_path)
+    header = num_bytes - 2 * num_values
+    assert len(names) == num_names
     assert 100 * num_names < header < 140 * num_names  # a name, a dtype, a shape and two offsets
+
+
+def test_deepseek_v4_has_as_many_values_as_its_publisher_with_its_mtp_layer(tmp_path: Path) -> None:
+    """All tensors of deepseek-ai/DeepSeek-V4-Flash@60d8d70770c6. Two values of four bits are one integer there."""
+    of_all, of_mtp, scales, integers = 290_942_289_362, 1575, 3 * 256 + 3 + 5 + 2, 3 * 129280 * 6
+    names, num_values = of_mtp_layer("deepseek-ai/DeepSeek-V4-Flash", tmp_path)
+    assert len(names) == of_mtp - scales
+    assert (mb.supports(tmp_path).parameters or 0) + num_values == of_all + integers

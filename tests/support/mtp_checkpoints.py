@@ -1,6 +1,7 @@
 """Checkpoints with MTP layers, as publishers write them, and reference results from transformers' modules.
 
-transformers has no MTP layers: their tensors come from a model of one layer, under the publisher's names.
+transformers has no MTP layers: their tensors come from a model of one layer, under the publisher's names. In a model
+with several residual streams, an MTP layer reads all of them, and adds the embedding of the next token to each.
 """
 
 import tempfile
@@ -36,24 +37,36 @@ class Style:
     """Whether the projection multiplies hidden states, then the embedding."""
     like_first: bool = False
     """Whether the inner layer is like the first layer of the decoder, in place of the last."""
+    kinds: tuple[str, str] = ("full_attention", "sparse")
+    """The kinds of the inner layer: in ``layer_types``, and in ``mlp_layer_types``."""
+    inner: tuple[str, ...] = ("model.layers.0.",)
+    """Beginnings of names in a model of the inner layer. ``place`` stands for the first, and precedes the others."""
+    norm: str = "model.norm.weight"
+    """The name of the decoder's last norm."""
 
 
 FLAT = ("enorm", "hnorm", "eh_proj", "final_layernorm")
 MIMO = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
 QWEN = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+BY_STREAM = ("enorm", "hnorm", "{e,h}_proj", "norm")
 STYLES = {
-    "nemotron_h": Style("mtp.layers.{number}.", FLAT),
+    "nemotron_h": Style("mtp.layers.{number}.", FLAT, norm="backbone.norm_f.weight"),
     "qwen": Style("mtp.layers.{number}.", QWEN, beside="mtp."),
     "mimo": Style("model.mtp_layers.{number}.", MIMO, hidden_first=True),
     "hy_v3": Style(around=FLAT),
     "bailing_hybrid": Style(around=FLAT),
     "exaone": Style("mtp.layers.{number}.", QWEN, beside="mtp.", like_first=True),
+    "deepseek_v4": Style(
+        *("mtp.{number}.", BY_STREAM),
+        kinds=("sliding_attention", "moe"),
+        inner=("layers.0.", "hc_head_"),
+        norm="norm.weight",
+    ),
 }
 """By the beginning of the ``model_type``."""
 HALVES = ("nemotron_h", "nemotron_h-narrow-experts")
 NAMES = ("glm4_moe", "deepseek_v3", "glm4_moe_lite", "hy_v3", "qwen3_next", "qwen3.5", "qwen3.5-moe", *HALVES)
-NAMES += ("exaone_moe", "exaone4", "bailing_hybrid")
-_KINDS = {"layer_types": "full_attention", "mlp_layer_types": "sparse", "indexer_types": "full"}
+NAMES += ("exaone_moe", "exaone4", "bailing_hybrid", "deepseek_v4")
 _OF_TWINS = {"mimo": {**tiny("qwen2", num_key_value_heads=2, hidden_size=192).to_dict(), "attention_bias": True}}
 """Configs of families that transformers lacks, by name."""
 ALL = (*NAMES, *_OF_TWINS)
@@ -71,7 +84,7 @@ def config(name: str, num_mtp_layers: int = 1) -> Any:
     """The HF config of a case of the zoo, with MTP layers. They are of the kind of its last layer, or of its first."""
     hf = twins.read(name, _OF_TWINS[name]) if name in _OF_TWINS else zoo.cases()[name].hf
     if getattr(hf, "mlp_layer_types", None):
-        hf.mlp_layer_types = [*hf.mlp_layer_types[:-1], "sparse"]
+        hf.mlp_layer_types = [*hf.mlp_layer_types[:-1], style_of(hf).kinds[1]]
     if not _are_beside(hf):
         hf.num_nextn_predict_layers = num_mtp_layers
     return hf
@@ -85,18 +98,34 @@ def published(hf: Any, num_mtp_layers: int = 1) -> dict[str, Tensor]:
     for number in range(num_mtp_layers):
         prefixes, around = names_of(hf, number)
         drawn = random_state(one_layer(hf), seed=1 + number)
-        norm, width = drawn[_norm(hf)], hf.hidden_size
+        norm, width = drawn[style_of(hf).norm], hf.hidden_size
         for own, prefix in prefixes.items():
             inner = {name: tensor for name, tensor in drawn.items() if name.startswith(own)}
             state |= {name.replace(own, prefix): tensor for name, tensor in inner.items()}
         generator = torch.Generator().manual_seed(number)
-        state[around["eh_proj"]] = torch.randn(width, 2 * width, generator=generator) * (2 * width) ** -0.5
+        projection = torch.randn(width, 2 * width, generator=generator) * (2 * width) ** -0.5
+        state |= in_parts(around["eh_proj"], projection)
         for shift, name in enumerate(("enorm", "hnorm", "shared_head.norm")):
             state[around[name]] = norm.roll(shift).contiguous()
         if style_of(hf).copies:
             state[f"{prefix}embed_tokens.weight"] = state["model.embed_tokens.weight"].clone()
             state[f"{prefix}shared_head.head.weight"] = state["lm_head.weight"].clone()
     return state
+
+
+def in_parts(name: str, projection: Tensor) -> dict[str, Tensor]:
+    """The projection of an MTP layer under its name, or its halves under two names."""
+    names = _parts(name)
+    return {each: part.contiguous() for each, part in zip(names, projection.chunk(len(names), 1), strict=True)}
+
+
+def joined_parts(name: str, state: dict[str, Tensor]) -> Tensor:
+    """The inverse of ``in_parts``."""
+    return torch.cat([state[each] for each in _parts(name)], 1)
+
+
+def _parts(name: str) -> list[str]:
+    return [name.replace("{e,h}", part) for part in "eh"] if "{" in name else [name]
 
 
 def is_mtp(hf: Any, name: str) -> bool:
@@ -109,7 +138,8 @@ def one_layer(hf: Any) -> Any:
     if _are_flat(hf):
         return type(hf).from_dict({**hf.to_dict(), "layers_block_type": hf.mtp_layers_block_type})
     fields = {**hf.to_dict(), "num_hidden_layers": 1, "first_k_dense_replace": 0, "mlp_only_layers": []}
-    for name, value in _KINDS.items():
+    kinds = dict(zip(("layer_types", "mlp_layer_types"), style_of(hf).kinds, strict=True))
+    for name, value in {**kinds, "indexer_types": "full"}.items():
         if fields.get(name):
             fields[name] = fields[name][:1] if style_of(hf).like_first else [value]
     return type(hf).from_dict({name: value for name, value in fields.items() if hasattr(hf, name)})
@@ -119,7 +149,7 @@ def reference_logits(hf: Any) -> Tensor:
     """The logits of the one MTP layer of ``published(hf)``, fp32 [BATCH, SEQ, vocab].
 
     The next token's embedding and the decoder's output go through norms and a projection, and then through a model of
-    one layer, with the norm and head of the MTP layer.
+    one layer, with the norm and head of the MTP layer. If there are streams, each goes through the projection.
     """
     state = published(hf)
     around = names_of(hf, 0)[1]
@@ -130,13 +160,39 @@ def reference_logits(hf: Any) -> Tensor:
     following = torch.cat([ids[:, 1:], torch.zeros(BATCH, 1, dtype=ids.dtype)], 1)
     norm = model.model.norm_f if _are_flat(hf) else model.model.norm
     with torch.no_grad():
-        hidden = model.model(ids).last_hidden_state
+        _, hidden = outputs_of(model, input_ids=ids)
         norm.weight.copy_(state[around["enorm"]])
         embedded = norm(model.get_input_embeddings()(following))
         norm.weight.copy_(state[around["hnorm"]])
-        parts = [embedded, norm(hidden)]
-        joined = torch.cat(parts[::-1] if style_of(hf).hidden_first else parts, -1)
-        return last(inputs_embeds=joined @ state[around["eh_proj"]].T, use_cache=False).logits
+        joined = beside(embedded, norm(hidden), hidden_first=style_of(hf).hidden_first)
+        states, _ = outputs_of(last, inputs_embeds=joined @ joined_parts(around["eh_proj"], state).T)
+        return last.get_output_embeddings()(states)
+
+
+def beside(embedded: Tensor, hidden: Tensor, *, hidden_first: bool = False) -> Tensor:
+    """What the projection of an MTP layer reads: an embedding beside a hidden state, or beside each stream."""
+    parts = [embedded.view(*embedded.shape[:2], *[1] * (hidden.dim() - 3), -1).expand_as(hidden), hidden]
+    return torch.cat(parts[::-1] if hidden_first else parts, -1)
+
+
+def outputs_of(model: Any, **inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """What the head of transformers' model reads, and what an MTP layer reads.
+
+    It is the same ``[b, s, h]``, or all streams ``[b, s, n, h]``, which ``inputs_embeds`` then gives the first layer.
+    """
+    text = model.model
+    if not hasattr(text, "hc_head"):
+        states = text(**inputs, use_cache=False).last_hidden_state
+        return states, states
+    found: list[Tensor] = []
+    hooks = [text.hc_head.register_forward_pre_hook(lambda module, given: found.append(given[0]))]
+    if (streams := inputs.get("inputs_embeds")) is not None:
+        hooks.append(text.layers[0].register_forward_pre_hook(lambda module, given: (streams, *given[1:])))
+        inputs = {"inputs_embeds": streams[:, :, 0]}
+    states = text(**inputs, use_cache=False).last_hidden_state
+    for hook in hooks:
+        hook.remove()
+    return states, found[0]
 
 
 def without_ends(hf: Any, state: dict[str, Tensor], number: int) -> dict[str, Tensor]:
@@ -144,13 +200,14 @@ def without_ends(hf: Any, state: dict[str, Tensor], number: int) -> dict[str, Te
     model.
     """
     prefixes, around = names_of(hf, number)
-    inner = {}
-    for own, prefix in prefixes.items():
-        of_layer = [name for name in state if name.startswith(prefix) and name.replace(prefix, "") not in _extra()]
-        inner |= {name.replace(prefix, own): state[name] for name in of_layer}
+    outside = [name for each in around.values() for name in _parts(each)]
+    outside += [f"{place}{name}.weight" for place in prefixes.values() for name in ("embed_tokens", "shared_head.head")]
     ends = ("model.embed_tokens.weight", "backbone.embeddings.weight", "lm_head.weight", "model.word_embeddings.weight")
-    inner |= {name: state[name] for name in ends if name in state}
-    inner[_norm(hf)] = state[around["shared_head.norm"]]
+    inner = {name: state[name] for name in (*ends, "embed.weight", "head.weight") if name in state}
+    inner[style_of(hf).norm] = state[around["shared_head.norm"]]
+    for name in state.keys() - set(outside):
+        places = [(place, own) for own, place in prefixes.items() if name.startswith(place)]
+        inner |= {name.replace(*longest): state[name] for longest in sorted(places)[-1:]}
     return inner
 
 
@@ -180,10 +237,6 @@ def _are_flat(hf: Any) -> bool:
     return bool(hf.model_type == "nemotron_h")
 
 
-def _norm(hf: Any) -> str:
-    return "backbone.norm_f.weight" if _are_flat(hf) else "model.norm.weight"
-
-
 def names_of(hf: Any, number: int) -> tuple[dict[str, str], dict[str, str]]:
     """Prefixes of the inner layer's names, by prefixes in a model of this layer; and names of the modules around it."""
     style = style_of(hf)
@@ -198,8 +251,5 @@ def names_of(hf: Any, number: int) -> tuple[dict[str, str], dict[str, str]]:
     place = style.place.format(number=number, behind=hf.num_hidden_layers + number)
     beside = place if style.beside is None else style.beside
     around = {name: f"{beside}{own}.weight" for name, own in zip(AROUND, style.around, strict=True)}
-    return {"model.layers.0.": place}, around
-
-
-def _extra() -> set[str]:
-    return {f"{name}.weight" for name in (*AROUND, *FLAT, *MIMO, "embed_tokens", "shared_head.head")}
+    first, *others = style.inner
+    return {first: place, **{own: place + own for own in others}}, around

@@ -13,11 +13,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, embedding, rms_norm
 
-from tests.support.mtp_checkpoints import names_of, one_layer, published, without_ends
+from tests.support.mtp_checkpoints import (
+    beside,
+    in_parts,
+    joined_parts,
+    names_of,
+    one_layer,
+    outputs_of,
+    published,
+    without_ends,
+)
 from tests.support.parity import reference_model
 from tests.support.strategies import on_disk
-
-AROUND = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 
 
 def reference_step(
@@ -41,14 +48,14 @@ def reference_step(
     model.get_input_embeddings().padding_idx = None  # a token of padding would have no gradient
     layers = [_Layer(hf, state, number) for number in range(held)]
     ids, labels = batch[:, :-1], batch[:, 1:]
-    hidden = model.model(ids).last_hidden_state
-    loss = cross_entropy(model.lm_head(hidden).flatten(0, 1), labels.flatten())
+    states, hidden = outputs_of(model, input_ids=ids)
+    loss = cross_entropy(model.lm_head(states).flatten(0, 1), labels.flatten())
     losses = []
     for depth in range(1, depths + 1):
         layer = layers[0 if repeated else depth - 1]
         following = torch.cat([ids[:, depth:], ids.new_zeros(len(ids), depth)], 1)
-        hidden = layer(hidden, embedding(following, model.get_input_embeddings().weight))
-        logits = model.lm_head(hidden)[:, :-depth]
+        states, hidden = layer(hidden, embedding(following, model.get_input_embeddings().weight))
+        logits = model.lm_head(states)[:, :-depth]
         each = cross_entropy(logits.transpose(1, 2), labels[:, depth:], reduction="none")
         places = ranks or [range(ids.size(1))]
         means = [each[:, [place for place in own if place < each.size(1)]].mean() for own in places]
@@ -70,22 +77,22 @@ class _Layer:
 
     def __init__(self, hf: Any, state: dict[str, Tensor], number: int) -> None:
         self.places, self.names = names_of(hf, number)
-        self.around = {name: state[self.names[name]].clone().requires_grad_() for name in AROUND[:3]}
+        self.norms = {name: state[self.names[name]].clone().requires_grad_() for name in ("enorm", "hnorm")}
+        self.projection = joined_parts(self.names["eh_proj"], state).requires_grad_()
         self.inner = _model(one_layer(hf), without_ends(hf, state, number))
         self.eps = getattr(hf, "layer_norm_epsilon", None) or hf.rms_norm_eps
 
-    def __call__(self, hidden: Tensor, following: Tensor) -> Tensor:
-        size = hidden.shape[-1:]
-        joined = [
-            rms_norm(tensor, size, self.around[name], self.eps)
+    def __call__(self, hidden: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
+        """What the head reads, and what the next MTP layer reads."""
+        embedded, hidden = (
+            rms_norm(tensor, tensor.shape[-1:], self.norms[name], self.eps)
             for name, tensor in (("enorm", following), ("hnorm", hidden))
-        ]
-        projected = torch.cat(joined, -1) @ self.around["eh_proj"].T
-        states: Tensor = self.inner.model(inputs_embeds=projected, use_cache=False).last_hidden_state
-        return states
+        )
+        return outputs_of(self.inner, inputs_embeds=beside(embedded, hidden) @ self.projection.T)
 
     def grads(self) -> dict[str, Tensor]:
-        found = {self.names[name]: tensor.grad for name, tensor in self.around.items()}
+        found = {self.names[name]: tensor.grad for name, tensor in self.norms.items()}
+        found |= in_parts(self.names["eh_proj"], self.projection.grad)
         own = on_disk(self.inner, {name: p.grad for name, p in self.inner.named_parameters() if p.grad is not None})
         for name, grad in own.items():
             place = next((place for place in self.places if name.startswith(place)), None)

@@ -250,7 +250,7 @@ def mxfp4_in_matrices() -> Format:
     return Format(None, encode, decode)
 
 
-V4_DENSE = ("attn.wq_", "attn.wkv.", "attn.wo_", "indexer.wq_b.", "shared_experts.")
+V4_DENSE = ("attn.wq_", "attn.wkv.", "attn.wo_", "indexer.wq_b.", "shared_experts.", ".e_proj.", ".h_proj.")
 """Parts of names of the weights that DeepSeek V4 publishes in FP8."""
 
 

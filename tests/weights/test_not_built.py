@@ -15,7 +15,7 @@ from mcore_bridge.config.hf import read_config
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from tests import zoo
-from tests.support import composites, fake_mesh, mtp_checkpoints, quantized, quantized_cases
+from tests.support import composites, fake_mesh, mtp_checkpoints, quantized
 from tests.support.conversions import assert_exact, written
 from tests.support.strategies import random_state, save
 
@@ -28,7 +28,6 @@ WITHOUT_RULES = {  # names of a family's MTP layers, some or all of which have n
         ["model.layers.{layers}.eh_proj.weight", "model.layers.{layers}.transformer.shared_head.output.weight"],
         COUNT,
     ),
-    "deepseek_v4": (["mtp.0.e_proj.weight", "mtp.0.attn.wq_a.weight", "mtp.0.ffn.experts.0.w1.weight"], COUNT),
     "mellum": (["mtp.layers.0.mlp.up_proj.weight"], "mtp_num_hidden_layers"),
 }
 CASES = [name for name in dict.fromkeys((*mtp_checkpoints.CASES, *WITHOUT_RULES)) if name in zoo.cases()]
@@ -40,17 +39,21 @@ def alone() -> Any:
         yield
 
 
-def source_of(name: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, dict[str, Tensor], set[str]]:
+def source_of(
+    name: str, folder: Path, dtype: torch.dtype = torch.bfloat16, **sizes: int
+) -> tuple[Any, dict[str, Tensor], set[str]]:
     """A folder with MTP layers: its config, its tensors, and the names of tensors in MTP layers."""
     if name in WITHOUT_RULES:
-        hf = quantized_cases.CASES[name][0]() if name in quantized_cases.CASES else zoo.cases()[name].hf
+        hf = zoo.cases()[name].hf
         patterns, count = WITHOUT_RULES[name]
         own = {pattern.format(layers=hf.num_hidden_layers) for pattern in patterns}
         state = random_state(hf, dtype=dtype) | {each: torch.randn(4, 32).to(dtype) for each in own}
     else:
         hf, count = mtp_checkpoints.config(name), COUNT if "qwen" not in name else "mtp_num_hidden_layers"
+        hf.update(sizes)
         drawn = mtp_checkpoints.published(hf)
-        state = {each: tensor.clone() if "bias" in each else tensor.to(dtype) for each, tensor in drawn.items()}
+        kept = ("bias", "tid2eid")
+        state = {each: t.clone() if each.endswith(kept) else t.to(dtype) for each, t in drawn.items()}
         own = {each for each in state if mtp_checkpoints.is_mtp(hf, each)}
     setattr(hf, count, 1)
     written(state, hf, folder)
@@ -157,11 +160,14 @@ QUANTIZED = [
     ("deepseek_v4", quantized.deepseek_v4()),
     ("deepseek_v4", quantized.deepseek_v4_by_nvidia()),
 ]
+IN_BLOCKS = {"deepseek_v4": {"hidden_size": 64, "moe_intermediate_size": 64}}
+"""Sizes of families whose experts have scales of blocks."""
 
 
 @pytest.mark.parametrize(("name", "form"), [case for case in QUANTIZED if case[0] in CASES])
 def test_quantized_mtp_layers_are_copied_as_plain_ones(name: str, form: quantized.Format, tmp_path: Path) -> None:
-    hf, state, own = source_of(name, tmp_path / "source")
+    """If they are built, they are decoded."""
+    hf, state, own = source_of(name, tmp_path / "source", **IN_BLOCKS.get(name, {}))
     hf.quantization_config = form.note
     shutil.rmtree(tmp_path / "source")
     written(form.files(state), hf, tmp_path / "source")
@@ -169,7 +175,13 @@ def test_quantized_mtp_layers_are_copied_as_plain_ones(name: str, form: quantize
     mb.save_hf_checkpoint(models, tmp_path / "published", quantize="as_published")
     assert_exact(tmp_path / "published", form.files(state))
     mb.save_hf_checkpoint(models, tmp_path / "saved")
-    assert_exact(tmp_path / "saved", form.decoded(state, torch.bfloat16))
+    decoded = form.decoded(state, torch.bfloat16)
+    assert_exact(tmp_path / "saved", decoded)
+    if not any("shared_head.head" in each for each in own):  # a quantized copy would differ from the head
+        with_mtp = built(tmp_path / "source", dtype=torch.bfloat16, overrides={"mtp_num_layers": 1})
+        exported = mb.to_hf_state_dict(with_mtp)
+        assert exported.keys() == decoded.keys()
+        assert [each for each in decoded if not torch.equal(exported[each], decoded[each])] == []
     assert "quantization_config" not in (tmp_path / "saved" / "config.json").read_text()
     assert any(form.is_quantized(name, state[name]) for name in own)
     assert counts_in(tmp_path / "saved") == [1]

@@ -77,7 +77,7 @@ def check_model(dims: ParallelDims, settings: Mapping[str, object]) -> None:
     if settings.get("experimental_attention_variant") == "dsa" and dims.tp > 1 and not dims.sp:
         raise MeshError(f"tp={dims.tp} needs sp=True: megatron-core's sparse attention works only with it; set sp=True")
     if settings.get("compression_ratios") is not None:
-        _check_compressed(dims, settings)
+        _require_divided(dims, settings, "output_groups", "tp")
     _check_split(dims, settings)
     _check_readers_of_tokens(dims, settings)
     _check_shared_selections(dims, settings)
@@ -170,7 +170,8 @@ def _check_split(dims: ParallelDims, settings: Mapping[str, object]) -> None:
             "the rank would hold two copies of the embedding. Put them on another rank, or into that stage"
         )
     by_layer = isinstance(settings.get("window_attn_skip_freq") or settings.get("no_rope_freq"), list)
-    if wanted and ((by_layer and settings.get("mtp_like_layer") is None) or settings.get("per_layer_config")):
+    sized = settings.get("per_layer_config") and settings.get("mtp_kinds") is None
+    if wanted and ((by_layer and settings.get("mtp_like_layer") is None) or sized):
         raise MeshError(
             f"mtp_num_layers must be None, found {wanted}: it is not known which window, rope or sizes the MTP layers "
             "of this model have. Remove mtp_num_layers"
@@ -187,16 +188,6 @@ def _check_split(dims: ParallelDims, settings: Mapping[str, object]) -> None:
             f"layout {dims.layout!r} must place {_say('mtp_num_layers', wanted)} MTP layers ('m'), found {placed}: "
             "add or remove 'm'"
         )
-
-
-def _check_compressed(dims: ParallelDims, settings: Mapping[str, object]) -> None:
-    """Compressed keys need whole texts, and a rank has whole groups of heads."""
-    if dims.cp > 1:
-        raise MeshError(
-            f"cp={dims.cp} must be 1: each rank compresses the keys of whole texts, and context parallelism cuts them. "
-            "Use tp with sp=True"
-        )
-    _require_divided(dims, settings, "output_groups", "tp")
 
 
 _READERS = {

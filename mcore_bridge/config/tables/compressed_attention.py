@@ -8,7 +8,7 @@ from mcore_bridge.config.layer_kinds import sizes_by_layer, values_of_layers
 from mcore_bridge.config.rope import Rope, rope_from
 from mcore_bridge.config.tables import DECODER, INTERLEAVED, OWN_HEAD, QK_PLAIN, WINDOW_ALL, but, published, without
 from mcore_bridge.config.tables.by_layer import ONE_LIMIT
-from mcore_bridge.config.tables.moe import MTP_NEVER, ROUTED, SCALED, SOFTMAX_NORMALISED
+from mcore_bridge.config.tables.moe import MTP_ON_REQUEST, ROUTED, SCALED, SOFTMAX_NORMALISED
 from mcore_bridge.config.tables.scales import MIXED
 from mcore_bridge.errors import ConfigError, shown
 
@@ -143,7 +143,7 @@ COMPRESSED: tuple[Field, ...] = (
     *but(SOFTMAX_NORMALISED, Const("moe_router_enable_expert_bias", True)),
     *(Const("root_scores", True), Const("router_norm_min", 1e-20), Const("moe_layer_freq", 1)),
     *(Preset("moe_router_bias_update_rate", 0.0), Preset("moe_router_dtype", "fp32")),
-    *(SCALED, MTP_NEVER),
+    *(SCALED, MTP_ON_REQUEST, Const("mtp_kinds", "*E")),  # MTP layers compress no keys, and have scored experts
     Derive(("moe_intermediate_size", "intermediate_size"), _experts, _experts_back),
     Const("moe_shared_expert_gate", False),
     Require("n_shared_experts", (1,), _ONE_SIZE),

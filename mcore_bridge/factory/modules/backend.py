@@ -195,8 +195,8 @@ def require_tokens(tokens: Tensor | None, reason: str) -> Tensor:
     return tokens
 
 
-def free_after_forward(chunk: GPTModel, holders: Sequence[Any], **empty: object) -> None:
-    """Set these attributes of ``holders`` behind each forward of a chunk's decoder, also if it fails."""
+def free_after_forward(module: nn.Module, holders: Sequence[Any], **empty: object) -> None:
+    """Set these attributes of ``holders`` behind each forward of a module, also if it fails."""
 
     def free(*arguments: object) -> None:
         for holder in holders:
@@ -204,4 +204,4 @@ def free_after_forward(chunk: GPTModel, holders: Sequence[Any], **empty: object)
                 setattr(holder, name, value)
 
     if holders:
-        chunk.decoder.register_forward_hook(free, always_call=True)
+        module.register_forward_hook(free, always_call=True)

@@ -4,7 +4,8 @@ There is one head of keys, and the keys are also the values. A part of each key 
 output is rotated back. Heads have sinks. A compressed key is the mean of the keys of neighbouring tokens, with a weight
 for each dim. A query reads all compressed keys before it, or the best ones by an indexer, whose scores nothing trains.
 
-Every TP rank computes all keys and selections, since all heads share them. Scores and masks are in memory.
+Every TP rank computes all keys and selections, since all heads share them. So does every CP rank, for its own queries.
+Scores and masks are in memory.
 """
 
 from __future__ import annotations
@@ -30,7 +31,15 @@ from mcore_bridge.factory.modules.latent import ReplicatedLinear, read_by_heads
 from mcore_bridge.factory.modules.mixers.mixer import submodules_for
 from mcore_bridge.factory.modules.scores import ScoresCoreAttention
 from mcore_bridge.factory.modules.selection import best, scores_of
-from mcore_bridge.factory.modules.torch_modules import Norm, UnitNorm, packed_lengths, placement
+from mcore_bridge.factory.modules.torch_modules import (
+    Norm,
+    UnitNorm,
+    first_tokens,
+    gather_text,
+    packed_lengths,
+    placement,
+    places_in_text,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,6 +64,7 @@ def adapt_compressed(layer: Any, context: LayerContext) -> None:
     linear = submodules_for(backend, normed=False)
     layer.self_attention = ModuleSpec(
         module=CompressedAttention,
+        params={"attn_mask_type": AttnMaskType.causal},  # MTP layers of megatron-core read it here
         submodules=CompressedSubmodules(linear.in_proj, linear.out_proj, norm_of(backend, config)),
     )
 
@@ -135,18 +145,19 @@ class CompressedIndexer(nn.Module):
         own = self.linear_wq_b(latent)[0], self.linear_weights_proj(hidden)[0]
         return torch.cat((*own, self.compressor.projected(hidden)), -1)
 
-    def selected(self, tokens: Tensor, later: Tensor, angles: Tensor, rotate: Rotate) -> Tensor:
+    def selected(self, tokens: Tensor, later: Tensor, angles: Tensor, rotate: Rotate, places: Tensor) -> Tensor:
         """``[b, s, n]``, True for the best compressed keys of each query, and perhaps for some that are ``later``.
 
         Args:
             tokens: what ``projected`` gives, for one whole text.
             later: ``[s, n]``, True for compressed keys that a query does not see.
             angles, rotate: as in ``Compressor``.
+            places: of the queries in the text, ``[s]``.
         """
         query, weights, own = tokens.split((self.heads * self.dim, self.heads, self._width(tokens)), -1)
         keys = self.compressor(own, angles, rotate)
-        query = rotate(query.unflatten(-1, (self.heads, self.dim)), angles)
-        scores = scores_of(query, keys, weights.float() * (self.heads**-0.5 * self.dim**-0.5))
+        query = rotate(query[places].unflatten(-1, (self.heads, self.dim)), angles[places])
+        scores = scores_of(query, keys, weights[places].float() * (self.heads**-0.5 * self.dim**-0.5))
         return best(scores.masked_fill(later, float("-inf")), self.num_selected)
 
     def _width(self, tokens: Tensor) -> int:
@@ -156,13 +167,13 @@ class CompressedIndexer(nn.Module):
 class CompressedCoreAttention(ScoresCoreAttention):
     """Core attention to the tokens of a window, and to compressed keys behind them."""
 
-    def forward(self, query: Tensor, key: Tensor, unseen: Tensor) -> Tensor:  # type: ignore[override]
-        """``[s, b, heads, dim]`` from queries ``[s, b, heads, dim]`` and keys ``[s + n, b, 1, dim]``.
+    def forward(self, query: Tensor, key: Tensor, unseen: Tensor, places: Tensor) -> Tensor:  # type: ignore[override]
+        """``[s, b, heads, dim]`` from queries ``[s, b, heads, dim]`` and keys ``[t + n, b, 1, dim]``.
 
-        ``unseen`` is ``[b, s, n]``, True for compressed keys that a query does not read.
+        ``unseen`` is ``[b, s, n]``, True for compressed keys that a query does not read. ``places`` are those of the
+        queries in the text of t tokens.
         """
-        length = query.size(0)
-        hidden = self._hidden(torch.arange(length, device=query.device), length, causal=True, attention_mask=None)
+        hidden = self._hidden(places, key.size(0) - unseen.size(-1), causal=True, attention_mask=None)
         assert hidden is not None
         hidden = torch.cat((hidden.expand(unseen.size(0), -1, -1), unseen), -1)[:, None]
         query, key = (heads.permute(1, 2, 0, 3) for heads in (query, key))
@@ -198,7 +209,8 @@ class CompressedAttention(MegatronModule):
         self, config: Any, submodules: CompressedSubmodules, layer_number: int, pg_collection: Any, **unused: Any
     ) -> None:
         super().__init__(config)
-        self.tp_group, self.head_dim, eps = pg_collection.tp, config.kv_channels, config.layernorm_epsilon
+        self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
+        self.head_dim, eps = config.kv_channels, config.layernorm_epsilon
         rope: Rope = config.hf_sliding_rope if config.compression is None else config.hf_rope
         self.rope = _OF_WINDOWS if config.compression is None else _OF_COMPRESSED
         self.rope_factor, self.num_rotated = rope.attention_factor, rope.rotary_dim
@@ -241,7 +253,7 @@ class CompressedAttention(MegatronModule):
         inference_params: Any = None,
         **unused: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """``[s, b, hidden]`` from ``[s, b, hidden]``, with SP the tokens of this TP rank.
+        """``[s, b, hidden]`` from ``[s, b, hidden]``: tokens of this CP rank, and with SP of this TP rank.
 
         Args:
             hidden_states: the input.
@@ -257,13 +269,16 @@ class CompressedAttention(MegatronModule):
                 "inference_context must be None for attention to compressed keys, which keeps no state, found one: "
                 "export the weights to an engine"
             )
-        if attention_mask is not None and attention_mask.dim() == 2 and not bool(attention_mask[:, 0].all()):
+        of_rows = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
+        if of_rows is not None and bool(first_tokens(of_rows, self.cp_group).any()):
             raise ConfigError(
                 "attention_mask must begin with a token in each row, found padding on the left: compressed keys are "
                 "counted from the first place. Pad rows on the right, or pack them"
             )
         assert rotary_pos_emb is not None
         angles = rotary_pos_emb[self.rope, ..., : self.num_rotated]
+        if packed_seq_params is None:
+            angles = gather_text(angles, self.cp_group)
         latent = self.latent_layernorm(self.linear_q_down_proj(hidden_states)[0])
         query = self.head_norm(self.linear_q_up_proj(latent)[0].unflatten(-1, (-1, self.head_dim)))
         texts = [query, self._whole(self.kv_layernorm(self.linear_kv_down_proj(hidden_states)[0]))]
@@ -272,7 +287,8 @@ class CompressedAttention(MegatronModule):
         if self.indexer is not None:
             with torch.no_grad():
                 texts.append(self._whole(self.indexer.projected(hidden_states, latent)))
-        lengths = [query.size(0)] if packed_seq_params is None else packed_lengths(packed_seq_params, 1)
+        num_ranks = self.cp_group.size()
+        lengths = [query.size(0)] if packed_seq_params is None else packed_lengths(packed_seq_params, num_ranks)
         outputs = [self._attended(angles, *own) for own in zip(*(text.split(lengths) for text in texts), strict=True)]
         out: tuple[Tensor, Tensor | None] = self.linear_proj(self.linear_o_down_proj(torch.cat(outputs)))
         return out
@@ -285,31 +301,31 @@ class CompressedAttention(MegatronModule):
 
     def _attended(self, angles: Tensor, query: Tensor, key: Tensor, *compressed: Tensor) -> Tensor:
         """The output of core attention for one text, rotated back, ``[s, b, heads of this rank * dim]``."""
-        angles = angles[: query.size(0)]
-        query, key = self._rotated(query, angles), self._rotated(key[:, :, None], angles)
+        key, *whole = (gather_text(tokens, self.cp_group) for tokens in (key, *compressed))
+        angles, places = angles[: key.size(0)], places_in_text(query, key, self.cp_group)
+        query, key = self._rotated(query, angles[places]), self._rotated(key[:, :, None], angles)
         unseen = torch.zeros(query.size(1), query.size(0), 0, dtype=torch.bool, device=query.device)
         if self.compressor is not None:
-            tokens, *indexed = compressed
+            tokens, *indexed = whole
             behind = self.compressor(tokens, angles, self._rotated)
-            key, unseen = torch.cat((key, behind[:, :, None])), self._unseen(behind, angles, *indexed)
+            key, unseen = torch.cat((key, behind[:, :, None])), self._unseen(behind, angles, places, *indexed)
         key = read_by_heads(key, self.tp_group)
         core: Any = self.core_attention
-        context = checkpoint(core, False, query, key, unseen) if self.recomputes else core(query, key, unseen)
-        return self._rotated(context, -angles).flatten(2)
+        read = query, key, unseen, places
+        context = checkpoint(core, False, *read) if self.recomputes else core(*read)
+        return self._rotated(context, -angles[places]).flatten(2)
 
     @torch.no_grad()
-    def _unseen(self, behind: Tensor, angles: Tensor, indexed: Tensor | None = None) -> Tensor:
+    def _unseen(self, behind: Tensor, angles: Tensor, places: Tensor, indexed: Tensor | None = None) -> Tensor:
         """``[b, s, n]``, True for compressed keys with later tokens, and for those that are not selected."""
         assert self.compressor is not None
-        length, count = angles.size(0), behind.size(0)
-        places = torch.arange(length, device=behind.device)
         complete = (places + 1).div(self.compressor.ratio, rounding_mode="floor")
-        later = places[:count] >= complete[:, None]
+        later = torch.arange(behind.size(0), device=behind.device) >= complete[:, None]
         unseen = later.expand(behind.size(1), -1, -1)
         if indexed is None:
             return unseen
         assert self.indexer is not None
-        return unseen | ~self.indexer.selected(indexed, later, angles, self._rotated)
+        return unseen | ~self.indexer.selected(indexed, later, angles, self._rotated, places)
 
     def _rotated(self, heads: Tensor, angles: Tensor) -> Tensor:
         """``[s, b, heads, dim]`` with pairs of neighbours in its last dims turned by ``[s, 1, 1, rotated dims]``."""

@@ -43,7 +43,7 @@ def add_layer_inputs(chunk: GPTModel) -> None:
             layer.given = parts[..., layer.number, :]
 
     read_tokens(chunk, give)
-    free_after_forward(chunk, layers, given=None)
+    free_after_forward(chunk.decoder, layers, given=None)
 
 
 class LayerInputs(MegatronModule):

@@ -71,7 +71,7 @@ def give_ngrams(chunk: GPTModel) -> None:
 
     read_tokens(chunk, give)
     chunk.decoder.register_forward_pre_hook(note, with_kwargs=True)
-    free_after_forward(chunk, [text], tokens=None, packed=None, counting=None)
+    free_after_forward(chunk.decoder, [text], tokens=None, packed=None, counting=None)
 
 
 class Tokens(Text):

@@ -52,7 +52,10 @@ def _require_tokens(config: Any) -> None:
 
 
 def give_tokens(chunk: GPTModel) -> None:
-    """Let the embedding of a chunk give its tokens to routers with tables, and free them behind the decoder."""
+    """Let the embedding of a chunk give its tokens to routers with tables, and free them at the end of a forward.
+
+    Behind the decoder, MTP layers embed later tokens.
+    """
     routers = [module for module in chunk.decoder.modules() if isinstance(module, TableRouter)]
     if not routers:
         return

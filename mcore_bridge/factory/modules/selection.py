@@ -77,8 +77,8 @@ def drop_selection(chunk: GPTModel) -> None:
     attentions = [getattr(layer, "self_attention", None) for layer in getattr(chunk.decoder, "layers", ())]
     cores = [getattr(attention, "core_attention", None) for attention in attentions]
     own = [core for core in cores if isinstance(core, SelectingCoreAttention)]
-    free_after_forward(chunk, own, indexed=None)
-    free_after_forward(chunk, [core.selection for core in own], hidden=[])
+    free_after_forward(chunk.decoder, own, indexed=None)
+    free_after_forward(chunk.decoder, [core.selection for core in own], hidden=[])
 
 
 class Indexer(nn.Module):

@@ -42,7 +42,7 @@ def join_shared_keys(chunk: GPTModel) -> None:
     for attention in attentions.values():
         if isinstance(attention, ReadsKeys):
             attention.reads(attentions)
-    free_after_forward(chunk, keeping, kept=None)
+    free_after_forward(chunk.decoder, keeping, kept=None)
 
 
 class KeepsKeys(nn.Module):

@@ -6,8 +6,12 @@ weights of the sum and of the additions depend on the token, and ``Connection`` 
 streams become one. So the same code serves every family with streams, and no code of a layer is repeated. With
 ``mhc_rank``, each stream is normed before it is read, and each of its elements has a gate (``LowRankConnection``).
 
+An MTP layer also reads all streams, and writes such streams for the next MTP layer. So with MTP layers, the final norm
+gives the streams before it, too: ``[s, b, (n + 1) * hidden]``, of which the output layer reads the end.
+
 megatron-core 0.20 has such a module, whose fields (``enable_mhc_connections`` and others) our configs have, too. It has
-another merge before the final norm, and always mixes streams with each other.
+another merge before the final norm, always mixes streams with each other, and has no MTP layers beside them. Its branch
+for development has such layers, with ``e_proj`` and ``h_proj``, too.
 """
 
 from __future__ import annotations
@@ -16,7 +20,12 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core.tensor_parallel import (
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from torch import Tensor, nn
 
 from mcore_bridge.errors import ConfigError
@@ -72,10 +81,21 @@ class Unnormed(MegatronModule):
         return hidden
 
 
-def spread_embedding(chunk: GPTModel) -> None:
-    """Gives the decoder of the first stage equal streams, one for each of ``config.mhc_num_residual_streams``."""
-    if has_streams(chunk.config) and chunk.pre_process:
+def begin_and_end_streams(chunk: GPTModel) -> None:
+    """Give the decoder of the first stage equal streams, and leave streams out of what MTP layers give the next stage.
+
+    A model has ``config.mhc_num_residual_streams`` of them.
+    """
+    if not has_streams(chunk.config):
+        return
+    if chunk.pre_process:
         chunk.decoder.register_forward_pre_hook(_spread, with_kwargs=True)
+    if (mtp := getattr(chunk, "mtp", None)) is not None:
+        mtp.register_forward_hook(_without_streams)
+
+
+def _without_streams(mtp: Any, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+    return output[..., -mtp.config.hidden_size :].contiguous()  # megatron-core sends no views to other stages
 
 
 def _spread(decoder: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -86,13 +106,21 @@ def _spread(decoder: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> tup
 
 
 def merging(norm: type, config: TransformerConfig) -> type:
-    """``norm`` as the final norm of a model with this config. It makes one hidden state of streams before it."""
+    """``norm`` as the final norm of a model, or of an MTP layer. It makes one hidden state of streams before it.
+
+    With MTP layers, its output has the streams before this hidden state.
+    """
     if not has_streams(config):
         return norm
     norm = norm_behind(norm, config)
 
     def merge(module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
+        module.streams = inputs[0]
         return (module.merge(inputs[0]),)
+
+    def join(module: Any, inputs: tuple[Tensor, ...], normed: Tensor) -> Tensor:
+        streams, module.streams = module.streams, None
+        return torch.cat((streams, normed), -1) if config.mtp_num_layers else normed
 
     class Merged:
         """``norm`` with a ``Merge``. The constructor returns the norm, like megatron-core's ``TENorm``."""
@@ -101,9 +129,42 @@ def merging(norm: type, config: TransformerConfig) -> type:
             module = norm(config, *sizes, **arguments)
             module.merge = _merge(config)
             module.register_forward_pre_hook(merge)
+            module.register_forward_hook(join)
             return module
 
     return Merged
+
+
+class StreamsMtpLayer(MultiTokenPredictionLayer):
+    """An MTP layer whose input and output are all streams, and behind them the hidden state of the output layer.
+
+    The embedding of the next token is added to each stream. Both have a norm and a projection before.
+
+    Args:
+        config, submodules, pg_collection, arguments: as for megatron-core's layer.
+        linear: the class of the projections.
+    """
+
+    def __init__(self, config: Any, submodules: Any, *, linear: Any, pg_collection: Any, **arguments: Any) -> None:
+        super().__init__(config, submodules, pg_collection=pg_collection, **arguments)
+        self.group = getattr(pg_collection, "tp", None)  # None in 0.16, whose functions find it
+        options = {"config": config, "init_method": config.init_method, "gather_output": False, "bias": False}
+        options |= {"skip_bias_add": False, "is_expert": False, "tp_group": self.group}
+        size = config.hidden_size
+        self.e_proj = linear(size, size, **options, tp_comm_buffer_name="mtp_e_proj")
+        self.h_proj = linear(size, size, **options, tp_comm_buffer_name="mtp_h_proj")
+
+    def _concat_embeddings(self, hidden_states: Tensor, decoder_input: Tensor) -> Tensor:
+        """Streams ``[s, b, n * hidden]``, from the input of the layer and an embedding ``[s, b, hidden]``."""
+        count = self.config.mhc_num_residual_streams
+        streams = apart(hidden_states, count + 1)[:, :, :-1].flatten(1, 2)
+        of_streams, _ = self.h_proj(self.hnorm(streams))
+        of_embedding, _ = self.e_proj(self.enorm(decoder_input))
+        added = of_streams.unflatten(1, (-1, count)) + of_embedding[:, :, None]
+        added = gather_from_tensor_model_parallel_region(added, group=self.group)
+        if self.sequence_parallel:
+            added = scatter_to_sequence_parallel_region(added, group=self.group)
+        return added.flatten(2)
 
 
 class Weights:
@@ -180,12 +241,13 @@ class _Gates(nn.Module):
         self.fn = _whole(config, total, self.count * config.hidden_size)
         self.base = _whole(config, total)
         self.scale = _whole(config, len(sizes))
+        parts = [torch.full((size,), start) for size, start in zip(sizes, starts, strict=True)]
+        for parameter, start in ((self.base, torch.cat(parts)), (self.scale, torch.tensor(0.01))):
+            parameter.start = start  # type: ignore[attr-defined]  # for MTP layers, which are drawn later
+            if config.perform_initialization:
+                parameter.detach().copy_(start)
         if config.perform_initialization:
             config.init_method(self.fn)
-            nn.init.constant_(self.scale, 0.01)
-            with torch.no_grad():
-                for part, start in zip(self.base.split(sizes), starts, strict=True):
-                    part.fill_(start)
 
     def logits(self, streams: Tensor) -> list[Tensor]:
         """The logits of each kind, fp32 ``[s, b, gates]``, for streams ``[s, b, n * hidden]``."""

@@ -65,8 +65,8 @@ def of_both(self, windows, fill):
     return torch.cat((torch.nn.functional.pad(own, (*(0, 0) * 3, 1, 0), value=fill)[:-1], before), 1)
 
 
-def unrotated(self, tokens, later, angles, rotate):
-    return _selected(self, tokens, later, angles, lambda heads, by: heads)
+def unrotated(self, tokens, later, angles, rotate, places):
+    return _selected(self, tokens, later, angles, lambda heads, by: heads, places)
 
 
 def by_logits(self, ask, scores, topk, *more):
