@@ -129,7 +129,8 @@ class _Record:
         inputs, logits = self._inputs, self._logits
         if logits is None or len(self._hidden) < len(self._layers):
             raise BatchError("the policy must have run since the last losses, found no forward of it: run it first")
-        if (width := logits.size(-1)) * self._draft.pg_collection.tp.size() != self._policy.vocab_size:
+        width = logits.size(-1)
+        if self._draft.reads_logits and width * self._draft.pg_collection.tp.size() != self._policy.vocab_size:
             raise BatchError(
                 f"each tensor-parallel rank must have its own logits, found all {width} on each: build the policy with "
                 "parallel_output=True"

@@ -141,7 +141,7 @@ def mtp_block_spec(
 
     names = {field.name for field in dataclasses.fields(MultiTokenPredictionLayerSubmodules)}
     inner = "mtp_model_layer" if "mtp_model_layer" in names else "transformer_layer"  # 0.19 and before
-    norm = norm_of(backend)
+    norm = norm_of(backend, config)
     projection: Any = _linear(backend)
     if hidden_first:
         from mcore_bridge.factory.modules.hidden_first import HiddenFirst

@@ -71,5 +71,6 @@ ARCHITECTURE = Architecture(
         *(*RULES, *second_names(respelled(RULES, WRITTEN))),
         *mtp_numbered(hf, "mtp.*", AROUND_MTP, NORMS, ATTENTION, EXPERTS, STREAMS),
     ),
+    mtp=lambda hf: ("mtp.*",),  # copies of embedding and head, and the stages of DSpark
     renamed_in_memory=IN_MEMORY,
 )

@@ -5,6 +5,7 @@ what is refused.
 import functools
 import itertools
 import re
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -20,7 +21,8 @@ from mcore_bridge.config.mesh.divisibility import DELTA_CONTEXT
 from mcore_bridge.config.transformer import to_gpt_arguments, to_hf_config
 from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
 from mcore_bridge.factory.modules import selection, streams
-from mcore_bridge.factory.modules.torch_modules import own_text
+from mcore_bridge.factory.modules.backend import norm_of
+from mcore_bridge.factory.modules.torch_modules import Norm, own_text
 from tests import zoo
 from tests.support import pool, stepping, tiny
 from tests.support.fake_mesh import rank_of
@@ -212,6 +214,11 @@ def test_gates_of_streams_begin_even_and_indexers_are_frozen():
     even = streams.apart(hidden, gates.count).mean(-2)
     assert tiny.relative_error(read, even + 0.01 * gates.count * even) < 0.05
     assert tiny.relative_error(writes, torch.full_like(writes, 1.5 / 2 + 0.01)) < 0.05
+
+
+def test_norms_that_hold_connections_are_torchs_on_either_backend():
+    """TransformerEngine's norms count the parameters of all modules below them, and fail in the backward."""
+    assert norm_of("te", SimpleNamespace(enable_mhc_connections=True)) is Norm
 
 
 def test_mtp_layers_that_files_lack_begin_even_and_leave_no_tokens():

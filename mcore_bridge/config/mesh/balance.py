@@ -20,6 +20,8 @@ from itertools import accumulate, combinations, combinations_with_replacement, p
 from math import comb
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from mcore_bridge.config.mesh.pipeline import BALANCED
 from mcore_bridge.errors import MeshError
 
@@ -95,7 +97,7 @@ class _Task:
 def _best(task: _Task) -> Cuts:
     num_free = task.num_layers - 1 if task.fewest else task.num_layers + task.num_stages - 1
     if comb(num_free, task.num_stages - 1) <= _FEW:
-        return min(_every(task), key=task.cost)
+        return _least(task, [*_every(task)])
     cuts = tuple(i * task.num_layers // task.num_stages for i in range(task.num_stages + 1))
     while (
         better := _better(task, cuts, _transfers(task, cuts)) or _better(task, cuts, _recuts(task, cuts))
@@ -114,8 +116,16 @@ def _every(task: _Task) -> Iterator[Cuts]:
 
 
 def _better(task: _Task, cuts: Cuts, candidates: Iterable[Cuts]) -> Cuts | None:
-    best = min(candidates, key=task.cost, default=cuts)
+    best = _least(task, [cuts, *candidates])
     return best if task.cost(best) < task.cost(cuts) else None
+
+
+def _least(task: _Task, candidates: Sequence[Cuts]) -> Cuts:
+    """The first of the candidates with the least cost."""
+    chunks = np.diff(np.array(task.bytes_before)[np.array(candidates)])
+    loads = np.sort(chunks.reshape(len(candidates), -1, task.pp).sum(1) + np.array(task.extra))[:, ::-1]
+    least = loads[np.lexsort(loads.T[::-1])[0]]
+    return min((candidates[number] for number in np.flatnonzero((loads == least).all(1)).tolist()), key=task.cost)
 
 
 def _transfers(task: _Task, cuts: Cuts) -> Iterator[Cuts]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, groupby
 
 from mcore_bridge.arguments import is_count
@@ -93,6 +94,7 @@ class PipelineSplit:
             check_layout(self.layout, pp=self.pp, vp=self.vp)
 
 
+@lru_cache(1024)
 def stages_of(split: PipelineSplit, num_layers: int) -> tuple[Stage, ...]:
     """The stages of a model in execution order; see ``ParallelDims.stages``."""
     if num_layers < 1:

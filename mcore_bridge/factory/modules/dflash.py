@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from einops import rearrange
@@ -96,6 +96,7 @@ def planned(ids: Tensor, has_next: Tensor, lengths: Sequence[int], draft: BlockF
     masked = torch.full((len(anchors), size), draft.mask_token_id, device=device)
     masked[:, 0] = ids[anchors]
     weights = has_next[rows].long().cumprod(-1) * torch.exp(-numbers / draft.fading)
+    rows = torch.where(weights > 0, rows, anchors[:, None])  # numbers of padding may not be finite
     of_blocks = (places[anchors, None] + offsets).flatten()
     return BlockPlan(anchors, masked.flatten(), places, of_blocks, rows, ids[rows], ids[ahead], weights, blocks)
 
@@ -135,6 +136,9 @@ class DFlashModel(GPTModel):
 
     It has no sequence parallelism, since its blocks are no sequence. Each tensor-parallel rank has ``fc`` whole.
     """
+
+    reads_logits: ClassVar[bool] = False
+    """Whether it learns from the logits of its policy."""
 
     def __init__(self, config: TransformerConfig, **options: Any) -> None:
         draft: Any = config.draft

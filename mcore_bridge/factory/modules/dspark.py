@@ -30,6 +30,8 @@ OF_TOKENS, OF_DISTANCES, OF_CONFIDENCE = 0.1, 0.9, 1.0
 class DSparkModel(DFlashModel):
     """A DSpark head. Each tensor-parallel rank has its part of both tables, and the confidence head whole."""
 
+    reads_logits = True
+
     def __init__(self, config: TransformerConfig, **options: Any) -> None:
         super().__init__(config=config, **options)
         draft: Any = config.draft

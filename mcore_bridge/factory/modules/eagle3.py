@@ -149,6 +149,8 @@ class Eagle3Model(GPTModel):
     ``vocabulary`` both vocabularies are equal.
     """
 
+    reads_logits = True
+
     def __init__(self, config: TransformerConfig, **options: Any) -> None:
         draft = config.draft
         super().__init__(config=config, **{**options, "pre_process": False})

@@ -29,7 +29,7 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from torch import Tensor, nn
 
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.modules.backend import LayerContext, norm_of, submodules_of
+from mcore_bridge.factory.modules.backend import LayerContext, free_after_forward, norm_of, submodules_of
 from mcore_bridge.factory.modules.latent import ReplicatedLinear
 from mcore_bridge.factory.modules.torch_modules import Norm, placement
 
@@ -115,12 +115,13 @@ def merging(norm: type, config: TransformerConfig) -> type:
     norm = norm_behind(norm, config)
 
     def merge(module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
-        module.streams = inputs[0]
         return (module.merge(inputs[0]),)
 
+    def keep(module: Any, inputs: tuple[Tensor, ...]) -> None:
+        module.streams = inputs[0]
+
     def join(module: Any, inputs: tuple[Tensor, ...], normed: Tensor) -> Tensor:
-        streams, module.streams = module.streams, None
-        return torch.cat((streams, normed), -1) if config.mtp_num_layers else normed
+        return torch.cat((module.streams, normed), -1)
 
     class Merged:
         """``norm`` with a ``Merge``. The constructor returns the norm, like megatron-core's ``TENorm``."""
@@ -128,8 +129,11 @@ def merging(norm: type, config: TransformerConfig) -> type:
         def __new__(cls, config: TransformerConfig, *sizes: int, **arguments: Any) -> Any:
             module = norm(config, *sizes, **arguments)
             module.merge = _merge(config)
+            if config.mtp_num_layers:
+                module.register_forward_pre_hook(keep)
+                module.register_forward_hook(join)
+                free_after_forward(module, [module], streams=None)
             module.register_forward_pre_hook(merge)
-            module.register_forward_hook(join)
             return module
 
     return Merged
