@@ -145,7 +145,8 @@ def forward(
         (torch.Size([2, 4]), True)
     """
     models, wrapped = with_wrappers(models)
-    chunks, chunk = [models] if isinstance(models, nn.Module) else [*models], chunks_of(models)[0]
+    chunk = chunks_of(models)[0]
+    chunks = [models] if isinstance(models, nn.Module) else [*models]
     drafted = [] if drafts is None else modules_of(drafts)
     require_own_mesh(chunk)
     learns, runs = loss is not None, []

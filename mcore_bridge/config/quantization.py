@@ -207,7 +207,7 @@ def _of_group(weights: Mapping[str, Any]) -> tuple[str, Grain]:
         raise _refused("weights of compressed-tensors", actual, expected)
     if (kind, bits) == ("float", 8) and strategy in ("tensor", "channel"):
         return "fp8", "tensor" if strategy == "tensor" else "row"
-    if (kind, bits, strategy) == ("float", 8, "block") and (block := _block(weights.get("block_structure"))):
+    if (kind, bits, strategy) == ("float", 8, "block") and (block := _block(_apart(weights.get("block_structure")))):
         return "fp8", block
     if (kind, bits, strategy) == ("int", 4, "group") and isinstance(size, int):
         return "int4", (1, size)
@@ -216,11 +216,14 @@ def _of_group(weights: Mapping[str, Any]) -> tuple[str, Grain]:
     raise _refused("weights of compressed-tensors", actual, expected)
 
 
+def _apart(sizes: object) -> object:
+    """The sizes in "128x128", as compressed-tensors wrote it at first."""
+    return [int(size) if size.isdecimal() else size for size in sizes.split("x")] if isinstance(sizes, str) else sizes
+
+
 def _block(sizes: object) -> tuple[int, int] | None:
     if sizes is None:
         return None
-    if isinstance(sizes, str):  # "128x128", as compressed-tensors wrote it at first
-        sizes = [int(size) if size.isdecimal() else size for size in sizes.split("x")]
     if isinstance(sizes, list | tuple) and len(sizes) == 2 and all(isinstance(n, int) and n > 0 for n in sizes):
         return sizes[0], sizes[1]
     raise _refused("the size of blocks", sizes, "two positive whole numbers")

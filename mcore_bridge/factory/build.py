@@ -231,6 +231,8 @@ def _source(
         return None
     if device.type == "meta":
         raise ConfigError("a model on the meta device has no storage to load into; pass load_weights=False")
+    if load_weights is None:
+        raise ConfigError("load_weights must be True, False, a folder or a mapping of tensors, found None: pass one")
     if load_weights is not True:
         return load_weights
     if not isinstance(hf, str | os.PathLike):

@@ -1,7 +1,7 @@
 """Falcon-H1: a llama with a Mamba-2 mixer beside the attention of each layer, and multipliers everywhere."""
 
 from mcore_bridge.architecture import Architecture
-from mcore_bridge.config.tables import BIAS_ATTENTION, DENSE, QK_PLAIN, WINDOW_NEVER, but
+from mcore_bridge.config.tables import BIAS_ATTENTION, DENSE, QK_PLAIN, SILU_ONLY, WINDOW_NEVER, but
 from mcore_bridge.config.tables.attention_and_mixer import BESIDE, LAYERS
 from mcore_bridge.models.blocks import EMBEDDING, GATED_MLP, GQA, O_BIAS, ONE_NORM, QKV_BIAS
 from mcore_bridge.models.blocks_mamba import MAMBA
@@ -16,6 +16,6 @@ MIXER, MLP = under("self_attention.mixer", "mamba", MAMBA), under("mlp", "feed_f
 LAYER = under("decoder.layers.*", "model.layers.*", ONE_NORM, MLP_NORM, GQA, QKV_BIAS, O_BIAS, MIXER, MLP)
 ARCHITECTURE = Architecture(
     model_type="falcon_h1",
-    fields=(*but(DENSE, LAYERS), *BESIDE, *BIAS_ATTENTION, *WINDOW_NEVER, *QK_PLAIN),
+    fields=(*but(DENSE, LAYERS, *SILU_ONLY), *BESIDE, *BIAS_ATTENTION, *WINDOW_NEVER, *QK_PLAIN),
     rules=lambda hf: (*EMBEDDING, *LAYER, *FINAL_NORM),
 )

@@ -2,7 +2,7 @@
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Const, Require
-from mcore_bridge.config.tables import BIAS_ATTENTION, DECODER, QK_PLAIN, WINDOW_NEVER, but, without
+from mcore_bridge.config.tables import BIAS_ATTENTION, DECODER, QK_PLAIN, SILU_ONLY, WINDOW_NEVER, but, without
 from mcore_bridge.config.tables.mixers import LAYERS, MIXER, POSITIONS, SIZES
 from mcore_bridge.config.tables.moe import ROUTED, SOFTMAX_NORMALISED
 from mcore_bridge.config.tables.scales import MULTIPLIERS
@@ -16,7 +16,7 @@ from mcore_bridge.rules.mapping import under
 DENSE = under("mlp", "shared_mlp", MLP)
 MIXERS = under("self_attention", "mamba", MAMBA)
 FIELDS = (
-    *without(but((*DECODER, *ROUTED), LAYERS, SIZES, POSITIONS), "position_embedding_type"),
+    *without(but((*DECODER, *ROUTED), LAYERS, SIZES, POSITIONS, *SILU_ONLY), "position_embedding_type"),
     *(*SOFTMAX_NORMALISED, *MULTIPLIERS, *MIXER, *BIAS_ATTENTION, *WINDOW_NEVER, *QK_PLAIN),
     *(Const("moe_shared_expert_gate", False), Const("mamba_num_groups", 1)),
     Require("mamba_n_groups", (1,), "transformers 4 norms all groups together, and 5 each by itself"),

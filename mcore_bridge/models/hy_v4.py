@@ -6,7 +6,7 @@ of streams have their words in another order, and it writes gates of MLPs as ``l
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Const, Ignore, Map
-from mcore_bridge.config.tables import but, published
+from mcore_bridge.config.tables import SILU_ONLY, but, published
 from mcore_bridge.config.tables.by_layer import ELEMENT_GATES
 from mcore_bridge.config.tables.moe import MTP_NEVER
 from mcore_bridge.config.tables.scales import UNMIXED
@@ -36,7 +36,7 @@ ARCHITECTURE = Architecture(
         Ignore("it only decides initial values", ("learnable_sink_init",)),
         Ignore("the loss of MTP layers is the trainer's", ("mtp_loss_factor",)),
         *published(gated_mla=True, gating_type="elementwise", learnable_sink=True, use_dsa=True, enable_ihc=True),
-        *published(enable_lm_head_fp32=True),
+        *(*published(enable_lm_head_fp32=True), *SILU_ONLY),
     ),
     rules=lambda hf: (
         *(*decoder(*LAYER, STREAMS), *merge("model.hc_head.hc_head_")),

@@ -535,6 +535,39 @@ def test_new_scales_are_those_of_whole_tensors(name: str, tmp_path: Path) -> Non
         assert differing(found, expected) == []
 
 
+def in_turn(folder: str) -> list[list[str]]:
+    """The tensors that differ if a model leaves as several releases in turn, whose scales have equal shapes."""
+    mb.ParallelDims().initialize(device="cpu")
+    models = mb.build_model(folder, dims=mb.ParallelDims(), device="cpu", load_weights=False)
+    notes = [
+        {"quant_method": "fp8", "weight_block_size": [16, 16]},
+        {"quant_method": "fp8", "weight_block_size": [20, 20]},
+        {"quant_method": "fp8", "weight_block_size": [20, 20], "scale_fmt": "ue8m0"},
+    ]
+    for number, note in enumerate(notes):
+        mb.save_hf_checkpoint(models, f"{folder}/{number}", quantize=note)
+    for parameter in models[0].parameters():
+        parameter.data.mul_(torch.rand_like(parameter))
+    wrong = []
+    for number, note in enumerate(notes):
+        found = mb.to_hf_state_dict(models, quantize=f"{folder}/{number}")
+        expected = mb.to_hf_state_dict(models, quantize=note)
+        wrong.append([name for name, own in expected.items() if not torch.equal(as_bytes(found[name]), as_bytes(own))])
+    return wrong
+
+
+def test_releases_that_differ_in_blocks_or_powers_alone_leave_in_turn(tmp_path: Path) -> None:
+    sizes = {
+        "hidden_size": 48,
+        "intermediate_size": 48,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "head_dim": 16,
+    }
+    tiny("qwen3", **sizes).save_pretrained(tmp_path)
+    assert pool.run(1, in_turn, str(tmp_path)) == [[[], [], []]]
+
+
 def rounds(folder: str, changed: str, dims: mb.ParallelDims) -> Any:
     """On one rank: two rounds into an engine that holds codes and scales, the second after a step."""
     dims.initialize(device="cpu")

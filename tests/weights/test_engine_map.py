@@ -154,8 +154,8 @@ def test_a_checksum_sees_every_bit_and_every_place():
 
 @pytest.mark.parametrize("dtype", [*_PATTERNS, torch.int8, torch.int64], ids=str)
 def test_drawn_values_have_every_bit_that_a_copy_may_lose(dtype):
-    """Floats are between 1/8 and 2 in size, and of either sign; of other dtypes, all bits are drawn."""
-    ((_, drawn),) = drawn_values([TensorSpec("a", (4096,), dtype)], 1, CPU)
+    """With even seeds, floats are between 1/8 and 2 in size, of either sign; of other dtypes, all bits are drawn."""
+    ((_, drawn),) = drawn_values([TensorSpec("a", (4096,), dtype)], 2, CPU)
     assert drawn.dtype == dtype
     values = drawn.double()
     if dtype.is_floating_point:
@@ -210,6 +210,20 @@ def test_bits_that_an_engine_keeps_as_another_dtype_are_copied_without_a_cast():
 
     engine = mb.map_engine([spec], lambda: {"words": held}, load)
     assert ([copy.casts for copy in engine.map.copies], engine.map.uncovered, len(loads)) == ([False], (), 2)
+
+
+def test_a_number_that_a_loader_reads_out_of_a_weight_is_no_constant():
+    """All drawn values of one seed have the same largest number. Another seed has another one."""
+    held = {"weight": torch.zeros(64, 48, dtype=torch.bfloat16), "most": torch.zeros(1), "least": torch.zeros(1)}
+
+    def load(pairs):
+        for _, tensor in pairs:
+            held["weight"].copy_(tensor)
+            held["most"].fill_(float(tensor.float().abs().max()))
+            held["least"].fill_(float(tensor.float().abs().min()))
+
+    engine = mb.map_engine([TensorSpec("a", (64, 48), torch.bfloat16)], lambda: held, load)
+    assert [entry.tensor for entry in engine.map.uncovered] == ["most", "least"]
 
 
 def test_a_kept_map_is_proven_by_one_load(ring, caplog):

@@ -3,6 +3,8 @@
 They contain the fields of both transformers 4.57 and 5. A name that the installed release lacks has no effect.
 """
 
+from torch.nn.functional import silu
+
 from mcore_bridge.config.fields import Const, Field, Ignore, Map, Preset, Require
 from mcore_bridge.config.tables import derived, derived_latent, derived_rope, scales
 
@@ -228,6 +230,11 @@ def without(table: tuple[Field, ...], *names: str) -> tuple[Field, ...]:
     return tuple(entry for entry in table if not (isinstance(entry, Map | Const) and entry.mcore in names))
 
 
+SILU_ONLY: tuple[Field, ...] = (
+    Const("activation_func", silu),
+    Require("hidden_act", ("silu",), "kernels or transformers have SiLU in convolutions or in routed experts"),
+)
+"""For families in which parts besides MLPs have an activation, which kernels or transformers know alone."""
 GEMMA: tuple[Field, ...] = (
     *but(DENSE, Const("layernorm_zero_centered_gamma", True)),
     *(scales.EMBEDDING, *BIAS_ATTENTION),

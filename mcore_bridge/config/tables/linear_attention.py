@@ -2,12 +2,10 @@
 
 from collections.abc import Mapping
 
-from torch.nn.functional import silu
-
 from mcore_bridge.config.fields import Const, Derive, Field, Hf, Ignore, Map, Mcore, Require, count, is_number
 from mcore_bridge.config.layer_kinds import layers_but_full, sizes_by_layer
 from mcore_bridge.config.rope_spelling import MULTIMODAL
-from mcore_bridge.config.tables import BIAS_ATTENTION, QK_NORMED, QK_NORMED_TOGETHER, WINDOW_NEVER, but
+from mcore_bridge.config.tables import BIAS_ATTENTION, QK_NORMED, QK_NORMED_TOGETHER, SILU_ONLY, WINDOW_NEVER, but
 from mcore_bridge.config.tables.derived_rope import POSITIONS_IF_BASE, rope
 from mcore_bridge.config.tables.moe import MLP_TYPES, MTP_NEVER, MTP_ON_REQUEST
 from mcore_bridge.config.tables.short_convolutions import layers
@@ -180,14 +178,8 @@ def _narrow(kinds: Derive, first: int, bound: str = "") -> Derive:
     return Derive((*_KDA_SIZES, _GIVEN, *([bound] if bound else [])), forward, backward)
 
 
-_SILU = (
-    Const("activation_func", silu),
-    Require(
-        "hidden_act", ("silu",), "the convolution has the activation of MLPs, and fused kernels know this one alone"
-    ),
-)
 KDA_LAYERS, KDA_AND_INDEXED = _kinds("full_attention"), _kinds("indexed_attention")
-KDA: tuple[Field, ...] = (KDA_LAYERS, *_SILU, Map("model_max_length", "max_sequence_length"))
+KDA: tuple[Field, ...] = (KDA_LAYERS, *SILU_ONLY, Map("model_max_length", "max_sequence_length"))
 """Kimi delta attention in some layers. Another entry has its sizes."""
 LOW_RANK_KDA: tuple[Field, ...] = (
     _narrow(KDA_LAYERS, first=1),
@@ -195,7 +187,7 @@ LOW_RANK_KDA: tuple[Field, ...] = (
 )
 """The sizes of Kimi Linear. Decay and gate have narrow inputs."""
 BOUNDED_KDA: tuple[Field, ...] = (
-    *(KDA_AND_INDEXED, *_SILU, _narrow(KDA_AND_INDEXED, first=0, bound="linear_lower_bound")),
+    *(KDA_AND_INDEXED, *SILU_ONLY, _narrow(KDA_AND_INDEXED, first=0, bound="linear_lower_bound")),
     *(Const("kda_full_rank", False), Const("kda_rate_dims", 1)),
 )
 """Kimi delta attention of GLM-5.3, whose decay may have a bound, beside attention to selected keys."""

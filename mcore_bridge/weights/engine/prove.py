@@ -30,6 +30,8 @@ _PATTERNS = {
     torch.bool: (0x01, 0x00),
 }
 """The mask of random bits, and the bits of the exponent that are always set. All bits of integers are random."""
+_LOW, _SECOND_LOWEST = 0x3, 0x2
+"""With an odd seed the last two bits are these. So no tensor has equal maxima, or minima, with even and odd seeds."""
 _STRETCH = 1 << 16
 """The size of a stretch, in words of 8 bytes."""
 _TOGETHER = 64 << 20
@@ -134,8 +136,10 @@ def drawn_values(specs: Sequence[TensorSpec], seed: int, device: torch.device) -
 
 def _drawn(spec: TensorSpec, seed: int, device: torch.device) -> Tensor:
     size = _STRETCH if device.type == "cpu" else 64 * _STRETCH  # fits into a CPU's cache; a GPU needs few kernels
-    patterns = _PATTERNS.get(spec.dtype, (_ALL[spec.dtype.itemsize], 0))
-    drawn, fixed = (_repeated(bits, spec.dtype.itemsize) for bits in patterns)
+    mask, always = _PATTERNS.get(spec.dtype, (_ALL[spec.dtype.itemsize], 0))
+    if seed % 2 and mask > _LOW:
+        mask, always = mask & ~_LOW, always | _SECOND_LOWEST
+    drawn, fixed = (_repeated(bits, spec.dtype.itemsize) for bits in (mask, always))
     numbers = _numbers(device, 2 * size, drawn, fixed)
     words = torch.empty(-(-spec.num_bytes // 8), dtype=torch.int64, device=device)
     mix = Random(f"{seed} {spec.name}")

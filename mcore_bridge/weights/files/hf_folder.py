@@ -21,6 +21,7 @@ from mcore_bridge.errors import CheckpointError, plural
 from mcore_bridge.foreign_files import read_json
 from mcore_bridge.rules.scheme import plain_names
 from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights.files.open_files import open_file
 from mcore_bridge.weights.files.safetensors import DTYPES, SafetensorsFile
 
 SINGLE = "model.safetensors"
@@ -43,7 +44,7 @@ def content_of(folder: str | os.PathLike[str]) -> Content:
     """
     texts: list[str | bytes] = []
     for path in sorted(Path(folder).glob(f"*{_SUFFIX}")):
-        with path.open("rb") as file:
+        with os.fdopen(open_file(path), "rb") as file:
             size = file.seek(0, os.SEEK_END)
             texts += [path.name, str(size)]
             step = size // _SAMPLES if size > _READ_WHOLE else max(size, 1)

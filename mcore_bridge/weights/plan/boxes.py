@@ -306,8 +306,8 @@ def rows_of(copies: Sequence[ByteCopy], size: RowSize) -> Rows | None:
     """The places to which ``copies`` bring the rows of codes.
 
     Returns:
-        None if a row is cut within a tile, if its bytes are not contiguous, or if a part of it is copied more than once
-        or to a place that is no multiple of ``WIDEST``.
+        None if a row is cut within a tile, if its bytes are not contiguous, or if a part of it is copied more than
+        once. Also None if a place is no multiple of ``WIDEST``.
     """
     runs = [(copy.source_start, copy.cols * copy.item, copy.source_row if copy.rows > 1 else 0) for copy in copies]
     part = math.gcd(size.row_bytes, *chain.from_iterable(runs))

@@ -227,7 +227,11 @@ def _of_folder(folder: str) -> WeightFormat:
 @lru_cache(maxsize=2)  # an entry keeps the files of its folder open, also if a save has replaced them
 def _opened(folder: str, state: str) -> WeightFormat:
     """The format of a folder. Opened again only if its files have changed."""
-    source = open_folder(folder)
-    stored = [(name, str(spec)) for name, held in source.scheme.held.items() for spec in held.stored]
-    digest = hashlib.sha256(repr(sorted(stored)).encode()).hexdigest()
-    return WeightFormat(description_of(Path(folder)), source, folder, digest)
+    source, description = open_folder(folder), description_of(Path(folder))
+    stored = [
+        (name, str((held.codec, held.powers, held.order)), *map(str, held.stored))
+        for name, held in source.scheme.held.items()
+    ]
+    described = json.dumps(description, sort_keys=True, default=str)
+    digest = hashlib.sha256(f"{sorted(stored)} {described}".encode()).hexdigest()
+    return WeightFormat(description, source, folder, digest)
