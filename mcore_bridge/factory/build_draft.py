@@ -122,7 +122,8 @@ def _require_fit(blueprint: Blueprint, policy: GPTModel, models: Models) -> None
     """Raise ``ConfigError`` with all the reasons for which a head does not fit its policy."""
     if problems := [*_misfits(blueprint.config, policy, models)]:
         raise ConfigError(
-            f"The draft head must fit its policy, but {'; '.join(problems)}. Pass the head of this policy."
+            f"The draft head must fit its policy: {'; '.join(problem.removesuffix('.') for problem in problems)}. Pass "
+            "the head of this policy."
         )
 
 
@@ -168,8 +169,9 @@ def _require_tokens(token_ids: Tensor | None, blueprint: Blueprint) -> None:
     )
     if not is_right:
         raise ConfigError(
-            f"token_ids must be {own} different ids below {whole} in rising order, as int64, for a new head whose "
-            f"vocabulary is smaller than the one of its policy, found {token_ids!r:.100}. Pass the ids of the most "
+            f"token_ids must be a tensor of int64 with {own} different ids below {whole} in rising order, for a new "
+            f"head whose vocabulary is smaller than the one of its policy, found {token_ids!r:.100} "
+            f"({type(token_ids).__name__}). Pass the ids of the most "
             "frequent tokens, or a draft_vocab_size that equals vocab_size."
         )
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mcore_bridge.arguments import COUNT, FLAG, MAPPING, require
-from mcore_bridge.errors import CheckpointError
+from mcore_bridge.errors import CheckpointError, describe
 from mcore_bridge.rules.dtypes import DtypeLike, as_dtype
 from mcore_bridge.weights.bound import provenance_on
 from mcore_bridge.weights.dist_checkpoint.adapter_shards import (
@@ -260,14 +260,14 @@ def load_checkpoint(
         _require_ready(chunks, part, optimizer)
         checkpoint = TorchDistFolder.open(folder)
         sources = SourceFolders.of(checkpoint.path)  # the folder is read several times
-        with without_code():
+        with _reading_common(checkpoint.path):
             written = dist_checkpointing.load_content_metadata(str(checkpoint.path))
         numbered = {"non_homogeneous_layers": True, "dp_cp_group": chunks[0].pg_collection.dp_cp}
         metadata = {**checkpoint.spelling, **(written or {}), **numbered}
         state = sharded_states(chunks, metadata, part)
         respell(state, chunks[0], hybrid=checkpoint.is_hybrid)
         if part != "base" and hasattr(chunks[0], "bridge_adapters"):
-            with without_code():
+            with _reading_common(checkpoint.path):
                 common = dist_checkpointing.load_common_state_dict(str(checkpoint.path))
             require_same(common.get(ADAPTERS), chunks[0].bridge_adapters)
         if checkpoint.is_stacked:
@@ -296,6 +296,18 @@ def load_checkpoint(
         optimizer.load_state_dict(fit_chain(loaded.pop("optimizer"), length))
     note_source(chunks, checkpoint.path)
     return CheckpointReport(checkpoint.path, loaded.get(_OURS, loaded), check.cast, missing, unexpected)
+
+
+@contextmanager
+def _reading_common(path: Path) -> Iterator[None]:
+    """Name the file of common entries if it cannot be read. megatron-core's errors do not."""
+    try:
+        with without_code():
+            yield
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} has no readable common.pt ({describe(error):.300}); copy the folder again"
+        ) from None
 
 
 def _require_ready(chunks: Sequence[GPTModel], part: Part, optimizer: object) -> None:
