@@ -1,6 +1,7 @@
 """Core attention with soft caps, sinks, and learned scores by distance.
 
-It keeps scores in memory, since torch's fused kernels have none of these.
+Torch's fused kernels have none of these, so scores are in memory: those of some queries at a time, if there are many.
+The backward then computes them again.
 
 Scores by distance are profiles over the distance to a key, which each query mixes. A projection gives each query the
 weights of the profiles. They travel behind the dims of the query, so megatron-core recomputes and packs them like
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from mcore_bridge.factory.modules.attention_gate import projection_beside
 from mcore_bridge.factory.modules.backend import LayerContext, mixed, say
@@ -21,6 +23,9 @@ from mcore_bridge.factory.modules.torch_modules import CoreAttention, placement,
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
+
+_AT_ONCE = 1 << 27
+"""How many scores are in memory at once. Their tensors for the backward take some 10 bytes for each."""
 
 
 def adapt_scores(layer: Any, context: LayerContext) -> None:
@@ -78,11 +83,26 @@ class ScoresCoreAttention(CoreAttention):
     ) -> Tensor:
         repeats = query.size(1) // key.size(1)
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+        if hidden is None and places is not None:
+            hidden = torch.arange(key.size(2), device=places.device) > places[:, None]
+        count = max(1, _AT_ONCE // (query.size(0) * query.size(1) * key.size(2)))
+        if query.size(2) <= count:
+            return self._of_queries(query, key, value, hidden, places)
+        outputs = []
+        for start in range(0, query.size(2), count):
+            own = slice(start, start + count)
+            masks = hidden if hidden is None or hidden.size(-2) == 1 else hidden[..., own, :]
+            given = query[:, :, own], key, value, masks, None if places is None else places[own]
+            outputs.append(checkpoint(self._of_queries, *given, use_reentrant=False))
+        return torch.cat(outputs, dim=2)
+
+    def _of_queries(
+        self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, places: Tensor | None
+    ) -> Tensor:
+        """``_attend`` of some queries, with keys and values for each of their heads."""
         scores = self._scores(query, key, places)
         if self.cap is not None:
             scores = torch.tanh(scores / self.cap) * self.cap
-        if hidden is None and places is not None:
-            hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         if hidden is not None:
             scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
         weights = self._softmax(scores)
