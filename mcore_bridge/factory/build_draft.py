@@ -169,9 +169,9 @@ def _require_tokens(token_ids: Tensor | None, blueprint: Blueprint) -> None:
     )
     if not is_right:
         raise ConfigError(
-            f"token_ids must be a tensor of int64 with {own} different ids below {whole} in rising order, for a new "
-            f"head whose vocabulary is smaller than the one of its policy, found {token_ids!r:.100} "
-            f"({type(token_ids).__name__}). Pass the ids of the most "
+            f"token_ids must be a tensor of int64 with {own} different ids below {whole} in rising order, found "
+            f"{token_ids!r:.100} ({type(token_ids).__name__}). A new head needs them if its vocabulary is smaller than "
+            "the one of its policy. Pass the ids of the most "
             "frequent tokens, or a draft_vocab_size that equals vocab_size."
         )
 

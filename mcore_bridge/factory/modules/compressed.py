@@ -58,7 +58,7 @@ def adapt_compressed(layer: Any, context: LayerContext) -> None:
     if getattr(config, "compression_ratios", None) is None:
         return
     if backend == "te":
-        say("TransformerEngine has no attention to compressed keys: torch computes it, with scores in memory")
+        say("TransformerEngine has no attention to compressed keys: torch computes it, some queries at a time")
     if layer.input_layernorm is IdentityOp:  # TransformerEngine would fuse the norm into another linear layer
         layer.input_layernorm = norm_of(backend, config)
     linear = submodules_for(backend, normed=False)

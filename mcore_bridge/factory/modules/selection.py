@@ -48,7 +48,7 @@ def adapt_selection(layer: Any, context: LayerContext) -> None:
         return
     _require_no_recompute(context.config)
     if context.backend == "te":
-        say("TransformerEngine has no attention to selected keys: torch computes it, with scores in memory")
+        say("TransformerEngine has no attention to selected keys: torch computes it, some queries at a time")
     if context.config.multi_latent_attention:
         layer.self_attention.module = SelectingAttention
     else:
