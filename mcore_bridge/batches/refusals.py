@@ -77,10 +77,10 @@ def require_runnable(chunk: GPTModel, *, packed: bool, learns: bool) -> None:
             "build_model, or without moe_router_bias_update_rate and router losses"
         )
     cut = config.tensor_model_parallel_size
-    if learns and config.num_moe_experts and cut > 1 and not config.sequence_parallel and chunk.training:
+    if config.num_moe_experts and cut > 1 and not config.sequence_parallel and chunk.training:
         raise BatchError(
             f"megatron-core needs sp=True to train experts with tp={cut}, found sp=False: build the model with "
-            "sp=True, or without tensor parallelism"
+            "sp=True, or without tensor parallelism; or call eval() of each chunk, for log-probs alone"
         )
     if not chunk.parallel_output and cut > 1:
         raise BatchError(

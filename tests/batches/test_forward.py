@@ -722,8 +722,9 @@ def refused():
         with pytest.raises(BatchError, match="parallel_output must be True"):
             mb.forward(models, ids)
         models[0].parallel_output, models[0].config.num_moe_experts = True, 4
-        with pytest.raises(BatchError, match="sp=True to train experts with tp=2, found sp=False"):
-            mb.forward(models, ids, loss=lambda outputs, rows: outputs.log_probs.sum())
+        for loss in (None, lambda outputs, rows: outputs.log_probs.sum()):
+            with pytest.raises(BatchError, match="sp=True to train experts with tp=2, found sp=False"):
+                mb.forward(models, ids, loss=loss)
         models[0].config.num_moe_experts = None
         models[0].config.tensor_model_parallel_size = 1
         models[0].config.calculate_per_token_loss = True
