@@ -63,8 +63,8 @@ class _Writes:
         self._of_made = [
             [copy for copy in own if copy.source in made and copy.source not in self.rows] for own in copies
         ]
-        self._of_launches: dict[int, list[CopyTable]] = {}
-        """The copies of what a launch makes, by the first number that it makes."""
+        self._of_launches: dict[bytes, list[CopyTable]] = {}
+        """The copies of what a launch makes, by the numbers that it makes."""
         self._plain = _interleaved([copy for copy in own if copy.source not in made] for own in copies)
 
     def run(self, parameters: Buffers, maker: Maker | None, memory: Buffers, device: torch.device) -> None:
@@ -79,13 +79,12 @@ class _Writes:
         held = parameters.at(self._made_of)
         _run(self._plain, held, memory, device)
         for made in () if maker is None else maker.make(None, held):
-            numbers = made.numbers.tolist()
-            if numbers[0] not in self._of_launches:
-                own = frozenset(numbers)
-                self._of_launches[numbers[0]] = _interleaved(
+            if (key := made.numbers.tobytes()) not in self._of_launches:
+                own = frozenset(made.numbers.tolist())
+                self._of_launches[key] = _interleaved(
                     [copy for copy in of_worker if copy.source in own] for of_worker in self._of_made
                 )
-            _run(self._of_launches[numbers[0]], held.with_others([made]), memory, device)
+            _run(self._of_launches[key], held.with_others([made]), memory, device)
 
 
 def _run(tables: Iterable[CopyTable], held: Buffers, memory: Buffers, device: torch.device) -> None:
