@@ -7,7 +7,13 @@ import pytest
 
 from mcore_bridge.config.quantization import fields_of, left_out_by
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.weights.source.new_scheme import is_left_out, is_target, read_description, written_description
+from mcore_bridge.weights.source.new_scheme import (
+    is_left_out,
+    is_target,
+    read_description,
+    warn_of_misspelt,
+    written_description,
+)
 from tests.support.published import records
 from tests.support.quantized import ROWS
 
@@ -107,3 +113,13 @@ def test_published_lists_leave_out_what_engines_leave_out() -> None:
 @pytest.mark.parametrize(("target", "found"), [("Linear", 45), ("re:.*self_attn.*", 18), (MODULES[0], 1), ("Conv", 0)])
 def test_a_target_is_a_class_a_name_or_a_pattern(target: str, found: int) -> None:
     assert sum(is_target(f"{module}.weight", [target]) for module in MODULES) == found
+
+
+def test_a_misspelt_module_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    names = [f"{module}.weight" for module in MODULES]
+    right = ["lm_head", "mlp.gate", "model.layers.0.self_attn", "re:.*q_porj", "*q_porj", "model.layers.20.mlp.up_proj"]
+    warn_of_misspelt(["model.layers.0.self_attn.q_porj", *right, MODULES[0]], names)
+    assert [record.getMessage() for record in caplog.records] == [
+        "quantize leaves out model.layers.0.self_attn.q_porj, but the model has no such module, and encodes "
+        "model.layers.0.self_attn.q_proj: is it meant?"
+    ]

@@ -9,8 +9,9 @@ files, and no file has scales of activations.
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
@@ -31,6 +32,8 @@ from mcore_bridge.errors import ConfigError
 from mcore_bridge.rules.codec import PER_BYTE
 from mcore_bridge.rules.scheme import Scheme, Shape, scheme_of
 from mcore_bridge.rules.spec import TensorSpec
+
+logger = logging.getLogger("mcore_bridge")
 
 _FLOAT8 = torch.float8_e4m3fn
 _WORD = 8
@@ -100,6 +103,29 @@ def require_some(scheme: Scheme, quantization: Quantization) -> None:
             "quantize must encode weights of linear layers, found a quantization_config that leaves all of them "
             f"out{only}: shorten its list {list_of(quantization.method)!r} of modules, or correct its targets"
         )
+
+
+def warn_of_misspelt(modules: Iterable[str], names: Collection[str]) -> None:
+    """Warn of modules that shall stay plain, but that the model has under a similar name alone.
+
+    Lists may name what a model lacks, such as a tower or further layers. So it is no error.
+
+    Args:
+        modules: names and patterns of modules.
+        names: the plain names of all tensors of the model.
+    """
+    known = {name.rpartition(".")[0] for name in names}
+    for module in modules:
+        if module in known or "*" in module or ":" in module:
+            continue
+        near = get_close_matches(module, known, 1, 0.9)
+        is_other_layer = near and re.sub(r"\d", "", near[0]) == re.sub(r"\d", "", module)
+        if near and not is_other_layer and not any(is_left_out(name, [module]) for name in names):
+            logger.warning(
+                "quantize leaves out %s, but the model has no such module, and encodes %s: is it meant?",
+                module,
+                near[0],
+            )
 
 
 def _is_encoded(spec: TensorSpec, kind: str, quantization: Quantization) -> bool:

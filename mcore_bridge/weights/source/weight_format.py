@@ -31,7 +31,13 @@ from mcore_bridge.weights.files.sources import SourceFolders
 from mcore_bridge.weights.plan.encoded_entries import encoded_entries, plain_specs
 from mcore_bridge.weights.plan.inventory import ParamEntry
 from mcore_bridge.weights.source.encoded_weights import description_of
-from mcore_bridge.weights.source.new_scheme import new_scheme, read_description, require_some, written_description
+from mcore_bridge.weights.source.new_scheme import (
+    new_scheme,
+    read_description,
+    require_some,
+    warn_of_misspelt,
+    written_description,
+)
 from mcore_bridge.weights.source.source import Source, open_folder
 
 AS_PUBLISHED = "as_published"
@@ -66,7 +72,10 @@ class WeightFormat:
                 cannot follow; the message names them.
             ConfigError: the description does not fit the weights.
         """
-        self.require_all(plain_specs(entries), mapping.is_unused)
+        specs = plain_specs(entries)
+        self.require_all(specs, mapping.is_unused)
+        if self.quantization is not None:
+            warn_of_misspelt(self.quantization.left_out, specs)
         linear = [entry for entry in entries if is_linear(entry.held.name)]
         return encoded_entries(entries, self.scheme_of_model(plain_specs(linear).values()))
 
