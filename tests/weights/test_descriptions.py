@@ -120,6 +120,6 @@ def test_a_misspelt_module_is_named(caplog: pytest.LogCaptureFixture) -> None:
     right = ["lm_head", "mlp.gate", "model.layers.0.self_attn", "re:.*q_porj", "*q_porj", "model.layers.20.mlp.up_proj"]
     warn_of_misspelt(["model.layers.0.self_attn.q_porj", *right, MODULES[0]], names)
     assert [record.getMessage() for record in caplog.records] == [
-        "quantize leaves out model.layers.0.self_attn.q_porj, but the model has no such module, and encodes "
-        "model.layers.0.self_attn.q_proj: is it meant?"
+        "quantize leaves out model.layers.0.self_attn.q_porj, of which the model has none, and encodes "
+        "model.layers.10.self_attn.q_proj: correct the name if it is meant"
     ]

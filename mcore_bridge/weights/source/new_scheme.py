@@ -34,6 +34,7 @@ from mcore_bridge.rules.scheme import Scheme, Shape, scheme_of
 from mcore_bridge.rules.spec import TensorSpec
 
 logger = logging.getLogger("mcore_bridge")
+_NUMBER = re.compile(r"\d+")
 
 _FLOAT8 = torch.float8_e4m3fn
 _WORD = 8
@@ -114,17 +115,15 @@ def warn_of_misspelt(modules: Iterable[str], names: Collection[str]) -> None:
         modules: names and patterns of modules.
         names: the plain names of all tensors of the model.
     """
-    known = {name.rpartition(".")[0] for name in names}
-    for module in modules:
-        if module in known or "*" in module or ":" in module:
-            continue
-        near = get_close_matches(module, known, 1, 0.9)
-        is_other_layer = near and re.sub(r"\d", "", near[0]) == re.sub(r"\d", "", module)
-        if near and not is_other_layer and not any(is_left_out(name, [module]) for name in names):
+    known = {_NUMBER.sub("#", module): module for module in (name.rpartition(".")[0] for name in names)}
+    given = {_NUMBER.sub("#", module): module for module in modules if "*" not in module and ":" not in module}
+    for text in given.keys() - known.keys():  # all layers at once
+        near, module = get_close_matches(text, known, 1, 0.9), given[text]
+        if near and not any(is_left_out(name, [module]) for name in names):
             logger.warning(
-                "quantize leaves out %s, but the model has no such module, and encodes %s: is it meant?",
+                "quantize leaves out %s, of which the model has none, and encodes %s: correct the name if it is meant",
                 module,
-                near[0],
+                known[near[0]],
             )
 
 
