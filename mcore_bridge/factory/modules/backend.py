@@ -102,8 +102,8 @@ def norm_of(backend: Backend, config: Any = None) -> type:
         from mcore_bridge.factory.modules.torch_modules import UnitNorm
 
         return UnitNorm
-    holds_modules = getattr(config, "enable_mhc_connections", False)
-    if backend == "te" and getattr(config, "norm_bias", True) and not holds_modules:
+    has_streams = getattr(config, "enable_mhc_connections", False)
+    if backend == "te" and getattr(config, "norm_bias", True) and not has_streams:
         from megatron.core.extensions.transformer_engine import TENorm
 
         return TENorm
