@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Union
 from mcore_bridge.architecture import architecture_of, composite_of, published_fields, published_type, read_hf
 from mcore_bridge.arguments import accepts_former_names
 from mcore_bridge.composite import IN_MODEL, Whole, spelling_in, text_of
+from mcore_bridge.config.class_names import model_class
 from mcore_bridge.config.hf import find_folder, read_fields, with_fields, write_fields
 from mcore_bridge.config.layer_kinds import MTP_COUNTS
 from mcore_bridge.config.mesh.alike import Content, digest_of
@@ -337,6 +338,8 @@ def config_in(
 ) -> PretrainedConfig:
     """A copy of the HF config with ``dtype`` as the dtype of most weights.
 
+    A config without a class gets transformers' class, since vLLM takes it for an embedding model otherwise.
+
     Args:
         tied: whether the LM head is tied to the embedding; the config is set accordingly. For another head the field is
             not changed.
@@ -349,6 +352,7 @@ def config_in(
     if names is not None:
         _count_mtp(hf, provenance, names)
     config = replace(provenance, hf=hf).config
+    config.architectures = config.architectures or model_class(config.model_type)
     for name in DESCRIPTION:  # they describe the source's encoding; written weights are plain
         if hasattr(config, name):
             delattr(config, name)

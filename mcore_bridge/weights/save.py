@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mcore_bridge.architecture import is_draft, read_draft, read_hf
 from mcore_bridge.arguments import COUNT, FLAG, accepts_former_names, require
-from mcore_bridge.config.class_names import model_class, stem_of
+from mcore_bridge.config.class_names import stem_of
 from mcore_bridge.config.quantization import Quantize
 from mcore_bridge.errors import CheckpointError, plural
 from mcore_bridge.rules.dtypes import Dtypes
@@ -340,11 +340,10 @@ def _write_rest(
 
 def _config_of(specs: Manifest, provenance: Provenance) -> PretrainedConfig:
     """The HF config for the manifest: with its dtype and, for another head than an LM head, with the class of that
-    head. A config without a class gets transformers' class, since vLLM takes it for an embedding model otherwise.
+    head.
     """
     names = [spec.name for spec in specs]
     hf = config_in(provenance, plain_dtype(specs), tied=provenance.lm_head not in names, names=names)
-    hf.architectures = hf.architectures or model_class(hf.model_type)
     score = next((spec for spec in specs if spec.name in ("score.weight", "score.2.weight")), None)
     if score is not None:
         biased = any(spec.name == "score.bias" for spec in specs)

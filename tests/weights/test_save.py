@@ -325,3 +325,17 @@ def test_a_relative_folder_is_known_after_the_working_folder_has_changed(tmp_pat
             mb.save_hf_checkpoint(models, source, dtype=torch.float32)
     assert caplog.text.count(f"{source} is a folder that these models came from: this save replaces its weights") == 1
     assert (tmp_path / "out" / "tokenizer.json").exists()
+
+
+def classes_written(folder):
+    """The classes in the configs of a save and of a checkpoint of megatron-core, for a model whose config has none."""
+    dims = mb.ParallelDims()
+    dims.initialize(device="cpu")
+    models = mb.build_model(tiny("qwen3"), dims=dims, device="cpu", load_weights=False)
+    mb.save_hf_checkpoint(models, f"{folder}/hf")
+    mb.save_checkpoint(models, f"{folder}/dist")
+    return [json.loads(Path(folder, kind, "config.json").read_text())["architectures"] for kind in ("hf", "dist")]
+
+
+def test_a_config_without_a_class_gets_the_class_of_its_family(tmp_path):
+    assert pool.run(1, classes_written, str(tmp_path)) == [[["Qwen3ForCausalLM"]] * 2]
