@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mcore_bridge.config.class_names import class_in
 from mcore_bridge.config.fields import Field, Hf, to_mcore
 from mcore_bridge.config.rope import head_dim
 from mcore_bridge.config.rope_spelling import speaks_rope_parameters
@@ -177,7 +178,7 @@ def text_of(hf: "PretrainedConfig", composite: Composite) -> "PretrainedConfig":
     # transformers 5 reads this field from the composite; 4.57 and remote code read it from the text config
     decides = core if speaks_rope_parameters() and not composite.is_remote else inner
     text.tie_word_embeddings = bool(decides.tie_word_embeddings)
-    text.architectures = hf.architectures
+    text.architectures = class_in(hf)
     for name in (*_DTYPES, "quantization_config"):
         if getattr(hf, name, None) is not None:
             setattr(text, name, getattr(hf, name))

@@ -42,13 +42,23 @@ def classes_in_transformers(model_type: str) -> frozenset[str]:
     return frozenset(name for names in named for name in ([names] if isinstance(names, str) else names))
 
 
-def model_class(model_type: str) -> list[str] | None:
-    """The class with an LM head that the installed transformers has for a ``model_type``, as ``architectures``."""
+def model_class(model_type: str) -> str | None:
+    """The class with an LM head that the installed transformers has for a ``model_type``."""
     from transformers.models.auto import modeling_auto as auto
 
     texts, seeing = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    name = texts.get(model_type) or seeing.get(model_type)
-    return name and [name]
+    return texts.get(model_type) or seeing.get(model_type)
+
+
+def class_in(config: "PretrainedConfig") -> list[str] | None:
+    """The ``architectures`` of a config itself, since Qwen2-VL's of transformers 4 answer with their text's."""
+    names: list[str] | None = vars(config).get(_FIELD)
+    return names
+
+
+def set_class(config: "PretrainedConfig", name: str) -> None:
+    """Set the ``architectures`` of a config itself: the inverse of ``class_in``."""
+    vars(config)[_FIELD] = [name]
 
 
 def require_class(hf: "PretrainedConfig", known: Collection[str], also: Collection[str] = ()) -> None:

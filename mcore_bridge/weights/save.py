@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mcore_bridge.architecture import is_draft, read_draft, read_hf
 from mcore_bridge.arguments import COUNT, FLAG, accepts_former_names, require
-from mcore_bridge.config.class_names import stem_of
+from mcore_bridge.config.class_names import class_in, set_class, stem_of
 from mcore_bridge.config.quantization import Quantize
 from mcore_bridge.errors import CheckpointError, plural
 from mcore_bridge.rules.dtypes import Dtypes
@@ -349,10 +349,10 @@ def _config_of(specs: Manifest, provenance: Provenance) -> PretrainedConfig:
         biased = any(spec.name == "score.bias" for spec in specs)
         linear = "ForTokenClassification" if biased else "ForSequenceClassification"
         kind = "ForProcessRewardModel" if provenance.head == "process_reward" else linear
-        hf.architectures = [f"{_stem(hf)}{kind}"]
+        set_class(hf, f"{_stem(hf)}{kind}")
         hf.num_labels = score.shape[0]
-    if provenance.head == "none" and hf.architectures and _loses_head(provenance):
-        hf.architectures = [f"{_stem(hf)}Model"]
+    if provenance.head == "none" and class_in(hf) and _loses_head(provenance):
+        set_class(hf, f"{_stem(hf)}Model")
     return hf
 
 
@@ -365,4 +365,4 @@ def _loses_head(provenance: Provenance) -> bool:
 
 
 def _stem(hf: PretrainedConfig) -> str:
-    return stem_of((hf.architectures or [""])[0])
+    return stem_of((class_in(hf) or [""])[0])
