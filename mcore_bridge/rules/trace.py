@@ -20,6 +20,8 @@ from mcore_bridge.errors import MappingError
 from mcore_bridge.rules.layout import Axes, Chain, Layout, Rearrange
 
 Shape = tuple[int, ...]
+_PIECE = 1 << 22
+"""Coordinates that are compared at once. A table of n-grams may have 320 million rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +178,8 @@ def _line(shape: Shape, dim: int, start: int) -> Tensor:
     """Coordinates ``start, start + 1, ...`` along ``dim`` of ``shape``; the other dims stay whole and shrink to 1."""
     view = [1] * len(shape)
     view[dim] = shape[dim]
-    return torch.arange(start, start + shape[dim]).view(view)
+    end = start + shape[dim]
+    return torch.arange(start, end, dtype=torch.int32 if end < 1 << 31 else torch.int64).view(view)
 
 
 def line_starts(lengths: Sequence[int]) -> list[int]:
@@ -195,11 +198,17 @@ def _locate(value: int, lengths: list[int]) -> tuple[int, int]:
 
 def _runs(line: Tensor) -> Iterator[tuple[int, int, int]]:
     """``(position, coordinate, length)`` of each run of consecutive coordinates, without padding."""
-    breaks = (line[1:] - line[:-1] != 1).nonzero().flatten() + 1
-    edges = [0, *breaks.tolist(), len(line)]
+    edges = [0, *_breaks(line), len(line)]
     for start, stop in pairwise(edges):
         if start < stop and line[start]:
             yield start, int(line[start]), stop - start
+
+
+def _breaks(line: Tensor) -> Iterator[int]:
+    """Positions of coordinates that do not follow the one before. One piece of the line at a time needs memory."""
+    for start in range(0, len(line) - 1, _PIECE):
+        piece = line[start : start + _PIECE + 1]
+        yield from ((piece[1:] - piece[:-1] != 1).nonzero().flatten() + (start + 1)).tolist()
 
 
 def _strided(runs: Iterable[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int, int]]:

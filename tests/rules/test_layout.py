@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_bridge.errors import MappingError
+from mcore_bridge.rules import trace as rules_trace
 from mcore_bridge.rules.layout import (
     COLUMN,
     GATED_UP,
@@ -193,6 +194,13 @@ def test_positions_in_a_turned_tensor_with_steps(mistake):
         return check_positions(*problem)
     with MISTAKES[mistake], pytest.raises((AssertionError, IndexError)):
         check_positions(*problem)
+
+
+def test_runs_do_not_end_where_a_piece_of_a_long_line_ends(monkeypatch):
+    line = torch.tensor([2, 3, 4, 5, 9, 10, 0, 0, 20, 21, 22, 7, 8, 0])
+    for size in range(1, len(line) + 1):
+        monkeypatch.setattr(rules_trace, "_PIECE", size)
+        assert [*_runs(line)] == [(0, 2, 4), (4, 9, 2), (8, 20, 3), (11, 7, 2)]
 
 
 def test_a_trace_is_short():
