@@ -34,6 +34,7 @@ def fed_by_map(
     models: Any,
     states: Sequence[dict[str, Tensor]],
     read: Callable[[int], nn.Module],
+    quantize: Any = None,
 ) -> Mapped:
     """Map ``model``, then feed it each of ``states`` through the smallest buckets.
 
@@ -41,6 +42,7 @@ def fed_by_map(
         load: the engine's loader with all its later work.
         models: the trainer's models, which get the states one after the other.
         read: makes a model of the engine that its loader filled with the state of a round, from 1 on.
+        quantize: the format in which the weights leave.
     """
     loads = 0
 
@@ -49,14 +51,16 @@ def fed_by_map(
         loads += 1
         load(pairs)
 
-    plan = smallest_buckets(mb.manifest(models))
+    plan = smallest_buckets(mb.manifest(models, quantize=quantize))
     engine = mb.map_engine(plan, model, counted)
     made, wrong = loads, engine.map.problems()
     forget(model)
     with closing(mb.BufferRing(plan, "cpu")) as ring, closing(mb.Receiver(plan, ring.handles())) as receiver:
         for number, state in enumerate(states, 1):
             mb.load_hf_weights(models, state)
-            for bucket in ring.fill(mb.iter_hf_weights(models), acknowledged=lambda: None, in_flight=1):
+            for bucket in ring.fill(
+                mb.iter_hf_weights(models, quantize=quantize), acknowledged=lambda: None, in_flight=1
+            ):
                 receiver.copy_into(bucket.number, engine)
             receiver.finish()
             if number in LOOKED_AT:

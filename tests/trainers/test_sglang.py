@@ -188,13 +188,7 @@ def mapped(name: str, out: str, ep: bool) -> Mapped:
     dist.barrier()
     with sglang_engine.server(str(folders[0]), ep=ep) as server:
         served = server.read(str(folders[-1]))
-        updater = server.updater(served)
-
-        def load(pairs: Iterable[tuple[str, Tensor]]) -> None:
-            updater.begin_weight_update()
-            updater.update_weights_from_tensor(list(pairs))
-            updater.end_weight_update(run_post_load=False)
-
+        load = sglang_updates.update_by(server.updater(served))
         return fed_by_map(served, load, models, states, lambda number: server.read(str(folders[number - 1])))
 
 

@@ -214,16 +214,20 @@ def test_bits_that_an_engine_keeps_as_another_dtype_are_copied_without_a_cast():
 
 def test_a_number_that_a_loader_reads_out_of_a_weight_is_no_constant():
     """All drawn values of one seed have the same largest number. Another seed has another one."""
-    held = {"weight": torch.zeros(64, 48, dtype=torch.bfloat16), "most": torch.zeros(1), "least": torch.zeros(1)}
+    held = {name: torch.zeros(1) for name in ("most", "least", "half", "read")}
+    held["weight"] = torch.zeros(64, 48, dtype=torch.bfloat16)
 
     def load(pairs):
         for _, tensor in pairs:
             held["weight"].copy_(tensor)
             held["most"].fill_(float(tensor.float().abs().max()))
             held["least"].fill_(float(tensor.float().abs().min()))
+            held["read"].copy_(float(tensor.float().abs().max()))
+            held["half"].copy_(0.5)
 
     engine = mb.map_engine([TensorSpec("a", (64, 48), torch.bfloat16)], lambda: held, load)
-    assert [entry.tensor for entry in engine.map.uncovered] == ["most", "least"]
+    assert [entry.tensor for entry in engine.map.uncovered] == ["most", "least", "read"]
+    assert [fill.tensor for fill in engine.map.fills] == ["half"]
 
 
 def test_a_kept_map_is_proven_by_one_load(ring, caplog):

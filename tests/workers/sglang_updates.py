@@ -1,6 +1,6 @@
 """The calls by which a trainer passes its weights to SGLang's updater, and rounds of them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,17 @@ from mcore_bridge.rules.spec import aligned
 from tests.support.fusions import smallest_buckets
 from tests.support.mapped import differences, forget
 from tests.workers import sglang_engine
+
+
+def update_by(updater: Any) -> Callable[[Iterable[tuple[str, Tensor]]], None]:
+    """A whole update of SGLang, with all tensors in one call."""
+
+    def load(pairs: Iterable[tuple[str, Tensor]]) -> None:
+        updater.begin_weight_update()
+        updater.update_weights_from_tensor(list(pairs))
+        updater.end_weight_update(run_post_load=False)
+
+    return load
 
 
 def at_once(updater: Any, models: Any) -> None:

@@ -186,7 +186,10 @@ _Note = Callable[[Recorder, Sequence[Any], dict[str, Any], Any], None]
 
 
 def _note_copy(recorder: Recorder, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-    recorder._copy(args[0], args[1])
+    if isinstance(args[1], Tensor):
+        recorder._copy(args[0], args[1])
+    else:
+        _note_fill(recorder, args, kwargs, result)
 
 
 def _note_copies(recorder: Recorder, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
