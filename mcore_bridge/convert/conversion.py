@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import chain, groupby
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -47,6 +47,10 @@ class Conversion:
     units: tuple[Unit, ...]
     ignored: tuple[str, ...] = ()
     device: str = "cpu"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields alone: files that this process has opened, and all that was read from them, stay here."""
+        return {own.name: getattr(self, own.name) for own in fields(self)}
 
     @property
     def names(self) -> tuple[str, ...]:

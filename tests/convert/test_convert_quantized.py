@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -191,18 +192,23 @@ def test_a_conversion_that_cannot_encode_says_what_to_use(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("name", "plain"), [("qwen3_moe", True), ("gpt_oss", False)])
-def test_several_processes_decode_the_same_bytes(name: str, plain: bool, tmp_path: Path) -> None:
+def test_several_processes_write_the_same_bytes(name: str, plain: bool, tmp_path: Path) -> None:
     source(name, tmp_path / "quantized")
     options: dict[str, Any] = {"plain": plain, "file_bytes": 30_000, "on_event": quiet}
-    for folder, processes in (("one", 1), ("two", 2)):
-        converted = convert(tmp_path / "quantized", tmp_path / folder, num_processes=processes, **options)
-        assert len(converted.conversion.names) > 2
-    one, two = (
-        {path.name: path.read_bytes() for path in (tmp_path / folder).rglob("*.*") if path.name != ".metadata"}
-        for folder in ("one", "two")  # torch writes a random number into it
-    )
-    assert one
-    assert one == two
+    rounds = [("quantized", "one", None)]
+    rounds += [("one", "encoded", {"quant_method": "fp8", "weight_block_size": [8, 8]})] if plain else []
+    for given, target, quantize in rounds:
+        for processes in (2, 1):
+            folder = tmp_path / (target if processes == 1 else "two")
+            converted = convert(tmp_path / given, folder, num_processes=processes, quantize=quantize, **options)
+            assert len(converted.conversion.names) > 2
+        one, two = (
+            {path.name: path.read_bytes() for path in (tmp_path / folder).rglob("*.*") if path.name != ".metadata"}
+            for folder in (target, "two")  # torch writes a random number into it
+        )
+        assert one
+        assert one == two
+        shutil.rmtree(tmp_path / "two")
 
 
 def test_files_for_rlinf_are_plain(tmp_path: Path) -> None:
