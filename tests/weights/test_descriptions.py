@@ -33,6 +33,9 @@ def ends(name: str) -> list[str]:
     return [".".join(words[start:]) for start in range(len(words))]
 
 
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": -32}
+
+
 @pytest.mark.parametrize(
     ("note", "messages"),
     [
@@ -42,6 +45,12 @@ def ends(name: str) -> list[str]:
         ({**FP8, "ignore": ["re:["]}, [r"the pattern 're:\[', correct it: "]),
         ({**FP8, "activation_scheme": "static", "fmt_": 1}, ["field 'fmt_'", "'static' .pass 'dynamic'. needs scales"]),
         ({**FP8, "weight_block_size": [8]}, [r"two positive whole numbers, found \[8\]. Correct it"]),
+        ({**FP8, "weight_block_size": [True, True]}, [r"two positive whole numbers, found \[True, True\]"]),
+        (
+            {**FP8, "scale_fmt": "UE8M0", "ignored_layers": [3]},
+            ["found scale_fmt='UE8M0', pass 'ue8m0'", r"=\[3\], pass a"],
+        ),
+        ({**COMPRESSED, "config_groups": {"all": {"weights": INT4}}}, [r"int of 4 bits by group \(group_size=-32"]),
         ({"quantization": {"quant_algo": "NVFP4"}}, ["quant_algo='NVFP4' .pass 'W4A16_NVFP4'."]),
         ({"quant_algo": "fp8"}, ["quant_algo='FP8' .pass 'FP8_PER_CHANNEL_PER_TOKEN'."]),
         (

@@ -62,6 +62,8 @@ _KNOWN = (
     *("weight_per_tensor", "act_per_tensor"),
 )
 """Fields of published configs that change nothing of the codes, or that are read."""
+_SCALES = (None, "float", "ue8m0")
+"""The values of ``scale_fmt`` that transformers and engines know."""
 _INSTEAD = {"FP8": "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4": "W4A16_NVFP4"}
 """Algorithms of ModelOpt that need scales of activations, each with an algorithm that does not."""
 
@@ -212,7 +214,8 @@ def read_description(note: Mapping[str, Any]) -> Quantization:
     except NotReadError as error:
         raise ConfigError(f"the quantization_config of quantize= cannot be used: {error.said}. Correct it") from None
     assert quantization is not None
-    if wrong := [*_unknown(note), *_modules(fields_of(note), quantization), *_static(fields_of(note))]:
+    fields = fields_of(note)
+    if wrong := [*_unknown(note), *_powers(fields), *_modules(fields, quantization), *_static(fields)]:
         raise ConfigError(f"quantize must describe codes and scales of weights alone: {'; '.join(wrong)}")
     return quantization
 
@@ -224,11 +227,17 @@ def _unknown(note: Mapping[str, Any]) -> Iterator[str]:
             yield f"found the unknown field {name!r}{f' (is it {near[0]!r}?)' if near else ''}, correct or remove it"
 
 
+def _powers(fields: Mapping[str, Any]) -> Iterator[str]:
+    if (given := fields.get("scale_fmt")) not in _SCALES:
+        yield f"found scale_fmt={given!r}, pass 'ue8m0' (powers of two) or 'float'"
+
+
 def _modules(fields: Mapping[str, Any], quantization: Quantization) -> Iterator[str]:
     """What is wrong with lists of modules."""
     for name in LISTS:
-        if not isinstance(fields.get(name) or [], list | tuple):
-            yield f"found {name}={fields[name]!r}, pass a list of names"
+        names = fields.get(name) or []
+        if not isinstance(names, list | tuple) or not all(isinstance(module, str) for module in names):
+            yield f"found {name}={names!r}, pass a list of names"
     for pattern in (*quantization.left_out, *quantization.targets):
         try:
             _regex(pattern)
