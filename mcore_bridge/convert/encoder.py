@@ -20,7 +20,7 @@ from mcore_bridge.rules.mapping import unstacked
 from mcore_bridge.rules.scheme import Scheme
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.files.sidecars import copy_note, describe_quantization
-from mcore_bridge.weights.sent.encoding import encoded_tensors
+from mcore_bridge.weights.sent.encoding import encoded_tensors, joined_with
 from mcore_bridge.weights.source.weight_format import WeightFormat, weight_format
 
 
@@ -126,7 +126,7 @@ class Encoder:
         return (plain.numel, *(0 for _ in self.specs(plain)[1:]))
 
     def pieces(
-        self, form: WeightFormat, matrix: Matrix, tensor: Tensor, device: str
+        self, form: WeightFormat, matrix: Matrix, tensor: Tensor, device: str, largest: Callable[[str], Tensor]
     ) -> Iterator[tuple[str, int, Tensor]]:
         """Yield what is written of a matrix: a name, the byte at which a piece starts, and the bytes on the CPU.
 
@@ -135,10 +135,12 @@ class Encoder:
             matrix: the place of the matrix.
             tensor: its numbers.
             device: where codes and scales are made.
+            largest: the largest magnitude of another weight, [] of fp32.
         """
         name = matrix.name if matrix.number is None else f"{matrix.name}[{matrix.number}]"
         numbers = tensor.to(device) if matrix.name in self.scheme.held else tensor
-        for numbered, made in encoded_tensors(name, numbers, self.scheme, form, stack=matrix.stack):
+        joined = {other: largest(other).to(device) for other in joined_with(name, self.scheme)}
+        for numbered, made in encoded_tensors(name, numbers, self.scheme, form, stack=matrix.stack, joined=joined):
             written, index = unstacked(numbered)
             flat = made.to("cpu", self.dtypes.get(written, made.dtype)).contiguous().flatten().view(torch.uint8)
             yield written, (index or 0) * flat.nbytes, flat

@@ -98,7 +98,23 @@ class ToEncoded(ToPlain):
         matrices = _of_size(self.pieces(spec), math.prod(spec.shape[-2:]))
         for index, numbers in enumerate(matrices):
             matrix = Matrix(spec.name, index if experts else None, experts)
-            yield from self.encoder.pieces(self._form, matrix, numbers.view(spec.shape[-2:]), self.device)
+            shaped = numbers.view(spec.shape[-2:])
+            yield from self.encoder.pieces(self._form, matrix, shaped, self.device, self._largest)
+
+    @cached_property
+    def _by_name(self) -> Mapping[str, TensorSpec]:
+        return {spec.name: spec for spec in self.specs}
+
+    @cached_property
+    def _known(self) -> dict[str, Tensor]:
+        return {}
+
+    def _largest(self, name: str) -> Tensor:
+        """The largest magnitude of a weight, [] of fp32."""
+        if name not in self._known:
+            pieces = self.pieces(self._by_name[name])
+            self._known[name] = torch.stack([piece.float().abs().amax() for piece in pieces]).amax()
+        return self._known[name]
 
 
 def _of_size(pieces: Iterable[Tensor], size: int) -> Iterator[Tensor]:

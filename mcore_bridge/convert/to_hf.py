@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -120,9 +120,25 @@ class ToHF(ModelConversion):
                 for part, tensor in self.parts(param):
                     for name in (part.name, *(entry.copies if part == parts_of(entry)[0] else ())):
                         matrix = Matrix(name, part.index, entry.stack)
-                        for written, start, flat in self.encoder.pieces(form, matrix, tensor, self.device):
+                        pieces = self.encoder.pieces(form, matrix, tensor, self.device, self._largest)
+                        for written, start, flat in pieces:
                             writer.write(written, start, flat)
                             progress(flat.nbytes)
+
+    @cached_property
+    def _params(self) -> Mapping[str, int]:
+        return {part.name: number for number, entry in enumerate(self.model.entries) for part in parts_of(entry)}
+
+    @cached_property
+    def _known(self) -> dict[str, Tensor]:
+        return {}
+
+    def _largest(self, name: str) -> Tensor:
+        """The largest magnitude of an HF tensor that is no stack, [] of fp32."""
+        if name not in self._known:
+            own = self.parts(self._params[name])
+            self._known.update((part.name, tensor.float().abs().amax()) for part, tensor in own)
+        return self._known[name]
 
     def parts(self, number: int) -> Iterator[tuple[HFSlice, Tensor]]:
         """Yield the parts of a parameter that belong to its HF tensors."""

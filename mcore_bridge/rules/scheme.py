@@ -41,6 +41,14 @@ _GROUPS = {"nvfp4": 16, "mxfp4": 32}
 """Columns that share a scale, where a format has one size."""
 _BESIDE = (".scale", ".qscale_weight")
 """Suffixes of companions that replace ``.weight``."""
+_JOINED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "linear_gate", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("wq_a", "wkv"),
+)
+"""Linear layers that engines run as one matrix."""
 _PARTS = (*_COMPANIONS, *_BESIDE, *_UNUSED, "_blocks", "_packed")
 _PART_DTYPES = (*_CODES, torch.uint8, torch.int8)
 """Suffixes and dtypes of all tensors that may be parts of encoded weights."""
@@ -144,6 +152,19 @@ def _shared_words(name: str, other: str) -> int:
     """With how many equal words two names begin."""
     pairs = zip(name.split("."), other.split("."), strict=False)
     return sum(1 for _ in takewhile(lambda words: words[0] == words[1], pairs))
+
+
+def joined_names(name: str) -> tuple[str, ...]:
+    """The names of the weights that engines run as one matrix with a weight, itself among them.
+
+    Such a matrix has one overall number. vLLM takes the largest of the files, and SGLang refuses others.
+
+    >>> joined_names("model.layers.0.mlp.up_proj.weight")[::2]
+    ('model.layers.0.mlp.gate_proj.weight', 'model.layers.0.mlp.up_proj.weight')
+    """
+    *path, module, tensor = name.split(".")
+    modules = next((own for own in _JOINED if module in own), (module,))
+    return tuple(".".join((*path, own, tensor)) for own in modules)
 
 
 def unreadable(problems: list[str]) -> CheckpointError:

@@ -36,7 +36,7 @@ from mcore_bridge.weights.files.hf_folder import shard_names
 from mcore_bridge.weights.load import load_as
 from mcore_bridge.weights.model_chunks import chunks_of
 from mcore_bridge.weights.provenance import provenance_of
-from mcore_bridge.weights.sent.encoding import encoded_tensors
+from mcore_bridge.weights.sent.encoding import encoded_tensors, joined_with
 from mcore_bridge.weights.source.weight_format import is_linear, weight_format
 
 if TYPE_CHECKING:
@@ -211,11 +211,13 @@ def _encoded(pairs: list[Named], stack: int, folder: str, note: Mapping[str, Any
         TensorSpec(name, tuple(tensor.shape) if number is None else (stack, *tensor.shape), tensor.dtype)
         for (name, number), tensor in whole.items()
     )
-    return [
-        pair
-        for name, tensor in pairs
-        for pair in encoded_tensors(name, tensor, scheme, form, stack=0 if unstacked(name)[1] is None else stack)
-    ]
+    given = dict(pairs)
+    encoded: list[Named] = []
+    for name, tensor in pairs:
+        experts = 0 if unstacked(name)[1] is None else stack
+        joined = {other: given[other].float().abs().amax() for other in joined_with(name, scheme)}
+        encoded += encoded_tensors(name, tensor, scheme, form, stack=experts, joined=joined)
+    return encoded
 
 
 @dataclass(slots=True)

@@ -4,7 +4,8 @@ No code of the library is used: scales are repeated over their blocks, and nibbl
 """
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,32 @@ class Mixed(Format):
     def _halves(self, state: State) -> tuple[State, State]:
         theirs = {name: tensor for name, tensor in state.items() if self.is_other(name)}
         return {name: tensor for name, tensor in state.items() if name not in theirs}, theirs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined(Format):
+    """A format with one overall number for all weights that engines join into one matrix.
+
+    Attributes:
+        beside: the format of weights whose largest magnitude is given.
+    """
+
+    beside: Callable[[Tensor], Format]
+
+    def files(self, state: State) -> State:
+        return {name: part for form, own in self._joined(state) for name, part in form.files(own).items()}
+
+    def decoded(self, state: State, dtype: torch.dtype) -> State:
+        return {name: part for form, own in self._joined(state) for name, part in form.decoded(own, dtype).items()}
+
+    def _joined(self, state: State) -> Iterator[tuple[Format, State]]:
+        groups: dict[str, State] = {}
+        for name, tensor in state.items():
+            key = re.sub(r"\.([qkv]|gate|up|q_a)_proj\.|\.kv_a_proj_with_mqa\.", ".joined.", name)
+            groups.setdefault(key, {})[name] = tensor
+        for own in groups.values():
+            most = torch.stack([tensor.float().abs().amax() for tensor in own.values()]).amax()
+            yield replace(self.beside(most), quantizes=self.quantizes), own
 
 
 def write(hf: Any, form: Format, folder: Path, *, dtype: torch.dtype = torch.float32) -> tuple[State, State]:
@@ -267,7 +294,7 @@ def deepseek_v4() -> Format:
 
 def deepseek_v4_by_nvidia() -> Format:
     """NVIDIA's release of DeepSeek V4: experts in NVFP4, but experts of MTP layers in MXFP4."""
-    own, experts = deepseek_v4(), nvfp4("modelopt")
+    own, experts = deepseek_v4(), nvfp4_alone("modelopt")
     note = {**(own.note or {}), "quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4"}
     is_other = lambda name: name.startswith("mtp.")  # noqa: E731
     both = Mixed(None, experts.encode, experts.decode, other=mxfp4_in_matrices(), is_other=is_other)
@@ -359,12 +386,18 @@ def int4(group: int) -> Format:
 
 def nvfp4(owner: str) -> Format:
     """NVFP4 of compressed-tensors, whose global scale divides, or of ModelOpt, whose global scale multiplies."""
+    alone = nvfp4_alone(owner)
+    return Joined(alone.note, alone.encode, alone.decode, beside=lambda most: nvfp4_alone(owner, most))
+
+
+def nvfp4_alone(owner: str, most: Tensor | None = None) -> Format:
+    """NVFP4 with a global scale by the largest magnitude of each weight, or by a given one."""
     divides = owner == "compressed-tensors"
     codes_name = ".weight_packed" if divides else ".weight"
     overall_name = ".weight_global_scale" if divides else ".weight_scale_2"
 
     def encode(weight: Tensor) -> State:
-        overall = weight.float().abs().amax() / (6 * 448)
+        overall = (weight.float().abs().amax() if most is None else most) / (6 * 448)
         scales = (amax(weight, (1, 16)) / 6 / overall).to(torch.float8_e4m3fn)
         values = weight.float() / (spread(scales.float(), (1, 16), weight.shape) * overall)
         nearest = values[..., None].sub(LUT).abs().argmin(-1)
@@ -405,7 +438,7 @@ def modelopt_mixed() -> Format:
     }
     layers = {f"model.layers.{number}.{name}": each for number in range(4) for name, each in algorithms.items()}
     note = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
-    one, other = modelopt_fp8(), nvfp4("modelopt")
+    one, other = modelopt_fp8(), nvfp4_alone("modelopt")
     return Mixed(note, one.encode, one.decode, other=other, is_other=lambda name: ".mlp." in name)
 
 

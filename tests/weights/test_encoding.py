@@ -9,6 +9,7 @@ import json
 import math
 import re
 import weakref
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -29,6 +30,7 @@ from mcore_bridge.convert.convert import convert
 from mcore_bridge.engines import EngineWorker
 from mcore_bridge.errors import ConfigError, ExportError, MappingError, TargetError, TransferError
 from mcore_bridge.rules.codec import codes_of, divided, scales_of
+from mcore_bridge.rules.scheme import joined_names
 from mcore_bridge.weights.agreement import open_plain
 from mcore_bridge.weights.engine import across_ranks
 from mcore_bridge.weights.engine import writer as writing
@@ -38,9 +40,10 @@ from mcore_bridge.weights.sent import encoded_shard, encoding
 from mcore_bridge.weights.sent.encoded_shard import as_bytes
 from mcore_bridge.weights.sent.launches import EncodeLaunch, ShardEncoder
 from mcore_bridge.weights.source.source import open_source
-from mcore_bridge.weights.source.weight_format import WeightFormat
+from mcore_bridge.weights.source.weight_format import WeightFormat, is_linear
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.copier import Buffers, Made, RowPlaces
+from tests import zoo
 from tests.support import pool, quantized
 from tests.support.conversions import quiet
 from tests.support.quantized import Format, deepseek
@@ -531,8 +534,69 @@ def test_new_scales_are_those_of_whole_tensors(name: str, tmp_path: Path) -> Non
         for each, tensor in decoded.items():
             own = source[each].to(tensor.dtype)
             assert (own.float() - tensor.float()).abs().max() <= tensor.float().abs().max() / 6, each
+        for each in (name for name in expected if name.endswith(("weight_scale_2", "weight_global_scale"))):
+            torch.testing.assert_close(found[each], expected[each], rtol=1e-6, atol=0)
     else:
         assert differing(found, expected) == []
+
+
+def grown(folder: str, module: str) -> Any:
+    """On one rank: an export as published after the numbers of one module of the last layer have grown fourfold."""
+    dims = mb.ParallelDims(tp=2, sp=True, pp=2)
+    dims.initialize(device="cpu")
+    models = mb.build_model(folder, dims=dims, device="cpu", dtype=torch.bfloat16)
+    state = mb.to_hf_state_dict(models)
+    (name,) = (name for name in state if name.endswith(f".3.self_attn.{module}.weight"))
+    mb.load_hf_weights(models, {**state, name: 4 * state[name]})
+    return bits(mb.iter_hf_weights(models, quantize="as_published"))
+
+
+@pytest.mark.parametrize(
+    ("model", "module", "joined"),
+    [("llama", "k_proj", ("q_proj", "v_proj")), ("deepseek_v3", "q_a_proj", ("kv_a_proj_with_mqa",))],
+)
+def test_weights_that_engines_join_have_one_overall_number(
+    model: str, module: str, joined: tuple[str, ...], tmp_path: Path
+) -> None:
+    """If the number of the files is too small for one of them, all get a new one. A conversion does the same."""
+    sizes = {"hidden_size": 64, "intermediate_size": 32}
+    sizes |= {"kv_lora_rank": 32, "q_lora_rank": 32, "v_head_dim": 16} if model == "deepseek_v3" else {}
+    note = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}
+    form = dataclasses.replace(quantized.nvfp4("modelopt"), note=note)
+    files, plain = quantized.write(family(model, **sizes)(), form, tmp_path / "published", dtype=torch.bfloat16)
+    found = tensors_of(pool.run(4, grown, str(tmp_path / "published"), module)[0])
+    (name,) = (name for name in plain if name.endswith(f".3.self_attn.{module}.weight"))
+    changed = {*joined, module}
+    parts = {each for each in differing(found, files) if not each.endswith(".input_scale")}
+    assert {each.split(".")[-2] for each in parts} == changed
+    assert all(each.startswith("model.layers.3.self_attn.") for each in parts)
+    stem = name.removesuffix(f"{module}.weight")
+    numbers = [found[f"{stem}{each}.weight_scale_2"].item() for each in changed]
+    assert numbers == [numbers[0]] * len(changed) != [files[f"{name}_scale_2"].item()] * len(changed)
+
+    config = (tmp_path / "published" / "config.json").read_text()
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "config.json").write_text(json.dumps({**json.loads(config), "quantization_config": None}))
+    save_file({**plain, name: 4 * plain[name]}, tmp_path / "plain" / "model.safetensors")
+    convert(tmp_path / "plain", tmp_path / "one", plain=True, quantize=tmp_path / "published", on_event=quiet)
+    convert(tmp_path / "plain", tmp_path / "dist", on_event=quiet)
+    options = {"hf": tmp_path / "plain", "quantize": tmp_path / "published"}
+    convert(tmp_path / "dist", tmp_path / "two", on_event=quiet, **options)
+    for folder in ("one", "two"):
+        converted = [load_file(path) for path in (tmp_path / folder).glob("*.safetensors")]
+        assert differing(dict(ChainMap(*converted)), found) == []
+
+
+def test_all_names_that_a_linear_parameter_joins_are_known() -> None:
+    cases = {case.model_type: case for case in zoo.described().values()}
+    joined = {
+        rule.hf
+        for case in cases.values()
+        for rule in mb.mapping(case.hf).rules
+        if len(rule.hf) > 1 and is_linear(rule.mcore)
+    }
+    assert len(joined) > 4
+    assert [names for names in joined if len(set(map(joined_names, names))) > 1] == []
 
 
 def in_turn(folder: str) -> list[list[str]]:

@@ -23,6 +23,7 @@ from mcore_bridge.rules.codec import (
 )
 from mcore_bridge.rules.encoded import Encoded
 from mcore_bridge.rules.mapping import unstacked
+from mcore_bridge.rules.scheme import joined_names
 from mcore_bridge.rules.trace import Trace
 from mcore_bridge.weights.plan.encoded_entries import cells_of, upright_of
 from mcore_bridge.weights.plan.inventory import EncodedPart, Role
@@ -48,6 +49,13 @@ def _numel(traced: Trace) -> int:
     return rows * columns
 
 
+def largest_of(roles: Mapping[Role, EncodedPart], agreed: Tensor) -> dict[str, Tensor]:
+    """The largest magnitudes of the parts with an overall number, by plain names, in what holders agreed on."""
+    if (overall := roles.get("overall")) is None:
+        return {}
+    return {overall.plain.hf[number]: agreed[own - len(overall.parts)] for own, number in enumerate(overall.parts)}
+
+
 @dataclass(eq=False)
 class EncodedShard:
     """The codes and scales of one shard, each made when it is needed.
@@ -59,6 +67,8 @@ class EncodedShard:
         merge: merges adapters into it; None: there are none.
         form: the format in which weights leave.
         agreed: what all holders of the weight agreed on; see ``partial``.
+        largest: by plain names, the largest magnitudes of the parts that have an overall number, and of all weights
+            that engines join with them.
         ready: what is made and not yet sent.
     """
 
@@ -68,6 +78,7 @@ class EncodedShard:
     merge: Merge | None
     form: WeightFormat
     agreed: Tensor | None = None
+    largest: Mapping[str, Tensor] = field(default_factory=dict)
     ready: dict[Role, Tensor] = field(default_factory=dict)
 
     def values(self) -> Tensor:
@@ -123,14 +134,18 @@ class EncodedShard:
 
     def overall(self) -> Tensor:
         """The overall number of each part."""
-        assert self.agreed is not None
-        part = self.roles["overall"]
-        amax = self.agreed[-len(part.encodings) :]
-        fresh = new_overall(self._codec, amax)
+        return torch.stack([self._overall_of(self._part.plain.hf[number]) for number in self._part.parts])
+
+    def _overall_of(self, name: str) -> Tensor:
+        """The files' number, if the numbers of all joined weights are enough. Otherwise a new one for all."""
+        joined = [other for other in joined_names(name) if other in self.largest]
+        amax = torch.stack([self.largest[other] for other in joined])
+        fresh = new_overall(self._codec, amax.amax())
         if not self.is_kept:
             return fresh
-        kept = self._kept_overall(amax.device)
-        return torch.where(is_overall_enough(self._codec, amax, kept), kept, fresh)
+        numbers = [self.form.files[unstacked(other)[0]].overall for other in joined]
+        kept = torch.cat([own.view(1) for own in numbers if own is not None]).to(amax.device, torch.float32)
+        return torch.where(is_overall_enough(self._codec, amax, kept).all(), kept[joined.index(name)], fresh)
 
     def _kept_overall(self, device: torch.device) -> Tensor:
         """The overall number of each part in the files, fp32."""

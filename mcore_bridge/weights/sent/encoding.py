@@ -19,13 +19,13 @@ from torch import Tensor
 
 from mcore_bridge.errors import ExportError
 from mcore_bridge.rules.mapping import unstacked
-from mcore_bridge.rules.scheme import Scheme
+from mcore_bridge.rules.scheme import Scheme, joined_names
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.plan.boxes import RowSizes
 from mcore_bridge.weights.plan.encoded_entries import encoded_entries, whole_trace
 from mcore_bridge.weights.plan.inventory import EncodedPart, ParamEntry, Role
 from mcore_bridge.weights.sent.block_geometry import Blocks
-from mcore_bridge.weights.sent.encoded_shard import EncodedShard, num_shared
+from mcore_bridge.weights.sent.encoded_shard import EncodedShard, largest_of, num_shared
 from mcore_bridge.weights.sent.launches import EncodeLaunch, KernelShard, ShardEncoder, runs_kernel
 from mcore_bridge.weights.source.weight_format import WeightFormat
 from mcore_bridge.weights.transfer.collectives import Group
@@ -73,9 +73,11 @@ def encode_shards(program: Program, group: Group, held: Held, form: WeightFormat
                 own.copy_(shards[key].partial())
     if len(shared):
         shared = group.maximum(shared).to(device)
+        largest: dict[str, Tensor] = {}
         for key, own in zip(prepared.shared, shared.split([*prepared.shared.values()]), strict=True):
+            largest |= largest_of(prepared.weights[key].roles, own)
             if key in shards:
-                shards[key].agreed = own
+                shards[key].agreed, shards[key].largest = own, largest
     merges = dict(held.merges)
     for sent, (key, part) in prepared.others if encoder is not None else prepared.sent.items():
         if part.constant is not None:
@@ -195,7 +197,13 @@ _PREPARED: WeakKeyDictionary[Program, _Prepared] = WeakKeyDictionary()
 
 
 def encoded_tensors(
-    name: str, weight: Tensor, scheme: Scheme, form: WeightFormat, *, stack: int = 0
+    name: str,
+    weight: Tensor,
+    scheme: Scheme,
+    form: WeightFormat,
+    *,
+    stack: int = 0,
+    joined: Mapping[str, Tensor] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Encode one whole weight: the names and tensors of its codes and scales, or the weight if ``scheme`` lacks it.
 
@@ -203,6 +211,7 @@ def encoded_tensors(
         name: its plain name; of an expert in a stack with its number, as ``weight[3]``. The results then have it, too.
         weight: the numbers of the weight, or of this expert.
         stack: the number of experts in the stack; 0 for other weights.
+        joined: the largest magnitudes of other weights that engines join with this one; see ``joined_with``.
     """
     if (encoding := scheme.held.get(unstacked(name)[0])) is None:
         yield name, weight
@@ -223,11 +232,19 @@ def encoded_tensors(
         shard = EncodedShard(roles, 0, weight, None, form)
         if num_shared(roles):
             shard.agreed = shard.partial()
+            shard.largest = {**largest_of(roles, shard.agreed), **(joined or {})}
         ready = {role: shard.made(role) for role in roles}
     for of in entries:
         assert of.encoded is not None
         sent = _constant(form, of.encoded, weight) if of.encoded.constant else ready[of.encoded.role]
         yield of.hf[0], sent.view(of.shape_of(0))
+
+
+def joined_with(name: str, scheme: Scheme) -> list[str]:
+    """The other weights that have one overall number with a weight, if its encoding has such a number."""
+    held = scheme.held
+    alike = [other for other in joined_names(name) if other in held and held[other].overall is not None]
+    return [other for other in alike if other != name] if name in alike else []
 
 
 def _constant(form: WeightFormat, part: EncodedPart, held: Tensor) -> Tensor:
