@@ -256,6 +256,7 @@ def load_checkpoint(
 
     world = Group(None)
     with raise_on_all(world, f"{folder} was not read, and the models were not changed"):
+        require(CheckpointError, strict=(strict, FLAG))
         chunks, provenance = all_chunks_of(models), provenance_on(models, hf, head)
         _require_ready(chunks, part, optimizer)
         checkpoint = TorchDistFolder.open(folder)
