@@ -324,9 +324,14 @@ def _is_size(value: object) -> bool:
     return is_count(value) and value <= LARGEST
 
 
+def _is_share(value: object) -> bool:
+    return is_number(value) and 0 <= value <= 1
+
+
 _RANGES: dict[str, tuple[str, Callable[[object], bool]]] = {
     **dict.fromkeys(SIZES, (f"a whole number from 1 to {LARGEST}", _is_size)),
     "qk_pos_emb_head_dim": (f"a whole number from 0 to {LARGEST}", lambda value: value == 0 or _is_size(value)),
+    **dict.fromkeys(("attention_dropout", "hidden_dropout", "embedding_dropout"), ("a number from 0 to 1", _is_share)),
     "moe_router_topk_scaling_factor": ("a number other than 0, which megatron-core reads as no factor", bool),
     "logit_divisor": ("a number other than 0", bool),
     "softmax_scale": ("a number above 0, as kernels need", lambda value: is_number(value) and value > 0),

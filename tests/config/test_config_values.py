@@ -104,6 +104,11 @@ def test_a_value_of_another_type_is_refused(name: str, value: object, expected: 
         ("falcon_h1", {"hidden_size": -1}, "hidden_size=-1 must give a whole number from 1 to 2147483647, found -1"),
         ("granitemoehybrid", {"mamba_d_conv": 0}, "mamba_d_conv=0 must give .*, found 0 as .*mamba_conv_kernel"),
         ("granitemoehybrid", {"mamba_d_state": 2**31}, "mamba_d_state=2147483648 must give a whole number"),
+        (
+            "phi3",
+            {"attention_dropout": -0.1, "resid_pdrop": 1.5},
+            "attention_dropout=-0.1 must give a number from 0 to 1, .*\n.*resid_pdrop=1.5 must give a number",
+        ),
         ("deepseek_v3", {"routed_scaling_factor": 0.0}, "routed_scaling_factor=0.0 must give a number other than 0, "),
         ("glm4_moe", {"topk_group": 0}, "topk_group must be a positive whole number, found 0"),
         ("deepseek_v2", {"topk_group": 0}, "topk_group must be a positive whole number, found 0"),
