@@ -10,6 +10,7 @@ from transformers import CONFIG_MAPPING
 
 import mcore_bridge as mb
 from mcore_bridge.config.fields import to_mcore
+from mcore_bridge.config.tables.linear_attention import LOW_RANK_KDA
 from mcore_bridge.config.tables.moe import number
 from mcore_bridge.config.tables.scales import softcap
 from mcore_bridge.config.transformer import to_transformer_config
@@ -232,6 +233,21 @@ def test_a_list_of_equal_numbers_is_that_number() -> None:
         assert field.to_mcore({"moe_topk": [8] * num_layers, "num_hidden_layers": num_layers}) == {"moe_router_topk": 8}
     with pytest.raises(ConfigError, match="moe_topk must be"):
         field.to_mcore({"moe_topk": [8, 8, 4], "num_hidden_layers": 3})
+
+
+@pytest.mark.parametrize(
+    ("lists", "message"),
+    [
+        ({"full_attn_layers": [1]}, "have kda_layers, too, as transformers ignores one list of layers alone, found"),
+        ({"full_attn_layers": [1], "kda_layers": [1, 2]}, r"agree with .*'kda_layers': \[1, 2\]}, found"),
+    ],
+)
+def test_lists_of_layers_of_kimi_must_be_complete(lists: Json, message: str) -> None:
+    sizes = {"linear_head_dim": 8, "linear_num_heads": 2, "linear_conv_kernel_dim": 4}
+    hf = {**sizes, "layer_types": ["linear_attention"] * 2}
+    LOW_RANK_KDA[0].to_mcore(hf)
+    with pytest.raises(ConfigError, match=f"linear_attn_config must {message}"):
+        LOW_RANK_KDA[0].to_mcore({**hf, "linear_attn_config": lists})
 
 
 @pytest.mark.parametrize(("how", "is_refused"), [("softmax", False), ("sigmoid", True)])
