@@ -286,7 +286,7 @@ def load_checkpoint(
         if optimizer is not None:
             of_optimizer["optimizer"] = optimizer.sharded_state_dict(_parts(state), is_loading=True, metadata=metadata)
         buffered = Buffered(state)
-    with raise_on_all(world, f"{checkpoint.path} was not read, or in part"), without_code():
+    with raise_on_all(world, f"{checkpoint.path} was not read, or in part"), checkpoint.reading():
         loaded = dist_checkpointing.load(state | of_optimizer, str(checkpoint.path))
         sources.require_unchanged()
     buffered.quantize(loaded, has_masters=optimizer is not None)
