@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mcore_bridge.arguments import FormerName
 from mcore_bridge.errors import CheckpointError, plural
-from mcore_bridge.rules.dtypes import Dtypes, dtype_name, is_exact, wanted_dtype
+from mcore_bridge.rules.dtypes import Dtypes, dtype_name, has_overflown, is_exact, wanted_dtype, warn_of_overflow
 from mcore_bridge.rules.encoded import Encoded, EncodedSlice, Weight
 from mcore_bridge.rules.mapping import unstacked
 from mcore_bridge.rules.names import expert_of, foreign_prefix, kind_of, mtp_layer_of
@@ -271,6 +271,8 @@ class Load:
         return own if is_exact(own, use.tensor.dtype) else wanted_dtype(name, own, self.dtype)
 
     def report(self) -> LoadReport:
-        """The report of a finished load."""
+        """The report of a finished load. It warns of infinite numbers that casts have made."""
+        held = {use.mcore: use.tensor for name in self.cast for use in self._uses_of(name)}
+        warn_of_overflow([name for name, tensor in held.items() if has_overflown(tensor)])
         read = tuple(name for name in self.uses if name in self.first or name in self.seen)
         return replace(self._names, num_tensors=len(read), num_bytes=self.num_bytes, cast=self.cast)

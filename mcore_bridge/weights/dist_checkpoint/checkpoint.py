@@ -19,7 +19,7 @@ import torch
 
 from mcore_bridge.arguments import COUNT, FLAG, MAPPING, require
 from mcore_bridge.errors import CheckpointError, describe
-from mcore_bridge.rules.dtypes import DtypeLike, as_dtype
+from mcore_bridge.rules.dtypes import DtypeLike, as_dtype, has_overflown, warn_of_overflow
 from mcore_bridge.weights.bound import provenance_on
 from mcore_bridge.weights.dist_checkpoint.adapter_shards import (
     ADAPTERS,
@@ -296,6 +296,8 @@ def load_checkpoint(
         length = len(getattr(optimizer, "chained_optimizers", [optimizer]))
         optimizer.load_state_dict(fit_chain(loaded.pop("optimizer"), length))
     note_source(chunks, checkpoint.path)
+    if check.cast:
+        warn_of_overflow([name for name, tensor in held_tensors(chunks).items() if has_overflown(tensor)])
     return CheckpointReport(checkpoint.path, loaded.get(_OURS, loaded), check.cast, missing, unexpected)
 
 
