@@ -96,6 +96,8 @@ def require_runnable(chunk: GPTModel, *, packed: bool, learns: bool) -> None:
 
 def require_drafts(chunk: GPTModel, drafts: Sequence[nn.Module], steps: int, *, learns: bool, has_images: bool) -> None:
     """Refuse draft heads that cannot run beside the model of a chunk, or whose gradients would stay incomplete."""
+    if not drafts and steps > 1:
+        raise BatchError(f"draft_steps must be 1 without drafts, found {steps}: pass drafts, or leave draft_steps out")
     if not drafts:
         return
     problems = [problem] if (problem := problem_of(chunk, drafts, steps)) else []

@@ -201,7 +201,7 @@ def to_mcore(table: tuple[Field, ...], hf: Hf) -> dict[str, object]:
     for entry in table:
         try:
             values.append(entry.to_mcore(hf))
-            problems.extend(size_problems(hf, entry.names, values[-1]))
+            require_ranges(hf, entry.names, values[-1])
         except ConfigError as error:
             problems.append(str(error))
         except Exception as error:  # an unexpected error means a value of another kind
@@ -239,9 +239,9 @@ def to_hf(table: tuple[Field, ...], mcore: Mcore) -> dict[str, object]:
         ) from None
 
 
-def count(hf: Hf, name: str) -> int:
-    """The value of field ``name``, which must be a positive whole number: a size or a count."""
-    value = hf.get(name)
+def count(hf: Hf, name: str, unset: int | None = None) -> int:
+    """The value of field ``name``, or ``unset`` for None. It must be a positive whole number: a size or a count."""
+    value = unset if hf.get(name) is None else hf[name]
     if not is_count(value):
         raise ConfigError(f"{name} must be a positive whole number, found {shown(value)}.")
     return value
@@ -318,18 +318,36 @@ SIZES = frozenset(
     }
 )
 """The mcore names that are sizes or counts. If a model has the name, it must be positive."""
-MAY_BE_ZERO = frozenset({"qk_pos_emb_head_dim"})
-"""Names among these that may also be 0: a part of heads that some models lack."""
 
 
-def size_problems(hf: Mapping[str, object], names: tuple[str, ...], mcore: Mapping[str, object]) -> Iterator[str]:
-    """Faults of the sizes that one entry of a table has made from the HF fields ``names``."""
-    for name in sorted(SIZES & mcore.keys()):
-        value = mcore[name]
-        is_absent = value is None or (value == 0 and name in MAY_BE_ZERO)
-        if not is_absent and not (is_count(value) and value <= LARGEST):
+def _is_size(value: object) -> bool:
+    return is_count(value) and value <= LARGEST
+
+
+def _is_share(value: object) -> bool:
+    return is_number(value) and 0 <= value <= 1
+
+
+_RANGES: dict[str, tuple[str, Callable[[object], bool]]] = {
+    **dict.fromkeys(SIZES, (f"a whole number from 1 to {LARGEST}", _is_size)),
+    "qk_pos_emb_head_dim": (f"a whole number from 0 to {LARGEST}", lambda value: value == 0 or _is_size(value)),
+    **dict.fromkeys(("attention_dropout", "hidden_dropout", "embedding_dropout"), ("a number from 0 to 1", _is_share)),
+    "moe_router_topk_scaling_factor": ("a number other than 0, which megatron-core reads as no factor", bool),
+    "logit_divisor": ("a number other than 0", bool),
+    "softmax_scale": ("a number above 0, as kernels need", lambda value: is_number(value) and value > 0),
+}
+"""The values that an mcore name may have, in words and as a check, where its type allows more. None is no value."""
+
+
+def require_ranges(hf: Hf, names: tuple[str, ...], mcore: Mcore) -> None:
+    """Raises ``ConfigError`` for values that ``_RANGES`` excludes, made from the fields ``names`` of ``hf``."""
+    problems = []
+    for name in sorted(_RANGES.keys() & mcore.keys()):
+        (expected, is_one), value = _RANGES[name], mcore[name]
+        if value is not None and not is_one(value):
             fields = ", ".join(f"{field}={shown(hf[field])}" for field in names if field in hf)
-            yield (
-                f"{fields or name} must give a whole number from 1 to {LARGEST}, found {shown(value)} as "
-                f"megatron-core's {name}. Correct the HF config."
+            problems.append(
+                f"{fields or name} must give {expected}, found {shown(value)} as megatron-core's {name}. Correct it."
             )
+    if problems:
+        raise ConfigError("\n".join(problems))

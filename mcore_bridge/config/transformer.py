@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mcore_bridge.config.fields import Field, count, to_hf, to_mcore
+from mcore_bridge.config.fields import Field, count, require_ranges, to_hf, to_mcore
 from mcore_bridge.config.mesh.divisibility import check_model
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.overrides import (
@@ -67,6 +67,7 @@ def to_transformer_config(
     latent = _is_latent(settings)
     names = config_fields(latent=latent)
     settings |= {**_dtype_fields(dtype), **_only(overrides or {}, names)}
+    require_ranges({}, (), settings)
     check_model(dims, settings)
     ours = _OF_OUR_ROUTER if "router_norm_min" in settings else frozenset()
     if by_layer := bool(settings.get("per_layer_config")):

@@ -148,7 +148,9 @@ def check_source(
 
 def _check(name: str, tensor: Weight, spec: TensorSpec, dtype: torch.dtype | None) -> None:
     if tuple(tensor.shape) != spec.shape:
-        raise CheckpointError(f"{name} has shape {tuple(tensor.shape)}, the config takes {spec.shape}")
+        raise CheckpointError(
+            f"{name} has shape {tuple(tensor.shape)}, the config takes {spec.shape}: use the checkpoint of this config"
+        )
     if isinstance(tensor, Tensor) and not is_exact(tensor.dtype, spec.dtype) and dtype is None:
         held, stored = dtype_name(spec.dtype), dtype_name(tensor.dtype)
         raise CheckpointError(f"{name} is {stored}, and {held} cannot hold all its values; --dtype {held} casts")

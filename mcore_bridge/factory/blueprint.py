@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mcore_bridge.architecture import Architecture, architecture_of
-from mcore_bridge.arguments import accepts_former_names
+from mcore_bridge.arguments import FLAG, Kind, accepts_former_names, instance_of, require
 from mcore_bridge.composite import levels_of
 from mcore_bridge.config import transformer
 from mcore_bridge.config.apply_overrides import effective
@@ -47,6 +47,12 @@ if TYPE_CHECKING:
 
 Overrides = Mapping[str, object]
 """Values by name: fields of ``TransformerConfig``, and arguments of ``GPTModel``."""
+_MESH = instance_of("a ParallelDims", ParallelDims, advice="write dims=ParallelDims(tp=2, ...)")
+_OVERRIDES = Kind(
+    "a mapping of names to values, such as {'attention_dropout': 0.1}",
+    lambda value: isinstance(value, Mapping | None) and all(isinstance(name, str) for name in value or ()),
+    "pass such a mapping",
+)
 
 
 @accepts_former_names
@@ -173,7 +179,12 @@ def make_blueprint(hf: str | os.PathLike[str] | PretrainedConfig | Provenance, o
     dims, head, vision = options.dims, options.head, options.vision
     check_head(head)
     check_model(options.model)
-    _require_types(dims, options.overrides)
+    require(
+        ConfigError,
+        dims=(dims, _MESH),
+        overrides=(options.overrides, _OVERRIDES),
+        strict_config=(options.strict_config, FLAG),
+    )
     overrides = dict(options.overrides or {})
     provenance = hf if isinstance(hf, Provenance) else provenance_of(hf, head=head)
     origin, dtype = provenance.hf, _model_dtype(options.dtype, provenance.config)
@@ -237,17 +248,6 @@ def _model_dtype(dtype: DtypeLike, hf: PretrainedConfig) -> torch.dtype:
             f'dtype must be float32, bfloat16 or float16, or "auto", found {chosen!r}{of_config}: pass one of them'
         )
     return chosen
-
-
-def _require_types(dims: object, overrides: object) -> None:
-    """Raises ``ConfigError`` for arguments of a wrong type, before anything reads their attributes."""
-    if not isinstance(dims, ParallelDims):
-        raise ConfigError(f"dims must be a ParallelDims, found {dims!r}: write dims=ParallelDims(tp=2, ...)")
-    if not isinstance(overrides, Mapping | None) or any(not isinstance(name, str) for name in overrides or ()):
-        raise ConfigError(
-            "overrides must be a mapping of names to values, such as {'attention_dropout': 0.1}, found "
-            f"{overrides!r}: pass such a mapping"
-        )
 
 
 def _require_release(architecture: Architecture, hf: PretrainedConfig) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor
 
+from mcore_bridge.errors import FEW
+
+logger = logging.getLogger("mcore_bridge")
 AUTO = "auto"
 """In place of a dtype: as the source has it."""
 DtypeLike = torch.dtype | str
@@ -68,6 +72,21 @@ def unmatched(dtypes: Dtypes, names: Iterable[str]) -> list[str]:
 def is_exact(source: torch.dtype, target: torch.dtype) -> bool:
     """Whether the dtype ``target`` has every value of ``source``."""
     return source == target or (source, target) in _WIDENINGS
+
+
+def has_overflown(tensor: Tensor) -> bool:
+    """Whether a tensor that was cast has infinite numbers in fp16. Nothing else is searched: bf16 has fp32's range."""
+    return tensor.dtype == torch.float16 and bool(tensor.isinf().any())
+
+
+def warn_of_overflow(names: Collection[str]) -> None:
+    """Log the names of tensors for which ``has_overflown`` is True, if there are any."""
+    if names:
+        logger.warning(
+            "float16 holds numbers up to 65504, but a cast to it made larger ones infinite in %d tensors, such as %s: "
+            "use bfloat16 or float32",
+            *(len(names), [*names][:FEW]),
+        )
 
 
 def has_same_bits(tensor: Tensor, other: object) -> bool:

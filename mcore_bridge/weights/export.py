@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mcore_bridge.arguments import DEVICE, FLAG, accepts_former_names, problem_of
 from mcore_bridge.config.quantization import Quantize
-from mcore_bridge.rules.dtypes import Dtypes
+from mcore_bridge.rules.dtypes import Dtypes, has_overflown, warn_of_overflow
 from mcore_bridge.rules.mapping import ExpertFormat, unstacked
 from mcore_bridge.rules.trace import Copy, Shape
 from mcore_bridge.weights.agreement import Export, Only, open_export, unless
@@ -169,13 +169,16 @@ def converted(
     """Yield the pairs of an export in another dtype, or on another device. Codes and scales keep their dtype."""
     if dtype is None and device is None and form is PLAIN:
         yield from pairs
+    infinite: list[str] = []
     for name, tensor in pairs:
         try:
             wanted = form.wanted_dtype(name, tensor.dtype, dtype)
             new = tensor if device is None and wanted == tensor.dtype else tensor.to(device or tensor.device, wanted)
+            infinite += [name] * (wanted != tensor.dtype and has_overflown(new))
         except Exception as problem:  # such as out of memory: the export fails on every rank
             pairs.throw(problem)
         yield name, new
+    warn_of_overflow(infinite)
 
 
 @accepts_former_names

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mcore_bridge.arguments import FormerName
 from mcore_bridge.errors import CheckpointError, plural
-from mcore_bridge.rules.dtypes import Dtypes, dtype_name, is_exact, wanted_dtype
+from mcore_bridge.rules.dtypes import Dtypes, dtype_name, has_overflown, is_exact, wanted_dtype, warn_of_overflow
 from mcore_bridge.rules.encoded import Encoded, EncodedSlice, Weight
 from mcore_bridge.rules.mapping import unstacked
 from mcore_bridge.rules.names import expert_of, foreign_prefix, kind_of, mtp_layer_of
@@ -181,6 +181,7 @@ class Load:
                 raise CheckpointError(
                     f"{name} has shape {tuple(tensor.shape)}, but {use.mcore} of shape {tuple(use.tensor.shape)} at "
                     f"tp={self.bound.axes['tp']} takes {shape}; load the checkpoint of this config"
+                    + self._cut_equally(use.mcore, tensor.shape)
                 )
             if not isinstance(tensor, Tensor):
                 self.cast.setdefault(name, f"{tensor.codec} -> {format_of(use.tensor)}")
@@ -194,6 +195,17 @@ class Load:
                 )
             if (new := format_of(use.tensor)) != (old := dtype_name(tensor.dtype)):
                 self.cast.setdefault(name, f"{old} -> {new}")
+
+    def _cut_equally(self, mcore: str, shape: Sequence[int]) -> str:
+        """Advice on a tensor of ``shape``, if it is one of equal parts of a parameter whose parts differ in size."""
+        parts = {name: use.shape for name, uses in self.uses.items() for use in uses if use.mcore == mcore}
+        rows = [own[0] for own in parts.values() if own]
+        if len({*rows}) < 2 or not shape or abs(shape[0] * len(rows) - sum(rows)) >= len(rows):
+            return ""
+        return (
+            f". If transformers saved it, it cut {', '.join(parts)} into equal parts: join them, and cut them again, "
+            f"into {rows} rows"
+        )
 
     def write(self, name: str, tensor: Weight) -> None:
         """Copy this rank's slices of one HF tensor. If they have already come under another name, compare instead."""
@@ -259,6 +271,8 @@ class Load:
         return own if is_exact(own, use.tensor.dtype) else wanted_dtype(name, own, self.dtype)
 
     def report(self) -> LoadReport:
-        """The report of a finished load."""
+        """The report of a finished load. It warns of infinite numbers that casts have made."""
+        held = {use.mcore: use.tensor for name in self.cast for use in self._uses_of(name)}
+        warn_of_overflow([name for name, tensor in held.items() if has_overflown(tensor)])
         read = tuple(name for name in self.uses if name in self.first or name in self.seen)
         return replace(self._names, num_tensors=len(read), num_bytes=self.num_bytes, cast=self.cast)

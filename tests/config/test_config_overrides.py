@@ -134,6 +134,8 @@ def test_other_dtypes_and_what_mcore_refuses_are_config_errors(tmp_path: Path) -
         to_transformer_config(hf, table_of(hf), dtype=torch.float64)
     with pytest.raises(ConfigError, match="megatron-core refuses"):
         to_transformer_config(hf, table_of(hf), overrides={"recompute_granularity": "nonsense"})
+    with pytest.raises(ConfigError, match=r"hidden_dropout must give a number from 0 to 1, found -0\.1"):
+        to_transformer_config(hf, table_of(hf), overrides={"hidden_dropout": -0.1})
     assert to_transformer_config(hf, table_of(hf), overrides={"variable_seq_lengths": True}).variable_seq_lengths
 
 

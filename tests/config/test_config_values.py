@@ -10,6 +10,7 @@ from transformers import CONFIG_MAPPING
 
 import mcore_bridge as mb
 from mcore_bridge.config.fields import to_mcore
+from mcore_bridge.config.tables.linear_attention import LOW_RANK_KDA
 from mcore_bridge.config.tables.moe import number
 from mcore_bridge.config.tables.scales import softcap
 from mcore_bridge.config.transformer import to_transformer_config
@@ -104,6 +105,17 @@ def test_a_value_of_another_type_is_refused(name: str, value: object, expected: 
         ("falcon_h1", {"hidden_size": -1}, "hidden_size=-1 must give a whole number from 1 to 2147483647, found -1"),
         ("granitemoehybrid", {"mamba_d_conv": 0}, "mamba_d_conv=0 must give .*, found 0 as .*mamba_conv_kernel"),
         ("granitemoehybrid", {"mamba_d_state": 2**31}, "mamba_d_state=2147483648 must give a whole number"),
+        (
+            "phi3",
+            {"attention_dropout": -0.1, "resid_pdrop": 1.5},
+            "attention_dropout=-0.1 must give a number from 0 to 1, .*\n.*resid_pdrop=1.5 must give a number",
+        ),
+        ("deepseek_v3", {"routed_scaling_factor": 0.0}, "routed_scaling_factor=0.0 must give a number other than 0, "),
+        ("glm4_moe", {"topk_group": 0}, "topk_group must be a positive whole number, found 0"),
+        ("deepseek_v2", {"topk_group": 0}, "topk_group must be a positive whole number, found 0"),
+        ("granite", {"attention_multiplier": 0.0}, "attention_multiplier=0.0 must give a number above 0, .* found 0.0"),
+        ("granite", {"logits_scaling": 0.0}, "logits_scaling=0.0 must give a number other than 0, found 0.0"),
+        ("falcon_h1", {"key_multiplier": -0.5}, "key_multiplier=-0.5 must give a number above 0, .* found -"),
         ("qwen3_moe", {"num_experts_per_tok": 1000}, "at most [0-9]+, the number of routed experts, found 1000"),
         ("falcon_h1", {"mamba_d_conv": "4"}, "mamba_d_conv='4' must give a whole number|mamba_d_conv.*expected int"),
     ],
@@ -221,6 +233,21 @@ def test_a_list_of_equal_numbers_is_that_number() -> None:
         assert field.to_mcore({"moe_topk": [8] * num_layers, "num_hidden_layers": num_layers}) == {"moe_router_topk": 8}
     with pytest.raises(ConfigError, match="moe_topk must be"):
         field.to_mcore({"moe_topk": [8, 8, 4], "num_hidden_layers": 3})
+
+
+@pytest.mark.parametrize(
+    ("lists", "message"),
+    [
+        ({"full_attn_layers": [1]}, "have kda_layers, too, as transformers ignores one list of layers alone, found"),
+        ({"full_attn_layers": [1], "kda_layers": [1, 2]}, r"agree with .*'kda_layers': \[1, 2\]}, found"),
+    ],
+)
+def test_lists_of_layers_of_kimi_must_be_complete(lists: Json, message: str) -> None:
+    sizes = {"linear_head_dim": 8, "linear_num_heads": 2, "linear_conv_kernel_dim": 4}
+    hf = {**sizes, "layer_types": ["linear_attention"] * 2}
+    LOW_RANK_KDA[0].to_mcore(hf)
+    with pytest.raises(ConfigError, match=f"linear_attn_config must {message}"):
+        LOW_RANK_KDA[0].to_mcore({**hf, "linear_attn_config": lists})
 
 
 @pytest.mark.parametrize(("how", "is_refused"), [("softmax", False), ("sigmoid", True)])

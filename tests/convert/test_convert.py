@@ -397,6 +397,7 @@ def test_a_folder_that_is_not_whole_is_not_taken_for_one(tmp_path):
         with pytest.raises(CheckpointError, match=r"cannot read .* copy the folder again") as raised:
             convert(dist, back, on_event=quiet)
         assert "weights_only" not in str(raised.value), "torch says how to run what is there"
+        assert ("distcp must have" in str(raised.value)) == (len(damaged or b"") < len(whole))
     file.write_bytes(whole)
     (dist / ".metadata").write_bytes(kept[:100])
     with pytest.raises(CheckpointError, match=r"no readable \.metadata"):

@@ -68,12 +68,15 @@ CALLS = {
         "device must be a torch.device.*found 'gpu:0'",
     ),
     **{
-        f"no flag {name}": (call, f"{name} must be True or False.*found 'no'")
+        f"no flag {name}": (call, f"{name.split()[0]} must be True or False.*found 'no'")
         for name, call in {
             "keep": lambda models, folder: mb.save_hf_checkpoint(models, folder, keep="no"),
             "strict": lambda models, folder: mb.load_hf_weights(models, random_state(HF), strict="no"),
             "merged": lambda models, folder: mb.to_hf_state_dict(models, merged="no"),
             "digests": lambda models, folder: mb.manifest(models, digests="no"),
+            "strict of a checkpoint": lambda models, folder: mb.load_checkpoint(models, folder, strict="no"),
+            "strict_config": lambda models, folder: mb.build_model(HF, strict_config="no"),
+            "local_names": lambda models, folder: mb.engine_ranks(local_names="no"),
         }.items()
     },
     "no path": (
@@ -98,6 +101,11 @@ CALLS = {
         "a dict of such by name patterns.*found 'nothing'",
     ),
     "size": (lambda models, folder: mb.EngineRank(tp="2"), r"expected sizes of at least 1, found \{'tp': '2'\}"),
+    "multiple": (lambda models, folder: mb.EngineRank(vocab_multiple="8"), "vocab_multiple must be a whole number of"),
+    "steps of no draft": (
+        lambda models, folder: mb.forward(models, torch.zeros(1, 2).long(), draft_steps=2),
+        "draft_steps must be 1 without drafts, found 2: pass drafts, or",
+    ),
     "sizes": (lambda models, folder: mb.engine_ranks(tp="2"), "expected sizes of at least 1"),
     "target": (lambda models, folder: list(mb.iter_hf_weights(models, target="all")), "expected target=.* found 'all'"),
     "source": (lambda models, folder: mb.load_hf_weights(models, 7), "expected a folder, a mapping .* found 7"),

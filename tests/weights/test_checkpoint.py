@@ -25,6 +25,7 @@ from mcore_bridge.weights.dist_checkpoint.folder import TorchDistFolder, by_plai
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from tests import zoo
 from tests.support import fake_mesh, pool, stepping
+from tests.support.logs import messages_of
 from tests.support.strategies import problems, random_state, save, tiny
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "num_key_value_heads": 2}
@@ -331,6 +332,12 @@ def refuse_dtypes(folder: Path) -> None:
         assert report.cast["decoder.final_layernorm.weight"] == "float32 -> bfloat16"
         (model,) = mb.build_model(folder, device="cpu", load_weights=False, dtype=torch.float32)
         assert not mb.load_checkpoint(model, folder).cast
+        model.decoder.final_layernorm.weight.data.fill_(1e6)
+        mb.save_checkpoint(model, folder / "large")
+        (model,) = mb.build_model(folder, device="cpu", load_weights=False, dtype=torch.float16)
+        with messages_of() as messages:
+            mb.load_checkpoint(model, folder / "large", dtype=torch.float16)
+        assert "infinite in 1 tensors, such as ['decoder.final_layernorm.weight']" in messages[-1]
 
 
 def test_what_does_not_fit_is_named(folder, tmp_path):

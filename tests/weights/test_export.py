@@ -18,6 +18,7 @@ from mcore_bridge.weights.transfer import collectives
 from mcore_bridge.weights.transfer.windows import Windows
 from tests.support import pool, stepping
 from tests.support.exports import BUCKET, MESH, assert_exact, built
+from tests.support.logs import messages_of
 from tests.support.strategies import random_state, tiny
 
 
@@ -592,6 +593,11 @@ def export_cast():
     assert exported["model.norm.weight"].dtype == torch.float32
     assert exported["model.layers.2.mlp.up_proj.weight"].dtype == torch.float16
     assert exported["lm_head.weight"].dtype == torch.bfloat16
+    for parameter in itertools.chain.from_iterable(model.parameters() for model in models):
+        parameter.data.fill_(1e6)
+    with messages_of() as messages:
+        mb.to_hf_state_dict(models, dtype={"model.norm.weight": torch.float16, "*": torch.bfloat16})
+    assert ["infinite in 1 tensors, such as ['model.norm.weight']" in message for message in messages] == [True]
 
 
 def test_dtypes_on_request_with_exceptions_by_name():

@@ -26,6 +26,7 @@ from mcore_bridge.weights.provenance import provenance_of
 from mcore_bridge.weights.source.source import open_source
 from tests.support import fake_mesh, memory, pool, stepping
 from tests.support.failing_ranks import only_on_1
+from tests.support.logs import messages_of
 from tests.support.strategies import random_state, tiny
 
 HF = tiny("qwen3", vocab_size=97, num_hidden_layers=2)
@@ -166,6 +167,14 @@ def test_casts_only_on_request(state):
     exported, report = loaded(state, dtype=torch.bfloat16, crossing={"*": torch.bfloat16})
     assert all(torch.equal(exported[name], state[name].to(torch.bfloat16)) for name in state)
     assert report.cast["lm_head.weight"] == "float32 -> bfloat16"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_numbers_that_a_cast_makes_infinite_are_named(state, dtype):
+    with messages_of() as messages:
+        loaded({**state, NORM: torch.full_like(state[NORM], 1e6)}, dtype=dtype, crossing=dtype)
+    named = ["infinite in 1 tensors, such as ['decoder.final_layernorm.weight']" in message for message in messages]
+    assert named == [True] * (dtype == torch.float16)
 
 
 def test_a_wider_parameter_holds_every_value(state):

@@ -71,7 +71,7 @@ def comparable(value: object) -> object:
 
 def _heads(hf: Hf) -> dict[str, object]:
     heads = count(hf, "num_attention_heads")
-    groups = heads if hf.get("num_key_value_heads") is None else count(hf, "num_key_value_heads")
+    groups = count(hf, "num_key_value_heads", unset=heads)
     if heads % groups:
         raise ConfigError(f"num_attention_heads={heads} must be a multiple of num_key_value_heads={groups}.")
     return {"num_attention_heads": heads, "num_query_groups": groups, "kv_channels": head_dim(hf)}

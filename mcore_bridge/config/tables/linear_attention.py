@@ -118,7 +118,7 @@ _KDA_SIZES = {  # field: name in linear_attn_config, mcore name
     "linear_num_heads": ("num_heads", "linear_num_key_heads"),
     "linear_conv_kernel_dim": ("short_conv_kernel_size", "linear_conv_kernel_dim"),
 }
-_GIVEN = "linear_attn_config"
+_GIVEN, _LISTS = "linear_attn_config", ("full_attn_layers", "kda_layers")
 
 
 def _second(hf: Hf, layer: int) -> str:
@@ -164,7 +164,11 @@ def _narrow(kinds: Derive, first: int, bound: str = "") -> Derive:
     def forward(hf: Hf) -> dict[str, object]:
         given, own = hf.get(_GIVEN) or {}, expected(hf)
         if not isinstance(given, Mapping) or any(name not in own or own[name] != given[name] for name in given):
-            raise ConfigError(f"{_GIVEN} must agree with {own}, found {shown(given)}. Change it, or delete it.")
+            absent = [name for name in _LISTS if name not in given]  # type: ignore[operator]
+            lacks = len(absent) == 1 and f"have {absent[0]}, too, as transformers ignores one list of layers alone"
+            raise ConfigError(
+                f"{_GIVEN} must {lacks or f'agree with {own}'}, found {shown(given)}. Change it, or delete it."
+            )
         mcore: dict[str, object] = {mcore_name: hf[name] for name, (_, mcore_name) in _KDA_SIZES.items()}
         if bound:
             mcore["kda_lower_bound"] = None if hf[bound] is None else _below_zero(hf, bound)

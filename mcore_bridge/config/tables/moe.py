@@ -85,11 +85,11 @@ def shared_experts(name: str) -> Derive:
 
 
 def _groups(hf: Hf) -> dict[str, object]:
-    groups, chosen = hf.get("n_group") or 1, hf.get("topk_group") or 1
+    groups, chosen = (count(hf, name, unset=1) for name in ("n_group", "topk_group"))
     if groups == chosen:  # so groups restrict nothing
         return {"moe_router_num_groups": None, "moe_router_group_topk": None}
     topk = count(hf, "num_experts_per_tok")
-    if topk // count(hf, "topk_group") != 2 or topk % count(hf, "topk_group"):
+    if topk != 2 * chosen:
         raise ConfigError(
             f"num_experts_per_tok={topk} must be twice topk_group={chosen} with n_group={groups}: HF ranks "
             "a group by its two best experts, megatron-core (moe_utils.py, group_limited_topk) by as many as it takes."

@@ -21,8 +21,7 @@ from mcore_bridge.errors import ConfigError
 
 def _method(hf: Hf) -> dict[str, object]:
     """DeepSeek V2: the best of all experts, or of the best groups. A group is ranked by its best expert."""
-    method, chosen = hf.get("topk_method"), hf.get("topk_group") or 1
-    assert isinstance(chosen, int)
+    method, chosen = hf.get("topk_method"), count(hf, "topk_group", unset=1)
     if method == "greedy" or (method == "group_limited_greedy" and hf.get("n_group") == chosen):
         return {"moe_router_num_groups": None, "moe_router_group_topk": None}
     if method != "group_limited_greedy":

@@ -19,7 +19,7 @@ import torch
 
 from mcore_bridge.arguments import COUNT, FLAG, MAPPING, require
 from mcore_bridge.errors import CheckpointError, describe
-from mcore_bridge.rules.dtypes import DtypeLike, as_dtype
+from mcore_bridge.rules.dtypes import DtypeLike, as_dtype, has_overflown, warn_of_overflow
 from mcore_bridge.weights.bound import provenance_on
 from mcore_bridge.weights.dist_checkpoint.adapter_shards import (
     ADAPTERS,
@@ -256,6 +256,7 @@ def load_checkpoint(
 
     world = Group(None)
     with raise_on_all(world, f"{folder} was not read, and the models were not changed"):
+        require(CheckpointError, strict=(strict, FLAG))
         chunks, provenance = all_chunks_of(models), provenance_on(models, hf, head)
         _require_ready(chunks, part, optimizer)
         checkpoint = TorchDistFolder.open(folder)
@@ -285,7 +286,7 @@ def load_checkpoint(
         if optimizer is not None:
             of_optimizer["optimizer"] = optimizer.sharded_state_dict(_parts(state), is_loading=True, metadata=metadata)
         buffered = Buffered(state)
-    with raise_on_all(world, f"{checkpoint.path} was not read, or in part"), without_code():
+    with raise_on_all(world, f"{checkpoint.path} was not read, or in part"), checkpoint.reading():
         loaded = dist_checkpointing.load(state | of_optimizer, str(checkpoint.path))
         sources.require_unchanged()
     buffered.quantize(loaded, has_masters=optimizer is not None)
@@ -295,6 +296,8 @@ def load_checkpoint(
         length = len(getattr(optimizer, "chained_optimizers", [optimizer]))
         optimizer.load_state_dict(fit_chain(loaded.pop("optimizer"), length))
     note_source(chunks, checkpoint.path)
+    if check.cast:
+        warn_of_overflow([name for name, tensor in held_tensors(chunks).items() if has_overflown(tensor)])
     return CheckpointReport(checkpoint.path, loaded.get(_OURS, loaded), check.cast, missing, unexpected)
 
 

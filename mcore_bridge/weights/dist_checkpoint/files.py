@@ -180,9 +180,10 @@ class TorchDistReader:
             self._reader.read_data(LoadPlan(items), _Taker(box)).wait()
         except Exception as error:  # torch.load may raise any error for bytes that are no tensor
             known = isinstance(error, OSError | RuntimeError)
-            problem = error if known else f"its bytes are no tensor ({type(error).__name__})"
+            other = error if known else f"its bytes are no tensor ({type(error).__name__})"
             raise CheckpointError(
-                f"cannot read {location.key} in {self._folder.path}: {problem}; copy the folder again"
+                f"cannot read {location.key} in {self._folder.path}: {self._folder.cut_files() or other}; copy the "
+                "folder again"
             ) from None
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_bridge.arguments import given_path
 from mcore_bridge.config.mesh.alike import Content, digest_of
-from mcore_bridge.errors import CheckpointError, plural
+from mcore_bridge.errors import FEW, CheckpointError, describe, plural
 from mcore_bridge.foreign_files import read_bounded
 from mcore_bridge.rules.names import OF_DRAFTS, TOWER, plain_key
-from mcore_bridge.weights.dist_checkpoint.metadata import is_tiled, read_metadata
+from mcore_bridge.weights.dist_checkpoint.metadata import is_tiled, read_metadata, without_code
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -98,6 +99,31 @@ class TorchDistFolder:
     def files(self) -> list[str]:
         """The names of the files that hold the content of the folder, according to its metadata."""
         return sorted({info.relative_path for info in self.metadata.storage_data.values()})
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Name the files that are cut, or else the errors of ranks, in place of torch's tracebacks. No code is run."""
+        from torch.distributed.checkpoint.api import CheckpointException
+
+        try:
+            with without_code():
+                yield
+        except CheckpointException as error:
+            causes = dict.fromkeys(f"{describe(cause).partition('. ')[0]:.300}" for cause, _ in error.failures.values())
+            raise CheckpointError(
+                f"{self.cut_files() or '; '.join(causes)}. Copy the folder again if its files have changed, or use an "
+                "earlier iteration"
+            ) from None
+
+    def cut_files(self) -> str:
+        """The first files that end before the content that the metadata places in them, or "" if there are none."""
+        ends: dict[str, int] = {}
+        for place in self.metadata.storage_data.values():
+            ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+        files = [(self.path / name, end) for name, end in sorted(ends.items())]
+        sizes = [(file, file.stat().st_size if file.is_file() else 0, end) for file, end in files]
+        cut = [f"{file} must have {end} bytes, found {size}" for file, size, end in sizes if size < end]
+        return "; ".join(cut[:FEW])
 
     @property
     def is_stacked(self) -> bool:

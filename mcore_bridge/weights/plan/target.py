@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mcore_bridge.arguments import COUNTS, NAMES, Kind, is_count, require
+from mcore_bridge.arguments import COUNT, COUNTS, FLAG, NAMES, Kind, is_count, require
 from mcore_bridge.errors import TargetError
 from mcore_bridge.rules.mapping import matches
 from mcore_bridge.weights.plan.engine_map import EngineMap
@@ -72,8 +72,14 @@ class EngineRank:
     cuts: tuple[tuple[str, int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        kinds = {"layers": (self.layers, COUNTS.or_none()), "whole": (self.whole, NAMES), "cuts": (self.cuts, _CUTS)}
-        require(TargetError, **kinds)
+        require(
+            TargetError,
+            layers=(self.layers, COUNTS.or_none()),
+            whole=(self.whole, NAMES),
+            cuts=(self.cuts, _CUTS),
+            local_names=(self.local_names, FLAG),
+            vocab_multiple=(self.vocab_multiple, COUNT),
+        )
         _check_sizes(tp=self.tp, pp=self.pp, ep=self.ep, **({} if self.etp is None else {"etp": self.etp}))
         for axis, size, rank in (
             ("tp", self.tp, self.tp_rank),
