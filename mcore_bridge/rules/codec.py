@@ -120,8 +120,9 @@ def new_scales(
         return torch.where(amax > 0, exponents.clamp(0, 254), _BIAS).to(torch.uint8).view(dtype)
     most = torch.full((), MOST[codec.kind], device=amax.device)  # a tensor: a GPU would multiply by 1 / number
     scales = amax / most
-    if overall is not None:
-        scales = (scales / overall if codec.overall == "multiplies" else scales * overall).clamp(max=_OF_OVERALL)
+    if overall is not None:  # in the order of ModelOpt, and of compressed-tensors
+        beside = amax / (most * overall) if codec.overall == "multiplies" else scales * overall
+        scales = beside.clamp(max=_OF_OVERALL)
     elif powers or dtype == _E8M0:
         mantissa, exponent = torch.frexp(amax)
         exponent = (exponent - 9 + (mantissa > 0.875).int()).clamp(-126, 127)  # 448 is 0.875 * 2 ** 9

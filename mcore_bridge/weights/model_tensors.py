@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
 
+_QUANTIZER = "_quantizer."
+"""Part of the names of all tensors of ModelOpt's quantizers: ``weight_quantizer._amax``."""
+
+
 def held_tensors(models: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Parameters and persistent buffers of this rank's chunks by canonical name, in the order of the modules.
 
@@ -188,7 +192,14 @@ class _Roll:
 
 
 def tensors_of(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of ``state_dict``, without its hooks and copies: parameters, then persistent buffers."""
+    """Yield the tensors of ``state_dict``, without its hooks and copies: parameters, then persistent buffers.
+
+    ModelOpt's quantizers are left out: they round weights in training, and hold statistics.
+    """
+    return ((name, tensor) for name, tensor in _all_tensors_of(chunk) if _QUANTIZER not in name)
+
+
+def _all_tensors_of(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
     yield from chunk.named_parameters()
     for prefix, module in chunk.named_modules():
         for name, buffer in module.named_buffers(recurse=False):

@@ -1,0 +1,84 @@
+"""A model that NVIDIA's ModelOpt fake-quantizes (QAT) leaves in NVFP4, with the bits of ModelOpt's own functions.
+
+ModelOpt must be installed, as docs/guide/quantized.md says. verl exports a QAT in this way.
+"""
+
+import copy
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mcore_bridge as mb
+from tests.support import pool
+from tests.support.strategies import tiny
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("modelopt") is None, reason="ModelOpt is not installed")
+NOTE = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}
+WEIGHTS = {"num_bits": (2, 1), "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": (4, 3)}, "axis": None}
+PARTS = {
+    "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attention.linear_proj": ("self_attn.o_proj",),
+    "mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.linear_fc2": ("mlp.down_proj",),
+}
+
+
+def fake_quantized(chunk: Any) -> None:
+    """Insert quantizers as verl's ``apply_qat`` does."""
+    import modelopt.torch.quantization as mtq
+    from modelopt.torch.quantization.config import _default_disabled_quantizer_cfg as disabled
+
+    config = {"*weight_quantizer": {**WEIGHTS, "enable": True}, "*input_quantizer": {"enable": False}}
+    quantizers = mtq.normalize_quant_cfg_list(config)
+    off = copy.deepcopy(disabled)
+    quantizers.extend(mtq.normalize_quant_cfg_list(off) if isinstance(off, dict) else off)
+    mtq.quantize(chunk, {"quant_cfg": quantizers, "algorithm": "max"})
+
+
+def theirs(weight: Tensor, module: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes and scales of a weight by ModelOpt, with the largest magnitude that the quantizer of a module has seen."""
+    from modelopt.torch.export.quant_utils import get_quantization_format, to_quantized_weight
+    from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
+
+    overall = module.weight_quantizer._amax.float() / (6 * 448)
+    scales, _ = NVFP4QTensor.get_weights_scaling_factor(weight, 16, weights_scaling_factor_2=overall)
+    return to_quantized_weight(weight, scales, get_quantization_format(module), overall, 16), scales, overall
+
+
+def compared(folder: str) -> list[str]:
+    """In a worker: the tensors whose bits differ from ModelOpt's, and what does not come back."""
+    dims = mb.ParallelDims()
+    dims.initialize(device="cpu")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    models = mb.build_model(tiny("qwen3", **sizes), dims=dims, dtype=torch.bfloat16, device="cpu", load_weights=False)
+    before = mb.to_hf_state_dict(models)
+    fake_quantized(models[0])
+    plain, ours = mb.to_hf_state_dict(models), mb.to_hf_state_dict(models, quantize=NOTE)
+    wrong = [name for name in before if not torch.equal(before[name], plain[name])]
+    assert len(ours) == len(plain) + 2 * 7 * 4  # of seven weights in each of four layers
+    for name, module in models[0].named_modules():
+        kind = next((kind for kind in PARTS if name.endswith(kind)), None)
+        for part in PARTS[kind] if kind else ():
+            own = f"model.layers.{name.split('.')[2]}.{part}.weight"
+            sent = (ours[own], ours[f"{own}_scale"], ours[f"{own}_scale_2"])
+            made = theirs(plain[own], module)
+            wrong += [own for a, b in zip(sent, made, strict=True) if not same(a, b)]
+    mb.save_checkpoint(models, folder)
+    for parameter in models[0].parameters():
+        parameter.data.zero_()
+    mb.load_checkpoint(models, folder)
+    after = mb.to_hf_state_dict(models)
+    return wrong + [name for name in before if not torch.equal(before[name], after[name])]
+
+
+def same(tensor: Tensor, other: Tensor) -> bool:
+    """Whether all bits are equal."""
+    return torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (tensor, other)))
+
+
+def test_a_model_in_qat_leaves_with_the_bits_of_modelopt(tmp_path: Path) -> None:
+    assert pool.run(1, compared, str(tmp_path)) == [[]]
