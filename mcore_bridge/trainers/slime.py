@@ -215,7 +215,8 @@ def _encoded(pairs: list[Named], stack: int, folder: str, note: Mapping[str, Any
     encoded: list[Named] = []
     for name, tensor in pairs:
         experts = 0 if unstacked(name)[1] is None else stack
-        joined = {other: given[other].float().abs().amax() for other in joined_with(name, scheme)}
+        alike = given.keys() & joined_with(name, scheme)
+        joined = {other: given[other].float().abs().amax() for other in alike}
         encoded += encoded_tensors(name, tensor, scheme, form, stack=experts, joined=joined)
     return encoded
 

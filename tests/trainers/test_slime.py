@@ -155,6 +155,19 @@ def test_weights_leave_in_the_format_of_the_folder(has_weights, tmp_path):
     assert_gets(union(args, parameters(hf, plain), note), files)
 
 
+def test_weights_that_engines_join_leave_with_one_overall_number(tmp_path):
+    sizes = {"hidden_size": 64, "kv_lora_rank": 32, "q_lora_rank": 32, "v_head_dim": 16}
+    hf, form = family("deepseek_v3", **sizes)(), quantized.nvfp4("modelopt")
+    files, plain = quantized.write(hf, form, tmp_path, dtype=torch.bfloat16)
+    args = SimpleNamespace(hf_checkpoint=tmp_path)
+    assert_gets(union(args, parameters(hf, plain), form.note), files)
+    (tmp_path / "model.safetensors").unlink()
+    note = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}
+    for name, tensor in union(args, parameters(hf, plain), note).items():
+        if name.endswith("proj.weight_scale_2") and "_a_proj" not in name:
+            torch.testing.assert_close(tensor, files[name], rtol=1e-6, atol=0)
+
+
 def test_grouped_experts_by_their_numbers(tmp_path):
     SPARSE.save_pretrained(tmp_path)
     args = SimpleNamespace(hf_checkpoint=tmp_path)
