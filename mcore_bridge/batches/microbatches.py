@@ -30,7 +30,6 @@ _ADVICE = {
     "input_ids": _DISTRIBUTE,
     "images": _DISTRIBUTE,
     "training": "call train() or eval() on every rank",
-    "adapters": "use adapters on every rank or on none",
     "dtype": "make the models of every rank in the same way",
     "requires_grad": "freeze the same parameters on each rank",
 }

@@ -20,9 +20,8 @@ from mcore_bridge.config.mesh.alike import Shared, agreed, replica_groups
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.rules.adapters import Adapters
 from mcore_bridge.rules.names import TOWER
-from mcore_bridge.weights.model_chunks import Models, chunks_of
+from mcore_bridge.weights.model_chunks import Models, chunks_of, switch_of
 from mcore_bridge.weights.model_tensors import note_built
-from mcore_bridge.weights.peft.hf_adapters import switch_of
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel

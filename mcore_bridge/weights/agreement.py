@@ -19,11 +19,10 @@ from mcore_bridge.config.mesh.alike import Shared, difference, sendable
 from mcore_bridge.config.quantization import Quantize
 from mcore_bridge.errors import ExportError, describe
 from mcore_bridge.machine import uncollected
-from mcore_bridge.rules.adapters import Adapters
 from mcore_bridge.rules.dtypes import Dtypes
 from mcore_bridge.rules.mapping import ExpertFormat, Rules
 from mcore_bridge.weights.bound import BoundModel, bind, provenance_on
-from mcore_bridge.weights.model_chunks import Models, chunks_of, whole_config
+from mcore_bridge.weights.model_chunks import Models, adapters_in_use, adapters_of, chunks_of, whole_config
 from mcore_bridge.weights.param_sync import gather_pending, heard_by_replicas, require_gatherable
 from mcore_bridge.weights.plan.all_to_all import plan_targets
 from mcore_bridge.weights.plan.engine_map import EngineMap
@@ -80,11 +79,11 @@ class Only(NamedTuple):
     """What an export takes of the models; by default all weights, without adapters.
 
     Attributes:
-        adapters: the adapters of the models, to export only these.
+        adapters: whether to export only the adapters in use.
         tensors: tensors by canonical name, to export only these, in place of the tensors of the models.
     """
 
-    adapters: Adapters | None = None
+    adapters: bool = False
     tensors: Mapping[str, Tensor] | None = None
 
 
@@ -255,13 +254,15 @@ def propose(
             merged=(merged, FLAG.or_none()),
         )
         provenance = provenance_on(models, hf, head)
-        bound = bind(models, provenance, expert_format=expert_format, merged=merged, adapters=only.adapters)
+        adapters = adapters_of(models) if only.adapters else None
+        bound = bind(models, provenance, expert_format=expert_format, merged=merged, adapters=adapters)
         bound = bound if only.tensors is None else replace(bound, tensors=only.tensors, is_part=True)
         form = weight_format(quantize, provenance.folder)
         given |= {
             "head": provenance.head,
             "expert_format": expert_format or provenance.expert_format,
             "quantize": form.digest,
+            "adapters": adapters_in_use(models) if merged or only.adapters else None,
         }
         if isinstance(target, Exception):
             raise target

@@ -19,7 +19,8 @@ from mcore_bridge.arguments import instance_of, require
 from mcore_bridge.config.fields import to_mcore
 from mcore_bridge.config.layer_kinds import inner_letters, letters_of
 from mcore_bridge.config.unread_fields import without_unread
-from mcore_bridge.errors import MappingError
+from mcore_bridge.errors import ConfigError, MappingError
+from mcore_bridge.rules.adapters import Adapters, base_name
 from mcore_bridge.rules.hybrid_keys import HalfKeys
 from mcore_bridge.rules.names import Numbering
 
@@ -88,6 +89,44 @@ def unwrap(model: nn.Module) -> GPTModel:
             )
         bare = inner
     return bare
+
+
+def adapters_of(models: Models) -> Adapters:
+    """The adapters that ``add_adapters`` has added to models.
+
+    Raises:
+        ConfigError: they have no adapters.
+    """
+    made: Adapters | None = getattr(chunks_of(models)[0], "bridge_adapters", None)
+    if made is None:
+        raise ConfigError("models must have adapters, found none: call add_adapters first")
+    return made
+
+
+def switch_of(made: Adapters) -> str:
+    """The name of a state in megatron-core's tracker of random numbers, which switches these adapters off."""
+    return f"mcore_bridge: without adapters {id(made)}"
+
+
+def is_without_adapters(chunk: Any) -> bool:
+    """Whether a block of ``without_adapters`` is entered for the chunk."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    made: Adapters | None = getattr(chunk, "bridge_adapters", None)
+    return made is not None and switch_of(made) in get_cuda_rng_tracker().states_
+
+
+def adapters_in_use(models: Models) -> str | None:
+    """A description of the adapters that a forward uses, for ranks to compare; None without adapters."""
+    chunk: Any = chunks_of(models)[0]
+    made: Adapters | None = getattr(chunk, "bridge_adapters", None)
+    if made is None:
+        return None
+    state = "off" if is_without_adapters(chunk) else "on"
+    kind = f"{made.kind}, dropout {made.dropout}, dora {made.dora}"
+    name = chunk.bridge_adapter_sets.in_use
+    targets = sorted({base_name(hf) for rule in made.mapping.rules for hf in rule.hf})
+    return f"{name!r}, rank {made.rank}, alpha {float(made.alpha)}, {kind}, {state}, of {', '.join(targets)}"
 
 
 def is_hybrid(chunk: GPTModel) -> bool:
