@@ -46,11 +46,7 @@ _APART = "call set_adapters and forward for the rows of each set"
 
 def with_wrappers(models: Models | Wrapped) -> tuple[Models, Wrapped]:
     """Chunks that can run a forward, and the wrappers of sets: none unless ``models`` is a mapping."""
-    if not isinstance(models, Mapping):
-        return models, {}
-    if not models:
-        raise BatchError("models must have the chunks of each set, found an empty mapping: pass the chunks")
-    return next(iter(models.values())), models
+    return (next(iter(models.values()), ()), models) if isinstance(models, Mapping) else (models, {})
 
 
 def adapters_of(

@@ -26,6 +26,7 @@ from mcore_bridge.rules.names import Numbering
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
+    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import TransformerConfig
     from transformers import PretrainedConfig
 
@@ -57,6 +58,26 @@ def chunks_of(models: Models) -> tuple[GPTModel, ...]:
     if not chunks:
         raise MappingError("no models given; expected this rank's chunks, one per virtual pipeline stage")
     return chunks
+
+
+def groups_of(models: Models) -> ProcessGroupCollection:
+    """The groups in which ranks agree on a call with ``models``: those of the chunks.
+
+    A rank with wrong models has no chunks, and other ranks wait for it. So it takes the groups of ``parallel_state``,
+    where ``chunks_of`` refuses its models together with its other arguments.
+
+    Raises:
+        MappingError: as ``chunks_of``, and there is no ``parallel_state`` either.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    try:
+        return chunks_of(models)[0].pg_collection
+    except (MappingError, AttributeError):
+        if not parallel_state.model_parallel_is_initialized():
+            raise
+        return ProcessGroupCollection.use_mpu_process_groups()
 
 
 def all_chunks_of(models: Models) -> tuple[GPTModel, ...]:

@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import cycle, islice
 
 import pytest
 import torch
@@ -11,9 +12,13 @@ import torch.distributed as dist
 import mcore_bridge as mb
 from mcore_bridge import EngineRank, ParallelDims
 from mcore_bridge.errors import (
+    BatchError,
     BridgeError,
     CheckpointError,
+    ConfigError,
     ExportError,
+    MappingError,
+    TransferError,
 )
 from mcore_bridge.factory.add_adapters import add_adapters
 from mcore_bridge.weights import agreement
@@ -107,12 +112,56 @@ def test_ranks_that_have_kept_different_plans_make_one_anew():
     pool.run(2, one_rank_forgets)
 
 
+class Chunkless:
+    """An object that is no module."""
+
+
+NO_MODELS = ([], None, 3, [Chunkless()], [torch.nn.Linear(2, 2)])
+IDS = torch.ones(1, 4, dtype=torch.int64)
+OF_MODELS = {
+    "iter_hf_weights": (lambda models, _: list(mb.iter_hf_weights(models, merged=False)), ExportError),
+    "manifest": (lambda models, _: mb.manifest(models, merged=False), ExportError),
+    "forward": (lambda models, _: mb.forward(models, IDS), BatchError, MappingError),
+    "WeightSync": (lambda models, _: mb.WeightSync(models, merged=False), TransferError),
+    "iter_hf_adapters": (lambda models, _: list(mb.iter_hf_adapters(models)), ExportError),
+    "iter_peft_adapters": (lambda models, _: list(iter_peft_adapters(models)), ExportError),
+    "save_hf_adapters": (mb.save_hf_adapters, CheckpointError),
+    "set_adapters": (lambda models, _: mb.set_adapters(models, "default"), ConfigError, MappingError),
+    "add_adapters": (lambda models, folder: mb.add_adapters(models, folder, name="new"), ConfigError, MappingError),
+    "load_adapters": (mb.load_adapters, CheckpointError, MappingError),
+    "build_draft": (mb.build_draft, ConfigError, MappingError),
+}
+"""Functions that all ranks call together, with models and a folder of adapters, and their errors."""
+MESHES = {DIMS: OF_MODELS, ParallelDims(ep=2): dict(islice(OF_MODELS.items(), 3))}
+"""The last mesh has two replicas that share experts, and one expects the other in some functions alone."""
+
+
 def refused(call, *kinds):
     """The message of an error of one of these kinds, which ``call`` must raise on this rank."""
     with pytest.raises(BridgeError) as caught:
         call()
     assert type(caught.value) in kinds, caught.value
     return str(caught.value)
+
+
+def one_rank_has_no_models(folder):
+    """Run in each worker: on rank 1 all functions get other objects than models, and both ranks raise."""
+    for dims, functions in MESHES.items():
+        with stepping.mesh(dims):
+            models = mb.build_model(HF, dims=dims, dtype=torch.float32, device="cpu", load_weights=False)
+            models[0].eval()
+            mb.add_adapters(models, rank=2, alpha=4, targets=["q_proj"])
+            mb.save_hf_adapters(models, folder)
+            names = [*functions, *["iter_hf_weights"] * len(NO_MODELS)]
+            for name, instead in zip(names, cycle(NO_MODELS), strict=False):
+                function, *kinds = functions[name]
+                said = refused(partial(function, instead if dist.get_rank() else models, folder), *kinds)
+                assert "rank 1" in said or dist.get_rank() or name == "build_draft", f"{name} {instead}: {said}"
+            assert mb.forward(models, IDS).log_probs is not None
+
+
+def test_a_rank_without_models_leaves_nobody_waiting(tmp_path):
+    pool.run(2, one_rank_has_no_models, str(tmp_path), timeout=90)
 
 
 def one_rank_has_other_adapters(folder):

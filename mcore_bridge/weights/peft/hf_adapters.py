@@ -33,7 +33,7 @@ from mcore_bridge.weights.files.staging import SLOT_BYTES, Staging
 from mcore_bridge.weights.load import load_bound
 from mcore_bridge.weights.load_state import LoadReport
 from mcore_bridge.weights.manifest import Manifest, ManifestEntry
-from mcore_bridge.weights.model_chunks import Models, adapters_of, chunks_of
+from mcore_bridge.weights.model_chunks import Models, adapters_of, chunks_of, groups_of
 from mcore_bridge.weights.own_folder import is_source, note_source, require_held
 from mcore_bridge.weights.peft.peft_config import CONFIG, STACKS, WEIGHTS, PeftNames, portable_config, shortest_ends
 from mcore_bridge.weights.peft.peft_folder import (
@@ -253,7 +253,6 @@ def load_adapters(models: Models, folder: str | os.PathLike[str], *, dtype: Dtyp
         >>> mb.load_adapters(policy, "run/adapter_100").num_tensors
         16
     """
-    chunks = chunks_of(models)
 
     def checked() -> tuple[tuple[BoundModel, Adapters, PeftFolder], Shared]:
         made, given = adapters_of(models), open_peft_for(models, folder)
@@ -271,7 +270,7 @@ def load_adapters(models: Models, folder: str | os.PathLike[str], *, dtype: Dtyp
         shared = {"folder": content_of(given.path), "scales": sorted(given.scales.items()), "dtype": dtype}
         return (bound, made, given), shared
 
-    bound, made, given = agreed(replica_groups(chunks[0].pg_collection), checked, CheckpointError)
+    bound, made, given = agreed(replica_groups(groups_of(models)), checked, CheckpointError)
     report = load_peft(bound, made, given, dtype)
     note_source(models, given.path)
     return report
