@@ -137,6 +137,7 @@ def forward(
             experts have batches with which one would wait for another. The loss is not a scalar with a gradient, or
             raised on another rank. Images do not fit the tokens of their row (the message names the row), or the model
             has no tower. Every rank that would wait for the failed rank raises too.
+        MappingError: ``models`` or ``drafts`` are no chunks of this rank. Other ranks raise a BatchError.
         LostRankError: another rank has ended.
 
     Example:
@@ -145,13 +146,12 @@ def forward(
         (torch.Size([2, 4]), True)
     """
     models, wrapped = with_wrappers(models)
-    chunk = chunks_of(models)[0]
-    chunks = [models] if isinstance(models, nn.Module) else [*models]
-    drafted = [] if drafts is None else modules_of(drafts)
-    require_own_mesh(chunk)
     learns, runs = loss is not None, []
 
     def checked() -> tuple[Callable[..., list[PackedSequences]], Shared]:
+        chunk, chunks = all_chunks_of(models)[0], modules_of(models)
+        drafted = [] if drafts is None else modules_of(drafts)
+        require_own_mesh(chunk)
         device = next((parameter.device for parameter in chunk.parameters()), None)  # a stage may be empty
         require(
             BatchError,
@@ -164,7 +164,6 @@ def forward(
             multiple_of=(multiple_of, COUNT.or_none()),
             loss=(loss, FUNCTION.or_none()),
         )
-        all_chunks_of(models)
         require_drafts(chunk, drafted, draft_steps, learns=learns, has_images=images is not None)
         require_runnable(chunk, packed=packed, learns=learns)
         divisor = require_temperature(temperature)
@@ -199,9 +198,9 @@ def forward(
         batch = chunk, input_ids, mask, size, len(chunks)
         return partial(micro_batches, *batch, packed=packed, multiple_of=multiple_of), shared
 
-    batches = agreed_micro_batches(chunk, checked, learns=learns)
+    batches = agreed_micro_batches(models, checked, learns=learns)
     run: _Run = runs[0](micro_batches=batches)
-    return run(chunks)
+    return run(modules_of(models))
 
 
 class _Run:

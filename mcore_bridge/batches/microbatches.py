@@ -14,7 +14,7 @@ from mcore_bridge.batches.packing import PackedSequences, pack_sequences, rounde
 from mcore_bridge.config.mesh.alike import Content, Shared, digest_of, problem_of_ranks, replica_groups
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.errors import BatchError
-from mcore_bridge.weights.model_chunks import unwrap
+from mcore_bridge.weights.model_chunks import Models, chunks_of, groups_of, unwrap
 from mcore_bridge.weights.transfer.collectives import Group
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ _ADVICE = {
     "input_ids": _DISTRIBUTE,
     "images": _DISTRIBUTE,
     "training": "call train() or eval() on every rank",
-    "adapters": "use adapters on every rank or on none",
     "dtype": "make the models of every rank in the same way",
     "requires_grad": "freeze the same parameters on each rank",
 }
@@ -68,14 +67,15 @@ the values that must be equal on all ranks of a replica.
 """
 
 
-def agreed_micro_batches(chunk: GPTModel, checked: Checked, *, learns: bool) -> list[PackedSequences]:
+def agreed_micro_batches(models: Models, checked: Checked, *, learns: bool) -> list[PackedSequences]:
     """The microbatches of a batch, in sizes on which the ranks agree. All ranks of a replica have the batch.
 
     With pipeline stages, all microbatches get the same length. If the token dispatcher requires equal lengths, this
     also holds among all ranks that share experts.
 
     Args:
-        checked: checks the arguments.
+        models: this rank's chunks.
+        checked: checks the arguments, and ``models``.
         learns: whether a backward follows.
 
     Raises:
@@ -86,27 +86,29 @@ def agreed_micro_batches(chunk: GPTModel, checked: Checked, *, learns: bool) -> 
     batches: list[PackedSequences] = []
     problem: Exception | None = None
     shared: Shared = {}
+    groups, has_experts = groups_of(models), True  # a rank without chunks cannot know, and others may wait for it
     try:
+        chunk = chunks_of(models)[0]
+        has_experts = bool(chunk.config.num_moe_experts)
         pack, shared = checked()
         batches = pack(min_tokens=0)
         if learns:
             _require_tokens(chunk, batches)
     except Exception as error:  # any error, even out of memory: other ranks may wait for this rank's experts
         problem = error
-    groups = chunk.pg_collection
     of_replica = {name: value for name, value in shared.items() if name not in _OF_STAGE}
     problem = problem_of_ranks(replica_groups(groups), problem, of_replica, BatchError, _ADVICE)
     if learns and problem is None:  # a backward communicates for each parameter that is trained
         given = {name: shared[name] for name in _OF_STAGE}
         problem = problem_of_ranks([groups.tp, groups.cp], None, given, BatchError, _ADVICE)
         problem = problem_of_ranks([groups.pp], problem, {}, BatchError)
-    if chunk.config.num_moe_experts:
+    if has_experts and {*Group(groups.tp_ep).members} - {*Group(groups.tp).members}:  # tp has compared already
         given = {name: shared.get(name) for name in _OF_EXPERTS}
         problem = problem_of_ranks([groups.tp_ep], problem, given, BatchError, _ADVICE)
     if problem is not None:
         raise problem
     longest = _longest(chunk, batches)
-    may_differ = chunk.pg_collection.pp.size() == 1 and not _assumes_equal_lengths(chunk)
+    may_differ = groups.pp.size() == 1 and not _assumes_equal_lengths(chunk)
     if may_differ or all(batch.num_tokens == longest for batch in batches):
         return batches
     return pack(min_tokens=longest)

@@ -17,9 +17,8 @@ from mcore_bridge.batches.packing import PackedSequences
 from mcore_bridge.batches.text_collectives import reduce_max
 from mcore_bridge.config.mesh.alike import Shared
 from mcore_bridge.errors import BatchError, ConfigError
-from mcore_bridge.weights.model_chunks import Models, chunks_of, modules_of
+from mcore_bridge.weights.model_chunks import Models, adapters_in_use, chunks_of, is_without_adapters, modules_of
 from mcore_bridge.weights.param_sync import is_pending
-from mcore_bridge.weights.peft.hf_adapters import adapters_in_use, is_without_adapters
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -47,11 +46,7 @@ _APART = "call set_adapters and forward for the rows of each set"
 
 def with_wrappers(models: Models | Wrapped) -> tuple[Models, Wrapped]:
     """Chunks that can run a forward, and the wrappers of sets: none unless ``models`` is a mapping."""
-    if not isinstance(models, Mapping):
-        return models, {}
-    if not models:
-        raise BatchError("models must have the chunks of each set, found an empty mapping: pass the chunks")
-    return next(iter(models.values())), models
+    return (next(iter(models.values()), ()), models) if isinstance(models, Mapping) else (models, {})
 
 
 def adapters_of(

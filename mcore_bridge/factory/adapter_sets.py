@@ -7,7 +7,7 @@ While the rows of a batch use several sets, the model has all of these sets.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -20,9 +20,8 @@ from mcore_bridge.config.mesh.alike import Shared, agreed, replica_groups
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.rules.adapters import Adapters
 from mcore_bridge.rules.names import TOWER
-from mcore_bridge.weights.model_chunks import Models, chunks_of
+from mcore_bridge.weights.model_chunks import Models, chunks_of, groups_of, switch_of
 from mcore_bridge.weights.model_tensors import note_built
-from mcore_bridge.weights.peft.hf_adapters import switch_of
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -132,16 +131,15 @@ def set_adapters(models: Models, name: str) -> None:
         >>> len(dict(mb.iter_hf_adapters(policy)))
         16
     """
-    chunks = chunks_of(models)
 
-    def checked() -> tuple[None, Shared]:
+    def checked() -> tuple[Sequence[GPTModel], Shared]:
+        chunks = chunks_of(models)
         names = list(sets_of(chunks[0]).by_name)
         if name not in names:
             raise ConfigError(f"models must have adapters named {name!r}, found {names}: call add_adapters first")
-        return None, {"name": name}
+        return chunks, {"name": name}
 
-    agreed(replica_groups(chunks[0].pg_collection), checked, ConfigError)
-    for chunk in chunks:
+    for chunk in agreed(replica_groups(groups_of(models)), checked, ConfigError):
         use(chunk, name)
 
 

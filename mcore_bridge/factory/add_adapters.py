@@ -43,7 +43,7 @@ from mcore_bridge.rules.trace import Trace, moved_dim, trace
 from mcore_bridge.weights.bound import BoundModel, bind, provenance_on
 from mcore_bridge.weights.dist_checkpoint.adapter_shards import sharded_state_dict
 from mcore_bridge.weights.files.hf_folder import content_of
-from mcore_bridge.weights.model_chunks import Models, all_chunks_of, chunks_of, modules_of, numbering_of
+from mcore_bridge.weights.model_chunks import Models, all_chunks_of, chunks_of, groups_of, modules_of, numbering_of
 from mcore_bridge.weights.model_tensors import entries_of
 from mcore_bridge.weights.own_folder import note_source
 from mcore_bridge.weights.peft.hf_adapters import load_peft, open_peft_for
@@ -142,10 +142,10 @@ def add_adapters(
         >>> sum(parameter.requires_grad for parameter in policy[0].parameters())   # A and B of linear_qkv, 4 layers
         8
     """
-    chunks, dtype = chunks_of(models), as_dtype(dtype)
+    groups, dtype = groups_of(models), as_dtype(dtype)
 
     def checked() -> tuple[tuple[Adapters, Places, dict[str, Adapter], Mapping[str, bool], Path | None], Shared]:
-        all_chunks_of(models)
+        chunks = all_chunks_of(models)
         if problem := problem_of(dtype):
             raise ConfigError(problem)
         asked: dict[str, Any] = {"rank": rank, "alpha": alpha, "targets": targets, "expert_format": expert_format}
@@ -185,11 +185,11 @@ def add_adapters(
         named = () if asked["targets"] == ALL_LINEAR else targeted
         return (made, places, adapters, _held_here(bound, named, names), path), shared
 
-    made, places, adapters, held, path = agreed(replica_groups(chunks[0].pg_collection), checked, ConfigError)
-    _require_held(Group(chunks[0].pg_collection.pp), held)
+    made, places, adapters, held, path = agreed(replica_groups(groups), checked, ConfigError)
+    _require_held(Group(groups.pp), held)
     if made.dora and path is None:
         _measure(places, adapters)
-    for chunk in chunks:
+    for chunk in chunks_of(models):
         lay_aside(chunk)
         chunk.requires_grad_(False)
         if not sets_of(chunk).by_name:

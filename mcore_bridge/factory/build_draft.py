@@ -76,11 +76,11 @@ def build_draft(
         >>> sorted(mb.to_hf_state_dict(drafts))[:3]
         ['d2t', 'fc.weight', 'lm_head.weight']
     """
-    policy = all_chunks_of(models)[0]
     is_folder = isinstance(hf, str | os.PathLike)
 
     def prepare() -> tuple[Blueprint, Any]:
         require(ConfigError, seed=(seed, WHOLE))
+        policy = all_chunks_of(models)[0]
         names = names_in(folder := os.fspath(find_folder(hf))) if is_folder else None
         config = read_draft(hf, names)
         is_whole = config.model_type == EAGLE3

@@ -16,7 +16,7 @@ from mcore_bridge.errors import BridgeError, TransferError
 from mcore_bridge.sync.routes import Route, WorkerKey
 from mcore_bridge.weights.agreement import Export, open_export
 from mcore_bridge.weights.engine.comparison import Compared
-from mcore_bridge.weights.model_chunks import Models, chunks_of
+from mcore_bridge.weights.model_chunks import Models, groups_of
 from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.executor import run_program
@@ -44,7 +44,7 @@ class Elsewhere:
     ) -> None:
         self._models, self._options = models, options
         self._device, self._host, self._seconds = device, host, seconds
-        self._replica = Group.of_replica(chunks_of(models)[0].pg_collection)
+        self._replica = Group.of_replica(groups_of(models))
         self._group: JointGroup | None = None
         self._store: Any = None  # stays until the next one: another rank may still have to connect to it
         self._program: Program | None = None

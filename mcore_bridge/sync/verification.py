@@ -21,8 +21,7 @@ from mcore_bridge.sync.log_probs import (
     prompts_of,
     rows_of,
 )
-from mcore_bridge.weights.model_chunks import Models
-from mcore_bridge.weights.peft.hf_adapters import adapters_in_use
+from mcore_bridge.weights.model_chunks import Models, adapters_in_use
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.failures import raise_on_all
 

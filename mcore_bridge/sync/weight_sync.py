@@ -32,7 +32,7 @@ from mcore_bridge.weights.engine.across_ranks import AcrossRanks
 from mcore_bridge.weights.engine.comparison import Compared
 from mcore_bridge.weights.ipc.shared_memory import gpu_of
 from mcore_bridge.weights.manifest import Manifest, manifest
-from mcore_bridge.weights.model_chunks import Models, modules_of
+from mcore_bridge.weights.model_chunks import Models, chunks_of, modules_of
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.failures import raise_failures, raise_on_all
 
@@ -184,7 +184,7 @@ class WeightSync:
         self._numbers = count()
         self._is_closed = False
         with raise_on_all(self._group, ALL_GO_ON, TransferError):
-            modules_of(models)
+            chunks_of(models)
             if wrong:
                 raise TransferError(wrong)
             self._host = address or own_host()

@@ -23,8 +23,8 @@ from mcore_bridge.trainers.loading import load_folder
 from mcore_bridge.trainers.weight_export import WeightExport
 from mcore_bridge.trainers.wrap import ddp_config_of, freeze_routers
 from mcore_bridge.weights.files.sidecars import copy_companions
-from mcore_bridge.weights.model_chunks import chunks_of
-from mcore_bridge.weights.peft.hf_adapters import adapters_of, iter_peft_adapters, save_hf_adapters
+from mcore_bridge.weights.model_chunks import adapters_of, chunks_of
+from mcore_bridge.weights.peft.hf_adapters import iter_peft_adapters, save_hf_adapters
 from mcore_bridge.weights.save import save_hf_checkpoint
 from mcore_bridge.weights.source.source import HFWeights
 

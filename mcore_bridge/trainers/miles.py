@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mcore_bridge.trainers import megatron_bridge
 from mcore_bridge.trainers.conversion_tasks import ConversionTask
-from mcore_bridge.weights.peft.hf_adapters import adapters_of
+from mcore_bridge.weights.model_chunks import adapters_of
 from mcore_bridge.weights.peft.peft_config import PREFIX
 
 __all__ = ["AutoBridge"]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple, TypedDict, Unpack
+from typing import NamedTuple, TypedDict, Unpack
 
 from torch import Tensor, nn
 
@@ -19,11 +19,10 @@ from mcore_bridge.config.mesh.alike import Shared, difference, sendable
 from mcore_bridge.config.quantization import Quantize
 from mcore_bridge.errors import ExportError, describe
 from mcore_bridge.machine import uncollected
-from mcore_bridge.rules.adapters import Adapters
 from mcore_bridge.rules.dtypes import Dtypes
 from mcore_bridge.rules.mapping import ExpertFormat, Rules
 from mcore_bridge.weights.bound import BoundModel, bind, provenance_on
-from mcore_bridge.weights.model_chunks import Models, chunks_of, whole_config
+from mcore_bridge.weights.model_chunks import Models, adapters_in_use, adapters_of, groups_of, whole_config
 from mcore_bridge.weights.param_sync import gather_pending, heard_by_replicas, require_gatherable
 from mcore_bridge.weights.plan.all_to_all import plan_targets
 from mcore_bridge.weights.plan.engine_map import EngineMap
@@ -39,9 +38,6 @@ from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.endpoints import Held
 from mcore_bridge.weights.transfer.failures import raise_failures
 from mcore_bridge.weights.transfer.program import Program
-
-if TYPE_CHECKING:
-    from megatron.core.models.gpt import GPTModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +76,11 @@ class Only(NamedTuple):
     """What an export takes of the models; by default all weights, without adapters.
 
     Attributes:
-        adapters: the adapters of the models, to export only these.
+        adapters: whether to export only the adapters in use.
         tensors: tensors by canonical name, to export only these, in place of the tensors of the models.
     """
 
-    adapters: Adapters | None = None
+    adapters: bool = False
     tensors: Mapping[str, Tensor] | None = None
 
 
@@ -177,7 +173,6 @@ def agree_on_plan(models: Models, hf: HF | None, head: str, **options: Unpack[Op
 class Proposal:
     """The export that one rank proposes to its group."""
 
-    chunk: GPTModel
     group: Group
     bound: BoundModel | None
     provenance: Provenance | None
@@ -201,7 +196,7 @@ class Proposal:
         group, bound, given = self.group, self.bound, self.given
         size = group.rank, group.size, group.num_stages
         fingerprint = (repr(given), self.target, self.guests, *size, bound and bound.fingerprint())
-        plans = _plans.get(self.chunk, ())
+        plans = _plans.get(bound.chunks[0], ()) if bound else ()
         fits = [not self.error and plan.fingerprint == fingerprint for plan in plans]
         index = group.first_in_common(fits, _NUM_PLANS, plans[0].number if plans else 0)
         kept = None if index is None else plans[index]
@@ -210,10 +205,11 @@ class Proposal:
             given = given | ({"hf": identity(self.provenance)} if bound and self.provenance else {})
             own = _Answer(self.error, sendable(given), self.bucket_bytes, self.target, group.num_stages, *of_bound)
             answers = group.all_gather_object((own, plans[0].number if plans else 0))
-            programs = _agreed(group, bound, self.chunk, [answer for answer, _ in answers], self.guests, self.format)
+            programs = _agreed(group, bound, [answer for answer, _ in answers], self.guests, self.format)
             targets = tuple(answer.target for answer, _ in answers)
             kept = _Kept(fingerprint, 1 + max(number for _, number in answers), *programs, targets)
-            _plans[self.chunk] = (kept, *plans)[:_NUM_PLANS]
+            assert bound is not None
+            _plans[bound.chunks[0]] = (kept, *plans)[:_NUM_PLANS]
         assert bound is not None
         held = Held(bound.tensors, bound.merges)
         return Export(kept.program, group, bound, kept.guest_program, self.format, held, kept.targets)
@@ -244,8 +240,7 @@ def propose(
         guests: targets of receivers that are no ranks of the group. They hold nothing, and come after its ranks.
         shared: further arguments that must be equal on all ranks.
     """
-    first = chunks_of(models)[0]
-    group = Group.of_replica(first.pg_collection)
+    group = Group.of_replica(groups_of(models))
     bound, provenance, error, form = None, None, "", PLAIN
     given: dict[str, object] = {"bucket_bytes": bucket_bytes, "merged": merged, **shared}
     try:
@@ -255,13 +250,15 @@ def propose(
             merged=(merged, FLAG.or_none()),
         )
         provenance = provenance_on(models, hf, head)
-        bound = bind(models, provenance, expert_format=expert_format, merged=merged, adapters=only.adapters)
+        adapters = adapters_of(models) if only.adapters else None
+        bound = bind(models, provenance, expert_format=expert_format, merged=merged, adapters=adapters)
         bound = bound if only.tensors is None else replace(bound, tensors=only.tensors, is_part=True)
         form = weight_format(quantize, provenance.folder)
         given |= {
             "head": provenance.head,
             "expert_format": expert_format or provenance.expert_format,
             "quantize": form.digest,
+            "adapters": adapters_in_use(models) if merged or only.adapters else None,
         }
         if isinstance(target, Exception):
             raise target
@@ -269,7 +266,7 @@ def propose(
         error = bound.problem_of(dtype)
     except Exception as failure:  # also errors of files: other ranks must be informed
         error, target = describe(failure), "nothing"
-    return Proposal(first, group, bound, provenance, error, given, bucket_bytes, target, guests, form)
+    return Proposal(group, bound, provenance, error, given, bucket_bytes, target, guests, form)
 
 
 _TARGET = instance_of(
@@ -294,14 +291,13 @@ class _Answer(NamedTuple):
 def _agreed(
     group: Group,
     bound: BoundModel | None,
-    chunk: GPTModel,
     answers: Sequence[_Answer],
     guests: tuple[Target, ...],
     form: WeightFormat,
 ) -> tuple[Program, Callable[[int], Program]]:
     """Make the plan on this rank, and check that the plans of all ranks fit together."""
     try:
-        plans_of = _planned(bound, chunk, answers, guests, form)
+        plans_of = _planned(bound, answers, guests, form)
         stages = {answer.num_stages for answer in answers}
         program = Program(plans_of(group.rank), group.rank, stages.pop() if len(stages) == 1 else 1)
 
@@ -324,7 +320,6 @@ def _agreed(
 
 def _planned(
     bound: BoundModel | None,
-    chunk: GPTModel,
     answers: Sequence[_Answer],
     guests: tuple[Target, ...],
     form: WeightFormat,
@@ -343,7 +338,7 @@ def _planned(
     if not any(inventory.held for inventory in inventories):
         raise ExportError("no rank of the group holds a tensor to export: give targets of adapters that the model has")
     inventories += [Inventory(dict.fromkeys(inventories[0].ranks, 0), ())] * len(guests)
-    arguments = bound.mapping, bound.axes, whole_config(chunk).num_layers, inventories
+    arguments = bound.mapping, bound.axes, whole_config(bound.chunks[0]).num_layers, inventories
     bucket_bytes, encode = answers[0].bucket_bytes, partial(form.entries, bound.mapping)
     if set(targets) == {"everything"} and not guests:
         plan = plan_export(*arguments, bucket_bytes=bucket_bytes, encode=encode)

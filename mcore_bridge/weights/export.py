@@ -24,7 +24,7 @@ from mcore_bridge.rules.mapping import ExpertFormat, unstacked
 from mcore_bridge.rules.trace import Copy, Shape
 from mcore_bridge.weights.agreement import Export, Only, open_export, unless
 from mcore_bridge.weights.bound import BoundModel, bind, provenance_on
-from mcore_bridge.weights.model_chunks import Models, chunks_of
+from mcore_bridge.weights.model_chunks import Models, groups_of
 from mcore_bridge.weights.param_sync import require_gathered
 from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.progress import tracked
@@ -138,7 +138,7 @@ def iter_with_sources(
         ExportError, MappingError: as ``iter_hf_weights``, except that layers may be absent from a part. A tensor of
             all experts must be there with all its experts.
     """
-    if rows is not None and not Group.of_replica(chunks_of(models)[0].pg_collection).max(len(rows)):
+    if rows is not None and not Group.of_replica(groups_of(models)).max(len(rows)):
         return
     chosen: Any = {"only": Only(tensors=part), "shared": {"conversion_tasks": rows}}
     export = open_export(models, None, "lm", merged=merged, target=unless(problem, "everything"), **chosen)

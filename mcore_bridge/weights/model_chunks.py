@@ -19,12 +19,14 @@ from mcore_bridge.arguments import instance_of, require
 from mcore_bridge.config.fields import to_mcore
 from mcore_bridge.config.layer_kinds import inner_letters, letters_of
 from mcore_bridge.config.unread_fields import without_unread
-from mcore_bridge.errors import MappingError
+from mcore_bridge.errors import ConfigError, MappingError
+from mcore_bridge.rules.adapters import Adapters, base_name
 from mcore_bridge.rules.hybrid_keys import HalfKeys
 from mcore_bridge.rules.names import Numbering
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
+    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import TransformerConfig
     from transformers import PretrainedConfig
 
@@ -58,6 +60,26 @@ def chunks_of(models: Models) -> tuple[GPTModel, ...]:
     return chunks
 
 
+def groups_of(models: Models) -> ProcessGroupCollection:
+    """The groups in which ranks agree on a call with ``models``: those of the chunks.
+
+    A rank with wrong models has no chunks, and other ranks wait for it. So it takes the groups of ``parallel_state``,
+    where ``chunks_of`` refuses its models together with its other arguments.
+
+    Raises:
+        MappingError: as ``chunks_of``, and there is no ``parallel_state`` either.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    try:
+        return chunks_of(models)[0].pg_collection
+    except (MappingError, AttributeError):
+        if not parallel_state.model_parallel_is_initialized():
+            raise
+        return ProcessGroupCollection.use_mpu_process_groups()
+
+
 def all_chunks_of(models: Models) -> tuple[GPTModel, ...]:
     """The ``GPTModel`` of each chunk, for callers that need all chunks of this rank in the order in which they run.
 
@@ -88,6 +110,44 @@ def unwrap(model: nn.Module) -> GPTModel:
             )
         bare = inner
     return bare
+
+
+def adapters_of(models: Models) -> Adapters:
+    """The adapters that ``add_adapters`` has added to models.
+
+    Raises:
+        ConfigError: they have no adapters.
+    """
+    made: Adapters | None = getattr(chunks_of(models)[0], "bridge_adapters", None)
+    if made is None:
+        raise ConfigError("models must have adapters, found none: call add_adapters first")
+    return made
+
+
+def switch_of(made: Adapters) -> str:
+    """The name of a state in megatron-core's tracker of random numbers, which switches these adapters off."""
+    return f"mcore_bridge: without adapters {id(made)}"
+
+
+def is_without_adapters(chunk: Any) -> bool:
+    """Whether a block of ``without_adapters`` is entered for the chunk."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    made: Adapters | None = getattr(chunk, "bridge_adapters", None)
+    return made is not None and switch_of(made) in get_cuda_rng_tracker().states_
+
+
+def adapters_in_use(models: Models) -> str | None:
+    """A description of the adapters that a forward uses, for ranks to compare; None without adapters."""
+    chunk: Any = chunks_of(models)[0]
+    made: Adapters | None = getattr(chunk, "bridge_adapters", None)
+    if made is None:
+        return None
+    state = "off" if is_without_adapters(chunk) else "on"
+    kind = f"{made.kind}, dropout {made.dropout}, dora {made.dora}"
+    name = chunk.bridge_adapter_sets.in_use
+    targets = sorted({base_name(hf) for rule in made.mapping.rules for hf in rule.hf})
+    return f"{name!r}, rank {made.rank}, alpha {float(made.alpha)}, {kind}, {state}, of {', '.join(targets)}"
 
 
 def is_hybrid(chunk: GPTModel) -> bool:

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from mcore_bridge.errors import ExportError
-from mcore_bridge.weights.model_chunks import Models, chunks_of, modules_of, unwrap
+from mcore_bridge.errors import ExportError, LostRankError, MappingError
+from mcore_bridge.weights.model_chunks import Models, groups_of, modules_of, unwrap
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.failures import require_all
 from mcore_bridge.weights.transfer.quantized_parameters import memory_of
@@ -47,6 +47,8 @@ def heard_by_replicas(models: Models) -> Iterator[None]:
     error = None
     try:
         yield
+    except LostRankError:  # it breaks the connections to all who would wait
+        raise
     except Exception as failure:
         error = failure
     if not _all_gather(models, error is None) and error is None:
@@ -59,9 +61,9 @@ def heard_by_replicas(models: Models) -> Iterator[None]:
 
 def _all_gather(models: Models, is_well: bool) -> bool:
     """Whether all replicas that are about to gather can do so."""
-    if not list(_wrappers(models)):  # a setting of the trainer, so it is equal on every rank
-        return True
-    groups = chunks_of(models)[0].pg_collection
+    if is_well and not list(_wrappers(models)):  # a setting of the trainer, so it is equal on every rank
+        return True  # a rank with wrong models has none, and does not know the setting
+    groups = groups_of(models)
     somewhere = Group.of_replica(groups).max(is_pending(models))  # a stage may be frozen
     return not somewhere or Group.across_replicas(groups).all_true(is_well)
 
@@ -118,8 +120,11 @@ def _wrappers(models: Models) -> Iterator[DistributedDataParallel]:
     """
     from megatron.core.distributed import DistributedDataParallel
 
-    for model in modules_of(models):
-        around, bare = model, unwrap(model)
+    try:
+        pairs = [(model, unwrap(model)) for model in modules_of(models)]
+    except MappingError:  # the ranks agree that these are no models, and nothing is gathered
+        return
+    for around, bare in pairs:
         hooks = bare._forward_pre_hooks.values()
         objects: list[Any] = [cell.cell_contents for hook in hooks for cell in getattr(hook, "__closure__", None) or ()]
         while around is not bare:

@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_par
 import mcore_bridge as mb
 from mcore_bridge.batches import row_sets
 from mcore_bridge.batches.row_sets import TokenSets
-from mcore_bridge.errors import BatchError
+from mcore_bridge.errors import BatchError, MappingError
 from mcore_bridge.factory.modules.adapter import Adapter
 from mcore_bridge.factory.modules.row_adapters import DispatchedTokens, RowAdapters
 from tests import zoo
@@ -357,8 +357,8 @@ def refused(folder):
     """Runs in each of two workers: what each refusal says."""
     said = {}
 
-    def refuse(what, models, rows, hf=None, **options):
-        with pytest.raises(BatchError) as caught:
+    def refuse(what, models, rows, hf=None, kind=BatchError, **options):
+        with pytest.raises(kind) as caught:
             mb.forward(models, *batch_of(hf or tiny.config("qwen3")), adapters=rows, **options)
         said[what] = str(caught.value)
 
@@ -379,7 +379,7 @@ def refused(folder):
         refuse("ddp", models, ROWS, **learn)
         refuse("other ddp", {"code": wrapped, "math": models, "poems": wrapped}, ROWS, **learn)
         refuse("no rows", {"math": wrapped}, None)
-        refuse("no models", {}, ROWS)
+        refuse("no models", {}, ROWS, kind=MappingError)
         mb.forward(wrapped, *batch_of(tiny.config("qwen3")), adapters=ROWS, **learn)  # the other set has no DDP
         assert models[0].bridge_adapter_sets.in_use == "math"
         for parameter in parameters(models):
@@ -406,7 +406,7 @@ REFUSED = {
     "ddp": r"DDP or FSDP has gradients of \['math'\].* pass a mapping .*\{'math': \[ddp\]\}\. For FSDP, call",
     "other ddp": r"wrappers of their sets, .*'code'\], found \['poems'\]: leave them out; .*of \['math'\], and this",
     "no rows": "may be a mapping with adapters= alone, found adapters=None: pass the chunks",
-    "no models": "must have the chunks of each set, found an empty mapping",
+    "no models": "no models given; expected this rank's chunks",
     "none there": r"sets of the models, \[\], found \['code', 'math'\]: call add_adapters",
     "experts": r"adapters of routed experts with moe_token_dispatcher_type='flex', found .* in \['math'\]: call set_",
 }

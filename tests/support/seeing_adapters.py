@@ -10,7 +10,7 @@ from torch import Tensor
 
 import mcore_bridge as mb
 from mcore_bridge.factory import add_adapters
-from mcore_bridge.weights.peft.hf_adapters import adapters_of
+from mcore_bridge.weights.model_chunks import adapters_of
 from tests.support import seeing, stepping
 from tests.support.peft_models import ALPHA, RANK, fill, parameters
 

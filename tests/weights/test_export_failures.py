@@ -176,8 +176,11 @@ def test_a_stage_may_be_frozen_under_overlap_param_gather():
     pool.run(2, export_beside_a_frozen_stage, timeout=60)
 
 
+WAYS = {"asks": "bucket_bytes must be", "moved": "moved before replicas", "loses": "no models given"}
+
+
 def export_beside_a_replica_that_cannot(dims, hf, way):
-    """The second of two replicas passes an invalid argument, or one of its ranks has moved a parameter."""
+    """The second of two replicas passes an invalid argument, or one of its ranks has moved a parameter or no models."""
     models, state = built(dims, hf)
     wrapped = stepping.gathering_late(models)
     in_second = dist.get_rank() // (dist.get_world_size() // 2)
@@ -185,14 +188,15 @@ def export_beside_a_replica_that_cannot(dims, hf, way):
     if way == "moved" and dist.get_rank() == dist.get_world_size() - 1:
         parameter = next(models[0].parameters())
         parameter.data = parameter.data.clone()
+    is_without = way == "loses" and dist.get_rank() == dist.get_world_size() - 1
     with pytest.raises(ExportError) as refused:
-        mb.to_hf_state_dict(wrapped, bucket_bytes=bucket_bytes)
-    if way == "asks":
+        mb.to_hf_state_dict([] if is_without else wrapped, bucket_bytes=bucket_bytes)
+    if way != "moved":
         assert_exact(mb.to_hf_state_dict(wrapped), state)
     return str(refused.value)
 
 
-@pytest.mark.parametrize(("way", "message"), [("asks", "bucket_bytes must be"), ("moved", "moved before replicas")])
+@pytest.mark.parametrize(("way", "message"), WAYS.items())
 @pytest.mark.parametrize(
     ("dims", "hf"), [(mb.ParallelDims(tp=2), None), (mb.ParallelDims(ep=2), sparse(2))], ids=["TP2", "EP2"]
 )

@@ -26,7 +26,8 @@ from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.files.sources import SourceFolders
 from mcore_bridge.weights.manifest import Manifest, ManifestEntry, digest, manifest
-from mcore_bridge.weights.peft.hf_adapters import adapters_of, iter_hf_adapters
+from mcore_bridge.weights.model_chunks import adapters_of
+from mcore_bridge.weights.peft.hf_adapters import iter_hf_adapters
 from mcore_bridge.weights.peft.peft_folder import open_peft
 from mcore_bridge.weights.progress import show_progress, tracked
 from mcore_bridge.weights.save import save_hf_checkpoint

@@ -28,6 +28,7 @@ Shared = Mapping[str, object]
 """Arguments by name that must be equal on all ranks, by their ``repr``."""
 _NONE: Shared = MappingProxyType({})
 _NO_ADVICE: Mapping[str, str] = MappingProxyType({})
+_ADVICE = {"adapters": "call add_adapters and set_adapters alike on every rank"}
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ def difference(
         return None
     return kind(
         f"expected the same {' and '.join(differ)} on every rank, found {grouped_by_rank(passed, ranks)}; "
-        + "; ".join(dict.fromkeys(advice.get(name, "pass one value") for name in differ))
+        + "; ".join(dict.fromkeys({**_ADVICE, **advice}.get(name, "pass one value") for name in differ))
     )
 
 

@@ -40,7 +40,7 @@ from mcore_bridge.weights.files.background import HostCopies, PendingSave, copy_
 from mcore_bridge.weights.files.hf_folder import shard_names
 from mcore_bridge.weights.files.sidecars import NOTES, copy_companions
 from mcore_bridge.weights.files.sources import SourceFolders
-from mcore_bridge.weights.model_chunks import Models, all_chunks_of, whole_config
+from mcore_bridge.weights.model_chunks import Models, adapters_in_use, all_chunks_of, whole_config
 from mcore_bridge.weights.model_tensors import held_tensors, require_as_built, shapes_of
 from mcore_bridge.weights.own_folder import is_source, note_source, require_held
 from mcore_bridge.weights.param_sync import gather_pending, require_gatherable
@@ -137,7 +137,8 @@ def save_checkpoint(
         require(CheckpointError, common=(common, MAPPING.or_none()))
         pickle.dumps(common)  # only one rank would fail to write it
     named = {"hf": identity(provenance), "head": head, "part": part, "optimizer": type(optimizer), "wait": wait}
-    require_alike(world, {**named, "common": sorted(common or ())})
+    adapters = None if part == "base" else adapters_in_use(chunks)
+    require_alike(world, {**named, "adapters": adapters, "common": sorted(common or ())})
     require_equal(world, common or {})
     together = partial(raise_on_all, world, f"{target} was not changed")
     with ExitStack() as opened:

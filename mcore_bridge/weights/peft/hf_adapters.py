@@ -16,12 +16,12 @@ from mcore_bridge import arguments
 from mcore_bridge.arguments import COUNT, DEVICE, FLAG, require
 from mcore_bridge.config.hf import write_fields
 from mcore_bridge.config.mesh.alike import Shared, agreed, replica_groups
-from mcore_bridge.errors import CheckpointError, ConfigError
+from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.adapters import Adapters, base_name
 from mcore_bridge.rules.dtypes import Dtypes, has_same_bits, wanted_dtype
 from mcore_bridge.rules.mapping import pattern_of
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.agreement import Only, agree_on_plan, open_export, unless
+from mcore_bridge.weights.agreement import Export, Only, agree_on_plan, open_export, unless
 from mcore_bridge.weights.bound import BoundModel, bind, provenance_on
 from mcore_bridge.weights.export import converted
 from mcore_bridge.weights.files.atomic_folder import Update, commit, target_of, updating_by_all
@@ -33,7 +33,7 @@ from mcore_bridge.weights.files.staging import SLOT_BYTES, Staging
 from mcore_bridge.weights.load import load_bound
 from mcore_bridge.weights.load_state import LoadReport
 from mcore_bridge.weights.manifest import Manifest, ManifestEntry
-from mcore_bridge.weights.model_chunks import Models, chunks_of
+from mcore_bridge.weights.model_chunks import Models, adapters_of, chunks_of, groups_of
 from mcore_bridge.weights.own_folder import is_source, note_source, require_held
 from mcore_bridge.weights.peft.peft_config import CONFIG, STACKS, WEIGHTS, PeftNames, portable_config, shortest_ends
 from mcore_bridge.weights.peft.peft_folder import (
@@ -51,6 +51,7 @@ from mcore_bridge.weights.transfer.executor import run_program
 from mcore_bridge.weights.transfer.failures import raise_on_all, require_alike
 
 _OF_PEFT = (CONFIG, WEIGHTS, "adapter_model.bin")
+_ADAPTERS = Only(adapters=True)
 
 
 def iter_hf_adapters(
@@ -78,8 +79,7 @@ def iter_hf_adapters(
         HF names of ``lora_A`` and ``lora_B`` weights, each with its tensor: ``[rank, in]`` and ``[out, rank]``.
 
     Raises:
-        ConfigError: the models have no adapters.
-        ExportError, TargetError: on every rank of the group, when any of them fails.
+        ExportError, TargetError: on every rank of the group, when any of them fails, or has no adapters or others.
 
     Example:
         >>> for name, tensor in mb.iter_hf_adapters(policy):
@@ -92,8 +92,12 @@ def iter_hf_adapters(
     """
     problem = arguments.problem_of(device=(device, DEVICE.or_none()))
     options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "target": unless(problem, target), "dtype": dtype}
-    made = adapters_of(models)
-    export = open_export(models, None, "lm", only=Only(adapters=made), **options)
+    yield from _pairs(open_export(models, None, "lm", only=_ADAPTERS, **options), dtype, device)
+
+
+def _pairs(export: Export, dtype: Dtypes, device: torch.device | str | None) -> Iterator[tuple[str, Tensor]]:
+    """Run an export of adapters."""
+    made = adapters_of(export.bound.chunks)
     with closing(run_program(export.program, export.group, export.held)) as pairs:
         for name, tensor in converted(pairs, dtype, device):
             yield name, tensor
@@ -109,11 +113,13 @@ def iter_peft_adapters(models: Models, *, device: torch.device | str | None = No
         device: as for ``iter_hf_weights``.
 
     Raises:
-        ConfigError, ExportError: as ``iter_hf_adapters``.
+        ExportError: as ``iter_hf_adapters``.
     """
-    stacked = {base_name(hf) for rule in adapters_of(models).mapping.rules for hf in rule.hf if hf.endswith("[*]")}
+    problem = arguments.problem_of(device=(device, DEVICE.or_none()))
+    export = open_export(models, None, "lm", only=_ADAPTERS, target=unless(problem, "everything"))
+    stacked = {base_name(hf) for rule in export.bound.mapping.rules for hf in rule.hf if hf.endswith("[*]")}
     naming = replace(_naming(stacked, provenance_on(models)), memory=(), renamed=())
-    yield from _in_peft(iter_hf_adapters(models, device=device), naming)
+    yield from _in_peft(_pairs(export, None, device), naming)
 
 
 class SaveAdapterOptions(TypedDict, total=False):
@@ -165,18 +171,18 @@ def save_hf_adapters(
         The manifest of what was written, with PEFT's names. With ``wait=False`` a handle, whose ``wait()`` returns it.
 
     Raises:
-        ConfigError: the models have no adapters.
-        CheckpointError: on every rank, as for ``save_hf_checkpoint``. The folder is then unchanged.
+        CheckpointError: on every rank, as for ``save_hf_checkpoint``, or when the models of any rank have no adapters.
+            The folder is then unchanged.
 
     Example:
         >>> written = mb.save_hf_adapters(policy, "run/adapter_100")
         >>> len(written), written.tensors[0].name
         (16, 'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight')
     """
-    made, provenance, world = adapters_of(models), provenance_on(models), Group(None)
+    world = Group(None)
     with raise_on_all(world, "nothing was written"):
         settle()
-        target = target_of(folder)
+        target, made, provenance = target_of(folder), adapters_of(models), provenance_on(models)
         require(CheckpointError, slot_bytes=(slot_bytes, COUNT), wait=(wait, FLAG))
         require(CheckpointError, host_bytes=(host_bytes, COUNT.or_none()))
     require_alike(world, {"dtype": dtype, "slot_bytes": slot_bytes, "wait": wait})
@@ -184,7 +190,7 @@ def save_hf_adapters(
     with ExitStack() as opened:
         update = opened.enter_context(updating_by_all(world, target))
         with raise_on_all(world, f"{target} was not changed"):
-            export = agree_on_plan(models, None, "lm", bucket_bytes=bucket_bytes, only=Only(adapters=made), dtype=dtype)
+            export = agree_on_plan(models, None, "lm", bucket_bytes=bucket_bytes, only=_ADAPTERS, dtype=dtype)
             own = tuple(_with_further(export.program.plan.tensors(), made))
             naming = _naming([base_name(spec.name) for spec in own if len(spec.shape) == 3], provenance)
             specs = tuple(_as_peft(spec, naming, dtype) for spec in own)
@@ -247,7 +253,6 @@ def load_adapters(models: Models, folder: str | os.PathLike[str], *, dtype: Dtyp
         >>> mb.load_adapters(policy, "run/adapter_100").num_tensors
         16
     """
-    chunks = chunks_of(models)
 
     def checked() -> tuple[tuple[BoundModel, Adapters, PeftFolder], Shared]:
         made, given = adapters_of(models), open_peft_for(models, folder)
@@ -265,7 +270,7 @@ def load_adapters(models: Models, folder: str | os.PathLike[str], *, dtype: Dtyp
         shared = {"folder": content_of(given.path), "scales": sorted(given.scales.items()), "dtype": dtype}
         return (bound, made, given), shared
 
-    bound, made, given = agreed(replica_groups(chunks[0].pg_collection), checked, CheckpointError)
+    bound, made, given = agreed(replica_groups(groups_of(models)), checked, CheckpointError)
     report = load_peft(bound, made, given, dtype)
     note_source(models, given.path)
     return report
@@ -286,43 +291,6 @@ def load_peft(bound: BoundModel, made: Adapters, given: PeftFolder, dtype: Dtype
     given.file.require_unchanged()
     folded = {name: f"times {factor:.6g}" for name, factor in given.factors(scale).items()}
     return replace(report, cast={**report.cast, **folded})
-
-
-def adapters_of(models: Models) -> Adapters:
-    """The adapters that ``add_adapters`` has added to models.
-
-    Raises:
-        ConfigError: they have no adapters.
-    """
-    made: Adapters | None = getattr(chunks_of(models)[0], "bridge_adapters", None)
-    if made is None:
-        raise ConfigError("models must have adapters, found none: call add_adapters first")
-    return made
-
-
-def switch_of(made: Adapters) -> str:
-    """The name of a state in megatron-core's tracker of random numbers, which switches these adapters off."""
-    return f"mcore_bridge: without adapters {id(made)}"
-
-
-def is_without_adapters(chunk: Any) -> bool:
-    """Whether a block of ``without_adapters`` is entered for the chunk."""
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    made: Adapters | None = getattr(chunk, "bridge_adapters", None)
-    return made is not None and switch_of(made) in get_cuda_rng_tracker().states_
-
-
-def adapters_in_use(models: Models) -> str | None:
-    """A description of the adapters that a forward uses, for ranks to compare; None without adapters."""
-    chunk: Any = chunks_of(models)[0]
-    made: Adapters | None = getattr(chunk, "bridge_adapters", None)
-    if made is None:
-        return None
-    state = "off" if is_without_adapters(chunk) else "on"
-    kind = f"{made.kind}, dropout {made.dropout}, dora {made.dora}"
-    name = chunk.bridge_adapter_sets.in_use
-    return f"{name!r}, rank {made.rank}, alpha {float(made.alpha)}, {kind}, {state}"
 
 
 def _with_further(specs: Iterable[TensorSpec], made: Adapters) -> Iterator[TensorSpec]:
