@@ -57,6 +57,8 @@ def require_runnable(chunk: GPTModel, *, packed: bool, learns: bool) -> None:
     All pipeline stages must decide alike. So no check may depend on modules that only some stages have.
     """
     config = chunk.config
+    if getattr(config, "draft", None) is not None:
+        raise BatchError("models must be of a policy, found a draft head: pass the policy, and the head as drafts=")
     if packed and config.context_parallel_size > 1 and config.cp_comm_type in ROWS_ONLY:
         raise BatchError(f"with cp_comm_type={config.cp_comm_type!r} sequences cannot be packed: pass packed=False")
     rope = getattr(config, "hf_rope", None)

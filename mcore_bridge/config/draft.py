@@ -7,7 +7,7 @@ policy, and ``draft_vocab_size`` its own. In memory ``vocab_size`` is its own, a
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeGuard
 
 from mcore_bridge.config.fields import Derive, Hf, Mcore, count
 from mcore_bridge.errors import ConfigError, shown
@@ -165,6 +165,14 @@ def _forward(hf: Hf) -> dict[str, object]:
     return {"draft": draft}
 
 
+def _is_whole(number: object) -> TypeGuard[int]:
+    return isinstance(number, int) and not isinstance(number, bool)
+
+
+def _are_whole(numbers: object) -> TypeGuard[Sequence[int]]:
+    return isinstance(numbers, list | tuple) and all(map(_is_whole, numbers))
+
+
 def _layers(hf: Hf) -> tuple[int, ...] | None:
     """The layers whose inputs are read. vLLM's field has these, and SGLang's the layers whose outputs are read."""
     inner = hf.get(_OUTPUTS) or {}
@@ -173,8 +181,8 @@ def _layers(hf: Hf) -> tuple[int, ...] | None:
     if unknown := sorted(inner.keys() - _AS_BUILT.keys() - {_INPUTS}):
         raise ConfigError(f"{_OUTPUTS} must have known keys, found {unknown}: they may change what is computed.")
     inputs, outputs = hf.get(_INPUTS), inner.get(_INPUTS)
-    if not all(isinstance(layers, list | tuple | None) for layers in (inputs, outputs)):
-        raise ConfigError(f"{_INPUTS} must be a list of numbers, found {shown(inputs)} and {shown(outputs)}.")
+    if not all(layers is None or _are_whole(layers) for layers in (inputs, outputs)):
+        raise ConfigError(f"{_INPUTS} must be a list of whole numbers, found {shown(inputs)} and {shown(outputs)}.")
     shifted = None if outputs is None else tuple(layer + 1 for layer in outputs)
     layers = shifted if inputs is None else tuple(inputs)  # type: ignore[arg-type]
     if shifted is not None and layers != shifted:
@@ -220,9 +228,9 @@ def _flat(published: Mapping[str, object]) -> dict[str, object]:
 def _of_blocks(hf: Hf, inner: Hf) -> tuple[int, int, tuple[int, ...], int, int]:
     """The values of ``BlockFields``; ``inner`` has those that a DFlash head has in ``dflash_config``."""
     ids, mask, vocab = inner.get("target_layer_ids"), inner.get("mask_token_id"), count(hf, "vocab_size")
-    if not isinstance(ids, list | tuple) or not all(isinstance(layer, int) for layer in ids):
-        raise ConfigError(f"target_layer_ids must be a list of numbers, found {shown(ids)}.")
-    if not isinstance(mask, int) or not 0 <= mask < vocab:
+    if not _are_whole(ids):
+        raise ConfigError(f"target_layer_ids must be a list of whole numbers, found {shown(ids)}.")
+    if not _is_whole(mask) or not 0 <= mask < vocab:
         raise ConfigError(f"mask_token_id must be a token below {vocab}, found {shown(mask)}.")
     width = "target_hidden_size" if hf.get("target_hidden_size") is not None else "hidden_size"
     return vocab, count(hf, width), tuple(layer + 1 for layer in ids), count(hf, "block_size"), mask
@@ -236,7 +244,10 @@ def _block_forward(hf: Hf) -> dict[str, object]:
             "DFlash heads with windows, nor Domino heads, whose loss changes with the number of steps so far. A DSpark "
             "head must have the class Qwen3DSparkModel."
         )
-    return {"draft": BlockFields(*_of_blocks(hf, inner))}
+    draft = BlockFields(*_of_blocks(hf, inner))
+    if not draft.num_drafted:
+        raise ConfigError("block_size must be at least 2, found 1: a DFlash head drafts all tokens of a block but one.")
+    return {"draft": draft}
 
 
 def _block_backward(mcore: Mcore) -> dict[str, object]:

@@ -194,7 +194,9 @@ def add_adapters(
         chunk.requires_grad_(False)
         if not sets_of(chunk).by_name:
             _let_recompute(chunk)
-            chunk.sharded_state_dict = partial(sharded_state_dict, chunk)  # a deep copy of the chunk gets its own
+            inner = vars(chunk).get("sharded_state_dict")  # of a chunk without a head
+            # A deep copy of the chunk gets a partial of its own
+            chunk.sharded_state_dict = partial(sharded_state_dict, chunk, inner)
         keep(chunk, name, made, _by_layer(chunk, places, adapters))
         use(chunk, name)
     if path is not None:

@@ -139,6 +139,7 @@ def _misfits(config: Any, policy: GPTModel, models: Models) -> Iterator[str]:
     sizes = {
         "vocab_size": (draft.target_vocab_size, provenance.hf.vocab_size),
         "target_hidden_size": (draft.target_hidden_size, policy.config.hidden_size),
+        "dtype": (config.params_dtype, policy.config.params_dtype),
     }
     if not draft.own_embedding:
         sizes["hidden_size"] = (config.hidden_size, policy.config.hidden_size)

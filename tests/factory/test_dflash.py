@@ -13,7 +13,7 @@ from transformers import Qwen3Config
 import mcore_bridge as mb
 from mcore_bridge.architecture import read_draft
 from mcore_bridge.config.draft import BLOCK_DRAFT, MARKOV_DRAFT, BlockFields
-from mcore_bridge.errors import BatchError, BridgeError
+from mcore_bridge.errors import BatchError, BridgeError, ConfigError
 from mcore_bridge.factory.modules.dflash import planned
 from tests.support import dflash, eagle3, pool, stepping, tiny
 from tests.support.drafted_policy import BOUND, POLICY, batch, policy, reference
@@ -139,6 +139,13 @@ INNER = FIELDS["dflash_config"]
 WRONG = {
     "layers": (FIELDS, {"dflash_config": {**INNER, "target_layer_ids": [0, 7]}}, "rising order and below 8"),
     "a mask": (FIELDS, {"dflash_config": {**INNER, "mask_token_id": 90}}, "mask_token_id must be a token below 90"),
+    "a flag as a mask": (FIELDS, {"dflash_config": {**INNER, "mask_token_id": True}}, "mask_token_id must be a token"),
+    "a flag as a layer": (
+        FIELDS,
+        {"dflash_config": {**INNER, "target_layer_ids": [False, 2]}},
+        "list of whole numbers",
+    ),
+    "one place": (FIELDS, {"block_size": 1}, "block_size must be at least 2, found 1"),
     "a dialect": (FIELDS, {"dflash_config": {**INNER, "projector_type": "domino"}}, "and nothing else.*nor Domino"),
     "a window": (FIELDS, {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True}, "window"),
     "a field": (FIELDS, {"is_causal": True}, "is_causal.*nobody has written other values"),
@@ -164,6 +171,12 @@ def refused(cases):
                 found[name] = str(error)
         with pytest.raises(BatchError, match=r"steps=1, since it drafts a block at once; .*needs cp=1"):
             mb.forward(models, *batch(), drafts=drafts, draft_steps=2)
+        with pytest.raises(BatchError, match="must be of a policy, found a draft head"):
+            mb.forward(drafts, *batch())
+        with pytest.raises(
+            ConfigError, match=r"dtype of the draft is torch.bfloat16, and the policy has torch.float32"
+        ):
+            mb.build_draft(models, cases["right"], dtype=torch.bfloat16)
     return found
 
 

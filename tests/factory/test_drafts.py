@@ -238,6 +238,8 @@ WRONG = {
     "a key": ({"eagle_config": {"norm_before_fc": True}}, {}, "found .'norm_before_fc'"),
     "a choice": ({"eagle_config": {"use_mtp_layernorm": True}}, {}, "nobody has written"),
     "sizes": ({"vocab_size": 91, "target_hidden_size": 47}, {}, "vocab_size of the draft is 91.*target_hidden_size of"),
+    "words": ({"eagle_aux_hidden_state_layer_ids": ["1", 2, 3]}, {}, "list of whole numbers, found"),
+    "parts": ({"eagle_aux_hidden_state_layer_ids": [1, 2.5, 3]}, {}, "list of whole numbers, found"),
     "a class": ({"architectures": ["LlamaForCausalLM"]}, {}, "must name a draft head first"),
     "a tie": ({"tie_word_embeddings": True}, {}, "tie_word_embeddings must be False"),
 }

@@ -6,8 +6,9 @@ A linear layer of megatron-core treats parameters that it does not define as rep
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -71,9 +72,16 @@ def require_same(saved: Mapping[str, Any] | None, adapters: Adapters) -> None:
         )
 
 
-def sharded_state_dict(chunk: GPTModel, prefix: str = "", *arguments: Any, **named: Any) -> dict[str, Any]:
-    """Replaces the method of a chunk, so that trainers that call it get the right entries for adapters, too."""
-    state: dict[str, Any] = type(chunk).sharded_state_dict(chunk, prefix, *arguments, **named)
+def sharded_state_dict(
+    chunk: GPTModel, inner: Callable[..., Any] | None, prefix: str = "", *arguments: Any, **named: Any
+) -> dict[str, Any]:
+    """Replaces the method of a chunk, so that trainers that call it get the right entries for adapters, too.
+
+    Args:
+        inner: what replaced the method before; None: nothing did.
+    """
+    own = partial(type(chunk).sharded_state_dict, chunk) if inner is None else inner
+    state: dict[str, Any] = own(prefix, *arguments, **named)
     _place_adapters(chunk, state, prefix)
     return state
 
