@@ -162,9 +162,10 @@ def joined_names(name: str) -> tuple[str, ...]:
     >>> joined_names("model.layers.0.mlp.up_proj.weight")[::2]
     ('model.layers.0.mlp.gate_proj.weight', 'model.layers.0.mlp.up_proj.weight')
     """
-    *path, module, tensor = name.split(".")
-    modules = next((own for own in _JOINED if module in own), (module,))
-    return tuple(".".join((*path, own, tensor)) for own in modules)
+    stem, dot, tensor = name.rpartition(".")
+    module = stem.rpartition(".")[2]
+    joined = next((own for own in _JOINED if module in own), ())
+    return tuple(f"{stem.removesuffix(module)}{own}{dot}{tensor}" for own in joined) or (name,)
 
 
 def unreadable(problems: list[str]) -> CheckpointError:
