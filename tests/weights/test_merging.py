@@ -92,9 +92,8 @@ def exports(folder, case, factors, dtype):
             with pytest.raises(ExportError, match="merged must be True or False, or None, found 1"):
                 mb.to_hf_state_dict(chunks, merged=1)
             if sizes:  # otherwise each rank is a replica
-                with pytest.raises(
-                    ExportError, match=r"same merged on every rank, found .*merged=(True|False); .*merged="
-                ):
+                differ = r"same merged and adapters on every rank, found .*merged=(True|False), adapters=.*; .*merged="
+                with pytest.raises(ExportError, match=differ):
                     mb.to_hf_state_dict(chunks, merged=dist.get_rank() == 0)
             if case.endswith("dora") and dims.tp > 1:
                 with pytest.raises(ExportError, match=r"needs the lengths of rows .*: use iter_hf_weights"):
