@@ -15,6 +15,7 @@ from torch import Tensor
 from mcore_bridge.architecture import read_hf
 from mcore_bridge.commands import text
 from mcore_bridge.commands.random_values import drawn
+from mcore_bridge.config.class_names import class_in
 from mcore_bridge.config.quantization import DESCRIPTION
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.machine import free_memory
@@ -166,7 +167,7 @@ def class_of(hf: PretrainedConfig) -> Any:
     import transformers
     from transformers.models.auto.auto_factory import _get_model_class
 
-    for name in hf.architectures or ():
+    for name in class_in(hf) or ():
         named = getattr(transformers, name, None)
         if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
             return named

@@ -18,6 +18,7 @@ from mcore_bridge.batches.images import BLOCKS, TYPES, token_types
 from mcore_bridge.commands import text
 from mcore_bridge.commands.verify.constant_weights import Alike
 from mcore_bridge.commands.verify.random_image import Shown
+from mcore_bridge.config.class_names import class_in, model_class
 from mcore_bridge.config.hf import is_borrowed
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.machine import free_memory
@@ -143,7 +144,8 @@ def _class_of(folder: Path, config: Any, head: str) -> Any:
         return _get_model_class(config, transformers.AutoModel._model_mapping)
     if composite_of(read_hf(folder)) is None:
         return _get_model_class(config, transformers.AutoModelForCausalLM._model_mapping)
-    return getattr(transformers, config.architectures[0])
+    names = class_in(config) or [str(model_class(config.model_type))]
+    return getattr(transformers, names[0])
 
 
 def _dequantizing(folder: Path) -> dict[str, Any]:

@@ -164,7 +164,7 @@ def _narrow(kinds: Derive, first: int, bound: str = "") -> Derive:
     def forward(hf: Hf) -> dict[str, object]:
         given, own = hf.get(_GIVEN) or {}, expected(hf)
         if not isinstance(given, Mapping) or any(name not in own or own[name] != given[name] for name in given):
-            absent = [name for name in _LISTS if name not in given]  # type: ignore[operator]
+            absent = [name for name in _LISTS if isinstance(given, Mapping) and name not in given]
             lacks = len(absent) == 1 and f"have {absent[0]}, too, as transformers ignores one list of layers alone"
             raise ConfigError(
                 f"{_GIVEN} must {lacks or f'agree with {own}'}, found {shown(given)}. Change it, or delete it."
