@@ -59,7 +59,8 @@ def is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _is_whole(value: object) -> bool:
+def is_whole(value: object) -> TypeGuard[int]:
+    """Whether ``value`` is a whole number that a tensor can hold. A ``bool`` is not a number here."""
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
 
 
@@ -107,17 +108,15 @@ def _move(device: object) -> str:
     return "" if device is None else f".to({str(device)!r})"
 
 
-WHOLE = Kind("a whole number", _is_whole, "pass an int such as 1234")
-COUNT = Kind(
-    "a whole number of at least 1", lambda value: is_count(value) and _is_whole(value), "pass an int such as 1"
-)
+WHOLE = Kind("a whole number", is_whole, "pass an int such as 1234")
+COUNT = Kind("a whole number of at least 1", lambda value: is_count(value) and is_whole(value), "pass an int such as 1")
 LEAST_0 = Kind(
     "a whole number of at least 0",
-    lambda value: _is_whole(value) and value >= 0,  # type: ignore[operator]
+    lambda value: is_whole(value) and value >= 0,
     "pass an int such as 0",
 )
 FLAG = instance_of("True or False", bool, advice="pass one of the two")
-COUNTS = Kind("a list of whole numbers", lambda value: _is_list_of(value, _is_whole), "pass a list such as [2, 2]")
+COUNTS = Kind("a list of whole numbers", lambda value: _is_list_of(value, is_whole), "pass a list such as [2, 2]")
 NAMES = list_of("a list of names", str, advice="pass a list, even of one name")
 DEVICE = Kind(
     'a torch.device, or its name such as "cpu" or "cuda:0"', _is_device, 'pass "cpu", or "cuda" on a machine with GPUs'

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeGuard
 
+from mcore_bridge.arguments import is_whole
 from mcore_bridge.config.fields import Derive, Hf, Mcore, count
 from mcore_bridge.errors import ConfigError, shown
 
@@ -165,12 +166,8 @@ def _forward(hf: Hf) -> dict[str, object]:
     return {"draft": draft}
 
 
-def _is_whole(number: object) -> TypeGuard[int]:
-    return isinstance(number, int) and not isinstance(number, bool)
-
-
 def _are_whole(numbers: object) -> TypeGuard[Sequence[int]]:
-    return isinstance(numbers, list | tuple) and all(map(_is_whole, numbers))
+    return isinstance(numbers, list | tuple) and all(map(is_whole, numbers))
 
 
 def _layers(hf: Hf) -> tuple[int, ...] | None:
@@ -230,7 +227,7 @@ def _of_blocks(hf: Hf, inner: Hf) -> tuple[int, int, tuple[int, ...], int, int]:
     ids, mask, vocab = inner.get("target_layer_ids"), inner.get("mask_token_id"), count(hf, "vocab_size")
     if not _are_whole(ids):
         raise ConfigError(f"target_layer_ids must be a list of whole numbers, found {shown(ids)}.")
-    if not _is_whole(mask) or not 0 <= mask < vocab:
+    if not is_whole(mask) or not 0 <= mask < vocab:
         raise ConfigError(f"mask_token_id must be a token below {vocab}, found {shown(mask)}.")
     width = "target_hidden_size" if hf.get("target_hidden_size") is not None else "hidden_size"
     return vocab, count(hf, width), tuple(layer + 1 for layer in ids), count(hf, "block_size"), mask

@@ -6,8 +6,9 @@ The files alone decide which tensors are quantized, and the config must agree wi
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, TypeGuard, Union
+from typing import Any, Literal, TypeAlias, Union
 
+from mcore_bridge.arguments import is_count
 from mcore_bridge.errors import ConfigError
 
 Grain = Literal["tensor", "row"] | tuple[int, int]
@@ -209,7 +210,7 @@ def _of_group(weights: Mapping[str, Any]) -> tuple[str, Grain]:
         return "fp8", "tensor" if strategy == "tensor" else "row"
     if (kind, bits, strategy) == ("float", 8, "block") and (block := _block(_apart(weights.get("block_structure")))):
         return "fp8", block
-    if (kind, bits, strategy) == ("int", 4, "group") and _is_size(size):
+    if (kind, bits, strategy) == ("int", 4, "group") and is_count(size):
         return "int4", (1, size)
     if (kind, bits, strategy, size) == ("float", 4, "tensor_group", 16):
         return "nvfp4", (1, 16)
@@ -221,14 +222,10 @@ def _apart(sizes: object) -> object:
     return [int(size) if size.isdecimal() else size for size in sizes.split("x")] if isinstance(sizes, str) else sizes
 
 
-def _is_size(size: object) -> TypeGuard[int]:
-    return isinstance(size, int) and not isinstance(size, bool) and size > 0
-
-
 def _block(sizes: object) -> tuple[int, int] | None:
     if sizes is None:
         return None
-    if isinstance(sizes, list | tuple) and len(sizes) == 2 and all(map(_is_size, sizes)):
+    if isinstance(sizes, list | tuple) and len(sizes) == 2 and all(map(is_count, sizes)):
         return sizes[0], sizes[1]
     raise _refused("the size of blocks", sizes, "two positive whole numbers")
 

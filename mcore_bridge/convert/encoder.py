@@ -6,7 +6,7 @@ A conversion has whole matrices, which are encoded as an export encodes shards. 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -36,6 +36,23 @@ class Matrix(NamedTuple):
     name: str
     number: int | None = None
     stack: int = 0
+
+
+def largest_in(read: Callable[[str], Iterable[tuple[str, Tensor]]]) -> Callable[[str], Tensor]:
+    """A function from the name of a weight to its largest magnitude, [] of fp32. It reads each weight once.
+
+    Args:
+        read: yields the pieces of a weight. Other weights may come with it, so each piece has the name of its weight.
+    """
+    known: dict[str, Tensor] = {}
+
+    def largest(name: str) -> Tensor:
+        for own, piece in read(name) if name not in known else ():
+            amax = piece.float().abs().amax()
+            known[own] = torch.maximum(known.get(own, amax), amax)
+        return known[name]
+
+    return largest
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.config.quantization import Quantize
-from mcore_bridge.convert.encoder import Encoder, Matrix
+from mcore_bridge.convert.encoder import Encoder, Matrix, largest_in
 from mcore_bridge.convert.hf_to_plain import ToPlain
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.rules.spec import TensorSpec
@@ -102,19 +102,9 @@ class ToEncoded(ToPlain):
             yield from self.encoder.pieces(self._form, matrix, shaped, self.device, self._largest)
 
     @cached_property
-    def _by_name(self) -> Mapping[str, TensorSpec]:
-        return {spec.name: spec for spec in self.specs}
-
-    @cached_property
-    def _known(self) -> dict[str, Tensor]:
-        return {}
-
-    def _largest(self, name: str) -> Tensor:
-        """The largest magnitude of a weight, [] of fp32."""
-        if name not in self._known:
-            pieces = self.pieces(self._by_name[name])
-            self._known[name] = torch.stack([piece.float().abs().amax() for piece in pieces]).amax()
-        return self._known[name]
+    def _largest(self) -> Callable[[str], Tensor]:
+        specs = {spec.name: spec for spec in self.specs}
+        return largest_in(lambda name: ((name, piece) for piece in self.pieces(specs[name])))
 
 
 def _of_size(pieces: Iterable[Tensor], size: int) -> Iterator[Tensor]:

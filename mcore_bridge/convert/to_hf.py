@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -15,7 +15,7 @@ from torch import Tensor
 from mcore_bridge.config.quantization import Quantize
 from mcore_bridge.convert.assemble import HFSlice, parts_of, specs_of
 from mcore_bridge.convert.conversion import ModelConversion, Progress
-from mcore_bridge.convert.encoder import Encoder, Matrix
+from mcore_bridge.convert.encoder import Encoder, Matrix, largest_in
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.dtypes import dtype_name, is_exact
 from mcore_bridge.rules.spec import TensorSpec
@@ -126,19 +126,9 @@ class ToHF(ModelConversion):
                             progress(flat.nbytes)
 
     @cached_property
-    def _params(self) -> Mapping[str, int]:
-        return {part.name: number for number, entry in enumerate(self.model.entries) for part in parts_of(entry)}
-
-    @cached_property
-    def _known(self) -> dict[str, Tensor]:
-        return {}
-
-    def _largest(self, name: str) -> Tensor:
-        """The largest magnitude of an HF tensor that is no stack, [] of fp32."""
-        if name not in self._known:
-            own = self.parts(self._params[name])
-            self._known.update((part.name, tensor.float().abs().amax()) for part, tensor in own)
-        return self._known[name]
+    def _largest(self) -> Callable[[str], Tensor]:
+        params = {part.name: number for number, entry in enumerate(self.model.entries) for part in parts_of(entry)}
+        return largest_in(lambda name: ((part.name, tensor) for part, tensor in self.parts(params[name])))
 
     def parts(self, number: int) -> Iterator[tuple[HFSlice, Tensor]]:
         """Yield the parts of a parameter that belong to its HF tensors."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -97,6 +97,11 @@ class EncodedShard:
         return self.roles["scales"]
 
     @property
+    def _names(self) -> list[str]:
+        """The plain names of the parts."""
+        return [self._part.plain.hf[number] for number in self._part.parts]
+
+    @property
     def _codec(self) -> Codec:
         return self._part.encodings[0].codec
 
@@ -134,7 +139,7 @@ class EncodedShard:
 
     def overall(self) -> Tensor:
         """The overall number of each part."""
-        return torch.stack([self._overall_of(self._part.plain.hf[number]) for number in self._part.parts])
+        return torch.stack([*map(self._overall_of, self._names)])
 
     def _overall_of(self, name: str) -> Tensor:
         """The files' number, if the numbers of all joined weights are enough. Otherwise a new one for all."""
@@ -143,22 +148,18 @@ class EncodedShard:
         fresh = new_overall(self._codec, amax.amax())
         if not self.is_kept:
             return fresh
-        numbers = [self.form.files[unstacked(other)[0]].overall for other in joined]
-        kept = torch.cat([own.view(1) for own in numbers if own is not None]).to(amax.device, torch.float32)
+        kept = self._kept_overall(joined, amax.device)
         return torch.where(is_overall_enough(self._codec, amax, kept).all(), kept[joined.index(name)], fresh)
 
-    def _kept_overall(self, device: torch.device) -> Tensor:
-        """The overall number of each part in the files, fp32."""
-        numbers = [self._in_file(index).overall for index in range(len(self._part.parts))]
+    def _kept_overall(self, names: Iterable[str], device: torch.device) -> Tensor:
+        """The overall numbers of weights in the files, fp32."""
+        numbers = [self.form.files[unstacked(name)[0]].overall for name in names]
         return torch.cat([own.view(1) for own in numbers if own is not None]).to(device, torch.float32)
 
     @property
     def is_kept(self) -> bool:
         """Whether files have scales for all parts."""
         return has_kept_scales(self._part, self.form)
-
-    def _in_file(self, index: int) -> Encoded:
-        return _in_file(self._part, index, self.form)
 
     def _kept(self) -> Tensor | None:
         return kept_scales(self._part, self.shard, self.form)
@@ -175,7 +176,7 @@ class EncodedShard:
         if "overall" in self.roles:
             overall = grid.of_rows(own := self.overall())
             if self.is_kept:  # scales beside another overall number are other scales
-                changed = changed + grid.of_rows((own != self._kept_overall(own.device)).float())
+                changed = changed + grid.of_rows((own != self._kept_overall(self._names, own.device)).float())
         fresh = new_scales(self._codec, amax, dtype, powers=self._part.encodings[0].powers, overall=overall)
         kept = self._kept()
         if kept is None:
@@ -193,7 +194,7 @@ class EncodedShard:
         if (kept := self._kept()) is None:
             return torch.ones(self._part.trace.shard_shape, device=values.device)
         dtype = self._part.encodings[0].scales.dtype
-        overall = grid.of_rows(self._kept_overall(values.device)) if "overall" in self.roles else None
+        overall = grid.of_rows(self._kept_overall(self._names, values.device)) if "overall" in self.roles else None
         scales = scales_of(self._codec, kept.to(values.device).view(dtype), overall)
 
         def differs(rows: slice) -> Tensor:
