@@ -9,9 +9,9 @@ This module imports nothing of vLLM before a worker uses it, since vLLM loads it
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from mcore_bridge.engines.engine_worker import EngineWorker, worker_name
 from mcore_bridge.errors import TransferError
+from mcore_bridge.weights.engine.engine_tensors import all_tensors
 from mcore_bridge.weights.engine.loader_thread import Loader
 
 BACKEND = "mcore_bridge"
@@ -80,8 +81,8 @@ def worker_of(
     if _is_one_engine(parallel):
         first, size = parallel.data_parallel_index * size, parallel.data_parallel_size * size
     mesh = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size, bool(parallel.enable_expert_parallel))
-    fields = repr(sorted(model_config.hf_config.to_dict().items(), key=str))
-    settings = f"{fields} {model_config.dtype} {model_config.quantization} {mesh}"
+    described = repr(sorted(model_config.hf_config.to_dict().items(), key=str))
+    settings = f"{described} {model_config.dtype} {model_config.quantization} {mesh}"
     name = worker_name(f"vllm {vllm.__version__}", model, settings, f"worker {first + rank} of {size}")
     loader = load or partial(reload, model, model_config, device)
     hidden = hidden or _hidden_weights(model, device)
@@ -97,7 +98,61 @@ def _hidden_weights(model: nn.Module, device: torch.device) -> str:
 
         if getattr(_custom_ops, "_supports_onednn", False):
             return "vLLM packs weights of linear layers for the kernels of oneDNN on CPUs, where no map reaches them"
+    used = (tensor for _, held in _kernels(model) for value in held.values() for tensor in _tensors(value))
+    if not _addresses(used) <= _addresses(all_tensors(model).values()):
+        return "kernels of vLLM's experts hold tensors that are not in parameters, where no map reaches them"
     return ""
+
+
+def _addresses(tensors: Iterable[Tensor]) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def _tensors(value: object) -> list[Tensor]:
+    """The tensors in a value and in the dataclasses that it is made of."""
+    if isinstance(value, Tensor):
+        return [value]
+    if not is_dataclass(value) or isinstance(value, type):
+        return []
+    return [tensor for field in fields(value) for tensor in _tensors(getattr(value, field.name, None))]
+
+
+def _kernels(model: nn.Module) -> list[tuple[object, dict[str, Any]]]:
+    """What kernels of experts are made of: weights that layers have wrapped for Triton, and all that methods hold."""
+    methods = {module: getattr(module, "quant_method", None) for module in model.modules()}
+    layers = [module for module, method in methods.items() if getattr(method, "moe_quant_config", None) is not None]
+    wrapped = [
+        (layer, {name: each for name, each in vars(layer).items() if is_dataclass(each) and _tensors(each)})
+        for layer in layers
+    ]
+    unique = {id(methods[layer]): methods[layer] for layer in layers}.values()
+    return [*wrapped, *((method, dict(vars(method))) for method in unique)]
+
+
+@contextmanager
+def kernels_kept(model: nn.Module) -> Iterator[None]:
+    """Have kernels of experts read, after a reload inside, the tensors that they read before the reload.
+
+    vLLM's reload puts parameters where they were, but it makes kernels anew of its temporary tensors. These kernels
+    would miss what is written into the parameters later. Also, the reload wants parameters in place of wrapped weights.
+    """
+    kernels = _kernels(model)
+    for owner, held in kernels:
+        if isinstance(owner, nn.Module):
+            for name in held:
+                delattr(owner, name)
+    yield
+    written = _addresses(all_tensors(model).values())
+    for owner, held in kernels:
+        made = {**held, **vars(owner)}
+        before = [tensor for value in held.values() for tensor in _tensors(value)]
+        after = [tensor for name in held for tensor in _tensors(made[name])]
+        if [(tensor.shape, tensor.dtype) for tensor in before] == [(tensor.shape, tensor.dtype) for tensor in after]:
+            with torch.inference_mode():  # vLLM loads in this mode, and only in it can such tensors be changed
+                for old, new in zip(before, after, strict=True):
+                    if old.untyped_storage().data_ptr() not in written:
+                        old.copy_(new)
+            vars(owner).update(held)
 
 
 def _is_one_engine(parallel: Any) -> bool:
@@ -119,6 +174,7 @@ def reload(model: nn.Module, model_config: Any, device: torch.device, pairs: Ite
 
     name_loaders(model)
     with ExitStack() as stack:
+        stack.enter_context(kernels_kept(model))
         stack.enter_context(torch.device(device))
         try:
             from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
