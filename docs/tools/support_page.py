@@ -17,7 +17,8 @@ Log-probs on 4 GPUs were tried with one sequence in each pack of a pipeline. If 
 treated them as different hosts: kernels and collectives did not change, but data went through sockets. There are
 figures of [one GPU](../../benchmarks/results/2026-11-23_night_1xH200.md), with Qwen3-8B on siiRL's mesh of 8 ranks, and
 of [two GPUs](../../benchmarks/results/2026-11-24_2xH200.md). `bailing_moe` is the name of `bailing_moe_v2` in its first
-files. Families that need megatron-core 0.19.2 (deepseek_v32, glm_moe_dsa) ran with it, others with 0.16.1.
+files. Families that need megatron-core 0.19.2 (deepseek_v32, glm_moe_dsa) ran with it, others with 0.16.1; since
+2026-11-30 all run with 0.19.2.
 """
 CHECKS = {
     "log-probs": "they equal transformers' log-probs. `te` runs in bf16 packed and in rows, and in fp32 packed; "

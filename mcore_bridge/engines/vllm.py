@@ -122,7 +122,7 @@ def _kernels(model: nn.Module) -> list[tuple[object, dict[str, Any]]]:
     methods = {module: getattr(module, "quant_method", None) for module in model.modules()}
     layers = [module for module, method in methods.items() if getattr(method, "moe_quant_config", None) is not None]
     wrapped = [
-        (layer, {name: each for name, each in vars(layer).items() if is_dataclass(each) and _tensors(each)})
+        (layer, {name: value for name, value in vars(layer).items() if is_dataclass(value) and _tensors(value)})
         for layer in layers
     ]
     unique = {id(methods[layer]): methods[layer] for layer in layers}.values()
