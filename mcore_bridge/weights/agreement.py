@@ -23,6 +23,7 @@ from mcore_bridge.rules.dtypes import Dtypes
 from mcore_bridge.rules.mapping import ExpertFormat, Rules
 from mcore_bridge.weights.bound import BoundModel, bind, provenance_on
 from mcore_bridge.weights.model_chunks import Models, adapters_in_use, adapters_of, groups_of, whole_config
+from mcore_bridge.weights.model_tensors import ranges_of_quantizers
 from mcore_bridge.weights.param_sync import gather_pending, heard_by_replicas, require_gatherable
 from mcore_bridge.weights.plan.all_to_all import plan_targets
 from mcore_bridge.weights.plan.engine_map import EngineMap
@@ -151,7 +152,8 @@ def with_codes(export: Export) -> Export:
     Raises:
         ExportError: on every rank, as for ``open_export``.
     """
-    return replace(export, held=encode_shards(export.program, export.group, export.held, export.format))
+    trained = partial(ranges_of_quantizers, export.bound.chunks)
+    return replace(export, held=encode_shards(export.program, export.group, export.held, export.format, trained))
 
 
 def agree_on_plan(models: Models, hf: HF | None, head: str, **options: Unpack[Options]) -> Export:

@@ -104,6 +104,22 @@ def require_as_built(models: Sequence[nn.Module], shapes: Mapping[str, Shape]) -
     )
 
 
+def ranges_of_quantizers(models: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """The largest magnitudes for which ModelOpt's quantizers round weights in training, [] each, by canonical name.
+
+    A quantizer has seen its weight once, and keeps this number while the weight changes.
+    """
+    ranges: dict[str, Tensor] = {}
+    for chunk in map(unwrap, models):
+        numbering = numbering_of(chunk)
+        for path, module in chunk.named_modules():
+            quantizer: Any = getattr(module, "weight_quantizer", None)
+            amax = getattr(quantizer, "_amax", None)
+            if amax is not None and amax.numel() == 1 and quantizer.is_enabled:
+                ranges |= dict.fromkeys(canonical_names(f"{path}.weight", numbering), amax.detach())
+    return ranges
+
+
 def _require_own_memory(held: Mapping[str, Tensor]) -> None:
     """Raise ``MappingError`` for a parameter whose data is in tensors that we do not know, such as one of FSDP."""
     for name, tensor in held.items():

@@ -49,6 +49,21 @@ def theirs(weight: Tensor, module: Any) -> tuple[Tensor, Tensor, Tensor]:
     return to_quantized_weight(weight, scales, get_quantization_format(module), overall, 16), scales, overall
 
 
+def differing(models: Any) -> list[str]:
+    """The weights whose codes and scales are not ModelOpt's."""
+    plain, ours = mb.to_hf_state_dict(models), mb.to_hf_state_dict(models, quantize=NOTE)
+    assert len(ours) == len(plain) + 2 * 7 * 4  # of seven weights in each of four layers
+    wrong = []
+    for name, module in models[0].named_modules():
+        kind = next((kind for kind in PARTS if name.endswith(kind)), None)
+        for part in PARTS[kind] if kind else ():
+            own = f"model.layers.{name.split('.')[2]}.{part}.weight"
+            sent = (ours[own], ours[f"{own}_scale"], ours[f"{own}_scale_2"])
+            made = theirs(plain[own], module)
+            wrong += [own for a, b in zip(sent, made, strict=True) if not same(a, b)]
+    return wrong
+
+
 def compared(folder: str) -> list[str]:
     """In a worker: the tensors whose bits differ from ModelOpt's, and what does not come back."""
     dims = mb.ParallelDims()
@@ -57,16 +72,13 @@ def compared(folder: str) -> list[str]:
     models = mb.build_model(tiny("qwen3", **sizes), dims=dims, dtype=torch.bfloat16, device="cpu", load_weights=False)
     before = mb.to_hf_state_dict(models)
     fake_quantized(models[0])
-    plain, ours = mb.to_hf_state_dict(models), mb.to_hf_state_dict(models, quantize=NOTE)
+    plain = mb.to_hf_state_dict(models)
     wrong = [name for name in before if not torch.equal(before[name], plain[name])]
-    assert len(ours) == len(plain) + 2 * 7 * 4  # of seven weights in each of four layers
-    for name, module in models[0].named_modules():
-        kind = next((kind for kind in PARTS if name.endswith(kind)), None)
-        for part in PARTS[kind] if kind else ():
-            own = f"model.layers.{name.split('.')[2]}.{part}.weight"
-            sent = (ours[own], ours[f"{own}_scale"], ours[f"{own}_scale_2"])
-            made = theirs(plain[own], module)
-            wrong += [own for a, b in zip(sent, made, strict=True) if not same(a, b)]
+    wrong += differing(models)
+    for parameter in models[0].parameters():  # a step beyond what the quantizers saw
+        parameter.data.mul_(1.25).add_(0.1 * torch.randn_like(parameter) * parameter.detach().abs())
+    wrong += differing(models)
+    before = mb.to_hf_state_dict(models)
     mb.save_checkpoint(models, folder)
     for parameter in models[0].parameters():
         parameter.data.zero_()

@@ -66,6 +66,8 @@ class EncodedShard:
         held: this rank's tensor.
         merge: merges adapters into it; None: there are none.
         form: the format in which weights leave.
+        trained: the largest magnitude for which training rounds the weight; None: the largest that it has. Merged
+            weights have their own.
         agreed: what all holders of the weight agreed on; see ``partial``.
         largest: by plain names, the largest magnitudes of the parts that have an overall number, and of all weights
             that engines join with them.
@@ -77,6 +79,7 @@ class EncodedShard:
     held: Tensor
     merge: Merge | None
     form: WeightFormat
+    trained: Tensor | None = None
     agreed: Tensor | None = None
     largest: Mapping[str, Tensor] = field(default_factory=dict)
     ready: dict[Role, Tensor] = field(default_factory=dict)
@@ -114,8 +117,11 @@ class EncodedShard:
         if self._part.shared:
             numbers += [amax.flatten(), self._changed(grid, values).flatten()]
         if "overall" in self.roles:
+            of_rows = amax.amax(1)
+            if self.trained is not None and self.merge is None:
+                of_rows = self.trained.to(of_rows).expand(len(of_rows))
             of_parts = amax.new_zeros(len(self._part.parts) + 1)
-            numbers.append(of_parts.scatter_reduce_(0, grid.parts, amax.amax(1), "amax")[:-1])
+            numbers.append(of_parts.scatter_reduce_(0, grid.parts, of_rows, "amax")[:-1])
         return torch.cat(numbers)
 
     def codes(self) -> Tensor:

@@ -8,7 +8,7 @@ bits do not depend on the mesh.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -38,7 +38,9 @@ Key = tuple[str, tuple[int, ...]]
 """The canonical name of a weight, and the numbers of those of its parts that are encoded alike."""
 
 
-def encode_shards(program: Program, group: Group, held: Held, form: WeightFormat) -> Held:
+def encode_shards(
+    program: Program, group: Group, held: Held, form: WeightFormat, trained: Callable[[], Mapping[str, Tensor]]
+) -> Held:
     """Add the codes and scales that an export of ``program`` sends to what this rank sends.
 
     All ranks of the group call it together. They communicate once, and only if a block lies on several ranks.
@@ -46,6 +48,7 @@ def encode_shards(program: Program, group: Group, held: Held, form: WeightFormat
     Args:
         held: what this rank sends of plain weights.
         form: the format in which weights leave.
+        trained: returns the largest magnitudes for which training rounds weights, by canonical name.
 
     Returns:
         ``held``, and what makes the codes and scales.
@@ -61,8 +64,12 @@ def encode_shards(program: Program, group: Group, held: Held, form: WeightFormat
         alone = {key: weight for key, weight in prepared.weights.items() if key[0] in tensors}
         if encoder is not None:
             alone = {key: weight for key, weight in alone.items() if weight.kernel is None}
+        has_overall = any("overall" in weight.roles for weight in alone.values())
+        known = trained() if has_overall else {}
         shards = {
-            key: EncodedShard(weight.roles, weight.shard, tensors[key[0]].detach(), held.merges.get(key[0]), form)
+            key: EncodedShard(
+                weight.roles, weight.shard, tensors[key[0]].detach(), held.merges.get(key[0]), form, known.get(key[0])
+            )
             for key, weight in alone.items()
         }
         check_storage({key[0]: shard.held for key, shard in shards.items()})
