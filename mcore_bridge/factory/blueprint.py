@@ -299,7 +299,7 @@ def reconcile(blueprint: Blueprint, *, overrides: Overrides | None = None, **cha
     options = replace(
         options,
         device=blueprint.device,
-        backend=blueprint.backend,
+        backend=changed.get("backend") or blueprint.backend,
         overrides={**blueprint.overrides, **changes},
         strict_config=False,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from megatron.core import parallel_state
@@ -33,6 +33,18 @@ if TYPE_CHECKING:
 
 Hook = Callable[[list[nn.Module]], Sequence[nn.Module] | None]
 """A function that is called with this rank's bare chunks before they are wrapped. It may return other chunks."""
+
+
+def modelopt_transformer_layer_spec(config: object) -> NoReturn:
+    """Stands for layers that ModelOpt can quantize, as ``transformer_layer_spec``: torch's modules, which it knows.
+
+    Raises:
+        ConfigError: always, since a provider makes its layers itself.
+    """
+    raise ConfigError(
+        "modelopt_transformer_layer_spec makes no layers: set it as transformer_layer_spec of a provider, which then "
+        "builds layers of torch's modules"
+    )
 
 
 class ValueHead:
@@ -107,6 +119,8 @@ class Provider(TransformerConfig):
         Raises:
             ConfigError, MeshError: as ``apply_overrides_and_finalize``.
         """
+        if is_for_modelopt := vars(self).get("transformer_layer_spec") is modelopt_transformer_layer_spec:
+            del self.transformer_layer_spec
         changes = changes_of(self._blueprint)
         if self.expert_tensor_parallel_size is None and parallel_state.model_parallel_is_initialized():
             changes["expert_tensor_parallel_size"] = ParallelDims.from_mcore().etp
@@ -116,6 +130,7 @@ class Provider(TransformerConfig):
         assert dtype is None or isinstance(dtype, torch.dtype)
         head = "value" if any(isinstance(hook, ValueHead) for hook in self._hooks) else None
         changed = {"dtype": dtype, "head": head, "vision": self.vision, "model": self.model}
+        changed["backend"] = "torch" if is_for_modelopt else None
         self._blueprint = settle_same(self._blueprint, dims=dims, overrides=overrides, **changed)
 
     def provide(self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> GPTModel:

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 import mcore_bridge as mb
 from tests.support import pool
-from tests.support.strategies import tiny
+from tests.support.strategies import random_state, tiny
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("modelopt") is None, reason="ModelOpt is not installed")
 NOTE = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}
@@ -27,7 +28,7 @@ PARTS = {
 }
 
 
-def fake_quantized(chunk: Any) -> None:
+def fake_quantized(chunk: Any, *ignored: str) -> None:
     """Insert quantizers as verl's ``apply_qat`` does."""
     import modelopt.torch.quantization as mtq
     from modelopt.torch.quantization.config import _default_disabled_quantizer_cfg as disabled
@@ -36,6 +37,7 @@ def fake_quantized(chunk: Any) -> None:
     quantizers = mtq.normalize_quant_cfg_list(config)
     off = copy.deepcopy(disabled)
     quantizers.extend(mtq.normalize_quant_cfg_list(off) if isinstance(off, dict) else off)
+    quantizers.extend({"quantizer_name": pattern, "enable": False} for pattern in ignored)
     mtq.quantize(chunk, {"quant_cfg": quantizers, "algorithm": "max"})
 
 
@@ -87,10 +89,61 @@ def compared(folder: str) -> list[str]:
     return wrong + [name for name in before if not torch.equal(before[name], after[name])]
 
 
+def by_verl(dims: mb.ParallelDims, folder: str) -> dict[str, Tensor]:
+    """Runs in a worker: verl's steps of a QAT in which the attention's output stays plain, and what leaves."""
+    from mcore_bridge.trainers.megatron_bridge import AutoBridge
+    from mcore_bridge.trainers.provider import modelopt_transformer_layer_spec
+    from mcore_bridge.trainers.verl.replacements import export_qat_weights
+
+    dims.initialize(device="cpu")
+    bridge = AutoBridge.from_hf_pretrained(folder)
+    provider: Any = bridge.to_megatron_provider(load_weights=True)
+    provider.transformer_layer_spec = modelopt_transformer_layer_spec
+    sizes = {"tensor": dims.tp, "pipeline": dims.pp, "expert": dims.ep}
+    fields = {f"{name}_model_parallel_size": size for name, size in sizes.items()}
+    provider.apply_overrides_and_finalize(torch.bfloat16, {**fields, "sequence_parallel": dims.sp})
+    models = provider.provide_distributed_model(wrap_with_ddp=False, bf16=True)
+    for chunk in models:
+        fake_quantized(chunk, "*linear_proj*")
+    pairs = export_qat_weights(bridge.export_hf_weights(models), models, "w4a16", bridge)
+    return {name: octets(tensor) for name, tensor in pairs}
+
+
+def octets(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, which another process can be sent in any dtype."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
 def same(tensor: Tensor, other: Tensor) -> bool:
     """Whether all bits are equal."""
-    return torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (tensor, other)))
+    return torch.equal(octets(tensor), octets(other))
 
 
 def test_a_model_in_qat_leaves_with_the_bits_of_modelopt(tmp_path: Path) -> None:
     assert pool.run(1, compared, str(tmp_path)) == [[]]
+
+
+MESHES = {
+    "TP2": mb.ParallelDims(tp=2),
+    "PP2": mb.ParallelDims(pp=2),
+    "EP2": mb.ParallelDims(ep=2),
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_qat_of_verl_leaves_in_nvfp4_from_every_mesh(mesh: str, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    kind, dims = "qwen3", MESHES[mesh]
+    if dims.ep > 1:
+        kind, sizes = "qwen3_moe", {**sizes, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    hf = tiny(kind, **sizes)
+    folder, state = str(tmp_path), random_state(hf, dtype=torch.bfloat16)
+    hf.save_pretrained(folder)
+    save_file(state, tmp_path / "model.safetensors")
+    (alone,) = pool.run(1, by_verl, mb.ParallelDims(), folder)
+    encoded = {name for name in state if f"{name}_scale" in alone}
+    assert encoded == {name for name in state if "_proj." in name and "o_proj" not in name}
+    assert all(same(state[name], alone[name]) for name in state.keys() - encoded)
+    for found in pool.run(2, by_verl, dims, folder):
+        assert found.keys() == alone.keys()
+        assert not [name for name in alone if not same(alone[name], found[name])]

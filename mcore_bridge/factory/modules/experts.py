@@ -78,7 +78,7 @@ class Router(BiasedRouter):
 
 
 class ExpertRowParallelLinear(RowParallelLinear):
-    """The second linear layer of an expert. It corrects two errors of megatron-core with biases (0.16.1 to 0.19.2).
+    """The second linear layer of an expert with biases. It corrects two errors of megatron-core (0.16.1 to 0.19.2).
 
     mcore marks the bias as sequence parallel, so its gradients are summed twice. At tp=1, ep=1 its output is a view of
     an autograd function; ``MLP`` adds the bias in place, and autograd raises.
@@ -86,13 +86,12 @@ class ExpertRowParallelLinear(RowParallelLinear):
 
     def __init__(self, input_size: int, output_size: int, **arguments: Any) -> None:
         super().__init__(input_size, output_size, **arguments)
-        if self.bias is not None:
-            self.bias.sequence_parallel = False
+        self.bias.sequence_parallel = False
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """``[tokens, inner / etp]`` to ``[tokens, hidden]``, not yet summed over ETP; and the bias, not yet added."""
         output, bias = super().forward(input_)
-        return (output if bias is None else output.clone()), bias
+        return output.clone(), bias
 
 
 def has_softmax_bias(config: TransformerConfig) -> bool:
@@ -107,7 +106,8 @@ def adapt_experts(layer: Any, context: LayerContext) -> None:
         return
     if context.backend == "torch":
         submodules.router = Router
-        submodules_of(submodules.experts).linear_fc2 = ExpertRowParallelLinear
+        if context.config.add_bias_linear:  # only then: ModelOpt knows megatron-core's class, and not ours
+            submodules_of(submodules.experts).linear_fc2 = ExpertRowParallelLinear
     elif context.config.moe_router_enable_expert_bias:
         submodules.router = BiasedRouter
 

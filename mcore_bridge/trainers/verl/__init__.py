@@ -12,6 +12,7 @@ from mcore_bridge.trainers.module_patch import replace_modules
 
 _ADAPTERS = "mcore_bridge.trainers.peft_functions"
 _BRIDGE = "mcore_bridge.trainers.megatron_bridge"
+_PROVIDER = "mcore_bridge.trainers.provider"
 _OURS = "mcore_bridge.trainers.verl.replacements"
 _CHECKPOINT_ENGINE = "mcore_bridge.trainers.verl.checkpoint_engine"
 _ADAPTER_OF_VLLM = "mcore_bridge.trainers.verl.server_adapter"
@@ -33,6 +34,8 @@ replace_modules(
             ("build_export_index", "mcore_hf_delta_entry"), _DELTA_EXPORT
         ),
         "verl.utils.kernel.linear_cross_entropy": {"linear_cross_entropy": _OURS},
+        "verl.utils.modelopt.qat_utils": {"export_qat_weights": _OURS},
+        "megatron.bridge.models.gpt_provider": {"modelopt_transformer_layer_spec": _PROVIDER},
         "megatron.bridge.training.utils.config_utils": {"create_ddp_config": _BRIDGE},
         "megatron.bridge.training.checkpointing": {"apply_peft_adapter_filter_to_state_dict": _ADAPTERS},
         "megatron.bridge.peft.utils": dict.fromkeys(

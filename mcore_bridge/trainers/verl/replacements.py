@@ -1,4 +1,5 @@
-"""Functions in the place of verl's own: what it adds for adapters, and those from before it had bridges, refused.
+"""Functions in the place of verl's own: what it adds for adapters, exports of quantization-aware training (QAT), and
+those from before it had bridges, refused.
 
 verl's fused kernels (``use_fused_kernels``), which use the weight of an output layer and not its logits.
 
@@ -6,6 +7,9 @@ Other steps of an output layer are done here, or refused. The kernels assume tha
 many rows, and number the labels of each rank accordingly.
 """
 
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
@@ -17,7 +21,10 @@ from mcore_bridge.trainers.peft_functions import Peft, create_peft
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from mcore_bridge.weights.model_chunks import Models
 
+
+_NVFP4 = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}
 _NAME = "verl.utils.kernel.linear_cross_entropy"
 _SPLIT = 1024
 """Rows that the kernels process at a time. Ranks exchange a maximum for each part, so they need equally many parts."""
@@ -35,7 +42,7 @@ def linear_cross_entropy(
     labels: Tensor,
     temperature: float = 1.0,
     reduction: str = "none",
-    dist_process_group: "ProcessGroup | None" = None,
+    dist_process_group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of labels, and entropies, from verl's kernels without the padding of the vocabulary.
 
@@ -90,6 +97,48 @@ def get_peft_cls(model_config: Any, bridge: object, provider: object, dtype: Any
     if provider is None:
         raise ConfigError("adapters need vanilla_mbridge=False: mbridge has no functions for adapters")
     return create_peft(lora, dtype)
+
+
+def export_qat_weights(
+    per_tensor_param: Generator[tuple[str, Tensor], None, None], modules: Models, qat_mode: str, bridge: object
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a model in QAT, in NVFP4: codes and scales as ModelOpt's quantizers round them in training.
+
+    All ranks call it together.
+
+    Args:
+        per_tensor_param: the weights in bf16, of which nothing was read. It is closed.
+        modules: this rank's chunks, wrapped or not, with ModelOpt's quantizers.
+        qat_mode, bridge: without effect.
+
+    Raises:
+        ConfigError: on every rank, when training rounds a weight that cannot leave in NVFP4.
+    """
+    from mcore_bridge.weights.export import iter_hf_weights
+    from mcore_bridge.weights.manifest import manifest
+
+    per_tensor_param.close()
+    names = {spec.name for spec in manifest(modules, expert_format="split", quantize=_NVFP4)}
+    encoded = {name for name in names if f"{name}_scale" in names}
+    rounded = _rounded(modules)
+    if lost := sorted(rounded - encoded):
+        raise ConfigError(
+            f"training rounds {len(lost)} weights that cannot leave in NVFP4, such as {lost[0]}: name their modules "
+            "in qat.ignore_patterns"
+        )
+    plain = sorted(name.removesuffix(".weight") for name in encoded - rounded)
+    return iter_hf_weights(modules, expert_format="split", quantize={**_NVFP4, "exclude_modules": plain})
+
+
+def _rounded(models: Models) -> set[str]:
+    """The HF weights of the whole model that ModelOpt's quantizers round. All ranks of a replica call it together."""
+    from mcore_bridge.weights.bound import bind
+    from mcore_bridge.weights.model_tensors import ranges_of_quantizers
+    from mcore_bridge.weights.transfer.collectives import Group
+
+    bound = bind(models, expert_format="split")
+    own = {name for mcore in ranges_of_quantizers(bound.chunks) for name in bound.mapping.bind(mcore).hf}
+    return set().union(*Group.of_replica(bound.chunks[0].pg_collection).all_gather_object(own))
 
 
 def hf_to_mcore_config(*arguments: object, **keywords: object) -> NoReturn:
