@@ -361,6 +361,25 @@ def test_what_the_page_says_is_refused_is(dense):
     assert [found for words, found in zip(REFUSED, said, strict=True) if words not in found] == []
 
 
+def qat(dims: ParallelDims, folder: str) -> list[str]:
+    """Runs in a worker: the weights that a QAT of MLPs alone sends otherwise than it should."""
+    from verl.workers.config import QATEngineConfig
+
+    ignored = ["lm_head", "*mlp.gate", "*self_attn*"]
+    engine = engine_of(folder, dims, vanilla=False, qat=QATEngineConfig(enable=True, ignore_patterns=ignored))
+    plain, found = read(folder), copied(engine)
+    encoded = {name for name in plain if found.keys() >= {f"{name}_scale", f"{name}_scale_2"}}
+    wrong = sorted(encoded ^ {name for name in plain if ".mlp." in name and "norm" not in name})
+    wrong += [name for name in encoded if found[name].dtype != torch.uint8]
+    return wrong + [name for name in plain.keys() - encoded if not torch.equal(plain[name], found[name])]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("modelopt") is None, reason="ModelOpt is not installed")
+def test_a_qat_leaves_in_nvfp4(dense):
+    """ModelOpt's quantizers need a GPU for a forward, so no step is made."""
+    assert pool.run(1, in_verl, ParallelDims(), qat, dense) == [[]]
+
+
 def fused_life(dims: ParallelDims, folder: str, out: str, vanilla: bool) -> Any:
     """Runs in a worker: all steps of an engine with fused kernels, which compute log-probs without the output layer."""
     kernels_on_cpu()
