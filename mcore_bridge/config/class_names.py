@@ -14,7 +14,8 @@ from mcore_bridge.errors import ConfigError, shown
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-HEADS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForProcessRewardModel", "Model")
+CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "ForProcessRewardModel")
+HEADS = ("ForCausalLM", *CLASSIFIERS, "Model")
 """Endings of the classes that we write. transformers has not all of them for each family."""
 _FIELD = "architectures"
 _DRAFT = re.compile("eagle|dflash|dspark|domino|draft|medusa|mtp|nextn|speculator", re.IGNORECASE)

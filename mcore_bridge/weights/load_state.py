@@ -24,6 +24,9 @@ from mcore_bridge.weights.files.slice_reader import AnyCopy, FileCopy
 from mcore_bridge.weights.source.tied_tensors import differing
 from mcore_bridge.weights.transfer.quantized_parameters import Targets, format_of
 
+_SCORES = {"score.weight": "classification", "score.0.weight": "process_reward"}
+"""What ``head`` of ``build_model`` loads a weight of a classifier."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
@@ -139,7 +142,9 @@ class Load:
         self._names = LoadReport(0, 0, initialised, (*ignored, *unused), not_built, {}, missing, unexpected)
         if strict and (missing or unexpected):
             advice = "Use the checkpoint of this config" + foreign_prefix(unexpected, missing)
-            if any(use.mcore.startswith("output_layer.") for name in missing for use in self.uses[name]):
+            if head := next((_SCORES[name] for name in unexpected if name in _SCORES), None):
+                advice = f'Build the model with head="{head}", the head that the source has'
+            elif any(use.mcore.startswith("output_layer.") for name in missing for use in self.uses[name]):
                 advice += '. Build a checkpoint without a head, such as an embedding model, with head="none"'
             raise CheckpointError(
                 f"the source does not fit the model: {plural(len(missing), 'tensor')} missing {[*missing[:8]]}, "

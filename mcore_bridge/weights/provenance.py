@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Union
 from mcore_bridge.architecture import architecture_of, composite_of, published_fields, published_type, read_hf
 from mcore_bridge.arguments import accepts_former_names
 from mcore_bridge.composite import IN_MODEL, Whole, spelling_in, text_of
-from mcore_bridge.config.class_names import class_in, model_class, set_class
+from mcore_bridge.config.class_names import CLASSIFIERS, class_in, model_class, set_class, stem_of
 from mcore_bridge.config.hf import find_folder, read_fields, with_fields, write_fields
 from mcore_bridge.config.layer_kinds import MTP_COUNTS
 from mcore_bridge.config.mesh.alike import Content, digest_of
@@ -354,6 +354,9 @@ def config_in(
     config = replace(provenance, hf=hf).config
     if not class_in(config) and (name := model_class(config.model_type)):
         set_class(config, name)
+    (name,) = (class_in(config) or [""])[:1]
+    if names is not None and name.endswith(CLASSIFIERS) and not any(own.startswith("score.") for own in names):
+        set_class(config, f"{stem_of(name)}Model")  # transformers would draw the head that the folder lacks
     for name in DESCRIPTION:  # they describe the source's encoding; written weights are plain
         if hasattr(config, name):
             delattr(config, name)

@@ -108,6 +108,24 @@ def test_a_causal_lm_without_its_head_is_saved_as_the_class_without_one(tmp_path
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["architectures"] == ["Qwen3Model"]
 
 
+def test_a_classifier_without_its_head_is_saved_as_the_class_without_one(tmp_path: Path) -> None:
+    """transformers would draw the head that the folder lacks. Without ``head=`` the load says what to pass."""
+    hf = tiny("qwen3", num_labels=3, architectures=["Qwen3ForSequenceClassification"])
+    state = without_head(hf, bare=False)
+    whole = {name: tensor.clone() for name, tensor in state.items()} | {"score.weight": torch.randn(3, hf.hidden_size)}
+    source = written(whole, hf, tmp_path / "hf")
+    with fake_mesh.rank_of(mb.ParallelDims(), 0, 1):
+        options: Any = {"dims": mb.ParallelDims(), "dtype": torch.float32, "device": "cpu"}
+        with pytest.raises(CheckpointError, match='with head="classification", the head that the source has'):
+            mb.build_model(source, **options)
+        mb.save_hf_checkpoint(mb.build_model(source, head="none", **options), tmp_path / "saved")
+    convert(source, tmp_path / "dist", on_event=quiet)
+    convert(tmp_path / "dist", tmp_path / "back", hf=source, on_event=quiet)
+    for folder in (tmp_path / "saved", tmp_path / "back"):
+        assert_exact(folder, state)
+        assert json.loads((folder / "config.json").read_text())["architectures"] == ["Qwen3Model"]
+
+
 def products_of_head(tied: bool, packed: bool, trains: bool) -> set[str]:
     """The kinds of products with the whole vocabulary in the backward of a step."""
     dims = mb.ParallelDims()

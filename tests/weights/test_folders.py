@@ -46,7 +46,7 @@ STRICTER = {
     r"expected each key once, found \d+ twice": "JSON takes the last, and transformers with it",
     r"found \d+ in two: ": "it takes the one that it reads last",
     r"expected a \*\.safetensors file in the same folder for each tensor": "it follows any path",
-    r"lists \d+ tensors? that the files lack": "it finds a tensor in another file than the index says",
+    r"lists \d+ tensors? that the files named there lack": "it finds a tensor in another file than the index says",
     r"which cannot hold all its values": "it casts",
     r"is float8_\w+ and has no scale": "it takes codes without a scale for values",
     r"unexpected \['(embed_tokens|layers|norm)\.": "it takes names without the prefix of the base model too",

@@ -388,7 +388,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7\n"
             change_index(norm=3, a="../b.safetensors", b="/b.safetensors", c="c/b.safetensors", d="b.bin"),
             rf"{INDEX} is damaged: expected a .* for each tensor, found 5 other values \(.*norm.*: 3, .*'\.\./b\.",
         ),
-        (promise, r"lists 1 tensor that the files lack: \['model\.layers\.7\.extra'\]"),
+        (promise, r"lists 1 tensor that the files named there lack: \['model\.layers\.7\.extra'\]"),
         (empty, r"expected \*\.safetensors files in"),
         (shutil.rmtree, r"no folder"),
     ],

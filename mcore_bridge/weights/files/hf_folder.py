@@ -137,7 +137,8 @@ class Checkpoint(Mapping[str, Tensor]):
         wrong = [name for name, file in (self._index or {}).items() if name not in self._files[file].entries]
         if wrong:
             raise CheckpointError(
-                f"{self.folder / INDEX} lists {plural(len(wrong), 'tensor')} that the files lack: {wrong[:5]}"
+                f"{self.folder / INDEX} lists {plural(len(wrong), 'tensor')} that the files named there lack: "
+                f"{wrong[:5]}; download or copy the folder again"
             )
 
     def __getitem__(self, name: str) -> Tensor:
