@@ -129,8 +129,8 @@ class Provider(TransformerConfig):
         dtype = overrides.pop("params_dtype", None)
         assert dtype is None or isinstance(dtype, torch.dtype)
         head = "value" if any(isinstance(hook, ValueHead) for hook in self._hooks) else None
-        changed = {"dtype": dtype, "head": head, "vision": self.vision, "model": self.model}
-        changed["backend"] = "torch" if is_for_modelopt else None
+        backend = "torch" if is_for_modelopt else None
+        changed = {"dtype": dtype, "head": head, "backend": backend, "vision": self.vision, "model": self.model}
         self._blueprint = settle_same(self._blueprint, dims=dims, overrides=overrides, **changed)
 
     def provide(self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> GPTModel:

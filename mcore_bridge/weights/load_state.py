@@ -25,7 +25,7 @@ from mcore_bridge.weights.source.tied_tensors import differing
 from mcore_bridge.weights.transfer.quantized_parameters import Targets, format_of
 
 _SCORES = {"score.weight": "classification", "score.0.weight": "process_reward"}
-"""What ``head`` of ``build_model`` loads a weight of a classifier."""
+"""The ``head`` of ``build_model`` for each weight that only a classifier has."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
-from mcore_bridge.architecture import architecture_of, composite_of, published_fields, published_type, read_hf
+from mcore_bridge.architecture import (
+    architecture_of,
+    composite_of,
+    is_draft,
+    published_fields,
+    published_type,
+    read_hf,
+)
 from mcore_bridge.arguments import accepts_former_names
 from mcore_bridge.composite import IN_MODEL, Whole, spelling_in, text_of
 from mcore_bridge.config.class_names import CLASSIFIERS, class_in, model_class, set_class, stem_of
@@ -338,13 +345,14 @@ def config_in(
 ) -> PretrainedConfig:
     """A copy of the HF config with ``dtype`` as the dtype of most weights.
 
-    A config without a class gets transformers' class, since vLLM takes it for an embedding model otherwise.
+    A config without a class gets transformers' class, since vLLM takes it for an embedding model otherwise. A class
+    whose head is not in the folder becomes the class without a head.
 
     Args:
         tied: whether the LM head is tied to the embedding; the config is set accordingly. For another head the field is
             not changed.
-        names: all HF tensors of the folder, which determine the number of MTP layers in the config. None leaves it
-            unchanged.
+        names: all HF tensors of the folder, which determine the number of MTP layers in the config, and the class. None
+            leaves both unchanged.
     """
     hf = copy.deepcopy(provenance.hf)
     if provenance.head == "lm":
@@ -354,14 +362,25 @@ def config_in(
     config = replace(provenance, hf=hf).config
     if not class_in(config) and (name := model_class(config.model_type)):
         set_class(config, name)
-    (name,) = (class_in(config) or [""])[:1]
-    if names is not None and name.endswith(CLASSIFIERS) and not any(own.startswith("score.") for own in names):
-        set_class(config, f"{stem_of(name)}Model")  # transformers would draw the head that the folder lacks
+    if names is not None and (own := class_in(config)) and _loses_head(provenance, own[0], names):
+        set_class(config, f"{stem_of(own[0])}Model")
     for name in DESCRIPTION:  # they describe the source's encoding; written weights are plain
         if hasattr(config, name):
             delattr(config, name)
     setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", dtype_name(dtype))
     return config
+
+
+def _loses_head(provenance: Provenance, name: str, names: Collection[str]) -> bool:
+    """Whether a folder with these HF names lacks the head of the class ``name``, which transformers would draw then.
+
+    Files of embedding models may name the class of a causal LM. They keep it.
+    """
+    if name.endswith(CLASSIFIERS):
+        return not any(own.startswith("score.") for own in names)
+    if provenance.head != "none" or is_draft(provenance.hf) or provenance.hf.tie_word_embeddings:
+        return False
+    return provenance.folder is None or head_of(provenance.folder) == "lm"
 
 
 def _is_written_again(rule: Rule) -> bool:

@@ -36,7 +36,7 @@ from mcore_bridge.weights.manifest import Manifest, manifest
 from mcore_bridge.weights.model_chunks import Models, chunks_of
 from mcore_bridge.weights.not_built import Mtp, NotBuilt, not_built_of
 from mcore_bridge.weights.own_folder import is_source, plain_dtypes, require_held
-from mcore_bridge.weights.provenance import HF, Provenance, config_in, head_of, identity, write_config
+from mcore_bridge.weights.provenance import HF, Provenance, config_in, identity, write_config
 from mcore_bridge.weights.source.weight_format import WeightFormat, plain_dtype, weight_format
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.failures import raise_on_all, require_alike
@@ -349,20 +349,6 @@ def _config_of(specs: Manifest, provenance: Provenance) -> PretrainedConfig:
         biased = any(spec.name == "score.bias" for spec in specs)
         linear = "ForTokenClassification" if biased else "ForSequenceClassification"
         kind = "ForProcessRewardModel" if provenance.head == "process_reward" else linear
-        set_class(hf, f"{_stem(hf)}{kind}")
+        set_class(hf, f"{stem_of((class_in(hf) or [''])[0])}{kind}")
         hf.num_labels = score.shape[0]
-    if provenance.head == "none" and class_in(hf) and _loses_head(provenance):
-        set_class(hf, f"{_stem(hf)}Model")
     return hf
-
-
-def _loses_head(provenance: Provenance) -> bool:
-    """Whether a model without a head comes from a causal LM with an untied head, whose class would expect the head."""
-    folder = provenance.folder
-    if is_draft(provenance.hf) or provenance.hf.tie_word_embeddings:
-        return False
-    return folder is None or head_of(folder) == "lm"
-
-
-def _stem(hf: PretrainedConfig) -> str:
-    return stem_of((class_in(hf) or [""])[0])

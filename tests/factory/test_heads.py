@@ -97,6 +97,7 @@ def test_a_causal_lm_without_its_head_is_saved_as_the_class_without_one(tmp_path
     with fake_mesh.rank_of(mb.ParallelDims(), 0, 1):
         models = mb.build_model(source, dims=mb.ParallelDims(), dtype=torch.float32, device="cpu", head="none")
         mb.save_hf_checkpoint(models, tmp_path / "saved")
+        mb.save_checkpoint(models, tmp_path / "dist")
         mb.add_adapters(models, rank=2, alpha=4, targets=["q_proj"])
         mb.save_checkpoint(models, tmp_path / "adapted")
         before = {name: tensor.clone() for name, tensor in models[0].named_parameters()}
@@ -104,8 +105,10 @@ def test_a_causal_lm_without_its_head_is_saved_as_the_class_without_one(tmp_path
             parameter.data.zero_()
         mb.load_checkpoint(models, tmp_path / "adapted")
         assert all(torch.equal(tensor, before[name]) for name, tensor in models[0].named_parameters())
-    assert_exact(tmp_path / "saved", without_head(hf, bare=False))
-    assert json.loads((tmp_path / "saved" / "config.json").read_text())["architectures"] == ["Qwen3Model"]
+    convert(tmp_path / "dist", tmp_path / "back", on_event=quiet)
+    for folder in (tmp_path / "saved", tmp_path / "back"):
+        assert_exact(folder, without_head(hf, bare=False))
+        assert json.loads((folder / "config.json").read_text())["architectures"] == ["Qwen3Model"]
 
 
 def test_a_classifier_without_its_head_is_saved_as_the_class_without_one(tmp_path: Path) -> None:
