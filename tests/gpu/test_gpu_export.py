@@ -3,7 +3,6 @@ case.
 """
 
 import gc
-import os
 from copy import deepcopy
 
 import pytest
@@ -79,7 +78,6 @@ def predicted(rank, world_size):
     """
     from megatron.core import parallel_state
 
-    os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
     wrong, logits = {}, {}
     for dims in MTP_MESHES[world_size]:
         dims.initialize(device="cuda")

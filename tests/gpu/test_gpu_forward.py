@@ -14,7 +14,6 @@ tokens with other experts.)
 """
 
 import importlib.util
-import os
 import sys
 import tempfile
 import traceback
@@ -40,6 +39,11 @@ for _name in ("nemotron_h", "falcon_h1", "granitemoehybrid"):  # transformers ch
         with mock.patch.dict(sys.modules, {"mamba_ssm": None, "causal_conv1d": None}):
             importlib.reload(_module)
 """So transformers computes mixers in torch, and only our model by the kernels, whose products are TF32 in fp32."""
+with suppress(ImportError):  # flash-linear-attention solves systems in TF32, whatever Triton's default is
+    from fla.ops.gated_delta_rule import chunk_fwd
+    from triton.language import constexpr
+
+    chunk_fwd.SOLVE_TRIL_DOT_PRECISION = constexpr("ieee")
 
 WAYS = [("torch", torch.float32, True), ("torch", torch.bfloat16, False)]
 if importlib.util.find_spec("transformer_engine"):
@@ -119,7 +123,6 @@ def rank_main(rank, world_size, families, names):
     """Check each of these families in every way on every mesh of this size."""
     from megatron.core import parallel_state
 
-    os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
     mb.ParallelDims().initialize(device="cuda")
     parallel_state.destroy_model_parallel()
     hfs = {family: FAMILIES[families][family] for family in names}

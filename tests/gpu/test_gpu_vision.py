@@ -5,7 +5,6 @@ large an error as ``test_gpu_forward.py`` allows, in relation to the error of tr
 """
 
 import importlib.util
-import os
 import traceback
 
 import pytest
@@ -62,7 +61,6 @@ def rank_main(rank, world_size, folders, batches, known):
 
     The first rank prints results at once, so that an interrupted run has shown some.
     """
-    os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
     mb.ParallelDims().initialize(device="cuda")
     leave_mesh()
     findings = {}

@@ -11,6 +11,9 @@ import torch
 APART = {"NCCL_MNNVL_ENABLE": "0", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
 """NCCL refuses two ranks on one GPU of a host. As separate hosts they send through sockets, slowly but exactly."""
 
+EXACT = {"NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "ieee"}
+"""cuBLAS and Triton then multiply fp32 in fp32. By default TransformerEngine and Triton's kernels round to 10 bits."""
+
 
 def ranks_per_gpu():
     """The number of ranks on one GPU, which ``pytest --ranks-per-gpu`` has set in the environment."""
@@ -43,6 +46,7 @@ def spawn(function, folder, world_size, *arguments):
 
 def _rank(rank, world_size, port, folder, function, *arguments):
     join_from_afar(rank)
+    os.environ.update(EXACT)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank // ranks_per_gpu()), WORLD_SIZE=str(world_size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     torch.save(function(rank, world_size, *arguments), f"{folder}/{rank}")

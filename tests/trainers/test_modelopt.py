@@ -3,7 +3,6 @@
 ModelOpt must be installed, as docs/guide/quantized.md says. verl exports a QAT in this way.
 """
 
-import copy
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -15,30 +14,16 @@ from torch import Tensor
 
 import mcore_bridge as mb
 from tests.support import pool
+from tests.support.modelopt import NOTE, fake_quantized
 from tests.support.strategies import random_state, tiny
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("modelopt") is None, reason="ModelOpt is not installed")
-NOTE = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}
-WEIGHTS = {"num_bits": (2, 1), "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": (4, 3)}, "axis": None}
 PARTS = {
     "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "self_attention.linear_proj": ("self_attn.o_proj",),
     "mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
     "mlp.linear_fc2": ("mlp.down_proj",),
 }
-
-
-def fake_quantized(chunk: Any, *ignored: str) -> None:
-    """Insert quantizers as verl's ``apply_qat`` does."""
-    import modelopt.torch.quantization as mtq
-    from modelopt.torch.quantization.config import _default_disabled_quantizer_cfg as disabled
-
-    config = {"*weight_quantizer": {**WEIGHTS, "enable": True}, "*input_quantizer": {"enable": False}}
-    quantizers = mtq.normalize_quant_cfg_list(config)
-    off = copy.deepcopy(disabled)
-    quantizers.extend(mtq.normalize_quant_cfg_list(off) if isinstance(off, dict) else off)
-    quantizers.extend({"quantizer_name": pattern, "enable": False} for pattern in ignored)
-    mtq.quantize(chunk, {"quant_cfg": quantizers, "algorithm": "max"})
 
 
 def theirs(weight: Tensor, module: Any) -> tuple[Tensor, Tensor, Tensor]:

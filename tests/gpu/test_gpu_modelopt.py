@@ -1,0 +1,78 @@
+"""Trains a model that ModelOpt fake-quantizes in NVFP4 (QAT), on a real GPU, where its quantizers can run.
+
+The weights that leave, decoded, are those with which the model computes: its log-probs are those of the saved folder.
+"""
+
+import importlib.util
+
+import pytest
+import torch
+
+import mcore_bridge as mb
+from tests.support import records
+from tests.support.gpu_models import EXPERTS, SIZES
+from tests.support.gpus import spawn
+from tests.support.modelopt import NOTE, fake_quantized
+from tests.support.strategies import random_state, tiny
+
+pytestmark = [
+    pytest.mark.multigpu,
+    pytest.mark.skipif(importlib.util.find_spec("modelopt") is None, reason="ModelOpt is not installed"),
+]
+FAMILIES = {
+    "qwen3": tiny("qwen3", **SIZES),
+    "qwen3_moe": tiny("qwen3_moe", **{**SIZES, **EXPERTS}, num_experts=8, mlp_only_layers=[1]),
+}
+STEPS, ROWS, LONG = 3, 4, 64
+
+
+def log_probs(models, hf, **how):
+    """Log-probs of random rows, [rows, tokens]."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, hf.vocab_size, (ROWS, LONG), generator=generator).cuda()
+    return mb.forward(models, ids, torch.ones_like(ids), micro_batch_size=2, **how).log_probs.detach()
+
+
+def build(hf, weights):
+    return mb.build_model(hf, dims=mb.ParallelDims(), dtype=torch.bfloat16, backend="torch", load_weights=weights)
+
+
+def unlike(models, served):
+    """The weights for which a quantizer gives other numbers than the saved folder."""
+    weights = dict(served[0].named_parameters())
+    quantized = {name: module for name, module in models[0].named_modules() if hasattr(module, "weight_quantizer")}
+    return [
+        name
+        for name, module in quantized.items()
+        if module.weight_quantizer.is_enabled
+        and not torch.equal(module.weight_quantizer(module.weight.detach()), weights[f"{name}.weight"])
+    ]
+
+
+def rank_main(rank, world_size, folder):
+    """For each family: errors of log-probs of the saved folder and of plain weights, and unlike weights."""
+    mb.ParallelDims().initialize(device="cuda")
+    found = {}
+    for family, hf in FAMILIES.items():
+        models = build(hf, random_state(hf, dtype=torch.bfloat16))
+        fake_quantized(models[0])
+        optimizer = torch.optim.AdamW(models[0].parameters(), lr=1e-3)
+        for _ in range(STEPS):
+            log_probs(models, hf, loss=lambda outputs, rows: -outputs.log_probs.mean())
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        computed = log_probs(models, hf)
+        mb.save_hf_checkpoint(models, f"{folder}/{family}", quantize=NOTE)
+        served = build(f"{folder}/{family}", True)
+        plain = build(hf, mb.to_hf_state_dict(models))
+        errors = [float((log_probs(each, hf) - computed).abs().mean()) for each in (served, plain)]
+        found[family] = *errors, unlike(models, served)
+        print(family, *found[family], flush=True)
+    return found
+
+
+def test_a_qat_leaves_with_the_weights_with_which_it_computes(tmp_path, request):
+    (found,) = spawn(rank_main, tmp_path, 1, str(tmp_path))
+    passed = [(family, own < 0.01 * other and not wrong) for family, (own, other, wrong) in found.items()]
+    records.append(request.config.getoption("--record"), "qat", 1, passed)
+    assert all(right for _, right in passed), found
