@@ -175,15 +175,9 @@ class Route(NoRoute):
 
     def _open_pull(self, manifest: Manifest) -> None:
         assert self._map is not None
-        quantize, bound = self._options["quantize"], bind(self._models, **of_model(self._options))
-        if bound.merges or quantize is not None:
-            raise TransferError(
-                "each round makes merged and encoded weights anew, in memory that the engine would have to open"
-            )
+        tensors = bind(self._models, **of_model(self._options)).tensors
         writer = PullWriter(self._map, self.line)
-        self.line(
-            "pull", tuple(TensorSpec.of(spec.name, spec) for spec in manifest), writer.open(bound.tensors.values())
-        )
+        self.line("pull", tuple(TensorSpec.of(spec.name, spec) for spec in manifest), writer.open(tensors.values()))
         self._writer, self._announce, self._is_announced = writer, writer.announce, True
 
     def _open_ring(self, manifest: Manifest) -> None:

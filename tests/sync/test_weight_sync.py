@@ -15,6 +15,8 @@ import mcore_bridge as mb
 import mcore_bridge.engines
 from mcore_bridge.engines.channel import WorkerLine
 from mcore_bridge.errors import TransferError
+from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights.bound import bind
 from mcore_bridge.weights.engine.mapped_engine import MappedEngine
 from mcore_bridge.weights.engine.pull_writer import PullWriter
 from mcore_bridge.weights.engine.puller import Puller
@@ -34,6 +36,7 @@ from tests.support.sync_trainer import (
     written_by_all,
 )
 
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [8, 8]}
 HIDDEN = "a kernel keeps its weights elsewhere"
 MESHES = {
     "TP2": (2, mb.ParallelDims(tp=2), "ring"),
@@ -159,6 +162,60 @@ def pulled_after_a_failure(of, step):
 @pytest.mark.parametrize(("of", "step"), [(Puller, "open"), (MappedEngine, "announce")])
 def test_a_pull_that_cannot_begin_copies_nothing_and_leaves_no_answer(of, step):
     assert pool.run(1, pulled_after_a_failure, of, step) == [(False, 0, True)]
+
+
+class Keeping(torch.nn.Module):
+    """An engine that keeps every HF tensor as it comes."""
+
+    def __init__(self, specs):
+        super().__init__()
+        self.kept = {spec.name: torch.zeros(spec.shape, dtype=spec.dtype) for spec in specs}
+        for number, tensor in enumerate(self.kept.values()):
+            self.register_buffer(str(number), tensor)
+
+    def load(self, pairs):
+        for name, tensor in pairs:
+            self.kept[name].copy_(tensor)
+
+
+def pulled_as_made(dims, options):
+    """Whether an engine has all bits after each of three rounds of weights that are made for the round."""
+    trainer = Trainer(dims)
+    trainer.step(0)
+    if "merged" in options:
+        mb.add_adapters(trainer.models, rank=2, alpha=4, targets=["q_proj", "down_proj"])
+    trainer.move(0)
+    specs = tuple(TensorSpec.of(spec.name, spec) for spec in mb.manifest(trainer.models, **options))
+    model, found = Keeping(specs), []
+    worker = mb.engines.EngineWorker(model, model.load, name="it")
+    pull = PullWriter(worker.ask_map(specs), Near(worker))
+    worker.ask_pull(specs, pull.open(bind(trainer.models, merged=options.get("merged")).tensors.values()))
+    for seed in range(3):
+        trainer.step(seed)
+        for name, tensor in held_tensors(trainer.models).items():
+            if ".adapter." in name:
+                tensor.data.normal_(generator=torch.Generator().manual_seed(seed))
+        for tensor in model.kept.values():
+            tensor.view(torch.uint8).zero_()
+        pull.announce()
+        mb.engines.export_into(trainer.models, pull, **options)
+        worker.ask_complete(seed)
+        wanted = mb.to_hf_state_dict(trainer.models, **options)
+        assert wanted.keys() == model.kept.keys()
+        found.append(
+            [
+                name
+                for name, t in wanted.items()
+                if not torch.equal(*(x.view(torch.uint8) for x in (t, model.kept[name])))
+            ]
+        )
+    return found
+
+
+@pytest.mark.parametrize("dims", [mb.ParallelDims(), mb.ParallelDims(tp=2, ep=2)], ids=["TP1", "TP2 EP2"])
+@pytest.mark.parametrize("options", [{"quantize": FP8}, {"merged": True}], ids=["FP8", "merged"])
+def test_an_engine_pulls_weights_that_are_made_for_a_round(options, dims):
+    assert pool.run(dims.tp, pulled_as_made, dims, options) == [[[]] * 3] * dims.tp
 
 
 @pytest.mark.parametrize("transport", ["shards", "pull"])

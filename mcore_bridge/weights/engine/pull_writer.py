@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from dataclasses import replace
+from itertools import count
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import Pair, TensorSpec
-from mcore_bridge.weights.engine.composed import MapWriter
+from mcore_bridge.weights.engine.composed import EngineOutputs, EngineProgram, EngineStep, MapWriter
 from mcore_bridge.weights.ipc.shared_memory import Handle, allocate, share_part
-from mcore_bridge.weights.plan.boxes import Table
+from mcore_bridge.weights.plan.boxes import Table, through
 from mcore_bridge.weights.plan.engine_map import EngineMap
 from mcore_bridge.weights.transfer.copier import MOST_ALLOCATIONS, Buffers, CopyTable, whole_of
+from mcore_bridge.weights.transfer.endpoints import Sources
 
 MOST_CAST_BYTES = 64 << 20
 """Bytes of HF tensors which the map casts. They travel as bytes of a message."""
@@ -30,11 +33,41 @@ class Dialogue(Protocol):
         """The next answer; raises ``TransferError`` if the worker failed, at once if it was silent or has ended."""
 
 
+class _Staged(NamedTuple):
+    """A step of which some copies read tensors that were made for this round. These go through a staging buffer.
+
+    Attributes:
+        others: the step without these copies.
+        into, out_of: the copies into the staging buffer, and out of it into the engine's tensors.
+        num_bytes: the size of the buffer.
+    """
+
+    others: EngineStep
+    into: CopyTable
+    out_of: CopyTable
+    num_bytes: int
+
+    @classmethod
+    def of(cls, step: EngineStep, made: frozenset[int], program: EngineProgram) -> _Staged:
+        """The parts of a step.
+
+        Args:
+            made: the numbers of the tensors that were made.
+            program: the program of the step.
+        """
+        others = replace(step, composed=tuple(copy for copy in step.composed if copy.source not in made))
+        first = len(program.names)  # the number of the first buffer behind this rank's tensors
+        into, out_of, num_bytes = through((copy for copy in step.composed if copy.source in made), first)
+        out_of = [copy._replace(source=first + len(program.map.tensors)) for copy in out_of]
+        return cls(others, CopyTable(into), CopyTable(out_of), num_bytes)
+
+
 class PullWriter(MapWriter):
     """Writes into one rank of an engine on the same machine, whose memory this process cannot open.
 
     While the engine copies, this rank checks the tensors of the next messages. It waits for answers where windows are
-    used again, and at the end. An error of the engine does not stop an export, since other ranks take part:
+    used again, and at the end. Encoded and merged weights are made anew in each round. They go through a staging
+    buffer that the engine opens. An error of the engine does not stop an export, since other ranks take part:
     ``complete`` raises it.
 
     Args:
@@ -52,6 +85,11 @@ class PullWriter(MapWriter):
         """The number by which the engine has each table."""
         self._windows: dict[int, tuple[int, Tensor]] = {}
         """By its address, each allocation of windows that the engine has opened in this round, with its number."""
+        self._unused = count()
+        self._staged: dict[tuple[EngineStep, frozenset[int]], _Staged] = {}
+        """The parts of steps, by what was made for them."""
+        self._staging: Tensor | None = None
+        """The staging buffer. For the engine it is one more allocation of windows."""
         self._problem: TransferError | None = None
 
     def announce(self) -> None:
@@ -78,9 +116,38 @@ class PullWriter(MapWriter):
             )
         return [share_part(whole, self.map.digest) for whole in allocations.wholes]
 
+    def begin(self, sources: Sources, device: torch.device) -> tuple[EngineProgram, EngineOutputs]:
+        """See ``MapWriter``."""
+        if self.program is None or self.program.of is not sources.program:
+            self._staged = {}
+        return super().begin(sources, device)
+
     def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
         """Memory for windows that the engine's process can open."""
         return allocate(num_bytes, device)
+
+    def take(self, step: EngineStep, held: Buffers, windows: Tensor) -> None:
+        """See ``MapWriter``."""
+        if not held.made:
+            super().take(step, held, windows)
+            return
+        if (key := (step, held.made)) not in self._staged:
+            assert self.program is not None
+            self._staged[key] = _Staged.of(step, held.made, self.program)
+        staged = self._staged[key]
+        super().take(staged.others, held.plain, windows)
+        if staged.num_bytes:
+            staging = self._staging_of(staged.num_bytes, windows.device)
+            staged.into.run(held, Buffers([staging]), windows.device)
+            self._run(staged.out_of, staging)
+
+    def _staging_of(self, num_bytes: int, device: torch.device) -> Tensor:
+        """The staging buffer, with at least so many bytes."""
+        if self._staging is None or self._staging.numel() < num_bytes:
+            if self._staging is not None:
+                self._windows.pop(self._staging.data_ptr(), None)
+            self._staging = self.allocate(num_bytes, device)
+        return self._staging
 
     def _hold(self, held: Buffers) -> None:
         allocations = held.allocations
@@ -96,9 +163,10 @@ class PullWriter(MapWriter):
             number = self._numbers[table] = len(self._numbers)
             rows = self._rows(table)
         if windows.numel():
-            place, whole = self._windows.setdefault(windows.data_ptr(), (len(self._windows), windows))
-            if whole is windows:
+            if windows.data_ptr() not in self._windows:
+                self._windows[windows.data_ptr()] = next(self._unused), windows
                 handle = share_part(whole_of(windows), self.map.digest)
+            place, _ = self._windows[windows.data_ptr()]
             _synchronize(Buffers([windows]))
         self._ask("pull_copy", number, rows, place, handle)
         if windows.numel():
@@ -147,7 +215,7 @@ class PullWriter(MapWriter):
     def let_go(self) -> None:
         """See ``MapWriter``."""
         super().let_go()
-        self._allocations.wholes = []
+        self._allocations.wholes, self._staging = [], None
 
 
 def _bytes_of(tensor: Tensor) -> bytes:

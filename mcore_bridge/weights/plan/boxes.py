@@ -245,11 +245,40 @@ class ByteCopy(NamedTuple):
         """Bytes that are copied."""
         return self.rows * self.cols * self.item
 
+    def source_end(self) -> int:
+        """The byte of the source behind the last one that is read."""
+        return self.source_start + (self.rows - 1) * self.source_row + (self.cols - 1) * self.source_col + self.item
+
     def is_dense(self) -> bool:
         """Whether all elements are contiguous in both buffers, in the same order."""
         row = self.cols * self.item
         in_rows = self.rows == 1 or (self.source_row, self.target_row) == (row, row)
         return in_rows and (self.source_col, self.target_col) == (self.item, self.item)
+
+
+def through(copies: Iterable[ByteCopy], number: int) -> tuple[list[ByteCopy], list[ByteCopy], int]:
+    """Cut copies into two halves that go through one buffer. Their order does not matter.
+
+    Args:
+        copies: the copies; no stride in a source is negative.
+        number: the number of the buffer.
+
+    Returns:
+        The copies into the buffer, the copies out of it, and the bytes that it needs.
+    """
+    copies, spans = [*copies], dict[int, tuple[int, int]]()
+    for copy in copies:
+        start, end = spans.get(copy.source, (copy.source_start, 0))
+        spans[copy.source] = min(start, copy.source_start), max(end, copy.source_end())
+    into, moved, num_bytes = [], dict[int, int](), 0
+    for source, (start, end) in spans.items():
+        start -= start % WIDEST
+        size = end - start
+        into.append(ByteCopy(source, start, number, num_bytes, 1, size, 1, size, 1, size, 1))
+        moved[source] = num_bytes - start
+        num_bytes += -(-size // WIDEST) * WIDEST
+    out_of = [copy._replace(source=number, source_start=copy.source_start + moved[copy.source]) for copy in copies]
+    return into, out_of, num_bytes
 
 
 def stacked(byte_copies: Iterable[ByteCopy]) -> list[ByteCopy]:

@@ -68,6 +68,10 @@ class Buffers:
     ) -> None:
         self._given, self._gpus = tensors, gpus
         self._on_device: dict[torch.device, Tensor] = {}
+        self.plain: Buffers = self
+        """The buffers before some were replaced by ``with_others``."""
+        self.made: frozenset[int] = frozenset()
+        """The numbers of those that were replaced."""
 
     @cached_property
     def tensors(self) -> Sequence[Tensor]:
@@ -122,6 +126,8 @@ class Buffers:
         for made in others:
             changed.addresses[made.numbers] = made.addresses
         changed.on_gpu = self.on_gpu
+        changed.plain = self.plain
+        changed.made = self.made.union(*(made.numbers.tolist() for made in others))
         return changed
 
     def _with(self, others: Sequence[Made]) -> Sequence[Tensor]:
