@@ -22,7 +22,11 @@ Dtypes = DtypeLike | Mapping[str, DtypeLike] | None
 None and "auto" keep the dtype of each tensor.
 """
 
-_WIDENINGS = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
+_WIDENINGS = {
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float32),
+    (torch.int32, torch.int64),
+}
 
 
 def wanted_dtype(name: str, own: torch.dtype, dtypes: Dtypes) -> torch.dtype:
