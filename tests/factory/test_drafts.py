@@ -262,6 +262,8 @@ def refused(cases):
             with pytest.raises(ConfigError, match="37 different ids below 90 in rising order"):
                 mb.build_draft(models, LlamaConfig(**SHARED), token_ids=token_ids)
         drafts = mb.build_draft(models, LlamaConfig(**{**SHARED, "draft_vocab_size": None}))
+        with pytest.raises(ConfigError, match="must be no draft head"):
+            mb.add_adapters(drafts, rank=2, alpha=4, targets="all-linear")
         assert drafts[0].vocabulary is None
         assert mb.forward(models, *batch(), drafts=drafts).draft_loss[:, 4:].all()
         with pytest.raises(BatchError, match=r"the list of one head.*images must be None"):
