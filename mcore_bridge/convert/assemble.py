@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import CheckpointError, plural
-from mcore_bridge.rules.dtypes import dtype_name, is_exact
+from mcore_bridge.rules.dtypes import cast, dtype_name, is_exact
 from mcore_bridge.rules.encoded import Encoded, EncodedSlice, Weight
 from mcore_bridge.rules.mapping import WeightMapping, unstacked
 from mcore_bridge.rules.names import foreign_prefix
@@ -80,7 +80,7 @@ def assemble_shard(
         hf: the HF names of the rule.
         device: where the shard is assembled. Casts happen on the CPU, because devices differ in the bits of NaN.
     """
-    shard = traced.shard(number, [_hf_tensor(source, name).to(dtype).to(device) for name in hf], dtype).cpu()
+    shard = traced.shard(number, [cast(name, _hf_tensor(source, name), dtype).to(device) for name in hf], dtype).cpu()
     for name in hf:
         source.release(unstacked(name)[0])
     return shard

@@ -16,6 +16,7 @@ from mcore_bridge.convert.conversion import units_of, widespread
 from mcore_bridge.convert.reference_model import whole_model
 from mcore_bridge.convert.to_hf import ToHF, stored_as
 from mcore_bridge.errors import CheckpointError, plural
+from mcore_bridge.rules.dtypes import cast
 from mcore_bridge.rules.names import TOWER, count_mtp_layers, layer_of, plain_key
 from mcore_bridge.weights.dist_checkpoint.files import ChunkLocation, LocatedParam, TorchDistReader
 from mcore_bridge.weights.dist_checkpoint.folder import TorchDistFolder, in_layer_stack
@@ -58,7 +59,7 @@ class FromDist(ToHF):
     def parts(self, number: int) -> Iterator[tuple[HFSlice, Tensor]]:
         """Yield the parts of a parameter that belong to its HF tensors."""
         entry = self.model.entries[number]
-        whole = self._reader.read(self.model.placed[number]).to(entry.held.dtype)
+        whole = cast(entry.held.name, self._reader.read(self.model.placed[number]), entry.held.dtype)
         return disassemble(entry, {0: whole}, self.device)
 
     @cached_property

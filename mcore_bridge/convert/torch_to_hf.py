@@ -16,6 +16,7 @@ from mcore_bridge.convert.rank_files.rank_folder import RankFolder
 from mcore_bridge.convert.reference_model import whole_model
 from mcore_bridge.convert.to_hf import ToHF, stored_as
 from mcore_bridge.errors import CheckpointError
+from mcore_bridge.rules.dtypes import cast
 from mcore_bridge.rules.trace import Shape
 from mcore_bridge.weights.not_built import Mtp
 from mcore_bridge.weights.plan.inventory import ParamEntry
@@ -48,7 +49,8 @@ class FromTorch(ToHF):
         """Yield the parts of a parameter that belong to its HF tensors."""
         whole = self.model.entries[number]
         entry = self._entries[whole.held.name]
-        shards = {shard: tensor.to(whole.held.dtype) for shard, tensor in self._folder.shards(entry).items()}
+        held = whole.held
+        shards = {shard: cast(held.name, own, held.dtype) for shard, own in self._folder.shards(entry).items()}
         yield from disassemble(entry, shards, self.device)
         self._folder.release(entry)
 

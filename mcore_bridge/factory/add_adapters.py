@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from mcore_bridge.architecture import is_draft
 from mcore_bridge.arguments import NAMES, accepts_former_names, is_count
 from mcore_bridge.config.fields import is_dropout, is_number
 from mcore_bridge.config.mesh.alike import Shared, agreed, replica_groups
@@ -423,6 +424,7 @@ def _require_fitting(
         ),
         (not (isinstance(name, str) and name), f"name must be a name, found {shown(name)}: pass a string"),
         (name in list(sets_of(chunks[0]).by_name), f"models have adapters named {shown(name)}: pass another name="),
+        (is_draft(chunks[0].bridge.hf), "models must be no draft head, which is small: train all of its weights"),
         (config.mtp_num_layers, "models must have no MTP layers, whose adapters no engine reads: build without them"),
         (
             chunks[0].bridge.vision == "train",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mcore_bridge.arguments import WHOLE, require
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.errors import MeshError
 from mcore_bridge.factory.blueprint import BuildOptions, Overrides, make_blueprint
@@ -110,6 +111,7 @@ def to_layer_spec(
         >>> len(spec.layer_specs)                         # of the four layers
         2
     """
+    require(MeshError, pp_rank=(pp_rank, WHOLE), vp_stage=(vp_stage, WHOLE.or_none()))
     options = BuildOptions(dims=dims or ParallelDims(), dtype=dtype, backend=backend, overrides=overrides)
     blueprint = make_blueprint(hf, options)
     for stage in blueprint.stages:

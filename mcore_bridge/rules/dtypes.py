@@ -5,11 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from mcore_bridge.errors import FEW
+
+if TYPE_CHECKING:
+    from mcore_bridge.rules.encoded import Encoded, EncodedSlice
 
 logger = logging.getLogger("mcore_bridge")
 AUTO = "auto"
@@ -22,7 +26,11 @@ Dtypes = DtypeLike | Mapping[str, DtypeLike] | None
 None and "auto" keep the dtype of each tensor.
 """
 
-_WIDENINGS = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
+_WIDENINGS = {
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float32),
+    (torch.int32, torch.int64),
+}
 
 
 def wanted_dtype(name: str, own: torch.dtype, dtypes: Dtypes) -> torch.dtype:
@@ -77,6 +85,13 @@ def is_exact(source: torch.dtype, target: torch.dtype) -> bool:
 def has_overflown(tensor: Tensor) -> bool:
     """Whether a tensor that was cast has infinite numbers in fp16. Nothing else is searched: bf16 has fp32's range."""
     return tensor.dtype == torch.float16 and bool(tensor.isinf().any())
+
+
+def cast(name: str, tensor: Tensor | Encoded | EncodedSlice, dtype: torch.dtype) -> Tensor:
+    """A tensor in another dtype. A warning names it if numbers have become infinite. Encoded tensors are decoded."""
+    new = tensor.to(dtype)
+    warn_of_overflow([name] * (new is not tensor and has_overflown(new)))
+    return new
 
 
 def warn_of_overflow(names: Collection[str]) -> None:

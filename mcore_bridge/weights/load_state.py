@@ -183,10 +183,12 @@ class Load:
         for use in self._uses_of(name):
             shape = use.shape if use.index is None else (self.bound.axes["experts"], *use.shape)
             if tuple(tensor.shape) != shape:
+                advice = "load the checkpoint of this config"
+                if use.mcore.startswith("output_layer.") and self.bound.mapping.is_optional(name):
+                    advice = "build with the head= of this checkpoint, or leave its head out for a new one"
                 raise CheckpointError(
                     f"{name} has shape {tuple(tensor.shape)}, but {use.mcore} of shape {tuple(use.tensor.shape)} at "
-                    f"tp={self.bound.axes['tp']} takes {shape}; load the checkpoint of this config"
-                    + self._cut_equally(use.mcore, tensor.shape)
+                    f"tp={self.bound.axes['tp']} takes {shape}; {advice}" + self._cut_equally(use.mcore, tensor.shape)
                 )
             if not isinstance(tensor, Tensor):
                 self.cast.setdefault(name, f"{tensor.codec} -> {format_of(use.tensor)}")

@@ -17,6 +17,7 @@ from mcore_bridge import ParallelDims
 from mcore_bridge.commands import text
 from mcore_bridge.commands.app import app
 from mcore_bridge.convert.convert import convert
+from mcore_bridge.convert.hf_to_torch import rank_files
 from mcore_bridge.convert.reference_model import _placed, whole_model
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.rules.spec import TensorSpec
@@ -26,6 +27,7 @@ from tests import zoo
 from tests.support import bailing, memory, mtp_checkpoints, pool, stepping, twins
 from tests.support.conversions import MOE, StoppedError, assert_exact, mb_config, quiet, small, stop_half_way, written
 from tests.support.experts import fused
+from tests.support.logs import messages_of
 from tests.support.strategies import random_state, save, tiny
 
 FAMILIES = [  # together they have every layout, and every parameter that megatron-core splits
@@ -405,3 +407,16 @@ def test_a_folder_that_is_not_whole_is_not_taken_for_one(tmp_path):
     (dist / ".metadata").write_bytes(kept)
     convert(dist, back, on_event=quiet)
     assert_exact(back, Checkpoint(source))
+
+
+def test_numbers_that_a_cast_makes_infinite_are_named(tmp_path):
+    hf = tiny("qwen3", num_hidden_layers=1)
+    state = random_state(hf) | {"model.norm.weight": torch.full((hf.hidden_size,), 1e6)}
+    source, dist, files = written(state, hf, tmp_path / "hf"), tmp_path / "dist", tmp_path / "files"
+    form = rank_files("torch", ParallelDims(), "te")
+    convert(source, dist, on_event=quiet)
+    convert(source, files, rank_files=form, on_event=quiet)
+    for number, (start, to) in enumerate([(source, None), (source, form), (dist, None), (files, None)]):
+        with messages_of() as messages:
+            convert(start, tmp_path / str(number), dtype=torch.float16, rank_files=to, on_event=quiet)
+        assert [" infinite in 1 tensors, such as" in message for message in messages] == [True], (start, to)

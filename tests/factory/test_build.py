@@ -375,6 +375,8 @@ def test_layer_specs_are_values_of_their_own(model_type):
     assert one.layer_specs[1].submodules.input_layernorm is Norm
     with pytest.raises(MeshError, match="must name one of the 4 stages"):
         to_layer_spec(hf, dims=dims, pp_rank=2)
+    with pytest.raises(MeshError, match=r"vp_stage must be a whole number, or None, found \[\]"):
+        to_layer_spec(hf, dims=dims, vp_stage=[])
 
 
 def test_balanced_layouts_are_resolved_everywhere(folder):

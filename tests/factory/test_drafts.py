@@ -138,6 +138,7 @@ def folders(places):
 def test_both_dialects_are_saved_under_published_names(tmp_path):
     state = eagle3.random_head(OWN, POLICY, own_embedding=True)
     renamed = {name.replace("midlayer.", "layers.0."): value for name, value in state.items()}
+    renamed["d2t"] = renamed["d2t"].int()  # a load widens integers
     places = [eagle3.write(tmp_path / "a", OWN, state), eagle3.write(tmp_path / "b", OWN, renamed), str(tmp_path / "c")]
     found, new, half = pool.run(1, folders, places)[0]
     for saved, fields in found:
@@ -261,6 +262,8 @@ def refused(cases):
             with pytest.raises(ConfigError, match="37 different ids below 90 in rising order"):
                 mb.build_draft(models, LlamaConfig(**SHARED), token_ids=token_ids)
         drafts = mb.build_draft(models, LlamaConfig(**{**SHARED, "draft_vocab_size": None}))
+        with pytest.raises(ConfigError, match="must be no draft head"):
+            mb.add_adapters(drafts, rank=2, alpha=4, targets="all-linear")
         assert drafts[0].vocabulary is None
         assert mb.forward(models, *batch(), drafts=drafts).draft_loss[:, 4:].all()
         with pytest.raises(BatchError, match=r"the list of one head.*images must be None"):

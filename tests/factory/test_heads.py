@@ -121,6 +121,8 @@ def test_a_classifier_without_its_head_is_saved_as_the_class_without_one(tmp_pat
         options: Any = {"dims": mb.ParallelDims(), "dtype": torch.float32, "device": "cpu"}
         with pytest.raises(CheckpointError, match='with head="classification", the head that the source has'):
             mb.build_model(source, **options)
+        with pytest.raises(CheckpointError, match=r"shape \(3, 48\).*takes \(1, 48\); build with the head= of this"):
+            mb.build_model(source, head="value", **options)
         mb.save_hf_checkpoint(mb.build_model(source, head="none", **options), tmp_path / "saved")
     convert(source, tmp_path / "dist", on_event=quiet)
     convert(tmp_path / "dist", tmp_path / "back", hf=source, on_event=quiet)

@@ -404,6 +404,7 @@ def test_a_slice_of_nothing_is_given_out_too():
         (lambda: EngineRank(tp=2, tp_rank=2), "tp_rank below it, found 2 and 2"),
         (lambda: EngineRank(pp=2, pp_rank=-1), "pp_rank below it, found 2 and -1"),
         (lambda: EngineRank(tp=2, etp=2, etp_rank="0"), "etp_rank below it, found 2 and '0'"),
+        (lambda: EngineRank(tp=4, ep=2, etp_rank=3), "expected etp= beside etp_rank=3"),
         (lambda: EngineRank(etp=0), "at least 1, found {'etp': 0}"),
         (lambda: EngineRank(cuts=(("lm_head.*", 2, 2),)), r"lm_head\.\*_rank below it, found 2 and 2"),
         (lambda: engine_ranks(ep=0), "at least 1, found {'ep': 0}"),

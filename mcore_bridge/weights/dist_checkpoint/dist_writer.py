@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -29,7 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from mcore_bridge.errors import CheckpointError
+from mcore_bridge.errors import CheckpointError, describe, grouped_by_rank
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.quantized_parameters import values_of
 
@@ -44,7 +45,11 @@ class InThisProcess(TorchDistSaveShardedStrategy):
         """Write this rank's part of a sharded state dict. All ranks call it together."""
         held, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
         planner = _Planner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False)
-        save(mcore_to_pyt_state_dict(held), storage_writer=_Writer(checkpoint_dir), planner=planner)
+        try:
+            save(mcore_to_pyt_state_dict(held), storage_writer=_Writer(checkpoint_dir), planner=planner)
+        except CheckpointException as error:  # its text is the tracebacks of all ranks
+            causes = {rank: describe(cause) for rank, (cause, _) in error.failures.items()}
+            raise CheckpointError(grouped_by_rank([*causes.values()], [*causes])) from None
 
     def async_save(
         self, sharded_state_dict: Any, checkpoint_dir: str | Path, async_strategy: str | None = None
@@ -79,7 +84,10 @@ class _Writer(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         if plan.items:
-            return super().write_data(plan, planner)
+            try:
+                return super().write_data(plan, planner)
+            except RuntimeError as error:  # torch's archive hides why the file was not written
+                raise error.__context__ or error from None
         nothing: Future[list[WriteResult]] = Future()
         nothing.set_result([])
         return nothing

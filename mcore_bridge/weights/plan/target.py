@@ -81,6 +81,8 @@ class EngineRank:
             vocab_multiple=(self.vocab_multiple, COUNT),
         )
         _check_sizes(tp=self.tp, pp=self.pp, ep=self.ep, **({} if self.etp is None else {"etp": self.etp}))
+        if self.etp is None and self.etp_rank is not None:
+            raise TargetError(f"expected etp= beside etp_rank={self.etp_rank!r}, found none: pass both, or neither")
         for axis, size, rank in (
             ("tp", self.tp, self.tp_rank),
             ("pp", self.pp, self.pp_rank),
