@@ -17,7 +17,7 @@ from mcore_bridge.trainers.settings import with_mtp_layers
 from mcore_bridge.trainers.verl.replacements import linear_cross_entropy
 from tests import zoo
 from tests.support import mtp_checkpoints, pool, stepping, tiny
-from tests.support.strategies import save
+from tests.support.strategies import random_state, save
 from tests.support.trainer_calls import (
     attention_switches,
     become_rlinfs,
@@ -436,6 +436,29 @@ def untouched(dims: ParallelDims, folder: str, fields: dict[str, Any]) -> tuple[
 
 def test_a_provider_on_which_nothing_is_set(tied):
     assert on(ParallelDims(), 1, untouched, tied, {}) == [(1, 1)]
+
+
+def of_unlike_layers(dims: ParallelDims, folder: str) -> tuple[list[str], list[int]]:
+    """Runs in a worker: what is lost of a model whose layers have sizes of their own, and the sizes of heads."""
+    import copy
+
+    bridge = megatron_bridge.AutoBridge.from_hf_pretrained(folder)
+    provider = bridge.to_megatron_provider(load_weights=True)
+    provider.apply_overrides_and_finalize(torch.bfloat16, {"sequence_parallel": dims.sp})
+    models = provider.provide_distributed_model(wrap_with_ddp=False)
+    found, truth = dict(bridge.export_hf_weights(models)), read(folder)
+    plain = copy.deepcopy(provider)
+    sizes = {plain.get_config_for_layer(number + 1).kv_channels for number in range(plain.num_layers)}
+    return [name for name in truth if not torch.equal(found[name], truth[name])], sorted(sizes)
+
+
+@pytest.mark.parametrize("name", zoo.params(["gemma4-own-values"]))
+def test_a_provider_of_layers_with_sizes_of_their_own(name, tmp_path):
+    hf = zoo.cases()[name].hf
+    save(random_state(hf, dtype=torch.bfloat16), hf, tmp_path)
+    ((lost, sizes),) = on(ParallelDims(), 1, of_unlike_layers, str(tmp_path))
+    assert lost == []
+    assert len(sizes) > 1
 
 
 @pytest.mark.parametrize("etp", [1, 2])
