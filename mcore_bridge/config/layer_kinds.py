@@ -168,8 +168,7 @@ class SizedByLayer:
         return layer_config(own, layer_number - 1)
 
     def __reduce__(self) -> tuple[Any, ...]:  # pickle finds no class that was made at run time
-        plain = next(each for each in type(self).__mro__ if not issubclass(each, SizedByLayer))
-        return _with_values, (plain, dict(vars(self)))
+        return _with_values, (type(self).__bases__[1], dict(vars(self)))
 
 
 @functools.cache

@@ -6,16 +6,16 @@ Unchanged fields follow the HF config. A changed field sets the mesh, the dtype,
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch import nn
 
+from mcore_bridge.config.layer_kinds import SizedByLayer, sized_by_layer
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.mesh.pipeline import Stage
 from mcore_bridge.config.overrides import config_class, require_overridable
@@ -78,8 +78,9 @@ class Provider(TransformerConfig):
     @classmethod
     def of(cls, blueprint: Blueprint, source: HFWeights | None) -> Provider:
         """Make a provider that replaces the config of ``blueprint``, and loads its model from ``source``."""
-        kind: type = type(blueprint.config)
-        provider: Provider = object.__new__(_provider_class(kind))
+        kind = LatentProvider if isinstance(blueprint.config, MLATransformerConfig) else Provider
+        is_sized = isinstance(blueprint.config, SizedByLayer)
+        provider: Provider = object.__new__(sized_by_layer(kind) if is_sized else kind)
         provider.__dict__.update({**vars(blueprint.config), **blueprint.gpt_arguments})
         # None means the size in parallel_state, or the tensor parallel size
         provider.expert_tensor_parallel_size = None
@@ -195,17 +196,15 @@ class Provider(TransformerConfig):
 
     def __deepcopy__(self, memo: dict[int, object]) -> TransformerConfig:
         """Copy to a plain config instead of a provider: megatron-core copies configs for parts of a model."""
-        by_layer = self.heterogeneous_block_specs
-        plain: TransformerConfig = object.__new__(config_class(latent=self.multi_latent_attention, by_layer=by_layer))
+        kind = config_class(latent=self.multi_latent_attention, by_layer=isinstance(self, SizedByLayer))
+        plain: TransformerConfig = object.__new__(kind)
         own = {name: value for name, value in vars(self).items() if name not in ("_blueprint", "_source", "_hooks")}
         plain.__dict__.update(copy.deepcopy(own, memo))
         return plain
 
 
-@functools.cache
-def _provider_class(config_class: type) -> type[Provider]:
-    """The provider that is a config of this class, such as for latent attention or for sizes that differ by layer."""
-    return type("Provider", (Provider, config_class), {}) if config_class is not TransformerConfig else Provider
+class LatentProvider(Provider, MLATransformerConfig):
+    """A provider of a model with multi-latent attention."""
 
 
 def build_one(

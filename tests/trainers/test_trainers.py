@@ -1,6 +1,7 @@
 """Behaviour that trainers need, for both interfaces, through verl's calls: build, train, sync, save, resume."""
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -447,7 +448,7 @@ def of_unlike_layers(dims: ParallelDims, folder: str) -> tuple[list[str], list[i
     provider.apply_overrides_and_finalize(torch.bfloat16, {"sequence_parallel": dims.sp})
     models = provider.provide_distributed_model(wrap_with_ddp=False)
     found, truth = dict(bridge.export_hf_weights(models)), read(folder)
-    plain = copy.deepcopy(provider)
+    plain = pickle.loads(pickle.dumps(copy.deepcopy(provider)))
     sizes = {plain.get_config_for_layer(number + 1).kv_channels for number in range(plain.num_layers)}
     return [name for name in truth if not torch.equal(found[name], truth[name])], sorted(sizes)
 
