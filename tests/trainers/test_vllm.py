@@ -14,7 +14,15 @@ from tests.support.fusions import smallest_buckets
 from tests.support.parity import reference_model
 from tests.support.stepping import leave_mesh
 from tests.support.strategies import random_state
-from tests.workers.rollout_families import ENGINE_FIELDS, NOT_ON_CPU, UNBIASED_ON_CPU, UNTIED_ON_CPU, configs
+from tests.workers.rollout_families import (
+    ENGINE_FIELDS,
+    HELD_ON_CPU,
+    NOT_ON_CPU,
+    UNBIASED_ON_CPU,
+    UNTIED_ON_CPU,
+    configs,
+    held_configs,
+)
 from tests.workers.vllm_rollout import engine_of, feed, held_as_from_files
 
 if importlib.util.find_spec("vllm") is None or torch.cuda.is_available():
@@ -58,13 +66,14 @@ def test_says_what_transformers_says(family, mesh, tmp_path):
 
 
 @pytest.mark.parametrize("tensor_parallel", [1, 2], ids="TP{}".format)
-def test_holds_what_it_cannot_compute(tensor_parallel, tmp_path, monkeypatch):
-    """The weights of minimax_m2. Experts are not selected by a sigmoid, which vLLM lacks on CPU."""
+@pytest.mark.parametrize("family", ["minimax_m2", *HELD_ON_CPU])
+def test_holds_what_it_cannot_compute(family, tensor_parallel, tmp_path, monkeypatch):
+    """Experts of minimax_m2 are not selected by a sigmoid, which vLLM lacks on CPU."""
     monkeypatch.setitem(ENGINE_FIELDS, "minimax_m2", {**ENGINE_FIELDS["minimax_m2"], "scoring_func": "softmax"})
-    hf = configs()["minimax_m2"]
-    state = weights("minimax_m2", hf, 0)
+    hf = {**configs(), **held_configs()}[family]
+    state = weights(family, hf, 0)
     models = mb.build_model(hf, dims=mb.ParallelDims(), device="cpu", dtype=torch.float32, load_weights=state)
-    engine = engine_of("minimax_m2", hf, tensor_parallel, "cpu", torch.float32)
+    engine = engine_of(family, hf, tensor_parallel, "cpu", torch.float32)
     try:
         ring = feed(engine, models, None, tensor_parallel)
         held_as_from_files(engine, state, tmp_path / "files")
