@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ def _hidden_weights(model: nn.Module, device: torch.device) -> str:
 
         if getattr(_custom_ops, "_supports_onednn", False):
             return "vLLM packs weights of linear layers for the kernels of oneDNN on CPUs, where no map reaches them"
-    used = (tensor for _, held in _kernels(model) for value in held.values() for tensor in _tensors(value))
+    used = (tensor for _, held in chain(*_kernels(model)) for value in held.values() for tensor in _tensors(value))
     if not _addresses(used) <= _addresses(all_tensors(model).values()):
         return "kernels of vLLM's experts hold tensors that are not in parameters, where no map reaches them"
     return ""
@@ -117,16 +118,20 @@ def _tensors(value: object) -> list[Tensor]:
     return [tensor for field in fields(value) for tensor in _tensors(getattr(value, field.name, None))]
 
 
-def _kernels(model: nn.Module) -> list[tuple[object, dict[str, Any]]]:
+_Held = list[tuple[object, dict[str, Any]]]
+"""Objects, and some of their attributes."""
+
+
+def _kernels(model: nn.Module) -> tuple[_Held, _Held]:
     """What kernels of experts are made of: weights that layers have wrapped for Triton, and all that methods hold."""
     methods = {module: getattr(module, "quant_method", None) for module in model.modules()}
     layers = [module for module, method in methods.items() if getattr(method, "moe_quant_config", None) is not None]
-    wrapped = [
+    wrapped: _Held = [
         (layer, {name: value for name, value in vars(layer).items() if is_dataclass(value) and _tensors(value)})
         for layer in layers
     ]
     unique = {id(methods[layer]): methods[layer] for layer in layers}.values()
-    return [*wrapped, *((method, dict(vars(method))) for method in unique)]
+    return wrapped, [(method, dict(vars(method))) for method in unique]
 
 
 @contextmanager
@@ -136,14 +141,13 @@ def kernels_kept(model: nn.Module) -> Iterator[None]:
     vLLM's reload puts parameters where they were, but it makes kernels anew of its temporary tensors. These kernels
     would miss what is written into the parameters later. Also, the reload wants parameters in place of wrapped weights.
     """
-    kernels = _kernels(model)
-    for owner, held in kernels:
-        if isinstance(owner, nn.Module):
-            for name in held:
-                delattr(owner, name)
+    wrapped, of_methods = _kernels(model)
+    for layer, held in wrapped:
+        for name in held:
+            delattr(layer, name)
     yield
     written = _addresses(all_tensors(model).values())
-    for owner, held in kernels:
+    for owner, held in (*wrapped, *of_methods):
         made = {**held, **vars(owner)}
         before = [tensor for value in held.values() for tensor in _tensors(value)]
         after = [tensor for name in held for tensor in _tensors(made[name])]

@@ -39,12 +39,16 @@ class Method:
         self.moe_kernel = [self.moe_quant_config]
 
 
+class ModuleMethod(nn.Module, Method):
+    """A method of vLLM 0.32, where it is a module of its layer."""
+
+
 class Experts(nn.Module):
     """A layer with experts; some wrap their weights."""
 
-    def __init__(self, *, computes=False, wraps=False):
+    def __init__(self, *, computes=False, wraps=False, method=Method):
         super().__init__()
-        self.computes, self.wraps, self.quant_method = computes, wraps, Method()
+        self.computes, self.wraps, self.quant_method = computes, wraps, method()
         self.load(1.0)
 
     def load(self, value):
@@ -71,7 +75,12 @@ def reload(model, value):
 
 @pytest.mark.parametrize(
     ("how", "hidden"),
-    [({}, ""), ({"computes": True}, "no map reaches"), ({"wraps": True}, "no map reaches")],
+    [
+        ({}, ""),
+        ({"computes": True}, "no map reaches"),
+        ({"wraps": True}, "no map reaches"),
+        ({"method": ModuleMethod}, ""),
+    ],
 )
 def test_kernels_read_what_is_written_after_a_reload(how, hidden):
     model = nn.Sequential(Experts(**how), nn.Linear(2, 2), nn.Module())

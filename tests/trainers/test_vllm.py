@@ -68,14 +68,16 @@ def test_says_what_transformers_says(family, mesh, tmp_path):
 @pytest.mark.parametrize("tensor_parallel", [1, 2], ids="TP{}".format)
 @pytest.mark.parametrize("family", ["minimax_m2", *HELD_ON_CPU])
 def test_holds_what_it_cannot_compute(family, tensor_parallel, tmp_path, monkeypatch):
-    """Experts of minimax_m2 are not selected by a sigmoid, which vLLM lacks on CPU."""
+    """The newer families by a map. Experts of minimax_m2 are not selected by a sigmoid, which vLLM lacks on CPU."""
     monkeypatch.setitem(ENGINE_FIELDS, "minimax_m2", {**ENGINE_FIELDS["minimax_m2"], "scoring_func": "softmax"})
     hf = {**configs(), **held_configs()}[family]
     state = weights(family, hf, 0)
     models = mb.build_model(hf, dims=mb.ParallelDims(), device="cpu", dtype=torch.float32, load_weights=state)
-    engine = engine_of(family, hf, tensor_parallel, "cpu", torch.float32)
+    engine = engine_of(family, hf, tensor_parallel, "cpu", torch.float32, by_map=family in HELD_ON_CPU)
     try:
         ring = feed(engine, models, None, tensor_parallel)
+        if family in HELD_ON_CPU:
+            assert engine("by_map") == [(1, "", ())] * tensor_parallel
         held_as_from_files(engine, state, tmp_path / "files")
     finally:
         engine.close()
