@@ -153,7 +153,7 @@ UNTIED_ON_CPU = ("arcee", "gemma3_text", "llama")
 UNBIASED_ON_CPU = ("ernie4_5_moe",)
 """vLLM's softmax over experts passes over their biases there."""
 HELD_ON_CPU = (
-    *("afmoe", "apertus", "cohere2", "falcon_h1", "flex_olmo", "gemma4_text", "glm", "gpt_neox", "granite"),
+    *("afmoe", "apertus", "cohere2", "flex_olmo", "gemma4_text", "glm", "gpt_neox", "granite"),
     *("granitemoe", "granitemoeshared", "laguna", "lfm2_moe", "olmo", "phi", "stablelm"),
 )
 """Newer families. vLLM takes their weights on a CPU, but lacks kernels there to compute with some of them."""
@@ -166,6 +166,7 @@ AFTER = (
         "cwm",
         "deepseek_ref",
         "deepseek_v4",
+        "falcon_h1",
         "gemma4_unified_text",
         "kimi_linear",
         "lfm2",

@@ -68,10 +68,14 @@ class Buffers:
     ) -> None:
         self._given, self._gpus = tensors, gpus
         self._on_device: dict[torch.device, Tensor] = {}
-        self.plain: Buffers = self
-        """The buffers before some were replaced by ``with_others``."""
+        self._before: Buffers | None = None
         self.made: frozenset[int] = frozenset()
-        """The numbers of those that were replaced."""
+        """The numbers of those that ``with_others`` has replaced."""
+
+    @property
+    def plain(self) -> Buffers:
+        """The buffers before some were replaced."""
+        return self if self._before is None else self._before
 
     @cached_property
     def tensors(self) -> Sequence[Tensor]:
@@ -126,7 +130,7 @@ class Buffers:
         for made in others:
             changed.addresses[made.numbers] = made.addresses
         changed.on_gpu = self.on_gpu
-        changed.plain = self.plain
+        changed._before = self.plain
         changed.made = self.made.union(*(made.numbers.tolist() for made in others))
         return changed
 
