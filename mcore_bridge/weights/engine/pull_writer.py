@@ -86,6 +86,7 @@ class PullWriter(MapWriter):
         self._windows: dict[int, tuple[int, Tensor]] = {}
         """By its address, each allocation of windows that the engine has opened in this round, with its number."""
         self._unused = count()
+        """Numbers for further allocations of windows."""
         self._staged: dict[tuple[EngineStep, frozenset[int]], _Staged] = {}
         """The parts of steps, by what was made for them."""
         self._staging: Tensor | None = None
