@@ -119,9 +119,10 @@ class PullWriter(MapWriter):
 
     def begin(self, sources: Sources, device: torch.device) -> tuple[EngineProgram, EngineOutputs]:
         """See ``MapWriter``."""
-        if self.program is None or self.program.of is not sources.program:
+        before, ends = self.program, super().begin(sources, device)
+        if self.program is not before:
             self._staged = {}
-        return super().begin(sources, device)
+        return ends
 
     def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
         """Memory for windows that the engine's process can open."""

@@ -69,13 +69,17 @@ class Buffers:
         self._given, self._gpus = tensors, gpus
         self._on_device: dict[torch.device, Tensor] = {}
         self._before: Buffers | None = None
-        self.made: frozenset[int] = frozenset()
-        """The numbers of those that ``with_others`` has replaced."""
+        self._replaced: Sequence[Numbers] = ()
 
     @property
     def plain(self) -> Buffers:
         """The buffers before some were replaced."""
         return self if self._before is None else self._before
+
+    @cached_property
+    def made(self) -> frozenset[int]:
+        """The numbers of those that ``with_others`` has replaced."""
+        return frozenset(number for numbers in self._replaced for number in numbers.tolist())
 
     @cached_property
     def tensors(self) -> Sequence[Tensor]:
@@ -131,7 +135,7 @@ class Buffers:
             changed.addresses[made.numbers] = made.addresses
         changed.on_gpu = self.on_gpu
         changed._before = self.plain
-        changed.made = self.made.union(*(made.numbers.tolist() for made in others))
+        changed._replaced = [*self._replaced, *(made.numbers for made in others)]
         return changed
 
     def _with(self, others: Sequence[Made]) -> Sequence[Tensor]:
