@@ -14,7 +14,7 @@ from torch import Tensor
 from mcore_bridge.config.hf import read_fields, write_fields
 from mcore_bridge.convert.conversion import Conversion, Progress, units_of_tensors
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.rules.dtypes import dtype_name, wanted_dtype
+from mcore_bridge.rules.dtypes import dtype_name, has_overflown, wanted_dtype, warn_of_overflow
 from mcore_bridge.rules.encoded import Encoded
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.files.file_shards import shard_names_of
@@ -125,13 +125,21 @@ class ToPlain(Conversion):
 
     def pieces(self, spec: TensorSpec) -> Iterator[Tensor]:
         """Yield the elements of a tensor in order, some at a time, flat and on the CPU."""
+        overflown = False
+        for piece, is_cast in self._cast(spec):
+            overflown = overflown or (is_cast and has_overflown(piece))
+            yield piece
+        warn_of_overflow([spec.name] * overflown)
+
+    def _cast(self, spec: TensorSpec) -> Iterator[tuple[Tensor, bool]]:
+        """Yield the pieces, each with whether a cast may have changed its numbers."""
         tensor = self.stored[spec.name]
         if isinstance(tensor, Encoded):
             for rows in tensor.in_order(PIECE_ELEMENTS):
-                yield rows.to(spec.dtype, self.device).cpu().flatten()
+                yield rows.to(spec.dtype, self.device).cpu().flatten(), True
             return
         for view in tensor.flatten().split(PIECE_ELEMENTS):
-            yield self.stored.read(spec.name, view).to(spec.dtype)
+            yield self.stored.read(spec.name, view).to(spec.dtype), tensor.dtype != spec.dtype
 
 
 def plain_specs_of(stored: Source, folder: Path, dtype: torch.dtype | None) -> tuple[TensorSpec, ...]:

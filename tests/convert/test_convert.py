@@ -420,3 +420,8 @@ def test_numbers_that_a_cast_makes_infinite_are_named(tmp_path):
         with messages_of() as messages:
             convert(start, tmp_path / str(number), dtype=torch.float16, rank_files=to, on_event=quiet)
         assert [" infinite in 1 tensors, such as" in message for message in messages] == [True], (start, to)
+    note = {"quant_method": "fp8", "weight_block_size": [8, 8]}
+    convert(source, tmp_path / "encoded", plain=True, quantize=note, on_event=quiet)
+    with messages_of() as messages:
+        convert(tmp_path / "encoded", tmp_path / "plain", plain=True, dtype=torch.float16, on_event=quiet)
+    assert [" infinite in 1 tensors, such as" in message for message in messages] == [True]
