@@ -95,7 +95,7 @@ def loaded(hf, state):
         stepping.mesh(ParallelDims()),
         pytest.raises(
             CheckpointError,
-            match=r"q_conv1d.weight has shape \(112, 1, 4\), .* takes \(128, 1, 4\).* parts: .*\[128, 128, 80\] rows",
+            match=r"q_conv1d.weight has shape \(59, 1, 4\), .* takes \(48, 1, 4\).* equal parts: .*\[48, 48, 80\] rows",
         ),
     ):
         build_model(hf, dtype=torch.float32, device="cpu", load_weights=state)
@@ -103,7 +103,7 @@ def loaded(hf, state):
 
 @pytest.mark.parametrize("name", zoo.params(["olmo_hybrid"]))
 def test_convolutions_that_transformers_cut_into_equal_parts_are_refused(name):
-    """It writes such parts if values are not as wide as keys: 336 rows in 112 each, not in 128, 128 and 80."""
+    """It writes such parts for values that are wider than keys: 176 rows in 59, 59 and 58, not in 48, 48 and 80."""
     hf = zoo.cases()[name].hf
     state = random_state(hf)
     names = [f"model.layers.0.linear_attn.{part}_conv1d.weight" for part in "qkv"]

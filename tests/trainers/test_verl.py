@@ -113,7 +113,9 @@ def test_a_life_with_modules_of_our_own(name, tmp_path):
     folder, dims = folder_of(name, tmp_path / "hf"), ParallelDims(tp=2, pp=2, sp=True)
     ranks = pool.run(dims.tp * dims.pp, in_verl, dims, life, folder, str(tmp_path), {"vanilla": False})
     found = problems(ranks, folder, tmp_path, vanilla=False)
-    assert [each for each in found if "between its elements" not in each] == []  # verl 0.9.1 aligns what it sends
+    if name == "hy_v4":  # streams have three scales in bf16; verl 0.9.1 aligns what follows
+        found = [each for each in found if "between its elements" not in each]
+    assert found == []
 
 
 HYBRID = {
